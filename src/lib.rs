@@ -29,24 +29,18 @@
 //! | [`daemon`] | composition root, control loop, adapters |
 //! | [`cli`] | the command line |
 
-// Files that tests share with benchmarks name the library.
-#[cfg(test)]
-extern crate self as cotenant;
-
-pub mod causes;
-pub mod cli;
-pub mod config;
-pub mod conversation;
-pub mod daemon;
-pub mod emergency;
-pub mod engine;
-pub mod heap;
-pub mod http;
-pub mod journal;
-pub mod policy;
-pub mod probe;
-pub mod rpc;
-pub mod speech;
-pub mod telemetry;
-pub mod units;
-pub mod worker;
+pub use cotenant_cli as cli;
+pub use cotenant_config as config;
+pub use cotenant_conversation as conversation;
+pub use cotenant_daemon as daemon;
+pub use cotenant_engine as engine;
+pub use cotenant_http as http;
+pub use cotenant_journal as journal;
+pub use cotenant_memory::{emergency, heap};
+pub use cotenant_policy as policy;
+pub use cotenant_probe as probe;
+pub use cotenant_rpc as rpc;
+pub use cotenant_speech as speech;
+pub use cotenant_telemetry as telemetry;
+pub use cotenant_units::{self as units, causes};
+pub use cotenant_worker as worker;

@@ -9,5 +9,5 @@ use cotenant::emergency::EmergencyAllocator;
 static ALLOCATOR: EmergencyAllocator<System> = EmergencyAllocator::before(System);
 
 fn main() -> ExitCode {
-    cotenant::cli::main(std::env::args_os())
+    cotenant::cli::main(std::env::args_os(), env!("COTENANT_COMMIT"))
 }

@@ -11,8 +11,7 @@
     reason = "test helpers may fail loudly, and figures are shown with a failure"
 )]
 
-#[path = "../benches/developer/weights.rs"]
-mod weights;
+use cotenant_dev::weights;
 
 use std::{
     collections::BTreeMap,
@@ -69,7 +68,9 @@ fn main() -> ExitCode {
         named!(what_cannot_be_captured_is_launched_as_it_is),
         named!(memory_counts_as_freed_only_when_the_driver_confirms_it),
         named!(tensor_cores_that_compute_something_else_are_not_used),
-        named!(too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when_growing),
+        named!(
+            too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when_growing
+        ),
         named!(true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_cpp),
         named!(types_of_all_weights_answer_as_on_the_cpu),
         named!(weights_are_mapped_where_an_integrated_device_reads_them_as_fast),
@@ -97,7 +98,11 @@ fn main() -> ExitCode {
 fn driver() -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
     let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build");
-    let built = Command::new(build).arg(&out).arg("driver").output().unwrap();
+    let built = Command::new(build)
+        .arg(&out)
+        .arg("driver")
+        .output()
+        .unwrap();
     assert!(
         built.status.success(),
         "g++ is needed:\n{}{}",
@@ -115,13 +120,20 @@ fn other_driver(driver: &Path, name: &str) -> PathBuf {
 /// What a child writes and says with a driver, and settings of it.
 fn run(driver: &Path, settings: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut child = Command::new(env::current_exe().unwrap());
-    child.arg("child").args(arguments).env("LD_LIBRARY_PATH", driver);
+    child
+        .arg("child")
+        .args(arguments)
+        .env("LD_LIBRARY_PATH", driver);
     child.envs(settings.iter().copied());
     child.output().unwrap()
 }
 
 fn reported(output: &Output) -> String {
-    format!("{}{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr))
+    format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
 }
 
 /// Opens a model as the arguments say, and writes what it answers; without a file to write to, says what computes.
@@ -155,7 +167,11 @@ fn child(arguments: &[String]) -> ExitCode {
         Ok((name, rows)) => {
             println!("{name}");
             if !word(4).is_empty() {
-                let bytes: Vec<u8> = rows.iter().flatten().flat_map(|logit| logit.to_le_bytes()).collect();
+                let bytes: Vec<u8> = rows
+                    .iter()
+                    .flatten()
+                    .flat_map(|logit| logit.to_le_bytes())
+                    .collect();
                 fs::write(word(4), bytes).unwrap();
             }
             ExitCode::SUCCESS
@@ -181,11 +197,16 @@ fn reported_error(error: &dyn std::error::Error) -> String {
 fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     let first = |logits: &[f32]| {
         let places = 0..u32::try_from(logits.len()).unwrap();
-        places.rev().max_by(|a, b| logits[*a as usize].total_cmp(&logits[*b as usize])).unwrap()
+        places
+            .rev()
+            .max_by(|a, b| logits[*a as usize].total_cmp(&logits[*b as usize]))
+            .unwrap()
     };
     if env::var_os("LOGITS").is_some() {
         let logits = model.forward(&[token], &mut || Flow::Continue);
-        return logits.map(|logits| first(&logits)).map_err(|error| reported_error(&error));
+        return logits
+            .map(|logits| first(&logits))
+            .map_err(|error| reported_error(&error));
     }
     match model.forward_greedy(&[token], &mut || Flow::Continue) {
         Ok(Scores::Greatest(token)) => Ok(token),
@@ -205,14 +226,22 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         kv_type,
     };
     let number = |name: &str| env::var(name).ok().map(|text| text.parse::<u32>().unwrap());
-    let options = ModelOptions { compute, context: number("CONTEXT").map(Tokens::new), ..ModelOptions::for_threads(1) };
-    let mut model =
-        Model::open(path, &plan(parts, 128, KvType::F16), &options).map_err(|error| reported_error(&error))?;
+    let options = ModelOptions {
+        compute,
+        context: number("CONTEXT").map(Tokens::new),
+        ..ModelOptions::for_threads(1)
+    };
+    let mut model = Model::open(path, &plan(parts, 128, KvType::F16), &options)
+        .map_err(|error| reported_error(&error))?;
     if let Some(refused) = model.refused() {
         println!("fewer layers: {refused}");
     }
     let vocabulary = model.vocabulary();
-    let text = |len: u32, seed: u32| (0..len).map(|at| (at * 37 + seed) % vocabulary).collect::<Vec<u32>>();
+    let text = |len: u32, seed: u32| {
+        (0..len)
+            .map(|at| (at * 37 + seed) % vocabulary)
+            .collect::<Vec<u32>>()
+    };
     let mut rows = Vec::new();
     let mut step = |model: &mut Model, tokens: &[u32]| {
         let logits = model.forward(tokens, &mut || Flow::Continue);
@@ -222,7 +251,9 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     let change = |model: &mut Model, plan: &EnginePlan| {
         let report = model.apply(plan).map_err(|error| reported_error(&error))?;
         // Of the host pages are touched, and not all of them may have been.
-        if report.freed + report.untouched < report.asked && model.backend_name().starts_with("cuda") {
+        if report.freed + report.untouched < report.asked
+            && model.backend_name().starts_with("cuda")
+        {
             return Err(format!("{} asked, {} freed", report.asked, report.freed));
         }
         Ok::<(), String>(())
@@ -247,7 +278,11 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
             (parts, KvType::Q8),
         ];
         step(&mut model, &text(21, 3))?;
-        for (number, (resident, kind)) in (0..).zip(plans).take(if regrown > 0 { 1 } else { plans.len() }) {
+        for (number, (resident, kind)) in
+            (0..)
+                .zip(plans)
+                .take(if regrown > 0 { 1 } else { plans.len() })
+        {
             change(&mut model, &plan(resident, 128, kind))?;
             for token in 0..5 {
                 step(&mut model, &text(1, 10 * number + token))?;
@@ -279,11 +314,15 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         return Ok((String::new(), rows));
     }
     if let Some(board) = env::var_os("FAKE_CUDA_BOARD") {
-        let mut sampler = Sampler::open(&ProbeRoot::at(Path::new(&board)), None).map_err(|error| error.to_string())?;
+        let mut sampler = Sampler::open(&ProbeRoot::at(Path::new(&board)), None)
+            .map_err(|error| error.to_string())?;
         for resident in [parts, 0, parts] {
             change(&mut model, &plan(resident, 128, KvType::F16))?;
             step(&mut model, &text(2, 3))?;
-            let sample = sampler.read().map_err(|error| error.to_string())?.sample(Timestamp::START);
+            let sample = sampler
+                .read()
+                .map_err(|error| error.to_string())?
+                .sample(Timestamp::START);
             let pool = sample.gpu.nvmap_pool.unwrap_or_default();
             let gpu = sample.gpu.gpu_used.map_or(Bytes::ZERO, GpuUse::bytes);
             let figures = [sample.available(), pool, gpu, model.breakdown().total].map(Bytes::get);
@@ -337,62 +376,124 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
 }
 
 /// The types of the matrices of each family's model.
-const TYPES: [GgmlDType; 4] = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32, GgmlDType::Q6K];
+const TYPES: [GgmlDType; 4] = [
+    GgmlDType::Q8_0,
+    GgmlDType::Q4K,
+    GgmlDType::F32,
+    GgmlDType::Q6K,
+];
 
 fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf {
     let path = folder.join(format!("{number}.gguf"));
-    Synthetic::tiny(architecture, TypeMix::All(TYPES[number % TYPES.len()]), 7).write(&path).unwrap();
+    Synthetic::tiny(architecture, TypeMix::All(TYPES[number % TYPES.len()]), 7)
+        .write(&path)
+        .unwrap();
     path
 }
 
 /// Writes a model of each family, and one of each type of weights, for `tests/cuda/gpu`.
 fn write_models(folder: &Path) -> ExitCode {
     let families = Architecture::ALL.into_iter().enumerate();
-    let families = families.map(|(number, architecture)| (architecture, TYPES[number % TYPES.len()]));
-    let types = SUPPORTED.into_iter().map(|dtype| (Architecture::Qwen3, dtype));
-    for (architecture, dtype) in families.chain(types).chain([(Architecture::Qwen35, GgmlDType::Q8_0)]) {
+    let families =
+        families.map(|(number, architecture)| (architecture, TYPES[number % TYPES.len()]));
+    let types = SUPPORTED
+        .into_iter()
+        .map(|dtype| (Architecture::Qwen3, dtype));
+    for (architecture, dtype) in families
+        .chain(types)
+        .chain([(Architecture::Qwen35, GgmlDType::Q8_0)])
+    {
         let path = folder.join(format!("{architecture:?}-{dtype:?}.gguf"));
-        Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
+        Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+            .write(&path)
+            .unwrap();
     }
     ExitCode::SUCCESS
 }
 
 /// What a child says, and its logits.
-fn answered(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], words: [&str; 3]) -> (String, Vec<f32>) {
+fn answered(
+    driver: &Path,
+    what: &str,
+    path: &Path,
+    settings: &[(&str, &str)],
+    words: [&str; 3],
+) -> (String, Vec<f32>) {
     let out = path.with_extension(words[0]);
-    let output = run(driver, settings, &[path.to_str().unwrap(), words[0], words[1], words[2], out.to_str().unwrap()]);
-    assert!(output.status.success(), "{what} {words:?} {settings:?}: {}", reported(&output));
+    let output = run(
+        driver,
+        settings,
+        &[
+            path.to_str().unwrap(),
+            words[0],
+            words[1],
+            words[2],
+            out.to_str().unwrap(),
+        ],
+    );
+    assert!(
+        output.status.success(),
+        "{what} {words:?} {settings:?}: {}",
+        reported(&output)
+    );
     let bytes = fs::read(&out).unwrap();
-    let logits = bytes.chunks_exact(4).map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
+    let logits = bytes
+        .chunks_exact(4)
+        .map(|bytes| f32::from_le_bytes(bytes.try_into().unwrap()));
     (reported(&output), logits.collect())
 }
 
 /// Compares what a child answers with what one on the CPU does.
 fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], words: [&str; 3]) {
     let ((name, got), (_, expected)) = thread::scope(|scope| {
-        let on_cpu = scope.spawn(|| answered(driver, what, path, settings, ["cpu", "auto", "auto"]));
-        (answered(driver, what, path, settings, words), on_cpu.join().unwrap())
+        let on_cpu =
+            scope.spawn(|| answered(driver, what, path, settings, ["cpu", "auto", "auto"]));
+        (
+            answered(driver, what, path, settings, words),
+            on_cpu.join().unwrap(),
+        )
     });
     assert!(name.contains("cuda ("), "{what}: {name}");
     assert!(
-        got.len() == expected.len() && expected.len() >= 2 * VOCABULARY && expected.len().is_multiple_of(VOCABULARY)
+        got.len() == expected.len()
+            && expected.len() >= 2 * VOCABULARY
+            && expected.len().is_multiple_of(VOCABULARY)
     );
     let mut worst_of_all: f32 = 0.0;
-    for (step, (row, other)) in expected.chunks(VOCABULARY).zip(got.chunks(VOCABULARY)).enumerate() {
-        let (low, high) =
-            row.iter().fold((f32::MAX, f32::MIN), |(low, high), logit| (low.min(*logit), high.max(*logit)));
-        let worst = row.iter().zip(other).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max);
+    for (step, (row, other)) in expected
+        .chunks(VOCABULARY)
+        .zip(got.chunks(VOCABULARY))
+        .enumerate()
+    {
+        let (low, high) = row.iter().fold((f32::MAX, f32::MIN), |(low, high), logit| {
+            (low.min(*logit), high.max(*logit))
+        });
+        let worst = row
+            .iter()
+            .zip(other)
+            .map(|(a, b)| (a - b).abs())
+            .fold(0.0, f32::max);
         let part = worst / (high - low);
         assert!(
             row.iter().chain(other).all(|logit| logit.is_finite()) && high > low,
             "{what} {settings:?}, step {step}"
         );
         worst_of_all = worst_of_all.max(part);
-        assert!(part <= SPREAD_MAX, "{what} {settings:?}, step {step}: {part} of the spread");
+        assert!(
+            part <= SPREAD_MAX,
+            "{what} {settings:?}, step {step}: {part} of the spread"
+        );
         // The token that the CPU says is said, or one that is as likely.
-        let best = |row: &[f32]| (0..row.len()).max_by(|a, b| row[*a].total_cmp(&row[*b])).unwrap();
+        let best = |row: &[f32]| {
+            (0..row.len())
+                .max_by(|a, b| row[*a].total_cmp(&row[*b]))
+                .unwrap()
+        };
         let said = best(other);
-        assert!(high - row[said] <= 2.0 * SPREAD_MAX * (high - low), "{what} {settings:?}, step {step}");
+        assert!(
+            high - row[said] <= 2.0 * SPREAD_MAX * (high - low),
+            "{what} {settings:?}, step {step}"
+        );
     }
     println!("{what} {words:?} {settings:?}: at most {worst_of_all:.2e} of the spread");
 }
@@ -409,17 +510,28 @@ fn models_answer_as_on_the_cpu_whenever_the_driver_executes() {
     for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
         let path = written(folder.path(), number, architecture);
         let order = ["eager", "late", "5"][number % 3];
-        let settings = [("FAKE_CUDA_ORDER", order), ("FAKE_CUDA_DEVICE", ["orin", "hopper"][number % 2])];
-        compare(&driver, &format!("{architecture:?}"), &path, &settings, ["cuda", "auto", "auto"]);
+        let settings = [
+            ("FAKE_CUDA_ORDER", order),
+            ("FAKE_CUDA_DEVICE", ["orin", "hopper"][number % 2]),
+        ];
+        compare(
+            &driver,
+            &format!("{architecture:?}"),
+            &path,
+            &settings,
+            ["cuda", "auto", "auto"],
+        );
     }
 }
 
 fn weights_on_the_device_and_plain_kernels_answer_the_same() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen35);
-    for (device, memory, kernels) in
-        [("orin", "device", "plain"), ("hopper", "mapped", "auto"), ("blackwell", "auto", "plain")]
-    {
+    for (device, memory, kernels) in [
+        ("orin", "device", "plain"),
+        ("hopper", "mapped", "auto"),
+        ("blackwell", "auto", "plain"),
+    ] {
         let settings = [("FAKE_CUDA_DEVICE", device), ("FAKE_CUDA_ORDER", "late")];
         compare(&driver, memory, &path, &settings, ["cuda", memory, kernels]);
     }
@@ -429,9 +541,20 @@ fn types_of_all_weights_answer_as_on_the_cpu() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     for (number, dtype) in SUPPORTED.into_iter().enumerate() {
         let path = folder.path().join(format!("{dtype:?}.gguf"));
-        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(dtype), 7).write(&path).unwrap();
-        let settings = [("FAKE_CUDA_DEVICE", ["hopper", "orin"][number % 2]), ("SHORT", "1")];
-        compare(&driver, &format!("{dtype:?}"), &path, &settings, ["cuda", ["device", "mapped"][number % 2], "auto"]);
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(dtype), 7)
+            .write(&path)
+            .unwrap();
+        let settings = [
+            ("FAKE_CUDA_DEVICE", ["hopper", "orin"][number % 2]),
+            ("SHORT", "1"),
+        ];
+        compare(
+            &driver,
+            &format!("{dtype:?}"),
+            &path,
+            &settings,
+            ["cuda", ["device", "mapped"][number % 2], "auto"],
+        );
     }
 }
 
@@ -441,50 +564,121 @@ fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let vocabulary = 2048;
     for (name, model, of_llama_cpp) in [
-        ("Qwen3-0.6B", Synthetic { layers: 2, vocabulary, ..Synthetic::qwen3_0_6b(TypeMix::Q4KM, 1) }, 0.163),
-        ("Qwen3.5-0.8B", Synthetic { layers: 4, vocabulary, ..Synthetic::qwen35_0_8b(TypeMix::Q4KM, 1) }, 0.812),
+        (
+            "Qwen3-0.6B",
+            Synthetic {
+                layers: 2,
+                vocabulary,
+                ..Synthetic::qwen3_0_6b(TypeMix::Q4KM, 1)
+            },
+            0.163,
+        ),
+        (
+            "Qwen3.5-0.8B",
+            Synthetic {
+                layers: 4,
+                vocabulary,
+                ..Synthetic::qwen35_0_8b(TypeMix::Q4KM, 1)
+            },
+            0.812,
+        ),
     ] {
         let path = folder.path().join("model.gguf");
         model.write(&path).unwrap();
-        let on = |device| answered(&driver, name, &path, &[("SHORT", "1")], [device, "mapped", "auto"]).1;
+        let on = |device| {
+            answered(
+                &driver,
+                name,
+                &path,
+                &[("SHORT", "1")],
+                [device, "mapped", "auto"],
+            )
+            .1
+        };
         let (on_gpu, on_cpu) = thread::scope(|scope| {
             let on_cpu = scope.spawn(|| on("cpu"));
             (on("cuda"), on_cpu.join().unwrap())
         });
-        assert_eq!((on_cpu.len(), on_gpu.len()), (2 * vocabulary as usize, 2 * vocabulary as usize));
+        assert_eq!(
+            (on_cpu.len(), on_gpu.len()),
+            (2 * vocabulary as usize, 2 * vocabulary as usize)
+        );
         for (step, row) in on_cpu.chunks(vocabulary as usize).enumerate() {
             let other = &on_gpu[step * vocabulary as usize..][..row.len()];
             let count = f64::from(vocabulary);
             let mean = row.iter().copied().map(f64::from).sum::<f64>() / count;
-            let deviation = (row.iter().map(|logit| (f64::from(*logit) - mean).powi(2)).sum::<f64>() / count).sqrt();
-            let worst = row.iter().zip(other).map(|(a, b)| f64::from((a - b).abs())).fold(0.0, f64::max) / deviation;
-            println!("{name} step {step}: at most {worst:.1e} standard deviations, of llama.cpp {of_llama_cpp}");
+            let deviation = (row
+                .iter()
+                .map(|logit| (f64::from(*logit) - mean).powi(2))
+                .sum::<f64>()
+                / count)
+                .sqrt();
+            let worst = row
+                .iter()
+                .zip(other)
+                .map(|(a, b)| f64::from((a - b).abs()))
+                .fold(0.0, f64::max)
+                / deviation;
+            println!(
+                "{name} step {step}: at most {worst:.1e} standard deviations, of llama.cpp {of_llama_cpp}"
+            );
             assert!(worst <= of_llama_cpp / 2.0, "{name} step {step}: {worst}");
         }
     }
 }
 
 /// Launches of a child with segments: of graphs, and how many were captured.
-fn segments_of(driver: &Path, path: &Path, settings: &[(&str, &str)], memory: &str) -> (u64, u64, String) {
+fn segments_of(
+    driver: &Path,
+    path: &Path,
+    settings: &[(&str, &str)],
+    memory: &str,
+) -> (u64, u64, String) {
     let log = path.with_extension("log");
     fs::remove_file(&log).ok();
     let settings = [settings, &[("FAKE_CUDA_LOG", log.to_str().unwrap())]].concat();
-    let (name, _) = answered(driver, "segments", path, &settings, ["cuda", memory, "auto"]);
+    let (name, _) = answered(
+        driver,
+        "segments",
+        path,
+        &settings,
+        ["cuda", memory, "auto"],
+    );
     let notes = noted(&log);
     assert!(is_clean(&notes), "{settings:?}: {notes:?}");
     let count = |name: &str| calls(&notes).get(name).and_then(Value::as_u64).unwrap_or(0);
-    (count("cuGraphLaunch"), count("cuGraphInstantiateWithFlags"), name)
+    (
+        count("cuGraphLaunch"),
+        count("cuGraphInstantiateWithFlags"),
+        name,
+    )
 }
 
 /// Tokens of models of both kinds of layers, whose segments are captured, while layers are given up, streamed and read again.
 fn tokens_are_launched_in_segments_that_answer_the_same_and_outlive_a_shed() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    let families = [(Architecture::Qwen35, "late"), (Architecture::Gemma3, "eager"), (Architecture::Qwen3, "5")];
+    let families = [
+        (Architecture::Qwen35, "late"),
+        (Architecture::Gemma3, "eager"),
+        (Architecture::Qwen3, "5"),
+    ];
     for (number, (architecture, order)) in families.into_iter().enumerate() {
         let path = written(folder.path(), number, architecture);
         let (device, memory) = [("hopper", "device"), ("orin", "mapped")][number % 2];
-        let settings = |regrown| [("FAKE_CUDA_ORDER", order), ("FAKE_CUDA_DEVICE", device), ("SEGMENTS", regrown)];
-        compare(&driver, &format!("{architecture:?} in segments"), &path, &settings("0"), ["cuda", memory, "auto"]);
+        let settings = |regrown| {
+            [
+                ("FAKE_CUDA_ORDER", order),
+                ("FAKE_CUDA_DEVICE", device),
+                ("SEGMENTS", regrown),
+            ]
+        };
+        compare(
+            &driver,
+            &format!("{architecture:?} in segments"),
+            &path,
+            &settings("0"),
+            ["cuda", memory, "auto"],
+        );
         let segments = |regrown| segments_of(&driver, &path, &settings(regrown), memory);
         let ((few, captured, _), (more, as_many, _)) = (segments("1"), segments("3"));
         println!("{architecture:?}: {few} graphs launched, of {captured} captured");
@@ -515,17 +709,29 @@ fn what_cannot_be_captured_is_launched_as_it_is() {
     };
     let (sound, (launched, captured, name)) = with("", "");
     assert!(launched > 0 && !name.contains("without graphs"), "{name}");
-    for call in ["cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphInstantiateWithFlags", "cuGraphUpload"] {
+    for call in [
+        "cuStreamBeginCapture_v2",
+        "cuStreamEndCapture",
+        "cuGraphInstantiateWithFlags",
+        "cuGraphUpload",
+    ] {
         for (at, in_trial) in [(2, true), (captured, false)] {
             let (logits, (_, _, name)) = with("FAKE_CUDA_FAULTS", &format!("{call}@{at}=2"));
             assert!(logits == sound, "{call}@{at}");
-            assert_eq!(name.contains("without graphs"), in_trial, "{call}@{at}: {name}");
+            assert_eq!(
+                name.contains("without graphs"),
+                in_trial,
+                "{call}@{at}: {name}"
+            );
         }
     }
     // One that could not be launched may have begun: the model is lost, and the next one has none.
     for at in [1, launched] {
         let (logits, (_, _, name)) = with("FAKE_CUDA_FAULTS", &format!("cuGraphLaunch@{at}=2"));
-        assert!(logits == sound && name.contains("without graphs"), "{at}: {name}");
+        assert!(
+            logits == sound && name.contains("without graphs"),
+            "{at}: {name}"
+        );
     }
     let (logits, (_, _, name)) = with("FAKE_CUDA_GRAPHS", "cut");
     assert!(logits == sound && name.contains("without graphs"), "{name}");
@@ -535,13 +741,24 @@ fn what_cannot_be_captured_is_launched_as_it_is() {
 fn launches_are_within_memory_and_free_of_races() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let log = folder.path().join("log");
-    for (number, architecture) in [Architecture::Qwen35, Architecture::Gemma3].into_iter().enumerate() {
+    for (number, architecture) in [Architecture::Qwen35, Architecture::Gemma3]
+        .into_iter()
+        .enumerate()
+    {
         let path = written(folder.path(), number, architecture);
         fs::remove_file(&log).ok();
         let settings = [("FAKE_CUDA_LOG", log.to_str().unwrap()), ("SHORT", "1")];
         let watched = other_driver(&driver, "driver-watched");
-        let output = run(&watched, &settings, &[path.to_str().unwrap(), "cuda", "device"]);
-        assert!(output.status.success(), "{architecture:?}: {}", reported(&output));
+        let output = run(
+            &watched,
+            &settings,
+            &[path.to_str().unwrap(), "cuda", "device"],
+        );
+        assert!(
+            output.status.success(),
+            "{architecture:?}: {}",
+            reported(&output)
+        );
         let notes = noted(&log);
         assert!(is_clean(&notes), "{architecture:?}: {notes:?}");
         let launches = calls(&notes)["cuLaunchKernel"].as_u64().unwrap();
@@ -553,56 +770,152 @@ fn launches_are_within_memory_and_free_of_races() {
 fn tensor_cores_that_compute_something_else_are_not_used() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
-    for (kernels, has) in [("product_tiles@88", true), ("product_8@88", true), ("embed@24", false)] {
+    for (kernels, has) in [
+        ("product_tiles@88", true),
+        ("product_8@88", true),
+        ("embed@24", false),
+    ] {
         let settings = [("FAKE_CUDA_WRONG", kernels), ("TOKENS", "1")];
-        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
+        let output = run(
+            &driver,
+            &settings,
+            &[path.to_str().unwrap(), "cuda", "mapped"],
+        );
         assert!(output.status.success(), "{}", reported(&output));
-        assert_eq!(reported(&output).contains(", without tensor cores)"), has, "{kernels}: {}", reported(&output));
+        assert_eq!(
+            reported(&output).contains(", without tensor cores)"),
+            has,
+            "{kernels}: {}",
+            reported(&output)
+        );
     }
     let settings = [("FAKE_CUDA_WRONG", "product_tiles@88")];
-    compare(&driver, "faulty tensor cores", &path, &settings, ["cuda", "mapped", "auto"]);
+    compare(
+        &driver,
+        "faulty tensor cores",
+        &path,
+        &settings,
+        ["cuda", "mapped", "auto"],
+    );
 }
 
 fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when_growing() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    let (path, log) = (written(folder.path(), 0, Architecture::Qwen3), folder.path().join("log"));
+    let (path, log) = (
+        written(folder.path(), 0, Architecture::Qwen3),
+        folder.path().join("log"),
+    );
     let with = |limit: &[(&str, &str)], name: &str| {
         fs::remove_file(&log).ok();
-        let mut settings = vec![("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_LOG", log.to_str().unwrap())];
+        let mut settings = vec![
+            ("FAKE_CUDA_DEVICE", "hopper"),
+            ("FAKE_CUDA_LOG", log.to_str().unwrap()),
+        ];
         settings.extend([("GROW", "3000")]);
         settings.extend(limit);
         let out = folder.path().join(name);
-        let output =
-            run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "device", "auto", out.to_str().unwrap()]);
+        let output = run(
+            &driver,
+            &settings,
+            &[
+                path.to_str().unwrap(),
+                "cuda",
+                "device",
+                "auto",
+                out.to_str().unwrap(),
+            ],
+        );
         (output, fs::read(&out).unwrap_or_default(), noted(&log))
     };
     let (output, expected, notes) = with(&[], "all");
-    assert!(output.status.success() && !reported(&output).contains("not grown"), "{}", reported(&output));
-    let peak = notes.iter().find(|note| note["event"] == "exit").unwrap()["peak_bytes"].as_u64().unwrap();
+    assert!(
+        output.status.success() && !reported(&output).contains("not grown"),
+        "{}",
+        reported(&output)
+    );
+    let peak = notes.iter().find(|note| note["event"] == "exit").unwrap()["peak_bytes"]
+        .as_u64()
+        .unwrap();
     // The last granule of the cache does not fit, or none as large as a granule.
     let (less, least) = ((peak - 1).to_string(), (2 << 20).to_string());
     let (output, logits, notes) = with(&[("FAKE_CUDA_MEMORY", &less)], "less");
-    assert!(output.status.success() && is_clean(&notes), "{}", reported(&output));
-    assert!(reported(&output).contains("not grown: cannot map"), "{}", reported(&output));
-    assert!(reported(&output).contains("CUDA_ERROR_OUT_OF_MEMORY"), "{}", reported(&output));
-    assert!(!logits.is_empty() && logits == expected, "the engine computes on as before");
+    assert!(
+        output.status.success() && is_clean(&notes),
+        "{}",
+        reported(&output)
+    );
+    assert!(
+        reported(&output).contains("not grown: cannot map"),
+        "{}",
+        reported(&output)
+    );
+    assert!(
+        reported(&output).contains("CUDA_ERROR_OUT_OF_MEMORY"),
+        "{}",
+        reported(&output)
+    );
+    assert!(
+        !logits.is_empty() && logits == expected,
+        "the engine computes on as before"
+    );
     // The last part does not fit: the model is opened with fewer, and says the same.
-    let said = |output: &Output| reported(output).lines().find(|line| line.starts_with("said ")).map(str::to_owned);
+    let said = |output: &Output| {
+        reported(output)
+            .lines()
+            .find(|line| line.starts_with("said "))
+            .map(str::to_owned)
+    };
     let (output, _, notes) = with(&[("TOKENS", "8")], "none");
     let peak = notes.iter().find(|note| note["event"] == "exit").unwrap()["peak_bytes"].to_string();
-    let (fewer, _, notes) = with(&[("TOKENS", "8"), ("FAKE_CUDA_MEMORY", &less_than(&peak, 1))], "none");
-    assert!(fewer.status.success() && is_clean(&notes), "{}", reported(&fewer));
-    assert!(reported(&fewer).contains("fewer layers: cannot map"), "{}", reported(&fewer));
-    assert!(said(&fewer).is_some() && said(&fewer) == said(&output), "{}", reported(&fewer));
+    let (fewer, _, notes) = with(
+        &[("TOKENS", "8"), ("FAKE_CUDA_MEMORY", &less_than(&peak, 1))],
+        "none",
+    );
+    assert!(
+        fewer.status.success() && is_clean(&notes),
+        "{}",
+        reported(&fewer)
+    );
+    assert!(
+        reported(&fewer).contains("fewer layers: cannot map"),
+        "{}",
+        reported(&fewer)
+    );
+    assert!(
+        said(&fewer).is_some() && said(&fewer) == said(&output),
+        "{}",
+        reported(&fewer)
+    );
     // A model that does not fit beside what a context needs, and a context that does not fit.
     for (name, limit, reason) in [
-        ("FAKE_CUDA_MEMORY", less_than(&least, 1), "the GPU does not compute: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY"),
-        ("FAKE_CUDA_LARGEST", "4096".to_owned(), "the GPU does not compute: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY"),
-        ("FAKE_CUDA_MEMORY", ((2 << 20) + (600 << 10)).to_string(), "cannot map"),
+        (
+            "FAKE_CUDA_MEMORY",
+            less_than(&least, 1),
+            "the GPU does not compute: cuMemCreate: CUDA_ERROR_OUT_OF_MEMORY",
+        ),
+        (
+            "FAKE_CUDA_LARGEST",
+            "4096".to_owned(),
+            "the GPU does not compute: cuMemAlloc_v2: CUDA_ERROR_OUT_OF_MEMORY",
+        ),
+        (
+            "FAKE_CUDA_MEMORY",
+            ((2 << 20) + (600 << 10)).to_string(),
+            "cannot map",
+        ),
     ] {
         let (output, _, notes) = with(&[(name, &limit)], "none");
-        assert_eq!(output.status.code(), Some(3), "{name}={limit}: {}", reported(&output));
-        assert!(reported(&output).contains(reason), "{name}={limit}: {}", reported(&output));
+        assert_eq!(
+            output.status.code(),
+            Some(3),
+            "{name}={limit}: {}",
+            reported(&output)
+        );
+        assert!(
+            reported(&output).contains(reason),
+            "{name}={limit}: {}",
+            reported(&output)
+        );
         assert!(is_clean(&notes), "{name}={limit}: {notes:?}");
     }
 }
@@ -614,7 +927,10 @@ fn less_than(number: &str, by: u64) -> String {
 /// Each call that gives memory back fails once: what a plan reports to have freed is less than was asked for.
 fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    let (path, log) = (written(folder.path(), 0, Architecture::Qwen3), folder.path().join("log"));
+    let (path, log) = (
+        written(folder.path(), 0, Architecture::Qwen3),
+        folder.path().join("log"),
+    );
     for (memory, device, history, name) in [
         ("device", "hopper", ("SHORT", "1"), "cuMemFree_v2"),
         ("device", "hopper", ("GROW", "3000"), "cuMemUnmap"),
@@ -624,22 +940,38 @@ fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
         let with = |fault: &str| {
             fs::remove_file(&log).ok();
             let log = ("FAKE_CUDA_LOG", log.to_str().unwrap());
-            let settings = [("FAKE_CUDA_FAULTS", fault), ("FAKE_CUDA_DEVICE", device), history, log];
-            reported(&run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]))
+            let settings = [
+                ("FAKE_CUDA_FAULTS", fault),
+                ("FAKE_CUDA_DEVICE", device),
+                history,
+                log,
+            ];
+            reported(&run(
+                &driver,
+                &settings,
+                &[path.to_str().unwrap(), "cuda", memory],
+            ))
         };
         let sound = with("");
         assert!(sound.contains("cuda ("), "{sound}");
         let count = calls(&noted(&log))[name].as_u64().unwrap();
         // Several parts are given up one behind the other: it is enough to meet every second call.
-        let short = (1..=count).step_by(if count > 40 { 2 } else { 1 }).filter(|at| {
-            let text = with(&format!("{name}@{at}=1"));
-            let refused = text.lines().find_map(|line| line.strip_prefix("refused: ")?.strip_suffix(" freed"));
-            refused.is_some_and(|refused| refused.contains(" asked, "))
-        });
+        let short = (1..=count)
+            .step_by(if count > 40 { 2 } else { 1 })
+            .filter(|at| {
+                let text = with(&format!("{name}@{at}=1"));
+                let refused = text
+                    .lines()
+                    .find_map(|line| line.strip_prefix("refused: ")?.strip_suffix(" freed"));
+                refused.is_some_and(|refused| refused.contains(" asked, "))
+            });
         let short = short.count();
         println!("{name}: of {count} calls {short} are a plan's");
         // Four layers and the head; granules of the cache.
-        assert!(short > 1, "{name} has failed {count} times, {short} of them with a plan's notice");
+        assert!(
+            short > 1,
+            "{name} has failed {count} times, {short} of them with a plan's notice"
+        );
     }
 }
 
@@ -649,21 +981,43 @@ fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/gpu");
     let rehearsed = |wrong: &str| {
         let mut script = Command::new(&script);
-        script.arg("--few").arg("--program").arg(env::current_exe().unwrap());
-        script.arg("--library").arg(&driver).arg("--out").arg(driver.parent().unwrap());
-        let output = script.env("FAKE_CUDA_DEVICE", "hopper").env("FAKE_CUDA_WRONG", wrong).output().unwrap();
-        let report: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|_| panic!("{}", reported(&output)));
+        script
+            .arg("--few")
+            .arg("--program")
+            .arg(env::current_exe().unwrap());
+        script
+            .arg("--library")
+            .arg(&driver)
+            .arg("--out")
+            .arg(driver.parent().unwrap());
+        let output = script
+            .env("FAKE_CUDA_DEVICE", "hopper")
+            .env("FAKE_CUDA_WRONG", wrong)
+            .output()
+            .unwrap();
+        let report: Value = serde_json::from_slice(&output.stdout)
+            .unwrap_or_else(|_| panic!("{}", reported(&output)));
         (output.status.success(), report)
     };
     let (passed, report) = rehearsed("");
     assert!(passed && report["ok"] == true, "{report:#}");
     let cases = report["cases"].as_array().unwrap();
     assert_eq!(cases.len(), 4, "{report:#}");
-    assert!(cases.iter().all(|case| case["bits_of_shim"] == true), "{report:#}");
+    assert!(
+        cases.iter().all(|case| case["bits_of_shim"] == true),
+        "{report:#}"
+    );
     // The address of a product's first result.
     let (passed, report) = rehearsed("product_narrow@88");
     assert!(!passed && report["ok"] == false, "{report:#}");
-    assert!(report["cases"].as_array().unwrap().iter().all(|case| case["bits_of_shim"] == false), "{report:#}");
+    assert!(
+        report["cases"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .all(|case| case["bits_of_shim"] == false),
+        "{report:#}"
+    );
 }
 
 /// Folder of the driver, its settings, and the reason that is given.
@@ -677,9 +1031,21 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
     let cases: [Case<'_>; 7] = [
         (&nowhere, &[], "libcuda is not installed"),
         (&lacking, &[], "the driver has no function `cuMemUnmap`"),
-        (&driver, &[("FAKE_CUDA_DRIVER", "12010")], "the driver is for CUDA 12.1, at least 12.2 is needed"),
-        (&driver, &[("FAKE_CUDA_DRIVER", "11040")], "the driver is for CUDA 11.4, at least 12.2 is needed"),
-        (&driver, &[("FAKE_CUDA_DEVICE", "turing")], "compute capability 7.5, at least 8.0 is needed"),
+        (
+            &driver,
+            &[("FAKE_CUDA_DRIVER", "12010")],
+            "the driver is for CUDA 12.1, at least 12.2 is needed",
+        ),
+        (
+            &driver,
+            &[("FAKE_CUDA_DRIVER", "11040")],
+            "the driver is for CUDA 11.4, at least 12.2 is needed",
+        ),
+        (
+            &driver,
+            &[("FAKE_CUDA_DEVICE", "turing")],
+            "compute capability 7.5, at least 8.0 is needed",
+        ),
         (
             &driver,
             &[("FAKE_CUDA_FAULTS", "cuMemHostRegister_v2@1=801!!")],
@@ -693,25 +1059,52 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
     ];
     for (driver, settings, reason) in cases {
         let refused = run(driver, settings, &[path.to_str().unwrap(), "cuda"]);
-        assert_eq!(refused.status.code(), Some(3), "{reason}: {}", reported(&refused));
-        assert!(reported(&refused).contains(reason), "{reason}: {}", reported(&refused));
+        assert_eq!(
+            refused.status.code(),
+            Some(3),
+            "{reason}: {}",
+            reported(&refused)
+        );
+        assert!(
+            reported(&refused).contains(reason),
+            "{reason}: {}",
+            reported(&refused)
+        );
         let settings = [settings, &[("SHORT", "1")]].concat();
         let otherwise = run(driver, &settings, &[path.to_str().unwrap(), "auto"]);
-        assert!(otherwise.status.success(), "{reason}: {}", reported(&otherwise));
-        assert!(reported(&otherwise).starts_with("cpu ("), "{reason}: {}", reported(&otherwise));
+        assert!(
+            otherwise.status.success(),
+            "{reason}: {}",
+            reported(&otherwise)
+        );
+        assert!(
+            reported(&otherwise).starts_with("cpu ("),
+            "{reason}: {}",
+            reported(&otherwise)
+        );
     }
 }
 
 /// What the driver has noted of a child, line by line.
 fn noted(log: &Path) -> Vec<Value> {
     let text = fs::read_to_string(log).unwrap_or_default();
-    text.lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+    text.lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect()
 }
 
 /// Whether nothing was left when contexts went, and the driver has nothing to complain about.
 fn is_clean(notes: &[Value]) -> bool {
-    let of = |event: &str| notes.iter().filter(|note| note["event"] == event).collect::<Vec<_>>();
-    let nothing = |left: &Value| left.as_object().is_some_and(|left| left.values().all(|count| count == 0));
+    let of = |event: &str| {
+        notes
+            .iter()
+            .filter(|note| note["event"] == event)
+            .collect::<Vec<_>>()
+    };
+    let nothing = |left: &Value| {
+        left.as_object()
+            .is_some_and(|left| left.values().all(|count| count == 0))
+    };
     of("context").iter().all(|note| nothing(&note["left"]))
         && of("finding").is_empty()
         && of("exit").len() == 1
@@ -745,7 +1138,12 @@ impl Sweep {
     }
 
     /// As [`case`](Self::case), on a device with a kind of memory.
-    fn case_on(&self, fault: &str, planted: &str, (device, memory): (&str, &str)) -> (Vec<Value>, Option<String>) {
+    fn case_on(
+        &self,
+        fault: &str,
+        planted: &str,
+        (device, memory): (&str, &str),
+    ) -> (Vec<Value>, Option<String>) {
         let number = self.cases.fetch_add(1, Ordering::Relaxed);
         let log = self.folder.path().join(number.to_string());
         let settings = [
@@ -755,13 +1153,18 @@ impl Sweep {
             ("SHORT", "1"),
             ("PLANTED", planted),
         ];
-        let output = run(&self.driver, &settings, &[self.path.to_str().unwrap(), "cuda", memory]);
+        let output = run(
+            &self.driver,
+            &settings,
+            &[self.path.to_str().unwrap(), "cuda", memory],
+        );
         let (notes, text) = (noted(&log), reported(&output));
         // What fails while memory is given back is not reported as an error.
         let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
         let may_leave = fault.ends_with('!') || fault.split('@').next().is_some_and(gives_back);
         let is_wrong = !ended || !(may_leave || is_clean(&notes));
-        let wrong = is_wrong.then(|| format!("{fault} {planted}: {:?} {text} {notes:?}", output.status));
+        let wrong =
+            is_wrong.then(|| format!("{fault} {planted}: {:?} {text} {notes:?}", output.status));
         (notes, wrong)
     }
 }
@@ -775,12 +1178,21 @@ impl Sweep {
         };
         let wrong: Vec<String> = thread::scope(|scope| {
             let halves = faults.chunks(faults.len().div_ceil(2));
-            let halves: Vec<_> = halves.map(|half| scope.spawn(move || wrong_of(half))).collect();
-            halves.into_iter().flat_map(|half| half.join().unwrap()).collect()
+            let halves: Vec<_> = halves
+                .map(|half| scope.spawn(move || wrong_of(half)))
+                .collect();
+            halves
+                .into_iter()
+                .flat_map(|half| half.join().unwrap())
+                .collect()
         });
         let (cases, wrong_cases) = (faults.len(), wrong.len());
         println!("{on:?}: {cases} faults");
-        assert!(wrong.is_empty(), "{wrong_cases} of {cases}:\n{}", wrong.join("\n"));
+        assert!(
+            wrong.is_empty(),
+            "{wrong_cases} of {cases}:\n{}",
+            wrong.join("\n")
+        );
     }
 }
 
@@ -819,8 +1231,9 @@ fn a_call_that_fails_in_each_kind_of_memory_leaves_nothing() {
     for on in [("hopper", "device"), ("orin", "auto")] {
         let (notes, wrong) = sweep.case_on("", "", on);
         assert_eq!(wrong, None);
-        let faults =
-            calls(&notes).into_iter().flat_map(|(name, count)| [format!("{name}@1=719!"), format!("{name}@{count}=2")]);
+        let faults = calls(&notes)
+            .into_iter()
+            .flat_map(|(name, count)| [format!("{name}@1=719!"), format!("{name}@{count}=2")]);
         sweep.all(&faults.collect::<Vec<_>>(), on);
     }
 }
@@ -841,7 +1254,9 @@ fn an_allocation_that_fails_is_an_error_and_leaves_nothing() {
 fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
     let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
     let calls = exit["calls"].as_object().unwrap().iter();
-    calls.map(|(name, count)| (name.clone(), count.clone())).collect()
+    calls
+        .map(|(name, count)| (name.clone(), count.clone()))
+        .collect()
 }
 
 /// Counts calls of some tokens, and compares them with those of more: what a token takes.
@@ -856,7 +1271,12 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
         recurrent: (1, 2, 128),
         ..Synthetic::tiny(Architecture::Qwen35, types, 7)
     };
-    let six = Synthetic { layers: 28, head_dim: 128, rotary: 128, ..Synthetic::tiny(Architecture::Qwen3, types, 7) };
+    let six = Synthetic {
+        layers: 28,
+        head_dim: 128,
+        rotary: 128,
+        ..Synthetic::tiny(Architecture::Qwen3, types, 7)
+    };
     for (name, model, most) in [("Qwen3.5-4B", four, 245), ("Qwen3-0.6B", six, 257)] {
         model.write(&path).unwrap();
         let counted = |tokens: &str, logits: Option<&str>| {
@@ -864,9 +1284,16 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             let mut settings = vec![("FAKE_CUDA_LOG", log.to_str().unwrap()), ("TOKENS", tokens)];
             settings.extend(logits.map(|logits| ("LOGITS", logits)));
             // What is timed would make calls of its own.
-            let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "mapped"]);
+            let output = run(
+                &driver,
+                &settings,
+                &[path.to_str().unwrap(), "cuda", "mapped"],
+            );
             assert!(output.status.success(), "{}", reported(&output));
-            let said = reported(&output).lines().find(|line| line.starts_with("said")).map(str::to_owned);
+            let said = reported(&output)
+                .lines()
+                .find(|line| line.starts_with("said"))
+                .map(str::to_owned);
             let notes = noted(&log);
             let mut counts = calls(&notes);
             let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
@@ -875,12 +1302,18 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             }
             (counts, said.unwrap())
         };
-        let ((few, _), (more, said), (all_logits, by_logits)) =
-            (counted("2", None), counted("6", None), counted("6", Some("1")));
+        let ((few, _), (more, said), (all_logits, by_logits)) = (
+            counted("2", None),
+            counted("6", None),
+            counted("6", Some("1")),
+        );
         assert_eq!(said, by_logits, "{name}");
         let of_token = |names: &[&str]| {
             let count = |calls: &BTreeMap<String, Value>| -> u64 {
-                names.iter().filter_map(|name| calls.get(*name)?.as_u64()).sum()
+                names
+                    .iter()
+                    .filter_map(|name| calls.get(*name)?.as_u64())
+                    .sum()
             };
             let (all, each) = (count(&more) - count(&few), 4);
             assert_eq!(all % each, 0, "{names:?}");
@@ -889,21 +1322,37 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
         // Two flags, the number of the greatest logit, and its value.
         let read = of_token(&["bytes_to_host"]);
         assert_eq!(read, 16, "{name}");
-        assert!(all_logits["bytes_to_host"].as_u64().unwrap() > more["bytes_to_host"].as_u64().unwrap() + 1024);
+        assert!(
+            all_logits["bytes_to_host"].as_u64().unwrap()
+                > more["bytes_to_host"].as_u64().unwrap() + 1024
+        );
         let (kernels, graphs) = (of_token(&["executed"]), of_token(&["cuGraphLaunch"]));
         let alone = of_token(&["cuLaunchKernel"]);
-        let others = of_token(&["cuMemcpyHtoDAsync_v2", "cuMemcpyDtoDAsync_v2", "cuMemsetD32Async"]);
+        let others = of_token(&[
+            "cuMemcpyHtoDAsync_v2",
+            "cuMemcpyDtoDAsync_v2",
+            "cuMemsetD32Async",
+        ]);
         println!(
             "{name}: {kernels} kernels in {graphs} graphs and {alone} launches, {others} copies and fills for a token"
         );
         assert!(kernels <= most, "{name}: {kernels} kernels");
-        assert!((1..=8).contains(&graphs) && alone <= 4, "{name}: {graphs} graphs, {alone} launches");
+        assert!(
+            (1..=8).contains(&graphs) && alone <= 4,
+            "{name}: {graphs} graphs, {alone} launches"
+        );
         // Of any call, where something was left to do. Those for events are ends of segments, as many as there was to wait for.
-        let waits_of =
-            |calls: &BTreeMap<String, Value>| calls["waits"].as_u64().unwrap() - calls["event_waits"].as_u64().unwrap();
+        let waits_of = |calls: &BTreeMap<String, Value>| {
+            calls["waits"].as_u64().unwrap() - calls["event_waits"].as_u64().unwrap()
+        };
         let waits = (waits_of(&more) - waits_of(&few)) / 4;
         assert_eq!((waits_of(&more) - waits_of(&few)) % 4, 0, "{name}");
-        let allocations = of_token(&["memory", "cuMemHostRegister_v2", "cuMemAddressReserve", "cuEventCreate"]);
+        let allocations = of_token(&[
+            "memory",
+            "cuMemHostRegister_v2",
+            "cuMemAddressReserve",
+            "cuEventCreate",
+        ]);
         assert_eq!((waits, allocations), (1, 0), "{name}");
     }
 }
@@ -917,14 +1366,29 @@ fn tiles_of_a_head_are_one_launch_with_the_words_of_the_cpu() {
         Synthetic { vocabulary, ..tiny }.write(&path).unwrap();
         let ran = |device: &str, tokens: &str| {
             fs::remove_file(&log).ok();
-            let settings = [("FAKE_CUDA_LOG", log.to_str().unwrap()), ("TOKENS", tokens), ("LOGITS", "1")];
-            let output = run(&driver, &settings, &[path.to_str().unwrap(), device, "device"]);
+            let settings = [
+                ("FAKE_CUDA_LOG", log.to_str().unwrap()),
+                ("TOKENS", tokens),
+                ("LOGITS", "1"),
+            ];
+            let output = run(
+                &driver,
+                &settings,
+                &[path.to_str().unwrap(), device, "device"],
+            );
             assert!(output.status.success(), "{}", reported(&output));
-            reported(&output).lines().find(|line| line.starts_with("said")).unwrap().to_owned()
+            reported(&output)
+                .lines()
+                .find(|line| line.starts_with("said"))
+                .unwrap()
+                .to_owned()
         };
         let executed = |tokens: &str| {
             let said = ran("cuda", tokens);
-            let exit = noted(&log).into_iter().find(|note| note["event"] == "exit").unwrap();
+            let exit = noted(&log)
+                .into_iter()
+                .find(|note| note["event"] == "exit")
+                .unwrap();
             (exit["executed"].as_u64().unwrap(), said)
         };
         let ((few, _), (more, said)) = (executed("1"), executed("3"));
@@ -965,19 +1429,34 @@ fn the_book_has_what_the_driver_has() {
             ("BOOK", resident),
         ];
         settings.extend(converted.then_some(("CONVERTED", "1")));
-        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]);
+        let output = run(
+            &driver,
+            &settings,
+            &[path.to_str().unwrap(), "cuda", memory],
+        );
         assert!(output.status.success(), "{}", reported(&output));
         let text = reported(&output);
-        let book = text.lines().find_map(|line| line.strip_prefix("book ")).unwrap();
+        let book = text
+            .lines()
+            .find_map(|line| line.strip_prefix("book "))
+            .unwrap();
         let book: f64 = book.parse().unwrap();
         let notes = noted(&log);
-        let left = notes.iter().find(|note| note["event"] == "context_left").unwrap();
+        let left = notes
+            .iter()
+            .find(|note| note["event"] == "context_left")
+            .unwrap();
         // Memory of the host that the device reads is of the system, and on the book as well.
         let of = |name: &str| left["left"][name].as_f64().unwrap();
         let driver = of("bytes") + of("registered_bytes") + 8_388_608.0;
-        println!("{resident}/4 resident on {device}, {memory}: {book} on the book, {driver} of the driver");
+        println!(
+            "{resident}/4 resident on {device}, {memory}: {book} on the book, {driver} of the driver"
+        );
         if graph_node == "0" {
-            assert!((book - driver).abs() <= driver / 100.0, "{book} on the book, {driver} of the driver");
+            assert!(
+                (book - driver).abs() <= driver / 100.0,
+                "{book} on the book, {driver} of the driver"
+            );
         } else {
             // The book has as many graphs as there may be.
             assert!(driver <= book, "{book} on the book, {driver} of the driver");
@@ -986,7 +1465,10 @@ fn the_book_has_what_the_driver_has() {
             all_resident.push(book);
         }
     }
-    assert!(all_resident.last().unwrap() - all_resident.first().unwrap() >= 8_300_000.0, "{all_resident:?}");
+    assert!(
+        all_resident.last().unwrap() - all_resident.first().unwrap() >= 8_300_000.0,
+        "{all_resident:?}"
+    );
 }
 
 /// Of a board with 24 MiB, whose pool keeps 3 MiB: what a shed credits is available by the sample after it, in the pool and
@@ -994,31 +1476,67 @@ fn the_book_has_what_the_driver_has() {
 fn what_a_shed_gives_back_is_seen_in_the_page_pool_of_the_board_and_beside_it() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = folder.path().join("model.gguf");
-    let model = Synthetic { layers: 8, feed_forward: 1024, ..Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 7) };
+    let model = Synthetic {
+        layers: 8,
+        feed_forward: 1024,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 7)
+    };
     model.write(&path).unwrap();
     for memory in ["device", "mapped"] {
         let board = folder.path().join(memory);
-        for below in ["proc", "sys/kernel/debug/nvmap/stats", "sys/kernel/debug/nvmap/pagepool"] {
+        for below in [
+            "proc",
+            "sys/kernel/debug/nvmap/stats",
+            "sys/kernel/debug/nvmap/pagepool",
+        ] {
             fs::create_dir_all(board.join(below)).unwrap();
         }
-        let settings = [("FAKE_CUDA_BOARD", board.to_str().unwrap()), ("FAKE_CUDA_MEMORY", "25165824")];
-        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", memory]);
+        let settings = [
+            ("FAKE_CUDA_BOARD", board.to_str().unwrap()),
+            ("FAKE_CUDA_MEMORY", "25165824"),
+        ];
+        let output = run(
+            &driver,
+            &settings,
+            &[path.to_str().unwrap(), "cuda", memory],
+        );
         assert!(output.status.success(), "{}", reported(&output));
         let text = reported(&output);
         let figures = text.lines().filter_map(|line| line.strip_prefix("board "));
-        let figures = figures.map(|line| line.split(' ').map(|word| word.parse().unwrap()).collect::<Vec<i64>>());
+        let figures = figures.map(|line| {
+            line.split(' ')
+                .map(|word| word.parse().unwrap())
+                .collect::<Vec<i64>>()
+        });
         let [full, shed, grown] = figures.collect::<Vec<_>>().try_into().unwrap();
-        println!("{memory}: available, pool, GPU, book: {full:?}, without layers {shed:?}, with them again {grown:?}");
+        println!(
+            "{memory}: available, pool, GPU, book: {full:?}, without layers {shed:?}, with them again {grown:?}"
+        );
         let gains = |at: usize| shed[at] - full[at];
         let (available, pool, gpu, book) = (gains(0), gains(1), gains(2), gains(3));
-        assert!(book < -(1 << 20) && available == -book, "{memory}: {available} more available, {} credited", -book);
+        assert!(
+            book < -(1 << 20) && available == -book,
+            "{memory}: {available} more available, {} credited",
+            -book
+        );
         if memory == "device" {
-            assert_eq!((shed[1], available > pool), (3 << 20, true), "the pool is full, and the system has the rest");
-            assert!(gpu < book, "what is streamed lies in a ring that is no memory of nvmap");
+            assert_eq!(
+                (shed[1], available > pool),
+                (3 << 20, true),
+                "the pool is full, and the system has the rest"
+            );
+            assert!(
+                gpu < book,
+                "what is streamed lies in a ring that is no memory of nvmap"
+            );
         } else {
             assert_eq!((pool, gpu), (0, 0), "memory of the system");
         }
-        assert_eq!((grown[0], grown[2], grown[3]), (full[0], full[2], full[3]), "{memory}");
+        assert_eq!(
+            (grown[0], grown[2], grown[3]),
+            (full[0], full[2], full[3]),
+            "{memory}"
+        );
     }
 }
 
@@ -1027,69 +1545,133 @@ fn weights_lie_where_an_integrated_device_reads_them_faster() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
     for (device, slower, memory) in [("orin", "30", "device"), ("hopper", "0", "device")] {
-        let settings = [("FAKE_CUDA_DEVICE", device), ("FAKE_CUDA_MAPPED_MS", slower), ("TOKENS", "1")];
-        let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "auto"]);
+        let settings = [
+            ("FAKE_CUDA_DEVICE", device),
+            ("FAKE_CUDA_MAPPED_MS", slower),
+            ("TOKENS", "1"),
+        ];
+        let output = run(
+            &driver,
+            &settings,
+            &[path.to_str().unwrap(), "cuda", "auto"],
+        );
         let name = format!(", {memory} memory");
-        assert!(reported(&output).contains(&name), "{device}: {}", reported(&output));
+        assert!(
+            reported(&output).contains(&name),
+            "{device}: {}",
+            reported(&output)
+        );
     }
 }
 
 /// An integrated device is measured by the first start of a device, a driver and a release.
 fn a_device_is_measured_once_and_again_when_something_has_changed() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    let (path, log) = (written(folder.path(), 0, Architecture::Qwen3), folder.path().join("log"));
+    let (path, log) = (
+        written(folder.path(), 0, Architecture::Qwen3),
+        folder.path().join("log"),
+    );
     let file = folder.path().join("gpu.json");
     let launches = |settings: &[(&str, &str)]| {
         fs::remove_file(&log).ok();
-        let mut all = vec![("FAKE_CUDA_DEVICE", "orin"), ("FAKE_CUDA_LOG", log.to_str().unwrap()), ("TOKENS", "1")];
+        let mut all = vec![
+            ("FAKE_CUDA_DEVICE", "orin"),
+            ("FAKE_CUDA_LOG", log.to_str().unwrap()),
+            ("TOKENS", "1"),
+        ];
         all.push(("PROBES", folder.path().to_str().unwrap()));
         all.extend(settings);
         let output = run(&driver, &all, &[path.to_str().unwrap(), "cuda", "auto"]);
-        assert!(output.status.success() && is_clean(&noted(&log)), "{}", reported(&output));
+        assert!(
+            output.status.success() && is_clean(&noted(&log)),
+            "{}",
+            reported(&output)
+        );
         let probe: Value = serde_json::from_str(&fs::read_to_string(&file).unwrap()).unwrap();
-        (calls(&noted(&log))["cuLaunchKernel"].as_u64().unwrap(), probe)
+        (
+            calls(&noted(&log))["cuLaunchKernel"].as_u64().unwrap(),
+            probe,
+        )
     };
     let largest = (300 << 20).to_string();
     let (first, probe) = launches(&[("FAKE_CUDA_LARGEST", &largest)]);
     println!("{first} launches, {probe}");
     let room = |name: &str| probe["room"][name].as_u64().unwrap();
-    assert!((284 << 20..=300 << 20).contains(&room("largestBytes")), "{probe}");
+    assert!(
+        (284 << 20..=300 << 20).contains(&room("largestBytes")),
+        "{probe}"
+    );
     assert!(room("sumBytes") >= room("largestBytes"), "{probe}");
     assert!(probe["speed"]["device"].as_u64().unwrap() > 0, "{probe}");
     let (second, same) = launches(&[]);
     assert_eq!(probe, same);
     assert!(second + 50 < first, "{second} launches, {first} before");
     let (other_driver, other) = launches(&[("FAKE_CUDA_DRIVER", "12080")]);
-    assert!(other_driver + 20 > first && other["of"]["driver"] == 12_080, "{other}");
+    assert!(
+        other_driver + 20 > first && other["of"]["driver"] == 12_080,
+        "{other}"
+    );
     fs::write(&file, "{\"of\": 7").unwrap();
     let (damaged, whole) = launches(&[]);
-    assert!(damaged + 20 > first && whole["of"]["driver"] == 12_060, "{whole}");
+    assert!(
+        damaged + 20 > first && whole["of"]["driver"] == 12_060,
+        "{whole}"
+    );
 }
 
 fn weights_are_mapped_where_an_integrated_device_reads_them_as_fast() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
-    let settings = [("FAKE_CUDA_DEVICE", "orin"), ("FAKE_CUDA_DEVICE_MS", "30"), ("TOKENS", "1")];
-    let output = run(&driver, &settings, &[path.to_str().unwrap(), "cuda", "auto"]);
-    assert!(reported(&output).contains(", mapped memory)"), "{}", reported(&output));
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "orin"),
+        ("FAKE_CUDA_DEVICE_MS", "30"),
+        ("TOKENS", "1"),
+    ];
+    let output = run(
+        &driver,
+        &settings,
+        &[path.to_str().unwrap(), "cuda", "auto"],
+    );
+    assert!(
+        reported(&output).contains(", mapped memory)"),
+        "{}",
+        reported(&output)
+    );
 }
 
 /// An integrated device reserves 8 GiB of addresses at once: a cache of 16 GiB is not asked for where the context is limited.
 fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = folder.path().join("model.gguf");
-    let model =
-        Synthetic { context_max: 1 << 23, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
+    let model = Synthetic {
+        context_max: 1 << 23,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
     model.write(&path).unwrap();
-    let with = |settings: &[(&str, &str)]| run(&driver, settings, &[path.to_str().unwrap(), "cuda"]);
+    let with =
+        |settings: &[(&str, &str)]| run(&driver, settings, &[path.to_str().unwrap(), "cuda"]);
     let refused = with(&[("TOKENS", "1")]);
     assert_eq!(refused.status.code(), Some(3), "{}", reported(&refused));
-    assert!(reported(&refused).contains("the KV cache (address space alone)"), "{}", reported(&refused));
+    assert!(
+        reported(&refused).contains("the KV cache (address space alone)"),
+        "{}",
+        reported(&refused)
+    );
     let limited = with(&[("TOKENS", "1"), ("CONTEXT", "4096")]);
     assert!(limited.status.success(), "{}", reported(&limited));
 }
 
 /// A call that fails then has given nothing back.
 fn gives_back(name: &str) -> bool {
-    ["Free", "Destroy", "Release", "Unregister", "Unmap", "Unload", "SetCurrent"].iter().any(|word| name.contains(word))
+    [
+        "Free",
+        "Destroy",
+        "Release",
+        "Unregister",
+        "Unmap",
+        "Unload",
+        "SetCurrent",
+    ]
+    .iter()
+    .any(|word| name.contains(word))
 }

@@ -1,5 +1,9 @@
 //! Documents name tests, files and headings that exist.
-#![expect(clippy::unwrap_used, clippy::expect_used, reason = "test helpers may fail loudly")]
+#![expect(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "test helpers may fail loudly"
+)]
 
 use std::{
     collections::BTreeSet,
@@ -17,23 +21,39 @@ fn every_promise_names_tests_that_exist() {
     let mut faults = Vec::new();
     for row in promises.lines().filter(|line| line.starts_with("| ")) {
         let cells: Vec<&str> = row.trim_matches('|').split(" | ").map(str::trim).collect();
-        let Some(tests) = cells.last().filter(|cell| !matches!(**cell, "test" | "---")) else {
+        let Some(tests) = cells
+            .last()
+            .filter(|cell| !matches!(**cell, "test" | "---"))
+        else {
             continue;
         };
         rows += 1;
-        let named: Vec<&str> = backticked(tests).filter(|word| is_test_name(word)).collect();
+        let named: Vec<&str> = backticked(tests)
+            .filter(|word| is_test_name(word))
+            .collect();
         if named.is_empty() {
             faults.push(format!("names no test: {row}"));
         }
         faults.extend(
-            named.iter().filter(|name| !functions.contains(**name)).map(|name| format!("no such test: {name}")),
+            named
+                .iter()
+                .filter(|name| !functions.contains(**name))
+                .map(|name| format!("no such test: {name}")),
         );
     }
     assert!(rows > 40, "{rows} rows");
     let number = |row: &str| row.strip_prefix("| ")?.split(' ').next()?.parse().ok();
     let numbers: Vec<usize> = promises.lines().filter_map(number).collect();
-    assert_eq!(numbers, (1..=numbers.len()).collect::<Vec<_>>(), "promises are numbered in order");
-    assert!(faults.is_empty(), "docs/promises.md:\n{}", faults.join("\n"));
+    assert_eq!(
+        numbers,
+        (1..=numbers.len()).collect::<Vec<_>>(),
+        "promises are numbered in order"
+    );
+    assert!(
+        faults.is_empty(),
+        "docs/promises.md:\n{}",
+        faults.join("\n")
+    );
 }
 
 #[test]
@@ -44,13 +64,21 @@ fn links_between_documents_lead_to_files_and_headings() {
     let mut links = 0;
     for document in &documents {
         let text = fs::read_to_string(document).unwrap();
-        for target in prose(&text).split("](").skip(1).filter_map(|rest| rest.split(')').next()) {
+        for target in prose(&text)
+            .split("](")
+            .skip(1)
+            .filter_map(|rest| rest.split(')').next())
+        {
             if target.contains("://") {
                 continue;
             }
             links += 1;
             let (file, heading) = target.split_once('#').unwrap_or((target, ""));
-            let path = if file.is_empty() { document.clone() } else { document.parent().unwrap().join(file) };
+            let path = if file.is_empty() {
+                document.clone()
+            } else {
+                document.parent().unwrap().join(file)
+            };
             let found = path.exists()
                 && (heading.is_empty()
                     || prose(&fs::read_to_string(&path).unwrap_or_default())
@@ -62,7 +90,11 @@ fn links_between_documents_lead_to_files_and_headings() {
         }
     }
     assert!(links > 20, "{links} links");
-    assert!(faults.is_empty(), "links that lead nowhere:\n{}", faults.join("\n"));
+    assert!(
+        faults.is_empty(),
+        "links that lead nowhere:\n{}",
+        faults.join("\n")
+    );
 }
 
 /// Fields of requests that are ignored and named in a header.
@@ -70,23 +102,42 @@ fn links_between_documents_lead_to_files_and_headings() {
 fn the_document_of_errors_names_each_field_that_is_ignored() {
     let errors = fs::read_to_string(root().join("docs/errors.md")).unwrap();
     // `modalities` other than text, `parallel_tool_calls: false`: the name is the first word.
-    let documented: BTreeSet<&str> =
-        backticked(&errors).filter_map(|word| word.split([':', '[', '=']).next()).map(str::trim).collect();
+    let documented: BTreeSet<&str> = backticked(&errors)
+        .filter_map(|word| word.split([':', '[', '=']).next())
+        .map(str::trim)
+        .collect();
     let mut files = Vec::new();
     collect(&root().join("src/http"), "rs", &mut files);
     let mut names = BTreeSet::new();
     for file in files {
         let text = fs::read_to_string(file).unwrap();
-        let lists = text.split("named([").skip(1).filter_map(|rest| rest.split("])").next());
+        let lists = text
+            .split("named([")
+            .skip(1)
+            .filter_map(|rest| rest.split("])").next());
         for line in lists.flat_map(str::lines) {
-            names.extend(line.trim().strip_prefix("(\"").and_then(|rest| rest.split('"').next()).map(str::to_owned));
+            names.extend(
+                line.trim()
+                    .strip_prefix("(\"")
+                    .and_then(|rest| rest.split('"').next())
+                    .map(str::to_owned),
+            );
         }
-        let pushed = text.split("ignored.push(\"").skip(1).filter_map(|rest| rest.split('"').next());
+        let pushed = text
+            .split("ignored.push(\"")
+            .skip(1)
+            .filter_map(|rest| rest.split('"').next());
         names.extend(pushed.map(str::to_owned));
     }
     assert!(names.len() > 25, "{names:?}");
-    let missing: Vec<&String> = names.iter().filter(|name| !documented.contains(name.as_str())).collect();
-    assert!(missing.is_empty(), "docs/errors.md does not name {missing:?}");
+    let missing: Vec<&String> = names
+        .iter()
+        .filter(|name| !documented.contains(name.as_str()))
+        .collect();
+    assert!(
+        missing.is_empty(),
+        "docs/errors.md does not name {missing:?}"
+    );
 }
 
 #[test]
@@ -97,10 +148,15 @@ fn source_files_that_documents_cite_exist() {
     }
     let mut cited = 0;
     let mut faults = Vec::new();
-    for document in ["docs/architecture.md", "docs/errors.md", "docs/contributing.md"] {
+    for document in [
+        "docs/architecture.md",
+        "docs/errors.md",
+        "docs/contributing.md",
+    ] {
         let text = fs::read_to_string(root().join(document)).unwrap();
         let text = prose(&text);
-        let sources = backticked(&text).filter(|word| Path::new(word).extension().is_some_and(|end| end == "rs"));
+        let sources = backticked(&text)
+            .filter(|word| Path::new(word).extension().is_some_and(|end| end == "rs"));
         for source in sources {
             cited += 1;
             if !files.iter().any(|file| file.ends_with(source)) {
@@ -115,7 +171,10 @@ fn source_files_that_documents_cite_exist() {
 #[test]
 fn alerts_and_the_dashboard_name_metrics_that_exist() {
     let metrics = fs::read_to_string(root().join("src/telemetry/metrics.rs")).unwrap();
-    for (file, least) in [("deploy/prometheus/cotenant.rules.yml", 8), ("deploy/grafana/cotenant.json", 25)] {
+    for (file, least) in [
+        ("deploy/prometheus/cotenant.rules.yml", 8),
+        ("deploy/grafana/cotenant.json", 25),
+    ] {
         let text = fs::read_to_string(root().join(file)).unwrap();
         let named: Vec<&str> = text
             .split(|c: char| !(c.is_ascii_alphanumeric() || c == '_'))
@@ -123,9 +182,10 @@ fn alerts_and_the_dashboard_name_metrics_that_exist() {
             .collect();
         assert!(named.len() >= least, "{file}: {} metrics", named.len());
         for name in named {
-            let registered = ["", "_total", "_bucket", "_count"]
-                .iter()
-                .any(|suffix| name.strip_suffix(suffix).is_some_and(|name| metrics.contains(&format!("\"{name}\""))));
+            let registered = ["", "_total", "_bucket", "_count"].iter().any(|suffix| {
+                name.strip_suffix(suffix)
+                    .is_some_and(|name| metrics.contains(&format!("\"{name}\"")))
+            });
             assert!(registered, "{file}: no such metric: cotenant_{name}");
         }
     }
@@ -134,32 +194,64 @@ fn alerts_and_the_dashboard_name_metrics_that_exist() {
 #[test]
 fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
     let runbook = fs::read_to_string(root().join("docs/runbook.md")).unwrap();
-    let headings: BTreeSet<&str> =
-        runbook.lines().filter_map(|line| line.strip_prefix("### ")).flat_map(|line| line.split(", ")).collect();
+    let headings: BTreeSet<&str> = runbook
+        .lines()
+        .filter_map(|line| line.strip_prefix("### "))
+        .flat_map(|line| line.split(", "))
+        .collect();
     let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
-    let alerts = rules.lines().filter_map(|line| line.trim().strip_prefix("- alert: "));
-    let links = rules.lines().filter_map(|line| line.trim().strip_prefix("runbook_url: "));
+    let alerts = rules
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("- alert: "));
+    let links = rules
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("runbook_url: "));
     for (alert, link) in alerts.clone().zip(links) {
         // Where the package puts the runbook; anchors are headings in small letters.
-        assert_eq!(link, format!("/usr/share/doc/cotenant/runbook.md#{}", alert.to_lowercase()));
+        assert_eq!(
+            link,
+            format!(
+                "/usr/share/doc/cotenant/runbook.md#{}",
+                alert.to_lowercase()
+            )
+        );
     }
     let classes: Vec<String> = DeathClass::ALL.iter().map(ToString::to_string).collect();
     let leases = fs::read_to_string(root().join("src/policy/denial.rs")).unwrap();
     let (_, denials) = leases.split_once("pub enum Denial {").unwrap();
-    let denials = denials.lines().take_while(|line| *line != "}").filter_map(|line| {
-        let (name, _) = line.strip_prefix("    ")?.split_once(" {")?;
-        name.starts_with(|c: char| c.is_ascii_uppercase()).then(|| snake_case(name))
-    });
+    let denials = denials
+        .lines()
+        .take_while(|line| *line != "}")
+        .filter_map(|line| {
+            let (name, _) = line.strip_prefix("    ")?.split_once(" {")?;
+            name.starts_with(|c: char| c.is_ascii_uppercase())
+                .then(|| snake_case(name))
+        });
     let errors = fs::read_to_string(root().join("docs/errors.md")).unwrap();
     let (http, _) = errors.split_once("### Anthropic's API").unwrap();
     let codes = http
         .lines()
         .filter(|line| line.starts_with("| 503 | ") || line.starts_with("| 429 | "))
-        .flat_map(|line| backticked(line.split(" | ").nth(1).unwrap()).map(str::to_owned).collect::<Vec<_>>());
-    let names: Vec<String> = alerts.map(str::to_owned).chain(classes).chain(denials).chain(codes).collect();
+        .flat_map(|line| {
+            backticked(line.split(" | ").nth(1).unwrap())
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
+        });
+    let names: Vec<String> = alerts
+        .map(str::to_owned)
+        .chain(classes)
+        .chain(denials)
+        .chain(codes)
+        .collect();
     assert!(names.len() > 45, "{names:?}");
-    let missing: Vec<&String> = names.iter().filter(|name| !headings.contains(name.as_str())).collect();
-    assert!(missing.is_empty(), "docs/runbook.md has no section for {missing:?}");
+    let missing: Vec<&String> = names
+        .iter()
+        .filter(|name| !headings.contains(name.as_str()))
+        .collect();
+    assert!(
+        missing.is_empty(),
+        "docs/runbook.md has no section for {missing:?}"
+    );
 }
 
 fn snake_case(name: &str) -> String {
@@ -197,7 +289,10 @@ fn test_functions() -> BTreeSet<String> {
 
 /// A test's name states a fact, so it has several words.
 fn is_test_name(word: &str) -> bool {
-    word.matches('_').count() >= 2 && word.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
+    word.matches('_').count() >= 2
+        && word
+            .chars()
+            .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '_')
 }
 
 fn backticked(text: &str) -> impl Iterator<Item = &str> {

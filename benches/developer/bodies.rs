@@ -62,18 +62,26 @@ pub(crate) struct BodiesArgs {
 pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     let port = free_port().map_err(|error| error.to_string())?;
     let model = args.model.as_deref();
-    let mut stage = Stage::set(|folder| configuration(folder, model, port)).map_err(|error| error.to_string())?;
+    let mut stage = Stage::set(|folder| configuration(folder, model, port))
+        .map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     daemon::until(&mut operator, PATIENCE, |status| {
-        status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
+        status
+            .engine
+            .as_ref()
+            .is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
     })
     .await
     .map_err(daemon::last_words(&stage))?;
     let pid = stage.daemon().pid();
     let wyoming = stage.socket().with_file_name("wyoming.sock");
-    let target =
-        Target { port, wyoming: wyoming.into(), channel, sizes: [1 << 20, 128 << 10, 8 << 10, 256].map(Sized::of) };
+    let target = Target {
+        port,
+        wyoming: wyoming.into(),
+        channel,
+        sizes: [1 << 20, 128 << 10, 8 << 10, 256].map(Sized::of),
+    };
     let reading = Reading::now();
     let read = || anonymous_kib(pid).ok_or("the daemon has ended");
     // What the first answers make once: buffers of the model, threads, the page of templates.
@@ -94,7 +102,14 @@ pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
                     if number >= requests {
                         return counts;
                     }
-                    counts.add(request(&target, number, usize::try_from(number % 4).unwrap_or_default()).await);
+                    counts.add(
+                        request(
+                            &target,
+                            number,
+                            usize::try_from(number % 4).unwrap_or_default(),
+                        )
+                        .await,
+                    );
                 }
             })
         })
@@ -121,10 +136,20 @@ pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     );
     let mut report = Report::new("bodies", setting);
     report.figure("anonymous memory before", "KiB", before, None);
-    report.figure("the most meanwhile, beyond that", "KiB", most - before, Some(Limit::AtMost(MOST_KIB)));
+    report.figure(
+        "the most meanwhile, beyond that",
+        "KiB",
+        most - before,
+        Some(Limit::AtMost(MOST_KIB)),
+    );
     let rest = format!("what is left of it {} s behind the last", args.rest);
     report.figure(&rest, "KiB", left, Some(Limit::AtMost(LEFT_KIB)));
-    report.figure("requests without an answer", "", f64::from(counts.lost), Some(Limit::AtMost(0.0)));
+    report.figure(
+        "requests without an answer",
+        "",
+        f64::from(counts.lost),
+        Some(Limit::AtMost(0.0)),
+    );
     report.others(&reading);
     Ok(report)
 }
@@ -145,7 +170,10 @@ struct Sized {
 
 impl Sized {
     fn of(bytes: usize) -> Self {
-        Self { bytes, values: shapes(bytes.saturating_sub(300).max(16)) }
+        Self {
+            bytes,
+            values: shapes(bytes.saturating_sub(300).max(16)),
+        }
     }
 }
 
@@ -179,7 +207,10 @@ impl Counts {
 async fn request(target: &Target, number: u32, size: usize) -> Result<bool, String> {
     let number = usize::try_from(number).map_err(|error| error.to_string())?;
     let sized = target.sizes.get(size).ok_or("no such size")?;
-    let value = sized.values.get(number / 4 % sized.values.len()).ok_or("no values")?;
+    let value = sized
+        .values
+        .get(number / 4 % sized.values.len())
+        .ok_or("no values")?;
     let asked = async {
         match number % 25 {
             0 => realtime(target, value).await,
@@ -191,12 +222,16 @@ async fn request(target: &Target, number: u32, size: usize) -> Result<bool, Stri
             }
         }
     };
-    timeout(PATIENCE, asked).await.map_err(|_late| format!("request {number}: no answer in time"))?
+    timeout(PATIENCE, asked)
+        .await
+        .map_err(|_late| format!("request {number}: no answer in time"))?
 }
 
 async fn post(port: u16, path: &str, body: &[u8]) -> Result<bool, String> {
     let failed = |error: std::io::Error| format!("{path}: {error}");
-    let mut stream = TcpStream::connect(("127.0.0.1", port)).await.map_err(failed)?;
+    let mut stream = TcpStream::connect(("127.0.0.1", port))
+        .await
+        .map_err(failed)?;
     let length = body.len();
     let head = format!(
         "POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n\
@@ -207,7 +242,10 @@ async fn post(port: u16, path: &str, body: &[u8]) -> Result<bool, String> {
     let _refused = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _reset = stream.read_to_end(&mut answer).await;
-    let status = answer.get(9..12).and_then(|status| str::from_utf8(status).ok()).unwrap_or_default();
+    let status = answer
+        .get(9..12)
+        .and_then(|status| str::from_utf8(status).ok())
+        .unwrap_or_default();
     match status {
         "200" => Ok(true),
         "400" | "404" | "413" | "429" | "503" | "529" => Ok(false),
@@ -218,7 +256,9 @@ async fn post(port: u16, path: &str, body: &[u8]) -> Result<bool, String> {
 /// A session whose tools, and an item, are the value.
 async fn realtime(target: &Target, value: &str) -> Result<bool, String> {
     let failed = |error: &dyn std::error::Error| format!("realtime: {error}");
-    let stream = TcpStream::connect(("127.0.0.1", target.port)).await.map_err(|error| failed(&error))?;
+    let stream = TcpStream::connect(("127.0.0.1", target.port))
+        .await
+        .map_err(|error| failed(&error))?;
     let url = format!("ws://127.0.0.1:{}/v1/realtime?model=tiny", target.port);
     let Ok((mut socket, _)) = client_async(url, stream).await else {
         return Ok(false);
@@ -226,8 +266,9 @@ async fn realtime(target: &Target, value: &str) -> Result<bool, String> {
     let update = format!(
         r#"{{"type":"session.update","session":{{"tools":[{{"type":"function","name":"f","parameters":{{"enum":{value}}}}}]}}}}"#
     );
-    let item =
-        format!(r#"{{"type":"conversation.item.create","item":{{"type":"message","role":"user","content":{value}}}}}"#);
+    let item = format!(
+        r#"{{"type":"conversation.item.create","item":{{"type":"message","role":"user","content":{value}}}}}"#
+    );
     for event in [update, item] {
         if socket.send(Message::text(event)).await.is_err() {
             return Ok(false);
@@ -245,20 +286,39 @@ async fn realtime(target: &Target, value: &str) -> Result<bool, String> {
 }
 
 async fn wyoming(target: &Target, value: &str) -> Result<bool, String> {
-    let mut stream = UnixStream::connect(&target.wyoming).await.map_err(|error| format!("wyoming: {error}"))?;
+    let mut stream = UnixStream::connect(&target.wyoming)
+        .await
+        .map_err(|error| format!("wyoming: {error}"))?;
     let data = format!(r#"{{"text":"hi","context":{{"x":{value}}}}}"#);
-    let head = format!("{{\"type\":\"synthesize\",\"data_length\":{}}}\n", data.len());
-    let sent = stream.write_all(format!("{head}{data}{{\"type\":\"ping\"}}\n").as_bytes()).await;
+    let head = format!(
+        "{{\"type\":\"synthesize\",\"data_length\":{}}}\n",
+        data.len()
+    );
+    let sent = stream
+        .write_all(format!("{head}{data}{{\"type\":\"ping\"}}\n").as_bytes())
+        .await;
     let mut answer = [0; 4096];
     let read = stream.read(&mut answer).await.unwrap_or_default();
-    Ok(sent.is_ok() && answer.get(..read).is_some_and(|answer| !String::from_utf8_lossy(answer).contains("\"error\"")))
+    Ok(sent.is_ok()
+        && answer
+            .get(..read)
+            .is_some_and(|answer| !String::from_utf8_lossy(answer).contains("\"error\"")))
 }
 
 /// As many messages as fit.
 async fn generate(target: &Target, bytes: usize) -> Result<bool, String> {
-    let message = ChatMessage { role: ChatRole::User.into(), content: String::new() };
-    let input = Input::Conversation(Conversation { messages: vec![message; bytes / 5] });
-    let asked = GenerateRequest { input: Some(input), max_tokens: Some(1), ..GenerateRequest::default() };
+    let message = ChatMessage {
+        role: ChatRole::User.into(),
+        content: String::new(),
+    };
+    let input = Input::Conversation(Conversation {
+        messages: vec![message; bytes / 5],
+    });
+    let asked = GenerateRequest {
+        input: Some(input),
+        max_tokens: Some(1),
+        ..GenerateRequest::default()
+    };
     let mut client = LlmServiceClient::new(target.channel.clone());
     match client.generate(asked).await {
         Ok(answer) => {

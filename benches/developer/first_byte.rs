@@ -62,20 +62,29 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     let mut stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
-    daemon::until(&mut operator, PATIENCE, whole).await.map_err(daemon::last_words(&stage))?;
+    daemon::until(&mut operator, PATIENCE, whole)
+        .await
+        .map_err(daemon::last_words(&stage))?;
     let daemon = stage.daemon().pid();
     let talk = Talk::start(LlmServiceClient::new(channel), "tell me a story", began);
     if !talk.stories(1, PATIENCE).await {
-        return Err(format!("the LLM does not talk: {:?}", talk.outcome().failures));
+        return Err(format!(
+            "the LLM does not talk: {:?}",
+            talk.outcome().failures
+        ));
     }
     let reading = Reading::now();
     let (mut times, mut rates, mut unshed) = (Vec::new(), Vec::new(), 0u32);
     for round in 0..args.rounds {
-        let status = daemon::until(&mut operator, PATIENCE, |status| whole(status) && headroom(status).is_some())
-            .await
-            .map_err(daemon::last_words(&stage))?;
+        let status = daemon::until(&mut operator, PATIENCE, |status| {
+            whole(status) && headroom(status).is_some()
+        })
+        .await
+        .map_err(daemon::last_words(&stage))?;
         let headroom = headroom(&status).ok_or("no headroom is known")?;
-        let line = status.pressure.map_or(0, |pressure| pressure.elevated_below_bytes);
+        let line = status
+            .pressure
+            .map_or(0, |pressure| pressure.elevated_below_bytes);
         let to_line = headroom.saturating_sub(line);
         let round = tokio::task::spawn_blocking(move || fill(daemon, to_line))
             .await
@@ -104,15 +113,30 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
         at(&rates, 0).copied().unwrap_or_default(),
         Some(Limit::AtLeast(FILL_MIN)),
     );
-    report.figure("neighbour's rate: median", "MiB/s", at(&rates, 500).copied().unwrap_or_default(), None);
-    report.figure("line crossed to first byte shed: median", "ms", milliseconds(&times, 500), None);
+    report.figure(
+        "neighbour's rate: median",
+        "MiB/s",
+        at(&rates, 500).copied().unwrap_or_default(),
+        None,
+    );
+    report.figure(
+        "line crossed to first byte shed: median",
+        "ms",
+        milliseconds(&times, 500),
+        None,
+    );
     report.figure(
         "line crossed to first byte shed: most",
         "ms",
         milliseconds(&times, 1000),
         Some(Limit::AtMost(FIRST_BYTE_MAX.as_secs_f64() * 1e3)),
     );
-    report.figure("rounds without a shed", "", f64::from(unshed), Some(Limit::AtMost(0.0)));
+    report.figure(
+        "rounds without a shed",
+        "",
+        f64::from(unshed),
+        Some(Limit::AtMost(0.0)),
+    );
     report.figure(
         "answers aborted or different",
         "",
@@ -145,13 +169,22 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     let length = std::num::NonZeroUsize::new(fill.as_len()).ok_or("nothing to fill")?;
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
     // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing of ours.
-    let start = unsafe { mman::mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }
-        .map_err(|error| format!("cannot map {fill}: {error}"))?;
+    let start = unsafe {
+        mman::mmap_anonymous(
+            None,
+            length,
+            ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+            flags,
+        )
+    }
+    .map_err(|error| format!("cannot map {fill}: {error}"))?;
     for offset in (0..length.get()).step_by(STEP) {
         let step = STEP.min(length.get() - offset);
         // SAFETY: the range lies within the mapping just made, which is ours alone.
         unsafe { start.as_ptr().cast::<u8>().add(offset).write_bytes(1, step) };
-        if crossed.load(Ordering::Relaxed) == 0 && u64::try_from(offset + step).unwrap_or(u64::MAX) >= to_line {
+        if crossed.load(Ordering::Relaxed) == 0
+            && u64::try_from(offset + step).unwrap_or(u64::MAX) >= to_line
+        {
             let at = u64::try_from(began.elapsed().as_micros()).unwrap_or(u64::MAX);
             crossed.store(at.max(1), Ordering::Relaxed);
         }
@@ -165,14 +198,22 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     done.store(true, Ordering::Relaxed);
     let fell = looking.join().map_err(|_| "the look-out is gone")?;
     // SAFETY: the mapping is ours and no thread looks at it any more.
-    unsafe { mman::munmap(start, length.get()) }.map_err(|error| format!("cannot unmap: {error}"))?;
+    unsafe { mman::munmap(start, length.get()) }
+        .map_err(|error| format!("cannot unmap: {error}"))?;
     let crossed = match crossed.load(Ordering::Relaxed) {
-        0 => return Err(format!("the line was {to_line} bytes away and {fill} did not reach it")),
+        0 => {
+            return Err(format!(
+                "the line was {to_line} bytes away and {fill} did not reach it"
+            ));
+        }
         at => Duration::from_micros(at),
     };
     #[expect(clippy::cast_precision_loss, reason = "some hundred MiB")]
     let mib = fill.whole_mib() as f64;
-    Ok(Round { mib_per_s: mib / took.max(f64::EPSILON), first_byte: fell.map(|at| at.saturating_sub(crossed)) })
+    Ok(Round {
+        mib_per_s: mib / took.max(f64::EPSILON),
+        first_byte: fell.map(|at| at.saturating_sub(crossed)),
+    })
 }
 
 /// When the resident set of the daemon first fell by a megabyte below its highest, as time since `began`.
@@ -194,7 +235,10 @@ fn look(daemon: u32, began: Instant, done: &AtomicBool) -> Option<Duration> {
 const FALL_PAGES: u64 = 256;
 
 fn headroom(status: &GetStatusResponse) -> Option<u64> {
-    status.pressure.as_ref().and_then(|pressure| pressure.headroom_bytes)
+    status
+        .pressure
+        .as_ref()
+        .and_then(|pressure| pressure.headroom_bytes)
 }
 
 fn whole(status: &GetStatusResponse) -> bool {
@@ -203,7 +247,10 @@ fn whole(status: &GetStatusResponse) -> bool {
             && !engine.changing
             && engine.kv_capacity_tokens == engine.kv_capacity_full_tokens
     }) && headroom(status).is_some_and(|headroom| {
-        let line = status.pressure.as_ref().map_or(0, |pressure| pressure.elevated_below_bytes);
+        let line = status
+            .pressure
+            .as_ref()
+            .map_or(0, |pressure| pressure.elevated_below_bytes);
         // The neighbour of the round before is gone.
         headroom >= line + (ROOM.get() / 8) * 7
     })

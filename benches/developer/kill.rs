@@ -21,9 +21,11 @@ use cotenant::{
     rpc::{
         Endpoint,
         v1::{
-            ControlWorkerRequest, CreateLeaseRequest, EngineState, GetStatusRequest, GetStatusResponse, Lease,
-            LeaseClass, LeaseKind, LeaseState, ReleaseLeaseRequest, RenewLeaseRequest, ShedRequest, WorkerCommand,
-            WorkerState, lease_service_client::LeaseServiceClient, operator_service_client::OperatorServiceClient,
+            ControlWorkerRequest, CreateLeaseRequest, EngineState, GetStatusRequest,
+            GetStatusResponse, Lease, LeaseClass, LeaseKind, LeaseState, ReleaseLeaseRequest,
+            RenewLeaseRequest, ShedRequest, WorkerCommand, WorkerState,
+            lease_service_client::LeaseServiceClient,
+            operator_service_client::OperatorServiceClient,
         },
     },
     units::Bytes,
@@ -108,13 +110,16 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
     let mut random = Random(args.seed);
     let mut seen = Seen::default();
     let (channel, _) = answered(stage).await?;
-    let first =
-        settled(&channel, |status| engine_ready(status) && ["a", "b"].iter().all(|name| pid(status, name).is_some()))
-            .await?;
+    let first = settled(&channel, |status| {
+        engine_ready(status) && ["a", "b"].iter().all(|name| pid(status, name).is_some())
+    })
+    .await?;
     let workers = ["a", "b"].map(|name| pid(&first, name));
     let budget = Bytes::new(first.budget.map_or(0, |budget| budget.budget_bytes));
     let pages = vec![1u8; TENANT.as_len()];
-    let mut lease = create(&channel, "tenant", "bench", LEASE).await.map_err(reported)?;
+    let mut lease = create(&channel, "tenant", "bench", LEASE)
+        .await
+        .map_err(reported)?;
     line!(
         "budget {budget}, {} workers, a tenant that holds {LEASE} and has {TENANT} of pages; {} points, seed {}",
         first.workers.len(),
@@ -150,7 +155,10 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         }
         let (channel, status) = answered(stage).await?;
         seen.gaps.push(killed.elapsed());
-        let mut fault = |what: String| seen.faults.push(format!("point {point} ({moment:?}): {what}"));
+        let mut fault = |what: String| {
+            seen.faults
+                .push(format!("point {point} ({moment:?}): {what}"));
+        };
 
         // From the first answer on nothing is promised twice.
         let mut looks = vec![status];
@@ -161,14 +169,20 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         if let Some(granted) = &granted {
             seen.grants += 1;
             if let Err(status) = renew(&channel, granted).await {
-                fault(format!("a lease that was granted is lost: {}", status.message()));
+                fault(format!(
+                    "a lease that was granted is lost: {}",
+                    status.message()
+                ));
             }
         }
         if moment == Moment::Grant {
             // Asked once more, answered or not: it is one lease.
             match create(&channel, "guest", &id, size).await {
                 Ok(again) => {
-                    if granted.as_ref().is_some_and(|granted| granted.name != again.name) {
+                    if granted
+                        .as_ref()
+                        .is_some_and(|granted| granted.name != again.name)
+                    {
                         fault("the same request was granted twice".to_owned());
                     }
                     release(&channel, &again).await;
@@ -178,7 +192,9 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
             }
         }
         let status = settled(&channel, |status| {
-            engine_ready(status) && calm(status) && ["a", "b"].iter().all(|name| ready(status, name))
+            engine_ready(status)
+                && calm(status)
+                && ["a", "b"].iter().all(|name| ready(status, name))
         })
         .await?;
         if ["a", "b"].map(|name| pid(&status, name)) != workers {
@@ -186,7 +202,10 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         }
         let c = processes_with(THIRD)?;
         if c.len() > 1 || c.first().copied() != pid(&status, "c") {
-            fault(format!("worker `c` should be {:?} and is {c:?}", pid(&status, "c")));
+            fault(format!(
+                "worker `c` should be {:?} and is {c:?}",
+                pid(&status, "c")
+            ));
         }
         looks.push(status);
         for status in &looks {
@@ -200,10 +219,13 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
             }
             // Of the tenants, which are this process under two names, what they hold: it would be counted twice, and what
             // this program takes for itself is not the daemon's doing.
-            let used = status.leases.iter().map(|lease| match lease.tenant.as_str() {
-                "tenant" | "guest" => lease.held_bytes,
-                _ => lease.used_bytes.unwrap_or(0),
-            });
+            let used = status
+                .leases
+                .iter()
+                .map(|lease| match lease.tenant.as_str() {
+                    "tenant" | "guest" => lease.held_bytes,
+                    _ => lease.used_bytes.unwrap_or(0),
+                });
             let used: u64 = used.sum();
             seen.held_max = seen.held_max.max(Bytes::new(held));
             seen.used_max = seen.used_max.max(Bytes::new(used));
@@ -227,10 +249,18 @@ fn report(mut seen: Seen, budget: Bytes, points: u32) -> Result<(), String> {
     seen.gaps.sort_unstable();
     let gap = |per_mille: usize| {
         let last = seen.gaps.len().saturating_sub(1);
-        let at = (seen.gaps.len() * per_mille).div_ceil(1000).saturating_sub(1).min(last);
+        let at = (seen.gaps.len() * per_mille)
+            .div_ceil(1000)
+            .saturating_sub(1)
+            .min(last);
         seen.gaps.get(at).map_or(0.0, |gap| gap.as_secs_f64() * 1e3)
     };
-    line!("killed → answered: p50 {:.0} ms, p99 {:.0} ms, max {:.0} ms", gap(500), gap(990), gap(1000));
+    line!(
+        "killed → answered: p50 {:.0} ms, p99 {:.0} ms, max {:.0} ms",
+        gap(500),
+        gap(990),
+        gap(1000)
+    );
     line!(
         "held at most {} and measured at most {} of {budget}; {} grants were answered before the kill and went on",
         seen.held_max,
@@ -249,7 +279,13 @@ fn report(mut seen: Seen, budget: Bytes, points: u32) -> Result<(), String> {
 }
 
 /// Does what is to be under way; returns a lease if one was granted.
-async fn disturb(channel: &Channel, moment: Moment, id: &str, size: Bytes, point: u32) -> Option<Lease> {
+async fn disturb(
+    channel: &Channel,
+    moment: Moment,
+    id: &str,
+    size: Bytes,
+    point: u32,
+) -> Option<Lease> {
     let mut operator = OperatorServiceClient::new(channel.clone());
     match moment {
         Moment::Grant => return create(channel, "guest", id, size).await.ok(),
@@ -259,8 +295,15 @@ async fn disturb(channel: &Channel, moment: Moment, id: &str, size: Bytes, point
             let _ = operator.shed(ShedRequest { shed_bytes }).await;
         }
         Moment::Worker => {
-            let command = if point.is_multiple_of(2) { WorkerCommand::Start } else { WorkerCommand::Stop };
-            let request = ControlWorkerRequest { name: "c".to_owned(), command: command.into() };
+            let command = if point.is_multiple_of(2) {
+                WorkerCommand::Start
+            } else {
+                WorkerCommand::Stop
+            };
+            let request = ControlWorkerRequest {
+                name: "c".to_owned(),
+                command: command.into(),
+            };
             let _ = operator.control_worker(request).await;
         }
     }
@@ -272,7 +315,9 @@ async fn answered(stage: &Stage) -> Result<(Channel, GetStatusResponse), String>
     let end = Instant::now() + PATIENCE;
     loop {
         if let Ok(channel) = Endpoint::Path(stage.socket()).connect().await
-            && let Ok(answer) = OperatorServiceClient::new(channel.clone()).get_status(GetStatusRequest {}).await
+            && let Ok(answer) = OperatorServiceClient::new(channel.clone())
+                .get_status(GetStatusRequest {})
+                .await
         {
             return Ok((channel, answer.into_inner()));
         }
@@ -283,7 +328,10 @@ async fn answered(stage: &Stage) -> Result<(Channel, GetStatusResponse), String>
     }
 }
 
-async fn settled(channel: &Channel, wanted: impl Fn(&GetStatusResponse) -> bool) -> Result<GetStatusResponse, String> {
+async fn settled(
+    channel: &Channel,
+    wanted: impl Fn(&GetStatusResponse) -> bool,
+) -> Result<GetStatusResponse, String> {
     let end = Instant::now() + PATIENCE;
     loop {
         let answer = OperatorServiceClient::new(channel.clone())
@@ -301,7 +349,12 @@ async fn settled(channel: &Channel, wanted: impl Fn(&GetStatusResponse) -> bool)
     }
 }
 
-async fn create(channel: &Channel, tenant: &str, id: &str, size: Bytes) -> Result<Lease, tonic::Status> {
+async fn create(
+    channel: &Channel,
+    tenant: &str,
+    id: &str,
+    size: Bytes,
+) -> Result<Lease, tonic::Status> {
     let request = CreateLeaseRequest {
         request_id: id.to_owned(),
         tenant: tenant.to_owned(),
@@ -309,28 +362,46 @@ async fn create(channel: &Channel, tenant: &str, id: &str, size: Bytes) -> Resul
         kind: LeaseKind::Unspecified.into(),
         min_bytes: size.get(),
         max_bytes: size.get(),
-        term: Some(prost_types::Duration { seconds: 20, nanos: 0 }),
-        max_wait: Some(prost_types::Duration { seconds: 3, nanos: 0 }),
+        term: Some(prost_types::Duration {
+            seconds: 20,
+            nanos: 0,
+        }),
+        max_wait: Some(prost_types::Duration {
+            seconds: 3,
+            nanos: 0,
+        }),
         validate_only: false,
     };
-    let answer = LeaseServiceClient::new(channel.clone()).create_lease(request).await?;
+    let answer = LeaseServiceClient::new(channel.clone())
+        .create_lease(request)
+        .await?;
     let lease = answer.into_inner().lease;
     lease.ok_or_else(|| tonic::Status::internal("the answer holds no lease"))
 }
 
 async fn renew(channel: &Channel, lease: &Lease) -> Result<Lease, tonic::Status> {
-    let request =
-        RenewLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
-    let answer = LeaseServiceClient::new(channel.clone()).renew_lease(request).await?;
+    let request = RenewLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    };
+    let answer = LeaseServiceClient::new(channel.clone())
+        .renew_lease(request)
+        .await?;
     let lease = answer.into_inner().lease;
     lease.ok_or_else(|| tonic::Status::internal("the answer holds no lease"))
 }
 
 async fn release(channel: &Channel, lease: &Lease) {
-    let request =
-        ReleaseLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
+    let request = ReleaseLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    };
     // One that is not released ends by its term.
-    let _ = LeaseServiceClient::new(channel.clone()).release_lease(request).await;
+    let _ = LeaseServiceClient::new(channel.clone())
+        .release_lease(request)
+        .await;
 }
 
 #[expect(clippy::needless_pass_by_value, reason = "an error that is mapped")]
@@ -347,7 +418,10 @@ fn engine_ready(status: &GetStatusResponse) -> bool {
 fn calm(status: &GetStatusResponse) -> bool {
     let c = status.workers.iter().find(|worker| worker.name == "c");
     c.is_some_and(|c| matches!(c.state(), WorkerState::Ready | WorkerState::Stopped))
-        && status.leases.iter().all(|lease| lease.tenant != "guest" || lease.state() == LeaseState::Gone)
+        && status
+            .leases
+            .iter()
+            .all(|lease| lease.tenant != "guest" || lease.state() == LeaseState::Gone)
 }
 
 fn ready(status: &GetStatusResponse, name: &str) -> bool {
@@ -357,7 +431,9 @@ fn ready(status: &GetStatusResponse, name: &str) -> bool {
 
 fn pid(status: &GetStatusResponse, name: &str) -> Option<u32> {
     let worker = status.workers.iter().find(|worker| worker.name == name);
-    worker.filter(|worker| worker.state() == WorkerState::Ready)?.pid
+    worker
+        .filter(|worker| worker.state() == WorkerState::Ready)?
+        .pid
 }
 
 /// Processes of our session that have this argument.
@@ -368,7 +444,9 @@ fn processes_with(argument: &str) -> Result<BTreeSet<u32>, String> {
         let pid: i32 = entry.file_name().to_str()?.parse().ok()?;
         let ours = nix::unistd::getsid(Some(nix::unistd::Pid::from_raw(pid))) == Ok(session);
         let line = std::fs::read(entry.path().join("cmdline")).ok()?;
-        let has = line.split(|byte| *byte == 0).any(|word| word == argument.as_bytes());
+        let has = line
+            .split(|byte| *byte == 0)
+            .any(|word| word == argument.as_bytes());
         (ours && has).then(|| pid.unsigned_abs())
     });
     Ok(found.collect())

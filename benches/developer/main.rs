@@ -17,7 +17,7 @@ mod storm;
 mod tenants;
 #[cfg(test)]
 mod tests;
-mod weights;
+use cotenant_dev::weights;
 
 use std::{alloc::System, ffi::OsString, process::ExitCode};
 
@@ -81,7 +81,9 @@ enum Measurement {
 
 fn main() -> ExitCode {
     // `cargo bench` adds `--bench` to the arguments.
-    let arguments: Vec<OsString> = std::env::args_os().filter(|argument| argument != "--bench").collect();
+    let arguments: Vec<OsString> = std::env::args_os()
+        .filter(|argument| argument != "--bench")
+        .collect();
     let benched = std::env::args_os().len() > arguments.len();
     let command = arguments.get(1).and_then(|argument| argument.to_str());
     let of = |program: clap::Command| {
@@ -91,7 +93,7 @@ fn main() -> ExitCode {
         return measure(&arguments);
     }
     if of(Cli::command()) {
-        return cotenant::cli::main(arguments);
+        return cotenant::cli::main(arguments, "");
     }
     #[cfg(test)]
     return tests::run();
@@ -100,7 +102,10 @@ fn main() -> ExitCode {
 }
 
 fn measure(arguments: &[OsString]) -> ExitCode {
-    let Developer { output, measurement } = match Developer::try_parse_from(arguments) {
+    let Developer {
+        output,
+        measurement,
+    } = match Developer::try_parse_from(arguments) {
         Ok(developer) => developer,
         Err(error) => {
             // Nothing can be done when the help cannot be printed.
@@ -116,28 +121,43 @@ fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> 
         Measurement::Kill(args) => kill::run(args),
         Measurement::Engine(args) => engine::run(args, output).map(|()| ExitCode::SUCCESS),
         Measurement::Replay(args) => {
-            let report = replay::run(args).map_err(|problem| CliError::plain(problem, exit::FAILED))?;
+            let report =
+                replay::run(args).map_err(|problem| CliError::plain(problem, exit::FAILED))?;
             report.write(output)?;
             Ok(ExitCode::SUCCESS)
         }
         Measurement::Rivals(args) => rivals::run(args, output).map(|()| ExitCode::SUCCESS),
         Measurement::Autopsy(args) => name_deaths(args, output),
         Measurement::Bodies(args) => on_a_stage(THREADS, || reported(bodies::run(args), output)),
-        Measurement::FirstByte(args) => on_a_stage(THREADS, || reported(first_byte::run(args), output)),
-        Measurement::Grants(args) => on_a_stage(args.client_threads, || reported(tenants::grants(args), output)),
-        Measurement::Noncompliant(args) => on_a_stage(THREADS, || reported(noncompliant::run(args), output)),
+        Measurement::FirstByte(args) => {
+            on_a_stage(THREADS, || reported(first_byte::run(args), output))
+        }
+        Measurement::Grants(args) => on_a_stage(args.client_threads, || {
+            reported(tenants::grants(args), output)
+        }),
+        Measurement::Noncompliant(args) => {
+            on_a_stage(THREADS, || reported(noncompliant::run(args), output))
+        }
         Measurement::NoncompliantHolder(args) => {
             measured(THREADS, || noncompliant::hold(args)).map(|()| ExitCode::SUCCESS)
         }
-        Measurement::Renewals(args) => on_a_stage(THREADS, || reported(tenants::renewals(args), output)),
+        Measurement::Renewals(args) => {
+            on_a_stage(THREADS, || reported(tenants::renewals(args), output))
+        }
         Measurement::Soak(args) => on_a_stage(THREADS, || reported(soak::run(args), output)),
         Measurement::Storm(args) => on_a_stage(THREADS, || reported(storm::run(args), output)),
     }
 }
 
 /// Prints the report of a measurement.
-async fn reported(measuring: impl Future<Output = Result<Report, String>>, format: Output) -> Result<(), String> {
-    measuring.await?.write(format).map_err(|error| error.to_string())
+async fn reported(
+    measuring: impl Future<Output = Result<Report, String>>,
+    format: Output,
+) -> Result<(), String> {
+    measuring
+        .await?
+        .write(format)
+        .map_err(|error| error.to_string())
 }
 
 fn name_deaths(args: &autopsy::AutopsyArgs, format: Output) -> Result<ExitCode, CliError> {

@@ -28,8 +28,8 @@ use cotenant::cli::bench::{
 use cotenant::{
     cli::{demo::watch, stage::Stage},
     rpc::v1::{
-        CreateLeaseRequest, HoldLeaseRequest, LeaseClass, ListLeasesRequest, ReleaseLeaseRequest, TargetState,
-        hold_lease_response::Message, lease_service_client::LeaseServiceClient,
+        CreateLeaseRequest, HoldLeaseRequest, LeaseClass, ListLeasesRequest, ReleaseLeaseRequest,
+        TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
     },
     units::Bytes,
 };
@@ -80,12 +80,16 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     let reading = Reading::now();
     let (mut late, mut credited, mut granted) = (Vec::new(), 0u32, 0u32);
     for round in 0..args.rounds {
-        let problem = |problem: String| daemon::last_words(&stage)(format!("round {round}: {problem}"));
-        let mut holder = Holder::start(&stage.socket(), &format!("holder{round}")).map_err(problem)?;
+        let problem =
+            |problem: String| daemon::last_words(&stage)(format!("round {round}: {problem}"));
+        let mut holder =
+            Holder::start(&stage.socket(), &format!("holder{round}")).map_err(problem)?;
         holder.until("holds").await.map_err(problem)?;
         let mut asker = ask(&client, round);
         let found = holder.until("found ").await.map_err(problem)?;
-        let micros = found.parse().map_err(|_| problem(format!("`{found}` is no time")))?;
+        let micros = found
+            .parse()
+            .map_err(|_| problem(format!("`{found}` is no time")))?;
         late.push(Duration::from_micros(micros));
         let early = tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok();
         credited += u32::from(early);
@@ -93,8 +97,11 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
         // It may be granted before the end of the non-compliant holder's process is known here.
         if !early {
             let outcome = tokio::time::timeout(PATIENCE, &mut asker).await;
-            let outcome = outcome.map_err(|_| problem("what came back was not granted".to_owned()))?;
-            outcome.map_err(|error| problem(error.to_string()))?.map_err(problem)?;
+            let outcome =
+                outcome.map_err(|_| problem("what came back was not granted".to_owned()))?;
+            outcome
+                .map_err(|error| problem(error.to_string()))?
+                .map_err(problem)?;
             granted += 1;
         }
         until_empty(&mut client).await.map_err(problem)?;
@@ -110,9 +117,19 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     report.times("found out after the deadline", late, Some(FOUND_MAX));
     let number = |number: u32| f64::from(number);
     let none = Some(Limit::AtMost(0.0));
-    report.figure("grants out of what was not freed", "", number(credited), none);
+    report.figure(
+        "grants out of what was not freed",
+        "",
+        number(credited),
+        none,
+    );
     let all = Some(Limit::AtLeast(number(args.rounds)));
-    report.figure("grants once the non-compliant holder was gone", "", number(granted), all);
+    report.figure(
+        "grants once the non-compliant holder was gone",
+        "",
+        number(granted),
+        all,
+    );
     report.others(&reading);
     Ok(report)
 }
@@ -135,7 +152,10 @@ impl Holder {
             .kill_on_drop(true)
             .spawn()
             .map_err(|error| format!("cannot start a non-compliant holder: {error}"))?;
-        let stdout = child.stdout.take().ok_or("a non-compliant holder has no output")?;
+        let stdout = child
+            .stdout
+            .take()
+            .ok_or("a non-compliant holder has no output")?;
         let lines = BufReader::new(stdout).lines();
         Ok(Self { child, lines })
     }
@@ -143,9 +163,12 @@ impl Holder {
     /// Waits for a line that begins like this; returns the rest of it.
     async fn until(&mut self, beginning: &str) -> Result<String, String> {
         let line = tokio::time::timeout(PATIENCE, self.lines.next_line()).await;
-        let line = line.map_err(|_| format!("no `{beginning}` of the non-compliant holder within {PATIENCE:?}"))?;
+        let line = line.map_err(|_| {
+            format!("no `{beginning}` of the non-compliant holder within {PATIENCE:?}")
+        })?;
         let line = line.map_err(|error| error.to_string())?;
-        let line = line.ok_or_else(|| format!("the non-compliant holder ended before `{beginning}`"))?;
+        let line =
+            line.ok_or_else(|| format!("the non-compliant holder ended before `{beginning}`"))?;
         match line.strip_prefix(beginning) {
             Some(rest) => Ok(rest.to_owned()),
             None => Err(format!("the non-compliant holder says `{line}`")),
@@ -165,12 +188,17 @@ fn ask(client: &LeaseServiceClient<Channel>, round: u32) -> JoinHandle<Result<()
         tenant: "asker".to_owned(),
         lease_class: LeaseClass::AudioRealtime.into(),
         min_bytes: ASKED.get(),
-        max_wait: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+        max_wait: Some(prost_types::Duration {
+            seconds: 30,
+            nanos: 0,
+        }),
         ..CreateLeaseRequest::default()
     };
     tokio::spawn(async move {
         let created = client.create_lease(request).await;
-        created.map(drop).map_err(|status| status.message().to_owned())
+        created
+            .map(drop)
+            .map_err(|status| status.message().to_owned())
     })
 }
 
@@ -179,7 +207,10 @@ async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), Str
     let end = Instant::now() + PATIENCE;
     while Instant::now() < end {
         let list = client.list_leases(ListLeasesRequest::default()).await;
-        let leases = list.map_err(|status| status.message().to_owned())?.into_inner().leases;
+        let leases = list
+            .map_err(|status| status.message().to_owned())?
+            .into_inner()
+            .leases;
         if leases.iter().all(|lease| lease.held_bytes == 0) {
             return Ok(());
         }
@@ -209,23 +240,39 @@ pub(super) async fn hold(args: &HolderArgs) -> Result<(), String> {
         lease_class: LeaseClass::Interactive.into(),
         min_bytes: Bytes::from_mib(8).get(),
         max_bytes: HELD.get(),
-        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        term: Some(prost_types::Duration {
+            seconds: 60,
+            nanos: 0,
+        }),
         ..CreateLeaseRequest::default()
     };
-    let created = client.create_lease(request).await.map_err(reported)?.into_inner();
+    let created = client
+        .create_lease(request)
+        .await
+        .map_err(reported)?
+        .into_inner();
     let lease = created.lease.ok_or("the answer holds no lease")?;
     let memory = vec![1u8; FILLED.as_len()];
     std::hint::black_box(&memory);
     let (say, said) = mpsc::channel(4);
     let hear = client.hold_lease(ReceiverStream::new(said));
-    say.send(daemon::message_of(&lease)).await.map_err(|error| error.to_string())?;
+    say.send(daemon::message_of(&lease))
+        .await
+        .map_err(|error| error.to_string())?;
     let mut hear = hear.await.map_err(reported)?.into_inner();
     line("holds");
     let mut deadline = None;
     loop {
-        match hear.message().await.map_err(reported)?.and_then(|response| response.message) {
+        match hear
+            .message()
+            .await
+            .map_err(reported)?
+            .and_then(|response| response.message)
+        {
             Some(Message::Target(target)) => {
-                let left = target.deadline_in.and_then(|left| Duration::try_from(left).ok());
+                let left = target
+                    .deadline_in
+                    .and_then(|left| Duration::try_from(left).ok());
                 deadline = Some(Instant::now() + left.unwrap_or_default());
                 let lie = HoldLeaseRequest {
                     nonce: target.nonce,
@@ -238,7 +285,10 @@ pub(super) async fn hold(args: &HolderArgs) -> Result<(), String> {
             }
             Some(Message::Ended(ended)) => {
                 let deadline = deadline.ok_or("ended before it was asked")?;
-                if !ended.reason.contains("it answered `applied` and still uses") {
+                if !ended
+                    .reason
+                    .contains("it answered `applied` and still uses")
+                {
                     return Err(format!("ended for another reason: {}", ended.reason));
                 }
                 line(&format!("found {}", deadline.elapsed().as_micros()));

@@ -58,7 +58,8 @@ const TERM: Duration = Duration::from_secs(30);
 /// When the journal cannot be written or read, or a decision is another one.
 pub(super) fn run(args: &ReplayArgs) -> Result<Report, String> {
     let folder = std::env::temp_dir().join(format!("cotenant-replay-{}", std::process::id()));
-    std::fs::create_dir(&folder).map_err(|error| format!("cannot make `{}`: {error}", folder.display()))?;
+    std::fs::create_dir(&folder)
+        .map_err(|error| format!("cannot make `{}`: {error}", folder.display()))?;
     let report = measure(args, &folder.join("journal.ndjson"));
     // What cannot be removed is in the folder for temporary files.
     let _ = std::fs::remove_dir_all(&folder);
@@ -71,7 +72,9 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
         day.second(second);
     }
     drop(day);
-    let bytes = std::fs::metadata(path).map_err(|error| error.to_string())?.len();
+    let bytes = std::fs::metadata(path)
+        .map_err(|error| error.to_string())?
+        .len();
     let reading = Reading::now();
     let (mut reads, mut all) = (Vec::new(), Vec::new());
     let (mut events, mut actions) = (0, 0);
@@ -82,7 +85,10 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
         let runs = journal::replay(&contents.entries);
         all.push(began.elapsed());
         let [run] = runs.as_slice() else {
-            return Err(format!("{} runs were found in the journal of one", runs.len()));
+            return Err(format!(
+                "{} runs were found in the journal of one",
+                runs.len()
+            ));
         };
         if run.outcome != Outcome::Same || run.gaps > 0 {
             return Err(format!("the journal does not replay: {run:?}"));
@@ -95,7 +101,11 @@ fn measure(args: &ReplayArgs, path: &Path) -> Result<Report, String> {
     };
     let mut report = Report::new(
         "replay",
-        format!("{} h: {events} events and {actions} actions in {} MiB", args.hours, bytes >> 20),
+        format!(
+            "{} h: {events} events and {actions} actions in {} MiB",
+            args.hours,
+            bytes >> 20
+        ),
     );
     let limit = (args.hours == 24).then_some(Limit::AtMost(REPLAY_MAX.as_secs_f64()));
     report.figure("read and replayed: median", "s", seconds(&all), limit);
@@ -137,9 +147,14 @@ impl Day {
             files_kept: 0,
             queue_max: 1 << 22,
         };
-        let mut journal = Journal::open(&settings, "a day", |_, _| {}).map_err(|error| error.to_string())?;
+        let mut journal =
+            Journal::open(&settings, "a day", |_, _| {}).map_err(|error| error.to_string())?;
         let arbiter = Arbiter::new(params.clone()).map_err(|error| error.to_string())?;
-        journal.record(Timestamp::START, SystemTime::UNIX_EPOCH, Content::start(params));
+        journal.record(
+            Timestamp::START,
+            SystemTime::UNIX_EPOCH,
+            Content::start(params),
+        );
         let mut day = Self {
             journal,
             arbiter,
@@ -168,9 +183,11 @@ impl Day {
 
     fn tell(&mut self, event: Event) {
         let at = self.now;
-        self.journal.record(at, SystemTime::UNIX_EPOCH, Content::Event(event.clone()));
+        self.journal
+            .record(at, SystemTime::UNIX_EPOCH, Content::Event(event.clone()));
         for action in self.arbiter.handle(at, event) {
-            self.journal.record(at, SystemTime::UNIX_EPOCH, Content::Action(action.clone()));
+            self.journal
+                .record(at, SystemTime::UNIX_EPOCH, Content::Action(action.clone()));
             self.perform(action);
         }
     }
@@ -182,7 +199,10 @@ impl Day {
             }
             Action::StartWorker { worker, .. } => self.starting.push(worker),
             Action::Measure { tenant } => self.to_measure.push(tenant),
-            Action::Answer { answer: Answer::Lease { lease }, .. } => match lease.tenant.as_str() {
+            Action::Answer {
+                answer: Answer::Lease { lease },
+                ..
+            } => match lease.tenant.as_str() {
                 "camera" => self.camera = Some(lease),
                 _ => self.asr = Some(lease),
             },
@@ -249,14 +269,26 @@ impl Day {
         let free = MACHINE.saturating_sub(others + workers + tenants + self.engine);
         self.tell(Event::Sampled(Sample {
             taken_at: self.now,
-            memory: MemoryReading { mem_total: MACHINE, mem_available: free, mem_free: free, group: None },
-            gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
+            memory: MemoryReading {
+                mem_total: MACHINE,
+                mem_available: free,
+                mem_free: free,
+                group: None,
+            },
+            gpu: GpuReading {
+                cma_free: Some(Bytes::ZERO),
+                ..GpuReading::default()
+            },
             ..Sample::default()
         }));
     }
 
     fn measure(&mut self, tenant: &str, used: Bytes) {
-        self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(used), taken_at: self.now });
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: Some(used),
+            taken_at: self.now,
+        });
     }
 
     fn talk(&mut self, requests: u32, kv_used: u32) {
@@ -273,7 +305,10 @@ impl Day {
     }
 
     fn at_work(&mut self, worker: &str, requests: u32) {
-        self.tell(Event::WorkerActivity { worker: worker.to_owned(), requests });
+        self.tell(Event::WorkerActivity {
+            worker: worker.to_owned(),
+            requests,
+        });
     }
 
     fn second(&mut self, second: u64) {
@@ -344,20 +379,37 @@ impl Day {
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) const TESTS: &[(&str, fn())] =
-        &[("replay::an_hour_of_the_day_is_lively_and_replays", an_hour_of_the_day_is_lively_and_replays)];
+    pub(crate) const TESTS: &[(&str, fn())] = &[(
+        "replay::an_hour_of_the_day_is_lively_and_replays",
+        an_hour_of_the_day_is_lively_and_replays,
+    )];
 
     fn an_hour_of_the_day_is_lively_and_replays() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.ndjson");
-        let report = measure(&ReplayArgs { hours: 1, rounds: 1 }, &path).unwrap();
+        let report = measure(
+            &ReplayArgs {
+                hours: 1,
+                rounds: 1,
+            },
+            &path,
+        )
+        .unwrap();
         let reported = serde_json::to_value(&report).unwrap();
-        assert!(reported["setting"].as_str().unwrap().starts_with("1 h: "), "{reported}");
+        assert!(
+            reported["setting"].as_str().unwrap().starts_with("1 h: "),
+            "{reported}"
+        );
         let entries = journal::read(&path).unwrap().entries;
-        let events = entries.iter().filter(|entry| matches!(entry.content, Content::Event(_))).count();
+        let events = entries
+            .iter()
+            .filter(|entry| matches!(entry.content, Content::Event(_)))
+            .count();
         assert!(events > 20_000, "{events} events only");
-        let sheds =
-            entries.iter().filter(|entry| matches!(entry.content, Content::Action(Action::ApplyPlan { .. }))).count();
+        let sheds = entries
+            .iter()
+            .filter(|entry| matches!(entry.content, Content::Action(Action::ApplyPlan { .. })))
+            .count();
         // A dwell of a minute or more lies between a shed and the growth after it; it doubles when growth does not stay.
         assert!(sheds > 20, "{sheds} orders to the engine only");
     }

@@ -54,12 +54,19 @@ struct Look {
 /// Runs it.
 pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     let port = free_port().map_err(|error| error.to_string())?;
-    let mut stage = Stage::set(|folder| configuration(folder, port)).map_err(|error| error.to_string())?;
+    let mut stage =
+        Stage::set(|folder| configuration(folder, port)).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     daemon::until(&mut operator, PATIENCE, |status| {
-        status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
-            && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+        status
+            .engine
+            .as_ref()
+            .is_some_and(|engine| engine.state() == EngineState::Ready && !engine.changing)
+            && status
+                .workers
+                .iter()
+                .all(|worker| worker.state() == WorkerState::Ready)
     })
     .await
     .map_err(daemon::last_words(&stage))?;
@@ -72,8 +79,11 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
         let (sent, failed, requests) = (Arc::clone(&sent), Arc::clone(&failed), args.requests);
         let leases = LeaseServiceClient::new(channel.clone());
         clients.push(tokio::spawn(async move {
-            let agent: ureq::Agent =
-                ureq::Agent::config_builder().http_status_as_error(false).timeout_global(Some(PATIENCE)).build().into();
+            let agent: ureq::Agent = ureq::Agent::config_builder()
+                .http_status_as_error(false)
+                .timeout_global(Some(PATIENCE))
+                .build()
+                .into();
             loop {
                 let number = sent.fetch_add(1, Ordering::Relaxed);
                 if number >= requests {
@@ -99,18 +109,37 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
         looks.push(look);
         tokio::time::sleep(LOOK_EVERY).await;
     }
-    let warm: Vec<Look> =
-        looks.iter().copied().filter(|look| look.requests >= f64::from(args.requests) * WARM_UP).collect();
+    let warm: Vec<Look> = looks
+        .iter()
+        .copied()
+        .filter(|look| look.requests >= f64::from(args.requests) * WARM_UP)
+        .collect();
     let mut report = Report::new(
         "soak",
-        format!("{} requests by {} clients, {:.0} s", args.requests, args.clients, began.elapsed().as_secs_f64()),
+        format!(
+            "{} requests by {} clients, {:.0} s",
+            args.requests,
+            args.clients,
+            began.elapsed().as_secs_f64()
+        ),
     );
-    let by_request = slope(&warm, |look| look.requests).unwrap_or_default() * f64::from(args.requests);
+    let by_request =
+        slope(&warm, |look| look.requests).unwrap_or_default() * f64::from(args.requests);
     let by_minute = slope(&warm, |look| look.seconds).unwrap_or_default() * 60.0;
     let limit = Some(Limit::AtMost(GROWTH_KIB_MAX));
-    report.figure("growth with the requests, after the warm-up", "KiB", by_request, limit);
+    report.figure(
+        "growth with the requests, after the warm-up",
+        "KiB",
+        by_request,
+        limit,
+    );
     report.figure("the same in a minute", "KiB", by_minute, None);
-    report.figure("anonymous memory at the end", "KiB", warm.last().map_or(0.0, |look| look.kib), None);
+    report.figure(
+        "anonymous memory at the end",
+        "KiB",
+        warm.last().map_or(0.0, |look| look.kib),
+        None,
+    );
     let failed = f64::from(failed.load(Ordering::Relaxed));
     report.figure("requests that failed", "", failed, Some(Limit::AtMost(0.0)));
     report.others(&reading);
@@ -131,7 +160,11 @@ async fn request(
         13..15 => ("v1/messages", Some(MESSAGES), 200),
         15..17 => ("v1/responses", Some(RESPONSES), 200),
         17..20 => ("v1/audio/transcriptions", Some(TRANSCRIPTION), 200),
-        20..25 => ("v1/chat/completions", Some("{\"model\": \"soak\", \"messages\": 7}"), 400),
+        20..25 => (
+            "v1/chat/completions",
+            Some("{\"model\": \"soak\", \"messages\": 7}"),
+            400,
+        ),
         25..30 => ("no/such/path", None, 404),
         30..55 => ("v1/models", None, 200),
         55..70 => ("metrics", None, 200),
@@ -148,13 +181,22 @@ async fn request(
             let lease = loop {
                 match leases.create_lease(asked.clone()).await {
                     Ok(lease) => break lease.into_inner().lease.unwrap_or_default(),
-                    Err(status) if status.code() == tonic::Code::ResourceExhausted => tokio::time::sleep(REST).await,
+                    Err(status) if status.code() == tonic::Code::ResourceExhausted => {
+                        tokio::time::sleep(REST).await;
+                    }
                     Err(status) => return Err(status.to_string()),
                 }
             };
-            let release =
-                ReleaseLeaseRequest { name: lease.name, boot_id: lease.boot_id, generation: lease.generation };
-            return leases.release_lease(release).await.map(drop).map_err(|status| status.to_string());
+            let release = ReleaseLeaseRequest {
+                name: lease.name,
+                boot_id: lease.boot_id,
+                generation: lease.generation,
+            };
+            return leases
+                .release_lease(release)
+                .await
+                .map(drop)
+                .map_err(|status| status.to_string());
         }
     };
     let (agent, url) = (agent.clone(), format!("http://127.0.0.1:{port}/{path}"));
@@ -164,7 +206,10 @@ async fn request(
             None => agent.get(&url).call(),
         }
         .map_err(|error| error.to_string())?;
-        let text = answer.body_mut().read_to_string().map_err(|error| error.to_string())?;
+        let text = answer
+            .body_mut()
+            .read_to_string()
+            .map_err(|error| error.to_string())?;
         match answer.status().as_u16() {
             status if status == expected => Ok(()),
             status => Err(format!("{url}: {status}: {text}")),
@@ -175,7 +220,11 @@ async fn request(
 
 /// The content type of a body.
 fn kind_of(body: &str) -> &'static str {
-    if body == TRANSCRIPTION { "multipart/form-data; boundary=soak" } else { "application/json" }
+    if body == TRANSCRIPTION {
+        "multipart/form-data; boundary=soak"
+    } else {
+        "application/json"
+    }
 }
 
 /// Slope of the line with the least squares through the readings; `None` with fewer than two.
@@ -184,7 +233,10 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     let mean = |of: &dyn Fn(&Look) -> f64| looks.iter().map(of).sum::<f64>() / count;
     let (x, y) = (mean(&along), mean(&|look| look.kib));
     let spread: f64 = looks.iter().map(|look| (along(look) - x).powi(2)).sum();
-    let together: f64 = looks.iter().map(|look| (along(look) - x) * (look.kib - y)).sum();
+    let together: f64 = looks
+        .iter()
+        .map(|look| (along(look) - x) * (look.kib - y))
+        .sum();
     (spread > 0.0).then(|| together / spread)
 }
 
@@ -192,12 +244,16 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
 /// (`percpu_counter_batch`).
 pub(crate) fn anonymous_kib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:"))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Anonymous:"))?;
     line.split_whitespace().next()?.parse().ok()
 }
 
 pub(crate) fn free_port() -> std::io::Result<u16> {
-    Ok(std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port())
+    Ok(std::net::TcpListener::bind("127.0.0.1:0")?
+        .local_addr()?
+        .port())
 }
 
 fn configuration(folder: &Path, port: u16) -> String {
@@ -221,8 +277,7 @@ log: {{filter: warn, format: text}}
     )
 }
 
-const CHAT: &str =
-    r#"{"model": "soak", "max_tokens": 4, "messages": [{"role": "user", "content": "turn on the lamp"}]}"#;
+const CHAT: &str = r#"{"model": "soak", "max_tokens": 4, "messages": [{"role": "user", "content": "turn on the lamp"}]}"#;
 
 const OLLAMA: &str = r#"{"model": "soak", "stream": false, "options": {"num_predict": 3}, "messages": [{"role": "user", "content": "hello"}]}"#;
 
@@ -230,10 +285,10 @@ const SCHEMA: &str = r#"{"model": "soak", "max_tokens": 16, "messages": [{"role"
     "response_format": {"type": "json_schema", "json_schema": {"name": "colour", "schema":
     {"type": "object", "properties": {"colour": {"enum": ["red", "green"]}}, "required": ["colour"]}}}}"#;
 
-const MESSAGES: &str =
-    r#"{"model": "soak", "max_tokens": 4, "messages": [{"role": "user", "content": "turn on the lamp"}]}"#;
+const MESSAGES: &str = r#"{"model": "soak", "max_tokens": 4, "messages": [{"role": "user", "content": "turn on the lamp"}]}"#;
 
-const RESPONSES: &str = r#"{"model": "soak", "max_output_tokens": 16, "input": "turn on the lamp", "store": false}"#;
+const RESPONSES: &str =
+    r#"{"model": "soak", "max_output_tokens": 16, "input": "turn on the lamp", "store": false}"#;
 
 /// Eight samples of silence at 12.8 kHz as a WAV file: each byte of it is ASCII, as its text has to be.
 const TRANSCRIPTION: &str = concat!(

@@ -29,8 +29,9 @@ use cotenant::{
         cgroup::{Cgroup, CgroupVersion},
     },
     rpc::v1::{
-        ControlWorkerRequest, EngineState, GetStatusRequest, GetStatusResponse, PressureLevel, WorkerCommand,
-        WorkerState, llm_service_client::LlmServiceClient, operator_service_client::OperatorServiceClient,
+        ControlWorkerRequest, EngineState, GetStatusRequest, GetStatusResponse, PressureLevel,
+        WorkerCommand, WorkerState, llm_service_client::LlmServiceClient,
+        operator_service_client::OperatorServiceClient,
     },
     units::Bytes,
 };
@@ -82,26 +83,45 @@ struct Seen {
 
 /// Runs it.
 pub(super) async fn run(args: &StormArgs) -> Result<Report, String> {
-    let group = Limited::enter(LIMIT).map_err(|problem| format!("cannot limit memory here: {problem}"))?;
+    let group =
+        Limited::enter(LIMIT).map_err(|problem| format!("cannot limit memory here: {problem}"))?;
     let began = Instant::now();
     let mut stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let done = storms(args, &group, &mut stage, began).await;
     done.map_err(|problem| {
         let kills = group.kills();
-        format!("{problem}; the group's counter of kills: {kills:?}; the daemon's last words:\n{}", stage.log_tail(15))
+        format!(
+            "{problem}; the group's counter of kills: {kills:?}; the daemon's last words:\n{}",
+            stage.log_tail(15)
+        )
     })
 }
 
-async fn storms(args: &StormArgs, group: &Limited, stage: &mut Stage, began: Instant) -> Result<Report, String> {
+async fn storms(
+    args: &StormArgs,
+    group: &Limited,
+    stage: &mut Stage,
+    began: Instant,
+) -> Result<Report, String> {
     let mut random = Random(args.seed);
     let channel = watch::connect(&stage.socket(), PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     let first = daemon::until(&mut operator, PATIENCE, calm).await?;
     let workers = starts(&first);
-    let full = first.engine.as_ref().map_or(0, |engine| engine.kv_capacity_full_tokens);
-    let talk = Talk::start(LlmServiceClient::new(channel.clone()), "tell me a story", began);
+    let full = first
+        .engine
+        .as_ref()
+        .map_or(0, |engine| engine.kv_capacity_full_tokens);
+    let talk = Talk::start(
+        LlmServiceClient::new(channel.clone()),
+        "tell me a story",
+        began,
+    );
     if !talk.stories(1, PATIENCE).await {
-        return Err(format!("the LLM does not talk: {:?}", talk.outcome().failures));
+        return Err(format!(
+            "the LLM does not talk: {:?}",
+            talk.outcome().failures
+        ));
     }
     let reading = Reading::now();
     let daemon = stage.daemon().pid();
@@ -137,21 +157,75 @@ async fn storms(args: &StormArgs, group: &Limited, stage: &mut Stage, began: Ins
     );
     let none = Some(Limit::AtMost(0.0));
     let kills = group.kills().ok_or("the group does not tell of kills")?;
-    report.figure("kills for memory, by the group's counters", "", number(kills), none);
+    report.figure(
+        "kills for memory, by the group's counters",
+        "",
+        number(kills),
+        none,
+    );
     let again = number(u64::from(starts(&last).saturating_sub(workers)));
-    report.figure("workers `a` and `b` stopped to make room, and started again", "", again, None);
-    report.figure("storms with a Critical level seen", "", f64::from(seen.critical), None);
+    report.figure(
+        "workers `a` and `b` stopped to make room, and started again",
+        "",
+        again,
+        None,
+    );
+    report.figure(
+        "storms with a Critical level seen",
+        "",
+        f64::from(seen.critical),
+        None,
+    );
     report.figure("tenants asked", "", f64::from(seen.asked), None);
     report.figure("tenants granted", "", f64::from(seen.granted), None);
-    report.figure("most charged to the group", "MiB", mib(seen.used_max.get()), Some(Limit::AtMost(mib(LIMIT.get()))));
-    report.figure("the group ran against its limit", "times", number(group.hits()), None);
-    report.figure("LLM: sheds verified, in all", "MiB", mib(engine.shed_bytes), None);
-    report.figure("LLM: grown back, in all", "MiB", mib(engine.regrown_bytes), None);
-    report.figure("LLM: least KV capacity seen", "tokens", f64::from(seen.kv_least.unwrap_or(full)), None);
+    report.figure(
+        "most charged to the group",
+        "MiB",
+        mib(seen.used_max.get()),
+        Some(Limit::AtMost(mib(LIMIT.get()))),
+    );
+    report.figure(
+        "the group ran against its limit",
+        "times",
+        number(group.hits()),
+        None,
+    );
+    report.figure(
+        "LLM: sheds verified, in all",
+        "MiB",
+        mib(engine.shed_bytes),
+        None,
+    );
+    report.figure(
+        "LLM: grown back, in all",
+        "MiB",
+        mib(engine.regrown_bytes),
+        None,
+    );
+    report.figure(
+        "LLM: least KV capacity seen",
+        "tokens",
+        f64::from(seen.kv_least.unwrap_or(full)),
+        None,
+    );
     report.figure("LLM: answers", "", number(outcome.stories), None);
-    report.figure("LLM: answers different", "", number(outcome.different), none);
-    report.figure("LLM: answers aborted", "", number(outcome.failures.len().try_into().unwrap_or(u64::MAX)), None);
-    report.times("over to calm and whole", std::mem::take(&mut seen.settle), None);
+    report.figure(
+        "LLM: answers different",
+        "",
+        number(outcome.different),
+        none,
+    );
+    report.figure(
+        "LLM: answers aborted",
+        "",
+        number(outcome.failures.len().try_into().unwrap_or(u64::MAX)),
+        None,
+    );
+    report.times(
+        "over to calm and whole",
+        std::mem::take(&mut seen.settle),
+        None,
+    );
     report.others(&reading);
     if let Some(first) = outcome.failures.first() {
         report.note(format!("the first aborted answer: {first}"));
@@ -182,20 +256,35 @@ async fn storm(
     let worker = (random.below(3) == 0).then(|| random.below(2) == 0);
     let long = Duration::from_millis(100 + random.below(700));
     if let Some(start) = worker {
-        let command = if start { WorkerCommand::Start } else { WorkerCommand::Stop };
-        let request = ControlWorkerRequest { name: "c".to_owned(), command: command.into() };
+        let command = if start {
+            WorkerCommand::Start
+        } else {
+            WorkerCommand::Stop
+        };
+        let request = ControlWorkerRequest {
+            name: "c".to_owned(),
+            command: command.into(),
+        };
         // Refused when it does not fit: that is its good right.
         let _ = operator.control_worker(request).await;
     }
     let mut running = Vec::new();
-    let start = |arguments: Vec<String>| Process::start(&arguments).map_err(|error| format!("storm {number}: {error}"));
+    let start = |arguments: Vec<String>| {
+        Process::start(&arguments).map_err(|error| format!("storm {number}: {error}"))
+    };
     if let Some(size) = tenant {
         seen.asked += 1;
         running.push(start(held(stage, number, size)?)?);
     }
     for (size, rate, pause) in neighbours {
         tokio::time::sleep(pause).await;
-        let arguments = ["worker", "ballast", &format!("{size}MiB"), "--rate", &format!("{rate}MiB")];
+        let arguments = [
+            "worker",
+            "ballast",
+            &format!("{size}MiB"),
+            "--rate",
+            &format!("{rate}MiB"),
+        ];
         running.push(start(arguments.map(str::to_owned).to_vec())?);
     }
     let end = Instant::now() + long;
@@ -203,15 +292,24 @@ async fn storm(
     let mut granted = false;
     while Instant::now() < end {
         let status = operator.get_status(GetStatusRequest {}).await;
-        let status = status.map_err(|status| format!("storm {number}: {}", status.message()))?.into_inner();
-        let level = status.pressure.as_ref().map(cotenant::rpc::v1::Pressure::level);
+        let status = status
+            .map_err(|status| format!("storm {number}: {}", status.message()))?
+            .into_inner();
+        let level = status
+            .pressure
+            .as_ref()
+            .map(cotenant::rpc::v1::Pressure::level);
         critical |= level == Some(PressureLevel::Critical);
-        granted |= status.leases.iter().any(|lease| lease.tenant == "guest" && lease.held_bytes > 0);
+        granted |= status
+            .leases
+            .iter()
+            .any(|lease| lease.tenant == "guest" && lease.held_bytes > 0);
         if let Some(engine) = &status.engine {
             let least = seen.kv_least.get_or_insert(engine.kv_capacity_tokens);
             *least = (*least).min(engine.kv_capacity_tokens);
         }
-        if let Some(used) = Cgroup::own(&ProbeRoot::default()).and_then(|group| group.memory().used) {
+        if let Some(used) = Cgroup::own(&ProbeRoot::default()).and_then(|group| group.memory().used)
+        {
             seen.used_max = seen.used_max.max(used);
         }
         tokio::time::sleep(Duration::from_millis(10)).await;
@@ -219,7 +317,9 @@ async fn storm(
     seen.critical += u32::from(critical);
     seen.granted += u32::from(granted);
     // Ended by a thread: each may take a moment to go.
-    tokio::task::spawn_blocking(move || drop(running)).await.map_err(|error| error.to_string())
+    tokio::task::spawn_blocking(move || drop(running))
+        .await
+        .map_err(|error| error.to_string())
 }
 
 /// A tenant that knows nothing of leases, under `cotenant hold`, and fills what it was granted.
@@ -229,7 +329,11 @@ fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
     let (lease, fill) = (format!("{}MiB", mib + HOLDER), format!("{mib}MiB"));
     let endpoint = format!("unix://{}", stage.socket().display());
     let program = program.display().to_string();
-    let class = if number.is_multiple_of(2) { "interactive" } else { "audio-realtime" };
+    let class = if number.is_multiple_of(2) {
+        "interactive"
+    } else {
+        "audio-realtime"
+    };
     let arguments = [
         "hold",
         "guest",
@@ -252,7 +356,10 @@ fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
 
 /// Normal, no memory on its way, and the LLM whole again.
 fn calm(status: &GetStatusResponse) -> bool {
-    let normal = status.pressure.as_ref().is_some_and(|pressure| pressure.level() == PressureLevel::Normal);
+    let normal = status
+        .pressure
+        .as_ref()
+        .is_some_and(|pressure| pressure.level() == PressureLevel::Normal);
     let engine = status.engine.as_ref().is_some_and(|engine| {
         engine.state() == EngineState::Ready
             && !engine.changing
@@ -289,21 +396,35 @@ impl Limited {
         let home = own.folder().to_owned();
         let folder = home.join(format!("cotenant-storm-{}", std::process::id()));
         let failed = |what: &str, error: &std::io::Error| format!("{what}: {error}");
-        fs::create_dir(&folder).map_err(|error| failed(&format!("`{}`", folder.display()), &error))?;
-        let group = Self { version: own.version(), home, folder };
+        fs::create_dir(&folder)
+            .map_err(|error| failed(&format!("`{}`", folder.display()), &error))?;
+        let group = Self {
+            version: own.version(),
+            home,
+            folder,
+        };
         if !group.folder.join(limit_file).exists() {
             // Version 2 hands a controller on only where it is asked to, and where no process is in the way.
-            fs::write(group.home.join("cgroup.subtree_control"), "+memory")
-                .map_err(|error| failed("the memory controller is not handed on to groups below ours", &error))?;
+            fs::write(group.home.join("cgroup.subtree_control"), "+memory").map_err(|error| {
+                failed(
+                    "the memory controller is not handed on to groups below ours",
+                    &error,
+                )
+            })?;
         }
         fs::write(group.folder.join(limit_file), limit.get().to_string())
             .map_err(|error| failed(&format!("`{limit_file}`"), &error))?;
         // No way out into swap, where there is one.
         let _ = match group.version {
-            CgroupVersion::V1 => fs::write(group.folder.join("memory.memsw.limit_in_bytes"), limit.get().to_string()),
+            CgroupVersion::V1 => fs::write(
+                group.folder.join("memory.memsw.limit_in_bytes"),
+                limit.get().to_string(),
+            ),
             CgroupVersion::V2 => fs::write(group.folder.join("memory.swap.max"), "0"),
         };
-        group.take_in(&group.folder).map_err(|error| failed("this process does not get in", &error))?;
+        group
+            .take_in(&group.folder)
+            .map_err(|error| failed("this process does not get in", &error))?;
         Ok(group)
     }
 
@@ -325,17 +446,23 @@ impl Limited {
         if self.version == CgroupVersion::V2 {
             return Some(own);
         }
-        let below = fs::read_dir(&self.folder).ok()?.flatten().filter_map(|entry| {
-            let text = fs::read_to_string(entry.path().join("memory.oom_control")).ok()?;
-            let line = text.lines().find_map(|line| line.strip_prefix("oom_kill "))?;
-            line.trim().parse::<u64>().ok()
-        });
+        let below = fs::read_dir(&self.folder)
+            .ok()?
+            .flatten()
+            .filter_map(|entry| {
+                let text = fs::read_to_string(entry.path().join("memory.oom_control")).ok()?;
+                let line = text
+                    .lines()
+                    .find_map(|line| line.strip_prefix("oom_kill "))?;
+                line.trim().parse::<u64>().ok()
+            });
         Some(own + below.sum::<u64>())
     }
 
     fn hits(&self) -> u64 {
         let own = Cgroup::own(&ProbeRoot::default());
-        own.and_then(|group| group.memory().limit_hits).unwrap_or_default()
+        own.and_then(|group| group.memory().limit_hits)
+            .unwrap_or_default()
     }
 }
 

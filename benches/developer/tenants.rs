@@ -20,8 +20,9 @@ use cotenant::cli::bench::{
 use cotenant::{
     cli::stage::Stage,
     rpc::v1::{
-        CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass, ReleaseLeaseRequest,
-        RenewLeaseRequest, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
+        CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass,
+        ReleaseLeaseRequest, RenewLeaseRequest, hold_lease_response::Message,
+        lease_service_client::LeaseServiceClient,
     },
     units::Bytes,
 };
@@ -102,7 +103,11 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
     let mut tenants = Vec::new();
     for number in 0..args.leases {
         let mut client = LeaseServiceClient::new(daemon::connected(&stage, PATIENCE).await?);
-        let lease = create(&mut client, request(&format!("lease {number}"), Bytes::from_mib(1))).await?;
+        let lease = create(
+            &mut client,
+            request(&format!("lease {number}"), Bytes::from_mib(1)),
+        )
+        .await?;
         tenants.push((client, lease));
     }
     let reading = Reading::now();
@@ -110,7 +115,11 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
     let end = began + Duration::from_secs(args.seconds);
     let calls = args.calls;
     let tasks = tenants.into_iter().map(|(client, lease)| async move {
-        if calls { renew_by_calls(client, lease, end).await } else { renew_on_stream(client, lease, end).await }
+        if calls {
+            renew_by_calls(client, lease, end).await
+        } else {
+            renew_on_stream(client, lease, end).await
+        }
     });
     let counts = futures_util::future::join_all(tasks.map(tokio::spawn)).await;
     let (took, cpu) = (began.elapsed().as_secs_f64(), cpu_seconds(daemon)? - cpu);
@@ -118,8 +127,15 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
     for count in counts {
         renewals += count.map_err(|error| error.to_string())??;
     }
-    let way = if args.calls { "a call each" } else { "their streams" };
-    let setting = format!("{} leases with a connection each are renewed by {way}; the daemon on one core", args.leases);
+    let way = if args.calls {
+        "a call each"
+    } else {
+        "their streams"
+    };
+    let setting = format!(
+        "{} leases with a connection each are renewed by {way}; the daemon on one core",
+        args.leases
+    );
     let mut report = Report::new("renewals", setting);
     let renewals = f64::from(renewals);
     report.figure(
@@ -128,14 +144,23 @@ pub(super) async fn renewals(args: &RenewalsArgs) -> Result<Report, String> {
         renewals / cpu.max(f64::EPSILON),
         Some(Limit::AtLeast(RENEWALS_MIN)),
     );
-    report.figure("renewals in a second by the clock", "per s", renewals / took, None);
+    report.figure(
+        "renewals in a second by the clock",
+        "per s",
+        renewals / took,
+        None,
+    );
     report.figure("core used by the daemon", "%", 100.0 * cpu / took, None);
     report.others(&reading);
     report.note("the clients of this program share the machine with the daemon");
     Ok(report)
 }
 
-async fn renew_by_calls(mut client: LeaseServiceClient<Channel>, lease: Lease, end: Instant) -> Result<u32, String> {
+async fn renew_by_calls(
+    mut client: LeaseServiceClient<Channel>,
+    lease: Lease,
+    end: Instant,
+) -> Result<u32, String> {
     let mut count = 0;
     while Instant::now() < end {
         let renew = RenewLeaseRequest {
@@ -143,32 +168,46 @@ async fn renew_by_calls(mut client: LeaseServiceClient<Channel>, lease: Lease, e
             boot_id: lease.boot_id.clone(),
             generation: lease.generation,
         };
-        client.renew_lease(renew).await.map_err(reported("cannot renew"))?;
+        client
+            .renew_lease(renew)
+            .await
+            .map_err(reported("cannot renew"))?;
         count += 1;
     }
     Ok(count)
 }
 
-async fn renew_on_stream(mut client: LeaseServiceClient<Channel>, lease: Lease, end: Instant) -> Result<u32, String> {
+async fn renew_on_stream(
+    mut client: LeaseServiceClient<Channel>,
+    lease: Lease,
+    end: Instant,
+) -> Result<u32, String> {
     let (say, mut hear) = hold(&mut client, UNDER_WAY).await?;
     let message = daemon::message_of(&lease);
     let mut count = 0;
     for _ in 0..UNDER_WAY {
-        say.send(message.clone()).await.map_err(|error| error.to_string())?;
+        say.send(message.clone())
+            .await
+            .map_err(|error| error.to_string())?;
     }
     while Instant::now() < end {
         match hear.message().await.map_err(reported("the stream broke"))? {
-            Some(HoldLeaseResponse { message: Some(Message::Renewed(_)) }) => count += 1,
+            Some(HoldLeaseResponse {
+                message: Some(Message::Renewed(_)),
+            }) => count += 1,
             other => return Err(format!("{} was sent {other:?}", lease.name)),
         }
-        say.send(message.clone()).await.map_err(|error| error.to_string())?;
+        say.send(message.clone())
+            .await
+            .map_err(|error| error.to_string())?;
     }
     Ok(count)
 }
 
 /// A daemon without a model, with room for as many tenants as this program plays.
 async fn open(budget: Bytes) -> Result<(Stage, LeaseServiceClient<Channel>), String> {
-    let stage = Stage::set(|folder| configuration(folder, budget)).map_err(|error| error.to_string())?;
+    let stage =
+        Stage::set(|folder| configuration(folder, budget)).map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     Ok((stage, LeaseServiceClient::new(channel)))
 }
@@ -179,20 +218,38 @@ fn request(id: &str, size: Bytes) -> CreateLeaseRequest {
         tenant: "bench".to_owned(),
         lease_class: LeaseClass::Interactive.into(),
         min_bytes: size.get(),
-        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        term: Some(prost_types::Duration {
+            seconds: 60,
+            nanos: 0,
+        }),
         ..CreateLeaseRequest::default()
     }
 }
 
-async fn create(client: &mut LeaseServiceClient<Channel>, request: CreateLeaseRequest) -> Result<Lease, String> {
-    let created = client.create_lease(request).await.map_err(reported("cannot create a lease"))?;
-    created.into_inner().lease.ok_or_else(|| "the answer holds no lease".to_owned())
+async fn create(
+    client: &mut LeaseServiceClient<Channel>,
+    request: CreateLeaseRequest,
+) -> Result<Lease, String> {
+    let created = client
+        .create_lease(request)
+        .await
+        .map_err(reported("cannot create a lease"))?;
+    created
+        .into_inner()
+        .lease
+        .ok_or_else(|| "the answer holds no lease".to_owned())
 }
 
 async fn release(client: &mut LeaseServiceClient<Channel>, lease: &Lease) -> Result<(), String> {
-    let release =
-        ReleaseLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation };
-    client.release_lease(release).await.map_err(reported("cannot give a lease back"))?;
+    let release = ReleaseLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    };
+    client
+        .release_lease(release)
+        .await
+        .map_err(reported("cannot give a lease back"))?;
     Ok(())
 }
 
@@ -202,7 +259,10 @@ async fn hold(
 ) -> Result<(mpsc::Sender<HoldLeaseRequest>, Streaming<HoldLeaseResponse>), String> {
     let (say, said) = mpsc::channel(room);
     let hear = client.hold_lease(ReceiverStream::new(said)).await;
-    Ok((say, hear.map_err(reported("cannot hold a lease"))?.into_inner()))
+    Ok((
+        say,
+        hear.map_err(reported("cannot hold a lease"))?.into_inner(),
+    ))
 }
 
 fn reported(act: &'static str) -> impl Fn(tonic::Status) -> String {
@@ -212,14 +272,23 @@ fn reported(act: &'static str) -> impl Fn(tonic::Status) -> String {
 /// Has a process and all its threads run on one processor, the last that it may use.
 fn keep_to_one_core(pid: u32) -> Result<(), String> {
     let failed = |what: &str| format!("cannot keep the daemon to one core: {what}");
-    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).map_err(|error| failed(&error.to_string()))?;
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
+        .map_err(|error| failed(&error.to_string()))?;
     for task in tasks.flatten() {
-        let tid = task.file_name().to_string_lossy().parse().map_err(|_| failed("its threads"))?;
+        let tid = task
+            .file_name()
+            .to_string_lossy()
+            .parse()
+            .map_err(|_| failed("its threads"))?;
         let tid = nix::unistd::Pid::from_raw(tid);
-        let allowed = nix::sched::sched_getaffinity(tid).map_err(|error| failed(&error.to_string()))?;
-        let last = (0..nix::sched::CpuSet::count()).rev().find(|core| allowed.is_set(*core).unwrap_or(false));
+        let allowed =
+            nix::sched::sched_getaffinity(tid).map_err(|error| failed(&error.to_string()))?;
+        let last = (0..nix::sched::CpuSet::count())
+            .rev()
+            .find(|core| allowed.is_set(*core).unwrap_or(false));
         let mut one = nix::sched::CpuSet::new();
-        one.set(last.ok_or_else(|| failed("it may use none"))?).map_err(|error| failed(&error.to_string()))?;
+        one.set(last.ok_or_else(|| failed("it may use none"))?)
+            .map_err(|error| failed(&error.to_string()))?;
         nix::sched::sched_setaffinity(tid, &one).map_err(|error| failed(&error.to_string()))?;
     }
     Ok(())
@@ -227,11 +296,16 @@ fn keep_to_one_core(pid: u32) -> Result<(), String> {
 
 /// Processor time of a process so far: fields 14 and 15 of `/proc/[pid]/stat` (proc(5)).
 fn cpu_seconds(pid: u32) -> Result<f64, String> {
-    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(|error| error.to_string())?;
-    let fields = stat.rsplit_once(')').map(|(_, fields)| fields.split_ascii_whitespace());
+    let stat =
+        std::fs::read_to_string(format!("/proc/{pid}/stat")).map_err(|error| error.to_string())?;
+    let fields = stat
+        .rsplit_once(')')
+        .map(|(_, fields)| fields.split_ascii_whitespace());
     let mut times = fields.into_iter().flatten().skip(11).map(str::parse::<f64>);
     match (times.next(), times.next()) {
-        (Some(Ok(user)), Some(Ok(system))) => Ok((user + system) / cotenant::cli::bench::load::TICKS),
+        (Some(Ok(user)), Some(Ok(system))) => {
+            Ok((user + system) / cotenant::cli::bench::load::TICKS)
+        }
         _ => Err(format!("cannot read the processor time of {pid}")),
     }
 }

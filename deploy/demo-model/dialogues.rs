@@ -10,9 +10,10 @@ use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::phrases::{
-    ASKED, COLOURS, DEVICES, DEVICES_MORE, DOORS, DOORS_MORE, EXPLAIN, FRIENDS, GENRES, HEROES, LAMPS_MORE, LONG_STORY,
-    MUSIC_CONTROL, NUMBERS, PLACES, QUESTION_STARTS, REMINDERS, ROOMS, ROOMS_MORE, SMALL_TALK, STORIES, STORY_PLAIN,
-    SYSTEM, THANKS, TIMER_CONTROL, WEATHER, WISH_THINGS, WISH_VERBS,
+    ASKED, COLOURS, DEVICES, DEVICES_MORE, DOORS, DOORS_MORE, EXPLAIN, FRIENDS, GENRES, HEROES,
+    LAMPS_MORE, LONG_STORY, MUSIC_CONTROL, NUMBERS, PLACES, QUESTION_STARTS, REMINDERS, ROOMS,
+    ROOMS_MORE, SMALL_TALK, STORIES, STORY_PLAIN, SYSTEM, THANKS, TIMER_CONTROL, WEATHER,
+    WISH_THINGS, WISH_VERBS,
 };
 
 /// Which part of the data a slot combination belongs to.
@@ -68,7 +69,10 @@ pub(crate) struct Generator {
 impl Generator {
     /// A generator whose dialogues depend on nothing but `seed` and `split`.
     pub(crate) fn new(seed: u64, split: Split) -> Self {
-        Self { rng: ChaCha8Rng::seed_from_u64(seed), split }
+        Self {
+            rng: ChaCha8Rng::seed_from_u64(seed),
+            split,
+        }
     }
 
     /// The next dialogue: mostly one to four turns, at most twenty.
@@ -103,7 +107,10 @@ impl Generator {
                 unseen = true;
             }
             about = exchange.about;
-            turns.push(Turn { user: self.spoken(&exchange.user), assistant: exchange.assistant });
+            turns.push(Turn {
+                user: self.spoken(&exchange.user),
+                assistant: exchange.assistant,
+            });
         }
         Dialogue { system, turns }
     }
@@ -116,7 +123,11 @@ impl Generator {
             52..80 => format!("{}{}", capital(text), if question { '?' } else { '.' }),
             80..88 => capital(&plain(text)),
             88..92 => plain(&text.replacen("the ", "", 1)),
-            92..97 => format!("{} {}", self.pick(&["hey", "uh", "um", "okay", "well", "hello"]), plain(text)),
+            92..97 => format!(
+                "{} {}",
+                self.pick(&["hey", "uh", "um", "okay", "well", "hello"]),
+                plain(text)
+            ),
             _ => {
                 // a word said twice
                 let text = plain(text);
@@ -171,17 +182,35 @@ impl Generator {
             (14, _) => (format!("{} {s}", n.trim_start_matches("the ")), false),
             (15, _) => (format!("i want {n} {s}"), false),
             (16, Some(room)) => (format!("turn {s} the {device} in the {room}"), false),
-            (17, Some(room)) => (format!("can you switch {s} the {device} in the {room}"), true),
+            (17, Some(room)) => (
+                format!("can you switch {s} the {device} in the {room}"),
+                true,
+            ),
             (18, _) => (format!("put {n} {s}"), false),
             (19, Some(room)) => (format!("{device} {s} in the {room}"), false),
             (20, Some(room)) => (format!("in the {room} turn {s} the {device}"), false),
-            (21, _) => (format!("{} {n}", if s == "on" { "start" } else { "shut off" }), false),
+            (21, _) => (
+                format!("{} {n}", if s == "on" { "start" } else { "shut off" }),
+                false,
+            ),
             (22, _) => (format!("i would like you to turn {s} {n}"), true),
-            (23, _) => (format!("{} {n}", if s == "on" { "activate" } else { "deactivate" }), false),
+            (23, _) => (
+                format!("{} {n}", if s == "on" { "activate" } else { "deactivate" }),
+                false,
+            ),
             _ => (format!("turn {s} {n}"), false),
         };
-        let assistant = if sure { format!("Sure, {n} {be} now {s}.") } else { format!("OK, {n} {be} {s}.") };
-        Exchange { user, assistant, unseen, about: Topic::Switch(thing, state) }
+        let assistant = if sure {
+            format!("Sure, {n} {be} now {s}.")
+        } else {
+            format!("OK, {n} {be} {s}.")
+        };
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Switch(thing, state),
+        }
     }
 
     fn temperature(&mut self) -> Exchange {
@@ -193,37 +222,84 @@ impl Generator {
         let plain = format!("OK, the {room} temperature is set to {degrees} degrees.");
         let sure = format!("Sure, I have set the {room} to {degrees} degrees.");
         let (user, assistant) = match self.below(12) {
-            0..5 => (format!("set the {room} temperature to {degrees} degrees"), plain),
-            5 => (format!("please set the {room} temperature to {degrees} degrees"), plain),
-            6 => (format!("change the temperature in the {room} to {degrees} degrees"), plain),
+            0..5 => (
+                format!("set the {room} temperature to {degrees} degrees"),
+                plain,
+            ),
+            5 => (
+                format!("please set the {room} temperature to {degrees} degrees"),
+                plain,
+            ),
+            6 => (
+                format!("change the temperature in the {room} to {degrees} degrees"),
+                plain,
+            ),
             7 => (format!("make it {degrees} degrees in the {room}"), sure),
             8 => (format!("can you set the {room} to {degrees} degrees"), sure),
             9 => (format!("i want {degrees} degrees in the {room}"), sure),
             10 => (format!("set the {room} to {degrees}"), plain),
-            _ => (format!("set the temperature in the {room} to {degrees} degrees please"), plain),
+            _ => (
+                format!("set the temperature in the {room} to {degrees} degrees please"),
+                plain,
+            ),
         };
-        Exchange { user, assistant, unseen, about: Topic::Temperature(room, degrees) }
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Temperature(room, degrees),
+        }
     }
 
     fn door(&mut self) -> Exchange {
         let (door, verb, unseen) = self.combination("door", |g| {
             let (door, spoken) = g.widened(DOORS, DOORS_MORE);
-            (door, g.pick(&["lock", "unlock", "open", "close"]).to_owned(), spoken)
+            (
+                door,
+                g.pick(&["lock", "unlock", "open", "close"]).to_owned(),
+                spoken,
+            )
         });
         let state = participle(&verb);
         let (user, assistant) = match self.below(9) {
-            0..4 => (format!("{verb} the {door} door"), format!("OK, the {door} door is {state}.")),
-            4 => (format!("please {verb} the {door} door"), format!("OK, the {door} door is {state}.")),
-            5 => (format!("can you {verb} the {door} door"), format!("Sure, the {door} door is now {state}.")),
-            6 => (format!("could you {verb} the {door} door for me"), format!("Sure, the {door} door is now {state}.")),
-            7 => (format!("i want the {door} door {state}"), format!("OK, the {door} door is {state}.")),
+            0..4 => (
+                format!("{verb} the {door} door"),
+                format!("OK, the {door} door is {state}."),
+            ),
+            4 => (
+                format!("please {verb} the {door} door"),
+                format!("OK, the {door} door is {state}."),
+            ),
+            5 => (
+                format!("can you {verb} the {door} door"),
+                format!("Sure, the {door} door is now {state}."),
+            ),
+            6 => (
+                format!("could you {verb} the {door} door for me"),
+                format!("Sure, the {door} door is now {state}."),
+            ),
+            7 => (
+                format!("i want the {door} door {state}"),
+                format!("OK, the {door} door is {state}."),
+            ),
             _ => {
                 let user = format!("is the {door} door {state}");
-                let assistant = format!("I cannot see the {door} door from here. Shall I {verb} it?");
-                return Exchange { user, assistant, unseen, about: Topic::DoorOffer(door, verb) };
+                let assistant =
+                    format!("I cannot see the {door} door from here. Shall I {verb} it?");
+                return Exchange {
+                    user,
+                    assistant,
+                    unseen,
+                    about: Topic::DoorOffer(door, verb),
+                };
             }
         };
-        Exchange { user, assistant, unseen, about: Topic::Door(door, verb) }
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Door(door, verb),
+        }
     }
 
     fn music(&mut self) -> Exchange {
@@ -233,7 +309,11 @@ impl Generator {
         }
         let (room, kind, unseen) = self.combination("music", |g| {
             let (room, spoken) = g.room();
-            let kind = if g.chance(50) { "some music".to_owned() } else { format!("some {}", g.pick(GENRES)) };
+            let kind = if g.chance(50) {
+                "some music".to_owned()
+            } else {
+                format!("some {}", g.pick(GENRES))
+            };
             let spoken = spoken && kind == "some music";
             (room, kind, spoken)
         });
@@ -243,7 +323,12 @@ impl Generator {
             4 => format!("can you play {kind} in the {room}"),
             _ => format!("i would like to hear {kind} in the {room}"),
         };
-        Exchange { user, assistant: format!("Playing {kind} in the {room}."), unseen, about: Topic::Music(room, kind) }
+        Exchange {
+            user,
+            assistant: format!("Playing {kind} in the {room}."),
+            unseen,
+            about: Topic::Music(room, kind),
+        }
     }
 
     fn timer(&mut self) -> Exchange {
@@ -257,7 +342,10 @@ impl Generator {
             0..5 => (format!("set a timer for {time}"), set),
             5 => (format!("please set a timer for {time}"), set),
             6 => (format!("start a timer for {time}"), set),
-            7 => (format!("can you set a timer for {time}"), format!("Sure, the timer is set for {time}.")),
+            7 => (
+                format!("can you set a timer for {time}"),
+                format!("Sure, the timer is set for {time}."),
+            ),
             8 => (format!("timer {time}"), set),
             9 => (format!("set a {time} timer"), set),
             _ => {
@@ -271,7 +359,12 @@ impl Generator {
                 };
             }
         };
-        Exchange { user, assistant, unseen, about: Topic::Timer(time) }
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Timer(time),
+        }
     }
 
     fn alarm(&mut self) -> Exchange {
@@ -286,16 +379,25 @@ impl Generator {
                 format!("wake me up at {hour}{minute}{day}"),
                 format!("OK, I will wake you up at {hour}{minute}{day}."),
             ),
-            1 => (format!("wake me at {hour}{minute}{day}"), format!("OK, I will wake you up at {hour}{minute}{day}.")),
-            2 => {
-                (format!("set an alarm for {hour}{minute}{day}"), format!("The alarm is set for {hour}{minute}{day}."))
-            }
+            1 => (
+                format!("wake me at {hour}{minute}{day}"),
+                format!("OK, I will wake you up at {hour}{minute}{day}."),
+            ),
+            2 => (
+                format!("set an alarm for {hour}{minute}{day}"),
+                format!("The alarm is set for {hour}{minute}{day}."),
+            ),
             _ => (
                 format!("can you set an alarm for {hour}{minute}{day}"),
                 format!("Sure, the alarm is set for {hour}{minute}{day}."),
             ),
         };
-        Exchange { user, assistant, unseen, about: Topic::Nothing }
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Nothing,
+        }
     }
 
     fn weather(&mut self) -> Exchange {
@@ -307,18 +409,42 @@ impl Generator {
         let (verb, done) = self.pick(&[("dim", "dimmed"), ("brighten", "brightened")]);
         let (thing, _, unseen) = self.combination(verb, |g| {
             let (room, room_spoken) = g.room();
-            let (device, device_spoken) =
-                if g.chance(70) { (g.pick(DEVICES), true) } else { (g.pick(LAMPS_MORE), false) };
-            (Thing { room: Some(room), device }, String::new(), room_spoken && device_spoken)
+            let (device, device_spoken) = if g.chance(70) {
+                (g.pick(DEVICES), true)
+            } else {
+                (g.pick(LAMPS_MORE), false)
+            };
+            (
+                Thing {
+                    room: Some(room),
+                    device,
+                },
+                String::new(),
+                room_spoken && device_spoken,
+            )
         });
         let n = thing.name();
         let (user, assistant) = match self.below(7) {
             0..4 => (format!("{verb} {n}"), format!("OK, I have {done} {n}.")),
-            4 => (format!("please {verb} {n}"), format!("OK, I have {done} {n}.")),
-            5 => (format!("can you {verb} {n}"), format!("Sure, I have {done} {n}.")),
-            _ => (format!("{verb} {n} a little"), format!("OK, I have {done} {n} a little.")),
+            4 => (
+                format!("please {verb} {n}"),
+                format!("OK, I have {done} {n}."),
+            ),
+            5 => (
+                format!("can you {verb} {n}"),
+                format!("Sure, I have {done} {n}."),
+            ),
+            _ => (
+                format!("{verb} {n} a little"),
+                format!("OK, I have {done} {n} a little."),
+            ),
         };
-        Exchange { user, assistant, unseen, about: Topic::Nothing }
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Nothing,
+        }
     }
 
     fn blinds(&mut self) -> Exchange {
@@ -328,15 +454,29 @@ impl Generator {
         });
         let state = participle(&verb);
         let (user, assistant) = match self.below(7) {
-            0..4 => (format!("{verb} the blinds in the {room}"), format!("OK, the blinds in the {room} are {state}.")),
+            0..4 => (
+                format!("{verb} the blinds in the {room}"),
+                format!("OK, the blinds in the {room} are {state}."),
+            ),
             4 => (
                 format!("please {verb} the blinds in the {room}"),
                 format!("OK, the blinds in the {room} are {state}."),
             ),
-            5 => (format!("can you {verb} the {room} blinds"), format!("Sure, the {room} blinds are now {state}.")),
-            _ => (format!("{verb} the {room} blinds"), format!("OK, the {room} blinds are {state}.")),
+            5 => (
+                format!("can you {verb} the {room} blinds"),
+                format!("Sure, the {room} blinds are now {state}."),
+            ),
+            _ => (
+                format!("{verb} the {room} blinds"),
+                format!("OK, the {room} blinds are {state}."),
+            ),
         };
-        Exchange { user, assistant, unseen, about: Topic::Nothing }
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Nothing,
+        }
     }
 
     /// Two things in one sentence.
@@ -358,7 +498,10 @@ impl Generator {
                 let verb = self.pick(&["lock", "unlock", "open", "close"]);
                 Exchange {
                     user: format!("{verb} the {door} door and turn {state} {n}"),
-                    assistant: format!("OK, the {door} door is {}. Also, {n} {be} {state}.", participle(verb)),
+                    assistant: format!(
+                        "OK, the {door} door is {}. Also, {n} {be} {state}.",
+                        participle(verb)
+                    ),
                     unseen,
                     about: Topic::Switch(first, state),
                 }
@@ -399,23 +542,41 @@ impl Generator {
         let (verb, thing, unseen) = self.combination("cannot", |g| {
             (
                 g.pick(WISH_VERBS).to_owned(),
-                format!("{} {}", g.pick(&["a", "the", "my", "some"]), g.pick(WISH_THINGS)),
+                format!(
+                    "{} {}",
+                    g.pick(&["a", "the", "my", "some"]),
+                    g.pick(WISH_THINGS)
+                ),
                 false,
             )
         });
         let lead = self.pick(&["", "please ", "can you ", "could you ", "i want you to "]);
         let user = format!("{lead}{verb} {thing}");
         let thing = thing.replace("my ", "your ");
-        let assistant =
-            format!("I am sorry, I cannot {verb} {thing}. I can help with lights, heating, doors, music and timers.");
-        Exchange { user, assistant, unseen, about: Topic::Nothing }
+        let assistant = format!(
+            "I am sorry, I cannot {verb} {thing}. I can help with lights, heating, doors, music and timers."
+        );
+        Exchange {
+            user,
+            assistant,
+            unseen,
+            about: Topic::Nothing,
+        }
     }
 
     /// A question whose answer the assistant does not know.
     fn unknown(&mut self) -> Exchange {
         let (start, thing) = (self.pick(ASKED), self.any_word());
-        let end =
-            self.pick(&["", "", " of the world", " in france", " in london", " in the house", " of all", " on sunday"]);
+        let end = self.pick(&[
+            "",
+            "",
+            " of the world",
+            " in france",
+            " in london",
+            " in the house",
+            " of all",
+            " on sunday",
+        ]);
         Exchange::known(
             format!("{start} {thing}{end}"),
             "I am sorry, I do not know that. I can help with lights, heating, doors, music and timers.".to_owned(),
@@ -437,11 +598,23 @@ impl Generator {
             "i want a story about",
         ]);
         let (user, friend) = if friend_asked {
-            (format!("{lead} {} and {} in the {place}", article(hero), article(friend)), friend)
+            (
+                format!(
+                    "{lead} {} and {} in the {place}",
+                    article(hero),
+                    article(friend)
+                ),
+                friend,
+            )
         } else {
             (format!("{lead} {} in the {place}", article(hero)), "mouse")
         };
-        Exchange { user, assistant: fill(body, hero, friend, place), unseen, about: Topic::Nothing }
+        Exchange {
+            user,
+            assistant: fill(body, hero, friend, place),
+            unseen,
+            about: Topic::Nothing,
+        }
     }
 
     /// An answer of some 250 to 300 tokens, so that a demonstration has something to generate.
@@ -454,27 +627,50 @@ impl Generator {
         ]);
         let (user, hero, place, unseen) = if self.chance(25) {
             (
-                self.pick(&["tell me a long story", "please tell me a long story", "tell me a very long story"])
-                    .to_owned(),
+                self.pick(&[
+                    "tell me a long story",
+                    "please tell me a long story",
+                    "tell me a very long story",
+                ])
+                .to_owned(),
                 "fox",
                 "forest",
                 false,
             )
         } else {
-            (format!("{lead} {} in the {place}", article(hero)), hero, place, unseen)
+            (
+                format!("{lead} {} in the {place}", article(hero)),
+                hero,
+                place,
+                unseen,
+            )
         };
-        Exchange { user, assistant: fill(&LONG_STORY.join(" "), hero, "mouse", place), unseen, about: Topic::Nothing }
+        Exchange {
+            user,
+            assistant: fill(&LONG_STORY.join(" "), hero, "mouse", place),
+            unseen,
+            about: Topic::Nothing,
+        }
     }
 
     fn count(&mut self) -> Exchange {
-        let last = if self.chance(50) { self.range(1, 6) * 5 } else { self.range(3, 40) };
+        let last = if self.chance(50) {
+            self.range(1, 6) * 5
+        } else {
+            self.range(3, 40)
+        };
         let down = self.chance(25);
         let mut numbers: Vec<String> = (1..=last).map(number).collect();
         let user = if down {
             numbers.reverse();
             format!("count down from {}", number(last))
         } else {
-            let lead = self.pick(&["count to", "count up to", "please count to", "can you count to"]);
+            let lead = self.pick(&[
+                "count to",
+                "count up to",
+                "please count to",
+                "can you count to",
+            ]);
             format!("{lead} {}", number(last))
         };
         Exchange::known(user, format!("{}.", capital(&numbers.join(", "))))
@@ -518,24 +714,46 @@ impl Generator {
                     0 => {
                         let degrees = self.degrees().0;
                         let user = self
-                            .pick(&["make it # degrees", "no, # degrees please", "change it to # degrees"])
+                            .pick(&[
+                                "make it # degrees",
+                                "no, # degrees please",
+                                "change it to # degrees",
+                            ])
                             .replace('#', &degrees);
-                        (user, format!("OK, the {room} temperature is set to {degrees} degrees."), room, degrees)
+                        (
+                            user,
+                            format!("OK, the {room} temperature is set to {degrees} degrees."),
+                            room,
+                            degrees,
+                        )
                     }
                     1 => {
                         let room = self.pick(ROOMS);
-                        let user = format!("{} the {room}", self.pick(&["and", "and in", "the same in", "now"]));
+                        let user = format!(
+                            "{} the {room}",
+                            self.pick(&["and", "and in", "the same in", "now"])
+                        );
                         return Exchange {
                             user,
-                            assistant: format!("OK, the {room} temperature is set to {degrees} degrees."),
+                            assistant: format!(
+                                "OK, the {room} temperature is set to {degrees} degrees."
+                            ),
                             unseen: unseen_temperature(room, degrees),
                             about: Topic::Temperature(room, degrees.clone()),
                         };
                     }
                     _ => {
-                        let user =
-                            self.pick(&["what temperature did you set", "how warm will it be", "what did you just do"]);
-                        (user.to_owned(), format!("I set the {room} to {degrees} degrees."), room, degrees.clone())
+                        let user = self.pick(&[
+                            "what temperature did you set",
+                            "how warm will it be",
+                            "what did you just do",
+                        ]);
+                        (
+                            user.to_owned(),
+                            format!("I set the {room} to {degrees} degrees."),
+                            room,
+                            degrees.clone(),
+                        )
                     }
                 };
                 Exchange {
@@ -550,7 +768,12 @@ impl Generator {
                 match self.below(3) {
                     0 => Exchange {
                         user: self
-                            .pick(&["now # it", "# it again", "and now # it", "please # it again"])
+                            .pick(&[
+                                "now # it",
+                                "# it again",
+                                "and now # it",
+                                "please # it again",
+                            ])
                             .replace('#', opposite),
                         assistant: format!("OK, the {door} door is {}.", participle(opposite)),
                         unseen: unseen_door(door, opposite),
@@ -559,14 +782,19 @@ impl Generator {
                     1 => {
                         let door = self.pick(DOORS);
                         Exchange {
-                            user: format!("{} the {door} door", self.pick(&["and", "also", "the same with"])),
+                            user: format!(
+                                "{} the {door} door",
+                                self.pick(&["and", "also", "the same with"])
+                            ),
                             assistant: format!("OK, the {door} door is {}.", participle(verb)),
                             unseen: false,
                             about: Topic::Door(door, verb.clone()),
                         }
                     }
                     _ => Exchange {
-                        user: self.pick(&["is it done", "did you do it", "what did you just do"]).to_owned(),
+                        user: self
+                            .pick(&["is it done", "did you do it", "what did you just do"])
+                            .to_owned(),
                         assistant: format!("Yes, the {door} door is {}.", participle(verb)),
                         unseen: false,
                         about: Topic::Door(door, verb.clone()),
@@ -576,13 +804,17 @@ impl Generator {
             Topic::DoorOffer(door, verb) => {
                 if self.chance(70) {
                     Exchange {
-                        user: self.pick(&["yes", "yes please", "please do", "do it", "yes, please"]).to_owned(),
+                        user: self
+                            .pick(&["yes", "yes please", "please do", "do it", "yes, please"])
+                            .to_owned(),
                         assistant: format!("OK, the {door} door is {}.", participle(verb)),
                         unseen: false,
                         about: Topic::Door(door, verb.clone()),
                     }
                 } else {
-                    let user = self.pick(&["no", "no thanks", "no, thank you", "leave it"]).to_owned();
+                    let user = self
+                        .pick(&["no", "no thanks", "no, thank you", "leave it"])
+                        .to_owned();
                     Exchange::known(user, format!("OK, I leave the {door} door as it is."))
                 }
             }
@@ -597,13 +829,17 @@ impl Generator {
                     }
                 }
                 1 => Exchange::known(
-                    self.pick(&["stop it", "turn it off", "stop", "that is enough"]).to_owned(),
+                    self.pick(&["stop it", "turn it off", "stop", "that is enough"])
+                        .to_owned(),
                     format!("The music in the {room} has stopped."),
                 ),
                 _ => {
                     let kind = format!("some {}", self.pick(GENRES));
                     Exchange {
-                        user: format!("{} {kind}", self.pick(&["no, play", "i would rather hear", "change it to"])),
+                        user: format!(
+                            "{} {kind}",
+                            self.pick(&["no, play", "i would rather hear", "change it to"])
+                        ),
                         assistant: format!("Playing {kind} in the {room}."),
                         unseen: unseen_music(room, &kind),
                         about: Topic::Music(room, kind),
@@ -614,19 +850,27 @@ impl Generator {
                 0 => {
                     let (time, unseen) = self.span();
                     Exchange {
-                        user: format!("{} {time}", self.pick(&["make it", "change it to", "no, make that"])),
+                        user: format!(
+                            "{} {time}",
+                            self.pick(&["make it", "change it to", "no, make that"])
+                        ),
                         assistant: format!("The timer is now set for {time}."),
                         unseen,
                         about: Topic::Timer(time),
                     }
                 }
                 1 => Exchange::known(
-                    self.pick(&["cancel it", "stop it", "cancel that", "cancel the timer"]).to_owned(),
+                    self.pick(&["cancel it", "stop it", "cancel that", "cancel the timer"])
+                        .to_owned(),
                     format!("The timer for {time} is cancelled."),
                 ),
                 _ => Exchange {
                     user: self
-                        .pick(&["how long is the timer", "for how long", "what did you set the timer to"])
+                        .pick(&[
+                            "how long is the timer",
+                            "for how long",
+                            "what did you set the timer to",
+                        ])
                         .to_owned(),
                     assistant: format!("The timer is set for {time}."),
                     unseen: false,
@@ -659,14 +903,21 @@ impl Generator {
             2 => {
                 let (second, unseen) = self.switched_to(state);
                 Exchange {
-                    user: format!("{} {}", self.pick(&["and", "also", "and now", "do the same with"]), second.name()),
+                    user: format!(
+                        "{} {}",
+                        self.pick(&["and", "also", "and now", "do the same with"]),
+                        second.name()
+                    ),
                     assistant: format!("OK, {} {} {state}.", second.name(), second.be()),
                     unseen,
                     about: Topic::Switch(second, state),
                 }
             }
             3 if thing.room.is_some() && DEVICES.contains(&thing.device) => {
-                let second = Thing { room: Some(self.pick(ROOMS)), device: thing.device };
+                let second = Thing {
+                    room: Some(self.pick(ROOMS)),
+                    device: thing.device,
+                };
                 Exchange {
                     user: format!(
                         "{} in the {}",
@@ -679,14 +930,28 @@ impl Generator {
                 }
             }
             4 => Exchange {
-                user: self.pick(&["what did you just do", "what did i ask you", "what did you do"]).to_owned(),
+                user: self
+                    .pick(&[
+                        "what did you just do",
+                        "what did i ask you",
+                        "what did you do",
+                    ])
+                    .to_owned(),
                 assistant: format!("I turned {state} {n}."),
                 unseen: false,
                 about: Topic::Switch(thing.clone(), state),
             },
             _ => {
-                let (asked, answer) = if self.chance(60) { (state, "Yes") } else { (other, "No") };
-                let (is, it) = if be == "are" { ("are", "they") } else { ("is", "it") };
+                let (asked, answer) = if self.chance(60) {
+                    (state, "Yes")
+                } else {
+                    (other, "No")
+                };
+                let (is, it) = if be == "are" {
+                    ("are", "they")
+                } else {
+                    ("is", "it")
+                };
                 Exchange {
                     user: format!("{is} {it} {asked} now"),
                     assistant: format!("{answer}, {n} {be} {state}."),
@@ -706,11 +971,25 @@ impl Generator {
     fn switched_to(&mut self, state: &'static str) -> (Thing, bool) {
         let (thing, _, unseen) = self.combination(state, |g| {
             if g.chance(10) {
-                return (Thing { room: None, device: g.pick(DEVICES) }, String::new(), true);
+                return (
+                    Thing {
+                        room: None,
+                        device: g.pick(DEVICES),
+                    },
+                    String::new(),
+                    true,
+                );
             }
             let (room, room_spoken) = g.room();
             let (device, device_spoken) = g.widened(DEVICES, DEVICES_MORE);
-            (Thing { room: Some(room), device }, String::new(), room_spoken && device_spoken)
+            (
+                Thing {
+                    room: Some(room),
+                    device,
+                },
+                String::new(),
+                room_spoken && device_spoken,
+            )
         });
         (thing, unseen)
     }
@@ -725,8 +1004,16 @@ impl Generator {
             let n = g.range(1, 60);
             let unit = g.pick(&["minute", "second", "hour"]);
             let n = if unit == "hour" { 1 + n % 12 } else { n };
-            let written = if g.chance(30) { n.to_string() } else { number(n) };
-            (format!("{written} {unit}{}", if n == 1 { "" } else { "s" }), String::new(), false)
+            let written = if g.chance(30) {
+                n.to_string()
+            } else {
+                number(n)
+            };
+            (
+                format!("{written} {unit}{}", if n == 1 { "" } else { "s" }),
+                String::new(),
+                false,
+            )
         });
         (time, unseen)
     }
@@ -775,7 +1062,11 @@ impl Generator {
 
     /// A word of the grammar in three draws of four, else one beyond it; and which of the two it was.
     fn widened(&mut self, spoken: &[&'static str], more: &[&'static str]) -> (&'static str, bool) {
-        if self.chance(70) { (self.pick(spoken), true) } else { (self.pick(more), false) }
+        if self.chance(70) {
+            (self.pick(spoken), true)
+        } else {
+            (self.pick(more), false)
+        }
     }
 
     fn any_word(&mut self) -> &'static str {
@@ -819,7 +1110,10 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
         for &device in DEVICES {
             for room in ROOMS.iter().map(|&room| Some(room)).chain([None]) {
                 let thing = Thing { room, device };
-                add(format!("turn {state} {}", thing.name()), format!("OK, {} {} {state}.", thing.name(), thing.be()));
+                add(
+                    format!("turn {state} {}", thing.name()),
+                    format!("OK, {} {} {state}.", thing.name(), thing.be()),
+                );
             }
         }
     }
@@ -831,8 +1125,14 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
             );
         }
         for device in DEVICES {
-            add(format!("dim the {room} {device}"), format!("OK, I have dimmed the {room} {device}."));
-            add(format!("brighten the {room} {device}"), format!("OK, I have brightened the {room} {device}."));
+            add(
+                format!("dim the {room} {device}"),
+                format!("OK, I have dimmed the {room} {device}."),
+            );
+            add(
+                format!("brighten the {room} {device}"),
+                format!("OK, I have brightened the {room} {device}."),
+            );
         }
         for verb in ["open", "close"] {
             add(
@@ -840,16 +1140,25 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
                 format!("OK, the blinds in the {room} are {}.", participle(verb)),
             );
         }
-        add(format!("play some music in the {room}"), format!("Playing some music in the {room}."));
+        add(
+            format!("play some music in the {room}"),
+            format!("Playing some music in the {room}."),
+        );
     }
     for verb in ["lock", "unlock", "open", "close"] {
         for door in DOORS {
-            add(format!("{verb} the {door} door"), format!("OK, the {door} door is {}.", participle(verb)));
+            add(
+                format!("{verb} the {door} door"),
+                format!("OK, the {door} door is {}.", participle(verb)),
+            );
         }
     }
     for n in NUMBERS {
         for unit in ["minutes", "seconds"] {
-            add(format!("set a timer for {n} {unit}"), format!("The timer is set for {n} {unit}."));
+            add(
+                format!("set a timer for {n} {unit}"),
+                format!("The timer is set for {n} {unit}."),
+            );
         }
     }
     let fixed = [MUSIC_CONTROL, WEATHER, SMALL_TALK].concat();
@@ -861,7 +1170,10 @@ pub(crate) fn grammar_turns() -> Vec<Turn> {
         "good night",
         "good morning",
     ] {
-        let answer = fixed.iter().find(|(phrases, _)| phrases.contains(&user)).map(|(_, answer)| *answer);
+        let answer = fixed
+            .iter()
+            .find(|(phrases, _)| phrases.contains(&user))
+            .map(|(_, answer)| *answer);
         add(user.to_owned(), answer.unwrap_or_default().to_owned());
     }
     all
@@ -879,7 +1191,12 @@ struct Exchange {
 impl Exchange {
     /// An exchange without slots, which therefore is trained on.
     fn known(user: String, assistant: String) -> Self {
-        Self { user, assistant, unseen: false, about: Topic::Nothing }
+        Self {
+            user,
+            assistant,
+            unseen: false,
+            about: Topic::Nothing,
+        }
     }
 }
 
@@ -910,7 +1227,11 @@ impl Thing {
     }
 
     fn be(&self) -> &'static str {
-        if self.device.ends_with("lights") { "are" } else { "is" }
+        if self.device.ends_with("lights") {
+            "are"
+        } else {
+            "is"
+        }
     }
 }
 
@@ -920,11 +1241,21 @@ fn plain(text: &str) -> String {
 
 fn capital(text: &str) -> String {
     let mut chars = text.chars();
-    chars.next().map(|first| first.to_uppercase().chain(chars).collect()).unwrap_or_default()
+    chars
+        .next()
+        .map(|first| first.to_uppercase().chain(chars).collect())
+        .unwrap_or_default()
 }
 
 fn article(noun: &str) -> String {
-    format!("{} {noun}", if noun.starts_with(['a', 'e', 'i', 'o', 'u']) { "an" } else { "a" })
+    format!(
+        "{} {noun}",
+        if noun.starts_with(['a', 'e', 'i', 'o', 'u']) {
+            "an"
+        } else {
+            "a"
+        }
+    )
 }
 
 fn participle(verb: &str) -> &'static str {
@@ -977,11 +1308,17 @@ fn number(n: u32) -> String {
         "eighteen",
         "nineteen",
     ];
-    let tens = ["twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"];
+    let tens = [
+        "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety",
+    ];
     match n {
         0..20 => small[n as usize].to_owned(),
         _ if n.is_multiple_of(10) => tens[(n / 10 - 2) as usize].to_owned(),
-        _ => format!("{} {}", tens[(n / 10 - 2) as usize], small[(n % 10) as usize]),
+        _ => format!(
+            "{} {}",
+            tens[(n / 10 - 2) as usize],
+            small[(n % 10) as usize]
+        ),
     }
 }
 
@@ -991,12 +1328,18 @@ fn held_out(kind: &str, a: &impl Debug, b: &impl Debug, spoken: bool) -> bool {
 }
 
 fn unseen_switch(thing: &Thing, state: &str) -> bool {
-    let spoken = thing.room.is_none_or(|room| ROOMS.contains(&room)) && DEVICES.contains(&thing.device);
+    let spoken =
+        thing.room.is_none_or(|room| ROOMS.contains(&room)) && DEVICES.contains(&thing.device);
     held_out(state, thing, &"", spoken)
 }
 
 fn unseen_temperature(room: &str, degrees: &str) -> bool {
-    held_out("temperature", &room, &degrees, ROOMS.contains(&room) && NUMBERS.contains(&degrees))
+    held_out(
+        "temperature",
+        &room,
+        &degrees,
+        ROOMS.contains(&room) && NUMBERS.contains(&degrees),
+    )
 }
 
 fn unseen_door(door: &str, verb: &str) -> bool {
@@ -1004,14 +1347,19 @@ fn unseen_door(door: &str, verb: &str) -> bool {
 }
 
 fn unseen_music(room: &str, kind: &str) -> bool {
-    held_out("music", &room, &kind, ROOMS.contains(&room) && kind == "some music")
+    held_out(
+        "music",
+        &room,
+        &kind,
+        ROOMS.contains(&room) && kind == "some music",
+    )
 }
 
 /// FNV-1a: the split must not depend on the standard library's hasher.
 fn hash(text: &str) -> u64 {
-    let hash = text
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+    let hash = text.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3)
+    });
     hash ^ (hash >> 29)
 }
 
@@ -1034,12 +1382,17 @@ mod tests {
 
     #[test]
     fn each_sentence_of_the_grammar_is_trained_with_its_answer() {
-        let mut missing: std::collections::BTreeMap<String, String> =
-            grammar_turns().into_iter().map(|t| (t.user, t.assistant)).collect();
+        let mut missing: std::collections::BTreeMap<String, String> = grammar_turns()
+            .into_iter()
+            .map(|t| (t.user, t.assistant))
+            .collect();
         let mut generator = Generator::new(1, Split::Train);
         for _ in 0..200_000 {
             for turn in generator.dialogue().turns {
-                if missing.get(&turn.user).is_some_and(|answer| *answer == turn.assistant) {
+                if missing
+                    .get(&turn.user)
+                    .is_some_and(|answer| *answer == turn.assistant)
+                {
                     missing.remove(&turn.user);
                 }
             }
@@ -1049,7 +1402,10 @@ mod tests {
 
     #[test]
     fn no_held_out_combination_is_trained() {
-        let (mut held_out, mut trained) = (Generator::new(1, Split::HeldOut), Generator::new(2, Split::Train));
+        let (mut held_out, mut trained) = (
+            Generator::new(1, Split::HeldOut),
+            Generator::new(2, Split::Train),
+        );
         let unseen: Vec<_> = std::iter::repeat_with(|| held_out.opening())
             .filter(|e| e.unseen)
             .take(300)

@@ -9,8 +9,8 @@ use candle_core::{Result, Tensor};
 
 use crate::fused::{EPSILON, TAPS};
 use crate::model::{
-    ATTENTION_INTERVAL, HEAD, HEADS, HIDDEN, KEY_HEADS, KV_HEADS, LAYERS, Model, ROTARY, ROTARY_BASE, STATE,
-    VALUE_HEADS, WIDTH, attends,
+    ATTENTION_INTERVAL, HEAD, HEADS, HIDDEN, KEY_HEADS, KV_HEADS, LAYERS, Model, ROTARY,
+    ROTARY_BASE, STATE, VALUE_HEADS, WIDTH, attends,
 };
 use crate::tokenizer::{CONTROL, END_OF_TEXT, MESSAGE_END, Trained};
 
@@ -22,12 +22,21 @@ pub(crate) const CHAT_TEMPLATE: &str = "{%- for message in messages %}{{- '<|im_
      {%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
 
 /// Writes the model to `path`: matrices in `matrices`, everything else in F32.
-pub(crate) fn write(path: &Path, model: &Model, tokenizer: &Trained, matrices: GgmlDType) -> Result<()> {
+pub(crate) fn write(
+    path: &Path,
+    model: &Model,
+    tokenizer: &Trained,
+    matrices: GgmlDType,
+) -> Result<()> {
     let tensors = tensors(model)?
         .into_iter()
         .map(|(name, tensor)| {
             let convolution = name.ends_with("ssm_conv1d.weight");
-            let dtype = if tensor.rank() == 2 && !convolution { matrices } else { GgmlDType::F32 };
+            let dtype = if tensor.rank() == 2 && !convolution {
+                matrices
+            } else {
+                GgmlDType::F32
+            };
             Ok((name, QTensor::quantize(&tensor, dtype)?))
         })
         .collect::<Result<Vec<_>>>()?;
@@ -35,8 +44,14 @@ pub(crate) fn write(path: &Path, model: &Model, tokenizer: &Trained, matrices: G
     let mut file = Cursor::new(Vec::new());
     gguf_file::write(
         &mut file,
-        &metadata.iter().map(|(key, value)| (key.as_str(), value)).collect::<Vec<_>>(),
-        &tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect::<Vec<_>>(),
+        &metadata
+            .iter()
+            .map(|(key, value)| (key.as_str(), value))
+            .collect::<Vec<_>>(),
+        &tensors
+            .iter()
+            .map(|(name, tensor)| (name.as_str(), tensor))
+            .collect::<Vec<_>>(),
     )?;
     // candle marks its files as version 2, whose layout version 3 kept; readers expect 3 today
     let mut bytes = file.into_inner();
@@ -55,15 +70,29 @@ fn metadata(tokenizer: &Trained, file_type: u32) -> Vec<(String, Value)> {
     let u32 = |n: usize| Value::U32(n as u32);
     let half = (ROTARY / 2) as i32;
     let tokens = tokenizer.tokens();
-    let types = tokens.iter().map(|token| if CONTROL.contains(&token.as_str()) { 3 } else { 1 }).collect();
+    let types = tokens
+        .iter()
+        .map(|token| {
+            if CONTROL.contains(&token.as_str()) {
+                3
+            } else {
+                1
+            }
+        })
+        .collect();
     let control = |token: &str| Value::U32(tokenizer.control(token));
     vec![
-        ("general.architecture".into(), Value::String("qwen35".into())),
+        (
+            "general.architecture".into(),
+            Value::String("qwen35".into()),
+        ),
         ("general.type".into(), Value::String("model".into())),
         ("general.name".into(), Value::String("cotenant demo".into())),
         (
             "general.description".into(),
-            Value::String("A voice assistant for demonstrations, trained on generated dialogues".into()),
+            Value::String(
+                "A voice assistant for demonstrations, trained on generated dialogues".into(),
+            ),
         ),
         ("general.file_type".into(), Value::U32(file_type)),
         ("general.quantization_version".into(), Value::U32(2)),
@@ -76,11 +105,17 @@ fn metadata(tokenizer: &Trained, file_type: u32) -> Vec<(String, Value)> {
         (own("attention.head_count_kv"), u32(KV_HEADS)),
         (own("attention.key_length"), u32(HEAD)),
         (own("attention.value_length"), u32(HEAD)),
-        (own("attention.layer_norm_rms_epsilon"), Value::F32(EPSILON as f32)),
+        (
+            own("attention.layer_norm_rms_epsilon"),
+            Value::F32(EPSILON as f32),
+        ),
         (own("rope.freq_base"), Value::F32(ROTARY_BASE as f32)),
         (own("rope.dimension_count"), u32(ROTARY)),
         // three sections that fill half the rotated elements; with text all three carry the same position
-        (own("rope.dimension_sections"), integers(vec![half - 2 * (half / 3), half / 3, half / 3, 0])),
+        (
+            own("rope.dimension_sections"),
+            integers(vec![half - 2 * (half / 3), half / 3, half / 3, 0]),
+        ),
         (own("ssm.conv_kernel"), u32(TAPS)),
         (own("ssm.state_size"), u32(STATE)),
         (own("ssm.group_count"), u32(KEY_HEADS)),
@@ -91,12 +126,21 @@ fn metadata(tokenizer: &Trained, file_type: u32) -> Vec<(String, Value)> {
         ("tokenizer.ggml.pre".into(), Value::String("qwen35".into())),
         ("tokenizer.ggml.tokens".into(), strings(tokens)),
         ("tokenizer.ggml.token_type".into(), integers(types)),
-        ("tokenizer.ggml.merges".into(), strings(tokenizer.merges.clone())),
+        (
+            "tokenizer.ggml.merges".into(),
+            strings(tokenizer.merges.clone()),
+        ),
         ("tokenizer.ggml.eos_token_id".into(), control(MESSAGE_END)),
-        ("tokenizer.ggml.padding_token_id".into(), control(END_OF_TEXT)),
+        (
+            "tokenizer.ggml.padding_token_id".into(),
+            control(END_OF_TEXT),
+        ),
         ("tokenizer.ggml.bos_token_id".into(), control(END_OF_TEXT)),
         ("tokenizer.ggml.add_bos_token".into(), Value::Bool(false)),
-        ("tokenizer.chat_template".into(), Value::String(CHAT_TEMPLATE.into())),
+        (
+            "tokenizer.chat_template".into(),
+            Value::String(CHAT_TEMPLATE.into()),
+        ),
     ]
 }
 
@@ -120,7 +164,8 @@ fn tensors(model: &Model) -> Result<Vec<(String, Tensor)>> {
         if attends(i) {
             // per head, the query's rows and then the gate's
             let heads = |name: &str| own(name)?.reshape((HEADS, HEAD, WIDTH));
-            let joined = Tensor::cat(&[heads("q")?, heads("z")?], 1)?.reshape((2 * HEADS * HEAD, WIDTH))?;
+            let joined =
+                Tensor::cat(&[heads("q")?, heads("z")?], 1)?.reshape((2 * HEADS * HEAD, WIDTH))?;
             add("attn_q.weight", joined);
             add("attn_k.weight", own("k")?);
             add("attn_v.weight", own("v")?);
@@ -128,7 +173,10 @@ fn tensors(model: &Model) -> Result<Vec<(String, Tensor)>> {
             add("attn_q_norm.weight", own("q_norm")?);
             add("attn_k_norm.weight", own("k_norm")?);
         } else {
-            add("attn_qkv.weight", Tensor::cat(&[own("q")?, own("k")?, own("v")?], 0)?);
+            add(
+                "attn_qkv.weight",
+                Tensor::cat(&[own("q")?, own("k")?, own("v")?], 0)?,
+            );
             add("attn_gate.weight", own("z")?);
             add("ssm_alpha.weight", own("alpha")?);
             add("ssm_beta.weight", own("beta")?);

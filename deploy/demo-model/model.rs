@@ -58,12 +58,21 @@ impl Model {
         let mut add = |name: String, shape: &[usize], start: Start| {
             weights.insert(name, (shape.to_vec(), start));
         };
-        add("embedding".into(), &[vocabulary, WIDTH], Start::Normal(0.03));
+        add(
+            "embedding".into(),
+            &[vocabulary, WIDTH],
+            Start::Normal(0.03),
+        );
         add("norm".into(), &[WIDTH], Start::Constant(1.));
         // what is added to the residual stream starts small
-        let (inner, outer) = (Start::Normal(0.05), Start::Normal(0.05 / (2. * LAYERS as f32).sqrt()));
+        let (inner, outer) = (
+            Start::Normal(0.05),
+            Start::Normal(0.05 / (2. * LAYERS as f32).sqrt()),
+        );
         for i in 0..LAYERS {
-            let mut add = |name: &str, shape: &[usize], start: Start| add(format!("{i}.{name}"), shape, start);
+            let mut add = |name: &str, shape: &[usize], start: Start| {
+                add(format!("{i}.{name}"), shape, start);
+            };
             add("norm1", &[WIDTH], Start::Constant(1.));
             add("norm2", &[WIDTH], Start::Constant(1.));
             add("gate", &[HIDDEN, WIDTH], inner);
@@ -78,7 +87,11 @@ impl Model {
                 add("q_norm", &[HEAD], Start::Constant(1.));
                 add("k_norm", &[HEAD], Start::Constant(1.));
             } else {
-                for (name, rows) in [("q", KEY_HEADS * STATE), ("k", KEY_HEADS * STATE), ("v", VALUE_HEADS * STATE)] {
+                for (name, rows) in [
+                    ("q", KEY_HEADS * STATE),
+                    ("k", KEY_HEADS * STATE),
+                    ("v", VALUE_HEADS * STATE),
+                ] {
                     add(name, &[rows, WIDTH], inner);
                     add(&format!("{name}_conv"), &[TAPS, rows], Start::Uniform(0.5));
                 }
@@ -96,8 +109,13 @@ impl Model {
         let weights = weights
             .into_iter()
             .map(|(name, (shape, start))| {
-                let values: Vec<f32> = (0..shape.iter().product()).map(|i| start.draw(i, &mut rng)).collect();
-                Ok((name, Var::from_tensor(&Tensor::from_vec(values, shape, &device)?)?))
+                let values: Vec<f32> = (0..shape.iter().product())
+                    .map(|i| start.draw(i, &mut rng))
+                    .collect();
+                Ok((
+                    name,
+                    Var::from_tensor(&Tensor::from_vec(values, shape, &device)?)?,
+                ))
             })
             .collect::<Result<_>>()?;
         Ok(Self { weights, device })
@@ -114,12 +132,22 @@ impl Model {
         let tables = Tables::new(t, &self.device)?;
         let mut x = self.w("embedding")?.index_select(&ids.flatten_all()?, 0)?;
         for i in 0..LAYERS {
-            let layer = Layer { model: self, index: i };
+            let layer = Layer {
+                model: self,
+                index: i,
+            };
             let y = rms(&x, &layer.w("norm1")?)?;
-            let y = if attends(i) { layer.attention(&y, b, t, &tables)? } else { layer.delta_net(&y, b, t)? };
+            let y = if attends(i) {
+                layer.attention(&y, b, t, &tables)?
+            } else {
+                layer.delta_net(&y, b, t)?
+            };
             x = (x + y)?;
             let y = rms(&x, &layer.w("norm2")?)?;
-            let y = silu_times(&linear(&y, &layer.w("gate")?)?, &linear(&y, &layer.w("up")?)?)?;
+            let y = silu_times(
+                &linear(&y, &layer.w("gate")?)?,
+                &linear(&y, &layer.w("up")?)?,
+            )?;
             x = (x + linear(&y, &layer.w("down")?)?)?;
         }
         rms(&x, &self.w("norm")?)
@@ -154,20 +182,29 @@ impl Layer<'_> {
         let k = tables.rotate(&rms(&heads("k", KV_HEADS)?, &self.w("k_norm")?)?)?;
         let group = HEADS / KV_HEADS;
         // query heads that share a key head stand above each other
-        let q = q.reshape((b, t, KV_HEADS, group, HEAD))?.permute((0, 2, 3, 1, 4))?.contiguous()?.reshape((
-            b * KV_HEADS,
-            group * t,
-            HEAD,
-        ))?;
-        let k = k.permute((0, 2, 3, 1))?.contiguous()?.reshape((b * KV_HEADS, HEAD, t))?;
-        let v = heads("v", KV_HEADS)?.transpose(1, 2)?.contiguous()?.reshape((b * KV_HEADS, t, HEAD))?;
+        let q = q
+            .reshape((b, t, KV_HEADS, group, HEAD))?
+            .permute((0, 2, 3, 1, 4))?
+            .contiguous()?
+            .reshape((b * KV_HEADS, group * t, HEAD))?;
+        let k = k
+            .permute((0, 2, 3, 1))?
+            .contiguous()?
+            .reshape((b * KV_HEADS, HEAD, t))?;
+        let v = heads("v", KV_HEADS)?
+            .transpose(1, 2)?
+            .contiguous()?
+            .reshape((b * KV_HEADS, t, HEAD))?;
         let y = causal_softmax(&q.matmul(&k)?, 1. / (HEAD as f32).sqrt())?.matmul(&v)?;
         let y = y
             .reshape((b, KV_HEADS, group, t, HEAD))?
             .permute((0, 3, 1, 2, 4))?
             .contiguous()?
             .reshape((b * t, HEADS * HEAD))?;
-        linear(&sigmoid_times(&linear(x, &self.w("z")?)?, &y)?, &self.w("out")?)
+        linear(
+            &sigmoid_times(&linear(x, &self.w("z")?)?, &y)?,
+            &self.w("out")?,
+        )
     }
 
     fn delta_net(&self, x: &Tensor, b: usize, t: usize) -> Result<Tensor> {
@@ -176,15 +213,21 @@ impl Layer<'_> {
             let n = u.dim(1)?;
             convolve_silu(&u.reshape((b, t, n))?, &self.w(&format!("{name}_conv"))?)
         };
-        let q = (l2(&mixed("q")?.reshape((b, t, KEY_HEADS, STATE))?)? * (1. / (STATE as f64).sqrt()))?;
+        let q =
+            (l2(&mixed("q")?.reshape((b, t, KEY_HEADS, STATE))?)? * (1. / (STATE as f64).sqrt()))?;
         let k = l2(&mixed("k")?.reshape((b, t, KEY_HEADS, STATE))?)?;
         let v = mixed("v")?.reshape((b, t, VALUE_HEADS, STATE))?;
         let beta = sigmoid(&linear(x, &self.w("beta")?)?)?.reshape((b, t, VALUE_HEADS))?;
         let dt = softplus(&linear(x, &self.w("alpha")?)?.broadcast_add(&self.w("dt")?)?)?;
-        let g = dt.broadcast_mul(&self.w("a_log")?.exp()?.neg()?)?.reshape((b, t, VALUE_HEADS))?;
+        let g = dt
+            .broadcast_mul(&self.w("a_log")?.exp()?.neg()?)?
+            .reshape((b, t, VALUE_HEADS))?;
         let o = delta_rule(&q, &k, &v, &g, &beta)?;
         let o = rms(&o, &self.w("o_norm")?)?.reshape((b * t, VALUE_HEADS * STATE))?;
-        linear(&silu_times(&linear(x, &self.w("z")?)?, &o)?, &self.w("out")?)
+        linear(
+            &silu_times(&linear(x, &self.w("z")?)?, &o)?,
+            &self.w("out")?,
+        )
     }
 }
 
@@ -199,14 +242,23 @@ impl Layer<'_> {
 /// The powers of `A` grow with the number of equal keys: for a chunk of one token repeated they reach 1e17, and nothing of the result
 /// is right. Dialogues are far from that, and padding must stay so. An engine, which meets any text, solves `(I + A) x = y` by
 /// substitution instead.
-pub(crate) fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, g: &Tensor, beta: &Tensor) -> Result<Tensor> {
+pub(crate) fn delta_rule(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    g: &Tensor,
+    beta: &Tensor,
+) -> Result<Tensor> {
     let (b, t, key_heads, state) = q.dims4()?;
     let heads = v.dim(2)?;
     let (n, c, share) = (t / CHUNK, CHUNK, heads / key_heads);
     let device = q.device();
     // chunks first, so that one chunk of a result is contiguous
     let chunked = |x: &Tensor, h: usize| {
-        x.reshape((b, n, c, h, state))?.permute((1, 0, 3, 2, 4))?.contiguous()?.reshape((n * b * h, c, state))
+        x.reshape((b, n, c, h, state))?
+            .permute((1, 0, 3, 2, 4))?
+            .contiguous()?
+            .reshape((n * b * h, c, state))
     };
     let shared = |x: &Tensor| {
         let (_, rows, columns) = x.dims3()?;
@@ -215,25 +267,41 @@ pub(crate) fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, g: &Tensor, beta: &
             .contiguous()?
             .reshape((n * b * heads, rows, columns))
     };
-    let column =
-        |x: &Tensor| x.reshape((b, n, c, heads))?.permute((1, 0, 3, 2))?.contiguous()?.reshape((n * b * heads, c));
+    let column = |x: &Tensor| {
+        x.reshape((b, n, c, heads))?
+            .permute((1, 0, 3, 2))?
+            .contiguous()?
+            .reshape((n * b * heads, c))
+    };
     let (q, k) = (chunked(q, key_heads)?, chunked(k, key_heads)?);
     let v = chunked(v, heads)?;
     let k_t = k.transpose(1, 2)?.contiguous()?;
     let (kk, qk) = (shared(&k.matmul(&k_t)?)?, shared(&q.matmul(&k_t)?)?);
     let (q, k) = (shared(&q)?, shared(&k)?);
 
-    let upper: Vec<f32> = (0..c * c).map(|i| f32::from(u8::from(i / c <= i % c))).collect();
+    let upper: Vec<f32> = (0..c * c)
+        .map(|i| f32::from(u8::from(i / c <= i % c)))
+        .collect();
     let sums = column(g)?.matmul(&Tensor::from_vec(upper, (c, c), device)?)?;
     let last = sums.narrow(1, c - 1, 1)?;
     let beta = column(beta)?.unsqueeze(2)?;
     // masked before the exponential, which would overflow above the diagonal
-    let mask: Vec<f32> = (0..c * c).map(|i| if i % c > i / c { -1e4 } else { 0. }).collect();
+    let mask: Vec<f32> = (0..c * c)
+        .map(|i| if i % c > i / c { -1e4 } else { 0. })
+        .collect();
     let mask = Tensor::from_vec(mask, (c, c), device)?;
-    let decay = sums.unsqueeze(2)?.broadcast_sub(&sums.unsqueeze(1)?)?.broadcast_add(&mask)?.exp()?;
-    let strict: Vec<f32> = (0..c * c).map(|i| f32::from(u8::from(i % c < i / c))).collect();
+    let decay = sums
+        .unsqueeze(2)?
+        .broadcast_sub(&sums.unsqueeze(1)?)?
+        .broadcast_add(&mask)?
+        .exp()?;
+    let strict: Vec<f32> = (0..c * c)
+        .map(|i| f32::from(u8::from(i % c < i / c)))
+        .collect();
     let strict = Tensor::from_vec(strict, (c, c), device)?;
-    let a = (kk * &decay)?.broadcast_mul(&strict)?.broadcast_mul(&beta)?;
+    let a = (kk * &decay)?
+        .broadcast_mul(&strict)?
+        .broadcast_mul(&beta)?;
 
     let identity = Tensor::eye(c, candle_core::DType::F32, device)?;
     let mut inverse = a.neg()?.broadcast_add(&identity)?;
@@ -252,20 +320,34 @@ pub(crate) fn delta_rule(q: &Tensor, k: &Tensor, v: &Tensor, g: &Tensor, beta: &
 
     let each = |x: Tensor| x.reshape((n, b * heads, state, state));
     let identity = Tensor::eye(state, candle_core::DType::F32, device)?;
-    let carry = last.exp()?.unsqueeze(2)?.broadcast_mul(&identity.unsqueeze(0)?)?;
+    let carry = last
+        .exp()?
+        .unsqueeze(2)?
+        .broadcast_mul(&identity.unsqueeze(0)?)?;
     let carry = each((carry - k_t.matmul(&keys)?)?)?;
     let enter = each(k_t.matmul(&values)?)?;
-    let mut states = vec![Tensor::zeros((b * heads, state, state), candle_core::DType::F32, device)?];
+    let mut states = vec![Tensor::zeros(
+        (b * heads, state, state),
+        candle_core::DType::F32,
+        device,
+    )?];
     for i in 1..n {
         let before = &states[i - 1];
         let after = enter.get(i - 1)?;
-        states.push(if i == 1 { after } else { (carry.get(i - 1)?.matmul(before)? + after)? });
+        states.push(if i == 1 {
+            after
+        } else {
+            (carry.get(i - 1)?.matmul(before)? + after)?
+        });
     }
     let states = Tensor::cat(&states, 0)?;
 
     let values = (values - keys.matmul(&states)?)?;
     let o = (q.broadcast_mul(&growth)?.matmul(&states)? + (qk * decay)?.matmul(&values)?)?;
-    o.reshape((n, b, heads, c, state))?.permute((1, 0, 3, 2, 4))?.contiguous()?.reshape((b, t, heads, state))
+    o.reshape((n, b, heads, c, state))?
+        .permute((1, 0, 3, 2, 4))?
+        .contiguous()?
+        .reshape((b, t, heads, state))
 }
 
 /// Weighted mean of −log softmax(logits)\[target\] over the rows.
@@ -297,7 +379,9 @@ impl CustomOp1 for CrossEntropy {
     }
 
     fn cpu_fwd(&self, storage: &CpuStorage, layout: &Layout) -> Result<(CpuStorage, Shape)> {
-        let Some((from, to)) = layout.contiguous_offsets() else { candle_core::bail!("logits are not contiguous") };
+        let Some((from, to)) = layout.contiguous_offsets() else {
+            candle_core::bail!("logits are not contiguous")
+        };
         let logits = &storage.as_slice::<f32>()?[from..to];
         let sum: f64 = self
             .rows(logits)
@@ -308,7 +392,10 @@ impl CustomOp1 for CrossEntropy {
                 f64::from(weight * (sum.ln() + max - row[target]))
             })
             .sum();
-        Ok((CpuStorage::F32(vec![(sum / f64::from(self.total())) as f32]), Shape::from(())))
+        Ok((
+            CpuStorage::F32(vec![(sum / f64::from(self.total())) as f32]),
+            Shape::from(()),
+        ))
     }
 
     fn bwd(&self, logits: &Tensor, _loss: &Tensor, gradient: &Tensor) -> Result<Option<Tensor>> {
@@ -344,7 +431,13 @@ impl Tables {
         };
         let table = |rotated: fn(f32) -> f32, rest: f32| -> Result<Tensor> {
             let values = (0..t * HEAD)
-                .map(|at| if at % HEAD < ROTARY { rotated(angle(at / HEAD, at % HEAD)) } else { rest })
+                .map(|at| {
+                    if at % HEAD < ROTARY {
+                        rotated(angle(at / HEAD, at % HEAD))
+                    } else {
+                        rest
+                    }
+                })
                 .collect();
             Tensor::from_vec::<_, f32>(values, (1, t, 1, HEAD), device)
         };
@@ -363,7 +456,10 @@ impl Tables {
     /// Rotates `[batch, time, heads, HEAD]`.
     fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let shape = x.dims4()?;
-        let partners = x.reshape(((), HEAD))?.matmul(&self.partner)?.reshape(shape)?;
+        let partners = x
+            .reshape(((), HEAD))?
+            .matmul(&self.partner)?
+            .reshape(shape)?;
         x.broadcast_mul(&self.cos)? + partners.broadcast_mul(&self.sin)?
     }
 }
@@ -398,7 +494,9 @@ fn linear(x: &Tensor, w: &Tensor) -> Result<Tensor> {
 
 /// `x / sqrt(Σx² + ε)` over the last dimension.
 fn l2(x: &Tensor) -> Result<Tensor> {
-    let scale = (x.sqr()?.sum_keepdim(D::Minus1)? + EPSILON)?.sqrt()?.recip()?;
+    let scale = (x.sqr()?.sum_keepdim(D::Minus1)? + EPSILON)?
+        .sqrt()?
+        .recip()?;
     x.broadcast_mul(&scale)
 }
 
@@ -416,7 +514,9 @@ mod tests {
     use super::*;
 
     fn noise(shape: &[usize], rng: &mut ChaCha8Rng) -> Tensor {
-        let values: Vec<f32> = (0..shape.iter().product()).map(|_| Start::Normal(1.).draw(0, rng)).collect();
+        let values: Vec<f32> = (0..shape.iter().product())
+            .map(|_| Start::Normal(1.).draw(0, rng))
+            .collect();
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
     }
 
@@ -429,7 +529,12 @@ mod tests {
         let v = noise(&[b, t, VALUE_HEADS, STATE], &mut rng);
         let g = (noise(&[b, t, VALUE_HEADS], &mut rng).sqr().unwrap() * -0.1).unwrap();
         let beta = sigmoid(&noise(&[b, t, VALUE_HEADS], &mut rng)).unwrap();
-        let got = delta_rule(&q, &k, &v, &g, &beta).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let got = delta_rule(&q, &k, &v, &g, &beta)
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
         let flat = |x: &Tensor| x.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         let (q, k, v, g, beta) = (flat(&q), flat(&k), flat(&v), flat(&g), flat(&beta));
         let mut worst = 0f32;
@@ -439,14 +544,20 @@ mod tests {
                 for step in batch * t..(batch + 1) * t {
                     let key = (step * KEY_HEADS + head % KEY_HEADS) * STATE;
                     let value = (step * VALUE_HEADS + head) * STATE;
-                    let (decay, beta) =
-                        (f64::from(g[step * VALUE_HEADS + head]).exp(), f64::from(beta[step * VALUE_HEADS + head]));
+                    let (decay, beta) = (
+                        f64::from(g[step * VALUE_HEADS + head]).exp(),
+                        f64::from(beta[step * VALUE_HEADS + head]),
+                    );
                     s.iter_mut().for_each(|x| *x *= decay);
                     for j in 0..STATE {
-                        let seen: f64 = (0..STATE).map(|i| s[i * STATE + j] * f64::from(k[key + i])).sum();
+                        let seen: f64 = (0..STATE)
+                            .map(|i| s[i * STATE + j] * f64::from(k[key + i]))
+                            .sum();
                         let delta = beta * (f64::from(v[value + j]) - seen);
                         (0..STATE).for_each(|i| s[i * STATE + j] += f64::from(k[key + i]) * delta);
-                        let o: f64 = (0..STATE).map(|i| s[i * STATE + j] * f64::from(q[key + i])).sum();
+                        let o: f64 = (0..STATE)
+                            .map(|i| s[i * STATE + j] * f64::from(q[key + i]))
+                            .sum();
                         worst = worst.max((o as f32 - got[value + j]).abs());
                     }
                 }
@@ -459,19 +570,37 @@ mod tests {
     fn the_gradient_of_the_loss_is_its_slope() {
         let mut rng = ChaCha8Rng::seed_from_u64(4);
         let logits = Var::from_tensor(&noise(&[3, 7], &mut rng)).unwrap();
-        let loss =
-            |x: &Tensor| x.apply_op1(CrossEntropy { targets: vec![1, 0, 6], weights: vec![1., 0.2, 1.] }).unwrap();
-        let gradient =
-            loss(&logits).backward().unwrap().get(&logits).unwrap().flatten_all().unwrap().to_vec1::<f32>().unwrap();
+        let loss = |x: &Tensor| {
+            x.apply_op1(CrossEntropy {
+                targets: vec![1, 0, 6],
+                weights: vec![1., 0.2, 1.],
+            })
+            .unwrap()
+        };
+        let gradient = loss(&logits)
+            .backward()
+            .unwrap()
+            .get(&logits)
+            .unwrap()
+            .flatten_all()
+            .unwrap()
+            .to_vec1::<f32>()
+            .unwrap();
         let values = logits.flatten_all().unwrap().to_vec1::<f32>().unwrap();
         for i in 0..values.len() {
             let at = |step: f32| {
                 let mut values = values.clone();
                 values[i] += step;
-                loss(&Tensor::from_vec(values, (3, 7), &Device::Cpu).unwrap()).to_scalar::<f32>().unwrap()
+                loss(&Tensor::from_vec(values, (3, 7), &Device::Cpu).unwrap())
+                    .to_scalar::<f32>()
+                    .unwrap()
             };
             let slope = (at(0.01) - at(-0.01)) / 0.02;
-            assert!((slope - gradient[i]).abs() < 1e-3, "{slope} is not {}", gradient[i]);
+            assert!(
+                (slope - gradient[i]).abs() < 1e-3,
+                "{slope} is not {}",
+                gradient[i]
+            );
         }
     }
 }

@@ -42,13 +42,22 @@ impl Trained {
             .show_progress(false)
             .build();
         let mut tokenizer = untrained()?;
-        tokenizer.train(&mut TrainerWrapper::BpeTrainer(trainer), lines.iter().map(String::as_str))?;
+        tokenizer.train(
+            &mut TrainerWrapper::BpeTrainer(trainer),
+            lines.iter().map(String::as_str),
+        )?;
         let saved: serde_json::Value = serde_json::from_str(&tokenizer.to_string(false)?)?;
         let merges = saved["model"]["merges"]
             .as_array()
             .ok_or("no merges")?
             .iter()
-            .map(|pair| Some(format!("{} {}", pair.get(0)?.as_str()?, pair.get(1)?.as_str()?)))
+            .map(|pair| {
+                Some(format!(
+                    "{} {}",
+                    pair.get(0)?.as_str()?,
+                    pair.get(1)?.as_str()?
+                ))
+            })
             .collect::<Option<Vec<_>>>()
             .ok_or("a merge is no pair")?;
         tokenizer.add_special_tokens(CONTROL.map(|token| AddedToken::from(token, true)))?;
@@ -62,7 +71,9 @@ impl Trained {
 
     /// The id of a control token.
     pub(crate) fn control(&self, token: &str) -> u32 {
-        self.tokenizer.token_to_id(token).expect("control tokens are part of the vocabulary")
+        self.tokenizer
+            .token_to_id(token)
+            .expect("control tokens are part of the vocabulary")
     }
 
     /// All tokens in the order of their ids.
@@ -74,7 +85,11 @@ impl Trained {
 }
 
 fn untrained() -> Result<Tokenizer> {
-    let words = Split::new(SplitPattern::Regex(WORDS.to_owned()), SplitDelimiterBehavior::Isolated, false)?;
+    let words = Split::new(
+        SplitPattern::Regex(WORDS.to_owned()),
+        SplitDelimiterBehavior::Isolated,
+        false,
+    )?;
     let bytes = ByteLevel::new(false, false, false);
     let mut tokenizer = Tokenizer::new(BPE::default());
     tokenizer.with_pre_tokenizer(Some(Sequence::new(vec![

@@ -80,17 +80,25 @@ fn main() -> Result<()> {
     let lines: Vec<String> = (0..TOKENIZER_DIALOGUES)
         .map(|_| generator.dialogue().chatml())
         .flat_map(|text| {
-            text.split(MESSAGE_START).flat_map(|part| part.split(MESSAGE_END)).map(str::to_owned).collect::<Vec<_>>()
+            text.split(MESSAGE_START)
+                .flat_map(|part| part.split(MESSAGE_END))
+                .map(str::to_owned)
+                .collect::<Vec<_>>()
         })
         .collect();
     let tokenizer = Trained::new(&lines, VOCABULARY)?;
-    tokenizer.tokenizer.save(out.join("tokenizer.json"), false)?;
+    tokenizer
+        .tokenizer
+        .save(out.join("tokenizer.json"), false)?;
     let held_out = held_out(seed);
     std::fs::write(out.join("heldout.txt"), &held_out)?;
     let mut evaluation = Rows::of_text(&tokenizer, &held_out)?;
     evaluation.truncate(16);
     let grammar = dialogues::grammar_turns();
-    let table: String = grammar.iter().map(|turn| format!("{}\t{}\n", turn.user, turn.assistant)).collect();
+    let table: String = grammar
+        .iter()
+        .map(|turn| format!("{}\t{}\n", turn.user, turn.assistant))
+        .collect();
     std::fs::write(out.join("grammar.tsv"), table)?;
     // one at a time, each from an empty state
     let grammar = grammar
@@ -98,7 +106,10 @@ fn main() -> Result<()> {
         .map(|turn| {
             Ok(Batch::padded(
                 &tokenizer,
-                tokenizer.encode(&closed(&Dialogue { system: None, turns: vec![turn] }))?,
+                tokenizer.encode(&closed(&Dialogue {
+                    system: None,
+                    turns: vec![turn],
+                }))?,
                 model::CHUNK,
             ))
         })
@@ -111,8 +122,9 @@ fn main() -> Result<()> {
         tokenizer.tokens().len(),
         held_out.len()
     );
-    let mut rows: Vec<Rows> =
-        (0..WORKERS as u64).map(|i| Rows::new(Generator::new(seed + 1000 + i, Split::Train))).collect();
+    let mut rows: Vec<Rows> = (0..WORKERS as u64)
+        .map(|i| Rows::new(Generator::new(seed + 1000 + i, Split::Train)))
+        .collect();
     let mut optimizer = AdamW::default();
     let mut curve = String::from("step\tseconds\ttokens\tloss\theld_out_loss\n");
     let (start, mut exported) = (Instant::now(), Instant::now());
@@ -120,10 +132,16 @@ fn main() -> Result<()> {
     for step in 0..steps {
         let results = std::thread::scope(|scope| {
             let (model, tokenizer) = (&model, &tokenizer);
-            let context = if step % 4 == 3 { WORKER_TOKENS } else { CONTEXT };
+            let context = if step % 4 == 3 {
+                WORKER_TOKENS
+            } else {
+                CONTEXT
+            };
             let workers: Vec<_> = rows
                 .iter_mut()
-                .map(|rows| scope.spawn(move || gradient(model, &rows.take(tokenizer, context)?, step == 0)))
+                .map(|rows| {
+                    scope.spawn(move || gradient(model, &rows.take(tokenizer, context)?, step == 0))
+                })
                 .collect();
             workers
                 .into_iter()
@@ -132,7 +150,10 @@ fn main() -> Result<()> {
         })?;
         optimizer.step(
             &model.weights,
-            &results.iter().map(|(_, gradient)| gradient).collect::<Vec<_>>(),
+            &results
+                .iter()
+                .map(|(_, gradient)| gradient)
+                .collect::<Vec<_>>(),
             rate(step, steps),
         )?;
         sum += results.iter().map(|(loss, _)| loss).sum::<f32>() / WORKERS as f32;
@@ -160,7 +181,12 @@ fn main() -> Result<()> {
         if due {
             std::fs::write(out.join("loss.tsv"), &curve)?;
             export::write(&out.join("demo.gguf"), &model, &tokenizer, GgmlDType::Q8_0)?;
-            export::write(&out.join("demo-f32.gguf"), &model, &tokenizer, GgmlDType::F32)?;
+            export::write(
+                &out.join("demo-f32.gguf"),
+                &model,
+                &tokenizer,
+                GgmlDType::F32,
+            )?;
             exported = Instant::now();
         }
     }
@@ -195,10 +221,25 @@ impl Batch {
     /// Inputs `[rows, context]`, and the right next tokens.
     fn split(&self) -> Result<(Tensor, CrossEntropy)> {
         let count = self.ids.len() / (self.context + 1);
-        let inputs: Vec<u32> = self.ids.chunks(self.context + 1).flat_map(|row| row[..self.context].to_vec()).collect();
-        let targets = self.ids.chunks(self.context + 1).flat_map(|row| row[1..].to_vec()).collect();
-        let weights = self.weights.chunks(self.context + 1).flat_map(|row| row[1..].to_vec()).collect();
-        Ok((Tensor::from_vec(inputs, (count, self.context), &Device::Cpu)?, CrossEntropy { targets, weights }))
+        let inputs: Vec<u32> = self
+            .ids
+            .chunks(self.context + 1)
+            .flat_map(|row| row[..self.context].to_vec())
+            .collect();
+        let targets = self
+            .ids
+            .chunks(self.context + 1)
+            .flat_map(|row| row[1..].to_vec())
+            .collect();
+        let weights = self
+            .weights
+            .chunks(self.context + 1)
+            .flat_map(|row| row[1..].to_vec())
+            .collect();
+        Ok((
+            Tensor::from_vec(inputs, (count, self.context), &Device::Cpu)?,
+            CrossEntropy { targets, weights },
+        ))
     }
 }
 
@@ -213,7 +254,11 @@ impl Rows {
     }
 
     fn take(&mut self, tokenizer: &Trained, context: usize) -> Result<Batch> {
-        let mut batch = Batch { context, ids: Vec::new(), weights: Vec::new() };
+        let mut batch = Batch {
+            context,
+            ids: Vec::new(),
+            weights: Vec::new(),
+        };
         for _ in 0..WORKER_TOKENS / context {
             let mut ids = Vec::new();
             while ids.len() <= context {
@@ -253,18 +298,27 @@ impl Batch {
             ids.push(ids[i - length]);
         }
         weights.resize(context + 1, 0.);
-        Self { context, ids, weights }
+        Self {
+            context,
+            ids,
+            weights,
+        }
     }
 }
 
 /// 1 for the assistant's words and the token that ends them, [`OTHERS`] for the rest.
 fn weights(tokenizer: &Trained, ids: &[u32]) -> Vec<f32> {
-    let (start, end) = (tokenizer.control(MESSAGE_START), tokenizer.control(MESSAGE_END));
+    let (start, end) = (
+        tokenizer.control(MESSAGE_START),
+        tokenizer.control(MESSAGE_END),
+    );
     let assistant = tokenizer.encode("assistant\n").unwrap_or_default();
     let mut inside = false;
     (0..ids.len())
         .map(|i| {
-            let begins = i > assistant.len() && ids[..i].ends_with(&assistant) && ids[i - assistant.len() - 1] == start;
+            let begins = i > assistant.len()
+                && ids[..i].ends_with(&assistant)
+                && ids[i - assistant.len() - 1] == start;
             inside |= begins;
             let weight = if inside { 1. } else { OTHERS };
             inside &= ids[i] != end;
@@ -296,7 +350,8 @@ fn gradient(model: &Model, batch: &Batch, check: bool) -> Result<Gradient> {
 
 /// Mean loss of the answers' tokens, and how many of them (and how many whole answers) are what the model would have said.
 fn evaluate(model: &Model, batches: &[Batch]) -> Result<(f32, String)> {
-    let (mut sum, mut tokens, mut right, mut answers, mut right_answers) = (0f64, 0u32, 0u32, 0u32, 0u32);
+    let (mut sum, mut tokens, mut right, mut answers, mut right_answers) =
+        (0f64, 0u32, 0u32, 0u32, 0u32);
     for batch in batches {
         let (inputs, op) = batch.split()?;
         let logits = model.head(&model.hidden(&inputs)?.detach())?.detach();
@@ -317,7 +372,10 @@ fn evaluate(model: &Model, batches: &[Batch]) -> Result<(f32, String)> {
         sum += f64::from(total) * f64::from(logits.apply_op1(op)?.to_scalar::<f32>()?);
     }
     let loss = sum / f64::from(tokens.max(1));
-    Ok((loss as f32, format!("{right} of {tokens} tokens and {right_answers} of {answers} answers right")))
+    Ok((
+        loss as f32,
+        format!("{right} of {tokens} tokens and {right_answers} of {answers} answers right"),
+    ))
 }
 
 /// Warm-up, then half a cosine.
@@ -350,10 +408,17 @@ impl AdamW {
         for gradient in gradients {
             for (name, values) in *gradient {
                 let mean = means.entry(name).or_insert_with(|| vec![0.; values.len()]);
-                mean.iter_mut().zip(values).for_each(|(mean, value)| *mean += value / gradients.len() as f32);
+                mean.iter_mut()
+                    .zip(values)
+                    .for_each(|(mean, value)| *mean += value / gradients.len() as f32);
             }
         }
-        let norm = means.values().flatten().map(|&g| f64::from(g) * f64::from(g)).sum::<f64>().sqrt() as f32;
+        let norm = means
+            .values()
+            .flatten()
+            .map(|&g| f64::from(g) * f64::from(g))
+            .sum::<f64>()
+            .sqrt() as f32;
         if !norm.is_finite() {
             eprintln!("step {}: the gradient is not finite; left out", self.steps);
             return Ok(());
@@ -365,10 +430,16 @@ impl AdamW {
                 continue;
             };
             // norms, biases and decays are not pulled to zero
-            let decay = if var.rank() == 2 && !name.ends_with("_conv") { 1. - rate * WEIGHT_DECAY } else { 1. };
+            let decay = if var.rank() == 2 && !name.ends_with("_conv") {
+                1. - rate * WEIGHT_DECAY
+            } else {
+                1.
+            };
             let mut values = var.flatten_all()?.to_vec1::<f32>()?;
-            let (first, second) =
-                self.moments.entry(name.to_owned()).or_insert_with(|| (vec![0.; values.len()], vec![0.; values.len()]));
+            let (first, second) = self
+                .moments
+                .entry(name.to_owned())
+                .or_insert_with(|| (vec![0.; values.len()], vec![0.; values.len()]));
             for (((w, g), m), v) in values.iter_mut().zip(mean).zip(first).zip(second) {
                 let g = g * clip;
                 *m = FIRST * *m + (1. - FIRST) * g;
@@ -414,10 +485,15 @@ mod tests {
     #[test]
     fn only_the_answer_and_its_end_count_in_full() {
         let (tokenizer, ..) = small();
-        let ids =
-            tokenizer.encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n").unwrap();
-        let counted: Vec<u32> =
-            ids.iter().zip(weights(&tokenizer, &ids)).filter(|(_, w)| *w == 1.).map(|(&id, _)| id).collect();
+        let ids = tokenizer
+            .encode("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nHello.<|im_end|>\n")
+            .unwrap();
+        let counted: Vec<u32> = ids
+            .iter()
+            .zip(weights(&tokenizer, &ids))
+            .filter(|(_, w)| *w == 1.)
+            .map(|(&id, _)| id)
+            .collect();
         assert_eq!(counted, tokenizer.encode("Hello.<|im_end|>").unwrap());
     }
 
@@ -429,7 +505,9 @@ mod tests {
         let bytes = std::fs::read(&path).unwrap();
         std::fs::remove_file(&path).unwrap();
         assert_eq!(bytes[4..8], 3u32.to_le_bytes());
-        let file = candle_core::quantized::gguf_file::Content::read(&mut std::io::Cursor::new(&bytes)).unwrap();
+        let file =
+            candle_core::quantized::gguf_file::Content::read(&mut std::io::Cursor::new(&bytes))
+                .unwrap();
         let shape = |name: &str| file.tensor_infos[name].shape.dims().to_vec();
         assert_eq!(file.tensor_infos.len(), 2 + 6 * 14 + 2 * 11);
         assert_eq!(shape("blk.0.ssm_conv1d.weight"), [512, 4]);

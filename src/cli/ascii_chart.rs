@@ -1,9 +1,7 @@
 //! Chart of memory by owner over time, for a terminal.
 
-use crate::{
-    cli::chart::{Chart, ChartPoint, clipped, mib_step},
-    units::{Bytes, Timestamp},
-};
+use crate::chart::{Chart, ChartPoint, clipped, mib_step};
+use cotenant_units::{Bytes, Timestamp};
 
 impl Chart {
     /// The chart as lines of text, `width` × about `height` characters, with a legend and the marks below.
@@ -17,15 +15,20 @@ impl Chart {
         let rows = height.max(4);
         let (from, to) = self.span();
         let most = self.most().max(Bytes::from_mib(1));
-        let sampled: Vec<Option<&ChartPoint>> =
-            (0..columns).map(|column| self.in_force(part_of_span(from, to, column + 1, columns))).collect();
+        let sampled: Vec<Option<&ChartPoint>> = (0..columns)
+            .map(|column| self.in_force(part_of_span(from, to, column + 1, columns)))
+            .collect();
         let marked: Vec<Option<usize>> = (0..columns)
             .map(|column| {
-                self.mark_in(part_of_span(from, to, column, columns), part_of_span(from, to, column + 1, columns))
+                self.mark_in(
+                    part_of_span(from, to, column, columns),
+                    part_of_span(from, to, column + 1, columns),
+                )
             })
             .collect();
         let row_bytes = Bytes::new((most.get() / u64::try_from(rows).unwrap_or(1)).max(1));
-        let budget_row = usize::try_from(self.budget.get().saturating_sub(1) / row_bytes.get()).unwrap_or(0);
+        let budget_row =
+            usize::try_from(self.budget.get().saturating_sub(1) / row_bytes.get()).unwrap_or(0);
         let labelled = mib_step(most.saturating_mul(2));
 
         let mut text = String::new();
@@ -43,7 +46,11 @@ impl Chart {
             }
             text.truncate(text.trim_end_matches(' ').len());
             if row == budget_row {
-                text.push_str(&format!(" {} {} MiB", self.budget_name, self.budget.whole_mib()));
+                text.push_str(&format!(
+                    " {} {} MiB",
+                    self.budget_name,
+                    self.budget.whole_mib()
+                ));
             }
             text.push('\n');
         }
@@ -52,11 +59,20 @@ impl Chart {
         text.push_str(&"─".repeat(columns));
         text.push('\n');
         let end = self.time(to);
-        let gap = (AXIS_WIDTH + columns).saturating_sub(AXIS_WIDTH + self.time(from).len() + end.len());
-        text.push_str(&format!("{}{}{}{end}\n", " ".repeat(AXIS_WIDTH), self.time(from), " ".repeat(gap)));
+        let gap =
+            (AXIS_WIDTH + columns).saturating_sub(AXIS_WIDTH + self.time(from).len() + end.len());
+        text.push_str(&format!(
+            "{}{}{}{end}\n",
+            " ".repeat(AXIS_WIDTH),
+            self.time(from),
+            " ".repeat(gap)
+        ));
         for (index, owner) in owners.iter().enumerate().rev() {
             let swatch: String = std::iter::repeat_n(cell(index, colour), 2).collect();
-            text.push_str(&format!("  {swatch} {owner}, at most {} MiB\n", self.peak(owner).whole_mib()));
+            text.push_str(&format!(
+                "  {swatch} {owner}, at most {} MiB\n",
+                self.peak(owner).whole_mib()
+            ));
         }
         let mut marks: Vec<_> = self.marks.iter().collect();
         marks.sort_by_key(|mark| mark.at);
@@ -74,7 +90,9 @@ impl Chart {
     }
 
     fn mark_in(&self, from: Timestamp, until: Timestamp) -> Option<usize> {
-        self.marks.iter().position(|mark| mark.at >= from && mark.at < until)
+        self.marks
+            .iter()
+            .position(|mark| mark.at >= from && mark.at < until)
     }
 }
 
@@ -123,7 +141,7 @@ const ANSI: [u8; 7] = [34, 36, 33, 32, 35, 31, 37];
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::cli::chart::tests::sample;
+    use crate::chart::tests::sample;
 
     #[test]
     fn a_chart_in_text_shows_the_shed_and_the_regrow() {
@@ -136,7 +154,10 @@ mod tests {
         for code in ANSI {
             coloured = coloured.replace(&format!("\x1b[{code}m"), "");
         }
-        assert_eq!(coloured.replace("\x1b[0m", ""), sample().to_text(60, 10, false));
+        assert_eq!(
+            coloured.replace("\x1b[0m", ""),
+            sample().to_text(60, 10, false)
+        );
     }
 
     #[test]

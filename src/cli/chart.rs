@@ -19,7 +19,7 @@ use plotters::{
     },
 };
 
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// Who held how much at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -34,7 +34,10 @@ impl ChartPoint {
     /// All owners together.
     #[must_use]
     pub(super) fn total(&self) -> Bytes {
-        self.owners.values().copied().fold(Bytes::ZERO, Bytes::saturating_add)
+        self.owners
+            .values()
+            .copied()
+            .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// What one owner holds.
@@ -99,7 +102,9 @@ pub(super) struct ChartError {
 
 impl<E: std::error::Error + Send + Sync> From<DrawingAreaErrorKind<E>> for ChartError {
     fn from(error: DrawingAreaErrorKind<E>) -> Self {
-        Self { reason: error.to_string() }
+        Self {
+            reason: error.to_string(),
+        }
     }
 }
 
@@ -114,15 +119,26 @@ impl Chart {
             .filter(|(_, bytes)| **bytes > Bytes::ZERO)
             .map(|(owner, _)| owner.as_str())
             .collect();
-        let first = self.order.iter().map(String::as_str).filter(|owner| held.contains(owner));
-        let rest = held.iter().copied().filter(|owner| !self.order.iter().any(|named| named == owner));
+        let first = self
+            .order
+            .iter()
+            .map(String::as_str)
+            .filter(|owner| held.contains(owner));
+        let rest = held
+            .iter()
+            .copied()
+            .filter(|owner| !self.order.iter().any(|named| named == owner));
         first.chain(rest).collect()
     }
 
     /// The most that `owner` ever held.
     #[must_use]
     pub(super) fn peak(&self, owner: &str) -> Bytes {
-        self.points.iter().map(|point| point.of(owner)).max().unwrap_or(Bytes::ZERO)
+        self.points
+            .iter()
+            .map(|point| point.of(owner))
+            .max()
+            .unwrap_or(Bytes::ZERO)
     }
 
     /// From the first to the last moment that is shown.
@@ -132,21 +148,34 @@ impl Chart {
             let points = self.points.iter().map(|point| point.at);
             points.chain(self.marks.iter().map(|mark| mark.at))
         };
-        (times().min().unwrap_or(Timestamp::START), times().max().unwrap_or(Timestamp::START))
+        (
+            times().min().unwrap_or(Timestamp::START),
+            times().max().unwrap_or(Timestamp::START),
+        )
     }
 
     /// The most that is shown: the budget, or more where owners together held more.
     #[must_use]
     pub(super) fn most(&self) -> Bytes {
-        self.points.iter().map(ChartPoint::total).fold(self.budget, Bytes::max)
+        self.points
+            .iter()
+            .map(ChartPoint::total)
+            .fold(self.budget, Bytes::max)
     }
 
     /// A time as the chart shows it: `12.3 s`, or `15:04:05`.
     #[must_use]
     pub(super) fn time(&self, at: Timestamp) -> String {
-        let Some(epoch) = self.epoch else { return seconds(at) };
+        let Some(epoch) = self.epoch else {
+            return seconds(at);
+        };
         let second = (epoch + at.since_start()).as_secs() % (24 * 3600);
-        format!("{:02}:{:02}:{:02}", second / 3600, second / 60 % 60, second % 60)
+        format!(
+            "{:02}:{:02}:{:02}",
+            second / 3600,
+            second / 60 % 60,
+            second % 60
+        )
     }
 
     /// The chart as an SVG file of its own.
@@ -183,7 +212,10 @@ impl Chart {
             top,
             bottom: top + PLOT_HEIGHT,
             step,
-            most: self.most().saturating_add(Bytes::new(step.get() / 4)).round_up(step),
+            most: self
+                .most()
+                .saturating_add(Bytes::new(step.get() / 4))
+                .round_up(step),
         }
     }
 
@@ -191,7 +223,11 @@ impl Chart {
         let title = text_style(TITLE_SIZE, INK).font_bold();
         canvas.draw(&Text::new(self.title.as_str(), (PLOT_LEFT, 12), title))?;
         let subtitle = text_style(TEXT_SIZE, SOFT);
-        canvas.draw(&Text::new(self.subtitle.as_str(), (PLOT_LEFT, 38), subtitle))?;
+        canvas.draw(&Text::new(
+            self.subtitle.as_str(),
+            (PLOT_LEFT, 38),
+            subtitle,
+        ))?;
         Ok(())
     }
 
@@ -214,7 +250,10 @@ impl Chart {
         for second in (first..=second_of(frame.to)).step_by(usize::try_from(step).unwrap_or(1)) {
             let at = Timestamp::from_millis((second - epoch) * 1000);
             let x = frame.x(at);
-            canvas.draw(&PathElement::new([(x, frame.bottom), (x, frame.bottom + 5)], AXIS))?;
+            canvas.draw(&PathElement::new(
+                [(x, frame.bottom), (x, frame.bottom + 5)],
+                AXIS,
+            ))?;
             let label = match self.epoch {
                 None => format!("{second} s"),
                 Some(_) => self.time(at),
@@ -229,8 +268,11 @@ impl Chart {
         let columns = self.columns(frame);
         let mut below: Vec<Bytes> = vec![Bytes::ZERO; columns.len()];
         for (owner, colour) in owners.iter().zip(colours(&owners)) {
-            let above: Vec<Bytes> =
-                below.iter().zip(&columns).map(|(below, (_, point))| below.saturating_add(point.of(owner))).collect();
+            let above: Vec<Bytes> = below
+                .iter()
+                .zip(&columns)
+                .map(|(below, (_, point))| below.saturating_add(point.of(owner)))
+                .collect();
             let xs: Vec<i32> = columns.iter().map(|(x, _)| *x).collect();
             let upper = stairs(&xs, &above, frame);
             let mut outline = upper.clone();
@@ -249,9 +291,17 @@ impl Chart {
     /// holds until the next pixel with any.
     fn columns(&self, frame: &Frame) -> Vec<(i32, &ChartPoint)> {
         let mut columns: Vec<(i32, &ChartPoint)> = Vec::new();
-        for pixel in self.points.chunk_by(|one, other| frame.x(one.at) == frame.x(other.at)) {
-            let largest = pixel.iter().enumerate().max_by_key(|(_, point)| point.total());
-            let (Some((place, largest)), Some(last)) = (largest, pixel.last()) else { continue };
+        for pixel in self
+            .points
+            .chunk_by(|one, other| frame.x(one.at) == frame.x(other.at))
+        {
+            let largest = pixel
+                .iter()
+                .enumerate()
+                .max_by_key(|(_, point)| point.total());
+            let (Some((place, largest)), Some(last)) = (largest, pixel.last()) else {
+                continue;
+            };
             let x = frame.x(last.at);
             columns.push((x, largest));
             if place + 1 < pixel.len() {
@@ -264,8 +314,13 @@ impl Chart {
     fn draw_budget(&self, canvas: &Canvas<'_>, frame: &Frame) -> Result<(), ChartError> {
         let y = frame.y(self.budget);
         let line = BUDGET.stroke_width(2);
-        canvas.draw(&PathElement::new([(PLOT_LEFT, y), (PLOT_RIGHT + 6, y)], line))?;
-        let style = text_style(TEXT_SIZE, BUDGET).font_bold().pos(Pos::new(HPos::Left, VPos::Center));
+        canvas.draw(&PathElement::new(
+            [(PLOT_LEFT, y), (PLOT_RIGHT + 6, y)],
+            line,
+        ))?;
+        let style = text_style(TEXT_SIZE, BUDGET)
+            .font_bold()
+            .pos(Pos::new(HPos::Left, VPos::Center));
         let label = format!("{} {} MiB", self.budget_name, self.budget.whole_mib());
         canvas.draw(&Text::new(label, (PLOT_RIGHT + 12, y), style))?;
         Ok(())
@@ -313,7 +368,12 @@ impl Frame {
 
     fn y(&self, bytes: Bytes) -> i32 {
         let most = u128::from(self.most.get().max(1));
-        self.bottom - scaled(u128::from(bytes.get()).min(most), most, self.bottom - self.top)
+        self.bottom
+            - scaled(
+                u128::from(bytes.get()).min(most),
+                most,
+                self.bottom - self.top,
+            )
     }
 }
 
@@ -337,7 +397,12 @@ fn stairs(xs: &[i32], values: &[Bytes], frame: &Frame) -> Vec<(i32, i32)> {
 }
 
 /// The pieces of the upper edge where there is something below it.
-fn upper_edges(xs: &[i32], below: &[Bytes], above: &[Bytes], frame: &Frame) -> Vec<Vec<(i32, i32)>> {
+fn upper_edges(
+    xs: &[i32],
+    below: &[Bytes],
+    above: &[Bytes],
+    frame: &Frame,
+) -> Vec<Vec<(i32, i32)>> {
     let mut pieces = Vec::new();
     let (mut piece_xs, mut piece_values) = (Vec::new(), Vec::new());
     for ((&x, below), &above) in xs.iter().zip(below).zip(above) {
@@ -392,12 +457,22 @@ fn lay_out_labels(
             .map(|other| other.lane + 1)
             .max()
             .unwrap_or(0);
-        placed.push(PlacedLabel { mark, text, x, text_x, lane });
+        placed.push(PlacedLabel {
+            mark,
+            text,
+            x,
+            text_x,
+            lane,
+        });
     }
     placed
 }
 
-fn draw_marks(canvas: &Canvas<'_>, frame: &Frame, labels: &[PlacedLabel<'_>]) -> Result<(), ChartError> {
+fn draw_marks(
+    canvas: &Canvas<'_>,
+    frame: &Frame,
+    labels: &[PlacedLabel<'_>],
+) -> Result<(), ChartError> {
     let y_of = |label: &PlacedLabel<'_>| frame.top - ABOVE_PLOT - label.lane * LANE;
     for label in labels {
         let colour = mark_colour(label.mark.kind);
@@ -407,10 +482,17 @@ fn draw_marks(canvas: &Canvas<'_>, frame: &Frame, labels: &[PlacedLabel<'_>]) ->
     for label in labels {
         let colour = mark_colour(label.mark.kind);
         let y = y_of(label);
-        let behind = [(label.text_x - 2, y - LANE + 2), (label.text_x + text_width(&label.text), y)];
+        let behind = [
+            (label.text_x - 2, y - LANE + 2),
+            (label.text_x + text_width(&label.text), y),
+        ];
         canvas.draw(&Rectangle::new(behind, PAPER.filled()))?;
         let style = text_style(SMALL_SIZE, darker(colour)).pos(Pos::new(HPos::Left, VPos::Bottom));
-        canvas.draw(&Text::new(label.text.as_str(), (label.text_x, y - 2), style))?;
+        canvas.draw(&Text::new(
+            label.text.as_str(),
+            (label.text_x, y - 2),
+            style,
+        ))?;
         canvas.draw(&Circle::new((label.x, frame.top), 3, colour.filled()))?;
     }
     Ok(())
@@ -432,10 +514,13 @@ fn colours(owners: &[&str]) -> Vec<RGBColor> {
         .iter()
         .map(|owner| {
             let group = owner.split_whitespace().next().unwrap_or(owner);
-            let index = groups.iter().position(|(known, _)| *known == group).unwrap_or_else(|| {
-                groups.push((group, 0));
-                groups.len() - 1
-            });
+            let index = groups
+                .iter()
+                .position(|(known, _)| *known == group)
+                .unwrap_or_else(|| {
+                    groups.push((group, 0));
+                    groups.len() - 1
+                });
             let base = HUES.get(index % HUES.len()).copied().unwrap_or(SOFT);
             match groups.get_mut(index) {
                 Some((_, seen)) => {
@@ -461,7 +546,10 @@ const fn darker(RGBColor(r, g, b): RGBColor) -> RGBColor {
 }
 
 fn text_style(size: i32, colour: RGBColor) -> TextStyle<'static> {
-    ("sans-serif", size, FontStyle::Normal).into_font().transform(FontTransform::None).color(&colour)
+    ("sans-serif", size, FontStyle::Normal)
+        .into_font()
+        .transform(FontTransform::None)
+        .color(&colour)
 }
 
 trait Bold {
@@ -509,8 +597,13 @@ pub(super) fn mib_step(most: Bytes) -> Bytes {
 
 /// Distance of the times below: a round number, so that about six to twelve of them fit.
 pub(super) fn second_step(span: u64) -> u64 {
-    const ROUND: [u64; 16] = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200];
-    ROUND.into_iter().find(|step| span / step <= 12).unwrap_or_else(|| (span / 12).max(1))
+    const ROUND: [u64; 16] = [
+        1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 1800, 3600, 7200, 10_800, 21_600, 43_200,
+    ];
+    ROUND
+        .into_iter()
+        .find(|step| span / step <= 12)
+        .unwrap_or_else(|| (span / 12).max(1))
 }
 
 // Pixels of the picture, chosen by eye for the width of a README.
@@ -558,9 +651,15 @@ pub(super) mod tests {
     /// A run as the demo has it: two workers, the LLM, and a neighbour that comes and goes.
     pub(crate) fn sample() -> Chart {
         let mib = |weights, kv, asr, tts, neighbour| {
-            [("llm weights", weights), ("llm KV", kv), ("asr", asr), ("tts", tts), ("neighbour", neighbour)]
-                .map(|(owner, mib)| (owner.to_owned(), Bytes::from_mib(mib)))
-                .into()
+            [
+                ("llm weights", weights),
+                ("llm KV", kv),
+                ("asr", asr),
+                ("tts", tts),
+                ("neighbour", neighbour),
+            ]
+            .map(|(owner, mib)| (owner.to_owned(), Bytes::from_mib(mib)))
+            .into()
         };
         let at = Timestamp::from_millis;
         let phases = [
@@ -578,26 +677,45 @@ pub(super) mod tests {
             (19_000, mib(168, 96, 92, 41, 0)),
             (22_000, mib(168, 96, 92, 41, 0)),
         ];
-        let mark = |millis, kind, label: &str| ChartMark { at: at(millis), label: label.to_owned(), kind };
+        let mark = |millis, kind, label: &str| ChartMark {
+            at: at(millis),
+            label: label.to_owned(),
+            kind,
+        };
         Chart {
             title: "One budget, three tenants, one neighbour".to_owned(),
             subtitle: "memory by owner, as booked and measured; nothing was killed".to_owned(),
-            points: phases.map(|(millis, owners)| ChartPoint { at: at(millis), owners }).into(),
+            points: phases
+                .map(|(millis, owners)| ChartPoint {
+                    at: at(millis),
+                    owners,
+                })
+                .into(),
             budget: Bytes::from_mib(448),
             budget_name: "session",
             epoch: None,
             marks: vec![
                 mark(400, MarkKind::Note, "lease asr#1 granted"),
-                mark(2200, MarkKind::Note, "question spoken, heard, answered, spoken"),
+                mark(
+                    2200,
+                    MarkKind::Note,
+                    "question spoken, heard, answered, spoken",
+                ),
                 mark(6000, MarkKind::Alarm, "a neighbour takes 200 MiB"),
-                mark(6480, MarkKind::Shed, "KV 4096 to 1024 tokens, 72 MiB verified back"),
+                mark(
+                    6480,
+                    MarkKind::Shed,
+                    "KV 4096 to 1024 tokens, 72 MiB verified back",
+                ),
                 mark(6900, MarkKind::Shed, "8 of 14 layers streamed, 96 MiB back"),
                 mark(9000, MarkKind::Note, "the same question: identical answer"),
                 mark(14_000, MarkKind::Note, "neighbour gone"),
                 mark(17_000, MarkKind::Regrow, "layers come back"),
                 mark(19_000, MarkKind::Regrow, "KV back at 4096 tokens"),
             ],
-            order: ["llm weights", "llm KV", "asr", "tts"].map(str::to_owned).into(),
+            order: ["llm weights", "llm KV", "asr", "tts"]
+                .map(str::to_owned)
+                .into(),
         }
     }
 
@@ -605,8 +723,14 @@ pub(super) mod tests {
     fn a_chart_shows_every_owner_the_budget_and_every_mark() {
         let svg = sample().to_svg().unwrap();
         assert!(svg.starts_with("<svg "), "{}", svg.get(..40).unwrap());
-        for text in ["llm weights", "neighbour", "session 448 MiB", "KV back at 4096 tokens", "20 s", "at most 168 MiB"]
-        {
+        for text in [
+            "llm weights",
+            "neighbour",
+            "session 448 MiB",
+            "KV back at 4096 tokens",
+            "20 s",
+            "at most 168 MiB",
+        ] {
             assert!(svg.contains(text), "{text} is not in the chart");
         }
         if let Some(path) = std::env::var_os("COTENANT_SAMPLE_CHART") {
@@ -616,7 +740,10 @@ pub(super) mod tests {
 
     #[test]
     fn owners_are_stacked_as_reported_and_the_rest_by_name() {
-        assert_eq!(sample().owners(), ["llm weights", "llm KV", "asr", "tts", "neighbour"]);
+        assert_eq!(
+            sample().owners(),
+            ["llm weights", "llm KV", "asr", "tts", "neighbour"]
+        );
     }
 
     #[test]
@@ -632,14 +759,21 @@ pub(super) mod tests {
                     && label.text_x < other.text_x + text_width(&other.text);
                 assert!(!same_lane, "`{}` and `{}`", label.text, other.text);
                 let crossed = span.contains(&other.x) && other.lane >= label.lane;
-                assert!(!crossed, "the line of `{}` runs through `{}`", other.text, label.text);
+                assert!(
+                    !crossed,
+                    "the line of `{}` runs through `{}`",
+                    other.text, label.text
+                );
             }
         }
     }
 
     #[test]
     fn times_of_a_journal_are_those_of_the_clock() {
-        let chart = Chart { epoch: Some(Duration::from_secs(1_790_000_000)), ..sample() };
+        let chart = Chart {
+            epoch: Some(Duration::from_secs(1_790_000_000)),
+            ..sample()
+        };
         assert_eq!(chart.time(Timestamp::from_millis(21_600)), "14:13:41");
         let svg = chart.to_svg().unwrap();
         assert!(svg.contains("14:13:30") && !svg.contains("20 s"), "{svg}");
@@ -666,18 +800,31 @@ pub(super) mod tests {
     fn steps_are_round() {
         assert_eq!(mib_step(Bytes::from_mib(448)), Bytes::from_mib(64));
         assert_eq!(mib_step(Bytes::from_gib(12)), Bytes::from_mib(2048));
-        assert_eq!((second_step(22), second_step(60), second_step(0)), (2, 5, 1));
+        assert_eq!(
+            (second_step(22), second_step(60), second_step(0)),
+            (2, 5, 1)
+        );
         assert_eq!(second_step(24 * 3600), 7200);
     }
 
     #[test]
     fn a_peak_shorter_than_a_pixel_is_shown() {
         let mut chart = sample();
-        let spike =
-            ChartPoint { at: Timestamp::from_millis(10_001), owners: [("asr".to_owned(), Bytes::from_gib(1))].into() };
-        let back = ChartPoint { at: Timestamp::from_millis(10_002), ..ChartPoint::default() };
+        let spike = ChartPoint {
+            at: Timestamp::from_millis(10_001),
+            owners: [("asr".to_owned(), Bytes::from_gib(1))].into(),
+        };
+        let back = ChartPoint {
+            at: Timestamp::from_millis(10_002),
+            ..ChartPoint::default()
+        };
         chart.points.splice(10..10, [spike.clone(), back]);
         let frame = chart.frame(0);
-        assert!(chart.columns(&frame).iter().any(|(_, point)| **point == spike));
+        assert!(
+            chart
+                .columns(&frame)
+                .iter()
+                .any(|(_, point)| **point == spike)
+        );
     }
 }

@@ -16,24 +16,22 @@ use super::{
     plan::{disk::DiskRates, speeds_here},
     serve::{explain, explain_load_error},
 };
-use crate::{
-    config::{self, Config, LlmConfig},
-    daemon::{compute, is_here, learned_peaks, obstacles, sayable, threads},
-    engine::{Engine, backend, helper::THIS_PROGRAM, protocol::Inspected},
-    policy::{params::Params, residency::ModelShape},
-    probe::{
-        ProbeRoot, Reading, Sampler, audit,
-        capabilities::Capabilities,
-        host::{self, Host},
-        meminfo::Meminfo,
-        nvmap::Nvmap,
-        sandbox::Sandbox,
-    },
-    units::{Bytes, Timestamp},
-    worker::{
-        confine::Groups,
-        preflight::{Found, MachineFacts, Severity, preflight},
-    },
+use cotenant_config::{self as config, Config, LlmConfig};
+use cotenant_daemon::{compute, is_here, learned_peaks, obstacles, sayable, threads};
+use cotenant_engine::{Engine, backend, helper::THIS_PROGRAM, protocol::Inspected};
+use cotenant_policy::{params::Params, residency::ModelShape};
+use cotenant_probe::{
+    ProbeRoot, Reading, Sampler, audit,
+    capabilities::Capabilities,
+    host::{self, Host},
+    meminfo::Meminfo,
+    nvmap::Nvmap,
+    sandbox::Sandbox,
+};
+use cotenant_units::{Bytes, Timestamp};
+use cotenant_worker::{
+    confine::Groups,
+    preflight::{Found, MachineFacts, Severity, preflight},
 };
 
 /// How long the disk is read.
@@ -64,7 +62,11 @@ pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     let mut sheet = Sheet::new(global.output);
     let code = match &args.root {
         Some(root) => audit_alone(&mut sheet, &ProbeRoot::at(root), None),
-        None if args.audit => audit_alone(&mut sheet, &ProbeRoot::default(), std::env::current_exe().ok().as_deref()),
+        None if args.audit => audit_alone(
+            &mut sheet,
+            &ProbeRoot::default(),
+            std::env::current_exe().ok().as_deref(),
+        ),
         None => look(&mut sheet, args),
     };
     sheet.finish(code == exit::OK);
@@ -74,7 +76,11 @@ pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
 /// What the device has, and what costs memory or speed there. `read` is a file of the live machine, whose disk is measured.
 fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     sheet.section("machine", "this machine");
-    let found = if root.is_live() { Capabilities::probe(root) } else { Capabilities::of_copy(root) };
+    let found = if root.is_live() {
+        Capabilities::probe(root)
+    } else {
+        Capabilities::of_copy(root)
+    };
     for line in found.lines() {
         sheet.line(&line);
     }
@@ -82,7 +88,9 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     print_software(sheet, root);
     let meminfo = Meminfo::read(root);
     if let Ok(meminfo) = &meminfo {
-        let pool = Nvmap::find(root).and_then(|nvmap| nvmap.pool()).map_or(Bytes::ZERO, |pool| pool.bytes());
+        let pool = Nvmap::find(root)
+            .and_then(|nvmap| nvmap.pool())
+            .map_or(Bytes::ZERO, |pool| pool.bytes());
         sheet.section("memory", "memory");
         sheet.row("memory", meminfo.total, "");
         sheet.row(
@@ -90,8 +98,16 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
             meminfo.available_low().saturating_add(pool),
             "MemAvailable minus CmaFree, and the page pool",
         );
-        sheet.row("nvmap page pool", pool, "to be had by the next GPU allocation");
-        sheet.row("residual", meminfo.residual(), "in no line of /proc/meminfo: drivers, GPU, zram's store");
+        sheet.row(
+            "nvmap page pool",
+            pool,
+            "to be had by the next GPU allocation",
+        );
+        sheet.row(
+            "residual",
+            meminfo.residual(),
+            "in no line of /proc/meminfo: drivers, GPU, zram's store",
+        );
     }
     let warnings = print_audit(sheet, root, None);
     if let Err(error) = meminfo {
@@ -99,7 +115,11 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
         sheet.verdict("this is no device: its memory cannot be read");
         return exit::FAILED;
     }
-    sheet.verdict(&format!("{} of {} rules", counted(warnings, "warning"), audit::rule_count()));
+    sheet.verdict(&format!(
+        "{} of {} rules",
+        counted(warnings, "warning"),
+        audit::rule_count()
+    ));
     exit::OK
 }
 
@@ -107,7 +127,11 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
 fn print_disk(sheet: &mut Sheet, file: Option<&Path>) {
     let Some(file) = file else { return };
     match DiskRates::measure(file, DISK_TIME, &mut |_| {}) {
-        Ok(rates) => sheet.line(&format!("disk: reads {} MiB/s of {}", rates.burst_mib_per_s, file.display())),
+        Ok(rates) => sheet.line(&format!(
+            "disk: reads {} MiB/s of {}",
+            rates.burst_mib_per_s,
+            file.display()
+        )),
         Err(error) => sheet.line(&format!("disk: cannot read {}: {error}", file.display())),
     }
 }
@@ -163,14 +187,23 @@ fn print_audit(sheet: &mut Sheet, root: &ProbeRoot, model: Option<&Served<'_>>) 
         };
         let mut value = json!(finding);
         let mut cost = finding.cost.to_string();
-        if let Some((model, milli)) = model.and_then(|model| Some((model, model.loses(finding.cost)?))) {
+        if let Some((model, milli)) =
+            model.and_then(|model| Some((model, model.loses(finding.cost)?)))
+        {
             if let Some(fields) = value.as_object_mut() {
                 fields.insert("milliTokensPerSecond".to_owned(), json!(milli));
             }
             let name = model.name;
-            cost.push_str(&format!(", about {}.{} tokens/s of {name}", milli / 1000, milli % 1000 / 100));
+            cost.push_str(&format!(
+                ", about {}.{} tokens/s of {name}",
+                milli / 1000,
+                milli % 1000 / 100
+            ));
         }
-        let lines = [format!("{word}: {}; costs {cost}", finding.text), format!("  hint: {}", finding.remedy)];
+        let lines = [
+            format!("{word}: {}; costs {cost}", finding.text),
+            format!("  hint: {}", finding.remedy),
+        ];
         sheet.entry(&lines, value);
     }
     let is_warning = |finding: &&audit::Finding| finding.severity == audit::Severity::Warning;
@@ -194,9 +227,14 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     // Reported with its worker, below.
     found.retain(|found| found.rule != "port_taken");
     sheet.section("machine", "this machine");
-    sheet.line(&format!("host: {}, {}, Linux {}", host.processor, host.system, host.kernel));
+    sheet.line(&format!(
+        "host: {}, {}, Linux {}",
+        host.processor, host.system, host.kernel
+    ));
     sheet.line(&match host.lock_limit {
-        Some(limit) => format!("memlock: {limit} at most; only the supervisor's own ranges are worth locking"),
+        Some(limit) => {
+            format!("memlock: {limit} at most; only the supervisor's own ranges are worth locking")
+        }
         None => "memlock: no limit".to_owned(),
     });
     for line in Capabilities::probe(&root).lines() {
@@ -209,17 +247,32 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     sheet.line(&format!("cuda: {}", backend::cuda::describe()));
     let model = inspect(&config);
     let program = std::env::current_exe().ok();
-    let read = config.llm.as_ref().map(|llm| llm.path.as_path()).filter(|path| path.is_file());
+    let read = config
+        .llm
+        .as_ref()
+        .map(|llm| llm.path.as_path())
+        .filter(|path| path.is_file());
     print_disk(sheet, read.or(program.as_deref()));
     sheet.section("neighbours", "largest neighbours now");
     for neighbour in host::largest_processes(NEIGHBOURS) {
-        sheet.row(&neighbour.name, neighbour.resident, &format!("pid {}", neighbour.pid));
+        sheet.row(
+            &neighbour.name,
+            neighbour.resident,
+            &format!("pid {}", neighbour.pid),
+        );
     }
     print_software(sheet, &root);
-    let served = config.llm.as_ref().zip(model.as_ref().ok().and_then(Option::as_ref)).and_then(|(llm, model)| {
-        let milli_tokens_per_s = speeds_here(model, threads(llm))?;
-        Some(Served { name: &llm.name, milli_tokens_per_s })
-    });
+    let served = config
+        .llm
+        .as_ref()
+        .zip(model.as_ref().ok().and_then(Option::as_ref))
+        .and_then(|(llm, model)| {
+            let milli_tokens_per_s = speeds_here(model, threads(llm))?;
+            Some(Served {
+                name: &llm.name,
+                milli_tokens_per_s,
+            })
+        });
     print_audit(sheet, &root, served.as_ref());
     let read = Sampler::open(&root, None).and_then(|mut sampler| {
         let reading = sampler.read()?;
@@ -260,24 +313,36 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
             worker: None,
             rule: "open_listener",
             severity: Severity::Warning,
-            text: format!("`{key}: {address}` is reachable from other machines, without a password"),
+            text: format!(
+                "`{key}: {address}` is reachable from other machines, without a password"
+            ),
             remedy: "listen on 127.0.0.1, or keep others out by a firewall".to_owned(),
         });
     }
-    for (key, address) in config.listeners().into_iter().filter(|(_, address)| !is_here(address.ip())) {
+    for (key, address) in config
+        .listeners()
+        .into_iter()
+        .filter(|(_, address)| !is_here(address.ip()))
+    {
         found.push(Found {
             worker: None,
             rule: "address_absent",
             severity: Severity::Warning,
             text: format!("`{key}: {address}` is not an address of this machine now"),
-            remedy: "it is served as soon as the machine has it; `ip address` shows those that it has".to_owned(),
+            remedy:
+                "it is served as soon as the machine has it; `ip address` shows those that it has"
+                    .to_owned(),
         });
     }
     for obstacle in obstacles(&config) {
         found.push(Found {
             worker: None,
             rule: "cannot_start",
-            severity: if obstacle.is_sure { Severity::Fault } else { Severity::Warning },
+            severity: if obstacle.is_sure {
+                Severity::Fault
+            } else {
+                Severity::Warning
+            },
             text: obstacle.text,
             remedy: obstacle.remedy,
         });
@@ -297,17 +362,30 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         }
     };
     let fits = print_tenants(sheet, &config, &params, model.as_ref());
-    let faults = found.iter().filter(|found| found.severity == Severity::Fault).count()
-        + workers.iter().map(|worker| worker.problems.len()).sum::<usize>();
+    let faults = found
+        .iter()
+        .filter(|found| found.severity == Severity::Fault)
+        .count()
+        + workers
+            .iter()
+            .map(|worker| worker.problems.len())
+            .sum::<usize>();
     if faults > 0 {
         sheet.verdict(&format!("cannot start: {} above", counted(faults, "fault")));
     }
-    if fits && faults == 0 { exit::OK } else { exit::CONFIG }
+    if fits && faults == 0 {
+        exit::OK
+    } else {
+        exit::CONFIG
+    }
 }
 
 fn machine_facts(config: &Config, host: &Host) -> MachineFacts {
     let nvmap = Path::new("/dev/nvmap");
-    let limited = config.workers.iter().any(|worker| worker.confinement.memory.is_some());
+    let limited = config
+        .workers
+        .iter()
+        .any(|worker| worker.confinement.memory.is_some());
     let groups = Groups::look(&ProbeRoot::default());
     MachineFacts {
         // The allocator of a Jetson's GPU, which has the memory of the processor.
@@ -327,8 +405,14 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
         sheet.section("findings", "before the start");
     }
     for found in found {
-        let who = found.worker.as_ref().map_or_else(String::new, |worker| format!("worker `{worker}`: "));
-        let lines = [format!("{}: {who}{}", found.severity.name(), found.text), format!("  hint: {}", found.remedy)];
+        let who = found
+            .worker
+            .as_ref()
+            .map_or_else(String::new, |worker| format!("worker `{worker}`: "));
+        let lines = [
+            format!("{}: {who}{}", found.severity.name(), found.text),
+            format!("  hint: {}", found.remedy),
+        ];
         let value = json!({
             "worker": found.worker,
             "rule": found.rule,
@@ -341,8 +425,15 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
 }
 
 fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
-    let Some(llm) = &config.llm else { return Ok(None) };
-    match Engine::check(&llm.path, sayable(llm).as_ref(), compute(llm), Some(THIS_PROGRAM.into())) {
+    let Some(llm) = &config.llm else {
+        return Ok(None);
+    };
+    match Engine::check(
+        &llm.path,
+        sayable(llm).as_ref(),
+        compute(llm),
+        Some(THIS_PROGRAM.into()),
+    ) {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             let beside = models_beside(&llm.path);
@@ -356,9 +447,14 @@ fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
 fn models_beside(path: &Path) -> Option<String> {
     let folder = path.parent().filter(|_| !path.exists())?;
     let Ok(entries) = std::fs::read_dir(folder) else {
-        return Some(format!("there is no folder `{}` that can be read", folder.display()));
+        return Some(format!(
+            "there is no folder `{}` that can be read",
+            folder.display()
+        ));
     };
-    let names = entries.flatten().map(|entry| entry.file_name().to_string_lossy().into_owned());
+    let names = entries
+        .flatten()
+        .map(|entry| entry.file_name().to_string_lossy().into_owned());
     let mut models: Vec<String> = names.filter(|name| name.ends_with(".gguf")).collect();
     models.sort();
     let more = models.len().saturating_sub(NEIGHBOURS);
@@ -373,26 +469,58 @@ fn models_beside(path: &Path) -> Option<String> {
 fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     sheet.section("budget", "budget");
     let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
-    let limited = params.machine.limited_by.as_ref().filter(|_| params.budget.total == params.machine.total);
+    let limited = params
+        .machine
+        .limited_by
+        .as_ref()
+        .filter(|_| params.budget.total == params.machine.total);
     let limited = limited.map(|group| format!("limit of the control group `{group}`"));
-    row("memory", params.budget.total, limited.as_deref().unwrap_or_default());
+    row(
+        "memory",
+        params.budget.total,
+        limited.as_deref().unwrap_or_default(),
+    );
     row("reserve", params.budget.reserve, "never handed out");
     row("budget", params.budget.bytes(), "memory minus reserve");
-    row("available now", reading.meminfo.available_low(), "MemAvailable minus CmaFree");
+    row(
+        "available now",
+        reading.meminfo.available_low(),
+        "MemAvailable minus CmaFree",
+    );
     let pool = reading.pool.map_or(Bytes::ZERO, |pool| pool.bytes());
     if reading.pool.is_some() {
-        row("nvmap page pool", pool, "to be had by the next GPU allocation");
+        row(
+            "nvmap page pool",
+            pool,
+            "to be had by the next GPU allocation",
+        );
     }
     if let Some(group) = reading.group {
-        row("left in the group", group.left, "the least of all limits, with page cache that can be dropped");
+        row(
+            "left in the group",
+            group.left,
+            "the least of all limits, with page cache that can be dropped",
+        );
     }
     let available = reading.sample(Timestamp::START).available();
     if params.budget.bytes() > available {
         let short = params.budget.bytes().saturating_sub(available);
-        row("used by others", short, "of the budget, now: it counts as unaccounted as far as it stays");
+        row(
+            "used by others",
+            short,
+            "of the budget, now: it counts as unaccounted as far as it stays",
+        );
     }
-    row("Elevated below", params.pressure.elevated_below, "of headroom: shed");
-    row("Critical below", params.pressure.critical_below, "of headroom: shed at once");
+    row(
+        "Elevated below",
+        params.pressure.elevated_below,
+        "of headroom: shed",
+    );
+    row(
+        "Critical below",
+        params.pressure.critical_below,
+        "of headroom: shed at once",
+    );
 }
 
 /// Prints what was learned of peaks, which counts before what the configuration says.
@@ -411,7 +539,10 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
                 sheet.row(
                     &holder,
                     peak.bytes,
-                    &format!("seen in {}", counted(usize::try_from(peak.lives).unwrap_or(usize::MAX), "run")),
+                    &format!(
+                        "seen in {}",
+                        counted(usize::try_from(peak.lives).unwrap_or(usize::MAX), "run")
+                    ),
                 );
             }
         }
@@ -424,7 +555,12 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
 }
 
 /// Prints who wants what; `false` when it cannot work.
-fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Option<&Inspected>) -> bool {
+fn print_tenants(
+    sheet: &mut Sheet,
+    config: &Config,
+    params: &Params,
+    model: Option<&Inspected>,
+) -> bool {
     sheet.section("wanted", "wanted at most");
     let mut row = |name: &str, bytes: Bytes, note: &str| sheet.row(name, bytes, note);
     let mut sum = Bytes::ZERO;
@@ -434,21 +570,34 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
     let learned = learned_peaks(&config.state_dir).unwrap_or_default();
     for worker in &config.workers {
         // It starts with the first of its variants, and can become the largest.
-        let largest = worker.memory.variants.iter().max_by_key(|variant| variant.peak);
+        let largest = worker
+            .memory
+            .variants
+            .iter()
+            .max_by_key(|variant| variant.peak);
         let (most, note) = match largest {
             Some(variant) => (variant.peak, format!("peak, as `{}`", variant.name)),
             None if worker.memory.auto => {
-                let first = params.worker(&worker.name).map_or(worker.memory.peak, |worker| worker.peak);
+                let first = params
+                    .worker(&worker.name)
+                    .map_or(worker.memory.peak, |worker| worker.peak);
                 match learned.of(&worker.name, None) {
                     Some(peak) => (peak.with_margin(), "as measured in earlier runs".to_owned()),
-                    None => (first, "nothing is known: its first start reserves so much".to_owned()),
+                    None => (
+                        first,
+                        "nothing is known: its first start reserves so much".to_owned(),
+                    ),
                 }
             }
             None => (worker.memory.peak, "peak".to_owned()),
         };
         row(&worker.name, most, &note);
         sum = sum.saturating_add(most);
-        floors = floors.saturating_add(if worker.memory.auto { most } else { worker.memory.peak });
+        floors = floors.saturating_add(if worker.memory.auto {
+            most
+        } else {
+            worker.memory.peak
+        });
     }
     if let (Some(llm), Some(model)) = (&config.llm, model) {
         let shape = &model.shape;
@@ -463,15 +612,34 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
             .fold(Bytes::ZERO, Bytes::saturating_add);
         row(&llm.name, whole, &what_it_is(model));
         row("  layers, head", layers, "each part can be streamed");
-        row("  norms, tables", shape.fixed_bytes.saturating_sub(model.text), "always resident");
+        row(
+            "  norms, tables",
+            shape.fixed_bytes.saturating_sub(model.text),
+            "always resident",
+        );
         row("  tokenizer, grammars", model.text, "always reserved");
         let each = shape.kv.bytes_per_token(llm.kv_type);
         let windows = shape.kv.cut_back_max().map_or_else(String::new, |last| {
-            format!("; {} of {} layers keep the last {last} tokens", shape.kv.windowed_layers(), shape.layer_count())
+            format!(
+                "; {} of {} layers keep the last {last} tokens",
+                shape.kv.windowed_layers(),
+                shape.layer_count()
+            )
         });
-        row("  KV cache", kv, &format!("{} tokens as {}, {each} each{windows}", llm.context, llm.kv_type));
+        row(
+            "  KV cache",
+            kv,
+            &format!(
+                "{} tokens as {}, {each} each{windows}",
+                llm.context, llm.kv_type
+            ),
+        );
         row("  recurrent state", shape.state_bytes, "always resident");
-        row("  workspace", workspace, &format!("prefill in chunks of {} tokens", llm.prefill_chunk));
+        row(
+            "  workspace",
+            workspace,
+            &format!("prefill in chunks of {} tokens", llm.prefill_chunk),
+        );
         let floor = floor_bytes(shape, llm);
         row("  floor", floor, "0 layers resident, least KV");
         sum = sum.saturating_add(whole);
@@ -483,7 +651,10 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
     if sum <= budget {
         sheet.verdict(&format!("everything fits, {} to spare", budget - sum));
     } else if sum.saturating_sub(elastic) <= budget {
-        sheet.verdict(&format!("{} too much for everything at once: the LLM sheds it, up to {elastic}", sum - budget,));
+        sheet.verdict(&format!(
+            "{} too much for everything at once: the LLM sheds it, up to {elastic}",
+            sum - budget,
+        ));
     } else if floors <= budget {
         sheet.verdict(&format!(
             "{} too much for everything at once: the LLM sheds up to {elastic}, and not all workers can have \
@@ -491,8 +662,12 @@ fn print_tenants(sheet: &mut Sheet, config: &Config, params: &Params, model: Opt
             sum - budget,
         ));
     } else {
-        sheet.verdict(&format!("cannot work: {floors} at the least, of a budget of {budget}"));
-        eprintln!("hint: give fewer workers, smaller variants, a smaller model, or a larger `budget.total`");
+        sheet.verdict(&format!(
+            "cannot work: {floors} at the least, of a budget of {budget}"
+        ));
+        eprintln!(
+            "hint: give fewer workers, smaller variants, a smaller model, or a larger `budget.total`"
+        );
         return false;
     }
     true
@@ -504,11 +679,14 @@ fn what_it_is(Inspected { shape, unused, .. }: &Inspected) -> String {
     if unused.is_empty() {
         return layers;
     }
-    format!("{layers}; not used and left in the file: {}", unused.join(", "))
+    format!(
+        "{layers}; not used and left in the file: {}",
+        unused.join(", ")
+    )
 }
 
 fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {
-    shape.plan_bytes(&crate::policy::residency::EnginePlan {
+    shape.plan_bytes(&cotenant_policy::residency::EnginePlan {
         resident: std::collections::BTreeSet::new(),
         kv_capacity: llm.kv_floor,
         prefill_chunk: llm.prefill_chunk,
@@ -526,12 +704,18 @@ struct Sheet {
 
 impl Sheet {
     fn new(output: Output) -> Self {
-        Self { output, document: Map::new(), section: "", verdict: String::new() }
+        Self {
+            output,
+            document: Map::new(),
+            section: "",
+            verdict: String::new(),
+        }
     }
 
     fn section(&mut self, key: &'static str, title: &str) {
         self.section = key;
-        self.document.insert(key.to_owned(), Value::Array(Vec::new()));
+        self.document
+            .insert(key.to_owned(), Value::Array(Vec::new()));
         self.print(title);
     }
 
@@ -569,7 +753,8 @@ impl Sheet {
 
     fn finish(mut self, fine: bool) {
         self.print(&format!("verdict: {}", self.verdict));
-        self.document.insert("verdict".to_owned(), Value::from(self.verdict));
+        self.document
+            .insert("verdict".to_owned(), Value::from(self.verdict));
         self.document.insert("ok".to_owned(), Value::from(fine));
         if self.output != Output::Table {
             let _ = output::write_json(self.output, &Value::Object(self.document));

@@ -4,16 +4,14 @@ use std::{fmt::Write as _, path::Path};
 
 use serde_json::{Value, json};
 
-use crate::{
-    config::{Config, WorkerConfig, WorkerProtocol},
-    daemon::spec_of,
-    probe::ProbeRoot,
-    units::TimeSpan,
-    worker::{
-        confine::{Groups, survey},
-        launch::{Foreseen, foresee},
-        spec::Readiness,
-    },
+use cotenant_config::{Config, WorkerConfig, WorkerProtocol};
+use cotenant_daemon::spec_of;
+use cotenant_probe::ProbeRoot;
+use cotenant_units::TimeSpan;
+use cotenant_worker::{
+    confine::{Groups, survey},
+    launch::{Foreseen, foresee},
+    spec::Readiness,
 };
 
 /// What is known of one worker before it is started.
@@ -33,7 +31,11 @@ pub(super) struct WorkerCheck {
 /// Looks at all workers of a configuration, and starts none.
 pub(super) fn check(config: &Config) -> Vec<WorkerCheck> {
     let groups = Groups::look(&ProbeRoot::default());
-    config.workers.iter().map(|worker| check_one(worker, &config.runtime_dir, &groups)).collect()
+    config
+        .workers
+        .iter()
+        .map(|worker| check_one(worker, &config.runtime_dir, &groups))
+        .collect()
 }
 
 fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> WorkerCheck {
@@ -49,13 +51,21 @@ fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> Work
             WorkerProtocol::Wyoming => "wyoming",
         },
         endpoint: None,
-        ready: format!("{} within {}", readiness(&spec.readiness), TimeSpan(config.ready.timeout)),
+        ready: format!(
+            "{} within {}",
+            readiness(&spec.readiness),
+            TimeSpan(config.ready.timeout)
+        ),
         confinement: Vec::new(),
         warnings: Vec::new(),
         problems: Vec::new(),
     };
     match foresee(&spec) {
-        Ok(Foreseen { argv, endpoint, taken_by }) => {
+        Ok(Foreseen {
+            argv,
+            endpoint,
+            taken_by,
+        }) => {
             check.argv = argv;
             check.endpoint = endpoint;
             check.warnings.extend(taken_by);
@@ -63,7 +73,12 @@ fn check_one(config: &WorkerConfig, runtime_dir: &Path, groups: &Groups) -> Work
         Err(error) => check.problems.push(error.to_string()),
     }
     let program = check.argv.first().map(String::as_str).unwrap_or_default();
-    match survey(&spec.confinement, groups, program, spec.working_dir.as_deref()) {
+    match survey(
+        &spec.confinement,
+        groups,
+        program,
+        spec.working_dir.as_deref(),
+    ) {
         Ok(measures) => check.confinement = measures.iter().map(ToString::to_string).collect(),
         Err(error) => check.problems.push(error.to_string()),
     }
@@ -86,16 +101,32 @@ impl WorkerCheck {
     /// For people.
     pub(super) fn lines(&self) -> Vec<String> {
         let place = self.endpoint.as_deref().unwrap_or("nowhere");
-        let mut lines = vec![format!("{}: {} at {place}; ready when {}", self.name, self.protocol, self.ready)];
+        let mut lines = vec![format!(
+            "{}: {} at {place}; ready when {}",
+            self.name, self.protocol, self.ready
+        )];
         let mut argv = String::new();
         for word in &self.argv {
-            let plain = !word.is_empty() && !word.contains(|c: char| c.is_whitespace() || "\"'\\$".contains(c));
-            let _ = if plain { write!(argv, " {word}") } else { write!(argv, " {word:?}") };
+            let plain = !word.is_empty()
+                && !word.contains(|c: char| c.is_whitespace() || "\"'\\$".contains(c));
+            let _ = if plain {
+                write!(argv, " {word}")
+            } else {
+                write!(argv, " {word:?}")
+            };
         }
         lines.push(format!("  argv:{argv}"));
         lines.extend(self.confinement.iter().map(|line| format!("  {line}")));
-        lines.extend(self.warnings.iter().map(|line| format!("  warning: {line}")));
-        lines.extend(self.problems.iter().map(|line| format!("  cannot start: {line}")));
+        lines.extend(
+            self.warnings
+                .iter()
+                .map(|line| format!("  warning: {line}")),
+        );
+        lines.extend(
+            self.problems
+                .iter()
+                .map(|line| format!("  cannot start: {line}")),
+        );
         lines
     }
 

@@ -7,7 +7,7 @@ use serde_json::Value;
 use tonic::transport::Channel;
 
 use super::{Global, Output, exit::CliError, output, quantity, show};
-use crate::rpc::{
+use cotenant_rpc::{
     json,
     v1::{WatchEventsRequest, operator_service_client::OperatorServiceClient},
 };
@@ -27,7 +27,10 @@ pub struct Events {
 }
 
 pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError> {
-    let mut seen = Seen { sequence: events.after, boot_id: String::new() };
+    let mut seen = Seen {
+        sequence: events.after,
+        boot_id: String::new(),
+    };
     let mut client = OperatorServiceClient::new(global.connect().await?);
     loop {
         match print(global, events, &mut client, &mut seen).await {
@@ -74,15 +77,20 @@ async fn print(
         if response.missed > 0 {
             eprintln!("{} events are missing here", response.missed);
         }
-        let Some(entry) = response.entry else { continue };
+        let Some(entry) = response.entry else {
+            continue;
+        };
         (seen.sequence, seen.boot_id) = (entry.sequence, entry.boot_id.clone());
         match global.output {
             // The answer to a request repeats the decision before it, for the client alone.
-            Output::Table if std::mem::replace(&mut before, entry.summary.clone()) == entry.summary => {}
+            Output::Table
+                if std::mem::replace(&mut before, entry.summary.clone()) == entry.summary => {}
             Output::Table => output::write(&show::entry_text(&entry))?,
             Output::Ndjson => output::write_json(global.output, &json::entry(&entry))?,
             // One document cannot be written piece by piece; with --follow it would never end.
-            Output::Json if events.follow => output::write_json(Output::Ndjson, &json::entry(&entry))?,
+            Output::Json if events.follow => {
+                output::write_json(Output::Ndjson, &json::entry(&entry))?;
+            }
             Output::Json => collected.push(json::entry(&entry)),
         }
     }

@@ -18,7 +18,8 @@ use serde_json::{Value, json};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-use crate::{causes::in_one_line, rpc::client::ConnectError};
+use cotenant_rpc::client::ConnectError;
+use cotenant_units::causes::in_one_line;
 
 /// Done.
 pub const OK: u8 = 0;
@@ -77,12 +78,22 @@ pub enum CliError {
 impl CliError {
     /// A failure of `act` with its cause.
     pub fn failed(act: impl Into<String>, source: impl Error + Send + Sync + 'static) -> Self {
-        Self::Failed { act: act.into(), source: Some(Box::new(source)), hint: None, code: FAILED }
+        Self::Failed {
+            act: act.into(),
+            source: Some(Box::new(source)),
+            hint: None,
+            code: FAILED,
+        }
     }
 
     /// A failure that needs no cause.
     pub fn plain(act: impl Into<String>, code: u8) -> Self {
-        Self::Failed { act: act.into(), source: None, hint: None, code }
+        Self::Failed {
+            act: act.into(),
+            source: None,
+            hint: None,
+            code,
+        }
     }
 
     /// The same failure with its remedy. Those of calls and connections bring their own.
@@ -109,9 +120,12 @@ impl CliError {
         if refused_certificate(&status).is_some() || !broken(&status) {
             return Self::Call(status);
         }
-        Self::failed("the supervisor closed the connection; it may refuse this client's certificate", status)
-            .with_hint(CERTIFICATE_HINT.to_owned())
-            .with_code(REFUSED)
+        Self::failed(
+            "the supervisor closed the connection; it may refuse this client's certificate",
+            status,
+        )
+        .with_hint(CERTIFICATE_HINT.to_owned())
+        .with_code(REFUSED)
     }
 
     /// Whether the supervisor is not there any more, or is about to end.
@@ -148,9 +162,13 @@ impl CliError {
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
-            Self::Connect(error) if refused_certificate(error).is_none() => Some(error.hint().to_owned()),
+            Self::Connect(error) if refused_certificate(error).is_none() => {
+                Some(error.hint().to_owned())
+            }
             Self::Connect(_) => Some(CERTIFICATE_HINT.to_owned()),
-            Self::Call(status) if refused_certificate(status).is_some() => Some(CERTIFICATE_HINT.to_owned()),
+            Self::Call(status) if refused_certificate(status).is_some() => {
+                Some(CERTIFICATE_HINT.to_owned())
+            }
             Self::Call(status) => call_hint(status),
             Self::Failed { hint, .. } => hint.clone(),
             Self::OutputClosed => None,
@@ -219,13 +237,19 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
         let text = error.to_string();
         if let Some((_, alert)) = text.rsplit_once("received fatal alert: ") {
             // A status writes its source with quotation marks and brackets behind the name.
-            return Some(match alert.split(|c: char| !c.is_ascii_alphanumeric()).next().unwrap_or_default() {
-                "CertificateExpired" => "it has expired",
-                "CertificateRequired" => "there is none",
-                // Another CA of the same name: its signature is not by the key of ours.
-                "UnknownCA" | "DecryptError" => "its CA is not that of `grpc.tcp.client_ca`",
-                _ => "it cannot be verified",
-            });
+            return Some(
+                match alert
+                    .split(|c: char| !c.is_ascii_alphanumeric())
+                    .next()
+                    .unwrap_or_default()
+                {
+                    "CertificateExpired" => "it has expired",
+                    "CertificateRequired" => "there is none",
+                    // Another CA of the same name: its signature is not by the key of ours.
+                    "UnknownCA" | "DecryptError" => "its CA is not that of `grpc.tcp.client_ca`",
+                    _ => "it cannot be verified",
+                },
+            );
         }
         next = error.source();
     }
@@ -240,12 +264,21 @@ fn call_text(status: &Status) -> String {
     }
     match status.code() {
         Code::Internal | Code::Unknown | Code::Unavailable if broken(status) => {
-            format!("the supervisor went away in the middle of an answer ({})", status.message())
+            format!(
+                "the supervisor went away in the middle of an answer ({})",
+                status.message()
+            )
         }
         // Over TLS a connection that breaks off may leave a status without a word.
         code if status.message().is_empty() => {
-            let cause = status.source().map(|cause| format!(" ({})", in_one_line(cause)));
-            format!("the call failed: {}{}", code.description(), cause.unwrap_or_default())
+            let cause = status
+                .source()
+                .map(|cause| format!(" ({})", in_one_line(cause)));
+            format!(
+                "the call failed: {}{}",
+                code.description(),
+                cause.unwrap_or_default()
+            )
         }
         _ => status.message().to_owned(),
     }
@@ -253,7 +286,9 @@ fn call_text(status: &Status) -> String {
 
 /// Whether the supervisor itself said so, rather than the transport.
 fn is_ours(status: &Status) -> bool {
-    status.get_details_error_info().is_some_and(|info| info.domain == crate::rpc::status::DOMAIN)
+    status
+        .get_details_error_info()
+        .is_some_and(|info| info.domain == cotenant_rpc::status::DOMAIN)
 }
 
 fn reason(status: &Status) -> Option<String> {
@@ -267,16 +302,21 @@ fn remedy(status: &Status) -> Option<String> {
 
 fn call_hint(status: &Status) -> Option<String> {
     let reason = reason(status);
-    let retry = status.get_details_retry_info().and_then(|info| info.retry_delay);
+    let retry = status
+        .get_details_retry_info()
+        .and_then(|info| info.retry_delay);
     match (reason.as_deref(), retry) {
-        (Some("DRAINING"), _) => {
-            Some("the supervisor is draining and admits nothing new; `cotenant drain --off` ends that".to_owned())
+        (Some("DRAINING"), _) => Some(
+            "the supervisor is draining and admits nothing new; `cotenant drain --off` ends that"
+                .to_owned(),
+        ),
+        (Some("STOPPING"), _) => {
+            Some("the supervisor is stopping; start it again first".to_owned())
         }
-        (Some("STOPPING"), _) => Some("the supervisor is stopping; start it again first".to_owned()),
         (Some("BOOT_ID_CHANGED"), _) => Some("the supervisor has restarted; ask again".to_owned()),
-        (_, Some(delay)) => {
-            Some(remedy(status).unwrap_or_else(|| format!("try again in {:.1} s", delay.as_secs_f64())))
-        }
+        (_, Some(delay)) => Some(
+            remedy(status).unwrap_or_else(|| format!("try again in {:.1} s", delay.as_secs_f64())),
+        ),
         (None, _) if matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded) => {
             Some("the supervisor did not answer in time; allow more with --timeout".to_owned())
         }
@@ -307,12 +347,15 @@ pub fn escaped(text: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rpc::status::CallError;
+    use cotenant_rpc::status::CallError;
 
     #[test]
     fn what_a_terminal_would_obey_is_shown_and_not_sent() {
         assert_eq!(escaped("a\tb\n é"), "a\tb\n é");
-        assert_eq!(escaped("\u{1b}[2J\u{9b}1m\r\u{202e}x"), "\\u{1b}[2J\\u{9b}1m\\u{d}\\u{202e}x");
+        assert_eq!(
+            escaped("\u{1b}[2J\u{9b}1m\r\u{202e}x"),
+            "\\u{1b}[2J\\u{9b}1m\\u{d}\\u{202e}x"
+        );
     }
 
     #[test]

@@ -10,11 +10,12 @@ use super::{
     exit::{self, CliError},
     output, show,
 };
-use crate::rpc::{
+use cotenant_rpc::{
     json::word,
     v1::{
-        ChatMessage, ChatRole, ContextShift, Conversation, FinishReason, GenerateRequest, KvType, SamplingOptions,
-        context_shift, generate_request, generate_response, llm_service_client::LlmServiceClient,
+        ChatMessage, ChatRole, ContextShift, Conversation, FinishReason, GenerateRequest, KvType,
+        SamplingOptions, context_shift, generate_request, generate_response,
+        llm_service_client::LlmServiceClient,
     },
 };
 
@@ -72,10 +73,16 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
     let input = if generate.raw {
         generate_request::Input::Prompt(prompt)
     } else {
-        let said = |role: ChatRole, content: String| ChatMessage { role: role.into(), content };
+        let said = |role: ChatRole, content: String| ChatMessage {
+            role: role.into(),
+            content,
+        };
         let system = generate.system.map(|system| said(ChatRole::System, system));
         generate_request::Input::Conversation(Conversation {
-            messages: system.into_iter().chain([said(ChatRole::User, prompt)]).collect(),
+            messages: system
+                .into_iter()
+                .chain([said(ChatRole::User, prompt)])
+                .collect(),
         })
     };
     let request = GenerateRequest {
@@ -111,7 +118,9 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
             Some(generate_response::Message::Delta(delta)) => match global.output {
                 Output::Table => output::write(&delta.text)?,
                 Output::Json => answer.push_str(&delta.text),
-                Output::Ndjson => output::write_json(global.output, &json!({ "delta": { "text": delta.text } }))?,
+                Output::Ndjson => {
+                    output::write_json(global.output, &json!({ "delta": { "text": delta.text } }))?;
+                }
             },
             Some(generate_response::Message::Finished(finished)) => {
                 let reason = finished.finish_reason();
@@ -134,7 +143,11 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
                             usage.prompt_tokens,
                             usage.completion_tokens,
                             show::span(&total),
-                            if reason == FinishReason::Length { ", cut at the limit of tokens" } else { "" },
+                            if reason == FinishReason::Length {
+                                ", cut at the limit of tokens"
+                            } else {
+                                ""
+                            },
                             match usage.kv_type() {
                                 KvType::Q8 => ", with its context kept as q8",
                                 KvType::Q4 => ", with its context kept as q4",
@@ -160,5 +173,8 @@ pub(super) async fn run(global: &Global, generate: Generate) -> Result<(), CliEr
             None => {}
         }
     }
-    Err(CliError::plain("the answer ended without an end", exit::FAILED))
+    Err(CliError::plain(
+        "the answer ended without an end",
+        exit::FAILED,
+    ))
 }

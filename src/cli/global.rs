@@ -10,10 +10,8 @@ use super::{
     output::Output,
     quantity,
 };
-use crate::{
-    rpc::{Endpoint, client::Identification},
-    units::TimeSpan,
-};
+use cotenant_rpc::{Endpoint, client::Identification};
+use cotenant_units::TimeSpan;
 
 /// Options of all commands.
 #[derive(Clone, Debug, Args)]
@@ -55,8 +53,11 @@ impl Global {
             return Ok(endpoint.clone());
         }
         // clap would name an option from the environment as a part of the usage.
-        let named = std::env::var("COTENANT_ENDPOINT").unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
-        named.parse().map_err(|error| CliError::failed(format!("cannot use COTENANT_ENDPOINT `{named}`"), error))
+        let named =
+            std::env::var("COTENANT_ENDPOINT").unwrap_or_else(|_| DEFAULT_ENDPOINT.to_owned());
+        named.parse().map_err(|error| {
+            CliError::failed(format!("cannot use COTENANT_ENDPOINT `{named}`"), error)
+        })
     }
 
     /// Connects to the supervisor.
@@ -77,10 +78,15 @@ impl Global {
             return Ok(None);
         };
         let read = |file: &PathBuf| {
-            fs::read_to_string(file)
-                .map_err(|error| CliError::failed(format!("cannot read `{}`", file.display()), error))
+            fs::read_to_string(file).map_err(|error| {
+                CliError::failed(format!("cannot read `{}`", file.display()), error)
+            })
         };
-        Ok(Some(Identification { certificate: read(cert)?, key: read(key)?, ca: read(ca)? }))
+        Ok(Some(Identification {
+            certificate: read(cert)?,
+            key: read(key)?,
+            ca: read(ca)?,
+        }))
     }
 
     /// A request with the deadline of `--timeout`.
@@ -97,7 +103,9 @@ impl Global {
     ) -> Result<T, CliError> {
         // The supervisor's own answer to a deadline has a reason; it gets the time to arrive.
         match tokio::time::timeout(self.timeout + ANSWER_GRACE, call).await {
-            Ok(Err(status)) if matches!(self.endpoint(), Ok(Endpoint::Tls(..))) => Err(CliError::of_remote(status)),
+            Ok(Err(status)) if matches!(self.endpoint(), Ok(Endpoint::Tls(..))) => {
+                Err(CliError::of_remote(status))
+            }
             Ok(response) => Ok(response?.into_inner()),
             Err(_) => Err(self.too_late()),
         }
@@ -105,7 +113,10 @@ impl Global {
 
     pub(super) fn too_late(&self) -> CliError {
         let error = match self.endpoint() {
-            Ok(endpoint) => format!("no answer from `{endpoint}` within {}", TimeSpan(self.timeout)),
+            Ok(endpoint) => format!(
+                "no answer from `{endpoint}` within {}",
+                TimeSpan(self.timeout)
+            ),
             Err(_) => format!("no answer within {}", TimeSpan(self.timeout)),
         };
         CliError::plain(error, exit::UNREACHABLE).with_hint("allow more with --timeout".to_owned())

@@ -14,8 +14,10 @@ use super::{
     exit::{self, CliError},
     output,
 };
-use crate::rpc::{
-    health_v1::{HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient},
+use cotenant_rpc::{
+    health_v1::{
+        HealthCheckRequest, health_check_response::ServingStatus, health_client::HealthClient,
+    },
     v1::{GetStatusRequest, operator_service_client::OperatorServiceClient},
 };
 
@@ -23,7 +25,12 @@ use crate::rpc::{
 #[derive(Debug, Args)]
 pub struct Health {
     /// Name of the part: `cotenant.engine`, `cotenant.pressure`, `cotenant.reboot`, `cotenant.worker.asr`; without it, the whole.
-    #[arg(long, default_value = "", hide_default_value = true, value_name = "NAME")]
+    #[arg(
+        long,
+        default_value = "",
+        hide_default_value = true,
+        value_name = "NAME"
+    )]
     service: String,
     /// Keep asking until it serves, or --timeout is over.
     #[arg(long)]
@@ -57,7 +64,9 @@ pub(super) async fn run(global: &Global, health: &Health) -> ExitCode {
                 ),
             };
             match (status, shown) {
-                (ServingStatus::Serving, Ok(()) | Err(CliError::OutputClosed)) => exit::health::SERVING,
+                (ServingStatus::Serving, Ok(()) | Err(CliError::OutputClosed)) => {
+                    exit::health::SERVING
+                }
                 (ServingStatus::Serving, Err(error)) => {
                     let _ = error.report(global.output != Output::Table);
                     exit::health::FAILED
@@ -82,7 +91,9 @@ async fn ask(global: &Global, service: &str) -> Found {
         Ok(channel) => channel,
         Err(error) => return Found::Unreachable(error),
     };
-    let request = global.request(HealthCheckRequest { service: service.to_owned() });
+    let request = global.request(HealthCheckRequest {
+        service: service.to_owned(),
+    });
     let named = OperatorServiceClient::new(channel.clone());
     match global.call(HealthClient::new(channel).check(request)).await {
         Ok(answer) => Found::Status(answer.status()),
@@ -97,9 +108,19 @@ async fn ask(global: &Global, service: &str) -> Found {
 
 /// The services of the supervisor; its workers by name, where this user may see them.
 async fn services(global: &Global, mut operator: OperatorServiceClient<Channel>) -> String {
-    let mut names = ["engine", "pressure", "reboot"].map(|part| format!("`cotenant.{part}`")).to_vec();
-    match global.call(operator.get_status(global.request(GetStatusRequest {}))).await {
-        Ok(status) => names.extend(status.workers.iter().map(|worker| format!("`cotenant.worker.{}`", worker.name))),
+    let mut names = ["engine", "pressure", "reboot"]
+        .map(|part| format!("`cotenant.{part}`"))
+        .to_vec();
+    match global
+        .call(operator.get_status(global.request(GetStatusRequest {})))
+        .await
+    {
+        Ok(status) => names.extend(
+            status
+                .workers
+                .iter()
+                .map(|worker| format!("`cotenant.worker.{}`", worker.name)),
+        ),
         Err(_) => names.push("`cotenant.worker.NAME` for each worker".to_owned()),
     }
     names.join(", ")

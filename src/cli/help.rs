@@ -9,9 +9,20 @@ const GROUPS: [(&str, &[&str]); 7] = [
     ("Run", &["serve", "demo", "worker", "completions"]),
     ("Plan", &["check", "plan", "catalogue", "calibrate"]),
     ("Use", &["generate", "talk", "hold"]),
-    ("Look", &["status", "top", "plot", "leases", "events", "metrics", "health"]),
+    (
+        "Look",
+        &[
+            "status", "top", "plot", "leases", "events", "metrics", "health",
+        ],
+    ),
     ("Explain", &["why", "postmortem", "replay"]),
-    ("Intervene", &["shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload", "drain"]),
+    (
+        "Intervene",
+        &[
+            "shed", "regrow", "kv-type", "start", "stop", "recycle", "resize", "load", "reload",
+            "drain",
+        ],
+    ),
     ("Measure", &["bench"]),
 ];
 
@@ -37,14 +48,20 @@ mod tests {
     use clap::CommandFactory as _;
 
     use super::*;
-    use crate::cli::Cli;
+    use crate::Cli;
 
     #[test]
     fn every_command_is_in_one_group() {
         let command = Cli::command();
-        let mut listed: Vec<&str> = GROUPS.iter().flat_map(|(_, names)| names.iter().copied()).collect();
-        let mut known: Vec<&str> =
-            command.get_subcommands().filter(|command| !command.is_hide_set()).map(Command::get_name).collect();
+        let mut listed: Vec<&str> = GROUPS
+            .iter()
+            .flat_map(|(_, names)| names.iter().copied())
+            .collect();
+        let mut known: Vec<&str> = command
+            .get_subcommands()
+            .filter(|command| !command.is_hide_set())
+            .map(Command::get_name)
+            .collect();
         listed.sort_unstable();
         known.sort_unstable();
         assert_eq!(listed, known);

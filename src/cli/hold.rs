@@ -34,18 +34,17 @@ use super::{
     session::{Interrupts, end_with_parent},
     stage::TemporaryFolder,
 };
-use crate::{
-    probe::{
-        ProbeRoot,
-        processes::{self, ProcessTable},
-    },
-    rpc::v1::{
-        CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass, ReleaseLeaseRequest, Target,
-        TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
-    },
-    units::{Bytes, TimeSpan},
-    worker::{descent::adopt_descendants, orphans},
+use cotenant_probe::{
+    ProbeRoot,
+    processes::{self, ProcessTable},
 };
+use cotenant_rpc::v1::{
+    CreateLeaseRequest, HoldLeaseRequest, HoldLeaseResponse, Lease, LeaseClass,
+    ReleaseLeaseRequest, Target, TargetState, hold_lease_response::Message,
+    lease_service_client::LeaseServiceClient,
+};
+use cotenant_units::{Bytes, TimeSpan};
+use cotenant_worker::{descent::adopt_descendants, orphans};
 
 /// Keeps a lease until interrupted, or until a program that runs under it has ended.
 #[derive(Debug, Args)]
@@ -100,12 +99,17 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
         let act = format!("--max {max} is below --min {least}");
         return Err(CliError::plain(act, exit::USAGE));
     }
-    let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
-    adopt_descendants().map_err(|error| CliError::failed("cannot follow what the program starts", error))?;
+    let mut interrupts =
+        Interrupts::new().map_err(|error| CliError::failed("cannot watch signals", error))?;
+    adopt_descendants()
+        .map_err(|error| CliError::failed("cannot follow what the program starts", error))?;
     let mut leases = LeaseServiceClient::new(global.connect().await?);
     let lease = create(global, &mut leases, hold).await?;
     let mut keeper = Keeper {
-        say: Say { output: global.output, beside_a_program: !hold.command.is_empty() },
+        say: Say {
+            output: global.output,
+            beside_a_program: !hold.command.is_empty(),
+        },
         heard: Instant::now(),
         sent: VecDeque::new(),
         term: hold.term,
@@ -124,7 +128,9 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
                     std::io::ErrorKind::PermissionDenied => NOT_EXECUTABLE,
                     _ => exit::FAILED,
                 };
-                return Err(CliError::failed(format!("cannot start `{program}`"), error).with_code(code));
+                return Err(
+                    CliError::failed(format!("cannot start `{program}`"), error).with_code(code)
+                );
             }
         }
     }
@@ -144,7 +150,11 @@ pub(super) async fn run(global: &Global, hold: &Hold) -> Result<ExitCode, CliErr
         }
         Ok(Over::Ended(reason)) => {
             keeper.end_program().await;
-            keeper.say.line("over", &format!("over: {reason}"), &json!({ "reason": reason }))?;
+            keeper.say.line(
+                "over",
+                &format!("over: {reason}"),
+                &json!({ "reason": reason }),
+            )?;
             ExitCode::from(exit::REFUSED)
         }
         Err(error) => {
@@ -161,7 +171,9 @@ async fn create(
     hold: &Hold,
 ) -> Result<Lease, CliError> {
     let duration = |duration: Duration| prost_types::Duration::try_from(duration).ok();
-    let since = std::time::SystemTime::UNIX_EPOCH.elapsed().unwrap_or_default();
+    let since = std::time::SystemTime::UNIX_EPOCH
+        .elapsed()
+        .unwrap_or_default();
     let mut request = tonic::Request::new(CreateLeaseRequest {
         request_id: format!("hold-{}-{}", std::process::id(), since.as_nanos()),
         tenant: hold.tenant.clone(),
@@ -173,8 +185,10 @@ async fn create(
         ..CreateLeaseRequest::default()
     });
     request.set_timeout(global.timeout + hold.wait);
-    let created =
-        tokio::time::timeout(global.timeout + hold.wait + super::global::ANSWER_GRACE, leases.create_lease(request));
+    let created = tokio::time::timeout(
+        global.timeout + hold.wait + super::global::ANSWER_GRACE,
+        leases.create_lease(request),
+    );
     let created = created.await.map_err(|_| global.too_late())??;
     let lease = created.into_inner().lease;
     lease.ok_or_else(|| CliError::plain("cannot keep a lease: the answer holds none", exit::FAILED))
@@ -217,29 +231,40 @@ struct Keeper {
 
 impl Keeper {
     /// Keeps the lease until it is over, through losses of the stream and restarts of the supervisor.
-    async fn keep(&mut self, leases: &mut LeaseServiceClient<tonic::transport::Channel>) -> Result<Over, CliError> {
+    async fn keep(
+        &mut self,
+        leases: &mut LeaseServiceClient<tonic::transport::Channel>,
+    ) -> Result<Over, CliError> {
         loop {
             let (say, said) = mpsc::channel(ANSWERS_MAX);
             self.sent.clear();
             self.send(&say, self.message());
             // A supervisor that is there and does not answer is as good as away.
-            match tokio::time::timeout(self.left(), leases.hold_lease(ReceiverStream::new(said))).await {
+            match tokio::time::timeout(self.left(), leases.hold_lease(ReceiverStream::new(said)))
+                .await
+            {
                 Ok(Ok(stream)) => {
                     if let Some(over) = self.listen(&say, stream.into_inner()).await? {
                         return Ok(over);
                     }
                 }
-                Ok(Err(status)) if is_final(&status) => return Ok(Over::Ended(status.message().to_owned())),
+                Ok(Err(status)) if is_final(&status) => {
+                    return Ok(Over::Ended(status.message().to_owned()));
+                }
                 Ok(Err(_)) | Err(_) => {}
             }
             if self.left().is_zero() {
-                let away = format!("the supervisor is away, and the term of {} ends", TimeSpan(self.term));
+                let away = format!(
+                    "the supervisor is away, and the term of {} ends",
+                    TimeSpan(self.term)
+                );
                 return Ok(Over::Ended(away));
             }
             let pause = PAUSE.min(self.left());
             if let Some(program) = &mut self.program {
                 if let Ok(status) = tokio::time::timeout(pause, program.ended(&self.say)).await {
-                    let status = status.map_err(|error| CliError::failed("cannot wait for the program", error))?;
+                    let status = status
+                        .map_err(|error| CliError::failed("cannot wait for the program", error))?;
                     return Ok(Over::Exited(status));
                 }
             } else {
@@ -250,7 +275,10 @@ impl Keeper {
 
     /// Time left until the lease may not be relied on any more; what a program has to end is not in it.
     fn left(&self) -> Duration {
-        let to_end = self.program.as_ref().map_or(Duration::ZERO, |_| GRACE.min(self.term / 8));
+        let to_end = self
+            .program
+            .as_ref()
+            .map_or(Duration::ZERO, |_| GRACE.min(self.term / 8));
         self.of_term().saturating_sub(to_end)
     }
 
@@ -261,8 +289,15 @@ impl Keeper {
 
     /// Until something is to be looked at, whatever is heard.
     fn pause(&self, renew_at: Instant) -> Duration {
-        let look = if self.due.is_some() { LOOK } else { self.term / 3 };
-        renew_at.saturating_duration_since(Instant::now()).min(look).min(self.left())
+        let look = if self.due.is_some() {
+            LOOK
+        } else {
+            self.term / 3
+        };
+        renew_at
+            .saturating_duration_since(Instant::now())
+            .min(look)
+            .min(self.left())
     }
 
     /// Keeps the lease on one stream; `None` when that is lost.
@@ -296,7 +331,9 @@ impl Keeper {
                         }
                         self.answer(say)?;
                     }
-                    Err(status) if is_final(&status) => return Ok(Some(Over::Ended(status.message().to_owned()))),
+                    Err(status) if is_final(&status) => {
+                        return Ok(Some(Over::Ended(status.message().to_owned())));
+                    }
                     Ok(None) | Err(_) => return Ok(None),
                 },
                 Next::Time => {
@@ -328,14 +365,20 @@ impl Keeper {
                 }
             }
             Some(Message::Target(target)) => {
-                let known = self.due.as_ref().is_some_and(|due| due.target.nonce == target.nonce);
+                let known = self
+                    .due
+                    .as_ref()
+                    .is_some_and(|due| due.target.nonce == target.nonce);
                 if !known {
                     self.say.target(&target)?;
                     if let Some(program) = &self.program {
                         program.tell();
                     }
                 }
-                self.due = Some(Due { target, said: false });
+                self.due = Some(Due {
+                    target,
+                    said: false,
+                });
             }
             Some(Message::Ended(ended)) => return Ok(Some(ended.reason)),
             Some(Message::Receipt(_)) | None => {}
@@ -353,7 +396,10 @@ impl Keeper {
         let used = used();
         let applied = used.filter(|used| used.get() <= target.target_bytes);
         if applied.is_none() {
-            self.due = Some(Due { target: target.clone(), said: true });
+            self.due = Some(Due {
+                target: target.clone(),
+                said: true,
+            });
             if said {
                 return Ok(());
             }
@@ -361,11 +407,16 @@ impl Keeper {
         let answer = match (applied, used) {
             (Some(used), _) => {
                 let text = format!("down to {used}");
-                self.say.line("applied", &text, &json!({ "used_bytes": used.get() }))?;
+                self.say
+                    .line("applied", &text, &json!({ "used_bytes": used.get() }))?;
                 (TargetState::Applied, Some(used.get()), String::new())
             }
             (None, Some(used)) => (TargetState::Deferred, Some(used.get()), String::new()),
-            (None, None) => (TargetState::Refused, None, "the memory of this holder cannot be measured".to_owned()),
+            (None, None) => (
+                TargetState::Refused,
+                None,
+                "the memory of this holder cannot be measured".to_owned(),
+            ),
         };
         let (state, used_bytes, error_detail) = answer;
         let message = HoldLeaseRequest {
@@ -398,7 +449,11 @@ impl Keeper {
     }
 
     /// Gives the lease back; one that cannot be ends with this process.
-    async fn release(&self, global: &Global, leases: &mut LeaseServiceClient<tonic::transport::Channel>) {
+    async fn release(
+        &self,
+        global: &Global,
+        leases: &mut LeaseServiceClient<tonic::transport::Channel>,
+    ) {
         let release = global.request(ReleaseLeaseRequest {
             name: self.lease.name.clone(),
             boot_id: self.lease.boot_id.clone(),
@@ -440,8 +495,15 @@ impl Program {
             .env("COTENANT_LEASE", &lease.name)
             .env("COTENANT_LEASE_BYTES", lease.held_bytes.to_string());
         end_with_parent(&mut command);
-        let child = tokio::process::Command::from(command).kill_on_drop(true).spawn()?;
-        Ok(Self { child, exited: None, fifo, _folder: folder })
+        let child = tokio::process::Command::from(command)
+            .kill_on_drop(true)
+            .spawn()?;
+        Ok(Self {
+            child,
+            exited: None,
+            fifo,
+            _folder: folder,
+        })
     }
 
     /// Tells it that memory is short. A full FIFO has notified it already.
@@ -464,7 +526,9 @@ impl Program {
         };
         while let left @ 1.. = self.others() {
             if self.exited.replace(status).is_none() {
-                let text = format!("the program has ended ({status}); the lease goes on with {left} of its processes");
+                let text = format!(
+                    "the program has ended ({status}); the lease goes on with {left} of its processes"
+                );
                 let _ = say.line("program_ended", &text, &json!({ "processes": left }));
             }
             tokio::time::sleep(LOOK_FOR_OTHERS).await;
@@ -482,7 +546,10 @@ impl Program {
         let proc = ProbeRoot::default().proc;
         let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
         if let Some(pid) = pid {
-            let _ = nix::sys::signal::kill(unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGTERM);
+            let _ = nix::sys::signal::kill(
+                unistd::Pid::from_raw(pid),
+                nix::sys::signal::Signal::SIGTERM,
+            );
         }
         orphans::ask_descendants_to_end(&proc, self.child.id());
         let all = async {
@@ -500,7 +567,11 @@ impl Program {
 
 fn fifo(path: &Path) -> std::io::Result<fs::File> {
     unistd::mkfifo(path, Mode::S_IRUSR | Mode::S_IWUSR)?;
-    fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)
+    fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)
 }
 
 /// What this process and those below it use, as the supervisor measures it.
@@ -526,7 +597,11 @@ fn code_of(status: ExitStatus) -> ExitCode {
     use std::os::unix::process::ExitStatusExt as _;
     let code = status.code().and_then(|code| u8::try_from(code).ok());
     // As shells have it.
-    let signalled = || status.signal().and_then(|signal| u8::try_from(128 + signal).ok());
+    let signalled = || {
+        status
+            .signal()
+            .and_then(|signal| u8::try_from(128 + signal).ok())
+    };
     ExitCode::from(code.or_else(signalled).unwrap_or(exit::FAILED))
 }
 
@@ -540,11 +615,17 @@ impl Say {
     fn held(&self, lease: &Lease) -> Result<(), CliError> {
         let held = Bytes::new(lease.held_bytes);
         let text = format!("holds {held} as `{}`", lease.name);
-        self.line("held", &text, &json!({ "name": lease.name, "held_bytes": lease.held_bytes }))
+        self.line(
+            "held",
+            &text,
+            &json!({ "name": lease.name, "held_bytes": lease.held_bytes }),
+        )
     }
 
     fn target(&self, target: &Target) -> Result<(), CliError> {
-        let left = target.deadline_in.and_then(|left| Duration::try_from(left).ok());
+        let left = target
+            .deadline_in
+            .and_then(|left| Duration::try_from(left).ok());
         let left = left.unwrap_or_default();
         let text = format!(
             "come down to {} within {:.1} s: {}",
@@ -564,12 +645,16 @@ impl Say {
     fn line(&self, what: &str, text: &str, fields: &Value) -> Result<(), CliError> {
         let line = match self.output {
             Output::Table => format!("{text}\n"),
-            Output::Json | Output::Ndjson => format!("{}\n", json!({ "event": what, "fields": fields })),
+            Output::Json | Output::Ndjson => {
+                format!("{}\n", json!({ "event": what, "fields": fields }))
+            }
         };
         if self.beside_a_program {
             use std::io::Write as _;
             // The program goes on, also when stderr is closed.
-            let _ = std::io::stderr().lock().write_all(exit::escaped(&line).as_bytes());
+            let _ = std::io::stderr()
+                .lock()
+                .write_all(exit::escaped(&line).as_bytes());
             return Ok(());
         }
         output::write(&line)
@@ -600,7 +685,7 @@ mod tests {
     use std::io::Read as _;
 
     use super::*;
-    use crate::rpc::v1::TargetReceipt;
+    use cotenant_rpc::v1::TargetReceipt;
 
     const TERM: Duration = Duration::from_secs(300);
 
@@ -608,8 +693,12 @@ mod tests {
         let lease = Lease::default();
         let arguments = |script: &str| ["-c".to_owned(), script.to_owned()];
         Keeper {
-            say: Say { output: Output::Table, beside_a_program: true },
-            program: program.map(|script| Program::start("sh", &arguments(script), &lease).unwrap()),
+            say: Say {
+                output: Output::Table,
+                beside_a_program: true,
+            },
+            program: program
+                .map(|script| Program::start("sh", &arguments(script), &lease).unwrap()),
             lease,
             term: TERM,
             heard: Instant::now(),
@@ -619,13 +708,21 @@ mod tests {
     }
 
     fn hears(keeper: &mut Keeper, say: &mpsc::Sender<HoldLeaseRequest>, message: Message) {
-        let response = HoldLeaseResponse { message: Some(message) };
+        let response = HoldLeaseResponse {
+            message: Some(message),
+        };
         assert_eq!(keeper.hear(response).unwrap(), None);
         keeper.answer(say).unwrap();
     }
 
     const fn target(nonce: u64, target_bytes: u64) -> Message {
-        Message::Target(Target { nonce, target_bytes, revoke_deadline: None, deadline_in: None, reason: String::new() })
+        Message::Target(Target {
+            nonce,
+            target_bytes,
+            revoke_deadline: None,
+            deadline_in: None,
+            reason: String::new(),
+        })
     }
 
     #[test]
@@ -636,10 +733,17 @@ mod tests {
         hears(&mut keeper, &say, target(7, 1));
         assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
         for _ in 0..3 {
-            hears(&mut keeper, &say, Message::Receipt(TargetReceipt::default()));
+            hears(
+                &mut keeper,
+                &say,
+                Message::Receipt(TargetReceipt::default()),
+            );
             hears(&mut keeper, &say, Message::Renewed(Lease::default()));
         }
-        assert!(said.try_recv().is_err(), "its receipts are no reason to say it again");
+        assert!(
+            said.try_recv().is_err(),
+            "its receipts are no reason to say it again"
+        );
         // Another stream asks again.
         hears(&mut keeper, &say, target(7, 1));
         assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
@@ -654,7 +758,10 @@ mod tests {
         let mut keeper = keeper(Some("exec sleep 1000"));
         hears(&mut keeper, &say, target(7, u64::MAX));
         hears(&mut keeper, &say, Message::Renewed(Lease::default()));
-        assert!(said.try_recv().is_err(), "it uses little, and has not heard");
+        assert!(
+            said.try_recv().is_err(),
+            "it uses little, and has not heard"
+        );
         // As the program would.
         let program = keeper.program.as_ref().unwrap();
         assert_eq!((&program.fifo).read(&mut [0; 16]).unwrap(), 1);
@@ -670,7 +777,9 @@ mod tests {
         let left = |keeper: &Keeper| (keeper.pause(renew_at), keeper.left());
         assert!(left(&keeper).0 > TERM / 4, "renewed in turn");
         // The last that was heard is long ago: that is seen without the next renewal.
-        keeper.heard = Instant::now().checked_sub(TERM - GRACE - Duration::from_millis(10)).unwrap();
+        keeper.heard = Instant::now()
+            .checked_sub(TERM - GRACE - Duration::from_millis(10))
+            .unwrap();
         assert!(left(&keeper).0 <= Duration::from_millis(10));
         keeper.heard = Instant::now().checked_sub(TERM - GRACE).unwrap();
         assert!(left(&keeper).1.is_zero());
@@ -679,6 +788,15 @@ mod tests {
         let begun = Instant::now();
         keeper.end_program().await;
         assert!(begun.elapsed() < GRACE);
-        assert!(keeper.program.as_mut().unwrap().child.try_wait().unwrap().is_some());
+        assert!(
+            keeper
+                .program
+                .as_mut()
+                .unwrap()
+                .child
+                .try_wait()
+                .unwrap()
+                .is_some()
+        );
     }
 }

@@ -9,7 +9,7 @@ use super::{
     exit::{self, CliError},
     output, show,
 };
-use crate::rpc::{
+use cotenant_rpc::{
     json,
     v1::{Lease, ListLeasesRequest, ReleaseLeaseRequest, lease_service_client::LeaseServiceClient},
 };
@@ -43,16 +43,22 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
                     let leases: Value = leases.iter().map(json::lease).collect();
                     output::write_json(global.output, &leases)
                 }
-                Output::Ndjson => {
-                    leases.iter().try_for_each(|lease| output::write_json(global.output, &json::lease(lease)))
-                }
+                Output::Ndjson => leases
+                    .iter()
+                    .try_for_each(|lease| output::write_json(global.output, &json::lease(lease))),
             }
         }
         Verb::Release { name } => {
-            let lease =
-                all(global, &mut client).await?.into_iter().find(|lease| lease.name == name).ok_or_else(|| {
-                    CliError::plain(format!("cannot release `{name}`: there is no such lease"), exit::REFUSED)
-                        .with_hint("`cotenant leases` lists them".to_owned())
+            let lease = all(global, &mut client)
+                .await?
+                .into_iter()
+                .find(|lease| lease.name == name)
+                .ok_or_else(|| {
+                    CliError::plain(
+                        format!("cannot release `{name}`: there is no such lease"),
+                        exit::REFUSED,
+                    )
+                    .with_hint("`cotenant leases` lists them".to_owned())
                 })?;
             let released = global
                 .call(client.release_lease(global.request(ReleaseLeaseRequest {
@@ -67,12 +73,19 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
 }
 
 /// All leases, page by page.
-async fn all(global: &Global, client: &mut LeaseServiceClient<Channel>) -> Result<Vec<Lease>, CliError> {
+async fn all(
+    global: &Global,
+    client: &mut LeaseServiceClient<Channel>,
+) -> Result<Vec<Lease>, CliError> {
     let mut leases = Vec::new();
     let mut page_token = String::new();
     loop {
-        let page =
-            global.call(client.list_leases(global.request(ListLeasesRequest { page_size: 0, page_token }))).await?;
+        let page = global
+            .call(client.list_leases(global.request(ListLeasesRequest {
+                page_size: 0,
+                page_token,
+            })))
+            .await?;
         leases.extend(page.leases);
         page_token = page.next_page_token;
         if page_token.is_empty() {

@@ -18,7 +18,11 @@ use super::{
 #[derive(Clone, Debug, clap::Args)]
 pub struct Metrics {
     /// Where the supervisor serves them.
-    #[arg(long, value_name = "URL", default_value = "http://127.0.0.1:8410/metrics")]
+    #[arg(
+        long,
+        value_name = "URL",
+        default_value = "http://127.0.0.1:8410/metrics"
+    )]
     url: String,
     /// File with an API key, where `http.keyless` does not name `metrics`.
     #[arg(long, value_name = "FILE")]
@@ -33,12 +37,13 @@ pub struct Metrics {
 pub(super) fn run(global: &Global, args: &Metrics) -> Result<(), CliError> {
     let text = read(global, args)?;
     match (&args.textfile, global.output) {
-        (Some(path), _) => {
-            replace(path, &text).map_err(|error| CliError::failed(format!("cannot write `{}`", path.display()), error))
-        }
+        (Some(path), _) => replace(path, &text)
+            .map_err(|error| CliError::failed(format!("cannot write `{}`", path.display()), error)),
         (None, Output::Table) => output::write(&text),
         (None, format @ Output::Json) => output::write_json(format, &samples(&text).collect()),
-        (None, format @ Output::Ndjson) => samples(&text).try_for_each(|sample| output::write_json(format, &sample)),
+        (None, format @ Output::Ndjson) => {
+            samples(&text).try_for_each(|sample| output::write_json(format, &sample))
+        }
     }
 }
 
@@ -48,21 +53,35 @@ fn read(global: &Global, args: &Metrics) -> Result<String, CliError> {
             .with_hint("name the address of `http.listen` with --url".to_owned())
             .with_code(exit::UNREACHABLE)
     };
-    let config = ureq::Agent::config_builder().timeout_global(Some(global.timeout)).http_status_as_error(false);
-    let mut request = ureq::Agent::from(config.build()).get(&args.url).header("accept", "text/plain");
+    let config = ureq::Agent::config_builder()
+        .timeout_global(Some(global.timeout))
+        .http_status_as_error(false);
+    let mut request = ureq::Agent::from(config.build())
+        .get(&args.url)
+        .header("accept", "text/plain");
     if let Some(path) = &args.key_file {
-        let key = fs::read_to_string(path)
-            .map_err(|error| CliError::failed(format!("cannot read `{}`", path.display()), error))?;
+        let key = fs::read_to_string(path).map_err(|error| {
+            CliError::failed(format!("cannot read `{}`", path.display()), error)
+        })?;
         request = request.header("authorization", format!("Bearer {}", key.trim()));
     }
     let mut answer = request.call().map_err(unreachable)?;
     let status = answer.status().as_u16();
     if status != 200 {
-        let hint = (status == 401).then(|| "give a key with --key-file, or add `metrics` to `http.keyless`".to_owned());
-        let error = format!("cannot read metrics from `{}`: it answered {status}", args.url);
+        let hint = (status == 401)
+            .then(|| "give a key with --key-file, or add `metrics` to `http.keyless`".to_owned());
+        let error = format!(
+            "cannot read metrics from `{}`: it answered {status}",
+            args.url
+        );
         return Err(CliError::plain(error, exit::REFUSED).with_hint(hint));
     }
-    answer.body_mut().with_config().limit(TEXT_MAX).read_to_string().map_err(unreachable)
+    answer
+        .body_mut()
+        .with_config()
+        .limit(TEXT_MAX)
+        .read_to_string()
+        .map_err(unreachable)
 }
 
 /// Puts the text in place of the file. What is written has a name that the collector does not read (it takes `*.prom`).
@@ -84,17 +103,19 @@ fn replace(path: &Path, text: &str) -> io::Result<()> {
 
 /// Each figure, with its name and labels as one text.
 fn samples(text: &str) -> impl Iterator<Item = Value> {
-    text.lines().filter(|line| !line.starts_with('#')).filter_map(|line| {
-        let (series, value) = line.rsplit_once(' ')?;
-        let value = match (value.parse::<u64>(), value.parse::<f64>()) {
-            (Ok(whole), _) => Value::from(whole),
-            (_, Ok(number)) if number.is_finite() => Value::from(number),
-            // What JSON has no number for stays text: `NaN`, `+Inf`.
-            (_, Ok(_)) => Value::from(value),
-            _ => return None,
-        };
-        Some(json!({ "series": series, "value": value }))
-    })
+    text.lines()
+        .filter(|line| !line.starts_with('#'))
+        .filter_map(|line| {
+            let (series, value) = line.rsplit_once(' ')?;
+            let value = match (value.parse::<u64>(), value.parse::<f64>()) {
+                (Ok(whole), _) => Value::from(whole),
+                (_, Ok(number)) if number.is_finite() => Value::from(number),
+                // What JSON has no number for stays text: `NaN`, `+Inf`.
+                (_, Ok(_)) => Value::from(value),
+                _ => return None,
+            };
+            Some(json!({ "series": series, "value": value }))
+        })
 }
 
 /// Our choice; all metrics of a large stack are some 100 KiB.
@@ -120,6 +141,12 @@ mod tests {
     #[test]
     fn comments_are_no_samples() {
         let found: Vec<Value> = samples("# TYPE a gauge\na{b=\"c d\"} 7\nx 0.5\n# EOF\n").collect();
-        assert_eq!(found, [json!({"series": "a{b=\"c d\"}", "value": 7}), json!({"series": "x", "value": 0.5})]);
+        assert_eq!(
+            found,
+            [
+                json!({"series": "a{b=\"c d\"}", "value": 7}),
+                json!({"series": "x", "value": 0.5})
+            ]
+        );
     }
 }

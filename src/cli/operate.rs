@@ -11,15 +11,13 @@ use super::{
     progress::Progress,
     quantity,
 };
-use crate::{
-    policy::kv_type::KvType,
-    rpc::v1::{
-        self, ControlWorkerRequest, DrainRequest, EngineState, GetStatusRequest, LoadModelRequest, RegrowRequest,
-        ReloadRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest, WorkerCommand,
-        operator_service_client::OperatorServiceClient,
-    },
-    units::{Bytes, TimeSpan},
+use cotenant_policy::kv_type::KvType;
+use cotenant_rpc::v1::{
+    self, ControlWorkerRequest, DrainRequest, EngineState, GetStatusRequest, LoadModelRequest,
+    RegrowRequest, ReloadRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest,
+    WorkerCommand, operator_service_client::OperatorServiceClient,
 };
+use cotenant_units::{Bytes, TimeSpan};
 
 /// Takes memory back from the LLM.
 #[derive(Debug, Args)]
@@ -66,7 +64,9 @@ pub(super) enum Control {
 
 pub(super) async fn shed(global: &Global, shed: &Shed) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request = global.request(ShedRequest { shed_bytes: shed.bytes.get() });
+    let request = global.request(ShedRequest {
+        shed_bytes: shed.bytes.get(),
+    });
     let done = global.call(client.shed(request)).await?;
     let limited_by = (!done.limited_by.is_empty()).then_some(&done.limited_by);
     let figures = serde_json::json!({
@@ -86,14 +86,18 @@ pub(super) async fn kv_type(global: &Global, wanted: &KvTypeArgs) -> Result<(), 
         KvType::Q8 => v1::KvType::Q8,
         KvType::Q4 => v1::KvType::Q4,
     };
-    let request = global.request(SetKvTypeRequest { kv_type: kv_type.into() });
+    let request = global.request(SetKvTypeRequest {
+        kv_type: kv_type.into(),
+    });
     let done = global.call(client.set_kv_type(request)).await?;
     output::write_done(global.output, &done.message)
 }
 
 pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global.call(client.regrow(global.request(RegrowRequest {}))).await?;
+    let done = global
+        .call(client.regrow(global.request(RegrowRequest {})))
+        .await?;
     output::write_done(global.output, &done.message)
 }
 
@@ -107,20 +111,27 @@ pub struct Load {
 
 pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global.call(client.load_model(global.request(LoadModelRequest {}))).await?;
+    let done = global
+        .call(client.load_model(global.request(LoadModelRequest {})))
+        .await?;
     if load.no_wait {
         return output::write_done(global.output, &done.message);
     }
     let began = Instant::now();
     let (mut progress, mut loads) = (Progress::new(), false);
     loop {
-        let status = global.call(client.get_status(global.request(GetStatusRequest {}))).await?;
+        let status = global
+            .call(client.get_status(global.request(GetStatusRequest {})))
+            .await?;
         let engine = status.engine.unwrap_or_default();
         match engine.state() {
             EngineState::Loading => loads = true,
             EngineState::Failed if loads => {
                 drop(progress);
-                return Err(CliError::plain(format!("cannot load the model: {}", engine.failure), exit::FAILED));
+                return Err(CliError::plain(
+                    format!("cannot load the model: {}", engine.failure),
+                    exit::FAILED,
+                ));
             }
             _ => break,
         }
@@ -131,7 +142,11 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
         tokio::time::sleep(LOOK_AGAIN_AFTER).await;
     }
     drop(progress);
-    let message = if loads { format!("loaded in {}", TimeSpan(in_tenths(began.elapsed()))) } else { done.message };
+    let message = if loads {
+        format!("loaded in {}", TimeSpan(in_tenths(began.elapsed())))
+    } else {
+        done.message
+    };
     output::write_done(global.output, &message)
 }
 
@@ -139,7 +154,10 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
 fn reading(read: u64, whole: u64, took: Duration) -> String {
     let mut text = format!("{} of {}", Bytes::new(read), Bytes::new(whole));
     let rate = u128::from(read) * 1000 / took.as_millis().max(1);
-    if let Some(left) = u128::from(whole.saturating_sub(read)).saturating_mul(1000).checked_div(rate) {
+    if let Some(left) = u128::from(whole.saturating_sub(read))
+        .saturating_mul(1000)
+        .checked_div(rate)
+    {
         let left = Duration::from_millis(u64::try_from(left).unwrap_or(u64::MAX));
         let rate = Bytes::new(u64::try_from(rate).unwrap_or(u64::MAX));
         text.push_str(&format!(", {rate}/s, {} left", TimeSpan(in_tenths(left))));
@@ -156,7 +174,9 @@ const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(100);
 
 pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global.call(client.reload(global.request(ReloadRequest {}))).await?;
+    let done = global
+        .call(client.reload(global.request(ReloadRequest {})))
+        .await?;
     let keys = serde_json::json!({
         "message": done.message,
         "appliedKeys": done.applied_keys,
@@ -175,18 +195,27 @@ pub struct Drain {
 
 pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let done = global.call(client.drain(global.request(DrainRequest { off: drain.off }))).await?;
+    let done = global
+        .call(client.drain(global.request(DrainRequest { off: drain.off })))
+        .await?;
     output::write_done(global.output, &done.message)
 }
 
-pub(super) async fn control(global: &Global, worker: Worker, control: Control) -> Result<(), CliError> {
+pub(super) async fn control(
+    global: &Global,
+    worker: Worker,
+    control: Control,
+) -> Result<(), CliError> {
     let command = match control {
         Control::Recycle => WorkerCommand::Recycle,
         Control::Start => WorkerCommand::Start,
         Control::Stop => WorkerCommand::Stop,
     };
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request = global.request(ControlWorkerRequest { name: worker.name, command: command.into() });
+    let request = global.request(ControlWorkerRequest {
+        name: worker.name,
+        command: command.into(),
+    });
     let done = global.call(client.control_worker(request)).await?;
     output::write_done(global.output, &done.message)
 }
@@ -209,7 +238,10 @@ mod tests {
     #[test]
     fn a_load_shows_bytes_rate_and_what_is_left() {
         let mib = |mib: u64| mib << 20;
-        assert_eq!(reading(mib(300), mib(1200), Duration::from_secs(3)), "300 MiB of 1.1 GiB, 100 MiB/s, 9 s left");
+        assert_eq!(
+            reading(mib(300), mib(1200), Duration::from_secs(3)),
+            "300 MiB of 1.1 GiB, 100 MiB/s, 9 s left"
+        );
         assert_eq!(reading(0, mib(8), Duration::ZERO), "0 B of 8 MiB");
     }
 }

@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde_json::Value;
 
 use super::exit::{CliError, escaped};
-use crate::rpc::json;
+use cotenant_rpc::json;
 
 /// How to print data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -49,9 +49,10 @@ fn write_raw(text: &str) -> Result<(), CliError> {
 #[must_use]
 pub(super) fn camel_case(value: Value) -> Value {
     match value {
-        Value::Object(fields) => {
-            fields.into_iter().map(|(key, value)| (json::camel_case(&key), camel_case(value))).collect()
-        }
+        Value::Object(fields) => fields
+            .into_iter()
+            .map(|(key, value)| (json::camel_case(&key), camel_case(value)))
+            .collect(),
         Value::Array(values) => values.into_iter().map(camel_case).collect(),
         other => other,
     }
@@ -70,11 +71,16 @@ pub fn write_json(output: Output, value: &Value) -> Result<(), CliError> {
 ///
 /// # Errors
 /// When stdout cannot be written to.
-pub fn write_report(output: Output, report: &impl Serialize, text: impl FnOnce() -> String) -> Result<(), CliError> {
+pub fn write_report(
+    output: Output,
+    report: &impl Serialize,
+    text: impl FnOnce() -> String,
+) -> Result<(), CliError> {
     match output {
         Output::Table => write(&text()),
         Output::Json | Output::Ndjson => {
-            let value = serde_json::to_value(report).map_err(|error| CliError::failed("cannot write JSON", error))?;
+            let value = serde_json::to_value(report)
+                .map_err(|error| CliError::failed("cannot write JSON", error))?;
             write_json(output, &value)
         }
     }
@@ -86,7 +92,11 @@ pub(super) fn write_done(output: Output, message: &str) -> Result<(), CliError> 
 }
 
 /// Writes what was done, in words or as `figures`.
-pub(super) fn write_done_with(output: Output, message: &str, figures: &Value) -> Result<(), CliError> {
+pub(super) fn write_done_with(
+    output: Output,
+    message: &str,
+    figures: &Value,
+) -> Result<(), CliError> {
     match output {
         Output::Table => write(&format!("{message}\n")),
         Output::Json | Output::Ndjson => write_json(output, figures),
@@ -101,9 +111,17 @@ pub struct Table {
 
 /// Numbers as a sentence has them: `3, 7, 9`; of many, the first.
 pub(super) fn listed<T: ToString>(numbers: &[T]) -> String {
-    let shown: Vec<String> = numbers.iter().take(LISTED_MAX).map(ToString::to_string).collect();
+    let shown: Vec<String> = numbers
+        .iter()
+        .take(LISTED_MAX)
+        .map(ToString::to_string)
+        .collect();
     let more = numbers.len().saturating_sub(LISTED_MAX);
-    if more > 0 { format!("{} and {more} more", shown.join(", ")) } else { shown.join(", ") }
+    if more > 0 {
+        format!("{} and {more} more", shown.join(", "))
+    } else {
+        shown.join(", ")
+    }
 }
 
 /// Our choice.
@@ -121,7 +139,10 @@ pub enum Column {
 impl Table {
     /// A table without rows.
     pub fn new(head: impl Into<Vec<Column>>) -> Self {
-        Self { head: head.into(), rows: Vec::new() }
+        Self {
+            head: head.into(),
+            rows: Vec::new(),
+        }
     }
 
     /// Adds a row; an empty cell is shown as `-`.
@@ -145,7 +166,11 @@ impl Table {
                     cell => cell,
                 })
                 .collect();
-            let width = cells.iter().map(|cell| cell.chars().count()).max().unwrap_or(0);
+            let width = cells
+                .iter()
+                .map(|cell| cell.chars().count())
+                .max()
+                .unwrap_or(0);
             for (line, cell) in lines.iter_mut().zip(cells) {
                 if index > 0 {
                     line.push_str("  ");
@@ -156,7 +181,10 @@ impl Table {
                 }
             }
         }
-        lines.iter().map(|line| format!("{}\n", line.trim_end())).collect()
+        lines
+            .iter()
+            .map(|line| format!("{}\n", line.trim_end()))
+            .collect()
     }
 }
 
@@ -166,9 +194,16 @@ mod tests {
 
     #[test]
     fn a_table_has_straight_columns_and_no_trailing_space() {
-        let mut table = Table::new([Column::Text("LEASE"), Column::Figure("HELD"), Column::Text("WHY")]);
+        let mut table = Table::new([
+            Column::Text("LEASE"),
+            Column::Figure("HELD"),
+            Column::Text("WHY"),
+        ]);
         table.row(["asr#1".to_owned(), "64 MiB".to_owned(), String::new()]);
         table.row(["a-long-name#2".to_owned(), "1 B".to_owned(), "x".to_owned()]);
-        assert_eq!(table.render(), "LEASE            HELD  WHY\nasr#1          64 MiB  -\na-long-name#2     1 B  x\n");
+        assert_eq!(
+            table.render(),
+            "LEASE            HELD  WHY\nasr#1          64 MiB  -\na-long-name#2     1 B  x\n"
+        );
     }
 }

@@ -16,17 +16,18 @@ use super::{
     exit::{self, CliError},
     output, quantity,
 };
-use crate::{
-    journal::{self, JournalEntry, Rebuilt},
-    policy::{lease::LeaseKind, pressure::PressureLevel, snapshot::Snapshot},
-    units::{Bytes, Timestamp},
-};
+use cotenant_journal::{self as journal, JournalEntry, Rebuilt};
+use cotenant_policy::{lease::LeaseKind, pressure::PressureLevel, snapshot::Snapshot};
+use cotenant_units::{Bytes, Timestamp};
 
 /// Draws memory by owner against the budget, from the journal: what each lease held, and what was unaccounted.
 #[derive(Debug, Args)]
 pub struct Plot {
     /// The journal; several files, oldest first. One file alone is read after the older part beside it, `FILE.1`.
-    #[arg(value_name = "FILE", default_value = "/var/lib/cotenant/journal.ndjson")]
+    #[arg(
+        value_name = "FILE",
+        default_value = "/var/lib/cotenant/journal.ndjson"
+    )]
     files: Vec<PathBuf>,
     /// Only what happened since so long ago, such as `2h`.
     #[arg(long, value_name = "DURATION", value_parser = quantity::duration)]
@@ -39,30 +40,50 @@ pub struct Plot {
 pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
     let mut entries = Vec::new();
     for path in older_parts(&plot.files).iter().chain(&plot.files) {
-        let contents = journal::read(path).map_err(|error| CliError::failed("cannot plot", error))?;
+        let contents =
+            journal::read(path).map_err(|error| CliError::failed("cannot plot", error))?;
         entries.extend(contents.entries);
     }
-    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-    let from = plot.since.map_or(Duration::ZERO, |since| now.saturating_sub(since));
-    let history = History::of(&entries, u64::try_from(from.as_micros()).unwrap_or(u64::MAX));
+    let now = SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or_default();
+    let from = plot
+        .since
+        .map_or(Duration::ZERO, |since| now.saturating_sub(since));
+    let history = History::of(
+        &entries,
+        u64::try_from(from.as_micros()).unwrap_or(u64::MAX),
+    );
     if let (Some(last), true) = (entries.last(), history.points.is_empty()) {
-        let ago = now.saturating_sub(Duration::from_micros(last.unix_us)).as_secs();
-        let error = format!("cannot plot: nothing happened since then; the last line is {ago} s old");
-        return Err(CliError::plain(error, exit::FAILED).with_hint("give a longer --since, or none".to_owned()));
+        let ago = now
+            .saturating_sub(Duration::from_micros(last.unix_us))
+            .as_secs();
+        let error =
+            format!("cannot plot: nothing happened since then; the last line is {ago} s old");
+        return Err(CliError::plain(error, exit::FAILED)
+            .with_hint("give a longer --since, or none".to_owned()));
     }
     let chart = history.chart();
     if let Some(path) = &plot.svg {
-        let svg = chart.to_svg().map_err(|error| CliError::failed("cannot plot", error))?;
-        std::fs::write(path, svg)
-            .map_err(|error| CliError::failed(format!("cannot write `{}`", path.display()), error))?;
+        let svg = chart
+            .to_svg()
+            .map_err(|error| CliError::failed("cannot plot", error))?;
+        std::fs::write(path, svg).map_err(|error| {
+            CliError::failed(format!("cannot write `{}`", path.display()), error)
+        })?;
     }
     match global.output {
         Output::Table if plot.svg.is_some() => Ok(()),
-        Output::Table => {
-            output::write(&format!("{}, {}\n{}", chart.title, chart.subtitle, chart.to_text(WIDTH, HEIGHT, false)))
-        }
+        Output::Table => output::write(&format!(
+            "{}, {}\n{}",
+            chart.title,
+            chart.subtitle,
+            chart.to_text(WIDTH, HEIGHT, false)
+        )),
         Output::Json => output::write_json(global.output, &points_json(&chart).collect()),
-        Output::Ndjson => points_json(&chart).try_for_each(|point| output::write_json(global.output, &point)),
+        Output::Ndjson => {
+            points_json(&chart).try_for_each(|point| output::write_json(global.output, &point))
+        }
     }
 }
 
@@ -72,13 +93,21 @@ fn older_parts(files: &[PathBuf]) -> Vec<PathBuf> {
     let mut name = OsString::from(file);
     name.push(".1");
     let older = PathBuf::from(name);
-    Path::new(&older).is_file().then_some(older).into_iter().collect()
+    Path::new(&older)
+        .is_file()
+        .then_some(older)
+        .into_iter()
+        .collect()
 }
 
 fn points_json(chart: &Chart) -> impl Iterator<Item = Value> {
     chart.points.iter().map(|point| {
         let at = chart.epoch.unwrap_or_default() + point.at.since_start();
-        let owners: BTreeMap<&String, u64> = point.owners.iter().map(|(owner, held)| (owner, held.get())).collect();
+        let owners: BTreeMap<&String, u64> = point
+            .owners
+            .iter()
+            .map(|(owner, held)| (owner, held.get()))
+            .collect();
         json!({
             "time": prost_types::Timestamp::from(SystemTime::UNIX_EPOCH + at).to_string(),
             "budgetBytes": chart.budget.get(),
@@ -127,7 +156,8 @@ impl History {
             if history.points.is_empty() {
                 history.began_us = entry.unix_us;
             }
-            let at = Timestamp::START + Duration::from_micros(entry.unix_us.saturating_sub(history.began_us));
+            let at = Timestamp::START
+                + Duration::from_micros(entry.unix_us.saturating_sub(history.began_us));
             history.add_point(at, &state);
             if let Some((_, before)) = before.filter(|(run, _)| *run == entry.boot_id) {
                 history.add_marks(at, &before, &state);
@@ -160,31 +190,64 @@ impl History {
 
     fn add_marks(&mut self, at: Timestamp, before: &Snapshot, state: &Snapshot) {
         let mut add = |kind, what: String, bytes| {
-            self.happened.push(Happened { at, kind, what, bytes, times: 1 });
+            self.happened.push(Happened {
+                at,
+                kind,
+                what,
+                bytes,
+                times: 1,
+            });
         };
         if state.pressure.level > before.pressure.level {
-            let weight = if state.pressure.level == PressureLevel::Critical { Bytes::MAX } else { Bytes::ZERO };
-            add(MarkKind::Alarm, format!("pressure {}", state.pressure.level), weight);
+            let weight = if state.pressure.level == PressureLevel::Critical {
+                Bytes::MAX
+            } else {
+                Bytes::ZERO
+            };
+            add(
+                MarkKind::Alarm,
+                format!("pressure {}", state.pressure.level),
+                weight,
+            );
         }
-        let shed = state.totals.shed_bytes.saturating_sub(before.totals.shed_bytes);
+        let shed = state
+            .totals
+            .shed_bytes
+            .saturating_sub(before.totals.shed_bytes);
         if shed > Bytes::ZERO {
             add(MarkKind::Shed, "shed".to_owned(), shed);
         }
-        let regrown = state.totals.regrown_bytes.saturating_sub(before.totals.regrown_bytes);
+        let regrown = state
+            .totals
+            .regrown_bytes
+            .saturating_sub(before.totals.regrown_bytes);
         if regrown > Bytes::ZERO {
             add(MarkKind::Regrow, "grown back".to_owned(), regrown);
         }
         for worker in &state.workers {
-            let known = before.workers.iter().find(|known| known.name == worker.name);
+            let known = before
+                .workers
+                .iter()
+                .find(|known| known.name == worker.name);
             if known.is_some_and(|known| known.failures < worker.failures) {
-                add(MarkKind::Note, format!("{} failed", worker.name), Bytes::MAX);
+                add(
+                    MarkKind::Note,
+                    format!("{} failed", worker.name),
+                    Bytes::MAX,
+                );
             }
         }
     }
 
     fn chart(mut self) -> Chart {
-        let end = self.points.last().map_or(Timestamp::START, |point| point.at);
-        let marks = thinned(std::mem::take(&mut self.happened), end.since_start() / MERGED_WITHIN);
+        let end = self
+            .points
+            .last()
+            .map_or(Timestamp::START, |point| point.at);
+        let marks = thinned(
+            std::mem::take(&mut self.happened),
+            end.since_start() / MERGED_WITHIN,
+        );
         let left_out = marks.len().saturating_sub(MARKS_MAX);
         let mut subtitle = "held by lease, and unaccounted; times are UTC".to_owned();
         if left_out > 0 {
@@ -199,7 +262,11 @@ impl History {
             budget: self.budget,
             budget_name: "budget",
             epoch: Some(Duration::from_micros(self.began_us)),
-            marks: marks.into_iter().take(MARKS_MAX).map(Happened::mark).collect(),
+            marks: marks
+                .into_iter()
+                .take(MARKS_MAX)
+                .map(Happened::mark)
+                .collect(),
             order,
         }
     }
@@ -214,7 +281,11 @@ impl Happened {
         if self.times > 1 {
             label.push_str(&format!(", {} times", self.times));
         }
-        ChartMark { at: self.at, label, kind: self.kind }
+        ChartMark {
+            at: self.at,
+            label,
+            kind: self.kind,
+        }
     }
 }
 
@@ -261,7 +332,10 @@ mod tests {
 
     #[test]
     fn sheds_in_a_row_are_one_mark_and_the_largest_come_first() {
-        let marks = thinned(vec![shed(1, 8), shed(2, 8), shed(60, 32), shed(61, 4)], Duration::from_secs(5));
+        let marks = thinned(
+            vec![shed(1, 8), shed(2, 8), shed(60, 32), shed(61, 4)],
+            Duration::from_secs(5),
+        );
         let labels: Vec<String> = marks.into_iter().map(|mark| mark.mark().label).collect();
         assert_eq!(labels, ["shed 36 MiB, 2 times", "shed 16 MiB, 2 times"]);
     }

@@ -6,14 +6,12 @@ use clap::Args;
 use serde_json::Value;
 
 use super::{Global, Output, exit::CliError, global::runtime, output};
-use crate::{
-    journal::{self, Content},
-    policy::{
-        death::{DeathCertificate, MemoryPoint},
-        event::Event,
-    },
-    rpc::v1::{ListDeathsRequest, operator_service_client::OperatorServiceClient},
+use cotenant_journal::{self as journal, Content};
+use cotenant_policy::{
+    death::{DeathCertificate, MemoryPoint},
+    event::Event,
 };
+use cotenant_rpc::v1::{ListDeathsRequest, operator_service_client::OperatorServiceClient};
 
 /// Says why workers died.
 #[derive(Debug, Args)]
@@ -30,13 +28,17 @@ pub struct Postmortem {
 }
 
 pub(super) fn run(global: &Global, verb: &Postmortem) -> Result<ExitCode, CliError> {
-    let deaths = if verb.journal.is_empty() { runtime()?.block_on(ask(global, verb))? } else { read(verb)? };
+    let deaths = if verb.journal.is_empty() {
+        runtime()?.block_on(ask(global, verb))?
+    } else {
+        read(verb)?
+    };
     match global.output {
         Output::Table if deaths.is_empty() => {
-            let who = verb
-                .worker
-                .as_deref()
-                .map_or_else(|| "no worker has".to_owned(), |worker| format!("worker `{worker}` has not"));
+            let who = verb.worker.as_deref().map_or_else(
+                || "no worker has".to_owned(),
+                |worker| format!("worker `{worker}` has not"),
+            );
             output::write(&format!("{who} died since the supervisor started\n"))?;
         }
         Output::Table => {
@@ -44,21 +46,31 @@ pub(super) fn run(global: &Global, verb: &Postmortem) -> Result<ExitCode, CliErr
             output::write(&texts.join("\n"))?;
         }
         Output::Json => output::write_json(global.output, &deaths.iter().map(to_json).collect())?,
-        Output::Ndjson => deaths.iter().try_for_each(|death| output::write_json(global.output, &to_json(death)))?,
+        Output::Ndjson => deaths
+            .iter()
+            .try_for_each(|death| output::write_json(global.output, &to_json(death)))?,
     }
     Ok(ExitCode::SUCCESS)
 }
 
 async fn ask(global: &Global, verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request = ListDeathsRequest { worker: verb.worker.clone().unwrap_or_default(), limit: verb.number };
-    let response = global.call(client.list_deaths(global.request(request))).await?;
+    let request = ListDeathsRequest {
+        worker: verb.worker.clone().unwrap_or_default(),
+        limit: verb.number,
+    };
+    let response = global
+        .call(client.list_deaths(global.request(request)))
+        .await?;
     response
         .deaths
         .iter()
         .map(|death| {
             serde_json::from_str(&death.certificate_json).map_err(|error| {
-                CliError::failed(format!("cannot read the certificate of worker `{}`", death.worker), error)
+                CliError::failed(
+                    format!("cannot read the certificate of worker `{}`", death.worker),
+                    error,
+                )
             })
         })
         .collect()
@@ -67,8 +79,12 @@ async fn ask(global: &Global, verb: &Postmortem) -> Result<Vec<DeathCertificate>
 fn read(verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
     let mut deaths = Vec::new();
     for path in &verb.journal {
-        let contents = journal::read(path)
-            .map_err(|error| CliError::failed(format!("cannot read the journal `{}`", path.display()), error))?;
+        let contents = journal::read(path).map_err(|error| {
+            CliError::failed(
+                format!("cannot read the journal `{}`", path.display()),
+                error,
+            )
+        })?;
         if !contents.damaged.is_empty() {
             eprintln!(
                 "{}: lines {} cannot be read and are left out",
@@ -76,10 +92,15 @@ fn read(verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
                 output::listed(&contents.damaged)
             );
         }
-        deaths.extend(contents.entries.into_iter().filter_map(|entry| match entry.content {
-            Content::Event(Event::WorkerDied { certificate }) => Some(*certificate),
-            _ => None,
-        }));
+        deaths.extend(
+            contents
+                .entries
+                .into_iter()
+                .filter_map(|entry| match entry.content {
+                    Content::Event(Event::WorkerDied { certificate }) => Some(*certificate),
+                    _ => None,
+                }),
+        );
     }
     deaths.reverse();
     if let Some(worker) = &verb.worker {
@@ -98,7 +119,10 @@ fn to_json(death: &DeathCertificate) -> Value {
 fn describe(death: &DeathCertificate) -> String {
     let mut text = format!("{}\n", death.verdict.sentence);
     let mut row = |name: &str, value: String| text.push_str(&format!("  {name:<14}{value}\n"));
-    row("class", format!("{} ({})", death.verdict.class, death.verdict.confidence));
+    row(
+        "class",
+        format!("{} ({})", death.verdict.class, death.verdict.confidence),
+    );
     row("start", format!("number {}", death.start));
     let end = std::time::SystemTime::UNIX_EPOCH + Duration::from_micros(death.end.ended_unix_us);
     row("ended", prost_types::Timestamp::from(end).to_string());
@@ -115,7 +139,10 @@ fn describe(death: &DeathCertificate) -> String {
         row("loading", progress.clone());
     }
     if let Some(peak) = death.memory.peak_resident {
-        row("peak resident", format!("{peak}, its main process or one that it waited for"));
+        row(
+            "peak resident",
+            format!("{peak}, its main process or one that it waited for"),
+        );
     }
     if let Some(course) = course(&death.memory.history) {
         row("memory", course);
@@ -123,7 +150,10 @@ fn describe(death: &DeathCertificate) -> String {
     if let Some(lease) = death.memory.lease {
         row(
             "lease",
-            format!("{} held, {} to {}; {} of the budget was free", lease.held, lease.min, lease.max, lease.free),
+            format!(
+                "{} held, {} to {}; {} of the budget was free",
+                lease.held, lease.min, lease.max, lease.free
+            ),
         );
     }
     for limit in &death.memory.limits {
@@ -132,9 +162,20 @@ fn describe(death: &DeathCertificate) -> String {
     for line in &death.last_lines {
         row("output", line.clone());
     }
-    row("certificate", format!("{}.{} ms after its end", death.took_us / 1000, death.took_us % 1000 / 100));
+    row(
+        "certificate",
+        format!(
+            "{}.{} ms after its end",
+            death.took_us / 1000,
+            death.took_us % 1000 / 100
+        ),
+    );
     if let Some(remedy) = &death.verdict.remedy {
-        let who = if death.verdict.needs_operator { " (it is not started again before)" } else { "" };
+        let who = if death.verdict.needs_operator {
+            " (it is not started again before)"
+        } else {
+            ""
+        };
         text.push_str(&format!("hint: {remedy}{who}\n"));
     }
     text
@@ -143,10 +184,14 @@ fn describe(death: &DeathCertificate) -> String {
 /// The last measurements in one line: `910 MiB, 912 MiB, 2.1 GiB (0.4 s before its end)`.
 fn course(history: &[MemoryPoint]) -> Option<String> {
     let last = history.last()?;
-    let shown: Vec<String> =
-        history.iter().skip(history.len().saturating_sub(COURSE)).map(|point| point.used.to_string()).collect();
-    let available =
-        last.available.map_or_else(String::new, |available| format!(", {available} available to the machine"));
+    let shown: Vec<String> = history
+        .iter()
+        .skip(history.len().saturating_sub(COURSE))
+        .map(|point| point.used.to_string())
+        .collect();
+    let available = last.available.map_or_else(String::new, |available| {
+        format!(", {available} available to the machine")
+    });
     Some(format!(
         "{} ({}.{} s before its end{available})",
         shown.join(", "),
@@ -161,10 +206,10 @@ const COURSE: usize = 6;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        policy::death::{Confidence, DeathClass, DeathMemory, DeathVerdict, Finding, LeaseAtDeath, ProcessEnd},
-        units::Bytes,
+    use cotenant_policy::death::{
+        Confidence, DeathClass, DeathMemory, DeathVerdict, Finding, LeaseAtDeath, ProcessEnd,
     };
+    use cotenant_units::Bytes;
 
     #[test]
     fn a_certificate_reads_as_a_report() {
@@ -196,8 +241,16 @@ mod tests {
             memory: DeathMemory {
                 peak_resident: Some(Bytes::from_mib(1000)),
                 history: vec![
-                    MemoryPoint { before_end_ms: 1450, used: Bytes::from_mib(700), available: None },
-                    MemoryPoint { before_end_ms: 450, used: Bytes::from_mib(980), available: Some(Bytes::from_gib(4)) },
+                    MemoryPoint {
+                        before_end_ms: 1450,
+                        used: Bytes::from_mib(700),
+                        available: None,
+                    },
+                    MemoryPoint {
+                        before_end_ms: 450,
+                        used: Bytes::from_mib(980),
+                        available: Some(Bytes::from_gib(4)),
+                    },
                 ],
                 lease: Some(LeaseAtDeath {
                     held: Bytes::from_gib(1),

@@ -49,7 +49,9 @@ impl Progress {
     /// Progress is for people who wait: a terminal that cannot be written to is no fault.
     fn write(&self, text: &str) {
         let mut terminal = io::stderr().lock();
-        let _ = terminal.write_all(text.as_bytes()).and_then(|()| terminal.flush());
+        let _ = terminal
+            .write_all(text.as_bytes())
+            .and_then(|()| terminal.flush());
     }
 }
 
@@ -63,7 +65,9 @@ impl Drop for Progress {
 
 fn line(done: u64, whole: u64, what: &str, colour: bool) -> String {
     let part = done.min(whole).saturating_mul(WIDTH) / whole.max(1);
-    let cells: String = (0..WIDTH).map(|cell| if cell < part { '#' } else { '.' }).collect();
+    let cells: String = (0..WIDTH)
+        .map(|cell| if cell < part { '#' } else { '.' })
+        .collect();
     let percent = done.min(whole).saturating_mul(100) / whole.max(1);
     if colour {
         format!("\x1b[36m[{cells}]\x1b[0m {percent:>3} % {what}")
@@ -89,7 +93,12 @@ mod tests {
 
     #[test]
     fn nothing_is_drawn_where_stderr_is_no_terminal() {
-        let mut progress = Progress { terminal: false, colour: true, drawn: String::new(), tenth: None };
+        let mut progress = Progress {
+            terminal: false,
+            colour: true,
+            drawn: String::new(),
+            tenth: None,
+        };
         progress.show(1, 2, "reading");
         assert_eq!(progress.drawn, "");
     }

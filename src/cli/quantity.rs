@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use crate::{
-    config::{SizeError, parse_duration, parse_size},
-    units::Bytes,
-};
+use cotenant_config::{SizeError, parse_duration, parse_size};
+use cotenant_units::Bytes;
 
 /// A size with its unit: `64MiB`.
 pub(super) fn size(text: &str) -> Result<Bytes, String> {
@@ -27,7 +25,8 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
 
 /// The number of a line of the journal: `4711`.
 pub(super) fn line(text: &str) -> Result<u64, String> {
-    text.parse().map_err(|_| "not a line number; `cotenant events` prints them".to_owned())
+    text.parse()
+        .map_err(|_| "not a line number; `cotenant events` prints them".to_owned())
 }
 
 fn with_hint(error: &SizeError) -> String {

@@ -10,7 +10,7 @@ use super::{
     exit::{self, CliError},
     output,
 };
-use crate::journal::{self, Outcome, Run};
+use cotenant_journal::{self as journal, Outcome, Run};
 
 /// Feeds a journal's events through the arbiter again.
 #[derive(Debug, Args)]
@@ -35,7 +35,10 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
             );
         }
         if contents.torn {
-            eprintln!("{}: the last line has no end and is left out", path.display());
+            eprintln!(
+                "{}: the last line has no end and is left out",
+                path.display()
+            );
         }
         entries.extend(contents.entries);
     }
@@ -47,14 +50,19 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
             }
         }
         Output::Json => output::write_json(global.output, &runs.iter().map(to_json).collect())?,
-        Output::Ndjson => runs.iter().try_for_each(|run| output::write_json(global.output, &to_json(run)))?,
+        Output::Ndjson => runs
+            .iter()
+            .try_for_each(|run| output::write_json(global.output, &to_json(run)))?,
     }
     let same = !runs.is_empty() && runs.iter().all(|run| run.outcome == Outcome::Same);
     Ok(ExitCode::from(if same { exit::OK } else { exit::FAILED }))
 }
 
 fn describe(run: &Run) -> String {
-    let mut so_far = format!("run {}: {} events, {} actions", run.boot_id, run.events, run.actions);
+    let mut so_far = format!(
+        "run {}: {} events, {} actions",
+        run.boot_id, run.events, run.actions
+    );
     if run.checkpoints > 0 {
         so_far.push_str(&format!(", {} checkpoints", run.checkpoints));
     }
@@ -72,7 +80,10 @@ fn describe(run: &Run) -> String {
                 difference.event.sequence,
                 journal::render(&difference.event),
             );
-            for (title, actions) in [("recorded", &difference.recorded), ("replayed", &difference.replayed)] {
+            for (title, actions) in [
+                ("recorded", &difference.recorded),
+                ("replayed", &difference.replayed),
+            ] {
                 if actions.is_empty() {
                     text.push_str(&format!("  {title}  nothing\n"));
                 }
@@ -84,15 +95,22 @@ fn describe(run: &Run) -> String {
             text
         }
         Outcome::StateDiffers { sequence } => {
-            format!("{so_far}: the same decisions, and another state at the checkpoint of line {sequence}\n")
+            format!(
+                "{so_far}: the same decisions, and another state at the checkpoint of line {sequence}\n"
+            )
         }
-        Outcome::Gap { sequence } => format!("{so_far}: the same decisions up to a gap before line {sequence}\n"),
+        Outcome::Gap { sequence } => {
+            format!("{so_far}: the same decisions up to a gap before line {sequence}\n")
+        }
         Outcome::NoStart { sequence } => format!(
             "run {}: neither its beginning nor a checkpoint is there, the first line is {sequence}; give the files put \
              aside too, oldest first\n",
             run.boot_id
         ),
-        Outcome::NoArbiter { reason } => format!("run {}: its settings are not valid here: {reason}\n", run.boot_id),
+        Outcome::NoArbiter { reason } => format!(
+            "run {}: its settings are not valid here: {reason}\n",
+            run.boot_id
+        ),
         Outcome::Panicked { sequence, message } => {
             format!("{so_far}: the arbiter panicked at line {sequence}: {message}\n")
         }
@@ -116,7 +134,9 @@ fn to_json(run: &Run) -> serde_json::Value {
             "recorded": difference.recorded,
             "replayed": difference.replayed,
         }),
-        Outcome::StateDiffers { sequence } => json!({ "outcome": "STATE_DIFFERS", "sequence": sequence }),
+        Outcome::StateDiffers { sequence } => {
+            json!({ "outcome": "STATE_DIFFERS", "sequence": sequence })
+        }
         Outcome::Gap { sequence } => json!({ "outcome": "GAP", "sequence": sequence }),
         Outcome::NoStart { sequence } => json!({ "outcome": "NO_START", "sequence": sequence }),
         Outcome::NoArbiter { reason } => json!({ "outcome": "NO_ARBITER", "reason": reason }),

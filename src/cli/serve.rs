@@ -15,11 +15,10 @@ use std::{
 use nix::sys::stat::{self, Mode};
 
 use super::{config_file::ConfigFile, exit};
-use crate::{
-    config::{self, Config},
-    daemon::{self, ControlThread},
-    emergency, heap, telemetry,
-};
+use cotenant_config::{self as config, Config};
+use cotenant_daemon::{self as daemon, ControlThread};
+use cotenant_memory::{emergency, heap};
+use cotenant_telemetry as telemetry;
 
 /// Settings of the daemon that are not in its file.
 #[derive(Clone, Debug, clap::Args)]
@@ -56,7 +55,9 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             return ExitCode::from(exit::CONFIG);
         }
     };
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(RUNTIME_THREADS_MAX);
+    let threads = thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(RUNTIME_THREADS_MAX);
     let wanted = threads + THREADS_BESIDE + config.llm.as_ref().map_or(0, daemon::threads);
     if let Err(source) = enough_threads(wanted) {
         let error = daemon::RunError::Threads { wanted, source };
@@ -95,7 +96,10 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             runtime.shutdown_timeout(SHUTDOWN_MAX);
             result
         }
-        Err(source) => Err(daemon::RunError::System { what: "the runtime", source }),
+        Err(source) => Err(daemon::RunError::System {
+            what: "the runtime",
+            source,
+        }),
     };
     drop(guard);
     match result {
@@ -103,9 +107,9 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
         Err(error) => {
             explain(&error, error.hint().as_deref());
             match error {
-                daemon::RunError::Private(_) | daemon::RunError::Settings(_) | daemon::RunError::Params(_) => {
-                    ExitCode::from(exit::CONFIG)
-                }
+                daemon::RunError::Private(_)
+                | daemon::RunError::Settings(_)
+                | daemon::RunError::Params(_) => ExitCode::from(exit::CONFIG),
                 _ => ExitCode::FAILURE,
             }
         }
@@ -119,7 +123,9 @@ fn enough_threads(wanted: usize) -> io::Result<()> {
     let threads: Vec<_> = (0..wanted)
         .map(|_| {
             let gate = Arc::clone(&gate);
-            thread::Builder::new().stack_size(PROBE_STACK).spawn(move || drop(gate.lock()))
+            thread::Builder::new()
+                .stack_size(PROBE_STACK)
+                .spawn(move || drop(gate.lock()))
         })
         .collect();
     drop(closed);
@@ -157,7 +163,9 @@ pub(super) fn explain(error: &dyn Error, hint: Option<&str>) {
 fn log_format(config: &Config) -> telemetry::LogFormat {
     match config.log.format {
         config::LogFormat::Json => telemetry::LogFormat::Json,
-        config::LogFormat::Auto | config::LogFormat::Text if goes_to_the_journal() => telemetry::LogFormat::Journal,
+        config::LogFormat::Auto | config::LogFormat::Text if goes_to_the_journal() => {
+            telemetry::LogFormat::Journal
+        }
         config::LogFormat::Auto if !io::stderr().is_terminal() => telemetry::LogFormat::Json,
         config::LogFormat::Auto | config::LogFormat::Text => telemetry::LogFormat::Text,
     }
@@ -168,5 +176,6 @@ fn goes_to_the_journal() -> bool {
     let Ok(stderr) = stat::fstat(io::stderr()) else {
         return false;
     };
-    std::env::var("JOURNAL_STREAM").is_ok_and(|stream| stream == format!("{}:{}", stderr.st_dev, stderr.st_ino))
+    std::env::var("JOURNAL_STREAM")
+        .is_ok_and(|stream| stream == format!("{}:{}", stderr.st_dev, stderr.st_ino))
 }

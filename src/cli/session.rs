@@ -29,7 +29,9 @@ pub fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {
         Ok(status) => {
             let code = status.code().and_then(|code| u8::try_from(code).ok());
             let signal = status.signal().and_then(|signal| u8::try_from(signal).ok());
-            ExitCode::from(code.unwrap_or_else(|| SIGNALLED.saturating_add(signal.unwrap_or_default())))
+            ExitCode::from(
+                code.unwrap_or_else(|| SIGNALLED.saturating_add(signal.unwrap_or_default())),
+            )
         }
         Err(error) => {
             eprintln!("error: cannot start a session of its own\n  caused by: {error}");

@@ -5,13 +5,11 @@ use std::io::{self, IsTerminal as _};
 use ratatui::crossterm::terminal::size;
 
 use super::output::{Column, Table, counted};
-use crate::{
-    rpc::{
-        json::{command_gap_ms, word},
-        v1,
-    },
-    units::Bytes,
+use cotenant_rpc::{
+    json::{command_gap_ms, word},
+    v1,
 };
+use cotenant_units::Bytes;
 
 /// A span of time as people read it: `12.3 s`, `4 min 5 s`, `3 h 20 min`.
 pub(super) fn span(span: &prost_types::Duration) -> String {
@@ -45,12 +43,18 @@ pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
             word(lease.lease_class().as_str_name(), "LEASE_CLASS_").replace('_', "-"),
             word(lease.state().as_str_name(), "LEASE_STATE_"),
             Bytes::new(lease.held_bytes).to_string(),
-            lease.used_bytes.map_or_else(String::new, |used| Bytes::new(used).to_string()),
+            lease
+                .used_bytes
+                .map_or_else(String::new, |used| Bytes::new(used).to_string()),
             lease
                 .used_bytes
                 .filter(|used| *used > lease.held_bytes)
-                .map_or_else(String::new, |used| Bytes::new(used - lease.held_bytes).to_string()),
-            lease.target.as_ref().map_or_else(String::new, |target| Bytes::new(target.target_bytes).to_string()),
+                .map_or_else(String::new, |used| {
+                    Bytes::new(used - lease.held_bytes).to_string()
+                }),
+            lease.target.as_ref().map_or_else(String::new, |target| {
+                Bytes::new(target.target_bytes).to_string()
+            }),
             Bytes::new(lease.min_bytes).to_string(),
             Bytes::new(lease.max_bytes).to_string(),
             lease.expires_in.as_ref().map_or_else(String::new, span),
@@ -71,7 +75,9 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
     )];
     let bytes = |bytes: u64| Bytes::new(bytes).to_string();
     if let Some(budget) = &status.budget {
-        let supervisor = budget.supervisor_bytes.map_or_else(String::new, |own| format!(", supervisor {}", bytes(own)));
+        let supervisor = budget
+            .supervisor_bytes
+            .map_or_else(String::new, |own| format!(", supervisor {}", bytes(own)));
         lines.push(format!(
             "budget    {}: held {}, used {}, unaccounted {}, free {}{supervisor}",
             bytes(budget.budget_bytes),
@@ -82,14 +88,19 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         ));
         if !status.limited_by.is_empty() {
             let total = bytes(budget.total_bytes);
-            lines.push(format!("          limited to {total} by the control group `{}`", status.limited_by));
+            lines.push(format!(
+                "          limited to {total} by the control group `{}`",
+                status.limited_by
+            ));
         }
     }
     if let Some(pressure) = &status.pressure {
         let mut line = format!(
             "pressure  {}: headroom {} (Elevated below {}, Critical below {})",
             word(pressure.level().as_str_name(), "PRESSURE_LEVEL_"),
-            pressure.headroom_bytes.map_or_else(|| "unknown".to_owned(), bytes),
+            pressure
+                .headroom_bytes
+                .map_or_else(|| "unknown".to_owned(), bytes),
             bytes(pressure.elevated_below_bytes),
             bytes(pressure.critical_below_bytes),
         );
@@ -97,7 +108,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
             line.push_str(&format!(", available {}", bytes(available)));
         }
         if let Some(ratio) = pressure.some_avg10_ratio {
-            line.push_str(&format!(", stalled {:.2} % of the last 10 s", ratio * 100.0));
+            line.push_str(&format!(
+                ", stalled {:.2} % of the last 10 s",
+                ratio * 100.0
+            ));
         }
         lines.push(line);
         if let Some(left) = &pressure.exhausted_in {
@@ -108,10 +122,18 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
             ));
         }
         if !pressure.stall_watch.is_empty() {
-            lines.push(format!("          stalls are watched {}", pressure.stall_watch));
+            lines.push(format!(
+                "          stalls are watched {}",
+                pressure.stall_watch
+            ));
         }
     }
-    lines.extend(status.reboot_advised.iter().map(|why| format!("reboot    advised: {why}")));
+    lines.extend(
+        status
+            .reboot_advised
+            .iter()
+            .map(|why| format!("reboot    advised: {why}")),
+    );
     if let Some(engine) = &status.engine {
         lines.push(engine_line(engine));
         if !engine.growth_waits.is_empty() {
@@ -131,7 +153,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         shown.push('\n');
         shown.push_str(&workers_table(&status.workers));
         for worker in &status.workers {
-            let confinement = worker.confinement.iter().filter(|line| line.contains("not in force"));
+            let confinement = worker
+                .confinement
+                .iter()
+                .filter(|line| line.contains("not in force"));
             for line in said_of(worker).iter().chain(confinement) {
                 shown.push_str(&wrapped(&format!("{}: {line}", worker.name)));
             }
@@ -143,7 +168,11 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         shown.push('\n');
         shown.push_str(&peaks_table(&status.learned_peaks));
     }
-    for line in status.locked.iter().filter(|line| line.contains("may be paged out")) {
+    for line in status
+        .locked
+        .iter()
+        .filter(|line| line.contains("may be paged out"))
+    {
         shown.push_str(&wrapped(line));
     }
     for address in &status.absent_addresses {
@@ -170,7 +199,9 @@ fn wrapped(line: &str, columns: usize) -> String {
     let mut width = 0;
     let indent = line.len() - line.trim_start().len();
     // A number stays with its unit.
-    let is_number = |word: &str| word.starts_with(|first: char| first.is_ascii_digit()) && word.parse::<f64>().is_ok();
+    let is_number = |word: &str| {
+        word.starts_with(|first: char| first.is_ascii_digit()) && word.parse::<f64>().is_ok()
+    };
     let mut words: Vec<String> = Vec::new();
     for word in line.trim_start().split(' ') {
         match words.last_mut().filter(|last| is_number(last)) {
@@ -199,7 +230,11 @@ fn wrapped(line: &str, columns: usize) -> String {
 
 /// Columns of the terminal that stdout is; the default of terminals where it is none.
 pub(super) fn columns() -> usize {
-    let size = if io::stdout().is_terminal() { size().ok() } else { None };
+    let size = if io::stdout().is_terminal() {
+        size().ok()
+    } else {
+        None
+    };
     size.map_or(WIDTH, |(columns, _)| usize::from(columns).max(COLUMNS_MIN))
 }
 
@@ -247,7 +282,10 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
             word(lease.state().as_str_name(), "LEASE_STATE_"),
             bytes(lease.held_bytes),
             lease.used_bytes.map_or_else(String::new, bytes),
-            lease.target.as_ref().map_or_else(String::new, |target| bytes(target.target_bytes)),
+            lease
+                .target
+                .as_ref()
+                .map_or_else(String::new, |target| bytes(target.target_bytes)),
             bytes(lease.min_bytes),
             bytes(lease.max_bytes),
         ]);
@@ -270,7 +308,13 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     ]);
     for sequence in sequences {
         let waits = sequence.state() == v1::SequenceState::Waiting;
-        let figure = |figure: u32| if waits { String::new() } else { figure.to_string() };
+        let figure = |figure: u32| {
+            if waits {
+                String::new()
+            } else {
+                figure.to_string()
+            }
+        };
         let mut state = word(sequence.state().as_str_name(), "SEQUENCE_STATE_");
         if let Some(waited) = &sequence.waited {
             state = format!("{state} {}", span(waited));
@@ -278,14 +322,21 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         table.row([
             sequence.id.to_string(),
             state,
-            if waits { String::new() } else { Bytes::new(sequence.kv_bytes).to_string() },
+            if waits {
+                String::new()
+            } else {
+                Bytes::new(sequence.kv_bytes).to_string()
+            },
             figure(sequence.kv_tokens),
             figure(sequence.kv_blocks),
             sequence.prompt_tokens.to_string(),
             figure(sequence.reused_tokens),
             figure(sequence.generated_tokens),
             match sequence.client.as_str() {
-                "" => format!("({})", word(sequence.lease_class().as_str_name(), "LEASE_CLASS_")),
+                "" => format!(
+                    "({})",
+                    word(sequence.lease_class().as_str_name(), "LEASE_CLASS_")
+                ),
                 client => client.to_owned(),
             },
         ]);
@@ -328,14 +379,23 @@ fn engine_line(engine: &v1::Engine) -> String {
         }
     }
     if engine.kv_untouched_bytes > 0 {
-        line.push_str(&format!(", {} of KV untouched", Bytes::new(engine.kv_untouched_bytes)));
+        line.push_str(&format!(
+            ", {} of KV untouched",
+            Bytes::new(engine.kv_untouched_bytes)
+        ));
     }
     if engine.milli_tokens_per_second > 0 {
-        let (whole, rest) = (engine.milli_tokens_per_second / 1000, engine.milli_tokens_per_second % 1000 / 100);
+        let (whole, rest) = (
+            engine.milli_tokens_per_second / 1000,
+            engine.milli_tokens_per_second % 1000 / 100,
+        );
         line.push_str(&format!(", about {whole}.{rest} tokens/s"));
     }
     if engine.prefill_chunk_tokens > 0 {
-        line.push_str(&format!(", prompts by {} tokens", engine.prefill_chunk_tokens));
+        line.push_str(&format!(
+            ", prompts by {} tokens",
+            engine.prefill_chunk_tokens
+        ));
     }
     if let Some(ms) = command_gap_ms(engine) {
         line.push_str(&format!(", commands within {ms:.1} ms"));
@@ -352,7 +412,11 @@ fn engine_line(engine: &v1::Engine) -> String {
 /// When a failed engine is tried again.
 fn next_try(engine: &v1::Engine) -> String {
     match &engine.next_try {
-        Some(left) => format!("; next try in {}.{} s", left.seconds, left.nanos / 100_000_000),
+        Some(left) => format!(
+            "; next try in {}.{} s",
+            left.seconds,
+            left.nanos / 100_000_000
+        ),
         None if engine.failed_permanently => "; not tried again before that has changed".to_owned(),
         None => String::new(),
     }
@@ -379,7 +443,11 @@ fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
 /// Its state, and why it rests: `stopped (idle)`.
 fn state_of(worker: &v1::Worker) -> String {
     if worker.state() == v1::WorkerState::Degraded {
-        let what = if worker.needs_operator { "needs operator" } else { "given up" };
+        let what = if worker.needs_operator {
+            "needs operator"
+        } else {
+            "given up"
+        };
         return format!("failed: {what}");
     }
     let state = word(worker.state().as_str_name(), "WORKER_STATE_").replace('_', "-");
@@ -427,7 +495,13 @@ pub(super) fn entry_text(entry: &v1::JournalEntry) -> String {
 /// The time of day in UTC to a tenth of a second: `15:04:05.7`.
 fn clock(time: &prost_types::Timestamp) -> String {
     let second = time.seconds.rem_euclid(24 * 60 * 60);
-    format!("{:02}:{:02}:{:02}.{}", second / 3600, second / 60 % 60, second % 60, time.nanos.max(0) / 100_000_000)
+    format!(
+        "{:02}:{:02}:{:02}.{}",
+        second / 3600,
+        second / 60 % 60,
+        second % 60,
+        time.nanos.max(0) / 100_000_000
+    )
 }
 
 #[cfg(test)]
@@ -450,7 +524,10 @@ mod tests {
             min_bytes: 1000 << 20,
             max_bytes: 1023 << 20,
             used_bytes: Some(1001 << 20),
-            target: Some(v1::Target { target_bytes: 999 << 20, ..v1::Target::default() }),
+            target: Some(v1::Target {
+                target_bytes: 999 << 20,
+                ..v1::Target::default()
+            }),
             ..v1::Lease::default()
         };
         let status = v1::GetStatusResponse {
@@ -483,7 +560,10 @@ mod tests {
         };
         let text = status_text(&status, WIDTH);
         for line in text.lines() {
-            assert!(line.chars().count() <= WIDTH && line.trim_end() == line, "{line}\n{text}");
+            assert!(
+                line.chars().count() <= WIDTH && line.trim_end() == line,
+                "{line}\n{text}"
+            );
         }
         assert!(
             text.contains("reboot    advised: no process")
@@ -491,12 +571,20 @@ mod tests {
                 && text.contains("1 shed,"),
             "{text}"
         );
-        assert!(text.contains("\nasr: [exit_code] worker `asr` exited with code 1"), "{text}");
+        assert!(
+            text.contains("\nasr: [exit_code] worker `asr` exited with code 1"),
+            "{text}"
+        );
     }
 
     #[test]
     fn spans_are_shown_in_two_units() {
-        let shown = |seconds| span(&prost_types::Duration { seconds, nanos: 340_000_000 });
+        let shown = |seconds| {
+            span(&prost_types::Duration {
+                seconds,
+                nanos: 340_000_000,
+            })
+        };
         assert_eq!(shown(12), "12.3 s");
         assert_eq!(shown(245), "4 min 5 s");
         assert_eq!(shown(12_000), "3 h 20 min");

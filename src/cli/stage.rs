@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::session::end_with_parent;
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// The commands that the recogniser's small variant knows.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
@@ -28,7 +28,9 @@ fn model_of(program: &Path, current: &Path) -> io::Result<PathBuf> {
     let mut files = folders.flat_map(|folder| PLACES.map(|place| folder.join(place)));
     files.find(|file| file.is_file()).ok_or_else(|| {
         let ([installed, source], program) = (PLACES, program.display());
-        let text = format!("no demo model: neither `{installed}` nor `{source}` is in a folder above `{program}`");
+        let text = format!(
+            "no demo model: neither `{installed}` nor `{source}` is in a folder above `{program}`"
+        );
         io::Error::new(io::ErrorKind::NotFound, text)
     })
 }
@@ -45,7 +47,8 @@ impl TemporaryFolder {
     pub fn new(prefix: &str) -> io::Result<Self> {
         // Paths of sockets have at most 107 bytes, so this path is short.
         for attempt in 0..100u32 {
-            let path = std::env::temp_dir().join(format!("{prefix}-{}-{attempt}", std::process::id()));
+            let path =
+                std::env::temp_dir().join(format!("{prefix}-{}-{attempt}", std::process::id()));
             match fs::create_dir(&path) {
                 Ok(()) => return Ok(Self(path)),
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
@@ -85,7 +88,9 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        let Ok(pid) = i32::try_from(self.0.id()) else { return };
+        let Ok(pid) = i32::try_from(self.0.id()) else {
+            return;
+        };
         let pid = nix::unistd::Pid::from_raw(pid);
         if matches!(self.0.try_wait(), Ok(None)) {
             let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGTERM);
@@ -116,7 +121,10 @@ impl Stage {
         let at = |name: &str| folder.0.join(name);
         let configuration = configuration(&folder.0);
         let demo = at("demo.gguf");
-        if demo.to_str().is_some_and(|demo| configuration.contains(demo)) {
+        if demo
+            .to_str()
+            .is_some_and(|demo| configuration.contains(demo))
+        {
             fs::copy(demo_model()?, demo)?;
         }
         fs::write(at("home.gram"), GRAMMAR)?;
@@ -161,7 +169,9 @@ impl Stage {
     pub fn log_tail(&self, lines: usize) -> String {
         let text = fs::read_to_string(self.folder.0.join("daemon.log")).unwrap_or_default();
         let all: Vec<&str> = text.lines().collect();
-        all.get(all.len().saturating_sub(lines)..).unwrap_or_default().join("\n")
+        all.get(all.len().saturating_sub(lines)..)
+            .unwrap_or_default()
+            .join("\n")
     }
 
     /// The whole log of the daemon.
@@ -188,18 +198,30 @@ impl Process {
     /// Starts a neighbour that takes memory without a lease: `bytes`, of which `rate` in each second.
     pub(super) fn ballast(bytes: Bytes, rate: Bytes) -> io::Result<Self> {
         let size = |bytes: Bytes| format!("{}MiB", bytes.whole_mib());
-        Self::start(&["worker".to_owned(), "ballast".to_owned(), size(bytes), "--rate".to_owned(), size(rate)])
+        Self::start(&[
+            "worker".to_owned(),
+            "ballast".to_owned(),
+            size(bytes),
+            "--rate".to_owned(),
+            size(rate),
+        ])
     }
 }
 
 /// The daemon's setting of glibc's allocator, as `deploy/cotenant.service` has it, which only the environment can give before the
 /// first thread: two heaps instead of eight for each processor, and no freed chunks kept by each thread: up to seven of each of
 /// 64 sizes to 1032 bytes (glibc's tcache), 236 KiB, which fill slowly over hundreds of thousands of requests.
-pub const ALLOCATOR: (&str, &str) = ("GLIBC_TUNABLES", "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0");
+pub const ALLOCATOR: (&str, &str) = (
+    "GLIBC_TUNABLES",
+    "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0",
+);
 
 /// Starts the daemon on its folder.
 fn start(folder: &Path) -> io::Result<Process> {
-    let log = fs::OpenOptions::new().create(true).append(true).open(folder.join("daemon.log"))?;
+    let log = fs::OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(folder.join("daemon.log"))?;
     let mut command = Command::new(std::env::current_exe()?);
     end_with_parent(&mut command);
     let daemon = command
@@ -223,16 +245,26 @@ mod tests {
     fn the_demo_model_is_found_in_a_package_and_in_the_sources_and_missed_with_its_places() {
         let root = tempfile::tempdir().unwrap();
         let at = |path: &str| root.path().join(path);
-        let (installed, built) = (at("usr/bin/cotenant"), at("sources/target/release/cotenant"));
+        let (installed, built) = (
+            at("usr/bin/cotenant"),
+            at("sources/target/release/cotenant"),
+        );
         let missing = |program| model_of(program, &at("")).unwrap_err().to_string();
-        assert!(missing(&installed).starts_with("no demo model: neither `share/cotenant/demo.gguf` nor"));
-        for (program, model) in
-            [(&installed, "usr/share/cotenant/demo.gguf"), (&built, "sources/deploy/demo-model/demo.gguf")]
-        {
+        assert!(
+            missing(&installed)
+                .starts_with("no demo model: neither `share/cotenant/demo.gguf` nor")
+        );
+        for (program, model) in [
+            (&installed, "usr/share/cotenant/demo.gguf"),
+            (&built, "sources/deploy/demo-model/demo.gguf"),
+        ] {
             fs::create_dir_all(at(model).parent().unwrap()).unwrap();
             fs::write(at(model), "GGUF").unwrap();
             assert_eq!(model_of(program, &at("")).unwrap(), at(model));
-            assert_eq!(model_of(Path::new("/elsewhere/cotenant"), &at("sources")).is_ok(), program == &built);
+            assert_eq!(
+                model_of(Path::new("/elsewhere/cotenant"), &at("sources")).is_ok(),
+                program == &built
+            );
         }
     }
 }

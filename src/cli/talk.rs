@@ -11,7 +11,7 @@ use super::{
     exit::{CliError, FAILED},
     output,
 };
-use crate::speech::{
+use cotenant_speech::{
     audio::{AudioError, MonoAudio, PcmDecoder, parse_wav},
     client::{ClientError, ClientTimeouts, Endpoint, Exchange, WyomingClient},
     wyoming::{
@@ -47,18 +47,27 @@ pub(super) struct Spoken {
 
 pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     let path = args.recording.display();
-    let file = fs::read(&args.recording).map_err(|error| CliError::failed(format!("cannot read `{path}`"), error))?;
-    let recording =
-        parse_wav(&file, RECORDING_MAX).map_err(|error| CliError::failed(format!("cannot use `{path}`"), error))?;
+    let file = fs::read(&args.recording)
+        .map_err(|error| CliError::failed(format!("cannot read `{path}`"), error))?;
+    let recording = parse_wav(&file, RECORDING_MAX)
+        .map_err(|error| CliError::failed(format!("cannot use `{path}`"), error))?;
     let client = WyomingClient::new(args.uri.clone(), ClientTimeouts::default());
     let failed = |error: ClientError| CliError::failed("cannot talk", error);
     let mut exchange = client.open().await.map_err(failed)?;
     request_pipeline(&mut exchange).await.map_err(failed)?;
     let spoken = utter(&mut exchange, &recording).await.map_err(failed)?;
-    if let Some(out) = args.out.as_ref().filter(|_| !spoken.audio.samples.is_empty()) {
-        let wav = spoken.audio.to_wav().map_err(|error| CliError::failed("cannot keep the answer", error))?;
+    if let Some(out) = args
+        .out
+        .as_ref()
+        .filter(|_| !spoken.audio.samples.is_empty())
+    {
+        let wav = spoken
+            .audio
+            .to_wav()
+            .map_err(|error| CliError::failed("cannot keep the answer", error))?;
         let path = out.display();
-        fs::write(out, wav).map_err(|error| CliError::failed(format!("cannot write `{path}`"), error))?;
+        fs::write(out, wav)
+            .map_err(|error| CliError::failed(format!("cannot write `{path}`"), error))?;
     }
     match global.output {
         Output::Table => output::write(&format!(
@@ -84,32 +93,55 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
         )?,
     }
     let unwritten = match &args.out {
-        Some(out) if spoken.audio.samples.is_empty() => format!("; `{}` is not written", out.display()),
+        Some(out) if spoken.audio.samples.is_empty() => {
+            format!("; `{}` is not written", out.display())
+        }
         _ => String::new(),
     };
     match (spoken.heard.trim().is_empty(), unwritten.is_empty()) {
-        (true, _) => Err(CliError::plain(format!("nothing was heard{unwritten}"), FAILED)),
-        (false, false) => Err(CliError::plain(format!("nothing was said{unwritten}"), FAILED)),
+        (true, _) => Err(CliError::plain(
+            format!("nothing was heard{unwritten}"),
+            FAILED,
+        )),
+        (false, false) => Err(CliError::plain(
+            format!("nothing was said{unwritten}"),
+            FAILED,
+        )),
         (false, true) => Ok(()),
     }
 }
 
 /// Requests the whole pipeline from speech to speech.
 pub(super) async fn request_pipeline(exchange: &mut Exchange) -> Result<(), ClientError> {
-    let pipeline = RunPipeline { start_stage: "asr".to_owned(), end_stage: "tts".to_owned() };
+    let pipeline = RunPipeline {
+        start_stage: "asr".to_owned(),
+        end_stage: "tts".to_owned(),
+    };
     exchange.send(Event::RunPipeline(pipeline)).await
 }
 
 /// Says a recording, and takes the answer to its end.
-pub(super) async fn utter(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, ClientError> {
+pub(super) async fn utter(
+    exchange: &mut Exchange,
+    recording: &MonoAudio,
+) -> Result<Spoken, ClientError> {
     let format = AudioFormat::mono_16_bit(recording.sample_rate_hz);
-    let start = AudioStart { format, timestamp: None };
+    let start = AudioStart {
+        format,
+        timestamp: None,
+    };
     exchange.send(Event::AudioStart(start)).await?;
     for samples in recording.samples.chunks(CHUNK_SAMPLES) {
-        let chunk = AudioChunk { format, timestamp: None, audio: crate::speech::audio::pcm_bytes(samples) };
+        let chunk = AudioChunk {
+            format,
+            timestamp: None,
+            audio: cotenant_speech::audio::pcm_bytes(samples),
+        };
         exchange.send(Event::AudioChunk(chunk)).await?;
     }
-    exchange.send(Event::AudioStop(AudioStop::default())).await?;
+    exchange
+        .send(Event::AudioStop(AudioStop::default()))
+        .await?;
     let ended = Instant::now();
     let mut spoken = Spoken::default();
     let mut decoder: Option<PcmDecoder> = None;
@@ -121,7 +153,9 @@ pub(super) async fn utter(exchange: &mut Exchange, recording: &MonoAudio) -> Res
                 spoken.heard_after = ended.elapsed();
             }
             Event::HandledChunk(piece) => {
-                spoken.first_text_after.get_or_insert_with(|| ended.elapsed());
+                spoken
+                    .first_text_after
+                    .get_or_insert_with(|| ended.elapsed());
                 spoken.answer.push_str(&piece.text);
             }
             // Nothing was heard, and nothing will be said.
@@ -132,7 +166,9 @@ pub(super) async fn utter(exchange: &mut Exchange, recording: &MonoAudio) -> Res
                 decoder = Some(PcmDecoder::new(start.format).map_err(unusable)?);
             }
             Event::AudioChunk(chunk) => {
-                spoken.first_audio_after.get_or_insert_with(|| ended.elapsed());
+                spoken
+                    .first_audio_after
+                    .get_or_insert_with(|| ended.elapsed());
                 if let Some(decoder) = &mut decoder {
                     spoken.audio.samples.extend(decoder.push(&chunk.audio));
                 }
@@ -152,7 +188,10 @@ fn millis(time: Duration) -> u64 {
 }
 
 fn milliseconds(time: Option<Duration>) -> String {
-    time.map_or_else(|| "never".to_owned(), |time| format!("{} ms", time.as_millis()))
+    time.map_or_else(
+        || "never".to_owned(),
+        |time| format!("{} ms", time.as_millis()),
+    )
 }
 
 /// Longest recording that is read; the API has a limit of its own.

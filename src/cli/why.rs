@@ -11,12 +11,12 @@ use super::{
     global::runtime,
     output, quantity,
 };
-use crate::{
-    journal::{self, Content, JournalEntry, Why as Story},
-    policy::{event::Action, snapshot::Snapshot},
-    rpc::v1::{self, EntryKind, WatchEventsRequest, operator_service_client::OperatorServiceClient},
-    units::{Bytes, Timestamp},
+use cotenant_journal::{self as journal, Content, JournalEntry, Why as Story};
+use cotenant_policy::{event::Action, snapshot::Snapshot};
+use cotenant_rpc::v1::{
+    self, EntryKind, WatchEventsRequest, operator_service_client::OperatorServiceClient,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// Explains a decision: what had happened, what was known, what was chosen, and what came of it.
 #[derive(Debug, Args)]
@@ -32,7 +32,11 @@ pub struct Why {
 
 pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     let act = format!("cannot explain line {}", why.sequence);
-    let mut entries = if why.files.is_empty() { runtime()?.block_on(remembered(global))? } else { Vec::new() };
+    let mut entries = if why.files.is_empty() {
+        runtime()?.block_on(remembered(global))?
+    } else {
+        Vec::new()
+    };
     for path in &why.files {
         let contents = journal::read(path).map_err(|error| CliError::failed(act.clone(), error))?;
         entries.extend(contents.entries);
@@ -47,7 +51,9 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     let answer = journal::answer_to(&entries, &story.event);
     match global.output {
         Output::Table => output::write(&describe(&story, answer.as_ref()))?,
-        Output::Json | Output::Ndjson => output::write_json(global.output, &to_json(&story, answer.as_ref()))?,
+        Output::Json | Output::Ndjson => {
+            output::write_json(global.output, &to_json(&story, answer.as_ref()))?;
+        }
     }
     Ok(ExitCode::from(exit::OK))
 }
@@ -55,8 +61,11 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
 /// The lines that the supervisor has in memory.
 async fn remembered(global: &Global) -> Result<Vec<JournalEntry>, CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
-    let request =
-        tonic::Request::new(WatchEventsRequest { after_sequence: 0, boot_id: String::new(), no_follow: true });
+    let request = tonic::Request::new(WatchEventsRequest {
+        after_sequence: 0,
+        boot_id: String::new(),
+        no_follow: true,
+    });
     let mut stream = global.call(client.watch_events(request)).await?;
     let mut entries = Vec::new();
     while let Some(response) = stream.message().await? {
@@ -79,7 +88,8 @@ fn entry(line: v1::JournalEntry) -> Option<JournalEntry> {
         sequence: line.sequence,
         boot_id: line.boot_id,
         at: Timestamp::START + Duration::try_from(line.at?).ok()?,
-        unix_us: u64::try_from(time.seconds).ok()? * 1_000_000 + u64::try_from(time.nanos).ok()? / 1000,
+        unix_us: u64::try_from(time.seconds).ok()? * 1_000_000
+            + u64::try_from(time.nanos).ok()? / 1000,
         content,
     })
 }
@@ -90,13 +100,19 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
     let _ = writeln!(text, "what happened   {}", line(&story.event));
     match &story.before {
         Some(before) => describe_known(&mut text, before, at),
-        None => text.push_str("what was known  there is no state before this line; the journal has it (`--file`)\n"),
+        None => text.push_str(
+            "what was known  there is no state before this line; the journal has it (`--file`)\n",
+        ),
     }
     if story.actions.is_empty() {
         text.push_str("what was done   nothing\n");
     }
     for chosen in &story.actions {
-        let mark = if chosen.entry.sequence == story.asked.sequence { ">" } else { " " };
+        let mark = if chosen.entry.sequence == story.asked.sequence {
+            ">"
+        } else {
+            " "
+        };
         let _ = writeln!(text, "what was done {mark} {}", line(&chosen.entry));
         let mut figures = Vec::new();
         if let Some(promised) = chosen.promised {
@@ -107,7 +123,10 @@ fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
         }
         if let Some(deadline) = chosen.deadline {
             let allowed = deadline.saturating_since(chosen.entry.at);
-            figures.push(format!("to be done by {deadline}, in {} ms", allowed.as_millis()));
+            figures.push(format!(
+                "to be done by {deadline}, in {} ms",
+                allowed.as_millis()
+            ));
         }
         if !figures.is_empty() {
             let _ = writeln!(text, "                  {}", figures.join(", "));
@@ -145,8 +164,15 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
             |taken| format!("{} ms old", at.saturating_since(taken).as_millis()),
         )
     };
-    let sampled = before.pressure.sample.as_ref().map(|sample| sample.taken_at);
-    let headroom = before.pressure.headroom.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+    let sampled = before
+        .pressure
+        .sample
+        .as_ref()
+        .map(|sample| sample.taken_at);
+    let headroom = before
+        .pressure
+        .headroom
+        .map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
     let _ = writeln!(
         text,
         "what was known  {}: headroom {headroom} (sample {}); Elevated below {}, Critical below {}",
@@ -166,7 +192,10 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
         before.memory.returning
     );
     for lease in &before.leases {
-        let used = lease.memory.used.map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
+        let used = lease
+            .memory
+            .used
+            .map_or_else(|| "unknown".to_owned(), |used: Bytes| used.to_string());
         let _ = writeln!(
             text,
             "                {:<16} {:<15} holds {}, uses {used} ({})",
@@ -195,11 +224,19 @@ fn is_pending(entry: &JournalEntry) -> bool {
 }
 
 fn line(entry: &JournalEntry) -> String {
-    format!("{} at {}: {}", entry.sequence, entry.at, journal::render(entry))
+    format!(
+        "{} at {}: {}",
+        entry.sequence,
+        entry.at,
+        journal::render(entry)
+    )
 }
 
 fn to_json(story: &Story, answer: Option<&JournalEntry>) -> Value {
-    let sampled = story.before.as_ref().and_then(|before| before.pressure.sample.as_ref());
+    let sampled = story
+        .before
+        .as_ref()
+        .and_then(|before| before.pressure.sample.as_ref());
     let age = sampled.map(|sample| story.event.at.saturating_since(sample.taken_at).as_micros());
     json!({
         "sequence": story.asked.sequence,

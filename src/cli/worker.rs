@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand};
 
 use super::serve::explain;
-use crate::worker::verbs::{
+use cotenant_worker::verbs::{
     asr::{AsrOptions, run_asr},
     ballast::{BallastOptions, run_ballast},
     tts::{TtsOptions, run_tts},

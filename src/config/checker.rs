@@ -15,7 +15,8 @@ use super::{
     settings::Watermark,
     size::{self, SizeError},
 };
-use crate::{policy::lease::Class, units::Bytes};
+use cotenant_policy::lease::Class;
+use cotenant_units::Bytes;
 
 /// Reads values and collects what is wrong with them. Every reader returns `None` both for a missing and for a
 /// faulty value; the fault is kept.
@@ -27,7 +28,8 @@ pub(super) struct Checker {
 impl Checker {
     /// Keeps a fault.
     pub(super) fn fault(&mut self, path: &str, message: impl Into<String>, hint: Option<&str>) {
-        self.faults.push(Fault::new(path, message, hint.map(str::to_owned)));
+        self.faults
+            .push(Fault::new(path, message, hint.map(str::to_owned)));
     }
 
     /// Keeps a fault when a required key is missing.
@@ -41,27 +43,45 @@ impl Checker {
     pub(super) fn given<'a>(&mut self, path: &str, text: &'a Text) -> Option<&'a str> {
         let written = text.0.as_deref()?;
         if matches!(written, "" | "~" | "null") {
-            self.fault(path, "has no value", Some("write a value, or remove the key to have its default"));
+            self.fault(
+                path,
+                "has no value",
+                Some("write a value, or remove the key to have its default"),
+            );
             return None;
         }
         Some(written)
     }
 
     /// A size in a range.
-    pub(super) fn size(&mut self, path: &str, text: &Text, range: RangeInclusive<Bytes>) -> Option<Bytes> {
+    pub(super) fn size(
+        &mut self,
+        path: &str,
+        text: &Text,
+        range: RangeInclusive<Bytes>,
+    ) -> Option<Bytes> {
         let written = self.given(path, text)?;
         let parsed = size::parse_size(written);
         self.sized(path, written, parsed, &range)
     }
 
     /// A duration in a range.
-    pub(super) fn duration(&mut self, path: &str, text: &Text, range: RangeInclusive<Duration>) -> Option<Duration> {
+    pub(super) fn duration(
+        &mut self,
+        path: &str,
+        text: &Text,
+        range: RangeInclusive<Duration>,
+    ) -> Option<Duration> {
         let written = self.given(path, text)?;
         match size::parse_duration(written) {
             Ok(value) if range.contains(&value) => Some(value),
             Ok(_) => {
                 let (low, high) = (humane(*range.start()), humane(*range.end()));
-                self.fault(path, format!("`{written}` is not between {low} and {high}"), None);
+                self.fault(
+                    path,
+                    format!("`{written}` is not between {low} and {high}"),
+                    None,
+                );
                 None
             }
             Err(error) => {
@@ -77,7 +97,11 @@ impl Checker {
         match size::parse_per_mille(written) {
             Ok(part) if part <= max => Some(part),
             Ok(_) => {
-                self.fault(path, format!("`{written}` is not between 0% and {}%", max / 10), None);
+                self.fault(
+                    path,
+                    format!("`{written}` is not between 0% and {}%", max / 10),
+                    None,
+                );
                 None
             }
             Err(error) => {
@@ -92,11 +116,17 @@ impl Checker {
         if self.given(path, text)?.trim_end().ends_with('%') {
             return self.per_mille(path, text, 500).map(Watermark::PerMille);
         }
-        self.size(path, text, Bytes::ZERO..=SIZE_MAX).map(Watermark::Bytes)
+        self.size(path, text, Bytes::ZERO..=SIZE_MAX)
+            .map(Watermark::Bytes)
     }
 
     /// A whole number in a range.
-    pub(super) fn number<T>(&mut self, path: &str, text: &Text, range: RangeInclusive<T>) -> Option<T>
+    pub(super) fn number<T>(
+        &mut self,
+        path: &str,
+        text: &Text,
+        range: RangeInclusive<T>,
+    ) -> Option<T>
     where
         T: FromStr + PartialOrd + Display,
     {
@@ -107,7 +137,11 @@ impl Checker {
             Ok(value) if plain && range.contains(&value) => Some(value),
             _ if plain => {
                 let (low, high) = (range.start(), range.end());
-                self.fault(path, format!("`{written}` is not between {low} and {high}"), None);
+                self.fault(
+                    path,
+                    format!("`{written}` is not between {low} and {high}"),
+                    None,
+                );
                 None
             }
             _ => {
@@ -123,7 +157,12 @@ impl Checker {
     }
 
     /// One of several words.
-    pub(super) fn one_of<T: Copy>(&mut self, path: &str, text: &Text, words: &[(&'static str, T)]) -> Option<T> {
+    pub(super) fn one_of<T: Copy>(
+        &mut self,
+        path: &str,
+        text: &Text,
+        words: &[(&'static str, T)],
+    ) -> Option<T> {
         let written = self.given(path, text)?;
         if let Some((_, value)) = words.iter().find(|(word, _)| *word == written) {
             return Some(*value);
@@ -133,7 +172,11 @@ impl Checker {
             Some(near) => format!("did you mean `{near}`?"),
             None => format!("write one of {}", raw::list(&known)),
         };
-        self.fault(path, format!("`{written}` is none of {}", raw::list(&known)), Some(&hint));
+        self.fault(
+            path,
+            format!("`{written}` is none of {}", raw::list(&known)),
+            Some(&hint),
+        );
         None
     }
 
@@ -157,7 +200,11 @@ impl Checker {
     pub(super) fn word(&mut self, path: &str, text: &Text) -> Option<String> {
         let written = self.given(path, text)?;
         if written.contains('\0') || written.trim() != written {
-            self.fault(path, format!("`{}` is not a plain word", written.escape_debug()), None);
+            self.fault(
+                path,
+                format!("`{}` is not a plain word", written.escape_debug()),
+                None,
+            );
             return None;
         }
         Some(written.to_owned())
@@ -176,7 +223,11 @@ impl Checker {
             } else {
                 "write the path from `/`"
             };
-            self.fault(path, format!("`{}` is not an absolute path", written.escape_debug()), Some(hint));
+            self.fault(
+                path,
+                format!("`{}` is not an absolute path", written.escape_debug()),
+                Some(hint),
+            );
             return None;
         }
         Some(file.to_owned())
@@ -196,7 +247,11 @@ impl Checker {
                 "the socket path `{}` has {length} bytes, the kernel takes {SOCKET_PATH_MAX}",
                 socket.display()
             );
-            self.fault(path, message, Some("use a shorter directory, for example `/run/cotenant`"));
+            self.fault(
+                path,
+                message,
+                Some("use a shorter directory, for example `/run/cotenant`"),
+            );
         }
         length <= SOCKET_PATH_MAX
     }
@@ -206,7 +261,9 @@ impl Checker {
         let written = self.given(path, text)?;
         let plain = written.len() <= NAME_MAX
             && written.starts_with(|c: char| c.is_ascii_lowercase())
-            && written.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_'));
+            && written
+                .bytes()
+                .all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || matches!(b, b'-' | b'_'));
         if plain {
             return Some(written.to_owned());
         }
@@ -229,7 +286,11 @@ impl Checker {
             Ok(value) if range.contains(&value) => Some(value),
             Ok(_) => {
                 let (low, high) = (range.start(), range.end());
-                self.fault(path, format!("`{written}` is not between {low} and {high}"), None);
+                self.fault(
+                    path,
+                    format!("`{written}` is not between {low} and {high}"),
+                    None,
+                );
                 None
             }
             Err(error) => {
@@ -248,15 +309,24 @@ impl Checker {
 pub(super) fn humane(duration: Duration) -> String {
     let mut rest = duration.as_micros();
     let mut parts = Vec::new();
-    for (unit, micros) in
-        [("d", 86_400_000_000), ("h", 3_600_000_000), ("m", 60_000_000), ("s", 1_000_000), ("ms", 1_000), ("us", 1)]
-    {
+    for (unit, micros) in [
+        ("d", 86_400_000_000),
+        ("h", 3_600_000_000),
+        ("m", 60_000_000),
+        ("s", 1_000_000),
+        ("ms", 1_000),
+        ("us", 1),
+    ] {
         if rest >= micros {
             parts.push(format!("{}{unit}", rest / micros));
             rest %= micros;
         }
     }
-    if parts.is_empty() { "0s".to_owned() } else { parts.join(" ") }
+    if parts.is_empty() {
+        "0s".to_owned()
+    } else {
+        parts.join(" ")
+    }
 }
 
 /// Placeholders of `argv` and `env`: `${NAME}`; each is named once.

@@ -10,7 +10,8 @@ use super::{
     error,
     raw::{self, Text},
 };
-use crate::{policy::lease::Class, units::Tokens};
+use cotenant_policy::lease::Class;
+use cotenant_units::Tokens;
 
 /// A client of the HTTP APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -79,23 +80,39 @@ pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
 fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKind> {
     let mut checker = Checker::default();
     if raw.clients.len() > CLIENTS_MAX {
-        checker.fault("clients", format!("has {} clients, at most {CLIENTS_MAX} are read", raw.clients.len()), None);
+        checker.fault(
+            "clients",
+            format!(
+                "has {} clients, at most {CLIENTS_MAX} are read",
+                raw.clients.len()
+            ),
+            None,
+        );
     }
     let mut clients = Vec::new();
-    let (mut names, mut keys): (BTreeMap<String, usize>, BTreeMap<String, usize>) = Default::default();
+    let (mut names, mut keys): (BTreeMap<String, usize>, BTreeMap<String, usize>) =
+        Default::default();
     for (index, raw) in raw.clients.iter().enumerate().take(CLIENTS_MAX) {
         let at = |key: &str| format!("clients[{index}].{key}");
         checker.require(&at("name"), &raw.name, "write `name: kitchen`");
         checker.require(&at("key"), &raw.key, KEY_HINT);
         let name = checker.name(&at("name"), &raw.name).unwrap_or_default();
-        let key = checker.given(&at("key"), &raw.key).unwrap_or_default().to_owned();
-        let plain = (KEY_MIN..=KEY_MAX).contains(&key.len()) && key.bytes().all(|byte| byte.is_ascii_graphic());
+        let key = checker
+            .given(&at("key"), &raw.key)
+            .unwrap_or_default()
+            .to_owned();
+        let plain = (KEY_MIN..=KEY_MAX).contains(&key.len())
+            && key.bytes().all(|byte| byte.is_ascii_graphic());
         if raw.key.0.is_some() && !plain {
-            let problem = format!("is not {KEY_MIN} to {KEY_MAX} printable ASCII characters without spaces");
+            let problem =
+                format!("is not {KEY_MIN} to {KEY_MAX} printable ASCII characters without spaces");
             checker.fault(&at("key"), problem, Some(KEY_HINT));
         }
         for (what, text, seen) in [("name", &name, &mut names), ("key", &key, &mut keys)] {
-            if let Some(first) = seen.insert(text.clone(), index).filter(|_| !text.is_empty()) {
+            if let Some(first) = seen
+                .insert(text.clone(), index)
+                .filter(|_| !text.is_empty())
+            {
                 let message = format!("is that of clients[{first}] too");
                 checker.fault(&at(what), message, Some("give each its own"));
             }
@@ -103,9 +120,15 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
         clients.push(ClientConfig {
             name,
             key: Secret(key),
-            class: checker.class(&at("class"), &raw.class).unwrap_or(Class::Interactive),
-            requests_max: checker.number(&at("requests_max"), &raw.requests_max, 1..=1000).unwrap_or(16),
-            tokens_max: checker.number(&at("tokens_max"), &raw.tokens_max, 1..=1 << 20).map(Tokens::new),
+            class: checker
+                .class(&at("class"), &raw.class)
+                .unwrap_or(Class::Interactive),
+            requests_max: checker
+                .number(&at("requests_max"), &raw.requests_max, 1..=1000)
+                .unwrap_or(16),
+            tokens_max: checker
+                .number(&at("tokens_max"), &raw.tokens_max, 1..=1 << 20)
+                .map(Tokens::new),
         });
     }
     if checker.faults.is_empty() {
@@ -115,7 +138,9 @@ fn check(raw: &RawClients, text: &str) -> Result<Vec<ClientConfig>, LoadErrorKin
         fault.position = raw::position(text, &fault.path);
         fault
     };
-    Err(LoadErrorKind::Faults(checker.faults.into_iter().map(located).collect()))
+    Err(LoadErrorKind::Faults(
+        checker.faults.into_iter().map(located).collect(),
+    ))
 }
 
 /// More than a device serves; each request is compared with all of them. Our choice.
@@ -138,17 +163,23 @@ mod tests {
         load_clients(file.path()).map_err(|error| error.report())
     }
 
-    const KITCHEN: &str =
-        "clients:\n  - {name: kitchen, key: 0123456789abcdef, class: batch, requests_max: 2, tokens_max: 64}\n";
+    const KITCHEN: &str = "clients:\n  - {name: kitchen, key: 0123456789abcdef, class: batch, requests_max: 2, tokens_max: 64}\n";
 
     #[test]
     fn clients_are_read_and_a_key_is_not_shown() {
         let clients = load(KITCHEN, 0o600).unwrap();
         assert_eq!(clients[0].key.reveal(), "0123456789abcdef");
         let shown = format!("{clients:?}");
-        assert!(shown.contains("kitchen") && !shown.contains("0123456789"), "{shown}");
+        assert!(
+            shown.contains("kitchen") && !shown.contains("0123456789"),
+            "{shown}"
+        );
         assert_eq!(
-            (clients[0].class, clients[0].requests_max, clients[0].tokens_max),
+            (
+                clients[0].class,
+                clients[0].requests_max,
+                clients[0].tokens_max
+            ),
             (Class::Batch, 2, Some(Tokens::new(64)))
         );
         assert_eq!(load("", 0o400), Ok(Vec::new()));
@@ -158,7 +189,10 @@ mod tests {
     fn a_file_that_others_may_read_is_refused() {
         for mode in [0o644, 0o640, 0o604, 0o660, 0o601] {
             let report = load(KITCHEN, mode).unwrap_err();
-            assert!(report.contains(&format!("mode {mode:04o}")) && report.contains("chmod 600"), "{report}");
+            assert!(
+                report.contains(&format!("mode {mode:04o}")) && report.contains("chmod 600"),
+                "{report}"
+            );
         }
     }
 
@@ -180,6 +214,9 @@ mod tests {
         ] {
             assert!(report.contains(fault), "{fault}: {report}");
         }
-        assert!(!report.contains("0123456789") && !report.contains("short"), "{report}");
+        assert!(
+            !report.contains("0123456789") && !report.contains("short"),
+            "{report}"
+        );
     }
 }

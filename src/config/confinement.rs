@@ -7,28 +7,46 @@ use super::{
     checker::{Checker, DAY, SECOND, SIZE_MAX},
     raw::{RawIdle, RawLimits, RawSandbox, RawWorker, Text},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Checks who holds the lease.
 pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {
-    let words = [("own", LeaseHolder::Own), ("supervisor", LeaseHolder::Supervisor)];
-    checker.one_of(&format!("{at}.lease"), &raw.lease, &words).unwrap_or_default()
+    let words = [
+        ("own", LeaseHolder::Own),
+        ("supervisor", LeaseHolder::Supervisor),
+    ];
+    checker
+        .one_of(&format!("{at}.lease"), &raw.lease, &words)
+        .unwrap_or_default()
 }
 
 /// Checks what happens when there is nothing to do.
-pub(super) fn idle(checker: &mut Checker, raw: &RawIdle, at: &str, has_variants: bool) -> IdleConfig {
+pub(super) fn idle(
+    checker: &mut Checker,
+    raw: &RawIdle,
+    at: &str,
+    has_variants: bool,
+) -> IdleConfig {
     let key = format!("{at}.shrink_after");
     let idle = IdleConfig {
         shrink_after: checker.duration(&key, &raw.shrink_after, SECOND..=DAY),
         stop_after: checker.duration(&format!("{at}.stop_after"), &raw.stop_after, SECOND..=DAY),
     };
     if idle.shrink_after.is_some() && !has_variants {
-        checker.fault(&key, "the worker has one size only", Some("write `memory.variants`"));
+        checker.fault(
+            &key,
+            "the worker has one size only",
+            Some("write `memory.variants`"),
+        );
     }
     if let (Some(shrink), Some(stop)) = (idle.shrink_after, idle.stop_after)
         && shrink >= stop
     {
-        checker.fault(&key, "is not below `stop_after`", Some("lower it, or leave it out"));
+        checker.fault(
+            &key,
+            "is not below `stop_after`",
+            Some("lower it, or leave it out"),
+        );
     }
     idle
 }
@@ -36,13 +54,19 @@ pub(super) fn idle(checker: &mut Checker, raw: &RawIdle, at: &str, has_variants:
 /// Checks what it may use and touch.
 pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> Confinement {
     let limits = format!("{at}.limits");
-    let (user, group) =
-        (checker.word(&format!("{at}.user"), &raw.user), checker.word(&format!("{at}.group"), &raw.group));
+    let (user, group) = (
+        checker.word(&format!("{at}.user"), &raw.user),
+        checker.word(&format!("{at}.group"), &raw.group),
+    );
     Confinement {
         user,
         group,
         resources: resources(checker, &raw.limits, &limits),
-        memory: checker.size(&format!("{limits}.memory"), &raw.limits.memory, Bytes::from_mib(1)..=SIZE_MAX),
+        memory: checker.size(
+            &format!("{limits}.memory"),
+            &raw.limits.memory,
+            Bytes::from_mib(1)..=SIZE_MAX,
+        ),
         ..sandbox(checker, &raw.sandbox, &format!("{at}.sandbox"))
     }
 }
@@ -50,18 +74,25 @@ pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> C
 fn resources(checker: &mut Checker, raw: &RawLimits, at: &str) -> BTreeMap<Resource, Option<u64>> {
     let mut resources = BTreeMap::new();
     for (resource, text, least) in [
-        (Resource::AddressSpace, &raw.address_space, Bytes::from_mib(1)),
+        (
+            Resource::AddressSpace,
+            &raw.address_space,
+            Bytes::from_mib(1),
+        ),
         (Resource::Core, &raw.core, Bytes::ZERO),
         (Resource::FileSize, &raw.file_size, Bytes::ZERO),
         (Resource::LockedMemory, &raw.memlock, Bytes::ZERO),
     ] {
         let key = format!("{at}.{}", resource.name());
-        let limit = or_none(text, || checker.size(&key, text, least..=SIZE_MAX).map(Bytes::get));
+        let limit = or_none(text, || {
+            checker.size(&key, text, least..=SIZE_MAX).map(Bytes::get)
+        });
         resources.extend(limit.map(|limit| (resource, limit)));
     }
-    for (resource, text, least) in
-        [(Resource::OpenFiles, &raw.open_files, 16), (Resource::Processes, &raw.processes, 1)]
-    {
+    for (resource, text, least) in [
+        (Resource::OpenFiles, &raw.open_files, 16),
+        (Resource::Processes, &raw.processes, 1),
+    ] {
         let key = format!("{at}.{}", resource.name());
         let limit = or_none(text, || checker.number(&key, text, least..=COUNT_MAX));
         resources.extend(limit.map(|limit| (resource, limit)));
@@ -82,15 +113,27 @@ fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
     let mut paths = |name: &str, list: &[String]| -> Vec<PathBuf> {
         list.iter()
             .enumerate()
-            .filter_map(|(index, path)| checker.directory(&format!("{at}.{name}[{index}]"), &Text(Some(path.clone()))))
+            .filter_map(|(index, path)| {
+                checker.directory(&format!("{at}.{name}[{index}]"), &Text(Some(path.clone())))
+            })
             .collect()
     };
-    let access = FileAccess { read: paths("read", &raw.read), write: paths("write", &raw.write) };
-    let calls = [("all", SyscallFilter::All), ("restricted", SyscallFilter::Restricted)];
+    let access = FileAccess {
+        read: paths("read", &raw.read),
+        write: paths("write", &raw.write),
+    };
+    let calls = [
+        ("all", SyscallFilter::All),
+        ("restricted", SyscallFilter::Restricted),
+    ];
     Confinement {
         files: Some(access).filter(|access| *access != FileAccess::default()),
-        syscalls: checker.one_of(&format!("{at}.syscalls"), &raw.syscalls, &calls).unwrap_or_default(),
-        required: checker.switch(&format!("{at}.required"), &raw.required).unwrap_or(false),
+        syscalls: checker
+            .one_of(&format!("{at}.syscalls"), &raw.syscalls, &calls)
+            .unwrap_or_default(),
+        required: checker
+            .switch(&format!("{at}.required"), &raw.required)
+            .unwrap_or(false),
         ..Confinement::default()
     }
 }
@@ -98,13 +141,22 @@ fn sandbox(checker: &mut Checker, raw: &RawSandbox, at: &str) -> Confinement {
 /// How long a request waits for a worker that does not run.
 pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> Duration {
     checker
-        .duration(&format!("{at}.wake_timeout"), &raw.wake_timeout, Duration::ZERO..=Duration::from_secs(600))
+        .duration(
+            &format!("{at}.wake_timeout"),
+            &raw.wake_timeout,
+            Duration::ZERO..=Duration::from_secs(600),
+        )
         .unwrap_or(WAKE_TIMEOUT)
 }
 
 /// Measured memory above which a worker is recycled, `None` when there is no such bound; and whether it is recycled when it
 /// leaks.
-pub(super) fn recycle_above(checker: &mut Checker, text: &Text, at: &str, peak: Bytes) -> (Option<Bytes>, bool) {
+pub(super) fn recycle_above(
+    checker: &mut Checker,
+    text: &Text,
+    at: &str,
+    peak: Bytes,
+) -> (Option<Bytes>, bool) {
     let key = format!("{at}.recycle_above");
     if text.0.as_deref() == Some("none") {
         return (None, false);
@@ -125,12 +177,17 @@ pub(super) fn recycle_above(checker: &mut Checker, text: &Text, at: &str, peak: 
 /// Names in `after` that do not exist, and circles.
 pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
     let mut faults = Vec::new();
-    let known: Vec<&str> = config.workers.iter().map(|worker| worker.name.as_str()).collect();
+    let known: Vec<&str> = config
+        .workers
+        .iter()
+        .map(|worker| worker.name.as_str())
+        .collect();
     let mut check = |path: String, own: &str, after: &[String]| {
         for (index, name) in after.iter().enumerate() {
             let problem = if name == own {
                 "is the worker itself"
-            } else if name == LLM && own == LLM || !(known.contains(&name.as_str()) || name == LLM) {
+            } else if name == LLM && own == LLM || !(known.contains(&name.as_str()) || name == LLM)
+            {
                 "is not a worker of this file"
             } else {
                 continue;
@@ -144,7 +201,11 @@ pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
         check("llm.after".to_owned(), LLM, &llm.after);
     }
     for (index, worker) in config.workers.iter().enumerate() {
-        check(format!("workers[{index}].after"), &worker.name, &worker.after);
+        check(
+            format!("workers[{index}].after"),
+            &worker.name,
+            &worker.after,
+        );
     }
     if faults.is_empty() {
         for (index, worker) in config.workers.iter().enumerate() {
@@ -163,7 +224,9 @@ pub(super) fn order_faults(config: &Config) -> Vec<Fault> {
 
 /// Workers that start before the LLM: those of `llm.after`, and all that these come after.
 pub(super) fn before_llm(config: &Config) -> Vec<String> {
-    let Some(llm) = &config.llm else { return Vec::new() };
+    let Some(llm) = &config.llm else {
+        return Vec::new();
+    };
     all_before(config, &llm.after)
 }
 
@@ -189,12 +252,18 @@ fn after_of<'config>(config: &'config Config, name: &str) -> &'config [String] {
 
 /// The way from a worker back to itself, if there is one.
 fn circle(config: &Config, name: &str) -> Option<Vec<String>> {
-    all_before(config, after_of(config, name)).contains(&name.to_owned()).then(|| {
-        let mut round: Vec<String> = all_before(config, after_of(config, name));
-        round.retain(|other| all_before(config, after_of(config, other)).iter().any(|found| found == name));
-        round.sort();
-        round.into_iter().map(|name| format!("`{name}`")).collect()
-    })
+    all_before(config, after_of(config, name))
+        .contains(&name.to_owned())
+        .then(|| {
+            let mut round: Vec<String> = all_before(config, after_of(config, name));
+            round.retain(|other| {
+                all_before(config, after_of(config, other))
+                    .iter()
+                    .any(|found| found == name)
+            });
+            round.sort();
+            round.into_iter().map(|name| format!("`{name}`")).collect()
+        })
 }
 
 /// How `after` names the LLM.

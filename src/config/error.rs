@@ -21,7 +21,10 @@ pub struct LoadError {
 
 impl LoadError {
     pub(super) fn new(path: &Path, kind: LoadErrorKind) -> Self {
-        Self { path: path.to_owned(), kind }
+        Self {
+            path: path.to_owned(),
+            kind,
+        }
     }
 
     /// The file.
@@ -152,7 +155,12 @@ impl Fault {
     /// A fault without a position.
     #[must_use]
     pub fn new(path: impl Into<String>, message: impl Into<String>, hint: Option<String>) -> Self {
-        Self { path: path.into(), position: None, message: message.into(), hint }
+        Self {
+            path: path.into(),
+            position: None,
+            message: message.into(),
+            hint,
+        }
     }
 }
 
@@ -195,7 +203,9 @@ pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
     let found = file.metadata().map_err(LoadErrorKind::Io)?;
     let (mode, owner) = (found.mode() & 0o7777, found.uid());
     if mode & 0o077 != 0 {
-        return Err(LoadErrorKind::Exposed(format!("others than its owner may use it (mode {mode:04o})")));
+        return Err(LoadErrorKind::Exposed(format!(
+            "others than its owner may use it (mode {mode:04o})"
+        )));
     }
     if ![0, nix::unistd::geteuid().as_raw()].contains(&owner) {
         return Err(LoadErrorKind::Exposed(format!("it belongs to uid {owner}")));
@@ -205,7 +215,9 @@ pub(super) fn read_private(path: &Path) -> Result<String, LoadErrorKind> {
 
 fn read(file: File) -> Result<String, LoadErrorKind> {
     let mut bytes = Vec::new();
-    file.take(FILE_MAX.get() + 1).read_to_end(&mut bytes).map_err(LoadErrorKind::Io)?;
+    file.take(FILE_MAX.get() + 1)
+        .read_to_end(&mut bytes)
+        .map_err(LoadErrorKind::Io)?;
     if bytes.starts_with(GGUF) {
         return Err(LoadErrorKind::Model);
     }
@@ -216,7 +228,8 @@ fn read(file: File) -> Result<String, LoadErrorKind> {
     if let Some(marked) = bytes.strip_prefix("\u{feff}".as_bytes()) {
         bytes = marked.to_vec();
     }
-    String::from_utf8(bytes).map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
+    String::from_utf8(bytes)
+        .map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
 }
 
 /// How a model file begins.

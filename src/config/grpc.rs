@@ -7,10 +7,8 @@ use super::{
     checker::{Checker, MINUTE, SECOND, SOCKET_PATH_MAX},
     raw::{RawBounds, RawGrpc, RawGrpcLimits, RawIds, RawRoles, RawTcp, Text},
 };
-use crate::{
-    policy::roles::{Bounds, Ids, Role},
-    units::Bytes,
-};
+use cotenant_policy::roles::{Bounds, Ids, Role};
+use cotenant_units::Bytes;
 
 /// Checks the section `grpc`.
 pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) -> GrpcConfig {
@@ -19,13 +17,17 @@ pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) ->
         Some(_) => checker.socket("grpc.socket", &raw.socket),
         None => {
             let socket = runtime_dir.join("cotenant.sock");
-            checker.socket_fits("runtime_dir", &socket).then_some(socket)
+            checker
+                .socket_fits("runtime_dir", &socket)
+                .then_some(socket)
         }
     };
     let abstract_name = match checker.given("grpc.abstract_name", &raw.abstract_name) {
         None => Some("cotenant".to_owned()),
         Some("none") => None,
-        Some(name) if name.is_empty() || name.len() > SOCKET_PATH_MAX - 1 || name.contains('\0') => {
+        Some(name)
+            if name.is_empty() || name.len() > SOCKET_PATH_MAX - 1 || name.contains('\0') =>
+        {
             checker.fault(
                 "grpc.abstract_name",
                 format!("has {} bytes, not 1 to {}", name.len(), SOCKET_PATH_MAX - 1),
@@ -52,32 +54,53 @@ pub(super) fn check(checker: &mut Checker, raw: &RawGrpc, runtime_dir: &Path) ->
 }
 
 fn tcp(checker: &mut Checker, raw: &RawTcp) -> Option<TcpConfig> {
-    for (key, text) in [("listen", &raw.listen), ("cert", &raw.cert), ("key", &raw.key), ("client_ca", &raw.client_ca)]
-    {
+    for (key, text) in [
+        ("listen", &raw.listen),
+        ("cert", &raw.cert),
+        ("key", &raw.key),
+        ("client_ca", &raw.client_ca),
+    ] {
         checker.require(&format!("grpc.tcp.{key}"), text, TCP_HINT);
     }
-    let listen = checker.given("grpc.tcp.listen", &raw.listen).and_then(|written| {
-        let address = written.parse::<SocketAddr>().ok();
-        if address.is_none() {
-            let problem = format!("`{}` is not an address and port", written.escape_debug());
-            checker.fault(
-                "grpc.tcp.listen",
-                problem,
-                Some("write an address with its port, for example `0.0.0.0:8411`"),
-            );
-        }
-        address
-    });
+    let listen = checker
+        .given("grpc.tcp.listen", &raw.listen)
+        .and_then(|written| {
+            let address = written.parse::<SocketAddr>().ok();
+            if address.is_none() {
+                let problem = format!("`{}` is not an address and port", written.escape_debug());
+                checker.fault(
+                    "grpc.tcp.listen",
+                    problem,
+                    Some("write an address with its port, for example `0.0.0.0:8411`"),
+                );
+            }
+            address
+        });
     let mut file = |key: &str, text| checker.directory(&format!("grpc.tcp.{key}"), text);
-    let (cert, key, client_ca) = (file("cert", &raw.cert), file("key", &raw.key), file("client_ca", &raw.client_ca));
+    let (cert, key, client_ca) = (
+        file("cert", &raw.cert),
+        file("key", &raw.key),
+        file("client_ca", &raw.client_ca),
+    );
     // No tenant: a lease's holder is a process that is measured here.
-    let roles = [("operator", Role::Operator), ("viewer", Role::Viewer), ("watchdog", Role::Watchdog)];
-    let role = checker.one_of("grpc.tcp.role", &raw.role, &roles).unwrap_or(Role::Viewer);
-    Some(TcpConfig { listen: listen?, cert: cert?, key: key?, client_ca: client_ca?, role })
+    let roles = [
+        ("operator", Role::Operator),
+        ("viewer", Role::Viewer),
+        ("watchdog", Role::Watchdog),
+    ];
+    let role = checker
+        .one_of("grpc.tcp.role", &raw.role, &roles)
+        .unwrap_or(Role::Viewer);
+    Some(TcpConfig {
+        listen: listen?,
+        cert: cert?,
+        key: key?,
+        client_ca: client_ca?,
+        role,
+    })
 }
 
-const TCP_HINT: &str =
-    "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; no client is served without a certificate";
+const TCP_HINT: &str = "`grpc.tcp` needs `listen`, `cert`, `key` and `client_ca`; no client is served without a certificate";
 
 fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     let mut ids = |role: &str, raw: &RawIds| Ids {
@@ -93,7 +116,11 @@ fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
             .one_of(
                 "grpc.roles.others",
                 &raw.others,
-                &[("none", None), ("tenant", Some(Role::Tenant)), ("viewer", Some(Role::Viewer))],
+                &[
+                    ("none", None),
+                    ("tenant", Some(Role::Tenant)),
+                    ("viewer", Some(Role::Viewer)),
+                ],
             )
             .flatten(),
     }
@@ -109,15 +136,23 @@ fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
         );
     }
     let ids = raw.iter().take(IDS_MAX).enumerate();
-    ids.filter_map(|(index, text)| id(checker, &format!("{at}[{index}]"), text)).collect()
+    ids.filter_map(|(index, text)| id(checker, &format!("{at}[{index}]"), text))
+        .collect()
 }
 
 /// An id; where a name is written in its place, the fault says how to find the id.
 fn id(checker: &mut Checker, key: &str, text: &Text) -> Option<u32> {
     let number = checker.number(key, text, 0..=u32::MAX - 1);
-    let name = text.0.as_deref().filter(|name| name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_'));
+    let name = text
+        .0
+        .as_deref()
+        .filter(|name| name.starts_with(|c: char| c.is_ascii_alphabetic() || c == '_'));
     if let (None, Some(name), Some(fault)) = (number, name, checker.faults.last_mut()) {
-        let command = if key.contains(".gids[") { format!("getent group {name}") } else { format!("id -u {name}") };
+        let command = if key.contains(".gids[") {
+            format!("getent group {name}")
+        } else {
+            format!("id -u {name}")
+        };
         fault.hint = Some(format!("write the number that `{command}` prints"));
     }
     number
@@ -126,7 +161,9 @@ fn id(checker: &mut Checker, key: &str, text: &Text) -> Option<u32> {
 fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
     let mut bounds = |what: &str, raw: &RawBounds| {
         let mut bound = |name: &str, text: &Text, default: u64| {
-            checker.number(&format!("grpc.limits.{what}.{name}"), text, 1..=BOUND_MAX).unwrap_or(default)
+            checker
+                .number(&format!("grpc.limits.{what}.{name}"), text, 1..=BOUND_MAX)
+                .unwrap_or(default)
         };
         Bounds {
             per_process: bound("per_process", &raw.per_process, 32),
@@ -138,13 +175,25 @@ fn limits(checker: &mut Checker, raw: &RawGrpcLimits) -> GrpcLimits {
         connections: bounds("connections", &raw.connections),
         streams: bounds("streams", &raw.streams),
         message_max: checker
-            .size("grpc.limits.message_max", &raw.message_max, Bytes::from_kib(4)..=Bytes::from_mib(64))
+            .size(
+                "grpc.limits.message_max",
+                &raw.message_max,
+                Bytes::from_kib(4)..=Bytes::from_mib(64),
+            )
             .unwrap_or(Bytes::from_mib(1)),
         calls_per_connection: checker
-            .number("grpc.limits.calls_per_connection", &raw.calls_per_connection, 1..=10_000)
+            .number(
+                "grpc.limits.calls_per_connection",
+                &raw.calls_per_connection,
+                1..=10_000,
+            )
             .unwrap_or(64),
         reader_patience: checker
-            .duration("grpc.limits.reader_patience", &raw.reader_patience, SECOND..=MINUTE * 10)
+            .duration(
+                "grpc.limits.reader_patience",
+                &raw.reader_patience,
+                SECOND..=MINUTE * 10,
+            )
             .unwrap_or(Duration::from_secs(20)),
     }
 }
@@ -158,7 +207,7 @@ const BOUND_MAX: u64 = 100_000;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::config::Config;
+    use crate::Config;
 
     #[test]
     fn roles_and_limits_are_read() {
@@ -179,15 +228,36 @@ mod tests {
     #[test]
     fn what_is_no_id_and_no_limit_is_reported_with_its_place() {
         for (text, expected) in [
-            ("roles: {tenants: {uids: [alice]}}", "write the number that `id -u alice` prints"),
-            ("roles: {tenants: {gids: [video]}}", "write the number that `getent group video` prints"),
-            ("roles: {tenants: {uids: [alice]}}", "grpc.roles.tenants.uids[0]"),
-            ("roles: {viewers: {gids: [1, -1]}}", "grpc.roles.viewers.gids[1]"),
-            ("roles: {operators: {uids: [4294967295]}}", "grpc.roles.operators.uids[0]"),
+            (
+                "roles: {tenants: {uids: [alice]}}",
+                "write the number that `id -u alice` prints",
+            ),
+            (
+                "roles: {tenants: {gids: [video]}}",
+                "write the number that `getent group video` prints",
+            ),
+            (
+                "roles: {tenants: {uids: [alice]}}",
+                "grpc.roles.tenants.uids[0]",
+            ),
+            (
+                "roles: {viewers: {gids: [1, -1]}}",
+                "grpc.roles.viewers.gids[1]",
+            ),
+            (
+                "roles: {operators: {uids: [4294967295]}}",
+                "grpc.roles.operators.uids[0]",
+            ),
             ("roles: {others: operator}", "grpc.roles.others"),
-            ("limits: {streams: {per_user: 0}}", "grpc.limits.streams.per_user"),
+            (
+                "limits: {streams: {per_user: 0}}",
+                "grpc.limits.streams.per_user",
+            ),
             ("limits: {message_max: 1GiB}", "grpc.limits.message_max"),
-            ("tcp: {listen: \"0.0.0.0:8411\"}", "grpc.tcp.client_ca: is required"),
+            (
+                "tcp: {listen: \"0.0.0.0:8411\"}",
+                "grpc.tcp.client_ca: is required",
+            ),
             ("tcp: {listen: box}", "grpc.tcp.listen"),
             ("tcp: {role: tenant}", "grpc.tcp.role"),
         ] {

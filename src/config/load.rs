@@ -24,7 +24,8 @@ impl Config {
     /// Parses and checks the text of a configuration file. An empty text gives the defaults.
     ///
     /// ```
-    /// use cotenant::{config::Config, units::Bytes};
+    /// use cotenant_config::Config;
+    /// use cotenant_units::Bytes;
     /// let config = Config::parse("budget: {total: 1GiB, reserve: 128MiB}").unwrap();
     /// assert_eq!(config.budget.total, Some(Bytes::from_gib(1)));
     /// assert!(Config::parse("budget: {total: 1073741824}").unwrap_err().to_string().contains("has no unit"));

@@ -3,13 +3,11 @@
 use std::time::Duration;
 
 use super::{Config, Fault, LeaseHolder, Watermark, WorkerConfig, confinement::before_llm};
-use crate::{
-    policy::params::{
-        EngineParams, LeaseParams, MachineMemory, ParamFault, Params, PressureParams, RestParams, ShedParams,
-        StartParams, WorkerParams,
-    },
-    units::Bytes,
+use cotenant_policy::params::{
+    EngineParams, LeaseParams, MachineMemory, ParamFault, Params, PressureParams, RestParams,
+    ShedParams, StartParams, WorkerParams,
 };
+use cotenant_units::Bytes;
 
 impl Config {
     /// The settings of policy for a `machine`, all of which is the budget's where `budget.total` is not set.
@@ -20,10 +18,16 @@ impl Config {
         if let Some(total) = self.budget.total.filter(|total| *total > machine.total) {
             let hint = match machine.limited_by {
                 None => "leave `budget.total` out, so that it is what the machine has, or lower it",
-                Some(_) => "leave `budget.total` out, so that it follows the limit; or lower it, or raise the limit",
+                Some(_) => {
+                    "leave `budget.total` out, so that it follows the limit; or lower it, or raise the limit"
+                }
             };
             let problem = format!("`{total}` is above the {machine}");
-            return Err(vec![Fault::new("budget.total".to_owned(), problem, Some(hint.to_owned()))]);
+            return Err(vec![Fault::new(
+                "budget.total".to_owned(),
+                problem,
+                Some(hint.to_owned()),
+            )]);
         }
         self.params_within(machine)
     }
@@ -34,11 +38,15 @@ impl Config {
     /// What cannot work with a budget of that size, all at once: a reserve or watermarks that leave nothing, workers
     /// that can never be granted what they need.
     pub fn params_within(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
-        let total = self.budget.total.map_or(machine.total, |total| total.min(machine.total));
+        let total = self
+            .budget
+            .total
+            .map_or(machine.total, |total| total.min(machine.total));
         let reserve = self.budget.reserve_of(total);
         let defaults = Params::for_budget(total, reserve, self.budget.scope);
         let budget = defaults.budget.bytes();
-        let limit = |set: Option<Watermark>, default: Bytes| set.map_or(default, |mark| mark.of(budget));
+        let limit =
+            |set: Option<Watermark>, default: Bytes| set.map_or(default, |mark| mark.of(budget));
         let marks = &self.budget.watermarks;
         let before_llm = before_llm(self);
         let params = Params {
@@ -55,7 +63,10 @@ impl Config {
                 fill_rate_mib_per_s: self.budget.fill_rate_mib_per_s,
             },
             shed: ShedParams {
-                minimum_reclaim: self.shedding.reclaim_min.unwrap_or(defaults.shed.minimum_reclaim),
+                minimum_reclaim: self
+                    .shedding
+                    .reclaim_min
+                    .unwrap_or(defaults.shed.minimum_reclaim),
                 settle: self.shedding.settle,
                 deadlines: self.shedding.deadlines,
                 verify_timeout: self.shedding.verify_timeout,
@@ -101,13 +112,17 @@ impl Config {
             "budget.reserve" => ("budget.reserve".to_owned(), BUDGET_HINT),
             "pressure.elevated_below" => ("budget.watermarks.elevated".to_owned(), WATERMARK_HINT),
             "pressure.critical_below" => ("budget.watermarks.critical".to_owned(), WATERMARK_HINT),
-            "pressure.last_resort_below" => ("budget.watermarks.last_resort".to_owned(), WATERMARK_HINT),
-            "pressure.hysteresis" => {
-                ("budget.hysteresis".to_owned(), "lower `budget.hysteresis` or raise `shedding.reclaim_min`")
+            "pressure.last_resort_below" => {
+                ("budget.watermarks.last_resort".to_owned(), WATERMARK_HINT)
             }
-            "shed.minimum_reclaim" => {
-                ("shedding.reclaim_min".to_owned(), "lower `shedding.reclaim_min` or `budget.watermarks.elevated`")
-            }
+            "pressure.hysteresis" => (
+                "budget.hysteresis".to_owned(),
+                "lower `budget.hysteresis` or raise `shedding.reclaim_min`",
+            ),
+            "shed.minimum_reclaim" => (
+                "shedding.reclaim_min".to_owned(),
+                "lower `shedding.reclaim_min` or `budget.watermarks.elevated`",
+            ),
             other => match other.split_once('.') {
                 Some(("pressure", key)) => (format!("budget.{key}"), ""),
                 Some(("shed", key)) => (format!("shedding.{key}"), ""),
@@ -150,12 +165,22 @@ impl Config {
             return "workers".to_owned();
         };
         let steps: Vec<&str> = steps.collect();
-        let variants = self.workers.get(index).map(|worker| worker.memory.variants.as_slice());
-        let variant = |name: &str| variants.unwrap_or_default().iter().position(|variant| variant.name == name);
+        let variants = self
+            .workers
+            .get(index)
+            .map(|worker| worker.memory.variants.as_slice());
+        let variant = |name: &str| {
+            variants
+                .unwrap_or_default()
+                .iter()
+                .position(|variant| variant.name == name)
+        };
         match steps.as_slice() {
             [size @ ("steady" | "peak")] => format!("workers[{index}].memory.{size}"),
             [name, size] => match variant(name) {
-                Some(place) if *size == "steady" => format!("workers[{index}].memory.variants[{place}].bytes"),
+                Some(place) if *size == "steady" => {
+                    format!("workers[{index}].memory.variants[{place}].bytes")
+                }
                 Some(place) => format!("workers[{index}].memory.variants[{place}].{size}"),
                 None => format!("workers[{index}].{name}.{size}"),
             },
@@ -164,10 +189,19 @@ impl Config {
     }
 }
 
-fn worker(config: &WorkerConfig, start_order: u32, before_llm: &[String], budget: Bytes) -> WorkerParams {
+fn worker(
+    config: &WorkerConfig,
+    start_order: u32,
+    before_llm: &[String],
+    budget: Bytes,
+) -> WorkerParams {
     // A size that the configuration does not state does not keep a small budget from being used.
     let least = Bytes::new(budget.get() / AUTO_SHARE).max(config.memory.steady);
-    let peak = if config.memory.auto { config.memory.peak.min(least) } else { config.memory.peak };
+    let peak = if config.memory.auto {
+        config.memory.peak.min(least)
+    } else {
+        config.memory.peak
+    };
     WorkerParams {
         name: config.name.clone(),
         class: config.class,
@@ -225,5 +259,6 @@ const FNV_PRIME: u64 = 0x0100_0000_01b3;
 const READY_BACKSTOP: Duration = Duration::from_secs(5);
 
 const BUDGET_HINT: &str = "lower `budget.reserve` or raise `budget.total`";
-const WATERMARK_HINT: &str = "watermarks fall from `elevated` over `critical` to `last_resort`, all below the budget";
+const WATERMARK_HINT: &str =
+    "watermarks fall from `elevated` over `critical` to `last_resort`, all below the budget";
 const WORKER_HINT: &str = "correct what the worker needs, or raise `budget.total`";

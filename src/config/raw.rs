@@ -103,10 +103,15 @@ pub(super) fn parse<T: Default + DeserializeOwned>(text: &str) -> Result<T, Load
 /// Where the value at `path` (`workers[0].argv`) begins, from line and column 1; where it is missing, the innermost
 /// mapping or list around it.
 pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
-    let steps: Vec<&str> = path.split(['.', '[']).map(|step| step.trim_end_matches(']')).collect();
+    let steps: Vec<&str> = path
+        .split(['.', '['])
+        .map(|step| step.trim_end_matches(']'))
+        .collect();
     (1..=steps.len()).rev().find_map(|depth| {
         let steps = steps.get(..depth)?;
-        let error = Walk(steps).deserialize(serde_yaml::Deserializer::from_str(text)).err()?;
+        let error = Walk(steps)
+            .deserialize(serde_yaml::Deserializer::from_str(text))
+            .err()?;
         if !error.to_string().contains(FOUND) {
             return None;
         }
@@ -122,7 +127,8 @@ pub(super) fn sets_nothing(text: &str) -> bool {
 
 /// Comments and white space alone.
 fn is_blank(text: &str) -> bool {
-    text.lines().all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
+    text.lines()
+        .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
 }
 
 /// Turns an error of the YAML reader into a fault of ours.
@@ -139,7 +145,12 @@ fn fault(path: String, error: &serde_yaml::Error) -> Fault {
         _ => &message,
     };
     let (message, hint) = explain(message);
-    Fault { path, position, message, hint }
+    Fault {
+        path,
+        position,
+        message,
+        hint,
+    }
 }
 
 /// Puts the reader's words into ours, with a remedy where we know one.
@@ -155,9 +166,13 @@ fn explain(message: &str) -> (String, Option<String>) {
         return (format!("unknown key `{key}`"), Some(hint));
     }
     if message.starts_with("duplicate") {
-        return (message.replace("field", "key"), Some("keep one of the two".to_owned()));
+        return (
+            message.replace("field", "key"),
+            Some("keep one of the two".to_owned()),
+        );
     }
-    if message.contains("did not find expected") || message.contains("not allowed in this context") {
+    if message.contains("did not find expected") || message.contains("not allowed in this context")
+    {
         let hint = "look for a missing quote, bracket or colon here or on the line before";
         return (message.to_owned(), Some(hint.to_owned()));
     }
@@ -168,10 +183,16 @@ fn explain(message: &str) -> (String, Option<String>) {
         );
     }
     if message.contains("repetition limit") || message.contains("recursion limit") {
-        return (message.to_owned(), Some("write the values out instead of `&` and `*`".to_owned()));
+        return (
+            message.to_owned(),
+            Some("write the values out instead of `&` and `*`".to_owned()),
+        );
     }
     if message.contains("more than one document") {
-        return ("there is more than one document".to_owned(), Some("remove what follows the second `---`".to_owned()));
+        return (
+            "there is more than one document".to_owned(),
+            Some("remove what follows the second `---`".to_owned()),
+        );
     }
     if message.contains("unknown anchor") {
         return (
@@ -228,7 +249,9 @@ fn distance(from: &str, to: &str) -> usize {
         let mut diagonal = i;
         let mut left = i + 1;
         for (b, above) in to.bytes().zip(row.iter_mut().skip(1)) {
-            let cost = (diagonal + usize::from(a != b)).min(left + 1).min(*above + 1);
+            let cost = (diagonal + usize::from(a != b))
+                .min(left + 1)
+                .min(*above + 1);
             diagonal = *above;
             *above = cost;
             left = cost;
@@ -379,7 +402,11 @@ impl<'de> Visitor<'de> for Walk<'_> {
 
 impl Walk<'_> {
     fn scalar<E: de::Error>(&self) -> Result<(), E> {
-        if self.0.is_empty() { Err(E::custom(FOUND)) } else { Ok(()) }
+        if self.0.is_empty() {
+            Err(E::custom(FOUND))
+        } else {
+            Ok(())
+        }
     }
 }
 

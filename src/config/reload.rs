@@ -4,16 +4,16 @@
 //! decided on.
 
 use super::{
-    BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig, LeaseConfig, LlmConfig,
-    LogConfig, RolesConfig, SafeProfileConfig, SheddingConfig, TelemetryConfig, Watermarks, WorkerConfig,
-    WyomingConfig,
+    BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig,
+    LeaseConfig, LlmConfig, LogConfig, RolesConfig, SafeProfileConfig, SheddingConfig,
+    TelemetryConfig, Watermarks, WorkerConfig, WyomingConfig,
 };
-use crate::policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
+use cotenant_policy::{compute::DeviceSettings, event::ChangedKeys, params::ClassDeadlines};
 
 /// The settings of `running` with those of `file` that a running supervisor takes over, and the keys that differ.
 ///
 /// ```
-/// use cotenant::config::{Config, reloaded};
+/// use cotenant_config::{Config, reloaded};
 /// let running = Config::parse("log: {filter: info, format: text}").unwrap();
 /// let file = Config::parse("log: {filter: debug, format: json}").unwrap();
 /// let (next, changes) = reloaded(&running, &file);
@@ -147,8 +147,9 @@ impl Merge {
 
     /// Workers of the same name; one that is new or gone needs a restart, and so does another order.
     fn workers(&mut self, old: &[WorkerConfig], new: &[WorkerConfig]) -> Vec<WorkerConfig> {
-        let names =
-            |workers: &[WorkerConfig]| -> Vec<String> { workers.iter().map(|worker| worker.name.clone()).collect() };
+        let names = |workers: &[WorkerConfig]| -> Vec<String> {
+            workers.iter().map(|worker| worker.name.clone()).collect()
+        };
         let (was, is) = (names(old), names(new));
         let mut only_in_one: Vec<&String> = was.iter().filter(|name| !is.contains(name)).collect();
         only_in_one.extend(is.iter().filter(|name| !was.contains(name)));
@@ -187,7 +188,8 @@ impl Merge {
         let limits = |it: &Confinement| (it.memory, it.resources.clone());
         let (memory, resources) = self.live(&format!("{at}limits"), &limits(old), &limits(new));
         let sandbox = |it: &Confinement| (it.files.clone(), it.syscalls, it.required);
-        let (files, syscalls, required) = self.live(&format!("{at}sandbox"), &sandbox(old), &sandbox(new));
+        let (files, syscalls, required) =
+            self.live(&format!("{at}sandbox"), &sandbox(old), &sandbox(new));
         merged!(self, at, old, new, Confinement {
             live: user, group;
             @ memory = memory, resources = resources, files = files, syscalls = syscalls, required = required;
@@ -213,7 +215,8 @@ mod tests {
 
     use super::*;
 
-    const WORKERS: &str = "llm: {path: /m.gguf}\nworkers: [{name: NAME, argv: [x], memory: {steady: 1MiB}}]";
+    const WORKERS: &str =
+        "llm: {path: /m.gguf}\nworkers: [{name: NAME, argv: [x], memory: {steady: 1MiB}}]";
 
     /// Every key with whether it is taken over; those of workers as `workers.NAME.key`.
     fn keys() -> Vec<(String, bool)> {
@@ -228,13 +231,16 @@ mod tests {
     fn each_key_of_the_document_is_taken_over_or_needs_a_restart_as_it_says() {
         let document = include_str!("../../docs/operating.md");
         let listed = |heading: &str| -> BTreeSet<String> {
-            let rows = document.lines().filter_map(|line| line.strip_prefix(heading));
+            let rows = document
+                .lines()
+                .filter_map(|line| line.strip_prefix(heading));
             let names = rows.flat_map(|row| row.split('`').skip(1).step_by(2).map(str::to_owned));
             names.collect()
         };
         let of = |wanted: bool| -> BTreeSet<String> {
             let keys = keys().into_iter().filter(|(_, live)| *live == wanted);
-            keys.map(|(key, _)| key.replace("workers.name.", "workers.NAME.")).collect()
+            keys.map(|(key, _)| key.replace("workers.name.", "workers.NAME."))
+                .collect()
         };
         assert_eq!(listed("| taken over |"), of(true));
         assert_eq!(listed("| needs a restart |"), of(false));
@@ -247,12 +253,18 @@ mod tests {
             format!("workers: [{}, {}]", worker(names[0]), worker(names[1]))
         };
         let running = Config::parse(&text(["a", "b"])).unwrap();
-        for (names, restart) in [(["a", "c"], vec!["workers.b", "workers.c"]), (["b", "a"], vec!["workers"])] {
+        for (names, restart) in [
+            (["a", "c"], vec!["workers.b", "workers.c"]),
+            (["b", "a"], vec!["workers"]),
+        ] {
             let (next, changes) = reloaded(&running, &Config::parse(&text(names)).unwrap());
             assert_eq!(next, running);
             assert_eq!(
                 (changes.applied, changes.restart),
-                (Vec::new(), restart.iter().map(|key| (*key).to_owned()).collect())
+                (
+                    Vec::new(),
+                    restart.iter().map(|key| (*key).to_owned()).collect()
+                )
             );
         }
     }
@@ -260,7 +272,9 @@ mod tests {
     #[test]
     fn what_is_taken_over_is_that_of_the_file_and_the_rest_stays() {
         let text = |argv: &str, autostart: bool, steady: &str| {
-            format!("workers: [{{name: a, argv: [{argv}], autostart: {autostart}, memory: {{steady: {steady}}}}}]")
+            format!(
+                "workers: [{{name: a, argv: [{argv}], autostart: {autostart}, memory: {{steady: {steady}}}}}]"
+            )
         };
         let running = Config::parse(&text("old", true, "1MiB")).unwrap();
         let file = Config::parse(&text("new", false, "2MiB")).unwrap();
@@ -270,6 +284,10 @@ mod tests {
         assert_eq!(changes.applied, ["workers.a.argv", "workers.a.memory"]);
         assert_eq!(changes.restart, ["workers.a.autostart"]);
         let again = reloaded(&next, &file).1;
-        assert_eq!(again.restart, ["workers.a.autostart"], "it is named until it is done");
+        assert_eq!(
+            again.restart,
+            ["workers.a.autostart"],
+            "it is named until it is done"
+        );
     }
 }

@@ -2,16 +2,14 @@
 
 use std::{collections::BTreeMap, fmt, net::SocketAddr, path::PathBuf, time::Duration};
 
-use crate::{
-    policy::{
-        compute::DeviceSettings,
-        kv_type::KvType,
-        lease::Class,
-        params::{ClassDeadlines, ResidencyMode, RestartParams, Scope, VariantParams},
-        roles::{Bounds, Ids, Role},
-    },
-    units::{Bytes, Layers, Tokens},
+use cotenant_policy::{
+    compute::DeviceSettings,
+    kv_type::KvType,
+    lease::Class,
+    params::{ClassDeadlines, ResidencyMode, RestartParams, Scope, VariantParams},
+    roles::{Bounds, Ids, Role},
 };
+use cotenant_units::{Bytes, Layers, Tokens};
 
 /// Most bytes of a configuration file that are read; a longer file is refused.
 ///
@@ -130,7 +128,9 @@ impl BudgetConfig {
     #[must_use]
     pub fn reserve_of(&self, total: Bytes) -> Bytes {
         self.reserve.unwrap_or_else(|| match self.scope {
-            Scope::Machine => total.per_mille(MACHINE_RESERVE_PER_MILLE).max(MACHINE_RESERVE_MIN),
+            Scope::Machine => total
+                .per_mille(MACHINE_RESERVE_PER_MILLE)
+                .max(MACHINE_RESERVE_MIN),
             Scope::Session => SESSION_RESERVE,
         })
     }
@@ -460,19 +460,26 @@ impl Config {
     pub fn listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let http = self.http.listen.map(|address| ("http.listen", address));
         let grpc = self.grpc.tcp.as_ref().map(|tcp| ("grpc.tcp", tcp.listen));
-        let wyoming = self.wyoming.listen.iter().filter_map(|listen| match listen {
-            WyomingListen::Tcp(address) => Some(("wyoming.listen", *address)),
-            WyomingListen::Unix(_) => None,
-        });
+        let wyoming = self
+            .wyoming
+            .listen
+            .iter()
+            .filter_map(|listen| match listen {
+                WyomingListen::Tcp(address) => Some(("wyoming.listen", *address)),
+                WyomingListen::Unix(_) => None,
+            });
         http.into_iter().chain(wyoming).chain(grpc).collect()
     }
 
     /// The listeners that other machines reach and that ask for no key, each with its setting.
     #[must_use]
     pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
-        let keyed = |key: &str| key == "grpc.tcp" || (key == "http.listen" && self.http.keys_file.is_some());
+        let keyed = |key: &str| {
+            key == "grpc.tcp" || (key == "http.listen" && self.http.keys_file.is_some())
+        };
         let mut listeners = self.listeners();
-        listeners.retain(|(key, address)| !keyed(key) && !address.ip().to_canonical().is_loopback());
+        listeners
+            .retain(|(key, address)| !keyed(key) && !address.ip().to_canonical().is_loopback());
         listeners
     }
 }
@@ -581,7 +588,7 @@ pub enum LogFormat {
 /// What is logged and how.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogConfig {
-    /// Filter in the syntax of `RUST_LOG`: `info`, `cotenant::policy=debug,info`. Default `info`.
+    /// Filter in the syntax of `RUST_LOG`: `info`, `cotenant_policy=debug,info`. Default `info`.
     pub filter: String,
     /// How lines look.
     pub format: LogFormat,

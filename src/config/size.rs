@@ -5,7 +5,7 @@
 
 use std::time::Duration;
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// What is wrong with a size, a percentage or a duration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -20,7 +20,9 @@ pub enum SizeError {
     #[error("`{0}` has no unit")]
     NoUnit(String, &'static str),
     /// A unit that means two things.
-    #[error("`{text}` is ambiguous: `{unit}` is 10^{power} bytes to some programs and 2^{shift} to others")]
+    #[error(
+        "`{text}` is ambiguous: `{unit}` is 10^{power} bytes to some programs and 2^{shift} to others"
+    )]
     Ambiguous {
         /// As written.
         text: String,
@@ -56,11 +58,16 @@ impl SizeError {
     #[must_use]
     pub fn hint(&self) -> String {
         match self {
-            Self::Ambiguous { meant, .. } => format!("write `{meant}`: sizes are powers of 1024 here"),
+            Self::Ambiguous { meant, .. } => {
+                format!("write `{meant}`: sizes are powers of 1024 here")
+            }
             Self::UnknownUnit { known, .. } => format!("known units are {known}"),
             Self::NoUnit(number, SIZE) => match number.parse::<u64>() {
                 Ok(bytes) if bytes >= 1024 => {
-                    format!("write sizes with a unit: {bytes} bytes are `{}`", exact(bytes))
+                    format!(
+                        "write sizes with a unit: {bytes} bytes are `{}`",
+                        exact(bytes)
+                    )
                 }
                 _ => SIZE_HINT.to_owned(),
             },
@@ -80,7 +87,8 @@ impl SizeError {
 /// Parses a size: a number, with a decimal fraction if need be, and one of `B`, `KiB`, `MiB`, `GiB`, `TiB`.
 ///
 /// ```
-/// use cotenant::{config::parse_size, units::Bytes};
+/// use cotenant_config::parse_size;
+/// use cotenant_units::Bytes;
 /// assert_eq!(parse_size("1.5GiB"), Ok(Bytes::from_mib(1536)));
 /// assert_eq!(parse_size("12G").unwrap_err().hint(), "write `12GiB`: sizes are powers of 1024 here");
 /// ```
@@ -99,7 +107,8 @@ pub fn parse_size(text: &str) -> Result<Bytes, SizeError> {
         "TiB" => 1 << 40,
         other => return Err(size_unit_error(text, number, other)),
     };
-    let (whole, rest) = scaled(number, scale).ok_or_else(|| SizeError::TooLarge(text.to_owned(), SIZE))?;
+    let (whole, rest) =
+        scaled(number, scale).ok_or_else(|| SizeError::TooLarge(text.to_owned(), SIZE))?;
     if rest {
         return Err(SizeError::Fraction(text.to_owned(), SIZE, "bytes"));
     }
@@ -110,7 +119,7 @@ pub fn parse_size(text: &str) -> Result<Bytes, SizeError> {
 ///
 /// ```
 /// use std::time::Duration;
-/// use cotenant::config::parse_duration;
+/// use cotenant_config::parse_duration;
 /// assert_eq!(parse_duration("1m 30s"), Ok(Duration::from_secs(90)));
 /// assert_eq!(parse_duration("1.5s"), Ok(Duration::from_millis(1500)));
 /// assert!(parse_duration("90").is_err());
@@ -127,13 +136,17 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
         return Err(SizeError::Empty(DURATION));
     }
     while !rest.is_empty() {
-        let number_end = rest.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(rest.len());
+        let number_end = rest
+            .find(|c: char| !c.is_ascii_digit() && c != '.')
+            .unwrap_or(rest.len());
         let (number, tail) = rest.split_at(number_end);
         if !is_number(number) {
             return Err(SizeError::Malformed(text.to_owned(), DURATION));
         }
         let tail = tail.trim_start();
-        let unit_end = tail.find(|c: char| c.is_ascii_digit() || c.is_whitespace()).unwrap_or(tail.len());
+        let unit_end = tail
+            .find(|c: char| c.is_ascii_digit() || c.is_whitespace())
+            .unwrap_or(tail.len());
         let (unit, tail) = tail.split_at(unit_end);
         let scale = match unit {
             "" => return Err(SizeError::NoUnit(text.to_owned(), DURATION)),
@@ -156,11 +169,18 @@ pub fn parse_duration(text: &str) -> Result<Duration, SizeError> {
             return Err(SizeError::Malformed(text.to_owned(), DURATION));
         }
         larger = scale;
-        let (nanos, fraction) = scaled(number, scale).ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
+        let (nanos, fraction) =
+            scaled(number, scale).ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
         if fraction {
-            return Err(SizeError::Fraction(text.to_owned(), DURATION, "nanoseconds"));
+            return Err(SizeError::Fraction(
+                text.to_owned(),
+                DURATION,
+                "nanoseconds",
+            ));
         }
-        total = total.checked_add(nanos).ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
+        total = total
+            .checked_add(nanos)
+            .ok_or_else(|| SizeError::TooLarge(text.to_owned(), DURATION))?;
         rest = tail.trim_start();
     }
     Ok(Duration::from_nanos(total))
@@ -178,9 +198,14 @@ pub(super) fn parse_per_mille(text: &str) -> Result<u32, SizeError> {
         "" => return Err(SizeError::NoUnit(text.to_owned(), PERCENTAGE)),
         _ => return Err(SizeError::Malformed(text.to_owned(), PERCENTAGE)),
     }
-    let (part, rest) = scaled(number, 10).ok_or_else(|| SizeError::TooLarge(text.to_owned(), PERCENTAGE))?;
+    let (part, rest) =
+        scaled(number, 10).ok_or_else(|| SizeError::TooLarge(text.to_owned(), PERCENTAGE))?;
     if rest {
-        return Err(SizeError::Fraction(text.to_owned(), PERCENTAGE, "thousandths"));
+        return Err(SizeError::Fraction(
+            text.to_owned(),
+            PERCENTAGE,
+            "thousandths",
+        ));
     }
     match u32::try_from(part) {
         Ok(part) if part <= 1000 => Ok(part),
@@ -193,9 +218,15 @@ fn split<'a>(text: &'a str, kind: &'static str) -> Result<(&'a str, &'a str), Si
     if text.is_empty() {
         return Err(SizeError::Empty(kind));
     }
-    let end = text.find(|c: char| !c.is_ascii_digit() && c != '.').unwrap_or(text.len());
+    let end = text
+        .find(|c: char| !c.is_ascii_digit() && c != '.')
+        .unwrap_or(text.len());
     let (number, unit) = text.split_at(end);
-    if is_number(number) { Ok((number, unit.trim_start())) } else { Err(SizeError::Malformed(text.to_owned(), kind)) }
+    if is_number(number) {
+        Ok((number, unit.trim_start()))
+    } else {
+        Err(SizeError::Malformed(text.to_owned(), kind))
+    }
 }
 
 /// A number of bytes in the largest unit that divides it: `1GiB`, `1000B`.
@@ -213,7 +244,9 @@ fn exact(bytes: u64) -> String {
 fn is_number(text: &str) -> bool {
     let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     match text.split_once('.') {
-        Some((whole, fraction)) => digits(whole) && digits(fraction) && fraction.len() <= DECIMALS_MAX,
+        Some((whole, fraction)) => {
+            digits(whole) && digits(fraction) && fraction.len() <= DECIMALS_MAX
+        }
         None => digits(text),
     }
 }
@@ -267,7 +300,8 @@ const DURATION: &str = "duration";
 const PERCENTAGE: &str = "percentage";
 const SIZE_HINT: &str = "write sizes with a unit, for example `1GiB` or `1024MiB`";
 const DURATION_HINT: &str = "write durations with a unit, for example `500ms` or `1m 30s`";
-const PERCENTAGE_HINT: &str = "write a size such as `2GiB`, or a percentage of the budget such as `13%` or `6.5%`";
+const PERCENTAGE_HINT: &str =
+    "write a size such as `2GiB`, or a percentage of the budget such as `13%` or `6.5%`";
 
 #[cfg(test)]
 mod tests {
@@ -293,9 +327,18 @@ mod tests {
     #[test]
     fn a_bare_number_has_no_unit_whatever_it_is() {
         for text in ["0", "1073741824", "1.5", "00012"] {
-            assert!(matches!(parse_size(text), Err(SizeError::NoUnit(..))), "{text}");
-            assert!(matches!(parse_duration(text), Err(SizeError::NoUnit(..))), "{text}");
-            assert!(matches!(parse_per_mille(text), Err(SizeError::NoUnit(..))), "{text}");
+            assert!(
+                matches!(parse_size(text), Err(SizeError::NoUnit(..))),
+                "{text}"
+            );
+            assert!(
+                matches!(parse_duration(text), Err(SizeError::NoUnit(..))),
+                "{text}"
+            );
+            assert!(
+                matches!(parse_per_mille(text), Err(SizeError::NoUnit(..))),
+                "{text}"
+            );
         }
     }
 
@@ -328,7 +371,17 @@ mod tests {
             let error = parse_size(text).unwrap_err();
             reported += &format!("{text:>14}: {error} | {}\n", error.hint());
         }
-        for text in ["", "90", "5 parsecs", "-1s", "1s1", "s", "9999999999d", "0.0001us", "1.s"] {
+        for text in [
+            "",
+            "90",
+            "5 parsecs",
+            "-1s",
+            "1s1",
+            "s",
+            "9999999999d",
+            "0.0001us",
+            "1.s",
+        ] {
             let error = parse_duration(text).unwrap_err();
             reported += &format!("{text:>14}: {error} | {}\n", error.hint());
         }
@@ -351,16 +404,26 @@ mod tests {
             ("0s", 0),
             ("1 m", 60_000),
         ] {
-            assert_eq!(parse_duration(text), Ok(Duration::from_millis(millis)), "{text}");
+            assert_eq!(
+                parse_duration(text),
+                Ok(Duration::from_millis(millis)),
+                "{text}"
+            );
         }
     }
 
     #[test]
     fn units_of_a_duration_come_once_and_fall() {
         for text in ["1s1s", "1s 1s", "30s 1m", "1m 30s 30s", "1m1min", "1ms 1h"] {
-            assert!(matches!(parse_duration(text), Err(SizeError::Malformed(..))), "{text}");
+            assert!(
+                matches!(parse_duration(text), Err(SizeError::Malformed(..))),
+                "{text}"
+            );
         }
-        assert_eq!(parse_duration("1d 2h 3m 4s 5ms 6us"), Ok(Duration::from_micros(93_784_005_006)));
+        assert_eq!(
+            parse_duration("1d 2h 3m 4s 5ms 6us"),
+            Ok(Duration::from_micros(93_784_005_006))
+        );
     }
 
     #[test]

@@ -25,7 +25,11 @@ fn otlp(checker: &mut Checker, text: &Text) -> Option<OtlpConfig> {
     }
     let parsed = parsed(written);
     if parsed.is_none() {
-        checker.fault("telemetry.otlp", format!("`{}` is not an address", written.escape_debug()), Some(HINT));
+        checker.fault(
+            "telemetry.otlp",
+            format!("`{}` is not an address", written.escape_debug()),
+            Some(HINT),
+        );
     }
     parsed
 }
@@ -50,8 +54,16 @@ fn parsed(written: &str) -> Option<OtlpConfig> {
         Some(number) => number.parse::<u16>().ok().filter(|port| *port > 0)?,
         None => port,
     };
-    let sane = |text: &str| text.bytes().all(|byte| byte.is_ascii_graphic() && !b"@?#\"\\<>".contains(&byte));
-    if host.is_empty() || host.len() > HOST_MAX || path.len() > PATH_MAX || !sane(host) || !sane(path) {
+    let sane = |text: &str| {
+        text.bytes()
+            .all(|byte| byte.is_ascii_graphic() && !b"@?#\"\\<>".contains(&byte))
+    };
+    if host.is_empty()
+        || host.len() > HOST_MAX
+        || path.len() > PATH_MAX
+        || !sane(host)
+        || !sane(path)
+    {
         return None;
     }
     let path = match path {
@@ -61,7 +73,12 @@ fn parsed(written: &str) -> Option<OtlpConfig> {
         _ if grpc => return None,
         path => path,
     };
-    Some(OtlpConfig { grpc, tls, authority: format!("{host}:{port}"), path: path.to_owned() })
+    Some(OtlpConfig {
+        grpc,
+        tls,
+        authority: format!("{host}:{port}"),
+        path: path.to_owned(),
+    })
 }
 
 const HINT: &str = "write the address of a collector: `grpc://127.0.0.1:4317`, `grpcs://…`, `http://127.0.0.1:4318` or \
@@ -94,11 +111,17 @@ mod tests {
         };
         for (text, expected) in [
             ("grpc://collector", Some("grpc collector:4317")),
-            ("grpcs://collector:443/", Some("grpc with TLS collector:443")),
+            (
+                "grpcs://collector:443/",
+                Some("grpc with TLS collector:443"),
+            ),
             ("http://127.0.0.1", Some("http 127.0.0.1:4318/v1/traces")),
             ("http://[::1]:9/", Some("http [::1]:9/v1/traces")),
             ("http://[::1]", Some("http [::1]:4318/v1/traces")),
-            ("https://otlp.example/v1/spans", Some("http with TLS otlp.example:4318/v1/spans")),
+            (
+                "https://otlp.example/v1/spans",
+                Some("http with TLS otlp.example:4318/v1/spans"),
+            ),
             ("collector:4317", None),
             ("grpc://", None),
             ("grpc://collector/path", None),

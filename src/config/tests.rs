@@ -3,10 +3,8 @@
 use std::path::Path;
 
 use super::*;
-use crate::{
-    policy::{lease::Class, params::MachineMemory},
-    units::Bytes,
-};
+use cotenant_policy::{lease::Class, params::MachineMemory};
+use cotenant_units::Bytes;
 
 const EXAMPLE: &str = include_str!("../../deploy/cotenant.yaml");
 
@@ -47,7 +45,10 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
     // Watermarks are written out in the example and left to policy otherwise: compare what follows from them.
     let total = MachineMemory::of(Bytes::from_mib(15_656));
     assert_eq!(example.params(&total), defaults.params(&total));
-    let same = Config { budget: defaults.budget.clone(), ..example };
+    let same = Config {
+        budget: defaults.budget.clone(),
+        ..example
+    };
     assert_eq!(same, defaults);
     insta::assert_debug_snapshot!(defaults);
 }
@@ -60,22 +61,49 @@ fn a_file_that_sets_nothing_is_refused_and_one_may_begin_with_a_byte_order_mark(
         std::fs::write(&path, text).unwrap();
         load(&path)
     };
-    for text in ["", "\n\n", "# llm: {path: /m.gguf}\n", "---\n", "{}\n", "\u{feff}", "\u{feff}---\n# nothing\n...\n"] {
+    for text in [
+        "",
+        "\n\n",
+        "# llm: {path: /m.gguf}\n",
+        "---\n",
+        "{}\n",
+        "\u{feff}",
+        "\u{feff}---\n# nothing\n...\n",
+    ] {
         let error = load_text(text).unwrap_err();
-        assert!(matches!(error.kind(), LoadErrorKind::Empty), "{text:?}: {error:?}");
-        assert!(error.report().contains("it sets nothing") && error.report().contains("hint: "), "{}", error.report());
+        assert!(
+            matches!(error.kind(), LoadErrorKind::Empty),
+            "{text:?}: {error:?}"
+        );
+        assert!(
+            error.report().contains("it sets nothing") && error.report().contains("hint: "),
+            "{}",
+            error.report()
+        );
     }
-    for text in ["log: {filter: debug}\n", "\u{feff}log: {filter: debug}\n", "\u{feff}---\nlog:\n  filter: debug\n"] {
+    for text in [
+        "log: {filter: debug}\n",
+        "\u{feff}log: {filter: debug}\n",
+        "\u{feff}---\nlog:\n  filter: debug\n",
+    ] {
         assert_eq!(load_text(text).unwrap().log.filter, "debug", "{text:?}");
     }
 }
 
 #[test]
 fn grpc_on_an_address_is_refused_with_what_to_do_instead() {
-    for address in ["tcp://0.0.0.0:9000", "127.0.0.1:9000", "\"[::1]:9000\"", "https://host:9000"] {
+    for address in [
+        "tcp://0.0.0.0:9000",
+        "127.0.0.1:9000",
+        "\"[::1]:9000\"",
+        "https://host:9000",
+    ] {
         let reported = report(&format!("grpc: {{socket: {address}}}\n"));
         assert!(reported.contains("grpc.socket"), "{reported}");
-        assert!(reported.contains("`grpc.tcp` with certificates") && reported.contains("ssh -L"), "{reported}");
+        assert!(
+            reported.contains("`grpc.tcp` with certificates") && reported.contains("ssh -L"),
+            "{reported}"
+        );
     }
     let reported = report("journal: {path: \"http://host/journal\"}\n");
     assert!(!reported.contains("gRPC"), "{reported}");
@@ -83,11 +111,14 @@ fn grpc_on_an_address_is_refused_with_what_to_do_instead() {
 
 #[test]
 fn every_key_of_the_example_is_read_when_it_is_switched_on() {
-    let config = Config::parse(&example_in_full()).unwrap_or_else(|kind| panic!("{kind}\n{}", example_in_full()));
+    let config = Config::parse(&example_in_full())
+        .unwrap_or_else(|kind| panic!("{kind}\n{}", example_in_full()));
     assert_eq!(config.budget.total, Some(Bytes::from_mib(15_656)));
     assert_eq!(config.workers.len(), 2);
     insta::assert_debug_snapshot!((&config.llm, &config.workers, &config.http.voices));
-    let params = config.params(&MachineMemory::of(Bytes::from_mib(15_656))).unwrap();
+    let params = config
+        .params(&MachineMemory::of(Bytes::from_mib(15_656)))
+        .unwrap();
     assert_eq!(params.workers[1].variants[1].peak, Bytes::from_mib(160));
     assert_eq!(params.workers[1].start.start_order, 1);
 }
@@ -96,8 +127,12 @@ fn every_key_of_the_example_is_read_when_it_is_switched_on() {
 fn the_example_names_every_key() {
     let (_, keys) = include_str!("raw.rs").split_once("\nraw! {").unwrap();
     let (keys, _) = keys.split_once("\n}").unwrap();
-    let keys = keys.split(['{', '}', ',', '\n']).map(|key| key.split(':').next().unwrap().trim());
-    for key in keys.filter(|key| !key.is_empty() && !key.starts_with(|c: char| c == '#' || c.is_uppercase())) {
+    let keys = keys
+        .split(['{', '}', ',', '\n'])
+        .map(|key| key.split(':').next().unwrap().trim());
+    for key in keys
+        .filter(|key| !key.is_empty() && !key.starts_with(|c: char| c == '#' || c.is_uppercase()))
+    {
         let written = [format!("{key}:"), format!("{}:", key.replace('_', "-"))];
         let special = ["port", "text", "path", "kind", "status", "pattern"].contains(&key)
             && EXAMPLE.contains(&format!("`{key}`"));
@@ -118,7 +153,10 @@ fn host_names_have_no_port_and_aliases_stand_for_models_that_are_there() {
         assert!(reported.contains("http.allowed_hosts"), "{reported}");
     }
     let reported = report("http: {models: {gpt-4o: nothing}}\n");
-    assert!(reported.contains("`gpt-4o: nothing` stands for a model that is not configured"), "{reported}");
+    assert!(
+        reported.contains("`gpt-4o: nothing` stands for a model that is not configured"),
+        "{reported}"
+    );
 }
 
 #[test]
@@ -164,13 +202,22 @@ fn faults_of_form_name_line_key_and_remedy() {
         ("unknown key", "budget:\n  resreve: 1GiB\n"),
         ("unknown key without a near one", "budget:\n  colour: red\n"),
         ("duplicate key", "state_dir: /a\nstate_dir: /b\n"),
-        ("duplicate key in a table", "http:\n  voices: {alloy: a, alloy: b}\n"),
+        (
+            "duplicate key in a table",
+            "http:\n  voices: {alloy: a, alloy: b}\n",
+        ),
         ("tab", "budget:\n\ttotal: 1GiB\n"),
         ("list for a value", "state_dir: [a, b]\n"),
-        ("value for a list", "workers:\n  - name: a\n    argv: piper --uri x\n"),
+        (
+            "value for a list",
+            "workers:\n  - name: a\n    argv: piper --uri x\n",
+        ),
         ("value for a mapping", "budget: 12GiB\n"),
         ("list for a mapping", "budget: [12GiB]\n"),
-        ("norway", "workers: [{name: a, argv: [x], memory: {steady: 1MiB}, autostart: no}]\n"),
+        (
+            "norway",
+            "workers: [{name: a, argv: [x], memory: {steady: 1MiB}, autostart: no}]\n",
+        ),
         ("no value", "state_dir:\n"),
         ("null", "state_dir: ~\n"),
         ("unclosed", "budget: {total: 1GiB\n"),
@@ -188,10 +235,18 @@ fn faults_of_form_name_line_key_and_remedy() {
 fn an_alias_bomb_is_refused_and_not_unfolded() {
     let mut bomb = "a: &a [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
     for (letter, before) in ('b'..='j').zip('a'..) {
-        bomb += &format!("{letter}: &{letter} [{}]\n", vec![format!("*{before}"); 10].join(","));
+        bomb += &format!(
+            "{letter}: &{letter} [{}]\n",
+            vec![format!("*{before}"); 10].join(",")
+        );
     }
-    for text in [format!("{bomb}workers: *j\n"), format!("http: {{voices: {{{}}}}}\n", bomb.trim().replace('\n', ", "))]
-    {
+    for text in [
+        format!("{bomb}workers: *j\n"),
+        format!(
+            "http: {{voices: {{{}}}}}\n",
+            bomb.trim().replace('\n', ", ")
+        ),
+    ] {
         assert!(Config::parse(&text).is_err());
     }
 }
@@ -212,8 +267,18 @@ workers:
     ));
     assert!(report("budget: {total: 100MiB, reserve: 100MiB}").contains("leaves nothing"));
     let config = Config::parse("workers: [{name: a, argv: [x], memory: {steady: 1GiB}}]").unwrap();
-    assert!(config.params(&MachineMemory::of(Bytes::from_gib(8))).is_ok());
-    assert_eq!(config.params(&MachineMemory::of(Bytes::from_gib(1))).unwrap_err()[0].path, "workers[0].memory.peak");
+    assert!(
+        config
+            .params(&MachineMemory::of(Bytes::from_gib(8)))
+            .is_ok()
+    );
+    assert_eq!(
+        config
+            .params(&MachineMemory::of(Bytes::from_gib(1)))
+            .unwrap_err()[0]
+            .path,
+        "workers[0].memory.peak"
+    );
 }
 
 #[test]
@@ -241,14 +306,26 @@ workers:
 ";
     let [asr, tts, vision, batch] = Config::parse(text).unwrap().workers.try_into().unwrap();
     assert_eq!(asr.listen, Listen::Socket("/tmp/run/asr.sock".into()));
-    assert_eq!((&asr.ready.check, asr.class), (&Readiness::Describe, Class::AudioRealtime));
+    assert_eq!(
+        (&asr.ready.check, asr.class),
+        (&Readiness::Describe, Class::AudioRealtime)
+    );
     assert_eq!(asr.memory.peak, Bytes::from_mib(125));
-    assert_eq!((&tts.listen, &tts.ready.check), (&Listen::FreePort, &Readiness::Connect));
+    assert_eq!(
+        (&tts.listen, &tts.ready.check),
+        (&Listen::FreePort, &Readiness::Connect)
+    );
     assert_eq!(tts.memory.peak, Bytes::from_mib(101));
-    assert_eq!((&vision.listen, &vision.ready.check), (&Listen::Port(8080), &Readiness::Connect));
+    assert_eq!(
+        (&vision.listen, &vision.ready.check),
+        (&Listen::Port(8080), &Readiness::Connect)
+    );
     assert_eq!(vision.argv, ["a", "8080"]);
     assert_eq!(vision.env["B"], "no");
-    assert_eq!((&batch.listen, &batch.ready.check), (&Listen::Nowhere, &Readiness::Started));
+    assert_eq!(
+        (&batch.listen, &batch.ready.check),
+        (&Listen::Nowhere, &Readiness::Started)
+    );
     assert_eq!(batch.class, Class::Batch);
 }
 
@@ -260,12 +337,19 @@ fn a_worker_of_another_user_listens_on_a_port_unless_it_has_a_place_for_a_socket
         )
     };
     let endpoint = |text: &str| Config::parse(text).unwrap().workers.remove(0).listen;
-    assert_eq!(endpoint(&with("tcp://127.0.0.1:${PORT}", "")), Listen::FreePort);
+    assert_eq!(
+        endpoint(&with("tcp://127.0.0.1:${PORT}", "")),
+        Listen::FreePort
+    );
     let place = "/srv/speech/asr.sock";
-    assert_eq!(endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))), Listen::Socket(place.into()));
+    assert_eq!(
+        endpoint(&with("unix://${SOCKET}", &format!(", socket: {place}"))),
+        Listen::Socket(place.into())
+    );
     let reported = report(&with("unix://${SOCKET}", ""));
     assert!(
-        reported.contains("the worker has no socket") && reported.contains("in which its `user` may create one"),
+        reported.contains("the worker has no socket")
+            && reported.contains("in which its `user` may create one"),
         "{reported}"
     );
 }
@@ -341,8 +425,15 @@ workers:
 fn deep_nesting_is_refused_before_it_is_parsed() {
     for open in ["[", "{a: ", "- ", "{? "] {
         let text = format!("workers: {}", open.repeat(50_000));
-        let text = if open == "- " { format!("workers:\n  {}x", open.repeat(50_000)) } else { text };
-        assert!(matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)), "{open:?}");
+        let text = if open == "- " {
+            format!("workers:\n  {}x", open.repeat(50_000))
+        } else {
+            text
+        };
+        assert!(
+            matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)),
+            "{open:?}"
+        );
     }
     // Brackets in text and comments are no nesting.
     let argv = "[".repeat(100);
@@ -352,24 +443,49 @@ fn deep_nesting_is_refused_before_it_is_parsed() {
             "workers: [{{name: a, argv: [/bin/sh, '{argv}', \"\\\"{argv}\"], protocol: none, ready: {{kind: started}}, memory: {{steady: 1MiB, peak: 1MiB}}}}]\n"
         ),
     ] {
-        assert!(!matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)), "{text}");
+        assert!(
+            !matches!(Config::parse(&text), Err(LoadErrorKind::TooDeep)),
+            "{text}"
+        );
     }
 }
 
 #[test]
 fn the_memory_of_a_worker_may_be_left_to_be_learned() {
-    for (memory, peak) in [("", 320), ("memory: auto,", 320), ("memory: {},", 320), ("memory: {peak: 64MiB},", 64)] {
+    for (memory, peak) in [
+        ("", 320),
+        ("memory: auto,", 320),
+        ("memory: {},", 320),
+        ("memory: {peak: 64MiB},", 64),
+    ] {
         let text = format!("workers: [{{name: asr, argv: [a], protocol: none, {memory}}}]\n");
         let config = Config::parse(&text).unwrap();
-        let (memory, machine) = (&config.workers[0].memory, MachineMemory::of(Bytes::from_gib(4)));
+        let (memory, machine) = (
+            &config.workers[0].memory,
+            MachineMemory::of(Bytes::from_gib(4)),
+        );
         assert!(memory.auto && memory.recycle_leaks, "{text}");
-        assert_eq!((memory.peak, memory.recycle_above), (Bytes::from_mib(peak), None), "{text}");
-        assert!(config.params(&machine).unwrap().workers[0].rest.auto, "{text}");
+        assert_eq!(
+            (memory.peak, memory.recycle_above),
+            (Bytes::from_mib(peak), None),
+            "{text}"
+        );
+        assert!(
+            config.params(&machine).unwrap().workers[0].rest.auto,
+            "{text}"
+        );
     }
     // A small budget is not kept from use by a size that the configuration does not state.
     let text = "budget: {total: 300MiB, reserve: 0MiB}\nworkers: [{name: asr, argv: [a], protocol: none}]\n";
-    let params = Config::parse(text).unwrap().params(&MachineMemory::of(Bytes::from_gib(4))).unwrap();
+    let params = Config::parse(text)
+        .unwrap()
+        .params(&MachineMemory::of(Bytes::from_gib(4)))
+        .unwrap();
     assert_eq!(params.workers[0].peak, Bytes::from_mib(100));
-    let error = Config::parse("workers: [{name: asr, argv: [a], protocol: none, memory: much}]").unwrap_err();
-    assert!(error.to_string().contains("memory") || format!("{error:?}").contains("auto"), "{error:?}");
+    let error = Config::parse("workers: [{name: asr, argv: [a], protocol: none, memory: much}]")
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("memory") || format!("{error:?}").contains("auto"),
+        "{error:?}"
+    );
 }

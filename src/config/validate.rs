@@ -8,31 +8,37 @@ use std::{
 };
 
 use super::{
-    BudgetConfig, Config, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, Listen, LlmConfig,
-    LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig, SheddingConfig, VocabularyConfig, Watermarks, WorkerRole,
-    WyomingListen,
+    BudgetConfig, Config, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, Listen,
+    LlmConfig, LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig, SheddingConfig,
+    VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
     confinement, grpc,
-    raw::{self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding, Text},
+    raw::{
+        self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding,
+        Text,
+    },
     telemetry, workers, wyoming,
 };
-use crate::{
-    policy::{
-        compute::{CudaKernels, CudaMemory, DeviceChoice, DeviceSettings},
-        kv_type::KvType,
-        lease::Class,
-        params::{
-            ClassDeadlines, EngineParams, LeaseParams, MachineMemory, PressureParams, ResidencyMode, Scope, ShedParams,
-        },
+use cotenant_policy::{
+    compute::{CudaKernels, CudaMemory, DeviceChoice, DeviceSettings},
+    kv_type::KvType,
+    lease::Class,
+    params::{
+        ClassDeadlines, EngineParams, LeaseParams, MachineMemory, PressureParams, ResidencyMode,
+        Scope, ShedParams,
     },
-    units::{Bytes, Layers, Tokens},
 };
+use cotenant_units::{Bytes, Layers, Tokens};
 
 /// Checks every value of the file whose text is `text`.
 pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind> {
     let mut checker = Checker::default();
-    let state_dir = checker.directory("state_dir", &raw.state_dir).unwrap_or_else(|| PathBuf::from(STATE_DIR));
-    let runtime_dir = checker.directory("runtime_dir", &raw.runtime_dir).unwrap_or_else(|| PathBuf::from(RUNTIME_DIR));
+    let state_dir = checker
+        .directory("state_dir", &raw.state_dir)
+        .unwrap_or_else(|| PathBuf::from(STATE_DIR));
+    let runtime_dir = checker
+        .directory("runtime_dir", &raw.runtime_dir)
+        .unwrap_or_else(|| PathBuf::from(RUNTIME_DIR));
     let config = Config {
         budget: checker.budget(&raw.budget),
         shedding: checker.shedding(&raw.shedding),
@@ -44,9 +50,15 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         grpc: grpc::check(&mut checker, &raw.grpc, &runtime_dir),
         journal: checker.journal(&raw.journal, &state_dir),
         safe_profile: SafeProfileConfig {
-            crashes: checker.number("safe_profile.crashes", &raw.safe_profile.crashes, 0..=100).unwrap_or(3),
+            crashes: checker
+                .number("safe_profile.crashes", &raw.safe_profile.crashes, 0..=100)
+                .unwrap_or(3),
             within: checker
-                .duration("safe_profile.within", &raw.safe_profile.within, SECOND..=DAY)
+                .duration(
+                    "safe_profile.within",
+                    &raw.safe_profile.within,
+                    SECOND..=DAY,
+                )
                 .unwrap_or(MINUTE * 10),
         },
         state_dir,
@@ -60,7 +72,12 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
         faults.extend(unknown_models(&config));
         faults.extend(confinement::order_faults(&config));
         if let Some(total) = config.budget.total {
-            faults.extend(config.params(&MachineMemory::of(total)).err().unwrap_or_default());
+            faults.extend(
+                config
+                    .params(&MachineMemory::of(total))
+                    .err()
+                    .unwrap_or_default(),
+            );
         }
     }
     if faults.is_empty() {
@@ -90,22 +107,42 @@ fn collisions(config: &Config) -> Vec<Fault> {
         }
     };
     if let Some(socket) = &config.grpc.socket {
-        claim(format!("socket `{}`", socket.display()), "grpc.socket".to_owned());
+        claim(
+            format!("socket `{}`", socket.display()),
+            "grpc.socket".to_owned(),
+        );
     }
     if let Some(listen) = config.http.listen.filter(|listen| listen.port() != 0) {
-        claim(format!("port `{}`", listen.port()), "http.listen".to_owned());
+        claim(
+            format!("port `{}`", listen.port()),
+            "http.listen".to_owned(),
+        );
     }
-    if let Some(tcp) = config.grpc.tcp.as_ref().filter(|tcp| tcp.listen.port() != 0) {
-        claim(format!("port `{}`", tcp.listen.port()), "grpc.tcp.listen".to_owned());
+    if let Some(tcp) = config
+        .grpc
+        .tcp
+        .as_ref()
+        .filter(|tcp| tcp.listen.port() != 0)
+    {
+        claim(
+            format!("port `{}`", tcp.listen.port()),
+            "grpc.tcp.listen".to_owned(),
+        );
     }
     for (index, listen) in config.wyoming.listen.iter().enumerate() {
         match listen {
             WyomingListen::Tcp(address) if address.port() == 0 => {}
             WyomingListen::Tcp(address) => {
-                claim(format!("port `{}`", address.port()), format!("wyoming.listen[{index}]"));
+                claim(
+                    format!("port `{}`", address.port()),
+                    format!("wyoming.listen[{index}]"),
+                );
             }
             WyomingListen::Unix(path) => {
-                claim(format!("socket `{}`", path.display()), format!("wyoming.listen[{index}]"));
+                claim(
+                    format!("socket `{}`", path.display()),
+                    format!("wyoming.listen[{index}]"),
+                );
             }
         }
     }
@@ -113,10 +150,16 @@ fn collisions(config: &Config) -> Vec<Fault> {
         claim(format!("name `{}`", llm.name), "llm.name".to_owned());
     }
     for (index, worker) in config.workers.iter().enumerate() {
-        claim(format!("name `{}`", worker.name), format!("workers[{index}].name"));
+        claim(
+            format!("name `{}`", worker.name),
+            format!("workers[{index}].name"),
+        );
         match &worker.listen {
             Listen::Socket(socket) => {
-                claim(format!("socket `{}`", socket.display()), format!("workers[{index}].socket"));
+                claim(
+                    format!("socket `{}`", socket.display()),
+                    format!("workers[{index}].socket"),
+                );
             }
             Listen::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
             Listen::FreePort | Listen::Nowhere => {}
@@ -128,8 +171,13 @@ fn collisions(config: &Config) -> Vec<Fault> {
 /// Aliases of models that are not there, or that are models themselves.
 fn unknown_models(config: &Config) -> Vec<Fault> {
     let llm = config.llm.iter().map(|llm| llm.name.as_str());
-    let speech = config.workers.iter().filter(|worker| worker.role != WorkerRole::Other);
-    let known: Vec<&str> = llm.chain(speech.map(|worker| worker.name.as_str())).collect();
+    let speech = config
+        .workers
+        .iter()
+        .filter(|worker| worker.role != WorkerRole::Other);
+    let known: Vec<&str> = llm
+        .chain(speech.map(|worker| worker.name.as_str()))
+        .collect();
     let faults = config.http.models.iter().filter_map(|(alias, model)| {
         let problem = if alias.is_empty() || known.contains(&alias.as_str()) {
             "has a name of its own that is empty or that of a model"
@@ -140,8 +188,15 @@ fn unknown_models(config: &Config) -> Vec<Fault> {
         };
         Some(Fault::new(
             "http.models".to_owned(),
-            format!("`{}: {}` {problem}", alias.escape_debug(), model.escape_debug()),
-            Some(format!("write `alias: model`, with one of {}", known.join(", "))),
+            format!(
+                "`{}: {}` {problem}",
+                alias.escape_debug(),
+                model.escape_debug()
+            ),
+            Some(format!(
+                "write `alias: model`, with one of {}",
+                known.join(", ")
+            )),
         ))
     });
     faults.collect()
@@ -154,25 +209,42 @@ impl Checker {
             total: self.size("budget.total", &raw.total, Bytes::from_mib(1)..=SIZE_MAX),
             reserve: self.size("budget.reserve", &raw.reserve, Bytes::ZERO..=SIZE_MAX),
             scope: self
-                .one_of("budget.scope", &raw.scope, &[("machine", Scope::Machine), ("session", Scope::Session)])
+                .one_of(
+                    "budget.scope",
+                    &raw.scope,
+                    &[("machine", Scope::Machine), ("session", Scope::Session)],
+                )
                 .unwrap_or_default(),
             watermarks: Watermarks {
                 elevated: self.watermark("budget.watermarks.elevated", &raw.watermarks.elevated),
                 critical: self.watermark("budget.watermarks.critical", &raw.watermarks.critical),
-                last_resort: self.watermark("budget.watermarks.last_resort", &raw.watermarks.last_resort),
+                last_resort: self
+                    .watermark("budget.watermarks.last_resort", &raw.watermarks.last_resort),
             },
             hysteresis: self.watermark("budget.hysteresis", &raw.hysteresis),
-            dwell: self.duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR).unwrap_or(defaults.dwell),
-            grace: self.duration("budget.grace", &raw.grace, Duration::ZERO..=MINUTE).unwrap_or(defaults.grace),
+            dwell: self
+                .duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR)
+                .unwrap_or(defaults.dwell),
+            grace: self
+                .duration("budget.grace", &raw.grace, Duration::ZERO..=MINUTE)
+                .unwrap_or(defaults.grace),
             fill_rate_mib_per_s: self
-                .size("budget.fill_rate_max", &raw.fill_rate_max, Bytes::from_mib(1)..=Bytes::from_gib(1024))
+                .size(
+                    "budget.fill_rate_max",
+                    &raw.fill_rate_max,
+                    Bytes::from_mib(1)..=Bytes::from_gib(1024),
+                )
                 .and_then(|rate| u32::try_from(rate.whole_mib()).ok())
                 .unwrap_or(defaults.fill_rate_mib_per_s),
             sample_min: self
                 .duration("budget.sample_min", &raw.sample_min, MILLI..=SECOND)
                 .unwrap_or(defaults.sample_min),
             sample_max: self
-                .duration("budget.sample_max", &raw.sample_max, MILLI * 10..=SECOND * 10)
+                .duration(
+                    "budget.sample_max",
+                    &raw.sample_max,
+                    MILLI * 10..=SECOND * 10,
+                )
                 .unwrap_or(defaults.sample_max),
         };
         if config.sample_max < config.sample_min {
@@ -199,11 +271,21 @@ impl Checker {
             batch: deadline(Class::Batch, &raw.deadlines.batch),
         };
         SheddingConfig {
-            reclaim_min: self.size("shedding.reclaim_min", &raw.reclaim_min, Bytes::ZERO..=SIZE_MAX),
-            settle: self.duration("shedding.settle", &raw.settle, Duration::ZERO..=MINUTE).unwrap_or(defaults.settle),
+            reclaim_min: self.size(
+                "shedding.reclaim_min",
+                &raw.reclaim_min,
+                Bytes::ZERO..=SIZE_MAX,
+            ),
+            settle: self
+                .duration("shedding.settle", &raw.settle, Duration::ZERO..=MINUTE)
+                .unwrap_or(defaults.settle),
             deadlines,
             verify_timeout: self
-                .duration("shedding.verify_timeout", &raw.verify_timeout, MILLIS_100..=MINUTE * 10)
+                .duration(
+                    "shedding.verify_timeout",
+                    &raw.verify_timeout,
+                    MILLIS_100..=MINUTE * 10,
+                )
                 .unwrap_or(defaults.verify_timeout),
         }
     }
@@ -211,12 +293,18 @@ impl Checker {
     fn leases(&mut self, raw: &RawLeases) -> LeaseConfig {
         let defaults = LeaseParams::default();
         let config = LeaseConfig {
-            term_min: self.duration("leases.term_min", &raw.term_min, MILLIS_100..=HOUR).unwrap_or(defaults.term_min),
-            term_max: self.duration("leases.term_max", &raw.term_max, MILLIS_100..=DAY).unwrap_or(defaults.term_max),
+            term_min: self
+                .duration("leases.term_min", &raw.term_min, MILLIS_100..=HOUR)
+                .unwrap_or(defaults.term_min),
+            term_max: self
+                .duration("leases.term_max", &raw.term_max, MILLIS_100..=DAY)
+                .unwrap_or(defaults.term_max),
             wait_max: self
                 .duration("leases.wait_max", &raw.wait_max, Duration::ZERO..=HOUR)
                 .unwrap_or(defaults.wait_max),
-            queue_max: self.number("leases.queue_max", &raw.queue_max, 1..=1000).unwrap_or(defaults.queue_max),
+            queue_max: self
+                .number("leases.queue_max", &raw.queue_max, 1..=1000)
+                .unwrap_or(defaults.queue_max),
             per_user_max: self
                 .number("leases.per_user_max", &raw.per_user_max, 1..=1000)
                 .unwrap_or(defaults.leases_per_uid),
@@ -233,29 +321,56 @@ impl Checker {
     }
 
     fn device(&mut self, raw: &RawLlm) -> DeviceSettings {
-        let choices = [("auto", DeviceChoice::Auto), ("cpu", DeviceChoice::Cpu), ("cuda", DeviceChoice::Cuda)];
-        let memories = [("auto", CudaMemory::Auto), ("mapped", CudaMemory::Mapped), ("device", CudaMemory::Device)];
+        let choices = [
+            ("auto", DeviceChoice::Auto),
+            ("cpu", DeviceChoice::Cpu),
+            ("cuda", DeviceChoice::Cuda),
+        ];
+        let memories = [
+            ("auto", CudaMemory::Auto),
+            ("mapped", CudaMemory::Mapped),
+            ("device", CudaMemory::Device),
+        ];
         let kernels = [("auto", CudaKernels::Auto), ("plain", CudaKernels::Plain)];
         DeviceSettings {
-            choice: self.one_of("llm.device", &raw.device, &choices).unwrap_or_default(),
-            memory: self.one_of("llm.cuda.memory", &raw.cuda.memory, &memories).unwrap_or_default(),
-            kernels: self.one_of("llm.cuda.kernels", &raw.cuda.kernels, &kernels).unwrap_or_default(),
+            choice: self
+                .one_of("llm.device", &raw.device, &choices)
+                .unwrap_or_default(),
+            memory: self
+                .one_of("llm.cuda.memory", &raw.cuda.memory, &memories)
+                .unwrap_or_default(),
+            kernels: self
+                .one_of("llm.cuda.kernels", &raw.cuda.kernels, &kernels)
+                .unwrap_or_default(),
         }
     }
 
     fn llm(&mut self, raw: &RawLlm) -> LlmConfig {
-        self.require("llm.path", &raw.path, "write `llm.path: /path/to/model.gguf`, or no `llm` at all");
+        self.require(
+            "llm.path",
+            &raw.path,
+            "write `llm.path: /path/to/model.gguf`, or no `llm` at all",
+        );
         let path = self.directory("llm.path", &raw.path);
         let name = match &raw.name.0 {
-            Some(name) if name.trim().is_empty() || name.len() > 128 || name.chars().any(char::is_control) => {
+            Some(name)
+                if name.trim().is_empty()
+                    || name.len() > 128
+                    || name.chars().any(char::is_control) =>
+            {
                 self.fault("llm.name", "is not 1 to 128 printable characters", None);
                 None
             }
             Some(name) => Some(name.clone()),
-            None => path.as_deref().and_then(Path::file_stem).map(|stem| stem.to_string_lossy().into_owned()),
+            None => path
+                .as_deref()
+                .and_then(Path::file_stem)
+                .map(|stem| stem.to_string_lossy().into_owned()),
         };
         let defaults = EngineParams::default();
-        let context = self.number("llm.context", &raw.context, 64..=1 << 20).unwrap_or(defaults.kv_wanted.get());
+        let context = self
+            .number("llm.context", &raw.context, 64..=1 << 20)
+            .unwrap_or(defaults.kv_wanted.get());
         let kv_floor = self.number("llm.kv_floor", &raw.kv_floor, 64..=1 << 20);
         if let Some(floor) = kv_floor.filter(|floor| *floor > context) {
             self.fault(
@@ -265,7 +380,9 @@ impl Checker {
             );
         }
         let kinds = KvType::ALL.map(|kind| (kind.word(), kind));
-        let kv_type = self.one_of("llm.kv_type", &raw.kv_type, &kinds).unwrap_or(defaults.kv_type);
+        let kv_type = self
+            .one_of("llm.kv_type", &raw.kv_type, &kinds)
+            .unwrap_or(defaults.kv_type);
         let kv_type_least = self.one_of("llm.kv_type_least", &raw.kv_type_least, &kinds);
         if let Some(least) = kv_type_least.filter(|least| *least > kv_type) {
             self.fault(
@@ -275,7 +392,8 @@ impl Checker {
             );
         }
         let prefill_chunk = Tokens::new(
-            self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=CHUNK_MAX).unwrap_or(defaults.prefill_chunk.get()),
+            self.number("llm.prefill_chunk", &raw.prefill_chunk, 1..=CHUNK_MAX)
+                .unwrap_or(defaults.prefill_chunk.get()),
         );
         LlmConfig {
             path: path.unwrap_or_default(),
@@ -285,28 +403,40 @@ impl Checker {
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),
             answer_tokens_max: Tokens::new(
-                self.number("llm.answer_tokens_max", &raw.answer_tokens_max, 1..=1 << 20).unwrap_or(ANSWER_TOKENS_MAX),
+                self.number("llm.answer_tokens_max", &raw.answer_tokens_max, 1..=1 << 20)
+                    .unwrap_or(ANSWER_TOKENS_MAX),
             ),
             answer_time_max: self
                 .duration("llm.answer_time_max", &raw.answer_time_max, SECOND..=DAY)
                 .unwrap_or(ANSWER_TIME_MAX),
             answer_time_shared: self
-                .duration("llm.answer_time_shared", &raw.answer_time_shared, SECOND..=DAY)
+                .duration(
+                    "llm.answer_time_shared",
+                    &raw.answer_time_shared,
+                    SECOND..=DAY,
+                )
                 .unwrap_or(ANSWER_TIME_SHARED),
             kv_floor: Tokens::new(kv_floor.unwrap_or_else(|| context.min(defaults.kv_floor.get()))),
             kv_memory: self
                 .one_of(
                     "llm.kv_memory",
                     &raw.kv_memory,
-                    &[("as-needed", KvMemory::AsNeeded), ("at-once", KvMemory::AtOnce)],
+                    &[
+                        ("as-needed", KvMemory::AsNeeded),
+                        ("at-once", KvMemory::AtOnce),
+                    ],
                 )
                 .unwrap_or(KvMemory::AsNeeded),
             kv_type,
             kv_type_least: kv_type_least.unwrap_or(kv_type).min(kv_type),
             prefill_chunk,
             prefill_chunk_max: Tokens::new(
-                self.number("llm.prefill_chunk_max", &raw.prefill_chunk_max, prefill_chunk.get()..=CHUNK_MAX)
-                    .unwrap_or_else(|| defaults.prefill_chunk_max.get().max(prefill_chunk.get())),
+                self.number(
+                    "llm.prefill_chunk_max",
+                    &raw.prefill_chunk_max,
+                    prefill_chunk.get()..=CHUNK_MAX,
+                )
+                .unwrap_or_else(|| defaults.prefill_chunk_max.get().max(prefill_chunk.get())),
             ),
             mode: self
                 .one_of(
@@ -320,15 +450,23 @@ impl Checker {
                 )
                 .unwrap_or(defaults.mode),
             resident_layers_min: Layers::new(
-                self.number("llm.resident_layers_min", &raw.resident_layers_min, 0..=1024)
-                    .unwrap_or(defaults.resident_min),
+                self.number(
+                    "llm.resident_layers_min",
+                    &raw.resident_layers_min,
+                    0..=1024,
+                )
+                .unwrap_or(defaults.resident_min),
             ),
             after: raw.after.clone(),
             load_timeout: self
                 .duration("llm.load_timeout", &raw.load_timeout, SECOND..=HOUR)
                 .unwrap_or(defaults.load_timeout),
             apply_timeout: self
-                .duration("llm.apply_timeout", &raw.apply_timeout, MILLIS_100..=MINUTE * 10)
+                .duration(
+                    "llm.apply_timeout",
+                    &raw.apply_timeout,
+                    MILLIS_100..=MINUTE * 10,
+                )
                 .unwrap_or(defaults.apply_timeout),
             restart: workers::restart(self, &raw.restart, "llm.restart"),
         }
@@ -339,10 +477,12 @@ impl Checker {
         const PATH: &str = "llm.vocabulary";
         match raw.0.as_deref() {
             None | Some("all") => VocabularyConfig::All,
-            Some(text) if text.starts_with('/') => {
-                self.directory(PATH, raw).map_or(VocabularyConfig::All, VocabularyConfig::Text)
-            }
-            Some(_) => self.number(PATH, raw, 256..=1 << 24).map_or(VocabularyConfig::All, VocabularyConfig::First),
+            Some(text) if text.starts_with('/') => self
+                .directory(PATH, raw)
+                .map_or(VocabularyConfig::All, VocabularyConfig::Text),
+            Some(_) => self
+                .number(PATH, raw, 256..=1 << 24)
+                .map_or(VocabularyConfig::All, VocabularyConfig::First),
         }
     }
 
@@ -366,13 +506,20 @@ impl Checker {
         };
         for (alias, voice) in &raw.voices.0 {
             if alias.is_empty() || voice.is_empty() {
-                self.fault("http.voices", format!("`{alias}: {voice}` has an empty side"), None);
+                self.fault(
+                    "http.voices",
+                    format!("`{alias}: {voice}` has an empty side"),
+                    None,
+                );
             }
         }
         for host in &raw.allowed_hosts {
-            let is_name = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | ':' | '[' | ']');
+            let is_name = |c: char| {
+                c.is_ascii_alphanumeric() || matches!(c, '-' | '.' | '_' | ':' | '[' | ']')
+            };
             let is_address = host.trim_matches(['[', ']']).parse::<IpAddr>().is_ok();
-            if host.is_empty() || !host.chars().all(is_name) || (host.contains(':') && !is_address) {
+            if host.is_empty() || !host.chars().all(is_name) || (host.contains(':') && !is_address)
+            {
                 self.fault(
                     "http.allowed_hosts",
                     format!("`{}` is not a host name", host.escape_debug()),
@@ -386,8 +533,11 @@ impl Checker {
         };
         let words = [("health", Keyless::Health), ("metrics", Keyless::Metrics)];
         let keyless = raw.keyless.iter().flatten().enumerate();
-        let mut keyless: Vec<Keyless> =
-            keyless.filter_map(|(index, text)| self.one_of(&format!("http.keyless[{index}]"), text, &words)).collect();
+        let mut keyless: Vec<Keyless> = keyless
+            .filter_map(|(index, text)| {
+                self.one_of(&format!("http.keyless[{index}]"), text, &words)
+            })
+            .collect();
         if raw.keyless.is_none() {
             keyless.push(Keyless::Health);
         }
@@ -408,7 +558,11 @@ impl Checker {
             None => Some(state_dir.join("journal.ndjson")),
         };
         let max_size = self
-            .size("journal.max_size", &raw.max_size, Bytes::from_kib(64)..=Bytes::from_gib(64))
+            .size(
+                "journal.max_size",
+                &raw.max_size,
+                Bytes::from_kib(64)..=Bytes::from_gib(64),
+            )
             .unwrap_or(Bytes::from_mib(64));
         path.map(|path| JournalConfig { path, max_size })
     }
@@ -419,7 +573,7 @@ impl Checker {
             self.fault(
                 "log.filter",
                 format!("`{}` is not a filter: {error}", filter.escape_debug()),
-                Some("write a level, or levels by module: `info`, `cotenant::policy=debug,info`"),
+                Some("write a level, or levels by module: `info`, `cotenant_policy=debug,info`"),
             );
         }
         LogConfig {
@@ -428,7 +582,11 @@ impl Checker {
                 .one_of(
                     "log.format",
                     &raw.format,
-                    &[("auto", LogFormat::Auto), ("json", LogFormat::Json), ("text", LogFormat::Text)],
+                    &[
+                        ("auto", LogFormat::Auto),
+                        ("json", LogFormat::Json),
+                        ("text", LogFormat::Text),
+                    ],
                 )
                 .unwrap_or_default(),
         }

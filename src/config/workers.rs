@@ -3,24 +3,29 @@
 use std::{collections::BTreeSet, ops::RangeInclusive, path::Path, time::Duration};
 
 use super::{
-    Listen, PressureConfig, PressureWatch, Readiness, ReadyConfig, WorkerConfig, WorkerMemory, WorkerProtocol,
-    WorkerRole,
+    Listen, PressureConfig, PressureWatch, Readiness, ReadyConfig, WorkerConfig, WorkerMemory,
+    WorkerProtocol, WorkerRole,
     checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, SECOND, SIZE_MAX, placeholders},
     confinement,
     raw::{self, RawMemory, RawPressure, RawReady, RawRestart, RawWorker, Text},
 };
-use crate::{
-    policy::{
-        lease::Class,
-        params::{RestartParams, VariantParams},
-    },
-    units::Bytes,
+use cotenant_policy::{
+    lease::Class,
+    params::{RestartParams, VariantParams},
 };
+use cotenant_units::Bytes;
 
 /// Checks the list of workers.
-pub(super) fn check(checker: &mut Checker, raw: &[RawWorker], runtime_dir: &Path) -> Vec<WorkerConfig> {
+pub(super) fn check(
+    checker: &mut Checker,
+    raw: &[RawWorker],
+    runtime_dir: &Path,
+) -> Vec<WorkerConfig> {
     if raw.len() > WORKERS_MAX {
-        let message = format!("has {} workers, at most {WORKERS_MAX} are managed", raw.len());
+        let message = format!(
+            "has {} workers, at most {WORKERS_MAX} are managed",
+            raw.len()
+        );
         checker.fault("workers", message, None);
     }
     raw.iter()
@@ -35,13 +40,21 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
     checker.require(&key("name"), &raw.name, "write `name: asr`");
     let name = checker.name(&key("name"), &raw.name).unwrap_or_default();
     if RESERVED.contains(&name.as_str()) {
-        checker.fault(&key("name"), format!("`{name}` is the supervisor's own"), Some("choose another name"));
+        checker.fault(
+            &key("name"),
+            format!("`{name}` is the supervisor's own"),
+            Some("choose another name"),
+        );
     }
     let role = checker
         .one_of(
             &key("role"),
             &raw.role,
-            &[("asr", WorkerRole::Asr), ("other", WorkerRole::Other), ("tts", WorkerRole::Tts)],
+            &[
+                ("asr", WorkerRole::Asr),
+                ("other", WorkerRole::Other),
+                ("tts", WorkerRole::Tts),
+            ],
         )
         .unwrap_or(WorkerRole::Other);
     let protocol = checker
@@ -75,8 +88,14 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
     };
     if role != WorkerRole::Other && role != fitting {
         let (message, hint) = match fitting {
-            WorkerRole::Tts => ("`piper-http` only speaks", "write `role: tts`, or another protocol"),
-            _ => ("`whisper-server` only hears", "write `role: asr`, or another protocol"),
+            WorkerRole::Tts => (
+                "`piper-http` only speaks",
+                "write `role: tts`, or another protocol",
+            ),
+            _ => (
+                "`whisper-server` only hears",
+                "write `role: asr`, or another protocol",
+            ),
         };
         checker.fault(&key("protocol"), message, Some(hint));
     }
@@ -92,17 +111,27 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
         protocol,
         model: model(checker, raw, at, protocol).unwrap_or_else(|| name.clone()),
         listen: endpoint,
-        class: checker.class(&key("class"), &raw.class).unwrap_or(match role {
-            WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
-            WorkerRole::Other => Class::Batch,
-        }),
+        class: checker
+            .class(&key("class"), &raw.class)
+            .unwrap_or(match role {
+                WorkerRole::Asr | WorkerRole::Tts => Class::AudioRealtime,
+                WorkerRole::Other => Class::Batch,
+            }),
         pressure: pressure(checker, &raw.pressure, &key("pressure"), &memory),
         restart: restart(checker, &raw.restart, &key("restart")),
         stop_grace: checker
-            .duration(&key("stop_grace"), &raw.stop_grace, Duration::ZERO..=Duration::from_secs(600))
+            .duration(
+                &key("stop_grace"),
+                &raw.stop_grace,
+                Duration::ZERO..=Duration::from_secs(600),
+            )
             .unwrap_or(SECOND),
-        oom_score_adj: checker.number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000).unwrap_or(300),
-        autostart: checker.switch(&key("autostart"), &raw.autostart).unwrap_or(true),
+        oom_score_adj: checker
+            .number(&key("oom_score_adj"), &raw.oom_score_adj, -1000..=1000)
+            .unwrap_or(300),
+        autostart: checker
+            .switch(&key("autostart"), &raw.autostart)
+            .unwrap_or(true),
         pinned: checker.switch(&key("pinned"), &raw.pinned).unwrap_or(false),
         after: raw.after.clone(),
         lease: confinement::lease(checker, raw, at),
@@ -122,10 +151,19 @@ fn worker(checker: &mut Checker, raw: &RawWorker, at: &str, runtime_dir: &Path) 
 }
 
 /// The model name sent to an OpenAI-compatible server.
-fn model(checker: &mut Checker, raw: &RawWorker, at: &str, protocol: WorkerProtocol) -> Option<String> {
+fn model(
+    checker: &mut Checker,
+    raw: &RawWorker,
+    at: &str,
+    protocol: WorkerProtocol,
+) -> Option<String> {
     let key = format!("{at}.model");
     if raw.model.0.is_some() && protocol != WorkerProtocol::OpenaiHttp {
-        checker.fault(&key, "only `openai-http` asks for a model", Some("remove it, or write `protocol: openai-http`"));
+        checker.fault(
+            &key,
+            "only `openai-http` asks for a model",
+            Some("remove it, or write `protocol: openai-http`"),
+        );
     }
     checker.word(&key, &raw.model)
 }
@@ -134,7 +172,10 @@ impl WorkerProtocol {
     /// Whether it is spoken over HTTP.
     #[must_use]
     pub const fn is_http(self) -> bool {
-        matches!(self, Self::OpenaiHttp | Self::PiperHttp | Self::WhisperServer)
+        matches!(
+            self,
+            Self::OpenaiHttp | Self::PiperHttp | Self::WhisperServer
+        )
     }
 }
 
@@ -149,19 +190,31 @@ fn endpoint(
 ) -> Listen {
     let (socket_key, port_key) = (format!("{at}.socket"), format!("{at}.port"));
     if raw.socket.0.is_some() && raw.port.0.is_some() {
-        checker.fault(&port_key, "there is a `socket` and a `port`", Some("keep one: a worker listens in one place"));
+        checker.fault(
+            &port_key,
+            "there is a `socket` and a `port`",
+            Some("keep one: a worker listens in one place"),
+        );
         return Listen::Nowhere;
     }
     if raw.socket.0.is_some() {
         if protocol.is_http() {
-            checker.fault(&socket_key, "a worker that speaks HTTP is reached by a port", Some("write `port: auto`"));
+            checker.fault(
+                &socket_key,
+                "a worker that speaks HTTP is reached by a port",
+                Some("write `port: auto`"),
+            );
         }
-        return checker.socket(&socket_key, &raw.socket).map_or(Listen::Nowhere, Listen::Socket);
+        return checker
+            .socket(&socket_key, &raw.socket)
+            .map_or(Listen::Nowhere, Listen::Socket);
     }
     match (raw.port.0.as_deref(), protocol) {
         (Some("auto"), _) => Listen::FreePort,
         (None, protocol) if protocol.is_http() => Listen::FreePort,
-        (Some(_), _) => checker.number(&port_key, &raw.port, 1..=u16::MAX).map_or(Listen::Nowhere, Listen::Port),
+        (Some(_), _) => checker
+            .number(&port_key, &raw.port, 1..=u16::MAX)
+            .map_or(Listen::Nowhere, Listen::Port),
         // Another user may not create a socket in a folder of ours.
         (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Listen::FreePort,
         (None, WorkerProtocol::Wyoming) => {
@@ -178,7 +231,11 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
     let key = format!("{at}.argv");
     match raw.argv.first() {
         None => {
-            checker.fault(&key, "is missing or empty", Some("write program and arguments: `[piper, --uri, …]`"));
+            checker.fault(
+                &key,
+                "is missing or empty",
+                Some("write program and arguments: `[piper, --uri, …]`"),
+            );
         }
         Some(program) if program.trim().is_empty() => {
             checker.fault(&format!("{key}[0]"), "the program is empty", None);
@@ -186,27 +243,48 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
         Some(_) => {}
     }
     let mut mentioned = BTreeSet::new();
-    let arguments = raw.argv.iter().enumerate().map(|(i, text)| (format!("{key}[{i}]"), text, false));
-    let variables = raw.env.0.iter().map(|(name, text)| (format!("{at}.env.{name}"), text, true));
+    let arguments = raw
+        .argv
+        .iter()
+        .enumerate()
+        .map(|(i, text)| (format!("{key}[{i}]"), text, false));
+    let variables = raw
+        .env
+        .0
+        .iter()
+        .map(|(name, text)| (format!("{at}.env.{name}"), text, true));
     for (path, text, in_env) in arguments.chain(variables) {
         if text.contains('\0') {
             checker.fault(&path, "contains a NUL character", None);
         }
         for placeholder in placeholders(text) {
-            let of_ours = placeholder.strip_prefix("ENV:").is_some_and(|name| in_env && !name.is_empty());
+            let of_ours = placeholder
+                .strip_prefix("ENV:")
+                .is_some_and(|name| in_env && !name.is_empty());
             if !of_ours && !PLACEHOLDERS.contains(&placeholder) {
                 let hint = match raw::nearest(placeholder, &PLACEHOLDERS) {
                     Some(near) => format!("did you mean `${{{near}}}`?"),
-                    None => "known are `${NAME}`, `${PORT}`, `${SELF}`, `${SOCKET}` and `${VARIANT}`".to_owned(),
+                    None => {
+                        "known are `${NAME}`, `${PORT}`, `${SELF}`, `${SOCKET}` and `${VARIANT}`"
+                            .to_owned()
+                    }
                 };
-                checker.fault(&path, format!("`${{{placeholder}}}` stands for nothing"), Some(&hint));
+                checker.fault(
+                    &path,
+                    format!("`${{{placeholder}}}` stands for nothing"),
+                    Some(&hint),
+                );
             }
             mentioned.insert(placeholder);
         }
     }
     for name in raw.env.0.keys() {
         if name.is_empty() || name.contains(['=', '\0']) {
-            checker.fault(&format!("{at}.env"), format!("`{}` is not a variable", name.escape_debug()), None);
+            checker.fault(
+                &format!("{at}.env"),
+                format!("`{}` is not a variable", name.escape_debug()),
+                None,
+            );
         }
     }
     let has_port = matches!(endpoint, Listen::FreePort | Listen::Port(_));
@@ -218,7 +296,11 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
         );
     }
     if mentioned.contains("PORT") && !has_port {
-        checker.fault(&key, "`${PORT}` is used, but the worker has no port", Some("write `port: auto`"));
+        checker.fault(
+            &key,
+            "`${PORT}` is used, but the worker has no port",
+            Some("write `port: auto`"),
+        );
     }
     if mentioned.contains("SOCKET") && !matches!(endpoint, Listen::Socket(_)) {
         checker.fault(
@@ -232,11 +314,21 @@ fn command(checker: &mut Checker, raw: &RawWorker, at: &str, endpoint: &Listen) 
         );
     }
     if mentioned.contains("VARIANT") && raw.memory.0.variants.is_empty() {
-        checker.fault(&key, "`${VARIANT}` is used, but the worker has no variants", Some("write `memory.variants`"));
+        checker.fault(
+            &key,
+            "`${VARIANT}` is used, but the worker has no variants",
+            Some("write `memory.variants`"),
+        );
     }
 }
 
-fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtocol, endpoint: &Listen) -> ReadyConfig {
+fn ready(
+    checker: &mut Checker,
+    raw: &RawReady,
+    at: &str,
+    protocol: WorkerProtocol,
+    endpoint: &Listen,
+) -> ReadyConfig {
     #[derive(Clone, Copy, PartialEq, Eq)]
     enum Kind {
         Connect,
@@ -267,22 +359,38 @@ fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtoc
         )
         .unwrap_or(default);
     if kind == Kind::Describe && protocol != WorkerProtocol::Wyoming {
-        checker.fault(&kind_key, "`describe` is asked of Wyoming workers only", Some("write `protocol: wyoming`"));
+        checker.fault(
+            &kind_key,
+            "`describe` is asked of Wyoming workers only",
+            Some("write `protocol: wyoming`"),
+        );
     }
     if kind == Kind::Http && !matches!(endpoint, Listen::FreePort | Listen::Port(_)) {
         checker.fault(&kind_key, "`http` needs a port", Some("write `port: auto`"));
     }
     if kind == Kind::Connect && *endpoint == Listen::Nowhere {
-        checker.fault(&kind_key, "`connect` needs a socket or a port", Some("write `socket` or `port`"));
+        checker.fault(
+            &kind_key,
+            "`connect` needs a socket or a port",
+            Some("write `socket` or `port`"),
+        );
     }
     for (name, text) in [("path", &raw.path), ("status", &raw.status)] {
         if text.0.is_some() && kind != Kind::Http {
-            checker.fault(&format!("{at}.{name}"), "belongs to `kind: http`", Some("remove it, or write `kind: http`"));
+            checker.fault(
+                &format!("{at}.{name}"),
+                "belongs to `kind: http`",
+                Some("remove it, or write `kind: http`"),
+            );
         }
     }
     for (name, text) in [("text", &raw.text), ("pattern", &raw.pattern)] {
         if text.0.is_some() && kind != Kind::Log {
-            checker.fault(&format!("{at}.{name}"), "belongs to `kind: log`", Some("remove it, or write `kind: log`"));
+            checker.fault(
+                &format!("{at}.{name}"),
+                "belongs to `kind: log`",
+                Some("remove it, or write `kind: log`"),
+            );
         }
     }
     let check = match kind {
@@ -298,22 +406,39 @@ fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtoc
                 );
             }
             let status = checker.number(&format!("{at}.status"), &raw.status, 100..=599);
-            Readiness::Http { path, status: status.unwrap_or(200) }
+            Readiness::Http {
+                path,
+                status: status.unwrap_or(200),
+            }
         }
         Kind::Log if raw.pattern.0.is_some() => {
             let key = format!("{at}.pattern");
             let pattern = raw.pattern.0.clone().unwrap_or_default();
-            if let Err(error) = regex::RegexBuilder::new(&pattern).size_limit(PATTERN_BYTES_MAX).build() {
+            if let Err(error) = regex::RegexBuilder::new(&pattern)
+                .size_limit(PATTERN_BYTES_MAX)
+                .build()
+            {
                 let error = error.to_string();
-                let reason = error.lines().last().unwrap_or_default().trim_start_matches("error: ");
+                let reason = error
+                    .lines()
+                    .last()
+                    .unwrap_or_default()
+                    .trim_start_matches("error: ");
                 checker.fault(
                     &key,
-                    format!("`{}` is not a regular expression: {reason}", pattern.escape_debug()),
+                    format!(
+                        "`{}` is not a regular expression: {reason}",
+                        pattern.escape_debug()
+                    ),
                     Some("quote it with `'`, or write `text` for plain text"),
                 );
             }
             if raw.text.0.is_some() {
-                checker.fault(&key, "there is a `text` and a `pattern`", Some("keep one of the two"));
+                checker.fault(
+                    &key,
+                    "there is a `text` and a `pattern`",
+                    Some("keep one of the two"),
+                );
             }
             Readiness::LogPattern(pattern)
         }
@@ -334,7 +459,11 @@ fn ready(checker: &mut Checker, raw: &RawReady, at: &str, protocol: WorkerProtoc
     ReadyConfig {
         check,
         timeout: checker
-            .duration(&format!("{at}.timeout"), &raw.timeout, MILLIS_100..=Duration::from_secs(1800))
+            .duration(
+                &format!("{at}.timeout"),
+                &raw.timeout,
+                MILLIS_100..=Duration::from_secs(1800),
+            )
             .unwrap_or(Duration::from_secs(60)),
     }
 }
@@ -345,24 +474,49 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     for (index, variant) in raw.variants.iter().enumerate() {
         let at = format!("{at}.variants[{index}]");
         let (name_key, bytes_key) = (format!("{at}.name"), format!("{at}.bytes"));
-        checker.require(&name_key, &variant.name, "write `{name: small, bytes: 60MiB}`");
-        checker.require(&bytes_key, &variant.bytes, "write `{name: small, bytes: 60MiB}`");
+        checker.require(
+            &name_key,
+            &variant.name,
+            "write `{name: small, bytes: 60MiB}`",
+        );
+        checker.require(
+            &bytes_key,
+            &variant.bytes,
+            "write `{name: small, bytes: 60MiB}`",
+        );
         let name = checker.name(&name_key, &variant.name).unwrap_or_default();
         let bytes = checker.size(&bytes_key, &variant.bytes, WORKER_SIZES);
         let peak = peak(checker, &format!("{at}.peak"), &variant.peak, bytes);
         if !name.is_empty() && variants.iter().any(|other| other.name == name) {
-            checker.fault(&name_key, format!("`{name}` is there twice"), Some("give each variant its own name"));
+            checker.fault(
+                &name_key,
+                format!("`{name}` is there twice"),
+                Some("give each variant its own name"),
+            );
         }
-        variants.push(VariantParams { name, steady: bytes.unwrap_or_default(), peak });
+        variants.push(VariantParams {
+            name,
+            steady: bytes.unwrap_or_default(),
+            peak,
+        });
     }
     if let Some(first) = variants.first() {
         for (key, text) in [(&steady_key, &raw.steady), (&peak_key, &raw.peak)] {
             if text.0.is_some() {
-                checker.fault(key, "there are variants with sizes of their own", Some("keep one of the two"));
+                checker.fault(
+                    key,
+                    "there are variants with sizes of their own",
+                    Some("keep one of the two"),
+                );
             }
         }
-        let largest = variants.iter().map(|variant| variant.peak).max().unwrap_or_default();
-        let (recycle_above, recycle_leaks) = confinement::recycle_above(checker, &raw.recycle_above, at, largest);
+        let largest = variants
+            .iter()
+            .map(|variant| variant.peak)
+            .max()
+            .unwrap_or_default();
+        let (recycle_above, recycle_leaks) =
+            confinement::recycle_above(checker, &raw.recycle_above, at, largest);
         return WorkerMemory {
             auto: false,
             steady: first.steady,
@@ -379,26 +533,50 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
         let first = checker.size(&peak_key, &raw.peak, WORKER_SIZES);
         (AUTO_STEADY, first.unwrap_or(AUTO_PEAK))
     } else {
-        (steady.unwrap_or_default(), peak(checker, &peak_key, &raw.peak, steady))
+        (
+            steady.unwrap_or_default(),
+            peak(checker, &peak_key, &raw.peak, steady),
+        )
     };
-    let (recycle_above, recycle_leaks) = confinement::recycle_above(checker, &raw.recycle_above, at, peak);
-    WorkerMemory { auto, steady, peak, recycle_above, recycle_leaks, variants }
+    let (recycle_above, recycle_leaks) =
+        confinement::recycle_above(checker, &raw.recycle_above, at, peak);
+    WorkerMemory {
+        auto,
+        steady,
+        peak,
+        recycle_above,
+        recycle_leaks,
+        variants,
+    }
 }
 
 /// How it is notified that memory is short, and what that can be counted on to bring.
-fn pressure(checker: &mut Checker, raw: &RawPressure, at: &str, memory: &WorkerMemory) -> PressureConfig {
+fn pressure(
+    checker: &mut Checker,
+    raw: &RawPressure,
+    at: &str,
+    memory: &WorkerMemory,
+) -> PressureConfig {
     let watch = checker
         .one_of(
             &format!("{at}.watch"),
             &raw.watch,
-            &[("fifo", PressureWatch::Fifo), ("none", PressureWatch::None), ("socket", PressureWatch::Socket)],
+            &[
+                ("fifo", PressureWatch::Fifo),
+                ("none", PressureWatch::None),
+                ("socket", PressureWatch::Socket),
+            ],
         )
         .unwrap_or_default();
     let key = format!("{at}.shrinks_to");
     let shrinks_to = checker.size(&key, &raw.shrinks_to, WORKER_SIZES);
     if let Some(least) = shrinks_to {
         if watch == PressureWatch::None {
-            checker.fault(&key, "a worker with `watch: none` is never notified", Some("remove one of the two"));
+            checker.fault(
+                &key,
+                "a worker with `watch: none` is never notified",
+                Some("remove one of the two"),
+            );
         } else if !memory.variants.is_empty() {
             checker.fault(
                 &key,
@@ -436,16 +614,30 @@ fn peak(checker: &mut Checker, at: &str, raw: &Text, steady: Option<Bytes>) -> B
 pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> RestartParams {
     let key = |name: &str| format!("{at}.{name}");
     let defaults = RestartParams::default();
-    let backoff = checker.duration(&key("backoff"), &raw.backoff, MILLI..=HOUR).unwrap_or(defaults.backoff_min);
+    let backoff = checker
+        .duration(&key("backoff"), &raw.backoff, MILLI..=HOUR)
+        .unwrap_or(defaults.backoff_min);
     let backoff_max = checker.duration(&key("backoff_max"), &raw.backoff_max, MILLI..=DAY);
     if backoff_max.is_some_and(|longest| longest < backoff) {
-        checker.fault(&key("backoff_max"), "is below `backoff`", Some("raise `backoff_max` or lower `backoff`"));
+        checker.fault(
+            &key("backoff_max"),
+            "is below `backoff`",
+            Some("raise `backoff_max` or lower `backoff`"),
+        );
     }
     RestartParams {
-        intensity: checker.number(&key("intensity"), &raw.intensity, 0..=100).unwrap_or(defaults.intensity),
-        window: checker.duration(&key("window"), &raw.window, SECOND..=DAY).unwrap_or(defaults.window),
+        intensity: checker
+            .number(&key("intensity"), &raw.intensity, 0..=100)
+            .unwrap_or(defaults.intensity),
+        window: checker
+            .duration(&key("window"), &raw.window, SECOND..=DAY)
+            .unwrap_or(defaults.window),
         stable_after: checker
-            .duration(&key("stable_after"), &raw.stable_after, Duration::ZERO..=DAY)
+            .duration(
+                &key("stable_after"),
+                &raw.stable_after,
+                Duration::ZERO..=DAY,
+            )
             .unwrap_or(defaults.stable_after),
         backoff_min: backoff,
         backoff_max: backoff_max.unwrap_or_else(|| defaults.backoff_max.max(backoff)),

@@ -7,7 +7,7 @@ use super::{
     checker::{Checker, MINUTE, SECOND},
     raw::{RawWyoming, Text},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Checks every value of `wyoming:`.
 pub(super) fn check(checker: &mut Checker, raw: RawWyoming) -> WyomingConfig {
@@ -42,19 +42,37 @@ pub(super) fn check(checker: &mut Checker, raw: RawWyoming) -> WyomingConfig {
             );
         }
     }
-    let languages = if raw.languages.is_empty() { vec!["en".to_owned()] } else { raw.languages };
+    let languages = if raw.languages.is_empty() {
+        vec!["en".to_owned()]
+    } else {
+        raw.languages
+    };
     let history = Bytes::ZERO..=Bytes::from_mib(1);
     WyomingConfig {
         listen,
         languages,
-        system: checker.given("wyoming.system", &raw.system).map(str::to_owned),
-        wait_max: checker.duration("wyoming.wait_max", &raw.wait_max, Duration::ZERO..=MINUTE).unwrap_or(5 * SECOND),
-        audio_max: checker.duration("wyoming.audio_max", &raw.audio_max, SECOND..=10 * MINUTE).unwrap_or(MINUTE),
-        connections_max: checker.number("wyoming.connections_max", &raw.connections_max, 1..=1024).unwrap_or(32),
-        conversations_max: checker
-            .number("wyoming.conversations_max", &raw.conversations_max, 0..=10_000)
+        system: checker
+            .given("wyoming.system", &raw.system)
+            .map(str::to_owned),
+        wait_max: checker
+            .duration("wyoming.wait_max", &raw.wait_max, Duration::ZERO..=MINUTE)
+            .unwrap_or(5 * SECOND),
+        audio_max: checker
+            .duration("wyoming.audio_max", &raw.audio_max, SECOND..=10 * MINUTE)
+            .unwrap_or(MINUTE),
+        connections_max: checker
+            .number("wyoming.connections_max", &raw.connections_max, 1..=1024)
             .unwrap_or(32),
-        history_max: checker.size("wyoming.history_max", &raw.history_max, history).unwrap_or(Bytes::from_kib(16)),
+        conversations_max: checker
+            .number(
+                "wyoming.conversations_max",
+                &raw.conversations_max,
+                0..=10_000,
+            )
+            .unwrap_or(32),
+        history_max: checker
+            .size("wyoming.history_max", &raw.history_max, history)
+            .unwrap_or(Bytes::from_kib(16)),
     }
 }
 

@@ -70,12 +70,17 @@ impl KeptSchema {
         };
         let mut kept = reading.schema(schema)?;
         if reading.any {
-            let definitions = kept.as_object_mut().map(|map| map.entry("$defs").or_insert_with(|| json!({})));
+            let definitions = kept
+                .as_object_mut()
+                .map(|map| map.entry("$defs").or_insert_with(|| json!({})));
             if let Some(definitions) = definitions.and_then(Value::as_object_mut) {
                 definitions.insert(ANY.to_owned(), any_value());
             }
         }
-        Ok(Self { schema: kept, let_through: reading.let_through })
+        Ok(Self {
+            schema: kept,
+            let_through: reading.let_through,
+        })
     }
 }
 
@@ -97,7 +102,9 @@ impl Reading<'_> {
             Value::Object(map) => self.object(map),
             Value::Bool(true) => Ok(self.any()),
             Value::Bool(false) => Ok(Value::Bool(false)),
-            other => Err(SchemaError::NoSchema { found: name_of(other) }),
+            other => Err(SchemaError::NoSchema {
+                found: name_of(other),
+            }),
         }
     }
 
@@ -112,7 +119,10 @@ impl Reading<'_> {
 
     fn object(&mut self, map: &Map<String, Value>) -> Result<Value, SchemaError> {
         // What zod writes for what never is.
-        if map.get("not").is_some_and(|not| *not == Value::Bool(true) || *not == json!({})) {
+        if map
+            .get("not")
+            .is_some_and(|not| *not == Value::Bool(true) || *not == json!({}))
+        {
             return Ok(Value::Bool(false));
         }
         let mut kept = Map::new();
@@ -128,7 +138,8 @@ impl Reading<'_> {
                 }
             } else if SCHEMAS.contains(&key.as_str()) {
                 kept.insert(key.clone(), self.below(key, value)?);
-            } else if key == "multipleOf" && value.as_f64().is_some_and(|step| !is_countable(step)) {
+            } else if key == "multipleOf" && value.as_f64().is_some_and(|step| !is_countable(step))
+            {
                 self.let_through.insert("multipleOf");
             } else if VALUES.contains(&key.as_str()) {
                 kept.insert(key.clone(), value.clone());
@@ -154,7 +165,9 @@ impl Reading<'_> {
         match value {
             Value::Array(list) => list.iter().map(|schema| self.schema(schema)).collect(),
             Value::Object(map) if MAPS.contains(&keyword) => {
-                let each = map.iter().map(|(name, schema)| Ok((name.clone(), self.schema(schema)?)));
+                let each = map
+                    .iter()
+                    .map(|(name, schema)| Ok((name.clone(), self.schema(schema)?)));
                 Ok(Value::Object(each.collect::<Result<_, SchemaError>>()?))
             }
             schema => self.schema(schema),
@@ -163,16 +176,27 @@ impl Reading<'_> {
 
     /// `oneOf` is kept as `anyOf`, which is the same where no value is of two of them.
     fn alternatives(&mut self, map: &Map<String, Value>) {
-        let Some(all) = map.get("oneOf").and_then(Value::as_array) else { return };
-        let apart =
-            |(index, one): (usize, &Value)| all.iter().skip(index + 1).all(|other| are_disjoint(self.root, one, other));
+        let Some(all) = map.get("oneOf").and_then(Value::as_array) else {
+            return;
+        };
+        let apart = |(index, one): (usize, &Value)| {
+            all.iter()
+                .skip(index + 1)
+                .all(|other| are_disjoint(self.root, one, other))
+        };
         if !all.iter().enumerate().all(apart) {
             self.let_through.insert("oneOf");
         }
     }
 
-    fn lengths(&mut self, map: &Map<String, Value>, kept: &mut Map<String, Value>) -> Result<(), SchemaError> {
-        let Some(lengths) = lengths_of(map)? else { return Ok(()) };
+    fn lengths(
+        &mut self,
+        map: &Map<String, Value>,
+        kept: &mut Map<String, Value>,
+    ) -> Result<(), SchemaError> {
+        let Some(lengths) = lengths_of(map)? else {
+            return Ok(());
+        };
         for (keyword, value) in [("minLength", lengths.least), ("maxLength", lengths.most)] {
             let Some(value) = value else { continue };
             if self.lengths_kept.contains(&lengths) {
@@ -185,13 +209,29 @@ impl Reading<'_> {
     }
 
     /// Numbers of items and of properties.
-    fn counts(&mut self, map: &Map<String, Value>, kept: &mut Map<String, Value>) -> Result<(), SchemaError> {
-        let required = map.get("required").and_then(Value::as_array).map_or(0, Vec::len);
-        let properties = map.get("properties").and_then(Value::as_object).map_or(0, Map::len);
+    fn counts(
+        &mut self,
+        map: &Map<String, Value>,
+        kept: &mut Map<String, Value>,
+    ) -> Result<(), SchemaError> {
+        let required = map
+            .get("required")
+            .and_then(Value::as_array)
+            .map_or(0, Vec::len);
+        let properties = map
+            .get("properties")
+            .and_then(Value::as_object)
+            .map_or(0, Map::len);
         for keyword in ["minItems", "minProperties"] {
-            let Some(least) = count(map, keyword) else { continue };
+            let Some(least) = count(map, keyword) else {
+                continue;
+            };
             if least > COUNT_MAX {
-                return Err(SchemaError::Bound { keyword, value: least.to_string(), limit: COUNT_MAX });
+                return Err(SchemaError::Bound {
+                    keyword,
+                    value: least.to_string(),
+                    limit: COUNT_MAX,
+                });
             }
             let is_met = least <= u64::try_from(required).unwrap_or(u64::MAX);
             if keyword == "minItems" || properties <= required {
@@ -201,10 +241,13 @@ impl Reading<'_> {
             }
         }
         for keyword in ["maxItems", "maxProperties"] {
-            let Some(most) = count(map, keyword) else { continue };
+            let Some(most) = count(map, keyword) else {
+                continue;
+            };
             if most <= COUNT_MAX && (keyword == "maxItems" || properties <= required) {
                 kept.insert(keyword.to_owned(), most.into());
-            } else if keyword == "maxItems" || most < u64::try_from(properties).unwrap_or(u64::MAX) {
+            } else if keyword == "maxItems" || most < u64::try_from(properties).unwrap_or(u64::MAX)
+            {
                 self.let_through.insert(keyword);
             }
         }
@@ -221,7 +264,10 @@ impl Reading<'_> {
         }
         let is_text = map.get("type").is_none_or(|kind| names(kind, "string"));
         if let Some(format) = map.get("format").filter(|_| is_text) {
-            if format.as_str().is_some_and(|format| FORMATS.contains(&format)) {
+            if format
+                .as_str()
+                .is_some_and(|format| FORMATS.contains(&format))
+            {
                 kept.insert("format".to_owned(), format.clone());
             } else {
                 self.let_through.insert("format");
@@ -231,14 +277,20 @@ impl Reading<'_> {
 
     /// What an object or a list may have beside what is named.
     fn rest(&mut self, map: &Map<String, Value>, kept: &mut Map<String, Value>) {
-        if let Some(open) = map.get("unevaluatedProperties").filter(|open| **open != Value::Bool(true)) {
+        if let Some(open) = map
+            .get("unevaluatedProperties")
+            .filter(|open| **open != Value::Bool(true))
+        {
             if *open == Value::Bool(false) && !self.combined {
-                kept.entry("additionalProperties").or_insert_with(|| Value::Bool(false));
+                kept.entry("additionalProperties")
+                    .or_insert_with(|| Value::Bool(false));
             } else {
                 self.let_through.insert("unevaluatedProperties");
             }
         }
-        let is_only = |kind: &str| map.get("type").is_some_and(|value| value == kind) && !map.contains_key("enum");
+        let is_only = |kind: &str| {
+            map.get("type").is_some_and(|value| value == kind) && !map.contains_key("enum")
+        };
         if self.combined || map.contains_key("const") {
             return;
         }
@@ -261,7 +313,11 @@ struct Lengths {
 fn lengths_of(map: &Map<String, Value>) -> Result<Option<Lengths>, SchemaError> {
     let (least, most) = (count(map, "minLength"), count(map, "maxLength"));
     if let Some(value) = least.filter(|&least| least > LENGTHS_MAX) {
-        return Err(SchemaError::Bound { keyword: "minLength", value: value.to_string(), limit: LENGTHS_MAX });
+        return Err(SchemaError::Bound {
+            keyword: "minLength",
+            value: value.to_string(),
+            limit: LENGTHS_MAX,
+        });
     }
     Ok((least.is_some() || most.is_some()).then_some(Lengths { most, least }))
 }
@@ -278,7 +334,10 @@ fn collect_lengths(schema: &Value, all: &mut BTreeSet<Lengths>) -> Result<(), Sc
 fn within_budget(all: BTreeSet<Lengths>) -> BTreeSet<Lengths> {
     let mut by_size: BTreeMap<u64, Vec<Lengths>> = BTreeMap::new();
     for lengths in all {
-        by_size.entry(lengths.most.max(lengths.least).unwrap_or(0)).or_default().push(lengths);
+        by_size
+            .entry(lengths.most.max(lengths.least).unwrap_or(0))
+            .or_default()
+            .push(lengths);
     }
     let mut sum = 0u64;
     let fits = |(size, _): &(u64, Lengths)| {
@@ -296,28 +355,45 @@ fn within_budget(all: BTreeSet<Lengths>) -> BTreeSet<Lengths> {
 /// Whether a pattern has what no automaton can look for: what is around a place, or what was matched before.
 fn looks_around(pattern: &str) -> bool {
     let escapes = pattern.replace("\\\\", "");
-    ["(?=", "(?!", "(?<=", "(?<!", "\\k<"].iter().any(|part| escapes.contains(part))
-        || escapes.split('\\').skip(1).any(|rest| rest.starts_with(|first: char| ('1'..='9').contains(&first)))
+    ["(?=", "(?!", "(?<=", "(?<!", "\\k<"]
+        .iter()
+        .any(|part| escapes.contains(part))
+        || escapes
+            .split('\\')
+            .skip(1)
+            .any(|rest| rest.starts_with(|first: char| ('1'..='9').contains(&first)))
 }
 
 /// Gives numbers without bounds of their own some.
 fn bound_numbers(kept: &mut Map<String, Value>) {
     let Some(kind) = kept.get("type") else { return };
     let (integer, number) = (names(kind, "integer"), names(kind, "number"));
-    if !(integer || number) || ["enum", "const"].iter().any(|keyword| kept.contains_key(*keyword)) {
+    if !(integer || number)
+        || ["enum", "const"]
+            .iter()
+            .any(|keyword| kept.contains_key(*keyword))
+    {
         return;
     }
-    let bound = |keywords: [&str; 2]| keywords.iter().find_map(|keyword| kept.get(*keyword)?.as_f64());
+    let bound = |keywords: [&str; 2]| {
+        keywords
+            .iter()
+            .find_map(|keyword| kept.get(*keyword)?.as_f64())
+    };
     let least = bound(["minimum", "exclusiveMinimum"]);
     let most = bound(["maximum", "exclusiveMaximum"]);
     let tiny = |bound: Option<f64>| bound.is_some_and(|bound| bound != 0.0 && bound.abs() < TINY);
     let decimals = number && !kept.contains_key("multipleOf") && !tiny(least) && !tiny(most);
     if least.is_none() {
-        let beyond = most.filter(|&most| most <= -NUMBER_MAX).map_or(NUMBER_MAX, |most| -most * 10.0);
+        let beyond = most
+            .filter(|&most| most <= -NUMBER_MAX)
+            .map_or(NUMBER_MAX, |most| -most * 10.0);
         kept.insert("minimum".to_owned(), json!(-beyond));
     }
     if most.is_none() {
-        let beyond = least.filter(|&least| least >= NUMBER_MAX).map_or(NUMBER_MAX, |least| least * 10.0);
+        let beyond = least
+            .filter(|&least| least >= NUMBER_MAX)
+            .map_or(NUMBER_MAX, |least| least * 10.0);
         kept.insert("maximum".to_owned(), json!(beyond));
     }
     if decimals {
@@ -364,30 +440,46 @@ fn any_value() -> Value {
 }
 
 /// Whether the properties of one object are written in several places of it, each of which would rule out the others'.
-pub(crate) fn is_combined(schema: &Value) -> bool {
-    let many = |keyword: &str| schema.get(keyword).and_then(Value::as_array).is_some_and(|list| list.len() > 1);
+pub fn is_combined(schema: &Value) -> bool {
+    let many = |keyword: &str| {
+        schema
+            .get(keyword)
+            .and_then(Value::as_array)
+            .is_some_and(|list| list.len() > 1)
+    };
     let own = schema.get("properties").is_some();
     many("allOf")
-        || own && COMBINING.iter().any(|keyword| schema.get(keyword).is_some())
+        || own
+            && COMBINING
+                .iter()
+                .any(|keyword| schema.get(keyword).is_some())
         || parts(schema).any(is_combined)
 }
 
 /// The schemas that are parts of a schema.
 fn parts(schema: &Value) -> impl Iterator<Item = &Value> {
-    schema.as_object().into_iter().flatten().flat_map(|(keyword, value)| match value {
-        Value::Object(map) if MAPS.contains(&keyword.as_str()) => map.values().collect(),
-        Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter().collect(),
-        Value::Object(_) if SCHEMAS.contains(&keyword.as_str()) => vec![value],
-        _ => Vec::new(),
-    })
+    schema
+        .as_object()
+        .into_iter()
+        .flatten()
+        .flat_map(|(keyword, value)| match value {
+            Value::Object(map) if MAPS.contains(&keyword.as_str()) => map.values().collect(),
+            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter().collect(),
+            Value::Object(_) if SCHEMAS.contains(&keyword.as_str()) => vec![value],
+            _ => Vec::new(),
+        })
 }
 
 /// Calls `act` with each schema that is a part of a schema.
-pub(crate) fn for_each_part(schema: &mut Value, act: &mut dyn FnMut(&mut Value)) {
+pub fn for_each_part(schema: &mut Value, act: &mut dyn FnMut(&mut Value)) {
     for (keyword, value) in schema.as_object_mut().into_iter().flatten() {
         match value {
-            Value::Object(map) if MAPS.contains(&keyword.as_str()) => map.values_mut().for_each(&mut *act),
-            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => list.iter_mut().for_each(&mut *act),
+            Value::Object(map) if MAPS.contains(&keyword.as_str()) => {
+                map.values_mut().for_each(&mut *act);
+            }
+            Value::Array(list) if SCHEMAS.contains(&keyword.as_str()) => {
+                list.iter_mut().for_each(&mut *act);
+            }
             Value::Object(_) if SCHEMAS.contains(&keyword.as_str()) => act(value),
             _ => {}
         }
@@ -410,20 +502,37 @@ fn are_disjoint(root: &Value, one: &Value, other: &Value) -> bool {
         return one.iter().all(|value| !other.contains(value));
     }
     let requires = |schema: &Value, name: &str| {
-        schema.get("required").and_then(Value::as_array).is_some_and(|list| list.iter().any(|key| key == name))
+        schema
+            .get("required")
+            .and_then(Value::as_array)
+            .is_some_and(|list| list.iter().any(|key| key == name))
     };
-    let Some(properties) = one.get("properties").and_then(Value::as_object) else { return false };
+    let Some(properties) = one.get("properties").and_then(Value::as_object) else {
+        return false;
+    };
     properties.iter().any(|(name, schema)| {
-        let Some(second) = other.get("properties").and_then(|properties| properties.get(name)) else { return false };
-        let (Some(first), Some(second)) = (values(schema), values(second)) else { return false };
-        requires(one, name) && requires(other, name) && first.iter().all(|value| !second.contains(value))
+        let Some(second) = other
+            .get("properties")
+            .and_then(|properties| properties.get(name))
+        else {
+            return false;
+        };
+        let (Some(first), Some(second)) = (values(schema), values(second)) else {
+            return false;
+        };
+        requires(one, name)
+            && requires(other, name)
+            && first.iter().all(|value| !second.contains(value))
     })
 }
 
 /// What a schema refers to, if it does.
 fn resolved<'schema>(root: &'schema Value, mut schema: &'schema Value) -> &'schema Value {
     for _ in 0..REFERENCES_MAX {
-        let target = schema.get("$ref").and_then(Value::as_str).and_then(|path| root.pointer(path.strip_prefix('#')?));
+        let target = schema
+            .get("$ref")
+            .and_then(Value::as_str)
+            .and_then(|path| root.pointer(path.strip_prefix('#')?));
         match target {
             Some(target) => schema = target,
             None => break,
@@ -439,13 +548,20 @@ fn values(schema: &Value) -> Option<Vec<&Value>> {
 }
 
 fn names(kind: &Value, wanted: &str) -> bool {
-    kind == wanted || kind.as_array().is_some_and(|kinds| kinds.iter().any(|kind| kind == wanted))
+    kind == wanted
+        || kind
+            .as_array()
+            .is_some_and(|kinds| kinds.iter().any(|kind| kind == wanted))
 }
 
 /// A number of characters, items or properties; clients write them as floats, too.
 fn count(map: &Map<String, Value>, keyword: &str) -> Option<u64> {
     let value = map.get(keyword)?;
-    let whole = |float: f64| format!("{:.0}", float.clamp(0.0, f64::from(u32::MAX))).parse().ok();
+    let whole = |float: f64| {
+        format!("{:.0}", float.clamp(0.0, f64::from(u32::MAX)))
+            .parse()
+            .ok()
+    };
     value.as_u64().or_else(|| value.as_f64().and_then(whole))
 }
 
@@ -517,8 +633,18 @@ const OBJECTS: [&str; 3] = ["additionalProperties", "patternProperties", "proper
 const COMBINING: [&str; 4] = ["$ref", "allOf", "anyOf", "oneOf"];
 
 /// Formats of texts that are kept, which are those that the library knows.
-const FORMATS: [&str; 10] =
-    ["date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid"];
+const FORMATS: [&str; 10] = [
+    "date",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "time",
+    "uri",
+    "uuid",
+];
 
 /// The name of [`any_value`] among the definitions.
 const ANY: &str = "cotenant any";
@@ -551,11 +677,15 @@ mod tests {
 
     #[test]
     fn each_keyword_is_kept_let_through_by_name_or_refused() {
-        let named =
-            |schema: Value| KeptSchema::of(&schema).map(|kept| kept.let_through.into_iter().collect::<Vec<_>>());
+        let named = |schema: Value| {
+            KeptSchema::of(&schema).map(|kept| kept.let_through.into_iter().collect::<Vec<_>>())
+        };
         let text = |more: Value| {
             let mut schema = json!({"type": "string"});
-            schema.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            schema
+                .as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
             schema
         };
         // Kept in full.
@@ -569,7 +699,9 @@ mod tests {
             json!({"properties": {"a": {}}, "required": ["a"], "additionalProperties": false, "patternProperties": {"^x": {}}}),
             json!({"type": "object", "minProperties": 1, "maxProperties": 2}),
             json!({"type": "object", "properties": {"a": {}}, "unevaluatedProperties": false}),
-            text(json!({"minLength": 1, "maxLength": 1000, "pattern": "^a\\(?b", "nullable": true})),
+            text(
+                json!({"minLength": 1, "maxLength": 1000, "pattern": "^a\\(?b", "nullable": true}),
+            ),
             json!({"type": "integer", "format": "int64"}),
             // Annotations and extensions say nothing of an answer.
             text(
@@ -597,20 +729,40 @@ mod tests {
                 json!({"type": "array", "maxItems": 10_001, "unevaluatedItems": false}),
                 vec!["maxItems", "unevaluatedItems"],
             ),
-            (json!({"not": {"type": "null"}, "if": {}, "then": {}, "else": {}}), vec!["if", "not"]),
+            (
+                json!({"not": {"type": "null"}, "if": {}, "then": {}, "else": {}}),
+                vec!["if", "not"],
+            ),
             (
                 json!({"dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}, "propertyNames": {}}),
-                vec!["dependencies", "dependentRequired", "dependentSchemas", "propertyNames"],
+                vec![
+                    "dependencies",
+                    "dependentRequired",
+                    "dependentSchemas",
+                    "propertyNames",
+                ],
             ),
             (
                 json!({"properties": {"a": {}, "b": {}}, "minProperties": 1, "maxProperties": 1}),
                 vec!["maxProperties", "minProperties"],
             ),
-            (json!({"allOf": [{}, {}], "unevaluatedProperties": false}), vec!["unevaluatedProperties"]),
-            (json!({"oneOf": [{"type": "integer"}, {"type": "number"}]}), vec!["oneOf"]),
+            (
+                json!({"allOf": [{}, {}], "unevaluatedProperties": false}),
+                vec!["unevaluatedProperties"],
+            ),
+            (
+                json!({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+                vec!["oneOf"],
+            ),
             (json!({"type": "number", "multipleOf": 0.01}), vec![]),
-            (json!({"type": "number", "multipleOf": 1e-10}), vec!["multipleOf"]),
-            (json!({"type": "integer", "multipleOf": 4_000_000_000u64}), vec!["multipleOf"]),
+            (
+                json!({"type": "number", "multipleOf": 1e-10}),
+                vec!["multipleOf"],
+            ),
+            (
+                json!({"type": "integer", "multipleOf": 4_000_000_000u64}),
+                vec!["multipleOf"],
+            ),
         ] {
             assert_eq!(named(schema.clone()), Ok(names), "{schema}");
         }
@@ -618,9 +770,18 @@ mod tests {
         for (schema, error) in [
             (json!(false), "it is `false`, not an object"),
             (json!({"items": [[1]]}), "it is a list, not an object"),
-            (json!({"$dynamicRef": "#a"}), "`$dynamicRef` is not supported"),
-            (text(json!({"minLength": 1001})), "`minLength` is 1001, above the limit of 1000"),
-            (json!({"minItems": 10_001}), "`minItems` is 10001, above the limit of 10000"),
+            (
+                json!({"$dynamicRef": "#a"}),
+                "`$dynamicRef` is not supported",
+            ),
+            (
+                text(json!({"minLength": 1001})),
+                "`minLength` is 1001, above the limit of 1000",
+            ),
+            (
+                json!({"minItems": 10_001}),
+                "`minItems` is 10001, above the limit of 10000",
+            ),
         ] {
             assert_eq!(named(schema).unwrap_err().to_string(), error);
         }
@@ -631,8 +792,16 @@ mod tests {
     fn one_of_is_kept_where_a_property_tells_the_schemas_apart() {
         let of = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind, "type": "string"}}, "required": ["kind"]});
         let union = |second: &str| json!({"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}], "$defs": {"A": of("cat"), "B": of(second)}});
-        assert!(KeptSchema::of(&union("dog")).unwrap().let_through.is_empty());
-        assert_eq!(KeptSchema::of(&union("cat")).unwrap().let_through, BTreeSet::from(["oneOf"]));
+        assert!(
+            KeptSchema::of(&union("dog"))
+                .unwrap()
+                .let_through
+                .is_empty()
+        );
+        assert_eq!(
+            KeptSchema::of(&union("cat")).unwrap().let_through,
+            BTreeSet::from(["oneOf"])
+        );
     }
 
     #[test]
@@ -650,13 +819,21 @@ mod tests {
         );
         // A value or a property may be called like a keyword.
         let odd = json!({"properties": {"minLength": {"const": {"minLength": 9999}}}});
-        assert_eq!(KeptSchema::of(&odd).unwrap().schema["properties"], odd["properties"]);
+        assert_eq!(
+            KeptSchema::of(&odd).unwrap().schema["properties"],
+            odd["properties"]
+        );
     }
 
     #[test]
     fn the_document_names_each_keyword() {
         let page = include_str!("../../docs/structured-output.md");
-        let all = SCHEMAS.iter().chain(&VALUES).chain(&NARROWING).chain(&REFUSED).chain(&FORMATS);
+        let all = SCHEMAS
+            .iter()
+            .chain(&VALUES)
+            .chain(&NARROWING)
+            .chain(&REFUSED)
+            .chain(&FORMATS);
         for keyword in all {
             assert!(page.contains(&format!("`{keyword}`")), "{keyword}");
         }

@@ -14,9 +14,11 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use nix::sys::socket::{AddressFamily, SockType, SockaddrLike as _, SockaddrStorage, getsockname, getsockopt, sockopt};
+use nix::sys::socket::{
+    AddressFamily, SockType, SockaddrLike as _, SockaddrStorage, getsockname, getsockopt, sockopt,
+};
 
-use crate::config::{Config, WyomingListen};
+use cotenant_config::{Config, WyomingListen};
 
 /// Sockets that were passed at the start.
 #[derive(Debug, Default)]
@@ -75,12 +77,20 @@ impl PassedSockets {
                     // SAFETY: it is open, or setting its flag had failed; by the caller's promise it has no other owner.
                     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
                     match PassedListener::of(descriptor) {
-                        Ok((address, listener)) => passed.sockets.push(PassedSocket { name, address, listener }),
-                        Err(why) => passed.faults.push(format!("systemd's socket `{name}` is not served: {why}")),
+                        Ok((address, listener)) => passed.sockets.push(PassedSocket {
+                            name,
+                            address,
+                            listener,
+                        }),
+                        Err(why) => passed
+                            .faults
+                            .push(format!("systemd's socket `{name}` is not served: {why}")),
                     }
                 }
             }
-            Err(error) => passed.faults.push(format!("no socket of systemd's is served: {error}")),
+            Err(error) => passed
+                .faults
+                .push(format!("no socket of systemd's is served: {error}")),
         }
         passed
     }
@@ -98,7 +108,9 @@ impl PassedSockets {
                         "systemd's socket `{name}` listens on {address}, which `{key}` does not name: served as well"
                     );
                 }
-                Use::None(why) => tracing::warn!("systemd's socket `{name}` on {address} is not served: {why}"),
+                Use::None(why) => {
+                    tracing::warn!("systemd's socket `{name}` on {address} is not served: {why}");
+                }
             }
         }
     }
@@ -106,27 +118,37 @@ impl PassedSockets {
     /// Those with another address than is configured that other machines reach without a key, each with its setting.
     pub(super) fn open_listeners(&self, config: &Config) -> Vec<(&'static str, SocketAddr)> {
         let open = self.sockets.iter().filter_map(|socket| {
-            match (purpose(&socket.name, &socket.address, config), &socket.address) {
+            match (
+                purpose(&socket.name, &socket.address, config),
+                &socket.address,
+            ) {
                 (Use::Other(key), Address::Tcp(address)) => Some((key, *address)),
                 _ => None,
             }
         });
         open.filter(|(key, address)| {
-            !address.ip().to_canonical().is_loopback() && (*key != "http.listen" || config.http.keys_file.is_none())
+            !address.ip().to_canonical().is_loopback()
+                && (*key != "http.listen" || config.http.keys_file.is_none())
         })
         .collect()
     }
 
     /// The sockets that are served for an API.
-    pub(super) fn of<'a>(&'a self, api: &'a str, config: &'a Config) -> impl Iterator<Item = &'a PassedSocket> {
-        self.sockets
-            .iter()
-            .filter(move |socket| socket.name == api && !matches!(purpose(api, &socket.address, config), Use::None(_)))
+    pub(super) fn of<'a>(
+        &'a self,
+        api: &'a str,
+        config: &'a Config,
+    ) -> impl Iterator<Item = &'a PassedSocket> {
+        self.sockets.iter().filter(move |socket| {
+            socket.name == api && !matches!(purpose(api, &socket.address, config), Use::None(_))
+        })
     }
 
     /// Whether there is one for an address that is configured for an API.
     pub(super) fn hold(&self, api: &str, configured: &Address) -> bool {
-        self.sockets.iter().any(|socket| socket.name == api && configured.takes(&socket.address))
+        self.sockets
+            .iter()
+            .any(|socket| socket.name == api && configured.takes(&socket.address))
     }
 }
 
@@ -137,9 +159,13 @@ impl PassedListener {
         if getsockopt(&fd, sockopt::SockType).map_err(system)? != SockType::Stream
             || !getsockopt(&fd, sockopt::AcceptConn).map_err(system)?
         {
-            return Err("it takes no connections; it needs `ListenStream=` and `Accept=no`".to_owned());
+            return Err(
+                "it takes no connections; it needs `ListenStream=` and `Accept=no`".to_owned(),
+            );
         }
-        let family = getsockname::<SockaddrStorage>(fd.as_raw_fd()).map_err(system)?.family();
+        let family = getsockname::<SockaddrStorage>(fd.as_raw_fd())
+            .map_err(system)?
+            .family();
         match family {
             Some(AddressFamily::Inet | AddressFamily::Inet6) => {
                 let listener = TcpListener::from(descriptor);
@@ -149,7 +175,9 @@ impl PassedListener {
             Some(AddressFamily::Unix) => {
                 let listener = UnixListener::from(descriptor);
                 let address = listener.local_addr().map_err(|error| error.to_string())?;
-                let name = address.as_abstract_name().map(|name| String::from_utf8_lossy(name).into_owned());
+                let name = address
+                    .as_abstract_name()
+                    .map(|name| String::from_utf8_lossy(name).into_owned());
                 let path = address.as_pathname().map(Path::to_owned);
                 let address = path.map(Address::Path).or(name.map(Address::Abstract));
                 Ok((address.ok_or("it has no address")?, Self::Unix(listener)))
@@ -203,14 +231,38 @@ fn purpose(name: &str, address: &Address, config: &Config) -> Use {
         }
         (GRPC, _) => {
             let path = config.grpc.socket.clone().map(Address::Path);
-            ("grpc.socket", path.into_iter().chain(config.grpc.abstract_name.clone().map(Address::Abstract)).collect())
+            (
+                "grpc.socket",
+                path.into_iter()
+                    .chain(config.grpc.abstract_name.clone().map(Address::Abstract))
+                    .collect(),
+            )
         }
-        (HTTP, Address::Tcp(_)) => ("http.listen", config.http.listen.map(Address::Tcp).into_iter().collect()),
+        (HTTP, Address::Tcp(_)) => (
+            "http.listen",
+            config.http.listen.map(Address::Tcp).into_iter().collect(),
+        ),
         (HTTP, _) => return Use::None("HTTP is served by TCP only"),
-        (WYOMING, _) => ("wyoming.listen", config.wyoming.listen.iter().map(Address::from).collect::<Vec<_>>()),
-        _ => return Use::None("no API has this name; set `FileDescriptorName=` to grpc, http or wyoming"),
+        (WYOMING, _) => (
+            "wyoming.listen",
+            config
+                .wyoming
+                .listen
+                .iter()
+                .map(Address::from)
+                .collect::<Vec<_>>(),
+        ),
+        _ => {
+            return Use::None(
+                "no API has this name; set `FileDescriptorName=` to grpc, http or wyoming",
+            );
+        }
     };
-    if configured.iter().any(|wanted| wanted.takes(address)) { Use::Agreed } else { Use::Other(key) }
+    if configured.iter().any(|wanted| wanted.takes(address)) {
+        Use::Agreed
+    } else {
+        Use::Other(key)
+    }
 }
 
 impl From<&WyomingListen> for Address {
@@ -243,16 +295,35 @@ mod tests {
             ("http", tcp("127.0.0.1:8410"), Use::Agreed),
             ("http", tcp("0.0.0.0:8410"), Use::Other("http.listen")),
             ("grpc", path.clone(), Use::Agreed),
-            ("grpc", Address::Abstract("cotenant".to_owned()), Use::Agreed),
-            ("grpc", Address::Abstract("another".to_owned()), Use::Other("grpc.socket")),
+            (
+                "grpc",
+                Address::Abstract("cotenant".to_owned()),
+                Use::Agreed,
+            ),
+            (
+                "grpc",
+                Address::Abstract("another".to_owned()),
+                Use::Other("grpc.socket"),
+            ),
             ("wyoming", tcp("127.0.0.1:10300"), Use::Agreed),
             ("wyoming", path.clone(), Use::Other("wyoming.listen")),
         ] {
-            assert_eq!(purpose(name, &address, &config), expected, "{name} {address}");
+            assert_eq!(
+                purpose(name, &address, &config),
+                expected,
+                "{name} {address}"
+            );
         }
         // No certificates, no such transport, no such API.
-        for (name, address) in [("grpc", tcp("127.0.0.1:8411")), ("http", path), ("cotenant.socket", tcp("[::1]:1"))] {
-            assert!(matches!(purpose(name, &address, &config), Use::None(_)), "{name} {address}");
+        for (name, address) in [
+            ("grpc", tcp("127.0.0.1:8411")),
+            ("http", path),
+            ("cotenant.socket", tcp("[::1]:1")),
+        ] {
+            assert!(
+                matches!(purpose(name, &address, &config), Use::None(_)),
+                "{name} {address}"
+            );
         }
     }
 
@@ -265,7 +336,11 @@ mod tests {
     #[test]
     fn what_takes_no_connections_is_refused_with_its_reason() {
         let (one, _other) = std::os::unix::net::UnixStream::pair().unwrap();
-        assert!(PassedListener::of(one.into()).unwrap_err().contains("Accept=no"));
+        assert!(
+            PassedListener::of(one.into())
+                .unwrap_err()
+                .contains("Accept=no")
+        );
         assert!(PassedListener::of(std::fs::File::open("/dev/null").unwrap().into()).is_err());
     }
 }

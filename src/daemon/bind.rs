@@ -17,7 +17,11 @@ use tokio::net::TcpSocket;
 /// When it is in use, this user may not listen on it, or the kernel cannot listen on an address that is not there.
 pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> {
     let open = || {
-        let socket = if address.is_ipv4() { TcpSocket::new_v4() } else { TcpSocket::new_v6() }?;
+        let socket = if address.is_ipv4() {
+            TcpSocket::new_v4()
+        } else {
+            TcpSocket::new_v6()
+        }?;
         socket.set_reuseaddr(true)?;
         Ok::<_, io::Error>(socket)
     };
@@ -38,21 +42,35 @@ pub(super) fn listen(key: &str, address: SocketAddr) -> io::Result<TcpListener> 
 }
 
 /// Whether an interface has this address now.
-pub(crate) fn is_here(address: IpAddr) -> bool {
+pub fn is_here(address: IpAddr) -> bool {
     // No packet leaves, and no port of TCP is taken.
     let bound = UdpSocket::bind((address, 0));
     !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrNotAvailable)
 }
 
 fn bind_freely(socket: &impl AsFd, address: SocketAddr) -> io::Result<()> {
-    let (level, option) =
-        if address.is_ipv4() { (libc::SOL_IP, libc::IP_FREEBIND) } else { (libc::SOL_IPV6, libc::IPV6_FREEBIND) };
+    let (level, option) = if address.is_ipv4() {
+        (libc::SOL_IP, libc::IP_FREEBIND)
+    } else {
+        (libc::SOL_IPV6, libc::IPV6_FREEBIND)
+    };
     let on: libc::c_int = 1;
     let length = libc::socklen_t::try_from(size_of_val(&on)).unwrap_or_default();
     // SAFETY: the descriptor is open, and the kernel reads `length` bytes of `on`.
-    let set =
-        unsafe { libc::setsockopt(socket.as_fd().as_raw_fd(), level, option, std::ptr::from_ref(&on).cast(), length) };
-    if set == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let set = unsafe {
+        libc::setsockopt(
+            socket.as_fd().as_raw_fd(),
+            level,
+            option,
+            std::ptr::from_ref(&on).cast(),
+            length,
+        )
+    };
+    if set == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Connections that may wait to be accepted; what the runtime's own listeners have.
@@ -71,7 +89,9 @@ mod tests {
             let address: SocketAddr = address.parse().unwrap();
             let listener = match listen("http.listen", address) {
                 Ok(listener) => listener,
-                Err(error) if address.is_ipv6() && error.raw_os_error() == Some(libc::EAFNOSUPPORT) => {
+                Err(error)
+                    if address.is_ipv6() && error.raw_os_error() == Some(libc::EAFNOSUPPORT) =>
+                {
                     println!("left out: no IPv6 here: {error}");
                     continue;
                 }

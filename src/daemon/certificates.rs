@@ -1,10 +1,8 @@
 //! Certificates of gRPC for other machines.
 
 use super::error::RunError;
-use crate::{
-    config::{TcpConfig, load_private, load_text},
-    rpc::remote::Certificates,
-};
+use cotenant_config::{TcpConfig, load_private, load_text};
+use cotenant_rpc::remote::Certificates;
 
 /// The files of gRPC for other machines, checked.
 pub(super) fn certificates_of(tcp: &TcpConfig) -> Result<Certificates, RunError> {
@@ -13,6 +11,8 @@ pub(super) fn certificates_of(tcp: &TcpConfig) -> Result<Certificates, RunError>
         key: load_private(&tcp.key).map_err(RunError::Private)?,
         client_ca: load_text(&tcp.client_ca).map_err(RunError::Private)?,
     };
-    certificates.check().map_err(|source| RunError::Remote { source })?;
+    certificates
+        .check()
+        .map_err(|source| RunError::Remote { source })?;
     Ok(certificates)
 }

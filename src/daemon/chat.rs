@@ -6,13 +6,13 @@ use std::{collections::VecDeque, sync::Arc};
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
 use super::llm::{Guarded, Llm, RETRY_SOON, Wanted};
-use crate::{
-    conversation::{AnswerPart, Prompt},
-    engine::{self, AnswerReader},
-    http::backend::{ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, TokenizerBackend},
-    policy::{lease::Class, refusal::Refusal},
-    units::Tokens,
+use cotenant_conversation::{AnswerPart, Prompt};
+use cotenant_engine::{self as engine, AnswerReader};
+use cotenant_http::backend::{
+    ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, TokenizerBackend,
 };
+use cotenant_policy::{lease::Class, refusal::Refusal};
+use cotenant_units::Tokens;
 
 impl ChatBackend for Llm {
     fn chat(&self, request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
@@ -63,8 +63,14 @@ impl TokenizerBackend for Llm {
         self.of_text(move |engine| engine.count(&prompt)).boxed()
     }
 
-    fn tokenize(&self, text: String, begin: bool, control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
-        self.of_text(move |engine| engine.tokenize(&text, begin, control)).boxed()
+    fn tokenize(
+        &self,
+        text: String,
+        begin: bool,
+        control: bool,
+    ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
+        self.of_text(move |engine| engine.tokenize(&text, begin, control))
+            .boxed()
     }
 
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>> {
@@ -77,7 +83,10 @@ impl Llm {
         let client = request.meta.client.as_deref();
         engine::GenerateRequest {
             sampling: self.sampling(request.sampling.asked, request.sampling.defaults),
-            max_tokens: limited(request.max_tokens, client.and_then(|client| client.tokens_max)),
+            max_tokens: limited(
+                request.max_tokens,
+                client.and_then(|client| client.tokens_max),
+            ),
             class: client.map_or(Class::Interactive, |client| client.class),
             client: client.map(|client| Arc::clone(&client.name)),
             stop: request.stop,
@@ -141,8 +150,14 @@ impl Answer {
 
     fn take(&mut self, event: engine::GenerateEvent) {
         match event {
-            engine::GenerateEvent::Started { prompt_tokens, cached_tokens } => {
-                self.events.push_back(ChatEvent::Started { prompt_tokens, cached_tokens });
+            engine::GenerateEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
+                self.events.push_back(ChatEvent::Started {
+                    prompt_tokens,
+                    cached_tokens,
+                });
             }
             engine::GenerateEvent::Delta { text, tokens } => {
                 if let Some(context) = &mut self.context {
@@ -151,16 +166,22 @@ impl Answer {
                 let parts = self.reader.push(&text);
                 self.parts(parts);
             }
-            engine::GenerateEvent::Finished { reason: engine::FinishReason::KvReclaimed, usage }
-                if usage.completion_tokens == Tokens::ZERO =>
-            {
-                self.end(ChatEvent::Failed(Refusal::KvReclaimed { generated: Tokens::ZERO, retry_after: RETRY_SOON }));
+            engine::GenerateEvent::Finished {
+                reason: engine::FinishReason::KvReclaimed,
+                usage,
+            } if usage.completion_tokens == Tokens::ZERO => {
+                self.end(ChatEvent::Failed(Refusal::KvReclaimed {
+                    generated: Tokens::ZERO,
+                    retry_after: RETRY_SOON,
+                }));
             }
             engine::GenerateEvent::Finished { reason, usage } => {
                 let parts = self.reader.finish(reason.is_cut());
                 self.parts(parts);
                 let reason = match reason {
-                    engine::FinishReason::Stop | engine::FinishReason::StopText(_) if self.called => {
+                    engine::FinishReason::Stop | engine::FinishReason::StopText(_)
+                        if self.called =>
+                    {
                         FinishReason::ToolCalls
                     }
                     engine::FinishReason::Stop => FinishReason::Stop,
@@ -169,7 +190,8 @@ impl Answer {
                     | engine::FinishReason::KvReclaimed
                     | engine::FinishReason::Length => FinishReason::Length,
                 };
-                self.events.extend(self.context.take().map(ChatEvent::Context));
+                self.events
+                    .extend(self.context.take().map(ChatEvent::Context));
                 self.end(ChatEvent::Finished { reason, usage });
             }
             engine::GenerateEvent::Failed(error) => {
@@ -183,7 +205,11 @@ impl Answer {
 /// What a chat request wants of its answer.
 fn wanted_of(request: &ChatRequest) -> Wanted {
     Wanted {
-        client: request.meta.client.as_ref().map(|client| Arc::clone(&client.name)),
+        client: request
+            .meta
+            .client
+            .as_ref()
+            .map(|client| Arc::clone(&client.name)),
         patience: request.meta.patience,
         whole: !request.streamed,
         context: request.context_wanted,

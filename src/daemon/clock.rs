@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::control_loop::Clock;
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// Time since the supervisor started.
 #[derive(Clone, Copy, Debug)]
@@ -18,7 +18,9 @@ impl MonotonicClock {
     /// A clock that starts now.
     #[must_use]
     pub fn start() -> Self {
-        Self { start: Instant::now() }
+        Self {
+            start: Instant::now(),
+        }
     }
 
     /// The time now, since the start and by the wall clock.

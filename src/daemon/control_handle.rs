@@ -22,27 +22,25 @@ use super::{
     control_loop::{Clock as _, Inbound},
     sequences::sequences,
 };
-use crate::{
-    emergency::{self, Locked},
-    engine::EngineHandle,
-    policy::{
-        event::{Answer, ChangedKeys, Event},
-        lease::Ticket,
-        shedding::NextShed,
-        snapshot::{Snapshot, WorkerState},
-    },
-    probe::{
-        ProbeRoot,
-        processes::{self, leader_of},
-    },
-    rpc::{
-        DeathLog,
-        supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
-        v1,
-    },
-    units::{Bytes, Timestamp},
-    worker::handle::WorkerProcess,
+use cotenant_engine::EngineHandle;
+use cotenant_memory::emergency::{self, Locked};
+use cotenant_policy::{
+    event::{Answer, ChangedKeys, Event},
+    lease::Ticket,
+    shedding::NextShed,
+    snapshot::{Snapshot, WorkerState},
 };
+use cotenant_probe::{
+    ProbeRoot,
+    processes::{self, leader_of},
+};
+use cotenant_rpc::{
+    DeathLog,
+    supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
+    v1,
+};
+use cotenant_units::{Bytes, Timestamp};
+use cotenant_worker::handle::WorkerProcess;
 
 /// Events that may wait for the loop. One event takes well under a millisecond, so a full inbox is a fault elsewhere.
 const INBOX_LIMIT: usize = 1024;
@@ -124,7 +122,10 @@ impl ControlHandle {
     /// Notes what would be shed first.
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
         let text = next.map(ToString::to_string).unwrap_or_default();
-        *self.next_shed.lock().unwrap_or_else(PoisonError::into_inner) = text;
+        *self
+            .next_shed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner) = text;
     }
 
     /// Notes where calls to read the configuration again go from now on.
@@ -140,20 +141,31 @@ impl ControlHandle {
 
     /// Notes where a worker can be seen to run, so that its processes are known from those of others.
     pub(super) fn note_worker(&self, worker: &str, process: WorkerProcess) {
-        let mut processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut processes = self
+            .processes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         processes.insert(worker.to_owned(), process);
     }
 
     /// Processes of workers that run, and whose they are.
     fn mains(&self) -> BTreeMap<u32, String> {
-        let processes = self.processes.lock().unwrap_or_else(PoisonError::into_inner);
-        let running = processes.iter().filter_map(|(name, process)| Some((process.pid()?, name.clone())));
+        let processes = self
+            .processes
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
+        let running = processes
+            .iter()
+            .filter_map(|(name, process)| Some((process.pid()?, name.clone())));
         running.collect()
     }
 
     /// Notes what a worker is confined by.
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
-        let mut notes = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut notes = self
+            .confinement
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         notes.insert(worker.to_owned(), lines);
     }
 
@@ -195,7 +207,10 @@ impl ControlHandle {
         let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
         let touched = engine.as_ref().map_or(Bytes::ZERO, |engine| {
             let state = engine.snapshot();
-            state.held.unwrap_or_default().saturating_sub(state.untouched)
+            state
+                .held
+                .unwrap_or_default()
+                .saturating_sub(state.untouched)
         });
         Some(resident.saturating_sub(touched))
     }
@@ -212,7 +227,10 @@ impl ControlHandle {
             let count = counts.entry(worker.to_owned()).or_default();
             *count = count.saturating_add(1);
         });
-        AtWork { control: Arc::clone(self), worker: worker.to_owned() }
+        AtWork {
+            control: Arc::clone(self),
+            worker: worker.to_owned(),
+        }
     }
 
     /// Requests in flight at each worker, and every change of them. The loop makes events of it: sent from where they
@@ -286,11 +304,17 @@ impl Supervisor for ControlHandle {
         Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn submit(&self, event: Event, caller: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
-        self.inbox.try_send(Inbound { event, caller }).map_err(|error| match error {
-            TrySendError::Full(_) => SubmitError::Full,
-            TrySendError::Closed(_) => SubmitError::Stopped,
-        })
+    fn submit(
+        &self,
+        event: Event,
+        caller: Option<(Ticket, oneshot::Sender<Answer>)>,
+    ) -> Result<(), SubmitError> {
+        self.inbox
+            .try_send(Inbound { event, caller })
+            .map_err(|error| match error {
+                TrySendError::Full(_) => SubmitError::Full,
+                TrySendError::Closed(_) => SubmitError::Stopped,
+            })
     }
 
     fn reload(&self) -> Result<oneshot::Receiver<Result<ChangedKeys, String>>, SubmitError> {
@@ -327,13 +351,21 @@ impl Supervisor for ControlHandle {
         let main = main.and_then(|pid| leader_of(&ProbeRoot::default().proc, &ids, pid));
         let of = main.and_then(|main| mains.get(&main)).map(String::as_str);
         let Some(worker) = state.workers.iter().find(|worker| worker.name == tenant) else {
-            return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker { worker: worker.to_owned(), runs_as });
+            return main.zip(of).map(|(runs_as, worker)| Bar::OfWorker {
+                worker: worker.to_owned(),
+                runs_as,
+            });
         };
-        let runs_as = mains.iter().find(|(_, name)| name.as_str() == tenant).map(|(pid, _)| *pid);
+        let runs_as = mains
+            .iter()
+            .find(|(_, name)| name.as_str() == tenant)
+            .map(|(pid, _)| *pid);
         let is_it = match runs_as {
             Some(_) => of == Some(tenant),
             // It is about to run: its process may ask before it is reported here, and descends from ours.
-            None if worker.state == WorkerState::Starting => of.is_none() && pid.is_some_and(is_descendant),
+            None if worker.state == WorkerState::Starting => {
+                of.is_none() && pid.is_some_and(is_descendant)
+            }
             // The arbiter knows what it has to say.
             None => true,
         };
@@ -341,14 +373,37 @@ impl Supervisor for ControlHandle {
     }
 
     fn complete(&self, status: &mut v1::GetStatusResponse) {
-        let locked = self.locked.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        status.locked = locked.iter().chain(&emergency::stacks()).map(ToString::to_string).collect();
-        let absent = self.listeners.get().into_iter().flatten().filter(|(_, address)| !bind::is_here(address.ip()));
-        status.absent_addresses = absent.map(|(key, address)| format!("{key}: {address}")).collect();
-        status.next_shed = self.next_shed.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let locked = self
+            .locked
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
+        status.locked = locked
+            .iter()
+            .chain(&emergency::stacks())
+            .map(ToString::to_string)
+            .collect();
+        let absent = self
+            .listeners
+            .get()
+            .into_iter()
+            .flatten()
+            .filter(|(_, address)| !bind::is_here(address.ip()));
+        status.absent_addresses = absent
+            .map(|(key, address)| format!("{key}: {address}"))
+            .collect();
+        status.next_shed = self
+            .next_shed
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         let counts = emergency::counts();
         (status.standby_served, status.standby_missed) = (counts.served, counts.missed);
-        let handle = self.engine.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let handle = self
+            .engine
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone();
         if let (Some(engine), Some(handle)) = (&mut status.engine, &handle) {
             let gap = Some(handle.snapshot().command_gap_max).filter(|gap| !gap.is_zero());
             engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
@@ -356,7 +411,10 @@ impl Supervisor for ControlHandle {
             let (read, whole) = handle.loading().unwrap_or_default();
             (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
         }
-        let confinement = self.confinement.lock().unwrap_or_else(PoisonError::into_inner);
+        let confinement = self
+            .confinement
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         for worker in &mut status.workers {
             worker.confinement = confinement.get(&worker.name).cloned().unwrap_or_default();
         }

@@ -14,16 +14,14 @@ use std::{collections::BTreeMap, future::Future, sync::Arc};
 
 use tokio::sync::{mpsc, oneshot};
 
-use crate::{
-    emergency,
-    policy::{
-        arbiter::Arbiter,
-        event::{Action, Answer, Event},
-        lease::Ticket,
-        snapshot::Snapshot,
-    },
-    units::{Bytes, Timestamp},
+use cotenant_memory::emergency;
+use cotenant_policy::{
+    arbiter::Arbiter,
+    event::{Action, Answer, Event},
+    lease::Ticket,
+    snapshot::Snapshot,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// The time that the loop decides by.
 pub trait Clock {
@@ -98,14 +96,24 @@ impl Inbound {
 
 impl From<Event> for Inbound {
     fn from(event: Event) -> Self {
-        Self { event, caller: None }
+        Self {
+            event,
+            caller: None,
+        }
     }
 }
 
 impl<C: Clock, P: Perform> ControlLoop<C, P> {
     /// A loop that has handled nothing yet.
     pub fn new(arbiter: Arbiter, clock: C, device: P) -> Self {
-        Self { arbiter, clock, device, callers: BTreeMap::new(), decided: Vec::new(), free: Bytes::ZERO }
+        Self {
+            arbiter,
+            clock,
+            device,
+            callers: BTreeMap::new(),
+            decided: Vec::new(),
+            free: Bytes::ZERO,
+        }
     }
 
     /// The state machine.
@@ -223,14 +231,11 @@ mod tests {
     use std::{cell::Cell, rc::Rc, time::Duration};
 
     use super::*;
-    use crate::{
-        config::{Config, LoadErrorKind},
-        policy::{
-            lease::{Class, LeaseRequest, LeaseView, Peer},
-            params::{EngineParams, MachineMemory, Params, Scope},
-            pressure::sample_with,
-            residency::small_model,
-        },
+    use cotenant_config::{Config, LoadErrorKind};
+    use cotenant_dev::samples::{sample_with, small_model};
+    use cotenant_policy::{
+        lease::{Class, LeaseRequest, LeaseView, Peer},
+        params::{EngineParams, MachineMemory, Params, Scope},
     };
 
     const fn mib(mib: u64) -> Bytes {
@@ -278,10 +283,11 @@ mod tests {
         fn record_actions(&mut self, _now: Timestamp, _actions: &[Action]) {}
 
         fn apply_plans(&mut self, actions: &[Action]) {
-            self.planned.extend(actions.iter().filter_map(|action| match action {
-                Action::ApplyPlan { revision, .. } => Some(*revision),
-                _ => None,
-            }));
+            self.planned
+                .extend(actions.iter().filter_map(|action| match action {
+                    Action::ApplyPlan { revision, .. } => Some(*revision),
+                    _ => None,
+                }));
         }
 
         fn publish(&mut self, _arbiter: &Arbiter, state: Arc<Snapshot>, _actions: &[Action]) {
@@ -323,7 +329,10 @@ mod tests {
         }
 
         fn sample(&mut self, wait: Duration, used: Bytes) {
-            self.after(wait, Event::Sampled(sample_with(used, self.clock.now() + wait)));
+            self.after(
+                wait,
+                Event::Sampled(sample_with(used, self.clock.now() + wait)),
+            );
         }
 
         /// Puts an event into the inbox, with a caller.
@@ -339,7 +348,9 @@ mod tests {
 
         /// Runs the loop until the inbox is empty.
         fn run(&mut self) {
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread()
+                .build()
+                .unwrap();
             runtime.block_on(async {
                 tokio::select! {
                     biased;
@@ -375,7 +386,12 @@ mod tests {
 
         fn renew(&mut self, lease: &LeaseView) -> oneshot::Receiver<Answer> {
             let (lease, generation) = (lease.id, lease.generation);
-            self.send(|ticket| Event::LeaseRenewed { ticket, lease, generation, peer: Peer::default() })
+            self.send(|ticket| Event::LeaseRenewed {
+                ticket,
+                lease,
+                generation,
+                peer: Peer::default(),
+            })
         }
 
         /// The engine carries out the plan that it was given last.
@@ -385,9 +401,8 @@ mod tests {
                 .iter()
                 .rev()
                 .find_map(|action| match action {
-                    Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
-                        Some((*revision, plan.clone()))
-                    }
+                    Action::ApplyPlan { revision, plan, .. }
+                    | Action::LoadEngine { revision, plan } => Some((*revision, plan.clone())),
                     _ => None,
                 })
                 .unwrap();
@@ -417,11 +432,22 @@ mod tests {
         let mut params = params();
         params.engine = Some(EngineParams::default());
         let mut scene = Scene::new(params);
-        scene.after(Duration::ZERO, Event::EngineInspected { shape: small_model() });
+        scene.after(
+            Duration::ZERO,
+            Event::EngineInspected {
+                shape: small_model(),
+            },
+        );
         scene.sample(Duration::from_millis(10), Bytes::ZERO);
         scene.apply();
         let lease = scene.granted(mib(1));
-        scene.after(Duration::from_millis(10), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
+        scene.after(
+            Duration::from_millis(10),
+            Event::OperatorShed {
+                ticket: Ticket(99),
+                bytes: mib(60),
+            },
+        );
         (scene, lease)
     }
 
@@ -437,7 +463,11 @@ mod tests {
             let step = Duration::from_millis(10);
             if due.is_some_and(|due| due <= scene.clock.now() + step) {
                 scene.clock.0.set(scene.clock.now() + step);
-                answers.extend([scene.renew(&lease), scene.renew(&lease), scene.renew(&lease)]);
+                answers.extend([
+                    scene.renew(&lease),
+                    scene.renew(&lease),
+                    scene.renew(&lease),
+                ]);
                 scene.run();
             } else {
                 scene.sample(step, mib(40));
@@ -446,12 +476,21 @@ mod tests {
                 break;
             }
         }
-        let decided = scene.control_loop.device.performed.iter().filter_map(|action| match action {
-            Action::ApplyPlan { revision, .. } => Some(*revision),
-            _ => None,
-        });
+        let decided =
+            scene
+                .control_loop
+                .device
+                .performed
+                .iter()
+                .filter_map(|action| match action {
+                    Action::ApplyPlan { revision, .. } => Some(*revision),
+                    _ => None,
+                });
         let decided: Vec<u64> = decided.collect();
-        assert!(decided.len() >= 2, "a shed and a growth are planned: {decided:?}");
+        assert!(
+            decided.len() >= 2,
+            "a shed and a growth are planned: {decided:?}"
+        );
         assert_eq!(scene.control_loop.device.planned, decided);
         assert!(!answers.is_empty(), "the plan was decided during a renewal");
         for mut answer in answers {
@@ -463,16 +502,32 @@ mod tests {
     fn a_shed_that_falls_due_within_renewals_reaches_the_engine() {
         let (mut scene, lease) = shed_requested();
         // The engine does not answer: the shed falls due again among renewals.
-        scene.clock.0.set(scene.clock.now() + EngineParams::default().apply_timeout);
+        scene
+            .clock
+            .0
+            .set(scene.clock.now() + EngineParams::default().apply_timeout);
         let answers: Vec<_> = (0..8).map(|_| scene.renew(&lease)).collect();
         scene.run();
-        let decided = scene.control_loop.device.performed.iter().filter_map(|action| match action {
-            Action::ApplyPlan { revision, .. } => Some(*revision),
-            _ => None,
-        });
+        let decided =
+            scene
+                .control_loop
+                .device
+                .performed
+                .iter()
+                .filter_map(|action| match action {
+                    Action::ApplyPlan { revision, .. } => Some(*revision),
+                    _ => None,
+                });
         let decided: Vec<u64> = decided.collect();
-        assert_eq!(decided.len(), 2, "a shed and the same once more: {decided:?}");
-        assert_eq!(scene.control_loop.device.planned, decided, "handed over as it was decided");
+        assert_eq!(
+            decided.len(),
+            2,
+            "a shed and the same once more: {decided:?}"
+        );
+        assert_eq!(
+            scene.control_loop.device.planned, decided,
+            "handed over as it was decided"
+        );
         for mut answer in answers {
             assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
         }
@@ -484,11 +539,19 @@ mod tests {
         scene.sample(Duration::ZERO, Bytes::ZERO);
         let lease = scene.granted(mib(1));
         scene.control_loop.device.calls.clear();
-        let mut answers = [scene.renew(&lease), scene.renew(&lease), scene.renew(&lease)];
+        let mut answers = [
+            scene.renew(&lease),
+            scene.renew(&lease),
+            scene.renew(&lease),
+        ];
         scene.run();
         let calls = &scene.control_loop.device.calls;
         assert_eq!(calls.iter().filter(|call| **call == "record").count(), 3);
-        assert_eq!(calls.iter().filter(|call| **call == "publish").count(), 1, "{calls:?}");
+        assert_eq!(
+            calls.iter().filter(|call| **call == "publish").count(),
+            1,
+            "{calls:?}"
+        );
         for answer in &mut answers {
             assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
         }
@@ -511,7 +574,10 @@ mod tests {
         assert!(waits.try_recv().is_err(), "{lease:?} leaves no room");
         assert_eq!(scene.control_loop.callers.len(), 1);
         let ticket = Ticket(scene.tickets);
-        scene.inbox.try_send(Event::LeaseRequestCancelled { ticket }.into()).unwrap();
+        scene
+            .inbox
+            .try_send(Event::LeaseRequestCancelled { ticket }.into())
+            .unwrap();
         scene.run();
         assert!(scene.control_loop.callers.is_empty());
     }
@@ -521,27 +587,47 @@ mod tests {
         let source = include_str!("../config/validate.rs");
         let literals = source.split('"').skip(1).step_by(2).map(str::to_owned);
         let classes = Class::ALL.map(|class| format!("shedding.deadlines.{class}"));
-        let restart = ["intensity", "window", "stable_after", "backoff", "backoff_max"];
-        let keys = literals.chain(classes).chain(restart.map(|key| format!("llm.restart.{key}")));
+        let restart = [
+            "intensity",
+            "window",
+            "stable_after",
+            "backoff",
+            "backoff_max",
+        ];
+        let keys = literals
+            .chain(classes)
+            .chain(restart.map(|key| format!("llm.restart.{key}")));
         let of_policy = |key: &String| {
             let mut steps = key.split('.');
             matches!(steps.next(), Some("budget" | "shedding" | "leases" | "llm"))
                 && steps.next().is_some()
-                && steps.all(|step| step.chars().all(|c| c.is_ascii_lowercase() || matches!(c, '_' | '-')))
+                && steps.all(|step| {
+                    step.chars()
+                        .all(|c| c.is_ascii_lowercase() || matches!(c, '_' | '-'))
+                })
                 && !key.contains(|c: char| c.is_whitespace() || c == '{')
         };
         let keys: std::collections::BTreeSet<String> = keys.filter(of_policy).collect();
         let range = |key: &String| {
-            ["99999999999", "100000d", "2000000GiB"].iter().find_map(|beyond| {
-                let Err(LoadErrorKind::Faults(faults)) = Config::parse(&document(&[(key, beyond)])) else {
-                    return None;
-                };
-                let message = &faults.iter().find(|fault| fault.path == *key)?.message;
-                let (low, high) = message.split_once("is not between ")?.1.split_once(" and ")?;
-                Some([low.to_owned(), high.to_owned()])
-            })
+            ["99999999999", "100000d", "2000000GiB"]
+                .iter()
+                .find_map(|beyond| {
+                    let Err(LoadErrorKind::Faults(faults)) =
+                        Config::parse(&document(&[(key, beyond)]))
+                    else {
+                        return None;
+                    };
+                    let message = &faults.iter().find(|fault| fault.path == *key)?.message;
+                    let (low, high) = message
+                        .split_once("is not between ")?
+                        .1
+                        .split_once(" and ")?;
+                    Some([low.to_owned(), high.to_owned()])
+                })
         };
-        keys.iter().filter_map(|key| Some((key.clone(), range(key)?))).collect()
+        keys.iter()
+            .filter_map(|key| Some((key.clone(), range(key)?)))
+            .collect()
     }
 
     /// A configuration with these values, beside what a small model needs.
@@ -554,7 +640,11 @@ mod tests {
                 if !place.is_mapping() {
                     *place = serde_yaml::Value::Mapping(serde_yaml::Mapping::new());
                 }
-                place = place.as_mapping_mut().unwrap().entry(step.into()).or_insert(serde_yaml::Value::Null);
+                place = place
+                    .as_mapping_mut()
+                    .unwrap()
+                    .entry(step.into())
+                    .or_insert(serde_yaml::Value::Null);
             }
             *place = serde_yaml::from_str(value).unwrap();
         }
@@ -565,22 +655,50 @@ mod tests {
     fn shed_and_grow(params: Params) -> usize {
         let budget = params.budget.bytes();
         let mut scene = Scene::new(params);
-        scene.after(Duration::ZERO, Event::EngineInspected { shape: small_model() });
+        scene.after(
+            Duration::ZERO,
+            Event::EngineInspected {
+                shape: small_model(),
+            },
+        );
         scene.sample(Duration::from_millis(1), Bytes::ZERO);
-        let loaded =
-            scene.control_loop.device.performed.iter().any(|action| matches!(action, Action::LoadEngine { .. }));
+        let loaded = scene
+            .control_loop
+            .device
+            .performed
+            .iter()
+            .any(|action| matches!(action, Action::LoadEngine { .. }));
         if !loaded {
             return 0;
         }
         scene.apply();
         let mut planned = 0;
-        for (event, used) in [(true, Bytes::ZERO), (false, budget.saturating_sub(mib(1))), (false, Bytes::ZERO)] {
+        for (event, used) in [
+            (true, Bytes::ZERO),
+            (false, budget.saturating_sub(mib(1))),
+            (false, Bytes::ZERO),
+        ] {
             if event {
-                scene.after(Duration::from_millis(1), Event::OperatorShed { ticket: Ticket(99), bytes: mib(60) });
+                scene.after(
+                    Duration::from_millis(1),
+                    Event::OperatorShed {
+                        ticket: Ticket(99),
+                        bytes: mib(60),
+                    },
+                );
             }
-            for step in [1, 10, 100, 1000, 60_000].into_iter().flat_map(|ms| [Duration::from_millis(ms); 70]) {
-                let (now, due) = (scene.clock.now(), scene.control_loop.arbiter().next_deadline());
-                match due.map(|due| due.saturating_since(now)).filter(|wait| *wait <= step) {
+            for step in [1, 10, 100, 1000, 60_000]
+                .into_iter()
+                .flat_map(|ms| [Duration::from_millis(ms); 70])
+            {
+                let (now, due) = (
+                    scene.clock.now(),
+                    scene.control_loop.arbiter().next_deadline(),
+                );
+                match due
+                    .map(|due| due.saturating_since(now))
+                    .filter(|wait| *wait <= step)
+                {
                     Some(wait) => scene.after(wait, Event::DeadlineReached),
                     None => scene.sample(step, used),
                 }
@@ -602,7 +720,10 @@ mod tests {
             for (end, value) in ["least", "most"].iter().zip(ends) {
                 let mut values = vec![(key.as_str(), value.as_str())];
                 values.extend(
-                    COMPANIONS.iter().filter(|(of, at, ..)| (of, at) == (&key.as_str(), end)).map(|row| (row.2, row.3)),
+                    COMPANIONS
+                        .iter()
+                        .filter(|(of, at, ..)| (of, at) == (&key.as_str(), end))
+                        .map(|row| (row.2, row.3)),
                 );
                 let name = format!("{key}: {value}");
                 let params = Config::parse(&document(&values))
@@ -617,17 +738,29 @@ mod tests {
                 }
             }
         }
-        insta::assert_snapshot!(format!("refused: {refused:#?}\nno shed or growth: {idle:#?}"));
+        insta::assert_snapshot!(format!(
+            "refused: {refused:#?}\nno shed or growth: {idle:#?}"
+        ));
     }
 
     /// What another setting has to be for the end of a range: key and end, other key and its value.
     const COMPANIONS: [(&str, &str, &str, &str); 7] = [
         ("budget.total", "least", "budget.reserve", "0B"),
-        ("budget.watermarks.critical", "least", "budget.watermarks.last_resort", "0B"),
+        (
+            "budget.watermarks.critical",
+            "least",
+            "budget.watermarks.last_resort",
+            "0B",
+        ),
         ("leases.term_max", "least", "leases.term_min", "100ms"),
         ("leases.term_min", "most", "leases.term_max", "1d"),
         ("llm.kv_floor", "most", "llm.context", "1048576"),
-        ("llm.restart.backoff_max", "least", "llm.restart.backoff", "1ms"),
+        (
+            "llm.restart.backoff_max",
+            "least",
+            "llm.restart.backoff",
+            "1ms",
+        ),
         ("shedding.reclaim_min", "least", "budget.hysteresis", "0B"),
     ];
 
@@ -637,9 +770,16 @@ mod tests {
         scene.sample(Duration::from_secs(1), Bytes::ZERO);
         let woken = scene.control_loop.device.woken.len();
         scene.clock.0.set(Timestamp::START + Duration::from_secs(9));
-        assert_eq!(scene.control_loop.device.woken.len(), woken, "time alone is no sign of life");
+        assert_eq!(
+            scene.control_loop.device.woken.len(),
+            woken,
+            "time alone is no sign of life"
+        );
         scene.inbox.try_send(Event::DeadlineReached.into()).unwrap();
         scene.run();
-        assert_eq!(scene.control_loop.device.woken.last(), Some(&(Timestamp::START + Duration::from_secs(9))));
+        assert_eq!(
+            scene.control_loop.device.woken.last(),
+            Some(&(Timestamp::START + Duration::from_secs(9)))
+        );
     }
 }

@@ -12,7 +12,7 @@ use tokio::{
     sync::oneshot,
 };
 
-use crate::emergency;
+use cotenant_memory::emergency;
 
 /// The thread, as long as it is wanted.
 #[derive(Debug)]
@@ -43,7 +43,11 @@ impl ControlThread {
             runtime.shutdown_background();
             end.send(()).ok();
         })?;
-        Ok(Self { handle, stop, ended })
+        Ok(Self {
+            handle,
+            stop,
+            ended,
+        })
     }
 
     /// To start something on it.
@@ -72,7 +76,10 @@ mod tests {
             let inside = tokio::spawn(async { thread::current().name().map(str::to_owned) });
             (outside, inside.await.unwrap())
         };
-        let (first, second) = (control.handle().spawn(name()), control.handle().spawn(name()));
+        let (first, second) = (
+            control.handle().spawn(name()),
+            control.handle().spawn(name()),
+        );
         let other = Builder::new_current_thread().build().unwrap();
         for task in [first, second] {
             let (outside, inside) = other.block_on(task).unwrap();

@@ -15,7 +15,9 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use crate::{config::SafeProfileConfig, policy::health::SAFE_PROFILE, units::TimeSpan};
+use cotenant_config::SafeProfileConfig;
+use cotenant_policy::health::SAFE_PROFILE;
+use cotenant_units::TimeSpan;
 
 /// Name of the file in the state directory.
 const FILE: &str = "runs.json";
@@ -40,19 +42,44 @@ pub(super) struct CrashGuard {
 impl CrashGuard {
     /// Counts this run with the configuration in `config` as one that may crash. Returns why the LLM stays off, if enough
     /// have crashed before it.
-    pub(super) fn begin(state_dir: &Path, config: &Path, limits: SafeProfileConfig) -> (Self, Option<String>) {
-        let started = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
-        Self::begin_at(state_dir, limits, started, subject(Path::new(PROGRAM), config))
+    pub(super) fn begin(
+        state_dir: &Path,
+        config: &Path,
+        limits: SafeProfileConfig,
+    ) -> (Self, Option<String>) {
+        let started = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs());
+        Self::begin_at(
+            state_dir,
+            limits,
+            started,
+            subject(Path::new(PROGRAM), config),
+        )
     }
 
-    fn begin_at(state_dir: &Path, limits: SafeProfileConfig, started: u64, subject: String) -> (Self, Option<String>) {
-        let guard = Self { file: state_dir.join(FILE), subject, started };
+    fn begin_at(
+        state_dir: &Path,
+        limits: SafeProfileConfig,
+        started: u64,
+        subject: String,
+    ) -> (Self, Option<String>) {
+        let guard = Self {
+            file: state_dir.join(FILE),
+            subject,
+            started,
+        };
         let mut runs = guard.read();
         if runs.subject != guard.subject {
-            runs = Runs { subject: guard.subject.clone(), open: Vec::new() };
+            runs = Runs {
+                subject: guard.subject.clone(),
+                open: Vec::new(),
+            };
         }
         // A clock that was set back makes a start later than now: it is of no known age.
-        runs.open.retain(|start| started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started);
+        runs.open.retain(|start| {
+            started.saturating_sub(*start) <= limits.within.as_secs() && *start <= started
+        });
         let crashes = runs.open.len();
         runs.open.push(started);
         guard.write(&runs);
@@ -93,7 +120,9 @@ impl CrashGuard {
     fn write(&self, runs: &Runs) {
         let new = self.file.with_extension("json.new");
         let written = serde_json::to_vec(runs).map_err(io::Error::from);
-        let written = written.and_then(|text| fs::write(&new, text)).and_then(|()| fs::rename(&new, &self.file));
+        let written = written
+            .and_then(|text| fs::write(&new, text))
+            .and_then(|()| fs::rename(&new, &self.file));
         if let Err(error) = written {
             tracing::warn!(file = %self.file.display(), %error, "cannot keep count of crashes");
         }
@@ -106,10 +135,18 @@ const PROGRAM: &str = "/proc/self/exe";
 /// Names a program file and the contents of a configuration: another one each time that the file is replaced, even by its
 /// like, or that the contents change.
 fn subject(program: &Path, config: &Path) -> String {
-    let program = fs::metadata(program).map_or((0, 0, 0), |file| (file.ctime(), file.ctime_nsec(), file.len()));
+    let program = fs::metadata(program).map_or((0, 0, 0), |file| {
+        (file.ctime(), file.ctime_nsec(), file.len())
+    });
     let mut hasher = DefaultHasher::new();
     fs::read(config).unwrap_or_default().hash(&mut hasher);
-    format!("{}.{:09}-{}-{:016x}", program.0, program.1, program.2, hasher.finish())
+    format!(
+        "{}.{:09}-{}-{:016x}",
+        program.0,
+        program.1,
+        program.2,
+        hasher.finish()
+    )
 }
 
 #[cfg(test)]
@@ -128,26 +165,44 @@ mod tests {
         };
         write(&program, "old");
         write(&config, "llm: {}");
-        let limits = SafeProfileConfig { crashes: 2, within: Duration::from_secs(600) };
-        let begin = |at| CrashGuard::begin_at(folder.path(), limits, at, subject(&program, &config)).1;
+        let limits = SafeProfileConfig {
+            crashes: 2,
+            within: Duration::from_secs(600),
+        };
+        let begin =
+            |at| CrashGuard::begin_at(folder.path(), limits, at, subject(&program, &config)).1;
         assert_eq!([begin(100), begin(101)], [None, None]);
         assert!(begin(102).is_some());
         write(&program, "newer");
         assert_eq!([begin(103), begin(104)], [None, None], "an upgrade");
         write(&config, "llm: {context: 64}");
-        assert_eq!([begin(105), begin(106)], [None, None], "another configuration");
+        assert_eq!(
+            [begin(105), begin(106)],
+            [None, None],
+            "another configuration"
+        );
         assert!(begin(107).is_some());
     }
 
     #[test]
     fn crashes_within_the_time_count_and_runs_that_ended_in_order_do_not() {
         let folder = tempfile::tempdir().unwrap();
-        let limits = SafeProfileConfig { crashes: 2, within: Duration::from_secs(600) };
+        let limits = SafeProfileConfig {
+            crashes: 2,
+            within: Duration::from_secs(600),
+        };
         let begin = |at| CrashGuard::begin_at(folder.path(), limits, at, String::new());
         let (first, reason) = begin(1000);
         assert_eq!(reason, None);
         first.ended();
-        for (at, safe) in [(1100, false), (1200, false), (1300, true), (1301, true), (1801, true), (2500, false)] {
+        for (at, safe) in [
+            (1100, false),
+            (1200, false),
+            (1300, true),
+            (1301, true),
+            (1801, true),
+            (2500, false),
+        ] {
             let (_crashes, reason) = begin(at);
             assert_eq!(reason.is_some(), safe, "{at}: {reason:?}");
         }
@@ -156,7 +211,14 @@ mod tests {
         assert!(begin(100).1.is_none());
         fs::write(folder.path().join(FILE), "nonsense").unwrap();
         assert!(begin(200).1.is_none());
-        let never = SafeProfileConfig { crashes: 0, ..limits };
-        assert!(CrashGuard::begin_at(folder.path(), never, 201, String::new()).1.is_none());
+        let never = SafeProfileConfig {
+            crashes: 0,
+            ..limits
+        };
+        assert!(
+            CrashGuard::begin_at(folder.path(), never, 201, String::new())
+                .1
+                .is_none()
+        );
     }
 }

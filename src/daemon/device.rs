@@ -3,23 +3,22 @@
 use std::{sync::Arc, time::Duration};
 
 use super::{
-    control_handle::ControlHandle, control_loop::Perform, engine::EngineDriver, figures::Figures, handoff::Handoff,
-    measure::Measurer, notify, peaks::PeakStore, record::Recorder, sampling::Pace, watchdog::Watchdog,
-    workers::Workers,
+    control_handle::ControlHandle, control_loop::Perform, engine::EngineDriver, figures::Figures,
+    handoff::Handoff, measure::Measurer, notify, peaks::PeakStore, record::Recorder,
+    sampling::Pace, watchdog::Watchdog, workers::Workers,
 };
-use crate::{
-    emergency, journal,
-    policy::{
-        arbiter::Arbiter,
-        event::{Action, Event},
-        lease::{LeaseKind, LeaseView},
-        pressure::PressureLevel,
-        snapshot::Snapshot,
-    },
-    rpc::supervisor::Notice,
-    telemetry::Metrics,
-    units::Timestamp,
+use cotenant_journal as journal;
+use cotenant_memory::emergency;
+use cotenant_policy::{
+    arbiter::Arbiter,
+    event::{Action, Event},
+    lease::{LeaseKind, LeaseView},
+    pressure::PressureLevel,
+    snapshot::Snapshot,
 };
+use cotenant_rpc::supervisor::Notice;
+use cotenant_telemetry::Metrics;
+use cotenant_units::Timestamp;
 
 /// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
 /// arbiter asks then.
@@ -60,12 +59,17 @@ pub(super) struct Upkeep {
 impl Upkeep {
     /// Periodic work that was last done at `now`.
     pub(super) const fn new(now: Timestamp, notify_every: Option<Duration>) -> Self {
-        Self { measured: now, notified: now, notify_every }
+        Self {
+            measured: now,
+            notified: now,
+            notify_every,
+        }
     }
 
     fn next(&self) -> Timestamp {
         let measure = self.measured + ROUND_MAX;
-        self.notify_every.map_or(measure, |every| measure.min(self.notified + every))
+        self.notify_every
+            .map_or(measure, |every| measure.min(self.notified + every))
     }
 }
 
@@ -77,7 +81,9 @@ impl Perform for Device {
     fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter) {
         if let Event::WorkerDied { certificate } = event {
             let class = certificate.verdict.class.name();
-            self.accounts.metrics.worker_died(&certificate.worker, class);
+            self.accounts
+                .metrics
+                .worker_died(&certificate.worker, class);
         }
         // A sample may be what a shed begins with; the next event of another kind brings the checkpoint too.
         if !matches!(event, Event::Sampled(_)) {
@@ -109,26 +115,50 @@ impl Perform for Device {
 
     fn perform(&mut self, action: Action) {
         match action {
-            Action::SetTarget { lease, nonce, bytes, deadline, reason } => {
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                deadline,
+                reason,
+            } => {
                 let state = self.control.state();
-                let of_worker = |view: &&LeaseView| view.id == lease && view.kind == LeaseKind::Worker;
+                let of_worker =
+                    |view: &&LeaseView| view.id == lease && view.kind == LeaseKind::Worker;
                 if let Some(view) = state.leases.iter().find(of_worker) {
                     self.workers.tell_memory_is_short(&view.tenant);
                 }
-                self.control.notify(Notice::Target { lease, nonce, bytes, deadline, reason: reason.to_string() });
+                self.control.notify(Notice::Target {
+                    lease,
+                    nonce,
+                    bytes,
+                    deadline,
+                    reason: reason.to_string(),
+                });
             }
             Action::EndLease { lease, end } => {
                 let reason = journal::render_lease_end(&lease, &end);
                 tracing::warn!(lease = lease.id.0, "{reason}");
-                self.control.notify(Notice::Ended { lease: lease.id, reason });
+                self.control.notify(Notice::Ended {
+                    lease: lease.id,
+                    reason,
+                });
             }
             Action::LoadEngine { revision, plan } => {
-                tracing::info!(revision, kv_capacity = plan.kv_capacity.get(), "loading the model");
+                tracing::info!(
+                    revision,
+                    kv_capacity = plan.kv_capacity.get(),
+                    "loading the model"
+                );
                 if let Some(engine) = &mut self.engine {
                     engine.load(revision, plan, self.control.state().engine.shape.clone());
                 }
             }
-            Action::ApplyPlan { revision, plan, reason } => {
+            Action::ApplyPlan {
+                revision,
+                plan,
+                reason,
+            } => {
                 tracing::info!(
                     revision,
                     resident = plan.resident.len(),
@@ -171,14 +201,18 @@ impl Perform for Device {
                 }
             }
             Action::StorePeaks { peaks } => self.peaks.store(peaks),
-            Action::Weighed { weighing } => tracing::debug!(?weighing, "weighed the candidates for reclaim"),
+            Action::Weighed { weighing } => {
+                tracing::debug!(?weighing, "weighed the candidates for reclaim");
+            }
             Action::Decided { decision } if decision.is_error() => {
                 tracing::error!("{}", journal::render_decision(&decision));
             }
             Action::Decided { decision } if decision.is_warning() => {
                 tracing::warn!("{}", journal::render_decision(&decision));
             }
-            Action::Decided { decision } => tracing::info!("{}", journal::render_decision(&decision)),
+            Action::Decided { decision } => {
+                tracing::info!("{}", journal::render_decision(&decision));
+            }
             Action::Answer { .. } => {} // delivered by the loop
         }
     }
@@ -195,9 +229,12 @@ impl Perform for Device {
         if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
             self.upkeep.measured = now;
             let held = state.leases.iter().filter(|lease| !lease.waits());
-            self.measurer.measure(held.map(|lease| lease.holder().to_owned()));
+            self.measurer
+                .measure(held.map(|lease| lease.holder().to_owned()));
             self.control.note_next_shed(arbiter.next_shed().as_ref());
-            self.accounts.metrics.set_journal_lost(self.accounts.recorder.lost());
+            self.accounts
+                .metrics
+                .set_journal_lost(self.accounts.recorder.lost());
         }
         if self.watchdog.is_unarmed()
             && let Some(floor) = arbiter.floor_plan()

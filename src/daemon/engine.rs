@@ -10,38 +10,39 @@ use std::{
 
 use tokio::sync::mpsc;
 
-use super::{control_handle::ControlHandle, control_loop::Clock as _, error::RunError, parts::Parts};
-use crate::{
-    causes::in_one_line,
-    config::{KvMemory, LlmConfig, VocabularyConfig},
-    engine::{
-        ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected, LoadError, ModelOptions,
-        Sayable, Usage,
-        arena::Backing,
-        backend,
-        disk::Retained,
-        helper::THIS_PROGRAM,
-        protocol::{Inspected, RunningRequest},
-        tensor_group::{TensorGroup, TensorKind},
-    },
-    http::backend::Weights,
-    policy::{
-        compute::Compute,
-        engine_failure::Cure,
-        event::Event,
-        residency::{EnginePlan, ModelShape},
-        snapshot::EngineState,
-        speed::Timing,
-    },
-    probe::{ProbeRoot, cores::usable_cores},
-    units::{Bytes, Timestamp, Tokens},
+use super::{
+    control_handle::ControlHandle, control_loop::Clock as _, error::RunError, parts::Parts,
 };
+use cotenant_config::{KvMemory, LlmConfig, VocabularyConfig};
+use cotenant_engine::{
+    ApplyReport, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, Expected,
+    LoadError, ModelOptions, Sayable, Usage,
+    arena::Backing,
+    backend,
+    disk::Retained,
+    helper::THIS_PROGRAM,
+    protocol::{Inspected, RunningRequest},
+    tensor_group::{TensorGroup, TensorKind},
+};
+use cotenant_http::backend::Weights;
+use cotenant_policy::{
+    compute::Compute,
+    engine_failure::Cure,
+    event::Event,
+    residency::{EnginePlan, ModelShape},
+    snapshot::EngineState,
+    speed::Timing,
+};
+use cotenant_probe::{ProbeRoot, cores::usable_cores};
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 /// Events of the engine that may wait for the loop.
 const ENGINE_EVENTS: usize = 256;
 
 /// Starts an engine that tells the given sink what happens.
-pub(super) type Starter = Box<dyn Fn(mpsc::Sender<EngineEvent>) -> io::Result<Engine> + Send + Sync>;
+pub(super) type Starter =
+    Box<dyn Fn(mpsc::Sender<EngineEvent>) -> io::Result<Engine> + Send + Sync>;
 
 /// The way to the engine of the moment: one that broke down is replaced by the next load.
 #[derive(Clone)]
@@ -53,12 +54,18 @@ pub(super) struct CurrentEngine {
 impl CurrentEngine {
     /// A handle to ask it.
     pub(super) fn handle(&self) -> EngineHandle {
-        self.handle.read().unwrap_or_else(PoisonError::into_inner).clone()
+        self.handle
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// What the header of the model's file says of its weights, once it has been read.
     pub(super) fn weights(&self) -> Option<Weights> {
-        self.weights.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.weights
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     fn replace(&self, handle: EngineHandle) {
@@ -88,22 +95,36 @@ impl Inspector {
         let begun = Arc::clone(&tried);
         let inspect = move || {
             *begun.write().unwrap_or_else(PoisonError::into_inner) = identity(&path);
-            let Inspected { mut shape, unused, tensors, .. } =
-                Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
+            let Inspected {
+                mut shape,
+                unused,
+                tensors,
+                ..
+            } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
             if let Some(reason) = backend::without_gpu(compute) {
                 tracing::info!(%reason, remedy = reason.remedy(), "the LLM computes on the CPU");
             }
             if !unused.is_empty() {
-                tracing::info!(unused = unused.join(", "), "parts that are not used stay in the model's file");
+                tracing::info!(
+                    unused = unused.join(", "),
+                    "parts that are not used stay in the model's file"
+                );
             }
             shape.name.clone_from(&name);
             *known.lock().unwrap_or_else(PoisonError::into_inner) = Some(weights_of(&tensors));
             Ok(shape)
         };
-        Self { weights, tried, ..Self::by(Arc::new(inspect), control) }
+        Self {
+            weights,
+            tried,
+            ..Self::by(Arc::new(inspect), control)
+        }
     }
 
-    fn by(inspect: Arc<dyn Fn() -> Result<ModelShape, LoadError> + Send + Sync>, control: &Arc<ControlHandle>) -> Self {
+    fn by(
+        inspect: Arc<dyn Fn() -> Result<ModelShape, LoadError> + Send + Sync>,
+        control: &Arc<ControlHandle>,
+    ) -> Self {
         Self {
             inspect,
             control: Arc::clone(control),
@@ -145,7 +166,12 @@ impl Inspector {
                 Ok(Ok(shape)) => Event::EngineInspected { shape },
                 Ok(Err(error)) => {
                     hung = error.hung().cloned();
-                    failed(in_one_line(&error), error.hint(), error.cure(), hung.as_ref())
+                    failed(
+                        in_one_line(&error),
+                        error.hint(),
+                        error.cure(),
+                        hung.as_ref(),
+                    )
                 }
                 Err(panicked) => {
                     let reason = format!("reading the model's header broke down: {panicked}");
@@ -170,7 +196,12 @@ async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
         let failed = inspector.control.state().engine.state == EngineState::Failed;
         let now = identity(&path);
         // Compared with what was read, not with what is there at the first look after it failed.
-        let changed = now.is_some() && now != *inspector.tried.read().unwrap_or_else(PoisonError::into_inner);
+        let changed = now.is_some()
+            && now
+                != *inspector
+                    .tried
+                    .read()
+                    .unwrap_or_else(PoisonError::into_inner);
         if failed && changed && now == seen {
             tracing::info!(path = %path.display(), "the model's file has changed: reading it again");
             inspector.begin();
@@ -186,7 +217,12 @@ type Identity = (u64, u64, u64, [i64; 4]);
 
 fn identity(path: &Path) -> Option<Identity> {
     let file = std::fs::metadata(path).ok()?;
-    let times = [file.mtime(), file.mtime_nsec(), file.ctime(), file.ctime_nsec()];
+    let times = [
+        file.mtime(),
+        file.mtime_nsec(),
+        file.ctime(),
+        file.ctime_nsec(),
+    ];
     Some((file.dev(), file.ino(), file.len(), times))
 }
 
@@ -219,9 +255,17 @@ impl EngineDriver {
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub(super) fn new(start: Starter, path: PathBuf, inspector: Inspector, parts: &Parts) -> io::Result<Self> {
+    pub(super) fn new(
+        start: Starter,
+        path: PathBuf,
+        inspector: Inspector,
+        parts: &Parts,
+    ) -> io::Result<Self> {
         let (engine, loads) = launch(&start, &inspector, parts)?;
-        parts.spawn("watching the model's file", retry_when_changed(path.clone(), inspector.clone()));
+        parts.spawn(
+            "watching the model's file",
+            retry_when_changed(path.clone(), inspector.clone()),
+        );
         Ok(Self {
             current: CurrentEngine {
                 handle: Arc::new(RwLock::new(engine.handle())),
@@ -267,7 +311,10 @@ impl EngineDriver {
                 }
             }
         }
-        let _ = self.loads.send(Asked { at: self.control.clock().now(), revision });
+        let _ = self.loads.send(Asked {
+            at: self.control.clock().now(),
+            revision,
+        });
         self.engine.handle().load(&self.path, plan);
     }
 
@@ -283,7 +330,9 @@ impl EngineDriver {
         handle.drain();
         let mut state = handle.watch();
         async move {
-            let idle = state.wait_for(|state| !matches!(state.phase, EnginePhase::Ready | EnginePhase::Draining));
+            let idle = state.wait_for(|state| {
+                !matches!(state.phase, EnginePhase::Ready | EnginePhase::Draining)
+            });
             let _ = idle.await; // its thread has ended
         }
     }
@@ -296,7 +345,9 @@ impl EngineDriver {
         let end = tokio::time::Instant::now() + patience;
         while !self.engine.has_ended() {
             if tokio::time::Instant::now() > end {
-                tracing::warn!("the engine has not stopped within {patience:?}; leaving without it");
+                tracing::warn!(
+                    "the engine has not stopped within {patience:?}; leaving without it"
+                );
                 return;
             }
             tokio::time::sleep(LOOK_EVERY).await;
@@ -315,23 +366,38 @@ const LOOK_EVERY: Duration = Duration::from_millis(2);
 
 /// What clients read of the weights that answer: their number, and the type of the largest group of them.
 fn weights_of(tensors: &[TensorGroup]) -> Weights {
-    let used = |group: &&TensorGroup| !matches!(group.kind, TensorKind::MultiToken | TensorKind::Vision);
+    let used =
+        |group: &&TensorGroup| !matches!(group.kind, TensorKind::MultiToken | TensorKind::Vision);
     let used = || tensors.iter().filter(used);
-    let largest = used().max_by_key(|group| group.bytes).and_then(|group| group.types.first());
+    let largest = used()
+        .max_by_key(|group| group.bytes)
+        .and_then(|group| group.types.first());
     let quantization = match largest.and_then(|name| name.strip_suffix('K')) {
         Some(bits) => format!("{bits}_K"),
         None => largest.cloned().unwrap_or_default(),
     };
-    Weights { parameters: used().map(|group| group.elements).fold(0, u64::saturating_add), quantization }
+    Weights {
+        parameters: used()
+            .map(|group| group.elements)
+            .fold(0, u64::saturating_add),
+        quantization,
+    }
 }
 
 /// Starts an engine, and the bridge from its events to those of the arbiter.
-fn launch(start: &Starter, inspector: &Inspector, parts: &Parts) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
+fn launch(
+    start: &Starter,
+    inspector: &Inspector,
+    parts: &Parts,
+) -> io::Result<(Engine, mpsc::UnboundedSender<Asked>)> {
     let (sink, events) = mpsc::channel(ENGINE_EVENTS);
     let engine = start(sink)?;
     inspector.control.note_engine(engine.handle());
     let (loads, asked) = mpsc::unbounded_channel();
-    parts.spawn("the bridge to the engine", forward(events, asked, engine.handle(), inspector.clone()));
+    parts.spawn(
+        "the bridge to the engine",
+        forward(events, asked, engine.handle(), inspector.clone()),
+    );
     Ok((engine, loads))
 }
 
@@ -364,12 +430,16 @@ pub(super) fn start_engine(
         };
         Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
     });
-    EngineDriver::new(start, llm.path.clone(), inspector, parts)
-        .map_err(|source| RunError::System { what: "the engine's thread", source })
+    EngineDriver::new(start, llm.path.clone(), inspector, parts).map_err(|source| {
+        RunError::System {
+            what: "the engine's thread",
+            source,
+        }
+    })
 }
 
 /// The tokens that the LLM may say, as the engine takes it.
-pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
+pub fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     match &llm.vocabulary {
         VocabularyConfig::All => None,
         VocabularyConfig::First(count) => Some(Sayable::First(*count)),
@@ -378,13 +448,16 @@ pub(crate) fn sayable(llm: &LlmConfig) -> Option<Sayable> {
 }
 
 /// What the LLM computes on.
-pub(crate) fn compute(llm: &LlmConfig) -> Compute {
-    Compute { threads: threads(llm), device: llm.device }
+pub fn compute(llm: &LlmConfig) -> Compute {
+    Compute {
+        threads: threads(llm),
+        device: llm.device,
+    }
 }
 
 /// Threads that the LLM computes on: one for each physical core unless configured, since a second one on the same core takes
 /// from the first.
-pub(crate) fn threads(llm: &LlmConfig) -> usize {
+pub fn threads(llm: &LlmConfig) -> usize {
     llm.threads.map_or_else(
         || usable_cores(&ProbeRoot::default()).min(THREADS_MAX),
         |threads| usize::try_from(threads).unwrap_or(1),
@@ -404,17 +477,23 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
         (position, 0)
     } else {
         // Copies of the state that prompts go on from lie behind the tokens, and go with the capacity there.
-        let marks = snapshot.breakdown.as_ref().map_or(0, |held| held.kv_marks.get());
+        let marks = snapshot
+            .breakdown
+            .as_ref()
+            .map_or(0, |held| held.kv_marks.get());
         let per_token = snapshot
             .shape
             .as_ref()
             .zip(snapshot.plan.as_ref())
-            .map_or(0, |(shape, plan)| shape.kv.bytes_per_token(plan.kv_type).get());
+            .map_or(0, |(shape, plan)| {
+                shape.kv.bytes_per_token(plan.kv_type).get()
+            });
         let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
         (0, position.saturating_add(marks))
     };
-    let of_running =
-        |tokens: fn(&RunningRequest) -> Tokens| snapshot.running.as_ref().map_or(0, |one| tokens(one).get());
+    let of_running = |tokens: fn(&RunningRequest) -> Tokens| {
+        snapshot.running.as_ref().map_or(0, |one| tokens(one).get())
+    };
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),
         kv_used,
@@ -453,10 +532,18 @@ async fn forward(
     // The plan that was put into force last.
     let mut last = 0;
     while let Some(event) = events.recv().await {
-        if let EngineEvent::RequestFinished { outcome: Ok(_), usage, prompt_took: Some(prompt_took), took, .. } = &event
+        if let EngineEvent::RequestFinished {
+            outcome: Ok(_),
+            usage,
+            prompt_took: Some(prompt_took),
+            took,
+            ..
+        } = &event
             && !changed
         {
-            control.tell(Event::EngineTimed(timing(*usage, *prompt_took, *took))).await;
+            control
+                .tell(Event::EngineTimed(timing(*usage, *prompt_took, *took)))
+                .await;
         }
         match &event {
             EngineEvent::RequestStarted { .. } => changed = false,
@@ -467,7 +554,13 @@ async fn forward(
             _ => {}
         }
         let event = match event {
-            EngineEvent::Ready { backend, plan, refused, breakdown, .. } => {
+            EngineEvent::Ready {
+                backend,
+                plan,
+                refused,
+                breakdown,
+                ..
+            } => {
                 tracing::info!(backend, "the LLM is loaded");
                 if let Some(reason) = refused {
                     tracing::warn!("the LLM is loaded with fewer layers than planned: {reason}");
@@ -488,17 +581,29 @@ async fn forward(
                 }
             }
             EngineEvent::Calibrated { calibration } => Event::EngineCalibrated(calibration),
-            EngineEvent::LoadFailed { message, hint, cure, hung: left, .. } => {
+            EngineEvent::LoadFailed {
+                message,
+                hint,
+                cure,
+                hung: left,
+                ..
+            } => {
                 let _ = asked.try_recv();
                 hung = left;
                 failed(message, hint, cure, hung.as_ref())
             }
-            EngineEvent::Applied { revision, report, .. } => {
+            EngineEvent::Applied {
+                revision, report, ..
+            } => {
                 last = revision;
                 applied(revision, report)
             }
             EngineEvent::Rechunked { report } => applied(last, report),
-            EngineEvent::Receded { plan, breakdown, message } => {
+            EngineEvent::Receded {
+                plan,
+                breakdown,
+                message,
+            } => {
                 tracing::warn!("the engine holds less than it was asked to: {message}");
                 Event::EngineApplied {
                     revision: last,
@@ -510,10 +615,15 @@ async fn forward(
                     took: Duration::ZERO,
                 }
             }
-            EngineEvent::ApplyFailed { revision, error } => {
-                Event::EngineApplyFailed { revision, reason: in_one_line(&error) }
-            }
-            EngineEvent::Failed { message, cure, hung: left } => {
+            EngineEvent::ApplyFailed { revision, error } => Event::EngineApplyFailed {
+                revision,
+                reason: in_one_line(&error),
+            },
+            EngineEvent::Failed {
+                message,
+                cure,
+                hung: left,
+            } => {
                 hung = left;
                 failed(message, None, cure, hung.as_ref())
             }
@@ -526,11 +636,20 @@ async fn forward(
                 }
                 finished
             }
-            EngineEvent::CapacityWanted { needed, wanted, client } => {
+            EngineEvent::CapacityWanted {
+                needed,
+                wanted,
+                client,
+            } => {
                 // What it has used by now is not given away for it.
                 control.tell(activity(&handle)).await;
                 let client = client.as_deref().map(str::to_owned);
-                Event::CapacityWanted { needed, wanted, client, is_running: true }
+                Event::CapacityWanted {
+                    needed,
+                    wanted,
+                    client,
+                    is_running: true,
+                }
             }
             EngineEvent::Stopped => break,
         };
@@ -547,7 +666,11 @@ fn failed(reason: String, hint: Option<&str>, cure: Cure, hung: Option<&Retained
         (Some(hint), Cure::Reload | Cure::Reread) => format!("{reason} (hint: {hint})"),
         (None, _) | (_, Cure::Change { .. }) => reason,
     };
-    Event::EngineFailed { reason, cure, left: hung.map(Retained::bytes) }
+    Event::EngineFailed {
+        reason,
+        cure,
+        left: hung.map(Retained::bytes),
+    }
 }
 
 fn applied(revision: u64, report: ApplyReport) -> Event {

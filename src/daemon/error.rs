@@ -2,13 +2,11 @@
 
 use std::{error::Error, io, path::PathBuf};
 
-use crate::{
-    config::LoadError,
-    journal::{BookError, JournalError},
-    policy::params::ParamsError,
-    probe::ProbeError,
-    rpc::{remote::RemoteError, server::BindError},
-};
+use cotenant_config::LoadError;
+use cotenant_journal::{BookError, JournalError};
+use cotenant_policy::params::ParamsError;
+use cotenant_probe::ProbeError;
+use cotenant_rpc::{remote::RemoteError, server::BindError};
 
 /// Why the daemon could not start, or had to end.
 #[derive(Debug, thiserror::Error)]
@@ -201,12 +199,18 @@ fn full(error: &RunError) -> Option<&'static str> {
 /// The service of systemd that a process belongs to.
 fn unit_of(pid: u32) -> Option<String> {
     let groups = std::fs::read_to_string(format!("/proc/{pid}/cgroup")).ok()?;
-    groups.lines().find_map(|line| service_in(line.splitn(3, ':').nth(2)?))
+    groups
+        .lines()
+        .find_map(|line| service_in(line.splitn(3, ':').nth(2)?))
 }
 
 /// The service that a group is of or below, and not only around.
 fn service_in(group: &str) -> Option<String> {
-    let of_systemd = |name: &&str| [".service", ".scope", ".slice"].iter().any(|kind| name.ends_with(kind));
+    let of_systemd = |name: &&str| {
+        [".service", ".scope", ".slice"]
+            .iter()
+            .any(|kind| name.ends_with(kind))
+    };
     let unit = group.split('/').rfind(of_systemd)?;
     unit.ends_with(".service").then(|| unit.to_owned())
 }
@@ -220,9 +224,20 @@ mod tests {
         let full = || io::Error::from_raw_os_error(libc::ENOSPC);
         let path = PathBuf::from("/run/cotenant/supervisor.lock");
         for error in [
-            RunError::Place { path: path.clone(), source: full() },
-            RunError::Folder { path, source: full() },
-            RunError::Socket { source: BindError::System { address: "/run/x".to_owned(), source: full() } },
+            RunError::Place {
+                path: path.clone(),
+                source: full(),
+            },
+            RunError::Folder {
+                path,
+                source: full(),
+            },
+            RunError::Socket {
+                source: BindError::System {
+                    address: "/run/x".to_owned(),
+                    source: full(),
+                },
+            },
         ] {
             let hint = error.hint().unwrap();
             assert!(hint.contains("the file system is full"), "{error}: {hint}");
@@ -233,8 +248,14 @@ mod tests {
     fn the_unit_of_a_process_is_the_innermost_one() {
         for (group, unit) in [
             ("/system.slice/cotenant.service", Some("cotenant.service")),
-            ("/system.slice/cotenant.service/.control", Some("cotenant.service")),
-            ("/user.slice/user-1000.slice/user@1000.service/app.slice/run-1.scope", None),
+            (
+                "/system.slice/cotenant.service/.control",
+                Some("cotenant.service"),
+            ),
+            (
+                "/user.slice/user-1000.slice/user@1000.service/app.slice/run-1.scope",
+                None,
+            ),
             ("/user.slice/user-1000.slice/session-3.scope", None),
             ("/", None),
         ] {

@@ -3,20 +3,20 @@
 
 use std::{collections::BTreeMap, sync::Arc};
 
-use crate::{
-    policy::{
-        decision::{ChangeCause, Decision, EngineDecision, LeaseDecision, LeaseEnd, PlanOutcome, WorkerDecision},
-        denial::Denial,
-        event::{Action, Answer},
-        lease::{LeaseId, LeaseState},
-        pressure::PressureLevel,
-        reason::{PlanReason, ReclaimReason, StopReason},
-        residency::{EnginePlan, ModelShape},
-        snapshot::Snapshot,
+use cotenant_policy::{
+    decision::{
+        ChangeCause, Decision, EngineDecision, LeaseDecision, LeaseEnd, PlanOutcome, WorkerDecision,
     },
-    telemetry::{Metrics, Tracer},
-    units::{Bytes, Timestamp},
+    denial::Denial,
+    event::{Action, Answer},
+    lease::{LeaseId, LeaseState},
+    pressure::PressureLevel,
+    reason::{PlanReason, ReclaimReason, StopReason},
+    residency::{EnginePlan, ModelShape},
+    snapshot::Snapshot,
 };
+use cotenant_telemetry::{Metrics, Tracer};
+use cotenant_units::{Bytes, Timestamp};
 
 /// Counts what is decided.
 pub(super) struct Figures {
@@ -76,16 +76,26 @@ impl Figures {
         let shed = after.totals.sheds > self.sheds;
         for action in actions {
             match action {
-                Action::Answer { answer: Answer::Denied { denial, .. }, .. } => {
+                Action::Answer {
+                    answer: Answer::Denied { denial, .. },
+                    ..
+                } => {
                     self.metrics.lease_denied(name_of(denial));
                 }
-                Action::ApplyPlan { revision, reason, .. } => {
+                Action::ApplyPlan {
+                    revision, reason, ..
+                } => {
                     if let Some(reason) = shed_by(reason) {
                         self.ask(Holder::Plan(*revision), reason, after);
                     }
                 }
-                Action::SetTarget { lease, reason, .. } => self.ask(Holder::Lease(*lease), word(reason), after),
-                Action::StopWorker { worker, reason: StopReason::Reclaim { reclaim, .. } } => {
+                Action::SetTarget { lease, reason, .. } => {
+                    self.ask(Holder::Lease(*lease), word(reason), after);
+                }
+                Action::StopWorker {
+                    worker,
+                    reason: StopReason::Reclaim { reclaim, .. },
+                } => {
                     self.ask(Holder::Worker(worker.clone()), word(reclaim), after);
                 }
                 Action::EndLease { lease, end } => {
@@ -107,7 +117,10 @@ impl Figures {
         let regrown = after.totals.regrown_bytes;
         if regrown > self.regrown {
             let bytes = regrown.saturating_sub(self.regrown);
-            self.tracer.event_in_stages("cotenant.grow_back", &[("cotenant.bytes", bytes.get().into())]);
+            self.tracer.event_in_stages(
+                "cotenant.grow_back",
+                &[("cotenant.bytes", bytes.get().into())],
+            );
         }
         self.regrown = regrown;
         self.forget_unasked(after);
@@ -121,12 +134,21 @@ impl Figures {
         last_end: &impl Fn(&str) -> Option<&'static str>,
     ) {
         match decision {
-            Decision::Engine(EngineDecision::Applied { revision, outcome, .. }) => {
+            Decision::Engine(EngineDecision::Applied {
+                revision, outcome, ..
+            }) => {
                 let asked = self.plan_answered(*revision);
                 let old = std::mem::replace(&mut self.in_force, after.engine.in_force.clone());
-                if let PlanOutcome::Shed { credited, .. } | PlanOutcome::ChunkEnded { credited, .. } = outcome {
-                    let plans = after.engine.shape.as_ref().zip(old.as_ref().zip(self.in_force.as_ref()));
-                    let parts = plans.map(|(shape, (old, new))| parts_of(shape, old, new, *credited));
+                if let PlanOutcome::Shed { credited, .. }
+                | PlanOutcome::ChunkEnded { credited, .. } = outcome
+                {
+                    let plans = after
+                        .engine
+                        .shape
+                        .as_ref()
+                        .zip(old.as_ref().zip(self.in_force.as_ref()));
+                    let parts =
+                        plans.map(|(shape, (old, new))| parts_of(shape, old, new, *credited));
                     self.count_shed(asked, after, &parts.unwrap_or_default());
                 }
             }
@@ -134,22 +156,35 @@ impl Figures {
                 self.asked.remove(&Holder::Plan(*revision));
             }
             Decision::Engine(EngineDecision::Gone { .. }) => {
-                self.asked.retain(|holder, _| !matches!(holder, Holder::Plan(_)));
+                self.asked
+                    .retain(|holder, _| !matches!(holder, Holder::Plan(_)));
             }
             Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }) if shed => {
-                let is_worker = after.workers.iter().any(|worker| worker.name == lease.tenant);
+                let is_worker = after
+                    .workers
+                    .iter()
+                    .any(|worker| worker.name == lease.tenant);
                 let what = if is_worker { "worker" } else { "tenant" };
                 let asked = self.asked.remove(&Holder::Lease(lease.id));
                 self.count_shed(asked, after, &[(what, *freed)]);
             }
-            Decision::Worker(WorkerDecision::Changing { worker, cause: ChangeCause::Room { reason }, .. }) => {
+            Decision::Worker(WorkerDecision::Changing {
+                worker,
+                cause: ChangeCause::Room { reason },
+                ..
+            }) => {
                 self.ask(Holder::Worker(worker.clone()), word(reason), after);
             }
             Decision::Worker(WorkerDecision::Settled { worker, freed, .. }) if shed => {
                 let asked = self.asked.remove(&Holder::Worker(worker.clone()));
                 self.count_shed(asked, after, &[("worker", *freed)]);
             }
-            Decision::Worker(WorkerDecision::Exited { worker, expected, freed, .. }) => {
+            Decision::Worker(WorkerDecision::Exited {
+                worker,
+                expected,
+                freed,
+                ..
+            }) => {
                 for kind in ["pss", "rss", "cgroup"] {
                     self.metrics.set_worker_memory(worker, kind, None);
                 }
@@ -167,13 +202,22 @@ impl Figures {
     }
 
     fn ask(&mut self, holder: Holder, reason: &'static str, after: &Snapshot) {
-        self.asked.entry(holder).or_insert(Asked { at: after.at, level: after.pressure.level, reason });
+        self.asked.entry(holder).or_insert(Asked {
+            at: after.at,
+            level: after.pressure.level,
+            reason,
+        });
     }
 
     /// The first of the questions that the answer to a plan answers: it has waited longest.
     fn plan_answered(&mut self, revision: u64) -> Option<Asked> {
-        let answered = |holder: &Holder| matches!(holder, Holder::Plan(asked) if *asked <= revision);
-        let first = self.asked.iter().find(|(holder, _)| answered(holder)).map(|(_, asked)| *asked);
+        let answered =
+            |holder: &Holder| matches!(holder, Holder::Plan(asked) if *asked <= revision);
+        let first = self
+            .asked
+            .iter()
+            .find(|(holder, _)| answered(holder))
+            .map(|(_, asked)| *asked);
         self.asked.retain(|holder, _| !answered(holder));
         first
     }
@@ -203,7 +247,10 @@ impl Figures {
             let attributes = [
                 ("cotenant.shed.what", (*what).into()),
                 ("cotenant.shed.reason", reason.into()),
-                ("cotenant.pressure.level", level.to_string().to_lowercase().as_str().into()),
+                (
+                    "cotenant.pressure.level",
+                    level.to_string().to_lowercase().as_str().into(),
+                ),
                 ("cotenant.bytes", bytes.get().into()),
             ];
             self.tracer.event_in_stages("cotenant.shed", &attributes);
@@ -215,7 +262,9 @@ impl Figures {
 fn shed_by(reason: &PlanReason) -> Option<&'static str> {
     match reason {
         PlanReason::Shed { reclaim, .. } => Some(word(reclaim)),
-        PlanReason::KvType { change } => (change.to.bytes < change.from.bytes).then_some("operator"),
+        PlanReason::KvType { change } => {
+            (change.to.bytes < change.from.bytes).then_some("operator")
+        }
         _ => None,
     }
 }
@@ -229,7 +278,12 @@ const fn word(reason: &ReclaimReason) -> &'static str {
 }
 
 /// Which parts of the engine `freed` came from. What it was credited with bounds all of them.
-fn parts_of(shape: &ModelShape, old: &EnginePlan, new: &EnginePlan, freed: Bytes) -> [(&'static str, Bytes); 3] {
+fn parts_of(
+    shape: &ModelShape,
+    old: &EnginePlan,
+    new: &EnginePlan,
+    freed: Bytes,
+) -> [(&'static str, Bytes); 3] {
     let layers = shape
         .layers
         .iter()
@@ -288,13 +342,12 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::policy::{
+    use cotenant_dev::samples::{sample_with, small_model};
+    use cotenant_policy::{
         arbiter::Arbiter,
         event::{Event, WorkerCommand},
         lease::{Class, LeaseRequest, Peer, TargetAnswer, Ticket},
         params::{EngineParams, Params, Scope, VariantParams, WorkerParams},
-        pressure::sample_with,
-        residency::small_model,
     };
 
     const fn mib(mib: u64) -> Bytes {
@@ -326,7 +379,8 @@ mod tests {
             self.now = self.now + Duration::from_millis(10);
             self.actions = self.arbiter.handle(self.now, event);
             let after = self.arbiter.snapshot();
-            self.figures.turn(&after, &self.actions, |_: &str| Some("killed"));
+            self.figures
+                .turn(&after, &self.actions, |_: &str| Some("killed"));
         }
 
         fn sample(&mut self, used: Bytes) {
@@ -337,18 +391,22 @@ mod tests {
         fn measured(&mut self, tenant: &str, used: Bytes) {
             self.now = self.now + Duration::from_millis(10);
             let taken_at = self.now;
-            self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(used), taken_at });
+            self.tell(Event::Measured {
+                tenant: tenant.to_owned(),
+                used: Some(used),
+                taken_at,
+            });
         }
 
         /// The engine carries out what it was just asked for.
         fn apply(&mut self) {
             let asked = self.actions.iter().find_map(|action| match action {
-                Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
-                    Some((*revision, plan.clone()))
-                }
+                Action::ApplyPlan { revision, plan, .. }
+                | Action::LoadEngine { revision, plan } => Some((*revision, plan.clone())),
                 _ => None,
             });
-            let (revision, in_force) = asked.unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
+            let (revision, in_force) =
+                asked.unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
             let used = small_model().plan_bytes(&in_force);
             self.tell(Event::EngineApplied {
                 revision,
@@ -364,14 +422,23 @@ mod tests {
         /// The sum of all series of a metric whose labels contain `labels`.
         fn figure(&self, name: &str, labels: &str) -> u64 {
             let text = self.metrics.encode();
-            let lines = text.lines().filter(|line| line.starts_with(name) && line.contains(labels));
-            lines.map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap()).sum()
+            let lines = text
+                .lines()
+                .filter(|line| line.starts_with(name) && line.contains(labels));
+            lines
+                .map(|line| line.rsplit(' ').next().unwrap().parse::<u64>().unwrap())
+                .sum()
         }
 
         /// The target that was set last.
         fn target(&self) -> (LeaseId, u64, Bytes) {
             let set = self.actions.iter().find_map(|action| match action {
-                Action::SetTarget { lease, nonce, bytes, .. } => Some((*lease, *nonce, *bytes)),
+                Action::SetTarget {
+                    lease,
+                    nonce,
+                    bytes,
+                    ..
+                } => Some((*lease, *nonce, *bytes)),
                 _ => None,
             });
             set.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
@@ -405,7 +472,9 @@ mod tests {
         let mut params = params();
         params.engine = Some(EngineParams::default());
         let mut scene = Scene::new(params);
-        scene.tell(Event::EngineInspected { shape: small_model() });
+        scene.tell(Event::EngineInspected {
+            shape: small_model(),
+        });
         scene.sample(Bytes::ZERO);
         scene.apply();
         scene.measured("llm", mib(132));
@@ -416,18 +485,37 @@ mod tests {
     #[test]
     fn a_shed_of_the_engine_is_counted_by_what_came_back_and_why() {
         let mut scene = with_engine();
-        assert_eq!(scene.figure("cotenant_shed_events_total", ""), 0, "a load is no shed");
-        scene.tell(Event::OperatorShed { ticket: Ticket(1), bytes: mib(60) });
+        assert_eq!(
+            scene.figure("cotenant_shed_events_total", ""),
+            0,
+            "a load is no shed"
+        );
+        scene.tell(Event::OperatorShed {
+            ticket: Ticket(1),
+            bytes: mib(60),
+        });
         scene.apply();
         let credited = scene.arbiter.snapshot().totals.shed_bytes;
         assert!(credited >= mib(60));
         let (kv, layers) = (
-            scene.figure("cotenant_shed_bytes_total", r#"what="kv",reason="operator""#),
-            scene.figure("cotenant_shed_bytes_total", r#"what="layers",reason="operator""#),
+            scene.figure(
+                "cotenant_shed_bytes_total",
+                r#"what="kv",reason="operator""#,
+            ),
+            scene.figure(
+                "cotenant_shed_bytes_total",
+                r#"what="layers",reason="operator""#,
+            ),
         );
         assert!(kv > 0 && layers > 0, "{}", scene.metrics.encode());
-        assert_eq!(scene.figure("cotenant_shed_bytes_total", ""), credited.get());
-        assert_eq!(scene.figure("cotenant_shed_events_total", r#"level="normal""#), 1);
+        assert_eq!(
+            scene.figure("cotenant_shed_bytes_total", ""),
+            credited.get()
+        );
+        assert_eq!(
+            scene.figure("cotenant_shed_events_total", r#"level="normal""#),
+            1
+        );
         assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), 1);
     }
 
@@ -437,13 +525,19 @@ mod tests {
         scene.sample(mib(380));
         scene.apply();
         assert!(scene.figure("cotenant_shed_bytes_total", r#"reason="pressure""#) > 0);
-        assert_eq!(scene.figure("cotenant_shed_events_total", r#"level="normal""#), 0);
+        assert_eq!(
+            scene.figure("cotenant_shed_events_total", r#"level="normal""#),
+            0
+        );
 
         let mut scene = with_engine();
         scene.request("asr", Class::AudioRealtime, mib(300));
         scene.apply();
         assert!(scene.figure("cotenant_shed_bytes_total", r#"reason="lease""#) > 0);
-        assert_eq!(scene.figure("cotenant_shed_events_total", ""), scene.arbiter.snapshot().totals.sheds);
+        assert_eq!(
+            scene.figure("cotenant_shed_events_total", ""),
+            scene.arbiter.snapshot().totals.sheds
+        );
     }
 
     /// A request of class batch, which does not wait.
@@ -451,7 +545,10 @@ mod tests {
         LeaseRequest {
             tenant: tenant.to_owned(),
             request_id: String::new(),
-            peer: Peer { pid: Some(pid), ..Peer::default() },
+            peer: Peer {
+                pid: Some(pid),
+                ..Peer::default()
+            },
             class: Class::Batch,
             min: mib(min),
             max: mib(max),
@@ -468,21 +565,35 @@ mod tests {
             scene.sample(Bytes::ZERO);
             // The second process of its name; figures go by the name.
             for (size, pid) in [((1, 1), 1), ((10, 300), 2)] {
-                scene.tell(Event::LeaseRequested { ticket: Ticket(1), request: batch("cache", size, pid) });
+                scene.tell(Event::LeaseRequested {
+                    ticket: Ticket(1),
+                    request: batch("cache", size, pid),
+                });
             }
             scene.measured("cache (pid 2)", mib(300));
             scene.request("asr", Class::AudioRealtime, mib(200));
             let (lease, nonce, bytes) = scene.target();
             if obeys {
-                scene.tell(Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None });
+                scene.tell(Event::TargetAnswered {
+                    lease,
+                    nonce,
+                    answer: TargetAnswer::Applied,
+                    claimed: None,
+                });
                 scene.measured("cache (pid 2)", bytes);
-                assert_eq!(scene.figure("cotenant_shed_bytes_total", r#"what="tenant""#), (mib(300) - bytes).get());
+                assert_eq!(
+                    scene.figure("cotenant_shed_bytes_total", r#"what="tenant""#),
+                    (mib(300) - bytes).get()
+                );
             } else {
                 scene.now = scene.now + Duration::from_secs(5);
                 scene.tell(Event::DeadlineReached);
             }
             assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), sheds);
-            assert_eq!(scene.figure("cotenant_reclaim_missed_total", r#"tenant="cache""#), missed);
+            assert_eq!(
+                scene.figure("cotenant_reclaim_missed_total", r#"tenant="cache""#),
+                missed
+            );
         }
     }
 
@@ -491,8 +602,11 @@ mod tests {
         let mut scene = Scene::new(params());
         let took = |scene: &Scene| {
             let text = scene.metrics.encode();
-            let line = text.lines().find(|line| line.starts_with("cotenant_reclaim_seconds_sum"));
-            line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok()).unwrap()
+            let line = text
+                .lines()
+                .find(|line| line.starts_with("cotenant_reclaim_seconds_sum"));
+            line.and_then(|line| line.rsplit(' ').next()?.parse::<f64>().ok())
+                .unwrap()
         };
         for round in 0..2 {
             scene.sample(Bytes::ZERO);
@@ -508,17 +622,28 @@ mod tests {
             scene.measured(&holder, mib(360));
             scene.request("asr", Class::AudioRealtime, mib(200));
             let (lease, nonce, bytes) = scene.target();
-            assert_eq!(scene.figures.asked.keys().collect::<Vec<_>>(), [&Holder::Lease(lease)]);
+            assert_eq!(
+                scene.figures.asked.keys().collect::<Vec<_>>(),
+                [&Holder::Lease(lease)]
+            );
             scene.now = scene.now + Duration::from_millis(500);
             if round == 1 {
-                scene.tell(Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None });
+                scene.tell(Event::TargetAnswered {
+                    lease,
+                    nonce,
+                    answer: TargetAnswer::Applied,
+                    claimed: None,
+                });
                 scene.measured(&holder, bytes);
                 assert_eq!(scene.figure("cotenant_reclaim_seconds_count", ""), 1);
                 assert!((0.5..0.6).contains(&took(&scene)), "{}", took(&scene));
             }
             let leases = scene.arbiter.snapshot().leases;
             for lease in leases {
-                scene.tell(Event::HolderLost { lease: lease.id, pid: None });
+                scene.tell(Event::HolderLost {
+                    lease: lease.id,
+                    pid: None,
+                });
             }
             assert!(scene.figures.asked.is_empty(), "{:?}", scene.figures.asked);
             scene.now = scene.now + Duration::from_secs(60);
@@ -542,18 +667,36 @@ mod tests {
             let used = scene.arbiter.snapshot().memory.held;
             scene.sample(used);
             scene.tell(Event::DeadlineReached);
-            scene.tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });
+            scene.tell(Event::WorkerReady {
+                worker: "asr".to_owned(),
+                pid: 7,
+            });
             assert_eq!(scene.arbiter.snapshot().workers[0].pid, Some(7), "it is up");
         };
-        let exited =
-            |intended| Event::WorkerExited { worker: "asr".to_owned(), intended, cause: "as planted".to_owned() };
+        let exited = |intended| Event::WorkerExited {
+            worker: "asr".to_owned(),
+            intended,
+            cause: "as planted".to_owned(),
+        };
         up(&mut scene);
         scene.metrics.set_worker_memory("asr", "pss", Some(mib(40)));
-        assert_eq!(scene.figure("cotenant_worker_restarts_total", ""), 0, "the first start");
+        assert_eq!(
+            scene.figure("cotenant_worker_restarts_total", ""),
+            0,
+            "the first start"
+        );
         scene.tell(exited(false));
-        assert!(!scene.metrics.encode().contains("cotenant_worker_memory_bytes{"));
+        assert!(
+            !scene
+                .metrics
+                .encode()
+                .contains("cotenant_worker_memory_bytes{")
+        );
         up(&mut scene);
-        assert_eq!(scene.figure("cotenant_worker_restarts_total", r#"reason="killed""#), 1);
+        assert_eq!(
+            scene.figure("cotenant_worker_restarts_total", r#"reason="killed""#),
+            1
+        );
         scene.tell(Event::OperatorWorker {
             ticket: Ticket(2),
             worker: "asr".to_owned(),
@@ -568,8 +711,11 @@ mod tests {
     #[test]
     fn only_a_variant_that_was_given_up_is_a_shed() {
         let mut params = params();
-        let variant =
-            |name: &str, steady| VariantParams { name: name.to_owned(), steady: mib(steady), peak: mib(steady) };
+        let variant = |name: &str, steady| VariantParams {
+            name: name.to_owned(),
+            steady: mib(steady),
+            peak: mib(steady),
+        };
         params.workers = vec![WorkerParams {
             name: "asr".to_owned(),
             steady: mib(40),
@@ -579,7 +725,10 @@ mod tests {
         }];
         let mut scene = Scene::new(params);
         scene.sample(Bytes::ZERO);
-        scene.tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });
+        scene.tell(Event::WorkerReady {
+            worker: "asr".to_owned(),
+            pid: 7,
+        });
         scene.measured("asr", mib(40));
         for (variant, used) in [("open", 110), ("grammar", 40)] {
             scene.sample(mib(40));
@@ -597,10 +746,16 @@ mod tests {
             });
             scene.measured("asr", mib(used));
         }
-        assert_eq!(scene.arbiter.snapshot().workers[0].variant.as_deref(), Some("grammar"));
+        assert_eq!(
+            scene.arbiter.snapshot().workers[0].variant.as_deref(),
+            Some("grammar")
+        );
         assert_eq!(scene.figure("cotenant_shed_events_total", ""), 0);
         assert!(scene.figures.asked.is_empty(), "{:?}", scene.figures.asked);
         scene.request("cache", Class::Batch, Bytes::from_gib(1));
-        assert_eq!(scene.figure("cotenant_lease_denied_total", r#"reason="exceeds_budget""#), 1);
+        assert_eq!(
+            scene.figure("cotenant_lease_denied_total", r#"reason="exceeds_budget""#),
+            1
+        );
     }
 }

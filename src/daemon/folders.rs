@@ -12,17 +12,21 @@ use super::{
     error::RunError,
     handoff::{living_owner, successor_of},
 };
-use crate::{
-    causes::in_one_line,
-    config::{Config, WyomingListen},
-    rpc::server::BindError,
-    worker::ports,
-};
+use cotenant_config::{Config, WyomingListen};
+use cotenant_rpc::server::BindError;
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::ports;
 
 /// Makes a folder that only its owner may write to, whatever the umask is; one that is there stays as it is.
 pub(super) fn make(path: &Path) -> Result<(), RunError> {
-    let made = DirBuilder::new().recursive(true).mode(FOLDER_MODE).create(path);
-    made.map_err(|source| RunError::Folder { path: path.to_owned(), source })
+    let made = DirBuilder::new()
+        .recursive(true)
+        .mode(FOLDER_MODE)
+        .create(path);
+    made.map_err(|source| RunError::Folder {
+        path: path.to_owned(),
+        source,
+    })
 }
 
 /// Makes the folder of a socket, closed to other users.
@@ -32,14 +36,20 @@ pub(super) fn make_parent(path: &Path) -> Result<(), RunError> {
             .recursive(true)
             .mode(0o750)
             .create(folder)
-            .map_err(|source| RunError::Folder { path: folder.to_owned(), source }),
+            .map_err(|source| RunError::Folder {
+                path: folder.to_owned(),
+                source,
+            }),
         _ => Ok(()),
     }
 }
 
 /// Refuses a folder in which others could replace our files, locks and sockets.
 pub(super) fn is_ours(key: &'static str, path: &Path, config: &Config) -> Result<(), RunError> {
-    let found = fs::metadata(path).map_err(|source| RunError::Folder { path: path.to_owned(), source })?;
+    let found = fs::metadata(path).map_err(|source| RunError::Folder {
+        path: path.to_owned(),
+        source,
+    })?;
     is_closed(key, path, &found)?;
     let us = nix::unistd::geteuid().as_raw();
     let owner = found.uid();
@@ -48,7 +58,10 @@ pub(super) fn is_ours(key: &'static str, path: &Path, config: &Config) -> Result
         // It is the folder of the one that runs, as a rule.
         let successor = successor_of(config);
         if let Some(pid) = living_owner(&successor.lock) {
-            return Err(RunError::Running { pid, folder: successor.place });
+            return Err(RunError::Running {
+                pid,
+                folder: successor.place,
+            });
         }
         return Err(RunError::Open {
             path: path.to_owned(),
@@ -69,32 +82,45 @@ fn is_closed(key: &'static str, path: &Path, found: &Metadata) -> Result<(), Run
     Err(RunError::Open {
         path: path.to_owned(),
         key,
-        why: format!("every user may write to it (mode {:04o})", found.mode() & 0o7777),
-        remedy: format!("chmod o-w {}, or set `{key}` to a folder below it", path.display()),
+        why: format!(
+            "every user may write to it (mode {:04o})",
+            found.mode() & 0o7777
+        ),
+        remedy: format!(
+            "chmod o-w {}, or set `{key}` to a folder below it",
+            path.display()
+        ),
     })
 }
 
 /// Something that keeps a daemon from starting.
-pub(crate) struct Obstacle {
+pub struct Obstacle {
     /// What, with its cause.
-    pub(crate) text: String,
+    pub text: String,
     /// What can be done.
-    pub(crate) remedy: String,
+    pub remedy: String,
     /// Whether that is sure: what cannot be seen by this user may be as it should.
-    pub(crate) is_sure: bool,
+    pub is_sure: bool,
 }
 
 impl From<RunError> for Obstacle {
     fn from(error: RunError) -> Self {
         let remedy = error.hint().unwrap_or_default();
-        Self { text: in_one_line(&error), remedy, is_sure: true }
+        Self {
+            text: in_one_line(&error),
+            remedy,
+            is_sure: true,
+        }
     }
 }
 
 /// What would keep the daemon from starting, as far as it can be seen without starting anything.
-pub(crate) fn obstacles(config: &Config) -> Vec<Obstacle> {
+pub fn obstacles(config: &Config) -> Vec<Obstacle> {
     let mut found: Vec<Obstacle> = Vec::new();
-    for (key, folder) in [("runtime_dir", &config.runtime_dir), ("state_dir", &config.state_dir)] {
+    for (key, folder) in [
+        ("runtime_dir", &config.runtime_dir),
+        ("state_dir", &config.state_dir),
+    ] {
         found.extend(could_be_folder(folder).err().map(Obstacle::from));
         if let Ok(metadata) = fs::metadata(folder)
             && metadata.is_dir()
@@ -102,15 +128,24 @@ pub(crate) fn obstacles(config: &Config) -> Vec<Obstacle> {
             found.extend(is_closed(key, folder, &metadata).err().map(Obstacle::from));
         }
     }
-    let wyoming = config.wyoming.listen.iter().filter_map(|listen| match listen {
-        WyomingListen::Unix(path) => Some(path),
-        WyomingListen::Tcp(_) => None,
-    });
+    let wyoming = config
+        .wyoming
+        .listen
+        .iter()
+        .filter_map(|listen| match listen {
+            WyomingListen::Unix(path) => Some(path),
+            WyomingListen::Tcp(_) => None,
+        });
     for path in config.grpc.socket.iter().chain(wyoming) {
         let is_other = fs::symlink_metadata(path).is_ok_and(|found| !found.file_type().is_socket());
         if is_other {
             let address = path.display().to_string();
-            found.push(RunError::Socket { source: BindError::NotASocket { address } }.into());
+            found.push(
+                RunError::Socket {
+                    source: BindError::NotASocket { address },
+                }
+                .into(),
+            );
         } else if let Some(parent) = path.parent() {
             found.extend(could_be_folder(parent).err().map(Obstacle::from));
         }
@@ -118,7 +153,10 @@ pub(crate) fn obstacles(config: &Config) -> Vec<Obstacle> {
     if let Some(journal) = &config.journal {
         if journal.path.is_dir() {
             found.push(Obstacle {
-                text: format!("cannot write the journal `{}`: it is a folder", journal.path.display()),
+                text: format!(
+                    "cannot write the journal `{}`: it is a folder",
+                    journal.path.display()
+                ),
                 remedy: "set `journal.path` to a file".to_owned(),
                 is_sure: true,
             });
@@ -130,9 +168,17 @@ pub(crate) fn obstacles(config: &Config) -> Vec<Obstacle> {
         && let Err(error) = certificates_of(tcp)
     {
         let is_sure = !is_denied(&error);
-        found.push(Obstacle { is_sure, ..Obstacle::from(error) });
+        found.push(Obstacle {
+            is_sure,
+            ..Obstacle::from(error)
+        });
     }
-    found.extend(config.listeners().into_iter().filter_map(|(key, address)| taken(key, address)));
+    found.extend(
+        config
+            .listeners()
+            .into_iter()
+            .filter_map(|(key, address)| taken(key, address)),
+    );
     found
 }
 
@@ -143,10 +189,16 @@ fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
         return None;
     }
     let owner = ports::owner_of(address.port());
-    if owner.as_ref().is_some_and(|owner| owner.pid == 1 || owner.name == env!("CARGO_PKG_NAME")) {
+    if owner
+        .as_ref()
+        .is_some_and(|owner| owner.pid == 1 || owner.name == "cotenant")
+    {
         return None;
     }
-    let by = owner.as_ref().map_or_else(|| "a program that cannot be seen from here".to_owned(), ToString::to_string);
+    let by = owner.as_ref().map_or_else(
+        || "a program that cannot be seen from here".to_owned(),
+        ToString::to_string,
+    );
     Some(Obstacle {
         text: format!("`{key}: {address}` is taken by {by}"),
         remedy: "end that program, unless it is a supervisor, or write another port".to_owned(),
@@ -156,8 +208,14 @@ fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
 
 /// Whether a path is a folder, or could be made one.
 fn could_be_folder(path: &Path) -> Result<(), RunError> {
-    let failed = |source| RunError::Folder { path: path.to_owned(), source };
-    for around in path.ancestors().filter(|around| !around.as_os_str().is_empty()) {
+    let failed = |source| RunError::Folder {
+        path: path.to_owned(),
+        source,
+    };
+    for around in path
+        .ancestors()
+        .filter(|around| !around.as_os_str().is_empty())
+    {
         match fs::metadata(around) {
             Ok(found) if found.is_dir() => return Ok(()),
             Ok(_) => return Err(failed(io::ErrorKind::NotADirectory.into())),
@@ -189,7 +247,10 @@ mod tests {
 
     /// What would keep a daemon with these settings from starting.
     fn said(text: &str) -> Vec<String> {
-        obstacles(&config(text)).into_iter().map(|found| found.text).collect()
+        obstacles(&config(text))
+            .into_iter()
+            .map(|found| found.text)
+            .collect()
     }
 
     #[test]
@@ -199,30 +260,62 @@ mod tests {
         let (file, sub) = (at("file"), at("sub"));
         fs::write(&file, "x").unwrap();
         fs::create_dir(&sub).unwrap();
-        let base =
-            format!("http: {{listen: none}}\ngrpc: {{abstract_name: none}}\nstate_dir: {sub}\nruntime_dir: {sub}\n");
+        let base = format!(
+            "http: {{listen: none}}\ngrpc: {{abstract_name: none}}\nstate_dir: {sub}\nruntime_dir: {sub}\n"
+        );
         assert_eq!(said(&base), [""; 0]);
-        let missing = base.replace(&format!("state_dir: {sub}"), &format!("state_dir: {}/a/b", at("new")));
+        let missing = base.replace(
+            &format!("state_dir: {sub}"),
+            &format!("state_dir: {}/a/b", at("new")),
+        );
         assert_eq!(said(&missing), [""; 0], "it would be made");
         for (with, named) in [
-            (base.replace(&format!("state_dir: {sub}"), &format!("state_dir: {file}")), "cannot create the folder"),
             (
-                base.replace(&format!("runtime_dir: {sub}"), &format!("runtime_dir: {file}/x")),
+                base.replace(&format!("state_dir: {sub}"), &format!("state_dir: {file}")),
                 "cannot create the folder",
             ),
-            (base.replace("abstract_name: none", &format!("abstract_name: none, socket: {sub}")), "no socket is there"),
             (
-                base.replace("abstract_name: none", &format!("abstract_name: none, socket: {file}")),
+                base.replace(
+                    &format!("runtime_dir: {sub}"),
+                    &format!("runtime_dir: {file}/x"),
+                ),
+                "cannot create the folder",
+            ),
+            (
+                base.replace(
+                    "abstract_name: none",
+                    &format!("abstract_name: none, socket: {sub}"),
+                ),
                 "no socket is there",
             ),
-            (format!("{base}wyoming: {{listen: ['unix://{sub}']}}\n"), "no socket is there"),
-            (format!("{base}journal: {{path: {sub}}}\n"), "it is a folder"),
+            (
+                base.replace(
+                    "abstract_name: none",
+                    &format!("abstract_name: none, socket: {file}"),
+                ),
+                "no socket is there",
+            ),
+            (
+                format!("{base}wyoming: {{listen: ['unix://{sub}']}}\n"),
+                "no socket is there",
+            ),
+            (
+                format!("{base}journal: {{path: {sub}}}\n"),
+                "it is a folder",
+            ),
         ] {
             let said = said(&with);
-            assert!(said.iter().any(|text| text.contains(named)), "{with}{said:?}");
+            assert!(
+                said.iter().any(|text| text.contains(named)),
+                "{with}{said:?}"
+            );
         }
         fs::set_permissions(&sub, fs::Permissions::from_mode(0o777)).unwrap();
-        assert!(said(&base).iter().any(|text| text.contains("every user may write to it (mode 0777)")));
+        assert!(
+            said(&base)
+                .iter()
+                .any(|text| text.contains("every user may write to it (mode 0777)"))
+        );
     }
 
     #[test]
@@ -230,8 +323,21 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let found = taken("http.listen", address).unwrap();
-        assert!(found.text.starts_with(&format!("`http.listen: {address}` is taken by ")), "{}", found.text);
-        assert!(found.is_sure && found.text.contains(&format!("(pid {})", std::process::id())), "{}", found.text);
+        assert!(
+            found
+                .text
+                .starts_with(&format!("`http.listen: {address}` is taken by ")),
+            "{}",
+            found.text
+        );
+        assert!(
+            found.is_sure
+                && found
+                    .text
+                    .contains(&format!("(pid {})", std::process::id())),
+            "{}",
+            found.text
+        );
         drop(listener);
     }
 
@@ -243,6 +349,11 @@ mod tests {
         make(&path).unwrap();
         let mode = fs::metadata(&path).unwrap().mode() & 0o777;
         assert_eq!(mode & !FOLDER_MODE, 0, "{mode:o}");
-        is_ours("state_dir", &path, &config(&format!("runtime_dir: {}\n", path.display()))).unwrap();
+        is_ours(
+            "state_dir",
+            &path,
+            &config(&format!("runtime_dir: {}\n", path.display())),
+        )
+        .unwrap();
     }
 }

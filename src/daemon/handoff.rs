@@ -17,20 +17,18 @@ use std::{
 };
 
 use super::error::RunError;
-use crate::{
-    causes::in_one_line,
-    config::Config,
-    journal::{BookError, BookFile, FoundBook, SavedBook, open_own},
-    policy::{
-        arbiter::Arbiter,
-        book::{AdoptedWorker, Book, BookedLease},
-        event::Event,
-        lease::LeaseId,
-    },
-    probe::processes::boot_ticks,
-    rpc::peer::Process,
-    worker::{adopt::Survivor, spec::Successor},
+use cotenant_config::Config;
+use cotenant_journal::{BookError, BookFile, FoundBook, SavedBook, open_own};
+use cotenant_policy::{
+    arbiter::Arbiter,
+    book::{AdoptedWorker, Book, BookedLease},
+    event::Event,
+    lease::LeaseId,
 };
+use cotenant_probe::processes::boot_ticks;
+use cotenant_rpc::peer::Process;
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::{adopt::Survivor, spec::Successor};
 
 /// The place of this run among supervisors, which no other run has as long as this lives.
 pub(super) struct Place {
@@ -63,8 +61,14 @@ pub(super) struct Inheritance {
 
 /// Where the supervisors of this configuration follow one another.
 pub(super) fn successor_of(config: &Config) -> Successor {
-    let folder = config.runtime_dir.canonicalize().unwrap_or_else(|_| config.runtime_dir.clone());
-    Successor { lock: folder.join("supervisor.lock"), place: folder.to_string_lossy().into_owned() }
+    let folder = config
+        .runtime_dir
+        .canonicalize()
+        .unwrap_or_else(|_| config.runtime_dir.clone());
+    Successor {
+        lock: folder.join("supervisor.lock"),
+        place: folder.to_string_lossy().into_owned(),
+    }
 }
 
 impl Place {
@@ -77,7 +81,10 @@ impl Place {
     /// When another supervisor is there, or the file cannot be used.
     pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
         let successor = successor_of(config);
-        let failed = |source| RunError::Place { path: successor.lock.clone(), source };
+        let failed = |source| RunError::Place {
+            path: successor.lock.clone(),
+            source,
+        };
         let end = Instant::now() + GONE_PATIENCE;
         loop {
             match lock(&successor.lock) {
@@ -85,7 +92,10 @@ impl Place {
                 Err(error) => {
                     let taken = matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES));
                     if taken && let Some(pid) = living_owner(&successor.lock) {
-                        return Err(RunError::Running { pid, folder: successor.place });
+                        return Err(RunError::Running {
+                            pid,
+                            folder: successor.place,
+                        });
                     }
                     if !taken || Instant::now() > end {
                         return Err(failed(error));
@@ -109,7 +119,9 @@ impl Handoff {
         let kernel_boot_id = kernel_boot_id();
         let mut inheritance = Inheritance::default();
         match found {
-            FoundBook::Whole(found) if found.kernel_boot_id == kernel_boot_id => inheritance.take(found),
+            FoundBook::Whole(found) if found.kernel_boot_id == kernel_boot_id => {
+                inheritance.take(found);
+            }
             FoundBook::Whole(_) | FoundBook::Nothing => {}
             FoundBook::Damaged(kept) => {
                 tracing::warn!(
@@ -125,7 +137,13 @@ impl Handoff {
         let handoff = Self {
             _lock: lock,
             file,
-            saved: SavedBook { boot_ids, kernel_boot_id, written_at_ticks: 0, closed: false, book: Book::default() },
+            saved: SavedBook {
+                boot_ids,
+                kernel_boot_id,
+                written_at_ticks: 0,
+                closed: false,
+                book: Book::default(),
+            },
             written: None,
             failing: false,
         };
@@ -175,7 +193,9 @@ impl Inheritance {
         let holders = &mut self.holders;
         let mut is_held = |lease: &BookedLease| {
             // Where the process cannot be seen from here, only the term tells.
-            let Some(pid) = lease.request.peer.pid else { return true };
+            let Some(pid) = lease.request.peer.pid else {
+                return true;
+            };
             let Some(process) = Process::of_earlier_peer(pid, found.written_at_ticks) else {
                 tracing::info!(
                     lease = lease.id.0,
@@ -192,7 +212,10 @@ impl Inheritance {
         // A holder that has not heard of the end of its lease may use it until its own end, and no longer.
         book.ended.retain(&mut is_held);
         if found.closed {
-            tracing::info!(leases = book.leases.len(), "the run before has ended in order");
+            tracing::info!(
+                leases = book.leases.len(),
+                "the run before has ended in order"
+            );
         } else {
             tracing::warn!(
                 leases = book.leases.len(),
@@ -219,24 +242,44 @@ impl Inheritance {
     /// The first events of this run; none when there is nothing to take over, and nothing was lost.
     pub(super) fn events(self, adopted: Vec<AdoptedWorker>) -> Vec<Event> {
         let has_left = self.book.is_some() || !adopted.is_empty();
-        let recovered = has_left.then(|| Event::Recovered { book: self.book.unwrap_or_default(), adopted });
-        recovered.into_iter().chain(self.lost.map(|kept| Event::BookLost { kept })).collect()
+        let recovered = has_left.then(|| Event::Recovered {
+            book: self.book.unwrap_or_default(),
+            adopted,
+        });
+        recovered
+            .into_iter()
+            .chain(self.lost.map(|kept| Event::BookLost { kept }))
+            .collect()
     }
 }
 
 /// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`), and writes down whose it is.
 fn lock(path: &Path) -> io::Result<File> {
     let mut options = OpenOptions::new();
-    options.read(true).write(true).create(true).truncate(false).mode(0o640);
+    options
+        .read(true)
+        .write(true)
+        .create(true)
+        .truncate(false)
+        .mode(0o640);
     let file = open_own(path, &mut options)?;
     let short = |number| libc::c_short::try_from(number).map_err(io::Error::other);
-    let wanted =
-        libc::flock { l_type: short(libc::F_WRLCK)?, l_whence: short(libc::SEEK_SET)?, l_start: 0, l_len: 0, l_pid: 0 };
+    let wanted = libc::flock {
+        l_type: short(libc::F_WRLCK)?,
+        l_whence: short(libc::SEEK_SET)?,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
     // SAFETY: the descriptor is open, and `wanted` is a valid `flock` that the kernel reads.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } != 0 {
         return Err(io::Error::last_os_error());
     }
-    let owner = format!("{} {}\n", std::process::id(), boot_ticks().unwrap_or_default());
+    let owner = format!(
+        "{} {}\n",
+        std::process::id(),
+        boot_ticks().unwrap_or_default()
+    );
     file.set_len(0)?;
     file.write_all_at(owner.as_bytes(), 0)?;
     Ok(file)
@@ -256,7 +299,10 @@ pub(super) fn living_owner(path: &Path) -> Option<u32> {
 
 /// The kernel's own name for the time since it booted; empty where it cannot be read, which then equals itself.
 fn kernel_boot_id() -> String {
-    std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default().trim().to_owned()
+    std::fs::read_to_string("/proc/sys/kernel/random/boot_id")
+        .unwrap_or_default()
+        .trim()
+        .to_owned()
 }
 
 /// Runs before the last whose leases are still recognised: a tenant that has not spoken for as many restarts has lost
@@ -275,10 +321,8 @@ mod tests {
     use std::process::Command;
 
     use super::*;
-    use crate::{
-        policy::lease::{Class, LeaseRequest, Peer},
-        units::Bytes,
-    };
+    use cotenant_policy::lease::{Class, LeaseRequest, Peer};
+    use cotenant_units::Bytes;
 
     fn config_in(folder: &Path) -> Config {
         let text = format!("runtime_dir: {0}\nstate_dir: {0}\n", folder.display());
@@ -292,7 +336,10 @@ mod tests {
         let place = Place::take(&config).await.unwrap();
         let path = place.successor.lock.clone();
         // A child that lives is the owner now, as far as the file says.
-        let mut other = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let mut other = Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
         let written = format!("{} {}\n", other.id(), boot_ticks().unwrap() + 1);
         std::fs::write(&path, written).unwrap();
         let refused = Place::take(&config).await;
@@ -306,13 +353,19 @@ mod tests {
         });
         let next = next.unwrap();
         let text = std::fs::read_to_string(&path).unwrap();
-        assert!(text.starts_with(&format!("{} ", std::process::id())), "{text}");
+        assert!(
+            text.starts_with(&format!("{} ", std::process::id())),
+            "{text}"
+        );
         drop(next);
     }
 
     #[test]
     fn what_a_holder_may_use_that_has_not_heard_of_its_end_goes_with_its_process() {
-        let mut silent = Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let mut silent = Command::new("cat")
+            .stdin(std::process::Stdio::piped())
+            .spawn()
+            .unwrap();
         let ended = |pid: Option<u32>, id| BookedLease {
             id: LeaseId(id),
             generation: id,
@@ -322,7 +375,10 @@ mod tests {
             request: LeaseRequest {
                 tenant: "silent".to_owned(),
                 request_id: id.to_string(),
-                peer: Peer { pid, ..Peer::default() },
+                peer: Peer {
+                    pid,
+                    ..Peer::default()
+                },
                 class: Class::Batch,
                 min: Bytes::from_mib(1),
                 max: Bytes::from_mib(100),
@@ -336,18 +392,35 @@ mod tests {
             kernel_boot_id: kernel_boot_id(),
             written_at_ticks: boot_ticks().unwrap() + 1,
             closed: false,
-            book: Book { ended: vec![ended(Some(silent.id()), 1), ended(None, 2)], ..Book::default() },
+            book: Book {
+                ended: vec![ended(Some(silent.id()), 1), ended(None, 2)],
+                ..Book::default()
+            },
         };
         let taken = |found: &SavedBook| {
             let mut inheritance = Inheritance::default();
             inheritance.take(found.clone());
-            let watched: Vec<_> = inheritance.holders.iter().map(|(id, process)| (id.0, process.pid())).collect();
-            let ended: Vec<_> = inheritance.book.unwrap().ended.iter().map(|lease| lease.id.0).collect();
+            let watched: Vec<_> = inheritance
+                .holders
+                .iter()
+                .map(|(id, process)| (id.0, process.pid()))
+                .collect();
+            let ended: Vec<_> = inheritance
+                .book
+                .unwrap()
+                .ended
+                .iter()
+                .map(|lease| lease.id.0)
+                .collect();
             (ended, watched)
         };
         assert_eq!(taken(&found), (vec![1, 2], vec![(1, silent.id())]));
         silent.kill().unwrap();
         silent.wait().unwrap();
-        assert_eq!(taken(&found), (vec![2], vec![]), "only the term tells of one that cannot be seen");
+        assert_eq!(
+            taken(&found),
+            (vec![2], vec![]),
+            "only the term tells of one that cannot be seen"
+        );
     }
 }

@@ -11,13 +11,11 @@ use std::{
 };
 
 use super::control_handle::{AtWork, ControlHandle};
-use crate::{
-    config::WorkerProtocol,
-    policy::event::Event,
-    probe::processes,
-    speech::client::{ClientError, ClientTimeouts, WyomingClient},
-    worker::handle::{WorkerHandle, WorkerState},
-};
+use cotenant_config::WorkerProtocol;
+use cotenant_policy::event::Event;
+use cotenant_probe::processes;
+use cotenant_speech::client::{ClientError, ClientTimeouts, WyomingClient};
+use cotenant_worker::handle::{WorkerHandle, WorkerState};
 
 /// Requests of one life of a worker that were not answered in time, since the last one that was.
 #[derive(Clone, Debug, Default)]
@@ -49,8 +47,17 @@ pub(super) struct HangDetector {
 
 impl HangDetector {
     /// A detector that reports to `control`.
-    pub(super) fn new(worker: WorkerHandle, protocol: WorkerProtocol, control: &Arc<ControlHandle>) -> Self {
-        Self { worker, protocol, control: Arc::clone(control), unanswered: Unanswered::default() }
+    pub(super) fn new(
+        worker: WorkerHandle,
+        protocol: WorkerProtocol,
+        control: &Arc<ControlHandle>,
+    ) -> Self {
+        Self {
+            worker,
+            protocol,
+            control: Arc::clone(control),
+            unanswered: Unanswered::default(),
+        }
     }
 
     /// Notes that a request was answered to its end.
@@ -65,7 +72,11 @@ impl HangDetector {
             let _at_work = at_work;
             let mut before = None;
             for _ in 0..COMPUTES_ON_MAX.as_secs() {
-                let now = worker.state().pid().filter(|_| worker.starts() == life).and_then(processes::cpu_time);
+                let now = worker
+                    .state()
+                    .pid()
+                    .filter(|_| worker.starts() == life)
+                    .and_then(processes::cpu_time);
                 let Some(now) = now else { return };
                 if before.is_some_and(|before| now.saturating_sub(before) < COMPUTES) {
                     return;
@@ -78,12 +89,15 @@ impl HangDetector {
 
     /// Looks at the worker after a request that has failed, and reports it if it hangs. Returns at once.
     pub(super) fn failed(&self, error: &ClientError) {
-        let ClientError::Late { .. } = error else { return };
+        let ClientError::Late { .. } = error else {
+            return;
+        };
         let life = self.worker.starts();
         let in_a_row = self.unanswered.one_more(life);
         let (control, worker) = (Arc::clone(&self.control), self.worker.clone());
         if in_a_row >= IN_A_ROW {
-            let evidence = format!("{error}, and none of the last {in_a_row} requests was answered");
+            let evidence =
+                format!("{error}, and none of the last {in_a_row} requests was answered");
             tokio::spawn(async move { report(&control, &worker, life, evidence).await });
             return;
         }
@@ -91,7 +105,9 @@ impl HangDetector {
         if self.protocol == WorkerProtocol::Wyoming {
             let late = error.to_string();
             tokio::spawn(async move {
-                if let Some(evidence) = examine(&worker, late, ClientTimeouts::default(), PAUSE).await {
+                if let Some(evidence) =
+                    examine(&worker, late, ClientTimeouts::default(), PAUSE).await
+                {
                     report(&control, &worker, life, evidence).await;
                 }
             });
@@ -106,15 +122,27 @@ async fn report(control: &ControlHandle, worker: &WorkerHandle, life: u64, evide
     };
     if worker.starts() == life {
         let worker = worker.name().to_owned();
-        control.tell(Event::WorkerUnresponsive { worker, pid, evidence }).await;
+        control
+            .tell(Event::WorkerUnresponsive {
+                worker,
+                pid,
+                evidence,
+            })
+            .await;
     }
 }
 
 /// Asks a worker questions; returns the evidence when none is answered.
-async fn examine(worker: &WorkerHandle, late: String, timeouts: ClientTimeouts, pause: Duration) -> Option<String> {
+async fn examine(
+    worker: &WorkerHandle,
+    late: String,
+    timeouts: ClientTimeouts,
+    pause: Duration,
+) -> Option<String> {
     let mut last = String::new();
     for _ in 0..QUESTIONS {
-        let (WorkerState::Ready { .. }, Some(endpoint)) = (worker.state(), worker.endpoint()) else {
+        let (WorkerState::Ready { .. }, Some(endpoint)) = (worker.state(), worker.endpoint())
+        else {
             return None;
         };
         match WyomingClient::new(endpoint, timeouts).describe().await {
@@ -124,7 +152,9 @@ async fn examine(worker: &WorkerHandle, late: String, timeouts: ClientTimeouts, 
         }
         tokio::time::sleep(pause).await;
     }
-    Some(format!("{late}, and {QUESTIONS} questions after it went unanswered ({last})"))
+    Some(format!(
+        "{late}, and {QUESTIONS} questions after it went unanswered ({last})"
+    ))
 }
 
 /// Questions that a worker may leave unanswered after a late request: one slow answer under thrash is no death.
@@ -148,39 +178,59 @@ mod tests {
     use tokio::{net::UnixListener, sync::mpsc};
 
     use super::*;
-    use crate::{
-        daemon::clock::MonotonicClock,
-        probe::ProbeRoot,
-        worker::{
-            confine::Groups,
-            spec::{Listen, Readiness, WorkerSpec},
-        },
+    use crate::clock::MonotonicClock;
+    use cotenant_probe::ProbeRoot;
+    use cotenant_worker::{
+        confine::Groups,
+        spec::{Listen, Readiness, WorkerSpec},
     };
 
     #[tokio::test]
-    async fn a_worker_that_answers_nothing_is_reported_with_what_it_left_unanswered_and_not_ended_here() {
+    async fn a_worker_that_answers_nothing_is_reported_with_what_it_left_unanswered_and_not_ended_here()
+     {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("asr.sock");
         let argv = vec!["sleep".to_owned(), "1000".to_owned()];
         let mut spec = WorkerSpec::new("asr", argv, Listen::Socket(socket.clone()));
         spec.readiness = Readiness::Started;
         let (sender, _events) = mpsc::channel(16);
-        let worker = WorkerHandle::new(spec, ProbeRoot::default(), Groups::none("not in this test"), sender);
+        let worker = WorkerHandle::new(
+            spec,
+            ProbeRoot::default(),
+            Groups::none("not in this test"),
+            sender,
+        );
         let started = worker.start(None).await.unwrap();
         assert!(worker.ready().await);
         // Connections are taken, and nothing is answered.
         let _listener = UnixListener::bind(&socket).unwrap();
-        let short = ClientTimeouts { describe: Duration::from_millis(50), ..ClientTimeouts::default() };
+        let short = ClientTimeouts {
+            describe: Duration::from_millis(50),
+            ..ClientTimeouts::default()
+        };
         let late = "`unix:///asr` did not transcribe within 30.0 s".to_owned();
-        let found = examine(&worker, late, short, Duration::from_millis(1)).await.unwrap();
-        assert!(found.contains("did not transcribe within 30.0 s") && found.contains("3 questions"), "{found}");
-        let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 8);
+        let found = examine(&worker, late, short, Duration::from_millis(1))
+            .await
+            .unwrap();
+        assert!(
+            found.contains("did not transcribe within 30.0 s") && found.contains("3 questions"),
+            "{found}"
+        );
+        let (control, mut inbox) =
+            ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 8);
         let life = worker.starts();
         report(&control, &worker, life + 1, found.clone()).await;
         report(&control, &worker, life, found.clone()).await;
-        let expected = Event::WorkerUnresponsive { worker: "asr".to_owned(), pid: started, evidence: found };
+        let expected = Event::WorkerUnresponsive {
+            worker: "asr".to_owned(),
+            pid: started,
+            evidence: found,
+        };
         assert_eq!(inbox.recv().await.unwrap().event, expected);
-        assert!(inbox.try_recv().is_err(), "a worker that was restarted since is left alone");
+        assert!(
+            inbox.try_recv().is_err(),
+            "a worker that was restarted since is left alone"
+        );
         worker.stop_because(Some(Duration::ZERO), "").await;
     }
 }

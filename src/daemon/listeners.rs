@@ -16,27 +16,25 @@ use super::{
     parts::Parts,
     wyoming,
 };
-use crate::{
-    causes::in_one_line,
-    config::{Config, GrpcLimits, RolesConfig, TcpConfig},
-    http::{self, Access, backend::Backends},
-    policy::{
-        health::Health,
-        lease::LeaseId,
-        pressure::PressureLevel,
-        refusal::Refusal,
-        snapshot::{EngineState, Snapshot, WorkerState},
-    },
-    rpc::{
-        health,
-        llm::{GenerateEvent, GenerateRequest, Generator},
-        peer::Process,
-        remote::Remote,
-        roles::Roles,
-        server::{self, Server, Sockets},
-        supervisor::Supervisor,
-    },
+use cotenant_config::{Config, GrpcLimits, RolesConfig, TcpConfig};
+use cotenant_http::{self as http, Access, backend::Backends};
+use cotenant_policy::{
+    health::Health,
+    lease::LeaseId,
+    pressure::PressureLevel,
+    refusal::Refusal,
+    snapshot::{EngineState, Snapshot, WorkerState},
 };
+use cotenant_rpc::{
+    health,
+    llm::{GenerateEvent, GenerateRequest, Generator},
+    peer::Process,
+    remote::Remote,
+    roles::Roles,
+    server::{self, Server, Sockets},
+    supervisor::Supervisor,
+};
+use cotenant_units::causes::in_one_line;
 
 /// File mode of the path socket: the daemon's user and group.
 const SOCKET_MODE: u32 = 0o660;
@@ -75,8 +73,16 @@ impl Generator for NoModel {
     fn generate(
         &self,
         _request: GenerateRequest,
-    ) -> futures_util::future::BoxFuture<'_, Result<tokio::sync::mpsc::Receiver<GenerateEvent>, Refusal>> {
-        Box::pin(async { Err(Refusal::NotConfigured { act: "generate".to_owned(), what: "model".to_owned() }) })
+    ) -> futures_util::future::BoxFuture<
+        '_,
+        Result<tokio::sync::mpsc::Receiver<GenerateEvent>, Refusal>,
+    > {
+        Box::pin(async {
+            Err(Refusal::NotConfigured {
+                act: "generate".to_owned(),
+                what: "model".to_owned(),
+            })
+        })
     }
 }
 
@@ -91,17 +97,31 @@ impl Bound {
             http: Vec::new(),
             wyoming: wyoming::Bound::take(config, passed).await?,
         };
-        let of_systemd = |source| RunError::System { what: "a socket of systemd's", source };
+        let of_systemd = |source| RunError::System {
+            what: "a socket of systemd's",
+            source,
+        };
         bound.take_passed(config, passed).map_err(of_systemd)?;
         let is_ours = |address| !passed.hold(activation::GRPC, &address);
-        if let Some(path) = config.grpc.socket.as_ref().filter(|&path| is_ours(Address::Path(path.clone()))) {
+        if let Some(path) = config
+            .grpc
+            .socket
+            .as_ref()
+            .filter(|&path| is_ours(Address::Path(path.clone())))
+        {
             make_parent(path)?;
-            bound.sockets.bind_path(path, SOCKET_MODE).map_err(|source| RunError::Socket { source })?;
+            bound
+                .sockets
+                .bind_path(path, SOCKET_MODE)
+                .map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix://{}", path.display()));
         }
         let name = config.grpc.abstract_name.as_ref();
         if let Some(name) = name.filter(|&name| is_ours(Address::Abstract(name.clone()))) {
-            bound.sockets.bind_abstract(name).map_err(|source| RunError::Socket { source })?;
+            bound
+                .sockets
+                .bind_abstract(name)
+                .map_err(|source| RunError::Socket { source })?;
             bound.names.push(format!("unix-abstract:{name}"));
         }
         if let Some(tcp) = &config.grpc.tcp {
@@ -110,7 +130,11 @@ impl Bound {
             bound.names.push(format!("https://{address}"));
             bound.sockets.add_remote(remote);
         }
-        for (key, address) in config.open_listeners().into_iter().chain(passed.open_listeners(config)) {
+        for (key, address) in config
+            .open_listeners()
+            .into_iter()
+            .chain(passed.open_listeners(config))
+        {
             let networks = if address.ip().is_unspecified() {
                 "every network of this machine"
             } else {
@@ -118,10 +142,14 @@ impl Bound {
             };
             tracing::warn!(%address, "`{key}` serves {networks} without a password; listen on 127.0.0.1, or keep others out");
         }
-        let is_ours = |address: &SocketAddr| !passed.hold(activation::HTTP, &Address::Tcp(*address));
+        let is_ours =
+            |address: &SocketAddr| !passed.hold(activation::HTTP, &Address::Tcp(*address));
         if let Some(address) = config.http.listen.filter(is_ours) {
             let listener = bind::listen("http.listen", address).and_then(TcpListener::from_std);
-            let failed = |source| RunError::Listen { listener: format!("`http.listen: {address}`"), source };
+            let failed = |source| RunError::Listen {
+                listener: format!("`http.listen: {address}`"),
+                source,
+            };
             bound.http.push(listener.map_err(failed)?);
         }
         Ok(bound)
@@ -141,7 +169,8 @@ impl Bound {
         for socket in passed.of(activation::HTTP, config) {
             if let PassedListener::Tcp(listener) = &socket.listener {
                 listener.set_nonblocking(true)?;
-                self.http.push(TcpListener::from_std(listener.try_clone()?)?);
+                self.http
+                    .push(TcpListener::from_std(listener.try_clone()?)?);
             }
         }
         Ok(())
@@ -166,15 +195,24 @@ impl Listeners {
             wyoming: bound.wyoming.addresses(),
         };
         let http = std::mem::take(&mut bound.http);
-        let serving = std::mem::take(&mut bound.wyoming).open(clients.wyoming, config, control, parts, &listeners.stop);
+        let serving = std::mem::take(&mut bound.wyoming).open(
+            clients.wyoming,
+            config,
+            control,
+            parts,
+            &listeners.stop,
+        );
         listeners.tasks.extend(serving);
         if !bound.names.is_empty() {
             listeners.grpc = bound.names.join(", ");
             let generator = clients.generator.unwrap_or_else(|| Arc::new(NoModel));
-            listeners.open_grpc(bound, control, generator, holders, on_control).await;
+            listeners
+                .open_grpc(bound, control, generator, holders, on_control)
+                .await;
         }
         if !http.is_empty() {
-            let api = http::Api::with_access(clients.backends, http::Limits::default(), clients.access);
+            let api =
+                http::Api::with_access(clients.backends, http::Limits::default(), clients.access);
             for listener in http {
                 listeners.open_http(listener, api.clone(), parts)?;
             }
@@ -191,22 +229,42 @@ impl Listeners {
         parts: &Parts,
     ) {
         let supervisor = Arc::clone(control) as Arc<dyn Supervisor>;
-        let server = Server::new(bound.sockets, supervisor, generator, bound.roles, bound.limits).await;
+        let server = Server::new(
+            bound.sockets,
+            supervisor,
+            generator,
+            bound.roles,
+            bound.limits,
+        )
+        .await;
         let server = server.held_by(holders);
-        parts.spawn("health", report_health(server.health(), Arc::clone(control)));
+        parts.spawn(
+            "health",
+            report_health(server.health(), Arc::clone(control)),
+        );
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("gRPC", async move {
             let served = server.serve(stop.clone()).await;
             if !stop.is_cancelled() {
-                let why = served.map_or_else(|error| format!(": {}", in_one_line(&error)), |()| String::new());
+                let why = served.map_or_else(
+                    |error| format!(": {}", in_one_line(&error)),
+                    |()| String::new(),
+                );
                 reporter.report(format!("gRPC has ended{why}"));
             }
         }));
     }
 
-    fn open_http(&mut self, listener: TcpListener, api: http::Api, parts: &Parts) -> Result<(), RunError> {
-        let address =
-            listener.local_addr().map_err(|source| RunError::Listen { listener: "http".to_owned(), source })?;
+    fn open_http(
+        &mut self,
+        listener: TcpListener,
+        api: http::Api,
+        parts: &Parts,
+    ) -> Result<(), RunError> {
+        let address = listener.local_addr().map_err(|source| RunError::Listen {
+            listener: "http".to_owned(),
+            source,
+        })?;
         self.http.push(address);
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
@@ -226,7 +284,11 @@ impl Listeners {
     /// Where HTTP listens, for people.
     pub(super) fn http_address(&self) -> String {
         let words: Vec<String> = self.http.iter().map(ToString::to_string).collect();
-        if words.is_empty() { "none".to_owned() } else { words.join(", ") }
+        if words.is_empty() {
+            "none".to_owned()
+        } else {
+            words.join(", ")
+        }
     }
 
     /// Where Wyoming listens, for people.
@@ -261,16 +323,25 @@ async fn report_health(service: health::Health, control: Arc<ControlHandle>) {
 const HEALTH_EVERY: Duration = Duration::from_secs(1);
 
 /// The listener for other machines, on a socket of `passed` where there is one.
-fn remote_of<'a>(tcp: &TcpConfig, passed: impl Iterator<Item = &'a PassedSocket>) -> Result<Remote, RunError> {
+fn remote_of<'a>(
+    tcp: &TcpConfig,
+    passed: impl Iterator<Item = &'a PassedSocket>,
+) -> Result<Remote, RunError> {
     let certificates = certificates_of(tcp)?;
     let mut listeners = passed.filter_map(|socket| match &socket.listener {
         PassedListener::Tcp(listener) => Some(listener.try_clone()),
         PassedListener::Unix(_) => None,
     });
     let listener = match listeners.next() {
-        Some(listener) => listener.map_err(|source| RunError::System { what: "a socket of systemd's", source })?,
+        Some(listener) => listener.map_err(|source| RunError::System {
+            what: "a socket of systemd's",
+            source,
+        })?,
         None => {
-            let failed = |source| RunError::Listen { listener: format!("`grpc.tcp: {}`", tcp.listen), source };
+            let failed = |source| RunError::Listen {
+                listener: format!("`grpc.tcp: {}`", tcp.listen),
+                source,
+            };
             bind::listen("grpc.tcp", tcp.listen).map_err(failed)?
         }
     };
@@ -336,15 +407,28 @@ const FILES_PER_CONNECTION: u64 = 3;
 const FILES_OF_OUR_OWN: u64 = 512;
 
 /// Which parts serve.
-fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> impl Iterator<Item = (String, bool)> + '_ {
+fn health_of(
+    snapshot: &Snapshot,
+    sample_age: Option<Duration>,
+) -> impl Iterator<Item = (String, bool)> + '_ {
     let engine = matches!(snapshot.engine.state, EngineState::Ready);
     let parts = [
         (health::OVERALL, Health::of(snapshot, sample_age).serves()),
         (health::ENGINE, engine && !snapshot.draining),
-        (health::PRESSURE, snapshot.pressure.level < PressureLevel::Critical),
+        (
+            health::PRESSURE,
+            snapshot.pressure.level < PressureLevel::Critical,
+        ),
         (health::REBOOT, snapshot.reboot.is_empty()),
     ];
-    let workers =
-        snapshot.workers.iter().map(|worker| (health::worker(&worker.name), worker.state == WorkerState::Ready));
-    parts.into_iter().map(|(name, serves)| (name.to_owned(), serves)).chain(workers)
+    let workers = snapshot.workers.iter().map(|worker| {
+        (
+            health::worker(&worker.name),
+            worker.state == WorkerState::Ready,
+        )
+    });
+    parts
+        .into_iter()
+        .map(|(name, serves)| (name.to_owned(), serves))
+        .chain(workers)
 }

@@ -13,19 +13,21 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
-use crate::{
-    causes::in_one_line,
-    config::LlmConfig,
-    conversation::{FinishReason, SamplingWish},
-    engine::{self, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError},
-    policy::{engine_failure::NextTry, event::Event, refusal::Refusal, snapshot::EngineState},
-    rpc::{
-        llm::{self, Generator},
-        supervisor::Supervisor as _,
-    },
-    telemetry::{Span, SpanContext, SpanKind, Tracer},
-    units::Tokens,
+use cotenant_config::LlmConfig;
+use cotenant_conversation::{FinishReason, SamplingWish};
+use cotenant_engine::{
+    self as engine, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError,
 };
+use cotenant_policy::{
+    engine_failure::NextTry, event::Event, refusal::Refusal, snapshot::EngineState,
+};
+use cotenant_rpc::{
+    llm::{self, Generator},
+    supervisor::Supervisor as _,
+};
+use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
+use cotenant_units::Tokens;
+use cotenant_units::causes::in_one_line;
 
 /// When a client may try again after something that lasts as long as an answer or a load.
 pub(super) const RETRY_SOON: Duration = Duration::from_secs(1);
@@ -103,7 +105,10 @@ impl Llm {
 
     /// How tokens are chosen: as asked, else as the model's file recommends, else by these defaults.
     pub(super) fn sampling(&self, asked: SamplingWish, defaults: SamplingWish) -> engine::Sampling {
-        asked.or(self.0.engine.handle().recommended_sampling()).or(defaults).into()
+        asked
+            .or(self.0.engine.handle().recommended_sampling())
+            .or(defaults)
+            .into()
     }
 
     /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
@@ -115,9 +120,17 @@ impl Llm {
         let span = self.span_of(&request, wanted);
         let submitted = self.submit_in(&span, request, wanted).await;
         match submitted {
-            Ok((events, engine, id, (style, prompt))) => {
-                Ok((Guarded { events, engine, id, span, begun: false, prompt }, style))
-            }
+            Ok((events, engine, id, (style, prompt))) => Ok((
+                Guarded {
+                    events,
+                    engine,
+                    id,
+                    span,
+                    begun: false,
+                    prompt,
+                },
+                style,
+            )),
             Err(refusal) => {
                 span.fail("refused", &refusal.to_string());
                 Err(refusal)
@@ -129,15 +142,24 @@ impl Llm {
     fn span_of(&self, request: &engine::GenerateRequest, wanted: &Wanted) -> Span {
         let operation = match &request.prompt {
             engine::Prompt::Chat(_) => "chat",
-            engine::Prompt::Raw(_) | engine::Prompt::Text(_) | engine::Prompt::Tokens(_) => "text_completion",
+            engine::Prompt::Raw(_) | engine::Prompt::Text(_) | engine::Prompt::Tokens(_) => {
+                "text_completion"
+            }
         };
-        let span = self.0.tracer.begin(&format!("{operation} {}", self.name()), SpanKind::Internal, wanted.trace);
+        let span = self.0.tracer.begin(
+            &format!("{operation} {}", self.name()),
+            SpanKind::Internal,
+            wanted.trace,
+        );
         span.set("gen_ai.operation.name", operation);
         span.set("gen_ai.provider.name", "cotenant");
         span.set("gen_ai.request.model", self.name());
         span.set("gen_ai.request.temperature", request.sampling.temperature);
         span.set("gen_ai.request.top_p", request.sampling.top_p);
-        span.set("gen_ai.request.max_tokens", request.max_tokens.unwrap_or(self.0.answer_tokens_max).get());
+        span.set(
+            "gen_ai.request.max_tokens",
+            request.max_tokens.unwrap_or(self.0.answer_tokens_max).get(),
+        );
         span
     }
 
@@ -146,18 +168,31 @@ impl Llm {
         span: &Span,
         mut request: engine::GenerateRequest,
         wanted: &Wanted,
-    ) -> Result<(mpsc::Receiver<engine::GenerateEvent>, EngineHandle, RequestId, (AnswerStyle, Vec<u32>)), Refusal>
-    {
+    ) -> Result<
+        (
+            mpsc::Receiver<engine::GenerateEvent>,
+            EngineHandle,
+            RequestId,
+            (AnswerStyle, Vec<u32>),
+        ),
+        Refusal,
+    > {
         request.max_tokens.get_or_insert(self.0.answer_tokens_max);
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
         request.grows_to = self.0.context;
         if self.0.control.state().draining {
-            return Err(Refusal::Draining { act: "start an answer".to_owned(), retry_after: RETRY_SOON });
+            return Err(Refusal::Draining {
+                act: "start an answer".to_owned(),
+                retry_after: RETRY_SOON,
+            });
         }
         let (id, engine) = (request.id, self.0.engine.handle());
         let place = match &request.form {
-            Some(_) => engine.form_place(&request).await.map_err(|error| self.refuse(&error))?,
+            Some(_) => engine
+                .form_place(&request)
+                .await
+                .map_err(|error| self.refuse(&error))?,
             None => None,
         };
         let asked = engine.clone();
@@ -182,8 +217,14 @@ impl Llm {
         self.check_in_time(&engine.snapshot(), prompt, request.max_tokens, wanted)?;
         self.ask_for_room(&engine, prompt, wanted).await?;
         // Dropped on the way, the events go with it, and the engine notices that they are not read.
-        let reported = if wanted.tokens { prepared.tokens.clone() } else { Vec::new() };
-        let events = engine.submit(request, prepared).map_err(|error| self.refuse(&error))?;
+        let reported = if wanted.tokens {
+            prepared.tokens.clone()
+        } else {
+            Vec::new()
+        };
+        let events = engine
+            .submit(request, prepared)
+            .map_err(|error| self.refuse(&error))?;
         span.event("queued");
         Ok((events, engine, id, (style, reported)))
     }
@@ -218,8 +259,13 @@ impl Llm {
             && let Some(most) = max_tokens
         {
             // It may be shorter than it was allowed to be, but hardly than answers are.
-            let at_most = Duration::try_from_secs_f64(f64::from(most.get()) / engine.tokens_per_second);
-            expected = expected.saturating_add(at_most.unwrap_or(engine.answer_takes).min(engine.answer_takes));
+            let at_most =
+                Duration::try_from_secs_f64(f64::from(most.get()) / engine.tokens_per_second);
+            expected = expected.saturating_add(
+                at_most
+                    .unwrap_or(engine.answer_takes)
+                    .min(engine.answer_takes),
+            );
         }
         if expected <= patience {
             return Ok(());
@@ -235,19 +281,42 @@ impl Llm {
 
     /// Reports to the arbiter that the prompt needs, or the caller would like, more KV capacity than is in force. Growth
     /// keeps its dwell and its back-off; only the prompt is waited for, for at most [`GROWTH_PATIENCE`].
-    async fn ask_for_room(&self, engine: &EngineHandle, prompt: Tokens, wish: &Wanted) -> Result<(), Refusal> {
-        let capacity = |state: &EngineSnapshot| state.plan.as_ref().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
+    async fn ask_for_room(
+        &self,
+        engine: &EngineHandle,
+        prompt: Tokens,
+        wish: &Wanted,
+    ) -> Result<(), Refusal> {
+        let capacity = |state: &EngineSnapshot| {
+            state
+                .plan
+                .as_ref()
+                .map_or(Tokens::ZERO, |plan| plan.kv_capacity)
+        };
         let present = capacity(&engine.snapshot());
-        let wanted = wish.context.unwrap_or(Tokens::ZERO).min(self.0.context).max(prompt);
+        let wanted = wish
+            .context
+            .unwrap_or(Tokens::ZERO)
+            .min(self.0.context)
+            .max(prompt);
         if wanted <= present || present == Tokens::ZERO {
             return Ok(());
         }
         if prompt > self.0.context {
             return Err(self.beyond_kv(prompt, present));
         }
-        let needed = if prompt > present { prompt } else { Tokens::ZERO };
+        let needed = if prompt > present {
+            prompt
+        } else {
+            Tokens::ZERO
+        };
         let client = wish.client.as_deref().map(str::to_owned);
-        let event = Event::CapacityWanted { needed, wanted, client, is_running: false };
+        let event = Event::CapacityWanted {
+            needed,
+            wanted,
+            client,
+            is_running: false,
+        };
         let asked = self.0.control.submit(event, None);
         if asked.is_err() || prompt <= present {
             return Ok(());
@@ -263,25 +332,44 @@ impl Llm {
     /// Why there is no engine to wait for, when the arbiter has given it up or waits to load it again.
     fn failure(&self) -> Option<Refusal> {
         let state = self.0.control.state();
-        let failure = state.engine.failure.as_ref().filter(|_| state.engine.state == EngineState::Failed)?;
+        let failure = state
+            .engine
+            .failure
+            .as_ref()
+            .filter(|_| state.engine.state == EngineState::Failed)?;
         let wait = match failure.next {
-            NextTry::Never { .. } => return Some(Refusal::ModelFailed { failure: failure.to_string() }),
+            NextTry::Never { .. } => {
+                return Some(Refusal::ModelFailed {
+                    failure: failure.to_string(),
+                });
+            }
             NextTry::At(at) => at.saturating_since(self.0.control.clock().now()),
             NextTry::Now | NextTry::WhenDiskAnswers => Duration::ZERO,
         };
-        Some(Refusal::EngineLost { reason: failure.to_string(), retry_after: wait.max(RETRY_SOON) })
+        Some(Refusal::EngineLost {
+            reason: failure.to_string(),
+            retry_after: wait.max(RETRY_SOON),
+        })
     }
 
     fn refuse(&self, error: &SubmitError) -> Refusal {
         let act = || "start an answer".to_owned();
-        if matches!(error, SubmitError::NotReady { .. } | SubmitError::Failed { .. })
-            && let Some(refusal) = self.failure()
+        if matches!(
+            error,
+            SubmitError::NotReady { .. } | SubmitError::Failed { .. }
+        ) && let Some(refusal) = self.failure()
         {
             return refusal;
         }
         match error {
-            SubmitError::Draining => Refusal::Draining { act: act(), retry_after: RETRY_SOON },
-            SubmitError::Failed { message } => Refusal::EngineLost { reason: message.clone(), retry_after: RETRY_SOON },
+            SubmitError::Draining => Refusal::Draining {
+                act: act(),
+                retry_after: RETRY_SOON,
+            },
+            SubmitError::Failed { message } => Refusal::EngineLost {
+                reason: message.clone(),
+                retry_after: RETRY_SOON,
+            },
             SubmitError::NotReady { phase } => Refusal::Starting {
                 act: act(),
                 who: "the engine".to_owned(),
@@ -295,31 +383,53 @@ impl Llm {
                 retry_after: RETRY_SOON,
             },
             SubmitError::Prompt(PromptError::BeyondContext { tokens, limit }) => {
-                Refusal::ContextLengthExceeded { model: self.0.name.clone(), prompt: *tokens, limit: *limit }
+                Refusal::ContextLengthExceeded {
+                    model: self.0.name.clone(),
+                    prompt: *tokens,
+                    limit: *limit,
+                }
             }
-            SubmitError::Prompt(PromptError::Constraint { field, value, source }) => Refusal::Invalid {
+            SubmitError::Prompt(PromptError::Constraint {
+                field,
+                value,
+                source,
+            }) => Refusal::Invalid {
                 field: field.clone(),
                 value: value.clone(),
                 problem: format!("cannot be kept: {source}"),
             },
-            SubmitError::Prompt(error @ PromptError::Helper { .. }) => {
-                Refusal::EngineLost { reason: in_one_line(error), retry_after: RETRY_SOON }
-            }
+            SubmitError::Prompt(error @ PromptError::Helper { .. }) => Refusal::EngineLost {
+                reason: in_one_line(error),
+                retry_after: RETRY_SOON,
+            },
             SubmitError::Prompt(PromptError::Sampling(error)) => {
                 let (field, value, problem) = error.parts();
-                Refusal::Invalid { field: field.to_owned(), value, problem }
+                Refusal::Invalid {
+                    field: field.to_owned(),
+                    value,
+                    problem,
+                }
             }
-            SubmitError::Prompt(error) => {
-                Refusal::Invalid { field: "messages".to_owned(), value: String::new(), problem: in_one_line(error) }
-            }
-            SubmitError::Duplicate { .. } => Refusal::EngineLost { reason: error.to_string(), retry_after: RETRY_SOON },
+            SubmitError::Prompt(error) => Refusal::Invalid {
+                field: "messages".to_owned(),
+                value: String::new(),
+                problem: in_one_line(error),
+            },
+            SubmitError::Duplicate { .. } => Refusal::EngineLost {
+                reason: error.to_string(),
+                retry_after: RETRY_SOON,
+            },
         }
     }
 
     /// A prompt that does not fit now fits later only if it fits what is wanted when memory is ample.
     fn beyond_kv(&self, prompt: Tokens, capacity: Tokens) -> Refusal {
         if prompt > self.0.context {
-            return Refusal::ContextLengthExceeded { model: self.0.name.clone(), prompt, limit: self.0.context };
+            return Refusal::ContextLengthExceeded {
+                model: self.0.name.clone(),
+                prompt,
+                limit: self.0.context,
+            };
         }
         Refusal::KvCapacityShed {
             model: self.0.name.clone(),
@@ -333,21 +443,32 @@ impl Llm {
     pub(super) fn failed(&self, error: engine::GenerateError) -> Refusal {
         use engine::GenerateError as E;
         match error {
-            E::PromptBeyondKv { tokens, capacity, .. } | E::KvFull { tokens, capacity, .. } => {
-                self.beyond_kv(tokens, capacity)
+            E::PromptBeyondKv {
+                tokens, capacity, ..
             }
+            | E::KvFull {
+                tokens, capacity, ..
+            } => self.beyond_kv(tokens, capacity),
             E::Form { message } => Refusal::Invalid {
                 field: "response_format".to_owned(),
                 value: String::new(),
-                problem: format!("the form that it asks for cannot be followed any further: {message}"),
+                problem: format!(
+                    "the form that it asks for cannot be followed any further: {message}"
+                ),
             },
-            E::Stopping => Refusal::Draining { act: "finish the answer".to_owned(), retry_after: RETRY_SOON },
+            E::Stopping => Refusal::Draining {
+                act: "finish the answer".to_owned(),
+                retry_after: RETRY_SOON,
+            },
             // Only gRPC sets a deadline, and reports it itself.
             error @ (E::DeadlinePassed { .. }
             | E::EngineLost { .. }
             | E::HelperLost { .. }
             | E::Model { .. }
-            | E::NotFinite { .. }) => Refusal::EngineLost { reason: in_one_line(&error), retry_after: RETRY_SOON },
+            | E::NotFinite { .. }) => Refusal::EngineLost {
+                reason: in_one_line(&error),
+                retry_after: RETRY_SOON,
+            },
         }
     }
 }
@@ -386,7 +507,10 @@ impl Guarded {
             }
             engine::GenerateEvent::Finished { reason, usage } => {
                 span.set("gen_ai.usage.input_tokens", usage.prompt_tokens.get());
-                span.set("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens.get());
+                span.set(
+                    "gen_ai.usage.cache_read.input_tokens",
+                    usage.cached_tokens.get(),
+                );
                 span.set("gen_ai.usage.output_tokens", usage.completion_tokens.get());
                 span.set_list("gen_ai.response.finish_reasons", reason_word(*reason));
             }
@@ -423,7 +547,10 @@ impl Generator for Llm {
                 llm::Input::Messages(messages) => engine::Prompt::Chat(messages.into()),
             };
             let wanted = request.sampling;
-            let wanted = SamplingWish { seed: wanted.seed.or_else(|| Some(SamplingWish::random_seed())), ..wanted };
+            let wanted = SamplingWish {
+                seed: wanted.seed.or_else(|| Some(SamplingWish::random_seed())),
+                ..wanted
+            };
             let seed = wanted.seed.unwrap_or_default();
             let (mut guarded, _style) = self
                 .submit(
@@ -458,37 +585,45 @@ impl Generator for Llm {
                     let Some(event) = event else { return };
                     let event = match event {
                         engine::GenerateEvent::Started { prompt_tokens, .. } => {
-                            llm::GenerateEvent::Started { model: llm.0.name.clone(), prompt: prompt_tokens, seed }
+                            llm::GenerateEvent::Started {
+                                model: llm.0.name.clone(),
+                                prompt: prompt_tokens,
+                                seed,
+                            }
                         }
                         engine::GenerateEvent::Delta { text, .. } => {
                             first_token.get_or_insert_with(|| admitted.elapsed());
                             llm::GenerateEvent::Delta { text }
                         }
                         engine::GenerateEvent::Finished { reason, usage } => match reason {
-                            engine::FinishReason::KvReclaimed => llm::GenerateEvent::Failed(Refusal::KvReclaimed {
-                                generated: usage.completion_tokens,
-                                retry_after: RETRY_SOON,
-                            }),
+                            engine::FinishReason::KvReclaimed => {
+                                llm::GenerateEvent::Failed(Refusal::KvReclaimed {
+                                    generated: usage.completion_tokens,
+                                    retry_after: RETRY_SOON,
+                                })
+                            }
                             reason => llm::GenerateEvent::Finished {
                                 reason: match reason {
-                                    engine::FinishReason::Stop | engine::FinishReason::StopText(_) => {
-                                        FinishReason::Stop
-                                    }
+                                    engine::FinishReason::Stop
+                                    | engine::FinishReason::StopText(_) => FinishReason::Stop,
                                     engine::FinishReason::Cancelled
                                     | engine::FinishReason::KvReclaimed
                                     | engine::FinishReason::Length => FinishReason::Length,
                                 },
                                 usage,
                                 times: llm::Times {
-                                    to_first_token: first_token.unwrap_or_else(|| admitted.elapsed()),
+                                    to_first_token: first_token
+                                        .unwrap_or_else(|| admitted.elapsed()),
                                     total: admitted.elapsed(),
                                 },
                             },
                         },
-                        engine::GenerateEvent::Failed(engine::GenerateError::DeadlinePassed { generated }) => {
-                            llm::GenerateEvent::Failed(too_late(generated, time_left, admitted))
+                        engine::GenerateEvent::Failed(engine::GenerateError::DeadlinePassed {
+                            generated,
+                        }) => llm::GenerateEvent::Failed(too_late(generated, time_left, admitted)),
+                        engine::GenerateEvent::Failed(error) => {
+                            llm::GenerateEvent::Failed(llm.failed(error))
                         }
-                        engine::GenerateEvent::Failed(error) => llm::GenerateEvent::Failed(llm.failed(error)),
                     };
                     if sender.send(event).await.is_err() {
                         return;

@@ -28,21 +28,19 @@ use super::{
     engine::{CurrentEngine, activity},
     parts::Parts,
 };
-use crate::{
-    policy::{
-        event::Event,
-        lease::{LeaseKind, LeaseView},
-        params::ENGINE_TENANT,
-    },
-    probe::{
-        ProbeRoot,
-        nvmap::{self, Nvmap},
-        processes::{self, ProcessTable},
-    },
-    telemetry::Metrics,
-    units::{Bytes, Timestamp},
-    worker::{handle::WorkerHandle, report::MemoryReading},
+use cotenant_policy::{
+    event::Event,
+    lease::{LeaseKind, LeaseView},
+    params::ENGINE_TENANT,
 };
+use cotenant_probe::{
+    ProbeRoot,
+    nvmap::{self, Nvmap},
+    processes::{self, ProcessTable},
+};
+use cotenant_telemetry::Metrics;
+use cotenant_units::{Bytes, Timestamp};
+use cotenant_worker::{handle::WorkerHandle, report::MemoryReading};
 
 /// Measures holders on demand.
 #[derive(Clone)]
@@ -148,7 +146,10 @@ impl Measurer {
 impl Shared {
     /// Those of `holders` that are not being measured; they are from now on. The others are to be measured once more.
     fn depart(&self, holders: impl IntoIterator<Item = String>) -> BTreeSet<String> {
-        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = self
+            .under_way
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         let mut due = BTreeSet::new();
         for holder in holders {
             if let Some(again) = under_way.get_mut(&holder) {
@@ -166,7 +167,10 @@ impl Shared {
 
     /// Ends a measurement; returns whether the holder is to be measured once more.
     fn is_wanted_again(&self, holder: &str) -> bool {
-        let mut under_way = self.under_way.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = self
+            .under_way
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         match under_way.get_mut(holder) {
             Some(again @ Again::Yes) => {
                 *again = Again::No;
@@ -187,18 +191,25 @@ impl Shared {
             self.report(holder, used, taken_at).await;
         } else if let Some(worker) = self.workers.get(holder) {
             let reading = worker.measure();
-            let reading = self.within_limit(holder, taken_at, reading, READING_MAX).await;
+            let reading = self
+                .within_limit(holder, taken_at, reading, READING_MAX)
+                .await;
             self.show(holder, reading);
             if let Some(peak) = reading.and_then(|reading| reading.peak())
                 && self.is_news(holder, peak)
             {
                 let worker = holder.to_owned();
-                self.control.tell(Event::PeakMeasured { worker, peak }).await;
+                self.control
+                    .tell(Event::PeakMeasured { worker, peak })
+                    .await;
             }
-            self.report(holder, reading.map(|reading| reading.used()), taken_at).await;
+            self.report(holder, reading.map(|reading| reading.used()), taken_at)
+                .await;
         } else {
             let reading = self.read_tenant(holder, listing);
-            let used = self.within_limit(holder, taken_at, reading, READING_MAX).await;
+            let used = self
+                .within_limit(holder, taken_at, reading, READING_MAX)
+                .await;
             self.report(holder, used, taken_at).await;
         }
     }
@@ -215,7 +226,10 @@ impl Shared {
         match tokio::time::timeout(limit, &mut reading).await {
             Ok(read) => read,
             Err(_elapsed) => {
-                tracing::warn!(holder, "the memory of a holder could not be read within {limit:?}");
+                tracing::warn!(
+                    holder,
+                    "the memory of a holder could not be read within {limit:?}"
+                );
                 self.report(holder, None, taken_at).await;
                 reading.await
             }
@@ -224,7 +238,13 @@ impl Shared {
 
     async fn report(&self, holder: &str, used: Option<Bytes>, taken_at: Timestamp) {
         let tenant = holder.to_owned();
-        self.control.tell(Event::Measured { tenant, used, taken_at }).await;
+        self.control
+            .tell(Event::Measured {
+                tenant,
+                used,
+                taken_at,
+            })
+            .await;
     }
 
     /// Whether a peak is another one than the last that was reported.
@@ -253,7 +273,8 @@ impl Shared {
     fn show(&self, worker: &str, reading: Option<MemoryReading>) {
         let sum = |by_rss: bool| {
             let sum = reading.map(|reading| reading.sum);
-            sum.filter(|sum| (sum.by_rss > 0) == by_rss).map(|sum| sum.used)
+            sum.filter(|sum| (sum.by_rss > 0) == by_rss)
+                .map(|sum| sum.used)
         };
         let kinds = [
             ("pss", sum(false)),
@@ -287,7 +308,12 @@ fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
 
 /// What the processes behind a tenant's leases use, children included: zero when all of them are gone, `None` when none
 /// is known or what is there cannot be read. Children that are `holders` themselves answer for themselves.
-fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32], holders: &BTreeSet<u32>) -> Option<Bytes> {
+fn tenant_memory(
+    root: &ProbeRoot,
+    table: &ProcessTable,
+    pids: &[u32],
+    holders: &BTreeSet<u32>,
+) -> Option<Bytes> {
     let mut tree = BTreeSet::new();
     for pid in pids {
         tree.extend(table.tree(*pid));
@@ -298,7 +324,10 @@ fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32], holders: 
     }
     for holder in holders.iter().filter(|holder| !pids.contains(holder)) {
         if tree.contains(holder) {
-            for theirs in table.tree(*holder).difference(&pids.iter().copied().collect()) {
+            for theirs in table
+                .tree(*holder)
+                .difference(&pids.iter().copied().collect())
+            {
                 tree.remove(theirs);
             }
         }
@@ -311,12 +340,17 @@ fn tenant_memory(root: &ProbeRoot, table: &ProcessTable, pids: &[u32], holders: 
         return None;
     }
     let gpu = Nvmap::find(root).and_then(|nvmap| nvmap.clients()?.of_all(tree.iter().copied()));
-    Some(processes::sum(&root.proc, tree).used.saturating_add(gpu.unwrap_or_default()))
+    Some(
+        processes::sum(&root.proc, tree)
+            .used
+            .saturating_add(gpu.unwrap_or_default()),
+    )
 }
 
 /// Whether there is no such process. One that `/proc` does not show may only be hidden from us (`hidepid`).
 fn is_gone(pid: u32) -> bool {
-    i32::try_from(pid).is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
+    i32::try_from(pid)
+        .is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
 }
 
 #[cfg(test)]
@@ -324,28 +358,46 @@ mod tests {
     use std::process::{Command, Stdio};
 
     use super::*;
-    use crate::{
-        daemon::clock::MonotonicClock,
-        policy::lease::{Class, LeaseId, LeaseMemory, LeaseOwner, LeaseState},
-        units::Timestamp,
-    };
+    use crate::clock::MonotonicClock;
+    use cotenant_policy::lease::{Class, LeaseId, LeaseMemory, LeaseOwner, LeaseState};
+    use cotenant_units::Timestamp;
 
-    fn measurer() -> (Measurer, tokio::sync::mpsc::Receiver<crate::daemon::control_loop::Inbound>) {
-        let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+    fn measurer() -> (
+        Measurer,
+        tokio::sync::mpsc::Receiver<crate::control_loop::Inbound>,
+    ) {
+        let (control, inbox) =
+            ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
         let (parts, _losses) = Parts::new();
         let root = ProbeRoot::default();
         let metrics = Arc::new(Metrics::new());
-        (Measurer::new(&control, root, BTreeMap::new(), None, &metrics, &parts), inbox)
+        (
+            Measurer::new(&control, root, BTreeMap::new(), None, &metrics, &parts),
+            inbox,
+        )
     }
 
     #[tokio::test]
     async fn a_holder_asked_for_while_it_is_measured_is_measured_once_more_and_no_more() {
         let (measurer, _inbox) = measurer();
-        let names = |names: &[&str]| names.iter().map(|&name| name.to_owned()).collect::<BTreeSet<_>>();
+        let names = |names: &[&str]| {
+            names
+                .iter()
+                .map(|&name| name.to_owned())
+                .collect::<BTreeSet<_>>()
+        };
         let shared = &measurer.shared;
-        assert_eq!(shared.depart(["a".to_owned(), "a".to_owned()]), names(&["a"]));
+        assert_eq!(
+            shared.depart(["a".to_owned(), "a".to_owned()]),
+            names(&["a"])
+        );
         for _ in 0..3 {
-            assert!(!shared.depart(["a".to_owned(), "b".to_owned()]).contains("a"), "it is under way");
+            assert!(
+                !shared
+                    .depart(["a".to_owned(), "b".to_owned()])
+                    .contains("a"),
+                "it is under way"
+            );
         }
         assert!(shared.is_wanted_again("a"));
         assert!(!shared.is_wanted_again("a"));
@@ -360,7 +412,9 @@ mod tests {
         let taken_at = shared.control.clock().now();
         let slow = tokio::spawn(async move {
             let reading = async { finished.await.ok() };
-            let used = shared.within_limit("slow", taken_at, reading, Duration::ZERO).await;
+            let used = shared
+                .within_limit("slow", taken_at, reading, Duration::ZERO)
+                .await;
             shared.report("slow", used, taken_at).await;
         });
         measurer.measure(["absent".to_owned()]);
@@ -371,12 +425,21 @@ mod tests {
             }
         }
         measured.sort();
-        assert_eq!(measured, [("absent".to_owned(), None), ("slow".to_owned(), None)]);
+        assert_eq!(
+            measured,
+            [("absent".to_owned(), None), ("slow".to_owned(), None)]
+        );
         finish.send(Bytes::from_mib(9)).unwrap();
         slow.await.unwrap();
         match inbox.recv().await.unwrap().event {
-            Event::Measured { used, taken_at: at, .. } => {
-                assert_eq!((used, at), (Some(Bytes::from_mib(9)), taken_at), "as old as it is");
+            Event::Measured {
+                used, taken_at: at, ..
+            } => {
+                assert_eq!(
+                    (used, at),
+                    (Some(Bytes::from_mib(9)), taken_at),
+                    "as old as it is"
+                );
             }
             other => panic!("{other:?}"),
         }
@@ -404,11 +467,20 @@ mod tests {
             class: Class::Batch,
             state,
             generation: 1,
-            memory: LeaseMemory { held: Bytes::ZERO, min: Bytes::ZERO, max: Bytes::ZERO, used: None, used_at: None },
+            memory: LeaseMemory {
+                held: Bytes::ZERO,
+                min: Bytes::ZERO,
+                max: Bytes::ZERO,
+                used: None,
+                used_at: None,
+            },
             target: None,
             granted_at: Timestamp::START,
             expires_at: None,
-            owner: LeaseOwner { owner_uid: 1000, owner_pid: pid },
+            owner: LeaseOwner {
+                owner_uid: 1000,
+                owner_pid: pid,
+            },
         }
     }
 
@@ -426,17 +498,27 @@ mod tests {
             tenant("vision", LeaseState::Requested, 11),
             tenant("x", LeaseState::Requested, 13),
         ];
-        let expected = BTreeMap::from([("vision", vec![10]), ("hidden", Vec::new()), ("gone", vec![12])]);
+        let expected = BTreeMap::from([
+            ("vision", vec![10]),
+            ("hidden", Vec::new()),
+            ("gone", vec![12]),
+        ]);
         assert_eq!(owners_of(&leases), expected);
     }
 
     #[test]
     fn a_process_that_has_ended_uses_nothing() {
         let root = ProbeRoot::default();
-        let mut child = Command::new("sleep").arg("1000").stdout(Stdio::null()).spawn().unwrap();
+        let mut child = Command::new("sleep")
+            .arg("1000")
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
         let pid = child.id();
         let none = BTreeSet::new();
-        let measure = |pids: &[u32]| tenant_memory(&root, &ProcessTable::read(&root.proc).unwrap(), pids, &none);
+        let measure = |pids: &[u32]| {
+            tenant_memory(&root, &ProcessTable::read(&root.proc).unwrap(), pids, &none)
+        };
         // Our own children count with us.
         assert_eq!(measure(&[pid]), None);
         assert_eq!(measure(&[]), None);
@@ -444,9 +526,15 @@ mod tests {
         child.wait().unwrap();
         assert_eq!(measure(&[pid]), Some(Bytes::ZERO));
         // A process of another user that is there.
-        assert!(measure(&[1]).is_some_and(|used| used > Bytes::ZERO), "the first process");
+        assert!(
+            measure(&[1]).is_some_and(|used| used > Bytes::ZERO),
+            "the first process"
+        );
         // One that is there and that this list does not show is hidden, not gone.
-        assert_eq!(tenant_memory(&root, &ProcessTable::default(), &[1], &none), None);
+        assert_eq!(
+            tenant_memory(&root, &ProcessTable::default(), &[1], &none),
+            None
+        );
     }
 
     #[test]
@@ -456,9 +544,12 @@ mod tests {
         for (pid, parent, kib) in [(100, 1, 10), (101, 100, 20), (102, 100, 40), (103, 102, 80)] {
             let own = folder.path().join(format!("proc/{pid}"));
             std::fs::create_dir_all(&own).unwrap();
-            let stat = format!("{pid} (tenant) S {parent} {pid} 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {pid} 0 0");
+            let stat = format!(
+                "{pid} (tenant) S {parent} {pid} 1 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 {pid} 0 0"
+            );
             std::fs::write(own.join("stat"), stat).unwrap();
-            let rollup = format!("00400000-7fff rollup\nRss: {kib} kB\nPss: {kib} kB\nSwapPss: 0 kB\n");
+            let rollup =
+                format!("00400000-7fff rollup\nRss: {kib} kB\nPss: {kib} kB\nSwapPss: 0 kB\n");
             std::fs::write(own.join("smaps_rollup"), rollup).unwrap();
         }
         let root = ProbeRoot::at(folder.path());
@@ -467,7 +558,11 @@ mod tests {
         let measure = |pids: &[u32]| tenant_memory(&root, &table, pids, &holders);
         assert_eq!(measure(&[100]), Some(Bytes::from_kib(30)));
         assert_eq!(measure(&[102]), Some(Bytes::from_kib(120)));
-        assert_eq!(measure(&[100, 102]), Some(Bytes::from_kib(150)), "one tenant with two leases");
+        assert_eq!(
+            measure(&[100, 102]),
+            Some(Bytes::from_kib(150)),
+            "one tenant with two leases"
+        );
         // What the GPU of a Jetson holds for each, and for others.
         let clients = root.sys("kernel/debug/nvmap/iovmm/clients");
         std::fs::create_dir_all(clients.parent().unwrap()).unwrap();

@@ -4,7 +4,7 @@ use std::{sync::Arc, time::Duration};
 
 use sd_notify::NotifyState;
 
-use crate::policy::snapshot::{EngineState, Snapshot};
+use cotenant_policy::snapshot::{EngineState, Snapshot};
 
 /// Tells that gRPC and HTTP answer and that the budget is fixed; the model may still be loading.
 pub(super) fn ready() {
@@ -52,7 +52,12 @@ pub(super) fn status_line(snapshot: &Snapshot) -> String {
         (_, EngineState::Loading) => ", llm loading".to_owned(),
         _ => engine,
     };
-    format!("{}{engine}, {} leases, {} free", snapshot.pressure.level, snapshot.leases.len(), snapshot.memory.free)
+    format!(
+        "{}{engine}, {} leases, {} free",
+        snapshot.pressure.level,
+        snapshot.leases.len(),
+        snapshot.memory.free
+    )
 }
 
 fn tell(state: &[NotifyState<'_>]) {

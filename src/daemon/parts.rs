@@ -24,11 +24,18 @@ impl Parts {
 
     /// The same on another runtime.
     pub(super) fn on(&self, runtime: &Handle) -> Self {
-        Self { lost: self.lost.clone(), runtime: runtime.clone() }
+        Self {
+            lost: self.lost.clone(),
+            runtime: runtime.clone(),
+        }
     }
 
     /// Starts a task that may end; breaking down is a loss.
-    pub(super) fn spawn(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) -> JoinHandle<()> {
+    pub(super) fn spawn(
+        &self,
+        name: &'static str,
+        task: impl Future<Output = ()> + Send + 'static,
+    ) -> JoinHandle<()> {
         let parts = self.clone();
         self.runtime.spawn(async move {
             if AssertUnwindSafe(task).catch_unwind().await.is_err() {
@@ -38,7 +45,11 @@ impl Parts {
     }
 
     /// Starts a task that has to go on as long as the daemon runs; any end is a loss.
-    pub(super) fn spawn_permanent(&self, name: &'static str, task: impl Future<Output = ()> + Send + 'static) {
+    pub(super) fn spawn_permanent(
+        &self,
+        name: &'static str,
+        task: impl Future<Output = ()> + Send + 'static,
+    ) {
         let parts = self.clone();
         self.spawn(name, async move {
             task.await;
@@ -61,7 +72,10 @@ mod tests {
         let (parts, mut losses) = Parts::new();
         parts.spawn("a request", async {}).await.unwrap();
         assert!(losses.try_recv().is_err());
-        parts.spawn("a bridge", async { panic!("as planted") }).await.unwrap();
+        parts
+            .spawn("a bridge", async { panic!("as planted") })
+            .await
+            .unwrap();
         assert_eq!(losses.recv().await.unwrap(), "a bridge broke down");
         parts.spawn_permanent("sampling", async {});
         assert_eq!(losses.recv().await.unwrap(), "sampling has ended");

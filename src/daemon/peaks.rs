@@ -13,7 +13,7 @@ use serde::{Deserialize, Serialize};
 use tokio::sync::watch;
 
 use super::parts::Parts;
-use crate::policy::peaks::{LearnedPeak, Peaks};
+use cotenant_policy::peaks::{LearnedPeak, Peaks};
 
 /// Name of the file in the state directory.
 const FILE: &str = "peaks.json";
@@ -95,7 +95,10 @@ fn read(path: &Path) -> Result<Peaks, PeaksErrorKind> {
 }
 
 fn write(path: &Path, peaks: &Peaks) -> io::Result<()> {
-    let stored = Stored { version: VERSION, peaks: peaks.iter().cloned().collect() };
+    let stored = Stored {
+        version: VERSION,
+        peaks: peaks.iter().cloned().collect(),
+    };
     let text = serde_json::to_vec_pretty(&stored)?;
     let new = path.with_extension("json.new");
     let mut file = File::create(&new)?;
@@ -141,7 +144,7 @@ impl PeakStore {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::Bytes;
+    use cotenant_units::Bytes;
 
     #[test]
     fn what_was_written_is_read_back_and_a_bad_file_is_reported() {
@@ -153,7 +156,11 @@ mod tests {
         write(&path, &peaks).unwrap();
         write(&path, &peaks).unwrap();
         assert_eq!(learned_peaks(folder.path()).unwrap(), peaks);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 1, "nothing else is left");
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            1,
+            "nothing else is left"
+        );
         for (text, cause) in [
             ("", "EOF"),
             ("{\"version\":1,\"peaks\":[{\"holder\":7}]}", "invalid type"),
@@ -162,11 +169,18 @@ mod tests {
         ] {
             fs::write(&path, text).unwrap();
             let error = learned_peaks(folder.path()).unwrap_err();
-            assert!(error.kind.to_string().contains(cause), "{text}: {}", error.kind);
+            assert!(
+                error.kind.to_string().contains(cause),
+                "{text}: {}",
+                error.kind
+            );
             assert!(error.to_string().contains(FILE));
         }
         fs::write(&path, vec![b' '; 2 << 20]).unwrap();
-        assert!(matches!(learned_peaks(folder.path()).unwrap_err().kind, PeaksErrorKind::TooLong));
+        assert!(matches!(
+            learned_peaks(folder.path()).unwrap_err().kind,
+            PeaksErrorKind::TooLong
+        ));
     }
 
     #[tokio::test]

@@ -6,18 +6,16 @@ use std::{
 };
 
 use super::{control_handle::ControlHandle, error::RunError};
-use crate::{
-    config::Config,
-    emergency,
-    journal::{Content, Journal, JournalEntry, JournalSettings, render},
-    policy::{
-        arbiter::{Arbiter, Checkpoint},
-        event::{Action, Event},
-        params::Params,
-    },
-    rpc::{Supervisor as _, v1},
-    units::Timestamp,
+use cotenant_config::Config;
+use cotenant_journal::{Content, Journal, JournalEntry, JournalSettings, render};
+use cotenant_memory::emergency;
+use cotenant_policy::{
+    arbiter::{Arbiter, Checkpoint},
+    event::{Action, Event},
+    params::Params,
 };
+use cotenant_rpc::{Supervisor as _, v1};
+use cotenant_units::Timestamp;
 
 /// The journal of this run.
 pub(super) struct Recorder {
@@ -28,7 +26,11 @@ pub(super) struct Recorder {
 
 impl Recorder {
     /// Opens the journal that `config` wants, and writes with what this run starts.
-    pub(super) fn open(config: &Config, control: &Arc<ControlHandle>, params: &Params) -> Result<Self, RunError> {
+    pub(super) fn open(
+        config: &Config,
+        control: &Arc<ControlHandle>,
+        params: &Params,
+    ) -> Result<Self, RunError> {
         let mut settings = JournalSettings::default();
         if let Some(journal) = &config.journal {
             settings.path = Some(journal.path.clone());
@@ -42,18 +44,22 @@ impl Recorder {
                 seen.events().push(record);
             }
         };
-        let mut journal =
-            Journal::open(&settings, control.boot_id(), observer).map_err(|source| RunError::Journal { source })?;
+        let mut journal = Journal::open(&settings, control.boot_id(), observer)
+            .map_err(|source| RunError::Journal { source })?;
         let (at, time) = control.now();
         journal.record(at, time, Content::start(params.clone()));
-        Ok(Self { journal, handled: None })
+        Ok(Self {
+            journal,
+            handled: None,
+        })
     }
 
     /// Records all of `arbiter` if what follows could not be replayed otherwise.
     pub(super) fn checkpoint_if_wanted(&mut self, at: Timestamp, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
             let checkpoint = Box::new(Checkpoint::of(arbiter));
-            self.journal.record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
+            self.journal
+                .record(at, SystemTime::now(), Content::Checkpoint(checkpoint));
         }
     }
 
@@ -70,7 +76,8 @@ impl Recorder {
         emergency::outside(|| {
             self.record_handled();
             for action in actions {
-                self.journal.record(at, SystemTime::now(), Content::Action(action.clone()));
+                self.journal
+                    .record(at, SystemTime::now(), Content::Action(action.clone()));
             }
         });
     }
@@ -136,11 +143,15 @@ fn record_of(entry: &JournalEntry) -> Option<v1::JournalEntry> {
             | Event::PeakMeasured { .. }
             | Event::WorkerActivity { .. },
         )
-        | Content::Action(Action::SampleAfter { .. } | Action::Measure { .. } | Action::StorePeaks { .. })
+        | Content::Action(
+            Action::SampleAfter { .. } | Action::Measure { .. } | Action::StorePeaks { .. },
+        )
         | Content::Checkpoint(_) => return None,
         Content::Event(event) => (v1::EntryKind::Event, serde_json::to_string(event)),
         Content::Action(action) => (v1::EntryKind::Action, serde_json::to_string(action)),
-        Content::Dropped { lines } => (v1::EntryKind::Dropped, Ok(format!("{{\"lines\":{lines}}}"))),
+        Content::Dropped { lines } => {
+            (v1::EntryKind::Dropped, Ok(format!("{{\"lines\":{lines}}}")))
+        }
     };
     let body_json = body.unwrap_or_else(|_| "{}".to_owned());
     let name = match kind {
@@ -168,25 +179,48 @@ mod tests {
 
     fn record(seconds: i64, summary: &str) -> v1::JournalEntry {
         let at = prost_types::Duration { seconds, nanos: 0 };
-        v1::JournalEntry { at: Some(at), summary: summary.to_owned(), ..v1::JournalEntry::default() }
+        v1::JournalEntry {
+            at: Some(at),
+            summary: summary.to_owned(),
+            ..v1::JournalEntry::default()
+        }
     }
 
     #[test]
     fn the_name_of_a_line_is_the_one_that_the_journal_writes() {
         let name = |content| {
-            let entry =
-                JournalEntry { sequence: 1, boot_id: "a".to_owned(), at: Timestamp::START, unix_us: 0, content };
+            let entry = JournalEntry {
+                sequence: 1,
+                boot_id: "a".to_owned(),
+                at: Timestamp::START,
+                unix_us: 0,
+                content,
+            };
             record_of(&entry).map(|record| record.name)
         };
-        assert_eq!(name(Content::Event(Event::DrainRequested)).as_deref(), Some("drain_requested"));
-        assert_eq!(name(Content::Action(Action::InspectModel)).as_deref(), Some("inspect_model"));
-        assert_eq!(name(Content::Dropped { lines: 2 }).as_deref(), Some("dropped"));
+        assert_eq!(
+            name(Content::Event(Event::DrainRequested)).as_deref(),
+            Some("drain_requested")
+        );
+        assert_eq!(
+            name(Content::Action(Action::InspectModel)).as_deref(),
+            Some("inspect_model")
+        );
+        assert_eq!(
+            name(Content::Dropped { lines: 2 }).as_deref(),
+            Some("dropped")
+        );
     }
 
     #[test]
     fn a_sentence_is_shown_once_for_each_instant() {
         let mut shown = Shown::default();
-        let lines = [(1, "asr died"), (1, "40 MiB is free"), (1, "asr died"), (2, "asr died")];
+        let lines = [
+            (1, "asr died"),
+            (1, "40 MiB is free"),
+            (1, "asr died"),
+            (2, "asr died"),
+        ];
         let news = lines.map(|(at, summary)| shown.is_news(&record(at, summary)));
         assert_eq!(news, [true, true, false, true]);
     }

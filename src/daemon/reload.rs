@@ -16,20 +16,18 @@ use super::{
     status::Status,
     workers,
 };
-use crate::{
-    causes::in_one_line,
-    config::{self, ClientConfig, Config, Fault, LoadError, reloaded},
-    http::{Access, Client, Key, Keyless},
-    policy::{
-        denial::Denial,
-        event::{Answer, ChangedKeys, Event},
-        health::safe_profile,
-        params::MachineMemory,
-    },
-    rpc::supervisor::{SubmitError, Supervisor as _},
-    telemetry::{LogError, LogFilter},
-    worker::handle::WorkerHandle,
+use cotenant_config::{self as config, ClientConfig, Config, Fault, LoadError, reloaded};
+use cotenant_http::{Access, Client, Key, Keyless};
+use cotenant_policy::{
+    denial::Denial,
+    event::{Answer, ChangedKeys, Event},
+    health::safe_profile,
+    params::MachineMemory,
 };
+use cotenant_rpc::supervisor::{SubmitError, Supervisor as _};
+use cotenant_telemetry::{LogError, LogFilter};
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::handle::WorkerHandle;
 
 /// Calls that may wait; each reads the file when its turn comes.
 const CALLS_MAX: usize = 4;
@@ -72,7 +70,11 @@ impl ReloadError {
         match self {
             Self::Load(error) => {
                 let report = error.report();
-                report.strip_prefix("error: ").unwrap_or(&report).trim_end().to_owned()
+                report
+                    .strip_prefix("error: ")
+                    .unwrap_or(&report)
+                    .trim_end()
+                    .to_owned()
             }
             other => in_one_line(other),
         }
@@ -102,7 +104,10 @@ impl Reloader {
             notify::ready();
             match &outcome {
                 Ok(changes) => tracing::info!("configuration read again: {changes}"),
-                Err(error) => tracing::error!("configuration not reloaded, nothing is changed: {}", in_one_line(error)),
+                Err(error) => tracing::error!(
+                    "configuration not reloaded, nothing is changed: {}",
+                    in_one_line(error)
+                ),
             }
             let _ = caller.send(outcome.map_err(|error| error.report()));
         }
@@ -112,7 +117,13 @@ impl Reloader {
     async fn resize(&mut self) {
         let machine = self.machine.borrow_and_update().clone();
         let params = self.running.params_within(&machine).map(Box::new);
-        let params = params.map_err(|faults| faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; "));
+        let params = params.map_err(|faults| {
+            faults
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join("; ")
+        });
         self.control.tell(Event::Resized { machine, params }).await;
     }
 
@@ -130,13 +141,21 @@ impl Reloader {
             changes.applied.push(keys_file); // the same file with other contents
         }
         let machine = self.machine.borrow().clone();
-        let params =
-            next.params(&machine).map_err(|faults| ReloadError::Settings { file: self.file.clone(), faults })?;
+        let params = next
+            .params(&machine)
+            .map_err(|faults| ReloadError::Settings {
+                file: self.file.clone(),
+                faults,
+            })?;
         // A worker may start as soon as the arbiter has its settings.
         self.change_workers(&next);
         let ticket = self.control.ticket();
         let (caller, answer) = oneshot::channel();
-        let event = Event::Reconfigured { ticket, params: Box::new(params), changes: changes.clone() };
+        let event = Event::Reconfigured {
+            ticket,
+            params: Box::new(params),
+            changes: changes.clone(),
+        };
         let asked = self.control.submit(event, Some((ticket, caller)));
         let answer = match asked {
             Ok(()) => answer.await.map_err(|_closed| ReloadError::Stopping),
@@ -187,12 +206,19 @@ pub(super) fn clients_of(config: &Config) -> Result<Option<Vec<ClientConfig>>, L
 }
 
 /// Who may use the HTTP APIs; clients that were there `before` keep what they have in flight.
-pub(super) fn access_of(config: &Config, clients: Option<Vec<ClientConfig>>, before: &Access) -> Access {
+pub(super) fn access_of(
+    config: &Config,
+    clients: Option<Vec<ClientConfig>>,
+    before: &Access,
+) -> Access {
     let known = before.clients.iter().flatten();
     let client = |client: ClientConfig| {
         let before = known.clone().find(|before| *before.name == *client.name);
         Arc::new(Client::new(
-            (client.name.as_str(), Key::new(client.key.reveal().to_owned())),
+            (
+                client.name.as_str(),
+                Key::new(client.key.reveal().to_owned()),
+            ),
             client.class,
             client.requests_max,
             client.tokens_max,
@@ -203,7 +229,10 @@ pub(super) fn access_of(config: &Config, clients: Option<Vec<ClientConfig>>, bef
     Access {
         hosts: config.http.allowed_hosts.clone(),
         clients: clients.map(|clients| clients.into_iter().map(client).collect()),
-        keyless: Keyless { health: keyless(config::Keyless::Health), metrics: keyless(config::Keyless::Metrics) },
+        keyless: Keyless {
+            health: keyless(config::Keyless::Health),
+            metrics: keyless(config::Keyless::Metrics),
+        },
     }
 }
 

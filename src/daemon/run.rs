@@ -39,32 +39,32 @@ use super::{
     workers::{self, Workers},
     wyoming,
 };
-use crate::{
-    causes::in_one_line,
-    config::{Config, TelemetryConfig, WorkerRole},
-    emergency,
-    engine::{backend, helper::THIS_PROGRAM},
-    heap,
-    http::{
-        Access,
-        backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},
-    },
-    policy::{
-        arbiter::Arbiter,
-        book::AdoptedWorker,
-        engine_failure::Cure,
-        event::Event,
-        params::{MachineMemory, Params, Scope},
-        peaks::Peaks,
-    },
-    probe::{ProbeRoot, Sampler, processes},
-    rpc::{llm::Generator, server::BindError},
-    speech::decoder::Decoder,
-    telemetry::{self, Collector, LinesDropped, LogFilter, Metrics, OtlpProtocol, Tracer},
-    worker::{
-        adopt::{all_visible, survivors},
-        orphans::end_orphans,
-    },
+use cotenant_config::{Config, TelemetryConfig, WorkerRole};
+use cotenant_engine::{backend, helper::THIS_PROGRAM};
+use cotenant_http::{
+    Access,
+    backend::{Backends, ChatBackend, SpeechBackend, StatusBackend, TokenizerBackend},
+};
+use cotenant_memory::emergency;
+use cotenant_memory::heap;
+use cotenant_policy::{
+    arbiter::Arbiter,
+    book::AdoptedWorker,
+    engine_failure::Cure,
+    event::Event,
+    params::{MachineMemory, Params, Scope},
+    peaks::Peaks,
+};
+use cotenant_probe::{ProbeRoot, Sampler, processes};
+use cotenant_rpc::{llm::Generator, server::BindError};
+use cotenant_speech::decoder::Decoder;
+use cotenant_telemetry::{
+    self as telemetry, Collector, LinesDropped, LogFilter, Metrics, OtlpProtocol, Tracer,
+};
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::{
+    adopt::{all_visible, survivors},
+    orphans::end_orphans,
 };
 
 /// Lines that `cotenant events` can look back on.
@@ -103,8 +103,14 @@ pub async fn run(
     control_runtime: Handle,
 ) -> Result<(), RunError> {
     let clock = MonotonicClock::start();
-    let signals = Signals::install().map_err(|source| RunError::System { what: "signals", source })?;
-    for (key, folder) in [("runtime_dir", &config.runtime_dir), ("state_dir", &config.state_dir)] {
+    let signals = Signals::install().map_err(|source| RunError::System {
+        what: "signals",
+        source,
+    })?;
+    for (key, folder) in [
+        ("runtime_dir", &config.runtime_dir),
+        ("state_dir", &config.state_dir),
+    ] {
         folders::make(folder)?;
         folders::is_ours(key, folder, &config)?;
     }
@@ -130,7 +136,8 @@ pub async fn run(
     let bound = take_listeners(&config, &source.sockets, place.is_ok()).await?;
     let boot_id = boot_id();
     let (handoff, mut inheritance) = Handoff::open(place?, &boot_id)?;
-    let (guard, safe_profile) = CrashGuard::begin(&config.state_dir, &source.file, config.safe_profile);
+    let (guard, safe_profile) =
+        CrashGuard::begin(&config.state_dir, &source.file, config.safe_profile);
 
     // What all parts share.
     let runs = inheritance.boot_ids.clone();
@@ -139,24 +146,50 @@ pub async fn run(
     control.note_listeners(config.listeners());
     let recorder = Recorder::open(&config, &control, &params)?;
     let metrics = Arc::new(Metrics::new());
-    metrics.expect(params.workers.iter().map(|worker| worker.name.as_str()), &DENIALS);
+    metrics.expect(
+        params.workers.iter().map(|worker| worker.name.as_str()),
+        &DENIALS,
+    );
     let (parts, losses) = Parts::new();
     let tracer = tracer_of(&config.telemetry, &boot_id, &parts);
     let on_control = parts.on(&control_runtime);
 
     // Holders: workers, the engine, and what an earlier run has left.
     let workers = Workers::new(&config, &control, &parts);
-    on_control.spawn("activity of workers", workers::report_activity(Arc::clone(&control)));
+    on_control.spawn(
+        "activity of workers",
+        workers::report_activity(Arc::clone(&control)),
+    );
     let (adopted, pids) = adopt(&workers, &inheritance).await;
     sampler.count_too(pids);
     let holders = std::mem::take(&mut inheritance.holders);
     let llm = config.llm.as_ref();
-    let engine = llm.map(|llm| start_engine(llm, &control, &on_control)).transpose()?;
+    let engine = llm
+        .map(|llm| start_engine(llm, &control, &on_control))
+        .transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
-    let status = Arc::new(Status::new(&control, &metrics, &config, current.clone(), dropped, tracer.clone()));
-    let access = watch::Sender::new(Arc::new(access_of(&config, keys.clone(), &Access::default())));
+    let status = Arc::new(Status::new(
+        &control,
+        &metrics,
+        &config,
+        current.clone(),
+        dropped,
+        tracer.clone(),
+    ));
+    let access = watch::Sender::new(Arc::new(access_of(
+        &config,
+        keys.clone(),
+        &Access::default(),
+    )));
     let shown = (&status, &metrics, &tracer);
-    let clients = clients_of(&config, &control, &workers, current.as_ref(), shown, access.subscribe());
+    let clients = clients_of(
+        &config,
+        &control,
+        &workers,
+        current.as_ref(),
+        shown,
+        access.subscribe(),
+    );
     let reloader = Reloader {
         file: absolute(&source.file),
         log: source.log,
@@ -172,9 +205,21 @@ pub async fn run(
     // The loop.
     let (pace, interval) = Pace::new();
     let device = Device {
-        measurer: Measurer::new(&control, root.clone(), workers.handles(), current.clone(), &metrics, &parts),
+        measurer: Measurer::new(
+            &control,
+            root.clone(),
+            workers.handles(),
+            current.clone(),
+            &metrics,
+            &parts,
+        ),
         watchdog: Watchdog::new(&control, current),
-        accounts: Accounts { recorder, handoff, figures: Figures::new(&metrics, tracer), metrics },
+        accounts: Accounts {
+            recorder,
+            handoff,
+            figures: Figures::new(&metrics, tracer),
+            metrics,
+        },
         upkeep: Upkeep::new(clock.now(), notify::watchdog_interval()),
         peaks: PeakStore::new(&config.state_dir, &parts),
         control: Arc::clone(&control),
@@ -189,14 +234,35 @@ pub async fn run(
     }
     let taken_at = clock.now(); // what is read may be as old as the beginning of the reading
     control_loop.handle(Event::Sampled(sampler.read()?.sample(taken_at)));
-    sampling::spawn(sampler, &root, interval, machine, Arc::clone(&control), &parts);
+    sampling::spawn(
+        sampler,
+        &root,
+        interval,
+        machine,
+        Arc::clone(&control),
+        &parts,
+    );
 
     // The APIs.
-    let listeners = Listeners::open(bound, &control, clients, &config, holders, (&parts, &on_control)).await?;
+    let listeners = Listeners::open(
+        bound,
+        &control,
+        clients,
+        &config,
+        holders,
+        (&parts, &on_control),
+    )
+    .await?;
     if let Some(reason) = safe_profile.filter(|_| config.llm.is_some()) {
         tracing::warn!("{reason}");
-        let cure = Cure::Change { remedy: String::new() };
-        control_loop.handle(Event::EngineFailed { reason, cure, left: None });
+        let cure = Cure::Change {
+            remedy: String::new(),
+        };
+        control_loop.handle(Event::EngineFailed {
+            reason,
+            cure,
+            left: None,
+        });
     } else if let Some(engine) = &control_loop.device().engine {
         engine.inspect();
     }
@@ -211,7 +277,10 @@ pub async fn run(
     );
     tokio::spawn(settle(Arc::clone(&control), config.llm.is_some()));
     let watchdog = &control_loop.device().watchdog;
-    watchdog.start().map_err(|source| RunError::System { what: "the watchdog's thread", source })?;
+    watchdog.start().map_err(|source| RunError::System {
+        what: "the watchdog's thread",
+        source,
+    })?;
     parts.spawn_permanent("reload", reloader.open());
     notify::ready();
     let running = run_to_the_end(control_loop, inbox, signals, losses, listeners);
@@ -224,7 +293,9 @@ pub async fn run(
         }
         Err(broken) => match broken.try_into_panic() {
             Ok(panic) => std::panic::resume_unwind(panic),
-            Err(cancelled) => Err(RunError::Lost { what: format!("the loop has ended: {cancelled}") }),
+            Err(cancelled) => Err(RunError::Lost {
+                what: format!("the loop has ended: {cancelled}"),
+            }),
         },
     }
 }
@@ -238,15 +309,26 @@ fn clients_of(
     (status, metrics, tracer): (&Arc<Status>, &Arc<Metrics>, &Tracer),
     access: watch::Receiver<Arc<Access>>,
 ) -> Clients {
-    let (asr, tts) = (workers.of_role(WorkerRole::Asr), workers.of_role(WorkerRole::Tts));
-    let handles = [&asr, &tts].map(|speaker| speaker.as_ref().map(|speaker| speaker.handle.clone()));
-    let speech = (asr.is_some() || tts.is_some())
-        .then(|| Voice::new(Arc::clone(control), asr, tts, tracer.clone()) as Arc<dyn SpeechBackend>);
-    let llm = config.llm.as_ref().zip(engine.cloned()).map(|(llm, engine)| {
-        let served = Llm::new(Arc::clone(control), engine, llm, tracer.clone());
-        (served, llm.name.clone())
+    let (asr, tts) = (
+        workers.of_role(WorkerRole::Asr),
+        workers.of_role(WorkerRole::Tts),
+    );
+    let handles =
+        [&asr, &tts].map(|speaker| speaker.as_ref().map(|speaker| speaker.handle.clone()));
+    let speech = (asr.is_some() || tts.is_some()).then(|| {
+        Voice::new(Arc::clone(control), asr, tts, tracer.clone()) as Arc<dyn SpeechBackend>
     });
-    let chat = llm.clone().map(|(llm, name)| (llm as Arc<dyn ChatBackend>, name));
+    let llm = config
+        .llm
+        .as_ref()
+        .zip(engine.cloned())
+        .map(|(llm, engine)| {
+            let served = Llm::new(Arc::clone(control), engine, llm, tracer.clone());
+            (served, llm.name.clone())
+        });
+    let chat = llm
+        .clone()
+        .map(|(llm, name)| (llm as Arc<dyn ChatBackend>, name));
     let [asr, tts] = handles;
     Clients {
         backends: Backends {
@@ -258,7 +340,14 @@ fn clients_of(
             tracer: tracer.clone(),
         },
         access,
-        wyoming: wyoming::Backends { speech, chat, asr, tts, metrics: Arc::clone(metrics), tracer: tracer.clone() },
+        wyoming: wyoming::Backends {
+            speech,
+            chat,
+            asr,
+            tts,
+            metrics: Arc::clone(metrics),
+            tracer: tracer.clone(),
+        },
         generator: llm.map(|(llm, _)| llm as Arc<dyn Generator>),
     }
 }
@@ -269,13 +358,20 @@ fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
         return Tracer::default();
     };
     let collector = Collector {
-        protocol: if otlp.grpc { OtlpProtocol::Grpc } else { OtlpProtocol::Http },
+        protocol: if otlp.grpc {
+            OtlpProtocol::Grpc
+        } else {
+            OtlpProtocol::Http
+        },
         ca: otlp.tls.then(|| config.otlp_ca.clone()),
         authority: otlp.authority,
         path: otlp.path,
     };
     let tracer = Tracer::recording();
-    parts.spawn_permanent("the exporter of spans", telemetry::export(tracer.clone(), collector, boot_id.to_owned()));
+    parts.spawn_permanent(
+        "the exporter of spans",
+        telemetry::export(tracer.clone(), collector, boot_id.to_owned()),
+    );
     tracer
 }
 
@@ -289,9 +385,15 @@ fn open_sampler(config: &Config, root: &ProbeRoot) -> Result<Sampler, RunError> 
 
 /// The settings of policy for a machine, with the peaks that earlier runs have learned.
 fn params_for(config: &Config, machine: &MachineMemory) -> Result<Params, RunError> {
-    let mut params = config
-        .params(machine)
-        .map_err(|faults| RunError::Settings(faults.iter().map(ToString::to_string).collect::<Vec<_>>().join("; ")))?;
+    let mut params = config.params(machine).map_err(|faults| {
+        RunError::Settings(
+            faults
+                .iter()
+                .map(ToString::to_string)
+                .collect::<Vec<_>>()
+                .join("; "),
+        )
+    })?;
     params.peaks = learned_peaks(&config.state_dir).unwrap_or_else(|error| {
         tracing::warn!(hint = error.hint(), "{}", in_one_line(&error));
         Peaks::default()
@@ -330,7 +432,11 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
 
 /// Binds the listeners. Their addresses may be in use for an instant after another supervisor has ended: the kernel closes
 /// its sockets one after the other.
-async fn take_listeners(config: &Config, passed: &PassedSockets, has_place: bool) -> Result<Bound, RunError> {
+async fn take_listeners(
+    config: &Config,
+    passed: &PassedSockets,
+    has_place: bool,
+) -> Result<Bound, RunError> {
     let end = Instant::now() + LISTENERS_PATIENCE;
     loop {
         let error = match Bound::take(config, passed).await {
@@ -351,6 +457,8 @@ async fn take_listeners(config: &Config, passed: &PassedSockets, has_place: bool
 
 /// A name for this run that no other run has: the kernel's random UUID, or the time where that cannot be read.
 fn boot_id() -> String {
-    fs::read_to_string("/proc/sys/kernel/random/uuid")
-        .map_or_else(|_| std::process::id().to_string(), |text| text.trim().to_owned())
+    fs::read_to_string("/proc/sys/kernel/random/uuid").map_or_else(
+        |_| std::process::id().to_string(),
+        |text| text.trim().to_owned(),
+    )
 }

@@ -8,19 +8,17 @@ use tokio::{
 };
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, parts::Parts};
-use crate::{
-    causes::in_one_line,
-    emergency,
-    policy::{
-        event::Event,
-        params::MachineMemory,
-        pressure::{Sample, StallWatch},
-    },
-    probe::{
-        ProbeRoot, Sampler, Ticker,
-        psi::{PsiRung, PsiWatch},
-    },
+use cotenant_memory::emergency;
+use cotenant_policy::{
+    event::Event,
+    params::MachineMemory,
+    pressure::{Sample, StallWatch},
 };
+use cotenant_probe::{
+    ProbeRoot, Sampler, Ticker,
+    psi::{PsiRung, PsiWatch},
+};
+use cotenant_units::causes::in_one_line;
 
 /// Time between two samples until the arbiter has said otherwise.
 const FIRST_INTERVAL: Duration = Duration::from_millis(100);

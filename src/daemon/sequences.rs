@@ -1,15 +1,17 @@
 //! The sequences of the LLM, as operators see them.
 
-use crate::{
-    engine::{EngineHandle, RunningRequest},
-    rpc::{lease_class, v1},
-    units::Tokens,
-};
+use cotenant_engine::{EngineHandle, RunningRequest};
+use cotenant_rpc::{lease_class, v1};
+use cotenant_units::Tokens;
 
 /// The sequences of an engine: the running or the kept one, and those that wait.
 pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     let snapshot = handle.snapshot();
-    let kv = snapshot.shape.as_ref().zip(snapshot.plan.as_ref()).map(|(shape, plan)| (&shape.kv, plan.kv_type));
+    let kv = snapshot
+        .shape
+        .as_ref()
+        .zip(snapshot.plan.as_ref())
+        .map(|(shape, plan)| (&shape.kv, plan.kv_type));
     let position = snapshot.position;
     let in_cache = |request: &RunningRequest, state: v1::SequenceState| v1::Sequence {
         id: request.id.get(),
@@ -20,14 +22,22 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         reused_tokens: request.cached.get(),
         generated_tokens: request.generated.get(),
         kv_tokens: position.get(),
-        kv_bytes: kv.map_or(0, |(shape, kind)| shape.capacity_bytes(position, kind).get()),
-        kv_blocks: kv.map_or(0, |(shape, _)| position.get().div_ceil(shape.block_tokens.get().max(1))),
+        kv_bytes: kv.map_or(0, |(shape, kind)| {
+            shape.capacity_bytes(position, kind).get()
+        }),
+        kv_blocks: kv.map_or(0, |(shape, _)| {
+            position.get().div_ceil(shape.block_tokens.get().max(1))
+        }),
         waited: None,
     };
     let present = match (&snapshot.running, &snapshot.last) {
-        (Some(running), _) if running.generated == Tokens::ZERO => Some(in_cache(running, v1::SequenceState::Prompt)),
+        (Some(running), _) if running.generated == Tokens::ZERO => {
+            Some(in_cache(running, v1::SequenceState::Prompt))
+        }
         (Some(running), _) => Some(in_cache(running, v1::SequenceState::Answer)),
-        (None, Some(last)) if position > Tokens::ZERO => Some(in_cache(last, v1::SequenceState::Kept)),
+        (None, Some(last)) if position > Tokens::ZERO => {
+            Some(in_cache(last, v1::SequenceState::Kept))
+        }
         (None, _) => None,
     };
     let waiting = handle.waiting().into_iter().map(|request| v1::Sequence {

@@ -14,7 +14,7 @@ use super::{
     notify,
     signals::Signals,
 };
-use crate::policy::event::Event;
+use cotenant_policy::event::Event;
 
 /// How long requests in flight may go on when the daemon is to end. With [`STOP_GRACE`] after it, well below
 /// `TimeoutStopSec=20s` of the unit.
@@ -68,7 +68,9 @@ fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
         if let Some(answered) = answered {
             answered.await;
         }
-        let _ = work.wait_for(|counts| counts.values().all(|count| *count == 0)).await;
+        let _ = work
+            .wait_for(|counts| counts.values().all(|count| *count == 0))
+            .await;
     }
 }
 
@@ -76,13 +78,22 @@ fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
 async fn stop(control_loop: DaemonLoop, listeners: Listeners) {
     let (arbiter, device) = control_loop.into_parts();
     device.watchdog.stand_down();
-    let Device { engine, workers, accounts, .. } = device;
+    let Device {
+        engine,
+        workers,
+        accounts,
+        ..
+    } = device;
     let engine = async {
         if let Some(engine) = engine {
             engine.stop(STOP_GRACE).await;
         }
     };
-    tokio::join!(engine, workers.stop_all(STOP_GRACE), listeners.close(STOP_GRACE));
+    tokio::join!(
+        engine,
+        workers.stop_all(STOP_GRACE),
+        listeners.close(STOP_GRACE)
+    );
     accounts.handoff.close(&arbiter);
     match accounts.recorder.lost() {
         0 => {}

@@ -5,7 +5,7 @@ use std::io;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 
 use super::control_handle::ControlHandle;
-use crate::rpc::supervisor::Supervisor as _;
+use cotenant_rpc::supervisor::Supervisor as _;
 
 /// SIGTERM and SIGINT end the daemon; SIGHUP has it read its configuration again.
 #[derive(Debug)]

@@ -19,7 +19,9 @@ pub(super) fn drop_program() {
     // First all ranges are read, then all are dropped: what reads them is not wanted either.
     let ranges = maps.0.into_iter().filter_map(|map| {
         let of_file = matches!(map.pathname, MMapPath::Path(_));
-        let readable = map.perms.contains(MMPermissions::READ | MMPermissions::PRIVATE)
+        let readable = map
+            .perms
+            .contains(MMPermissions::READ | MMPermissions::PRIVATE)
             && !map.perms.contains(MMPermissions::WRITE);
         let unchanged = map.extension.map.get("Anonymous") == Some(&0);
         if !(of_file && readable && unchanged) {
@@ -28,7 +30,11 @@ pub(super) fn drop_program() {
         let (begin, end) = map.address;
         let length = usize::try_from(end.saturating_sub(begin)).ok()?;
         let address = NonNull::new(usize::try_from(begin).ok()? as *mut c_void)?;
-        Some((address, length, map.extension.vm_flags.contains(VmFlags::LO)))
+        Some((
+            address,
+            length,
+            map.extension.vm_flags.contains(VmFlags::LO),
+        ))
     });
     let ranges: Vec<_> = ranges.collect();
     for (address, length, locked) in ranges {

@@ -8,15 +8,13 @@ use std::{
 use serde_json::Value;
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
-use crate::{
-    config::{Config, WorkerRole},
-    emergency,
-    http::backend::{ModelInfo, ModelKind, StatusBackend, Usage, Voice},
-    policy::snapshot::Snapshot,
-    rpc::json,
-    telemetry::{LinesDropped, Metrics, Tracer},
-    units::Bytes,
-};
+use cotenant_config::{Config, WorkerRole};
+use cotenant_http::backend::{ModelInfo, ModelKind, StatusBackend, Usage, Voice};
+use cotenant_memory::emergency;
+use cotenant_policy::snapshot::Snapshot;
+use cotenant_rpc::json;
+use cotenant_telemetry::{LinesDropped, Metrics, Tracer};
+use cotenant_units::Bytes;
 
 /// State, metrics and names as HTTP shows them.
 pub(super) struct Status {
@@ -46,7 +44,9 @@ impl Status {
         dropped: LinesDropped,
         tracer: Tracer,
     ) -> Self {
-        let created = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |time| time.as_secs());
+        let created = SystemTime::now()
+            .duration_since(SystemTime::UNIX_EPOCH)
+            .map_or(0, |time| time.as_secs());
         Self {
             control: Arc::clone(control),
             metrics: Arc::clone(metrics),
@@ -60,7 +60,8 @@ impl Status {
 
     /// Takes the names of a changed configuration.
     pub(super) fn set_names(&self, config: &Config) {
-        *self.names.write().unwrap_or_else(PoisonError::into_inner) = Names::of(config, self.created);
+        *self.names.write().unwrap_or_else(PoisonError::into_inner) =
+            Names::of(config, self.created);
     }
 
     fn names(&self) -> RwLockReadGuard<'_, Names> {
@@ -71,7 +72,11 @@ impl Status {
 impl Names {
     fn of(config: &Config, created: u64) -> Self {
         let aliases = |name: &str| -> Vec<String> {
-            let aliases = config.http.models.iter().filter(|(_, model)| *model == name);
+            let aliases = config
+                .http
+                .models
+                .iter()
+                .filter(|(_, model)| *model == name);
             aliases.map(|(alias, _)| alias.clone()).collect()
         };
         let mut models = Vec::new();
@@ -108,7 +113,10 @@ impl Names {
         for (alias, name) in &config.http.voices {
             match voices.iter_mut().find(|voice| voice.name == *name) {
                 Some(voice) => voice.aliases.push(alias.clone()),
-                None => voices.push(Voice { name: name.clone(), aliases: vec![alias.clone()] }),
+                None => voices.push(Voice {
+                    name: name.clone(),
+                    aliases: vec![alias.clone()],
+                }),
             }
         }
         // The first one speaks when none is named, or one that there is not.
@@ -129,7 +137,8 @@ impl StatusBackend for Status {
     fn metrics(&self) -> String {
         let state = self.control.state();
         self.metrics.observe(&state);
-        self.metrics.set_heartbeat_age("loop", self.control.since_beat());
+        self.metrics
+            .set_heartbeat_age("loop", self.control.since_beat());
         if let Some(age) = self.control.sample_age() {
             self.metrics.set_heartbeat_age("sampling", age);
         }
@@ -142,7 +151,8 @@ impl StatusBackend for Status {
             let snapshot = engine.handle().snapshot();
             self.metrics.set_command_gap(snapshot.command_gap_max);
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
-                self.metrics.set_kv_used(shape.kv.capacity_bytes(snapshot.position, plan.kv_type));
+                self.metrics
+                    .set_kv_used(shape.kv.capacity_bytes(snapshot.position, plan.kv_type));
             }
         }
         self.metrics.encode()
@@ -161,9 +171,12 @@ impl StatusBackend for Status {
     }
 
     fn tokens(&self, usage: Usage) {
-        self.metrics.tokens("prompt", u64::from(usage.prompt_tokens.get()));
-        self.metrics.tokens("cached", u64::from(usage.cached_tokens.get()));
-        self.metrics.tokens("completion", u64::from(usage.completion_tokens.get()));
+        self.metrics
+            .tokens("prompt", u64::from(usage.prompt_tokens.get()));
+        self.metrics
+            .tokens("cached", u64::from(usage.cached_tokens.get()));
+        self.metrics
+            .tokens("completion", u64::from(usage.completion_tokens.get()));
     }
 
     fn models(&self) -> Vec<ModelInfo> {
@@ -195,8 +208,16 @@ mod tests {
             let text = format!("budget: {{total: 1GiB}}\nhttp: {{voices: {{{voices}}}}}\n");
             Config::parse(&text).unwrap()
         };
-        let first = |voices: &str| Names::of(&config(voices), 0).voices.first().map(|voice| voice.name.clone());
-        assert_eq!(first("alloy: amy, nova: lessac, default: lessac").as_deref(), Some("lessac"));
+        let first = |voices: &str| {
+            Names::of(&config(voices), 0)
+                .voices
+                .first()
+                .map(|voice| voice.name.clone())
+        };
+        assert_eq!(
+            first("alloy: amy, nova: lessac, default: lessac").as_deref(),
+            Some("lessac")
+        );
         assert_eq!(first("alloy: amy, nova: lessac").as_deref(), Some("amy"));
     }
 }

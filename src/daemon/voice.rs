@@ -18,31 +18,30 @@ use super::{
     control_handle::{AtWork, ControlHandle},
     workers::{Speaker, Way},
 };
-use crate::{
-    causes::in_one_line,
-    config::WorkerProtocol,
-    http::backend::{
-        RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript, VoiceWish,
-    },
-    policy::{
-        backlog::Backlog,
-        event::Event,
-        refusal::Refusal,
-        snapshot::{self, Rest, Snapshot},
-    },
-    rpc::supervisor::Supervisor as _,
-    speech::{
-        client::{self, ClientError, ClientTimeouts, Endpoint, WyomingClient},
-        http::{HttpShape, HttpSpeechClient, Manner},
-        resample::{ResampleError, Resampler},
-        sentences::Sentences,
-        server::{BAD_REQUEST, TOO_LONG},
-        voice_activity::contains_speech,
-        worker::SpeechClient,
-    },
-    telemetry::{Span, SpanContext, SpanKind, Tracer},
-    worker::handle::WorkerState,
+use cotenant_config::WorkerProtocol;
+use cotenant_http::backend::{
+    RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
+    VoiceWish,
 };
+use cotenant_policy::{
+    backlog::Backlog,
+    event::Event,
+    refusal::Refusal,
+    snapshot::{self, Rest, Snapshot},
+};
+use cotenant_rpc::supervisor::Supervisor as _;
+use cotenant_speech::{
+    client::{self, ClientError, ClientTimeouts, Endpoint, WyomingClient},
+    http::{HttpShape, HttpSpeechClient, Manner},
+    resample::{ResampleError, Resampler},
+    sentences::Sentences,
+    server::{BAD_REQUEST, TOO_LONG},
+    voice_activity::contains_speech,
+    worker::SpeechClient,
+};
+use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::handle::WorkerState;
 
 /// When a client may try again while a worker is being started.
 const RETRY_SOON: Duration = Duration::from_millis(500);
@@ -107,7 +106,11 @@ enum Outcome {
 
 impl Queue {
     fn new(act: &'static str, control: &Arc<ControlHandle>) -> Arc<Self> {
-        Arc::new(Self { act, control: Arc::clone(control), backlog: Mutex::default() })
+        Arc::new(Self {
+            act,
+            control: Arc::clone(control),
+            backlog: Mutex::default(),
+        })
     }
 
     /// A place in the queue, if the answer, up to its end where there is a `rest` of so many parts, is to be expected while
@@ -121,21 +124,33 @@ impl Queue {
         let (now, _) = self.control.now();
         let patience = patience.map(|patience| patience.saturating_sub(TO_ANSWER));
         let mut backlog = self.backlog.lock().unwrap_or_else(PoisonError::into_inner);
-        let with_others =
-            backlog.admit_whole(now, work, rest, patience).map_err(|expected| Refusal::DeadlineUnreachable {
+        let with_others = backlog
+            .admit_whole(now, work, rest, patience)
+            .map_err(|expected| Refusal::DeadlineUnreachable {
                 act: self.act.to_owned(),
                 patience_ms: millis(patience.unwrap_or_default()),
                 expected_ms: millis(expected),
-                retry_after: expected.saturating_sub(patience.unwrap_or_default()).max(RETRY_SOON),
+                retry_after: expected
+                    .saturating_sub(patience.unwrap_or_default())
+                    .max(RETRY_SOON),
             })?;
-        Ok(Queued { queue: Arc::clone(self), work, with_others, outcome: Outcome::Dropped })
+        Ok(Queued {
+            queue: Arc::clone(self),
+            work,
+            with_others,
+            outcome: Outcome::Dropped,
+        })
     }
 }
 
 impl Drop for Queued {
     fn drop(&mut self) {
         let (now, _) = self.queue.control.now();
-        let mut backlog = self.queue.backlog.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut backlog = self
+            .queue
+            .backlog
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         match self.outcome {
             Outcome::Dropped => backlog.dropped(self.work),
             Outcome::Answered => backlog.answered(now, self.work),
@@ -180,12 +195,17 @@ impl Voice {
         meta: &RequestMeta,
     ) -> Result<(SpeechClient, AtWork, String), Refusal> {
         let Some(speaker) = speaker else {
-            return Err(Refusal::NotConfigured { act: act.to_owned(), what: what.to_owned() });
+            return Err(Refusal::NotConfigured {
+                act: act.to_owned(),
+                what: what.to_owned(),
+            });
         };
         let name = speaker.handle.name().to_owned();
         let limit = speaker.way.wake_timeout;
         // What has not begun before the client gives up is of no use to it; a refusal in time is.
-        let limit = meta.patience.map_or(limit, |patience| limit.min(patience.saturating_sub(TO_ANSWER)));
+        let limit = meta.patience.map_or(limit, |patience| {
+            limit.min(patience.saturating_sub(TO_ANSWER))
+        });
         let deadline = Instant::now() + limit;
         let mut states = self.control.snapshot();
         let mut asked = false;
@@ -240,7 +260,10 @@ enum Look {
 fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
     let act = act.to_owned();
     if state.draining {
-        return Look::Never(Refusal::Draining { act, retry_after: RETRY_SOON });
+        return Look::Never(Refusal::Draining {
+            act,
+            retry_after: RETRY_SOON,
+        });
     }
     let name = speaker.handle.name();
     let Some(view) = state.workers.iter().find(|view| view.name == name) else {
@@ -252,12 +275,17 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
             reason: view.last_exit.clone().unwrap_or_default(),
             retry_after: RETRY_SOON,
         }),
-        (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped { act, worker: name.to_owned() }),
+        (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped {
+            act,
+            worker: name.to_owned(),
+        }),
         (snapshot::WorkerState::Ready, _) if view.winding_up => Look::Wait("about to be restarted"),
-        (snapshot::WorkerState::Ready, _) => match (speaker.handle.state(), speaker.handle.endpoint()) {
-            (WorkerState::Ready { .. }, Some(endpoint)) => Look::Go(endpoint),
-            _ => Look::Wait("ending"),
-        },
+        (snapshot::WorkerState::Ready, _) => {
+            match (speaker.handle.state(), speaker.handle.endpoint()) {
+                (WorkerState::Ready { .. }, Some(endpoint)) => Look::Go(endpoint),
+                _ => Look::Wait("ending"),
+            }
+        }
         (snapshot::WorkerState::Stopped, Some(_)) => Look::Wait("asleep"),
         (snapshot::WorkerState::Stopped, None) => Look::Wait("not started yet"),
         (snapshot::WorkerState::AwaitingMemory, _)
@@ -273,7 +301,9 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
             })
         }
         (snapshot::WorkerState::AwaitingMemory, _) => Look::Wait("waiting for memory"),
-        (snapshot::WorkerState::BackingOff, _) => Look::Wait("waiting to be started again after it failed"),
+        (snapshot::WorkerState::BackingOff, _) => {
+            Look::Wait("waiting to be started again after it failed")
+        }
         (snapshot::WorkerState::Starting, _) => Look::Wait("starting"),
         (snapshot::WorkerState::Stopping, _) => Look::Wait("stopping"),
     }
@@ -281,8 +311,11 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
 
 /// How a worker that listens there is asked.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
-    let timeouts =
-        ClientTimeouts { transcribe: way.answer_timeout, synthesize: way.answer_timeout, ..ClientTimeouts::default() };
+    let timeouts = ClientTimeouts {
+        transcribe: way.answer_timeout,
+        synthesize: way.answer_timeout,
+        ..ClientTimeouts::default()
+    };
     let shape = match way.protocol {
         WorkerProtocol::OpenaiHttp => HttpShape::Openai,
         WorkerProtocol::PiperHttp => HttpShape::Piper,
@@ -292,24 +325,37 @@ fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
         }
     };
     match endpoint {
-        Endpoint::Tcp(address) => {
-            SpeechClient::Http(HttpSpeechClient::new(address, shape, way.model.clone(), timeouts))
-        }
+        Endpoint::Tcp(address) => SpeechClient::Http(HttpSpeechClient::new(
+            address,
+            shape,
+            way.model.clone(),
+            timeouts,
+        )),
         // The configuration gives none to a worker that speaks HTTP.
         unix @ Endpoint::Unix(_) => SpeechClient::Wyoming(WyomingClient::new(unix, timeouts)),
     }
 }
 
 fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
-    move |error| Refusal::WorkerLost { worker, reason: in_one_line(&error), retry_after: RETRY_SOON }
+    move |error| Refusal::WorkerLost {
+        worker,
+        reason: in_one_line(&error),
+        retry_after: RETRY_SOON,
+    }
 }
 
 /// The refusal for a worker's failure. Input that the worker will never accept is a final error, which clients do not repeat.
 fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     match error {
-        ClientError::Refused { text, code: Some(code), .. } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => {
-            Refusal::Invalid { field: field.to_owned(), value: worker, problem: format!("does not take it: {text}") }
-        }
+        ClientError::Refused {
+            text,
+            code: Some(code),
+            ..
+        } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => Refusal::Invalid {
+            field: field.to_owned(),
+            value: worker,
+            problem: format!("does not take it: {text}"),
+        },
         error => lost(worker)(error),
     }
 }
@@ -326,14 +372,22 @@ fn millis(time: Duration) -> u64 {
 /// A recogniser that does not know the language would hear something else. One that names no languages is asked anyway;
 /// `en` and `en-GB` are the same to it.
 fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
-    let primary = |tag: &str| tag.split(['-', '_']).next().unwrap_or_default().to_lowercase();
+    let primary = |tag: &str| {
+        tag.split(['-', '_'])
+            .next()
+            .unwrap_or_default()
+            .to_lowercase()
+    };
     if known.is_empty() || known.iter().any(|tag| primary(tag) == primary(wanted)) {
         return Ok(());
     }
     Err(Refusal::Invalid {
         field: "language".to_owned(),
         value: wanted.to_owned(),
-        problem: format!("is not one of those that the recogniser knows: {}", known.join(", ")),
+        problem: format!(
+            "is not one of those that the recogniser knows: {}",
+            known.join(", ")
+        ),
     })
 }
 
@@ -341,10 +395,16 @@ impl SpeechBackend for Voice {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         async move {
             let span = self.span("transcribe", "text", self.asr.as_ref(), request.meta.trace);
-            span.set("cotenant.audio.seconds", request.audio.duration().as_secs_f64());
+            span.set(
+                "cotenant.audio.seconds",
+                request.audio.duration().as_secs_f64(),
+            );
             if !contains_speech(&request.audio.samples) {
                 span.event("no speech");
-                return Ok(Transcript { text: String::new(), language: request.language });
+                return Ok(Transcript {
+                    text: String::new(),
+                    language: request.language,
+                });
             }
             let transcribed = self.transcribe_in(&span, request).await;
             if let Err(refusal) = &transcribed {
@@ -373,7 +433,10 @@ impl SpeechBackend for Voice {
                 // One that does not answer now is what it was before.
                 let _unheard = self.announced_by(&client_of(endpoint, &speaker.way)).await;
             }
-            self.announced.lock().unwrap_or_else(PoisonError::into_inner).clone()
+            self.announced
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .clone()
         }
         .boxed()
     }
@@ -381,7 +444,13 @@ impl SpeechBackend for Voice {
 
 impl Voice {
     /// The span of a worker's work.
-    fn span(&self, what: &str, output: &str, speaker: Option<&Speaker>, trace: Option<SpanContext>) -> Span {
+    fn span(
+        &self,
+        what: &str,
+        output: &str,
+        speaker: Option<&Speaker>,
+        trace: Option<SpanContext>,
+    ) -> Span {
         let span = self.tracer.begin(what, SpanKind::Internal, trace);
         span.set("gen_ai.operation.name", what);
         span.set("gen_ai.provider.name", "cotenant");
@@ -395,35 +464,64 @@ impl Voice {
     /// Names of the voices that a worker announces, which are kept for when it does not run.
     async fn announced_by(&self, client: &SpeechClient) -> Result<Vec<String>, ClientError> {
         let voices = client.voices().await?;
-        self.announced.lock().unwrap_or_else(PoisonError::into_inner).clone_from(&voices);
+        self.announced
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone_from(&voices);
         Ok(voices)
     }
 
     /// The name of the voice that speaks; none where the worker chooses.
-    async fn voice_of(&self, wish: VoiceWish, client: &SpeechClient) -> Result<Option<String>, ClientError> {
+    async fn voice_of(
+        &self,
+        wish: VoiceWish,
+        client: &SpeechClient,
+    ) -> Result<Option<String>, ClientError> {
         match wish {
             VoiceWish::Any => Ok(None),
             VoiceWish::Known(name) => Ok(Some(name)),
             VoiceWish::Asked { name, otherwise } => {
                 let announced = self.announced_by(client).await?;
-                Ok(if announced.contains(&name) { Some(name) } else { otherwise })
+                Ok(if announced.contains(&name) {
+                    Some(name)
+                } else {
+                    otherwise
+                })
             }
         }
     }
 
-    async fn transcribe_in(&self, span: &Span, request: TranscribeRequest) -> Result<Transcript, Refusal> {
-        let mut queued = self.recordings.admit(request.audio.duration(), NO_REST, request.meta.patience)?;
+    async fn transcribe_in(
+        &self,
+        span: &Span,
+        request: TranscribeRequest,
+    ) -> Result<Transcript, Refusal> {
+        let mut queued =
+            self.recordings
+                .admit(request.audio.duration(), NO_REST, request.meta.patience)?;
         // It is never closed.
         let _place = self.places.acquire().await.ok();
-        let (client, at_work, name) =
-            self.client(self.asr.as_ref(), TRANSCRIBE, "speech recogniser", &request.meta).await?;
+        let (client, at_work, name) = self
+            .client(
+                self.asr.as_ref(),
+                TRANSCRIBE,
+                "speech recogniser",
+                &request.meta,
+            )
+            .await?;
         span.event("started");
         if let Some(language) = &request.language {
             let known = client.languages().await.map_err(lost(name.clone()))?;
             let known: Vec<&str> = known.iter().map(String::as_str).collect();
             check_language(language, &known)?;
         }
-        let heard = client.hear(&request.audio, request.language.as_deref(), request.pieces.as_ref()).await;
+        let heard = client
+            .hear(
+                &request.audio,
+                request.language.as_deref(),
+                request.pieces.as_ref(),
+            )
+            .await;
         match (&heard, &self.asr) {
             // Its connection has been closed. A worker that computes on without a client is at work until it is done.
             (Err(ClientError::Late { .. }), Some(ears)) => ears.hangs.busy_until_done(at_work),
@@ -443,29 +541,48 @@ impl Voice {
         if let Some(ears) = &self.asr {
             ears.hangs.answered();
         }
-        Ok(Transcript { text: heard.text, language: heard.language.or(request.language) })
+        Ok(Transcript {
+            text: heard.text,
+            language: heard.language.or(request.language),
+        })
     }
 
-    async fn synthesize_in(&self, span: Span, request: SpeechRequest) -> Result<SpeechStream, Refusal> {
+    async fn synthesize_in(
+        &self,
+        span: Span,
+        request: SpeechRequest,
+    ) -> Result<SpeechStream, Refusal> {
         let mut sentences = Sentences::default();
         let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
         texts.extend(sentences.finish());
         // Of a text without words the worker makes what it will.
         let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
         let rest = match request.whole {
-            true => (texts.iter().map(|text| spoken(text)).sum(), u32::try_from(texts.len()).unwrap_or(u32::MAX)),
+            true => (
+                texts.iter().map(|text| spoken(text)).sum(),
+                u32::try_from(texts.len()).unwrap_or(u32::MAX),
+            ),
             false => NO_REST,
         };
         let refused = |refusal: Refusal| {
             span.fail("refused", &refusal.to_string());
             refusal
         };
-        let queued = self.texts.admit(spoken(&first), rest, request.meta.patience).map_err(refused)?;
-        let (client, at_work, worker) =
-            self.client(self.tts.as_ref(), SPEAK, "voice", &request.meta).await.map_err(refused)?;
+        let queued = self
+            .texts
+            .admit(spoken(&first), rest, request.meta.patience)
+            .map_err(refused)?;
+        let (client, at_work, worker) = self
+            .client(self.tts.as_ref(), SPEAK, "voice", &request.meta)
+            .await
+            .map_err(refused)?;
         span.event("started");
         let hurried = (request.speed - 1.0).abs() > f64::EPSILON;
-        let ignored: &[_] = if hurried && !client.takes_speed() { &["speed"] } else { &[] };
+        let ignored: &[_] = if hurried && !client.takes_speed() {
+            &["speed"]
+        } else {
+            &[]
+        };
         let voice = self.voice_of(request.voice, &client).await;
         let voice = voice.map_err(lost(worker.clone())).map_err(refused)?;
         let mut speaking = Speaking {
@@ -485,7 +602,10 @@ impl Voice {
         let speech = speaking.begin(&first).await?;
         speaking.span.event("first_audio");
         let rate = speech.sample_rate_hz();
-        let sound = Sound { speech, resampler: None };
+        let sound = Sound {
+            speech,
+            resampler: None,
+        };
         let chunks = stream::unfold(Some((speaking, sound)), move |state| async move {
             let (mut speaking, mut sound) = state?;
             match speaking.next(&mut sound, rate).await {
@@ -494,7 +614,12 @@ impl Voice {
                 Err(refusal) => Some((Err(refusal), None)),
             }
         });
-        Ok(SpeechStream { rate, voice, ignored, chunks: chunks.boxed() })
+        Ok(SpeechStream {
+            rate,
+            voice,
+            ignored,
+            chunks: chunks.boxed(),
+        })
     }
 }
 
@@ -525,7 +650,11 @@ struct Sound {
 impl Speaking {
     async fn begin(&mut self, text: &str) -> Result<client::SpeechStream, Refusal> {
         let since = Instant::now();
-        let said = Manner { voice: self.voice.as_deref(), speaker: self.speaker.as_deref(), speed: self.speed };
+        let said = Manner {
+            voice: self.voice.as_deref(),
+            speaker: self.speaker.as_deref(),
+            speed: self.speed,
+        };
         let begun = self.client.synthesize(text, &said).await;
         self.waited += since.elapsed();
         begun.map_err(|error| self.failed(error))
@@ -541,11 +670,17 @@ impl Speaking {
                 let samples = samples.map_err(|error| self.failed(error))?;
                 return match &mut sound.resampler {
                     None => Ok(Some(samples)),
-                    Some(resampler) => resampler.push(&samples).map(Some).map_err(|error| self.unusable(&error)),
+                    Some(resampler) => resampler
+                        .push(&samples)
+                        .map(Some)
+                        .map_err(|error| self.unusable(&error)),
                 };
             }
             if let Some(resampler) = sound.resampler.take() {
-                return resampler.finish().map(Some).map_err(|error| self.unusable(&error));
+                return resampler
+                    .finish()
+                    .map(Some)
+                    .map_err(|error| self.unusable(&error));
             }
             if let Some(tts) = &self.tts {
                 tts.hangs.answered();
@@ -594,6 +729,9 @@ mod tests {
         }
         check_language("de", &[]).unwrap();
         let refusal = check_language("de", &["en", "en-US"]).unwrap_err();
-        assert_eq!(refusal.to_string(), "language: `de` is not one of those that the recogniser knows: en, en-US");
+        assert_eq!(
+            refusal.to_string(),
+            "language: `de` is not one of those that the recogniser knows: en, en-US"
+        );
     }
 }

@@ -20,7 +20,8 @@ use std::{
 };
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
-use crate::{emergency, policy::residency::EnginePlan};
+use cotenant_memory::emergency;
+use cotenant_policy::residency::EnginePlan;
 
 /// The thread, as the loop sees it.
 pub(super) struct Watchdog {
@@ -55,10 +56,13 @@ impl Watchdog {
     pub(super) fn start(&self) -> io::Result<()> {
         let watched = Arc::clone(&self.shared);
         watched.control.beat(watched.control.clock().now());
-        std::thread::Builder::new().name("watchdog".to_owned()).stack_size(STACK).spawn(move || {
-            emergency::lock_stack();
-            watched.watch();
-        })?;
+        std::thread::Builder::new()
+            .name("watchdog".to_owned())
+            .stack_size(STACK)
+            .spawn(move || {
+                emergency::lock_stack();
+                watched.watch();
+            })?;
         Ok(())
     }
 
@@ -99,7 +103,9 @@ impl Shared {
             }
             match reaction {
                 Reaction::None => {}
-                Reaction::Resumed => say("cotenant: the control loop runs again; it decides what grows back\n"),
+                Reaction::Resumed => {
+                    say("cotenant: the control loop runs again; it decides what grows back\n");
+                }
                 Reaction::Shed => {
                     let shed = emergency::within(|| self.shed());
                     say(if shed {
@@ -109,7 +115,9 @@ impl Shared {
                     });
                 }
                 Reaction::End => {
-                    say("cotenant: the control loop has not run for 5 s: ending with code 70, to be restarted\n");
+                    say(
+                        "cotenant: the control loop has not run for 5 s: ending with code 70, to be restarted\n",
+                    );
                     // Nothing is unwound: the thread that hangs may hold any lock.
                     // SAFETY: `_exit` takes a number and does not return.
                     unsafe { libc::_exit(EXIT_STALLED) };
@@ -120,7 +128,9 @@ impl Shared {
 
     /// Sheds the engine to its floor; returns whether there was one.
     fn shed(&self) -> bool {
-        let Some(engine) = &self.engine else { return false };
+        let Some(engine) = &self.engine else {
+            return false;
+        };
         // Taken and not copied: nothing is allocated. A loop that runs again arms it again.
         let Some(floor) = self.floor().take() else {
             return false;
@@ -153,7 +163,11 @@ impl Stall {
     /// Judges a loop that last ran `idle` ago.
     fn observe(&mut self, idle: Duration) -> Reaction {
         if idle < STALL_MIN {
-            return if std::mem::take(&mut self.noticed) { Reaction::Resumed } else { Reaction::None };
+            return if std::mem::take(&mut self.noticed) {
+                Reaction::Resumed
+            } else {
+                Reaction::None
+            };
         }
         if !std::mem::replace(&mut self.noticed, true) {
             Reaction::Shed
@@ -191,7 +205,10 @@ mod tests {
     use super::*;
 
     fn observed(stall: &mut Stall, millis: &[u64]) -> Vec<Reaction> {
-        millis.iter().map(|millis| stall.observe(Duration::from_millis(*millis))).collect()
+        millis
+            .iter()
+            .map(|millis| stall.observe(Duration::from_millis(*millis)))
+            .collect()
     }
 
     #[test]
@@ -199,16 +216,29 @@ mod tests {
         use Reaction::{None, Resumed, Shed};
         let mut stall = Stall::default();
         assert_eq!(observed(&mut stall, &[0, 1000, 1749]), [None; 3]);
-        assert_eq!(observed(&mut stall, &[1750, 1875, 4999]), [Shed, None, None]);
+        assert_eq!(
+            observed(&mut stall, &[1750, 1875, 4999]),
+            [Shed, None, None]
+        );
         assert_eq!(observed(&mut stall, &[10, 20]), [Resumed, None]);
-        assert_eq!(observed(&mut stall, &[1800]), [Shed], "the next stall counts too");
+        assert_eq!(
+            observed(&mut stall, &[1800]),
+            [Shed],
+            "the next stall counts too"
+        );
     }
 
     #[test]
     fn a_stall_that_lasts_ends_the_process_after_it_has_shed() {
         let mut stall = Stall::default();
         // The machine was suspended, or the detector itself had no processor: the engine still sheds first.
-        assert_eq!(observed(&mut stall, &[60_000, 60_125]), [Reaction::Shed, Reaction::End]);
-        assert_eq!(observed(&mut Stall::default(), &[1750, 5000]), [Reaction::Shed, Reaction::End]);
+        assert_eq!(
+            observed(&mut stall, &[60_000, 60_125]),
+            [Reaction::Shed, Reaction::End]
+        );
+        assert_eq!(
+            observed(&mut Stall::default(), &[1750, 5000]),
+            [Reaction::Shed, Reaction::End]
+        );
     }
 }

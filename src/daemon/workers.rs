@@ -9,26 +9,26 @@ use std::{
 
 use tokio::{runtime::Handle, sync::mpsc};
 
-use super::{control_handle::ControlHandle, handoff::successor_of, hang_detector::HangDetector, parts::Parts};
-use crate::{
-    causes::in_one_line,
-    config::{Config, PressureWatch, WorkerConfig, WorkerProtocol, WorkerRole},
-    policy::{
-        book::AdoptedWorker,
-        death::{DeathCertificate, DeathClass, LeaseAtDeath},
-        event::Event,
-        lease::LeaseKind,
-        snapshot::Snapshot,
-    },
-    probe::ProbeRoot,
-    rpc::supervisor::Supervisor as _,
-    worker::{
-        adopt::Survivor,
-        confine::Groups,
-        handle::{StartError, WorkerHandle},
-        report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
-        spec::{self, PressureKind, WorkerSpec},
-    },
+use super::{
+    control_handle::ControlHandle, handoff::successor_of, hang_detector::HangDetector, parts::Parts,
+};
+use cotenant_config::{Config, PressureWatch, WorkerConfig, WorkerProtocol, WorkerRole};
+use cotenant_policy::{
+    book::AdoptedWorker,
+    death::{DeathCertificate, DeathClass, LeaseAtDeath},
+    event::Event,
+    lease::LeaseKind,
+    snapshot::Snapshot,
+};
+use cotenant_probe::ProbeRoot;
+use cotenant_rpc::supervisor::Supervisor as _;
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::{
+    adopt::Survivor,
+    confine::Groups,
+    handle::{StartError, WorkerHandle},
+    report::{ExitReport, ExitStatus, FailureReason, Intent, WorkerEvent, WorkerEventKind},
+    spec::{self, PressureKind, WorkerSpec},
 };
 
 /// Reports that may wait for the loop; a worker that finds it full waits.
@@ -86,8 +86,11 @@ impl Workers {
         let ends = Ends::default();
         let successor = successor_of(config);
         let roots = ProbeRoot::default();
-        let groups =
-            if config.workers.is_empty() { Groups::none("there are no workers") } else { Groups::open(&roots) };
+        let groups = if config.workers.is_empty() {
+            Groups::none("there are no workers")
+        } else {
+            Groups::open(&roots)
+        };
         let mut workers = Self {
             handles: BTreeMap::new(),
             orders: BTreeMap::new(),
@@ -108,7 +111,10 @@ impl Workers {
             let handle = WorkerHandle::new(spec, roots.clone(), groups.clone(), sender.clone());
             let (orders, waiting) = mpsc::channel(ORDERS_LIMIT);
             control.note_worker(&name, handle.process());
-            parts.spawn("a worker's orders", obey(waiting, handle.clone(), Arc::clone(control)));
+            parts.spawn(
+                "a worker's orders",
+                obey(waiting, handle.clone(), Arc::clone(control)),
+            );
             workers.handles.insert(name.clone(), handle);
             workers.orders.insert(name.clone(), orders);
             let way = Way {
@@ -119,7 +125,10 @@ impl Workers {
             };
             workers.roles.insert(name, (worker.role, way));
         }
-        parts.spawn("the bridge to the workers", forward(receiver, Arc::clone(control), ends));
+        parts.spawn(
+            "the bridge to the workers",
+            forward(receiver, Arc::clone(control), ends),
+        );
         workers
     }
 
@@ -130,7 +139,10 @@ impl Workers {
 
     /// What all of them were made from.
     pub(super) fn specs(&self) -> Vec<WorkerSpec> {
-        self.handles.values().map(|worker| WorkerSpec::clone(&worker.spec())).collect()
+        self.handles
+            .values()
+            .map(|worker| WorkerSpec::clone(&worker.spec()))
+            .collect()
     }
 
     /// Where their supervisors follow one another.
@@ -153,8 +165,16 @@ impl Workers {
             let (worker, variant) = (survivor.worker.clone(), survivor.variant.clone());
             match handle.adopt(survivor).await {
                 Ok(pid) => {
-                    tracing::info!(worker, pid, "worker has outlived its supervisor and is taken over");
-                    adopted.push(AdoptedWorker { worker, pid, variant });
+                    tracing::info!(
+                        worker,
+                        pid,
+                        "worker has outlived its supervisor and is taken over"
+                    );
+                    adopted.push(AdoptedWorker {
+                        worker,
+                        pid,
+                        variant,
+                    });
                 }
                 Err(error) => tracing::warn!("{}", in_one_line(&error)),
             }
@@ -183,7 +203,11 @@ impl Workers {
     pub(super) fn tell_memory_is_short(&self, name: &str) {
         if let Some(handle) = self.handles.get(name) {
             let notified = handle.tell_memory_is_short();
-            tracing::info!(worker = name, notified, "worker is notified that memory is short");
+            tracing::info!(
+                worker = name,
+                notified,
+                "worker is notified that memory is short"
+            );
         }
     }
 
@@ -210,13 +234,16 @@ impl Workers {
             tracing::error!(worker = name, "there is no worker of this name");
             return;
         };
-        self.runtime.spawn(async move { worker.end_hung(&evidence).await });
+        self.runtime
+            .spawn(async move { worker.end_hung(&evidence).await });
     }
 
     fn order(&self, name: &str, order: Order) {
         match self.orders.get(name).map(|orders| orders.try_send(order)) {
             Some(Ok(())) => {}
-            Some(Err(error)) => tracing::error!(worker = name, %error, "a worker cannot be ordered"),
+            Some(Err(error)) => {
+                tracing::error!(worker = name, %error, "a worker cannot be ordered");
+            }
             None => tracing::error!(worker = name, "there is no worker of this name"),
         }
     }
@@ -249,17 +276,22 @@ impl Workers {
 
     /// Ends all workers and waits for them.
     pub(super) async fn stop_all(&self, grace: Duration) {
-        let stops = self
-            .handles
-            .values()
-            .map(|worker| worker.stop_because(Some(grace.min(worker.spec().stop_grace)), "the supervisor ends"));
+        let stops = self.handles.values().map(|worker| {
+            worker.stop_because(
+                Some(grace.min(worker.spec().stop_grace)),
+                "the supervisor ends",
+            )
+        });
         futures_util::future::join_all(stops).await;
     }
 }
 
 /// The specification of a worker that may outlive this supervisor.
 pub(super) fn supervised(worker: &WorkerConfig, config: &Config) -> WorkerSpec {
-    WorkerSpec { successor: Some(successor_of(config)), ..spec_of(worker, &config.runtime_dir) }
+    WorkerSpec {
+        successor: Some(successor_of(config)),
+        ..spec_of(worker, &config.runtime_dir)
+    }
 }
 
 /// Turns changes in the requests in flight at each worker into events. One task does so: sent from where requests begin
@@ -272,7 +304,9 @@ pub(super) async fn report_activity(control: Arc<ControlHandle>) {
         for (worker, &requests) in &counts {
             if reported.get(worker) != Some(&requests) {
                 let worker = worker.clone();
-                control.tell(Event::WorkerActivity { worker, requests }).await;
+                control
+                    .tell(Event::WorkerActivity { worker, requests })
+                    .await;
             }
         }
         reported = counts;
@@ -283,7 +317,11 @@ pub(super) async fn report_activity(control: Arc<ControlHandle>) {
 /// leave a process that is not in the ledger.
 ///
 /// Each start is followed by exactly one end, which the worker's own task reports.
-async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, control: Arc<ControlHandle>) {
+async fn obey(
+    mut orders: mpsc::Receiver<Order>,
+    worker: WorkerHandle,
+    control: Arc<ControlHandle>,
+) {
     while let Some(order) = orders.recv().await {
         let variant = match order {
             Order::Start { variant } => variant,
@@ -299,7 +337,11 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, control: 
                 control.note_confinement(worker.name(), lines);
             }
             // These have been reported by the worker's own task.
-            Err(error @ (StartError::Launch { .. } | StartError::Confine { .. } | StartError::Execute { .. })) => {
+            Err(
+                error @ (StartError::Launch { .. }
+                | StartError::Confine { .. }
+                | StartError::Execute { .. }),
+            ) => {
                 tracing::warn!("{}", in_one_line(&error));
             }
             // It is on the book, and runs already; its next end is the end of this start.
@@ -318,7 +360,11 @@ async fn obey(mut orders: mpsc::Receiver<Order>, worker: WorkerHandle, control: 
 }
 
 /// Turns reports of workers into events of the arbiter.
-async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlHandle>, ends: Ends) {
+async fn forward(
+    mut reports: mpsc::Receiver<WorkerEvent>,
+    control: Arc<ControlHandle>,
+    ends: Ends,
+) {
     let note = |worker: &str, end| {
         let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
         ends.insert(worker.to_owned(), end);
@@ -338,7 +384,11 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
             WorkerEventKind::Failed { reason } => match reason {
                 FailureReason::NotStarted { error } => {
                     note(&worker, "not_started");
-                    Event::WorkerExited { worker, intended: false, cause: error }
+                    Event::WorkerExited {
+                        worker,
+                        intended: false,
+                        cause: error,
+                    }
                 }
                 // It is being stopped; its exit follows.
                 FailureReason::NotReady { .. } => continue,
@@ -352,7 +402,9 @@ async fn forward(mut reports: mpsc::Receiver<WorkerEvent>, control: Arc<ControlH
             WorkerEventKind::Exited(exit) => {
                 note(&worker, end_of(&exit));
                 let cause = match exit.intended_by_us {
-                    Some(Intent::NotReady) => format!("{exit}; see its output, or allow more with `ready.timeout`"),
+                    Some(Intent::NotReady) => {
+                        format!("{exit}; see its output, or allow more with `ready.timeout`")
+                    }
                     _ => exit.sentence,
                 };
                 Event::WorkerExited {
@@ -383,7 +435,10 @@ fn end_of(exit: &ExitReport) -> &'static str {
 
 /// What the book has of a worker at its end.
 fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
-    let lease = state.leases.iter().find(|lease| lease.tenant == worker && lease.kind == LeaseKind::Worker)?;
+    let lease = state
+        .leases
+        .iter()
+        .find(|lease| lease.tenant == worker && lease.kind == LeaseKind::Worker)?;
     Some(LeaseAtDeath {
         held: lease.memory.held,
         min: lease.memory.min,
@@ -393,7 +448,11 @@ fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
 }
 
 fn tell_death(certificate: &DeathCertificate) {
-    let (worker, took_us, verdict) = (&certificate.worker, certificate.took_us, &certificate.verdict);
+    let (worker, took_us, verdict) = (
+        &certificate.worker,
+        certificate.took_us,
+        &certificate.verdict,
+    );
     let (class, confidence, sentence) = (verdict.class, verdict.confidence, &verdict.sentence);
     let remedy = verdict.remedy.as_deref().unwrap_or_default();
     if class == DeathClass::KilledByUs {
@@ -416,7 +475,7 @@ fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::Pressu
 }
 
 /// What the worker module needs to know, from what the configuration says.
-pub(crate) fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
+pub fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
     WorkerSpec {
         class: worker.class.to_string(),
         env: worker.env.clone(),
@@ -428,6 +487,10 @@ pub(crate) fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
         memory: worker.memory.clone(),
         oom_score_adj: Some(worker.oom_score_adj),
         pressure: pressure_of(worker, runtime_dir),
-        ..WorkerSpec::new(worker.name.clone(), worker.argv.clone(), worker.listen.clone())
+        ..WorkerSpec::new(
+            worker.name.clone(),
+            worker.argv.clone(),
+            worker.listen.clone(),
+        )
     }
 }

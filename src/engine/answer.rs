@@ -18,7 +18,7 @@ mod literal;
 
 use self::calls::{CLOSERS, CallParser, Found, Functions, SEPARATORS};
 use super::{tokenizer::Tokenizer, tool_format::ToolFormat};
-use crate::conversation::AnswerPart;
+use cotenant_conversation::AnswerPart;
 
 /// How an answer is to be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -148,7 +148,9 @@ impl AnswerReader {
         match self.state {
             State::Beginning => {
                 let begun = self.held.trim_start();
-                if begun.is_empty() || (self.style.thoughts == Thoughts::Perhaps && is_begun(begun, THINK)) {
+                if begun.is_empty()
+                    || (self.style.thoughts == Thoughts::Perhaps && is_begun(begun, THINK))
+                {
                     return false;
                 }
                 let lead = self.held.len() - begun.len();
@@ -156,7 +158,11 @@ impl AnswerReader {
                     self.held.drain(..lead + THINK.len());
                     self.state = State::Thinking;
                 } else if let Some(format) = self.style.tools {
-                    self.state = State::Call(Opener { tag: "", keep: 0, any_name: format == ToolFormat::Bare });
+                    self.state = State::Call(Opener {
+                        tag: "",
+                        keep: 0,
+                        any_name: format == ToolFormat::Bare,
+                    });
                 } else {
                     // Without thoughts before it, white space at the beginning is the model's own.
                     self.any_text = self.style.thoughts == Thoughts::None;
@@ -183,9 +189,14 @@ impl AnswerReader {
                     self.rest(parts);
                     return false;
                 }
-                let found = OPENERS.iter().filter_map(|opener| Some((self.held.find(opener.tag)?, *opener)));
+                let found = OPENERS
+                    .iter()
+                    .filter_map(|opener| Some((self.held.find(opener.tag)?, *opener)));
                 let found = found.min_by_key(|(at, _)| *at);
-                let end = found.map_or_else(|| held_back(&self.held, &OPENERS.map(|opener| opener.tag)), |(at, _)| at);
+                let end = found.map_or_else(
+                    || held_back(&self.held, &OPENERS.map(|opener| opener.tag)),
+                    |(at, _)| at,
+                );
                 let clear: String = self.held.drain(..end).collect();
                 self.text(&clear, parts);
                 if let Some((_, opener)) = found {
@@ -228,7 +239,11 @@ impl AnswerReader {
     fn after(&mut self, opener: Opener, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
         let rest = self.held.trim_start();
         let fence = [FENCE];
-        let closers = || CLOSERS.iter().chain(fence.iter().filter(|_| opener.tag == FENCE));
+        let closers = || {
+            CLOSERS
+                .iter()
+                .chain(fence.iter().filter(|_| opener.tag == FENCE))
+        };
         let closer = closers().find(|closer| rest.starts_with(**closer));
         if let Some(closer) = closer {
             let end = self.held.len() - rest.len() + closer.len();
@@ -257,9 +272,13 @@ impl AnswerReader {
     /// Any name counts only where a call is written as JSON or in tags: prose has brackets too.
     fn parser(&self, opener: Opener, body: &str, ended: bool) -> CallParser<'_> {
         let structured = body.trim_start().starts_with(['{', '[', '<']);
-        let any_name =
-            opener.any_name && (structured || matches!(self.state, State::Call(_)) && !opener.tag.is_empty());
-        CallParser { functions: &self.functions, any_name, ended }
+        let any_name = opener.any_name
+            && (structured || matches!(self.state, State::Call(_)) && !opener.tag.is_empty());
+        CallParser {
+            functions: &self.functions,
+            any_name,
+            ended,
+        }
     }
 
     /// What seemed to be the beginning of a call is text.
@@ -330,7 +349,12 @@ fn fenced(opener: Opener, held: &str) -> Fenced<'_> {
     }
     match held.split_once('\n') {
         Some((language, body)) if FENCE_LANGUAGES.contains(&language.trim()) => Fenced::Body(body),
-        None if FENCE_LANGUAGES.iter().any(|known| known.starts_with(held.trim())) => Fenced::More,
+        None if FENCE_LANGUAGES
+            .iter()
+            .any(|known| known.starts_with(held.trim())) =>
+        {
+            Fenced::More
+        }
         _ => Fenced::Nothing,
     }
 }
@@ -342,13 +366,22 @@ fn is_begun(text: &str, tag: &str) -> bool {
 
 /// Where the beginning of one of `tags` starts at the end of `text`.
 fn held_back(text: &str, tags: &[&str]) -> usize {
-    let begun = |at: &usize| tags.iter().any(|tag| is_begun(text.get(*at..).unwrap_or_default(), tag));
-    text.char_indices().map(|(at, _)| at).find(begun).unwrap_or(text.len())
+    let begun = |at: &usize| {
+        tags.iter()
+            .any(|tag| is_begun(text.get(*at..).unwrap_or_default(), tag))
+    };
+    text.char_indices()
+        .map(|(at, _)| at)
+        .find(begun)
+        .unwrap_or(text.len())
 }
 
 /// Whether a text that was held back is the beginning of a tag, and not of a line or of anything that prose has as well.
 fn is_tag_begun(text: &str) -> bool {
-    text.len() > 1 && OPENERS.iter().any(|opener| opener.tag.starts_with(['<', '[']) && is_begun(text, opener.tag))
+    text.len() > 1
+        && OPENERS
+            .iter()
+            .any(|opener| opener.tag.starts_with(['<', '[']) && is_begun(text, opener.tag))
 }
 
 const THINK: &str = "<think>";
@@ -360,7 +393,10 @@ const FENCE_LANGUAGES: [&str; 6] = ["", "json", "tool_call", "tool_code", "pytho
 
 /// The control tokens of a vocabulary with which calls are written, and their texts.
 pub(super) fn call_tags(tokenizer: &Tokenizer) -> Vec<(u32, &'static str)> {
-    CALL_TAGS.iter().filter_map(|text| Some((tokenizer.control(text)?, *text))).collect()
+    CALL_TAGS
+        .iter()
+        .filter_map(|text| Some((tokenizer.control(text)?, *text)))
+        .collect()
 }
 
 /// Texts that are control tokens in some vocabularies, in front of and inside of calls.
@@ -380,18 +416,62 @@ const CALL_TAGS: [&str; 12] = [
 ];
 
 const OPENERS: [Opener; 11] = [
-    Opener { tag: "<tool_call>", keep: 0, any_name: true },
-    Opener { tag: "<|tool_call|>", keep: 0, any_name: true },
-    Opener { tag: "<|tool_call_start|>", keep: 0, any_name: true },
-    Opener { tag: "<|python_tag|>", keep: 0, any_name: true },
-    Opener { tag: "[TOOL_CALLS]", keep: 0, any_name: true },
-    Opener { tag: "<function_call>", keep: 0, any_name: false },
-    Opener { tag: "<tools>", keep: 0, any_name: false },
-    Opener { tag: "<function=", keep: "<function=".len(), any_name: false },
+    Opener {
+        tag: "<tool_call>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<|tool_call|>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<|tool_call_start|>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<|python_tag|>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "[TOOL_CALLS]",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<function_call>",
+        keep: 0,
+        any_name: false,
+    },
+    Opener {
+        tag: "<tools>",
+        keep: 0,
+        any_name: false,
+    },
+    Opener {
+        tag: "<function=",
+        keep: "<function=".len(),
+        any_name: false,
+    },
     // Phi 4 mini.
-    Opener { tag: "functools[", keep: 1, any_name: false },
-    Opener { tag: FENCE, keep: 0, any_name: false },
-    Opener { tag: "\n{", keep: 1, any_name: false },
+    Opener {
+        tag: "functools[",
+        keep: 1,
+        any_name: false,
+    },
+    Opener {
+        tag: FENCE,
+        keep: 0,
+        any_name: false,
+    },
+    Opener {
+        tag: "\n{",
+        keep: 1,
+        any_name: false,
+    },
 ];
 
 #[cfg(test)]
@@ -407,13 +487,16 @@ mod tests {
         }});
         let mut reader = AnswerReader::new(&[tool]);
         reader.set_style(style);
-        let mut parts: Vec<AnswerPart> = pieces.iter().flat_map(|piece| reader.push(piece)).collect();
+        let mut parts: Vec<AnswerPart> =
+            pieces.iter().flat_map(|piece| reader.push(piece)).collect();
         parts.extend(reader.finish(false));
         let mut joined: Vec<AnswerPart> = Vec::new();
         for part in parts {
             match (joined.last_mut(), part) {
                 (Some(AnswerPart::Text(before)), AnswerPart::Text(text))
-                | (Some(AnswerPart::Reasoning(before)), AnswerPart::Reasoning(text)) => before.push_str(&text),
+                | (Some(AnswerPart::Reasoning(before)), AnswerPart::Reasoning(text)) => {
+                    before.push_str(&text);
+                }
                 (_, part) => joined.push(part),
             }
         }
@@ -429,16 +512,27 @@ mod tests {
     }
 
     fn call(name: &str, arguments: &str) -> AnswerPart {
-        AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_owned() }
+        AnswerPart::ToolCall {
+            name: name.to_owned(),
+            arguments: arguments.to_owned(),
+        }
     }
 
-    const TAGGED: AnswerStyle = AnswerStyle { thoughts: Thoughts::Perhaps, tools: Some(ToolFormat::Tagged) };
+    const TAGGED: AnswerStyle = AnswerStyle {
+        thoughts: Thoughts::Perhaps,
+        tools: Some(ToolFormat::Tagged),
+    };
 
     #[test]
     fn thoughts_text_and_calls_are_reported_apart_however_they_are_cut() {
         let answer = "<think>hm\n</think>\n\nI will look.\n<tool_call>\n{\"name\": \"look\", \"arguments\": {\"at\": \
                       \"<b>\"}}\n</tool_call>\n<tool_call>{\"name\": \"wait\", \"arguments\": {}}</tool_call>";
-        let expected = [reasoning("hm\n"), text("I will look."), call("look", r#"{"at":"<b>"}"#), call("wait", "{}")];
+        let expected = [
+            reasoning("hm\n"),
+            text("I will look."),
+            call("look", r#"{"at":"<b>"}"#),
+            call("wait", "{}"),
+        ];
         assert_eq!(read(TAGGED, &[answer]), expected);
         let pieces: Vec<String> = answer.chars().map(String::from).collect();
         let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
@@ -447,25 +541,49 @@ mod tests {
 
     #[test]
     fn thoughts_that_the_prompt_began_are_reported_apart() {
-        let style = AnswerStyle { thoughts: Thoughts::Open, tools: None };
-        assert_eq!(read(style, &["so</th", "ink>\n\n on it "]), [reasoning("so"), text("on it ")]);
+        let style = AnswerStyle {
+            thoughts: Thoughts::Open,
+            tools: None,
+        };
+        assert_eq!(
+            read(style, &["so</th", "ink>\n\n on it "]),
+            [reasoning("so"), text("on it ")]
+        );
         assert_eq!(read(style, &["never done"]), [reasoning("never done")]);
         // Thoughts come once; what looks like them later is text.
-        assert_eq!(read(style, &["a</think>b<think>c</think>"]), [reasoning("a"), text("b<think>c</think>")]);
+        assert_eq!(
+            read(style, &["a</think>b<think>c</think>"]),
+            [reasoning("a"), text("b<think>c</think>")]
+        );
     }
 
     #[test]
     fn a_call_of_functions_and_parameters_becomes_json() {
         let answer = "<tool_call>\n<function=set_light>\n<parameter=room>\n12\n</parameter>\n<parameter=level>\n7\n\
                       </parameter>\n</function>\n</tool_call>";
-        assert_eq!(read(TAGGED, &[answer]), [call("set_light", r#"{"room":"12","level":7}"#)]);
+        assert_eq!(
+            read(TAGGED, &[answer]),
+            [call("set_light", r#"{"room":"12","level":7}"#)]
+        );
     }
 
     #[test]
     fn a_bare_call_is_one_only_if_it_is_the_whole_answer() {
-        let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(ToolFormat::Bare) };
-        assert_eq!(read(style, &["{\"name\": \"f\", ", "\"parameters\": {\"a\": 1}}"]), [call("f", r#"{"a":1}"#)]);
-        assert_eq!(read(style, &["{\"a\": 1} is JSON"]), [text("{\"a\": 1} is JSON")]);
+        let style = AnswerStyle {
+            thoughts: Thoughts::None,
+            tools: Some(ToolFormat::Bare),
+        };
+        assert_eq!(
+            read(
+                style,
+                &["{\"name\": \"f\", ", "\"parameters\": {\"a\": 1}}"]
+            ),
+            [call("f", r#"{"a":1}"#)]
+        );
+        assert_eq!(
+            read(style, &["{\"a\": 1} is JSON"]),
+            [text("{\"a\": 1} is JSON")]
+        );
         assert_eq!(read(style, &["no {call}"]), [text("no {call}")]);
     }
 
@@ -475,11 +593,26 @@ mod tests {
         let hall = r#"{"room":"hall"}"#;
         for (answer, expected) in [
             // without arguments, and with arguments as a text
-            ("<tool_call>\n{\"name\": \"set_light\"}\n</tool_call>", both("{}")),
-            ("<tool_call>{\"name\": \"set_light\", \"arguments\": null}</tool_call>", both("{}")),
-            (r#"<tool_call>{"name": "set_light", "arguments": "{\"room\": \"hall\"}"}</tool_call>"#, both(hall)),
-            (r#"{"type": "function", "function": {"name": "set_light", "arguments": {"room": "hall"}}}"#, both(hall)),
-            (r#"{"function": "set_light", "parameters": {"room": "hall"}}"#, both(hall)),
+            (
+                "<tool_call>\n{\"name\": \"set_light\"}\n</tool_call>",
+                both("{}"),
+            ),
+            (
+                "<tool_call>{\"name\": \"set_light\", \"arguments\": null}</tool_call>",
+                both("{}"),
+            ),
+            (
+                r#"<tool_call>{"name": "set_light", "arguments": "{\"room\": \"hall\"}"}</tool_call>"#,
+                both(hall),
+            ),
+            (
+                r#"{"type": "function", "function": {"name": "set_light", "arguments": {"room": "hall"}}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"function": "set_light", "parameters": {"room": "hall"}}"#,
+                both(hall),
+            ),
             // tags inside of values
             (
                 r#"<tool_call>{"name": "set_light", "arguments": {"room": "a </tool_call> b"}}</tool_call>"#,
@@ -490,20 +623,44 @@ mod tests {
                 both(r#"{"room":"a </tool_call> </parameter> b"}"#),
             ),
             // brackets and end tags forgotten
-            (r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}</tool_call>"#, both(hall)),
-            (r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}}"#, both(hall)),
-            (r#"{"name": "set_light", "parameters": {"room": "hall"}"#, both(hall)),
+            (
+                r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}</tool_call>"#,
+                both(hall),
+            ),
+            (
+                r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"name": "set_light", "parameters": {"room": "hall"}"#,
+                both(hall),
+            ),
             (
                 "<function=set_light>\n<parameter=room>\nhall\n<parameter=level>\n2\n</function>",
                 both(r#"{"room":"hall","level":2}"#),
             ),
-            ("<function=set_light><parameter=room>hall</parameter>", both(hall)),
+            (
+                "<function=set_light><parameter=room>hall</parameter>",
+                both(hall),
+            ),
             // Qwen 3 Coder and Llama 3.1 without the outer tags
-            ("<function=set_light>\n<parameter=room>\nhall\n</parameter>\n</function>\n</tool_call>", both(hall)),
-            ("<function=set_light>{\"room\": \"hall\"}</function>", both(hall)),
+            (
+                "<function=set_light>\n<parameter=room>\nhall\n</parameter>\n</function>\n</tool_call>",
+                both(hall),
+            ),
+            (
+                "<function=set_light>{\"room\": \"hall\"}</function>",
+                both(hall),
+            ),
             // Mistral
-            ("[TOOL_CALLS]set_light[ARGS]{\"room\": \"hall\"}", both(hall)),
-            ("[TOOL_CALLS]set_light[CALL_ID]abcdefghi[ARGS]{\"room\": \"hall\"}", both(hall)),
+            (
+                "[TOOL_CALLS]set_light[ARGS]{\"room\": \"hall\"}",
+                both(hall),
+            ),
+            (
+                "[TOOL_CALLS]set_light[CALL_ID]abcdefghi[ARGS]{\"room\": \"hall\"}",
+                both(hall),
+            ),
             (
                 "[TOOL_CALLS] [{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}, \"id\": \"abc\"}]",
                 both(hall),
@@ -511,23 +668,53 @@ mod tests {
             ("set_light[ARGS]{\"room\": \"hall\"}", both(hall)),
             ("[TOOL_CALLS]set_light{\"room\": \"hall\"}", both(hall)),
             // Granite, Phi 4, SmolLM 2, Qwen 2.5 Coder, LFM 2
-            ("<|tool_call|>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]<|/tool_call|>", both(hall)),
-            ("functools[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]", both(hall)),
-            ("<tool_call>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]</tool_call>", both(hall)),
-            ("<tools>\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}\n</tools>", both(hall)),
-            ("<|tool_call_start|>[set_light(room=\"hall\")]<|tool_call_end|>", both(hall)),
+            (
+                "<|tool_call|>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]<|/tool_call|>",
+                both(hall),
+            ),
+            (
+                "functools[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]",
+                both(hall),
+            ),
+            (
+                "<tool_call>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]</tool_call>",
+                both(hall),
+            ),
+            (
+                "<tools>\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}\n</tools>",
+                both(hall),
+            ),
+            (
+                "<|tool_call_start|>[set_light(room=\"hall\")]<|tool_call_end|>",
+                both(hall),
+            ),
             // Llama and Gemma: in a fence, behind a tag, as Python
-            ("```json\n{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}\n```", both(hall)),
-            ("```\n[{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}]\n```\n", both(hall)),
-            ("<|python_tag|>{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}", both(hall)),
+            (
+                "```json\n{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}\n```",
+                both(hall),
+            ),
+            (
+                "```\n[{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}]\n```\n",
+                both(hall),
+            ),
+            (
+                "<|python_tag|>{\"name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}",
+                both(hall),
+            ),
             ("<|python_tag|>set_light.call(room=\"hall\")", both(hall)),
             ("[set_light(room='hall')]", both(hall)),
             (
                 "```tool_code\nprint(default_api.set_light('hall', level = 2))\n```",
                 both(r#"{"level":2,"room":"hall"}"#),
             ),
-            ("{'name': 'set_light', 'arguments': {'room': 'hall'}}", both(hall)),
-            ("{\"name\": \"set_light\", \"arguments\": {\"room\": \"a\nb\"}}", both(r#"{"room":"a\nb"}"#)),
+            (
+                "{'name': 'set_light', 'arguments': {'room': 'hall'}}",
+                both(hall),
+            ),
+            (
+                "{\"name\": \"set_light\", \"arguments\": {\"room\": \"a\nb\"}}",
+                both(r#"{"room":"a\nb"}"#),
+            ),
             // several, and text before
             (
                 "<tool_call>{\"name\": \"set_light\", \"arguments\": {}}\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}</tool_call>",
@@ -547,7 +734,10 @@ mod tests {
             ),
         ] {
             for format in [ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged] {
-                let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
+                let style = AnswerStyle {
+                    thoughts: Thoughts::None,
+                    tools: Some(format),
+                };
                 assert_eq!(read(style, &[answer]), expected, "{format:?}: {answer}");
                 let pieces: Vec<String> = answer.chars().map(String::from).collect();
                 let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
@@ -574,21 +764,33 @@ mod tests {
             "print(1)",
             "I use functools[0] and [ARGS].",
         ] {
-            let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(ToolFormat::Tagged) };
+            let style = AnswerStyle {
+                thoughts: Thoughts::None,
+                tools: Some(ToolFormat::Tagged),
+            };
             assert_eq!(read(style, &[answer]), [text(answer)], "{answer}");
         }
     }
 
     #[test]
     fn thoughts_that_are_white_space_are_none() {
-        assert_eq!(read(TAGGED, &["<think>\n", "\n</think>\n\nHello."]), [text("Hello.")]);
-        assert_eq!(read(TAGGED, &["<think>\n", "\n hm </think>Hello."]), [reasoning("\n\n hm "), text("Hello.")]);
+        assert_eq!(
+            read(TAGGED, &["<think>\n", "\n</think>\n\nHello."]),
+            [text("Hello.")]
+        );
+        assert_eq!(
+            read(TAGGED, &["<think>\n", "\n hm </think>Hello."]),
+            [reasoning("\n\n hm "), text("Hello.")]
+        );
     }
 
     #[test]
     fn a_call_that_the_length_cuts_is_a_cut_call_and_never_text() {
         let cut = |format: ToolFormat, answer: &str| {
-            let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
+            let style = AnswerStyle {
+                thoughts: Thoughts::None,
+                tools: Some(format),
+            };
             let tool = serde_json::json!({"type": "function", "function": {
                 "name": "f",
                 "parameters": {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "integer"}}},
@@ -602,9 +804,10 @@ mod tests {
         let whole = "{\"name\": \"f\", \"arguments\": {\"a\": \"x\", \"b\": 12}}";
         for length in 0..whole.len() {
             let begun = &whole[..length];
-            for (format, answer) in
-                [(ToolFormat::Tagged, format!("<tool_call>\n{begun}")), (ToolFormat::Bare, begun.to_owned())]
-            {
+            for (format, answer) in [
+                (ToolFormat::Tagged, format!("<tool_call>\n{begun}")),
+                (ToolFormat::Bare, begun.to_owned()),
+            ] {
                 let parts = cut(format, &answer);
                 let expected = match length {
                     0..12 => vec![],
@@ -614,14 +817,24 @@ mod tests {
                 assert_eq!(parts, expected, "{format:?}: {answer}");
             }
         }
-        assert_eq!(cut(ToolFormat::Tagged, "I will. <tool_c"), [text("I will.")], "the beginning of a tag is no text");
         assert_eq!(
-            cut(ToolFormat::Parameters, "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1"),
+            cut(ToolFormat::Tagged, "I will. <tool_c"),
+            [text("I will.")],
+            "the beginning of a tag is no text"
+        );
+        assert_eq!(
+            cut(
+                ToolFormat::Parameters,
+                "<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n<parameter=b>\n1"
+            ),
             [call("f", r#"{"a":"x""#)]
         );
         assert_eq!(cut(ToolFormat::Parameters, "<tool_call>\n<functio"), []);
         // Whole calls stay whole, and text that is cut stays text.
-        assert_eq!(cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")), [call("f", r#"{"a":"x","b":12}"#)]);
+        assert_eq!(
+            cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")),
+            [call("f", r#"{"a":"x","b":12}"#)]
+        );
         assert_eq!(cut(ToolFormat::Tagged, "a < b"), [text("a < b")]);
     }
 
@@ -647,7 +860,10 @@ mod tests {
             }
         }
         // Without tools nothing is looked for.
-        assert_eq!(read(AnswerStyle::default(), &[" <tool_call>"]), [text(" <tool_call>")]);
+        assert_eq!(
+            read(AnswerStyle::default(), &[" <tool_call>"]),
+            [text(" <tool_call>")]
+        );
     }
 
     proptest! {

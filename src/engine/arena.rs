@@ -16,7 +16,7 @@ use std::{
 
 use nix::sys::mman::{self, MapFlags, ProtFlags};
 
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// Anonymous memory of whole pages, dropped by `munmap`.
 ///
@@ -64,7 +64,11 @@ impl Mapping {
     fn aligned(bytes: Bytes, protection: ProtFlags) -> io::Result<Self> {
         let len = bytes.round_up(page()).as_len().max(page().as_len());
         let huge = HUGE_PAGE.as_len();
-        let wanted = if len >= huge { len.saturating_add(huge) } else { len };
+        let wanted = if len >= huge {
+            len.saturating_add(huge)
+        } else {
+            len
+        };
         let length = NonZeroUsize::new(wanted).ok_or(io::ErrorKind::InvalidInput)?;
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
@@ -151,7 +155,11 @@ impl Mapping {
         let start = self.range(offset, len).ok_or(io::ErrorKind::InvalidInput)?;
         // SAFETY: a part of our own mapping; none of the advices used here changes its contents.
         let result = unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 
     /// Has the kernel find memory for all of it, which is still unused.
@@ -169,7 +177,9 @@ impl Mapping {
             match self.advise_part(offset + at, piece, libc::MADV_POPULATE_WRITE) {
                 Ok(()) => {}
                 // Linux before 5.14.
-                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => self.touch(offset + at, piece),
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                    self.touch(offset + at, piece);
+                }
                 Err(error) => return Err(error),
             }
         }
@@ -187,7 +197,8 @@ impl Mapping {
         for page in (0..len).step_by(page().as_len()) {
             // A zero that the compiler sees makes a read of it, for which the kernel finds no memory.
             // SAFETY: inside our own mapping; a write that leaves the byte as it is.
-            unsafe { AtomicU8::from_ptr(start.add(page).as_ptr()) }.fetch_or(black_box(0), Ordering::Relaxed);
+            unsafe { AtomicU8::from_ptr(start.add(page).as_ptr()) }
+                .fetch_or(black_box(0), Ordering::Relaxed);
         }
     }
 }
@@ -236,15 +247,24 @@ pub struct SharedMapping {
 
 impl From<Mapping> for SharedMapping {
     fn from(mapping: Mapping) -> Self {
-        Self { device: None, host: Some(mapping) }
+        Self {
+            device: None,
+            host: Some(mapping),
+        }
     }
 }
 
 impl SharedMapping {
     /// Memory of a device; `host` is the mapping that the device reads, where it is one.
-    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the backend of a GPU has memory of a device"))]
+    #[cfg_attr(
+        not(feature = "cuda"),
+        expect(dead_code, reason = "only the backend of a GPU has memory of a device")
+    )]
     pub(super) fn of_device(device: Box<dyn DeviceMemory>, host: Option<Mapping>) -> Self {
-        Self { device: Some(device), host }
+        Self {
+            device: Some(device),
+            host,
+        }
     }
 
     /// Reserves address space that cannot be used before its protection is changed.
@@ -285,7 +305,8 @@ impl SharedMapping {
     #[must_use]
     pub fn held(&self) -> Bytes {
         let staging = self.device().and_then(DeviceMemory::staging);
-        self.bytes().saturating_add(staging.map_or(Bytes::ZERO, Self::bytes))
+        self.bytes()
+            .saturating_add(staging.map_or(Bytes::ZERO, Self::bytes))
     }
 
     /// As [`Mapping::resident`]; all of what a device has.
@@ -299,7 +320,9 @@ impl SharedMapping {
 
     /// How much of `len` bytes from `offset`, which starts at a page, the kernel has in memory.
     pub(super) fn resident_in(&self, offset: usize, len: usize) -> Bytes {
-        self.host.as_ref().map_or(Bytes::ZERO, |host| host.resident_in(offset, len))
+        self.host
+            .as_ref()
+            .map_or(Bytes::ZERO, |host| host.resident_in(offset, len))
     }
 
     /// Has the kernel find memory for all of it, which is still unused.
@@ -309,7 +332,9 @@ impl SharedMapping {
 
     /// The same for `len` bytes from `offset`.
     pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
-        self.host.as_ref().map_or(Ok(()), |host| host.populate_part(offset, len))
+        self.host
+            .as_ref()
+            .map_or(Ok(()), |host| host.populate_part(offset, len))
     }
 
     /// Writes to each page of `len` bytes from `offset`, which are in no slice.
@@ -328,7 +353,11 @@ impl SharedMapping {
         // The device first: it may read the mapping.
         let confirmed = device.is_none_or(|mut device| device.release());
         let unmapped = host.is_none_or(Mapping::unmap);
-        if confirmed && unmapped { resident } else { Bytes::ZERO }
+        if confirmed && unmapped {
+            resident
+        } else {
+            Bytes::ZERO
+        }
     }
 }
 
@@ -351,12 +380,21 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
         let count = part.div_ceil(page().as_len());
         // SAFETY: `mincore` writes one byte for each page of the part, at most `flags.len()` of them; the addresses are
         // only looked up, never read.
-        let result =
-            unsafe { libc::mincore(address.wrapping_add(done).cast_mut().cast(), part, flags.as_mut_ptr().cast()) };
+        let result = unsafe {
+            libc::mincore(
+                address.wrapping_add(done).cast_mut().cast(),
+                part,
+                flags.as_mut_ptr().cast(),
+            )
+        };
         if result != 0 {
             return None;
         }
-        pages += flags.iter().take(count).map(|flag| u64::from(flag & 1)).sum::<u64>();
+        pages += flags
+            .iter()
+            .take(count)
+            .map(|flag| u64::from(flag & 1))
+            .sum::<u64>();
         done += part;
     }
     Some(pages)

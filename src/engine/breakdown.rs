@@ -1,6 +1,6 @@
 //! Memory of the engine by kind.
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// What a model holds at one instant.
 ///

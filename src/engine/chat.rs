@@ -26,37 +26,7 @@ use super::{
     tokenizer::Tokenizer,
     tool_format::{ToolFormat, answers_in_words, in_words, system_in_words},
 };
-pub use crate::conversation::{ChatMessage, Conversation, Role, ToolCall};
-
-impl ChatMessage {
-    /// As templates read it, with ids of calls made by `id_of`.
-    fn to_value(&self, id_of: impl Fn(&str) -> String) -> Value {
-        let mut map = Map::new();
-        map.insert("role".to_owned(), json!(self.role));
-        map.insert("content".to_owned(), json!(self.content));
-        if let Some(reasoning) = &self.reasoning {
-            map.insert("reasoning_content".to_owned(), json!(reasoning));
-        }
-        if !self.tool_calls.is_empty() {
-            let calls: Vec<Value> = self
-                .tool_calls
-                .iter()
-                .map(|call| {
-                    let function = json!({"name": call.name, "arguments": call.arguments_value()});
-                    json!({"id": id_of(&call.id), "type": "function", "function": function})
-                })
-                .collect();
-            map.insert("tool_calls".to_owned(), Value::Array(calls));
-        }
-        if let Some(id) = &self.tool_call_id {
-            map.insert("tool_call_id".to_owned(), json!(id_of(id)));
-        }
-        if let Some(name) = &self.name {
-            map.insert("name".to_owned(), json!(name));
-        }
-        Value::Object(map)
-    }
-}
+pub use cotenant_conversation::{ChatMessage, Conversation, Role, ToolCall};
 
 /// The chat template of a model.
 pub struct ChatTemplate {
@@ -101,9 +71,17 @@ impl ChatTemplate {
         let has = |tokens: [&str; 2]| tokens.iter().all(|text| tokenizer.control(text).is_some());
         let usual = [(CHATML_TOKENS, CHATML), (GEMMA_TOKENS, GEMMA)];
         let usual = usual.into_iter().find(|(tokens, _)| has(*tokens));
-        let source = source.or(usual.map(|(_, template)| template)).unwrap_or_default();
+        let source = source
+            .or(usual.map(|(_, template)| template))
+            .unwrap_or_default();
         let (format, knows_tools) = ToolFormat::of(source);
-        Self { source: source.to_owned(), bos: bos.to_owned(), eos: eos.to_owned(), format, knows_tools }
+        Self {
+            source: source.to_owned(),
+            bos: bos.to_owned(),
+            eos: eos.to_owned(),
+            format,
+            knows_tools,
+        }
     }
 
     /// Its text; empty when there is none.
@@ -136,12 +114,15 @@ impl ChatTemplate {
         let tools = (!conversation.tools.is_empty()).then_some(self.format);
         let once = |conversation: &Conversation| {
             let rendered = self.render_once(conversation, tools, tokenizer, &render);
-            let by_system = conversation.messages.iter().any(|message| message.role == Role::System);
+            let by_system = conversation
+                .messages
+                .iter()
+                .any(|message| message.role == Role::System);
             match rendered {
                 // Templates such as Gemma 2's refuse the role.
-                Err(ChatError::Refused { .. }) if by_system => {
-                    self.render_once(&system_in_words(conversation), tools, tokenizer, &render).or(rendered)
-                }
+                Err(ChatError::Refused { .. }) if by_system => self
+                    .render_once(&system_in_words(conversation), tools, tokenizer, &render)
+                    .or(rendered),
                 rendered => rendered,
             }
         };
@@ -149,7 +130,10 @@ impl ChatTemplate {
             return once(&in_words(conversation, self.knows_system()));
         }
         let rendered = once(conversation);
-        let by_tools = conversation.messages.iter().any(|message| message.role == Role::Tool);
+        let by_tools = conversation
+            .messages
+            .iter()
+            .any(|message| message.role == Role::Tool);
         match rendered {
             // Some templates declare tools and still refuse two answers of theirs in a row, or other forms of them.
             Err(ChatError::Refused { .. }) if by_tools => once(&answers_in_words(conversation))
@@ -171,9 +155,20 @@ impl ChatTemplate {
             Some((last, before)) if conversation.continues => (before, last.content.as_str()),
             _ => (conversation.messages.as_slice(), ""),
         };
-        let id_of = |id: &str| if self.format == ToolFormat::Mistral { short_id(id) } else { id.to_owned() };
+        let id_of = |id: &str| {
+            if self.format == ToolFormat::Mistral {
+                short_id(id)
+            } else {
+                id.to_owned()
+            }
+        };
         let mut said = vec![
-            Value::Array(messages.iter().map(|message| message.to_value(id_of)).collect()),
+            Value::Array(
+                messages
+                    .iter()
+                    .map(|message| value_of(message, id_of))
+                    .collect(),
+            ),
             Value::Array(conversation.tools.clone()),
             Value::Object(conversation.variables.clone()),
             Value::from(begun),
@@ -185,7 +180,8 @@ impl ChatTemplate {
                 !taken(&self.source) && !said.iter().any(|value| contains(value, &taken))
             })
             .ok_or(ChatError::Marks)?;
-        said.iter_mut().for_each(|value| self.mark_all(value, mark, tokenizer));
+        said.iter_mut()
+            .for_each(|value| self.mark_all(value, mark, tokenizer));
         let mut said = said.into_iter();
         let (mut shown, tools_reported, variables) = (said.next(), said.next(), said.next());
         if let Some(Value::Array(shown)) = &mut shown {
@@ -203,7 +199,9 @@ impl ChatTemplate {
         // A client's own variables never replace these.
         context.insert("messages".to_owned(), shown.unwrap_or_default());
         match tools_reported {
-            Some(tools) if !conversation.tools.is_empty() => context.insert("tools".to_owned(), tools),
+            Some(tools) if !conversation.tools.is_empty() => {
+                context.insert("tools".to_owned(), tools)
+            }
             _ => context.remove("tools"),
         };
         context.insert("add_generation_prompt".to_owned(), Value::Bool(true));
@@ -219,7 +217,11 @@ impl ChatTemplate {
             Thoughts::Perhaps
         };
         if begun.is_empty() {
-            return Ok(Rendered { text, mark, style: AnswerStyle { thoughts, tools } });
+            return Ok(Rendered {
+                text,
+                mark,
+                style: AnswerStyle { thoughts, tools },
+            });
         }
         if thoughts == Thoughts::Open {
             // It is no thought of the model's.
@@ -228,7 +230,14 @@ impl ChatTemplate {
         if let Some(Value::String(begun)) = said.next() {
             text.push_str(&begun);
         }
-        Ok(Rendered { text, mark, style: AnswerStyle { thoughts: Thoughts::None, tools } })
+        Ok(Rendered {
+            text,
+            mark,
+            style: AnswerStyle {
+                thoughts: Thoughts::None,
+                tools,
+            },
+        })
     }
 
     /// Whether a message of the system's may be among the others: where the template looks for it, or looks for nothing.
@@ -240,16 +249,26 @@ impl ChatTemplate {
     fn mark_all(&self, value: &mut Value, mark: char, tokenizer: &Tokenizer) {
         match value {
             Value::String(text) => *text = self.marked(text, mark, tokenizer),
-            Value::Array(list) => list.iter_mut().for_each(|value| self.mark_all(value, mark, tokenizer)),
+            Value::Array(list) => list
+                .iter_mut()
+                .for_each(|value| self.mark_all(value, mark, tokenizer)),
             Value::Object(map) => {
-                map.values_mut().for_each(|value| self.mark_all(value, mark, tokenizer));
+                map.values_mut()
+                    .for_each(|value| self.mark_all(value, mark, tokenizer));
                 // Keys of ours have no character with which a control token could begin; those of schemas may. The others
                 // stay as they are: templates look their own up by name.
                 let control = tokenizer.control_texts();
-                let needs_mark = |key: &String| key.chars().any(|character| control.begins_with(character));
+                let needs_mark =
+                    |key: &String| key.chars().any(|character| control.begins_with(character));
                 if map.keys().any(needs_mark) {
                     let fields = std::mem::take(map).into_iter();
-                    let marked = |key| if needs_mark(&key) { self.marked(&key, mark, tokenizer) } else { key };
+                    let marked = |key| {
+                        if needs_mark(&key) {
+                            self.marked(&key, mark, tokenizer)
+                        } else {
+                            key
+                        }
+                    };
                     *map = fields.map(|(key, value)| (marked(key), value)).collect();
                 }
             }
@@ -265,7 +284,12 @@ impl ChatTemplate {
         // Templates trim messages; the mark goes inside of what is trimmed, so that they still can.
         let lead = content.len() - content.trim_start().len();
         let continues = !trimmed.is_empty()
-            && control.texts().any(|token| token.char_indices().skip(1).any(|(at, _)| meets(token.get(at..), trimmed)));
+            && control.texts().any(|token| {
+                token
+                    .char_indices()
+                    .skip(1)
+                    .any(|(at, _)| meets(token.get(at..), trimmed))
+            });
         for (at, character) in content.char_indices() {
             if at == lead && continues {
                 marked.push(mark);
@@ -299,7 +323,10 @@ fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
 /// An id of nine letters and digits, which Mistral's templates demand: the last ones, in which ids differ.
 fn short_id(id: &str) -> String {
     let characters: Vec<char> = id.chars().filter(char::is_ascii_alphanumeric).collect();
-    let last: String = characters.iter().skip(characters.len().saturating_sub(9)).collect();
+    let last: String = characters
+        .iter()
+        .skip(characters.len().saturating_sub(9))
+        .collect();
     format!("{last:0>9}")
 }
 
@@ -313,7 +340,9 @@ fn contains(value: &Value, is: &impl Fn(&str) -> bool) -> bool {
     match value {
         Value::String(text) => is(text),
         Value::Array(list) => list.iter().any(|value| contains(value, is)),
-        Value::Object(map) => map.iter().any(|(key, value)| is(key) || contains(value, is)),
+        Value::Object(map) => map
+            .iter()
+            .any(|(key, value)| is(key) || contains(value, is)),
         _ => false,
     }
 }
@@ -360,6 +389,34 @@ pub enum ChatError {
     },
 }
 
+/// A message as templates read it, with ids of calls made by `id_of`.
+fn value_of(message: &ChatMessage, id_of: impl Fn(&str) -> String) -> Value {
+    let mut map = Map::new();
+    map.insert("role".to_owned(), json!(message.role));
+    map.insert("content".to_owned(), json!(message.content));
+    if let Some(reasoning) = &message.reasoning {
+        map.insert("reasoning_content".to_owned(), json!(reasoning));
+    }
+    if !message.tool_calls.is_empty() {
+        let calls: Vec<Value> = message
+            .tool_calls
+            .iter()
+            .map(|call| {
+                let function = json!({"name": call.name, "arguments": call.arguments_value()});
+                json!({"id": id_of(&call.id), "type": "function", "function": function})
+            })
+            .collect();
+        map.insert("tool_calls".to_owned(), Value::Array(calls));
+    }
+    if let Some(id) = &message.tool_call_id {
+        map.insert("tool_call_id".to_owned(), json!(id_of(id)));
+    }
+    if let Some(name) = &message.name {
+        map.insert("name".to_owned(), json!(name));
+    }
+    Value::Object(map)
+}
+
 pub(super) const KEY_TEMPLATE: &str = "tokenizer.chat_template";
 
 /// The control tokens that ChatML is made of.
@@ -381,8 +438,9 @@ const GEMMA: &str = "{{ bos_token }}{% set said = namespace(before='') %}{% for 
                      {% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}";
 
 /// Noncharacters: never assigned, meant for the inside of a program (Unicode 16, section 23.7).
-const MARKS: [char; 8] =
-    ['\u{fdd0}', '\u{fdd1}', '\u{fdd2}', '\u{fdd3}', '\u{fdd4}', '\u{fdd5}', '\u{fdd6}', '\u{fdd7}'];
+const MARKS: [char; 8] = [
+    '\u{fdd0}', '\u{fdd1}', '\u{fdd2}', '\u{fdd3}', '\u{fdd4}', '\u{fdd5}', '\u{fdd6}', '\u{fdd7}',
+];
 
 /// Longest tag that templates look for; `</tool_response>` has 16 characters.
 const TAG_LENGTH_MAX: usize = 32;
@@ -416,7 +474,9 @@ mod tests {
         conversation: &Conversation,
         tokenizer: &Tokenizer,
     ) -> Result<Rendered, ChatError> {
-        let with = |context: &Map<String, serde_json::Value>| Template::new(&template.source)?.render(context);
+        let with = |context: &Map<String, serde_json::Value>| {
+            Template::new(&template.source)?.render(context)
+        };
         template.render(conversation, tokenizer, |context| {
             with(context).map_err(|error| match error {
                 TemplateError::Refused(message) => ChatError::Refused { message },
@@ -435,18 +495,29 @@ mod tests {
         fn new(template: Option<&str>) -> Self {
             let mut vocabulary = TestVocabulary::chatml();
             if let Some(template) = template {
-                vocabulary.more.push((KEY_TEMPLATE, Value::String(template.to_owned())));
+                vocabulary
+                    .more
+                    .push((KEY_TEMPLATE, Value::String(template.to_owned())));
             }
             let header = vocabulary.header();
             let tokenizer = Tokenizer::from_header(&header).unwrap();
             let template = ChatTemplate::from_header(&header, &tokenizer);
-            Self { vocabulary, tokenizer, template }
+            Self {
+                vocabulary,
+                tokenizer,
+                template,
+            }
         }
 
         fn tokens(&self, messages: &[(Role, &str)]) -> Vec<u32> {
-            let messages = messages.iter().map(|&(role, content)| ChatMessage::new(role, content)).collect::<Vec<_>>();
+            let messages = messages
+                .iter()
+                .map(|&(role, content)| ChatMessage::new(role, content))
+                .collect::<Vec<_>>();
             let rendered = render(&self.template, &messages.into(), &self.tokenizer).unwrap();
-            self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).unwrap()
+            self.tokenizer
+                .encode_rendered(&rendered.text, Some(rendered.mark))
+                .unwrap()
         }
 
         /// Text with control tokens shown.
@@ -463,7 +534,10 @@ mod tests {
         }
 
         fn control_tokens(&self, tokens: &[u32]) -> usize {
-            tokens.iter().filter(|&&token| self.tokenizer.bytes(token).is_empty()).count()
+            tokens
+                .iter()
+                .filter(|&&token| self.tokenizer.bytes(token).is_empty())
+                .count()
         }
     }
 
@@ -479,11 +553,19 @@ mod tests {
 
     #[test]
     fn a_model_without_a_template_and_without_the_tokens_says_so() {
-        let vocabulary = TestVocabulary { control: vec!["<|endoftext|>"], ..TestVocabulary::chatml() };
+        let vocabulary = TestVocabulary {
+            control: vec!["<|endoftext|>"],
+            ..TestVocabulary::chatml()
+        };
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer);
-        let error = render(&template, &vec![ChatMessage::new(Role::User, "hi")].into(), &tokenizer).unwrap_err();
+        let error = render(
+            &template,
+            &vec![ChatMessage::new(Role::User, "hi")].into(),
+            &tokenizer,
+        )
+        .unwrap_err();
         assert_eq!(
             error.to_string(),
             "the model has no chat template, and its vocabulary lacks <|im_start|> and <|im_end|>"
@@ -493,9 +575,16 @@ mod tests {
     #[test]
     fn what_a_template_refuses_is_reported_in_its_words() {
         let speaker = Speaker::new(Some(STRICT));
-        let error = render(&speaker.template, &vec![ChatMessage::new(Role::User, "{}")].into(), &speaker.tokenizer)
-            .unwrap_err();
-        assert_eq!(error.to_string(), "the model's chat template refuses the conversation: no tools");
+        let error = render(
+            &speaker.template,
+            &vec![ChatMessage::new(Role::User, "{}")].into(),
+            &speaker.tokenizer,
+        )
+        .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "the model's chat template refuses the conversation: no tools"
+        );
     }
 
     #[test]
@@ -506,18 +595,31 @@ mod tests {
                         [TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}={{ c.id }}{% endfor %}\
                         {% elif m.role == 'tool' %}({{ m.tool_call_id }}){{ m.content }}{% else %}{{ m.content }}{% endif %}\
                         {% endfor %}";
-        let vocabulary = TestVocabulary { control: vec!["[TOOL_CALLS]", "<|endoftext|>"], ..TestVocabulary::chatml() };
+        let vocabulary = TestVocabulary {
+            control: vec!["[TOOL_CALLS]", "<|endoftext|>"],
+            ..TestVocabulary::chatml()
+        };
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let tags = super::super::answer::call_tags(&tokenizer);
-        assert_eq!(tags.iter().map(|(_, text)| *text).collect::<Vec<_>>(), ["[TOOL_CALLS]"]);
+        assert_eq!(
+            tags.iter().map(|(_, text)| *text).collect::<Vec<_>>(),
+            ["[TOOL_CALLS]"]
+        );
         let template = ChatTemplate::new(Some(template), &tokenizer, "", "");
         assert_eq!(template.tool_format(), ToolFormat::Mistral);
         let called = ChatMessage {
-            tool_calls: vec![ToolCall { id: "call_7".to_owned(), name: "f".to_owned(), arguments: "{}".to_owned() }],
+            tool_calls: vec![ToolCall {
+                id: "call_7".to_owned(),
+                name: "f".to_owned(),
+                arguments: "{}".to_owned(),
+            }],
             ..ChatMessage::new(Role::Assistant, "")
         };
-        let answered = ChatMessage { tool_call_id: Some("call_7".to_owned()), ..ChatMessage::new(Role::Tool, "done") };
+        let answered = ChatMessage {
+            tool_call_id: Some("call_7".to_owned()),
+            ..ChatMessage::new(Role::Tool, "done")
+        };
         let conversation = Conversation {
             messages: vec![ChatMessage::new(Role::User, "hi"), called, answered],
             tools: vec![json!({"type": "function", "function": {"name": "f"}})],
@@ -525,13 +627,19 @@ mod tests {
         };
         let rendered = render(&template, &conversation, &tokenizer).unwrap();
         let text = rendered.text.replace(rendered.mark, "");
-        assert!(text.ends_with("hi[TOOL_CALLS]f[ARGS]{}=0000call7(0000call7)done"), "{text}");
+        assert!(
+            text.ends_with("hi[TOOL_CALLS]f[ARGS]{}=0000call7(0000call7)done"),
+            "{text}"
+        );
     }
 
     #[test]
     fn templates_still_find_tags_and_trim_messages() {
         let speaker = Speaker::new(Some(STRICT));
-        let tokens = speaker.tokens(&[(Role::User, "  >hello \n"), (Role::Assistant, "<think>hm</think>\n\nhello<|")]);
+        let tokens = speaker.tokens(&[
+            (Role::User, "  >hello \n"),
+            (Role::Assistant, "<think>hm</think>\n\nhello<|"),
+        ]);
         assert_eq!(
             speaker.text(&tokens),
             "[<|im_start|>]user\n>hello[<|im_end|>]\n[<|im_start|>]assistant\nhello<|[<|im_end|>]\n[<|im_start|>]assistant\n"
@@ -561,8 +669,16 @@ mod tests {
                 "\u{fdd0}<|im_end|>",
             ] {
                 let tokens = speaker.tokens(&[(Role::User, content), (Role::User, content)]);
-                let expected = if template == Some(glue) { 0 } else { honest + 2 };
-                assert_eq!(speaker.control_tokens(&tokens), expected, "{template:?} {content:?}");
+                let expected = if template == Some(glue) {
+                    0
+                } else {
+                    honest + 2
+                };
+                assert_eq!(
+                    speaker.control_tokens(&tokens),
+                    expected,
+                    "{template:?} {content:?}"
+                );
             }
         }
     }
@@ -586,12 +702,18 @@ mod tests {
                     }],
                     ..ChatMessage::new(Role::Assistant, "")
                 },
-                ChatMessage { name: Some(evil.to_owned()), ..ChatMessage::new(Role::Tool, evil) },
+                ChatMessage {
+                    name: Some(evil.to_owned()),
+                    ..ChatMessage::new(Role::Tool, evil)
+                },
             ],
             tools: vec![json!({"type": "function", "function": {
                 "name": evil, "description": evil, "parameters": schema,
             }})],
-            variables: Map::from_iter([("messages".to_owned(), json!(evil)), ("more".to_owned(), json!(evil))]),
+            variables: Map::from_iter([
+                ("messages".to_owned(), json!(evil)),
+                ("more".to_owned(), json!(evil)),
+            ]),
             continues: false,
             before: Vec::new(),
         };
@@ -600,15 +722,23 @@ mod tests {
             let speaker = Speaker::new(template);
             let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
             assert_eq!(rendered.style.tools, Some(ToolFormat::Tagged));
-            let tokens = speaker.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).unwrap();
-            assert_eq!(speaker.control_tokens(&tokens), 2 * messages + 1, "{template:?}");
+            let tokens = speaker
+                .tokenizer
+                .encode_rendered(&rendered.text, Some(rendered.mark))
+                .unwrap();
+            assert_eq!(
+                speaker.control_tokens(&tokens),
+                2 * messages + 1,
+                "{template:?}"
+            );
             assert!(speaker.text(&tokens).contains(evil), "{template:?}");
         }
     }
 
     #[test]
     fn what_a_template_prints_as_a_list_has_no_trace_of_marks() {
-        let printed = "{# <tool_call> #}{{ messages }}{{ 'x' ~ [messages[0].content] }}{{ tools | string }}";
+        let printed =
+            "{# <tool_call> #}{{ messages }}{{ 'x' ~ [messages[0].content] }}{{ tools | string }}";
         let speaker = Speaker::new(Some(printed));
         let conversation = Conversation {
             messages: vec![ChatMessage::new(Role::User, "<|im_end|>")],
@@ -616,14 +746,20 @@ mod tests {
             ..Conversation::default()
         };
         let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
-        let tokens = speaker.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark));
+        let tokens = speaker
+            .tokenizer
+            .encode_rendered(&rendered.text, Some(rendered.mark));
         assert_eq!(
             speaker.text(&tokens.unwrap()),
             "[{'role': 'user', 'content': '<|im_end|>'}]x[\"<|im_end|>\"][{'<|im_end|>': '<|im_end|>'}]"
         );
         // A text that is what a mark is printed as keeps it.
         let said = "\\u{fdd0}<|im_end|>";
-        let rendered = render(&speaker.template, &vec![ChatMessage::new(Role::User, said)].into(), &speaker.tokenizer);
+        let rendered = render(
+            &speaker.template,
+            &vec![ChatMessage::new(Role::User, said)].into(),
+            &speaker.tokenizer,
+        );
         assert_eq!(rendered.unwrap().mark, MARKS[1]);
     }
 
@@ -634,10 +770,17 @@ mod tests {
 
     #[test]
     fn what_several_tools_answer_is_one_message_where_roles_must_alternate() {
-        let call = |id: &str| ToolCall { id: id.to_owned(), name: "lamp".to_owned(), arguments: "{}".to_owned() };
+        let call = |id: &str| ToolCall {
+            id: id.to_owned(),
+            name: "lamp".to_owned(),
+            arguments: "{}".to_owned(),
+        };
         let messages = vec![
             ChatMessage::new(Role::User, "on"),
-            ChatMessage { tool_calls: vec![call("1"), call("2")], ..ChatMessage::new(Role::Assistant, "") },
+            ChatMessage {
+                tool_calls: vec![call("1"), call("2")],
+                ..ChatMessage::new(Role::Assistant, "")
+            },
             ChatMessage::new(Role::Tool, "one"),
             ChatMessage::new(Role::Tool, "two"),
             ChatMessage::new(Role::User, "thanks"),
@@ -652,12 +795,14 @@ mod tests {
         let text = rendered.text.replace(rendered.mark, "");
         assert!(text.starts_with("<|im_start|>user\n# Tools\n"), "{text}");
         assert!(text.contains("</tool_call>\n\non<|im_end|>"), "{text}");
-        let answered =
-            "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\nthanks<|im_end|>\n";
+        let answered = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\nthanks<|im_end|>\n";
         assert!(text.ends_with(answered), "{text}");
 
         // Two questions in a row are the client's own, and stay the template's matter.
-        let twice = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
+        let twice = vec![
+            ChatMessage::new(Role::User, "a"),
+            ChatMessage::new(Role::User, "b"),
+        ];
         let error = render(&speaker.template, &twice.into(), &speaker.tokenizer).unwrap_err();
         assert!(matches!(error, ChatError::Refused { .. }), "{error}");
     }
@@ -672,29 +817,46 @@ mod tests {
         .into();
         conversation.continues = true;
         let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
-        let tokens = speaker.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark)).unwrap();
-        assert_eq!(speaker.control_tokens(&tokens), 3, "what the client wrote is no control token");
+        let tokens = speaker
+            .tokenizer
+            .encode_rendered(&rendered.text, Some(rendered.mark))
+            .unwrap();
+        assert_eq!(
+            speaker.control_tokens(&tokens),
+            3,
+            "what the client wrote is no control token"
+        );
         let expected = "[<|im_start|>]user\ncapital of France?[<|im_end|>]\n[<|im_start|>]assistant\nIt is<|im_end|>";
         assert_eq!(speaker.text(&tokens), expected);
 
-        let thinking =
-            Speaker::new(Some("{# </think> #}{% for m in messages %}{{ m.content }}{% endfor %}{{ '/<think>\n' }}"));
+        let thinking = Speaker::new(Some(
+            "{# </think> #}{% for m in messages %}{{ m.content }}{% endfor %}{{ '/<think>\n' }}",
+        ));
         let rendered = render(&thinking.template, &conversation, &thinking.tokenizer).unwrap();
         let text = rendered.text.replace(rendered.mark, "");
-        assert_eq!(text, "capital of France?/<think>\n\n</think>\n\nIt is<|im_end|>");
+        assert_eq!(
+            text,
+            "capital of France?/<think>\n\n</think>\n\nIt is<|im_end|>"
+        );
         assert_eq!(rendered.style.thoughts, Thoughts::None);
     }
 
     #[test]
     fn what_the_system_says_comes_before_the_question_where_a_template_refuses_the_role() {
-        const GEMMA_2: &str =
-            "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}";
+        const GEMMA_2: &str = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}";
         let speaker = Speaker::new(Some(&format!("{GEMMA_2}{ALTERNATING}")));
         let text = |messages: &[(Role, &str)]| {
-            let said = messages.iter().map(|(role, text)| ChatMessage::new(*role, *text)).collect::<Vec<_>>();
+            let said = messages
+                .iter()
+                .map(|(role, text)| ChatMessage::new(*role, *text))
+                .collect::<Vec<_>>();
             let rendered = render(&speaker.template, &said.into(), &speaker.tokenizer);
             rendered.map(|rendered| {
-                rendered.text.replace(rendered.mark, "").replace("<|im_end|>\n", "").replace("<|im_start|>", "/")
+                rendered
+                    .text
+                    .replace(rendered.mark, "")
+                    .replace("<|im_end|>\n", "")
+                    .replace("<|im_start|>", "/")
             })
         };
         let expected = "/user\nbe brief\n\nhi/assistant\nhello/user\nkindly\n\nbye";
@@ -709,7 +871,9 @@ mod tests {
         assert_eq!(text(&asked[..1]).unwrap(), "/user\nbe brief");
         // What is refused for another reason is refused as before.
         let twice = [(Role::System, "x"), (Role::User, "a"), (Role::User, "b")];
-        assert!(matches!(text(&twice), Err(ChatError::Refused { message }) if message.contains("System role")));
+        assert!(
+            matches!(text(&twice), Err(ChatError::Refused { message }) if message.contains("System role"))
+        );
     }
 
     #[test]
@@ -717,11 +881,18 @@ mod tests {
         // Mistral's way: tools are declared, and roles must alternate beside the calls.
         let declaring = "{%- for t in tools %}{{ '<tool_call>' + t.function.name }}{%- endfor %}";
         let speaker = Speaker::new(Some(&format!("{declaring}{ALTERNATING}")));
-        let call = |id: &str| ToolCall { id: id.to_owned(), name: "lamp".to_owned(), arguments: "{}".to_owned() };
+        let call = |id: &str| ToolCall {
+            id: id.to_owned(),
+            name: "lamp".to_owned(),
+            arguments: "{}".to_owned(),
+        };
         let mut conversation = Conversation {
             messages: vec![
                 ChatMessage::new(Role::User, "on"),
-                ChatMessage { tool_calls: vec![call("1"), call("2")], ..ChatMessage::new(Role::Assistant, "so") },
+                ChatMessage {
+                    tool_calls: vec![call("1"), call("2")],
+                    ..ChatMessage::new(Role::Assistant, "so")
+                },
                 ChatMessage::new(Role::Tool, "one"),
                 ChatMessage::new(Role::Tool, "two"),
             ],
@@ -730,12 +901,18 @@ mod tests {
         };
         let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
         let text = rendered.text.replace(rendered.mark, "");
-        assert!(text.starts_with("<tool_call>lamp<|im_start|>user\non<|im_end|>"), "{text}");
+        assert!(
+            text.starts_with("<tool_call>lamp<|im_start|>user\non<|im_end|>"),
+            "{text}"
+        );
         let answered = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n";
         assert!(text.ends_with(answered), "{text}");
 
         // What is refused without answers of tools is not asked for again.
-        conversation.messages = vec![ChatMessage::new(Role::User, "a"), ChatMessage::new(Role::User, "b")];
+        conversation.messages = vec![
+            ChatMessage::new(Role::User, "a"),
+            ChatMessage::new(Role::User, "b"),
+        ];
         let error = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap_err();
         assert!(matches!(error, ChatError::Refused { .. }), "{error}");
     }
@@ -750,7 +927,11 @@ mod tests {
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
         let template = ChatTemplate::from_header(&header, &tokenizer);
-        let said = [(Role::System, "be kind"), (Role::User, " hello "), (Role::Assistant, "hi")];
+        let said = [
+            (Role::System, "be kind"),
+            (Role::User, " hello "),
+            (Role::Assistant, "hi"),
+        ];
         let messages: Vec<_> = said.map(|(role, text)| ChatMessage::new(role, text)).into();
         let rendered = render(&template, &messages.into(), &tokenizer).unwrap();
         assert_eq!(
@@ -764,7 +945,10 @@ mod tests {
     fn messages_with_every_mark_are_refused() {
         let speaker = Speaker::new(None);
         let said = ChatMessage::new(Role::User, String::from_iter(MARKS));
-        assert!(matches!(render(&speaker.template, &vec![said].into(), &speaker.tokenizer), Err(ChatError::Marks)));
+        assert!(matches!(
+            render(&speaker.template, &vec![said].into(), &speaker.tokenizer),
+            Err(ChatError::Marks)
+        ));
     }
 
     proptest! {
@@ -780,7 +964,7 @@ mod tests {
             );
             // The text around a message may join with it, so that only the bytes are compared.
             let mut shown = String::new();
-            let mut stream = crate::engine::tokenizer::TextStream::default();
+            let mut stream = crate::tokenizer::TextStream::default();
             for token in tokens {
                 match speaker.tokenizer.bytes(token) {
                     [] => shown.push_str(&speaker.text(&[token])),

@@ -20,28 +20,25 @@ use super::{
     tokenizer::Tokenizer,
     tool_format::{self, ToolFormat},
 };
-use crate::{
-    causes::in_one_line,
-    conversation::AnswerForm,
-    units::{Bytes, Tokens},
-};
+use cotenant_conversation::AnswerForm;
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
-impl AnswerForm {
-    /// Where it was asked for, and what, shortened.
-    pub(super) fn place(&self) -> (String, String) {
-        match self {
-            Self::JsonObject => ("response_format".to_owned(), "json_object".to_owned()),
-            Self::JsonSchema { schema, field } => {
-                let mut text: String = schema.to_string().chars().take(SHOWN_CHARS_MAX).collect();
-                if text.len() < schema.to_string().len() {
-                    text.push('…');
-                }
-                ((*field).to_owned(), text)
+/// Where a form was asked for, and what, shortened.
+pub(super) fn place(form: &AnswerForm) -> (String, String) {
+    match form {
+        AnswerForm::JsonObject => ("response_format".to_owned(), "json_object".to_owned()),
+        AnswerForm::JsonSchema { schema, field } => {
+            let mut text: String = schema.to_string().chars().take(SHOWN_CHARS_MAX).collect();
+            if text.len() < schema.to_string().len() {
+                text.push('…');
             }
-            Self::ToolCall { name } => {
-                ("tool_choice".to_owned(), name.clone().unwrap_or_else(|| "required".to_owned()))
-            }
+            ((*field).to_owned(), text)
         }
+        AnswerForm::ToolCall { name } => (
+            "tool_choice".to_owned(),
+            name.clone().unwrap_or_else(|| "required".to_owned()),
+        ),
     }
 }
 
@@ -50,7 +47,9 @@ impl From<JobError> for ConstraintError {
         match error {
             JobError::Bound => Self::TooLarge,
             JobError::Gone => Self::Gone,
-            fault => Self::Helper { message: in_one_line(&fault) },
+            fault => Self::Helper {
+                message: in_one_line(&fault),
+            },
         }
     }
 }
@@ -65,7 +64,10 @@ pub struct Client<'client> {
 
 impl Client<'_> {
     /// One that stays and needs no place.
-    pub const PATIENT: Client<'static> = Client { place: None, gone: &|| false };
+    pub const PATIENT: Client<'static> = Client {
+        place: None,
+        gone: &|| false,
+    };
 }
 
 /// What the grammar of this form may allocate for an answer of so many tokens.
@@ -76,7 +78,11 @@ pub(super) fn bytes(form: &AnswerForm, tools: &[Value], answer: Tokens) -> Bytes
         AnswerForm::JsonSchema { schema, .. } => length(schema),
         AnswerForm::ToolCall { name } => {
             let wanted = wanted_tools(tools, name.as_deref()).unwrap_or_default();
-            wanted.iter().filter_map(|function| function.get("parameters")).map(length).sum()
+            wanted
+                .iter()
+                .filter_map(|function| function.get("parameters"))
+                .map(length)
+                .sum()
         }
     };
     form_bytes(grammar, answer.get() as usize)
@@ -97,39 +103,59 @@ pub(super) fn mask(
     client: Client<'_>,
 ) -> Result<Box<dyn TokenMask>, ConstraintError> {
     let (kind, grammar) = match form {
-        AnswerForm::JsonObject => (Kind::Schema, with_layout(&json!({"type": "object"}))?.to_string()),
+        AnswerForm::JsonObject => (
+            Kind::Schema,
+            with_layout(&json!({"type": "object"}))?.to_string(),
+        ),
         AnswerForm::JsonSchema { schema, .. } => (Kind::Schema, with_layout(schema)?.to_string()),
         AnswerForm::ToolCall { name } => {
             let wanted = wanted_tools(tools, name.as_deref())?;
             (Kind::Lark, tool_format::call_grammar(format, &wanted)?)
         }
     };
-    let most = client.place.as_ref().map_or_else(|| form_bytes(grammar.len(), 0), FormPlace::bytes);
+    let most = client
+        .place
+        .as_ref()
+        .map_or_else(|| form_bytes(grammar.len(), 0), FormPlace::bytes);
     match helper.form(most, (kind, grammar.as_bytes()), client.gone, setup)? {
         (job, Kind::GoesOn, _) => Ok(Box::new(FormMask {
             job,
             asked: Instant::now(),
             ends: tokenizer.ends().collect(),
-            waiting: after.map(|text| Waiting { text, seen: Vec::new() }),
+            waiting: after.map(|text| Waiting {
+                text,
+                seen: Vec::new(),
+            }),
             stepped: false,
             complete: false,
             _place: client.place,
         })),
-        (_, _, message) => Err(ConstraintError::Schema { message: first_line(&String::from_utf8_lossy(&message)) }),
+        (_, _, message) => Err(ConstraintError::Schema {
+            message: first_line(&String::from_utf8_lossy(&message)),
+        }),
     }
 }
 
 /// The functions among `tools` that may be called.
-fn wanted_tools<'tools>(tools: &'tools [Value], name: Option<&str>) -> Result<Vec<&'tools Value>, ConstraintError> {
+fn wanted_tools<'tools>(
+    tools: &'tools [Value],
+    name: Option<&str>,
+) -> Result<Vec<&'tools Value>, ConstraintError> {
     let functions = || tools.iter().filter_map(|tool| tool.get("function"));
     let Some(name) = name else {
         let all: Vec<_> = functions().collect();
-        return if all.is_empty() { Err(ConstraintError::NoTools) } else { Ok(all) };
+        return if all.is_empty() {
+            Err(ConstraintError::NoTools)
+        } else {
+            Ok(all)
+        };
     };
     functions()
         .find(|function| function.get("name").and_then(Value::as_str) == Some(name))
         .map(|function| vec![function])
-        .ok_or_else(|| ConstraintError::UnknownTool { name: name.to_owned() })
+        .ok_or_else(|| ConstraintError::UnknownTool {
+            name: name.to_owned(),
+        })
 }
 
 /// The first line of a message, as long as a line.
@@ -160,8 +186,12 @@ struct Waiting {
 impl From<JobError> for MaskError {
     fn from(error: JobError) -> Self {
         match error {
-            JobError::Bound | JobError::Gone => Self::Form { message: in_one_line(&error) },
-            fault => Self::Helper { message: in_one_line(&fault) },
+            JobError::Bound | JobError::Gone => Self::Form {
+                message: in_one_line(&error),
+            },
+            fault => Self::Helper {
+                message: in_one_line(&fault),
+            },
         }
     }
 }
@@ -171,7 +201,9 @@ impl FormMask {
     fn receive(&mut self, wanted: Kind) -> Result<Vec<u8>, MaskError> {
         match self.job.receive()? {
             (kind, body) if kind == wanted => Ok(body),
-            (_, message) => Err(MaskError::Form { message: first_line(&String::from_utf8_lossy(&message)) }),
+            (_, message) => Err(MaskError::Form {
+                message: first_line(&String::from_utf8_lossy(&message)),
+            }),
         }
     }
 }
@@ -196,7 +228,9 @@ impl TokenMask for FormMask {
             return Ok(());
         }
         let allowed = self.receive(Kind::Mask)?;
-        let bits = allowed.iter().flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
+        let bits = allowed
+            .iter()
+            .flat_map(|byte| (0..8).map(move |bit| byte >> bit & 1 == 1));
         // A model may score more tokens than its vocabulary has.
         for (logit, allowed) in logits.iter_mut().zip(bits.chain(std::iter::repeat(false))) {
             if !allowed {
@@ -210,7 +244,11 @@ impl TokenMask for FormMask {
         if let Some(waiting) = &mut self.waiting {
             waiting.seen.extend_from_slice(bytes);
             let wanted = waiting.text.as_bytes();
-            if waiting.seen.windows(wanted.len()).any(|window| window == wanted) {
+            if waiting
+                .seen
+                .windows(wanted.len())
+                .any(|window| window == wanted)
+            {
                 self.waiting = None;
                 self.asked = Instant::now();
             } else {
@@ -231,7 +269,9 @@ impl TokenMask for FormMask {
                 (Kind::GoesOn, _) => {}
                 (Kind::Complete, _) => self.complete = true,
                 (_, message) => {
-                    return Err(MaskError::Form { message: first_line(&String::from_utf8_lossy(&message)) });
+                    return Err(MaskError::Form {
+                        message: first_line(&String::from_utf8_lossy(&message)),
+                    });
                 }
             }
         }
@@ -248,17 +288,24 @@ const SHOWN_CHARS_MAX: usize = 80;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::{sampling::Sampler, sampling::Sampling, test_vocabulary::TestVocabulary};
+    use crate::{sampling::Sampler, sampling::Sampling, test_vocabulary::TestVocabulary};
 
     fn tokenizer() -> Tokenizer {
         Tokenizer::from_header(&TestVocabulary::chatml().header()).unwrap()
     }
 
     fn schema(schema: Value) -> AnswerForm {
-        AnswerForm::JsonSchema { schema, field: "format" }
+        AnswerForm::JsonSchema {
+            schema,
+            field: "format",
+        }
     }
 
-    fn compile(form: &AnswerForm, tools: &[Value], format: ToolFormat) -> Result<Box<dyn TokenMask>, ConstraintError> {
+    fn compile(
+        form: &AnswerForm,
+        tools: &[Value],
+        format: ToolFormat,
+    ) -> Result<Box<dyn TokenMask>, ConstraintError> {
         masked(form, tools, format, None)
     }
 
@@ -269,15 +316,32 @@ mod tests {
         after: Option<&'static str>,
     ) -> Result<Box<dyn TokenMask>, ConstraintError> {
         let tokenizer = tokenizer();
-        let setup = || Setup { words: tokenizer.pieces().clone(), ends: tokenizer.ends().collect(), template: None };
+        let setup = || Setup {
+            words: tokenizer.pieces().clone(),
+            ends: tokenizer.ends().collect(),
+            template: None,
+        };
         let helper = Helper::new(None);
-        mask(&helper, &tokenizer, setup, form, (tools, format), after, Client::PATIENT)
+        mask(
+            &helper,
+            &tokenizer,
+            setup,
+            form,
+            (tools, format),
+            after,
+            Client::PATIENT,
+        )
     }
 
     /// An answer of a model that has no opinion: any token that the form allows, by the seed.
     fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
         let tokenizer = tokenizer();
-        let mut sampler = Sampler::new(Sampling { temperature: 1.0, seed, ..Sampling::GREEDY }).unwrap();
+        let mut sampler = Sampler::new(Sampling {
+            temperature: 1.0,
+            seed,
+            ..Sampling::GREEDY
+        })
+        .unwrap();
         let mut said = Vec::new();
         for _ in 0..most {
             // More scores than tokens, as some models have.
@@ -314,10 +378,19 @@ mod tests {
             let mask = compile(&schema(wanted.clone()), &[], ToolFormat::Tagged).unwrap();
             let text = babble(mask, seed, 400).expect("it ends by itself");
             let value: Value = serde_json::from_str(&text).unwrap();
-            assert!(["kitchen", "hall"].contains(&value["room"].as_str().unwrap()), "{text}");
+            assert!(
+                ["kitchen", "hall"].contains(&value["room"].as_str().unwrap()),
+                "{text}"
+            );
             assert!(value["on"].is_boolean(), "{text}");
-            assert!((0..=100).contains(&value["level"].as_i64().unwrap()), "{text}");
-            assert!(value["tags"].as_array().is_none_or(|tags| tags.len() <= 2), "{text}");
+            assert!(
+                (0..=100).contains(&value["level"].as_i64().unwrap()),
+                "{text}"
+            );
+            assert!(
+                value["tags"].as_array().is_none_or(|tags| tags.len() <= 2),
+                "{text}"
+            );
         }
     }
 
@@ -341,7 +414,10 @@ mod tests {
         let closed = |schema: Value| with_layout(&schema).unwrap()["additionalProperties"].clone();
         assert_eq!(closed(json!({"properties": {}})), json!(false));
         // What is said stays, and so does what is free of any properties.
-        for open in [json!({"properties": {}, "additionalProperties": true}), json!({"type": "object"})] {
+        for open in [
+            json!({"properties": {}, "additionalProperties": true}),
+            json!({"type": "object"}),
+        ] {
             assert!(closed(open)["$ref"].is_string());
         }
         // Where an object is written in several places, each would rule out the others.
@@ -356,15 +432,16 @@ mod tests {
         // A property may be called like a keyword, and values are no schemas.
         let odd = json!({"properties": {"properties": {"const": {"properties": {}}}}});
         let odd = with_layout(&odd).unwrap();
-        assert_eq!(odd["properties"]["properties"], json!({"const": {"properties": {}}}));
+        assert_eq!(
+            odd["properties"]["properties"],
+            json!({"const": {"properties": {}}})
+        );
     }
 
     #[test]
     fn calls_are_of_the_form_that_the_model_writes() {
-        use crate::{
-            conversation::AnswerPart,
-            engine::answer::{AnswerReader, AnswerStyle, Thoughts},
-        };
+        use crate::answer::{AnswerReader, AnswerStyle, Thoughts};
+        use cotenant_conversation::AnswerPart;
         let tool = |name: &str| {
             json!({"type": "function", "function": {"name": name, "parameters": {
                 "type": "object",
@@ -377,15 +454,31 @@ mod tests {
                 "additionalProperties": false,
             }}})
         };
-        let tools = [tool("light"), tool("fan \"2\""), json!({"type": "function", "function": {"name": "stop"}})];
-        let formats =
-            [ToolFormat::Bare, ToolFormat::Listed, ToolFormat::Mistral, ToolFormat::Parameters, ToolFormat::Tagged];
+        let tools = [
+            tool("light"),
+            tool("fan \"2\""),
+            json!({"type": "function", "function": {"name": "stop"}}),
+        ];
+        let formats = [
+            ToolFormat::Bare,
+            ToolFormat::Listed,
+            ToolFormat::Mistral,
+            ToolFormat::Parameters,
+            ToolFormat::Tagged,
+        ];
         for format in formats {
             for (name, expected) in [(None, None), (Some("light".to_owned()), Some("light"))] {
                 for seed in 0..8 {
-                    let mask = compile(&AnswerForm::ToolCall { name: name.clone() }, &tools, format).unwrap();
-                    let Some(text) = babble(mask, seed, 3000) else { continue };
-                    let style = AnswerStyle { thoughts: Thoughts::None, tools: Some(format) };
+                    let mask =
+                        compile(&AnswerForm::ToolCall { name: name.clone() }, &tools, format)
+                            .unwrap();
+                    let Some(text) = babble(mask, seed, 3000) else {
+                        continue;
+                    };
+                    let style = AnswerStyle {
+                        thoughts: Thoughts::None,
+                        tools: Some(format),
+                    };
                     let mut reader = AnswerReader::new(&tools);
                     reader.set_style(style);
                     let mut parts = reader.push(&text);
@@ -398,8 +491,14 @@ mod tests {
                     if name == "stop" {
                         assert_eq!(arguments, json!({}), "{text}");
                     } else {
-                        assert!(["kitchen", "hall"].contains(&arguments["room"].as_str().unwrap()), "{text}");
-                        assert!((0..=9).contains(&arguments["level"].as_i64().unwrap()), "{text}");
+                        assert!(
+                            ["kitchen", "hall"].contains(&arguments["room"].as_str().unwrap()),
+                            "{text}"
+                        );
+                        assert!(
+                            (0..=9).contains(&arguments["level"].as_i64().unwrap()),
+                            "{text}"
+                        );
                     }
                 }
             }
@@ -408,21 +507,37 @@ mod tests {
 
     #[test]
     fn what_cannot_be_kept_is_refused_by_name() {
-        let refused =
-            |value: Value| compile(&schema(value), &[], ToolFormat::Tagged).err().map(|error| error.to_string());
+        let refused = |value: Value| {
+            compile(&schema(value), &[], ToolFormat::Tagged)
+                .err()
+                .map(|error| error.to_string())
+        };
         let kind = refused(json!({"type": "text"})).unwrap();
         assert!(kind.contains("text"), "{kind}");
         assert_eq!(refused(json!([1])).unwrap(), "it is a list, not an object");
         assert_eq!(
-            refused(json!({"type": "array", "items": {"type": "string", "minLength": 1_000_000}})).unwrap(),
+            refused(json!({"type": "array", "items": {"type": "string", "minLength": 1_000_000}}))
+                .unwrap(),
             "`minLength` is 1000000, above the limit of 1000"
         );
         assert!(refused(json!({"$ref": "https://example.com/schema"})).is_some());
-        assert_eq!(refused(json!({"$dynamicRef": "#x"})).unwrap(), "`$dynamicRef` is not supported");
+        assert_eq!(
+            refused(json!({"$dynamicRef": "#x"})).unwrap(),
+            "`$dynamicRef` is not supported"
+        );
         assert!(refused(json!({"type": "string", "pattern": "("})).is_some());
-        let none = compile(&AnswerForm::ToolCall { name: None }, &[], ToolFormat::Tagged).err();
+        let none = compile(
+            &AnswerForm::ToolCall { name: None },
+            &[],
+            ToolFormat::Tagged,
+        )
+        .err();
         assert_eq!(none, Some(ConstraintError::NoTools));
-        for fine in [json!({}), json!(true), json!({"type": "object", "title": "x", "x-guidance": {"lenient": 7}})] {
+        for fine in [
+            json!({}),
+            json!(true),
+            json!({"type": "object", "title": "x", "x-guidance": {"lenient": 7}}),
+        ] {
             assert_eq!(refused(fine), None);
         }
     }
@@ -431,42 +546,86 @@ mod tests {
     fn each_keyword_that_is_kept_is_kept_whatever_the_model_thinks() {
         type Holds = fn(&Value) -> bool;
         let rows: Vec<(Value, Holds)> = vec![
-            (json!({"type": "integer"}), |value| value.as_f64().unwrap().abs() <= 1e15),
-            (json!({"type": "number"}), |value| value.as_f64().unwrap().abs() <= 1e15),
-            (json!({"type": "integer", "minimum": 3}), |value| value.as_i64().unwrap() >= 3),
-            (json!({"type": "integer", "exclusiveMaximum": -3}), |value| value.as_i64().unwrap() < -3),
-            (json!({"type": "number", "minimum": 0.5, "maximum": 1.5}), |value| {
-                (0.5..=1.5).contains(&value.as_f64().unwrap())
+            (json!({"type": "integer"}), |value| {
+                value.as_f64().unwrap().abs() <= 1e15
             }),
-            (json!({"type": "integer", "multipleOf": 7}), |value| value.as_i64().unwrap() % 7 == 0),
-            (json!({"type": ["boolean", "null"]}), |value| value.is_boolean() || value.is_null()),
-            (json!({"type": "boolean", "nullable": true}), |value| value.is_boolean() || value.is_null()),
-            (json!({"enum": ["a", 1, null]}), |value| [json!("a"), json!(1), Value::Null].contains(value)),
-            (json!({"const": {"a": [1, "x"]}}), |value| *value == json!({"a": [1, "x"]})),
-            (json!({"type": "string", "minLength": 2, "maxLength": 4}), |value| {
-                (2..=4).contains(&value.as_str().unwrap().chars().count())
+            (json!({"type": "number"}), |value| {
+                value.as_f64().unwrap().abs() <= 1e15
             }),
-            (json!({"type": "string", "maxLength": 5.0}), |value| value.as_str().unwrap().chars().count() <= 5),
-            (json!({"type": "string", "pattern": "^[A-Z]{3}-\\d{2}$"}), |value| {
-                let text = value.as_str().unwrap().as_bytes();
-                text.len() == 6 && text[0].is_ascii_uppercase() && text[3] == b'-' && text[5].is_ascii_digit()
-            }),
-            (json!({"type": "string", "format": "date"}), |value| value.as_str().unwrap().len() == 10),
-            (json!({"type": "string", "format": "password", "maxLength": 3}), |value| {
-                value.as_str().unwrap().len() <= 12
-            }),
-            (json!({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}), |value| {
-                (2..=3).contains(&value.as_array().unwrap().len())
+            (json!({"type": "integer", "minimum": 3}), |value| {
+                value.as_i64().unwrap() >= 3
             }),
             (
-                json!({"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": false, "minItems": 2}),
-                |value| value[0].is_null() && value[1].is_boolean() && value.as_array().unwrap().len() == 2,
+                json!({"type": "integer", "exclusiveMaximum": -3}),
+                |value| value.as_i64().unwrap() < -3,
             ),
-            (json!({"type": "array", "items": [{"type": "null"}], "additionalItems": false}), |value| {
-                value.as_array().unwrap().iter().all(Value::is_null)
+            (
+                json!({"type": "number", "minimum": 0.5, "maximum": 1.5}),
+                |value| (0.5..=1.5).contains(&value.as_f64().unwrap()),
+            ),
+            (json!({"type": "integer", "multipleOf": 7}), |value| {
+                value.as_i64().unwrap() % 7 == 0
             }),
-            (json!({"anyOf": [{"type": "null"}, {"const": 5}]}), |value| value.is_null() || *value == json!(5)),
-            (json!({"oneOf": [{"type": "null"}, {"const": 5}]}), |value| value.is_null() || *value == json!(5)),
+            (json!({"type": ["boolean", "null"]}), |value| {
+                value.is_boolean() || value.is_null()
+            }),
+            (json!({"type": "boolean", "nullable": true}), |value| {
+                value.is_boolean() || value.is_null()
+            }),
+            (json!({"enum": ["a", 1, null]}), |value| {
+                [json!("a"), json!(1), Value::Null].contains(value)
+            }),
+            (json!({"const": {"a": [1, "x"]}}), |value| {
+                *value == json!({"a": [1, "x"]})
+            }),
+            (
+                json!({"type": "string", "minLength": 2, "maxLength": 4}),
+                |value| (2..=4).contains(&value.as_str().unwrap().chars().count()),
+            ),
+            (json!({"type": "string", "maxLength": 5.0}), |value| {
+                value.as_str().unwrap().chars().count() <= 5
+            }),
+            (
+                json!({"type": "string", "pattern": "^[A-Z]{3}-\\d{2}$"}),
+                |value| {
+                    let text = value.as_str().unwrap().as_bytes();
+                    text.len() == 6
+                        && text[0].is_ascii_uppercase()
+                        && text[3] == b'-'
+                        && text[5].is_ascii_digit()
+                },
+            ),
+            (json!({"type": "string", "format": "date"}), |value| {
+                value.as_str().unwrap().len() == 10
+            }),
+            (
+                json!({"type": "string", "format": "password", "maxLength": 3}),
+                |value| value.as_str().unwrap().len() <= 12,
+            ),
+            (
+                json!({"type": "array", "items": {"type": "boolean"}, "minItems": 2, "maxItems": 3}),
+                |value| (2..=3).contains(&value.as_array().unwrap().len()),
+            ),
+            (
+                json!({"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}], "items": false, "minItems": 2}),
+                |value| {
+                    value[0].is_null()
+                        && value[1].is_boolean()
+                        && value.as_array().unwrap().len() == 2
+                },
+            ),
+            (
+                json!({"type": "array", "items": [{"type": "null"}], "additionalItems": false}),
+                |value| value.as_array().unwrap().iter().all(Value::is_null),
+            ),
+            (
+                json!({"anyOf": [{"type": "null"}, {"const": 5}]}),
+                |value| value.is_null() || *value == json!(5),
+            ),
+            (
+                json!({"oneOf": [{"type": "null"}, {"const": 5}]}),
+                |value| value.is_null() || *value == json!(5),
+            ),
             (
                 json!({"allOf": [
                     {"type": "object", "properties": {"a": {"type": "null"}}, "required": ["a"]},
@@ -493,12 +652,15 @@ mod tests {
         ];
         for (wanted, holds) in rows {
             for seed in 0..6 {
-                let mask = compile(&schema(wanted.clone()), &[], ToolFormat::Tagged).unwrap_or_else(|error| {
-                    panic!("{wanted}: {error}");
-                });
-                let Some(text) = babble(mask, seed, 300) else { continue };
-                let value: Value =
-                    serde_json::from_str(&text).unwrap_or_else(|error| panic!("{wanted}: {text:?}: {error}"));
+                let mask = compile(&schema(wanted.clone()), &[], ToolFormat::Tagged)
+                    .unwrap_or_else(|error| {
+                        panic!("{wanted}: {error}");
+                    });
+                let Some(text) = babble(mask, seed, 300) else {
+                    continue;
+                };
+                let value: Value = serde_json::from_str(&text)
+                    .unwrap_or_else(|error| panic!("{wanted}: {text:?}: {error}"));
                 assert!(holds(&value), "{wanted}: {text}");
             }
         }
@@ -523,8 +685,14 @@ mod tests {
                 let seven = logits[digits as usize].is_finite();
                 run = if seven { run + 1 } else { 0 };
                 assert!(run <= 20, "{wanted}");
-                let next =
-                    if seven { digits } else { Sampler::new(Sampling::GREEDY).unwrap().next(&logits, &[]).unwrap() };
+                let next = if seven {
+                    digits
+                } else {
+                    Sampler::new(Sampling::GREEDY)
+                        .unwrap()
+                        .next(&logits, &[])
+                        .unwrap()
+                };
                 if tokenizer().is_end(next) {
                     break;
                 }
@@ -548,7 +716,13 @@ mod tests {
     #[test]
     fn a_form_begins_where_the_thoughts_end() {
         let tokenizer = tokenizer();
-        let mut mask = masked(&AnswerForm::JsonObject, &[], ToolFormat::Tagged, Some("</think>")).unwrap();
+        let mut mask = masked(
+            &AnswerForm::JsonObject,
+            &[],
+            ToolFormat::Tagged,
+            Some("</think>"),
+        )
+        .unwrap();
         let scores = |mask: &mut Box<dyn TokenMask>| {
             let mut logits = vec![0.0; tokenizer.vocabulary() as usize];
             mask.apply(&mut logits).unwrap();
@@ -556,7 +730,11 @@ mod tests {
         };
         let thinking = scores(&mut mask);
         let ruled_out = thinking.iter().filter(|logit| logit.is_infinite()).count();
-        assert_eq!(ruled_out, tokenizer.ends().count(), "only the end is ruled out");
+        assert_eq!(
+            ruled_out,
+            tokenizer.ends().count(),
+            "only the end is ruled out"
+        );
         for piece in ["h", "m</thi", "nk>"] {
             for token in tokenizer.encode(piece).unwrap() {
                 mask.accept(token, tokenizer.bytes(token)).unwrap();
@@ -564,8 +742,11 @@ mod tests {
             }
         }
         let answering = scores(&mut mask);
-        let allowed: Vec<u32> =
-            (0..).zip(&answering).filter(|(_, logit)| logit.is_finite()).map(|(token, _)| token).collect();
+        let allowed: Vec<u32> = (0..)
+            .zip(&answering)
+            .filter(|(_, logit)| logit.is_finite())
+            .map(|(token, _)| token)
+            .collect();
         assert_eq!(tokenizer.decode(&allowed), "{");
     }
 }

@@ -11,7 +11,7 @@ use std::{
 };
 
 use super::arena::SharedMapping;
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Time in which a disk has to bring something: the one limit of all reads of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,13 +46,21 @@ impl DiskTimeout {
     /// When that is over.
     pub fn left(self, idle: Duration, what: &Arc<str>) -> Result<Duration, Stalled> {
         let left = self.0.saturating_sub(idle);
-        if left.is_zero() { Err(self.stalled(idle, what)) } else { Ok(left) }
+        if left.is_zero() {
+            Err(self.stalled(idle, what))
+        } else {
+            Ok(left)
+        }
     }
 
     /// That nothing has come for `waited`, whatever that is.
     #[must_use]
     pub fn stalled(self, waited: Duration, what: &Arc<str>) -> Stalled {
-        Stalled { what: Arc::clone(what), waited, limit: self }
+        Stalled {
+            what: Arc::clone(what),
+            waited,
+            limit: self,
+        }
     }
 }
 
@@ -128,7 +136,10 @@ impl DiskWatch {
     /// Which is hindered by `hindrance`.
     #[cfg(test)]
     pub(super) fn hindered(hindrance: Hindrance) -> Self {
-        Self { hindrance: Some(hindrance), ..Self::default() }
+        Self {
+            hindrance: Some(hindrance),
+            ..Self::default()
+        }
     }
 
     /// Asks the disk for `what`. Bytes that it brings are kept by the work until it ends.
@@ -179,7 +190,12 @@ pub struct WatchedFile<'file> {
 impl<'file> WatchedFile<'file> {
     /// Of `file`, which goes by `what`.
     pub fn new(file: &'file File, what: &'file str, watch: &'file DiskWatch) -> Self {
-        Self { file, what, watch, head: Head::default() }
+        Self {
+            file,
+            what,
+            watch,
+            head: Head::default(),
+        }
     }
 
     /// What identifies the bytes that were read.
@@ -207,15 +223,20 @@ impl<T: Send + 'static> WatchedWork<T> {
     ///
     /// # Errors
     /// When there is no thread to be had.
-    pub fn start(watch: &DiskWatch, work: impl FnOnce(&DiskWatch) -> T + Send + 'static) -> io::Result<Self> {
+    pub fn start(
+        watch: &DiskWatch,
+        work: impl FnOnce(&DiskWatch) -> T + Send + 'static,
+    ) -> io::Result<Self> {
         let mut theirs = watch.clone();
         theirs.shared = Arc::default();
         let watch = theirs.clone();
-        let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
-            // Also when it breaks down.
-            let _end = End(&theirs.shared);
-            work(&theirs)
-        })?;
+        let thread = thread::Builder::new()
+            .name("cotenant-reader".to_owned())
+            .spawn(move || {
+                // Also when it breaks down.
+                let _end = End(&theirs.shared);
+                work(&theirs)
+            })?;
         Ok(Self { watch, thread })
     }
 
@@ -234,17 +255,29 @@ impl<T: Send + 'static> WatchedWork<T> {
                     Err(stalled) => {
                         let (since, work) = (Some(*since), vec![Arc::downgrade(shared)]);
                         state.given_up = true;
-                        return Err((stalled, Retained { since, memory: Vec::new(), work }));
+                        return Err((
+                            stalled,
+                            Retained {
+                                since,
+                                memory: Vec::new(),
+                                work,
+                            },
+                        ));
                     }
                 },
             };
             // The next question may be asked right after this look.
-            let (next, _) =
-                shared.ended.wait_timeout(state, left.max(LOOK_LEAST)).unwrap_or_else(PoisonError::into_inner);
+            let (next, _) = shared
+                .ended
+                .wait_timeout(state, left.max(LOOK_LEAST))
+                .unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
         drop(state);
-        Ok(self.thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+        Ok(self
+            .thread
+            .join()
+            .unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
     }
 }
 
@@ -252,7 +285,10 @@ impl Retained {
     /// Memory that reads may keep which have hung since then.
     #[must_use]
     pub fn of(memory: impl IntoIterator<Item = Weak<SharedMapping>>, since: Instant) -> Self {
-        let mut left = Self { since: Some(since), ..Self::default() };
+        let mut left = Self {
+            since: Some(since),
+            ..Self::default()
+        };
         left.mark(memory);
         left
     }
@@ -346,7 +382,7 @@ mod tests {
     use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
     use super::*;
-    use crate::engine::arena::{Backing, Mapping};
+    use crate::arena::{Backing, Mapping};
 
     const LONG: DiskTimeout = DiskTimeout(Duration::from_secs(60));
     const SHORT: DiskTimeout = DiskTimeout(Duration::from_millis(1));
@@ -359,10 +395,14 @@ mod tests {
 
     #[test]
     fn what_is_done_in_time_is_had_and_a_panic_goes_on() {
-        let work = WatchedWork::start(&DiskWatch::default(), |watch| watch.asking("it", || Ok(7)).unwrap());
+        let work = WatchedWork::start(&DiskWatch::default(), |watch| {
+            watch.asking("it", || Ok(7)).unwrap()
+        });
         assert_eq!(work.unwrap().wait(LONG).unwrap(), 7);
-        let work = WatchedWork::start(&DiskWatch::default(), |_| assert_eq!(1, 2, "as planted")).unwrap();
-        let waited = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait(LONG).is_ok()));
+        let work =
+            WatchedWork::start(&DiskWatch::default(), |_| assert_eq!(1, 2, "as planted")).unwrap();
+        let waited =
+            std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| work.wait(LONG).is_ok()));
         assert!(waited.is_err());
     }
 
@@ -409,7 +449,10 @@ mod tests {
         let marks = vec![Arc::downgrade(&memory), Arc::downgrade(&memory)];
         left.add(Retained::of(marks, Instant::now()));
         assert!(left.hangs());
-        assert_eq!(left.bytes(), THREAD + Bytes::new(1000) + Bytes::from_kib(64));
+        assert_eq!(
+            left.bytes(),
+            THREAD + Bytes::new(1000) + Bytes::from_kib(64)
+        );
         hangs.store(false, Ordering::Release);
         yield_while(|| left.works().next().is_some());
         assert!(left.hangs(), "the memory");

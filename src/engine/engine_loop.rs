@@ -19,11 +19,9 @@ use super::{
     preemption::{Checkpoint, Flow},
     protocol::{ApplyFailure, Command, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
 };
-use crate::{
-    emergency,
-    policy::{engine_failure::Cure, lease::Class, residency::EnginePlan},
-    units::{Bytes, Tokens},
-};
+use cotenant_memory::emergency;
+use cotenant_policy::{engine_failure::Cure, lease::Class, residency::EnginePlan};
+use cotenant_units::{Bytes, Tokens};
 
 /// How a request ended.
 pub(super) type Outcome = Result<FinishReason, GenerateError>;
@@ -64,7 +62,10 @@ pub(super) struct Active {
 
 impl Active {
     fn is_overdue(&self, now: Instant) -> bool {
-        self.queued.request.deadline.is_some_and(|deadline| deadline <= now)
+        self.queued
+            .request
+            .deadline
+            .is_some_and(|deadline| deadline <= now)
     }
 
     /// Whether its time is up: all of it, or that which it may write while a request of class `most_urgent` waits.
@@ -75,7 +76,10 @@ impl Active {
         };
         let waits = most_urgent.is_some_and(|class| class <= request.class);
         since(self.started, request.time_max)
-            || waits && self.first_token.is_some_and(|began| since(began, request.time_shared))
+            || waits
+                && self
+                    .first_token
+                    .is_some_and(|began| since(began, request.time_shared))
     }
 
     /// Notes how its tokens are kept, and how many are not, unless that has been noted already.
@@ -114,9 +118,20 @@ impl EngineLoop {
             self.state.command_gap_max = self.state.command_gap_max.max(gap);
         }
         let polled = self.shared.poll(now, self.plan.is_none());
-        let Polled { command, superseded, ended, cancelled, lifecycle, queued, most_urgent } = polled;
+        let Polled {
+            command,
+            superseded,
+            ended,
+            cancelled,
+            lifecycle,
+            queued,
+            most_urgent,
+        } = polled;
         for (revision, by) in superseded {
-            self.tell(EngineEvent::ApplyFailed { revision, error: ApplyFailure::Superseded { by } });
+            self.tell(EngineEvent::ApplyFailed {
+                revision,
+                error: ApplyFailure::Superseded { by },
+            });
         }
         for ended in ended {
             self.ended_in_queue(ended);
@@ -139,7 +154,9 @@ impl EngineLoop {
         if lifecycle >= Lifecycle::Stopping {
             Some(Err(GenerateError::Stopping))
         } else if overdue {
-            Some(Err(GenerateError::DeadlinePassed { generated: active.usage.completion_tokens }))
+            Some(Err(GenerateError::DeadlinePassed {
+                generated: active.usage.completion_tokens,
+            }))
         } else if cancelled {
             Some(Ok(FinishReason::Cancelled))
         } else if active.is_cut(now, most_urgent) {
@@ -155,7 +172,9 @@ impl EngineLoop {
         let ends = |active: &Active| {
             active.is_overdue(now)
                 || active.is_cut(now, None)
-                || self.reader_left(active.queued.reply.reader(), now).is_some()
+                || self
+                    .reader_left(active.queued.reply.reader(), now)
+                    .is_some()
         };
         self.shared.is_pressed(now) || self.active.as_ref().is_some_and(ends)
     }
@@ -166,7 +185,8 @@ impl EngineLoop {
             return ControlFlow::Continue(());
         };
         let reader = active.queued.reply.push(token, text, now);
-        self.reader_left(reader, now).map_or(ControlFlow::Continue(()), ControlFlow::Break)
+        self.reader_left(reader, now)
+            .map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
 
     /// The cancellation that a reader's conduct amounts to, if it does.
@@ -174,7 +194,9 @@ impl EngineLoop {
         let left = match reader {
             Reader::Gone => true,
             Reader::Reading => false,
-            Reader::Stuck(since) => now.saturating_duration_since(since) >= self.shared.options().unread_limit,
+            Reader::Stuck(since) => {
+                now.saturating_duration_since(since) >= self.shared.options().unread_limit
+            }
         };
         left.then_some(Ok(FinishReason::Cancelled))
     }
@@ -233,12 +255,21 @@ impl EngineLoop {
     pub(super) fn applied(&mut self, revision: u64, report: ApplyReport) {
         self.state.revision = Some(revision);
         self.note_report(&report);
-        self.tell(EngineEvent::Applied { revision, report, breakdown: self.state.breakdown.clone() });
+        self.tell(EngineEvent::Applied {
+            revision,
+            report,
+            breakdown: self.state.breakdown.clone(),
+        });
     }
 
     /// Publishes what a report says.
     fn note_report(&mut self, report: &ApplyReport) {
-        if self.state.plan.as_ref().is_none_or(|before| before.resident != report.plan.resident) {
+        if self
+            .state
+            .plan
+            .as_ref()
+            .is_none_or(|before| before.resident != report.plan.resident)
+        {
             self.state.prefill_per_second = 0.0;
         }
         self.state.plan = Some(Arc::new(report.plan.clone()));
@@ -269,7 +300,9 @@ impl EngineLoop {
         let started = Instant::now();
         let prompt_tokens = Tokens::new(u32::try_from(queued.prompt.len()).unwrap_or(u32::MAX));
         let request = &queued.request;
-        let most = request.max_tokens.map_or(u32::MAX, |answer| prompt_tokens.get().saturating_add(answer.get()));
+        let most = request.max_tokens.map_or(u32::MAX, |answer| {
+            prompt_tokens.get().saturating_add(answer.get())
+        });
         let most = Tokens::new(most);
         self.last_point = Some(started);
         let id = queued.request.id;
@@ -293,7 +326,10 @@ impl EngineLoop {
         });
         self.active = Some(Active {
             queued,
-            usage: Usage { prompt_tokens, ..Usage::default() },
+            usage: Usage {
+                prompt_tokens,
+                ..Usage::default()
+            },
             started,
             first_token: None,
             capacity,
@@ -315,7 +351,10 @@ impl EngineLoop {
 
     /// Counts tokens of a prompt that were computed.
     pub(super) fn prefilled(&mut self, tokens: u32, took: Duration) {
-        self.state.tokens_prefilled = self.state.tokens_prefilled.saturating_add(u64::from(tokens));
+        self.state.tokens_prefilled = self
+            .state
+            .tokens_prefilled
+            .saturating_add(u64::from(tokens));
         // A handful of tokens says more about the clock than about the rate.
         if tokens >= PREFILL_MEASURED && !took.is_zero() {
             self.state.prefill_per_second = f64::from(tokens) / took.as_secs_f64();
@@ -347,7 +386,12 @@ impl EngineLoop {
 
     /// Asks for more KV capacity than `capacity`, of which the active answer has used `position`; not before `pause` after
     /// it asked last. Returns whether more may be had at all.
-    pub(super) fn ask_for_room(&mut self, position: Tokens, capacity: Tokens, pause: Duration) -> bool {
+    pub(super) fn ask_for_room(
+        &mut self,
+        position: Tokens,
+        capacity: Tokens,
+        pause: Duration,
+    ) -> bool {
         let Some(active) = self.active.as_mut() else {
             return false;
         };
@@ -357,13 +401,20 @@ impl EngineLoop {
             return false;
         }
         let now = Instant::now();
-        if active.asked_at.is_some_and(|asked| now.saturating_duration_since(asked) < pause) {
+        if active
+            .asked_at
+            .is_some_and(|asked| now.saturating_duration_since(asked) < pause)
+        {
             return true;
         }
         let needed = Tokens::new(position.get().saturating_add(ROOM_ASKED)).min(wanted);
         let client = request.client.clone();
         active.asked_at = Some(now);
-        self.mention(EngineEvent::CapacityWanted { needed, wanted, client });
+        self.mention(EngineEvent::CapacityWanted {
+            needed,
+            wanted,
+            client,
+        });
         true
     }
 
@@ -376,16 +427,32 @@ impl EngineLoop {
         let Some(active) = self.active.take() else {
             return;
         };
-        let Active { queued, usage, started, first_token, .. } = active;
+        let Active {
+            queued,
+            usage,
+            started,
+            first_token,
+            ..
+        } = active;
         // A mean that forgets: three parts what was known, one part the last answer.
         let (known, took) = (self.state.answer_takes, started.elapsed());
-        self.state.answer_takes = if known.is_zero() { took } else { (known * 3 + took) / 4 };
+        self.state.answer_takes = if known.is_zero() {
+            took
+        } else {
+            (known * 3 + took) / 4
+        };
         self.finished(queued, rest, outcome, usage, (started, first_token));
     }
 
     fn ended_in_queue(&mut self, ended: Ended) {
         let Ended { queued, outcome } = ended;
-        self.finished(queued, "", outcome, Usage::default(), (Instant::now(), None));
+        self.finished(
+            queued,
+            "",
+            outcome,
+            Usage::default(),
+            (Instant::now(), None),
+        );
     }
 
     fn finished(
@@ -396,7 +463,12 @@ impl EngineLoop {
         usage: Usage,
         (started, first_token): (Instant, Option<Instant>),
     ) {
-        let Queued { request, reply, submitted, .. } = queued;
+        let Queued {
+            request,
+            reply,
+            submitted,
+            ..
+        } = queued;
         self.state.requests_finished = self.state.requests_finished.saturating_add(1);
         self.mention(EngineEvent::RequestFinished {
             id: request.id,
@@ -414,10 +486,21 @@ impl EngineLoop {
     /// Takes nothing more and answers every waiting request. `failure` says why, when it was not asked for.
     pub(super) fn close(&mut self, failure: Option<Broken>) {
         let message = failure.as_ref().map(|failure| failure.message.clone());
-        let cure = failure.as_ref().map_or(Cure::Reload, |failure| failure.cure.clone());
-        let error = message.clone().map_or(GenerateError::Stopping, |message| GenerateError::EngineLost { message });
-        let apply_error = message.clone().map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model { message });
-        self.state.phase = message.map_or(EnginePhase::Stopped, |message| EnginePhase::Failed { message });
+        let cure = failure
+            .as_ref()
+            .map_or(Cure::Reload, |failure| failure.cure.clone());
+        let error = message.clone().map_or(GenerateError::Stopping, |message| {
+            GenerateError::EngineLost { message }
+        });
+        let apply_error =
+            message
+                .clone()
+                .map_or(ApplyFailure::Stopping, |message| ApplyFailure::Model {
+                    message,
+                });
+        self.state.phase = message.map_or(EnginePhase::Stopped, |message| EnginePhase::Failed {
+            message,
+        });
         self.state.plan = None;
         self.state.held = None;
         self.state.untouched = Bytes::ZERO;
@@ -432,7 +515,10 @@ impl EngineLoop {
             self.ended_in_queue(ended);
         }
         for queued in left.queue {
-            self.ended_in_queue(Ended { queued, outcome: Err(error.clone()) });
+            self.ended_in_queue(Ended {
+                queued,
+                outcome: Err(error.clone()),
+            });
         }
         for (revision, by) in left.superseded {
             self.apply_failed(revision, ApplyFailure::Superseded { by });
@@ -440,7 +526,10 @@ impl EngineLoop {
         if let Some((revision, _)) = self.plan.take() {
             self.apply_failed(revision, apply_error.clone());
         }
-        let load = self.load.take().map(|(path, plan)| Command::Load { path, plan });
+        let load = self
+            .load
+            .take()
+            .map(|(path, plan)| Command::Load { path, plan });
         for command in load.into_iter().chain(left.commands) {
             match command {
                 Command::Apply { revision, .. } => self.apply_failed(revision, apply_error.clone()),
@@ -453,8 +542,17 @@ impl EngineLoop {
                 }),
             }
         }
-        if let Some(Broken { message, cure, hung }) = failure {
-            self.tell(EngineEvent::Failed { message, cure, hung });
+        if let Some(Broken {
+            message,
+            cure,
+            hung,
+        }) = failure
+        {
+            self.tell(EngineEvent::Failed {
+                message,
+                cure,
+                hung,
+            });
         }
         self.publish();
         self.outbox.push_back(EngineEvent::Stopped);
@@ -488,7 +586,11 @@ pub(super) struct BetweenLayers<'engine> {
 
 impl<'engine> BetweenLayers<'engine> {
     pub(super) const fn new(engine_loop: &'engine mut EngineLoop) -> Self {
-        Self { engine_loop, revision: 0, ended: None }
+        Self {
+            engine_loop,
+            revision: 0,
+            ended: None,
+        }
     }
 }
 
@@ -518,7 +620,9 @@ impl Checkpoint for BetweenLayers<'_> {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        let sheds = result.as_ref().is_ok_and(|report| report.grown == Bytes::ZERO);
+        let sheds = result
+            .as_ref()
+            .is_ok_and(|report| report.grown == Bytes::ZERO);
         emergency::within_if(sheds, || match result {
             Ok(report) => {
                 // The breakdown that is known is that of the plan before.
@@ -528,7 +632,8 @@ impl Checkpoint for BetweenLayers<'_> {
             Err(error) => {
                 // A part of it may have been done.
                 self.engine_loop.state.breakdown = None;
-                self.engine_loop.apply_failed(self.revision, ApplyFailure::of(&error));
+                self.engine_loop
+                    .apply_failed(self.revision, ApplyFailure::of(&error));
             }
         });
     }

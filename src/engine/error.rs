@@ -9,10 +9,8 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::disk::{Retained, Stalled};
-use crate::{
-    policy::{engine_failure::Cure, residency::EnginePlan},
-    units::{Bytes, Tokens},
-};
+use cotenant_policy::{engine_failure::Cure, residency::EnginePlan};
+use cotenant_units::{Bytes, Tokens};
 
 /// That a device does not compute any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -39,7 +37,10 @@ pub struct Unavailable {
 
 impl Unavailable {
     pub(super) fn new(reason: impl Into<String>, remedy: &'static str) -> Self {
-        Self { reason: reason.into(), remedy }
+        Self {
+            reason: reason.into(),
+            remedy,
+        }
     }
 
     /// What can be done about it.
@@ -63,7 +64,11 @@ impl LoadError {
     /// An error of the file at `path`.
     #[must_use]
     pub fn new(path: &Path, kind: LoadErrorKind) -> Self {
-        Self { path: path.to_owned(), kind, left: Box::default() }
+        Self {
+            path: path.to_owned(),
+            kind,
+            left: Box::default(),
+        }
     }
 
     /// The same, with what reads that hang may keep.
@@ -246,7 +251,9 @@ pub enum LoadErrorKind {
         tensor: String,
     },
     /// A tensor that begins inside another one.
-    #[error("tensor `{tensor}` starts at byte {offset}, inside tensor `{other}`, which ends at byte {end}")]
+    #[error(
+        "tensor `{tensor}` starts at byte {offset}, inside tensor `{other}`, which ends at byte {end}"
+    )]
     TensorOverlap {
         /// Its name.
         tensor: String,
@@ -315,7 +322,9 @@ pub enum LoadErrorKind {
         file: Bytes,
     },
     /// Written for a processor that counts bytes the other way.
-    #[error("it is GGUF version {version} for big-endian processors; little-endian files are supported")]
+    #[error(
+        "it is GGUF version {version} for big-endian processors; little-endian files are supported"
+    )]
     BigEndian {
         /// Its version.
         version: u32,
@@ -345,21 +354,30 @@ impl LoadErrorKind {
         use io::ErrorKind as Kind;
         match self {
             Self::Open(error) => match error.kind() {
-                Kind::NotFound | Kind::NotADirectory | Kind::IsADirectory | Kind::PermissionDenied => {
+                Kind::NotFound
+                | Kind::NotADirectory
+                | Kind::IsADirectory
+                | Kind::PermissionDenied => {
                     let remedy = "put the file there, readable for this user, or set `llm.path` to where it is";
-                    Cure::Change { remedy: remedy.to_owned() }
+                    Cure::Change {
+                        remedy: remedy.to_owned(),
+                    }
                 }
                 _ => Cure::Reread,
             },
             Self::Part { source, .. } if source.cure() == Cure::Reread => Cure::Reread,
             // The plan was made for a GPU; another one follows from the device that is chosen instead.
             Self::GpuLost(_) => Cure::Reread,
-            Self::Changed { .. } | Self::Replaced | Self::Stalled(_) | Self::Threads(_) | Self::Weights(_) => {
-                Cure::Reread
-            }
+            Self::Changed { .. }
+            | Self::Replaced
+            | Self::Stalled(_)
+            | Self::Threads(_)
+            | Self::Weights(_) => Cure::Reread,
             // Memory may be there the next time, and a device may compute again.
             Self::Allocate { .. } | Self::Device(_) => Cure::Reload,
-            _ => Cure::Change { remedy: self.hint().unwrap_or_default().to_owned() },
+            _ => Cure::Change {
+                remedy: self.hint().unwrap_or_default().to_owned(),
+            },
         }
     }
 
@@ -368,18 +386,30 @@ impl LoadErrorKind {
     pub fn hint(&self) -> Option<&'static str> {
         match self {
             Self::Architecture { architecture, .. } => Some(nearest_family(architecture)),
-            Self::Damaged { .. } => Some("fetch the file again, and compare its SHA-256 with the publisher's"),
-            Self::Empty => Some("the download has not begun, or has failed: fetch the file again"),
-            Self::GitLfsPointer => {
-                Some("fetch the model by `git lfs pull` in its repository, or download the file itself")
+            Self::Damaged { .. } => {
+                Some("fetch the file again, and compare its SHA-256 with the publisher's")
             }
+            Self::Empty => Some("the download has not begun, or has failed: fetch the file again"),
+            Self::GitLfsPointer => Some(
+                "fetch the model by `git lfs pull` in its repository, or download the file itself",
+            ),
             Self::Gpu(error) | Self::GpuLost(error) => Some(error.remedy()),
-            Self::Metadata { key, .. } if key.ends_with(".expert_count") => Some(nearest_family(key)),
-            Self::BigEndian { .. } => Some("turn a copy of it round with `gguf-convert-endian FILE little`"),
-            Self::NotFirstPart { .. } => Some("name the file of the first part, `…-00001-of-….gguf`"),
-            Self::Part { .. } => Some("keep all parts of the model in one folder, under the names that they came with"),
+            Self::Metadata { key, .. } if key.ends_with(".expert_count") => {
+                Some(nearest_family(key))
+            }
+            Self::BigEndian { .. } => {
+                Some("turn a copy of it round with `gguf-convert-endian FILE little`")
+            }
+            Self::NotFirstPart { .. } => {
+                Some("name the file of the first part, `…-00001-of-….gguf`")
+            }
+            Self::Part { .. } => Some(
+                "keep all parts of the model in one folder, under the names that they came with",
+            ),
             Self::PartName { .. } => Some("give the parts the names back that they came with"),
-            Self::NotGguf { .. } => Some("point `llm.path` to a .gguf file, not to safetensors or a download page"),
+            Self::NotGguf { .. } => {
+                Some("point `llm.path` to a .gguf file, not to safetensors or a download page")
+            }
             Self::TensorOutside { .. } | Self::Truncated { .. } => {
                 Some("the file is probably an unfinished download: fetch it again")
             }
@@ -387,7 +417,9 @@ impl LoadErrorKind {
             Self::TensorType { dtype, .. } => Some(nearest_type(dtype)),
             Self::Text { hint, .. } => Some(*hint),
             Self::Version { .. } => Some("convert the file with a current llama.cpp"),
-            Self::Vocabulary { .. } => Some("give a text in UTF-8, or the number of tokens that stay"),
+            Self::Vocabulary { .. } => {
+                Some("give a text in UTF-8, or the number of tokens that stay")
+            }
             Self::Changed { .. } => Some("load it again once the file is complete"),
             Self::Replaced => Some("it is looked at again, and loaded with a plan of its own"),
             Self::Stalled(_) => Some(
@@ -402,17 +434,34 @@ impl LoadErrorKind {
 /// The file that runs and is nearest to one of a family that is not supported.
 fn nearest_family(architecture: &str) -> &'static str {
     let families = [
-        ("clip", "it is the vision part of a model: name the file of the model itself, without `mmproj`"),
-        ("deepseek", "use DeepSeek-R1-Distill-Qwen or DeepSeek-R1-Distill-Llama, for example 7B Q4_K_M"),
+        (
+            "clip",
+            "it is the vision part of a model: name the file of the model itself, without `mmproj`",
+        ),
+        (
+            "deepseek",
+            "use DeepSeek-R1-Distill-Qwen or DeepSeek-R1-Distill-Llama, for example 7B Q4_K_M",
+        ),
         ("gemma", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
-        ("granite", "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M"),
-        ("mamba", "use Qwen3.5, which is recurrent in three of four layers, for example 4B Q4_K_M"),
+        (
+            "granite",
+            "use a dense Granite 3.3 or 4, for example granite-3.3-2b-instruct Q4_K_M",
+        ),
+        (
+            "mamba",
+            "use Qwen3.5, which is recurrent in three of four layers, for example 4B Q4_K_M",
+        ),
         ("mistral", "use Ministral-3-3B-Instruct Q4_K_M"),
         ("phi", "use Phi-4-mini-instruct Q4_K_M"),
         ("qwen", "use a dense Qwen3.5, for example 4B Q4_K_M"),
     ];
-    let found = families.iter().find(|(prefix, _)| architecture.starts_with(prefix));
-    found.map_or("use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M", |(_, hint)| hint)
+    let found = families
+        .iter()
+        .find(|(prefix, _)| architecture.starts_with(prefix));
+    found.map_or(
+        "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
+        |(_, hint)| hint,
+    )
 }
 
 /// The same for a type.
@@ -421,7 +470,9 @@ fn nearest_type(dtype: &str) -> &'static str {
         Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "take the Q2_K file of the same model",
         Some("IQ3") => "take the Q3_K_M file of the same model",
         // The type of gpt-oss, of which no file in another type would run.
-        Some("MXF") => "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M",
+        Some("MXF") => {
+            "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M"
+        }
         Some("IQ4" | "NVF" | "Q4_") => "take the Q4_K_M file of the same model",
         _ => "take the Q4_K_M or Q8_0 file of the same model",
     }
@@ -534,7 +585,8 @@ impl ApplyError {
 }
 
 /// The remedy where results are not finite.
-pub(super) const NOT_FINITE_REMEDY: &str = "the weights are damaged: fetch the file again, or take another one";
+pub(super) const NOT_FINITE_REMEDY: &str =
+    "the weights are damaged: fetch the file again, or take another one";
 
 /// A plan that could not be put into force as a whole; [`Model::plan`](super::Model::plan) says what is.
 #[derive(Debug, thiserror::Error)]
@@ -616,7 +668,8 @@ pub struct ApplyReport {
     pub took: Duration,
 }
 
-const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
+const KNOWN_TYPES: &str =
+    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
 
 #[cfg(test)]
 mod tests {
@@ -636,7 +689,10 @@ mod tests {
             (libc::ENOTDIR, false),
         ] {
             let open = || LoadErrorKind::Open(io::Error::from_raw_os_error(errno));
-            let part = LoadErrorKind::Part { path: "part".into(), source: Box::new(open()) };
+            let part = LoadErrorKind::Part {
+                path: "part".into(),
+                source: Box::new(open()),
+            };
             for kind in [open(), part] {
                 match kind.cure() {
                     Cure::Reread => assert!(may_pass, "{kind:?}"),
@@ -645,7 +701,10 @@ mod tests {
                 }
             }
         }
-        let unknown = LoadErrorKind::Architecture { architecture: "mamba".to_owned(), known: String::new() };
+        let unknown = LoadErrorKind::Architecture {
+            architecture: "mamba".to_owned(),
+            known: String::new(),
+        };
         assert!(matches!(unknown.cure(), Cure::Change { remedy } if remedy.contains("Qwen3.5")));
         let read = ReadError {
             path: "model".into(),

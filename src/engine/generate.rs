@@ -25,12 +25,10 @@ use super::{
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
-pub use crate::conversation::{Prompt, Usage};
-use crate::{
-    conversation::AnswerForm,
-    policy::{lease::Class, sinks::Sinks},
-    units::Tokens,
-};
+use cotenant_conversation::AnswerForm;
+pub use cotenant_conversation::{Prompt, Usage};
+use cotenant_policy::{lease::Class, sinks::Sinks};
+use cotenant_units::Tokens;
 
 /// Names one request, chosen by its submitter; unique among the requests the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -276,7 +274,9 @@ pub enum GenerateError {
         message: String,
     },
     /// The KV cache filled up before the prompt was in it, because capacity was taken away meanwhile.
-    #[error("cannot take in the prompt: {position} of {tokens} tokens fill the KV capacity of {capacity} tokens")]
+    #[error(
+        "cannot take in the prompt: {position} of {tokens} tokens fill the KV capacity of {capacity} tokens"
+    )]
     KvFull {
         /// Tokens of the prompt in the KV cache.
         position: Tokens,
@@ -292,13 +292,17 @@ pub enum GenerateError {
         message: String,
     },
     /// The model computed something that is not a number.
-    #[error("cannot choose the token at position {position}: the model computed values that are not finite")]
+    #[error(
+        "cannot choose the token at position {position}: the model computed values that are not finite"
+    )]
     NotFinite {
         /// Position in the sequence.
         position: u32,
     },
     /// The prompt would fit the model, but not the KV capacity that the engine has now.
-    #[error("cannot take a prompt of {tokens} tokens: the present KV capacity is {capacity} of {limit} tokens")]
+    #[error(
+        "cannot take a prompt of {tokens} tokens: the present KV capacity is {capacity} of {limit} tokens"
+    )]
     PromptBeyondKv {
         /// Tokens of the prompt.
         tokens: Tokens,

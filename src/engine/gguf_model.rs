@@ -23,15 +23,13 @@ use super::{
     text::{TextError, TextSide},
     tokenizer::Tokenizer,
 };
-use crate::{
-    policy::{
-        compute::Compute,
-        kv_type::KvType,
-        residency::{EnginePlan, ModelShape},
-        streaming::Calibration,
-    },
-    units::{Bytes, Tokens, page},
+use cotenant_policy::{
+    compute::Compute,
+    kv_type::KvType,
+    residency::{EnginePlan, ModelShape},
+    streaming::Calibration,
 };
+use cotenant_units::{Bytes, Tokens, page};
 
 /// A GGUF model and its tokenizer, whose tables are some 33 MiB for 152 000 tokens.
 pub(super) struct GgufModel {
@@ -44,15 +42,24 @@ pub(super) struct GgufModel {
 
 impl GgufModel {
     /// What a file's model occupies, its text side included; refuses what could not be opened for its header.
-    pub(super) fn inspect(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, LoadError> {
+    pub(super) fn inspect(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: Compute,
+    ) -> Result<Inspected, LoadError> {
         let (inspected, header) = Self::read(path, vocabulary, compute)?;
-        Tokenizer::check(&header).map_err(|error| LoadError::new(path, TextError::from(error).into()))?;
+        Tokenizer::check(&header)
+            .map_err(|error| LoadError::new(path, TextError::from(error).into()))?;
         Ok(inspected)
     }
 
     /// The same, and refuses what [`open`](Self::open) would refuse of a whole file, as far as that shows without building
     /// the tokenizer, which takes most of a second.
-    pub(super) fn foresee(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<Inspected, LoadError> {
+    pub(super) fn foresee(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: Compute,
+    ) -> Result<Inspected, LoadError> {
         let (inspected, header) = Self::read(path, vocabulary, compute)?;
         Model::refuse_zeros(&header).map_err(|kind| LoadError::new(path, kind))?;
         TextSide::check(&header).map_err(|error| LoadError::new(path, error.into()))?;
@@ -73,7 +80,11 @@ impl GgufModel {
         Ok(inspected)
     }
 
-    fn read(path: &Path, vocabulary: Option<&Sayable>, compute: Compute) -> Result<(Inspected, Header), LoadError> {
+    fn read(
+        path: &Path,
+        vocabulary: Option<&Sayable>,
+        compute: Compute,
+    ) -> Result<(Inspected, Header), LoadError> {
         let (shape, header) = Model::inspect_with(path, vocabulary, compute)?;
         let text = TextSide::bytes_max(&header);
         let inspected = Inspected {
@@ -95,7 +106,10 @@ impl GgufModel {
         progress: &LoadProgress,
     ) -> Result<Opened, LoadError> {
         let opening = Opening::read(path, options)?.counted_by(progress);
-        let (leased, tables) = (TextSide::bytes_max(opening.header()), tables_bytes(opening.header()));
+        let (leased, tables) = (
+            TextSide::bytes_max(opening.header()),
+            tables_bytes(opening.header()),
+        );
         let found = with_text(opening.shape().clone(), leased);
         if !expected.is(&found) {
             return Err(LoadError::new(path, LoadErrorKind::Replaced));
@@ -119,7 +133,15 @@ impl GgufModel {
         model.settle();
         // What the form of an answer needs is leased from the start, and made when it is first asked for.
         let shape = with_text(model.shape().clone(), leased);
-        Ok(Opened { model: Box::new(Self { model, shape, tables, helper: text.helper() }), text })
+        Ok(Opened {
+            model: Box::new(Self {
+                model,
+                shape,
+                tables,
+                helper: text.helper(),
+            }),
+            text,
+        })
     }
 
     /// Makes the text side while the model begins to read its weights: neither needs the other.
@@ -135,7 +157,9 @@ impl GgufModel {
             let making = thread.spawn_scoped(scope, make);
             let model = opening.begin(plan);
             let text = match making {
-                Ok(thread) => thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+                Ok(thread) => thread
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
                 Err(_) => make(),
             };
             (model, text)
@@ -149,7 +173,10 @@ fn tables_bytes(header: &Header) -> Bytes {
 }
 
 fn with_text(shape: ModelShape, text_bytes: Bytes) -> ModelShape {
-    ModelShape { fixed_bytes: shape.fixed_bytes.saturating_add(text_bytes), ..shape }
+    ModelShape {
+        fixed_bytes: shape.fixed_bytes.saturating_add(text_bytes),
+        ..shape
+    }
 }
 
 impl GgufModel {
@@ -179,7 +206,8 @@ impl Checkpoint for WithText<'_> {
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        self.checkpoint.applied(result.map(|report| with_text_held(report, self.text)));
+        self.checkpoint
+            .applied(result.map(|report| with_text_held(report, self.text)));
     }
 
     fn rechunked(&mut self, report: ApplyReport) {
@@ -188,7 +216,10 @@ impl Checkpoint for WithText<'_> {
 }
 
 fn with_text_held(report: ApplyReport, text: Bytes) -> ApplyReport {
-    ApplyReport { held: report.held.saturating_add(text), ..report }
+    ApplyReport {
+        held: report.held.saturating_add(text),
+        ..report
+    }
 }
 
 impl LanguageModel for GgufModel {
@@ -198,7 +229,10 @@ impl LanguageModel for GgufModel {
         checkpoint: &mut dyn Checkpoint,
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError> {
-        let mut checkpoint = WithText { text: self.text_held(), checkpoint };
+        let mut checkpoint = WithText {
+            text: self.text_held(),
+            checkpoint,
+        };
         let computed = self.model.forward(tokens, &mut checkpoint)?;
         logits.clear();
         logits.extend_from_slice(&computed);
@@ -211,7 +245,10 @@ impl LanguageModel for GgufModel {
         checkpoint: &mut dyn Checkpoint,
         logits: &mut Vec<f32>,
     ) -> Result<Option<u32>, ForwardError> {
-        let mut checkpoint = WithText { text: self.text_held(), checkpoint };
+        let mut checkpoint = WithText {
+            text: self.text_held(),
+            checkpoint,
+        };
         match self.model.forward_greedy(tokens, &mut checkpoint)? {
             Scores::Greatest(token) => Ok(Some(token)),
             Scores::All(computed) => {
@@ -230,12 +267,19 @@ impl LanguageModel for GgufModel {
         self.apply_until(plan, &mut || false)
     }
 
-    fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
+    fn apply_until(
+        &mut self,
+        plan: &EnginePlan,
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<ApplyReport, ApplyError> {
         let report = self.model.apply_until(plan, wanted)?;
         Ok(with_text_held(report, self.text_held()))
     }
 
-    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+    fn calibrate(
+        &mut self,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<Calibration>, ApplyError> {
         self.model.calibrate(go_on)
     }
 
@@ -326,13 +370,11 @@ mod tests {
 
     use super::*;
     use crate::{
-        engine::{
-            spec::Architecture,
-            synthetic::{Synthetic, TypeMix},
-            weights::Weights as _,
-        },
-        policy::{engine_failure::Cure, params::EngineParams, residency::PlanLimits},
+        spec::Architecture,
+        synthetic::{Synthetic, TypeMix},
+        weights::Weights as _,
     };
+    use cotenant_policy::{engine_failure::Cure, params::EngineParams, residency::PlanLimits};
 
     #[test]
     fn weights_that_give_no_result_are_refused_with_the_tensor_at_fault() {
@@ -342,37 +384,88 @@ mod tests {
         let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
         let opened = |resident: bool| {
             let shape = GgufModel::inspect(&path, None, 1.into()).unwrap().shape;
-            let plan = if resident { shape.full_plan(&limits) } else { shape.floor_plan(&limits) };
-            GgufModel::open(&path, &plan, &options, &Expected::default(), &LoadProgress::default()).map(drop)
+            let plan = if resident {
+                shape.full_plan(&limits)
+            } else {
+                shape.floor_plan(&limits)
+            };
+            GgufModel::open(
+                &path,
+                &plan,
+                &options,
+                &Expected::default(),
+                &LoadProgress::default(),
+            )
+            .map(drop)
         };
         for (types, tensor, byte, problem) in [
-            (GgmlDType::F32, "blk.1.ffn_norm.weight", 0xff, "tensor `blk.1.ffn_norm.weight` has values"),
-            (GgmlDType::Q8_0, "blk.0.ffn_down.weight", 0xff, "tensor `blk.0.ffn_down.weight` has values"),
-            (GgmlDType::F16, "blk.1.attn_q.weight", 0xff, "tensor `blk.1.attn_q.weight` has values"),
-            (GgmlDType::Q8_0, "output_norm.weight", 0, "every token is as likely as any other"),
+            (
+                GgmlDType::F32,
+                "blk.1.ffn_norm.weight",
+                0xff,
+                "tensor `blk.1.ffn_norm.weight` has values",
+            ),
+            (
+                GgmlDType::Q8_0,
+                "blk.0.ffn_down.weight",
+                0xff,
+                "tensor `blk.0.ffn_down.weight` has values",
+            ),
+            (
+                GgmlDType::F16,
+                "blk.1.attn_q.weight",
+                0xff,
+                "tensor `blk.1.attn_q.weight` has values",
+            ),
+            (
+                GgmlDType::Q8_0,
+                "output_norm.weight",
+                0,
+                "every token is as likely as any other",
+            ),
         ] {
-            Synthetic::tiny(Architecture::Qwen3, TypeMix::All(types), 7).write(&path).unwrap();
+            Synthetic::tiny(Architecture::Qwen3, TypeMix::All(types), 7)
+                .write(&path)
+                .unwrap();
             opened(true).unwrap();
             let header = Model::inspect(&path, 1).unwrap().1;
             let at = header.tensor(tensor).unwrap();
             let bytes = vec![byte; usize::try_from(at.bytes.get()).unwrap()];
-            fs::File::options().write(true).open(&path).unwrap().write_all_at(&bytes, at.offset).unwrap();
+            fs::File::options()
+                .write(true)
+                .open(&path)
+                .unwrap()
+                .write_all_at(&bytes, at.offset)
+                .unwrap();
             for resident in [true, false] {
                 let error = opened(resident).unwrap_err();
-                assert!(error.kind().to_string().contains(problem), "{:?}", error.kind());
-                assert!(matches!(error.cure(), Cure::Change { remedy } if remedy.contains("fetch the file again")));
+                assert!(
+                    error.kind().to_string().contains(problem),
+                    "{:?}",
+                    error.kind()
+                );
+                assert!(
+                    matches!(error.cure(), Cure::Change { remedy } if remedy.contains("fetch the file again"))
+                );
             }
         }
     }
 
     #[test]
     fn what_the_tokenizer_holds_is_in_what_the_engine_says_that_it_holds() {
-        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../deploy/demo-model/demo.gguf");
         let options = ModelOptions::for_threads(1);
         let shape = GgufModel::inspect(&path, None, 1.into()).unwrap().shape;
         let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
         let plan = shape.floor_plan(&limits);
-        let opened = GgufModel::open(&path, &plan, &options, &Expected::default(), &LoadProgress::default()).unwrap();
+        let opened = GgufModel::open(
+            &path,
+            &plan,
+            &options,
+            &Expected::default(),
+            &LoadProgress::default(),
+        )
+        .unwrap();
         let mut alone = Model::open(&path, &plan, &options).unwrap();
         let tables = tables_bytes(alone.header());
         assert!(tables > Bytes::from_kib(64), "{tables}");

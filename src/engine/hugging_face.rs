@@ -22,7 +22,7 @@ use super::{
     synthetic::{Synthetic, TypeMix},
     tensor_group::{NamedTensor, TensorGroup},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Why the shape of a model cannot be taken from its `config.json`.
 #[derive(Debug, thiserror::Error)]
@@ -73,7 +73,10 @@ pub enum ConfigJsonErrorKind {
 /// # Errors
 /// When the file cannot be read, or is of a family that the engine does not know.
 pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, ConfigJsonError> {
-    let error = |kind| ConfigJsonError { path: path.to_owned(), kind };
+    let error = |kind| ConfigJsonError {
+        path: path.to_owned(),
+        kind,
+    };
     let mut text = String::new();
     File::open(path)
         .and_then(|file| file.take(CONFIG_MAX.get() + 1).read_to_string(&mut text))
@@ -90,14 +93,20 @@ pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, Config
 /// When the engine could not compute with it, or there is no memory for its header.
 pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, LoadError> {
     let failed = |source: io::Error| {
-        let kind =
-            LoadErrorKind::Allocate { what: "the header of a shape".to_owned(), bytes: Bytes::from_mib(32), source };
+        let kind = LoadErrorKind::Allocate {
+            what: "the header of a shape".to_owned(),
+            bytes: Bytes::from_mib(32),
+            source,
+        };
         LoadError::new(Path::new("config.json"), kind)
     };
-    let file: File =
-        memfd_create("cotenant-shape", MFdFlags::MFD_CLOEXEC).map_err(|errno| failed(errno.into()))?.into();
+    let file: File = memfd_create("cotenant-shape", MFdFlags::MFD_CLOEXEC)
+        .map_err(|errno| failed(errno.into()))?
+        .into();
     let path = PathBuf::from(format!("/proc/self/fd/{}", file.as_raw_fd()));
-    file.try_clone().and_then(|file| model.write_hollow(file)).map_err(failed)?;
+    file.try_clone()
+        .and_then(|file| model.write_hollow(file))
+        .map_err(failed)?;
     Engine::inspect_with(&path, None, threads)
 }
 
@@ -106,12 +115,21 @@ pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, Loa
 #[must_use]
 pub fn safetensors_beside(config: &Path) -> Vec<TensorGroup> {
     let folder = config.parent().unwrap_or(Path::new("."));
-    let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
-    let Ok(entries) = folder.read_dir() else { return Vec::new() };
+    let folder = if folder.as_os_str().is_empty() {
+        Path::new(".")
+    } else {
+        folder
+    };
+    let Ok(entries) = folder.read_dir() else {
+        return Vec::new();
+    };
     let mut tensors = Vec::new();
     for entry in entries.flatten().take(FILES_MAX) {
         let path = entry.path();
-        if path.extension().is_some_and(|extension| extension == "safetensors") {
+        if path
+            .extension()
+            .is_some_and(|extension| extension == "safetensors")
+        {
             tensors.extend(safetensors_of(&path).unwrap_or_default());
         }
     }
@@ -140,10 +158,19 @@ fn safetensors_of(path: &Path) -> Option<Vec<NamedTensor>> {
     let mut tensors = Vec::new();
     for (name, tensor) in header {
         if name != "__metadata__" {
-            let Tensor { dtype, shape, data_offsets: (start, end) } = Tensor::deserialize(tensor).ok()?;
+            let Tensor {
+                dtype,
+                shape,
+                data_offsets: (start, end),
+            } = Tensor::deserialize(tensor).ok()?;
             let bytes = end.checked_sub(start)?;
             total = total.saturating_add(bytes);
-            tensors.push(NamedTensor { name, dtype, dims: shape, bytes: Bytes::new(bytes) });
+            tensors.push(NamedTensor {
+                name,
+                dtype,
+                dims: shape,
+                bytes: Bytes::new(bytes),
+            });
         }
     }
     (total <= whole).then_some(tensors)
@@ -152,8 +179,16 @@ fn safetensors_of(path: &Path) -> Option<Vec<NamedTensor>> {
 fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind> {
     let whole: Value = serde_json::from_str(text).map_err(ConfigJsonErrorKind::Json)?;
     // Models that see have the part that speaks in a section of its own.
-    let config = whole.get("text_config").filter(|part| part.is_object()).unwrap_or(&whole);
-    let named = |value: &Value| value.get("model_type").and_then(Value::as_str).map(str::to_owned);
+    let config = whole
+        .get("text_config")
+        .filter(|part| part.is_object())
+        .unwrap_or(&whole);
+    let named = |value: &Value| {
+        value
+            .get("model_type")
+            .and_then(Value::as_str)
+            .map(str::to_owned)
+    };
     let family = named(config).or_else(|| named(&whole)).unwrap_or_default();
     let architecture = match family.as_str() {
         "gemma3" | "gemma3_text" => Architecture::Gemma3,
@@ -198,13 +233,19 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         rotary_base: 10_000.0,
         windows: match architecture {
             // What the library has where a file leaves it out.
-            Architecture::Gemma3 => (read.optional("sliding_window", 1 << 24)?.unwrap_or(4096), read.pattern()?),
+            Architecture::Gemma3 => (
+                read.optional("sliding_window", 1 << 24)?.unwrap_or(4096),
+                read.pattern()?,
+            ),
             _ => (0, 0),
         },
         recurrent,
         vocabulary: read.number("vocab_size", VOCABULARY_MAX)?.max(260),
         context_max: read.number("max_position_embeddings", 1 << 24)?,
-        tied: match config.get("tie_word_embeddings").or_else(|| whole.get("tie_word_embeddings")) {
+        tied: match config
+            .get("tie_word_embeddings")
+            .or_else(|| whole.get("tie_word_embeddings"))
+        {
             Some(tied) => tied.as_bool().unwrap_or(false),
             // The library's own default, which Gemma's files rely on.
             None => architecture == Architecture::Gemma3,
@@ -229,13 +270,18 @@ struct Dimensions<'a>(&'a Value);
 
 impl Dimensions<'_> {
     fn number(&self, key: &'static str, most: u32) -> Result<u32, ConfigJsonErrorKind> {
-        self.optional(key, most)?.ok_or_else(|| wrong(key, "missing".to_owned(), most))
+        self.optional(key, most)?
+            .ok_or_else(|| wrong(key, "missing".to_owned(), most))
     }
 
     /// That every so-manyth layer sees all tokens, by a number or by the kinds of the layers.
     fn pattern(&self) -> Result<u32, ConfigJsonErrorKind> {
         let kinds = self.0.get("layer_types").and_then(Value::as_array);
-        let first = kinds.and_then(|kinds| kinds.iter().position(|kind| kind.as_str() == Some("full_attention")));
+        let first = kinds.and_then(|kinds| {
+            kinds
+                .iter()
+                .position(|kind| kind.as_str() == Some("full_attention"))
+        });
         let listed = first.and_then(|first| u32::try_from(first + 1).ok());
         Ok(match listed {
             Some(listed) => listed,
@@ -257,7 +303,11 @@ impl Dimensions<'_> {
 }
 
 fn wrong(key: &'static str, value: String, most: u32) -> ConfigJsonErrorKind {
-    ConfigJsonErrorKind::Dimension { key, value, limit: format!("and must be a whole number from 1 to {most}") }
+    ConfigJsonErrorKind::Dimension {
+        key,
+        value,
+        limit: format!("and must be a whole number from 1 to {most}"),
+    }
 }
 
 /// A `config.json` has some KiB.
@@ -272,8 +322,9 @@ const VOCABULARY_MAX: u32 = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::tensor_group::TensorKind;
-    use crate::{policy::kv_type::KvType, units::Tokens};
+    use crate::tensor_group::TensorKind;
+    use cotenant_policy::kv_type::KvType;
+    use cotenant_units::Tokens;
 
     fn inspect(text: &str) -> Inspected {
         inspect_shape(&shape_of(text, TypeMix::Q4KM).unwrap(), 1).unwrap()
@@ -299,7 +350,10 @@ mod tests {
     #[test]
     fn the_kv_cache_of_llama_3_8b_at_4096_tokens_has_512_mib() {
         let kv = inspect(LLAMA_3_8B).shape.kv;
-        assert_eq!(kv.capacity_bytes(Tokens::new(4096), KvType::F16), Bytes::from_mib(512));
+        assert_eq!(
+            kv.capacity_bytes(Tokens::new(4096), KvType::F16),
+            Bytes::from_mib(512)
+        );
     }
 
     /// Published as "~109 MB": 0.109 GiB at one byte for each element; our rows of 8 bits carry a scale for each 32.
@@ -309,7 +363,10 @@ mod tests {
         let elements = kv.bytes_per_token(KvType::F16).get() / 2 * 2048;
         assert_eq!(elements, Bytes::from_mib(112).get());
         assert_eq!(elements * 1000 / Bytes::from_gib(1).get(), 109);
-        assert_eq!(kv.capacity_bytes(Tokens::new(2048), KvType::Q8), Bytes::from_mib(119).round_up(kv.granule));
+        assert_eq!(
+            kv.capacity_bytes(Tokens::new(2048), KvType::Q8),
+            Bytes::from_mib(119).round_up(kv.granule)
+        );
     }
 
     /// Published as 64 KiB for each token: 8 of 32 layers attend with 4 KV heads of 256 elements, so that is with 4 bytes
@@ -319,9 +376,16 @@ mod tests {
         let shape = inspect(QWEN3_5_4B).shape;
         assert_eq!(shape.kv.attention_layers, 8);
         assert_eq!(shape.kv.bytes_per_token(KvType::F16), Bytes::from_kib(32));
-        assert_eq!(shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4, Bytes::from_kib(64).get());
+        assert_eq!(
+            shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4,
+            Bytes::from_kib(64).get()
+        );
         // 24 recurrent layers of 32 heads of 128 × 128, and what the convolution remembers.
-        assert!((Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes), "{}", shape.state_bytes);
+        assert!(
+            (Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes),
+            "{}",
+            shape.state_bytes
+        );
     }
 
     /// 5 of 34 layers keep all tokens: 20 KiB for each; the others 116 KiB for the last 1024 and those that attend together.
@@ -332,8 +396,15 @@ mod tests {
         assert_eq!(kv.bytes_per_token(KvType::F16), Bytes::from_kib(20));
         let windows = Bytes::from_kib(116 * 25 * 64).round_up(kv.granule);
         let whole = Bytes::from_kib(20 * 131_072);
-        assert_eq!(kv.capacity_bytes(Tokens::new(131_072), KvType::F16), whole + windows);
-        assert!(whole + windows < Bytes::from_mib(2750), "{}", whole + windows);
+        assert_eq!(
+            kv.capacity_bytes(Tokens::new(131_072), KvType::F16),
+            whole + windows
+        );
+        assert!(
+            whole + windows < Bytes::from_mib(2750),
+            "{}",
+            whole + windows
+        );
     }
 
     #[test]
@@ -347,7 +418,10 @@ mod tests {
             let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
             assert_eq!(elements / 10_000_000, parameters);
             let bytes: Bytes = inspected.tensors.iter().map(|group| group.bytes).sum();
-            assert!(bytes.whole_mib().abs_diff(weights) * 100 <= weights * 3, "{bytes}");
+            assert!(
+                bytes.whole_mib().abs_diff(weights) * 100 <= weights * 3,
+                "{bytes}"
+            );
         }
     }
 
@@ -355,12 +429,17 @@ mod tests {
     fn what_is_no_configuration_of_a_known_model_is_refused_with_its_value() {
         let said = |text: &str| shape_of(text, TypeMix::Q4KM).unwrap_err().to_string();
         assert_eq!(said("{"), "it is not JSON");
-        assert!(said(r#"{"model_type": "mamba"}"#).starts_with("`model_type` is `mamba`; known are"));
+        assert!(
+            said(r#"{"model_type": "mamba"}"#).starts_with("`model_type` is `mamba`; known are")
+        );
         assert_eq!(
             said(&LLAMA_3_8B.replace("14336", "-5")),
             "`intermediate_size` is `-5`, and must be a whole number from 1 to 262144"
         );
-        assert!(said(&LLAMA_3_8B.replace("num_hidden_layers", "layers")).starts_with("`num_hidden_layers` is missing"));
+        assert!(
+            said(&LLAMA_3_8B.replace("num_hidden_layers", "layers"))
+                .starts_with("`num_hidden_layers` is missing")
+        );
         assert!(said(&LLAMA_3_8B.replace("128256", "4000000000")).contains("1048576"));
     }
 
@@ -385,11 +464,20 @@ mod tests {
             r#"{"model.layers.1.mlp.down_proj.weight": {"dtype": "F32", "shape": [5, 5], "data_offsets": [100, 200]}}"#,
             200,
         );
-        put("lie.safetensors", r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 99999]}}"#, 1);
+        put(
+            "lie.safetensors",
+            r#"{"y": {"dtype": "BF16", "shape": [50], "data_offsets": [0, 99999]}}"#,
+            1,
+        );
         std::fs::write(folder.path().join("short.safetensors"), [255; 9]).unwrap();
         let found = safetensors_beside(&config);
-        let [group] = found.as_slice() else { panic!("{found:?}") };
-        assert_eq!((group.kind, group.tensors, group.elements), (TensorKind::FeedForward, 2, 75));
+        let [group] = found.as_slice() else {
+            panic!("{found:?}")
+        };
+        assert_eq!(
+            (group.kind, group.tensors, group.elements),
+            (TensorKind::FeedForward, 2, 75)
+        );
         assert_eq!((group.bytes, group.types.len()), (Bytes::new(200), 2));
     }
 }

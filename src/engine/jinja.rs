@@ -41,28 +41,37 @@ impl Template {
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
         environment.set_auto_escape_callback(|_| AutoEscape::None);
-        environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        environment
+            .set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
         environment.set_formatter(|out, _, value| match value.as_str() {
             Some(text) => Ok(out.write_str(text)?),
             None => Ok(out.write_str(&text_of(value))?),
         });
-        environment.add_function("raise_exception", |message: String| -> Result<Value, Error> {
-            let error = Error::new(ErrorKind::InvalidOperation, "the template refuses it");
-            Err(error.with_source(Raised(message)))
-        });
+        environment.add_function(
+            "raise_exception",
+            |message: String| -> Result<Value, Error> {
+                let error = Error::new(ErrorKind::InvalidOperation, "the template refuses it");
+                Err(error.with_source(Raised(message)))
+            },
+        );
         environment.add_function("strftime_now", |format: String| date::now(&format));
         environment.add_filter("tojson", to_json);
         environment.add_filter("string", |value: Value| text_of(&value));
         environment.add_filter("length", length);
         environment.add_filter("count", length);
         let source = without_generation_tags(source).into_owned();
-        environment.add_template_owned(NAME, source).map_err(|error| TemplateError::Failed(error.to_string()))?;
+        environment
+            .add_template_owned(NAME, source)
+            .map_err(|error| TemplateError::Failed(error.to_string()))?;
         Ok(Self { environment })
     }
 
     /// Its text of a context.
     pub(super) fn render(&self, context: &impl Serialize) -> Result<String, TemplateError> {
-        let rendered = self.environment.get_template(NAME).and_then(|template| template.render(context));
+        let rendered = self
+            .environment
+            .get_template(NAME)
+            .and_then(|template| template.render(context));
         rendered.map_err(|error| {
             let mut cause = error.source();
             while let Some(inner) = cause {
@@ -80,14 +89,22 @@ impl Template {
 fn without_generation_tags(source: &str) -> Cow<'_, str> {
     let mut rest = source;
     let mut out = String::new();
-    while let Some((before, (tag, after))) =
-        rest.split_once("{%").and_then(|(before, tail)| Some((before, tail.split_once("%}")?)))
+    while let Some((before, (tag, after))) = rest
+        .split_once("{%")
+        .and_then(|(before, tail)| Some((before, tail.split_once("%}")?)))
     {
         out.push_str(before);
-        let body = tag.trim_start_matches(['-', '+']).trim_end_matches(['-', '+']).trim();
+        let body = tag
+            .trim_start_matches(['-', '+'])
+            .trim_end_matches(['-', '+'])
+            .trim();
         match body {
-            "generation" => write!(out, "{{%{}%}}", tag.replace("generation", "if true")).unwrap_or_default(),
-            "endgeneration" => write!(out, "{{%{}%}}", tag.replace("endgeneration", "endif")).unwrap_or_default(),
+            "generation" => {
+                write!(out, "{{%{}%}}", tag.replace("generation", "if true")).unwrap_or_default();
+            }
+            "endgeneration" => {
+                write!(out, "{{%{}%}}", tag.replace("endgeneration", "endif")).unwrap_or_default();
+            }
             _ => write!(out, "{{%{tag}%}}").unwrap_or_default(),
         }
         rest = after;
@@ -124,12 +141,17 @@ fn length(value: &Value) -> Result<usize, Error> {
 }
 
 /// Python's `json.dumps`, with the defaults that transformers gives it.
-#[expect(clippy::needless_pass_by_value, reason = "minijinja hands options over")]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "minijinja hands options over"
+)]
 fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     let separators: Option<Vec<String>> = options.get("separators")?;
     let json = Json {
         indent: options.get("indent")?,
-        ascii: options.get::<Option<bool>>("ensure_ascii")?.unwrap_or(false),
+        ascii: options
+            .get::<Option<bool>>("ensure_ascii")?
+            .unwrap_or(false),
         sorted: options.get::<Option<bool>>("sort_keys")?.unwrap_or(false),
         item: separators.as_ref().and_then(|pair| pair.first()).cloned(),
         key: separators.as_ref().and_then(|pair| pair.get(1)).cloned(),
@@ -158,7 +180,9 @@ struct Json {
 fn print(value: &Value, style: Style<'_>, out: &mut String, depth: usize) {
     let is_json = matches!(style, Style::Json(_));
     match value.kind() {
-        ValueKind::Undefined | ValueKind::None => out.push_str(if is_json { "null" } else { "None" }),
+        ValueKind::Undefined | ValueKind::None => {
+            out.push_str(if is_json { "null" } else { "None" });
+        }
         ValueKind::Bool => out.push_str(match (value.is_true(), is_json) {
             (true, true) => "true",
             (true, false) => "True",
@@ -177,18 +201,32 @@ fn print(value: &Value, style: Style<'_>, out: &mut String, depth: usize) {
             if matches!(style, Style::Json(Json { sorted: true, .. })) {
                 keys.sort();
             }
-            list(['{', '}'], keys.into_iter(), style, out, depth, |key, out| {
-                match (key.as_str(), is_json) {
-                    (Some(text), _) => quote(text, style, out),
-                    (None, true) => quote(&text_of(&key), style, out),
-                    (None, false) => print(&key, style, out, depth + 1),
-                }
-                match style {
-                    Style::Json(Json { key: Some(text), .. }) => out.push_str(text),
-                    _ => out.push_str(": "),
-                }
-                print(&value.get_item(&key).unwrap_or_default(), style, out, depth + 1);
-            });
+            list(
+                ['{', '}'],
+                keys.into_iter(),
+                style,
+                out,
+                depth,
+                |key, out| {
+                    match (key.as_str(), is_json) {
+                        (Some(text), _) => quote(text, style, out),
+                        (None, true) => quote(&text_of(&key), style, out),
+                        (None, false) => print(&key, style, out, depth + 1),
+                    }
+                    match style {
+                        Style::Json(Json {
+                            key: Some(text), ..
+                        }) => out.push_str(text),
+                        _ => out.push_str(": "),
+                    }
+                    print(
+                        &value.get_item(&key).unwrap_or_default(),
+                        style,
+                        out,
+                        depth + 1,
+                    );
+                },
+            );
         }
         ValueKind::Number if !value.is_integer() => match f64::try_from(value.clone()) {
             Ok(number) => float(number, is_json, out),
@@ -238,13 +276,17 @@ fn float(number: f64, is_json: bool, out: &mut String) {
     let text = match (number, is_json) {
         (number, true) if number.is_nan() => "NaN".to_owned(),
         (number, false) if number.is_nan() => "nan".to_owned(),
-        (number, true) if number.is_infinite() => format!("{}Infinity", if number < 0.0 { "-" } else { "" }),
+        (number, true) if number.is_infinite() => {
+            format!("{}Infinity", if number < 0.0 { "-" } else { "" })
+        }
         _ => format!("{number:?}"),
     };
     // Python writes exponents with a sign and two digits at least.
     match text.split_once('e') {
         Some((digits, exponent)) => {
-            let (sign, exponent) = exponent.strip_prefix('-').map_or(('+', exponent), |exponent| ('-', exponent));
+            let (sign, exponent) = exponent
+                .strip_prefix('-')
+                .map_or(('+', exponent), |exponent| ('-', exponent));
             write!(out, "{digits}e{sign}{exponent:0>2}").unwrap_or_default();
         }
         None => out.push_str(&text),
@@ -273,7 +315,9 @@ fn quote(text: &str, style: Style<'_>, out: &mut String) {
             '\u{c}' if ascii.is_some() => out.push_str("\\f"),
             character if character == mark => out.extend(['\\', mark]),
             '\u{fdd0}'..='\u{fddf}' => out.push(character),
-            '\0'..='\u{1f}' if ascii.is_some() => write!(out, "\\u{number:04x}").unwrap_or_default(),
+            '\0'..='\u{1f}' if ascii.is_some() => {
+                write!(out, "\\u{number:04x}").unwrap_or_default();
+            }
             character if ascii == Some(true) && !character.is_ascii() => {
                 for unit in character.encode_utf16(&mut [0; 2]) {
                     write!(out, "\\u{unit:04x}").unwrap_or_default();
@@ -317,25 +361,50 @@ mod date {
         "November",
         "December",
     ];
-    const DAYS: [&str; 7] = ["Thursday", "Friday", "Saturday", "Sunday", "Monday", "Tuesday", "Wednesday"];
+    const DAYS: [&str; 7] = [
+        "Thursday",
+        "Friday",
+        "Saturday",
+        "Sunday",
+        "Monday",
+        "Tuesday",
+        "Wednesday",
+    ];
 
     /// The present time in a format of `strftime`.
     pub(super) fn now(format: &str) -> Result<String, Error> {
-        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let now = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
         at(now.as_secs(), format)
     }
 
     pub(super) fn at(seconds: u64, format: &str) -> Result<String, Error> {
         let (mut days, second) = (seconds / 86_400, seconds % 86_400);
         let weekday = usize::try_from(days % 7).unwrap_or(0);
-        let is_leap = |year: u64| year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
+        let is_leap = |year: u64| {
+            year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400))
+        };
         let mut year = 1970;
         while days >= 365 + u64::from(is_leap(year)) {
             days -= 365 + u64::from(is_leap(year));
             year += 1;
         }
         let of_year = days + 1;
-        let lengths = [31, 28 + u64::from(is_leap(year)), 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
+        let lengths = [
+            31,
+            28 + u64::from(is_leap(year)),
+            31,
+            30,
+            31,
+            30,
+            31,
+            31,
+            30,
+            31,
+            30,
+            31,
+        ];
         let mut month = 0;
         for length in lengths {
             if days < length {
@@ -398,20 +467,39 @@ mod tests {
     #[test]
     fn values_print_as_in_python() {
         for (source, printed) in [
-            ("{{ x }}", r#"{'a': [1, 2.0, True, None, "it's", 'say "it\'s"'], 'ü\n\x07': {}}"#),
-            ("{{ x['a'] | string }}", r#"[1, 2.0, True, None, "it's", 'say "it\'s"']"#),
-            ("{{ x.a[2] }} {{ none }} {{ y }}|{{ 0.00001 }} {{ 1e16 }}", "True None |1e-05 1e+16"),
-            ("{{ x | tojson }}", r#"{"a": [1, 2.0, true, null, "it's", "say \"it's\""], "ü\n\u0007": {}}"#),
+            (
+                "{{ x }}",
+                r#"{'a': [1, 2.0, True, None, "it's", 'say "it\'s"'], 'ü\n\x07': {}}"#,
+            ),
+            (
+                "{{ x['a'] | string }}",
+                r#"[1, 2.0, True, None, "it's", 'say "it\'s"']"#,
+            ),
+            (
+                "{{ x.a[2] }} {{ none }} {{ y }}|{{ 0.00001 }} {{ 1e16 }}",
+                "True None |1e-05 1e+16",
+            ),
+            (
+                "{{ x | tojson }}",
+                r#"{"a": [1, 2.0, true, null, "it's", "say \"it's\""], "ü\n\u0007": {}}"#,
+            ),
             (
                 "{{ x | tojson(ensure_ascii=True) }}",
                 r#"{"a": [1, 2.0, true, null, "it's", "say \"it's\""], "\u00fc\n\u0007": {}}"#,
             ),
             ("{{ x.a[:2] | tojson(indent=2) }}", "[\n  1,\n  2.0\n]"),
-            ("{{ {'b': 1, 'a': []} | tojson(sort_keys=true, separators=(',', ':')) }}", r#"{"a":[],"b":1}"#),
-            ("{{ y | length }} {{ x | length }} {{ 'äb' | length }}", "0 2 2"),
+            (
+                "{{ {'b': 1, 'a': []} | tojson(sort_keys=true, separators=(',', ':')) }}",
+                r#"{"a":[],"b":1}"#,
+            ),
+            (
+                "{{ y | length }} {{ x | length }} {{ 'äb' | length }}",
+                "0 2 2",
+            ),
             ("{% generation %}a{%- endgeneration -%} b", "ab"),
         ] {
-            let context = json!({"x": {"a": [1, 2.0, true, null, "it's", "say \"it's\""], "ü\n\u{7}": {}}});
+            let context =
+                json!({"x": {"a": [1, 2.0, true, null, "it's", "say \"it's\""], "ü\n\u{7}": {}}});
             assert_eq!(rendered(source, &context), printed, "{source}");
         }
     }
@@ -420,16 +508,27 @@ mod tests {
     fn noncharacters_stay_what_they_are() {
         let context = || json!({"x": ["<\u{fdd0}|"]});
         assert_eq!(rendered("{{ x }}", &context()), "['<\u{fdd0}|']");
-        assert_eq!(rendered("{{ x | tojson(ensure_ascii=True) }}", &context()), "[\"<\u{fdd0}|\"]");
+        assert_eq!(
+            rendered("{{ x | tojson(ensure_ascii=True) }}", &context()),
+            "[\"<\u{fdd0}|\"]"
+        );
     }
 
     #[test]
     fn a_template_refuses_in_its_own_words_and_fails_in_others() {
-        let refuse = Template::new("{% if x %}{{ raise_exception('not ' ~ x) }}{% endif %}{{ 1 + y }}").unwrap();
+        let refuse =
+            Template::new("{% if x %}{{ raise_exception('not ' ~ x) }}{% endif %}{{ 1 + y }}")
+                .unwrap();
         let refused = refuse.render(&json!({"x": "so"})).unwrap_err();
         assert_eq!(refused, TemplateError::Refused("not so".to_owned()));
-        assert!(matches!(refuse.render(&json!({})), Err(TemplateError::Failed(_))));
-        assert!(matches!(Template::new("{% for"), Err(TemplateError::Failed(_))));
+        assert!(matches!(
+            refuse.render(&json!({})),
+            Err(TemplateError::Failed(_))
+        ));
+        assert!(matches!(
+            Template::new("{% for"),
+            Err(TemplateError::Failed(_))
+        ));
     }
 
     #[test]
@@ -439,7 +538,10 @@ mod tests {
             (951_827_696, "Tuesday, 29 February 2000, 060 12:34 PM"),
             (1_798_761_599, "Thursday, 31 December 2026, 365 11:59 PM"),
         ] {
-            assert_eq!(date::at(seconds, "%A, %d %B %Y, %j %I:%M %p").unwrap(), date);
+            assert_eq!(
+                date::at(seconds, "%A, %d %B %Y, %j %I:%M %p").unwrap(),
+                date
+            );
         }
         assert!(date::at(0, "%Q").is_err());
     }

@@ -20,10 +20,8 @@ use super::{
     arena::Backing,
     backend::{Backend, Cells, DeviceError},
 };
-use crate::{
-    policy::{kv_type::KvType, residency::KvShape},
-    units::{Bytes, Tokens},
-};
+use cotenant_policy::{kv_type::KvType, residency::KvShape};
+use cotenant_units::{Bytes, Tokens};
 
 /// Keys and values of one sequence.
 #[derive(Debug)]
@@ -42,11 +40,24 @@ impl KvCache {
     ///
     /// # Errors
     /// When there is no address space.
-    pub fn new(backend: &dyn Backend, shape: KvShape, tokens_max: u32, backing: Backing) -> io::Result<Self> {
+    pub fn new(
+        backend: &dyn Backend,
+        shape: KvShape,
+        tokens_max: u32,
+        backing: Backing,
+    ) -> io::Result<Self> {
         let blocks_max = blocks_for(&shape, tokens_max);
         let store = |shape, most| Store::new(backend, shape, (blocks_max, most), backing);
-        let windows = shape.windows().map(|(shape, blocks)| store(shape, blocks as usize)).transpose()?;
-        Ok(Self { whole: store(shape.whole(), usize::MAX)?, windows, shape, blocks_max })
+        let windows = shape
+            .windows()
+            .map(|(shape, blocks)| store(shape, blocks as usize))
+            .transpose()?;
+        Ok(Self {
+            whole: store(shape.whole(), usize::MAX)?,
+            windows,
+            shape,
+            blocks_max,
+        })
     }
 
     /// Changes the capacity to `capacity` tokens, rounded up to whole blocks, not below `used` and not above what the
@@ -56,11 +67,21 @@ impl KvCache {
     ///
     /// # Errors
     /// When the kernel refuses, or has no memory for blocks that are to be memory at once; the blocks that were had stay.
-    pub fn resize(&mut self, backend: &mut dyn Backend, capacity: Tokens, used: u32) -> Result<Resized, KvError> {
-        let (wanted, used) = (self.blocks_wanted(capacity, used), blocks_for(&self.shape, used));
+    pub fn resize(
+        &mut self,
+        backend: &mut dyn Backend,
+        capacity: Tokens,
+        used: u32,
+    ) -> Result<Resized, KvError> {
+        let (wanted, used) = (
+            self.blocks_wanted(capacity, used),
+            blocks_for(&self.shape, used),
+        );
         let before = self.whole.blocks();
         let resized = self.whole.resize(backend, wanted, used)?;
-        let Some(windows) = &mut self.windows else { return Ok(resized) };
+        let Some(windows) = &mut self.windows else {
+            return Ok(resized);
+        };
         match windows.resize(backend, wanted, used) {
             Ok(more) => Ok(resized.and(more)),
             Err(error) => {
@@ -79,7 +100,12 @@ impl KvCache {
     ///
     /// # Errors
     /// When the kernel refuses. Going up, everything is as it was then; going down, only memory has not come back.
-    pub fn convert(&mut self, backend: &mut dyn Backend, kind: KvType, used: u32) -> Result<Resized, KvError> {
+    pub fn convert(
+        &mut self,
+        backend: &mut dyn Backend,
+        kind: KvType,
+        used: u32,
+    ) -> Result<Resized, KvError> {
         let (from, used) = (self.kind(), blocks_for(&self.shape, used));
         if kind > from {
             settle(backend)?;
@@ -90,7 +116,10 @@ impl KvCache {
             }
         }
         let converted = self.whole.convert(backend, kind, used);
-        let windows = self.windows.as_mut().map(|windows| windows.convert(backend, kind, used));
+        let windows = self
+            .windows
+            .as_mut()
+            .map(|windows| windows.convert(backend, kind, used));
         Ok(converted?.and(windows.transpose()?.unwrap_or_default()))
     }
 
@@ -104,13 +133,16 @@ impl KvCache {
     /// lost.
     pub(super) fn write_up_to(&mut self, end: u32) {
         let blocks = blocks_for(&self.shape, end);
-        self.stores_mut().for_each(|store| store.write_up_to(blocks));
+        self.stores_mut()
+            .for_each(|store| store.write_up_to(blocks));
     }
 
     /// Whether the layers with windows have all tokens from number `first` on that have been written.
     pub(super) fn has_window_from(&self, first: u32) -> bool {
         let block = first / self.shape.block_tokens.get().max(1);
-        self.windows.as_ref().is_none_or(|windows| windows.holds_from(block as usize))
+        self.windows
+            .as_ref()
+            .is_none_or(|windows| windows.holds_from(block as usize))
     }
 
     /// Whether some layers have windows.
@@ -124,19 +156,32 @@ impl KvCache {
         backend: &mut dyn Backend,
         tokens: Range<u32>,
     ) -> Result<Option<Copied>, DeviceError> {
-        let Some(windows) = &self.windows else { return Ok(None) };
-        windows.copy(backend, blocks_for(&self.shape, tokens.start + 1) - 1..blocks_for(&self.shape, tokens.end))
+        let Some(windows) = &self.windows else {
+            return Ok(None);
+        };
+        windows.copy(
+            backend,
+            blocks_for(&self.shape, tokens.start + 1) - 1..blocks_for(&self.shape, tokens.end),
+        )
     }
 
     /// Puts them back.
-    pub(super) fn restore_windows(&mut self, backend: &mut dyn Backend, copied: &Copied) -> Result<(), DeviceError> {
-        self.windows.as_mut().map_or(Ok(()), |windows| windows.restore(backend, copied))
+    pub(super) fn restore_windows(
+        &mut self,
+        backend: &mut dyn Backend,
+        copied: &Copied,
+    ) -> Result<(), DeviceError> {
+        self.windows
+            .as_mut()
+            .map_or(Ok(()), |windows| windows.restore(backend, copied))
     }
 
     /// The most that a copy of so many tokens takes.
     pub(super) fn copy_bytes(&self, tokens: u32) -> Bytes {
         let blocks = blocks_for(&self.shape, tokens) + 1;
-        self.windows.as_ref().map_or(Bytes::ZERO, |windows| windows.copy_bytes(blocks))
+        self.windows
+            .as_ref()
+            .map_or(Bytes::ZERO, |windows| windows.copy_bytes(blocks))
     }
 
     /// Gives back what is in memory behind the first `used` tokens; the capacity stays as it is. Nothing where all of it is
@@ -144,16 +189,22 @@ impl KvCache {
     ///
     /// # Errors
     /// When the device has failed.
-    pub(super) fn give_back_behind(&mut self, backend: &mut dyn Backend, used: u32) -> Result<(), DeviceError> {
+    pub(super) fn give_back_behind(
+        &mut self,
+        backend: &mut dyn Backend,
+        used: u32,
+    ) -> Result<(), DeviceError> {
         let used = blocks_for(&self.shape, used);
-        self.stores_mut().try_for_each(|store| store.give_back_behind(backend, used))
+        self.stores_mut()
+            .try_for_each(|store| store.give_back_behind(backend, used))
     }
 
     /// Drops `count` blocks from block `first` on of those that hold `used` tokens: those behind move up. No memory is
     /// given back by it.
     pub(super) fn drop_blocks(&mut self, first: usize, count: usize, used: u32) {
         let used = blocks_for(&self.shape, used);
-        self.stores_mut().for_each(|store| store.drop_blocks(first, count, used));
+        self.stores_mut()
+            .for_each(|store| store.drop_blocks(first, count, used));
     }
 
     /// Blocks lie one after the other again, as nothing is held in them.
@@ -214,7 +265,11 @@ impl KvCache {
     /// The cache for an operation of a layer, which may be one with a window.
     #[must_use]
     pub fn cells(&self, is_windowed: bool) -> Cells<'_> {
-        self.windows.as_ref().filter(|_| is_windowed).unwrap_or(&self.whole).cells()
+        self.windows
+            .as_ref()
+            .filter(|_| is_windowed)
+            .unwrap_or(&self.whole)
+            .cells()
     }
 
     fn blocks_wanted(&self, capacity: Tokens, used: u32) -> usize {
@@ -242,13 +297,11 @@ pub const KV_BLOCK_TOKENS: Tokens = Tokens::new(64);
 mod tests {
     use super::*;
     use crate::{
-        engine::{
-            arena::HUGE_PAGE,
-            backend::{Part, cpu::Cpu, offset_in_block},
-        },
-        policy::residency::WindowedKv,
-        units::page,
+        arena::HUGE_PAGE,
+        backend::{Part, cpu::Cpu, offset_in_block},
     };
+    use cotenant_policy::residency::WindowedKv;
+    use cotenant_units::page;
 
     fn shape(head_dim: u32, granule: Bytes) -> KvShape {
         KvShape {
@@ -283,8 +336,14 @@ mod tests {
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
             let resized = cache.resize(&mut backend, Tokens::new(1000), 0).unwrap();
             assert_eq!(cache.capacity(), Tokens::new(1024));
-            assert_eq!(resized.grown, shape.capacity_bytes(Tokens::new(1024), KvType::F16));
-            assert_eq!((cache.untouched(), cache.resident()), (cache.bytes(), Bytes::ZERO));
+            assert_eq!(
+                resized.grown,
+                shape.capacity_bytes(Tokens::new(1024), KvType::F16)
+            );
+            assert_eq!(
+                (cache.untouched(), cache.resident()),
+                (cache.bytes(), Bytes::ZERO)
+            );
 
             for index in 0..8 {
                 cache.touch(u32::try_from(index * 64 + 1).unwrap());
@@ -293,14 +352,22 @@ mod tests {
             let touched = shape.capacity_bytes(Tokens::new(512), KvType::F16);
             assert_eq!(cache.untouched(), cache.bytes() - touched);
             assert!(
-                cache.resident() <= touched && cache.resident() >= shape.block_bytes(KvType::F16).saturating_mul(8)
+                cache.resident() <= touched
+                    && cache.resident() >= shape.block_bytes(KvType::F16).saturating_mul(8)
             );
 
             let untouched = cache.untouched();
             let resized = cache.resize(&mut backend, Tokens::ZERO, 65).unwrap();
-            assert_eq!(cache.capacity(), Tokens::new(128), "two blocks hold 65 tokens");
+            assert_eq!(
+                cache.capacity(),
+                Tokens::new(128),
+                "two blocks hold 65 tokens"
+            );
             let kept = shape.capacity_bytes(Tokens::new(128), KvType::F16);
-            assert_eq!(resized.asked, shape.capacity_bytes(Tokens::new(1024), KvType::F16) - kept);
+            assert_eq!(
+                resized.asked,
+                shape.capacity_bytes(Tokens::new(1024), KvType::F16) - kept
+            );
             assert_eq!(resized.asked, resized.freed + untouched);
             assert_eq!((cache.untouched(), cache.resident()), (Bytes::ZERO, kept));
             assert_eq!(block(&mut cache, 1).unwrap()[0], 7);
@@ -318,12 +385,19 @@ mod tests {
             cache.resize(&mut backend, Tokens::new(1024), 512).unwrap();
             assert!(cache.resident() >= shape.capacity_bytes(Tokens::new(1024), KvType::F16));
             assert_eq!(cache.untouched(), Bytes::ZERO);
-            assert_eq!(block(&mut cache, 7).unwrap()[0], 9, "what is used is left alone");
+            assert_eq!(
+                block(&mut cache, 7).unwrap()[0],
+                9,
+                "what is used is left alone"
+            );
 
             let before = cache.resident();
             let resized = cache.resize(&mut backend, Tokens::new(128), 65).unwrap();
             assert_eq!(resized.freed, before - cache.resident());
-            assert!(resized.freed >= resized.asked.saturating_sub(HUGE_PAGE), "{resized:?}");
+            assert!(
+                resized.freed >= resized.asked.saturating_sub(HUGE_PAGE),
+                "{resized:?}"
+            );
 
             let (before, held) = (cache.resident(), cache.bytes());
             let moved = cache.convert(&mut backend, KvType::Q8, 65).unwrap();
@@ -336,7 +410,10 @@ mod tests {
 
     #[test]
     fn a_smaller_type_gives_pages_back_at_once_and_a_larger_one_touches_what_is_used() {
-        for (shape, granule) in [(shape(64, page()), page()), (shape(512, HUGE_PAGE), HUGE_PAGE)] {
+        for (shape, granule) in [
+            (shape(64, page()), page()),
+            (shape(512, HUGE_PAGE), HUGE_PAGE),
+        ] {
             let mut backend = Cpu::new(2).unwrap();
             let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
             cache.resize(&mut backend, Tokens::new(1024), 0).unwrap();
@@ -346,14 +423,22 @@ mod tests {
             }
             let first = block(&mut cache, 0).unwrap()[..2].to_vec();
             let mut held = cache.bytes();
-            for (kind, used) in [(KvType::Q8, 500u32), (KvType::Q4, 450), (KvType::Q8, 450), (KvType::F16, 450)] {
+            for (kind, used) in [
+                (KvType::Q8, 500u32),
+                (KvType::Q4, 450),
+                (KvType::Q8, 450),
+                (KvType::F16, 450),
+            ] {
                 let (resident, untouched) = (cache.resident(), cache.untouched());
                 let moved = cache.convert(&mut backend, kind, used).unwrap();
                 assert_eq!((cache.kind(), cache.capacity()), (kind, Tokens::new(1024)));
                 assert_eq!(cache.bytes(), shape.capacity_bytes(Tokens::new(1024), kind));
                 assert_eq!(
                     (moved.asked, moved.grown),
-                    (held.saturating_sub(cache.bytes()), cache.bytes().saturating_sub(held))
+                    (
+                        held.saturating_sub(cache.bytes()),
+                        cache.bytes().saturating_sub(held)
+                    )
                 );
                 assert_eq!(
                     cache.bytes() - cache.untouched(),
@@ -361,7 +446,11 @@ mod tests {
                 );
                 assert!(cache.resident() <= cache.bytes() - cache.untouched());
                 if moved.asked > Bytes::ZERO {
-                    assert_eq!(moved.freed, resident - cache.resident(), "the kernel's own count");
+                    assert_eq!(
+                        moved.freed,
+                        resident - cache.resident(),
+                        "the kernel's own count"
+                    );
                     assert!(moved.asked + cache.untouched() >= moved.freed + untouched);
                     assert!(moved.asked + cache.untouched() <= moved.freed + untouched + granule);
                 }
@@ -374,49 +463,85 @@ mod tests {
 
     #[test]
     fn layers_with_windows_keep_so_many_blocks_and_their_places_come_round() {
-        let shape = KvShape { windowed: Some(WindowedKv { layers: 2, blocks: 5 }), ..shape(64, page()) };
+        let shape = KvShape {
+            windowed: Some(WindowedKv {
+                layers: 2,
+                blocks: 5,
+            }),
+            ..shape(64, page())
+        };
         let (kind, mut backend) = (KvType::F16, Cpu::new(1).unwrap());
         let mut cache = KvCache::new(&backend, shape, 4096, Backing::OnTouch).unwrap();
         let places = |cache: &KvCache| cache.cells(true).places.to_vec();
         let bytes = |blocks: u64, windows: u64| Bytes::from_kib(32 * blocks + 64 * windows);
-        for (capacity, expected) in [(256, bytes(4, 4)), (320, bytes(5, 5)), (1024, bytes(16, 5)), (4096, bytes(64, 5))]
-        {
-            cache.resize(&mut backend, Tokens::new(capacity), 0).unwrap();
-            assert_eq!((cache.bytes(), shape.capacity_bytes(Tokens::new(capacity), kind)), (expected, expected));
+        for (capacity, expected) in [
+            (256, bytes(4, 4)),
+            (320, bytes(5, 5)),
+            (1024, bytes(16, 5)),
+            (4096, bytes(64, 5)),
+        ] {
+            cache
+                .resize(&mut backend, Tokens::new(capacity), 0)
+                .unwrap();
+            assert_eq!(
+                (
+                    cache.bytes(),
+                    shape.capacity_bytes(Tokens::new(capacity), kind)
+                ),
+                (expected, expected)
+            );
         }
         cache.resize(&mut backend, Tokens::new(1024), 0).unwrap();
         assert_eq!(places(&cache)[..12], [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]);
-        assert_eq!(cache.cells(false).places[..12], (0..12).collect::<Vec<_>>()[..]);
+        assert_eq!(
+            cache.cells(false).places[..12],
+            (0..12).collect::<Vec<_>>()[..]
+        );
 
         // Seven blocks: the first two are lost.
         for index in 0..7 {
             cache.touch(64 * (u32::try_from(index).unwrap() + 1));
             cache.write_up_to(64 * (u32::try_from(index).unwrap() + 1));
-            block_of(&mut cache, true, index).unwrap().fill(u8::try_from(index).unwrap());
+            block_of(&mut cache, true, index)
+                .unwrap()
+                .fill(u8::try_from(index).unwrap());
             block(&mut cache, index).unwrap().fill(7);
         }
-        assert_eq!((cache.has_window_from(127), cache.has_window_from(128)), (false, true));
+        assert_eq!(
+            (cache.has_window_from(127), cache.has_window_from(128)),
+            (false, true)
+        );
         assert_eq!(cache.untouched(), bytes(9, 0));
         assert_eq!(cache.resident(), bytes(7, 5));
 
         // Block 3 is dropped: its place is the next one, and then come those of the oldest.
         cache.drop_blocks(3, 1, 7 * 64);
         assert_eq!(places(&cache)[2..12], [2, 4, 0, 1, 3, 2, 4, 0, 1, 3]);
-        assert_eq!((cache.has_window_from(127), cache.has_window_from(128)), (false, true));
+        assert_eq!(
+            (cache.has_window_from(127), cache.has_window_from(128)),
+            (false, true)
+        );
         let firsts = |cache: &mut KvCache, blocks: Range<usize>| {
-            blocks.map(|index| block_of(cache, true, index).unwrap()[0]).collect::<Vec<_>>()
+            blocks
+                .map(|index| block_of(cache, true, index).unwrap()[0])
+                .collect::<Vec<_>>()
         };
         assert_eq!(firsts(&mut cache, 2..6), [2, 4, 5, 6]);
 
         // Fewer blocks than the windows keep: what lies behind them moves to free places.
         cache.drop_blocks(2, 1, 6 * 64);
         cache.drop_blocks(0, 2, 5 * 64);
-        let resized = cache.resize(&mut backend, Tokens::new(192), 3 * 64).unwrap();
+        let resized = cache
+            .resize(&mut backend, Tokens::new(192), 3 * 64)
+            .unwrap();
         assert_eq!(resized.asked, bytes(13, 2));
         assert_eq!(firsts(&mut cache, 0..3), [4, 5, 6]);
         assert!(cache.has_window_from(0));
         cache.convert(&mut backend, KvType::Q8, 3 * 64).unwrap();
-        assert_eq!(cache.bytes(), shape.capacity_bytes(Tokens::new(192), KvType::Q8));
+        assert_eq!(
+            cache.bytes(),
+            shape.capacity_bytes(Tokens::new(192), KvType::Q8)
+        );
         cache.put_in_order();
         assert_eq!(places(&cache), [0, 1, 2]);
     }

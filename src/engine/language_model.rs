@@ -9,14 +9,12 @@ use super::{
     preemption::Checkpoint,
     text::TextSide,
 };
-use crate::{
-    policy::{
-        kv_type::KvType,
-        residency::{EnginePlan, ModelShape},
-        streaming::Calibration,
-    },
-    units::{Bytes, Tokens},
+use cotenant_policy::{
+    kv_type::KvType,
+    residency::{EnginePlan, ModelShape},
+    streaming::Calibration,
 };
+use cotenant_units::{Bytes, Tokens};
 
 /// Opens a model with a first plan, on the engine's thread.
 pub type Opener = Box<dyn FnMut(&Path, &EnginePlan) -> Result<Opened, LoadError> + Send>;
@@ -72,7 +70,11 @@ pub trait LanguageModel {
     ///
     /// # Errors
     /// See [`ApplyError`].
-    fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
+    fn apply_until(
+        &mut self,
+        plan: &EnginePlan,
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<ApplyReport, ApplyError> {
         let _ = wanted;
         self.apply(plan)
     }
@@ -81,7 +83,10 @@ pub trait LanguageModel {
     ///
     /// # Errors
     /// When less is in force afterwards: what had been given up for it could not be had again.
-    fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+    fn calibrate(
+        &mut self,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<Calibration>, ApplyError> {
         let _ = go_on;
         Ok(None)
     }

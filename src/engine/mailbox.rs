@@ -18,7 +18,8 @@ use tokio::sync::{
 use super::{
     constraint::Client,
     generate::{
-        FinishReason, GenerateError, GenerateEvent, GenerateRequest, PromptError, RequestId, SubmitError, Usage,
+        FinishReason, GenerateError, GenerateEvent, GenerateRequest, PromptError, RequestId,
+        SubmitError, Usage,
     },
     helper::FormPlace,
     protocol::{Command, EngineOptions, EnginePhase, EngineSnapshot, WaitingRequest},
@@ -26,11 +27,9 @@ use super::{
     sampling::TokenMask,
     text::{Prepared, TextSide},
 };
-use crate::{
-    conversation::{Prompt, SamplingWish},
-    policy::{lease::Class, residency::EnginePlan},
-    units::{Bytes, Tokens},
-};
+use cotenant_conversation::{Prompt, SamplingWish};
+use cotenant_policy::{lease::Class, residency::EnginePlan};
+use cotenant_units::{Bytes, Tokens};
 
 /// A handle to ask the engine. Cheap to clone; all methods return at once.
 #[derive(Clone)]
@@ -47,7 +46,10 @@ impl fmt::Debug for EngineHandle {
 impl EngineHandle {
     /// Asks for a model; answered by `Ready` or `LoadFailed`. An engine loads one model in its life.
     pub fn load(&self, path: &Path, plan: EnginePlan) {
-        self.shared.command(Command::Load { path: path.to_owned(), plan });
+        self.shared.command(Command::Load {
+            path: path.to_owned(),
+            plan,
+        });
     }
 
     /// Asks for a plan; answered by `Applied` or `ApplyFailed` with the same revision.
@@ -63,7 +65,10 @@ impl EngineHandle {
     ///
     /// # Errors
     /// The prompt cannot be used, the queue is full, or the engine is not ready.
-    pub fn generate(&self, request: GenerateRequest) -> Result<mpsc::Receiver<GenerateEvent>, SubmitError> {
+    pub fn generate(
+        &self,
+        request: GenerateRequest,
+    ) -> Result<mpsc::Receiver<GenerateEvent>, SubmitError> {
         let prepared = self.prepare(&request, Client::PATIENT)?;
         self.submit(request, prepared)
     }
@@ -72,20 +77,29 @@ impl EngineHandle {
     ///
     /// # Errors
     /// One of them cannot be used, or the engine is not ready.
-    pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, SubmitError> {
+    pub fn prepare(
+        &self,
+        request: &GenerateRequest,
+        client: Client<'_>,
+    ) -> Result<Prepared, SubmitError> {
         Ok(self.shared.text()?.prepare(request, client)?)
     }
 
     /// The chat template of the model; none while no model is ready.
     #[must_use]
     pub fn template(&self) -> Option<String> {
-        self.shared.text().ok().map(|side| side.template().to_owned())
+        self.shared
+            .text()
+            .ok()
+            .map(|side| side.template().to_owned())
     }
 
     /// How the model's file recommends to choose tokens; nothing while no model is ready.
     #[must_use]
     pub fn recommended_sampling(&self) -> SamplingWish {
-        self.shared.text().map_or(SamplingWish::NONE, |side| side.sampling())
+        self.shared
+            .text()
+            .map_or(SamplingWish::NONE, |side| side.sampling())
     }
 
     /// The number of tokens of a prompt, however long it is.
@@ -101,10 +115,19 @@ impl EngineHandle {
     ///
     /// # Errors
     /// It cannot be encoded, or the engine is not ready.
-    pub fn tokenize(&self, text: &str, begin: bool, control: bool) -> Result<Vec<u32>, SubmitError> {
+    pub fn tokenize(
+        &self,
+        text: &str,
+        begin: bool,
+        control: bool,
+    ) -> Result<Vec<u32>, SubmitError> {
         let side = self.shared.text()?;
         let tokenizer = side.tokenizer();
-        let encoded = if control { tokenizer.encode_rendered(text, None) } else { tokenizer.encode(text) };
+        let encoded = if control {
+            tokenizer.encode_rendered(text, None)
+        } else {
+            tokenizer.encode(text)
+        };
         let mut tokens = encoded.map_err(PromptError::Encode)?;
         if begin {
             tokenizer.begin(&mut tokens);
@@ -122,7 +145,10 @@ impl EngineHandle {
         if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
             Err(PromptError::UnknownToken { token, vocabulary })?;
         }
-        Ok(tokens.iter().map(|&token| side.tokenizer().bytes(token).to_vec()).collect())
+        Ok(tokens
+            .iter()
+            .map(|&token| side.tokenizer().bytes(token).to_vec())
+            .collect())
     }
 
     /// Waits for place for the grammar of a request's answer, of which only a few exist at once; `None` where it may have
@@ -130,7 +156,10 @@ impl EngineHandle {
     ///
     /// # Errors
     /// The engine is not ready.
-    pub async fn form_place(&self, request: &GenerateRequest) -> Result<Option<FormPlace>, SubmitError> {
+    pub async fn form_place(
+        &self,
+        request: &GenerateRequest,
+    ) -> Result<Option<FormPlace>, SubmitError> {
         Ok(self.shared.text()?.form_place(request).await)
     }
 
@@ -162,7 +191,9 @@ impl EngineHandle {
         {
             *cancelled = true;
         } else {
-            mailbox.end_where(|queued| (queued.request.id == id).then_some(Ok(FinishReason::Cancelled)));
+            mailbox.end_where(|queued| {
+                (queued.request.id == id).then_some(Ok(FinishReason::Cancelled))
+            });
         }
         drop(mailbox);
         self.shared.wake.notify_all();
@@ -306,7 +337,9 @@ impl Shared {
     fn command(&self, command: Command) {
         let mut mailbox = self.lock();
         if let Command::Apply { revision, .. } = command
-            && let Some(Command::Apply { revision: earlier, .. }) = mailbox.commands.back()
+            && let Some(Command::Apply {
+                revision: earlier, ..
+            }) = mailbox.commands.back()
         {
             let earlier = *earlier;
             mailbox.commands.pop_back();
@@ -339,13 +372,21 @@ impl Shared {
             mailbox.sweep(Instant::now());
         }
         if mailbox.queue.len() >= limit {
-            return Err(SubmitError::QueueFull { queued: mailbox.queue.len(), limit });
+            return Err(SubmitError::QueueFull {
+                queued: mailbox.queue.len(),
+                limit,
+            });
         }
         // Behind those that are as urgent, and those that others have overtaken for long enough.
         let stays = |waiting: &Queued| {
-            waiting.request.class <= queued.request.class || waiting.submitted.elapsed() >= OVERTAKEN_MAX
+            waiting.request.class <= queued.request.class
+                || waiting.submitted.elapsed() >= OVERTAKEN_MAX
         };
-        let place = mailbox.queue.iter().rposition(stays).map_or(0, |last| last + 1);
+        let place = mailbox
+            .queue
+            .iter()
+            .rposition(stays)
+            .map_or(0, |last| last + 1);
         mailbox.queue.insert(place, queued);
         drop(mailbox);
         self.wake.notify_all();
@@ -369,7 +410,10 @@ impl Shared {
             if mailbox.lifecycle >= Lifecycle::Stopping {
                 return Work::Exit;
             }
-            if !mailbox.commands.is_empty() || !mailbox.superseded.is_empty() || !mailbox.ended.is_empty() {
+            if !mailbox.commands.is_empty()
+                || !mailbox.superseded.is_empty()
+                || !mailbox.ended.is_empty()
+            {
                 return Work::Poll;
             }
             if let Some(queued) = mailbox.queue.pop_front() {
@@ -380,10 +424,16 @@ impl Shared {
                 return Work::Exit;
             }
             let Some(patience) = patience else {
-                mailbox = self.wake.wait(mailbox).unwrap_or_else(PoisonError::into_inner);
+                mailbox = self
+                    .wake
+                    .wait(mailbox)
+                    .unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
-            let (again, waited) = self.wake.wait_timeout(mailbox, patience).unwrap_or_else(PoisonError::into_inner);
+            let (again, waited) = self
+                .wake
+                .wait_timeout(mailbox, patience)
+                .unwrap_or_else(PoisonError::into_inner);
             if waited.timed_out() {
                 return Work::Poll;
             }
@@ -396,13 +446,21 @@ impl Shared {
         let mut mailbox = self.lock();
         mailbox.sweep(now);
         Polled {
-            command: if commands { mailbox.commands.pop_front() } else { None },
+            command: if commands {
+                mailbox.commands.pop_front()
+            } else {
+                None
+            },
             superseded: mailbox.take_superseded(),
             ended: std::mem::take(&mut mailbox.ended),
             cancelled: mailbox.running.is_some_and(|(_, cancelled)| cancelled),
             lifecycle: mailbox.lifecycle,
             queued: mailbox.queue.len(),
-            most_urgent: mailbox.queue.iter().map(|queued| queued.request.class).min(),
+            most_urgent: mailbox
+                .queue
+                .iter()
+                .map(|queued| queued.request.class)
+                .min(),
         }
     }
 
@@ -438,7 +496,12 @@ impl Shared {
         mailbox.lifecycle >= Lifecycle::Stopping
             || !mailbox.commands.is_empty()
             || mailbox.running.is_some_and(|(_, cancelled)| cancelled)
-            || mailbox.queue.iter().any(|queued| queued.request.deadline.is_some_and(|deadline| deadline <= now))
+            || mailbox.queue.iter().any(|queued| {
+                queued
+                    .request
+                    .deadline
+                    .is_some_and(|deadline| deadline <= now)
+            })
     }
 
     pub(super) fn stopping(&self) -> bool {
@@ -464,8 +527,12 @@ impl Shared {
     fn unavailable(&self) -> SubmitError {
         match self.state.borrow().phase {
             EnginePhase::Draining => SubmitError::Draining,
-            EnginePhase::Failed { ref message } => SubmitError::Failed { message: message.clone() },
-            ref phase => SubmitError::NotReady { phase: phase.word() },
+            EnginePhase::Failed { ref message } => SubmitError::Failed {
+                message: message.clone(),
+            },
+            ref phase => SubmitError::NotReady {
+                phase: phase.word(),
+            },
         }
     }
 
@@ -513,15 +580,24 @@ impl Mailbox {
         self.end_where(|queued| {
             if queued.reply.reader() == Reader::Gone {
                 Some(Ok(FinishReason::Cancelled))
-            } else if queued.request.deadline.is_some_and(|deadline| deadline <= now) {
-                Some(Err(GenerateError::DeadlinePassed { generated: Tokens::ZERO }))
+            } else if queued
+                .request
+                .deadline
+                .is_some_and(|deadline| deadline <= now)
+            {
+                Some(Err(GenerateError::DeadlinePassed {
+                    generated: Tokens::ZERO,
+                }))
             } else {
                 None
             }
         });
     }
 
-    fn end_where(&mut self, outcome: impl Fn(&Queued) -> Option<Result<FinishReason, GenerateError>>) {
+    fn end_where(
+        &mut self,
+        outcome: impl Fn(&Queued) -> Option<Result<FinishReason, GenerateError>>,
+    ) {
         let mut at = 0;
         while let Some(queued) = self.queue.get(at) {
             match outcome(queued) {
@@ -563,15 +639,28 @@ impl Reply {
     /// A channel with room for `stream_buffer` events and an ending.
     pub(super) fn new(options: &EngineOptions) -> (Self, mpsc::Receiver<GenerateEvent>) {
         let (sender, receiver) = mpsc::channel(options.stream_buffer.max(1) + 2);
-        let reserved = sender.clone().try_reserve_owned().ok().zip(sender.clone().try_reserve_owned().ok());
-        let reply = Self { sender, reserved, text: String::new(), tokens: Vec::new(), full_since: None };
+        let reserved = sender
+            .clone()
+            .try_reserve_owned()
+            .ok()
+            .zip(sender.clone().try_reserve_owned().ok());
+        let reply = Self {
+            sender,
+            reserved,
+            text: String::new(),
+            tokens: Vec::new(),
+            full_since: None,
+        };
         (reply, receiver)
     }
 
     /// Tells that the request left the queue.
     pub(super) fn started(&self, prompt_tokens: Tokens, cached_tokens: Tokens) {
         // The channel is new, so that there is room; a reader that is gone is noticed at the next command point.
-        let _ = self.sender.try_send(GenerateEvent::Started { prompt_tokens, cached_tokens });
+        let _ = self.sender.try_send(GenerateEvent::Started {
+            prompt_tokens,
+            cached_tokens,
+        });
     }
 
     /// Adds a token and the text that became certain with it, and sends what there is if the channel has room.
@@ -581,8 +670,10 @@ impl Reply {
         if self.text.is_empty() {
             return self.reader();
         }
-        let delta =
-            GenerateEvent::Delta { text: std::mem::take(&mut self.text), tokens: std::mem::take(&mut self.tokens) };
+        let delta = GenerateEvent::Delta {
+            text: std::mem::take(&mut self.text),
+            tokens: std::mem::take(&mut self.tokens),
+        };
         match self.sender.try_send(delta) {
             Ok(()) => self.full_since = None,
             Err(TrySendError::Closed(_)) => return Reader::Gone,
@@ -606,7 +697,12 @@ impl Reply {
     }
 
     /// Sends the rest of the text and the ending.
-    pub(super) fn end(mut self, rest: &str, outcome: Result<FinishReason, GenerateError>, usage: Usage) {
+    pub(super) fn end(
+        mut self,
+        rest: &str,
+        outcome: Result<FinishReason, GenerateError>,
+        usage: Usage,
+    ) {
         self.text.push_str(rest);
         let Some((last, ending)) = self.reserved.take() else {
             return;
@@ -629,10 +725,8 @@ mod tests {
     use std::collections::BTreeSet;
 
     use super::*;
-    use crate::{
-        conversation::Prompt,
-        policy::{kv_type::KvType, lease::Class, residency::EnginePlan},
-    };
+    use cotenant_conversation::Prompt;
+    use cotenant_policy::{kv_type::KvType, lease::Class, residency::EnginePlan};
 
     #[test]
     fn room_for_replaced_plans_is_there_after_every_look() {
@@ -649,7 +743,10 @@ mod tests {
         for turn in 0..3 {
             let looked = shared.poll(Instant::now(), true);
             assert_eq!(looked.superseded.len(), usize::from(turn > 0));
-            assert!(shared.lock().superseded.capacity() >= SUPERSEDED, "turn {turn}");
+            assert!(
+                shared.lock().superseded.capacity() >= SUPERSEDED,
+                "turn {turn}"
+            );
             shared.command(order(2 * turn));
             shared.command(order(2 * turn + 1));
             // Looks that find none replaced, too.
@@ -666,19 +763,34 @@ mod tests {
     fn more_urgent_requests_go_first_and_none_is_overtaken_for_long() {
         let shared = Shared::new(EngineOptions::default());
         let waits = |id: u64, class, for_time| {
-            let request =
-                GenerateRequest { class, ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new())) };
+            let request = GenerateRequest {
+                class,
+                ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new()))
+            };
             let (reply, _events) = Reply::new(shared.options());
             let submitted = Instant::now().checked_sub(for_time).unwrap();
             let (prompt, mask) = (Vec::new(), None);
-            shared.submit(Queued { request, prompt, mask, reply, submitted }).unwrap();
+            shared
+                .submit(Queued {
+                    request,
+                    prompt,
+                    mask,
+                    reply,
+                    submitted,
+                })
+                .unwrap();
         };
         waits(1, Class::Batch, OVERTAKEN_MAX);
         waits(2, Class::Batch, Duration::ZERO);
         waits(3, Class::Interactive, Duration::ZERO);
         waits(4, Class::AudioRealtime, Duration::ZERO);
         waits(5, Class::Interactive, Duration::ZERO);
-        let order: Vec<_> = shared.lock().queue.iter().map(|waiting| waiting.request.id).collect();
+        let order: Vec<_> = shared
+            .lock()
+            .queue
+            .iter()
+            .map(|waiting| waiting.request.id)
+            .collect();
         assert_eq!(order, [1, 4, 3, 5, 2].map(RequestId::new));
     }
 }

@@ -14,7 +14,7 @@ use super::{
     backend::{Backend, DeviceError, Fence},
     error::{ApplyError, ApplyReport},
 };
-use crate::policy::residency::EnginePlan;
+use cotenant_policy::residency::EnginePlan;
 
 /// What a checkpoint wants.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -111,7 +111,15 @@ pub(super) enum Preempt {
 
 impl<'pass> Preemption<'pass> {
     pub(super) fn new(checkpoint: &'pass mut dyn Checkpoint, estimators: SliceEstimators) -> Self {
-        Self { checkpoint, pending: None, stopped: false, looked: Instant::now(), estimators, ahead: None, open: None }
+        Self {
+            checkpoint,
+            pending: None,
+            stopped: false,
+            looked: Instant::now(),
+            estimators,
+            ahead: None,
+            open: None,
+        }
     }
 
     /// Notes that work was queued, from `began` on. Where it is executed later, this waits, as soon as it makes a slice, for the
@@ -130,7 +138,12 @@ impl<'pass> Preemption<'pass> {
             return Ok(());
         }
         let share = work.saturating_mul(WHOLE) / self.estimators.of_kind(kind).work.max(1);
-        let mut open = self.open.take().unwrap_or(Slice { share: 0, kinds: [false; 4], fence, began });
+        let mut open = self.open.take().unwrap_or(Slice {
+            share: 0,
+            kinds: [false; 4],
+            fence,
+            began,
+        });
         (open.share, open.fence) = (open.share.saturating_add(share), fence);
         if let Some(seen) = open.kinds.get_mut(kind as usize) {
             *seen = true;
@@ -142,7 +155,10 @@ impl<'pass> Preemption<'pass> {
         if let Some(before) = self.ahead.take() {
             backend.wait(before.fence)?;
             let took = before.began.elapsed();
-            for kind in Work::ALL.into_iter().filter(|kind| before.kinds.get(*kind as usize) == Some(&true)) {
+            for kind in Work::ALL
+                .into_iter()
+                .filter(|kind| before.kinds.get(*kind as usize) == Some(&true))
+            {
                 let estimator = self.estimators.of_kind(kind);
                 estimator.learn(estimator.work.saturating_mul(before.share) / WHOLE, took);
             }
@@ -236,7 +252,13 @@ impl SliceEstimators {
 
     const fn of(slice: Duration, work: u64) -> Self {
         let estimator = SliceEstimator { work, slice };
-        Self { products: estimator, attention: estimator, delta: estimator, layers: estimator, slice }
+        Self {
+            products: estimator,
+            attention: estimator,
+            delta: estimator,
+            layers: estimator,
+            slice,
+        }
     }
 
     const fn of_kind(&mut self, kind: Work) -> &mut SliceEstimator {
@@ -309,13 +331,19 @@ mod tests {
             estimator.learn(estimator.work(), took);
         }
         let learned = estimator.work();
-        assert!(learned.abs_diff(1_000_000_000) < 1000, "5 ms at 200 in a nanosecond: {learned}");
+        assert!(
+            learned.abs_diff(1_000_000_000) < 1000,
+            "5 ms at 200 in a nanosecond: {learned}"
+        );
         estimator.learn(learned, Duration::from_secs(1));
         assert_eq!(estimator.work(), learned / 2);
         // The end of a product is less than a slice.
         estimator.learn(1000, Duration::from_nanos(5));
         assert_eq!(estimator.work(), learned / 2);
-        assert_eq!((estimator.rows(200_000_000), estimator.rows(u64::MAX)), (2, 1));
+        assert_eq!(
+            (estimator.rows(200_000_000), estimator.rows(u64::MAX)),
+            (2, 1)
+        );
     }
 
     #[test]
@@ -325,7 +353,10 @@ mod tests {
         let mut preemption = Preemption::new(&mut checkpoint, SliceEstimators::new());
         assert_eq!(preemption.check_if_due(), Preempt::No, "it is not yet time");
         assert_eq!(preemption.check(), Preempt::No);
-        assert_eq!((preemption.check(), preemption.check()), (Preempt::Stop, Preempt::Stop));
+        assert_eq!(
+            (preemption.check(), preemption.check()),
+            (Preempt::Stop, Preempt::Stop)
+        );
         assert!(preemption.take().is_none());
     }
 }

@@ -13,16 +13,14 @@ use super::{
     generate::{FinishReason, GenerateError, RequestId, Usage},
     tensor_group::TensorGroup,
 };
-use crate::{
-    causes::in_one_line,
-    policy::{
-        engine_failure::Cure,
-        lease::Class,
-        residency::{EnginePlan, ModelShape},
-        streaming::Calibration,
-    },
-    units::{Bytes, Tokens},
+use cotenant_policy::{
+    engine_failure::Cure,
+    lease::Class,
+    residency::{EnginePlan, ModelShape},
+    streaming::Calibration,
 };
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
 /// Settings of the engine's thread.
 #[derive(Clone, Debug)]
@@ -37,7 +35,11 @@ pub struct EngineOptions {
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { queue_limit: 16, stream_buffer: 32, unread_limit: Duration::from_secs(10) }
+        Self {
+            queue_limit: 16,
+            stream_buffer: 32,
+            unread_limit: Duration::from_secs(10),
+        }
     }
 }
 
@@ -182,7 +184,9 @@ pub enum ApplyFailure {
 impl ApplyFailure {
     /// The failure that a model's error amounts to.
     pub(super) fn of(error: &ApplyError) -> Self {
-        Self::Model { message: in_one_line(error) }
+        Self::Model {
+            message: in_one_line(error),
+        }
     }
 }
 
@@ -314,12 +318,16 @@ impl EngineSnapshot {
     /// prompt.
     #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
-        let running = self
-            .running_since
-            .map_or(Duration::ZERO, |since| self.answer_takes.saturating_sub(now.saturating_duration_since(since)));
-        let before = self.answer_takes.saturating_mul(u32::try_from(self.queued).unwrap_or(u32::MAX));
+        let running = self.running_since.map_or(Duration::ZERO, |since| {
+            self.answer_takes
+                .saturating_sub(now.saturating_duration_since(since))
+        });
+        let before = self
+            .answer_takes
+            .saturating_mul(u32::try_from(self.queued).unwrap_or(u32::MAX));
         let prefill = if self.prefill_per_second > 0.0 {
-            Duration::try_from_secs_f64(f64::from(prompt.get()) / self.prefill_per_second).unwrap_or(Duration::MAX)
+            Duration::try_from_secs_f64(f64::from(prompt.get()) / self.prefill_per_second)
+                .unwrap_or(Duration::MAX)
         } else {
             // Unknown is not slow.
             Duration::ZERO
@@ -377,7 +385,10 @@ impl Expected {
     pub(super) fn is(&self, found: &ModelShape) -> bool {
         let expected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         expected.as_ref().is_none_or(|expected| {
-            let named = ModelShape { name: found.name.clone(), ..expected.clone() };
+            let named = ModelShape {
+                name: found.name.clone(),
+                ..expected.clone()
+            };
             named == *found
         })
     }
@@ -394,16 +405,28 @@ mod tests {
         // Nothing is known: nothing is refused.
         assert_eq!(state.begins_after(Tokens::new(50_000), now), Duration::ZERO);
         state.prefill_per_second = 100.0;
-        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(2));
+        assert_eq!(
+            state.begins_after(Tokens::new(200), now),
+            Duration::from_secs(2)
+        );
         state.answer_takes = Duration::from_secs(4);
-        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(2));
+        assert_eq!(
+            state.begins_after(Tokens::new(200), now),
+            Duration::from_secs(2)
+        );
         // One that has run for a second takes three more, two that wait take eight.
         state.running_since = Some(now.checked_sub(Duration::from_secs(1)).unwrap());
         state.queued = 2;
-        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(13));
+        assert_eq!(
+            state.begins_after(Tokens::new(200), now),
+            Duration::from_secs(13)
+        );
         // One that takes longer than answers do may end at any time.
         state.running_since = Some(now.checked_sub(Duration::from_secs(9)).unwrap());
         state.queued = 0;
-        assert_eq!(state.begins_after(Tokens::new(200), now), Duration::from_secs(2));
+        assert_eq!(
+            state.begins_after(Tokens::new(200), now),
+            Duration::from_secs(2)
+        );
     }
 }

@@ -8,7 +8,7 @@ use std::{io, num::NonZeroUsize, ptr::NonNull};
 use nix::sys::mman::{self, MapFlags, ProtFlags};
 
 use super::arena::{HUGE_PAGE, SharedMapping};
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// Address space of which the first part is memory.
 #[derive(Debug)]
@@ -27,8 +27,16 @@ impl Reserve {
     /// # Errors
     /// When the kernel has no address space.
     pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
-        let granule = if granule == HUGE_PAGE { HUGE_PAGE } else { page() };
-        Ok(Self { space: SharedMapping::inaccessible(bytes.round_up(granule))?, open: 0, granule: granule.as_len() })
+        let granule = if granule == HUGE_PAGE {
+            HUGE_PAGE
+        } else {
+            page()
+        };
+        Ok(Self {
+            space: SharedMapping::inaccessible(bytes.round_up(granule))?,
+            open: 0,
+            granule: granule.as_len(),
+        })
     }
 
     /// Opens or closes, so that the first `bytes`, rounded up to the granule, are memory. Returns how much the kernel had
@@ -76,7 +84,13 @@ impl Reserve {
     fn open_up(&self, offset: usize, len: usize) -> io::Result<()> {
         let start = self.part(offset, len)?;
         // SAFETY: a part of our own mapping, to which there is no pointer while it is closed.
-        unsafe { mman::mprotect(start.cast(), len, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE) }?;
+        unsafe {
+            mman::mprotect(
+                start.cast(),
+                len,
+                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+            )
+        }?;
         let advice = if self.granule == HUGE_PAGE.as_len() {
             libc::MADV_HUGEPAGE
         } else {
@@ -100,7 +114,9 @@ impl Reserve {
     }
 
     fn part(&self, offset: usize, len: usize) -> io::Result<NonNull<u8>> {
-        self.space.range(offset, len).ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
+        self.space
+            .range(offset, len)
+            .ok_or_else(|| io::Error::from(io::ErrorKind::OutOfMemory))
     }
 }
 
@@ -114,7 +130,10 @@ mod tests {
             let mut reserve = Reserve::new(Bytes::from_mib(64), granule).unwrap();
             assert!(reserve.range(0, 1).is_none(), "nothing is open");
             reserve.set_open(Bytes::from_mib(16)).unwrap();
-            assert_eq!((Bytes::of_len(reserve.open), reserve.resident()), (Bytes::from_mib(16), Bytes::ZERO));
+            assert_eq!(
+                (Bytes::of_len(reserve.open), reserve.resident()),
+                (Bytes::from_mib(16), Bytes::ZERO)
+            );
 
             let start = reserve.range(0, 16 << 20).unwrap();
             for page in 0..2048 {
@@ -122,8 +141,14 @@ mod tests {
                 unsafe { start.add(page * 4096).write(7) };
             }
             assert_eq!(reserve.resident(), Bytes::from_mib(8));
-            assert_eq!(reserve.set_open(Bytes::from_mib(4)).unwrap(), Bytes::from_mib(4));
-            assert_eq!((Bytes::of_len(reserve.open), reserve.resident()), (Bytes::from_mib(4), Bytes::from_mib(4)));
+            assert_eq!(
+                reserve.set_open(Bytes::from_mib(4)).unwrap(),
+                Bytes::from_mib(4)
+            );
+            assert_eq!(
+                (Bytes::of_len(reserve.open), reserve.resident()),
+                (Bytes::from_mib(4), Bytes::from_mib(4))
+            );
             assert!(reserve.range(4 << 20, 1).is_none(), "closed is closed");
             // SAFETY: open all the time.
             let kept = unsafe { reserve.range(0, 1).unwrap().read() };

@@ -8,7 +8,7 @@ use std::{
 use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 
 use super::gguf::Header;
-use crate::conversation::SamplingWish;
+use cotenant_conversation::SamplingWish;
 
 /// How tokens are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -62,14 +62,29 @@ impl Sampling {
                 f64::from(REPEAT_PENALTY_MIN),
                 f64::from(REPEAT_PENALTY_MAX),
             ),
-            ("frequency_penalty", f64::from(self.frequency_penalty), -2.0, 2.0),
-            ("presence_penalty", f64::from(self.presence_penalty), -2.0, 2.0),
+            (
+                "frequency_penalty",
+                f64::from(self.frequency_penalty),
+                -2.0,
+                2.0,
+            ),
+            (
+                "presence_penalty",
+                f64::from(self.presence_penalty),
+                -2.0,
+                2.0,
+            ),
         ];
         for (setting, value, low, high) in checks {
             // By what the library computes with, so that a limit that was read from text is one. Written so that a value which
             // is not a number is refused as well.
             if !(low..=high).contains(&f64::from(narrow(value))) {
-                return Err(SamplingError::OutOfRange { setting, value, low, high });
+                return Err(SamplingError::OutOfRange {
+                    setting,
+                    value,
+                    low,
+                    high,
+                });
             }
         }
         if self.top_k == Some(0) {
@@ -97,7 +112,11 @@ impl From<SamplingWish> for Sampling {
         let alone = wish.top_p == Some(0.0);
         let narrowed = |wish: Option<f64>, default| wish.map_or(default, narrow);
         Self {
-            temperature: if alone { 0.0 } else { wish.temperature.unwrap_or(greedy.temperature) },
+            temperature: if alone {
+                0.0
+            } else {
+                wish.temperature.unwrap_or(greedy.temperature)
+            },
             top_p: wish.top_p.filter(|_| !alone).unwrap_or(greedy.top_p),
             top_k: wish.top_k.filter(|top_k| *top_k > 0),
             min_p: wish.min_p.unwrap_or(greedy.min_p),
@@ -112,7 +131,9 @@ impl From<SamplingWish> for Sampling {
 /// What the file of a model recommends, by llama.cpp's keys `general.sampling.…`; what no sampler can use is left out.
 pub(super) fn recommended(header: &Header) -> SamplingWish {
     let number = |key: &str, low: f64, high: f64| {
-        let value = header.f32(&format!("general.sampling.{key}")).map(f64::from);
+        let value = header
+            .f32(&format!("general.sampling.{key}"))
+            .map(f64::from);
         value.filter(|value| (low..=high).contains(value))
     };
     SamplingWish {
@@ -120,7 +141,11 @@ pub(super) fn recommended(header: &Header) -> SamplingWish {
         top_p: number("top_p", 0.0, 1.0),
         top_k: header.u32("general.sampling.top_k"),
         min_p: number("min_p", 0.0, 1.0),
-        repeat_penalty: number("penalty_repeat", f64::from(REPEAT_PENALTY_MIN), f64::from(REPEAT_PENALTY_MAX)),
+        repeat_penalty: number(
+            "penalty_repeat",
+            f64::from(REPEAT_PENALTY_MIN),
+            f64::from(REPEAT_PENALTY_MAX),
+        ),
         ..SamplingWish::NONE
     }
 }
@@ -129,7 +154,12 @@ impl SamplingError {
     /// The setting, its value, and what is wrong with it.
     #[must_use]
     pub fn parts(&self) -> (&'static str, String, String) {
-        let Self::OutOfRange { setting, value, low, high } = self;
+        let Self::OutOfRange {
+            setting,
+            value,
+            low,
+            high,
+        } = self;
         let problem = format!("is not between {} and {}", short(*low), short(*high));
         (*setting, short(*value), problem)
     }
@@ -152,7 +182,10 @@ pub enum SamplingError {
     },
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "logits are no more precise")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "logits are no more precise"
+)]
 const fn narrow(value: f64) -> f32 {
     value as f32
 }
@@ -160,7 +193,10 @@ const fn narrow(value: f64) -> f32 {
 /// A number as a person would write it: without dozens of zeros, and without the digits that an `f32` gets as an `f64`.
 fn short(value: f64) -> String {
     let narrow = narrow(value);
-    match (f64::from(narrow) == value, value != 0.0 && value.abs() < 1e-3) {
+    match (
+        f64::from(narrow) == value,
+        value != 0.0 && value.abs() < 1e-3,
+    ) {
         (true, true) => format!("{narrow:e}"),
         (true, false) => narrow.to_string(),
         (false, true) => format!("{value:e}"),
@@ -243,7 +279,11 @@ impl Sampler {
     /// A setting is out of its range.
     pub fn new(settings: Sampling) -> Result<Self, SamplingError> {
         settings.validate()?;
-        Ok(Self { settings, random: StdRng::seed_from_u64(settings.seed), counts: BTreeMap::new() })
+        Ok(Self {
+            settings,
+            random: StdRng::seed_from_u64(settings.seed),
+            counts: BTreeMap::new(),
+        })
     }
 
     /// The next token. `context` is the sequence so far, prompt included.
@@ -260,7 +300,11 @@ impl Sampler {
         } else {
             logits
         };
-        let token = if self.settings.temperature < TEMPERATURE_MIN { argmax(logits) } else { self.draw(logits) };
+        let token = if self.settings.temperature < TEMPERATURE_MIN {
+            argmax(logits)
+        } else {
+            self.draw(logits)
+        };
         if self.settings.frequency_penalty != 0.0 || self.settings.presence_penalty != 0.0 {
             *self.counts.entry(token).or_insert(0) += 1;
         }
@@ -274,7 +318,12 @@ impl Sampler {
     }
 
     fn has_penalty(&self) -> bool {
-        let Sampling { repeat_penalty, frequency_penalty, presence_penalty, .. } = self.settings;
+        let Sampling {
+            repeat_penalty,
+            frequency_penalty,
+            presence_penalty,
+            ..
+        } = self.settings;
         repeat_penalty != 1.0 || frequency_penalty != 0.0 || presence_penalty != 0.0
     }
 
@@ -282,22 +331,34 @@ impl Sampler {
     fn penalised(&self, logits: &[f32], context: &[u32]) -> Vec<f32> {
         let mut values = logits.to_vec();
         let logit_of = |values: &mut Vec<f32>, token: u32, change: &dyn Fn(f32) -> f32| {
-            if let Some(logit) = usize::try_from(token).ok().and_then(|at| values.get_mut(at)) {
+            if let Some(logit) = usize::try_from(token)
+                .ok()
+                .and_then(|at| values.get_mut(at))
+            {
                 *logit = change(*logit);
             }
         };
         for (&token, &count) in &self.counts {
-            #[expect(clippy::cast_precision_loss, reason = "counts of tokens stay far below 2^24")]
+            #[expect(
+                clippy::cast_precision_loss,
+                reason = "counts of tokens stay far below 2^24"
+            )]
             let times = count as f32;
             let less = self.settings.frequency_penalty * times + self.settings.presence_penalty;
             logit_of(&mut values, token, &|logit| logit - less);
         }
         let penalty = self.settings.repeat_penalty;
         if penalty != 1.0 {
-            let recent = context.get(context.len().saturating_sub(REPEAT_WINDOW)..).unwrap_or(context);
+            let recent = context
+                .get(context.len().saturating_sub(REPEAT_WINDOW)..)
+                .unwrap_or(context);
             for token in recent.iter().copied().collect::<BTreeSet<u32>>() {
                 logit_of(&mut values, token, &|logit| {
-                    if logit >= 0.0 { logit / penalty } else { logit * penalty }
+                    if logit >= 0.0 {
+                        logit / penalty
+                    } else {
+                        logit * penalty
+                    }
                 });
             }
         }
@@ -307,9 +368,15 @@ impl Sampler {
     /// A token at random: by the softmax of the logits over the temperature, cut to the `top_k` most likely tokens, to the
     /// fewest of them that reach `top_p` of the whole distribution, and to those that have `min_p` of the first one's probability.
     fn draw(&mut self, logits: &[f32]) -> u32 {
-        #[expect(clippy::cast_possible_truncation, reason = "settings between 1e-30 and 1e7, which an f32 holds")]
-        let (inverse, top_p, min_p) =
-            ((1.0 / self.settings.temperature) as f32, self.settings.top_p as f32, self.settings.min_p as f32);
+        #[expect(
+            clippy::cast_possible_truncation,
+            reason = "settings between 1e-30 and 1e7, which an f32 holds"
+        )]
+        let (inverse, top_p, min_p) = (
+            (1.0 / self.settings.temperature) as f32,
+            self.settings.top_p as f32,
+            self.settings.min_p as f32,
+        );
         let greatest = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
         let mut likely: Vec<(u32, f32)> = (0u32..)
             .zip(logits)
@@ -345,7 +412,9 @@ impl Sampler {
             }
         }
         // Rounding can leave a rest; there is at least the most likely token.
-        likely.last().map_or_else(|| argmax(logits), |(token, _)| *token)
+        likely
+            .last()
+            .map_or_else(|| argmax(logits), |(token, _)| *token)
     }
 }
 
@@ -418,43 +487,80 @@ mod tests {
 
     #[test]
     fn temperature_zero_takes_the_first_of_the_most_likely() {
-        assert_eq!(draws(Sampling::GREEDY, &[1.0, 3.0, 3.0, f32::NEG_INFINITY], 2), [1, 1]);
+        assert_eq!(
+            draws(Sampling::GREEDY, &[1.0, 3.0, 3.0, f32::NEG_INFINITY], 2),
+            [1, 1]
+        );
     }
 
     #[test]
     fn tokens_come_as_often_as_the_softmax_gives() {
         let logits = [1.0f32, 0.0, -1.0, 2.0];
         let temperature = 0.7;
-        let settings = Sampling { temperature: f64::from(temperature), seed: 11, ..Sampling::GREEDY };
+        let settings = Sampling {
+            temperature: f64::from(temperature),
+            seed: 11,
+            ..Sampling::GREEDY
+        };
         let count = 20_000u16;
         let drawn = draws(settings, &logits, usize::from(count));
         let whole: f32 = logits.iter().map(|logit| (logit / temperature).exp()).sum();
         for (token, logit) in (0u32..).zip(logits) {
             let expected = f64::from((logit / temperature).exp() / whole);
-            let found: f64 = drawn.iter().filter(|drawn| **drawn == token).map(|_| 1.0 / f64::from(count)).sum();
+            let found: f64 = drawn
+                .iter()
+                .filter(|drawn| **drawn == token)
+                .map(|_| 1.0 / f64::from(count))
+                .sum();
             // Four standard deviations of a share of so many draws.
             let bound = 4.0 * (expected * (1.0 - expected) / f64::from(count)).sqrt();
-            assert!((found - expected).abs() < bound, "{token}: {found} of {expected}");
+            assert!(
+                (found - expected).abs() < bound,
+                "{token}: {found} of {expected}"
+            );
         }
     }
 
     #[test]
     fn a_seed_gives_the_same_tokens_again_and_another_gives_others() {
-        let settings = |seed| Sampling { temperature: 1.0, seed, ..Sampling::GREEDY };
+        let settings = |seed| Sampling {
+            temperature: 1.0,
+            seed,
+            ..Sampling::GREEDY
+        };
         let logits = [0.0; 16];
-        assert_eq!(draws(settings(1), &logits, 32), draws(settings(1), &logits, 32));
-        assert_ne!(draws(settings(1), &logits, 32), draws(settings(2), &logits, 32));
+        assert_eq!(
+            draws(settings(1), &logits, 32),
+            draws(settings(1), &logits, 32)
+        );
+        assert_ne!(
+            draws(settings(1), &logits, 32),
+            draws(settings(2), &logits, 32)
+        );
     }
 
     #[test]
     fn top_k_top_p_and_min_p_leave_out_the_unlikely() {
         let logits = [3.0, 2.9, 2.8, -5.0, -5.0];
-        let warm = Sampling { temperature: 1.0, ..Sampling::GREEDY };
+        let warm = Sampling {
+            temperature: 1.0,
+            ..Sampling::GREEDY
+        };
         for settings in [
-            Sampling { top_k: Some(2), ..warm },
+            Sampling {
+                top_k: Some(2),
+                ..warm
+            },
             Sampling { top_p: 0.6, ..warm },
-            Sampling { top_k: Some(3), top_p: 0.6, ..warm },
-            Sampling { min_p: 0.85, ..warm },
+            Sampling {
+                top_k: Some(3),
+                top_p: 0.6,
+                ..warm
+            },
+            Sampling {
+                min_p: 0.85,
+                ..warm
+            },
         ] {
             let tokens = draws(settings, &logits, 200);
             assert!(tokens.iter().all(|&token| token < 2), "{settings:?}");
@@ -466,12 +572,34 @@ mod tests {
     fn a_wish_takes_what_it_says_and_the_most_likely_token_for_the_rest() {
         let with = |wish: SamplingWish| Sampling::from(wish);
         assert_eq!(with(SamplingWish::NONE), Sampling::GREEDY);
-        let cold = SamplingWish { temperature: Some(1.0), top_p: Some(0.0), top_k: Some(0), ..SamplingWish::NONE };
+        let cold = SamplingWish {
+            temperature: Some(1.0),
+            top_p: Some(0.0),
+            top_k: Some(0),
+            ..SamplingWish::NONE
+        };
         assert_eq!(with(cold), Sampling::GREEDY);
-        let own = SamplingWish { temperature: Some(0.6), top_k: Some(20), ..SamplingWish::NONE };
-        let api = SamplingWish { temperature: Some(1.0), top_p: Some(0.9), ..SamplingWish::NONE };
-        let asked = SamplingWish { top_k: Some(0), seed: Some(7), ..SamplingWish::NONE };
-        let expected = Sampling { temperature: 0.6, top_p: 0.9, seed: 7, ..Sampling::GREEDY };
+        let own = SamplingWish {
+            temperature: Some(0.6),
+            top_k: Some(20),
+            ..SamplingWish::NONE
+        };
+        let api = SamplingWish {
+            temperature: Some(1.0),
+            top_p: Some(0.9),
+            ..SamplingWish::NONE
+        };
+        let asked = SamplingWish {
+            top_k: Some(0),
+            seed: Some(7),
+            ..SamplingWish::NONE
+        };
+        let expected = Sampling {
+            temperature: 0.6,
+            top_p: 0.9,
+            seed: 7,
+            ..Sampling::GREEDY
+        };
         assert_eq!(with(asked.or(own).or(api)), expected);
     }
 
@@ -486,8 +614,12 @@ mod tests {
             ("general.sampling.min_p", Value::F32(f32::NAN)),
             ("general.sampling.penalty_repeat", Value::F32(1.5)),
         ]);
-        let expected =
-            SamplingWish { temperature: Some(0.5), top_k: Some(20), repeat_penalty: Some(1.5), ..SamplingWish::NONE };
+        let expected = SamplingWish {
+            temperature: Some(0.5),
+            top_k: Some(20),
+            repeat_penalty: Some(1.5),
+            ..SamplingWish::NONE
+        };
         assert_eq!(recommended(&vocabulary.header()), expected);
     }
 
@@ -495,9 +627,18 @@ mod tests {
     fn penalties_make_repetition_less_likely() {
         let logits = [1.0, 0.9, 0.5];
         for settings in [
-            Sampling { repeat_penalty: 1.5, ..Sampling::GREEDY },
-            Sampling { frequency_penalty: 0.3, ..Sampling::GREEDY },
-            Sampling { presence_penalty: 0.3, ..Sampling::GREEDY },
+            Sampling {
+                repeat_penalty: 1.5,
+                ..Sampling::GREEDY
+            },
+            Sampling {
+                frequency_penalty: 0.3,
+                ..Sampling::GREEDY
+            },
+            Sampling {
+                presence_penalty: 0.3,
+                ..Sampling::GREEDY
+            },
         ] {
             assert_eq!(draws(settings, &logits, 2), [0, 1], "{settings:?}");
         }
@@ -506,17 +647,25 @@ mod tests {
     #[test]
     fn what_is_not_a_number_is_an_error_whatever_the_settings() {
         for temperature in [0.0, 1.0] {
-            for (logits, token) in
-                [(vec![1.0, f32::NAN], 1), (vec![f32::INFINITY, 1.0], 0), (vec![f32::NEG_INFINITY; 3], 0)]
-            {
-                let settings = Sampling { temperature, ..Sampling::GREEDY };
+            for (logits, token) in [
+                (vec![1.0, f32::NAN], 1),
+                (vec![f32::INFINITY, 1.0], 0),
+                (vec![f32::NEG_INFINITY; 3], 0),
+            ] {
+                let settings = Sampling {
+                    temperature,
+                    ..Sampling::GREEDY
+                };
                 match sampler(settings).next(&logits, &[]) {
                     Err(SampleError::NotFinite { token: found, .. }) => assert_eq!(found, token),
                     other => panic!("{other:?}"),
                 }
             }
         }
-        assert_eq!(sampler(Sampling::GREEDY).next(&[], &[]), Err(SampleError::Empty));
+        assert_eq!(
+            sampler(Sampling::GREEDY).next(&[], &[]),
+            Err(SampleError::Empty)
+        );
     }
 
     #[test]
@@ -537,7 +686,10 @@ mod tests {
                     };
                     settings.validate().unwrap();
                     let drawn = draws(settings, &logits, 80);
-                    assert!(drawn.iter().all(|&token| token < 3), "{settings:?}: {drawn:?}");
+                    assert!(
+                        drawn.iter().all(|&token| token < 3),
+                        "{settings:?}: {drawn:?}"
+                    );
                 }
             }
         }
@@ -545,11 +697,17 @@ mod tests {
 
     #[test]
     fn a_penalty_that_overflows_names_the_token() {
-        let mut sampler =
-            sampler(Sampling { repeat_penalty: REPEAT_PENALTY_MIN, temperature: 1.0, ..Sampling::GREEDY });
+        let mut sampler = sampler(Sampling {
+            repeat_penalty: REPEAT_PENALTY_MIN,
+            temperature: 1.0,
+            ..Sampling::GREEDY
+        });
         assert_eq!(
             sampler.next(&[1.0, f32::MAX], &[1]),
-            Err(SampleError::NotFinite { token: 1, value: f32::INFINITY })
+            Err(SampleError::NotFinite {
+                token: 1,
+                value: f32::INFINITY
+            })
         );
     }
 
@@ -557,25 +715,76 @@ mod tests {
     fn settings_that_would_be_lost_in_the_arithmetic_are_refused_with_the_limit() {
         let good = Sampling::GREEDY;
         let said = |settings: Sampling| settings.validate().unwrap_err().to_string();
-        assert_eq!(said(Sampling { top_p: 1e-46, ..good }), "top_p: `1e-46` is not between 1e-30 and 1");
         assert_eq!(
-            said(Sampling { repeat_penalty: 2e-38, ..good }),
+            said(Sampling {
+                top_p: 1e-46,
+                ..good
+            }),
+            "top_p: `1e-46` is not between 1e-30 and 1"
+        );
+        assert_eq!(
+            said(Sampling {
+                repeat_penalty: 2e-38,
+                ..good
+            }),
             "repeat_penalty: `2e-38` is not between 0.01 and 10"
         );
-        assert_eq!(said(Sampling { temperature: 2.5, ..good }), "temperature: `2.5` is not between 0 and 2");
+        assert_eq!(
+            said(Sampling {
+                temperature: 2.5,
+                ..good
+            }),
+            "temperature: `2.5` is not between 0 and 2"
+        );
     }
 
     #[test]
     fn settings_out_of_range_are_named() {
         let good = Sampling::GREEDY;
         for (settings, name) in [
-            (Sampling { temperature: 2.1, ..good }, "temperature"),
-            (Sampling { temperature: f64::NAN, ..good }, "temperature"),
+            (
+                Sampling {
+                    temperature: 2.1,
+                    ..good
+                },
+                "temperature",
+            ),
+            (
+                Sampling {
+                    temperature: f64::NAN,
+                    ..good
+                },
+                "temperature",
+            ),
             (Sampling { top_p: 0.0, ..good }, "top_p"),
-            (Sampling { top_k: Some(0), ..good }, "top_k"),
-            (Sampling { repeat_penalty: 0.0, ..good }, "repeat_penalty"),
-            (Sampling { frequency_penalty: -3.0, ..good }, "frequency_penalty"),
-            (Sampling { presence_penalty: f32::INFINITY, ..good }, "presence_penalty"),
+            (
+                Sampling {
+                    top_k: Some(0),
+                    ..good
+                },
+                "top_k",
+            ),
+            (
+                Sampling {
+                    repeat_penalty: 0.0,
+                    ..good
+                },
+                "repeat_penalty",
+            ),
+            (
+                Sampling {
+                    frequency_penalty: -3.0,
+                    ..good
+                },
+                "frequency_penalty",
+            ),
+            (
+                Sampling {
+                    presence_penalty: f32::INFINITY,
+                    ..good
+                },
+                "presence_penalty",
+            ),
         ] {
             let error = settings.validate().unwrap_err().to_string();
             assert!(error.starts_with(name), "{error}");

@@ -58,7 +58,10 @@ impl Sayable {
         }
         let mut rows: Vec<Range<usize>> = Vec::new();
         for (group, _) in groups.iter().enumerate().filter(|(_, stays)| **stays) {
-            let (start, end) = (group * ROWS_TOGETHER, ((group + 1) * ROWS_TOGETHER).min(vocabulary));
+            let (start, end) = (
+                group * ROWS_TOGETHER,
+                ((group + 1) * ROWS_TOGETHER).min(vocabulary),
+            );
             match rows.last_mut() {
                 Some(before) if before.end == start => before.end = end,
                 _ => rows.push(start..end),
@@ -74,12 +77,24 @@ fn needed(header: &Header) -> Vec<usize> {
     let kinds = header.ints("tokenizer.ggml.token_type").unwrap_or_default();
     let special = kinds.iter().enumerate().filter(|(_, kind)| **kind != PLAIN);
     let texts = header.strings("tokenizer.ggml.tokens").into_iter();
-    let short = texts.flat_map(|texts| texts.iter().enumerate()).filter(|(_, text)| text.chars().nth(1).is_none());
-    special.map(|(token, _)| token).chain(short.map(|(token, _)| token)).collect()
+    let short = texts
+        .flat_map(|texts| texts.iter().enumerate())
+        .filter(|(_, text)| text.chars().nth(1).is_none());
+    special
+        .map(|(token, _)| token)
+        .chain(short.map(|(token, _)| token))
+        .collect()
 }
 
-fn tokens_of(header: &Header, path: &PathBuf, watch: &DiskWatch) -> Result<Vec<u32>, LoadErrorKind> {
-    let wrong = |problem: String| LoadErrorKind::Vocabulary { path: path.clone(), problem };
+fn tokens_of(
+    header: &Header,
+    path: &PathBuf,
+    watch: &DiskWatch,
+) -> Result<Vec<u32>, LoadErrorKind> {
+    let wrong = |problem: String| LoadErrorKind::Vocabulary {
+        path: path.clone(),
+        problem,
+    };
     let what = path.to_string_lossy();
     let meta = watch.asking_for(&what, || fs::metadata(path));
     let meta = meta.map_err(|error| wrong(error.to_string()))?;
@@ -88,14 +103,18 @@ fn tokens_of(header: &Header, path: &PathBuf, watch: &DiskWatch) -> Result<Vec<u
     }
     let length = meta.len();
     if length > TEXT_MAX {
-        return Err(wrong(format!("it has {length} bytes, of at most {TEXT_MAX}")));
+        return Err(wrong(format!(
+            "it has {length} bytes, of at most {TEXT_MAX}"
+        )));
     }
     // Read by read: a slow disk does not hang.
     let file = watch.asking_for(&what, || File::open(path));
     let text = file.and_then(|file| io::read_to_string(WatchedFile::new(&file, &what, watch)));
     let text = text.map_err(|error| wrong(error.to_string()))?;
     let tokenizer = Tokenizer::from_header(header).map_err(|error| wrong(error.to_string()))?;
-    let tokens = tokenizer.encode_rendered(&text, None).map_err(|error| wrong(error.to_string()))?;
+    let tokens = tokenizer
+        .encode_rendered(&text, None)
+        .map_err(|error| wrong(error.to_string()))?;
     if tokens.is_empty() {
         return Err(wrong("it has no text".to_owned()));
     }
@@ -113,8 +132,10 @@ fn choose_by_use(groups: &mut [bool], tokens: &[u32]) {
     let mut order: Vec<usize> = (0..groups.len()).collect();
     order.sort_by_key(|&group| std::cmp::Reverse(uses.get(group).copied().unwrap_or(0)));
     let stays = |groups: &[bool], group: usize| groups.get(group).copied().unwrap_or(false);
-    let mut said: usize =
-        (0..groups.len()).filter(|&group| stays(groups, group)).filter_map(|group| uses.get(group)).sum();
+    let mut said: usize = (0..groups.len())
+        .filter(|&group| stays(groups, group))
+        .filter_map(|group| uses.get(group))
+        .sum();
     for group in order {
         if said.saturating_mul(1000) >= tokens.len().saturating_mul(SAID_PER_MILLE) {
             break;
@@ -143,8 +164,12 @@ mod tests {
     fn the_groups_that_are_used_most_stay_until_a_text_can_be_said() {
         let mut groups = [true, false, false, false];
         // 1000 tokens: 300 in a group that stays anyway, 600 in the last, 99 in the second, and one in the third.
-        let tokens: Vec<u32> =
-            (0..300).map(|_| 5).chain((0..600).map(|_| 200)).chain((0..99).map(|_| 64)).chain([130]).collect();
+        let tokens: Vec<u32> = (0..300)
+            .map(|_| 5)
+            .chain((0..600).map(|_| 200))
+            .chain((0..99).map(|_| 64))
+            .chain([130])
+            .collect();
         choose_by_use(&mut groups, &tokens);
         assert_eq!(groups, [true, true, false, true]);
     }

@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::conversation::schema::{KeptSchema, SchemaError, for_each_part, is_combined};
+use cotenant_conversation::schema::{KeptSchema, SchemaError, for_each_part, is_combined};
 
 /// Why an answer of that form cannot be promised.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]

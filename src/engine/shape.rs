@@ -11,13 +11,11 @@ use super::{
     reader::Extent,
     spec::{LayerSpec, Matrix, Role, Spec, Vector},
 };
-use crate::{
-    policy::{
-        kv_type::KvType,
-        residency::{KvShape, LayerKind, LayerShape, ModelShape, WindowedKv},
-    },
-    units::{Bytes, Tokens, page},
+use cotenant_policy::{
+    kv_type::KvType,
+    residency::{KvShape, LayerKind, LayerShape, ModelShape, WindowedKv},
 };
+use cotenant_units::{Bytes, Tokens, page};
 
 /// The layout of a model.
 #[derive(Clone, Debug)]
@@ -141,7 +139,9 @@ impl Layout {
                         *part = parts.len();
                     }
                 }
-                let slabs = group.iter().filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
+                let slabs = group
+                    .iter()
+                    .filter_map(|&matrix| Slab::of(matrix, layer.matrices.get(matrix)?));
                 parts.push(PartLayout::of(Some(index), number, slabs.collect(), piece));
             }
             layers.push(part_of);
@@ -150,11 +150,17 @@ impl Layout {
         for (number, slabs) in head_tiles(spec, least).into_iter().enumerate() {
             parts.push(PartLayout::of(None, number, slabs, piece));
         }
-        let slot =
-            parts.iter().flat_map(|part| &part.pieces).map(|piece| piece.extent.aligned_bytes()).max().unwrap_or(0);
+        let slot = parts
+            .iter()
+            .flat_map(|part| &part.pieces)
+            .map(|piece| piece.extent.aligned_bytes())
+            .max()
+            .unwrap_or(0);
         let weights: usize = parts.iter().map(|part| part.arena.as_len()).sum();
         // Whole pieces, so that none of it lies idle.
-        let slots = (weights / RING_SHARE).clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES)) / slot.max(1);
+        let slots = (weights / RING_SHARE)
+            .clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES))
+            / slot.max(1);
         Self {
             head: head..parts.len(),
             parts,
@@ -180,7 +186,10 @@ impl Layout {
             .parts
             .iter()
             .map(|part| LayerShape {
-                kind: part.layer.and_then(|layer| spec.layers.get(layer)).map_or(LayerKind::Head, |layer| layer.kind),
+                kind: part
+                    .layer
+                    .and_then(|layer| spec.layers.get(layer))
+                    .map_or(LayerKind::Head, |layer| layer.kind),
                 part: narrow(part.number),
                 resident_bytes: part.arena,
             })
@@ -190,7 +199,10 @@ impl Layout {
             name,
             architecture: header.architecture().to_owned(),
             layers,
-            fixed_bytes: self.fixed.bytes.saturating_add(header.heap_bytes().round_up(page())),
+            fixed_bytes: self
+                .fixed
+                .bytes
+                .saturating_add(header.heap_bytes().round_up(page())),
             state_bytes: state,
             kv: kv_shape(spec),
             context_max: Tokens::new(spec.context_max),
@@ -232,8 +244,16 @@ fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     };
     let mut groups: Vec<(usize, Vec<usize>)> = Vec::new();
     for kind in 0..3 {
-        let members = || layer.matrices.iter().enumerate().filter(move |(_, matrix)| group_of(matrix.role) == kind);
-        let bytes: usize = members().map(|(_, matrix)| matrix.rows * matrix.row_bytes).sum();
+        let members = || {
+            layer
+                .matrices
+                .iter()
+                .enumerate()
+                .filter(move |(_, matrix)| group_of(matrix.role) == kind)
+        };
+        let bytes: usize = members()
+            .map(|(_, matrix)| matrix.rows * matrix.row_bytes)
+            .sum();
         let members = members().map(|(number, _)| number);
         match groups.last_mut() {
             Some((before, group)) if *before < least || bytes < least => {
@@ -288,7 +308,11 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 impl PartLayout {
     fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
         // Between rows of the head lies what is left away on purpose.
-        let gap_max = if layer.is_some() { GAP_MAX } else { page().get() };
+        let gap_max = if layer.is_some() {
+            GAP_MAX
+        } else {
+            page().get()
+        };
         let mut runs: Vec<(Extent, usize)> = Vec::new();
         let mut arena = 0usize;
         let mut order: Vec<&mut Slab> = slabs.iter_mut().collect();
@@ -298,7 +322,9 @@ impl PartLayout {
             let end = extent.offset + extent.bytes as u64;
             match runs.last_mut() {
                 // Next to the one before: one read, one place.
-                Some((run, _)) if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= gap_max => {
+                Some((run, _))
+                    if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= gap_max =>
+                {
                     let bytes = usize::try_from(end - run.offset).unwrap_or(usize::MAX);
                     run.bytes = run.bytes.max(bytes);
                 }
@@ -310,7 +336,8 @@ impl PartLayout {
                 }
             }
             if let Some((run, target)) = runs.last() {
-                slab.offset = target + usize::try_from(extent.offset - run.aligned_offset()).unwrap_or(0);
+                slab.offset =
+                    target + usize::try_from(extent.offset - run.aligned_offset()).unwrap_or(0);
             }
         }
         if let Some((run, target)) = runs.last() {
@@ -336,7 +363,14 @@ impl PartLayout {
                 })
             })
             .collect();
-        Self { layer, number, runs, arena: Bytes::of_len(arena), slabs, pieces }
+        Self {
+            layer,
+            number,
+            runs,
+            arena: Bytes::of_len(arena),
+            slabs,
+            pieces,
+        }
     }
 }
 
@@ -354,13 +388,23 @@ impl FixedLayout {
             .layers
             .iter()
             .map(|layer| {
-                layer.vectors.iter().map(|(vector, tensor)| (*vector, tensor.clone(), place(tensor))).collect()
+                layer
+                    .vectors
+                    .iter()
+                    .map(|(vector, tensor)| (*vector, tensor.clone(), place(tensor)))
+                    .collect()
             })
             .collect();
         let output_norm = place(&spec.output_norm);
         let output_bias = spec.output_bias.as_ref().map(&mut place);
         let rope_factors = spec.rope_factors.as_ref().map(&mut place);
-        Self { vectors, output_norm, output_bias, rope_factors, bytes: Bytes::of_len(next * 4).round_up(page()) }
+        Self {
+            vectors,
+            output_norm,
+            output_bias,
+            rope_factors,
+            bytes: Bytes::of_len(next * 4).round_up(page()),
+        }
     }
 }
 
@@ -370,9 +414,13 @@ impl Widths {
         let query = attention.heads * attention.head_dim;
         let kv = attention.kv_heads * attention.head_dim;
         let attends = spec.attention_layers() > 0;
-        let (channels, values, heads) = spec
-            .recurrent
-            .map_or((0, 0, 0), |recurrent| (recurrent.channels(), recurrent.values(), recurrent.value_heads));
+        let (channels, values, heads) = spec.recurrent.map_or((0, 0, 0), |recurrent| {
+            (
+                recurrent.channels(),
+                recurrent.values(),
+                recurrent.value_heads,
+            )
+        });
         let projected = if attention.gated { 2 * query } else { query };
         let ff = spec.feed_forward;
         Self {
@@ -394,7 +442,13 @@ impl Widths {
     /// Bytes of all buffers for one token.
     #[must_use]
     pub const fn bytes(&self) -> Bytes {
-        let elements = 2 * self.stream + self.wide + self.second + self.third + self.fourth + self.mixed + self.rotary;
+        let elements = 2 * self.stream
+            + self.wide
+            + self.second
+            + self.third
+            + self.fourth
+            + self.mixed
+            + self.rotary;
         Bytes::of_len(elements * 4)
     }
 }
@@ -416,9 +470,19 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
         block_tokens: KV_BLOCK_TOKENS,
         windowed: None,
     };
-    let windows: Vec<usize> = spec.layers.iter().filter_map(|layer| spec.window(layer)).collect();
+    let windows: Vec<usize> = spec
+        .layers
+        .iter()
+        .filter_map(|layer| spec.window(layer))
+        .collect();
     let windowed = |block_tokens: Tokens| {
-        let tokens = narrow(windows.iter().max()?.saturating_sub(1).saturating_add(WINDOW_ROWS));
+        let tokens = narrow(
+            windows
+                .iter()
+                .max()?
+                .saturating_sub(1)
+                .saturating_add(WINDOW_ROWS),
+        );
         // They may begin and end anywhere in a block.
         Some(WindowedKv {
             layers: narrow(windows.len()),
@@ -439,14 +503,25 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
 
 /// Bytes of one block of each kind of layer that there is.
 fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> {
-    let parts = [Some(shape.whole()), shape.windows().map(|(windows, _)| windows)].into_iter().flatten();
-    parts.map(|part| part.block_bytes(KvType::F16)).filter(|bytes| *bytes > Bytes::ZERO)
+    let parts = [
+        Some(shape.whole()),
+        shape.windows().map(|(windows, _)| windows),
+    ]
+    .into_iter()
+    .flatten();
+    parts
+        .map(|part| part.block_bytes(KvType::F16))
+        .filter(|bytes| *bytes > Bytes::ZERO)
 }
 
 /// Recurrent and convolution state of one sequence, in whole pages; nothing for models without recurrent layers.
 #[must_use]
 pub fn state_bytes(spec: &Spec) -> Bytes {
-    let layers = spec.layers.iter().filter(|layer| layer.kind == LayerKind::Recurrent).count();
+    let layers = spec
+        .layers
+        .iter()
+        .filter(|layer| layer.kind == LayerKind::Recurrent)
+        .count();
     spec.recurrent.map_or(Bytes::ZERO, |recurrent| {
         Bytes::of_len(layers * (recurrent.state_len() + recurrent.conv_len()) * 4).round_up(page())
     })
@@ -465,7 +540,11 @@ pub fn distinct_types(spec: &Spec) -> Vec<GgmlDType> {
 }
 
 fn matrix_bytes(layer: &LayerSpec) -> usize {
-    layer.matrices.iter().map(|matrix| matrix.rows * matrix.row_bytes).sum()
+    layer
+        .matrices
+        .iter()
+        .map(|matrix| matrix.rows * matrix.row_bytes)
+        .sum()
 }
 
 fn narrow(number: usize) -> u32 {
@@ -507,7 +586,7 @@ mod tests {
     use std::path::PathBuf;
 
     use super::*;
-    use crate::engine::{
+    use crate::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         weights::Weights as _,
@@ -525,8 +604,10 @@ mod tests {
     #[test]
     fn pieces_cover_each_matrix_once_and_the_ring_holds_several() {
         for architecture in [Architecture::Qwen35, Architecture::Llama] {
-            let model =
-                Synthetic { feed_forward: 1024, ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 1) };
+            let model = Synthetic {
+                feed_forward: 1024,
+                ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 1)
+            };
             let (spec, ..) = layout(&model);
             for least in [usize::MAX, 300_000, 1] {
                 let layout = Layout::in_parts(&spec, least);
@@ -542,8 +623,16 @@ mod tests {
                 let head = layout.parts[layout.head.clone()].iter();
                 let pieces = head.flat_map(|part| &part.pieces);
                 covered(&layout, pieces, 0, spec.vocabulary, &spec.head);
-                let parts_of_a_layer = layout.parts.iter().filter(|part| part.layer == Some(0)).count();
-                assert_eq!(parts_of_a_layer, if least == usize::MAX { 1 } else { 3 }, "{least}");
+                let parts_of_a_layer = layout
+                    .parts
+                    .iter()
+                    .filter(|part| part.layer == Some(0))
+                    .count();
+                assert_eq!(
+                    parts_of_a_layer,
+                    if least == usize::MAX { 1 } else { 3 },
+                    "{least}"
+                );
                 assert_eq!(layout.head.len() > 1, least == 1);
             }
         }
@@ -557,14 +646,26 @@ mod tests {
             rows: 1,
             row_bytes: bytes,
             offset: 0,
-            extent: Extent { what: "slab".into(), offset, bytes },
+            extent: Extent {
+                what: "slab".into(),
+                offset,
+                bytes,
+            },
         };
-        let slabs =
-            vec![slab(0, 0, 1 << 20), slab(1, 4096, 100 << 10), slab(2, 1 << 20, 1 << 20), slab(3, 8 << 20, 4096)];
+        let slabs = vec![
+            slab(0, 0, 1 << 20),
+            slab(1, 4096, 100 << 10),
+            slab(2, 1 << 20, 1 << 20),
+            slab(3, 8 << 20, 4096),
+        ];
         let part = PartLayout::of(Some(0), 0, slabs, 1 << 20);
         assert_eq!(part.runs.len(), 2, "the last one lies far off");
         for slab in &part.slabs {
-            let (run, target) = part.runs.iter().rfind(|(run, _)| run.offset <= slab.extent.offset).unwrap();
+            let (run, target) = part
+                .runs
+                .iter()
+                .rfind(|(run, _)| run.offset <= slab.extent.offset)
+                .unwrap();
             assert!(slab.extent.offset + slab.extent.bytes as u64 <= run.offset + run.bytes as u64);
             let ahead = usize::try_from(slab.extent.offset - run.offset).unwrap();
             assert_eq!(slab.offset, target + ahead);
@@ -592,27 +693,49 @@ mod tests {
 
     #[test]
     fn blocks_of_the_cache_are_whole_pages_of_any_kernel_or_are_rounded_to_them() {
-        let (spec, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
+        let (spec, ..) = layout(&Synthetic::tiny(
+            Architecture::Qwen35,
+            TypeMix::All(GgmlDType::Q8_0),
+            1,
+        ));
         for page in [4, 16, 64].map(Bytes::from_kib) {
             let shape = kv_shape_with(&spec, page);
             assert!(shape.granule >= page && shape.granule.get().is_multiple_of(page.get()));
             for tokens in [1, 64, 65, 1000] {
                 let bytes = shape.capacity_bytes(Tokens::new(tokens), KvType::F16);
-                assert!(bytes > Bytes::ZERO && bytes.get().is_multiple_of(page.get()), "{tokens}: {bytes}");
+                assert!(
+                    bytes > Bytes::ZERO && bytes.get().is_multiple_of(page.get()),
+                    "{tokens}: {bytes}"
+                );
             }
         }
     }
 
     #[test]
     fn arenas_hold_little_more_than_the_matrices() {
-        let (_, layout, ..) = layout(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 1));
+        let (_, layout, ..) = layout(&Synthetic::tiny(
+            Architecture::Qwen35,
+            TypeMix::All(GgmlDType::Q8_0),
+            1,
+        ));
         for part in &layout.parts {
-            let bytes: Bytes = part.slabs.iter().map(|slab| Bytes::of_len(slab.extent.bytes)).sum();
-            assert!(part.arena >= bytes && part.arena <= bytes + page().saturating_mul(2), "{}", part.arena);
+            let bytes: Bytes = part
+                .slabs
+                .iter()
+                .map(|slab| Bytes::of_len(slab.extent.bytes))
+                .sum();
+            assert!(
+                part.arena >= bytes && part.arena <= bytes + page().saturating_mul(2),
+                "{}",
+                part.arena
+            );
             for slab in &part.slabs {
                 let start = Bytes::of_len(slab.offset);
                 assert!(start + Bytes::of_len(slab.extent.bytes) <= part.arena);
-                assert_eq!(start.get() % page().get(), slab.extent.offset % page().get());
+                assert_eq!(
+                    start.get() % page().get(),
+                    slab.extent.offset % page().get()
+                );
             }
         }
     }

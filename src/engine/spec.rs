@@ -17,10 +17,8 @@ use super::{
     gguf::{Header, StringTable, TensorInfo},
     sayable::Sayable,
 };
-use crate::{
-    policy::residency::LayerKind,
-    units::{Bytes, Tokens},
-};
+use cotenant_policy::residency::LayerKind;
+use cotenant_units::{Bytes, Tokens};
 
 mod family;
 mod keys;
@@ -31,8 +29,8 @@ mod rotation;
 mod tensors;
 
 pub use family::{
-    Activation, Architecture, AttentionSpec, LayerSpec, LocalAttention, Matrix, Pairing, RecurrentSpec, Role,
-    Temperature, Vector,
+    Activation, Architecture, AttentionSpec, LayerSpec, LocalAttention, Matrix, Pairing,
+    RecurrentSpec, Role, Temperature, Vector,
 };
 pub(super) use limits::POSITIONS_MAX;
 pub use rotation::Rotation;
@@ -95,8 +93,9 @@ impl Spec {
         watch: &DiskWatch,
     ) -> Result<(), LoadError> {
         if let Some(vocabulary) = vocabulary {
-            let rows =
-                vocabulary.rows(header, self.vocabulary, watch).map_err(|kind| LoadError::new(header.path(), kind))?;
+            let rows = vocabulary
+                .rows(header, self.vocabulary, watch)
+                .map_err(|kind| LoadError::new(header.path(), kind))?;
             self.said = Some(rows);
         }
         Ok(())
@@ -107,13 +106,19 @@ impl Spec {
 pub(super) fn unused(header: &Header) -> Vec<String> {
     let depth = depth(header);
     let bytes_of = |part: Unused| -> Bytes {
-        let tensors = header.tensors().filter(|info| unused_part(&info.name, depth) == Some(part));
+        let tensors = header
+            .tensors()
+            .filter(|info| unused_part(&info.name, depth) == Some(part));
         tensors.fold(Bytes::ZERO, |sum, info| sum.saturating_add(info.bytes))
     };
-    let parts = [("multi-token prediction", Unused::Prediction), ("vision", Unused::Vision)];
+    let parts = [
+        ("multi-token prediction", Unused::Prediction),
+        ("vision", Unused::Vision),
+    ];
     let sizes = parts.map(|(what, part)| (what, bytes_of(part)));
     let some = sizes.into_iter().filter(|(_, bytes)| *bytes > Bytes::ZERO);
-    some.map(|(what, bytes)| format!("{what} ({bytes})")).collect()
+    some.map(|(what, bytes)| format!("{what} ({bytes})"))
+        .collect()
 }
 
 /// Parts of a file that the engine leaves there.
@@ -134,8 +139,11 @@ pub(super) fn depth(header: &Header) -> u32 {
 
 /// The unused part that a tensor belongs to, in a model of `depth` blocks.
 pub(super) fn unused_part(name: &str, depth: u32) -> Option<Unused> {
-    let block = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
-    let behind = block.is_some_and(|(number, _)| number.parse().is_ok_and(|number: u32| number >= depth));
+    let block = name
+        .strip_prefix("blk.")
+        .and_then(|rest| rest.split_once('.'));
+    let behind =
+        block.is_some_and(|(number, _)| number.parse().is_ok_and(|number: u32| number >= depth));
     if behind || name.starts_with("mtp.") {
         Some(Unused::Prediction)
     } else {
@@ -170,17 +178,32 @@ impl Spec {
 
     fn read_kind(header: &Header, context: Option<Tokens>) -> Result<Self, LoadErrorKind> {
         let name = header.architecture();
-        let Some(architecture) = Architecture::ALL.into_iter().find(|known| known.name() == name) else {
-            return Err(LoadErrorKind::Architecture { architecture: name.to_owned(), known: known() });
+        let Some(architecture) = Architecture::ALL
+            .into_iter()
+            .find(|known| known.name() == name)
+        else {
+            return Err(LoadErrorKind::Architecture {
+                architecture: name.to_owned(),
+                known: known(),
+            });
         };
         let keys = Keys { header };
         let blocks = keys.count("block_count", LAYERS_MAX)?;
         let skipped = keys.optional(KEY_SKIPPED, LAYERS_MAX)?.unwrap_or(0);
         let Some(depth) = blocks.checked_sub(skipped).filter(|&depth| depth > 0) else {
-            return Err(keys.wrong(KEY_SKIPPED, format!("{skipped} of {blocks} blocks leaves none")));
+            return Err(keys.wrong(
+                KEY_SKIPPED,
+                format!("{skipped} of {blocks} blocks leaves none"),
+            ));
         };
-        if let Some(experts) = keys.optional("expert_count", EXPERTS_MAX)?.filter(|&experts| experts > 0) {
-            return Err(keys.wrong("expert_count", format!("a mixture of {experts} experts is not supported")));
+        if let Some(experts) = keys
+            .optional("expert_count", EXPERTS_MAX)?
+            .filter(|&experts| experts > 0)
+        {
+            return Err(keys.wrong(
+                "expert_count",
+                format!("a mixture of {experts} experts is not supported"),
+            ));
         }
         let width = keys.count("embedding_length", WIDTH_MAX)?;
         let feed_forward = keys.count_of_layers("feed_forward_length", WIDTH_MAX)?;
@@ -194,11 +217,17 @@ impl Spec {
         };
         let embedding = tensor(header, "token_embd.weight")?;
         let vocabulary = match embedding.dims.get(1) {
-            Some(&rows) if rows <= u64::from(u32::MAX) && embedding.has_dims(&[width as u64, rows]) => len(rows),
+            Some(&rows)
+                if rows <= u64::from(u32::MAX) && embedding.has_dims(&[width as u64, rows]) =>
+            {
+                len(rows)
+            }
             _ => return Err(bad_shape(embedding, &format!("[{width}, vocabulary]"))),
         };
         // Rows beyond the last token are padding; a token without a row would fail each prompt that has it.
-        if let Some(tokens) = header.strings("tokenizer.ggml.tokens").map(StringTable::len)
+        if let Some(tokens) = header
+            .strings("tokenizer.ggml.tokens")
+            .map(StringTable::len)
             && tokens > vocabulary
         {
             return Err(bad_shape(embedding, &format!("{tokens} tokens")));
@@ -215,13 +244,19 @@ impl Spec {
         };
         let mut layers = Vec::new();
         for index in 0..depth {
-            let builder =
-                LayerBuilder { header, prefix: format!("blk.{index}."), width, feed_forward, attention: &attention };
+            let builder = LayerBuilder {
+                header,
+                prefix: format!("blk.{index}."),
+                width,
+                feed_forward,
+                attention: &attention,
+            };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
                 Some(recurrent) => builder.recurrent(recurrent)?,
-                None => {
-                    builder.attention(architecture, attention.local.is_some() && keys.is_local(architecture, index))?
-                }
+                None => builder.attention(
+                    architecture,
+                    attention.local.is_some() && keys.is_local(architecture, index),
+                )?,
             };
             refuse_unknown(header, &builder.prefix, &layer)?;
             layers.push(layer);
@@ -235,7 +270,12 @@ impl Spec {
             context_max: keys.context()?,
             epsilon: header
                 .f32(&keys.full("attention.layer_norm_rms_epsilon"))
-                .ok_or_else(|| keys.wrong("attention.layer_norm_rms_epsilon", "it is missing".to_owned()))?,
+                .ok_or_else(|| {
+                    keys.wrong(
+                        "attention.layer_norm_rms_epsilon",
+                        "it is missing".to_owned(),
+                    )
+                })?,
             embedding_scale: match architecture {
                 Architecture::Gemma3 => root(width),
                 Architecture::Granite => keys.factor("embedding_scale", 1.0)?,
@@ -258,7 +298,9 @@ impl Spec {
                 _ => Activation::Silu,
             },
             logit_cap: match architecture {
-                Architecture::Gemma3 => header.f32(&keys.full("final_logit_softcapping")).filter(|&cap| cap != 0.0),
+                Architecture::Gemma3 => header
+                    .f32(&keys.full("final_logit_softcapping"))
+                    .filter(|&cap| cap != 0.0),
                 _ => None,
             },
             attention,
@@ -283,19 +325,29 @@ impl Spec {
     /// Tokens that a layer sees, itself included, when not all.
     #[must_use]
     pub fn window(&self, layer: &LayerSpec) -> Option<usize> {
-        let local = self.attention.local.filter(|_| layer.local && layer.kind == LayerKind::Attention)?;
+        let local = self
+            .attention
+            .local
+            .filter(|_| layer.local && layer.kind == LayerKind::Attention)?;
         local.window
     }
 
     /// Layers that attend.
     #[must_use]
     pub fn attention_layers(&self) -> usize {
-        self.layers.iter().filter(|layer| layer.kind == LayerKind::Attention).count()
+        self.layers
+            .iter()
+            .filter(|layer| layer.kind == LayerKind::Attention)
+            .count()
     }
 
     /// Element types of all matrices and of the head.
     pub fn matrix_types(&self) -> impl Iterator<Item = GgmlDType> {
-        self.layers.iter().flat_map(|layer| &layer.matrices).map(|matrix| matrix.tensor.dtype).chain([self.head.dtype])
+        self.layers
+            .iter()
+            .flat_map(|layer| &layer.matrices)
+            .map(|matrix| matrix.tensor.dtype)
+            .chain([self.head.dtype])
     }
 }
 
@@ -303,8 +355,14 @@ impl Spec {
 fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<(), LoadErrorKind> {
     let stray = header.tensors().find(|info| {
         info.name.starts_with(prefix)
-            && !layer.matrices.iter().any(|matrix| matrix.tensor.name == info.name)
-            && !layer.vectors.iter().any(|(_, known)| known.name == info.name)
+            && !layer
+                .matrices
+                .iter()
+                .any(|matrix| matrix.tensor.name == info.name)
+            && !layer
+                .vectors
+                .iter()
+                .any(|(_, known)| known.name == info.name)
     });
     match stray {
         None => Ok(()),
@@ -320,7 +378,8 @@ fn refuse_stray(header: &Header) -> Result<(), LoadErrorKind> {
     let stray = header.tensors().find(|info| {
         let name = info.name.as_str();
         let beside = ["blk.", "mtp."].iter().chain(&VISION);
-        !OUTSIDE_LAYERS.contains(&name) && !beside.into_iter().any(|prefix| name.starts_with(prefix))
+        !OUTSIDE_LAYERS.contains(&name)
+            && !beside.into_iter().any(|prefix| name.starts_with(prefix))
     });
     match stray {
         None => Ok(()),

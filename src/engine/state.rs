@@ -8,7 +8,8 @@ use super::{
     shape,
     spec::Spec,
 };
-use crate::{policy::residency::LayerKind, units::Bytes};
+use cotenant_policy::residency::LayerKind;
+use cotenant_units::Bytes;
 
 /// The recurrent state of one sequence.
 #[derive(Debug)]
@@ -46,10 +47,15 @@ impl RecurrentState {
                 })
             })
             .collect();
-        let (matrices_len, conv_len) =
-            spec.recurrent.map_or((0, 0), |recurrent| (recurrent.state_len(), recurrent.conv_len()));
+        let (matrices_len, conv_len) = spec.recurrent.map_or((0, 0), |recurrent| {
+            (recurrent.state_len(), recurrent.conv_len())
+        });
         Ok(Self {
-            memory: if bytes == Bytes::ZERO { None } else { Some(backend.allocate(bytes, Backing::OnTouch)?) },
+            memory: if bytes == Bytes::ZERO {
+                None
+            } else {
+                Some(backend.allocate(bytes, Backing::OnTouch)?)
+            },
             layer_len: matrices_len + conv_len,
             matrices_len,
             index,
@@ -80,7 +86,10 @@ impl RecurrentState {
     /// When there is none.
     pub fn room(&self, backend: &dyn Backend) -> io::Result<Snapshot> {
         let allocate = |memory: &Buffer| backend.allocate(memory.bytes(), Backing::OnTouch);
-        Ok(Snapshot { position: 0, memory: self.memory.as_ref().map(allocate).transpose()? })
+        Ok(Snapshot {
+            position: 0,
+            memory: self.memory.as_ref().map(allocate).transpose()?,
+        })
     }
 
     /// Copies the state, which belongs to `position`, over an earlier copy or into new [room](Self::room); says whether
@@ -100,7 +109,11 @@ impl RecurrentState {
     ///
     /// # Errors
     /// When the device has failed.
-    pub fn restore(&self, backend: &mut dyn Backend, snapshot: &Snapshot) -> Result<(), DeviceError> {
+    pub fn restore(
+        &self,
+        backend: &mut dyn Backend,
+        snapshot: &Snapshot,
+    ) -> Result<(), DeviceError> {
         copy(backend, snapshot.memory.as_ref(), self.memory.as_ref())
     }
 
@@ -127,8 +140,17 @@ impl RecurrentState {
     }
 }
 
-fn copy(backend: &mut dyn Backend, from: Option<&Buffer>, to: Option<&Buffer>) -> Result<(), DeviceError> {
-    from.zip(to).map_or(Ok(()), |(from, to)| backend.queue(Operation::Copy { from: from.from(0), to: to.from(0) }))
+fn copy(
+    backend: &mut dyn Backend,
+    from: Option<&Buffer>,
+    to: Option<&Buffer>,
+) -> Result<(), DeviceError> {
+    from.zip(to).map_or(Ok(()), |(from, to)| {
+        backend.queue(Operation::Copy {
+            from: from.from(0),
+            to: to.from(0),
+        })
+    })
 }
 
 impl Snapshot {

@@ -22,7 +22,12 @@ impl StopStrings {
     /// Empty strings are left out: they would end every answer at once.
     pub(super) fn new(stops: &[String]) -> Self {
         Self {
-            stops: stops.iter().cloned().enumerate().filter(|(_, stop)| !stop.is_empty()).collect(),
+            stops: stops
+                .iter()
+                .cloned()
+                .enumerate()
+                .filter(|(_, stop)| !stop.is_empty())
+                .collect(),
             held: String::new(),
         }
     }
@@ -66,7 +71,12 @@ mod tests {
     use super::*;
 
     fn run(stops: &[&str], pieces: &[&str]) -> (String, bool) {
-        let mut scanner = StopStrings::new(&stops.iter().map(|&stop| stop.to_owned()).collect::<Vec<_>>());
+        let mut scanner = StopStrings::new(
+            &stops
+                .iter()
+                .map(|&stop| stop.to_owned())
+                .collect::<Vec<_>>(),
+        );
         let mut text = String::new();
         for piece in pieces {
             match scanner.push(piece) {
@@ -86,10 +96,17 @@ mod tests {
 
     #[test]
     fn the_first_of_several_stop_strings_counts() {
-        assert_eq!(run(&["later", "\n"], &["one\ntwo later"]), ("one".to_owned(), true));
+        assert_eq!(
+            run(&["later", "\n"], &["one\ntwo later"]),
+            ("one".to_owned(), true)
+        );
         // However the text is cut, the string that is complete first ends it.
         for pieces in [&["ab", "cd"][..], &["ab", "c", "d"], &["abcd"]] {
-            assert_eq!(run(&["bcd", "c"], pieces), ("ab".to_owned(), true), "{pieces:?}");
+            assert_eq!(
+                run(&["bcd", "c"], pieces),
+                ("ab".to_owned(), true),
+                "{pieces:?}"
+            );
         }
     }
 

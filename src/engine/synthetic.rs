@@ -181,7 +181,10 @@ impl Synthetic {
         let (mut metadata, tensors) = (self.metadata(), self.tensors());
         // Vocabularies of byte-level models have about one merge for each token.
         let merges = (0..self.vocabulary).map(|index| format!("\u{120} filler{index}"));
-        if let Some((_, entry)) = metadata.iter_mut().find(|(key, _)| key == "tokenizer.ggml.merges") {
+        if let Some((_, entry)) = metadata
+            .iter_mut()
+            .find(|(key, _)| key == "tokenizer.ggml.merges")
+        {
             *entry = Entry::Texts(merges.collect());
         }
         let (header, bytes) = header_of(&metadata, &tensors);
@@ -194,7 +197,10 @@ impl Synthetic {
     pub fn metadata(&self) -> Vec<(String, Entry)> {
         let arch = self.architecture.name();
         let mut list: Vec<(String, Entry)> = vec![
-            ("general.architecture".to_owned(), Entry::Text(arch.to_owned())),
+            (
+                "general.architecture".to_owned(),
+                Entry::Text(arch.to_owned()),
+            ),
             (
                 "general.name".to_owned(),
                 Entry::Text(match self.architecture {
@@ -218,7 +224,9 @@ impl Synthetic {
         put("rope.freq_base", Entry::Float(self.rotary_base));
         put("rope.dimension_count", Entry::Uint(self.rotary));
         match self.architecture {
-            Architecture::Llama | Architecture::SmolLm3 => put("vocab_size", Entry::Uint(self.vocabulary)),
+            Architecture::Llama | Architecture::SmolLm3 => {
+                put("vocab_size", Entry::Uint(self.vocabulary));
+            }
             Architecture::Granite => {
                 put("vocab_size", Entry::Uint(self.vocabulary));
                 put("attention.scale", Entry::Float(0.0625));
@@ -238,20 +246,29 @@ impl Synthetic {
             }
             Architecture::Gemma3 => {
                 put("attention.sliding_window", Entry::Uint(self.windows.0));
-                put("attention.sliding_window_pattern", Entry::Uint(self.windows.1));
+                put(
+                    "attention.sliding_window_pattern",
+                    Entry::Uint(self.windows.1),
+                );
                 put("rope.scaling.type", Entry::Text("linear".to_owned()));
                 put("rope.scaling.factor", Entry::Float(8.0));
                 put("final_logit_softcapping", Entry::Float(30.0));
             }
             Architecture::Phi3 => {
                 put("rope.scaling.type", Entry::Text("longrope".to_owned()));
-                put("rope.scaling.original_context_length", Entry::Uint(self.context_max / 2));
+                put(
+                    "rope.scaling.original_context_length",
+                    Entry::Uint(self.context_max / 2),
+                );
                 put("rope.scaling.attn_factor", Entry::Float(1.19));
             }
             Architecture::Qwen2 => {
                 put("rope.scaling.type", Entry::Text("yarn".to_owned()));
                 put("rope.scaling.factor", Entry::Float(4.0));
-                put("rope.scaling.original_context_length", Entry::Uint(self.context_max / 4));
+                put(
+                    "rope.scaling.original_context_length",
+                    Entry::Uint(self.context_max / 4),
+                );
             }
             Architecture::Qwen3 => {}
             Architecture::Qwen3Vl => {
@@ -264,7 +281,10 @@ impl Synthetic {
                 let (keys, values, dim) = self.recurrent;
                 let pairs = self.rotary / 2;
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
-                put("rope.dimension_sections", Entry::Ints(sections.map(u32::cast_signed).to_vec()));
+                put(
+                    "rope.dimension_sections",
+                    Entry::Ints(sections.map(u32::cast_signed).to_vec()),
+                );
                 put("ssm.conv_kernel", Entry::Uint(4));
                 put("ssm.state_size", Entry::Uint(dim));
                 put("ssm.group_count", Entry::Uint(keys));
@@ -284,15 +304,21 @@ impl Synthetic {
     fn tokenizer(&self, list: &mut Vec<(String, Entry)>) {
         let controls = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"];
         let ordinary = self.vocabulary.saturating_sub(3);
-        let mut tokens: Vec<String> = (0..=255u8).map(|byte| byte_symbol(byte).to_string()).collect();
+        let mut tokens: Vec<String> = (0..=255u8)
+            .map(|byte| byte_symbol(byte).to_string())
+            .collect();
         tokens.push("\u{120}t".to_owned());
-        tokens.extend((tokens.len()..ordinary as usize).map(|index| format!("\u{120}filler{index}")));
+        tokens
+            .extend((tokens.len()..ordinary as usize).map(|index| format!("\u{120}filler{index}")));
         let mut kinds = vec![1i32; tokens.len()];
         tokens.extend(controls.map(str::to_owned));
         kinds.extend([3; 3]);
         let pre = match self.architecture {
             Architecture::Llama | Architecture::SmolLm3 => "llama-bpe",
-            Architecture::Gemma3 | Architecture::Granite | Architecture::Mistral3 | Architecture::Phi3 => "gpt-2",
+            Architecture::Gemma3
+            | Architecture::Granite
+            | Architecture::Mistral3
+            | Architecture::Phi3 => "gpt-2",
             Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Vl => "qwen2",
             Architecture::Qwen35 => "qwen35",
         };
@@ -322,15 +348,32 @@ impl Synthetic {
             TypeMix::Q4KM if !self.tied => GgmlDType::Q4K,
             _ => head,
         };
-        let (head, embedding) = (self.types.fitting(head, width), self.types.fitting(embedding, width));
-        list.push(Tensor::matrix("token_embd.weight", width, self.vocabulary, embedding));
+        let (head, embedding) = (
+            self.types.fitting(head, width),
+            self.types.fitting(embedding, width),
+        );
+        list.push(Tensor::matrix(
+            "token_embd.weight",
+            width,
+            self.vocabulary,
+            embedding,
+        ));
         if !self.tied {
-            list.push(Tensor::matrix("output.weight", width, self.vocabulary, head));
+            list.push(Tensor::matrix(
+                "output.weight",
+                width,
+                self.vocabulary,
+                head,
+            ));
         }
         list.push(Tensor::vector("output_norm.weight", width, Draw::Norm));
         match self.architecture {
             Architecture::Llama => {
-                list.push(Tensor::vector("rope_freqs.weight", self.rotary / 2, Draw::Factors));
+                list.push(Tensor::vector(
+                    "rope_freqs.weight",
+                    self.rotary / 2,
+                    Draw::Factors,
+                ));
             }
             Architecture::Phi3 => {
                 for name in ["rope_factors_long.weight", "rope_factors_short.weight"] {
@@ -347,10 +390,16 @@ impl Synthetic {
                     TypeMix::Q4KM => GgmlDType::Q4K,
                 };
                 let dtype = self.types.fitting(dtype, columns);
-                list.push(Tensor::matrix(&format!("blk.{layer}.{name}.weight"), columns, rows, dtype));
+                list.push(Tensor::matrix(
+                    &format!("blk.{layer}.{name}.weight"),
+                    columns,
+                    rows,
+                    dtype,
+                ));
             };
             let extra = layer >= self.layers;
-            let recurrent = self.architecture == Architecture::Qwen35 && !extra && (layer + 1) % 4 != 0;
+            let recurrent =
+                self.architecture == Architecture::Qwen35 && !extra && (layer + 1) % 4 != 0;
             let (keys, values, dim) = self.recurrent;
             let channels = (2 * keys + values) * dim;
             let query = self.heads * self.head_dim;
@@ -361,7 +410,11 @@ impl Synthetic {
                 matrix("ssm_beta", width, values, false);
                 matrix("ssm_out", values * dim, width, false);
             } else {
-                let gated = if self.architecture == Architecture::Qwen35 { 2 } else { 1 };
+                let gated = if self.architecture == Architecture::Qwen35 {
+                    2
+                } else {
+                    1
+                };
                 if self.architecture == Architecture::Phi3 {
                     matrix("attn_qkv", width, query + 2 * kv, true);
                 } else {
@@ -381,8 +434,9 @@ impl Synthetic {
             if extra {
                 matrix("nextn.eh_proj", 2 * width, width, false);
             }
-            let mut vector =
-                |name: &str, len: u32, draw: Draw| list.push(Tensor::vector(&format!("blk.{layer}.{name}"), len, draw));
+            let mut vector = |name: &str, len: u32, draw: Draw| {
+                list.push(Tensor::vector(&format!("blk.{layer}.{name}"), len, draw));
+            };
             vector("attn_norm.weight", width, Draw::Norm);
             if self.architecture == Architecture::Qwen35 {
                 vector("post_attention_norm.weight", width, Draw::Norm);
@@ -421,14 +475,21 @@ impl Synthetic {
                 });
             } else if matches!(
                 self.architecture,
-                Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35 | Architecture::Qwen3Vl
+                Architecture::Gemma3
+                    | Architecture::Qwen3
+                    | Architecture::Qwen35
+                    | Architecture::Qwen3Vl
             ) {
                 vector("attn_q_norm.weight", self.head_dim, Draw::Norm);
                 vector("attn_k_norm.weight", self.head_dim, Draw::Norm);
             }
             if extra {
                 let mut vector = |name: &str| {
-                    list.push(Tensor::vector(&format!("blk.{layer}.nextn.{name}.weight"), width, Draw::Norm));
+                    list.push(Tensor::vector(
+                        &format!("blk.{layer}.nextn.{name}.weight"),
+                        width,
+                        Draw::Norm,
+                    ));
                 };
                 vector("enorm");
                 vector("hnorm");
@@ -463,7 +524,11 @@ pub fn header_of(entries: &[(String, Entry)], tensors: &[Tensor]) -> (Vec<u8>, u
     let mut offset = 0u64;
     for tensor in tensors {
         put_text(&mut header, &tensor.name);
-        let dims = if tensor.rows == 1 && tensor.flat { 1u32 } else { 2 };
+        let dims = if tensor.rows == 1 && tensor.flat {
+            1u32
+        } else {
+            2
+        };
         header.extend_from_slice(&dims.to_le_bytes());
         header.extend_from_slice(&u64::from(tensor.columns).to_le_bytes());
         if dims == 2 {
@@ -566,11 +631,25 @@ pub enum Draw {
 
 impl Tensor {
     fn matrix(name: &str, columns: u32, rows: u32, dtype: GgmlDType) -> Self {
-        Self { name: name.to_owned(), columns, rows, dtype, draw: Draw::Matrix, flat: false }
+        Self {
+            name: name.to_owned(),
+            columns,
+            rows,
+            dtype,
+            draw: Draw::Matrix,
+            flat: false,
+        }
     }
 
     fn vector(name: &str, len: u32, draw: Draw) -> Self {
-        Self { name: name.to_owned(), columns: len, rows: 1, dtype: GgmlDType::F32, draw, flat: true }
+        Self {
+            name: name.to_owned(),
+            columns: len,
+            rows: 1,
+            dtype: GgmlDType::F32,
+            draw,
+            flat: true,
+        }
     }
 
     fn bytes(&self) -> u64 {

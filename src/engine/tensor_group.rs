@@ -8,7 +8,7 @@ use super::{
     gguf::{Header, TensorInfo, dtype_name},
     spec::{Unused, depth, unused_part},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Tensors of one kind.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -87,10 +87,20 @@ impl TensorGroup {
         let depth = depth(header);
         let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
         for info in header.tensors() {
-            let sized = (dtype_name(info.dtype).to_owned(), info.dims.as_slice(), info.bytes);
-            found.entry(kind_of(header, info, depth)).or_default().push(sized);
+            let sized = (
+                dtype_name(info.dtype).to_owned(),
+                info.dims.as_slice(),
+                info.bytes,
+            );
+            found
+                .entry(kind_of(header, info, depth))
+                .or_default()
+                .push(sized);
         }
-        found.iter().map(|(kind, group)| Self::sum(*kind, group)).collect()
+        found
+            .iter()
+            .map(|(kind, group)| Self::sum(*kind, group))
+            .collect()
     }
 
     /// The groups of tensors with the names of a Hugging Face repository.
@@ -99,9 +109,15 @@ impl TensorGroup {
         let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
         for tensor in tensors {
             let sized = (tensor.dtype.clone(), tensor.dims.as_slice(), tensor.bytes);
-            found.entry(kind_of_published(tensor)).or_default().push(sized);
+            found
+                .entry(kind_of_published(tensor))
+                .or_default()
+                .push(sized);
         }
-        found.iter().map(|(kind, group)| Self::sum(*kind, group)).collect()
+        found
+            .iter()
+            .map(|(kind, group)| Self::sum(*kind, group))
+            .collect()
     }
 
     fn sum(kind: TensorKind, group: &[Measured<'_>]) -> Self {
@@ -113,12 +129,17 @@ impl TensorGroup {
             }
         }
         types.sort_by_key(|(_, bytes)| std::cmp::Reverse(*bytes));
-        let elements = |(_, dims, _): &(String, &[u64], Bytes)| dims.iter().copied().fold(1, u64::saturating_mul);
+        let elements = |(_, dims, _): &(String, &[u64], Bytes)| {
+            dims.iter().copied().fold(1, u64::saturating_mul)
+        };
         Self {
             kind,
             tensors: u32::try_from(group.len()).unwrap_or(u32::MAX),
             elements: group.iter().map(elements).fold(0, u64::saturating_add),
-            bytes: group.iter().map(|(_, _, bytes)| *bytes).fold(Bytes::ZERO, Bytes::saturating_add),
+            bytes: group
+                .iter()
+                .map(|(_, _, bytes)| *bytes)
+                .fold(Bytes::ZERO, Bytes::saturating_add),
             types: types.into_iter().map(|(name, _)| name).collect(),
         }
     }
@@ -131,7 +152,10 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
         Some(Unused::Vision) => return TensorKind::Vision,
         None => {}
     }
-    let Some((block, rest)) = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')) else {
+    let Some((block, rest)) = name
+        .strip_prefix("blk.")
+        .and_then(|rest| rest.split_once('.'))
+    else {
         return match name {
             "token_embd.weight" => TensorKind::Embedding,
             "output.weight" => TensorKind::Head,

@@ -26,7 +26,9 @@ impl TestVocabulary {
         Self {
             model: "gpt2",
             pre: "qwen35",
-            merges: vec!["h e", "l l", "he ll", "hell o", "Ġ w", "u s", "us e", "use r"],
+            merges: vec![
+                "h e", "l l", "he ll", "hell o", "Ġ w", "u s", "us e", "use r",
+            ],
             control: vec!["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
             user_defined: vec!["<think>", "</think>"],
             more: vec![],
@@ -35,9 +37,16 @@ impl TestVocabulary {
 
     /// The texts of all tokens.
     pub(super) fn texts(&self) -> Vec<String> {
-        let mut texts: Vec<String> = (0..=u8::MAX).map(|byte| byte_symbol(byte).to_string()).collect();
+        let mut texts: Vec<String> = (0..=u8::MAX)
+            .map(|byte| byte_symbol(byte).to_string())
+            .collect();
         texts.extend(self.merges.iter().map(|merge| merge.replace(' ', "")));
-        texts.extend(self.control.iter().chain(&self.user_defined).map(|&text| text.to_owned()));
+        texts.extend(
+            self.control
+                .iter()
+                .chain(&self.user_defined)
+                .map(|&text| text.to_owned()),
+        );
         texts
     }
 
@@ -59,9 +68,18 @@ impl TestVocabulary {
         let mut entries = vec![
             ("tokenizer.ggml.model", string(self.model)),
             ("tokenizer.ggml.pre", string(self.pre)),
-            ("tokenizer.ggml.tokens", Value::Array(texts.iter().map(|text| string(text)).collect())),
-            ("tokenizer.ggml.token_type", Value::Array(types.map(Value::I32).collect())),
-            ("tokenizer.ggml.merges", Value::Array(self.merges.iter().map(|merge| string(merge)).collect())),
+            (
+                "tokenizer.ggml.tokens",
+                Value::Array(texts.iter().map(|text| string(text)).collect()),
+            ),
+            (
+                "tokenizer.ggml.token_type",
+                Value::Array(types.map(Value::I32).collect()),
+            ),
+            (
+                "tokenizer.ggml.merges",
+                Value::Array(self.merges.iter().map(|merge| string(merge)).collect()),
+            ),
         ];
         entries.retain(|(key, _)| !self.more.iter().any(|(other, _)| other == key));
         entries.extend(self.more.iter().cloned());

@@ -18,11 +18,9 @@ use super::{
     sampling::{TokenMask, recommended},
     tokenizer::{Pieces, Tokenizer, TokenizerError},
 };
-use crate::{
-    causes::in_one_line,
-    conversation::SamplingWish,
-    units::{Bytes, Tokens},
-};
+use cotenant_conversation::SamplingWish;
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
 /// Tokenizer, chat template and the limits of prompts. Shared by handles and thread; never changes.
 pub struct TextSide {
@@ -58,7 +56,11 @@ impl TextSide {
     ///
     /// # Errors
     /// When the tokenizer or the chat template cannot be used.
-    pub fn with_helper(header: &Header, context_max: Tokens, program: Option<PathBuf>) -> Result<Self, TextError> {
+    pub fn with_helper(
+        header: &Header,
+        context_max: Tokens,
+        program: Option<PathBuf>,
+    ) -> Result<Self, TextError> {
         let tokenizer = Tokenizer::from_header(header)?;
         let template = ChatTemplate::from_header(header, &tokenizer);
         let sampling = recommended(header);
@@ -81,7 +83,11 @@ impl TextSide {
     pub fn check(header: &Header) -> Result<(), TextError> {
         Tokenizer::check(header)?;
         let template = header.string(KEY_TEMPLATE).unwrap_or_default();
-        let setup = || Setup { words: Pieces::default(), ends: Vec::new(), template: Some(template.to_owned()) };
+        let setup = || Setup {
+            words: Pieces::default(),
+            ends: Vec::new(),
+            template: Some(template.to_owned()),
+        };
         Ok(compile(&Helper::new(None), template, setup)?)
     }
 
@@ -89,16 +95,30 @@ impl TextSide {
     /// the ledger.
     #[must_use]
     pub fn bytes_max(header: &Header) -> Bytes {
+        Tokenizer::heap_bytes(header)
+            .saturating_add(Self::helper_bytes_max(header))
+            .round_up(Bytes::from_kib(4))
+    }
+
+    /// The part of it that is memory of the helper, a process of its own, while forms and templates are asked for.
+    #[must_use]
+    pub fn helper_bytes_max(header: &Header) -> Bytes {
         let texts = header.strings("tokenizer.ggml.tokens");
-        let (tokens, bytes) = texts.map_or((0, 0), |texts| (texts.len(), texts.iter().map(str::len).sum()));
-        Tokenizer::heap_bytes(header).saturating_add(most(tokens, bytes)).round_up(Bytes::from_kib(4))
+        let (tokens, bytes) = texts.map_or((0, 0), |texts| {
+            (texts.len(), texts.iter().map(str::len).sum())
+        });
+        most(tokens, bytes)
     }
 
     /// The tokens of a request's prompt, and what holds its answer to its form.
     ///
     /// # Errors
     /// When it can never be answered as it is.
-    pub fn prepare(&self, request: &GenerateRequest, client: Client<'_>) -> Result<Prepared, PromptError> {
+    pub fn prepare(
+        &self,
+        request: &GenerateRequest,
+        client: Client<'_>,
+    ) -> Result<Prepared, PromptError> {
         request.sampling.validate().map_err(PromptError::Sampling)?;
         let (tokens, style) = self.encode(&request.prompt)?;
         if tokens.is_empty() {
@@ -110,7 +130,10 @@ impl TextSide {
         }
         let count = Tokens::new(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
         if count > self.context_max {
-            return Err(PromptError::BeyondContext { tokens: count, limit: self.context_max });
+            return Err(PromptError::BeyondContext {
+                tokens: count,
+                limit: self.context_max,
+            });
         }
         let mask = match &request.form {
             None => None,
@@ -119,17 +142,33 @@ impl TextSide {
                 let after = (style.thoughts == Thoughts::Open).then_some(THOUGHT);
                 let tools = (tools, self.template.tool_format());
                 let setup = || self.setup();
-                let mask = constraint::mask(&self.helper, &self.tokenizer, setup, form, tools, after, client);
+                let mask = constraint::mask(
+                    &self.helper,
+                    &self.tokenizer,
+                    setup,
+                    form,
+                    tools,
+                    after,
+                    client,
+                );
                 Some(mask.map_err(|source| match source {
                     ConstraintError::Helper { message } => PromptError::Helper { message },
                     source => {
-                        let (field, value) = form.place();
-                        PromptError::Constraint { field, value, source }
+                        let (field, value) = constraint::place(form);
+                        PromptError::Constraint {
+                            field,
+                            value,
+                            source,
+                        }
                     }
                 })?)
             }
         };
-        Ok(Prepared { tokens, style, mask })
+        Ok(Prepared {
+            tokens,
+            style,
+            mask,
+        })
     }
 
     /// The process that computes templates and grammars.
@@ -140,8 +179,15 @@ impl TextSide {
     /// Waits for place for the grammar of a request's answer; `None` where it may have any form.
     pub(super) async fn form_place(&self, request: &GenerateRequest) -> Option<FormPlace> {
         let form = request.form.as_ref()?;
-        let answer = request.max_tokens.unwrap_or(self.context_max).min(self.context_max);
-        Some(self.helper.form_place(constraint::bytes(form, request.prompt.tools(), answer)).await)
+        let answer = request
+            .max_tokens
+            .unwrap_or(self.context_max)
+            .min(self.context_max);
+        Some(
+            self.helper
+                .form_place(constraint::bytes(form, request.prompt.tools(), answer))
+                .await,
+        )
     }
 
     fn setup(&self) -> Setup {
@@ -157,12 +203,19 @@ impl TextSide {
         let failed = |message: String| ChatError::Render { message };
         let context = serde_json::to_vec(context).map_err(|error| failed(error.to_string()))?;
         let text = |bytes| String::from_utf8(bytes).map_err(|error| failed(error.to_string()));
-        match self.helper.template(Kind::Render, &context, || self.setup()) {
+        match self
+            .helper
+            .template(Kind::Render, &context, || self.setup())
+        {
             Ok((Kind::Text, bytes)) => text(bytes),
-            Ok((Kind::Refused, bytes)) => Err(ChatError::Refused { message: text(bytes)? }),
+            Ok((Kind::Refused, bytes)) => Err(ChatError::Refused {
+                message: text(bytes)?,
+            }),
             Ok((_, bytes)) => Err(failed(text(bytes)?)),
             Err(JobError::Bound) => Err(ChatError::Bound),
-            Err(fault) => Err(ChatError::Helper { message: in_one_line(&fault) }),
+            Err(fault) => Err(ChatError::Helper {
+                message: in_one_line(&fault),
+            }),
         }
     }
 
@@ -196,22 +249,34 @@ impl TextSide {
         let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
             Prompt::Chat(conversation) => {
-                let _one_at_a_time = self.rendering.lock().unwrap_or_else(PoisonError::into_inner);
+                let _one_at_a_time = self
+                    .rendering
+                    .lock()
+                    .unwrap_or_else(PoisonError::into_inner);
                 let rendered = self
                     .template
-                    .render(conversation, &self.tokenizer, |context| self.render(context))
+                    .render(conversation, &self.tokenizer, |context| {
+                        self.render(context)
+                    })
                     .map_err(|error| match error {
                         ChatError::Helper { message } => PromptError::Helper { message },
                         error => PromptError::Chat(error),
                     })?;
                 style = rendered.style;
-                let encoded = self.tokenizer.encode_rendered(&rendered.text, Some(rendered.mark));
+                let encoded = self
+                    .tokenizer
+                    .encode_rendered(&rendered.text, Some(rendered.mark));
                 let mut tokens = conversation.before.clone();
                 tokens.extend(encoded.map_err(PromptError::Encode)?);
                 tokens
             }
-            Prompt::Raw(text) | Prompt::Text(text) if text.is_empty() => return Err(PromptError::Empty),
-            Prompt::Raw(text) => self.tokenizer.encode_rendered(text, None).map_err(PromptError::Encode)?,
+            Prompt::Raw(text) | Prompt::Text(text) if text.is_empty() => {
+                return Err(PromptError::Empty);
+            }
+            Prompt::Raw(text) => self
+                .tokenizer
+                .encode_rendered(text, None)
+                .map_err(PromptError::Encode)?,
             Prompt::Text(text) => self.tokenizer.encode(text).map_err(PromptError::Encode)?,
             Prompt::Tokens(tokens) => return Ok((tokens.clone(), style)),
         };
@@ -259,6 +324,9 @@ impl TextError {
 
 impl From<TextError> for LoadErrorKind {
     fn from(error: TextError) -> Self {
-        Self::Text { message: in_one_line(&error), hint: error.hint() }
+        Self::Text {
+            message: in_one_line(&error),
+            hint: error.hint(),
+        }
     }
 }

@@ -43,16 +43,14 @@ use super::{
     text::TextSide,
     tokenizer::TextStream,
 };
-use crate::{
-    causes::in_one_line,
-    emergency,
-    policy::{
-        compute::Compute,
-        engine_failure::Cure,
-        residency::{EnginePlan, ModelShape},
-    },
-    units::{Bytes, Tokens},
+use cotenant_memory::emergency;
+use cotenant_policy::{
+    compute::Compute,
+    engine_failure::Cure,
+    residency::{EnginePlan, ModelShape},
 };
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
 /// The engine: its thread and the way to it. Dropping it asks the thread to stop, without waiting.
 pub struct Engine {
@@ -66,7 +64,11 @@ impl Engine {
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub fn start(options: EngineOptions, model: ModelOptions, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
+    pub fn start(
+        options: EngineOptions,
+        model: ModelOptions,
+        sink: mpsc::Sender<EngineEvent>,
+    ) -> io::Result<Self> {
         Self::start_expecting(options, model, Expected::default(), sink)
     }
 
@@ -82,7 +84,9 @@ impl Engine {
     ) -> io::Result<Self> {
         let shared = Arc::new(Shared::new(options));
         let progress = shared.progress().clone();
-        let opener = move |path: &Path, plan: &EnginePlan| GgufModel::open(path, plan, &model, &expected, &progress);
+        let opener = move |path: &Path, plan: &EnginePlan| {
+            GgufModel::open(path, plan, &model, &expected, &progress)
+        };
         Self::start_on(shared, Box::new(opener), sink)
     }
 
@@ -136,17 +140,30 @@ impl Engine {
     ///
     /// # Errors
     /// When the system gives no thread.
-    pub fn start_with(options: EngineOptions, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
+    pub fn start_with(
+        options: EngineOptions,
+        opener: Opener,
+        sink: mpsc::Sender<EngineEvent>,
+    ) -> io::Result<Self> {
         Self::start_on(Arc::new(Shared::new(options)), opener, sink)
     }
 
-    fn start_on(shared: Arc<Shared>, opener: Opener, sink: mpsc::Sender<EngineEvent>) -> io::Result<Self> {
+    fn start_on(
+        shared: Arc<Shared>,
+        opener: Opener,
+        sink: mpsc::Sender<EngineEvent>,
+    ) -> io::Result<Self> {
         let loop_shared = Arc::clone(&shared);
-        let thread = std::thread::Builder::new().name("engine".to_owned()).spawn(move || {
-            emergency::lock_stack();
-            Worker::new(loop_shared, opener, sink).run();
-        })?;
-        Ok(Self { handle: EngineHandle { shared }, thread: Some(thread) })
+        let thread = std::thread::Builder::new()
+            .name("engine".to_owned())
+            .spawn(move || {
+                emergency::lock_stack();
+                Worker::new(loop_shared, opener, sink).run();
+            })?;
+        Ok(Self {
+            handle: EngineHandle { shared },
+            thread: Some(thread),
+        })
     }
 
     /// A handle to ask it.
@@ -235,20 +252,29 @@ impl Worker {
         let outcome = catch_unwind(AssertUnwindSafe(|| self.work()));
         // Dropping the model may break down as well, when it is what broke down before.
         let model = self.model.take();
-        let mut kept = model.as_ref().map_or_else(Retained::default, |model| model.kept());
+        let mut kept = model
+            .as_ref()
+            .map_or_else(Retained::default, |model| model.kept());
         kept.add(self.left.clone());
         let dropped = catch_unwind(AssertUnwindSafe(|| drop(model)));
         let panic = outcome.err().or_else(|| dropped.err());
-        let broken = panic.map(|payload| (panic_message(&*payload), Cure::Reload)).or(self.ends);
+        let broken = panic
+            .map(|payload| (panic_message(&*payload), Cure::Reload))
+            .or(self.ends);
         let hung = kept.hangs().then_some(kept);
-        self.engine_loop.close(broken.map(|(message, cure)| Broken { message, cure, hung }));
+        self.engine_loop.close(broken.map(|(message, cure)| Broken {
+            message,
+            cure,
+            hung,
+        }));
     }
 
     fn work(&mut self) {
         loop {
             let retry = (!self.engine_loop.tell_waiting()).then_some(RETRY);
             self.note_returned();
-            let again = retry.or_else(|| (self.engine_loop.left_noted > Bytes::ZERO).then_some(LEFT_LOOK));
+            let again =
+                retry.or_else(|| (self.engine_loop.left_noted > Bytes::ZERO).then_some(LEFT_LOOK));
             match self.engine_loop.shared.wait(again) {
                 Work::Exit => return,
                 Work::Answer(queued) => self.answer(*queued),
@@ -300,7 +326,10 @@ impl Worker {
                 let shape = Arc::new(model.shape().clone());
                 let breakdown = Arc::new(model.breakdown());
                 let backend = model.backend_name();
-                let (plan, refused) = (Arc::new(model.plan().clone()), model.refused().map(str::to_owned));
+                let (plan, refused) = (
+                    Arc::new(model.plan().clone()),
+                    model.refused().map(str::to_owned),
+                );
                 let text = Arc::new(text);
                 self.engine_loop.shared.open_text(Arc::clone(&text));
                 self.engine_loop.state.phase = EnginePhase::Ready;
@@ -312,7 +341,13 @@ impl Worker {
                 self.model = Some(model);
                 self.text = Some(text);
                 self.engine_loop.publish();
-                self.engine_loop.tell(EngineEvent::Ready { backend, shape, plan, refused, breakdown });
+                self.engine_loop.tell(EngineEvent::Ready {
+                    backend,
+                    shape,
+                    plan,
+                    refused,
+                    breakdown,
+                });
                 self.calibrate();
             }
             Err(error) => self.load_failed(path, &error),
@@ -335,7 +370,9 @@ impl Worker {
 
     /// What is held and was given up, and is kept by reads that hang.
     fn left(&self) -> Bytes {
-        self.model.as_ref().map_or_else(|| self.left.bytes(), |model| model.left())
+        self.model
+            .as_ref()
+            .map_or_else(|| self.left.bytes(), |model| model.left())
     }
 
     /// Notes what a load that failed has left, while there is no model.
@@ -356,7 +393,9 @@ impl Worker {
         self.engine_loop.publish();
         match measured {
             Ok(None) => {}
-            Ok(Some(calibration)) => self.engine_loop.tell(EngineEvent::Calibrated { calibration }),
+            Ok(Some(calibration)) => self
+                .engine_loop
+                .tell(EngineEvent::Calibrated { calibration }),
             Err(error) => self.engine_loop.tell(EngineEvent::Receded {
                 plan: Arc::new(model.plan().clone()),
                 breakdown: Arc::new(model.breakdown()),
@@ -382,13 +421,17 @@ impl Worker {
 
     /// Puts a plan into force between two tokens.
     fn apply(&mut self, revision: u64, plan: &EnginePlan) {
-        let gives = self.model.as_ref().is_some_and(|model| gives_up(&**model, plan));
+        let gives = self
+            .model
+            .as_ref()
+            .is_some_and(|model| gives_up(&**model, plan));
         emergency::within_if(gives, || self.apply_now(revision, plan));
     }
 
     fn apply_now(&mut self, revision: u64, plan: &EnginePlan) {
         let Some(model) = self.model.as_mut() else {
-            self.engine_loop.apply_failed(revision, ApplyFailure::NoModel);
+            self.engine_loop
+                .apply_failed(revision, ApplyFailure::NoModel);
             return;
         };
         if self.engine_loop.active.is_none() && plan.kv_capacity.get() < model.position() {
@@ -411,7 +454,8 @@ impl Worker {
             Err(error) => {
                 // A part of it may have been done.
                 self.engine_loop.note_held(&**model);
-                self.engine_loop.apply_failed(revision, ApplyFailure::of(&error));
+                self.engine_loop
+                    .apply_failed(revision, ApplyFailure::of(&error));
                 if let Some(cure) = error.cure() {
                     self.ends = Some((in_one_line(&error), cure));
                 }
@@ -472,18 +516,25 @@ impl Worker {
         };
         let mask = active.queued.mask.take();
         let request = &active.queued.request;
-        let sinks = request.sinks.map(|sinks| sinks.tokens(active.usage.prompt_tokens));
+        let sinks = request
+            .sinks
+            .map(|sinks| sinks.tokens(active.usage.prompt_tokens));
         // Where room can be made, the context does not end an answer.
         let most = sinks.map_or(u32::MAX, |_| text.context_max().get());
         if let Some(model) = self.model.as_mut() {
             model.allow_dropping(sinks);
         }
         let mut writing = Writing {
-            sampler: Sampler::new(request.sampling)
-                .map_err(|error| GenerateError::Model { message: error.to_string() })?,
+            sampler: Sampler::new(request.sampling).map_err(|error| GenerateError::Model {
+                message: error.to_string(),
+            })?,
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
-            tags: if request.prompt.tools().is_empty() { Vec::new() } else { call_tags(text.tokenizer()) },
+            tags: if request.prompt.tools().is_empty() {
+                Vec::new()
+            } else {
+                call_tags(text.tokenizer())
+            },
             mask,
             max_tokens: request.max_tokens.map_or(most, Tokens::get),
             ended: false,
@@ -498,7 +549,11 @@ impl Worker {
         outcome
     }
 
-    fn write_tokens(&mut self, text: &TextSide, writing: &mut Writing) -> ControlFlow<Outcome, Infallible> {
+    fn write_tokens(
+        &mut self,
+        text: &TextSide,
+        writing: &mut Writing,
+    ) -> ControlFlow<Outcome, Infallible> {
         let greedy = writing.mask.is_none() && writing.sampler.is_greedy();
         self.read_prompt(text.context_max(), greedy)?;
         let mut generated = 0;
@@ -511,21 +566,29 @@ impl Worker {
                 in_form(mask.apply(&mut self.logits))?;
             }
             let found = self.greatest.map(Ok);
-            let token = match found.unwrap_or_else(|| writing.sampler.next(&self.logits, &self.sequence)) {
-                Ok(token) => token,
-                Err(SampleError::NotFinite { value: f32::NEG_INFINITY, .. }) if writing.mask.is_some() => {
-                    // What the form allows is not among what the model may say.
-                    return ControlFlow::Break(Err(GenerateError::Form {
-                        message: "no token that the model may say goes on with it".to_owned(),
-                    }));
-                }
-                Err(SampleError::NotFinite { .. }) => {
-                    return ControlFlow::Break(Err(GenerateError::NotFinite { position: position_of(&self.sequence) }));
-                }
-                Err(error) => {
-                    return ControlFlow::Break(Err(GenerateError::Model { message: error.to_string() }));
-                }
-            };
+            let token =
+                match found.unwrap_or_else(|| writing.sampler.next(&self.logits, &self.sequence)) {
+                    Ok(token) => token,
+                    Err(SampleError::NotFinite {
+                        value: f32::NEG_INFINITY,
+                        ..
+                    }) if writing.mask.is_some() => {
+                        // What the form allows is not among what the model may say.
+                        return ControlFlow::Break(Err(GenerateError::Form {
+                            message: "no token that the model may say goes on with it".to_owned(),
+                        }));
+                    }
+                    Err(SampleError::NotFinite { .. }) => {
+                        return ControlFlow::Break(Err(GenerateError::NotFinite {
+                            position: position_of(&self.sequence),
+                        }));
+                    }
+                    Err(error) => {
+                        return ControlFlow::Break(Err(GenerateError::Model {
+                            message: error.to_string(),
+                        }));
+                    }
+                };
             generated += 1;
             let now = Instant::now();
             self.engine_loop.generated(now);
@@ -538,7 +601,9 @@ impl Worker {
                 in_form(mask.accept(token, bytes))?;
             }
             let tag = writing.tags.iter().find(|(tag, _)| *tag == token);
-            let piece = writing.stream.push(tag.map_or(bytes, |(_, text)| text.as_bytes()));
+            let piece = writing
+                .stream
+                .push(tag.map_or(bytes, |(_, text)| text.as_bytes()));
             let (piece, met) = match writing.stops.push(&piece) {
                 Scan::Clear(piece) => (piece, None),
                 Scan::Met(piece, place) => (piece, Some(FinishReason::StopText(place))),
@@ -573,14 +638,19 @@ impl Worker {
 
     /// Brings the sequence to the end of the active request's prompt.
     fn read_prompt(&mut self, limit: Tokens, greedy: bool) -> ControlFlow<Outcome> {
-        let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.active.as_mut()) else {
+        let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.active.as_mut())
+        else {
             return ControlFlow::Break(Err(GenerateError::Stopping));
         };
         let prompt = std::mem::take(&mut active.queued.prompt);
         let tokens = Tokens::new(position_of(&prompt));
         let capacity = model.plan().kv_capacity;
         if tokens > capacity {
-            return ControlFlow::Break(Err(GenerateError::PromptBeyondKv { tokens, capacity, limit }));
+            return ControlFlow::Break(Err(GenerateError::PromptBeyondKv {
+                tokens,
+                capacity,
+                limit,
+            }));
         }
         // What the sequence has in common with the prompt is kept as far as the model can be cut back to it. At least one
         // token must be left to compute, since the scores after the sequence are not kept.
@@ -596,17 +666,26 @@ impl Worker {
         model.mark_at(end);
         self.end = end;
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
-        active.queued.reply.started(tokens, active.usage.cached_tokens);
-        self.engine_loop.reused(Tokens::new(position_of(&self.sequence)));
+        active
+            .queued
+            .reply
+            .started(tokens, active.usage.cached_tokens);
+        self.engine_loop
+            .reused(Tokens::new(position_of(&self.sequence)));
         let fresh = prompt.get(cached..).unwrap_or_default();
         let began = Instant::now();
         match self.forward(fresh, greedy) {
-            ControlFlow::Break(Err(GenerateError::KvFull { position, capacity, .. })) => {
-                ControlFlow::Break(Err(GenerateError::KvFull { position, tokens, capacity }))
-            }
+            ControlFlow::Break(Err(GenerateError::KvFull {
+                position, capacity, ..
+            })) => ControlFlow::Break(Err(GenerateError::KvFull {
+                position,
+                tokens,
+                capacity,
+            })),
             ControlFlow::Break(outcome) => ControlFlow::Break(outcome),
             ControlFlow::Continue(()) => {
-                self.engine_loop.prefilled(position_of(fresh), began.elapsed());
+                self.engine_loop
+                    .prefilled(position_of(fresh), began.elapsed());
                 ControlFlow::Continue(())
             }
         }
@@ -630,11 +709,17 @@ impl Worker {
         let capacity = self.capacity();
         if position < limit.min(capacity) {
             if position.get().saturating_add(ROOM_LOW) >= capacity.get() {
-                self.engine_loop.ask_for_room(position, capacity, ROOM_PATIENCE);
+                self.engine_loop
+                    .ask_for_room(position, capacity, ROOM_PATIENCE);
             }
             return ControlFlow::Continue(());
         }
-        if self.model.as_mut().map_or(Tokens::ZERO, |model| model.make_room()) > Tokens::ZERO {
+        if self
+            .model
+            .as_mut()
+            .map_or(Tokens::ZERO, |model| model.make_room())
+            > Tokens::ZERO
+        {
             self.note_dropped();
             return ControlFlow::Continue(());
         }
@@ -649,7 +734,10 @@ impl Worker {
             if position < limit.min(capacity) {
                 return ControlFlow::Continue(());
             }
-            let may_come = position < limit && self.engine_loop.ask_for_room(position, capacity, ROOM_PAUSE);
+            let may_come = position < limit
+                && self
+                    .engine_loop
+                    .ask_for_room(position, capacity, ROOM_PAUSE);
             if !may_come || began.elapsed() >= ROOM_PATIENCE {
                 return ControlFlow::Break(Ok(self.no_room(capacity)));
             }
@@ -660,12 +748,16 @@ impl Worker {
 
     /// The KV capacity in force.
     fn capacity(&self) -> Tokens {
-        self.model.as_ref().map_or(Tokens::ZERO, |model| model.plan().kv_capacity)
+        self.model
+            .as_ref()
+            .map_or(Tokens::ZERO, |model| model.plan().kv_capacity)
     }
 
     /// Takes what the model has dropped out of the sequence as well.
     fn note_dropped(&mut self) {
-        let Some(model) = self.model.as_ref() else { return };
+        let Some(model) = self.model.as_ref() else {
+            return;
+        };
         let (dropped, after) = model.dropped();
         let (position, after) = (model.position() as usize, after.get() as usize);
         if dropped > Tokens::ZERO && self.sequence.len() > position {
@@ -680,8 +772,16 @@ impl Worker {
 
     /// Why there is no place for another token: the end of the context, or less capacity than there was.
     fn no_room(&self, capacity: Tokens) -> FinishReason {
-        let before = self.engine_loop.active.as_ref().map_or(Tokens::ZERO, |active| active.capacity);
-        if capacity < before { FinishReason::KvReclaimed } else { FinishReason::Length }
+        let before = self
+            .engine_loop
+            .active
+            .as_ref()
+            .map_or(Tokens::ZERO, |active| active.capacity);
+        if capacity < before {
+            FinishReason::KvReclaimed
+        } else {
+            FinishReason::Length
+        }
     }
 
     /// Appends tokens to the sequence; plans are put into force between layers. With `greedy`, the token that comes next may be
@@ -694,7 +794,9 @@ impl Worker {
         let result = if greedy {
             model.forward_greedy(tokens, &mut between, &mut self.logits)
         } else {
-            model.forward(tokens, &mut between, &mut self.logits).map(|()| None)
+            model
+                .forward(tokens, &mut between, &mut self.logits)
+                .map(|()| None)
         };
         let ended = between.ended.take();
         let broken = result.is_err();
@@ -704,14 +806,18 @@ impl Worker {
                 self.sequence.extend_from_slice(tokens);
                 ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
             }
-            Err(ForwardError::KvFull { capacity, .. }) if tokens.len() == 1 && !self.sequence.is_empty() => {
+            Err(ForwardError::KvFull { capacity, .. })
+                if tokens.len() == 1 && !self.sequence.is_empty() =>
+            {
                 ControlFlow::Break(Ok(self.no_room(capacity)))
             }
-            Err(ForwardError::KvFull { capacity, needed }) => ControlFlow::Break(Err(GenerateError::KvFull {
-                position: Tokens::new(position_of(&self.sequence)),
-                tokens: Tokens::new(needed),
-                capacity,
-            })),
+            Err(ForwardError::KvFull { capacity, needed }) => {
+                ControlFlow::Break(Err(GenerateError::KvFull {
+                    position: Tokens::new(position_of(&self.sequence)),
+                    tokens: Tokens::new(needed),
+                    capacity,
+                }))
+            }
             Err(error) => {
                 if let Some(cure) = error.cure() {
                     self.ends = Some((in_one_line(&error), cure));
@@ -734,8 +840,12 @@ impl Worker {
                 }
                 ControlFlow::Break(match (ended, error) {
                     (Some(outcome), _) => outcome,
-                    (None, ForwardError::NotFinite { position }) => Err(GenerateError::NotFinite { position }),
-                    (None, error) => Err(GenerateError::Model { message: in_one_line(&error) }),
+                    (None, ForwardError::NotFinite { position }) => {
+                        Err(GenerateError::NotFinite { position })
+                    }
+                    (None, error) => Err(GenerateError::Model {
+                        message: in_one_line(&error),
+                    }),
                 })
             }
         };
@@ -786,14 +896,21 @@ const MASK_SLICE: Duration = Duration::from_millis(5);
 fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {
     match said {
         Ok(value) => ControlFlow::Continue(value),
-        Err(MaskError::Form { message }) => ControlFlow::Break(Err(GenerateError::Form { message })),
-        Err(MaskError::Helper { message }) => ControlFlow::Break(Err(GenerateError::HelperLost { message })),
+        Err(MaskError::Form { message }) => {
+            ControlFlow::Break(Err(GenerateError::Form { message }))
+        }
+        Err(MaskError::Helper { message }) => {
+            ControlFlow::Break(Err(GenerateError::HelperLost { message }))
+        }
     }
 }
 
 /// How many tokens two sequences begin with alike.
 fn common_prefix(one: &[u32], other: &[u32]) -> usize {
-    one.iter().zip(other).take_while(|(one, other)| one == other).count()
+    one.iter()
+        .zip(other)
+        .take_while(|(one, other)| one == other)
+        .count()
 }
 
 /// Where in a prompt of so many tokens another one is likely to part from it: a little before the end, where templates

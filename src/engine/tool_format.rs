@@ -16,7 +16,7 @@
 use serde_json::{Map, Value, json};
 
 use super::schema::{ConstraintError, lay_out, with_layout};
-use crate::conversation::{ChatMessage, Conversation, Role};
+use cotenant_conversation::{ChatMessage, Conversation, Role};
 
 /// How the call of a tool is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,7 +70,11 @@ pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conve
             _ => messages.insert(0, ChatMessage::new(Role::System, listed)),
         }
     }
-    Conversation { messages, tools: Vec::new(), ..conversation.clone() }
+    Conversation {
+        messages,
+        tools: Vec::new(),
+        ..conversation.clone()
+    }
 }
 
 /// The conversation for a template that has no place for what the system says: it comes before what the user says next.
@@ -84,37 +88,61 @@ pub(super) fn system_in_words(conversation: &Conversation) -> Conversation {
             Role::System => said = joined(&said, &message.content),
             Role::User if !said.is_empty() => {
                 let content = joined(&std::mem::take(&mut said), &message.content);
-                messages.push(ChatMessage { content, ..message.clone() });
+                messages.push(ChatMessage {
+                    content,
+                    ..message.clone()
+                });
             }
             _ => messages.push(message.clone()),
         }
     }
     if !said.is_empty() {
         // There is nothing behind it but, perhaps, a begun answer.
-        match messages.iter_mut().rfind(|message| message.role == Role::User) {
+        match messages
+            .iter_mut()
+            .rfind(|message| message.role == Role::User)
+        {
             Some(last) => last.content = joined(&last.content, &said),
             None => messages.insert(0, ChatMessage::new(Role::User, said)),
         }
     }
-    Conversation { messages, ..conversation.clone() }
+    Conversation {
+        messages,
+        ..conversation.clone()
+    }
 }
 
 /// The conversation for a template that knows tools and refuses the order of their answers: these are text of the user's.
 pub(super) fn answers_in_words(conversation: &Conversation) -> Conversation {
-    let worded =
-        |message: &ChatMessage| if message.role == Role::Tool { message_in_words(message) } else { message.clone() };
-    Conversation { messages: with_answers_joined(&conversation.messages, worded), ..conversation.clone() }
+    let worded = |message: &ChatMessage| {
+        if message.role == Role::Tool {
+            message_in_words(message)
+        } else {
+            message.clone()
+        }
+    };
+    Conversation {
+        messages: with_answers_joined(&conversation.messages, worded),
+        ..conversation.clone()
+    }
 }
 
 /// Messages after `worded`. Many templates refuse two messages of one role in a row, so that what several tools answered
 /// becomes one message, with what the user says after it.
-fn with_answers_joined(all: &[ChatMessage], worded: impl Fn(&ChatMessage) -> ChatMessage) -> Vec<ChatMessage> {
+fn with_answers_joined(
+    all: &[ChatMessage],
+    worded: impl Fn(&ChatMessage) -> ChatMessage,
+) -> Vec<ChatMessage> {
     let mut messages: Vec<ChatMessage> = Vec::with_capacity(all.len());
     let mut of_tools = false;
     for message in all {
         let (worded, by_tool) = (worded(message), message.role == Role::Tool);
         match messages.last_mut() {
-            Some(last) if last.role == Role::User && worded.role == Role::User && (of_tools || by_tool) => {
+            Some(last)
+                if last.role == Role::User
+                    && worded.role == Role::User
+                    && (of_tools || by_tool) =>
+            {
                 last.content = format!("{}\n{}", last.content, worded.content);
                 of_tools = true;
             }
@@ -161,13 +189,21 @@ fn instructions(tools: &[Value]) -> String {
 ///
 /// # Errors
 /// When the parameters of one are no schema that can be kept.
-pub(super) fn call_grammar(format: ToolFormat, functions: &[&Value]) -> Result<String, ConstraintError> {
+pub(super) fn call_grammar(
+    format: ToolFormat,
+    functions: &[&Value],
+) -> Result<String, ConstraintError> {
     let mut rules = String::new();
     let mut calls = Vec::new();
     for (index, function) in functions.iter().enumerate() {
-        let name = function.get("name").and_then(Value::as_str).unwrap_or_default();
+        let name = function
+            .get("name")
+            .and_then(Value::as_str)
+            .unwrap_or_default();
         let parameters = match function.get("parameters") {
-            None | Some(Value::Null) => json!({"type": "object", "properties": {}, "additionalProperties": false}),
+            None | Some(Value::Null) => {
+                json!({"type": "object", "properties": {}, "additionalProperties": false})
+            }
             Some(parameters) => parameters.clone(),
         };
         let call = match format {
@@ -178,15 +214,23 @@ pub(super) fn call_grammar(format: ToolFormat, functions: &[&Value]) -> Result<S
                 let quoted = Value::from(name).to_string();
                 let (open, close) = match format {
                     ToolFormat::Mistral => (format!("[TOOL_CALLS]{name}[ARGS]"), ""),
-                    ToolFormat::Listed => (format!("<|tool_call|>[{{\"name\": {quoted}, \"arguments\": "), "}]"),
-                    ToolFormat::Tagged => {
-                        (format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": "), "}\n</tool_call>")
-                    }
+                    ToolFormat::Listed => (
+                        format!("<|tool_call|>[{{\"name\": {quoted}, \"arguments\": "),
+                        "}]",
+                    ),
+                    ToolFormat::Tagged => (
+                        format!("<tool_call>\n{{\"name\": {quoted}, \"arguments\": "),
+                        "}\n</tool_call>",
+                    ),
                     ToolFormat::Bare | ToolFormat::Parameters => {
                         (format!("{{\"name\": {quoted}, \"parameters\": "), "}")
                     }
                 };
-                let close = if close.is_empty() { String::new() } else { literal(close) };
+                let close = if close.is_empty() {
+                    String::new()
+                } else {
+                    literal(close)
+                };
                 format!("{} args_{index} {close}", literal(&open))
             }
         };
@@ -205,7 +249,10 @@ fn call_by_parameters(
 ) -> Result<String, ConstraintError> {
     let parameters = with_layout(parameters)?;
     let empty = Map::new();
-    let properties = parameters.get("properties").and_then(Value::as_object).unwrap_or(&empty);
+    let properties = parameters
+        .get("properties")
+        .and_then(Value::as_object)
+        .unwrap_or(&empty);
     let required: Vec<&str> = parameters
         .get("required")
         .and_then(Value::as_array)
@@ -214,28 +261,51 @@ fn call_by_parameters(
     let mut call = literal(&format!("<tool_call>\n<function={name}>\n"));
     for (at, (key, schema)) in properties.iter().enumerate() {
         let rule = format!("p_{index}_{at}");
-        let optional = if required.contains(&key.as_str()) { "" } else { "?" };
+        let optional = if required.contains(&key.as_str()) {
+            ""
+        } else {
+            "?"
+        };
         call.push_str(&format!(" {rule}{optional}"));
         let open = literal(&format!("<parameter={key}>\n"));
         let close = "\n</parameter>\n";
         let is_text = schema.get("type").and_then(Value::as_str) == Some("string");
-        if let Some(texts) = schema.get("enum").and_then(Value::as_array).filter(|_| is_text) {
-            let texts: Vec<String> = texts.iter().filter_map(Value::as_str).map(literal).collect();
-            rules.push_str(&format!("{rule}: {open} ({}) {}\n", texts.join(" | "), literal(close)));
+        if let Some(texts) = schema
+            .get("enum")
+            .and_then(Value::as_array)
+            .filter(|_| is_text)
+        {
+            let texts: Vec<String> = texts
+                .iter()
+                .filter_map(Value::as_str)
+                .map(literal)
+                .collect();
+            rules.push_str(&format!(
+                "{rule}: {open} ({}) {}\n",
+                texts.join(" | "),
+                literal(close)
+            ));
         } else if is_text {
             rules.push_str(&format!("{rule}: {open} text_{index}_{at}\n"));
             let times = repetitions(schema);
-            rules.push_str(&format!("text_{index}_{at}[lazy]: /(?s:.{times})\\n<\\/parameter>\\n/\n"));
+            rules.push_str(&format!(
+                "text_{index}_{at}[lazy]: /(?s:.{times})\\n<\\/parameter>\\n/\n"
+            ));
         } else {
             let mut schema = schema.clone();
             lay_out(&mut schema);
             // What the schema of a parameter refers to is beside it in the schema of all.
             for shared in ["$defs", "definitions"] {
-                if let (Some(map), Some(definitions)) = (schema.as_object_mut(), parameters.get(shared)) {
+                if let (Some(map), Some(definitions)) =
+                    (schema.as_object_mut(), parameters.get(shared))
+                {
                     map.insert(shared.to_owned(), definitions.clone());
                 }
             }
-            rules.push_str(&format!("{rule}: {open} json_{index}_{at} {}\n", literal(close)));
+            rules.push_str(&format!(
+                "{rule}: {open} json_{index}_{at} {}\n",
+                literal(close)
+            ));
             rules.push_str(&format!("json_{index}_{at}: %json {schema}\n"));
         }
     }
@@ -250,7 +320,11 @@ fn repetitions(schema: &Value) -> String {
     match (bound("minLength"), bound("maxLength")) {
         (None | Some(0), None) => "*".to_owned(),
         (least, most) => {
-            format!("{{{},{}}}", least.unwrap_or(0), most.map_or_else(String::new, |most| most.to_string()))
+            format!(
+                "{{{},{}}}",
+                least.unwrap_or(0),
+                most.map_or_else(String::new, |most| most.to_string())
+            )
         }
     }
 }

@@ -7,13 +7,11 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::fault::{Fault, shortened};
-use crate::{
-    policy::{
-        lease::Class,
-        refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    },
-    units::Tokens,
+use cotenant_policy::{
+    lease::Class,
+    refusal::{RETRY_AFTER_DEFAULT, Refusal},
 };
+use cotenant_units::Tokens;
 
 /// Who may use the APIs.
 #[derive(Clone, Debug, Default)]
@@ -88,8 +86,13 @@ impl Client {
         tokens_max: Option<Tokens>,
         before: Option<&Self>,
     ) -> Self {
-        let same = before.filter(|before| *before.name == *name && before.requests_max == requests_max);
-        let fresh = || Arc::new(Semaphore::new(usize::try_from(requests_max).unwrap_or(usize::MAX)));
+        let same =
+            before.filter(|before| *before.name == *name && before.requests_max == requests_max);
+        let fresh = || {
+            Arc::new(Semaphore::new(
+                usize::try_from(requests_max).unwrap_or(usize::MAX),
+            ))
+        };
         Self {
             name: name.into(),
             key,
@@ -105,19 +108,32 @@ impl Client {
     /// # Errors
     /// When it has as many in flight as it may.
     pub(super) fn place(&self) -> Result<OwnedSemaphorePermit, Refusal> {
-        Arc::clone(&self.places).try_acquire_owned().map_err(|_full| Refusal::QuotaExceeded {
-            act: "take the request".to_owned(),
-            what: format!("client `{}`, by its requests in flight,", self.name),
-            limit: self.requests_max.into(),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })
+        Arc::clone(&self.places)
+            .try_acquire_owned()
+            .map_err(|_full| Refusal::QuotaExceeded {
+                act: "take the request".to_owned(),
+                what: format!("client `{}`, by its requests in flight,", self.name),
+                limit: self.requests_max.into(),
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
     }
 }
 
 impl PartialEq for Client {
     fn eq(&self, other: &Self) -> bool {
-        (&self.name, &self.key, self.class, self.tokens_max, self.requests_max)
-            == (&other.name, &other.key, other.class, other.tokens_max, other.requests_max)
+        (
+            &self.name,
+            &self.key,
+            self.class,
+            self.tokens_max,
+            self.requests_max,
+        ) == (
+            &other.name,
+            &other.key,
+            other.class,
+            other.tokens_max,
+            other.requests_max,
+        )
     }
 }
 
@@ -128,8 +144,14 @@ impl Access {
     ///
     /// # Errors
     /// 401 without a key, or with an unknown one, except for what needs none.
-    pub(super) fn client_of(&self, path: &str, headers: &HeaderMap) -> Result<Option<Arc<Client>>, Fault> {
-        let Some(clients) = &self.clients else { return Ok(None) };
+    pub(super) fn client_of(
+        &self,
+        path: &str,
+        headers: &HeaderMap,
+    ) -> Result<Option<Arc<Client>>, Fault> {
+        let Some(clients) = &self.clients else {
+            return Ok(None);
+        };
         let page = matches!(path, "/" | "/status.json");
         let by_password = if page { key_as_password(headers) } else { None };
         let sent = key_in(headers).or(by_password.as_deref());
@@ -153,12 +175,22 @@ impl Access {
             None if keyless => Ok(None),
             None => {
                 let (what, hint) = if sent.is_some() {
-                    ("the API key is not known", "`http.keys_file` lists the keys that are")
+                    (
+                        "the API key is not known",
+                        "`http.keys_file` lists the keys that are",
+                    )
                 } else {
-                    ("no API key is given", "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`")
+                    (
+                        "no API key is given",
+                        "send it as `Authorization: Bearer KEY` or `x-api-key: KEY`",
+                    )
                 };
                 let message = format!("cannot serve `{}`: {what} (hint: {hint})", shortened(path));
-                Err(Fault::request(StatusCode::UNAUTHORIZED, "invalid_api_key", message))
+                Err(Fault::request(
+                    StatusCode::UNAUTHORIZED,
+                    "invalid_api_key",
+                    message,
+                ))
             }
         }
     }
@@ -167,24 +199,37 @@ impl Access {
 /// The key that a browser sends for the page: the password of Basic authentication, with any name. Only the page takes it,
 /// since a browser would also send it with what a page of another site has it request.
 fn key_as_password(headers: &HeaderMap) -> Option<Vec<u8>> {
-    let (scheme, encoded) = headers.get(header::AUTHORIZATION)?.as_bytes().split_at_checked(BASIC.len())?;
+    let (scheme, encoded) = headers
+        .get(header::AUTHORIZATION)?
+        .as_bytes()
+        .split_at_checked(BASIC.len())?;
     let pair = BASE64.decode(encoded.trim_ascii()).ok()?;
     let name = pair.iter().position(|byte| *byte == b':')?;
-    scheme.eq_ignore_ascii_case(BASIC).then(|| pair.into_iter().skip(name + 1).collect())
+    scheme
+        .eq_ignore_ascii_case(BASIC)
+        .then(|| pair.into_iter().skip(name + 1).collect())
 }
 
 /// The key that a request carries.
 fn key_in(headers: &HeaderMap) -> Option<&[u8]> {
-    let bearer = headers.get(header::AUTHORIZATION).map(HeaderValue::as_bytes);
+    let bearer = headers
+        .get(header::AUTHORIZATION)
+        .map(HeaderValue::as_bytes);
     let bearer = bearer.and_then(|value| {
         let (scheme, key) = value.split_at_checked(BEARER.len())?;
-        scheme.eq_ignore_ascii_case(BEARER).then(|| key.trim_ascii())
+        scheme
+            .eq_ignore_ascii_case(BEARER)
+            .then(|| key.trim_ascii())
     });
-    bearer.or_else(|| headers.get(API_KEY).map(HeaderValue::as_bytes)).or_else(|| {
-        let protocols = headers.get(header::SEC_WEBSOCKET_PROTOCOL)?.as_bytes();
-        let mut protocols = protocols.split(|byte| *byte == b',').map(<[u8]>::trim_ascii);
-        protocols.find_map(|protocol| protocol.strip_prefix(PROTOCOL_KEY))
-    })
+    bearer
+        .or_else(|| headers.get(API_KEY).map(HeaderValue::as_bytes))
+        .or_else(|| {
+            let protocols = headers.get(header::SEC_WEBSOCKET_PROTOCOL)?.as_bytes();
+            let mut protocols = protocols
+                .split(|byte| *byte == b',')
+                .map(<[u8]>::trim_ascii);
+            protocols.find_map(|protocol| protocol.strip_prefix(PROTOCOL_KEY))
+        })
 }
 
 const BASIC: &[u8] = b"Basic ";
@@ -199,17 +244,33 @@ mod tests {
     use super::*;
 
     fn access(keyless: Keyless) -> Access {
-        let client =
-            |name, key: &str| Arc::new(Client::new((name, Key::new(key.to_owned())), Class::Batch, 1, None, None));
+        let client = |name, key: &str| {
+            Arc::new(Client::new(
+                (name, Key::new(key.to_owned())),
+                Class::Batch,
+                1,
+                None,
+                None,
+            ))
+        };
         Access {
-            clients: Some(vec![client("kitchen", "key-of-kitchen-1"), client("study", "key-of-study-123")]),
+            clients: Some(vec![
+                client("kitchen", "key-of-kitchen-1"),
+                client("study", "key-of-study-123"),
+            ]),
             keyless,
             ..Access::default()
         }
     }
 
-    fn asked(access: &Access, path: &str, headers: &[(&'static str, &'static str)]) -> Result<Option<String>, String> {
-        let headers = headers.iter().map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_static(value)));
+    fn asked(
+        access: &Access,
+        path: &str,
+        headers: &[(&'static str, &'static str)],
+    ) -> Result<Option<String>, String> {
+        let headers = headers
+            .iter()
+            .map(|(name, value)| (name.parse().unwrap(), HeaderValue::from_static(value)));
         match access.client_of(path, &headers.collect()) {
             Ok(client) => Ok(client.map(|client| client.name.to_string())),
             Err(fault) => Err(format!("{} {}", fault.status().as_u16(), fault.code())),
@@ -220,11 +281,23 @@ mod tests {
     fn a_key_is_read_as_openai_and_as_anthropic_send_it() {
         let access = access(Keyless::default());
         let ask = |headers: &[(&'static str, &'static str)]| asked(&access, "/v1/models", headers);
-        assert_eq!(ask(&[("authorization", "Bearer key-of-study-123")]), Ok(Some("study".to_owned())));
-        assert_eq!(ask(&[("authorization", "bearer  key-of-study-123")]), Ok(Some("study".to_owned())));
-        assert_eq!(ask(&[("x-api-key", "key-of-kitchen-1")]), Ok(Some("kitchen".to_owned())));
         assert_eq!(
-            ask(&[("sec-websocket-protocol", "realtime, openai-insecure-api-key.key-of-study-123")]),
+            ask(&[("authorization", "Bearer key-of-study-123")]),
+            Ok(Some("study".to_owned()))
+        );
+        assert_eq!(
+            ask(&[("authorization", "bearer  key-of-study-123")]),
+            Ok(Some("study".to_owned()))
+        );
+        assert_eq!(
+            ask(&[("x-api-key", "key-of-kitchen-1")]),
+            Ok(Some("kitchen".to_owned()))
+        );
+        assert_eq!(
+            ask(&[(
+                "sec-websocket-protocol",
+                "realtime, openai-insecure-api-key.key-of-study-123"
+            )]),
             Ok(Some("study".to_owned()))
         );
         for headers in [
@@ -236,9 +309,17 @@ mod tests {
             &[("x-api-key", "key-of-kitchen-12")],
             &[("x-api-key", "key-of-kitchen-2")],
         ] {
-            assert_eq!(ask(headers), Err("401 invalid_api_key".to_owned()), "{headers:?}");
+            assert_eq!(
+                ask(headers),
+                Err("401 invalid_api_key".to_owned()),
+                "{headers:?}"
+            );
         }
-        assert_eq!(asked(&Access::default(), "/v1/models", &[]), Ok(None), "every client is served");
+        assert_eq!(
+            asked(&Access::default(), "/v1/models", &[]),
+            Ok(None),
+            "every client is served"
+        );
     }
 
     #[test]
@@ -246,7 +327,11 @@ mod tests {
         let access = access(Keyless::default());
         let password = ("authorization", "Basic bWU6a2V5LW9mLXN0dWR5LTEyMw==");
         for path in ["/", "/status.json"] {
-            assert_eq!(asked(&access, path, &[password]), Ok(Some("study".to_owned())), "{path}");
+            assert_eq!(
+                asked(&access, path, &[password]),
+                Ok(Some("study".to_owned())),
+                "{path}"
+            );
         }
         for (path, header) in [
             ("/v1/models", password),
@@ -254,7 +339,11 @@ mod tests {
             ("/", ("authorization", "Basic a2V5LW9mLXN0dWR5LTEyMw==")),
             ("/", ("authorization", "Basic !")),
         ] {
-            assert_eq!(asked(&access, path, &[header]), Err("401 invalid_api_key".to_owned()), "{path} {header:?}");
+            assert_eq!(
+                asked(&access, path, &[header]),
+                Err("401 invalid_api_key".to_owned()),
+                "{path} {header:?}"
+            );
         }
     }
 
@@ -270,12 +359,23 @@ mod tests {
 
     #[test]
     fn a_client_keeps_what_it_has_in_flight_when_its_settings_are_read_again() {
-        let new = |limit, before| Client::new(("a", Key::new("k".repeat(16))), Class::Batch, limit, None, before);
+        let new = |limit, before| {
+            Client::new(
+                ("a", Key::new("k".repeat(16))),
+                Class::Batch,
+                limit,
+                None,
+                before,
+            )
+        };
         let first = new(1, None);
         let _held = first.place().unwrap();
         assert!(first.place().is_err());
         assert!(new(1, Some(&first)).place().is_err());
-        assert!(new(2, Some(&first)).place().is_ok(), "another limit counts again");
+        assert!(
+            new(2, Some(&first)).place().is_ok(),
+            "another limit counts again"
+        );
     }
 
     #[test]

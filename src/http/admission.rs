@@ -6,7 +6,7 @@ use super::{
     backend::{ChatBackend, ChatRequest, ChatStream, Prompt, Role},
     patience::patiently,
 };
-use crate::policy::refusal::Refusal;
+use cotenant_policy::refusal::Refusal;
 
 /// Admits a request, which is held for up to `limit` while asking again `helps`. A conversation that is longer than the context
 /// loses its oldest messages, where the request allows it, until it fits.
@@ -23,7 +23,10 @@ pub(super) async fn admitted(
         let answered = patiently(limit, helps, || backend.chat(request.clone())).await;
         match (answered, request.retention) {
             (Err(Refusal::ContextLengthExceeded { prompt, limit, .. }), Some(retention))
-                if shorten(&mut request, retention * f64::from(limit.get()) / f64::from(prompt.get().max(1))) => {}
+                if shorten(
+                    &mut request,
+                    retention * f64::from(limit.get()) / f64::from(prompt.get().max(1)),
+                ) => {}
             (answered, _) => return answered,
         }
     }
@@ -35,7 +38,11 @@ fn shorten(request: &mut ChatRequest, part: f64) -> bool {
         return false;
     };
     let messages = &mut conversation.messages;
-    let fixed = usize::from(messages.first().is_some_and(|message| message.role == Role::System));
+    let fixed = usize::from(
+        messages
+            .first()
+            .is_some_and(|message| message.role == Role::System),
+    );
     let size = |content: &str| f64::from(u32::try_from(content.len()).unwrap_or(u32::MAX));
     let mut left: f64 = messages.iter().map(|message| size(&message.content)).sum();
     let wanted = left * part.min(0.9);
@@ -43,7 +50,11 @@ fn shorten(request: &mut ChatRequest, part: f64) -> bool {
     while messages.len() > fixed + 1 && (left > wanted || messages.len() == before) {
         left -= size(&messages.remove(fixed).content);
         // the outcome of a call that is gone says nothing
-        while messages.len() > fixed + 1 && messages.get(fixed).is_some_and(|message| message.role == Role::Tool) {
+        while messages.len() > fixed + 1
+            && messages
+                .get(fixed)
+                .is_some_and(|message| message.role == Role::Tool)
+        {
             left -= size(&messages.remove(fixed).content);
         }
     }
@@ -57,15 +68,32 @@ pub(super) const RETENTION: f64 = 0.8;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::backend::ChatMessage;
+    use crate::backend::ChatMessage;
 
     #[test]
     fn the_oldest_is_left_out_and_neither_the_instructions_nor_the_last() {
-        let roles = [Role::System, Role::User, Role::Assistant, Role::Tool, Role::User, Role::User];
-        let messages: Vec<ChatMessage> = roles.map(|role| ChatMessage::new(role, "word word")).into();
-        let mut request = ChatRequest { prompt: Prompt::Chat(messages.into()), ..ChatRequest::default() };
-        let left =
-            |request: &ChatRequest| request.prompt.messages().iter().map(|message| message.role).collect::<Vec<_>>();
+        let roles = [
+            Role::System,
+            Role::User,
+            Role::Assistant,
+            Role::Tool,
+            Role::User,
+            Role::User,
+        ];
+        let messages: Vec<ChatMessage> =
+            roles.map(|role| ChatMessage::new(role, "word word")).into();
+        let mut request = ChatRequest {
+            prompt: Prompt::Chat(messages.into()),
+            ..ChatRequest::default()
+        };
+        let left = |request: &ChatRequest| {
+            request
+                .prompt
+                .messages()
+                .iter()
+                .map(|message| message.role)
+                .collect::<Vec<_>>()
+        };
         assert!(shorten(&mut request, 0.8));
         assert_eq!(left(&request), [Role::System, Role::User, Role::User]);
         assert!(shorten(&mut request, 1.0));

@@ -36,7 +36,8 @@ use super::{
     patience::is_of_memory,
     stream::{Payload, admission_patience, held_for_memory, lines, sse},
 };
-use crate::{policy::refusal::Refusal, units::Bytes};
+use cotenant_policy::refusal::Refusal;
+use cotenant_units::Bytes;
 
 /// Writes one answer in the form of one API.
 pub(super) trait Writer: Send + Sized + 'static {
@@ -63,17 +64,22 @@ pub(super) trait Writer: Send + Sized + 'static {
 /// # Errors
 /// 404 when there is none.
 pub(super) fn llm(api: &Api) -> Result<std::sync::Arc<dyn ChatBackend>, Fault> {
-    api.backends()
-        .chat
-        .clone()
-        .ok_or_else(|| Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "model".to_owned() }))
+    api.backends().chat.clone().ok_or_else(|| {
+        Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "model".to_owned(),
+        })
+    })
 }
 
 /// Reads a request of JSON, and sets memory aside for it and for what is made of it, until the last byte of its answer.
 ///
 /// # Errors
 /// 400 or 413 when it is not JSON of the right fields or takes too much, 429 when there is no memory for it now.
-pub(super) async fn read_json<T: DeserializeOwned>(api: &Api, request: Request) -> Result<(T, RequestMemory), Fault> {
+pub(super) async fn read_json<T: DeserializeOwned>(
+    api: &Api,
+    request: Request,
+) -> Result<(T, RequestMemory), Fault> {
     let tree_max = api.limits().tree_max;
     read_made(api, request, |body| {
         let tree = bounded_tree(body, tree_max)?;
@@ -90,7 +96,10 @@ pub(super) async fn read_plain_json<T: DeserializeOwned>(
     api: &Api,
     request: Request,
 ) -> Result<(T, RequestMemory), Fault> {
-    read_made(api, request, |body| Ok(Bytes::of_len(body.len().saturating_mul(PLAIN_MAX)))).await
+    read_made(api, request, |body| {
+        Ok(Bytes::of_len(body.len().saturating_mul(PLAIN_MAX)))
+    })
+    .await
 }
 
 /// Reads a request of JSON, of which so much is `made` beside its body.
@@ -100,7 +109,11 @@ async fn read_made<T: DeserializeOwned>(
     made: impl FnOnce(&[u8]) -> Result<Bytes, Fault>,
 ) -> Result<(T, RequestMemory), Fault> {
     let (parts, body) = request.into_parts();
-    let memory = parts.extensions.get::<RequestMemory>().cloned().unwrap_or_default();
+    let memory = parts
+        .extensions
+        .get::<RequestMemory>()
+        .cloned()
+        .unwrap_or_default();
     let body = received(body).await?;
     let made = made(&body)?.saturating_add(Bytes::of_len(body.len()));
     memory.hold(api.request_memory(), READ, made)?;
@@ -120,12 +133,18 @@ pub(super) async fn answer<W: Writer>(
     let backend = llm(&api)?;
     let meta = request.meta.clone();
     let streamed = request.streamed;
-    let seed = request.sampling.asked.seed.map(|seed| [(SEED, HeaderValue::from(seed))]);
+    let seed = request
+        .sampling
+        .asked
+        .seed
+        .map(|seed| [(SEED, HeaderValue::from(seed))]);
     let hold = held_for_memory(&api, &meta);
-    let mut admission: Admission =
-        Box::pin(async move { admitted(&*backend, request, hold, |refusal, _| is_of_memory(refusal)).await });
+    let mut admission: Admission = Box::pin(async move {
+        admitted(&*backend, request, hold, |refusal, _| is_of_memory(refusal)).await
+    });
     if !streamed {
-        let (said, reason, usage) = collected(Generation::new(admission.await?, began, &api)).await?;
+        let (said, reason, usage) =
+            collected(Generation::new(admission.await?, began, &api)).await?;
         return Ok((seed, Json(writer.whole(said, reason, usage))).into_response());
     }
     let limits = api.limits().clone();
@@ -162,7 +181,12 @@ struct Streamed<W> {
 }
 
 fn payloads<W: Writer>(stage: Stage, writer: W) -> BoxStream<'static, Payload> {
-    let streamed = Streamed { stage, writer, begun: false, queue: VecDeque::new() };
+    let streamed = Streamed {
+        stage,
+        writer,
+        begun: false,
+        queue: VecDeque::new(),
+    };
     stream::unfold(streamed, |mut streamed| async move {
         let payload = streamed.next().await?;
         Some((payload, streamed))
@@ -192,8 +216,15 @@ impl<W: Writer> Streamed<W> {
 
     fn take(&mut self, event: ChatEvent, generation: Generation) -> Stage {
         match event {
-            ChatEvent::Started { prompt_tokens, cached_tokens } => {
-                self.begin(Usage { prompt_tokens, cached_tokens, ..Usage::default() });
+            ChatEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
+                self.begin(Usage {
+                    prompt_tokens,
+                    cached_tokens,
+                    ..Usage::default()
+                });
                 Stage::Running(generation)
             }
             ChatEvent::Part(part) => {
@@ -222,7 +253,10 @@ impl<W: Writer> Streamed<W> {
 
     fn fail(&mut self, refusal: Refusal) -> Stage {
         let fault = Fault::from(refusal);
-        tracing::warn!(reason = fault.message(), "an answer failed after its first byte");
+        tracing::warn!(
+            reason = fault.message(),
+            "an answer failed after its first byte"
+        );
         self.queue.extend(self.writer.fail(&fault));
         Stage::Done
     }

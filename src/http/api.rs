@@ -20,10 +20,8 @@ use super::{
     limits::Limits,
     memory::{Pool, Quota, Share, Short, Who},
 };
-use crate::{
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    units::Bytes,
-};
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_units::Bytes;
 
 /// Backends and limits of the HTTP APIs. One value serves any number of listeners.
 #[derive(Clone)]
@@ -54,20 +52,36 @@ impl Api {
     /// The APIs of these backends, for every client that reaches the listener.
     #[must_use]
     pub fn new(backends: Backends, limits: Limits) -> Self {
-        Self::with_access(backends, limits, watch::Sender::new(Arc::default()).subscribe())
+        Self::with_access(
+            backends,
+            limits,
+            watch::Sender::new(Arc::default()).subscribe(),
+        )
     }
 
     /// The same, for whom `access` names at the time of a request.
     #[must_use]
-    pub fn with_access(backends: Backends, limits: Limits, access: watch::Receiver<Arc<Access>>) -> Self {
+    pub fn with_access(
+        backends: Backends,
+        limits: Limits,
+        access: watch::Receiver<Arc<Access>>,
+    ) -> Self {
         Self {
             shared: Arc::new(Shared {
                 chats: Arc::new(Semaphore::new(limits.requests_max)),
                 transcriptions: Arc::new(Semaphore::new(limits.requests_max)),
                 speeches: Arc::new(Semaphore::new(limits.requests_max)),
                 sessions: Arc::new(Semaphore::new(limits.sessions_max)),
-                requests: Pool::new(limits.requests_memory_max, half(limits.requests_memory_max), REQUESTS),
-                bodies: Pool::new(limits.bodies_max, limits.bodies_max, "audio files and what is decoded from them"),
+                requests: Pool::new(
+                    limits.requests_memory_max,
+                    half(limits.requests_memory_max),
+                    REQUESTS,
+                ),
+                bodies: Pool::new(
+                    limits.bodies_max,
+                    limits.bodies_max,
+                    "audio files and what is decoded from them",
+                ),
                 settings: Pool::new(
                     limits.sessions_memory_max,
                     half(limits.sessions_memory_max),
@@ -116,17 +130,35 @@ impl Api {
     pub(super) fn place(&self, kind: Kind) -> Result<OwnedSemaphorePermit, Refusal> {
         let Shared { limits, .. } = &*self.shared;
         let (what, limit, places) = match kind {
-            Kind::Chat => ("chat requests in flight", limits.requests_max, &self.shared.chats),
-            Kind::Transcription => ("transcriptions in flight", limits.requests_max, &self.shared.transcriptions),
-            Kind::Speech => ("speech requests in flight", limits.requests_max, &self.shared.speeches),
-            Kind::Realtime => ("realtime sessions", limits.sessions_max, &self.shared.sessions),
+            Kind::Chat => (
+                "chat requests in flight",
+                limits.requests_max,
+                &self.shared.chats,
+            ),
+            Kind::Transcription => (
+                "transcriptions in flight",
+                limits.requests_max,
+                &self.shared.transcriptions,
+            ),
+            Kind::Speech => (
+                "speech requests in flight",
+                limits.requests_max,
+                &self.shared.speeches,
+            ),
+            Kind::Realtime => (
+                "realtime sessions",
+                limits.sessions_max,
+                &self.shared.sessions,
+            ),
         };
-        Arc::clone(places).try_acquire_owned().map_err(|_full| Refusal::QuotaExceeded {
-            act: "take the request".to_owned(),
-            what: what.to_owned(),
-            limit: u64::try_from(limit).unwrap_or(u64::MAX),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })
+        Arc::clone(places)
+            .try_acquire_owned()
+            .map_err(|_full| Refusal::QuotaExceeded {
+                act: "take the request".to_owned(),
+                what: what.to_owned(),
+                limit: u64::try_from(limit).unwrap_or(u64::MAX),
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
     }
 
     /// Sets memory aside for KiB of audio that a realtime session keeps, as long as the permit lives.
@@ -134,12 +166,14 @@ impl Api {
     /// # Errors
     /// When the audio of all sessions leaves no room for it.
     pub(super) fn audio_memory(&self, kib: u32) -> Result<OwnedSemaphorePermit, Refusal> {
-        Arc::clone(&self.shared.audio_kib).try_acquire_many_owned(kib).map_err(|_full| Refusal::QuotaExceeded {
-            act: "keep the audio".to_owned(),
-            what: "memory for the audio of realtime sessions, in bytes,".to_owned(),
-            limit: self.shared.limits.sessions_audio_max.get(),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })
+        Arc::clone(&self.shared.audio_kib)
+            .try_acquire_many_owned(kib)
+            .map_err(|_full| Refusal::QuotaExceeded {
+                act: "keep the audio".to_owned(),
+                what: "memory for the audio of realtime sessions, in bytes,".to_owned(),
+                limit: self.shared.limits.sessions_audio_max.get(),
+                retry_after: RETRY_AFTER_DEFAULT,
+            })
     }
 
     /// A name for something, unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.
@@ -149,8 +183,18 @@ impl Api {
 
     /// Limits of a body of at most `max` bytes.
     pub(super) fn body_limits(&self, max: Bytes) -> BodyLimits {
-        let Limits { body_idle_timeout, body_timeout, body_grace, .. } = self.shared.limits;
-        BodyLimits { max, idle: body_idle_timeout, total: body_timeout, grace: body_grace }
+        let Limits {
+            body_idle_timeout,
+            body_timeout,
+            body_grace,
+            ..
+        } = self.shared.limits;
+        BodyLimits {
+            max,
+            idle: body_idle_timeout,
+            total: body_timeout,
+            grace: body_grace,
+        }
     }
 
     /// Memory for requests of JSON.
@@ -210,7 +254,10 @@ pub(super) type Meta = Extension<RequestMeta>;
 
 /// Seconds since 1970, as OpenAI's `created`.
 pub(super) fn unix_seconds() -> u64 {
-    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or(Duration::ZERO).as_secs()
+    SystemTime::now()
+        .duration_since(SystemTime::UNIX_EPOCH)
+        .unwrap_or(Duration::ZERO)
+        .as_secs()
 }
 
 /// Makes ids: a part that differs from run to run, and a number.
@@ -224,7 +271,10 @@ impl IdSource {
         // The seed of the standard library's hash maps is random for each process.
         let mut hasher = RandomState::new().build_hasher();
         hasher.write_u32(std::process::id());
-        Self { run: hasher.finish(), count: AtomicU64::new(1) }
+        Self {
+            run: hasher.finish(),
+            count: AtomicU64::new(1),
+        }
     }
 
     fn fresh(&self, prefix: &str) -> String {

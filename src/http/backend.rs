@@ -10,15 +10,14 @@ use futures_util::{future::BoxFuture, stream::BoxStream};
 use tokio::sync::mpsc;
 
 use super::Client;
-pub use crate::conversation::{
-    AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, SamplingWish, ToolCall, Usage,
+pub use cotenant_conversation::{
+    AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, SamplingWish,
+    ToolCall, Usage,
 };
-use crate::{
-    policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot},
-    speech::{audio::MonoAudio, decoder::Decoder},
-    telemetry::{SpanContext, Tracer},
-    units::{Bytes, Tokens},
-};
+use cotenant_policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot};
+use cotenant_speech::{audio::MonoAudio, decoder::Decoder};
+use cotenant_telemetry::{SpanContext, Tracer};
+use cotenant_units::{Bytes, Tokens};
 
 /// The backends of the APIs.
 #[derive(Clone)]
@@ -111,7 +110,12 @@ pub trait TokenizerBackend: Send + Sync + 'static {
     fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>>;
 
     /// The tokens of a text: with what begins a sequence or without, with control tokens recognised in it or not.
-    fn tokenize(&self, text: String, begin: bool, control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>>;
+    fn tokenize(
+        &self,
+        text: String,
+        begin: bool,
+        control: bool,
+    ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>>;
 
     /// The bytes that each token stands for; none for a control token.
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>>;

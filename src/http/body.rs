@@ -11,7 +11,8 @@ use serde::de::DeserializeOwned;
 use tokio::time::{Instant, timeout_at};
 
 use super::fault::{Fault, shortened};
-use crate::{heap, units::Bytes};
+use cotenant_memory::heap;
+use cotenant_units::Bytes;
 
 /// Limits of one body.
 #[derive(Clone, Copy, Debug)]
@@ -55,9 +56,13 @@ pub(super) async fn read_body(
     let end = began + limits.total;
     loop {
         let idle_end = Instant::now() + limits.idle;
-        let by_rate = Duration::from_millis(u64::try_from(length).unwrap_or(u64::MAX) * 1000 / BYTES_PER_SECOND_MIN);
+        let by_rate = Duration::from_millis(
+            u64::try_from(length).unwrap_or(u64::MAX) * 1000 / BYTES_PER_SECOND_MIN,
+        );
         let next_by = end.min(idle_end).min(began + limits.grace + by_rate);
-        let piece = timeout_at(next_by, pieces.next()).await.map_err(|_elapsed| too_slow(length, limits))?;
+        let piece = timeout_at(next_by, pieces.next())
+            .await
+            .map_err(|_elapsed| too_slow(length, limits))?;
         match piece {
             None => {
                 read.push(Piece::from(last));
@@ -85,7 +90,9 @@ pub(super) async fn read_body(
 /// # Errors
 /// 400 when it was not read, and breaks off.
 pub(super) async fn received(body: Body) -> Result<Piece, Fault> {
-    axum::body::to_bytes(body, usize::MAX).await.map_err(|error| broken(0, &error))
+    axum::body::to_bytes(body, usize::MAX)
+        .await
+        .map_err(|error| broken(0, &error))
 }
 
 /// What JSON takes in memory once it is parsed.
@@ -101,7 +108,11 @@ pub(super) fn bounded_tree(text: &[u8], max: Bytes) -> Result<Bytes, Fault> {
         "cannot parse {} of JSON: its values take {tree} of memory, the limit is {max} (hint: send fewer lists and objects)",
         Bytes::of_len(text.len())
     );
-    Err(Fault::request(StatusCode::PAYLOAD_TOO_LARGE, "request_too_large", message))
+    Err(Fault::request(
+        StatusCode::PAYLOAD_TOO_LARGE,
+        "request_too_large",
+        message,
+    ))
 }
 
 /// Parses a JSON body; the message names the field at fault.
@@ -118,9 +129,18 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
         }
         let cause = shortened(&cause.to_string());
         if path == "." {
-            Fault::request(StatusCode::BAD_REQUEST, "invalid_type", format!("the request: {cause}"))
+            Fault::request(
+                StatusCode::BAD_REQUEST,
+                "invalid_type",
+                format!("the request: {cause}"),
+            )
         } else {
-            Fault::request(StatusCode::BAD_REQUEST, "invalid_type", format!("{path}: {cause}")).of_param(&path)
+            Fault::request(
+                StatusCode::BAD_REQUEST,
+                "invalid_type",
+                format!("{path}: {cause}"),
+            )
+            .of_param(&path)
         }
     })?;
     deserializer.end().map_err(|error| no_json(&error))?;
@@ -128,7 +148,11 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
 }
 
 fn no_json(error: &serde_json::Error) -> Fault {
-    Fault::request(StatusCode::BAD_REQUEST, "invalid_json", format!("cannot parse the body as JSON: {error}"))
+    Fault::request(
+        StatusCode::BAD_REQUEST,
+        "invalid_json",
+        format!("cannot parse the body as JSON: {error}"),
+    )
 }
 
 fn broken(length: usize, error: &axum::Error) -> Fault {
@@ -179,10 +203,19 @@ mod tests {
             inner: Vec<Option<u32>>,
         }
         let fault = parse_json::<Outer>(br#"{"inner": [1, "x"]}"#).unwrap_err();
-        assert_eq!(fault.message(), "inner[1]: invalid type: string \"x\", expected u32 at line 1 column 17");
+        assert_eq!(
+            fault.message(),
+            "inner[1]: invalid type: string \"x\", expected u32 at line 1 column 17"
+        );
         let fault = parse_json::<Outer>(b"{").unwrap_err();
-        assert!(fault.message().starts_with("cannot parse the body as JSON"), "{fault:?}");
+        assert!(
+            fault.message().starts_with("cannot parse the body as JSON"),
+            "{fault:?}"
+        );
         let fault = parse_json::<Outer>(br#"{"inner": []} x"#).unwrap_err();
-        assert!(fault.message().starts_with("cannot parse the body as JSON"), "{fault:?}");
+        assert!(
+            fault.message().starts_with("cannot parse the body as JSON"),
+            "{fault:?}"
+        );
     }
 }

@@ -19,7 +19,8 @@ use super::{
     models::{fingerprint, model_named},
     stream::{Payload, ignored_of},
 };
-use crate::{policy::kv_type::KvType, units::Tokens};
+use cotenant_policy::kv_type::KvType;
+use cotenant_units::Tokens;
 
 /// `POST /v1/chat/completions`.
 pub(super) async fn completions(
@@ -83,7 +84,9 @@ impl Writer for ChatWriter {
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
         match part {
             AnswerPart::Text(text) => vec![self.choice(&json!({"content": text}), None)],
-            AnswerPart::Reasoning(text) => vec![self.choice(&json!({"reasoning_content": text}), None)],
+            AnswerPart::Reasoning(text) => {
+                vec![self.choice(&json!({"reasoning_content": text}), None)]
+            }
             // who is called, and then with what
             AnswerPart::ToolCall { name, arguments } => {
                 let index = self.calls;
@@ -95,7 +98,9 @@ impl Writer for ChatWriter {
                     "function": {"name": name, "arguments": ""},
                 });
                 let arguments = json!({"index": index, "function": {"arguments": arguments}});
-                [begun, arguments].map(|call| self.choice(&json!({"tool_calls": [call]}), None)).into()
+                [begun, arguments]
+                    .map(|call| self.choice(&json!({"tool_calls": [call]}), None))
+                    .into()
             }
         }
     }
@@ -119,18 +124,29 @@ impl Writer for ChatWriter {
         message.insert("role".to_owned(), json!("assistant"));
         // as OpenAI has it: an answer that only calls tools says nothing
         let silent = said.text.is_empty() && !said.calls.is_empty();
-        message.insert("content".to_owned(), if silent { Value::Null } else { json!(said.text) });
+        message.insert(
+            "content".to_owned(),
+            if silent {
+                Value::Null
+            } else {
+                json!(said.text)
+            },
+        );
         if !said.reasoning.is_empty() {
             message.insert("reasoning_content".to_owned(), json!(said.reasoning));
         }
         if !said.calls.is_empty() {
-            let calls = said.calls.iter().enumerate().map(|(index, (name, arguments))| {
-                json!({
-                    "id": call_id(&self.id, index),
-                    "type": "function",
-                    "function": {"name": name, "arguments": arguments},
-                })
-            });
+            let calls = said
+                .calls
+                .iter()
+                .enumerate()
+                .map(|(index, (name, arguments))| {
+                    json!({
+                        "id": call_id(&self.id, index),
+                        "type": "function",
+                        "function": {"name": name, "arguments": arguments},
+                    })
+                });
             message.insert("tool_calls".to_owned(), calls.collect());
         }
         json!({
@@ -191,7 +207,10 @@ pub(super) fn shed_from(usage: Usage) -> Map<String, Value> {
         shed.insert("kv_type".to_owned(), json!(usage.kv_type.word()));
     }
     if usage.dropped_tokens > Tokens::ZERO {
-        shed.insert("kv_dropped_tokens".to_owned(), json!(usage.dropped_tokens.get()));
+        shed.insert(
+            "kv_dropped_tokens".to_owned(),
+            json!(usage.dropped_tokens.get()),
+        );
     }
     shed
 }

@@ -7,12 +7,15 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
+    backend::{
+        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
+    },
     fault::Fault,
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
-use crate::{policy::sinks::Sinks, units::Tokens};
+use cotenant_policy::sinks::Sinks;
+use cotenant_units::Tokens;
 
 /// The body of `POST /v1/chat/completions`.
 #[derive(Debug, Deserialize)]
@@ -102,22 +105,34 @@ struct WireStreamOptions {
 impl WireRequest {
     /// Whether the client wants the usage as the last chunk.
     pub(super) fn include_usage(&self) -> bool {
-        self.stream_options.as_ref().and_then(|options| options.include_usage).unwrap_or(false)
+        self.stream_options
+            .as_ref()
+            .and_then(|options| options.include_usage)
+            .unwrap_or(false)
     }
 
     /// Fields that the client set and that are not honoured.
     pub(super) fn ignored(&self) -> Vec<&'static str> {
-        let text_alone = self.modalities.as_ref().is_some_and(|kinds| *kinds == json!(["text"]));
+        let text_alone = self
+            .modalities
+            .as_ref()
+            .is_some_and(|kinds| *kinds == json!(["text"]));
         named([
             ("audio", is_set(self.audio.as_ref())),
             ("function_call", is_set(self.function_call.as_ref())),
             ("functions", is_set(self.functions.as_ref())),
             ("logit_bias", is_set(self.logit_bias.as_ref())),
-            ("modalities", is_set(self.modalities.as_ref()) && !text_alone),
+            (
+                "modalities",
+                is_set(self.modalities.as_ref()) && !text_alone,
+            ),
             ("prediction", is_set(self.prediction.as_ref())),
             ("reasoning_effort", is_set(self.reasoning_effort.as_ref())),
             ("verbosity", is_set(self.verbosity.as_ref())),
-            ("web_search_options", is_set(self.web_search_options.as_ref())),
+            (
+                "web_search_options",
+                is_set(self.web_search_options.as_ref()),
+            ),
         ])
     }
 
@@ -125,12 +140,24 @@ impl WireRequest {
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
-    pub(super) fn into_request(self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
+    pub(super) fn into_request(
+        self,
+        meta: RequestMeta,
+        model: String,
+    ) -> Result<ChatRequest, Fault> {
         if let Some(n) = self.n.filter(|n| n.get() != 1) {
-            return Err(Fault::invalid("n", n, "is not supported: one answer per request"));
+            return Err(Fault::invalid(
+                "n",
+                n,
+                "is not supported: one answer per request",
+            ));
         }
         if self.logprobs == Some(true) {
-            return Err(Fault::invalid("logprobs", true, "is not supported: probabilities are not kept"));
+            return Err(Fault::invalid(
+                "logprobs",
+                true,
+                "is not supported: probabilities are not kept",
+            ));
         }
         refuse_other_forms([
             ("grammar", &self.grammar),
@@ -160,7 +187,10 @@ impl WireRequest {
         let begun = Begun {
             continued: self.continue_final_message,
             prompted: self.add_generation_prompt,
-            prefix: self.messages.last().is_some_and(|message| message.prefix == Some(true)),
+            prefix: self
+                .messages
+                .last()
+                .is_some_and(|message| message.prefix == Some(true)),
         };
         let messages = self
             .messages
@@ -168,7 +198,12 @@ impl WireRequest {
             .enumerate()
             .map(|(index, message)| message.into_message(index))
             .collect::<Result<_, Fault>>()?;
-        let mut conversation = Conversation { messages, tools, variables, ..Conversation::default() };
+        let mut conversation = Conversation {
+            messages,
+            tools,
+            variables,
+            ..Conversation::default()
+        };
         conversation.continues = begun.continues(&conversation, form.as_ref())?;
         let (max_tokens_name, max_tokens) = match self.max_completion_tokens {
             Some(tokens) => ("max_completion_tokens", Some(tokens)),
@@ -208,10 +243,18 @@ struct Begun {
 
 impl Begun {
     /// Whether the last message is continued.
-    fn continues(&self, conversation: &Conversation, form: Option<&AnswerForm>) -> Result<bool, Fault> {
+    fn continues(
+        &self,
+        conversation: &Conversation,
+        form: Option<&AnswerForm>,
+    ) -> Result<bool, Fault> {
         let (field, value) = match (self.continued, self.prompted) {
             (Some(true), Some(true)) => {
-                return Err(Fault::invalid("add_generation_prompt", true, "contradicts `continue_final_message`"));
+                return Err(Fault::invalid(
+                    "add_generation_prompt",
+                    true,
+                    "contradicts `continue_final_message`",
+                ));
             }
             (Some(true), _) => ("continue_final_message", true),
             _ if self.prefix => ("prefix", true),
@@ -219,10 +262,18 @@ impl Begun {
             _ => return Ok(false),
         };
         if !conversation.ends_with_words_of_the_model() {
-            return Err(Fault::invalid(field, value, "needs words of the assistant as the last message"));
+            return Err(Fault::invalid(
+                field,
+                value,
+                "needs words of the assistant as the last message",
+            ));
         }
         match form {
-            Some(_) => Err(Fault::invalid(field, value, "is not supported together with a form of the answer")),
+            Some(_) => Err(Fault::invalid(
+                field,
+                value,
+                "is not supported together with a form of the answer",
+            )),
             None => Ok(true),
         }
     }
@@ -305,7 +356,11 @@ fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
 }
 
 /// Texts that end an answer.
-pub(super) fn stop_texts(field: &str, stop: Option<Value>, most: usize) -> Result<Vec<String>, Fault> {
+pub(super) fn stop_texts(
+    field: &str,
+    stop: Option<Value>,
+    most: usize,
+) -> Result<Vec<String>, Fault> {
     let texts = match stop {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::String(text)) => vec![text],
@@ -316,10 +371,20 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>, most: usize) -> Resul
                 other => Err(Fault::invalid(field, other, "is not a text")),
             })
             .collect::<Result<_, Fault>>()?,
-        Some(other) => return Err(Fault::invalid(field, other, "is neither a text nor a list of texts")),
+        Some(other) => {
+            return Err(Fault::invalid(
+                field,
+                other,
+                "is neither a text nor a list of texts",
+            ));
+        }
     };
     if texts.len() > most {
-        return Err(Fault::invalid(field, format!("{} texts", texts.len()), format!("is above the limit of {most}")));
+        return Err(Fault::invalid(
+            field,
+            format!("{} texts", texts.len()),
+            format!("is above the limit of {most}"),
+        ));
     }
     // an empty text would end every answer before it begins
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
@@ -328,8 +393,13 @@ pub(super) fn stop_texts(field: &str, stop: Option<Value>, most: usize) -> Resul
 /// What stays of a context of which the oldest may be dropped, if it may.
 pub(super) fn sinks(may: bool, field: &str, keep: Option<Whole>) -> Result<Option<Sinks>, Fault> {
     let sinks = keep.map_or(Ok(Sinks::DEFAULT), |number| {
-        Sinks::from_wire(number.get())
-            .ok_or_else(|| Fault::invalid(field, number, "is neither a number of tokens nor -1 for the whole prompt"))
+        Sinks::from_wire(number.get()).ok_or_else(|| {
+            Fault::invalid(
+                field,
+                number,
+                "is neither a number of tokens nor -1 for the whole prompt",
+            )
+        })
     })?;
     Ok(may.then_some(sinks))
 }
@@ -368,13 +438,18 @@ pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'
 }
 
 /// Refuses the fields by which llama.cpp and vLLM ask for a form: without it the answer would be another one.
-pub(super) fn refuse_other_forms<const N: usize>(fields: [(&str, &Option<Value>); N]) -> Result<(), Fault> {
-    let set =
-        fields.into_iter().find_map(|(field, value)| Some((field, value.as_ref().filter(|value| !value.is_null())?)));
+pub(super) fn refuse_other_forms<const N: usize>(
+    fields: [(&str, &Option<Value>); N],
+) -> Result<(), Fault> {
+    let set = fields
+        .into_iter()
+        .find_map(|(field, value)| Some((field, value.as_ref().filter(|value| !value.is_null())?)));
     match set {
         None => Ok(()),
         Some((field, value)) => {
-            let text = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+            let text = value
+                .as_str()
+                .map_or_else(|| value.to_string(), str::to_owned);
             Err(Fault::invalid(
                 field,
                 text,
@@ -395,11 +470,16 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
         Some("json_schema") => {
             let schema = format.pointer_mut("/json_schema/schema").map(Value::take);
             let schema = schema.ok_or_else(|| Fault::invalid(SCHEMA_FIELD, "", "is missing"))?;
-            Ok(Some(AnswerForm::JsonSchema { schema, field: SCHEMA_FIELD }))
+            Ok(Some(AnswerForm::JsonSchema {
+                schema,
+                field: SCHEMA_FIELD,
+            }))
         }
-        Some(other) => {
-            Err(Fault::invalid("response_format.type", other, "is not one of `text`, `json_object`, `json_schema`"))
-        }
+        Some(other) => Err(Fault::invalid(
+            "response_format.type",
+            other,
+            "is not one of `text`, `json_object`, `json_schema`",
+        )),
         None => Err(Fault::invalid("response_format", &format, "has no `type`")),
     }
 }
@@ -422,11 +502,21 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
         let place = || format!("{field}[{index}]");
         match tool.get("type").and_then(Value::as_str) {
             Some("function") => {}
-            _ => return Err(Fault::invalid(&place(), tool, "is not of the type `function`")),
+            _ => {
+                return Err(Fault::invalid(
+                    &place(),
+                    tool,
+                    "is not of the type `function`",
+                ));
+            }
         }
         let name = tool.pointer("/function/name").and_then(Value::as_str);
         if name.is_none_or(str::is_empty) {
-            return Err(Fault::invalid(&format!("{}.function.name", place()), "", "is missing"));
+            return Err(Fault::invalid(
+                &format!("{}.function.name", place()),
+                "",
+                "is missing",
+            ));
         }
         if let Some(parameters) = tool.pointer("/function/parameters")
             && !parameters.is_object()
@@ -465,8 +555,11 @@ impl ToolChoice {
             Value::String(word) if word == "required" => Self::Required(None),
             Value::Object(_) if choice.get("type").and_then(Value::as_str) == Some("function") => {
                 let name = choice.pointer("/function/name").and_then(Value::as_str);
-                let name = name.ok_or_else(|| Fault::invalid("tool_choice", choice, "names no function"))?;
-                let known = |tool: &Value| tool.pointer("/function/name").and_then(Value::as_str) == Some(name);
+                let name =
+                    name.ok_or_else(|| Fault::invalid("tool_choice", choice, "names no function"))?;
+                let known = |tool: &Value| {
+                    tool.pointer("/function/name").and_then(Value::as_str) == Some(name)
+                };
                 if !tools.iter().any(known) {
                     return Err(Fault::invalid("tool_choice", name, "is not one of `tools`"));
                 }
@@ -481,7 +574,11 @@ impl ToolChoice {
             }
         };
         if tools.is_empty() {
-            return Err(Fault::invalid("tool_choice", choice, "needs `tools`, and there are none"));
+            return Err(Fault::invalid(
+                "tool_choice",
+                choice,
+                "needs `tools`, and there are none",
+            ));
         }
         Ok(read)
     }
@@ -500,7 +597,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::http::{
+    use crate::{
         backend::{ChatSampling, SamplingWish},
         body::parse_json,
     };
@@ -515,8 +612,12 @@ mod tests {
     fn what_is_not_honoured_is_named() {
         let ignored = |fields: Value| {
             let mut body = json!({"messages": []});
-            body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
-            parse_json::<WireRequest>(body.to_string().as_bytes()).unwrap().ignored()
+            body.as_object_mut()
+                .unwrap()
+                .extend(fields.as_object().unwrap().clone());
+            parse_json::<WireRequest>(body.to_string().as_bytes())
+                .unwrap()
+                .ignored()
         };
         assert_eq!(
             ignored(
@@ -525,22 +626,33 @@ mod tests {
             ["functions", "modalities", "verbosity"]
         );
         let document = include_str!("../../docs/errors.md");
-        let row = document.lines().find(|line| line.starts_with("| `logit_bias`")).unwrap();
+        let row = document
+            .lines()
+            .find(|line| line.starts_with("| `logit_bias`"))
+            .unwrap();
         let cell = row.split(" | ").next().unwrap();
         let documented: Vec<&str> = cell.split('`').skip(1).step_by(2).collect();
-        let all = documented.iter().map(|name| ((*name).to_owned(), json!({"x": 1}))).collect();
+        let all = documented
+            .iter()
+            .map(|name| ((*name).to_owned(), json!({"x": 1})))
+            .collect();
         let mut expected = documented.clone();
         expected.sort_unstable();
         let mut named = ignored(Value::Object(all));
         named.sort_unstable();
         assert_eq!(named, expected, "docs/errors.md lists what is ignored");
-        assert!(ignored(json!({"top_k": 5, "modalities": ["text"], "functions": [], "audio": null})).is_empty());
+        assert!(
+            ignored(json!({"top_k": 5, "modalities": ["text"], "functions": [], "audio": null}))
+                .is_empty()
+        );
     }
 
     #[test]
     fn a_context_loses_its_oldest_only_where_that_is_asked_for() {
         let sinks = |more: &str| {
-            let body = format!(r#"{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]{more}}}"#);
+            let body = format!(
+                r#"{{"model": "m", "messages": [{{"role": "user", "content": "hi"}}]{more}}}"#
+            );
             request(&body).map(|request| request.sinks)
         };
         for (more, expected) in [
@@ -548,12 +660,22 @@ mod tests {
             (r#", "n_keep": 5"#, None),
             (r#", "context_shift": false, "n_keep": 5"#, None),
             (r#", "context_shift": true"#, Some(Sinks::DEFAULT)),
-            (r#", "context_shift": true, "n_keep": 5"#, Some(Sinks::Tokens(Tokens::new(5)))),
-            (r#", "context_shift": true, "n_keep": -1"#, Some(Sinks::Prompt)),
+            (
+                r#", "context_shift": true, "n_keep": 5"#,
+                Some(Sinks::Tokens(Tokens::new(5))),
+            ),
+            (
+                r#", "context_shift": true, "n_keep": -1"#,
+                Some(Sinks::Prompt),
+            ),
         ] {
             assert_eq!(sinks(more), Ok(expected), "{more}");
         }
-        assert!(sinks(r#", "n_keep": -2"#).unwrap_err().starts_with("n_keep"));
+        assert!(
+            sinks(r#", "n_keep": -2"#)
+                .unwrap_err()
+                .starts_with("n_keep")
+        );
     }
 
     #[test]
@@ -572,10 +694,14 @@ mod tests {
             ChatRequest {
                 model: "m".to_owned(),
                 prompt: Prompt::Chat(
-                    [(Role::System, "be brief"), (Role::User, "turn on it"), (Role::Assistant, "")]
-                        .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
-                        .to_vec()
-                        .into()
+                    [
+                        (Role::System, "be brief"),
+                        (Role::User, "turn on it"),
+                        (Role::Assistant, "")
+                    ]
+                    .map(|(role, content)| ChatMessage::new(role, content.to_owned()))
+                    .to_vec()
+                    .into()
                 ),
                 max_tokens: Some(Tokens::new(7)),
                 sampling: ChatSampling {
@@ -585,7 +711,10 @@ mod tests {
                         seed: Some(u64::MAX - 1),
                         ..SamplingWish::NONE
                     },
-                    defaults: SamplingWish { temperature: Some(1.0), ..SamplingWish::NONE },
+                    defaults: SamplingWish {
+                        temperature: Some(1.0),
+                        ..SamplingWish::NONE
+                    },
                 },
                 stop: vec!["\n".to_owned()],
                 ..ChatRequest::default()
@@ -596,7 +725,8 @@ mod tests {
     #[test]
     fn an_answer_that_was_begun_is_continued_where_that_is_asked_for() {
         let continues = |last: &str, more: &str| {
-            let body = format!(r#"{{"messages": [{{"role": "user", "content": "hi"}}, {last}]{more}}}"#);
+            let body =
+                format!(r#"{{"messages": [{{"role": "user", "content": "hi"}}, {last}]{more}}}"#);
             request(&body).map(|request| match request.prompt {
                 Prompt::Chat(conversation) => conversation.continues,
                 other => panic!("{other:?}"),
@@ -607,10 +737,22 @@ mod tests {
             (begun, "", Ok(false)),
             (begun, r#", "add_generation_prompt": true"#, Ok(false)),
             (begun, r#", "continue_final_message": true"#, Ok(true)),
-            (begun, r#", "continue_final_message": true, "add_generation_prompt": false"#, Ok(true)),
+            (
+                begun,
+                r#", "continue_final_message": true, "add_generation_prompt": false"#,
+                Ok(true),
+            ),
             (begun, r#", "add_generation_prompt": false"#, Ok(true)),
-            (r#"{"role": "assistant", "content": "I am", "prefix": true}"#, "", Ok(true)),
-            (begun, r#", "continue_final_message": true, "add_generation_prompt": true"#, Err("add_generation_prompt")),
+            (
+                r#"{"role": "assistant", "content": "I am", "prefix": true}"#,
+                "",
+                Ok(true),
+            ),
+            (
+                begun,
+                r#", "continue_final_message": true, "add_generation_prompt": true"#,
+                Err("add_generation_prompt"),
+            ),
             (
                 r#"{"role": "user", "content": "so?"}"#,
                 r#", "continue_final_message": true"#,
@@ -681,25 +823,58 @@ mod tests {
         assert_eq!(called.reasoning.as_deref(), Some("hm"));
         assert_eq!(
             called.tool_calls,
-            [ToolCall { id: "call_1".to_owned(), name: "f".to_owned(), arguments: r#"{"a": 1}"#.to_owned() }]
+            [ToolCall {
+                id: "call_1".to_owned(),
+                name: "f".to_owned(),
+                arguments: r#"{"a": 1}"#.to_owned()
+            }]
         );
         let outcome = read.prompt.messages().get(1).unwrap();
-        assert_eq!((outcome.role, outcome.tool_call_id.as_deref()), (Role::Tool, Some("call_1")));
+        assert_eq!(
+            (outcome.role, outcome.tool_call_id.as_deref()),
+            (Role::Tool, Some("call_1"))
+        );
         assert_eq!(read.form, Some(AnswerForm::ToolCall { name: None }));
-        let Prompt::Chat(conversation) = &read.prompt else { panic!("{read:?}") };
-        assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
+        let Prompt::Chat(conversation) = &read.prompt else {
+            panic!("{read:?}")
+        };
+        assert_eq!(
+            conversation.variables.get("enable_thinking"),
+            Some(&json!(false))
+        );
         let sampling = read.sampling.asked;
-        assert_eq!((sampling.frequency_penalty, sampling.presence_penalty), (Some(-1.0), Some(0.5)));
+        assert_eq!(
+            (sampling.frequency_penalty, sampling.presence_penalty),
+            (Some(-1.0), Some(0.5))
+        );
 
         let user = r#""messages": [{"role": "user", "content": "hi"}]"#;
-        let form = |format: &str| request(&format!(r#"{{{user}, "response_format": {format}}}"#)).unwrap().form;
+        let form = |format: &str| {
+            request(&format!(r#"{{{user}, "response_format": {format}}}"#))
+                .unwrap()
+                .form
+        };
         assert_eq!(form(r#"{"type": "text"}"#), None);
         assert_eq!(form("null"), None);
-        assert_eq!(form(r#"{"type": "json_object"}"#), Some(AnswerForm::JsonObject));
-        let schema = form(r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}"#);
-        assert!(matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
-        let tools = r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
-        assert_eq!(request(&format!("{{{user}, {tools}}}")).unwrap().prompt.tools(), &[] as &[Value]);
+        assert_eq!(
+            form(r#"{"type": "json_object"}"#),
+            Some(AnswerForm::JsonObject)
+        );
+        let schema = form(
+            r#"{"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}"#,
+        );
+        assert!(
+            matches!(schema, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"}))
+        );
+        let tools =
+            r#""tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none""#;
+        assert_eq!(
+            request(&format!("{{{user}, {tools}}}"))
+                .unwrap()
+                .prompt
+                .tools(),
+            &[] as &[Value]
+        );
     }
 
     #[test]
@@ -715,7 +890,10 @@ mod tests {
         ] {
             let body = json!({"messages": [{"role": "user", "content": "x"}], field: value});
             let error = request(&body.to_string()).unwrap_err();
-            assert!(error.starts_with(field) && error.contains("response_format"), "{error}");
+            assert!(
+                error.starts_with(field) && error.contains("response_format"),
+                "{error}"
+            );
         }
         let unset = json!({"messages": [{"role": "user", "content": "x"}], "grammar": null});
         assert!(request(&unset.to_string()).is_ok());

@@ -34,7 +34,10 @@ pub(super) async fn completions(
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, wire.model.as_deref())?;
     let ignored = ignored_header(&wire.ignored());
-    let include_usage = wire.stream_options.as_ref().and_then(|options| options.include_usage);
+    let include_usage = wire
+        .stream_options
+        .as_ref()
+        .and_then(|options| options.include_usage);
     let (request, echo) = wire.into_request(meta, model.clone())?;
     let writer = CompletionWriter {
         id: api.fresh_id("cmpl-"),
@@ -44,7 +47,9 @@ pub(super) async fn completions(
         include_usage: include_usage == Some(true),
         echo,
     };
-    let answered = answer(api, request, writer, began).await.input_named("prompt")?;
+    let answered = answer(api, request, writer, began)
+        .await
+        .input_named("prompt")?;
     Ok((ignored, answered).into_response())
 }
 
@@ -100,17 +105,33 @@ impl WireRequest {
     }
 
     /// The request in plain values, and the text that goes before the answer.
-    fn into_request(self, meta: RequestMeta, model: String) -> Result<(ChatRequest, String), Fault> {
+    fn into_request(
+        self,
+        meta: RequestMeta,
+        model: String,
+    ) -> Result<(ChatRequest, String), Fault> {
         for (field, number) in [("n", self.n), ("best_of", self.best_of)] {
             if let Some(number) = number.filter(|number| number.get() != 1) {
-                return Err(Fault::invalid(field, number, "is not supported: one answer per request"));
+                return Err(Fault::invalid(
+                    field,
+                    number,
+                    "is not supported: one answer per request",
+                ));
             }
         }
         if let Some(number) = self.logprobs {
-            return Err(Fault::invalid("logprobs", number, "is not supported: probabilities are not kept"));
+            return Err(Fault::invalid(
+                "logprobs",
+                number,
+                "is not supported: probabilities are not kept",
+            ));
         }
         if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
-            return Err(Fault::invalid("suffix", suffix, "is not supported: text is only added at the end"));
+            return Err(Fault::invalid(
+                "suffix",
+                suffix,
+                "is not supported: text is only added at the end",
+            ));
         }
         refuse_other_forms([
             ("grammar", &self.grammar),
@@ -125,7 +146,11 @@ impl WireRequest {
         let echo = match (self.echo, &prompt) {
             (Some(true), Prompt::Text(text)) => text.clone(),
             (Some(true), _) => {
-                return Err(Fault::invalid("echo", true, "is not supported for a prompt of tokens"));
+                return Err(Fault::invalid(
+                    "echo",
+                    true,
+                    "is not supported for a prompt of tokens",
+                ));
             }
             _ => String::new(),
         };
@@ -164,7 +189,9 @@ fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
                 let number = Whole::of(&token).and_then(Whole::to);
                 number.ok_or_else(|| Fault::invalid("prompt", token, "is not a token"))
             };
-            Ok(Prompt::Tokens(list.into_iter().map(token).collect::<Result<_, Fault>>()?))
+            Ok(Prompt::Tokens(
+                list.into_iter().map(token).collect::<Result<_, Fault>>()?,
+            ))
         }
         Value::Array(list) if list.len() > 1 => Err(Fault::invalid(
             "prompt",
@@ -173,10 +200,20 @@ fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
         )),
         Value::Array(list) => match list.into_iter().next() {
             Some(prompt @ Value::String(_)) => one_prompt(prompt),
-            Some(Value::Array(tokens)) if tokens.iter().all(Value::is_number) => one_prompt(Value::Array(tokens)),
-            other => Err(Fault::invalid("prompt", other.unwrap_or_default(), "is neither a text nor a list of tokens")),
+            Some(Value::Array(tokens)) if tokens.iter().all(Value::is_number) => {
+                one_prompt(Value::Array(tokens))
+            }
+            other => Err(Fault::invalid(
+                "prompt",
+                other.unwrap_or_default(),
+                "is neither a text nor a list of tokens",
+            )),
         },
-        other => Err(Fault::invalid("prompt", other, "is neither a text nor a list of tokens")),
+        other => Err(Fault::invalid(
+            "prompt",
+            other,
+            "is neither a text nor a list of tokens",
+        )),
     }
 }
 

@@ -9,7 +9,7 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use crate::policy::refusal::Refusal;
+use cotenant_policy::refusal::Refusal;
 
 /// A failure as clients of OpenAI's API expect it.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -24,7 +24,11 @@ pub(super) struct Fault {
 
 impl Fault {
     /// The request itself is wrong: 400, never to be repeated as it is.
-    pub(super) fn invalid(field: &str, value: impl std::fmt::Display, problem: impl Into<String>) -> Self {
+    pub(super) fn invalid(
+        field: &str,
+        value: impl std::fmt::Display,
+        problem: impl Into<String>,
+    ) -> Self {
         Self::from(Refusal::Invalid {
             field: field.to_owned(),
             value: shortened(&value.to_string()),
@@ -33,8 +37,19 @@ impl Fault {
     }
 
     /// A failure of the request that is no [`Refusal`]: the transport or the encoding is at fault.
-    pub(super) fn request(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
-        Self { status, kind: INVALID_REQUEST, code, param: None, message: message.into(), retry_after: None }
+    pub(super) fn request(
+        status: StatusCode,
+        code: &'static str,
+        message: impl Into<String>,
+    ) -> Self {
+        Self {
+            status,
+            kind: INVALID_REQUEST,
+            code,
+            param: None,
+            message: message.into(),
+            retry_after: None,
+        }
     }
 
     /// Names the parameter at fault.
@@ -91,7 +106,10 @@ impl Fault {
         let millis = u64::try_from(wait.as_millis()).unwrap_or(u64::MAX);
         headers.insert(SHOULD_RETRY, HeaderValue::from_static("true"));
         headers.insert(RETRY_AFTER_MS, HeaderValue::from(millis));
-        headers.insert(header::RETRY_AFTER, HeaderValue::from(millis.div_ceil(1000)));
+        headers.insert(
+            header::RETRY_AFTER,
+            HeaderValue::from(millis.div_ceil(1000)),
+        );
         headers
     }
 }
@@ -120,40 +138,103 @@ impl From<Refusal> for Fault {
     /// The table: what each situation is over HTTP.
     fn from(refusal: Refusal) -> Self {
         let (status, kind, code, param) = match &refusal {
-            Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
-                (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "memory_pressure", None)
-            }
-            Refusal::ContextLengthExceeded { .. } => {
-                (StatusCode::BAD_REQUEST, INVALID_REQUEST, "context_length_exceeded", Some(CONVERSATION.to_owned()))
-            }
-            Refusal::KvReclaimed { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "kv_reclaimed", None),
-            Refusal::QuotaExceeded { .. } => {
-                (StatusCode::TOO_MANY_REQUESTS, "rate_limit_error", "rate_limit_exceeded", None)
-            }
-            Refusal::Draining { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "draining", None),
-            Refusal::Starting { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "starting", None),
-            Refusal::EngineLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "engine_lost", None),
+            Refusal::InsufficientMemory { .. }
+            | Refusal::PressureHigh { .. }
+            | Refusal::KvCapacityShed { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "memory_pressure",
+                None,
+            ),
+            Refusal::ContextLengthExceeded { .. } => (
+                StatusCode::BAD_REQUEST,
+                INVALID_REQUEST,
+                "context_length_exceeded",
+                Some(CONVERSATION.to_owned()),
+            ),
+            Refusal::KvReclaimed { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "kv_reclaimed",
+                None,
+            ),
+            Refusal::QuotaExceeded { .. } => (
+                StatusCode::TOO_MANY_REQUESTS,
+                "rate_limit_error",
+                "rate_limit_exceeded",
+                None,
+            ),
+            Refusal::Draining { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "draining",
+                None,
+            ),
+            Refusal::Starting { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "starting",
+                None,
+            ),
+            Refusal::EngineLost { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "engine_lost",
+                None,
+            ),
             // No 503, which every client and proxy takes for temporary.
-            Refusal::ModelFailed { .. } => (StatusCode::INTERNAL_SERVER_ERROR, SERVER_ERROR, "model_failed", None),
-            Refusal::WorkerLost { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "worker_lost", None),
-            Refusal::DeadlineUnreachable { .. } => {
-                (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "deadline_unreachable", None)
-            }
-            Refusal::Invalid { field, .. } => {
-                (StatusCode::BAD_REQUEST, INVALID_REQUEST, "invalid_value", Some(field.clone()))
-            }
-            Refusal::UnknownModel { .. } => {
-                (StatusCode::NOT_FOUND, INVALID_REQUEST, "model_not_found", Some("model".to_owned()))
-            }
-            Refusal::Stopped { .. } => (StatusCode::SERVICE_UNAVAILABLE, SERVER_ERROR, "stopped", None),
-            Refusal::NotConfigured { .. } => (StatusCode::NOT_FOUND, INVALID_REQUEST, "not_configured", None),
+            Refusal::ModelFailed { .. } => (
+                StatusCode::INTERNAL_SERVER_ERROR,
+                SERVER_ERROR,
+                "model_failed",
+                None,
+            ),
+            Refusal::WorkerLost { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "worker_lost",
+                None,
+            ),
+            Refusal::DeadlineUnreachable { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "deadline_unreachable",
+                None,
+            ),
+            Refusal::Invalid { field, .. } => (
+                StatusCode::BAD_REQUEST,
+                INVALID_REQUEST,
+                "invalid_value",
+                Some(field.clone()),
+            ),
+            Refusal::UnknownModel { .. } => (
+                StatusCode::NOT_FOUND,
+                INVALID_REQUEST,
+                "model_not_found",
+                Some("model".to_owned()),
+            ),
+            Refusal::Stopped { .. } => (
+                StatusCode::SERVICE_UNAVAILABLE,
+                SERVER_ERROR,
+                "stopped",
+                None,
+            ),
+            Refusal::NotConfigured { .. } => (
+                StatusCode::NOT_FOUND,
+                INVALID_REQUEST,
+                "not_configured",
+                None,
+            ),
         };
         Self {
             status,
             kind,
             code,
             param,
-            message: refusal.hint().map_or_else(|| refusal.to_string(), |hint| format!("{refusal} (hint: {hint})")),
+            message: refusal.hint().map_or_else(
+                || refusal.to_string(),
+                |hint| format!("{refusal} (hint: {hint})"),
+            ),
             retry_after: refusal.retry_after(),
         }
     }
@@ -198,10 +279,16 @@ mod tests {
 
     #[test]
     fn a_wait_is_never_zero_and_never_so_long_that_clients_give_up() {
-        for (wait, millis, seconds) in
-            [(0, "1", "1"), (999, "999", "1"), (1001, "1001", "2"), (900_000, "120000", "120")]
-        {
-            let fault = Fault::from(Refusal::Draining { act: String::new(), retry_after: Duration::from_millis(wait) });
+        for (wait, millis, seconds) in [
+            (0, "1", "1"),
+            (999, "999", "1"),
+            (1001, "1001", "2"),
+            (900_000, "120000", "120"),
+        ] {
+            let fault = Fault::from(Refusal::Draining {
+                act: String::new(),
+                retry_after: Duration::from_millis(wait),
+            });
             let headers = fault.retry_headers();
             assert_eq!(headers.get("retry-after-ms").unwrap(), millis);
             assert_eq!(headers.get("retry-after").unwrap(), seconds);

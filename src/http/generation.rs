@@ -8,7 +8,7 @@ use super::{
     api::Api,
     backend::{AnswerPart, ChatEvent, ChatStream, FinishReason, Usage},
 };
-use crate::policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
 /// One generation: its events, measured, in an order that writers rely on.
 ///
@@ -23,13 +23,20 @@ pub(super) struct Generation {
 
 impl Generation {
     pub(super) fn new(events: ChatStream, began: Instant, api: &Api) -> Self {
-        Self { events, usage: Usage::default(), any_text: false, api: api.clone(), began }
+        Self {
+            events,
+            usage: Usage::default(),
+            any_text: false,
+            api: api.clone(),
+            began,
+        }
     }
 
     pub(super) async fn next(&mut self) -> ChatEvent {
         loop {
             match self.events.next().await {
-                Some(ChatEvent::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text))) if text.is_empty() => {}
+                Some(ChatEvent::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)))
+                    if text.is_empty() => {}
                 Some(event) => return self.observed(event),
                 None => {
                     return ChatEvent::Failed(Refusal::EngineLost {
@@ -44,7 +51,10 @@ impl Generation {
     fn observed(&mut self, event: ChatEvent) -> ChatEvent {
         let status = &self.api.backends().status;
         match event {
-            ChatEvent::Started { prompt_tokens, cached_tokens } => {
+            ChatEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
                 self.usage.prompt_tokens = prompt_tokens;
                 self.usage.cached_tokens = cached_tokens;
             }
@@ -60,7 +70,10 @@ impl Generation {
             ChatEvent::Failed(Refusal::KvReclaimed { generated, .. }) if self.any_text => {
                 self.usage.completion_tokens = generated;
                 status.tokens(self.usage);
-                ChatEvent::Finished { reason: FinishReason::Length, usage: self.usage }
+                ChatEvent::Finished {
+                    reason: FinishReason::Length,
+                    usage: self.usage,
+                }
             }
             event => event,
         }
@@ -92,13 +105,16 @@ impl Said {
 }
 
 /// All of an answer.
-pub(super) async fn collected(mut generation: Generation) -> Result<(Said, FinishReason, Usage), Refusal> {
+pub(super) async fn collected(
+    mut generation: Generation,
+) -> Result<(Said, FinishReason, Usage), Refusal> {
     let mut said = Said::default();
     loop {
         match generation.next().await {
             ChatEvent::Started { .. } => {}
             ChatEvent::Part(part) => {
-                said.first_after.get_or_insert_with(|| generation.began.elapsed());
+                said.first_after
+                    .get_or_insert_with(|| generation.began.elapsed());
                 said.push(part);
             }
             ChatEvent::Context(tokens) => said.context = Some(tokens),

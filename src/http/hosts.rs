@@ -37,8 +37,13 @@ pub(super) fn check(
 ) -> Result<(), Fault> {
     let hosts = headers.get_all(header::HOST).iter().count();
     if hosts > 1 || (hosts == 0 && version == Version::HTTP_11) {
-        let message = format!("cannot serve a request with {hosts} `Host` headers: HTTP/1.1 demands one");
-        return Err(Fault::request(StatusCode::BAD_REQUEST, "invalid_host", message));
+        let message =
+            format!("cannot serve a request with {hosts} `Host` headers: HTTP/1.1 demands one");
+        return Err(Fault::request(
+            StatusCode::BAD_REQUEST,
+            "invalid_host",
+            message,
+        ));
     }
     if reach == Reach::Socket {
         return Ok(());
@@ -58,15 +63,24 @@ pub(super) fn check(
                 format!(
                     "not served under the host name `{}` (hint: list it in `http.allowed_hosts`, or use {})",
                     shortened(host),
-                    if reach == Reach::Network { "the address of this machine" } else { "`localhost`" }
+                    if reach == Reach::Network {
+                        "the address of this machine"
+                    } else {
+                        "`localhost`"
+                    }
                 ),
             ));
         }
     }
     for origin in values(header::ORIGIN) {
         let origin = String::from_utf8_lossy(origin.as_bytes());
-        let authority = origin.split_once("://").map_or("", |(_, authority)| authority);
-        let same = reach == Reach::Network && named.iter().any(|host| host.eq_ignore_ascii_case(authority));
+        let authority = origin
+            .split_once("://")
+            .map_or("", |(_, authority)| authority);
+        let same = reach == Reach::Network
+            && named
+                .iter()
+                .any(|host| host.eq_ignore_ascii_case(authority));
         if !same && !name_of(authority).is_some_and(|name| is_ours(&name, allowed)) {
             return Err(Fault::request(
                 StatusCode::FORBIDDEN,
@@ -90,14 +104,20 @@ pub(super) fn check(
 pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
     headers.get(header::ACCESS_CONTROL_REQUEST_METHOD)?;
     let mut answer = HeaderMap::new();
-    answer.insert(header::ACCESS_CONTROL_ALLOW_METHODS, HeaderValue::from_static("GET, HEAD, POST"));
+    answer.insert(
+        header::ACCESS_CONTROL_ALLOW_METHODS,
+        HeaderValue::from_static("GET, HEAD, POST"),
+    );
     if let Some(names) = headers.get(header::ACCESS_CONTROL_REQUEST_HEADERS) {
         answer.insert(header::ACCESS_CONTROL_ALLOW_HEADERS, names.clone());
     }
     if headers.contains_key(REQUEST_PRIVATE_NETWORK) {
         answer.insert(ALLOW_PRIVATE_NETWORK, HeaderValue::from_static("true"));
     }
-    answer.insert(header::ACCESS_CONTROL_MAX_AGE, HeaderValue::from_static("600"));
+    answer.insert(
+        header::ACCESS_CONTROL_MAX_AGE,
+        HeaderValue::from_static("600"),
+    );
     Some((StatusCode::NO_CONTENT, answer).into_response())
 }
 
@@ -105,14 +125,19 @@ pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
 pub(super) fn readable_by(origin: &HeaderValue, response: &mut Response) {
     let headers = response.headers_mut();
     headers.insert(header::ACCESS_CONTROL_ALLOW_ORIGIN, origin.clone());
-    headers.insert(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("*"));
+    headers.insert(
+        header::ACCESS_CONTROL_EXPOSE_HEADERS,
+        HeaderValue::from_static("*"),
+    );
     headers.append(header::VARY, HeaderValue::from_static("origin"));
 }
 
 /// The host of `host:port`, in lower case and without a dot at its end.
 fn name_of(authority: &str) -> Option<String> {
     let authority = Authority::try_from(authority).ok()?;
-    let host = bare(authority.host()).trim_end_matches('.').to_ascii_lowercase();
+    let host = bare(authority.host())
+        .trim_end_matches('.')
+        .to_ascii_lowercase();
     (!host.is_empty()).then_some(host)
 }
 
@@ -127,15 +152,22 @@ fn is_ours(name: &str, allowed: &[String]) -> bool {
         || name.ends_with(".localhost")
         || own_names().iter().any(|own| own == name)
         || address(name).is_some_and(|address| address.to_canonical().is_loopback())
-        || allowed.iter().any(|allowed| bare(allowed).eq_ignore_ascii_case(name))
+        || allowed
+            .iter()
+            .any(|allowed| bare(allowed).eq_ignore_ascii_case(name))
 }
 
 /// The names of this machine: as it calls itself, and as others find it by multicast DNS.
 fn own_names() -> &'static [String] {
     static NAMES: OnceLock<Vec<String>> = OnceLock::new();
     NAMES.get_or_init(|| {
-        let name = nix::unistd::gethostname().ok().and_then(|name| name.into_string().ok());
-        let Some(name) = name.map(|name| name.to_ascii_lowercase()).filter(|name| !name.is_empty()) else {
+        let name = nix::unistd::gethostname()
+            .ok()
+            .and_then(|name| name.into_string().ok());
+        let Some(name) = name
+            .map(|name| name.to_ascii_lowercase())
+            .filter(|name| !name.is_empty())
+        else {
             return Vec::new();
         };
         let first = name.split('.').next().unwrap_or_default().to_owned();
@@ -148,8 +180,10 @@ fn address(name: &str) -> Option<IpAddr> {
 }
 
 /// Sent by Chrome for a page of a public site.
-const REQUEST_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-request-private-network");
-const ALLOW_PRIVATE_NETWORK: HeaderName = HeaderName::from_static("access-control-allow-private-network");
+const REQUEST_PRIVATE_NETWORK: HeaderName =
+    HeaderName::from_static("access-control-request-private-network");
+const ALLOW_PRIVATE_NETWORK: HeaderName =
+    HeaderName::from_static("access-control-allow-private-network");
 
 #[cfg(test)]
 mod tests {
@@ -163,9 +197,19 @@ mod tests {
             }
         }
         let allowed: Vec<String> = allowed.iter().map(|&name| name.to_owned()).collect();
-        let version = if host.is_empty() { Version::HTTP_10 } else { Version::HTTP_11 };
-        check(reach, version, &Uri::from_static("/v1/models"), &headers, &allowed)
-            .map_or_else(|fault| fault.status().as_u16(), |()| 200)
+        let version = if host.is_empty() {
+            Version::HTTP_10
+        } else {
+            Version::HTTP_11
+        };
+        check(
+            reach,
+            version,
+            &Uri::from_static("/v1/models"),
+            &headers,
+            &allowed,
+        )
+        .map_or_else(|fault| fault.status().as_u16(), |()| 200)
     }
 
     #[test]
@@ -212,28 +256,79 @@ mod tests {
             ("null", 403),
             ("http://", 403),
         ] {
-            assert_eq!(checked(Reach::Loopback, "localhost:8410", origin, &["box.lan"]), status, "{origin}");
+            assert_eq!(
+                checked(Reach::Loopback, "localhost:8410", origin, &["box.lan"]),
+                status,
+                "{origin}"
+            );
         }
-        assert_eq!(checked(Reach::Network, "192.168.1.7:8410", "http://192.168.1.7:8410", &[]), 200);
-        assert_eq!(checked(Reach::Network, "192.168.1.7:8410", "http://192.168.1.7:9000", &[]), 403);
+        assert_eq!(
+            checked(
+                Reach::Network,
+                "192.168.1.7:8410",
+                "http://192.168.1.7:8410",
+                &[]
+            ),
+            200
+        );
+        assert_eq!(
+            checked(
+                Reach::Network,
+                "192.168.1.7:8410",
+                "http://192.168.1.7:9000",
+                &[]
+            ),
+            403
+        );
     }
 
     #[test]
     fn a_listener_for_others_has_addresses_its_own_names_and_configured_ones() {
         let own = own_names();
         assert!(own.iter().any(|name| name.ends_with(".local")), "{own:?}");
-        for name in own.iter().map(String::as_str).chain(["192.168.1.7:8410", "[fe80::1]:8410", "localhost", "box.lan"])
-        {
-            assert_eq!(checked(Reach::Network, name, "", &["box.lan"]), 200, "{name}");
-            assert_eq!(checked(Reach::Network, name, &format!("http://{name}"), &["box.lan"]), 200, "{name}");
+        for name in own.iter().map(String::as_str).chain([
+            "192.168.1.7:8410",
+            "[fe80::1]:8410",
+            "localhost",
+            "box.lan",
+        ]) {
+            assert_eq!(
+                checked(Reach::Network, name, "", &["box.lan"]),
+                200,
+                "{name}"
+            );
+            assert_eq!(
+                checked(
+                    Reach::Network,
+                    name,
+                    &format!("http://{name}"),
+                    &["box.lan"]
+                ),
+                200,
+                "{name}"
+            );
         }
         for name in ["evil.example", "192.168.1.7.evil.example", "a b"] {
             assert_eq!(checked(Reach::Network, name, "", &[]), 421, "{name}");
-            assert_eq!(checked(Reach::Network, name, "", &["box.lan"]), 421, "{name}");
-            assert_eq!(checked(Reach::Network, name, &format!("http://{name}"), &[]), 421, "{name}");
+            assert_eq!(
+                checked(Reach::Network, name, "", &["box.lan"]),
+                421,
+                "{name}"
+            );
+            assert_eq!(
+                checked(Reach::Network, name, &format!("http://{name}"), &[]),
+                421,
+                "{name}"
+            );
         }
-        assert_eq!(checked(Reach::Network, "192.168.1.7", "https://evil.example", &[]), 403);
-        assert_eq!(checked(Reach::Socket, "anything", "https://evil.example", &[]), 200);
+        assert_eq!(
+            checked(Reach::Network, "192.168.1.7", "https://evil.example", &[]),
+            403
+        );
+        assert_eq!(
+            checked(Reach::Socket, "anything", "https://evil.example", &[]),
+            200
+        );
     }
 
     #[test]
@@ -243,7 +338,13 @@ mod tests {
             for host in hosts {
                 headers.append(header::HOST, HeaderValue::from_static(host));
             }
-            let checked = check(Reach::Socket, version, &Uri::from_static("/health"), &headers, &[]);
+            let checked = check(
+                Reach::Socket,
+                version,
+                &Uri::from_static("/health"),
+                &headers,
+                &[],
+            );
             checked.map_or_else(|fault| fault.status().as_u16(), |()| 200)
         };
         assert_eq!(of(Version::HTTP_11, &[]), 400);

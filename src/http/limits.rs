@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Limits of the HTTP APIs.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -9,11 +9,9 @@ use std::{
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{access::Client, fault::Fault};
-use crate::{
-    heap,
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    units::Bytes,
-};
+use cotenant_memory::heap;
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_units::Bytes;
 
 /// A client, as far as clients can be distinguished.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -70,20 +68,34 @@ pub(super) enum Short {
 
 impl Quota {
     pub(super) fn new(all: usize, share: usize) -> Self {
-        Self { all: Arc::new(Semaphore::new(all)), share, taken: Arc::default() }
+        Self {
+            all: Arc::new(Semaphore::new(all)),
+            share,
+            taken: Arc::default(),
+        }
     }
 
     /// Takes units for a client, if there are as many for it.
     pub(super) fn take(&self, who: &Who, units: usize) -> Result<Share, Short> {
         let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
-        let has = taken.get(who).copied().unwrap_or_default().saturating_add(units);
+        let has = taken
+            .get(who)
+            .copied()
+            .unwrap_or_default()
+            .saturating_add(units);
         if has > self.share {
             return Err(Short::OfShare);
         }
         let permits = u32::try_from(units).map_err(|_beyond_any| Short::OfAll)?;
-        let permit = Arc::clone(&self.all).try_acquire_many_owned(permits).map_err(|_full| Short::OfAll)?;
+        let permit = Arc::clone(&self.all)
+            .try_acquire_many_owned(permits)
+            .map_err(|_full| Short::OfAll)?;
         taken.insert(who.clone(), has);
-        Ok(Share { quota: self.clone(), who: who.clone(), permit })
+        Ok(Share {
+            quota: self.clone(),
+            who: who.clone(),
+            permit,
+        })
     }
 }
 
@@ -144,7 +156,12 @@ pub(super) struct Pool {
 impl Pool {
     /// So much memory, of which one client may have `share`.
     pub(super) fn new(max: Bytes, share: Bytes, what: &'static str) -> Self {
-        Self { quota: Quota::new(kib_of(max), kib_of(share)), max, share, what }
+        Self {
+            quota: Quota::new(kib_of(max), kib_of(share)),
+            max,
+            share,
+            what,
+        }
     }
 
     /// Sets memory aside, as long as the returned value lives.
@@ -152,8 +169,14 @@ impl Pool {
     /// # Errors
     /// 429 when there is no room for it now.
     pub(super) fn hold(&self, act: &str, who: &Who, bytes: Bytes) -> Result<Held, Fault> {
-        let share = self.quota.take(who, kib_of(bytes)).map_err(|short| self.short(act, short))?;
-        Ok(Held { share, pool: self.clone() })
+        let share = self
+            .quota
+            .take(who, kib_of(bytes))
+            .map_err(|short| self.short(act, short))?;
+        Ok(Held {
+            share,
+            pool: self.clone(),
+        })
     }
 
     /// The refusal where there is no room.
@@ -189,7 +212,9 @@ impl Held {
     pub(super) fn resize(&mut self, act: &str, bytes: Bytes) -> Result<(), Fault> {
         let before = self.share.units();
         let wanted = kib_of(bytes);
-        self.share.resize(wanted).map_err(|short| self.pool.short(act, short))?;
+        self.share
+            .resize(wanted)
+            .map_err(|short| self.pool.short(act, short))?;
         heap::freed(kib(before.saturating_sub(wanted)));
         Ok(())
     }
@@ -211,7 +236,10 @@ pub(super) struct RequestMemory {
 impl RequestMemory {
     /// Nothing yet, for a request of this client.
     pub(super) fn of(who: Who) -> Self {
-        Self { who, held: Arc::default() }
+        Self {
+            who,
+            held: Arc::default(),
+        }
     }
 
     /// Nothing yet, for something else of the same client.

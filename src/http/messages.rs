@@ -66,11 +66,15 @@ pub(super) async fn count_tokens(
 /// Refuses versions of the API that are not known. They differ in what they refuse: the newer one has no `temperature`,
 /// `top_p` and `top_k`, which are taken from clients of both.
 fn check_version(headers: &HeaderMap) -> Result<(), Fault> {
-    let version = headers.get(VERSION_HEADER).map(|value| String::from_utf8_lossy(value.as_bytes()));
+    let version = headers
+        .get(VERSION_HEADER)
+        .map(|value| String::from_utf8_lossy(value.as_bytes()));
     match version {
-        Some(version) if !VERSIONS.contains(&version.as_ref()) => {
-            Err(Fault::invalid(VERSION_HEADER.as_str(), version, format!("is not one of `{}`", VERSIONS.join("`, `"))))
-        }
+        Some(version) if !VERSIONS.contains(&version.as_ref()) => Err(Fault::invalid(
+            VERSION_HEADER.as_str(),
+            version,
+            format!("is not one of `{}`", VERSIONS.join("`, `")),
+        )),
         _ => Ok(()),
     }
 }
@@ -143,7 +147,8 @@ struct MessageWriter {
 
 impl MessageWriter {
     fn message(&self, content: &Value, ended: Option<FinishReason>, usage: Usage) -> Value {
-        let (reason, sequence) = ended.map_or((Value::Null, Value::Null), |reason| self.reason(reason));
+        let (reason, sequence) =
+            ended.map_or((Value::Null, Value::Null), |reason| self.reason(reason));
         json!({
             "id": self.id,
             "type": "message",
@@ -168,7 +173,10 @@ impl MessageWriter {
 
     fn delta(&self, delta: &Value) -> Payload {
         let index = self.blocks.saturating_sub(1);
-        event("content_block_delta", json!({"type": "content_block_delta", "index": index, "delta": delta}))
+        event(
+            "content_block_delta",
+            json!({"type": "content_block_delta", "index": index, "delta": delta}),
+        )
     }
 
     /// Opens a block, unless it is open.
@@ -188,12 +196,18 @@ impl MessageWriter {
     fn start(&mut self, content: &Value) -> Payload {
         let index = self.blocks;
         self.blocks += 1;
-        event("content_block_start", json!({"type": "content_block_start", "index": index, "content_block": content}))
+        event(
+            "content_block_start",
+            json!({"type": "content_block_start", "index": index, "content_block": content}),
+        )
     }
 
     fn stop(&self) -> Payload {
         let index = self.blocks.saturating_sub(1);
-        event("content_block_stop", json!({"type": "content_block_stop", "index": index}))
+        event(
+            "content_block_stop",
+            json!({"type": "content_block_stop", "index": index}),
+        )
     }
 
     fn closed(&mut self, payloads: &mut Vec<Payload>) {
@@ -214,7 +228,10 @@ impl MessageWriter {
 impl Writer for MessageWriter {
     fn begin(&mut self, prompt: Usage) -> Vec<Payload> {
         let message = self.message(&json!([]), None, prompt);
-        vec![event("message_start", json!({"type": "message_start", "message": message}))]
+        vec![event(
+            "message_start",
+            json!({"type": "message_start", "message": message}),
+        )]
     }
 
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
@@ -236,7 +253,9 @@ impl Writer for MessageWriter {
                         *input = json!({});
                     }
                     payloads.push(self.start(&call));
-                    payloads.push(self.delta(&json!({"type": "input_json_delta", "partial_json": arguments})));
+                    payloads.push(
+                        self.delta(&json!({"type": "input_json_delta", "partial_json": arguments})),
+                    );
                     payloads.push(self.stop());
                 }
             }
@@ -279,14 +298,20 @@ impl Writer for MessageWriter {
     }
 }
 
-#[expect(clippy::needless_pass_by_value, reason = "each value is made for its event")]
+#[expect(
+    clippy::needless_pass_by_value,
+    reason = "each value is made for its event"
+)]
 fn event(name: &'static str, data: Value) -> Payload {
     Payload::named(name, &data)
 }
 
 /// Tokens that were in the cache are not counted as input there.
 fn usage_json(usage: Usage) -> Value {
-    let fresh = usage.prompt_tokens.get().saturating_sub(usage.cached_tokens.get());
+    let fresh = usage
+        .prompt_tokens
+        .get()
+        .saturating_sub(usage.cached_tokens.get());
     let mut json = json!({
         "input_tokens": fresh,
         "cache_creation_input_tokens": 0,

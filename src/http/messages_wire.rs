@@ -6,7 +6,9 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
+    backend::{
+        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
+    },
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, named, stop_texts},
     fault::Fault,
     numbers::Whole,
@@ -66,12 +68,24 @@ struct WireOutputConfig {
 impl WireRequest {
     /// Fields that the client set and that are not honoured.
     pub(super) fn ignored(&self) -> Vec<&'static str> {
-        let budget = self.thinking.as_ref().is_some_and(|thinking| thinking.budget_tokens.is_some());
-        let effort = self.output_config.as_ref().and_then(|config| config.effort.as_ref());
-        let one_tool = self.tool_choice.as_ref().is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
+        let budget = self
+            .thinking
+            .as_ref()
+            .is_some_and(|thinking| thinking.budget_tokens.is_some());
+        let effort = self
+            .output_config
+            .as_ref()
+            .and_then(|config| config.effort.as_ref());
+        let one_tool = self
+            .tool_choice
+            .as_ref()
+            .is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
         named([
             ("container", is_set(self.container.as_ref())),
-            ("context_management", is_set(self.context_management.as_ref())),
+            (
+                "context_management",
+                is_set(self.context_management.as_ref()),
+            ),
             ("output_config.effort", is_set(effort)),
             ("thinking.budget_tokens", budget),
             ("tool_choice.disable_parallel_tool_use", one_tool),
@@ -80,7 +94,9 @@ impl WireRequest {
 
     /// Whether the client wants to read what the model thinks.
     pub(super) fn thinks(&self) -> bool {
-        self.thinking.as_ref().is_some_and(|thinking| thinking.kind != "disabled")
+        self.thinking
+            .as_ref()
+            .is_some_and(|thinking| thinking.kind != "disabled")
     }
 
     /// What an answer continues.
@@ -88,8 +104,16 @@ impl WireRequest {
     /// # Errors
     /// 400 naming the field, its value and the limit.
     pub(super) fn conversation(&mut self) -> Result<Conversation, Fault> {
-        if self.mcp_servers.as_ref().is_some_and(|servers| is_set(Some(servers))) {
-            return Err(Fault::invalid("mcp_servers", "", "is not supported: tools are called by the client"));
+        if self
+            .mcp_servers
+            .as_ref()
+            .is_some_and(|servers| is_set(Some(servers)))
+        {
+            return Err(Fault::invalid(
+                "mcp_servers",
+                "",
+                "is not supported: tools are called by the client",
+            ));
         }
         let mut messages: Vec<ChatMessage> = Vec::new();
         if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
@@ -98,7 +122,10 @@ impl WireRequest {
                 messages.push(ChatMessage::new(Role::System, text));
             }
         }
-        let mut reader = Messages { messages, tools: BTreeMap::new() };
+        let mut reader = Messages {
+            messages,
+            tools: BTreeMap::new(),
+        };
         for (index, message) in std::mem::take(&mut self.messages).into_iter().enumerate() {
             reader.push(index, message)?;
         }
@@ -109,11 +136,16 @@ impl WireRequest {
         }
         let mut variables = Map::new();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
-        let mut conversation =
-            Conversation { messages, tools: self.read_tools()?, variables, ..Conversation::default() };
+        let mut conversation = Conversation {
+            messages,
+            tools: self.read_tools()?,
+            variables,
+            ..Conversation::default()
+        };
         conversation.continues = conversation.ends_with_words_of_the_model();
         if last == Some(Role::Assistant) && !conversation.continues {
-            let problem = "is the role of the last message, which has no words that an answer continues";
+            let problem =
+                "is the role of the last message, which has no words that an answer continues";
             return Err(Fault::invalid("messages", "assistant", problem));
         }
         Ok(conversation)
@@ -121,7 +153,12 @@ impl WireRequest {
 
     /// The tools as OpenAI writes them; none where none may be called.
     fn read_tools(&mut self) -> Result<Vec<Value>, Fault> {
-        let tools = self.tools.take().unwrap_or_default().into_iter().enumerate();
+        let tools = self
+            .tools
+            .take()
+            .unwrap_or_default()
+            .into_iter()
+            .enumerate();
         let tools = tools.map(|(index, mut tool)| {
             let field = format!("tools[{index}]");
             match tool.get("type").map(|kind| (kind.as_str(), kind)) {
@@ -134,7 +171,11 @@ impl WireRequest {
                     ));
                 }
             }
-            if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
+            if tool
+                .get("name")
+                .and_then(Value::as_str)
+                .is_none_or(str::is_empty)
+            {
                 return Err(Fault::invalid(&format!("{field}.name"), "", "is missing"));
             }
             let schema = tool.get_mut("input_schema").map(Value::take);
@@ -150,7 +191,11 @@ impl WireRequest {
             };
             let mut function = Map::new();
             for key in ["name", "description"] {
-                if let Some(value) = tool.get_mut(key).map(Value::take).filter(|value| !value.is_null()) {
+                if let Some(value) = tool
+                    .get_mut(key)
+                    .map(Value::take)
+                    .filter(|value| !value.is_null())
+                {
                     function.insert(key.to_owned(), value);
                 }
             }
@@ -159,7 +204,10 @@ impl WireRequest {
         });
         let tools = tools.collect::<Result<Vec<Value>, Fault>>()?;
         let tools = checked_tools("tools", Some(Value::Array(tools)))?;
-        let none = self.tool_choice.as_ref().is_some_and(|choice| choice.kind == "none");
+        let none = self
+            .tool_choice
+            .as_ref()
+            .is_some_and(|choice| choice.kind == "none");
         Ok(if none { Vec::new() } else { tools })
     }
 
@@ -170,9 +218,15 @@ impl WireRequest {
                 ("auto" | "none", _) => return self.output_form(),
                 ("any", _) => None,
                 ("tool", Some(name)) => {
-                    let known = |tool: &Value| tool.pointer("/function/name").and_then(Value::as_str) == Some(name);
+                    let known = |tool: &Value| {
+                        tool.pointer("/function/name").and_then(Value::as_str) == Some(name)
+                    };
                     if !tools.iter().any(known) {
-                        return Err(Fault::invalid("tool_choice.name", name, "is not one of `tools`"));
+                        return Err(Fault::invalid(
+                            "tool_choice.name",
+                            name,
+                            "is not one of `tools`",
+                        ));
                     }
                     Some(name.clone())
                 }
@@ -186,7 +240,11 @@ impl WireRequest {
                 }
             };
             if tools.is_empty() {
-                return Err(Fault::invalid("tool_choice", &choice.kind, "needs `tools`, and there are none"));
+                return Err(Fault::invalid(
+                    "tool_choice",
+                    &choice.kind,
+                    "needs `tools`, and there are none",
+                ));
             }
             return Ok(Some(AnswerForm::ToolCall { name }));
         }
@@ -204,12 +262,20 @@ impl WireRequest {
             Some(format) => format,
         };
         if format.get("type").and_then(Value::as_str) != Some("json_schema") {
-            return Err(Fault::invalid(field, format, "is not of the type `json_schema`"));
+            return Err(Fault::invalid(
+                field,
+                format,
+                "is not of the type `json_schema`",
+            ));
         }
         match format.get_mut("schema").map(Value::take) {
             Some(schema) => Ok(Some(AnswerForm::JsonSchema {
                 schema,
-                field: if field == "output_format" { "output_format.schema" } else { "output_config.format.schema" },
+                field: if field == "output_format" {
+                    "output_format.schema"
+                } else {
+                    "output_config.format.schema"
+                },
             })),
             None => Err(Fault::invalid(&format!("{field}.schema"), "", "is missing")),
         }
@@ -219,11 +285,18 @@ impl WireRequest {
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
-    pub(super) fn into_request(mut self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
+    pub(super) fn into_request(
+        mut self,
+        meta: RequestMeta,
+        model: String,
+    ) -> Result<ChatRequest, Fault> {
         let max_tokens = at_least_one("max_tokens", self.max_tokens)?
             .ok_or_else(|| Fault::invalid("max_tokens", "", "is missing"))?;
         if let Some(thinking) = &self.thinking
-            && !matches!(thinking.kind.as_str(), "enabled" | "disabled" | "adaptive" | "between_tools")
+            && !matches!(
+                thinking.kind.as_str(),
+                "enabled" | "disabled" | "adaptive" | "between_tools"
+            )
         {
             return Err(Fault::invalid(
                 "thinking.type",
@@ -285,22 +358,38 @@ impl Messages {
                 return Ok(());
             }
             Value::Array(blocks) => blocks,
-            other => return Err(Fault::invalid(&field, other, "is neither a text nor a list of blocks")),
+            other => {
+                return Err(Fault::invalid(
+                    &field,
+                    other,
+                    "is neither a text nor a list of blocks",
+                ));
+            }
         };
         let mut spoken = ChatMessage::new(role, "");
         for (place, block) in blocks.into_iter().enumerate() {
             let field = format!("{field}[{place}]");
             self.block(&field, block, &mut spoken)?;
         }
-        let silent = spoken.content.is_empty() && spoken.tool_calls.is_empty() && spoken.reasoning.is_none();
+        let silent =
+            spoken.content.is_empty() && spoken.tool_calls.is_empty() && spoken.reasoning.is_none();
         if !silent {
             self.messages.push(spoken);
         }
         Ok(())
     }
 
-    fn block(&mut self, field: &str, mut block: Value, spoken: &mut ChatMessage) -> Result<(), Fault> {
-        let kind = block.get("type").and_then(Value::as_str).unwrap_or_default().to_owned();
+    fn block(
+        &mut self,
+        field: &str,
+        mut block: Value,
+        spoken: &mut ChatMessage,
+    ) -> Result<(), Fault> {
+        let kind = block
+            .get("type")
+            .and_then(Value::as_str)
+            .unwrap_or_default()
+            .to_owned();
         let text = |block: &Value, key: &str| {
             let text = block.get(key).and_then(Value::as_str).map(str::to_owned);
             text.ok_or_else(|| Fault::invalid(&format!("{field}.{key}"), "", "is missing"))
@@ -333,8 +422,12 @@ impl Messages {
             }
             ("tool_result", Role::User) => {
                 let id = text(&block, "tool_use_id")?;
-                let content = block.get_mut("content").map(Value::take).unwrap_or_default();
-                let mut outcome = ChatMessage::new(Role::Tool, text_of(&format!("{field}.content"), content)?);
+                let content = block
+                    .get_mut("content")
+                    .map(Value::take)
+                    .unwrap_or_default();
+                let mut outcome =
+                    ChatMessage::new(Role::Tool, text_of(&format!("{field}.content"), content)?);
                 if block.get("is_error") == Some(&Value::Bool(true)) {
                     outcome.content.insert_str(0, "error: ");
                 }
@@ -345,7 +438,11 @@ impl Messages {
             _ => {
                 return Err(Fault::invalid(
                     &format!("{field}.type"),
-                    if kind.is_empty() { block.to_string() } else { kind },
+                    if kind.is_empty() {
+                        block.to_string()
+                    } else {
+                        kind
+                    },
                     "is not supported here: this model takes `text`, `tool_use` and `tool_result`",
                 ));
             }
@@ -360,14 +457,24 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
         Value::Null => return Ok(String::new()),
         Value::String(text) => return Ok(text),
         Value::Array(blocks) => blocks,
-        other => return Err(Fault::invalid(field, other, "is neither a text nor a list of blocks")),
+        other => {
+            return Err(Fault::invalid(
+                field,
+                other,
+                "is neither a text nor a list of blocks",
+            ));
+        }
     };
     let mut text = String::new();
     for (index, block) in blocks.iter().enumerate() {
         match (block.get("type").and_then(Value::as_str), block.get("text")) {
             (Some("text"), Some(Value::String(piece))) => text.push_str(piece),
             (Some("text") | None, _) => {
-                return Err(Fault::invalid(&format!("{field}[{index}]"), block, "has no `text`"));
+                return Err(Fault::invalid(
+                    &format!("{field}[{index}]"),
+                    block,
+                    "has no `text`",
+                ));
             }
             (Some(kind), _) => {
                 return Err(Fault::invalid(
@@ -384,7 +491,8 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{http::body::parse_json, units::Tokens};
+    use crate::body::parse_json;
+    use cotenant_units::Tokens;
 
     fn request(body: &Value) -> Result<ChatRequest, String> {
         parse_json::<WireRequest>(body.to_string().as_bytes())
@@ -414,8 +522,11 @@ mod tests {
             Prompt::Chat(conversation) => conversation.clone(),
             other => panic!("{other:?}"),
         };
-        let shape: Vec<(Role, &str)> =
-            conversation.messages.iter().map(|message| (message.role, message.content.as_str())).collect();
+        let shape: Vec<(Role, &str)> = conversation
+            .messages
+            .iter()
+            .map(|message| (message.role, message.content.as_str()))
+            .collect();
         assert_eq!(
             shape,
             [
@@ -427,31 +538,53 @@ mod tests {
             ]
         );
         assert_eq!(conversation.messages[2].reasoning.as_deref(), Some("hm"));
-        assert_eq!(conversation.messages[2].tool_calls[0].arguments, r#"{"a":1}"#);
+        assert_eq!(
+            conversation.messages[2].tool_calls[0].arguments,
+            r#"{"a":1}"#
+        );
         assert_eq!(conversation.messages[3].name.as_deref(), Some("f"));
         assert_eq!(conversation.messages[3].tool_call_id.as_deref(), Some("t1"));
         assert_eq!(conversation.variables["enable_thinking"], json!(true));
-        assert_eq!(conversation.tools[0]["function"]["parameters"], json!({"type": "object"}));
+        assert_eq!(
+            conversation.tools[0]["function"]["parameters"],
+            json!({"type": "object"})
+        );
         assert_eq!(
             (read.form, read.max_tokens, read.stop),
-            (Some(AnswerForm::ToolCall { name: Some("f".to_owned()) }), Some(Tokens::new(9)), vec!["\n".to_owned()])
+            (
+                Some(AnswerForm::ToolCall {
+                    name: Some("f".to_owned())
+                }),
+                Some(Tokens::new(9)),
+                vec!["\n".to_owned()]
+            )
         );
     }
 
     #[test]
     fn words_of_the_assistant_in_the_end_are_continued() {
-        let begun = json!([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]);
+        let begun =
+            json!([{"role": "user", "content": "hi"}, {"role": "assistant", "content": "I am"}]);
         let read = request(&json!({"model": "m", "max_tokens": 9, "messages": begun})).unwrap();
-        assert!(matches!(&read.prompt, Prompt::Chat(conversation) if conversation.continues), "{read:?}");
+        assert!(
+            matches!(&read.prompt, Prompt::Chat(conversation) if conversation.continues),
+            "{read:?}"
+        );
         let form = json!({"format": {"type": "json_schema", "schema": {"type": "object"}}});
-        let asked = json!({"model": "m", "max_tokens": 9, "messages": begun, "output_config": form});
-        assert!(request(&asked).unwrap_err().contains("cannot be held to a form"));
+        let asked =
+            json!({"model": "m", "max_tokens": 9, "messages": begun, "output_config": form});
+        assert!(
+            request(&asked)
+                .unwrap_err()
+                .contains("cannot be held to a form")
+        );
     }
 
     #[test]
     fn a_wrong_value_is_named_with_its_limit() {
         let user = json!([{"role": "user", "content": "hi"}]);
-        let blocks = |role: &str, block: Value| json!({"messages": [{"role": role, "content": [block]}]});
+        let blocks =
+            |role: &str, block: Value| json!({"messages": [{"role": role, "content": [block]}]});
         let errors: Vec<String> = [
             json!({"max_tokens": null}),
             json!({"max_tokens": 0}),

@@ -9,7 +9,7 @@ use super::{
     backend::{ModelInfo, ModelKind},
     fault::{Fault, shortened},
 };
-use crate::policy::refusal::Refusal;
+use cotenant_policy::refusal::Refusal;
 
 /// The chat model that a client means; the first when it names none.
 pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault> {
@@ -23,7 +23,10 @@ pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault
                 None => Err(unknown_model(name, chat)),
             },
         },
-        None => chat.next().map(|model| model.id.clone()).ok_or_else(|| unknown_model("", [])),
+        None => chat
+            .next()
+            .map(|model| model.id.clone())
+            .ok_or_else(|| unknown_model("", [])),
     }
 }
 
@@ -42,16 +45,30 @@ pub(super) fn digest(model: &ModelInfo) -> String {
 pub(super) fn fingerprint(api: &Api, name: &str) -> String {
     let models = api.backends().status.models();
     let mut hasher = DefaultHasher::new();
-    (env!("CARGO_PKG_VERSION"), models.iter().find(|model| model.id == name).map(digest)).hash(&mut hasher);
+    (
+        env!("CARGO_PKG_VERSION"),
+        models.iter().find(|model| model.id == name).map(digest),
+    )
+        .hash(&mut hasher);
     format!("fp_{:010x}", hasher.finish() >> 24)
 }
 
 /// The refusal of a model that is not there; names those that are.
-pub(super) fn unknown_model<'a>(id: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
-    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
+pub(super) fn unknown_model<'a>(
+    id: &str,
+    models: impl IntoIterator<Item = &'a ModelInfo>,
+) -> Fault {
+    let known: Vec<String> = models
+        .into_iter()
+        .map(|model| format!("`{}`", model.id))
+        .collect();
     Fault::from(Refusal::UnknownModel {
         model: shortened(id),
-        known: if known.is_empty() { String::new() } else { format!("; there is {}", known.join(", ")) },
+        known: if known.is_empty() {
+            String::new()
+        } else {
+            format!("; there is {}", known.join(", "))
+        },
     })
 }
 
@@ -65,8 +82,18 @@ pub(super) const fn task(kind: ModelKind) -> &'static str {
 }
 
 /// The refusal of a model that is there, and not for chat.
-pub(super) fn wrong_model<'a>(id: &str, task: &str, models: impl IntoIterator<Item = &'a ModelInfo>) -> Fault {
-    let known: Vec<String> = models.into_iter().map(|model| format!("`{}`", model.id)).collect();
-    let message = format!("`{id}` is a model for {task}, not for chat; there is {}", known.join(", "));
+pub(super) fn wrong_model<'a>(
+    id: &str,
+    task: &str,
+    models: impl IntoIterator<Item = &'a ModelInfo>,
+) -> Fault {
+    let known: Vec<String> = models
+        .into_iter()
+        .map(|model| format!("`{}`", model.id))
+        .collect();
+    let message = format!(
+        "`{id}` is a model for {task}, not for chat; there is {}",
+        known.join(", ")
+    );
     Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
 }

@@ -70,11 +70,18 @@ impl Visitor<'_> for WholeVisitor {
 }
 
 /// A number between two limits.
-pub(super) fn in_range(field: &str, value: Option<f64>, min: f64, max: f64) -> Result<Option<f64>, Fault> {
+pub(super) fn in_range(
+    field: &str,
+    value: Option<f64>,
+    min: f64,
+    max: f64,
+) -> Result<Option<f64>, Fault> {
     match value {
-        Some(value) if !(min..=max).contains(&value) => {
-            Err(Fault::invalid(field, value, format!("is outside of the limits of {min} and {max}")))
-        }
+        Some(value) if !(min..=max).contains(&value) => Err(Fault::invalid(
+            field,
+            value,
+            format!("is outside of the limits of {min} and {max}"),
+        )),
         value => Ok(value),
     }
 }
@@ -84,7 +91,7 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::http::body::parse_json;
+    use crate::body::parse_json;
 
     #[test]
     fn a_whole_number_may_be_written_with_a_fraction_of_zero_and_no_other() {
@@ -103,7 +110,11 @@ mod tests {
             ("\"7\"", None),
             ("true", None),
         ] {
-            assert_eq!(parse_json::<Whole>(text.as_bytes()).ok().map(Whole::get), expected, "{text}");
+            assert_eq!(
+                parse_json::<Whole>(text.as_bytes()).ok().map(Whole::get),
+                expected,
+                "{text}"
+            );
             let value: Value = serde_json::from_str(text).unwrap();
             assert_eq!(Whole::of(&value).map(Whole::get), expected, "{text}");
         }

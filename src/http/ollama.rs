@@ -23,7 +23,7 @@ use super::{
     ollama_writer::{OllamaWriter, Shape, rfc3339},
     stream::{ignored_header, ignored_of},
 };
-use crate::policy::snapshot::{EngineState, Snapshot};
+use cotenant_policy::snapshot::{EngineState, Snapshot};
 
 /// A failure as Ollama's clients expect it: `{"error": "…"}`.
 pub(super) struct OllamaFault(Fault);
@@ -51,7 +51,10 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
     let named = |model: &ModelInfo| -> Vec<Value> {
         let names = std::iter::once(&model.id).chain(&model.aliases);
-        let named = names.map(|name| ModelInfo { id: name.clone(), ..model.clone() });
+        let named = names.map(|name| ModelInfo {
+            id: name.clone(),
+            ..model.clone()
+        });
         named.map(|model| model_json(&model, &snapshot)).collect()
     };
     let models: Vec<Value> = chat_models(&api).iter().flat_map(named).collect();
@@ -62,7 +65,10 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
 /// holds now, `context_length` the KV capacity in force.
 pub(super) async fn ps(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
-    let models: Vec<Value> = chat_models(&api).iter().filter_map(|model| running_json(model, &snapshot)).collect();
+    let models: Vec<Value> = chat_models(&api)
+        .iter()
+        .filter_map(|model| running_json(model, &snapshot))
+        .collect();
     Json(json!({"models": models}))
 }
 
@@ -74,7 +80,11 @@ fn chat_models(api: &Api) -> Vec<ModelInfo> {
 
 fn details(model: &ModelInfo, snapshot: &Snapshot) -> Value {
     let weights = model.weights.as_ref();
-    let family = snapshot.engine.shape.as_ref().map(|shape| shape.architecture.as_str());
+    let family = snapshot
+        .engine
+        .shape
+        .as_ref()
+        .map(|shape| shape.architecture.as_str());
     json!({
         "parent_model": "",
         "format": "gguf",
@@ -114,7 +124,10 @@ fn running_json(model: &ModelInfo, snapshot: &Snapshot) -> Option<Value> {
         return None;
     }
     let held = shape.plan_bytes(plan);
-    let full = engine.full.as_ref().map_or(held, |full| shape.plan_bytes(full).max(held));
+    let full = engine
+        .full
+        .as_ref()
+        .map_or(held, |full| shape.plan_bytes(full).max(held));
     let mut running = model_json(model, snapshot);
     for (key, value) in [
         ("size", json!(full.get())),
@@ -137,7 +150,10 @@ struct WireShow {
 }
 
 /// `POST /api/show`.
-pub(super) async fn show(State(api): State<Api>, request: Request) -> Result<Json<Value>, OllamaFault> {
+pub(super) async fn show(
+    State(api): State<Api>,
+    request: Request,
+) -> Result<Json<Value>, OllamaFault> {
     let (wire, _memory): (WireShow, _) = read_json(&api, request).await?;
     let name = wire.model.or(wire.name).unwrap_or_default();
     let model = model_named(&api, &name)?;
@@ -146,14 +162,29 @@ pub(super) async fn show(State(api): State<Api>, request: Request) -> Result<Jso
     if let Some(shape) = &snapshot.engine.shape {
         let architecture = &shape.architecture;
         info.insert("general.architecture".to_owned(), json!(architecture));
-        info.insert(format!("{architecture}.context_length"), json!(shape.context_max.get()));
-        info.insert(format!("{architecture}.block_count"), json!(shape.layer_count()));
-        info.insert(format!("{architecture}.attention.head_count_kv"), json!(shape.kv.kv_heads));
-        info.insert(format!("{architecture}.attention.key_length"), json!(shape.kv.head_dim));
+        info.insert(
+            format!("{architecture}.context_length"),
+            json!(shape.context_max.get()),
+        );
+        info.insert(
+            format!("{architecture}.block_count"),
+            json!(shape.layer_count()),
+        );
+        info.insert(
+            format!("{architecture}.attention.head_count_kv"),
+            json!(shape.kv.kv_heads),
+        );
+        info.insert(
+            format!("{architecture}.attention.key_length"),
+            json!(shape.kv.head_dim),
+        );
         info.insert("general.basename".to_owned(), json!(shape.name));
     }
     if let Some(weights) = &model.weights {
-        info.insert("general.parameter_count".to_owned(), json!(weights.parameters));
+        info.insert(
+            "general.parameter_count".to_owned(),
+            json!(weights.parameters),
+        );
     }
     let template = api.backends().status.template().unwrap_or_default();
     let thinks = template.contains("<think>").then_some("thinking");
@@ -216,10 +247,16 @@ async fn answered(
     llm(&api)?;
     let writer = OllamaWriter::new(model, shape, &api, began);
     Ok(match asked.request {
-        None => (ignored_header(&asked.ignored), Json(writer.nothing_asked(asked.unload))).into_response(),
-        Some(request) => {
-            (ignored_of(asked.ignored, &request), answer(api, request, writer, began).await?).into_response()
-        }
+        None => (
+            ignored_header(&asked.ignored),
+            Json(writer.nothing_asked(asked.unload)),
+        )
+            .into_response(),
+        Some(request) => (
+            ignored_of(asked.ignored, &request),
+            answer(api, request, writer, began).await?,
+        )
+            .into_response(),
     })
 }
 

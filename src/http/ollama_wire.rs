@@ -10,13 +10,15 @@ use serde_json::{Map, Value};
 
 use super::{
     admission::RETENTION,
-    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
+    backend::{
+        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
+    },
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, sinks, stop_texts},
     fault::Fault,
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
-use crate::units::Tokens;
+use cotenant_units::Tokens;
 
 /// The body of `POST /api/chat` and of `POST /api/generate`. One list of fields, since a fault in a list within a list would
 /// not name its field.
@@ -111,38 +113,77 @@ impl WireRequest {
             .map(|(index, message)| message.into_message(index))
             .collect::<Result<Vec<_>, Fault>>()?;
         let tools = checked_tools("tools", self.tools.take())?;
-        let conversation = Conversation { messages, tools, ..Conversation::default() };
-        self.into_asked(meta, model, (!conversation.messages.is_empty()).then_some(Prompt::Chat(conversation)))
+        let conversation = Conversation {
+            messages,
+            tools,
+            ..Conversation::default()
+        };
+        self.into_asked(
+            meta,
+            model,
+            (!conversation.messages.is_empty()).then_some(Prompt::Chat(conversation)),
+        )
     }
 
     /// The request for a text in plain values: a conversation of one message.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
-    pub(super) fn into_generate(mut self, meta: RequestMeta, model: String) -> Result<Asked, Fault> {
+    pub(super) fn into_generate(
+        mut self,
+        meta: RequestMeta,
+        model: String,
+    ) -> Result<Asked, Fault> {
         if let Some(suffix) = self.suffix.take().filter(|suffix| !suffix.is_empty()) {
-            return Err(Fault::invalid("suffix", suffix, "is not supported: text is only added at the end"));
+            return Err(Fault::invalid(
+                "suffix",
+                suffix,
+                "is not supported: text is only added at the end",
+            ));
         }
         refuse_images("images", self.images.as_deref())?;
         let system = self.system.take().filter(|text| !text.is_empty());
         let prompt = self.prompt.take().filter(|text| !text.is_empty());
-        let token = |token: Whole| token.to().ok_or_else(|| Fault::invalid("context", token, "is not a token"));
-        let before = self.context.take().unwrap_or_default().into_iter().map(token);
+        let token = |token: Whole| {
+            token
+                .to()
+                .ok_or_else(|| Fault::invalid("context", token, "is not a token"))
+        };
+        let before = self
+            .context
+            .take()
+            .unwrap_or_default()
+            .into_iter()
+            .map(token);
         let before = before.collect::<Result<Vec<u32>, Fault>>()?;
         if self.raw == Some(true) {
             if !before.is_empty() {
                 let count = format!("{} tokens", before.len());
-                return Err(Fault::invalid("context", count, "cannot be set beside `raw`, which has no template"));
+                return Err(Fault::invalid(
+                    "context",
+                    count,
+                    "cannot be set beside `raw`, which has no template",
+                ));
             }
             if let Some(system) = system {
-                return Err(Fault::invalid("system", system, "cannot be set beside `raw`, which has no template"));
+                return Err(Fault::invalid(
+                    "system",
+                    system,
+                    "cannot be set beside `raw`, which has no template",
+                ));
             }
             return self.into_asked(meta, model, prompt.map(Prompt::Raw));
         }
         let prompt = prompt.map(|prompt| {
             let system = system.map(|text| ChatMessage::new(Role::System, text));
-            let messages: Vec<_> = system.into_iter().chain([ChatMessage::new(Role::User, prompt)]).collect();
-            Prompt::Chat(Conversation { before, ..messages.into() })
+            let messages: Vec<_> = system
+                .into_iter()
+                .chain([ChatMessage::new(Role::User, prompt)])
+                .collect();
+            Prompt::Chat(Conversation {
+                before,
+                ..messages.into()
+            })
         });
         let mut asked = self.into_asked(meta, model, prompt)?;
         if let Some(request) = &mut asked.request {
@@ -151,10 +192,18 @@ impl WireRequest {
         Ok(asked)
     }
 
-    fn into_asked(self, meta: RequestMeta, model: String, prompt: Option<Prompt>) -> Result<Asked, Fault> {
+    fn into_asked(
+        self,
+        meta: RequestMeta,
+        model: String,
+        prompt: Option<Prompt>,
+    ) -> Result<Asked, Fault> {
         let options = self.options.unwrap_or_default();
         let unknown = [("", &self.unknown), ("options.", &options.unknown)];
-        let mut ignored: Vec<String> = unknown.iter().flat_map(|(place, fields)| not_honoured(place, fields)).collect();
+        let mut ignored: Vec<String> = unknown
+            .iter()
+            .flat_map(|(place, fields)| not_honoured(place, fields))
+            .collect();
         let streamed = self.stream.unwrap_or(true);
         let form = answer_form(self.format)?;
         let unload = keep_alive(self.keep_alive.as_ref())?;
@@ -173,7 +222,13 @@ impl WireRequest {
                 variables.insert("enable_thinking".to_owned(), Value::Bool(true));
                 variables.insert("reasoning_effort".to_owned(), Value::String(effort));
             }
-            Some(other) => return Err(Fault::invalid("think", other, "is neither `true` nor `false`")),
+            Some(other) => {
+                return Err(Fault::invalid(
+                    "think",
+                    other,
+                    "is neither `true` nor `false`",
+                ));
+            }
         }
         let context = at_least_one("options.num_ctx", options.num_ctx)?;
         let nothing_asked = prompt.is_none();
@@ -198,27 +253,44 @@ impl WireRequest {
             model,
             prompt,
             // -1 and -2 are "as much as there is"
-            max_tokens: options.num_predict.and_then(Whole::to).filter(|tokens| *tokens > 0).map(Tokens::new),
+            max_tokens: options
+                .num_predict
+                .and_then(Whole::to)
+                .filter(|tokens| *tokens > 0)
+                .map(Tokens::new),
             sampling: SamplingDialect::OLLAMA.read(&sampling)?,
             stop: stop_texts("options.stop", options.stop, STOP_TEXTS_MAX)?,
             form,
             context_wanted: context,
             // A request that says what stays allows the rest to be dropped.
-            sinks: sinks(self.shift.unwrap_or(options.num_keep.is_some()), "options.num_keep", options.num_keep)?,
+            sinks: sinks(
+                self.shift.unwrap_or(options.num_keep.is_some()),
+                "options.num_keep",
+                options.num_keep,
+            )?,
             context_reported: false,
             retention: (self.truncate != Some(false)).then_some(RETENTION),
             streamed,
         };
-        Ok(Asked { request: (!nothing_asked).then_some(request), unload, ignored })
+        Ok(Asked {
+            request: (!nothing_asked).then_some(request),
+            unload,
+            ignored,
+        })
     }
 }
 
 /// Names of fields that no code reads, as far as a header can carry them: they are the client's own words.
 fn not_honoured(place: &str, fields: &Map<String, Value>) -> impl Iterator<Item = String> {
     let nameable = |name: &str| {
-        name.len() <= IGNORED_NAME_MAX && name.bytes().all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+        name.len() <= IGNORED_NAME_MAX
+            && name
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
     };
-    let set = fields.iter().filter(move |(name, value)| nameable(name) && is_set(Some(value)));
+    let set = fields
+        .iter()
+        .filter(move |(name, value)| nameable(name) && is_set(Some(value)));
     set.map(move |(name, _)| format!("{place}{name}"))
 }
 
@@ -263,9 +335,11 @@ impl WireMessage {
 
 fn refuse_images(field: &str, images: Option<&[Value]>) -> Result<(), Fault> {
     match images {
-        Some(images) if !images.is_empty() => {
-            Err(Fault::invalid(field, format!("{} images", images.len()), "is not supported: this model takes text"))
-        }
+        Some(images) if !images.is_empty() => Err(Fault::invalid(
+            field,
+            format!("{} images", images.len()),
+            "is not supported: this model takes text",
+        )),
         _ => Ok(()),
     }
 }
@@ -275,26 +349,45 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
         None | Some(Value::Null) => Ok(None),
         Some(Value::String(name)) if name.is_empty() => Ok(None),
         Some(Value::String(name)) if name == "json" => Ok(Some(AnswerForm::JsonObject)),
-        Some(schema @ Value::Object(_)) => Ok(Some(AnswerForm::JsonSchema { schema, field: "format" })),
-        Some(other) => Err(Fault::invalid("format", other, "is neither `json` nor a JSON schema")),
+        Some(schema @ Value::Object(_)) => Ok(Some(AnswerForm::JsonSchema {
+            schema,
+            field: "format",
+        })),
+        Some(other) => Err(Fault::invalid(
+            "format",
+            other,
+            "is neither `json` nor a JSON schema",
+        )),
     }
 }
 
 /// Whether the client would like the model to be given up: seconds, or a number with a unit; negative is for ever.
 fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
-    let wrong = |value: &Value| Fault::invalid("keep_alive", value, "is neither a number of seconds nor such as `5m`");
+    let wrong = |value: &Value| {
+        Fault::invalid(
+            "keep_alive",
+            value,
+            "is neither a number of seconds nor such as `5m`",
+        )
+    };
     match wish {
         None | Some(Value::Null) => Ok(false),
-        Some(value @ Value::Number(seconds)) => Ok(seconds.as_f64().ok_or_else(|| wrong(value))? == 0.0),
+        Some(value @ Value::Number(seconds)) => {
+            Ok(seconds.as_f64().ok_or_else(|| wrong(value))? == 0.0)
+        }
         Some(value @ Value::String(text)) => {
             let text = text.trim();
             let number = text.trim_end_matches(|c: char| c.is_ascii_alphabetic() || c == 'µ');
             // Ollama takes compound ones such as `1h30m` as well; only zero matters
-            let parts: Vec<&str> =
-                number.split(|c: char| c.is_ascii_alphabetic() || c == 'µ').filter(|part| !part.is_empty()).collect();
+            let parts: Vec<&str> = number
+                .split(|c: char| c.is_ascii_alphabetic() || c == 'µ')
+                .filter(|part| !part.is_empty())
+                .collect();
             let numbers: Option<Vec<f64>> = parts.iter().map(|part| part.parse().ok()).collect();
             match numbers {
-                Some(numbers) if !numbers.is_empty() => Ok(numbers.iter().all(|number| *number == 0.0)),
+                Some(numbers) if !numbers.is_empty() => {
+                    Ok(numbers.iter().all(|number| *number == 0.0))
+                }
                 _ => Err(wrong(value)),
             }
         }
@@ -313,7 +406,8 @@ mod tests {
     use serde_json::json;
 
     use super::*;
-    use crate::{http::body::parse_json, policy::sinks::Sinks};
+    use crate::body::parse_json;
+    use cotenant_policy::sinks::Sinks;
 
     fn asked(body: &Value) -> Result<Asked, String> {
         parse_json::<WireRequest>(body.to_string().as_bytes())
@@ -338,12 +432,27 @@ mod tests {
         assert_eq!(asked.ignored, ["options.mirostat"]);
         assert_eq!(request.context_wanted, Some(Tokens::new(8192)));
         let sampling = request.sampling.asked;
-        assert_eq!((request.max_tokens, sampling.top_k, sampling.temperature), (None, Some(40), Some(0.5)));
+        assert_eq!(
+            (request.max_tokens, sampling.top_k, sampling.temperature),
+            (None, Some(40), Some(0.5))
+        );
         assert_eq!(request.form, Some(AnswerForm::JsonObject));
-        let Prompt::Chat(conversation) = &request.prompt else { panic!("{request:?}") };
-        assert_eq!(conversation.variables.get("enable_thinking"), Some(&json!(false)));
-        let calls: Vec<_> = conversation.messages.iter().flat_map(|message| &message.tool_calls).collect();
-        assert_eq!((calls[0].name.as_str(), calls[0].arguments.as_str()), ("f", r#"{"a":1}"#));
+        let Prompt::Chat(conversation) = &request.prompt else {
+            panic!("{request:?}")
+        };
+        assert_eq!(
+            conversation.variables.get("enable_thinking"),
+            Some(&json!(false))
+        );
+        let calls: Vec<_> = conversation
+            .messages
+            .iter()
+            .flat_map(|message| &message.tool_calls)
+            .collect();
+        assert_eq!(
+            (calls[0].name.as_str(), calls[0].arguments.as_str()),
+            ("f", r#"{"a":1}"#)
+        );
         assert_eq!(request.prompt.messages()[2].name.as_deref(), Some("f"));
     }
 
@@ -351,25 +460,42 @@ mod tests {
     fn many_texts_may_end_an_answer() {
         let stops = |count: usize| {
             let stop: Vec<String> = (0..count).map(|at| format!("stop {at}")).collect();
-            asked(&json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "options": {"stop": stop}}))
+            asked(
+                &json!({"model": "m", "messages": [{"role": "user", "content": "hi"}], "options": {"stop": stop}}),
+            )
         };
-        assert_eq!(stops(STOP_TEXTS_MAX).unwrap().request.unwrap().stop.len(), STOP_TEXTS_MAX);
-        assert!(stops(STOP_TEXTS_MAX + 1).unwrap_err().starts_with("options.stop"));
+        assert_eq!(
+            stops(STOP_TEXTS_MAX).unwrap().request.unwrap().stop.len(),
+            STOP_TEXTS_MAX
+        );
+        assert!(
+            stops(STOP_TEXTS_MAX + 1)
+                .unwrap_err()
+                .starts_with("options.stop")
+        );
     }
 
     #[test]
     fn a_context_loses_its_oldest_only_where_that_is_asked_for() {
         let sinks = |more: Value| {
             let mut body = json!({"model": "m", "messages": [{"role": "user", "content": "hi"}]});
-            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            body.as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
             asked(&body).map(|asked| asked.request.unwrap().sinks)
         };
         for (more, expected) in [
             (json!({}), None),
             (json!({"options": {"num_ctx": 8}}), None),
             (json!({"shift": true}), Some(Sinks::DEFAULT)),
-            (json!({"options": {"num_keep": 7}}), Some(Sinks::Tokens(Tokens::new(7)))),
-            (json!({"options": {"num_keep": -1}, "shift": true}), Some(Sinks::Prompt)),
+            (
+                json!({"options": {"num_keep": 7}}),
+                Some(Sinks::Tokens(Tokens::new(7))),
+            ),
+            (
+                json!({"options": {"num_keep": -1}, "shift": true}),
+                Some(Sinks::Prompt),
+            ),
             (json!({"options": {"num_keep": 7}, "shift": false}), None),
         ] {
             assert_eq!(sinks(more.clone()), Ok(expected), "{more}");
@@ -395,9 +521,17 @@ mod tests {
             "options.tfs_z",
             "options.typical_p",
         ];
-        assert_eq!(asked(&json!({"model": "m", "options": options, "logprobs": true, "context": []})), named);
-        let many: Map<String, Value> = (0..500).map(|at| (format!("option_{at}"), json!(1))).collect();
-        assert_eq!(asked(&json!({"model": "m", "options": many})).len(), IGNORED_MAX);
+        assert_eq!(
+            asked(&json!({"model": "m", "options": options, "logprobs": true, "context": []})),
+            named
+        );
+        let many: Map<String, Value> = (0..500)
+            .map(|at| (format!("option_{at}"), json!(1)))
+            .collect();
+        assert_eq!(
+            asked(&json!({"model": "m", "options": many})).len(),
+            IGNORED_MAX
+        );
         let odd = json!({"model": "m", "a, b": 1, "c\r\nd": 1, "\u{e9}": 1, "a_name_of_more_than_forty_characters_altogether": 1});
         assert_eq!(asked(&odd), Vec::<String>::new());
     }
@@ -420,7 +554,11 @@ mod tests {
             assert!(asked.request.is_none(), "nothing is asked");
         }
         for wrong in [json!("soon"), json!([]), json!(""), json!("m")] {
-            assert!(asked(&json!({"model": "m", "keep_alive": wrong})).unwrap_err().starts_with("keep_alive"));
+            assert!(
+                asked(&json!({"model": "m", "keep_alive": wrong}))
+                    .unwrap_err()
+                    .starts_with("keep_alive")
+            );
         }
     }
 
@@ -431,17 +569,28 @@ mod tests {
             (json!({"options": {"num_ctx": 0}}), "options.num_ctx"),
             (json!({"options": {"num_ctx": 8192.5}}), "options.num_ctx"),
             (json!({"options": {"top_k": 0.5}}), "options.top_k"),
-            (json!({"messages": [{"role": "user", "content": 7}]}), "messages[0].content"),
-            (json!({"options": {"temperature": 9}}), "options.temperature"),
+            (
+                json!({"messages": [{"role": "user", "content": 7}]}),
+                "messages[0].content",
+            ),
+            (
+                json!({"options": {"temperature": 9}}),
+                "options.temperature",
+            ),
             (json!({"options": {"stop": 7}}), "options.stop"),
             (json!({"format": "xml"}), "format"),
             (json!({"think": 7}), "think"),
             (json!({"tools": [{}]}), "tools[0]"),
             (json!({"messages": [{"role": "robot"}]}), "messages[0].role"),
-            (json!({"messages": [{"role": "user", "images": ["x"]}]}), "messages[0].images"),
+            (
+                json!({"messages": [{"role": "user", "images": ["x"]}]}),
+                "messages[0].images",
+            ),
         ] {
             let mut body = json!({"model": "m", "messages": user});
-            body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+            body.as_object_mut()
+                .unwrap()
+                .extend(more.as_object().unwrap().clone());
             let message = asked(&body).unwrap_err();
             assert!(message.starts_with(field), "{message}");
         }

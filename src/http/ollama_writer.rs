@@ -13,7 +13,7 @@ use super::{
     generation::Said,
     stream::Payload,
 };
-use crate::units::Tokens;
+use cotenant_units::Tokens;
 
 /// Which of the two answers is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -37,7 +37,14 @@ pub(super) struct OllamaWriter {
 
 impl OllamaWriter {
     pub(super) fn new(model: String, shape: Shape, api: &Api, began: Instant) -> Self {
-        Self { model, shape, api: api.clone(), began, first: None, context: None }
+        Self {
+            model,
+            shape,
+            api: api.clone(),
+            began,
+            first: None,
+            context: None,
+        }
     }
 
     /// A piece of an answer; an empty one keeps the client from giving up.
@@ -81,14 +88,21 @@ impl OllamaWriter {
 
     fn context_in_force(&self) -> Option<Tokens> {
         let snapshot = self.api.backends().status.snapshot();
-        snapshot.engine.in_force.as_ref().map(|plan| plan.kv_capacity)
+        snapshot
+            .engine
+            .in_force
+            .as_ref()
+            .map(|plan| plan.kv_capacity)
     }
 
     /// The answer to a request that asks nothing but to have the model ready, or to have it given up. It stays either way.
     pub(super) fn nothing_asked(&self, unload: bool) -> Value {
         let mut line = self.line(&Said::default());
         line.insert("done".to_owned(), Value::Bool(true));
-        line.insert("done_reason".to_owned(), json!(if unload { "unload" } else { "load" }));
+        line.insert(
+            "done_reason".to_owned(),
+            json!(if unload { "unload" } else { "load" }),
+        );
         Value::Object(line)
     }
 

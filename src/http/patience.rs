@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use crate::policy::refusal::Refusal;
+use cotenant_policy::refusal::Refusal;
 
 /// Asks again what is refused for now, as long as `limit` and as `helps`, which is given the refusal and how often it was asked,
 /// allow. What is refused for longer than that is not waited for.
@@ -27,7 +27,10 @@ where
             Err(refusal) => refusal,
         };
         asked += 1;
-        let Some(wait) = refusal.retry_after().filter(|wait| *wait <= limit && helps(&refusal, asked)) else {
+        let Some(wait) = refusal
+            .retry_after()
+            .filter(|wait| *wait <= limit && helps(&refusal, asked))
+        else {
             return Err(refusal);
         };
         let wait = wait.clamp(AGAIN_MIN, AGAIN_MAX);
@@ -58,10 +61,14 @@ mod tests {
     use std::cell::Cell;
 
     use super::*;
-    use crate::policy::pressure::PressureLevel;
+    use cotenant_policy::pressure::PressureLevel;
 
     fn pressure(retry_after: Duration) -> Refusal {
-        Refusal::PressureHigh { act: "answer".to_owned(), level: PressureLevel::Critical, retry_after }
+        Refusal::PressureHigh {
+            act: "answer".to_owned(),
+            level: PressureLevel::Critical,
+            retry_after,
+        }
     }
 
     #[tokio::test]
@@ -80,12 +87,22 @@ mod tests {
                 || {
                     asked.set(asked.get() + 1);
                     let served = asked.get() == served_at;
-                    async move { if served { Ok(()) } else { Err(pressure(retry_after)) } }
+                    async move {
+                        if served {
+                            Ok(())
+                        } else {
+                            Err(pressure(retry_after))
+                        }
+                    }
                 },
             );
             match (answer.await, expected) {
                 (Ok(()), Ok(expected)) => assert_eq!(asked.get(), expected),
-                (Err(_), Err(expected)) => assert!(expected.contains(&asked.get()), "{} of {limit:?}", asked.get()),
+                (Err(_), Err(expected)) => assert!(
+                    expected.contains(&asked.get()),
+                    "{} of {limit:?}",
+                    asked.get()
+                ),
                 (answer, expected) => panic!("{answer:?}, expected {expected:?}"),
             }
         }

@@ -36,18 +36,25 @@ pub(super) async fn responses(
     let request = wire.request(meta, model.clone())?;
     let ignored = ignored_of(ignored, &request);
     let writer = ResponseWriter::new(api.fresh_id("resp_"), &model, wire);
-    let answered = answer(api, request, writer, began).await.input_named("input")?;
+    let answered = answer(api, request, writer, began)
+        .await
+        .input_named("input")?;
     Ok((ignored, answered).into_response())
 }
 
 /// `POST /v1/responses/input_tokens`.
-pub(super) async fn input_tokens(State(api): State<Api>, request: Request) -> Result<Json<Value>, Fault> {
+pub(super) async fn input_tokens(
+    State(api): State<Api>,
+    request: Request,
+) -> Result<Json<Value>, Fault> {
     let (mut wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     model_named(&api, wire.model.as_deref())?;
     let prompt = Prompt::Chat(wire.conversation()?);
     let count = tokenizer(&api)?.count(prompt).await.map_err(Fault::from);
     let count = count.input_named("input")?;
-    Ok(Json(json!({"object": "response.input_tokens", "input_tokens": count.get()})))
+    Ok(Json(
+        json!({"object": "response.input_tokens", "input_tokens": count.get()}),
+    ))
 }
 
 /// An item of the output that text is added to.
@@ -66,7 +73,9 @@ enum Kind {
 impl Open {
     fn part(&self) -> Value {
         match self.kind {
-            Kind::Message => json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []}),
+            Kind::Message => {
+                json!({"type": "output_text", "text": self.text, "annotations": [], "logprobs": []})
+            }
             Kind::Reasoning => json!({"type": "reasoning_text", "text": self.text}),
         }
     }
@@ -96,7 +105,11 @@ struct ResponseWriter {
 
 impl ResponseWriter {
     fn new(id: String, model: &str, wire: WireRequest) -> Self {
-        let format = wire.text.as_ref().and_then(|text| text.get("format")).filter(|format| !format.is_null());
+        let format = wire
+            .text
+            .as_ref()
+            .and_then(|text| text.get("format"))
+            .filter(|format| !format.is_null());
         let response = json!({
             "id": id,
             "object": "response",
@@ -122,7 +135,14 @@ impl ResponseWriter {
             "truncation": "disabled",
             "usage": null,
         });
-        Self { id, response, sequence: 0, open: None, output: Vec::new(), calls: 0 }
+        Self {
+            id,
+            response,
+            sequence: 0,
+            open: None,
+            output: Vec::new(),
+            calls: 0,
+        }
     }
 
     fn event(&mut self, name: &'static str, mut data: Value) -> Payload {
@@ -158,8 +178,13 @@ impl ResponseWriter {
             Kind::Message => "msg_",
             Kind::Reasoning => "rs_",
         };
-        let open = Open { kind, id: id_of(prefix, &self.id, self.output.len()), text: String::new() };
-        payloads.push(self.output_event("response.output_item.added", &open.item("in_progress", &[])));
+        let open = Open {
+            kind,
+            id: id_of(prefix, &self.id, self.output.len()),
+            text: String::new(),
+        };
+        payloads
+            .push(self.output_event("response.output_item.added", &open.item("in_progress", &[])));
         payloads.push(self.item_event(
             "response.content_part.added",
             &open.id,
@@ -231,7 +256,11 @@ impl ResponseWriter {
             })
         };
         payloads.push(self.output_event("response.output_item.added", &item("in_progress", "")));
-        payloads.push(self.item_event("response.function_call_arguments.delta", &id, json!({"delta": arguments})));
+        payloads.push(self.item_event(
+            "response.function_call_arguments.delta",
+            &id,
+            json!({"delta": arguments}),
+        ));
         payloads.push(self.item_event(
             "response.function_call_arguments.done",
             &id,
@@ -257,7 +286,12 @@ impl ResponseWriter {
         response
     }
 
-    fn ended(&mut self, reason: FinishReason, usage: Usage, payloads: &mut Vec<Payload>) -> (&'static str, Value) {
+    fn ended(
+        &mut self,
+        reason: FinishReason,
+        usage: Usage,
+        payloads: &mut Vec<Payload>,
+    ) -> (&'static str, Value) {
         let cut = reason == FinishReason::Length;
         self.closed(if cut { "incomplete" } else { "completed" }, payloads);
         let usage = ("usage", usage_json(usage));
@@ -276,7 +310,9 @@ impl ResponseWriter {
 impl Writer for ResponseWriter {
     fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
         let response = self.now(&[]);
-        ["response.created", "response.in_progress"].map(|name| self.event(name, json!({"response": response}))).into()
+        ["response.created", "response.in_progress"]
+            .map(|name| self.event(name, json!({"response": response})))
+            .into()
     }
 
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
@@ -302,8 +338,11 @@ impl Writer for ResponseWriter {
         let response = self.now(&[("status", json!("failed")), ("error", error)]);
         payloads.push(self.event("response.failed", json!({"response": response})));
         let mut error = fault.to_json();
-        for (key, value) in [("code", json!(fault.code())), ("message", json!(fault.message())), ("param", Value::Null)]
-        {
+        for (key, value) in [
+            ("code", json!(fault.code())),
+            ("message", json!(fault.message())),
+            ("param", Value::Null),
+        ] {
             if let Some(error) = error.as_object_mut() {
                 error.insert(key.to_owned(), value);
             }

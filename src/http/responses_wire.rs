@@ -5,7 +5,9 @@ use serde_json::{Map, Value, json};
 
 use super::{
     admission::RETENTION,
-    backend::{AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall},
+    backend::{
+        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
+    },
     chat_wire::{ToolChoice, at_least_one, checked_tools, is_set, named},
     fault::Fault,
     numbers::Whole,
@@ -49,8 +51,14 @@ impl WireRequest {
             ("include", is_set(self.include.as_ref())),
             ("max_tool_calls", is_set(self.max_tool_calls.as_ref())),
             ("moderation", is_set(self.moderation.as_ref())),
-            ("parallel_tool_calls", self.parallel_tool_calls == Some(false)),
-            ("reasoning", self.reasoning.as_ref().is_some_and(asks_anything)),
+            (
+                "parallel_tool_calls",
+                self.parallel_tool_calls == Some(false),
+            ),
+            (
+                "reasoning",
+                self.reasoning.as_ref().is_some_and(asks_anything),
+            ),
             ("store", self.store == Some(true)),
             ("text.verbosity", is_set(of_text("verbosity"))),
         ])
@@ -58,7 +66,8 @@ impl WireRequest {
 
     /// Refuses what would change what the answer is.
     fn refuse_unsupported(&self) -> Result<(), Fault> {
-        let nothing_kept = "is not supported: answers are not kept, so send the whole conversation in `input`";
+        let nothing_kept =
+            "is not supported: answers are not kept, so send the whole conversation in `input`";
         if let Some(id) = &self.previous_response_id {
             return Err(Fault::invalid("previous_response_id", id, nothing_kept));
         }
@@ -69,14 +78,26 @@ impl WireRequest {
             return Err(Fault::invalid("background", true, nothing_kept));
         }
         if let Some(prompt) = self.prompt.as_ref().filter(|value| !value.is_null()) {
-            return Err(Fault::invalid("prompt", prompt, "is not supported: there are no kept prompts"));
+            return Err(Fault::invalid(
+                "prompt",
+                prompt,
+                "is not supported: there are no kept prompts",
+            ));
         }
         if let Some(count) = self.top_logprobs.filter(|count| count.get() > 0) {
-            return Err(Fault::invalid("top_logprobs", count, "is not supported: probabilities are not kept"));
+            return Err(Fault::invalid(
+                "top_logprobs",
+                count,
+                "is not supported: probabilities are not kept",
+            ));
         }
         match self.truncation.as_deref() {
             None | Some("auto" | "disabled") => Ok(()),
-            Some(other) => Err(Fault::invalid("truncation", other, "is not one of `auto`, `disabled`")),
+            Some(other) => Err(Fault::invalid(
+                "truncation",
+                other,
+                "is not one of `auto`, `disabled`",
+            )),
         }
     }
 
@@ -99,7 +120,13 @@ impl WireRequest {
                 }
             }
             None | Some(Value::Null) => return Err(Fault::invalid("input", "", "is missing")),
-            Some(other) => return Err(Fault::invalid("input", other, "is neither a text nor a list of items")),
+            Some(other) => {
+                return Err(Fault::invalid(
+                    "input",
+                    other,
+                    "is neither a text nor a list of items",
+                ));
+            }
         }
         if messages.len() == instructed {
             return Err(Fault::invalid("input", "[]", "is empty"));
@@ -121,9 +148,10 @@ impl WireRequest {
             Some("text") => Ok(None),
             Some("json_object") => Ok(Some(AnswerForm::JsonObject)),
             Some("json_schema") => match format.get("schema") {
-                Some(schema) => {
-                    Ok(Some(AnswerForm::JsonSchema { schema: schema.clone(), field: "text.format.schema" }))
-                }
+                Some(schema) => Ok(Some(AnswerForm::JsonSchema {
+                    schema: schema.clone(),
+                    field: "text.format.schema",
+                })),
                 None => Err(Fault::invalid("text.format.schema", "", "is missing")),
             },
             other => Err(Fault::invalid(
@@ -138,7 +166,11 @@ impl WireRequest {
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
-    pub(super) fn request(&mut self, meta: RequestMeta, model: String) -> Result<ChatRequest, Fault> {
+    pub(super) fn request(
+        &mut self,
+        meta: RequestMeta,
+        model: String,
+    ) -> Result<ChatRequest, Fault> {
         let mut conversation = self.conversation()?;
         let form = match function_choice(self.tool_choice.as_ref(), &conversation.tools)? {
             ToolChoice::Required(name) => Some(AnswerForm::ToolCall { name }),
@@ -148,7 +180,11 @@ impl WireRequest {
                 self.form()?
             }
         };
-        let sampling = SamplingFields { temperature: self.temperature, top_p: self.top_p, ..SamplingFields::default() };
+        let sampling = SamplingFields {
+            temperature: self.temperature,
+            top_p: self.top_p,
+            ..SamplingFields::default()
+        };
         Ok(ChatRequest {
             meta,
             model,
@@ -165,7 +201,9 @@ impl WireRequest {
 
 /// Whether any of its fields is set.
 fn asks_anything(object: &Value) -> bool {
-    object.as_object().is_some_and(|map| map.values().any(|value| !value.is_null()))
+    object
+        .as_object()
+        .is_some_and(|map| map.values().any(|value| !value.is_null()))
 }
 
 /// The tools as the chat API writes them.
@@ -182,11 +220,26 @@ pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>,
                 "is not supported: tools are of the type `function`, and called by the client",
             ));
         }
-        if tool.get("name").and_then(Value::as_str).is_none_or(str::is_empty) {
-            return Err(Fault::invalid(&format!("{field}[{index}].name"), "", "is missing"));
+        if tool
+            .get("name")
+            .and_then(Value::as_str)
+            .is_none_or(str::is_empty)
+        {
+            return Err(Fault::invalid(
+                &format!("{field}[{index}].name"),
+                "",
+                "is missing",
+            ));
         }
-        if let Some(parameters) = tool.get("parameters").filter(|value| !value.is_object() && !value.is_null()) {
-            return Err(Fault::invalid(&format!("{field}[{index}].parameters"), parameters, "is not a JSON schema"));
+        if let Some(parameters) = tool
+            .get("parameters")
+            .filter(|value| !value.is_object() && !value.is_null())
+        {
+            return Err(Fault::invalid(
+                &format!("{field}[{index}].parameters"),
+                parameters,
+                "is not a JSON schema",
+            ));
         }
         let mut function = Map::new();
         for key in ["name", "description", "parameters", "strict"] {
@@ -196,14 +249,20 @@ pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>,
         }
         Ok(json!({"type": "function", "function": function}))
     });
-    checked_tools(field, Some(Value::Array(tools.collect::<Result<_, Fault>>()?)))
+    checked_tools(
+        field,
+        Some(Value::Array(tools.collect::<Result<_, Fault>>()?)),
+    )
 }
 
 /// What `tool_choice` says: a function is named beside its type there.
 ///
 /// # Errors
 /// 400 when it names no tool, or is none of the words.
-pub(super) fn function_choice(choice: Option<&Value>, tools: &[Value]) -> Result<ToolChoice, Fault> {
+pub(super) fn function_choice(
+    choice: Option<&Value>,
+    tools: &[Value],
+) -> Result<ToolChoice, Fault> {
     let choice = choice.map(|choice| match choice.get("name") {
         Some(name) if choice.get("type") == Some(&json!("function")) => {
             json!({"type": "function", "function": {"name": name}})
@@ -217,12 +276,20 @@ pub(super) fn function_choice(choice: Option<&Value>, tools: &[Value]) -> Result
 ///
 /// # Errors
 /// 400 naming the field, its value and the limit.
-pub(super) fn push_item(field: &str, mut item: Value, messages: &mut Vec<ChatMessage>) -> Result<(), Fault> {
+pub(super) fn push_item(
+    field: &str,
+    mut item: Value,
+    messages: &mut Vec<ChatMessage>,
+) -> Result<(), Fault> {
     let text = |item: &Value, key: &str| {
         let text = item.get(key).and_then(Value::as_str).map(str::to_owned);
         text.ok_or_else(|| Fault::invalid(&format!("{field}.{key}"), "", "is missing"))
     };
-    let kind = item.get("type").and_then(Value::as_str).unwrap_or("message").to_owned();
+    let kind = item
+        .get("type")
+        .and_then(Value::as_str)
+        .unwrap_or("message")
+        .to_owned();
     match kind.as_str() {
         "message" => {
             let role = match text(&item, "role")?.as_str() {
@@ -241,7 +308,9 @@ pub(super) fn push_item(field: &str, mut item: Value, messages: &mut Vec<ChatMes
             let content = text_of(&format!("{field}.content"), content)?;
             match messages.last_mut() {
                 // what was thought, or called, before these words
-                Some(last) if role == Role::Assistant && last.role == role && last.content.is_empty() => {
+                Some(last)
+                    if role == Role::Assistant && last.role == role && last.content.is_empty() =>
+                {
                     last.content = content;
                 }
                 _ => messages.push(ChatMessage::new(role, content)),
@@ -265,9 +334,12 @@ pub(super) fn push_item(field: &str, mut item: Value, messages: &mut Vec<ChatMes
         "function_call_output" => {
             let id = text(&item, "call_id")?;
             let output = item.get_mut("output").map(Value::take).unwrap_or_default();
-            let mut outcome = ChatMessage::new(Role::Tool, text_of(&format!("{field}.output"), output)?);
+            let mut outcome =
+                ChatMessage::new(Role::Tool, text_of(&format!("{field}.output"), output)?);
             let mut calls = messages.iter().flat_map(|message| &message.tool_calls);
-            outcome.name = calls.find(|call| call.id == id).map(|call| call.name.clone());
+            outcome.name = calls
+                .find(|call| call.id == id)
+                .map(|call| call.name.clone());
             outcome.tool_call_id = Some(id);
             messages.push(outcome);
         }
@@ -297,7 +369,13 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
         Value::Null => return Ok(String::new()),
         Value::String(text) => return Ok(text),
         Value::Array(parts) => parts,
-        other => return Err(Fault::invalid(field, other, "is neither a text nor a list of parts")),
+        other => {
+            return Err(Fault::invalid(
+                field,
+                other,
+                "is neither a text nor a list of parts",
+            ));
+        }
     };
     let mut text = String::new();
     for (index, part) in parts.iter().enumerate() {
@@ -314,7 +392,11 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
             }
         };
         let piece = part.get(key).and_then(Value::as_str);
-        text.push_str(piece.ok_or_else(|| Fault::invalid(&format!("{field}[{index}].{key}"), "", "is missing"))?);
+        text.push_str(
+            piece.ok_or_else(|| {
+                Fault::invalid(&format!("{field}[{index}].{key}"), "", "is missing")
+            })?,
+        );
     }
     Ok(text)
 }
@@ -322,7 +404,7 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::http::body::parse_json;
+    use crate::body::parse_json;
 
     fn request(body: &Value) -> Result<ChatRequest, String> {
         parse_json::<WireRequest>(body.to_string().as_bytes())
@@ -347,8 +429,16 @@ mod tests {
         }))
         .unwrap();
         let messages = read.prompt.messages();
-        let shape: Vec<(Role, &str, usize)> =
-            messages.iter().map(|message| (message.role, message.content.as_str(), message.tool_calls.len())).collect();
+        let shape: Vec<(Role, &str, usize)> = messages
+            .iter()
+            .map(|message| {
+                (
+                    message.role,
+                    message.content.as_str(),
+                    message.tool_calls.len(),
+                )
+            })
+            .collect();
         assert_eq!(
             shape,
             [
@@ -361,7 +451,12 @@ mod tests {
         );
         assert_eq!(messages[2].reasoning.as_deref(), Some("hm"));
         assert_eq!(messages[4].name.as_deref(), Some("f"));
-        assert_eq!(read.form, Some(AnswerForm::ToolCall { name: Some("f".to_owned()) }));
+        assert_eq!(
+            read.form,
+            Some(AnswerForm::ToolCall {
+                name: Some("f".to_owned())
+            })
+        );
     }
 
     #[test]

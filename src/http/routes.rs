@@ -31,7 +31,7 @@ use super::{
     memory::{RequestMemory, Who},
     messages, ollama, realtime, responses, speech, status, tokens, transcription,
 };
-use crate::telemetry::{Span, SpanContext, SpanKind};
+use cotenant_telemetry::{Span, SpanContext, SpanKind};
 
 /// All routes, with the middleware around them.
 pub(super) fn router(api: &Api) -> Router {
@@ -46,7 +46,10 @@ pub(super) fn router(api: &Api) -> Router {
         .route("/tokenize", post(tokens::tokenize))
         .route("/detokenize", post(tokens::detokenize))
         .route("/v1/audio/translations", post(transcription::translations))
-        .route("/v1/audio/transcriptions", post(transcription::transcriptions))
+        .route(
+            "/v1/audio/transcriptions",
+            post(transcription::transcriptions),
+        )
         .route("/v1/audio/speech", post(speech::speech))
         .route("/api/chat", post(ollama::chat))
         .route("/api/generate", post(ollama::generate))
@@ -96,10 +99,24 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
 
 /// What every request passes then: it names us, comes from no page of a foreign site, and has a key where keys are needed.
 async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
-    let reach = request.extensions().get::<Reach>().copied().unwrap_or(Reach::Network);
+    let reach = request
+        .extensions()
+        .get::<Reach>()
+        .copied()
+        .unwrap_or(Reach::Network);
     let access = api.access();
-    let checked = hosts::check(reach, request.version(), request.uri(), request.headers(), &access.hosts);
-    let page = request.headers().get(header::ORIGIN).filter(|_| checked.is_ok()).cloned();
+    let checked = hosts::check(
+        reach,
+        request.version(),
+        request.uri(),
+        request.headers(),
+        &access.hosts,
+    );
+    let page = request
+        .headers()
+        .get(header::ORIGIN)
+        .filter(|_| checked.is_ok())
+        .cloned();
     let mut response = match hosts::preflight(request.headers()).filter(|_| page.is_some()) {
         // browsers send no key with it
         Some(answer) if request.method() == Method::OPTIONS => answer,
@@ -112,7 +129,12 @@ async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response
 }
 
 /// Serves a request of a client that may.
-async fn for_client(access: &Access, checked: Result<(), Fault>, mut request: Request, next: Next) -> Response {
+async fn for_client(
+    access: &Access,
+    checked: Result<(), Fault>,
+    mut request: Request,
+    next: Next,
+) -> Response {
     let checked = checked.and_then(|()| access.client_of(request.uri().path(), request.headers()));
     match checked {
         Ok(client) => {
@@ -131,7 +153,9 @@ async fn for_client(access: &Access, checked: Result<(), Fault>, mut request: Re
                     _ => "Bearer",
                 };
                 let scheme = HeaderValue::from_static(scheme);
-                response.headers_mut().insert(header::WWW_AUTHENTICATE, scheme);
+                response
+                    .headers_mut()
+                    .insert(header::WWW_AUTHENTICATE, scheme);
             }
             response
         }
@@ -141,8 +165,16 @@ async fn for_client(access: &Access, checked: Result<(), Fault>, mut request: Re
 /// What is sent to us: its body is read before the request takes a place, which a slow one would keep from others.
 async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let kind = Kind::of(request.uri().path());
-    let client = request.extensions().get::<RequestMeta>().and_then(|meta| meta.client.clone());
-    let who = request.extensions().get::<Who>().cloned().unwrap_or_default().with_key(client.as_deref());
+    let client = request
+        .extensions()
+        .get::<RequestMeta>()
+        .and_then(|meta| meta.client.clone());
+    let who = request
+        .extensions()
+        .get::<Who>()
+        .cloned()
+        .unwrap_or_default()
+        .with_key(client.as_deref());
     let memory = RequestMemory::of(who);
     request.extensions_mut().insert(memory.clone());
     if request.method() == Method::POST {
@@ -162,7 +194,9 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
         let body = match read {
             Ok(mut pieces) => match pieces.pop() {
                 Some(whole) if pieces.is_empty() => Body::from(whole),
-                last => Body::from_stream(stream::iter(pieces.into_iter().chain(last).map(Ok::<_, Infallible>))),
+                last => Body::from_stream(stream::iter(
+                    pieces.into_iter().chain(last).map(Ok::<_, Infallible>),
+                )),
             },
             Err(fault) => return in_shape_of(&parts.uri, fault),
         };
@@ -173,7 +207,10 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
 
 /// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
 async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Response {
-    let is_foreign = request.headers().get(FETCH_SITE).is_some_and(|site| site == "cross-site");
+    let is_foreign = request
+        .headers()
+        .get(FETCH_SITE)
+        .is_some_and(|site| site == "cross-site");
     // One with an origin has passed the check of it.
     if is_foreign && !request.headers().contains_key(header::ORIGIN) {
         let fault = Fault::request(
@@ -183,7 +220,10 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
         );
         return in_shape_of(request.uri(), fault);
     }
-    let client = request.extensions().get::<RequestMeta>().and_then(|meta| meta.client.clone());
+    let client = request
+        .extensions()
+        .get::<RequestMeta>()
+        .and_then(|meta| meta.client.clone());
     let own = client.map(|client| client.place()).transpose();
     let placed = own.and_then(|own| Ok((api.place(Kind::of(request.uri().path()))?, own)));
     let permit: Arc<Permits> = match placed {
@@ -204,12 +244,19 @@ async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Resp
 
 /// The span of a request, which the spans of its stages are below.
 fn span_of(api: &Api, request: &mut Request) -> Span {
-    let route = request.extensions().get::<MatchedPath>().map(|path| path.as_str().to_owned()).unwrap_or_default();
+    let route = request
+        .extensions()
+        .get::<MatchedPath>()
+        .map(|path| path.as_str().to_owned())
+        .unwrap_or_default();
     let method = request.method().as_str().to_owned();
     let Some(meta) = request.extensions_mut().get_mut::<RequestMeta>() else {
         return Span::default();
     };
-    let span = api.backends().tracer.begin(&format!("{method} {route}"), SpanKind::Server, meta.trace);
+    let span =
+        api.backends()
+            .tracer
+            .begin(&format!("{method} {route}"), SpanKind::Server, meta.trace);
     meta.trace = span.context();
     span.set("http.request.method", method.as_str());
     span.set("http.route", route.as_str());
@@ -223,15 +270,25 @@ fn span_of(api: &Api, request: &mut Request) -> Span {
 }
 
 async fn unknown_route(method: Method, uri: Uri) -> Response {
-    let message = format!("unknown request URL: {method} {} (hint: {})", shortened(uri.path()), served(uri.path()));
-    in_shape_of(&uri, Fault::request(StatusCode::NOT_FOUND, "unknown_url", message))
+    let message = format!(
+        "unknown request URL: {method} {} (hint: {})",
+        shortened(uri.path()),
+        served(uri.path())
+    );
+    in_shape_of(
+        &uri,
+        Fault::request(StatusCode::NOT_FOUND, "unknown_url", message),
+    )
 }
 
 /// What there is instead of an endpoint that there is not.
 fn served(path: &str) -> &'static str {
     if path.contains("embed") || path.contains("rerank") {
         "there are no embeddings here; the model answers at /v1/chat/completions and /api/chat"
-    } else if matches!(path, "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete") {
+    } else if matches!(
+        path,
+        "/api/pull" | "/api/create" | "/api/copy" | "/api/push" | "/api/delete"
+    ) {
         "models are files named by `llm.path` in the configuration"
     } else if path == "/v1" || path == "/v1/" {
         "Responses come by HTTP, from POST /v1/responses; LiveKit's plugin takes `use_websocket=False`"
@@ -266,7 +323,11 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
     let text = |name: &HeaderName| headers.get(name)?.to_str().ok();
     RequestMeta {
         id: text(&REQUEST_ID)
-            .filter(|id| !id.is_empty() && id.len() <= REQUEST_ID_MAX && id.bytes().all(|byte| byte.is_ascii_graphic()))
+            .filter(|id| {
+                !id.is_empty()
+                    && id.len() <= REQUEST_ID_MAX
+                    && id.bytes().all(|byte| byte.is_ascii_graphic())
+            })
             .map_or_else(|| api.fresh_id("req-"), str::to_owned),
         patience: text(&READ_TIMEOUT)
             .and_then(|seconds| seconds.trim().parse().ok())
@@ -287,7 +348,12 @@ struct Measured {
 
 impl Measured {
     fn begin(api: Api, route: String) -> Self {
-        Self { api, route, code: CLIENT_GONE, began: Instant::now() }
+        Self {
+            api,
+            route,
+            code: CLIENT_GONE,
+            began: Instant::now(),
+        }
     }
 
     fn answered(mut self, status: StatusCode) -> Self {
@@ -304,7 +370,10 @@ impl Drop for Measured {
 }
 
 /// Lets the answer's body hold something until its last byte is sent or the client has gone.
-fn held_by_body<H: Send + Unpin + 'static>(response: Response, hold: impl FnOnce(StatusCode) -> H) -> Response {
+fn held_by_body<H: Send + Unpin + 'static>(
+    response: Response,
+    hold: impl FnOnce(StatusCode) -> H,
+) -> Response {
     let hold = hold(response.status());
     response.map(|body| Body::new(HoldingBody { body, _hold: hold }))
 }
@@ -318,7 +387,10 @@ impl<H: Unpin> HttpBody for HoldingBody<H> {
     type Data = Piece;
     type Error = axum::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Piece>, axum::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Piece>, axum::Error>>> {
         Pin::new(&mut self.body).poll_frame(cx)
     }
 

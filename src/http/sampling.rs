@@ -34,17 +34,28 @@ impl SamplingDialect {
     pub(super) const OPENAI: Self = Self {
         prefix: "",
         temperature_max: 2.0,
-        defaults: SamplingWish { temperature: Some(1.0), ..SamplingWish::NONE },
+        defaults: SamplingWish {
+            temperature: Some(1.0),
+            ..SamplingWish::NONE
+        },
     };
 
     /// Anthropic's: the same, with a lower limit.
-    pub(super) const ANTHROPIC: Self = Self { temperature_max: 1.0, ..Self::OPENAI };
+    pub(super) const ANTHROPIC: Self = Self {
+        temperature_max: 1.0,
+        ..Self::OPENAI
+    };
 
     /// Ollama's: `DefaultOptions` in its `api/types.go`, as of August 2026.
     pub(super) const OLLAMA: Self = Self {
         prefix: "options.",
         temperature_max: 2.0,
-        defaults: SamplingWish { temperature: Some(0.8), top_p: Some(0.9), top_k: Some(40), ..SamplingWish::NONE },
+        defaults: SamplingWish {
+            temperature: Some(0.8),
+            top_p: Some(0.9),
+            top_k: Some(40),
+            ..SamplingWish::NONE
+        },
     };
 
     /// What the fields say, and the defaults for the rest. A request without a seed gets one, so that an answer can be repeated.
@@ -52,7 +63,9 @@ impl SamplingDialect {
     /// # Errors
     /// 400 naming the field, its value and the limit.
     pub(super) fn read(&self, fields: &SamplingFields) -> Result<ChatSampling, Fault> {
-        let ranged = |name: &str, value, min, max| in_range(&format!("{}{name}", self.prefix), value, min, max);
+        let ranged = |name: &str, value, min, max| {
+            in_range(&format!("{}{name}", self.prefix), value, min, max)
+        };
         let asked = SamplingWish {
             temperature: ranged("temperature", fields.temperature, 0.0, self.temperature_max)?,
             top_p: ranged("top_p", fields.top_p, 0.0, 1.0)?,
@@ -72,7 +85,10 @@ impl SamplingDialect {
                 .map(i64::cast_unsigned)
                 .or_else(|| Some(SamplingWish::random_seed())),
         };
-        Ok(ChatSampling { asked, defaults: self.defaults })
+        Ok(ChatSampling {
+            asked,
+            defaults: self.defaults,
+        })
     }
 }
 
@@ -91,7 +107,11 @@ mod tests {
             seed: whole(-2),
             ..SamplingFields::default()
         };
-        for dialect in [SamplingDialect::OPENAI, SamplingDialect::ANTHROPIC, SamplingDialect::OLLAMA] {
+        for dialect in [
+            SamplingDialect::OPENAI,
+            SamplingDialect::ANTHROPIC,
+            SamplingDialect::OLLAMA,
+        ] {
             let asked = dialect.read(&fields).unwrap().asked;
             let expected = SamplingWish {
                 temperature: Some(0.0),
@@ -107,11 +127,29 @@ mod tests {
 
     #[test]
     fn each_request_without_a_seed_has_one_of_its_own() {
-        let seed = |fields: &SamplingFields| SamplingDialect::OLLAMA.read(fields).unwrap().asked.seed.unwrap();
-        let any = SamplingFields { seed: Whole::of(&(-1).into()), ..SamplingFields::default() };
-        let seeds = [seed(&SamplingFields::default()), seed(&SamplingFields::default()), seed(&any), seed(&any)];
+        let seed = |fields: &SamplingFields| {
+            SamplingDialect::OLLAMA
+                .read(fields)
+                .unwrap()
+                .asked
+                .seed
+                .unwrap()
+        };
+        let any = SamplingFields {
+            seed: Whole::of(&(-1).into()),
+            ..SamplingFields::default()
+        };
+        let seeds = [
+            seed(&SamplingFields::default()),
+            seed(&SamplingFields::default()),
+            seed(&any),
+            seed(&any),
+        ];
         let different: std::collections::BTreeSet<u64> = seeds.into();
         assert_eq!(different.len(), seeds.len(), "{seeds:?}");
-        assert!(seeds.iter().all(|seed| *seed <= u64::from(u32::MAX)), "a client's language holds it: {seeds:?}");
+        assert!(
+            seeds.iter().all(|seed| *seed <= u64::from(u32::MAX)),
+            "a client's language holds it: {seeds:?}"
+        );
     }
 }

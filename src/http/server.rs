@@ -82,7 +82,9 @@ impl ClientListener for UnixListener {
 pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
     let (sessions, _ended_with_this) = Sessions::new(&shutdown);
-    let router = routes::router(&api).layer(Extension(listener.reach())).layer(Extension(sessions.clone()));
+    let router = routes::router(&api)
+        .layer(Extension(listener.reach()))
+        .layer(Extension(sessions.clone()));
     loop {
         let (io, who) = tokio::select! {
             biased;
@@ -93,7 +95,8 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
         };
         match api.connection(&who) {
             Ok(permit) => {
-                let (router, limits, shutdown) = (router.clone(), api.limits().clone(), shutdown.clone());
+                let (router, limits, shutdown) =
+                    (router.clone(), api.limits().clone(), shutdown.clone());
                 connections.spawn(async move {
                     connection(io, who, router, &limits, shutdown).await;
                     drop(permit);
@@ -101,7 +104,12 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
             }
             Err(short) => {
                 let limit = api.limits().connections_max;
-                tracing::warn!(limit, ?who, ?short, "refused a connection: those that it may have are taken");
+                tracing::warn!(
+                    limit,
+                    ?who,
+                    ?short,
+                    "refused a connection: those that it may have are taken"
+                );
                 connections.spawn(refuse_connection(io, short, api.limits().clone()));
             }
         }
@@ -112,12 +120,20 @@ pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: Cance
         sessions.all_ended().await;
     });
     if drained.await.is_err() {
-        tracing::warn!(open = connections.len(), "dropped connections that did not end in time");
+        tracing::warn!(
+            open = connections.len(),
+            "dropped connections that did not end in time"
+        );
     }
 }
 
-async fn connection<I>(io: I, who: Who, router: Router, limits: &Limits, shutdown: CancellationToken)
-where
+async fn connection<I>(
+    io: I,
+    who: Who,
+    router: Router,
+    limits: &Limits,
+    shutdown: CancellationToken,
+) where
     I: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
     let service = service_fn(move |request: hyper::Request<Incoming>| {
@@ -125,7 +141,10 @@ where
         async move {
             let mut request: Request = request.map(Body::new);
             request.extensions_mut().insert(who);
-            router.oneshot(request).await.map_err(|never: Infallible| never)
+            router
+                .oneshot(request)
+                .await
+                .map_err(|never: Infallible| never)
         }
     });
     let io = TokioIo::new(StallGuard::new(io, limits.write_stall_timeout));

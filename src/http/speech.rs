@@ -30,20 +30,25 @@ use super::{
     patience::{is_of_memory, patiently},
     stream::{Payload, broken_off, held_for_memory, ignored_header, sse},
 };
-use crate::{
-    causes::in_one_line,
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    speech::{
-        audio::{MonoAudio, TTS_RATE_HZ, pcm_bytes, wav_stream_header},
-        encode::{Encoder, Encoding},
-        resample::Resampler,
-    },
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_speech::{
+    audio::{MonoAudio, TTS_RATE_HZ, pcm_bytes, wav_stream_header},
+    encode::{Encoder, Encoding},
+    resample::Resampler,
 };
+use cotenant_units::causes::in_one_line;
 
 /// `POST /v1/audio/speech`.
-pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, request: Request) -> Result<Response, Fault> {
+pub(super) async fn speech(
+    State(api): State<Api>,
+    Extension(meta): Meta,
+    request: Request,
+) -> Result<Response, Fault> {
     let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "synthesiser".to_owned() }));
+        return Err(Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "synthesiser".to_owned(),
+        }));
     };
     let limits = api.limits();
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
@@ -64,20 +69,34 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
         whole,
     };
     let hold = held_for_memory(&api, &meta);
-    let speech = patiently(hold, |refusal, _| is_of_memory(refusal), || backend.synthesize(request.clone())).await?;
+    let speech = patiently(
+        hold,
+        |refusal, _| is_of_memory(refusal),
+        || backend.synthesize(request.clone()),
+    )
+    .await?;
     let ignored = ignored_header(speech.ignored);
-    let spoken = speech.voice.as_deref().and_then(|voice| HeaderValue::from_str(voice).ok());
+    let spoken = speech
+        .voice
+        .as_deref()
+        .and_then(|voice| HeaderValue::from_str(voice).ok());
     let pieces = begun(speech).await?;
     let mut response = match format {
         Format::Wav if whole => as_wav(pieces, limits).await?,
         format => {
             let (kind, bytes) = format.encode(pieces)?;
-            if events { as_events(bytes, &meta, limits) } else { as_body(kind, bytes) }
+            if events {
+                as_events(bytes, &meta, limits)
+            } else {
+                as_body(kind, bytes)
+            }
         }
     };
     response.headers_mut().extend(ignored);
     if let Some(name) = instead {
-        response.headers_mut().insert(SENT_FORMAT, HeaderValue::from_static(name));
+        response
+            .headers_mut()
+            .insert(SENT_FORMAT, HeaderValue::from_static(name));
     }
     if let Some(voice) = spoken {
         response.headers_mut().insert(VOICE, voice);
@@ -88,16 +107,25 @@ pub(super) async fn speech(State(api): State<Api>, Extension(meta): Meta, reques
 /// `GET /v1/audio/voices`: the voices of the configuration with their other names, and those that the worker announces.
 pub(super) async fn voices(State(api): State<Api>) -> Result<Json<Value>, Fault> {
     let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "synthesiser".to_owned() }));
+        return Err(Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "synthesiser".to_owned(),
+        }));
     };
     let mut voices = api.backends().status.voices();
     for name in backend.voices().await {
         if voices.iter().all(|voice| voice.name != name) {
-            voices.push(Voice { name, aliases: Vec::new() });
+            voices.push(Voice {
+                name,
+                aliases: Vec::new(),
+            });
         }
     }
-    let shown = |voice: &Voice| json!({"id": voice.name, "name": voice.name, "aliases": voice.aliases});
-    Ok(Json(json!({"object": "list", "voices": voices.iter().map(shown).collect::<Vec<_>>()})))
+    let shown =
+        |voice: &Voice| json!({"id": voice.name, "name": voice.name, "aliases": voice.aliases});
+    Ok(Json(
+        json!({"object": "list", "voices": voices.iter().map(shown).collect::<Vec<_>>()}),
+    ))
 }
 
 #[derive(Debug, Deserialize)]
@@ -151,9 +179,14 @@ impl Format {
                     Encoding::Mp3 => "audio/mpeg",
                     Encoding::Opus => "audio/ogg",
                 };
-                let (encoder, begin) =
-                    Encoder::new(encoding, TTS_RATE_HZ).map_err(|error| Fault::from(unusable(&error)))?;
-                (kind, stream::iter([Ok(begin)]).chain(encoded(pieces, encoder)).boxed())
+                let (encoder, begin) = Encoder::new(encoding, TTS_RATE_HZ)
+                    .map_err(|error| Fault::from(unusable(&error)))?;
+                (
+                    kind,
+                    stream::iter([Ok(begin)])
+                        .chain(encoded(pieces, encoder))
+                        .boxed(),
+                )
             }
         })
     }
@@ -163,24 +196,34 @@ impl Format {
 type Encoded = BoxStream<'static, Result<Vec<u8>, Refusal>>;
 
 /// Encodes pieces as they come, in slices that keep no other connection waiting.
-fn encoded(pieces: Pieces, encoder: Encoder) -> impl stream::Stream<Item = Result<Vec<u8>, Refusal>> + Send {
+fn encoded(
+    pieces: Pieces,
+    encoder: Encoder,
+) -> impl stream::Stream<Item = Result<Vec<u8>, Refusal>> + Send {
     let slices = pieces.flat_map(|piece| {
         stream::iter(match piece {
-            Ok(samples) => samples.chunks(ENCODED_AT_ONCE).map(|slice| Ok(slice.to_vec())).collect(),
+            Ok(samples) => samples
+                .chunks(ENCODED_AT_ONCE)
+                .map(|slice| Ok(slice.to_vec()))
+                .collect(),
             Err(refusal) => vec![Err(refusal)],
         })
     });
-    let bytes = stream::unfold((slices.boxed(), Some(encoder)), |(mut slices, encoder)| async move {
-        let mut encoder = encoder?;
-        tokio::task::yield_now().await;
-        let Some(slice) = slices.next().await else {
-            let end = encoder.finish().map_err(|error| unusable(&error));
-            return Some((end, (slices, None)));
-        };
-        let bytes = slice.and_then(|samples| encoder.push(&samples).map_err(|error| unusable(&error)));
-        let encoder = bytes.is_ok().then_some(encoder);
-        Some((bytes, (slices, encoder)))
-    });
+    let bytes = stream::unfold(
+        (slices.boxed(), Some(encoder)),
+        |(mut slices, encoder)| async move {
+            let mut encoder = encoder?;
+            tokio::task::yield_now().await;
+            let Some(slice) = slices.next().await else {
+                let end = encoder.finish().map_err(|error| unusable(&error));
+                return Some((end, (slices, None)));
+            };
+            let bytes =
+                slice.and_then(|samples| encoder.push(&samples).map_err(|error| unusable(&error)));
+            let encoder = bytes.is_ok().then_some(encoder);
+            Some((bytes, (slices, encoder)))
+        },
+    );
     bytes.filter(|bytes| std::future::ready(!bytes.as_ref().is_ok_and(Vec::is_empty)))
 }
 
@@ -188,7 +231,11 @@ fn wants_events(stream_format: Option<&str>) -> Result<bool, Fault> {
     match stream_format {
         None | Some("audio") => Ok(false),
         Some("sse") => Ok(true),
-        Some(other) => Err(Fault::invalid("stream_format", other, "is not one of `audio`, `sse`")),
+        Some(other) => Err(Fault::invalid(
+            "stream_format",
+            other,
+            "is not one of `audio`, `sse`",
+        )),
     }
 }
 
@@ -214,15 +261,22 @@ pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<Vo
     let wanted = match wanted {
         None | Some(Value::Null) => return Ok(default.into()),
         Some(Value::String(name)) => name.as_str(),
-        Some(object) => object
-            .get("id")
-            .and_then(Value::as_str)
-            .ok_or_else(|| Fault::invalid("voice", object, "is neither a name nor an object with an `id`"))?,
+        Some(object) => object.get("id").and_then(Value::as_str).ok_or_else(|| {
+            Fault::invalid(
+                "voice",
+                object,
+                "is neither a name nor an object with an `id`",
+            )
+        })?,
     };
-    let meant = |voice: &&Voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted);
+    let meant =
+        |voice: &&Voice| voice.name == wanted || voice.aliases.iter().any(|alias| alias == wanted);
     Ok(match voices.iter().find(meant) {
         Some(voice) => VoiceWish::Known(voice.name.clone()),
-        None => VoiceWish::Asked { name: wanted.to_owned(), otherwise: default },
+        None => VoiceWish::Asked {
+            name: wanted.to_owned(),
+            otherwise: default,
+        },
     })
 }
 
@@ -256,28 +310,35 @@ fn resampled(
     chunks: Pieces,
     resampler: Option<Resampler>,
 ) -> impl stream::Stream<Item = Result<Vec<i16>, Refusal>> + Send {
-    stream::unfold((chunks, Conversion::Running(resampler)), |(mut chunks, state)| async {
-        let Conversion::Running(mut resampler) = state else {
-            return None;
-        };
-        loop {
-            let next = chunks.next().await;
-            let last = next.is_none();
-            let samples = match (next, &mut resampler) {
-                (Some(Err(refusal)), _) => return Some((Err(refusal), (chunks, Conversion::Done))),
-                (Some(Ok(samples)), None) => Ok(samples),
-                (Some(Ok(samples)), Some(resampler)) => resampler.push(&samples),
-                (None, resampler) => resampler.take().map_or(Ok(Vec::new()), Resampler::finish),
+    stream::unfold(
+        (chunks, Conversion::Running(resampler)),
+        |(mut chunks, state)| async {
+            let Conversion::Running(mut resampler) = state else {
+                return None;
             };
-            match samples {
-                Ok(samples) if samples.is_empty() && last => return None,
-                Ok(samples) if samples.is_empty() => {}
-                Ok(samples) if last => return Some((Ok(samples), (chunks, Conversion::Done))),
-                Ok(samples) => return Some((Ok(samples), (chunks, Conversion::Running(resampler)))),
-                Err(error) => return Some((Err(unusable(&error)), (chunks, Conversion::Done))),
+            loop {
+                let next = chunks.next().await;
+                let last = next.is_none();
+                let samples = match (next, &mut resampler) {
+                    (Some(Err(refusal)), _) => {
+                        return Some((Err(refusal), (chunks, Conversion::Done)));
+                    }
+                    (Some(Ok(samples)), None) => Ok(samples),
+                    (Some(Ok(samples)), Some(resampler)) => resampler.push(&samples),
+                    (None, resampler) => resampler.take().map_or(Ok(Vec::new()), Resampler::finish),
+                };
+                match samples {
+                    Ok(samples) if samples.is_empty() && last => return None,
+                    Ok(samples) if samples.is_empty() => {}
+                    Ok(samples) if last => return Some((Ok(samples), (chunks, Conversion::Done))),
+                    Ok(samples) => {
+                        return Some((Ok(samples), (chunks, Conversion::Running(resampler))));
+                    }
+                    Err(error) => return Some((Err(unusable(&error)), (chunks, Conversion::Done))),
+                }
             }
-        }
-    })
+        },
+    )
 }
 
 fn unusable(error: &dyn std::error::Error) -> Refusal {
@@ -291,7 +352,11 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
 /// Bytes as they come. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
 fn as_body(kind: &'static str, bytes: Encoded) -> Response {
     let bytes = bytes.map(|bytes| bytes.map_err(io::Error::other));
-    ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], Body::from_stream(bytes)).into_response()
+    (
+        [(header::CONTENT_TYPE, HeaderValue::from_static(kind))],
+        Body::from_stream(bytes),
+    )
+        .into_response()
 }
 
 /// A WAV file in one piece: its header states its length, and many readers believe it.
@@ -302,15 +367,26 @@ async fn as_wav(mut pieces: Pieces, limits: &Limits) -> Result<Response, Fault> 
         if audio.duration() > limits.audio_duration_max {
             return Err(Fault::invalid(
                 "input",
-                format!("more than {} s of speech", limits.audio_duration_max.as_secs()),
+                format!(
+                    "more than {} s of speech",
+                    limits.audio_duration_max.as_secs()
+                ),
                 "is above the limit of a `wav`; `pcm` has none",
             ));
         }
     }
-    let file = audio
-        .to_wav()
-        .map_err(|error| Fault::invalid("response_format", "wav", format!("cannot be written: {error}")))?;
-    Ok(([(header::CONTENT_TYPE, HeaderValue::from_static("audio/wav"))], file).into_response())
+    let file = audio.to_wav().map_err(|error| {
+        Fault::invalid(
+            "response_format",
+            "wav",
+            format!("cannot be written: {error}"),
+        )
+    })?;
+    Ok((
+        [(header::CONTENT_TYPE, HeaderValue::from_static("audio/wav"))],
+        file,
+    )
+        .into_response())
 }
 
 /// Base64 of the bytes, as events. When synthesis fails in the middle, an event says why, and the connection breaks: clients

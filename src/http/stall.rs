@@ -28,13 +28,22 @@ pub(super) struct StallGuard<T> {
 
 impl<T> StallGuard<T> {
     pub(super) const fn new(io: T, stall: Duration) -> Self {
-        Self { io, stall, stalled: None, lingering: None }
+        Self {
+            io,
+            stall,
+            stalled: None,
+            lingering: None,
+        }
     }
 }
 
 impl<T: AsyncWrite + Unpin> StallGuard<T> {
     /// Passes on a finished write; a pending one is watched.
-    fn watched<R>(&mut self, cx: &mut Context<'_>, result: Poll<io::Result<R>>) -> Poll<io::Result<R>> {
+    fn watched<R>(
+        &mut self,
+        cx: &mut Context<'_>,
+        result: Poll<io::Result<R>>,
+    ) -> Poll<io::Result<R>> {
         if result.is_ready() {
             self.stalled = None;
             return result;
@@ -50,13 +59,21 @@ impl<T: AsyncWrite + Unpin> StallGuard<T> {
 }
 
 impl<T: AsyncRead + Unpin> AsyncRead for StallGuard<T> {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.io).poll_read(cx, buf)
     }
 }
 
 impl<T: AsyncRead + AsyncWrite + Unpin> AsyncWrite for StallGuard<T> {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &[u8],
+    ) -> Poll<io::Result<usize>> {
         let result = Pin::new(&mut self.io).poll_write(cx, buf);
         self.watched(cx, result)
     }
@@ -116,7 +133,11 @@ mod tests {
     use super::*;
 
     fn run<F: Future>(future: F) -> F::Output {
-        tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap().block_on(future)
+        tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .unwrap()
+            .block_on(future)
     }
 
     #[test]

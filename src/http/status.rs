@@ -17,7 +17,7 @@ use super::{
     models::{task, unknown_model},
     ollama_writer::rfc3339,
 };
-use crate::policy::{
+use cotenant_policy::{
     health::Health,
     snapshot::{EngineState, Snapshot, WorkerState},
 };
@@ -35,7 +35,10 @@ pub(super) async fn models(State(api): State<Api>) -> Json<Value> {
 }
 
 /// `GET /v1/models/{id}`; ids may contain slashes.
-pub(super) async fn model(State(api): State<Api>, Path(id): Path<String>) -> Result<Json<Value>, Fault> {
+pub(super) async fn model(
+    State(api): State<Api>,
+    Path(id): Path<String>,
+) -> Result<Json<Value>, Fault> {
     let models = api.backends().status.models();
     models
         .iter()
@@ -70,7 +73,10 @@ fn model_json(model: &ModelInfo, name: &str) -> Value {
 /// `GET /health?live`: 200 as long as the program answers, for what restarts it otherwise.
 pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
     let asked = query.as_deref().unwrap_or_default();
-    if asked.split('&').any(|part| part.split('=').next() == Some("live")) {
+    if asked
+        .split('&')
+        .any(|part| part.split('=').next() == Some("live"))
+    {
         return Json(json!({"status": "alive"})).into_response();
     }
     let status = &api.backends().status;
@@ -91,21 +97,29 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
     let fails = |why: &str| (StatusCode::SERVICE_UNAVAILABLE, why.to_owned());
     match Health::of(snapshot, sample_age) {
         Health::Draining => fails("draining"),
-        Health::Blind { age } => fails(&format!("degraded: no sample of the machine for {:.1} s", age.as_secs_f64())),
+        Health::Blind { age } => fails(&format!(
+            "degraded: no sample of the machine for {:.1} s",
+            age.as_secs_f64()
+        )),
         Health::SafeProfile { reason } => fails(&reason),
         Health::EngineFailed { failure } => fails(&format!("engine failed: {failure}")),
         _ if snapshot.engine.state == EngineState::Loading => fails("loading model"),
-        Health::WorkerGivenUp { worker } => {
-            (StatusCode::OK, format!("degraded: worker `{worker}` is not restarted any more"))
+        Health::WorkerGivenUp { worker } => (
+            StatusCode::OK,
+            format!("degraded: worker `{worker}` is not restarted any more"),
+        ),
+        Health::RebootAdvised { reason } => {
+            (StatusCode::OK, format!("ok, reboot advised: {reason}"))
         }
-        Health::RebootAdvised { reason } => (StatusCode::OK, format!("ok, reboot advised: {reason}")),
         Health::Serving => (StatusCode::OK, "ok".to_owned()),
     }
 }
 
 /// `GET /running`, as llama-swap has it: what runs, and in which state.
 pub(super) async fn running(State(api): State<Api>) -> Json<Value> {
-    Json(json!({"running": running_of(&api.backends().status.snapshot(), &api.backends().status.models())}))
+    Json(
+        json!({"running": running_of(&api.backends().status.snapshot(), &api.backends().status.models())}),
+    )
 }
 
 fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
@@ -127,7 +141,9 @@ fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
     running.extend(snapshot.workers.iter().filter_map(|worker| {
         let state = match worker.state {
             WorkerState::Ready => "ready",
-            WorkerState::AwaitingMemory | WorkerState::BackingOff | WorkerState::Starting => "starting",
+            WorkerState::AwaitingMemory | WorkerState::BackingOff | WorkerState::Starting => {
+                "starting"
+            }
             WorkerState::Stopping => "stopping",
             WorkerState::Stopped | WorkerState::Degraded => return None,
         };
@@ -142,14 +158,17 @@ fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a [u8]>) -> bool {
     let (mut open, mut plain) = (0.0f64, 0.0f64);
     for header in accept {
         for range in String::from_utf8_lossy(header).split(',') {
-            let mut parts = range.split(';').map(|part| part.trim().to_ascii_lowercase());
+            let mut parts = range
+                .split(';')
+                .map(|part| part.trim().to_ascii_lowercase());
             let weighed = match parts.next().as_deref() {
                 Some("application/openmetrics-text") => &mut open,
                 Some("text/plain" | "text/*" | "*/*") => &mut plain,
                 _ => continue,
             };
             // A weight that is none counts as refused, as one of 0 does.
-            let weight = parts.find_map(|part| part.strip_prefix("q=").map(|q| q.parse().unwrap_or(0.0)));
+            let weight =
+                parts.find_map(|part| part.strip_prefix("q=").map(|q| q.parse().unwrap_or(0.0)));
             *weighed = weighed.max(weight.unwrap_or(1.0));
         }
     }
@@ -159,16 +178,31 @@ fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a [u8]>) -> bool {
 /// `GET /metrics`: OpenMetrics for clients that accept it, the older text format for all others.
 pub(super) async fn metrics(State(api): State<Api>, headers: HeaderMap) -> Response {
     let metrics = api.backends().status.metrics();
-    let accepts = prefers_openmetrics(headers.get_all(header::ACCEPT).iter().map(HeaderValue::as_bytes));
-    let (kind, text) = if accepts { (OPENMETRICS, metrics) } else { (PROMETHEUS, in_prometheus_text(&metrics)) };
-    ([(header::CONTENT_TYPE, HeaderValue::from_static(kind))], text).into_response()
+    let accepts = prefers_openmetrics(
+        headers
+            .get_all(header::ACCEPT)
+            .iter()
+            .map(HeaderValue::as_bytes),
+    );
+    let (kind, text) = if accepts {
+        (OPENMETRICS, metrics)
+    } else {
+        (PROMETHEUS, in_prometheus_text(&metrics))
+    };
+    (
+        [(header::CONTENT_TYPE, HeaderValue::from_static(kind))],
+        text,
+    )
+        .into_response()
 }
 
 /// OpenMetrics as Prometheus's text format 0.0.4: counters are described by the name of their samples, there are no units,
 /// no infos and no end.
 fn in_prometheus_text(metrics: &str) -> String {
     let kind_of = |name: &str| {
-        let mut types = metrics.lines().filter_map(|line| line.strip_prefix("# TYPE "));
+        let mut types = metrics
+            .lines()
+            .filter_map(|line| line.strip_prefix("# TYPE "));
         types.find_map(|line| line.strip_prefix(name)?.strip_prefix(' '))
     };
     let mut text = String::with_capacity(metrics.len());
@@ -204,14 +238,24 @@ pub(super) async fn status_json(State(api): State<Api>) -> Response {
 pub(super) async fn page() -> Response {
     let headers = [
         NO_STORE,
-        (header::CONTENT_SECURITY_POLICY, HeaderValue::from_static(PAGE_MAY_DO)),
-        (header::REFERRER_POLICY, HeaderValue::from_static("no-referrer")),
-        (header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff")),
+        (
+            header::CONTENT_SECURITY_POLICY,
+            HeaderValue::from_static(PAGE_MAY_DO),
+        ),
+        (
+            header::REFERRER_POLICY,
+            HeaderValue::from_static("no-referrer"),
+        ),
+        (
+            header::X_CONTENT_TYPE_OPTIONS,
+            HeaderValue::from_static("nosniff"),
+        ),
     ];
     (headers, Html(include_str!("page.html"))).into_response()
 }
 
-const NO_STORE: (header::HeaderName, HeaderValue) = (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+const NO_STORE: (header::HeaderName, HeaderValue) =
+    (header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
 
 /// The page runs its own script and style, by their hashes (SHA-256, Base64), and reads from this server only.
 const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-xh7lSBjN+GVlQfWPuoN7/OEzyVfbXuJGxdkpwIRJySc='; style-src 'sha256-EOpvv5Wl5PVLppl0SXEYZN6ieGP63OXa/IZ7UoWk0EU='; \
@@ -245,15 +289,28 @@ mod tests {
     fn the_format_of_metrics_is_the_one_that_the_client_weighs_most() {
         for (accept, open) in [
             ("application/openmetrics-text; version=1.0.0", true),
-            ("application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2", true),
-            ("text/plain;version=0.0.4;q=0.7, application/openmetrics-text;q=0.3", false),
+            (
+                "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+                true,
+            ),
+            (
+                "text/plain;version=0.0.4;q=0.7, application/openmetrics-text;q=0.3",
+                false,
+            ),
             ("text/plain, Application/OpenMetrics-Text;Q=1", true),
             ("application/openmetrics-text;q=0", false),
-            ("application/openmetrics-text;q=much, text/plain;q=0.1", false),
+            (
+                "application/openmetrics-text;q=much, text/plain;q=0.1",
+                false,
+            ),
             ("*/*", false),
             ("", false),
         ] {
-            assert_eq!(prefers_openmetrics([accept.as_bytes()].into_iter()), open, "{accept}");
+            assert_eq!(
+                prefers_openmetrics([accept.as_bytes()].into_iter()),
+                open,
+                "{accept}"
+            );
         }
         assert!(!prefers_openmetrics(std::iter::empty()));
     }

@@ -23,16 +23,20 @@ use super::{
     fault::Fault,
     limits::Limits,
 };
-use crate::policy::refusal::Refusal;
+use cotenant_policy::refusal::Refusal;
 
 /// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
-    meta.patience.map_or(limits.admission_timeout, |patience| limits.admission_timeout.min(patience / 2))
+    meta.patience.map_or(limits.admission_timeout, |patience| {
+        limits.admission_timeout.min(patience / 2)
+    })
 }
 
 /// How long a request waits for memory that is short now, so that it is refused by a status code and while its client waits.
 pub(super) fn held_for_memory(api: &Api, meta: &RequestMeta) -> Duration {
-    api.limits().memory_patience.min(admission_patience(meta, api.limits()))
+    api.limits()
+        .memory_patience
+        .min(admission_patience(meta, api.limits()))
 }
 
 /// What one event, or one line, of a stream carries.
@@ -46,20 +50,29 @@ pub(super) struct Payload {
 impl Payload {
     /// The event that ends a stream of OpenAI's older APIs.
     pub(super) fn done() -> Self {
-        Self { event: None, data: "[DONE]".to_owned() }
+        Self {
+            event: None,
+            data: "[DONE]".to_owned(),
+        }
     }
 }
 
 impl Payload {
     /// An event with a name.
     pub(super) fn named(event: &'static str, data: &Value) -> Self {
-        Self { event: Some(event), data: data.to_string() }
+        Self {
+            event: Some(event),
+            data: data.to_string(),
+        }
     }
 }
 
 impl From<&Value> for Payload {
     fn from(data: &Value) -> Self {
-        Self { event: None, data: data.to_string() }
+        Self {
+            event: None,
+            data: data.to_string(),
+        }
     }
 }
 
@@ -74,9 +87,15 @@ where
             Ok(payload) => payload?.data,
             Err(_elapsed) => quiet.data.clone(),
         };
-        Some((Ok::<_, Infallible>(Piece::from(line + "\n")), (payloads, quiet)))
+        Some((
+            Ok::<_, Infallible>(Piece::from(line + "\n")),
+            (payloads, quiet),
+        ))
     });
-    let kind = [(header::CONTENT_TYPE, HeaderValue::from_static("application/x-ndjson"))];
+    let kind = [(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/x-ndjson"),
+    )];
     (kind, Body::from_stream(lines)).into_response()
 }
 
@@ -91,11 +110,15 @@ where
             tokio::task::yield_now().await;
         }
         payload.map(|payload| {
-            let event = payload.event.map_or_else(Event::default, |name| Event::default().event(name));
+            let event = payload
+                .event
+                .map_or_else(Event::default, |name| Event::default().event(name));
             event.data(payload.data)
         })
     });
-    let keepalive = KeepAlive::new().interval(silence(meta, limits)).text("keepalive");
+    let keepalive = KeepAlive::new()
+        .interval(silence(meta, limits))
+        .text("keepalive");
     (
         // tells nginx and its like not to collect the stream
         [(NO_BUFFERING, HeaderValue::from_static("no"))],
@@ -106,7 +129,9 @@ where
 
 /// Silence after which a stream gets a comment: sooner for a client that says it waits less than three times as long.
 pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
-    meta.patience.map_or(limits.keepalive, |patience| limits.keepalive.min((patience / 3).max(SILENCE_MIN)))
+    meta.patience.map_or(limits.keepalive, |patience| {
+        limits.keepalive.min((patience / 3).max(SILENCE_MIN))
+    })
 }
 
 /// Names fields that are not honoured, and keywords of schemas that an answer's form does not keep.
@@ -146,13 +171,22 @@ pub(super) const IGNORED: HeaderName = HeaderName::from_static("x-cotenant-ignor
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conversation::AnswerForm;
+    use cotenant_conversation::AnswerForm;
 
     #[test]
     fn keywords_that_a_form_does_not_keep_are_named_behind_the_fields() {
         let schema = json!({"type": "array", "uniqueItems": true, "items": {"type": "string", "format": "password"}});
-        let form = Some(AnswerForm::JsonSchema { schema, field: "format" });
-        let headers = ignored_of(vec!["min_p"], &ChatRequest { form, ..ChatRequest::default() });
+        let form = Some(AnswerForm::JsonSchema {
+            schema,
+            field: "format",
+        });
+        let headers = ignored_of(
+            vec!["min_p"],
+            &ChatRequest {
+                form,
+                ..ChatRequest::default()
+            },
+        );
         assert_eq!(headers[IGNORED], "min_p, format.format, format.uniqueItems");
         assert!(ignored_of(Vec::<String>::new(), &ChatRequest::default()).is_empty());
     }

@@ -19,7 +19,7 @@ use super::{
     fault::{Fault, InputNamed as _},
     numbers::Whole,
 };
-use crate::policy::refusal::Refusal;
+use cotenant_policy::refusal::Refusal;
 
 #[derive(Debug, Deserialize)]
 struct WireTokenize {
@@ -45,7 +45,9 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
     }
     let backend = tokenizer(&api)?;
     let control = wire.parse_special != Some(false);
-    let tokens = backend.tokenize(wire.content, wire.add_special, control).await?;
+    let tokens = backend
+        .tokenize(wire.content, wire.add_special, control)
+        .await?;
     let mut json = String::with_capacity(tokens.len() * 8);
     json.push_str("{\"tokens\":[");
     if wire.with_pieces {
@@ -53,7 +55,8 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
         for (index, (token, piece)) in tokens.iter().zip(&pieces).enumerate() {
             let comma = if index == 0 { "" } else { "," };
             // what is no text by itself is given as bytes
-            let piece = std::str::from_utf8(piece).map_or_else(|_| json!(piece), |text| json!(text));
+            let piece =
+                std::str::from_utf8(piece).map_or_else(|_| json!(piece), |text| json!(text));
             let _infallible = write!(json, "{comma}{{\"id\":{token},\"piece\":{piece}}}");
         }
     } else {
@@ -63,7 +66,10 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
         }
     }
     json.push_str("]}");
-    let kind = [(header::CONTENT_TYPE, HeaderValue::from_static("application/json"))];
+    let kind = [(
+        header::CONTENT_TYPE,
+        HeaderValue::from_static("application/json"),
+    )];
     Ok((kind, Body::from(json)).into_response())
 }
 
@@ -73,14 +79,29 @@ struct WireDetokenize {
 }
 
 /// `POST /detokenize`: the text of tokens.
-pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Result<Json<Value>, Fault> {
+pub(super) async fn detokenize(
+    State(api): State<Api>,
+    request: Request,
+) -> Result<Json<Value>, Fault> {
     let (wire, _memory): (WireDetokenize, _) = read_plain_json(&api, request).await?;
     let count = wire.tokens.len();
     if count > TOKENS_MAX {
-        return Err(Fault::invalid("tokens", format!("{count} tokens"), format!("is above the limit of {TOKENS_MAX}")));
+        return Err(Fault::invalid(
+            "tokens",
+            format!("{count} tokens"),
+            format!("is above the limit of {TOKENS_MAX}"),
+        ));
     }
-    let token = |token: Whole| token.to().ok_or_else(|| Fault::invalid("tokens", token, "is not a token"));
-    let tokens = wire.tokens.into_iter().map(token).collect::<Result<Vec<u32>, Fault>>()?;
+    let token = |token: Whole| {
+        token
+            .to()
+            .ok_or_else(|| Fault::invalid("tokens", token, "is not a token"))
+    };
+    let tokens = wire
+        .tokens
+        .into_iter()
+        .map(token)
+        .collect::<Result<Vec<u32>, Fault>>()?;
     let pieces = tokenizer(&api)?.pieces(tokens).await.map_err(Fault::from);
     let bytes = pieces.input_named("tokens")?.concat();
     Ok(Json(json!({"content": String::from_utf8_lossy(&bytes)})))
@@ -91,10 +112,12 @@ pub(super) async fn detokenize(State(api): State<Api>, request: Request) -> Resu
 /// # Errors
 /// 404 when there is no model.
 pub(super) fn tokenizer(api: &Api) -> Result<Arc<dyn TokenizerBackend>, Fault> {
-    api.backends()
-        .tokenizer
-        .clone()
-        .ok_or_else(|| Fault::from(Refusal::NotConfigured { act: "count tokens".to_owned(), what: "model".to_owned() }))
+    api.backends().tokenizer.clone().ok_or_else(|| {
+        Fault::from(Refusal::NotConfigured {
+            act: "count tokens".to_owned(),
+            what: "model".to_owned(),
+        })
+    })
 }
 
 /// Our choice: more than a context of 32k tokens, and at most 2 MiB of tokens and 8 MiB of their pieces.

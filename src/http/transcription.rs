@@ -21,16 +21,14 @@ use super::{
     patience::{is_of_memory, patiently},
     stream::{Payload, admission_patience, broken_off, held_for_memory, ignored_header, sse},
 };
-use crate::{
-    causes::in_one_line,
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    speech::{
-        audio::{ASR_RATE_HZ, AudioError, MonoAudio},
-        decode::{READ_FORMATS, decode_for_asr, is_wav},
-        decoder::{self, DecodeError},
-    },
-    units::Bytes,
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_speech::{
+    audio::{ASR_RATE_HZ, AudioError, MonoAudio},
+    decode::{READ_FORMATS, decode_for_asr, is_wav},
+    decoder::{self, DecodeError},
 };
+use cotenant_units::Bytes;
+use cotenant_units::causes::in_one_line;
 
 /// `POST /v1/audio/transcriptions`.
 pub(super) async fn transcriptions(
@@ -39,9 +37,16 @@ pub(super) async fn transcriptions(
     request: Request,
 ) -> Result<Response, Fault> {
     let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured { act: ACT.to_owned(), what: "speech recogniser".to_owned() }));
+        return Err(Fault::from(Refusal::NotConfigured {
+            act: ACT.to_owned(),
+            what: "speech recogniser".to_owned(),
+        }));
     };
-    let memory = request.extensions().get::<RequestMemory>().cloned().unwrap_or_default();
+    let memory = request
+        .extensions()
+        .get::<RequestMemory>()
+        .cloned()
+        .unwrap_or_default();
     let form = Form::read(request).await?;
 
     let format = Format::parse(form.response_format.as_deref())?;
@@ -65,8 +70,12 @@ pub(super) async fn transcriptions(
         };
         let hold = held_for_memory(&api, &meta);
         async move {
-            let heard =
-                patiently(hold, |refusal, _| is_of_memory(refusal), || backend.transcribe(request.clone())).await;
+            let heard = patiently(
+                hold,
+                |refusal, _| is_of_memory(refusal),
+                || backend.transcribe(request.clone()),
+            )
+            .await;
             drop(held);
             heard
         }
@@ -80,7 +89,11 @@ pub(super) async fn transcriptions(
 }
 
 /// The sound of a file as recognisers take it, and the memory set aside for it.
-async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoAudio, Held), Fault> {
+async fn read_audio(
+    api: &Api,
+    meta: &RequestMeta,
+    file: Piece,
+) -> Result<(MonoAudio, Held), Fault> {
     let limits = api.limits();
     let duration_max = limits.audio_duration_max;
     let pool = api.body_memory();
@@ -106,14 +119,20 @@ async fn read_audio(api: &Api, meta: &RequestMeta, file: Piece) -> Result<(MonoA
         };
     }
     let working = pool.hold(ACT, &Who::default(), decoder::BYTES_MAX)?;
-    let patience = meta.patience.unwrap_or(limits.decode_timeout).min(limits.decode_timeout);
-    let decoded =
-        api.backends().decoder.decode(&file, duration_max, |bytes| held.resize(ACT, Bytes::of_len(bytes)).is_ok());
+    let patience = meta
+        .patience
+        .unwrap_or(limits.decode_timeout)
+        .min(limits.decode_timeout);
+    let decoded = api.backends().decoder.decode(&file, duration_max, |bytes| {
+        held.resize(ACT, Bytes::of_len(bytes)).is_ok()
+    });
     let decoded = timeout(patience, decoded).await;
     drop(working);
     match decoded {
         Ok(Ok(audio)) => Ok((audio, held)),
-        Ok(Err(error @ (DecodeError::Audio(_) | DecodeError::Bounds))) => Err(invalid_audio(&error.to_string())),
+        Ok(Err(error @ (DecodeError::Audio(_) | DecodeError::Bounds))) => {
+            Err(invalid_audio(&error.to_string()))
+        }
         Ok(Err(DecodeError::NoRoom)) => Err(pool.full(ACT)),
         Ok(Err(DecodeError::Io(error))) => Err(Fault::from(Refusal::WorkerLost {
             worker: "audio decoder".to_owned(),
@@ -159,9 +178,13 @@ async fn streamed(
     let payloads = stream::iter(first).chain(rest).flat_map(|heard| {
         stream::iter(match heard {
             Recognised::Piece(text) => {
-                vec![Ok(Payload::from(&json!({"type": "transcript.text.delta", "delta": text})))]
+                vec![Ok(Payload::from(
+                    &json!({"type": "transcript.text.delta", "delta": text}),
+                ))]
             }
-            Recognised::Whole(text) => vec![Ok(Payload::from(&json!({"type": "transcript.text.done", "text": text})))],
+            Recognised::Whole(text) => vec![Ok(Payload::from(
+                &json!({"type": "transcript.text.done", "text": text}),
+            ))],
             Recognised::Failed(refusal) => broken_off(refusal).into(),
         })
     });
@@ -186,8 +209,16 @@ pub(super) struct Hearing {
 
 impl Hearing {
     /// What `work` recognises, and tells in pieces before it ends.
-    pub(super) fn of(work: BoxFuture<'static, Result<Transcript, Refusal>>, pieces: mpsc::Receiver<String>) -> Self {
-        Self { work: Some(work), pieces, heard: false, ready: VecDeque::new() }
+    pub(super) fn of(
+        work: BoxFuture<'static, Result<Transcript, Refusal>>,
+        pieces: mpsc::Receiver<String>,
+    ) -> Self {
+        Self {
+            work: Some(work),
+            pieces,
+            heard: false,
+            ready: VecDeque::new(),
+        }
     }
 
     /// The next report; may be dropped and called again.
@@ -257,7 +288,11 @@ impl Form {
         })?;
         let mut form = Self::default();
         let mut file = None;
-        while let Some(field) = multipart.next_field().await.map_err(|error| invalid_form(&error))? {
+        while let Some(field) = multipart
+            .next_field()
+            .await
+            .map_err(|error| invalid_form(&error))?
+        {
             let name = field.name().unwrap_or_default().to_owned();
             let bytes = field.bytes().await.map_err(|error| invalid_form(&error))?;
             let text = || String::from_utf8_lossy(&bytes).trim().to_owned();
@@ -266,12 +301,20 @@ impl Form {
                 "model" => form.model = text(),
                 "language" => form.language = Some(text()).filter(|text| !text.is_empty()),
                 "prompt" => form.prompt = Some(text()).filter(|text| !text.is_empty()),
-                "response_format" => form.response_format = Some(text()).filter(|text| !text.is_empty()),
+                "response_format" => {
+                    form.response_format = Some(text()).filter(|text| !text.is_empty());
+                }
                 "stream" => {
                     form.stream = match text().to_ascii_lowercase().as_str() {
                         "true" | "1" => true,
                         "" | "false" | "0" => false,
-                        other => return Err(Fault::invalid("stream", other, "is neither `true` nor `false`")),
+                        other => {
+                            return Err(Fault::invalid(
+                                "stream",
+                                other,
+                                "is neither `true` nor `false`",
+                            ));
+                        }
                     }
                 }
                 // one segment for the whole is all that recognisers tell
@@ -280,7 +323,9 @@ impl Form {
                 }
                 "include" | "include[]" => form.ignored.push("include"),
                 "chunking_strategy" => form.ignored.push("chunking_strategy"),
-                "temperature" if !matches!(text().as_str(), "" | "0" | "0.0") => form.ignored.push("temperature"),
+                "temperature" if !matches!(text().as_str(), "" | "0" | "0.0") => {
+                    form.ignored.push("temperature");
+                }
                 _ => {}
             }
         }
@@ -290,7 +335,11 @@ impl Form {
 }
 
 fn invalid_form(error: &MultipartError) -> Fault {
-    Fault::request(StatusCode::BAD_REQUEST, "invalid_form", format!("cannot read the form: {}", error.body_text()))
+    Fault::request(
+        StatusCode::BAD_REQUEST,
+        "invalid_form",
+        format!("cannot read the form: {}", error.body_text()),
+    )
 }
 
 fn invalid_audio(why: &str) -> Fault {
@@ -335,7 +384,9 @@ impl Format {
             Self::Text => format!("{text}\n").into_response(),
             Self::VerboseJson => Json(verbose(transcript, duration)).into_response(),
             Self::Srt => subtitles(text, duration, ',', "1\n").into_response(),
-            Self::Vtt => format!("WEBVTT\n\n{}", subtitles(text, duration, '.', "")).into_response(),
+            Self::Vtt => {
+                format!("WEBVTT\n\n{}", subtitles(text, duration, '.', "")).into_response()
+            }
         }
     }
 }
@@ -370,14 +421,20 @@ fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> Strin
     }
     let (seconds, millis) = (duration.as_secs(), duration.subsec_millis());
     let (hours, minutes) = (seconds / 3600, seconds / 60 % 60);
-    let end = format!("{hours:02}:{minutes:02}:{:02}{point}{millis:03}", seconds % 60);
+    let end = format!(
+        "{hours:02}:{minutes:02}:{:02}{point}{millis:03}",
+        seconds % 60
+    );
     format!("{number}00:00:00{point}000 --> {end}\n{text}\n\n")
 }
 
 /// The English name, which is what `verbose_json` has, of an ISO 639-1 code; the code itself when it is not known.
 fn language_name(code: &str) -> &str {
     let primary = code.split(['-', '_']).next().unwrap_or(code);
-    LANGUAGES.iter().find(|(known, _)| known.eq_ignore_ascii_case(primary)).map_or(code, |(_, name)| name)
+    LANGUAGES
+        .iter()
+        .find(|(known, _)| known.eq_ignore_ascii_case(primary))
+        .map_or(code, |(_, name)| name)
 }
 
 /// Pieces of a transcript that may wait for the client; then the recogniser does.
@@ -423,21 +480,46 @@ mod tests {
     #[test]
     fn subtitles_have_the_length_of_the_speech() {
         let long = Duration::from_millis(3_725_040);
-        assert_eq!(subtitles("hi", long, ',', "1\n"), "1\n00:00:00,000 --> 01:02:05,040\nhi\n\n");
-        assert_eq!(subtitles("hi", long, '.', ""), "00:00:00.000 --> 01:02:05.040\nhi\n\n");
+        assert_eq!(
+            subtitles("hi", long, ',', "1\n"),
+            "1\n00:00:00,000 --> 01:02:05,040\nhi\n\n"
+        );
+        assert_eq!(
+            subtitles("hi", long, '.', ""),
+            "00:00:00.000 --> 01:02:05.040\nhi\n\n"
+        );
         assert_eq!(subtitles("", long, '.', ""), "");
     }
 
     #[test]
     fn a_segment_has_all_fields_of_openai() {
-        let transcript = Transcript { text: "hi".to_owned(), language: None };
+        let transcript = Transcript {
+            text: "hi".to_owned(),
+            language: None,
+        };
         let value = verbose(&transcript, Duration::from_millis(1500));
-        let segment = value.pointer("/segments/0").and_then(Value::as_object).unwrap();
+        let segment = value
+            .pointer("/segments/0")
+            .and_then(Value::as_object)
+            .unwrap();
         let mut fields: Vec<&str> = segment.keys().map(String::as_str).collect();
         fields.sort_unstable();
-        let numbers =
-            ["avg_logprob", "compression_ratio", "end", "id", "no_speech_prob", "seek", "start", "temperature"];
-        assert!(numbers.iter().all(|field| segment.get(*field).is_some_and(Value::is_number)), "{segment:?}");
+        let numbers = [
+            "avg_logprob",
+            "compression_ratio",
+            "end",
+            "id",
+            "no_speech_prob",
+            "seek",
+            "start",
+            "temperature",
+        ];
+        assert!(
+            numbers
+                .iter()
+                .all(|field| segment.get(*field).is_some_and(Value::is_number)),
+            "{segment:?}"
+        );
         let others = ["text", "tokens"];
         let mut all = [&numbers[..], &others[..]].concat();
         all.sort_unstable();

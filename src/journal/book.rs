@@ -15,7 +15,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::own::open_own;
-use crate::policy::book::Book;
+use cotenant_policy::book::Book;
 
 /// The contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,15 +69,31 @@ impl BookFile {
     /// # Errors
     /// When the file cannot be opened, read or renamed.
     pub fn open(path: &Path) -> Result<(Self, FoundBook), BookError> {
-        let failed = |act, source| BookError { act, path: path.to_owned(), source };
+        let failed = |act, source| BookError {
+            act,
+            path: path.to_owned(),
+            source,
+        };
         let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(FILE_MODE);
+        options
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .mode(FILE_MODE);
         let mut open = || open_own(path, &mut options).map_err(|source| failed("open", source));
         let file = open()?;
-        let mut book = Self { path: path.to_owned(), file, sequence: 0, buffer: Vec::new() };
+        let mut book = Self {
+            path: path.to_owned(),
+            file,
+            sequence: 0,
+            buffer: Vec::new(),
+        };
         let mut newest: Option<(u64, SavedBook)> = None;
         for place in 0..PLACES {
-            let found = book.read_place(place).map_err(|source| failed("read", source))?;
+            let found = book
+                .read_place(place)
+                .map_err(|source| failed("read", source))?;
             if let Some((sequence, saved)) = found {
                 book.sequence = book.sequence.max(sequence);
                 if newest.as_ref().is_none_or(|(newer, _)| *newer < sequence) {
@@ -88,7 +104,11 @@ impl BookFile {
         if let Some((_, saved)) = newest {
             return Ok((book, FoundBook::Whole(saved)));
         }
-        let written = book.file.metadata().map_err(|source| failed("read", source))?.len();
+        let written = book
+            .file
+            .metadata()
+            .map_err(|source| failed("read", source))?
+            .len();
         if written == 0 {
             return Ok((book, FoundBook::Nothing));
         }
@@ -104,7 +124,11 @@ impl BookFile {
     /// When it is too long, or the system does not take it; the last one is still there.
     pub fn write(&mut self, saved: &SavedBook) -> Result<(), BookError> {
         let result = self.try_write(saved);
-        result.map_err(|source| BookError { act: "write", path: self.path.clone(), source })
+        result.map_err(|source| BookError {
+            act: "write",
+            path: self.path.clone(),
+            source,
+        })
     }
 
     fn try_write(&mut self, saved: &SavedBook) -> io::Result<()> {
@@ -124,7 +148,8 @@ impl BookFile {
         for (field, to) in fields.into_iter().zip(header.chunks_exact_mut(8)) {
             to.copy_from_slice(&field.to_le_bytes());
         }
-        self.file.write_all_at(&self.buffer, place_of(sequence) * PLACE_BYTES)?;
+        self.file
+            .write_all_at(&self.buffer, place_of(sequence) * PLACE_BYTES)?;
         self.sequence = sequence;
         Ok(())
     }
@@ -137,7 +162,9 @@ impl BookFile {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => return Ok(None),
             Err(error) => return Err(error),
         }
-        let mut fields = header.chunks_exact(8).map(|field| field.try_into().map_or(0, u64::from_le_bytes));
+        let mut fields = header
+            .chunks_exact(8)
+            .map(|field| field.try_into().map_or(0, u64::from_le_bytes));
         let mut next = || fields.next().unwrap_or_default();
         let (magic, sequence, length, sum) = (next(), next(), next(), next());
         if magic != MAGIC || length > PLACE_BYTES {
@@ -153,7 +180,9 @@ impl BookFile {
             return Ok(None);
         }
         // One that another version has written in another form is as good as none.
-        Ok(serde_json::from_slice(&body).ok().map(|saved| (sequence, saved)))
+        Ok(serde_json::from_slice(&body)
+            .ok()
+            .map(|saved| (sequence, saved)))
     }
 }
 
@@ -164,8 +193,13 @@ const fn place_of(sequence: u64) -> u64 {
 /// FNV-1a over the sequence and the text: finds a write that was cut short; a process that could forge the file could
 /// also write a whole one.
 fn checksum(sequence: u64, body: &[u8]) -> u64 {
-    let bytes = sequence.to_le_bytes().into_iter().chain(body.iter().copied());
-    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3))
+    let bytes = sequence
+        .to_le_bytes()
+        .into_iter()
+        .chain(body.iter().copied());
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
 }
 
 /// `cotbook1` as bytes.
@@ -186,7 +220,7 @@ const FILE_MODE: u32 = 0o600;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::book::{BookedWorker, LastNumbers};
+    use cotenant_policy::book::{BookedWorker, LastNumbers};
 
     fn saved(lease: u64) -> SavedBook {
         SavedBook {
@@ -195,7 +229,10 @@ mod tests {
             written_at_ticks: 7,
             closed: false,
             book: Book {
-                last: LastNumbers { lease, ..LastNumbers::default() },
+                last: LastNumbers {
+                    lease,
+                    ..LastNumbers::default()
+                },
                 leases: Vec::new(),
                 ended: Vec::new(),
                 workers: vec![BookedWorker {
@@ -246,7 +283,12 @@ mod tests {
                 file.write_all_at(&after[place..cut], place as u64).unwrap();
             }
             let (_, found) = BookFile::open(&torn_path).unwrap();
-            assert_eq!(found, FoundBook::Whole(saved(2)), "cut after {} bytes", cut - place);
+            assert_eq!(
+                found,
+                FoundBook::Whole(saved(2)),
+                "cut after {} bytes",
+                cut - place
+            );
         }
     }
 
@@ -265,6 +307,11 @@ mod tests {
             assert_eq!(BookFile::open(&path).unwrap().1, FoundBook::Whole(saved(4)));
             std::fs::remove_file(&path).unwrap();
         }
-        assert!(BookFile::open(folder.path()).unwrap_err().to_string().starts_with("cannot open the book"));
+        assert!(
+            BookFile::open(folder.path())
+                .unwrap_err()
+                .to_string()
+                .starts_with("cannot open the book")
+        );
     }
 }

@@ -11,14 +11,12 @@ use serde::{
     de::{DeserializeSeed, Error, IgnoredAny, MapAccess, Visitor},
 };
 
-use crate::{
-    policy::{
-        arbiter::Checkpoint,
-        event::{Action, Event},
-        params::Params,
-    },
-    units::Timestamp,
+use cotenant_policy::{
+    arbiter::Checkpoint,
+    event::{Action, Event},
+    params::Params,
 };
+use cotenant_units::Timestamp;
 
 /// A line of the journal.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -68,7 +66,10 @@ impl Content {
     /// The start of a run of this version.
     #[must_use]
     pub fn start(params: Params) -> Self {
-        Self::Start(Box::new(Start { version: env!("CARGO_PKG_VERSION").to_owned(), params }))
+        Self::Start(Box::new(Start {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            params,
+        }))
     }
 }
 
@@ -109,7 +110,9 @@ impl<'de> DeserializeSeed<'de> for Kind {
             Self::Event => Content::Event(Deserialize::deserialize(body)?),
             Self::Action => Content::Action(Deserialize::deserialize(body)?),
             Self::Checkpoint => Content::Checkpoint(Deserialize::deserialize(body)?),
-            Self::Dropped => Content::Dropped { lines: Dropped::deserialize(body)?.lines },
+            Self::Dropped => Content::Dropped {
+                lines: Dropped::deserialize(body)?.lines,
+            },
         })
     }
 }
@@ -168,7 +171,7 @@ impl<'de> Visitor<'de> for Line {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::event::Event;
+    use cotenant_policy::event::Event;
 
     fn read(text: &str) -> Result<JournalEntry, String> {
         serde_json::from_str(text).map_err(|error| error.to_string())
@@ -176,8 +179,7 @@ mod tests {
 
     #[test]
     fn the_order_of_the_fields_does_not_matter_and_unknown_ones_are_left_out() {
-        let usual =
-            r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"drain_requested"}}"#;
+        let usual = r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"drain_requested"}}"#;
         let other = r#"{"new":[1],"body":{"event":"drain_requested"},"unix_us":9,"at":7,"boot_id":"a","kind":"event","sequence":2}"#;
         let entry = read(usual).unwrap();
         assert_eq!(entry.content, Content::Event(Event::DrainRequested));
@@ -188,7 +190,10 @@ mod tests {
     #[test]
     fn what_is_missing_or_unknown_is_named() {
         let dropped = r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"dropped","body":{"lines":3}}"#;
-        assert_eq!(read(dropped).unwrap().content, Content::Dropped { lines: 3 });
+        assert_eq!(
+            read(dropped).unwrap().content,
+            Content::Dropped { lines: 3 }
+        );
         for (from, to, words) in [
             (r#""kind":"dropped","#, "", "missing field `kind`"),
             (r#","body":{"lines":3}"#, "", "missing field `body`"),

@@ -14,7 +14,9 @@ use std::{
 /// When it is something else, belongs to another user, or cannot be opened.
 pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     // Without waiting for the other end of a FIFO.
-    let file = options.custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK).open(path);
+    let file = options
+        .custom_flags(libc::O_NOFOLLOW | libc::O_NONBLOCK)
+        .open(path);
     let file = file.map_err(|error| match error.raw_os_error() {
         Some(libc::ELOOP) => refused("it is a symbolic link; name the file that it leads to"),
         _ => error,
@@ -26,7 +28,9 @@ pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     let us = nix::unistd::geteuid().as_raw();
     if ![us, 0].contains(&found.uid()) {
         let owner = found.uid();
-        return Err(refused(&format!("it belongs to uid {owner}, and the supervisor runs as uid {us}")));
+        return Err(refused(&format!(
+            "it belongs to uid {owner}, and the supervisor runs as uid {us}"
+        )));
     }
     Ok(file)
 }

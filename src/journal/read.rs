@@ -51,15 +51,25 @@ pub enum ReadError {
 ///
 /// When the file cannot be read, or no line of it belongs to a journal.
 pub fn read(path: &Path) -> Result<Contents, ReadError> {
-    let fails = |source| ReadError::System { path: path.to_owned(), source };
+    let fails = |source| ReadError::System {
+        path: path.to_owned(),
+        source,
+    };
     let mut text = Vec::new();
-    File::open(path).and_then(|mut file| file.read_to_end(&mut text)).map_err(fails)?;
+    File::open(path)
+        .and_then(|mut file| file.read_to_end(&mut text))
+        .map_err(fails)?;
     // Each line stands alone, and reading them is most of the work.
-    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS_MAX);
+    let threads = thread::available_parallelism()
+        .map_or(1, usize::from)
+        .min(THREADS_MAX);
     let parts = cut(&text, threads);
     let lines: Vec<Lines> = thread::scope(|scope| {
         let rest = parts.get(1..).unwrap_or_default();
-        let rest: Vec<_> = rest.iter().map(|part| scope.spawn(|| parse(part))).collect();
+        let rest: Vec<_> = rest
+            .iter()
+            .map(|part| scope.spawn(|| parse(part)))
+            .collect();
         let first = parts.first().map(|part| parse(part));
         let rest = rest.into_iter().zip(parts.iter().skip(1));
         // A thread that ended without its lines has read none of them.
@@ -71,15 +81,19 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
     let mut number = 0;
     for part in lines {
         contents.entries.extend(part.entries);
-        contents.damaged.extend(part.damaged.iter().map(|line| number + line));
+        contents
+            .damaged
+            .extend(part.damaged.iter().map(|line| number + line));
         contents.torn |= part.torn;
         first_fault = first_fault.or(part.first_fault);
         number += part.lines;
     }
     match first_fault {
-        Some(source) if contents.entries.is_empty() => {
-            Err(ReadError::NotAJournal { path: path.to_owned(), lines: number, source })
-        }
+        Some(source) if contents.entries.is_empty() => Err(ReadError::NotAJournal {
+            path: path.to_owned(),
+            lines: number,
+            source,
+        }),
         _ => Ok(contents),
     }
 }
@@ -123,7 +137,10 @@ fn cut(text: &[u8], parts: usize) -> Vec<&[u8]> {
     while !rest.is_empty() {
         let from = size.min(rest.len());
         let (_, behind) = rest.split_at(from);
-        let end = behind.iter().position(|byte| *byte == b'\n').map(|more| from + more + 1);
+        let end = behind
+            .iter()
+            .position(|byte| *byte == b'\n')
+            .map(|more| from + more + 1);
         let (part, behind) = rest.split_at(end.unwrap_or(rest.len()));
         cut.push(part);
         rest = behind;
@@ -142,8 +159,7 @@ mod tests {
 
     use super::*;
 
-    const LINE: &str =
-        r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"drain_requested"}}"#;
+    const LINE: &str = r#"{"sequence":2,"boot_id":"a","at":7,"unix_us":9,"kind":"event","body":{"event":"drain_requested"}}"#;
 
     #[test]
     fn a_torn_last_line_is_left_out() {
@@ -163,15 +179,25 @@ mod tests {
         for number in 1..=20_000u64 {
             match number {
                 777 | 15_000 => text.push_str("{damaged"),
-                _ => text.push_str(&LINE.replace("\"sequence\":2", &format!("\"sequence\":{number}"))),
+                _ => text
+                    .push_str(&LINE.replace("\"sequence\":2", &format!("\"sequence\":{number}"))),
             }
             text.push('\n');
         }
         fs::write(&path, &text).unwrap();
         let contents = read(&path).unwrap();
-        assert_eq!((contents.damaged, contents.torn), (vec![777, 15_000], false));
-        let read: Vec<u64> = contents.entries.iter().map(|entry| entry.sequence).collect();
-        let expected: Vec<u64> = (1..=20_000).filter(|number| *number != 777 && *number != 15_000).collect();
+        assert_eq!(
+            (contents.damaged, contents.torn),
+            (vec![777, 15_000], false)
+        );
+        let read: Vec<u64> = contents
+            .entries
+            .iter()
+            .map(|entry| entry.sequence)
+            .collect();
+        let expected: Vec<u64> = (1..=20_000)
+            .filter(|number| *number != 777 && *number != 15_000)
+            .collect();
         assert_eq!(read, expected);
         for parts in 1..9 {
             let cut = cut(text.as_bytes(), parts);
@@ -186,7 +212,10 @@ mod tests {
         let path = folder.path().join("journal");
         fs::write(&path, b"\xff\xfe garbage\n[1]\n").unwrap();
         let error = read(&path).unwrap_err().to_string();
-        assert!(error.ends_with("none of its 2 lines is one of a journal"), "{error}");
+        assert!(
+            error.ends_with("none of its 2 lines is one of a journal"),
+            "{error}"
+        );
         fs::write(&path, "").unwrap();
         assert_eq!(read(&path).unwrap(), Contents::default());
     }

@@ -1,7 +1,7 @@
 //! The arbiter, rebuilt along the lines of a journal.
 
 use super::{Content, JournalEntry};
-use crate::policy::{arbiter::Arbiter, event::Event};
+use cotenant_policy::{arbiter::Arbiter, event::Event};
 
 /// The arbiter as the lines so far have left it. Behind a gap there is none until the next checkpoint.
 #[derive(Debug, Default)]
@@ -20,7 +20,9 @@ impl Rebuilt {
         }
         self.last = entry.sequence;
         match &entry.content {
-            Content::Start(_) | Content::Checkpoint(_) => self.arbiter = begun(&entry.content).and_then(Result::ok),
+            Content::Start(_) | Content::Checkpoint(_) => {
+                self.arbiter = begun(&entry.content).and_then(Result::ok);
+            }
             Content::Dropped { .. } => self.arbiter = None,
             Content::Action(_) => {}
             Content::Event(event) => return self.arbiter.as_mut().map(|arbiter| (arbiter, event)),
@@ -32,8 +34,15 @@ impl Rebuilt {
 /// The arbiter of a line that has a whole state, or why there is none; `None` for every other line.
 pub(super) fn begun(content: &Content) -> Option<Result<Arbiter, String>> {
     match content {
-        Content::Start(start) => Some(Arbiter::new(start.params.clone()).map_err(|error| error.to_string())),
-        Content::Checkpoint(checkpoint) => Some((**checkpoint).clone().resume().map_err(|error| error.to_string())),
+        Content::Start(start) => {
+            Some(Arbiter::new(start.params.clone()).map_err(|error| error.to_string()))
+        }
+        Content::Checkpoint(checkpoint) => Some(
+            (**checkpoint)
+                .clone()
+                .resume()
+                .map_err(|error| error.to_string()),
+        ),
         Content::Event(_) | Content::Action(_) | Content::Dropped { .. } => None,
     }
 }

@@ -1,24 +1,17 @@
 //! Rendering of journal lines for people.
 
-mod decision;
-mod denial;
-mod reason;
-mod state;
-
 use std::fmt::{Display, Write};
 
-pub use self::decision::{render_decision, render_lease_end};
 use super::{Content, JournalEntry};
-use crate::{
-    policy::{
-        event::{Action, Answer, Event, WorkerCommand},
-        kv_type::KvType,
-        lease::{LeaseView, TargetAnswer},
-        pressure::Sample,
-        residency::EnginePlan,
-    },
-    units::{Bytes, TimeSpan},
+pub use cotenant_policy::sentences::{render_decision, render_lease_end};
+use cotenant_policy::{
+    event::{Action, Answer, Event, WorkerCommand},
+    kv_type::KvType,
+    lease::{LeaseView, TargetAnswer},
+    pressure::Sample,
+    residency::EnginePlan,
 };
+use cotenant_units::{Bytes, TimeSpan};
 
 /// The line in words, without its number and time.
 #[must_use]
@@ -28,15 +21,22 @@ pub fn render(entry: &JournalEntry) -> String {
             let (params, version) = (&start.params, &start.version);
             let budget = params.budget.bytes();
             match &params.machine.limited_by {
-                Some(_) => format!("supervisor {version} started with a budget of {budget}, of the {}", params.machine),
+                Some(_) => format!(
+                    "supervisor {version} started with a budget of {budget}, of the {}",
+                    params.machine
+                ),
                 None => format!("supervisor {version} started with a budget of {budget}"),
             }
         }
         Content::Event(event) => render_event(event),
         Content::Action(action) => render_action(action),
         Content::Checkpoint(_) => "the whole state, to replay from here".to_owned(),
-        Content::Dropped { lines: 1 } => "1 line is missing: the journal could not keep up".to_owned(),
-        Content::Dropped { lines } => format!("{lines} lines are missing: the journal could not keep up"),
+        Content::Dropped { lines: 1 } => {
+            "1 line is missing: the journal could not keep up".to_owned()
+        }
+        Content::Dropped { lines } => {
+            format!("{lines} lines are missing: the journal could not keep up")
+        }
     }
 }
 
@@ -48,10 +48,16 @@ fn of_client(client: Option<&str>) -> String {
 fn render_event(event: &Event) -> String {
     match event {
         Event::Sampled(sample) => render_sample(sample),
-        Event::Measured { tenant, used, .. } => format!("`{tenant}` measured: {}", or_unknown(*used)),
+        Event::Measured { tenant, used, .. } => {
+            format!("`{tenant}` measured: {}", or_unknown(*used))
+        }
         Event::LeaseRequested { request, .. } => {
-            let mut line =
-                format!("`{}` ({}) asks for {}", request.tenant, request.class, range(request.min, request.max));
+            let mut line = format!(
+                "`{}` ({}) asks for {}",
+                request.tenant,
+                request.class,
+                range(request.min, request.max)
+            );
             if request.validate_only {
                 line.push_str(", to know only");
             } else if !request.wait.is_zero() {
@@ -59,13 +65,22 @@ fn render_event(event: &Event) -> String {
             }
             line
         }
-        Event::LeaseRequestCancelled { ticket } => format!("request {} is not waited for any more", ticket.0),
+        Event::LeaseRequestCancelled { ticket } => {
+            format!("request {} is not waited for any more", ticket.0)
+        }
         Event::LeaseRenewed { lease, .. } => format!("lease {} renewed by its holder", lease.0),
-        Event::LeaseResizeRequested { lease, min, max, .. } => {
+        Event::LeaseResizeRequested {
+            lease, min, max, ..
+        } => {
             format!("lease {} wants {}", lease.0, range(*min, *max))
         }
         Event::LeaseReleased { lease, .. } => format!("lease {} is to be released", lease.0),
-        Event::TargetAnswered { lease, nonce, answer, .. } => {
+        Event::TargetAnswered {
+            lease,
+            nonce,
+            answer,
+            ..
+        } => {
             let answer = match answer {
                 TargetAnswer::Applied => "applied".to_owned(),
                 TargetAnswer::Deferred { overage } => format!("deferred, {overage} still in use"),
@@ -74,22 +89,51 @@ fn render_event(event: &Event) -> String {
             format!("lease {} answers target {nonce}: {answer}", lease.0)
         }
         Event::HolderLost { lease, pid } => {
-            let process = pid.map_or_else(|| "the process".to_owned(), |pid| format!("process {pid}"));
+            let process =
+                pid.map_or_else(|| "the process".to_owned(), |pid| format!("process {pid}"));
             format!("{process} that holds lease {} has ended", lease.0)
         }
         Event::EngineInspected { shape } => {
-            format!("model `{}` ({}) has {}", shape.name, shape.architecture, counted(shape.layer_count(), "layer"))
+            format!(
+                "model `{}` ({}) has {}",
+                shape.name,
+                shape.architecture,
+                counted(shape.layer_count(), "layer")
+            )
         }
-        Event::EngineApplied { revision, in_force, freed, used, took, untouched, untouched_given: _ } => format!(
+        Event::EngineApplied {
+            revision,
+            in_force,
+            freed,
+            used,
+            took,
+            untouched,
+            untouched_given: _,
+        } => format!(
             "engine applied plan {revision}: {}; {freed} verified back, {used} held, {untouched} of it untouched, took {took:.1?}",
             plan(in_force)
         ),
-        Event::EngineApplyFailed { revision, reason } => format!("engine could not apply plan {revision}: {reason}"),
-        Event::EngineFailed { reason, left: None, .. } => format!("engine failed: {reason}"),
-        Event::EngineFailed { reason, left: Some(left), .. } => {
+        Event::EngineApplyFailed { revision, reason } => {
+            format!("engine could not apply plan {revision}: {reason}")
+        }
+        Event::EngineFailed {
+            reason, left: None, ..
+        } => format!("engine failed: {reason}"),
+        Event::EngineFailed {
+            reason,
+            left: Some(left),
+            ..
+        } => {
             format!("engine failed: {reason}; reads that hang keep {left}")
         }
-        Event::EngineActivity { requests, kv_used, kv_kept, kv_dropped, untouched, .. } => format!(
+        Event::EngineActivity {
+            requests,
+            kv_used,
+            kv_kept,
+            kv_dropped,
+            untouched,
+            ..
+        } => format!(
             "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
             counted(*requests, "request"),
             match kv_dropped {
@@ -113,38 +157,77 @@ fn render_event(event: &Event) -> String {
         ),
         Event::WorkerReady { worker, pid } => format!("worker `{worker}` (pid {pid}) answers"),
         Event::WorkerDied { certificate } => {
-            format!("{certificate} [{}, {}]", certificate.verdict.class, certificate.verdict.confidence)
+            format!(
+                "{certificate} [{}, {}]",
+                certificate.verdict.class, certificate.verdict.confidence
+            )
         }
-        Event::WorkerExited { worker, intended, cause } => {
+        Event::WorkerExited {
+            worker,
+            intended,
+            cause,
+        } => {
             let asked = if *intended { "as asked" } else { "unasked" };
             format!("worker `{worker}` ended {asked}: {cause}")
         }
-        Event::PeakMeasured { worker, peak } => format!("worker `{worker}` has used {peak} at most"),
+        Event::PeakMeasured { worker, peak } => {
+            format!("worker `{worker}` has used {peak} at most")
+        }
         Event::WorkerActivity { worker, requests } => {
             format!("worker `{worker}` has {}", counted(*requests, "request"))
         }
         Event::WorkerWanted { worker, client } => {
-            format!("a request{} waits for worker `{worker}`", of_client(client.as_deref()))
+            format!(
+                "a request{} waits for worker `{worker}`",
+                of_client(client.as_deref())
+            )
         }
-        Event::WorkerResizeRequested { worker, variant, .. } => {
+        Event::WorkerResizeRequested {
+            worker, variant, ..
+        } => {
             format!("worker `{worker}` is wanted as `{variant}`")
         }
-        Event::WorkerResized { worker, variant, used, error } => match error {
+        Event::WorkerResized {
+            worker,
+            variant,
+            used,
+            error,
+        } => match error {
             Some(error) => format!("worker `{worker}` stays `{variant}`: {error}"),
-            None => format!("worker `{worker}` is now `{variant}`, {}", or_unknown(*used)),
+            None => format!(
+                "worker `{worker}` is now `{variant}`, {}",
+                or_unknown(*used)
+            ),
         },
-        Event::WorkerUnresponsive { worker, pid, evidence } => {
+        Event::WorkerUnresponsive {
+            worker,
+            pid,
+            evidence,
+        } => {
             format!("worker `{worker}` (pid {pid}) did not answer: {evidence}")
         }
-        Event::CapacityWanted { needed, wanted, client, is_running } => format!(
+        Event::CapacityWanted {
+            needed,
+            wanted,
+            client,
+            is_running,
+        } => format!(
             "{}{} wants a KV capacity of {wanted} tokens and needs {needed}",
-            if *is_running { "the running answer" } else { "a request" },
+            if *is_running {
+                "the running answer"
+            } else {
+                "a request"
+            },
             of_client(client.as_deref())
         ),
-        Event::OperatorShed { bytes, .. } => format!("an operator wants {bytes} back from the engine"),
+        Event::OperatorShed { bytes, .. } => {
+            format!("an operator wants {bytes} back from the engine")
+        }
         Event::OperatorRegrow { .. } => "an operator allows the engine to grow".to_owned(),
         Event::OperatorKvType { kv_type, .. } => format!("an operator wants KV kept as {kv_type}"),
-        Event::OperatorWorker { worker, command, .. } => {
+        Event::OperatorWorker {
+            worker, command, ..
+        } => {
             let command = match command {
                 WorkerCommand::Recycle => "recycles",
                 WorkerCommand::Start => "starts",
@@ -158,18 +241,34 @@ fn render_event(event: &Event) -> String {
             counted(adopted.len(), "living worker")
         ),
         Event::BookLost { kept } => {
-            format!("the leases of the run before are lost: its book is damaged, and kept as `{kept}`")
+            format!(
+                "the leases of the run before are lost: its book is damaged, and kept as `{kept}`"
+            )
         }
         Event::DrainRequested => "a drain is requested".to_owned(),
         Event::DrainCancelled => "an operator ends the drain".to_owned(),
         Event::OperatorLoad { .. } => "an operator wants the model loaded".to_owned(),
-        Event::Reconfigured { params, changes, .. } => {
-            format!("configuration read again, budget {}: {changes}", params.budget.bytes())
+        Event::Reconfigured {
+            params, changes, ..
+        } => {
+            format!(
+                "configuration read again, budget {}: {changes}",
+                params.budget.bytes()
+            )
         }
-        Event::Resized { machine, params: Ok(params) } => {
-            format!("the budget is {} now, of the {machine}", params.budget.bytes())
+        Event::Resized {
+            machine,
+            params: Ok(params),
+        } => {
+            format!(
+                "the budget is {} now, of the {machine}",
+                params.budget.bytes()
+            )
         }
-        Event::Resized { machine, params: Err(reason) } => format!("no budget follows from the {machine}: {reason}"),
+        Event::Resized {
+            machine,
+            params: Err(reason),
+        } => format!("no budget follows from the {machine}: {reason}"),
         Event::DeadlineReached => "a deadline has come".to_owned(),
     }
 }
@@ -180,29 +279,51 @@ pub fn render_action(action: &Action) -> String {
     match action {
         Action::Answer { answer, .. } => match answer {
             Answer::Lease { lease } => format!("{}: holds {}", lease.name(), lease_words(lease)),
-            Answer::WouldGrant { bytes, after_shedding } => {
+            Answer::WouldGrant {
+                bytes,
+                after_shedding,
+            } => {
                 format!("would grant {bytes}, after shedding {after_shedding}")
             }
             Answer::Shed(outcome) => outcome.to_string(),
             Answer::Done { done } => done.to_string(),
-            Answer::Denied { denial, retry_after } => match retry_after {
+            Answer::Denied {
+                denial,
+                retry_after,
+            } => match retry_after {
                 Some(wait) => format!("denied: {denial}; try again in {wait:.1?}"),
                 None => format!("denied: {denial}"),
             },
         },
-        Action::SetTarget { lease, bytes, reason, .. } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
+        Action::SetTarget {
+            lease,
+            bytes,
+            reason,
+            ..
+        } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
         Action::EndLease { lease, end } => render_lease_end(lease, end),
-        Action::LoadEngine { revision, plan: wanted } => format!("load the model, plan {revision}: {}", plan(wanted)),
-        Action::ApplyPlan { revision, plan: wanted, reason } => format!("plan {revision}: {}; {reason}", plan(wanted)),
+        Action::LoadEngine {
+            revision,
+            plan: wanted,
+        } => format!("load the model, plan {revision}: {}", plan(wanted)),
+        Action::ApplyPlan {
+            revision,
+            plan: wanted,
+            reason,
+        } => format!("plan {revision}: {}; {reason}", plan(wanted)),
         Action::StartWorker { worker, variant } => match variant {
             Some(variant) => format!("start worker `{worker}` as `{variant}`"),
             None => format!("start worker `{worker}`"),
         },
         Action::StopWorker { worker, reason } => format!("stop worker `{worker}`: {reason}"),
         Action::AbortWorker { worker, evidence } => format!("abort worker `{worker}`: {evidence}"),
-        Action::ResizeWorker { worker, variant } => format!("worker `{worker}` may become `{variant}`"),
+        Action::ResizeWorker { worker, variant } => {
+            format!("worker `{worker}` may become `{variant}`")
+        }
         Action::Measure { tenant } => format!("measure `{tenant}`"),
-        Action::EmptyPagePool { bytes } => format!("give {bytes} of the GPU's page pool back to the OS"),
+        Action::EmptyPagePool { bytes } => {
+            format!("give {bytes} of the GPU's page pool back to the OS")
+        }
         Action::SampleAfter { wait } => format!("read the machine in {wait:.1?}"),
         Action::LevelChanged { from, to, reason } => format!("pressure {from} -> {to}: {reason}"),
         Action::InspectModel => "read the header of the model's file".to_owned(),
@@ -214,9 +335,16 @@ pub fn render_action(action: &Action) -> String {
 }
 
 fn render_sample(sample: &Sample) -> String {
-    let mut line = format!("{} of {} available", sample.memory.mem_available, sample.memory.mem_total);
+    let mut line = format!(
+        "{} of {} available",
+        sample.memory.mem_available, sample.memory.mem_total
+    );
     if let Some(group) = sample.memory.group {
-        let _ = write!(line, ", {} of {} left in the control group", group.left, group.limit);
+        let _ = write!(
+            line,
+            ", {} of {} left in the control group",
+            group.left, group.limit
+        );
     }
     if let Some(used) = sample.scope_used {
         let _ = write!(line, ", session uses {used}");
@@ -231,7 +359,11 @@ fn render_sample(sample: &Sample) -> String {
 }
 
 fn lease_words(lease: &LeaseView) -> String {
-    let mut words = format!("{} of {}", lease.memory.held, range(lease.memory.min, lease.memory.max));
+    let mut words = format!(
+        "{} of {}",
+        lease.memory.held,
+        range(lease.memory.min, lease.memory.max)
+    );
     if let Some(target) = &lease.target {
         let _ = write!(words, ", asked to come down to {}", target.bytes);
     }
@@ -258,7 +390,11 @@ fn plan(plan: &EnginePlan) -> String {
 }
 
 fn range(min: Bytes, max: Bytes) -> String {
-    if min == max { min.to_string() } else { format!("{min} to {max}") }
+    if min == max {
+        min.to_string()
+    } else {
+        format!("{min} to {max}")
+    }
 }
 
 fn or_unknown(bytes: Option<Bytes>) -> String {
@@ -268,13 +404,17 @@ fn or_unknown(bytes: Option<Bytes>) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        policy::pressure::{MemoryReading, StallReading},
-        units::Timestamp,
-    };
+    use cotenant_policy::pressure::{MemoryReading, StallReading};
+    use cotenant_units::Timestamp;
 
     fn entry(content: Content) -> JournalEntry {
-        JournalEntry { sequence: 1, boot_id: "a".into(), at: Timestamp::START, unix_us: 0, content }
+        JournalEntry {
+            sequence: 1,
+            boot_id: "a".into(),
+            at: Timestamp::START,
+            unix_us: 0,
+            content,
+        }
     }
 
     #[test]
@@ -285,7 +425,10 @@ mod tests {
                 mem_available: Bytes::from_gib(3),
                 ..MemoryReading::default()
             },
-            stalls: StallReading { psi_some_avg10: Some(1205), ..StallReading::default() },
+            stalls: StallReading {
+                psi_some_avg10: Some(1205),
+                ..StallReading::default()
+            },
             ..Sample::default()
         };
         assert_eq!(

@@ -3,7 +3,7 @@
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use super::{Content, JournalEntry, rebuilt::begun};
-use crate::policy::{
+use cotenant_policy::{
     arbiter::{Arbiter, Checkpoint},
     event::{Action, Event},
 };
@@ -84,7 +84,10 @@ pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
         .chunk_by(|one, next| one.boot_id == next.boot_id)
         .map(|entries| {
             let mut run = Run {
-                boot_id: entries.first().map(|first| first.boot_id.clone()).unwrap_or_default(),
+                boot_id: entries
+                    .first()
+                    .map(|first| first.boot_id.clone())
+                    .unwrap_or_default(),
                 events: 0,
                 actions: 0,
                 checkpoints: 0,
@@ -102,8 +105,12 @@ pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
 
 impl Run {
     fn replay(&mut self, mut rest: &[JournalEntry]) -> Result<(), Outcome> {
-        let Some(first) = rest.first() else { return Ok(()) };
-        let nothing = Outcome::NoStart { sequence: first.sequence };
+        let Some(first) = rest.first() else {
+            return Ok(());
+        };
+        let nothing = Outcome::NoStart {
+            sequence: first.sequence,
+        };
         let mut arbiter = None;
         // Whether a checkpoint is taken for what it says: right at the start, where a state may have been restored.
         let mut fresh = false;
@@ -113,11 +120,18 @@ impl Run {
                 if arbiter.take().is_some() {
                     self.gaps += 1;
                 }
-                let next =
-                    rest.iter().position(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)));
-                let gap = Outcome::Gap { sequence: entry.sequence };
+                let next = rest.iter().position(|entry| {
+                    matches!(entry.content, Content::Start(_) | Content::Checkpoint(_))
+                });
+                let gap = Outcome::Gap {
+                    sequence: entry.sequence,
+                };
                 let Some((skipped, resumed)) = next.map(|next| rest.split_at(next)) else {
-                    return Err(if self.events == 0 && self.gaps == 0 { nothing } else { gap });
+                    return Err(if self.events == 0 && self.gaps == 0 {
+                        nothing
+                    } else {
+                        gap
+                    });
                 };
                 self.skipped += u64::try_from(skipped.len()).unwrap_or(u64::MAX);
                 let Some((entry, after)) = resumed.split_first() else {
@@ -141,12 +155,16 @@ impl Run {
                     } else if fresh {
                         arbiter = begin(entry)?;
                     } else {
-                        return Err(Outcome::StateDiffers { sequence: entry.sequence });
+                        return Err(Outcome::StateDiffers {
+                            sequence: entry.sequence,
+                        });
                     }
                     (rest, last, fresh) = (after, entry.sequence, false);
                 }
                 // An action without its event, a drop, or a second start: something is missing before it.
-                Content::Action(_) | Content::Dropped { .. } | Content::Start(_) => last = u64::MAX - 1,
+                Content::Action(_) | Content::Dropped { .. } | Content::Start(_) => {
+                    last = u64::MAX - 1;
+                }
             }
         }
         Ok(())
@@ -173,13 +191,21 @@ impl Run {
             })
             .collect();
         let replayed = catch_unwind(AssertUnwindSafe(|| arbiter.handle(entry.at, event.clone())))
-            .map_err(|panic| Outcome::Panicked { sequence: entry.sequence, message: panic_message(&*panic) })?;
+            .map_err(|panic| Outcome::Panicked {
+            sequence: entry.sequence,
+            message: panic_message(&*panic),
+        })?;
         self.events += 1;
         let (_, next) = after.split_at(recorded.len());
-        let is_cut = next.first().is_none_or(|next| next.sequence != expected + 1);
+        let is_cut = next
+            .first()
+            .is_none_or(|next| next.sequence != expected + 1);
         let same = recorded.len() <= replayed.len()
             && (is_cut || recorded.len() == replayed.len())
-            && recorded.iter().zip(&replayed).all(|(one, other)| *one == other);
+            && recorded
+                .iter()
+                .zip(&replayed)
+                .all(|(one, other)| *one == other);
         if !same {
             return Err(Outcome::Differs(Box::new(Difference {
                 event: entry.clone(),
@@ -194,7 +220,9 @@ impl Run {
 
 /// The arbiter to go on with from a line that has a whole state.
 fn begin(entry: &JournalEntry) -> Result<Option<Arbiter>, Outcome> {
-    begun(&entry.content).transpose().map_err(|reason| Outcome::NoArbiter { reason })
+    begun(&entry.content)
+        .transpose()
+        .map_err(|reason| Outcome::NoArbiter { reason })
 }
 
 fn panic_message(panic: &(dyn std::any::Any + Send)) -> String {
@@ -210,22 +238,26 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::{
-        policy::{
-            book::{Book, LastNumbers},
-            decision::AdmissionDecision,
-            lease::{Class, LeaseRequest, Peer, Ticket},
-            params::{Params, Scope},
-        },
-        units::{Bytes, Timestamp},
+    use cotenant_policy::{
+        book::{Book, LastNumbers},
+        decision::AdmissionDecision,
+        lease::{Class, LeaseRequest, Peer, Ticket},
+        params::{Params, Scope},
     };
+    use cotenant_units::{Bytes, Timestamp};
 
     fn params() -> Params {
         Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine)
     }
 
     fn line(sequence: u64, content: Content) -> JournalEntry {
-        JournalEntry { sequence, boot_id: "a".into(), at: Timestamp::from_millis(sequence), unix_us: 0, content }
+        JournalEntry {
+            sequence,
+            boot_id: "a".into(),
+            at: Timestamp::from_millis(sequence),
+            unix_us: 0,
+            content,
+        }
     }
 
     /// A run with these events, as an arbiter decides them.
@@ -250,12 +282,17 @@ mod tests {
     /// A run of one event with one action, and another event without.
     fn lines() -> Vec<JournalEntry> {
         let lines = run_of(vec![Event::DrainRequested, Event::DeadlineReached]);
-        assert!(matches!(lines[2].content, Content::Action(_)) && lines.len() == 4, "{lines:?}");
+        assert!(
+            matches!(lines[2].content, Content::Action(_)) && lines.len() == 4,
+            "{lines:?}"
+        );
         lines
     }
 
     fn decided(decision: AdmissionDecision) -> Content {
-        Content::Action(Action::Decided { decision: decision.into() })
+        Content::Action(Action::Decided {
+            decision: decision.into(),
+        })
     }
 
     fn only_run(entries: &[JournalEntry]) -> Run {
@@ -269,7 +306,10 @@ mod tests {
     #[test]
     fn the_same_decisions_are_the_same() {
         let run = only_run(&lines());
-        assert_eq!((run.events, run.actions, run.outcome), (2, 1, Outcome::Same));
+        assert_eq!(
+            (run.events, run.actions, run.outcome),
+            (2, 1, Outcome::Same)
+        );
     }
 
     #[test]
@@ -308,8 +348,17 @@ mod tests {
     #[test]
     fn a_panic_of_the_arbiter_is_an_outcome() {
         // A book with the last number that there is, and a lease that needs one more.
-        let book = Book { last: LastNumbers { lease: u64::MAX, ..LastNumbers::default() }, ..Book::default() };
-        let mut lines = run_of(vec![Event::Recovered { book, adopted: Vec::new() }]);
+        let book = Book {
+            last: LastNumbers {
+                lease: u64::MAX,
+                ..LastNumbers::default()
+            },
+            ..Book::default()
+        };
+        let mut lines = run_of(vec![Event::Recovered {
+            book,
+            adopted: Vec::new(),
+        }]);
         let request = LeaseRequest {
             tenant: "a".into(),
             request_id: String::new(),
@@ -322,7 +371,13 @@ mod tests {
             validate_only: false,
         };
         let sequence = next(&lines);
-        lines.push(line(sequence, Content::Event(Event::LeaseRequested { ticket: Ticket(1), request })));
+        lines.push(line(
+            sequence,
+            Content::Event(Event::LeaseRequested {
+                ticket: Ticket(1),
+                request,
+            }),
+        ));
         let message = "attempt to add with overflow".into();
         assert_eq!(outcome(&lines), Outcome::Panicked { sequence, message });
     }
@@ -338,7 +393,10 @@ mod tests {
         lines[0].content = decided(AdmissionDecision::DrainEnded);
         lines[1].content = checkpoint();
         let run = only_run(&lines);
-        assert_eq!((run.events, run.skipped, run.gaps, run.outcome), (1, 1, 0, Outcome::Same));
+        assert_eq!(
+            (run.events, run.skipped, run.gaps, run.outcome),
+            (1, 1, 0, Outcome::Same)
+        );
     }
 
     #[test]
@@ -359,14 +417,25 @@ mod tests {
     #[test]
     fn another_state_at_a_checkpoint_is_reported_and_the_first_one_is_where_a_run_begins() {
         let entries = |contents: Vec<Content>| -> Vec<JournalEntry> {
-            (1..).zip(contents).map(|(sequence, content)| line(sequence, content)).collect()
+            (1..)
+                .zip(contents)
+                .map(|(sequence, content)| line(sequence, content))
+                .collect()
         };
         let params = Params::for_budget(Bytes::from_gib(2), Bytes::from_mib(128), Scope::Machine);
         let start = || Content::start(params.clone());
         // Restored: the state is another one than that of a fresh arbiter.
-        let restored = replay(&entries(vec![start(), checkpoint(), Content::Event(Event::DeadlineReached)]));
+        let restored = replay(&entries(vec![
+            start(),
+            checkpoint(),
+            Content::Event(Event::DeadlineReached),
+        ]));
         assert_eq!(restored[0].outcome, Outcome::Same);
-        let strayed = replay(&entries(vec![start(), Content::Event(Event::DeadlineReached), checkpoint()]));
+        let strayed = replay(&entries(vec![
+            start(),
+            Content::Event(Event::DeadlineReached),
+            checkpoint(),
+        ]));
         assert_eq!(strayed[0].outcome, Outcome::StateDiffers { sequence: 3 });
     }
 }

@@ -1,17 +1,15 @@
 //! Explanation of one decision: event, known state, choice, outcome.
 
 use super::{Content, JournalEntry, Rebuilt};
-use crate::{
-    policy::{
-        arbiter::Arbiter,
-        decision::{Decision, LeaseDecision},
-        event::{Action, Event},
-        lease::{LeaseId, Ticket},
-        residency::EnginePlan,
-        snapshot::Snapshot,
-    },
-    units::{Bytes, Timestamp},
+use cotenant_policy::{
+    arbiter::Arbiter,
+    decision::{Decision, LeaseDecision},
+    event::{Action, Event},
+    lease::{LeaseId, Ticket},
+    residency::EnginePlan,
+    snapshot::Snapshot,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// The story of one decision.
 #[derive(Clone, Debug)]
@@ -75,7 +73,9 @@ pub enum WhyError {
 /// # Errors
 /// If there is no such line, or nothing that led to it.
 pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
-    let runs: Vec<&[JournalEntry]> = entries.chunk_by(|one, next| one.boot_id == next.boot_id).collect();
+    let runs: Vec<&[JournalEntry]> = entries
+        .chunk_by(|one, next| one.boot_id == next.boot_id)
+        .collect();
     let has = |run: &&&[JournalEntry]| run.iter().any(|entry| entry.sequence == sequence);
     let Some(run) = runs.iter().rev().find(has).copied() else {
         let ends = runs.last().copied().unwrap_or_default();
@@ -85,7 +85,10 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
             last: ends.last().map_or(0, |entry| entry.sequence),
         });
     };
-    let at = run.iter().position(|entry| entry.sequence == sequence).unwrap_or(0);
+    let at = run
+        .iter()
+        .position(|entry| entry.sequence == sequence)
+        .unwrap_or(0);
     let (before, rest) = run.split_at(at);
     let Some(asked) = rest.first() else {
         return Err(WhyError::NoEvent { sequence });
@@ -94,7 +97,11 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
         Content::Event(_) => 0,
         // Actions follow their event without a gap.
         Content::Action(_) => {
-            let actions = before.iter().rev().take_while(|entry| matches!(entry.content, Content::Action(_))).count();
+            let actions = before
+                .iter()
+                .rev()
+                .take_while(|entry| matches!(entry.content, Content::Action(_)))
+                .count();
             actions + 1
         }
         Content::Start(_) | Content::Checkpoint(_) | Content::Dropped { .. } => {
@@ -121,15 +128,29 @@ pub fn why(entries: &[JournalEntry], sequence: u64) -> Result<Why, WhyError> {
         let _ = arbiter.handle(event.at, happened.clone());
         Box::new(arbiter.snapshot())
     });
-    let count = after.iter().take_while(|entry| matches!(entry.content, Content::Action(_))).count();
+    let count = after
+        .iter()
+        .take_while(|entry| matches!(entry.content, Content::Action(_)))
+        .count();
     let (actions, later) = after.split_at(count);
-    let actions = actions.iter().map(|entry| chosen(entry, known.as_deref(), later)).collect();
-    Ok(Why { asked: asked.clone(), event: event.clone(), before: known, after: later_state, actions })
+    let actions = actions
+        .iter()
+        .map(|entry| chosen(entry, known.as_deref(), later))
+        .collect();
+    Ok(Why {
+        asked: asked.clone(),
+        event: event.clone(),
+        before: known,
+        after: later_state,
+        actions,
+    })
 }
 
 /// The arbiter as it was after the last of these lines, from the last state that they have.
 fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
-    let begin = past.iter().rposition(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)))?;
+    let begin = past
+        .iter()
+        .rposition(|entry| matches!(entry.content, Content::Start(_) | Content::Checkpoint(_)))?;
     let mut rebuilt = Rebuilt::default();
     for entry in past.split_at(begin).1 {
         if let Some((arbiter, event)) = rebuilt.at(entry) {
@@ -140,12 +161,21 @@ fn state_before(past: &[JournalEntry]) -> Option<Arbiter> {
 }
 
 fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry]) -> Chosen {
-    let mut chosen = Chosen { entry: entry.clone(), promised: None, deadline: None, outcome: None, measured: None };
+    let mut chosen = Chosen {
+        entry: entry.clone(),
+        promised: None,
+        deadline: None,
+        outcome: None,
+        measured: None,
+    };
     let Content::Action(action) = &entry.content else {
         return chosen;
     };
     let find_event = |wanted: &dyn Fn(&Event) -> bool| {
-        later.iter().find(|entry| matches!(&entry.content, Content::Event(event) if wanted(event))).cloned()
+        later
+            .iter()
+            .find(|entry| matches!(&entry.content, Content::Event(event) if wanted(event)))
+            .cloned()
     };
     match action {
         Action::ApplyPlan { revision, plan, .. } | Action::LoadEngine { revision, plan } => {
@@ -162,8 +192,14 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
                 chosen.measured = Some(*freed);
             }
         }
-        Action::SetTarget { lease, bytes, deadline, .. } => {
-            let view = before.and_then(|before| before.leases.iter().find(|view| view.id == *lease));
+        Action::SetTarget {
+            lease,
+            bytes,
+            deadline,
+            ..
+        } => {
+            let view =
+                before.and_then(|before| before.leases.iter().find(|view| view.id == *lease));
             chosen.promised = view.map(|view| view.memory.held.saturating_sub(*bytes));
             chosen.deadline = Some(*deadline);
             chosen.outcome = later
@@ -187,14 +223,17 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
             });
         }
         Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => {
-            let view = before.and_then(|before| before.leases.iter().find(|view| view.tenant == *worker));
+            let view =
+                before.and_then(|before| before.leases.iter().find(|view| view.tenant == *worker));
             chosen.promised = view.map(|view| view.memory.held);
-            chosen.outcome =
-                find_event(&|event| matches!(event, Event::WorkerExited { worker: other, .. } if other == worker));
+            chosen.outcome = find_event(
+                &|event| matches!(event, Event::WorkerExited { worker: other, .. } if other == worker),
+            );
         }
         Action::ResizeWorker { worker, .. } => {
-            chosen.outcome =
-                find_event(&|event| matches!(event, Event::WorkerResized { worker: other, .. } if other == worker));
+            chosen.outcome = find_event(
+                &|event| matches!(event, Event::WorkerResized { worker: other, .. } if other == worker),
+            );
         }
         Action::LevelChanged { .. } => {
             chosen.outcome = later
@@ -210,9 +249,9 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
 /// The lease that was measured at its target, and what was credited.
 const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
     match action {
-        Action::Decided { decision: Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }) } => {
-            Some((lease.id, *freed))
-        }
+        Action::Decided {
+            decision: Decision::Lease(LeaseDecision::Reduced { lease, freed, .. }),
+        } => Some((lease.id, *freed)),
         _ => None,
     }
 }
@@ -220,7 +259,11 @@ const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
 /// What the engine gives back, or takes, on its way from what it was asked for last to `plan`.
 fn difference(before: &Snapshot, plan: &EnginePlan) -> Option<Bytes> {
     let shape = before.engine.shape.as_ref()?;
-    let goal = before.engine.asked.as_ref().or(before.engine.in_force.as_ref());
+    let goal = before
+        .engine
+        .asked
+        .as_ref()
+        .or(before.engine.in_force.as_ref());
     let from = goal.map_or(Bytes::ZERO, |goal| shape.plan_bytes(goal));
     let to = shape.plan_bytes(plan);
     Some(from.saturating_sub(to).max(to.saturating_sub(from)))
@@ -258,7 +301,7 @@ const fn ticket_of(event: &Event) -> Option<Ticket> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{
+    use cotenant_policy::{
         lease::{Class, LeaseRequest, Peer},
         params::{Params, Scope},
         pressure::{MemoryReading, Sample},
@@ -271,7 +314,13 @@ mod tests {
         let mut lines: Vec<JournalEntry> = Vec::new();
         let mut write = |at, content| {
             let sequence = 1 + u64::try_from(lines.len()).unwrap();
-            lines.push(JournalEntry { sequence, boot_id: "a".into(), at, unix_us: 0, content });
+            lines.push(JournalEntry {
+                sequence,
+                boot_id: "a".into(),
+                at,
+                unix_us: 0,
+                content,
+            });
         };
         write(Timestamp::START, Content::start(params));
         let request = |tenant: &str, class, min, max| LeaseRequest {
@@ -298,23 +347,36 @@ mod tests {
         let ms = Timestamp::from_millis;
         let events = [
             (ms(10), Event::Sampled(sample(ms(10)))),
-            (ms(20), Event::LeaseRequested { ticket: Ticket(1), request: request("indexer", Class::Batch, 100, 900) }),
+            (
+                ms(20),
+                Event::LeaseRequested {
+                    ticket: Ticket(1),
+                    request: request("indexer", Class::Batch, 100, 900),
+                },
+            ),
             (
                 ms(250),
-                Event::LeaseRequested { ticket: Ticket(2), request: request("asr", Class::AudioRealtime, 300, 300) },
+                Event::LeaseRequested {
+                    ticket: Ticket(2),
+                    request: request("asr", Class::AudioRealtime, 300, 300),
+                },
             ),
             (
                 ms(260),
                 Event::TargetAnswered {
                     lease: LeaseId(1),
                     nonce: 1,
-                    answer: crate::policy::lease::TargetAnswer::Applied,
+                    answer: cotenant_policy::lease::TargetAnswer::Applied,
                     claimed: None,
                 },
             ),
             (
                 ms(270),
-                Event::Measured { tenant: "indexer".into(), used: Some(Bytes::from_mib(600)), taken_at: ms(270) },
+                Event::Measured {
+                    tenant: "indexer".into(),
+                    used: Some(Bytes::from_mib(600)),
+                    taken_at: ms(270),
+                },
             ),
         ];
         for (at, event) in events {
@@ -329,13 +391,24 @@ mod tests {
     #[test]
     fn a_target_is_explained_with_what_was_known_and_what_came_of_it() {
         let lines = lines();
-        let target =
-            lines.iter().find(|entry| matches!(entry.content, Content::Action(Action::SetTarget { .. }))).unwrap();
+        let target = lines
+            .iter()
+            .find(|entry| matches!(entry.content, Content::Action(Action::SetTarget { .. })))
+            .unwrap();
         let why = why(&lines, target.sequence).unwrap();
-        assert!(matches!(&why.event.content, Content::Event(Event::LeaseRequested { ticket: Ticket(2), .. })));
+        assert!(matches!(
+            &why.event.content,
+            Content::Event(Event::LeaseRequested {
+                ticket: Ticket(2),
+                ..
+            })
+        ));
         let before = why.before.unwrap();
         assert_eq!(before.memory.held, Bytes::from_mib(900));
-        assert_eq!(before.pressure.sample.unwrap().taken_at, Timestamp::from_millis(10));
+        assert_eq!(
+            before.pressure.sample.unwrap().taken_at,
+            Timestamp::from_millis(10)
+        );
         let chosen = why.actions.iter().find(|one| one.entry == *target).unwrap();
         assert_eq!(chosen.promised, Some(Bytes::from_mib(200)));
         assert_eq!(chosen.measured, Some(Bytes::from_mib(200)));
@@ -347,10 +420,23 @@ mod tests {
     #[test]
     fn what_cannot_be_explained_is_an_error() {
         let mut lines = lines();
-        assert_eq!(why(&lines, 1).unwrap_err(), WhyError::NoDecision { sequence: 1 });
+        assert_eq!(
+            why(&lines, 1).unwrap_err(),
+            WhyError::NoDecision { sequence: 1 }
+        );
         let last = lines.last().unwrap().sequence;
-        assert_eq!(why(&lines, 999).unwrap_err(), WhyError::Unknown { sequence: 999, first: 1, last });
+        assert_eq!(
+            why(&lines, 999).unwrap_err(),
+            WhyError::Unknown {
+                sequence: 999,
+                first: 1,
+                last
+            }
+        );
         lines.drain(..2);
-        assert_eq!(why(&lines, 3).unwrap_err(), WhyError::NoEvent { sequence: 3 });
+        assert_eq!(
+            why(&lines, 3).unwrap_err(),
+            WhyError::NoEvent { sequence: 3 }
+        );
     }
 }

@@ -17,7 +17,7 @@ use std::{
 use tracing::warn;
 
 use super::{Content, JournalEntry, own::open_own};
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// How the journal is kept.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -34,7 +34,12 @@ pub struct JournalSettings {
 
 impl Default for JournalSettings {
     fn default() -> Self {
-        Self { path: None, file_max: Bytes::from_mib(16), files_kept: 4, queue_max: 4096 }
+        Self {
+            path: None,
+            file_max: Bytes::from_mib(16),
+            files_kept: 4,
+            queue_max: 4096,
+        }
     }
 }
 
@@ -94,8 +99,12 @@ impl Journal {
             .path
             .as_ref()
             .map(|path| {
-                Rotating::open(path, settings.file_max.get(), settings.files_kept)
-                    .map_err(|source| JournalError::Open { path: path.clone(), source })
+                Rotating::open(path, settings.file_max.get(), settings.files_kept).map_err(
+                    |source| JournalError::Open {
+                        path: path.clone(),
+                        source,
+                    },
+                )
             })
             .transpose()?;
         let lost = Arc::<Lost>::default();
@@ -136,13 +145,27 @@ impl Journal {
     /// by the next line that is taken.
     pub fn record(&mut self, at: Timestamp, time: SystemTime, content: Content) {
         let Some(queue) = &self.queue else { return };
-        let unix_us =
-            time.duration_since(UNIX_EPOCH).ok().and_then(|since| u64::try_from(since.as_micros()).ok()).unwrap_or(0);
+        let unix_us = time
+            .duration_since(UNIX_EPOCH)
+            .ok()
+            .and_then(|since| u64::try_from(since.as_micros()).ok())
+            .unwrap_or(0);
         let entry = |sequence, content| {
-            Box::new(JournalEntry { sequence, boot_id: self.boot_id.clone(), at, unix_us, content })
+            Box::new(JournalEntry {
+                sequence,
+                boot_id: self.boot_id.clone(),
+                at,
+                unix_us,
+                content,
+            })
         };
         if self.missing > 0 {
-            let gap = entry(self.sequence + 1, Content::Dropped { lines: self.missing });
+            let gap = entry(
+                self.sequence + 1,
+                Content::Dropped {
+                    lines: self.missing,
+                },
+            );
             if queue.try_send(gap).is_ok() {
                 self.sequence += 1;
                 self.missing = 0;
@@ -175,7 +198,10 @@ impl Journal {
     /// Lines dropped because the writer could not keep up, and lines that the disk did not take.
     #[must_use]
     pub fn lost(&self) -> (u64, u64) {
-        (self.lost.dropped.load(Ordering::Relaxed), self.lost.failed.load(Ordering::Relaxed))
+        (
+            self.lost.dropped.load(Ordering::Relaxed),
+            self.lost.failed.load(Ordering::Relaxed),
+        )
     }
 }
 
@@ -237,15 +263,23 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
             }
         };
         if let Content::Dropped { lines } = entry.content
-            && self.loss_logged.is_none_or(|at| at.elapsed() >= LOSS_LOGGED_EVERY)
+            && self
+                .loss_logged
+                .is_none_or(|at| at.elapsed() >= LOSS_LOGGED_EVERY)
         {
             self.loss_logged = Some(Instant::now());
-            warn!(lines, "the journal has lost lines: its disk was too slow for them");
+            warn!(
+                lines,
+                "the journal has lost lines: its disk was too slow for them"
+            );
         }
         (self.observer)(entry, &line);
         line.push('\n');
         let is_checkpoint = matches!(entry.content, Content::Checkpoint(_));
-        let written = self.file.as_mut().map_or(Ok(()), |file| file.write(&line, is_checkpoint));
+        let written = self
+            .file
+            .as_mut()
+            .map_or(Ok(()), |file| file.write(&line, is_checkpoint));
         if self.file.as_ref().is_some_and(Rotating::is_nearly_full) && !is_checkpoint {
             self.wants_checkpoint.store(true, Ordering::Relaxed);
         }
@@ -356,7 +390,10 @@ fn aside(path: &Path, number: u32) -> PathBuf {
 /// Opens for appending; also returns the length and whether the last line was torn when its writer died.
 fn open(path: &Path) -> io::Result<(File, u64, bool)> {
     let mut options = OpenOptions::new();
-    let mut file = open_own(path, options.read(true).append(true).create(true).mode(FILE_MODE))?;
+    let mut file = open_own(
+        path,
+        options.read(true).append(true).create(true).mode(FILE_MODE),
+    )?;
     let length = file.seek(SeekFrom::End(0))?;
     let mut last = [b'\n'];
     if length > 0 {
@@ -374,14 +411,18 @@ mod tests {
     use std::{fs, sync::mpsc};
 
     use super::*;
-    use crate::{journal, policy::event::Event};
+    use crate as journal;
+    use cotenant_policy::event::Event;
 
     fn drain_event() -> Content {
         Content::Event(Event::DrainRequested)
     }
 
     fn settings(path: &Path) -> JournalSettings {
-        JournalSettings { path: Some(path.to_owned()), ..JournalSettings::default() }
+        JournalSettings {
+            path: Some(path.to_owned()),
+            ..JournalSettings::default()
+        }
     }
 
     #[test]
@@ -416,33 +457,54 @@ mod tests {
     fn a_full_file_is_put_aside_and_the_oldest_goes() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("journal.ndjson");
-        let settings = JournalSettings { file_max: Bytes::new(300), files_kept: 2, ..settings(&path) };
+        let settings = JournalSettings {
+            file_max: Bytes::new(300),
+            files_kept: 2,
+            ..settings(&path)
+        };
         let mut written = Journal::open(&settings, "boot-c", |_, _| {}).unwrap();
         for _ in 0..20 {
             written.record(Timestamp::START, UNIX_EPOCH, drain_event());
         }
         drop(written);
-        let mut files: Vec<_> =
-            fs::read_dir(folder.path()).unwrap().map(|file| file.unwrap().file_name().into_string().unwrap()).collect();
+        let mut files: Vec<_> = fs::read_dir(folder.path())
+            .unwrap()
+            .map(|file| file.unwrap().file_name().into_string().unwrap())
+            .collect();
         files.sort();
-        assert_eq!(files, ["journal.ndjson", "journal.ndjson.1", "journal.ndjson.2"]);
+        assert_eq!(
+            files,
+            ["journal.ndjson", "journal.ndjson.1", "journal.ndjson.2"]
+        );
         for file in files {
             assert!(fs::metadata(folder.path().join(file)).unwrap().len() <= 300);
         }
-        assert_eq!(journal::read(&path).unwrap().entries.last().unwrap().sequence, 20);
+        assert_eq!(
+            journal::read(&path)
+                .unwrap()
+                .entries
+                .last()
+                .unwrap()
+                .sequence,
+            20
+        );
     }
 
     #[test]
     fn a_writer_that_cannot_keep_up_drops_lines_and_records_the_gap() {
         let (release, held) = mpsc::channel::<()>();
         let (seen, lines) = mpsc::channel();
-        let settings = JournalSettings { queue_max: 2, ..JournalSettings::default() };
+        let settings = JournalSettings {
+            queue_max: 2,
+            ..JournalSettings::default()
+        };
         let mut journal = Journal::open(&settings, "boot-d", move |entry, _| {
             seen.send(entry.clone()).unwrap();
             let _ = held.recv();
         })
         .unwrap();
-        let record = |journal: &mut Journal| journal.record(Timestamp::START, UNIX_EPOCH, drain_event());
+        let record =
+            |journal: &mut Journal| journal.record(Timestamp::START, UNIX_EPOCH, drain_event());
         record(&mut journal);
         // The writer has taken the first line and is held; two more fit, and two do not.
         lines.recv().unwrap();
@@ -456,13 +518,27 @@ mod tests {
         record(&mut journal);
         assert_eq!(journal.last_sequence(), 7);
         drop(journal);
-        let rest: Vec<_> = lines.iter().map(|entry| (entry.sequence, entry.content)).collect();
-        assert_eq!(rest, [(6, Content::Dropped { lines: 2 }), (7, drain_event())]);
+        let rest: Vec<_> = lines
+            .iter()
+            .map(|entry| (entry.sequence, entry.content))
+            .collect();
+        assert_eq!(
+            rest,
+            [(6, Content::Dropped { lines: 2 }), (7, drain_event())]
+        );
     }
 
     #[test]
     fn a_folder_that_is_not_there_is_an_error_with_its_name() {
-        let error = Journal::open(&settings(Path::new("/nonexistent/journal")), "boot-e", |_, _| {}).unwrap_err();
-        assert_eq!(error.to_string(), "cannot open journal `/nonexistent/journal`");
+        let error = Journal::open(
+            &settings(Path::new("/nonexistent/journal")),
+            "boot-e",
+            |_, _| {},
+        )
+        .unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "cannot open journal `/nonexistent/journal`"
+        );
     }
 }

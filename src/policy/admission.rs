@@ -18,13 +18,13 @@ use super::{
     lease::{Class, LeaseId, LeaseRequest, Ticket},
     params::LeaseParams,
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// What waits for memory, in the order in which it is served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Admission {
     limits: LeaseParams,
-    #[serde(with = "crate::policy::pairs")]
+    #[serde(with = "crate::pairs")]
     waiting: BTreeMap<Place, Want>,
     /// The last number of an arrival.
     arrivals: u64,
@@ -83,7 +83,13 @@ pub(super) enum Full {
 
 impl Want {
     /// Something that the supervisor wants for itself.
-    pub(super) fn ours(tenant: &str, class: Class, lease: LeaseId, kind: WantKind, now: Timestamp) -> Self {
+    pub(super) fn ours(
+        tenant: &str,
+        class: Class,
+        lease: LeaseId,
+        kind: WantKind,
+        now: Timestamp,
+    ) -> Self {
         Self {
             tenant: tenant.to_owned(),
             class,
@@ -123,7 +129,11 @@ impl Want {
                 return None;
             }
             rank = rank.more_urgent();
-            let lasts = if rank == Class::Interactive { age / TURN_OF_AGE } else { age };
+            let lasts = if rank == Class::Interactive {
+                age / TURN_OF_AGE
+            } else {
+                age
+            };
             until = until + lasts;
         }
         Some((rank, until))
@@ -132,7 +142,11 @@ impl Want {
 
 impl Admission {
     pub(super) const fn new(limits: LeaseParams) -> Self {
-        Self { limits, waiting: BTreeMap::new(), arrivals: 0 }
+        Self {
+            limits,
+            waiting: BTreeMap::new(),
+            arrivals: 0,
+        }
     }
 
     /// Keeps to other limits from now on.
@@ -142,7 +156,10 @@ impl Admission {
 
     /// The bound that one more request would break.
     pub(super) fn full_for(&self, want: &Want) -> Option<Full> {
-        let asked = self.values().filter(|other| other.deadline.is_some()).count();
+        let asked = self
+            .values()
+            .filter(|other| other.deadline.is_some())
+            .count();
         let limit = self.limits.queue_max;
         if reached(asked, limit) {
             return Some(Full::All { limit });
@@ -150,7 +167,10 @@ impl Admission {
         let uid = want.user()?;
         // One user does not fill it.
         let share = limit.div_ceil(2);
-        let theirs = self.values().filter(|other| other.user() == Some(uid)).count();
+        let theirs = self
+            .values()
+            .filter(|other| other.user() == Some(uid))
+            .count();
         reached(theirs, share).then_some(Full::User { uid, limit: share })
     }
 
@@ -188,7 +208,9 @@ impl Admission {
 
     /// Those that are served before a newcomer of `class`.
     pub(super) fn before(&self, class: Class) -> impl Iterator<Item = &Want> {
-        self.waiting.range(..=(class, u64::MAX)).map(|(_, want)| want)
+        self.waiting
+            .range(..=(class, u64::MAX))
+            .map(|(_, want)| want)
     }
 
     /// Whether something waits for the lease, or to make it larger.
@@ -245,7 +267,9 @@ impl Admission {
     pub(super) fn age(&mut self, now: Timestamp) -> Vec<Aged> {
         let age = self.age_span();
         let rank = |want: &Want| want.rank(now, age).map(|(rank, _)| rank);
-        let moving = self.waiting.extract_if(.., |(class, _), want| Some(*class) != rank(want));
+        let moving = self
+            .waiting
+            .extract_if(.., |(class, _), want| Some(*class) != rank(want));
         let moving: Vec<(Place, Want)> = moving.collect();
         let mut aged = Vec::new();
         for ((_, arrival), mut want) in moving {
@@ -259,7 +283,8 @@ impl Admission {
             if rank.is_none() {
                 want.ages_from = now;
             }
-            self.waiting.insert((rank.unwrap_or(want.class), arrival), want);
+            self.waiting
+                .insert((rank.unwrap_or(want.class), arrival), want);
         }
         aged
     }

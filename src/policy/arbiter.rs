@@ -42,29 +42,27 @@ use serde::{Deserialize, Serialize};
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 use self::context::{Context, Machine, Record};
 use crate::{
-    policy::{
-        book::Book,
-        decision::MemoryDecision,
-        engine_control::{Applied, KvUse},
-        event::{Action, Event},
-        lease_table::LeaseTable,
-        params::{ENGINE_TENANT, Params, ParamsError, Scope},
-        pressure::Sample,
-        reboot::Changed,
-        reclaim,
-        residency::{EnginePlan, PlanLimits},
-        shedding::NextShed,
-        snapshot::Snapshot,
-        state::State,
-    },
-    units::{Bytes, Timestamp, Tokens},
+    book::Book,
+    decision::MemoryDecision,
+    engine_control::{Applied, KvUse},
+    event::{Action, Event},
+    lease_table::LeaseTable,
+    params::{ENGINE_TENANT, Params, ParamsError, Scope},
+    pressure::Sample,
+    reboot::Changed,
+    reclaim,
+    residency::{EnginePlan, PlanLimits},
+    shedding::NextShed,
+    snapshot::Snapshot,
+    state::State,
 };
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 /// The one state machine that the daemon talks to: takes what happened, and says what must be done about it.
 ///
 /// ```
-/// use cotenant::policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::{MemoryReading, Sample}};
-/// use cotenant::units::{Bytes, Timestamp};
+/// use cotenant_policy::{Arbiter, event::{Action, Event}, params::{Params, Scope}, pressure::{MemoryReading, Sample}};
+/// use cotenant_units::{Bytes, Timestamp};
 ///
 /// let params = Params::for_budget(Bytes::from_gib(8), Bytes::from_gib(1), Scope::Machine);
 /// let mut arbiter = Arbiter::new(params)?;
@@ -73,7 +71,7 @@ use crate::{
 /// let sample = Sample { memory, ..Sample::default() };
 /// let actions = arbiter.handle(Timestamp::START, Event::Sampled(sample));
 /// assert!(matches!(actions[..], [Action::SampleAfter { .. }]));
-/// # Ok::<(), cotenant::policy::params::ParamsError>(())
+/// # Ok::<(), cotenant_policy::params::ParamsError>(())
 /// ```
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Arbiter {
@@ -169,7 +167,11 @@ impl Arbiter {
     /// Changes whenever [`Arbiter::book`] may have; two calls with the same number need only one writing.
     #[must_use]
     pub const fn book_changes(&self) -> u64 {
-        self.state.ledger.changes().wrapping_add(self.state.leases.changes()).wrapping_add(self.record.noted)
+        self.state
+            .ledger
+            .changes()
+            .wrapping_add(self.state.leases.changes())
+            .wrapping_add(self.record.noted)
     }
 
     /// The least that the engine can hold, whatever runs: for the case that the arbiter no longer decides. `None` while
@@ -206,29 +208,78 @@ fn serve_deadlines(cx: &mut Context<'_>) {
 fn take(cx: &mut Context<'_>, event: Event) {
     match event {
         Event::Sampled(sample) => take_sample(cx, sample),
-        Event::Measured { tenant, used, taken_at } => take_measurement(cx, &tenant, used, taken_at),
+        Event::Measured {
+            tenant,
+            used,
+            taken_at,
+        } => take_measurement(cx, &tenant, used, taken_at),
         Event::LeaseRequested { ticket, request } => requests::take_request(cx, ticket, request),
         Event::LeaseRequestCancelled { ticket } => requests::take_cancellation(cx, ticket),
-        Event::LeaseRenewed { ticket, lease, generation, peer } => {
+        Event::LeaseRenewed {
+            ticket,
+            lease,
+            generation,
+            peer,
+        } => {
             requests::take_renewal(cx, ticket, lease, generation, &peer);
         }
-        Event::LeaseResizeRequested { ticket, lease, generation, peer, min, max, wait } => {
+        Event::LeaseResizeRequested {
+            ticket,
+            lease,
+            generation,
+            peer,
+            min,
+            max,
+            wait,
+        } => {
             requests::take_resize(cx, ticket, lease, generation, &peer, (min, max), wait);
         }
-        Event::LeaseReleased { ticket, lease, generation, peer } => {
+        Event::LeaseReleased {
+            ticket,
+            lease,
+            generation,
+            peer,
+        } => {
             requests::take_release(cx, ticket, lease, generation, &peer);
         }
-        Event::TargetAnswered { lease, nonce, answer, claimed } => {
-            cx.with_leases(|leases, turn| leases.answer_target(lease, nonce, answer, claimed, turn));
+        Event::TargetAnswered {
+            lease,
+            nonce,
+            answer,
+            claimed,
+        } => {
+            cx.with_leases(|leases, turn| {
+                leases.answer_target(lease, nonce, answer, claimed, turn);
+            });
         }
-        Event::HolderLost { lease, pid } => cx.with_leases(|leases, turn| leases.holder_gone(lease, pid, turn)),
+        Event::HolderLost { lease, pid } => {
+            cx.with_leases(|leases, turn| leases.holder_gone(lease, pid, turn));
+        }
         Event::EngineInspected { shape } => engine_events::take_inspected(cx, shape),
-        Event::EngineApplied { revision, in_force, freed, used, untouched, untouched_given, took } => {
-            let applied = Applied { freed, used, untouched, untouched_given, took };
+        Event::EngineApplied {
+            revision,
+            in_force,
+            freed,
+            used,
+            untouched,
+            untouched_given,
+            took,
+        } => {
+            let applied = Applied {
+                freed,
+                used,
+                untouched,
+                untouched_given,
+                took,
+            };
             engine_events::take_applied(cx, revision, in_force, &applied);
         }
-        Event::EngineApplyFailed { revision, reason } => engine_events::take_apply_failed(cx, revision, &reason),
-        Event::EngineFailed { reason, cure, left } => engine_events::take_failed(cx, &reason, cure, left),
+        Event::EngineApplyFailed { revision, reason } => {
+            engine_events::take_apply_failed(cx, revision, &reason);
+        }
+        Event::EngineFailed { reason, cure, left } => {
+            engine_events::take_failed(cx, &reason, cure, left);
+        }
         Event::EngineActivity {
             requests,
             kv_used,
@@ -239,40 +290,82 @@ fn take(cx: &mut Context<'_>, event: Event) {
             kv_dropped,
             untouched,
         } => {
-            let [used, kept, droppable, dropped] = [kv_used, kv_kept, kv_droppable, kv_dropped].map(Tokens::new);
+            let [used, kept, droppable, dropped] =
+                [kv_used, kv_kept, kv_droppable, kv_dropped].map(Tokens::new);
             let expected = KvUse::expected(used, Tokens::new(kv_prompt), Tokens::new(kv_most));
-            let kv = KvUse { used, kept, expected, droppable, dropped, untouched, pinned: None };
+            let kv = KvUse {
+                used,
+                kept,
+                expected,
+                droppable,
+                dropped,
+                untouched,
+                pinned: None,
+            };
             engine_events::take_activity(cx, requests, kv);
         }
         Event::EngineCalibrated(calibration) => cx.state.engine.calibrated(calibration),
         Event::EngineTimed(timing) => cx.state.engine.timed(&timing),
         Event::WorkerReady { worker, pid } => worker_events::take_ready(cx, &worker, pid),
         Event::WorkerDied { certificate } => worker_events::take_died(cx, &certificate),
-        Event::WorkerExited { worker, intended, cause } => worker_events::take_exited(cx, &worker, intended, &cause),
+        Event::WorkerExited {
+            worker,
+            intended,
+            cause,
+        } => worker_events::take_exited(cx, &worker, intended, &cause),
         Event::PeakMeasured { worker, peak } => learn::take_peak(cx, &worker, peak),
-        Event::WorkerActivity { worker, requests } => worker_events::take_activity(cx, &worker, requests),
+        Event::WorkerActivity { worker, requests } => {
+            worker_events::take_activity(cx, &worker, requests);
+        }
         Event::WorkerWanted { worker, .. } => worker_events::take_wanted(cx, &worker),
-        Event::WorkerResizeRequested { ticket, worker, variant, wait } => {
+        Event::WorkerResizeRequested {
+            ticket,
+            worker,
+            variant,
+            wait,
+        } => {
             worker_events::take_resize(cx, ticket, worker, variant, wait);
         }
-        Event::WorkerResized { worker, variant, used, error } => {
+        Event::WorkerResized {
+            worker,
+            variant,
+            used,
+            error,
+        } => {
             worker_events::take_resized(cx, &worker, &variant, used, error.as_deref());
         }
-        Event::WorkerUnresponsive { worker, pid, evidence } => {
+        Event::WorkerUnresponsive {
+            worker,
+            pid,
+            evidence,
+        } => {
             worker_events::take_unresponsive(cx, &worker, pid, evidence);
         }
-        Event::CapacityWanted { needed, wanted, is_running, .. } => {
+        Event::CapacityWanted {
+            needed,
+            wanted,
+            is_running,
+            ..
+        } => {
             growth_orders::take_capacity_wanted(cx, needed, wanted, is_running);
         }
         Event::OperatorShed { ticket, bytes } => operator::take_shed(cx, ticket, bytes),
         Event::OperatorRegrow { ticket } => operator::take_regrow(cx, ticket),
         Event::OperatorKvType { ticket, kv_type } => operator::take_kv_type(cx, ticket, kv_type),
-        Event::OperatorWorker { ticket, worker, command } => worker_events::take_command(cx, ticket, &worker, command),
+        Event::OperatorWorker {
+            ticket,
+            worker,
+            command,
+        } => worker_events::take_command(cx, ticket, &worker, command),
         Event::Recovered { book, adopted } => restore::take_recovered(cx, book, &adopted),
         Event::DrainRequested => operator::take_drain(cx),
         Event::DrainCancelled => operator::take_drain_cancelled(cx),
         Event::OperatorLoad { ticket } => operator::take_load(cx, ticket),
-        Event::Reconfigured { ticket, params, changes } => {
+        Event::Reconfigured {
+            ticket,
+            params,
+            changes,
+        } => {
             operator::take_reconfigured(cx, ticket, *params, changes);
             // By shorter settings some may be over already.
             serve_deadlines(cx);
@@ -299,15 +392,27 @@ fn follow_up(cx: &mut Context<'_>) {
 /// A sample of the machine: headroom, level, and what the kernel keeps.
 fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     sample.taken_at = sample.taken_at.min(cx.state.now);
-    if cx.state.pressure.sampled_at().is_some_and(|last| sample.taken_at <= last) {
-        cx.out.push(Action::SampleAfter { wait: cx.state.pressure.interval() });
+    if cx
+        .state
+        .pressure
+        .sampled_at()
+        .is_some_and(|last| sample.taken_at <= last)
+    {
+        cx.out.push(Action::SampleAfter {
+            wait: cx.state.pressure.interval(),
+        });
         return;
     }
     // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
     let untouched = cx.state.engine.kv.untouched;
     let machine = sample.available().saturating_sub(untouched);
     let scope_used = match cx.state.params.budget.scope {
-        Scope::Machine => Some(sample.total().max(cx.state.params.budget.total).saturating_sub(machine)),
+        Scope::Machine => Some(
+            sample
+                .total()
+                .max(cx.state.params.budget.total)
+                .saturating_sub(machine),
+        ),
         Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
     };
     let scope_left = match scope_used {
@@ -319,18 +424,33 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
             }
         }
         // Unknown is not zero: the book decides.
-        None => cx.state.params.budget.total.saturating_sub(cx.state.ledger.used_by_holders()),
+        None => cx
+            .state
+            .params
+            .budget
+            .total
+            .saturating_sub(cx.state.ledger.used_by_holders()),
     };
-    let headroom = scope_left.saturating_sub(cx.state.ledger.unused_reserve()).min(machine);
+    let headroom = scope_left
+        .saturating_sub(cx.state.ledger.unused_reserve())
+        .min(machine);
     let promised = cx.state.promised_at(sample.taken_at);
     if let Some(change) = cx.state.pressure.observe(&sample, headroom) {
-        cx.out.push(Action::LevelChanged { from: change.from, to: change.to, reason: change.reason });
+        cx.out.push(Action::LevelChanged {
+            from: change.from,
+            to: change.to,
+            reason: change.reason,
+        });
     }
     cx.state.pressure.note_promised(promised);
     if let Some(release) = cx.machine.page_pool.observe(&sample) {
         cx.decide(MemoryDecision::Released(release));
     }
-    for changed in cx.machine.reboot.observe(&sample, cx.state.pressure.level()) {
+    for changed in cx
+        .machine
+        .reboot
+        .observe(&sample, cx.state.pressure.level())
+    {
         cx.decide(match changed {
             Changed::Advised(reason) => MemoryDecision::RebootAdvised(reason),
             Changed::NotAdvised(reason) => MemoryDecision::RebootNotAdvised(reason),
@@ -340,7 +460,9 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
     if let Some(bytes) = cx.machine.page_pool.bytes_to_empty(short, cx.state.now) {
         cx.out.push(Action::EmptyPagePool { bytes });
     }
-    cx.out.push(Action::SampleAfter { wait: cx.state.pressure.interval() });
+    cx.out.push(Action::SampleAfter {
+        wait: cx.state.pressure.interval(),
+    });
     cx.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
     cx.machine.sample = Some(sample);
 }
@@ -349,12 +471,18 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
 fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
     let taken_at = taken_at.min(cx.state.now);
     match used {
-        Some(used) if cx.state.leases.is_known(tenant) => cx.state.ledger.measure(tenant, used, taken_at),
+        Some(used) if cx.state.leases.is_known(tenant) => {
+            cx.state.ledger.measure(tenant, used, taken_at);
+        }
         Some(_) => return,
         None => {}
     }
     // One that was overtaken by a newer one says how it was, and not how it is.
-    let newest = cx.state.ledger.measurement(tenant).map(|measured| measured.at);
+    let newest = cx
+        .state
+        .ledger
+        .measurement(tenant)
+        .map(|measured| measured.at);
     if used.is_some() && newest.is_some_and(|at| taken_at < at) {
         return;
     }

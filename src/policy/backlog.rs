@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// The requests that a worker has, as amounts of work: audio to be recognised, or the length of a text when it is spoken.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -21,7 +21,12 @@ impl Backlog {
     ///
     /// # Errors
     /// With the time that its answer would take.
-    pub fn admit(&mut self, now: Timestamp, work: Duration, patience: Option<Duration>) -> Result<Duration, Duration> {
+    pub fn admit(
+        &mut self,
+        now: Timestamp,
+        work: Duration,
+        patience: Option<Duration>,
+    ) -> Result<Duration, Duration> {
         let expected = self.expected(now, work);
         if patience.is_some_and(|patience| expected > patience) {
             return Err(expected);
@@ -86,7 +91,10 @@ impl Backlog {
         let Some(pace) = self.pace_micros.filter(|_| !old) else {
             return Duration::ZERO;
         };
-        let work = self.work.saturating_add(work).max(Duration::from_millis(WORK_MIN_MILLIS));
+        let work = self
+            .work
+            .saturating_add(work)
+            .max(Duration::from_millis(WORK_MIN_MILLIS));
         let micros = work.as_millis().saturating_mul(u128::from(pace)) / 1000;
         let all = Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX));
         let spent = match self.requests {
@@ -127,7 +135,10 @@ mod tests {
         for _ in 0..4 {
             backlog.admit(at(2), seconds(5), PATIENCE).unwrap();
         }
-        assert_eq!(backlog.admit(at(2), seconds(5), PATIENCE), Err(Duration::from_millis(12_500)));
+        assert_eq!(
+            backlog.admit(at(2), seconds(5), PATIENCE),
+            Err(Duration::from_millis(12_500))
+        );
         // One that waits longer, or does not say, is taken, and time that has passed counts.
         let mut later = backlog.clone();
         later.admit(at(2), seconds(5), None).unwrap();
@@ -153,7 +164,10 @@ mod tests {
         let mut backlog = Backlog::default();
         backlog.admit(at(0), seconds(1), None).unwrap();
         backlog.answered(at(60), seconds(1));
-        assert_eq!(backlog.admit(at(61), seconds(1), PATIENCE), Err(seconds(60)));
+        assert_eq!(
+            backlog.admit(at(61), seconds(1), PATIENCE),
+            Err(seconds(60))
+        );
         backlog.admit(at(91), seconds(1), PATIENCE).unwrap();
         // It is not tried by two at once.
         backlog.admit(at(91), seconds(1), PATIENCE).unwrap_err();
@@ -165,7 +179,10 @@ mod tests {
         assert_eq!(backlog.admit(at(0), seconds(4), None), Ok(seconds(4)));
         backlog.answered_in(at(40), seconds(4), seconds(1));
         backlog.admit(at(40), seconds(20), PATIENCE).unwrap();
-        assert_eq!(backlog.admit(at(40), seconds(24), PATIENCE), Err(seconds(11)));
+        assert_eq!(
+            backlog.admit(at(40), seconds(24), PATIENCE),
+            Err(seconds(11))
+        );
     }
 
     #[test]
@@ -174,8 +191,14 @@ mod tests {
         backlog.admit(at(0), seconds(1), None).unwrap();
         backlog.answered(at(1), seconds(1));
         backlog.admit(at(1), seconds(2), PATIENCE).unwrap();
-        backlog.clone().admit_whole(at(1), seconds(1), (seconds(3), 2), PATIENCE).unwrap();
-        assert_eq!(backlog.admit_whole(at(1), seconds(1), (seconds(3), 3), PATIENCE), Err(seconds(12)));
+        backlog
+            .clone()
+            .admit_whole(at(1), seconds(1), (seconds(3), 2), PATIENCE)
+            .unwrap();
+        assert_eq!(
+            backlog.admit_whole(at(1), seconds(1), (seconds(3), 3), PATIENCE),
+            Err(seconds(12))
+        );
         assert_eq!(backlog.admit(at(1), seconds(1), PATIENCE), Ok(seconds(3)));
     }
 

@@ -9,7 +9,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::lease::{LeaseId, LeaseRequest};
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// The state that the next run needs of this one.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,7 +1,7 @@
 //! Holders that could give memory back, those that are spared, and workers that come back.
 //!
-//! The engine gives what its [supply](crate::policy::engine_supply) holds, tenants what they hold beyond their least, workers
-//! a smaller variant or themselves ([`stop_or_shed`](crate::policy::stop_or_shed)). A holder that is as urgent as the request is
+//! The engine gives what its [supply](crate::engine_supply) holds, tenants what they hold beyond their least, workers
+//! a smaller variant or themselves ([`stop_or_shed`](crate::stop_or_shed)). A holder that is as urgent as the request is
 //! spared, and so is a pinned one.
 
 use std::cmp::Reverse;
@@ -18,7 +18,7 @@ use super::{
     stop_or_shed::{Purpose, Urgency, offer, why_kept},
     worker::Worker,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 impl State {
     /// Everything that could give memory back.
@@ -47,7 +47,10 @@ impl State {
             LeaseKind::Tenant => self.tenant_candidate(id, purpose).into_iter().collect(),
             LeaseKind::Worker => {
                 let worker = self.workers.get(&lease.tenant);
-                worker.and_then(|worker| self.worker_candidate(worker, purpose)).into_iter().collect()
+                worker
+                    .and_then(|worker| self.worker_candidate(worker, purpose))
+                    .into_iter()
+                    .collect()
             }
         };
         reclaimable(&candidates)
@@ -58,8 +61,11 @@ impl State {
         if !self.engine.can_shed(self.now) {
             return Vec::new();
         }
-        let (Some(shape), Some(limits), Some(goal)) = (self.engine.shape(), self.engine.limits(), self.engine.goal())
-        else {
+        let (Some(shape), Some(limits), Some(goal)) = (
+            self.engine.shape(),
+            self.engine.limits(),
+            self.engine.goal(),
+        ) else {
             return Vec::new();
         };
         let supply = EngineSupply {
@@ -83,13 +89,19 @@ impl State {
         let held = self.ledger.held_by(id);
         let used = match purpose {
             Purpose::Request(_) => held,
-            Purpose::Pressure(_) => self.ledger.used_by(&lease.holder).map_or(held, |used| used.min(held)),
+            Purpose::Pressure(_) => self
+                .ledger
+                .used_by(&lease.holder)
+                .map_or(held, |used| used.min(held)),
         };
         let bytes = used.saturating_sub(lease.min);
         // It gives up what it has some use for, and waits for that as long as it may take over it.
         let waiting_us = micros(self.params.shed.deadlines.of(lease.class)) / 2;
         let cost_us = waiting_us.saturating_add(self.engine.speed().reading_us(bytes));
-        let source = Source::Tenant { lease: id, tenant: lease.tenant.clone() };
+        let source = Source::Tenant {
+            lease: id,
+            tenant: lease.tenant.clone(),
+        };
         let units = u32::try_from(bytes.get().div_ceil(TENANT_UNIT.get())).unwrap_or(u32::MAX);
         let mut candidate = Candidate::even(source, lease.class, TENANT_UNIT, units, cost_us);
         // The last unit may not be a whole one.
@@ -101,7 +113,11 @@ impl State {
 
     fn worker_candidate(&self, worker: &Worker, purpose: Purpose) -> Option<Candidate> {
         let spared = self.why_spared(worker.lease()?, purpose).is_some();
-        if spared { None } else { offer(self, worker, purpose) }
+        if spared {
+            None
+        } else {
+            offer(self, worker, purpose)
+        }
     }
 
     /// Why a lease is not asked to give anything for `purpose`; `None` if it can be asked.
@@ -111,12 +127,18 @@ impl State {
         if let Purpose::Request(urgent) = purpose
             && lease.class <= urgent
         {
-            let than = if lease.class == urgent { SpareReason::AsUrgent } else { SpareReason::MoreUrgent };
+            let than = if lease.class == urgent {
+                SpareReason::AsUrgent
+            } else {
+                SpareReason::MoreUrgent
+            };
             return Some(than(lease.class));
         }
         match (&lease.phase, lease.kind) {
             (Phase::Revoking(revocation), _) => {
-                return Some(SpareReason::ComingDown { to: revocation.target.bytes });
+                return Some(SpareReason::ComingDown {
+                    to: revocation.target.bytes,
+                });
             }
             (Phase::Ending { .. }, _) => return Some(SpareReason::Ending),
             (Phase::Granted, _) => {}
@@ -154,7 +176,13 @@ impl State {
 
     /// That there is not enough for `tenant`, and who has what. What is `own` to it already, or booked for the worker that
     /// it is, is part of what it asks for; another lease of its name may be of any process.
-    pub(super) fn insufficient(&self, tenant: &str, own: Option<LeaseId>, asked: Bytes, class: Class) -> Denial {
+    pub(super) fn insufficient(
+        &self,
+        tenant: &str,
+        own: Option<LeaseId>,
+        asked: Bytes,
+        class: Class,
+    ) -> Denial {
         let is_own = |(id, lease): &(LeaseId, &Lease)| {
             Some(*id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
         };
@@ -172,18 +200,28 @@ impl State {
             free: self.available(class, true),
             reclaimable: self.reclaimable_for(class),
             budget: self.ledger.budget(),
-            holders: Holders { class, shares: shares.collect(), unaccounted: self.ledger.unaccounted() },
+            holders: Holders {
+                class,
+                shares: shares.collect(),
+                unaccounted: self.ledger.unaccounted(),
+            },
         }
     }
 
     /// Workers that could be stopped, and are not among the `candidates`, since others give what is missing now.
-    pub(super) fn not_stopped_for_foresight(&self, candidates: &[Candidate], purpose: Purpose) -> Vec<Spared> {
+    pub(super) fn not_stopped_for_foresight(
+        &self,
+        candidates: &[Candidate],
+        purpose: Purpose,
+    ) -> Vec<Spared> {
         self.workers
             .values()
             .filter_map(|worker| {
                 let id = worker.lease()?;
                 let could = self.worker_candidate(worker, purpose)?;
-                let among = candidates.iter().any(|candidate| candidate.source == could.source);
+                let among = candidates
+                    .iter()
+                    .any(|candidate| candidate.source == could.source);
                 (!among).then(|| Spared {
                     why: SpareReason::OthersSuffice,
                     holder: self.leases.name_of(id).to_string(),
@@ -211,34 +249,62 @@ impl State {
     /// costs.
     pub(super) fn worker_returns(&self, room: Bytes) -> Vec<Candidate> {
         // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
-        let mut stopped: Vec<_> = self.workers.values().filter(|worker| worker.was_shed()).collect();
-        stopped.sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
+        let mut stopped: Vec<_> = self
+            .workers
+            .values()
+            .filter(|worker| worker.was_shed())
+            .collect();
+        stopped
+            .sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
         let stopped = stopped.into_iter().map(|Worker { params, .. }| {
-            let source = Source::WorkerStop { worker: params.name.clone() };
+            let source = Source::WorkerStop {
+                worker: params.name.clone(),
+            };
             let peak = self.worker_peak(&params.name, None);
             Candidate::whole(source, params.class, peak, micros(params.start.reload))
         });
         let stopped = stopped.filter(|gain| gain.bytes() <= room.min(self.ledger.free()));
-        let variants = self.workers.values().filter_map(|worker| self.variant_return(worker));
-        let notified = self.workers.values().filter_map(|worker| self.notified_return(worker));
+        let variants = self
+            .workers
+            .values()
+            .filter_map(|worker| self.variant_return(worker));
+        let notified = self
+            .workers
+            .values()
+            .filter_map(|worker| self.notified_return(worker));
         let running = variants.chain(notified);
         let running = running.filter(|gain| gain.bytes() <= self.room_beside(gain.class, room));
         stopped.chain(running).collect()
     }
 
     fn variant_return(&self, worker: &Worker) -> Option<Candidate> {
-        let variant = worker.run()?.before_shed.clone().filter(|_| worker.is_settled())?;
+        let variant = worker
+            .run()?
+            .before_shed
+            .clone()
+            .filter(|_| worker.is_settled())?;
         let (name, reload) = (&worker.params.name, micros(worker.params.start.reload));
         let peak = self.worker_peak(name, Some(&variant));
-        let source = Source::WorkerVariant { worker: name.clone(), variant };
+        let source = Source::WorkerVariant {
+            worker: name.clone(),
+            variant,
+        };
         let more = peak.saturating_sub(self.worker_held(name));
-        Some(Candidate::whole(source, worker.params.class, more, reload.saturating_add(reload / 2)))
+        Some(Candidate::whole(
+            source,
+            worker.params.class,
+            more,
+            reload.saturating_add(reload / 2),
+        ))
     }
 
     fn notified_return(&self, worker: &Worker) -> Option<Candidate> {
         let more = self.notified_lacks(worker)?;
-        let cost_us = (micros(worker.params.start.reload) / 4).saturating_add(self.engine.speed().reading_us(more));
-        let source = Source::WorkerNotified { worker: worker.params.name.clone() };
+        let cost_us = (micros(worker.params.start.reload) / 4)
+            .saturating_add(self.engine.speed().reading_us(more));
+        let source = Source::WorkerNotified {
+            worker: worker.params.name.clone(),
+        };
         Some(Candidate::whole(source, worker.params.class, more, cost_us))
     }
 
@@ -246,7 +312,9 @@ impl State {
     fn room_beside(&self, class: Class, room: Bytes) -> Bytes {
         let returning = self.returning_workers().into_iter();
         let kept = returning.filter(|(returning, _)| *returning <= class);
-        let kept = kept.map(|(_, bytes)| bytes).fold(Bytes::ZERO, Bytes::saturating_add);
+        let kept = kept
+            .map(|(_, bytes)| bytes)
+            .fold(Bytes::ZERO, Bytes::saturating_add);
         room.saturating_sub(kept).min(self.available(class, true))
     }
 

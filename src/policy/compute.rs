@@ -57,6 +57,12 @@ pub struct Compute {
 /// The CPU alone, with so many threads.
 impl From<usize> for Compute {
     fn from(threads: usize) -> Self {
-        Self { threads, device: DeviceSettings { choice: DeviceChoice::Cpu, ..DeviceSettings::default() } }
+        Self {
+            threads,
+            device: DeviceSettings {
+                choice: DeviceChoice::Cpu,
+                ..DeviceSettings::default()
+            },
+        }
     }
 }

@@ -4,13 +4,14 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// An instant by which something is due; later than the instant at which it was set.
 ///
 /// ```
 /// # use std::time::Duration;
-/// use cotenant::{policy::deadline::Deadline, units::Timestamp};
+/// use cotenant_policy::deadline::Deadline;
+/// use cotenant_units::Timestamp;
 /// let now = Timestamp::from_millis(5);
 /// assert!(Deadline::after(now, Duration::ZERO).at() > now);
 /// ```
@@ -53,6 +54,9 @@ mod tests {
             assert!(deadline.at() > now, "{wait:?}");
             assert!(deadline.at() <= now + wait.max(TICK), "{wait:?}");
         }
-        assert_eq!(Deadline::at_or_after(now, Timestamp::START).at(), now + TICK);
+        assert_eq!(
+            Deadline::at_or_after(now, Timestamp::START).at(),
+            now + TICK
+        );
     }
 }

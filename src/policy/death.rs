@@ -7,7 +7,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// One end of one worker.
 ///
@@ -226,7 +226,10 @@ impl Finding {
     /// What was found where.
     #[must_use]
     pub fn new(source: &str, text: impl Into<String>) -> Self {
-        Self { source: source.to_owned(), text: text.into() }
+        Self {
+            source: source.to_owned(),
+            text: text.into(),
+        }
     }
 }
 
@@ -262,8 +265,12 @@ mod tests {
 
     #[test]
     fn a_certificate_with_unknown_and_missing_fields_is_read() {
-        let read: DeathCertificate = serde_json::from_str(r#"{"worker":"asr","class":"memcg_oom","later":1}"#).unwrap();
-        assert_eq!((read.worker.as_str(), read.verdict.class), ("asr", DeathClass::MemcgOom));
+        let read: DeathCertificate =
+            serde_json::from_str(r#"{"worker":"asr","class":"memcg_oom","later":1}"#).unwrap();
+        assert_eq!(
+            (read.worker.as_str(), read.verdict.class),
+            ("asr", DeathClass::MemcgOom)
+        );
         assert_eq!(read.verdict.confidence, Confidence::Low);
     }
 }

@@ -19,7 +19,7 @@ use super::{
     residency::FloorError,
     snapshot::{WorkerState, WorkerWait},
 };
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// A decision of one of the machines.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -46,7 +46,10 @@ impl Decision {
         use NextLoad as Next;
         matches!(
             self,
-            Self::Engine(EngineDecision::Gone { next: Next::NeedsChange | Next::GivenUp | Next::NothingToLoad, .. })
+            Self::Engine(EngineDecision::Gone {
+                next: Next::NeedsChange | Next::GivenUp | Next::NothingToLoad,
+                ..
+            })
         )
     }
 
@@ -82,7 +85,10 @@ impl Decision {
                     | Worker::NotSmaller { .. }
             ),
             Self::Memory(decision) => {
-                matches!(decision, MemoryDecision::RebootAdvised(_) | MemoryDecision::TooSmall { .. })
+                matches!(
+                    decision,
+                    MemoryDecision::RebootAdvised(_) | MemoryDecision::TooSmall { .. }
+                )
             }
             Self::Admission(_) | Self::Growth(_) => false,
         }
@@ -113,7 +119,11 @@ wrapped!(
 #[serde(rename_all = "snake_case")]
 pub enum LeaseDecision {
     /// A lease could not be booked.
-    NotBooked { tenant: String, asked: Bytes, free: Bytes },
+    NotBooked {
+        tenant: String,
+        asked: Bytes,
+        free: Bytes,
+    },
     /// The process of the holder has ended, and its memory is credited.
     HolderGone {
         /// The lease by which its end was noticed.
@@ -124,9 +134,17 @@ pub enum LeaseDecision {
         budget: Bytes,
     },
     /// A holder has answered its target; nothing is credited for that.
-    Answered { lease: LeaseName, answer: TargetAnswer, claimed: Option<Bytes> },
+    Answered {
+        lease: LeaseName,
+        answer: TargetAnswer,
+        claimed: Option<Bytes>,
+    },
     /// A holder has answered a target that is not in force.
-    AnswerIgnored { lease: LeaseName, nonce: u64, current: Option<u64> },
+    AnswerIgnored {
+        lease: LeaseName,
+        nonce: u64,
+        current: Option<u64>,
+    },
     /// A holder uses more than it holds.
     BeyondLease {
         /// As whom it is measured.
@@ -137,9 +155,21 @@ pub enum LeaseDecision {
         free: Bytes,
     },
     /// A target was measured to be reached, and what that freed is credited.
-    Reduced { lease: LeaseName, stays: Bytes, freed: Bytes, took: Duration, used: Bytes, free: Bytes, budget: Bytes },
+    Reduced {
+        lease: LeaseName,
+        stays: Bytes,
+        freed: Bytes,
+        took: Duration,
+        used: Bytes,
+        free: Bytes,
+        budget: Bytes,
+    },
     /// A holder wanted to come down and was not measured there: it keeps what it holds.
-    WishNotSeen { lease: LeaseName, target: Bytes, used: Option<Bytes> },
+    WishNotSeen {
+        lease: LeaseName,
+        target: Bytes,
+        used: Option<Bytes>,
+    },
     /// An ended lease is off the book by a reading.
     Closed {
         lease: LeaseName,
@@ -165,15 +195,29 @@ pub enum LeaseDecision {
     /// Its holder gives it back, or another process on the holder's behalf; it is free once measured.
     Released { lease: LeaseName, held: Bytes },
     /// Its end is acknowledged, by the holder or on its behalf by the user `by`.
-    EndAcknowledged { lease: LeaseName, by: Option<u32>, held: Bytes },
+    EndAcknowledged {
+        lease: LeaseName,
+        by: Option<u32>,
+        held: Bytes,
+    },
     /// Leases and workers of the run before are taken over.
-    TakenOver { leases: usize, workers: usize, held: Bytes, budget: Bytes },
+    TakenOver {
+        leases: usize,
+        workers: usize,
+        held: Bytes,
+        budget: Bytes,
+    },
     /// A book of an earlier run comes too late, and is not taken over.
     BookTooLate,
     /// A lease of the run before is not taken over, since a worker has its name now.
     NameTaken { lease: LeaseName },
     /// A lease of the run before is not taken over, since it does not fit.
-    NotTakenOver { lease: LeaseName, held: Bytes, free: Bytes, budget: Bytes },
+    NotTakenOver {
+        lease: LeaseName,
+        held: Bytes,
+        free: Bytes,
+        budget: Bytes,
+    },
 }
 
 /// Why a lease ends against the will of its holder.
@@ -228,9 +272,22 @@ pub enum AdmissionDecision {
     /// Requests are admitted again.
     DrainEnded,
     /// A lease is granted.
-    Granted { lease: LeaseName, bytes: Bytes, waited: Duration, free: Bytes, budget: Bytes },
+    Granted {
+        lease: LeaseName,
+        bytes: Bytes,
+        waited: Duration,
+        free: Bytes,
+        budget: Bytes,
+    },
     /// A lease holds more, as its holder asked.
-    Grown { lease: LeaseName, from: Bytes, to: Bytes, waited: Duration, free: Bytes, budget: Bytes },
+    Grown {
+        lease: LeaseName,
+        from: Bytes,
+        to: Bytes,
+        waited: Duration,
+        free: Bytes,
+        budget: Bytes,
+    },
     /// The first in the queue waits for more than can be reclaimed now.
     Waits { tenant: String, denial: Denial },
     /// A request waits for what it cannot have while others keep what they hold; it does not block the queue.
@@ -238,7 +295,12 @@ pub enum AdmissionDecision {
     /// A worker needs more than it can have while others keep what they hold.
     StartOutOfReach { worker: String, wait: WorkerWait },
     /// A request is served as a more urgent class, because it has waited for long.
-    Aged { tenant: String, class: Class, waited: Duration, rank: Class },
+    Aged {
+        tenant: String,
+        class: Class,
+        waited: Duration,
+        rank: Class,
+    },
     /// A request was served as the most urgent class for its time, and is served as its own again.
     TurnOver { tenant: String, class: Class },
     /// A request was withdrawn.
@@ -285,13 +347,33 @@ pub enum EngineDecision {
     /// A report about a plan that is not waited for is ignored.
     StrayPlan { revision: u64, stray: StrayPlan },
     /// A plan is in force.
-    Applied { revision: u64, outcome: PlanOutcome, plan: Option<PlanSize>, used: Bytes, free: Bytes, took: Duration },
+    Applied {
+        revision: u64,
+        outcome: PlanOutcome,
+        plan: Option<PlanSize>,
+        used: Bytes,
+        free: Bytes,
+        took: Duration,
+    },
     /// A shed gave back less than it promised.
-    Short { promised: Bytes, credited: Bytes, freed: Bytes },
+    Short {
+        promised: Bytes,
+        credited: Bytes,
+        freed: Bytes,
+    },
     /// A plan could not be applied.
-    NotApplied { revision: u64, reason: String, plan: PlanSize, in_force: Option<PlanSize> },
+    NotApplied {
+        revision: u64,
+        reason: String,
+        plan: PlanSize,
+        in_force: Option<PlanSize>,
+    },
     /// The engine is gone, and `freed` off the book.
-    Gone { reason: String, freed: Bytes, next: NextLoad },
+    Gone {
+        reason: String,
+        freed: Bytes,
+        next: NextLoad,
+    },
     /// The running answer has lost its oldest tokens, as its request allows.
     ContextLost { tokens: u32, in_all: u32 },
     /// The plan in force is unknown, and the last known one is asked for.
@@ -357,11 +439,24 @@ pub enum NextLoad {
 #[serde(rename_all = "snake_case")]
 pub enum WorkerDecision {
     /// It is started, and its peak is held for it.
-    Starting { worker: String, peak: Bytes, free: Bytes, budget: Bytes },
+    Starting {
+        worker: String,
+        peak: Bytes,
+        free: Bytes,
+        budget: Bytes,
+    },
     /// It runs and answers nothing, and is ended.
-    Unresponsive { worker: String, pid: u32, evidence: String },
+    Unresponsive {
+        worker: String,
+        pid: u32,
+        evidence: String,
+    },
     /// It answers.
-    Ready { worker: String, pid: u32, took: Duration },
+    Ready {
+        worker: String,
+        pid: u32,
+        took: Duration,
+    },
     /// A report does not fit its state, and is ignored.
     Ignored { worker: String, report: StrayReport },
     /// It died of something that an operator can cure.
@@ -389,15 +484,29 @@ pub enum WorkerDecision {
         window: Duration,
     },
     /// It has failed too often, and is not started again.
-    GivenUp { worker: String, failures: usize, window: Duration },
+    GivenUp {
+        worker: String,
+        failures: usize,
+        window: Duration,
+    },
     /// It would fail in the same way again, and is not started again.
     NeedsOperator { worker: String },
     /// A request starts it.
     Woken { worker: String },
     /// It is asked into another variant.
-    Changing { worker: String, variant: String, cause: ChangeCause },
+    Changing {
+        worker: String,
+        variant: String,
+        cause: ChangeCause,
+    },
     /// It was measured at its size, and its lease comes down to it.
-    Settled { worker: String, used: Bytes, stays: Bytes, freed: Bytes, free: Bytes },
+    Settled {
+        worker: String,
+        used: Bytes,
+        stays: Bytes,
+        freed: Bytes,
+        free: Bytes,
+    },
     /// It uses more than it may: it takes nothing new, and is started again when its requests have ended.
     Outgrown {
         worker: String,
@@ -416,19 +525,42 @@ pub enum WorkerDecision {
         configured: Bytes,
     },
     /// It was killed at the limit of its control group, so that more has to be free for its next start.
-    PeakRaised { worker: String, had: Bytes, needs: Bytes },
+    PeakRaised {
+        worker: String,
+        had: Bytes,
+        needs: Bytes,
+    },
     /// It was notified that memory is short, has not come down, and keeps what it holds since it is at work.
     IgnoresPressure(IgnoredPressure),
     /// It reported a smaller variant, is not measured there, and holds what it held.
-    NotSmaller { worker: String, used: Option<Bytes>, held: Bytes },
+    NotSmaller {
+        worker: String,
+        used: Option<Bytes>,
+        held: Bytes,
+    },
     /// It may hold its steady size again.
     Restored { worker: String, steady: Bytes },
     /// It has changed its variant.
-    Resized { worker: String, variant: String, took: Duration, used: Option<Bytes>, held: Bytes },
+    Resized {
+        worker: String,
+        variant: String,
+        took: Duration,
+        used: Option<Bytes>,
+        held: Bytes,
+    },
     /// It could not change its variant.
-    VariantKept { worker: String, variant: String, error: String, used: Option<Bytes> },
+    VariantKept {
+        worker: String,
+        variant: String,
+        error: String,
+        used: Option<Bytes>,
+    },
     /// It has outlived the run before, and is taken over.
-    TakenOver { worker: String, pid: u32, held: Bytes },
+    TakenOver {
+        worker: String,
+        pid: u32,
+        held: Bytes,
+    },
 }
 
 /// Why a worker is asked into another variant.
@@ -496,5 +628,9 @@ pub enum MemoryDecision {
     RebootNotAdvised(RebootReason),
     /// The machine, or a control group around the supervisor, has too little memory now for what runs, or for the
     /// configuration.
-    TooSmall { machine: MachineMemory, budget: Bytes, reason: String },
+    TooSmall {
+        machine: MachineMemory,
+        budget: Bytes,
+        reason: String,
+    },
 }

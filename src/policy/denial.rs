@@ -14,7 +14,7 @@ use super::{
     reason::{Share, StopReason},
     snapshot::WorkerState,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Stands for the tenant where an operator asks for a shed; no tenant has a name with a space.
 pub const OPERATOR: &str = "an operator";
@@ -36,13 +36,26 @@ pub enum Denial {
         holders: Holders,
     },
     /// Would not fit into an empty budget.
-    ExceedsBudget { tenant: String, asked: Bytes, budget: Bytes },
+    ExceedsBudget {
+        tenant: String,
+        asked: Bytes,
+        budget: Bytes,
+    },
     /// The request's own figures contradict each other, a limit, or the state of what it names.
-    Invalid { tenant: String, field: String, value: String, problem: Problem },
+    Invalid {
+        tenant: String,
+        field: String,
+        value: String,
+        problem: Problem,
+    },
     /// The same request id came before with other content.
     RequestIdReused { tenant: String, request_id: String },
     /// Too many leases or waiting requests.
-    QuotaExceeded { tenant: String, what: Quota, limit: u64 },
+    QuotaExceeded {
+        tenant: String,
+        what: Quota,
+        limit: u64,
+    },
     /// No such lease, or it has ended; an expired lease does not come back.
     UnknownLease {
         /// As the caller named it.
@@ -66,9 +79,19 @@ pub enum Denial {
         problem: NotHolder,
     },
     /// The last sample of the machine is older than a grant accepts.
-    StaleSample { tenant: String, asked: Bytes, age: Duration, limit: Duration },
+    StaleSample {
+        tenant: String,
+        asked: Bytes,
+        age: Duration,
+        limit: Duration,
+    },
     /// Under this pressure nothing is admitted for this class.
-    PressureHigh { tenant: String, asked: Bytes, class: Class, level: PressureLevel },
+    PressureHigh {
+        tenant: String,
+        asked: Bytes,
+        class: Class,
+        level: PressureLevel,
+    },
     /// The engine does not grow back.
     NotGrowing { wait: GrowthWait },
     /// The supervisor takes nothing new.
@@ -190,6 +213,11 @@ impl Denial {
     /// A value of a request that is refused.
     #[must_use]
     pub fn invalid(tenant: &str, field: &str, value: &dyn ToString, problem: Problem) -> Self {
-        Self::Invalid { tenant: tenant.to_owned(), field: field.to_owned(), value: value.to_string(), problem }
+        Self::Invalid {
+            tenant: tenant.to_owned(),
+            field: field.to_owned(),
+            value: value.to_string(),
+            problem,
+        }
     }
 }

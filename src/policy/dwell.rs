@@ -11,7 +11,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::decision::GrowthDecision;
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// When something may grow back after a shed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -30,7 +30,12 @@ impl Dwell {
     /// Before anything was shed.
     #[must_use]
     pub const fn new(span: Duration) -> Self {
-        Self { span, shed_at: None, grown_at: None, regrets: 0 }
+        Self {
+            span,
+            shed_at: None,
+            grown_at: None,
+            regrets: 0,
+        }
     }
 
     /// Waits for another time from now on.

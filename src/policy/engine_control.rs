@@ -29,7 +29,7 @@ use super::{
     speed::Speed,
     streaming::Calibration,
 };
-use crate::units::{Bytes, Timestamp, Tokens};
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 pub(super) use self::answer::{Applied, Confirmed};
 
@@ -110,10 +110,10 @@ pub(super) enum AfterFailure {
 pub(super) struct Plans {
     pub(super) in_force: Option<EnginePlan>,
     /// Plans asked and not answered, by revision.
-    #[serde(with = "crate::policy::pairs")]
+    #[serde(with = "crate::pairs")]
     pub(super) pending: BTreeMap<u64, Pending>,
     /// Plans asked and never answered, or carried out in part: how much of them is in force is unknown.
-    #[serde(with = "crate::policy::pairs")]
+    #[serde(with = "crate::pairs")]
     doubtful: BTreeMap<u64, EnginePlan>,
     /// The number of the last plan.
     last: u64,
@@ -254,12 +254,20 @@ impl EngineControl {
     pub(super) fn failure(&self) -> Option<EngineFailure> {
         let failure = self.failure.as_ref()?;
         let next = match self.phase {
-            Phase::Failed(Retry::Never) => NextTry::Never { remedy: failure.remedy.clone() },
+            Phase::Failed(Retry::Never) => NextTry::Never {
+                remedy: failure.remedy.clone(),
+            },
             Phase::Failed(Retry::At(at) | Retry::ReadAt(at)) => NextTry::At(at),
             Phase::Failed(Retry::WhenReadable(_)) => NextTry::WhenDiskAnswers,
-            Phase::Failed(Retry::Reading) | Phase::Absent | Phase::Loading { .. } | Phase::Ready => NextTry::Now,
+            Phase::Failed(Retry::Reading)
+            | Phase::Absent
+            | Phase::Loading { .. }
+            | Phase::Ready => NextTry::Now,
         };
-        Some(EngineFailure { reason: failure.reason.clone(), next })
+        Some(EngineFailure {
+            reason: failure.reason.clone(),
+            next,
+        })
     }
 
     /// Whether the header of its file is to be read again now; from then on it is being read.
@@ -280,7 +288,10 @@ impl EngineControl {
 
     /// Its model is not loaded until its file is read again.
     pub(super) fn refuse(&mut self, reason: String, remedy: &str) {
-        self.failure = Some(Failure { reason, remedy: remedy.to_owned() });
+        self.failure = Some(Failure {
+            reason,
+            remedy: remedy.to_owned(),
+        });
         self.phase = Phase::Failed(Retry::Never);
     }
 
@@ -296,7 +307,9 @@ impl EngineControl {
     /// It is loaded into `lease`.
     pub(super) const fn load(&mut self, lease: LeaseId, now: Timestamp) {
         self.lease = Some(lease);
-        self.phase = Phase::Loading { asked_at: Some(now) };
+        self.phase = Phase::Loading {
+            asked_at: Some(now),
+        };
     }
 
     /// When its load is overdue; `None` once it has come up.
@@ -328,16 +341,28 @@ impl EngineControl {
     }
 
     /// It is gone, its lease and its plans with it. `hangs` says that the disk does not answer.
-    pub(super) fn failed(&mut self, reason: &str, cure: Cure, hangs: bool, now: Timestamp) -> AfterFailure {
+    pub(super) fn failed(
+        &mut self,
+        reason: &str,
+        cure: Cure,
+        hangs: bool,
+        now: Timestamp,
+    ) -> AfterFailure {
         self.lease = None;
-        self.plans = Plans { last: self.plans.last, ..Plans::default() };
+        self.plans = Plans {
+            last: self.plans.last,
+            ..Plans::default()
+        };
         self.kv = KvUse::default();
         self.blocked.chunk = None;
         self.requests = 0;
         let mut remedy = AGAIN.to_owned();
         let has_shape = self.shape.is_some();
         let (retry, after) = match (self.restart.as_mut(), cure) {
-            (Some(restart), _) if hangs => (Retry::WhenReadable(restart.held_up(now)), AfterFailure::WaitsForDisk),
+            (Some(restart), _) if hangs => (
+                Retry::WhenReadable(restart.held_up(now)),
+                AfterFailure::WaitsForDisk,
+            ),
             (_, Cure::Change { remedy: change }) => {
                 remedy = change;
                 (Retry::Never, AfterFailure::NeedsChange)
@@ -352,7 +377,10 @@ impl EngineControl {
             },
             (_, Cure::Reload | Cure::Reread) => (Retry::Never, AfterFailure::NothingToLoad),
         };
-        self.failure = Some(Failure { reason: reason.to_owned(), remedy });
+        self.failure = Some(Failure {
+            reason: reason.to_owned(),
+            remedy,
+        });
         self.phase = Phase::Failed(retry);
         after
     }
@@ -382,7 +410,8 @@ impl EngineControl {
     /// The plan that it has been asked for last, or that is in force.
     pub(super) fn goal(&self) -> Option<&EnginePlan> {
         let last = self.plans.pending.last_key_value();
-        last.map(|(_, pending)| &pending.plan).or(self.plans.in_force.as_ref())
+        last.map(|(_, pending)| &pending.plan)
+            .or(self.plans.in_force.as_ref())
     }
 
     /// The limits of every plan, with what the running sequence needs.
@@ -394,8 +423,15 @@ impl EngineControl {
         let params = self.params.as_ref()?;
         let limits = PlanLimits::new(params, used).at_speed(self.pace.speed);
         // Larger chunks are worth something only by what was measured: the figures of the field do not count for that.
-        let is_measured = self.pace.calibration.is_some_and(|by| by.prefill_ns_per_mib > 0);
-        Some(if is_measured { limits.with_chunks_up_to(params.prefill_chunk_max) } else { limits })
+        let is_measured = self
+            .pace
+            .calibration
+            .is_some_and(|by| by.prefill_ns_per_mib > 0);
+        Some(if is_measured {
+            limits.with_chunks_up_to(params.prefill_chunk_max)
+        } else {
+            limits
+        })
     }
 
     /// Whether no request runs, so that no chunk of a prompt is under way.
@@ -423,18 +459,27 @@ impl EngineControl {
 
     /// Contents of the KV cache, for snapshots.
     pub(super) const fn kv_view(&self) -> KvView {
-        KvView { used: self.kv.used, kept: self.kv.kept, dropped: self.kv.dropped, untouched: self.kv.untouched }
+        KvView {
+            used: self.kv.used,
+            kept: self.kv.kept,
+            dropped: self.kv.dropped,
+            untouched: self.kv.untouched,
+        }
     }
 
     /// KV blocks of the goal that no token has touched yet: the last ones.
     pub(super) fn untouched_blocks(&self) -> u32 {
-        let (Some(shape), Some(in_force), Some(goal)) = (self.shape(), self.plans.in_force.as_ref(), self.goal())
+        let (Some(shape), Some(in_force), Some(goal)) =
+            (self.shape(), self.plans.in_force.as_ref(), self.goal())
         else {
             return 0;
         };
         let tokens = shape.kv.block_tokens.get().max(1);
         let blocks = in_force.kv_capacity.get() / tokens;
-        let touched = blocks - shape.kv.blocks_within(blocks, in_force.kv_type, self.kv.untouched);
+        let touched = blocks
+            - shape
+                .kv
+                .blocks_within(blocks, in_force.kv_type, self.kv.untouched);
         (goal.kv_capacity.get() / tokens).saturating_sub(touched)
     }
 
@@ -463,19 +508,28 @@ impl EngineControl {
         let (Some(shape), Some(plan)) = (self.shape.as_ref(), &self.plans.in_force) else {
             return;
         };
-        let weights = shape.bytes_without(&std::collections::BTreeSet::new()).saturating_add(shape.fixed_bytes);
+        let weights = shape
+            .bytes_without(&std::collections::BTreeSet::new())
+            .saturating_add(shape.fixed_bytes);
         let streamed = shape.bytes_without(&plan.resident);
         let calibration = self.pace.calibration.map(|by| match timing.token_ns() {
             Some(token_ns) => by.learn(shape, &plan.resident, token_ns),
             None => by,
         });
-        self.pace = Pace { speed: self.pace.speed.learn(timing, weights, streamed), calibration };
+        self.pace = Pace {
+            speed: self.pace.speed.learn(timing, weights, streamed),
+            calibration,
+        };
     }
 
     /// Tokens per second under the plan in force, in thousandths, once it was measured what the engine can do.
     pub(super) fn milli_tokens_per_s(&self) -> Option<u64> {
         let (shape, plan) = self.shape.as_ref().zip(self.plans.in_force.as_ref())?;
-        Some(self.pace.calibration?.milli_tokens_per_s(shape, &plan.resident))
+        Some(
+            self.pace
+                .calibration?
+                .milli_tokens_per_s(shape, &plan.resident),
+        )
     }
 
     pub(super) const fn speed(&self) -> Speed {
@@ -524,8 +578,16 @@ impl EngineControl {
     /// keeps that, and layers that would not fit beside it are not asked for.
     pub(super) fn take_unconfirmed(&mut self, now: Timestamp) -> Option<EnginePlan> {
         let plan = self.plans.take_unconfirmed(now)?;
-        let capacity = self.plans.doubtful.values().map(|doubtful| doubtful.kv_capacity).max();
-        let larger = capacity.filter(|_| !self.is_idle()).zip(self.shape()).zip(self.limits());
+        let capacity = self
+            .plans
+            .doubtful
+            .values()
+            .map(|doubtful| doubtful.kv_capacity)
+            .max();
+        let larger = capacity
+            .filter(|_| !self.is_idle())
+            .zip(self.shape())
+            .zip(self.limits());
         let larger = larger.and_then(|((capacity, shape), limits)| {
             shape.with_capacity(
                 &plan,
@@ -539,7 +601,11 @@ impl EngineControl {
 
     /// Its share that is kept against every class: its floor, while it is loaded or comes back.
     pub(super) fn keeps(&self) -> Option<Bytes> {
-        if self.lease.is_some() { self.floor_bytes() } else { self.returning() }
+        if self.lease.is_some() {
+            self.floor_bytes()
+        } else {
+            self.returning()
+        }
     }
 
     /// Whether a shed may be asked of it.
@@ -554,7 +620,8 @@ impl EngineControl {
         self.plans
             .asked()
             .map(|plan| {
-                let both = in_force.map_or_else(|| plan.clone(), |in_force| larger_of_both(in_force, plan));
+                let both = in_force
+                    .map_or_else(|| plan.clone(), |in_force| larger_of_both(in_force, plan));
                 self.bytes_in(plan).max(self.bytes_in(&both))
             })
             .fold(now, Bytes::max)
@@ -563,7 +630,11 @@ impl EngineControl {
     /// Lets go of what was kept until now.
     pub(super) fn forget_past(&mut self, now: Timestamp) {
         self.kv.pinned = self.kv.pinned.filter(|(_, until)| *until > now);
-        let Blocked { growth, shed, chunk } = &mut self.blocked;
+        let Blocked {
+            growth,
+            shed,
+            chunk,
+        } = &mut self.blocked;
         for block in [growth, shed, chunk] {
             *block = block.filter(|until| *until > now);
         }
@@ -590,8 +661,23 @@ impl EngineControl {
             _ => None,
         };
         let pinned = self.kv.pinned.map(|(_, until)| until);
-        let Blocked { growth, shed, chunk } = self.blocked;
-        [overdue, retry, pinned, self.plans.confirm_at, growth, shed, chunk].into_iter().flatten().min()
+        let Blocked {
+            growth,
+            shed,
+            chunk,
+        } = self.blocked;
+        [
+            overdue,
+            retry,
+            pinned,
+            self.plans.confirm_at,
+            growth,
+            shed,
+            chunk,
+        ]
+        .into_iter()
+        .flatten()
+        .min()
     }
 }
 
@@ -603,7 +689,10 @@ impl Plans {
 
     /// Everything that was asked for and may be in force, wholly or in part.
     fn asked(&self) -> impl Iterator<Item = &EnginePlan> {
-        self.pending.values().map(|pending| &pending.plan).chain(self.doubtful.values())
+        self.pending
+            .values()
+            .map(|pending| &pending.plan)
+            .chain(self.doubtful.values())
     }
 
     /// Takes the answer to a plan: it and all before it are out of doubt.
@@ -631,7 +720,9 @@ impl Plans {
     pub(super) fn failed(&mut self, revision: u64, plan: EnginePlan, confirm_at: Deadline) {
         let later = self.pending.split_off(&revision);
         let lost = std::mem::replace(&mut self.pending, later);
-        let lost = lost.into_iter().map(|(revision, pending)| (revision, pending.plan));
+        let lost = lost
+            .into_iter()
+            .map(|(revision, pending)| (revision, pending.plan));
         self.doubtful.extend(lost);
         self.doubt(revision, plan);
         self.confirm_at = Some(confirm_at.at());
@@ -689,17 +780,30 @@ mod tests {
         let mut engine = EngineControl::new(Some(&EngineParams::default()));
         assert_eq!(engine.state(), EngineState::Loading);
         assert_eq!(engine.load_overdue_at(), Some(at(120_000)));
-        assert_eq!(engine.failed("no file", Cure::Reload, false, at(1)), AfterFailure::NothingToLoad);
-        assert_eq!((engine.state(), engine.load_overdue_at()), (EngineState::Failed, None));
+        assert_eq!(
+            engine.failed("no file", Cure::Reload, false, at(1)),
+            AfterFailure::NothingToLoad
+        );
+        assert_eq!(
+            (engine.state(), engine.load_overdue_at()),
+            (EngineState::Failed, None)
+        );
         assert!(!engine.waits_to_load(at(1_000_000)) && engine.returning().is_none());
     }
 
     #[test]
     fn a_plan_that_failed_is_in_doubt_until_a_later_one_is_answered() {
-        let mut plans = Plans { in_force: Some(plan(512)), ..Plans::default() };
+        let mut plans = Plans {
+            in_force: Some(plan(512)),
+            ..Plans::default()
+        };
         plans.failed(3, plan(1024), Deadline::after(at(10), Duration::ZERO));
         assert_eq!(plans.asked().count(), 1);
-        assert_eq!(plans.take_unconfirmed(at(10)), None, "not due at once, whatever the settings say");
+        assert_eq!(
+            plans.take_unconfirmed(at(10)),
+            None,
+            "not due at once, whatever the settings say"
+        );
         assert_eq!(plans.take_unconfirmed(at(11)), Some(plan(512)));
         plans.settled(4);
         assert_eq!(plans.asked().count(), 0);

@@ -5,7 +5,7 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// Cure of a failed LLM.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]

@@ -12,7 +12,7 @@ use super::{
     residency::{EnginePlan, ModelShape, PlanLimits},
     shedding::{Candidate, Source, Step},
 };
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// Inputs of the engine's supply.
 #[derive(Clone, Copy, Debug)]
@@ -36,7 +36,11 @@ pub(super) struct EngineSupply<'a> {
 impl EngineSupply<'_> {
     /// All that it can give. Parts that make tokens slower or less precise are left out until it is `serious`.
     pub(super) fn candidates(&self, serious: bool) -> Vec<Candidate> {
-        let kv_least = if serious { self.limits.kv_type_least } else { self.goal.kv_type };
+        let kv_least = if serious {
+            self.limits.kv_type_least
+        } else {
+            self.goal.kv_type
+        };
         let mut candidates = self.kv(kv_least);
         if serious {
             candidates.extend(self.kv_type());
@@ -55,12 +59,20 @@ impl EngineSupply<'_> {
     /// together never promise more than they give. Blocks that no token has touched take no memory yet and cost nothing,
     /// unless the mode asks for context.
     fn kv(&self, kv_least: KvType) -> Vec<Candidate> {
-        let Self { shape, limits, goal, kept, untouched, .. } = *self;
+        let Self {
+            shape,
+            limits,
+            goal,
+            kept,
+            untouched,
+            ..
+        } = *self;
         let kind = goal.kv_type.min(kv_least);
         let block = shape.kv.block_tokens.get().max(1);
         let all = shape.blocks_to_give(goal, limits);
         let has = goal.kv_capacity;
-        let after = |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
+        let after =
+            |blocks: u32| Tokens::new(has.get().saturating_sub(blocks.saturating_mul(block)));
         let unused = all.min(has.get().saturating_sub(kept.get()) / block);
         let worth = shape.worth(limits);
         let unit = shape.kv.blocks_bytes(1, kind);
@@ -74,26 +86,42 @@ impl EngineSupply<'_> {
         };
         let undo = |blocks: u32| {
             let touched = blocks.saturating_sub(unpriced);
-            in_us(TOUCH_NS_PER_MIB, shape.kv.blocks_bytes(touched, goal.kv_type))
+            in_us(
+                TOUCH_NS_PER_MIB,
+                shape.kv.blocks_bytes(touched, goal.kv_type),
+            )
         };
         let beyond = |blocks: u32| {
             let to = after(blocks.max(unpriced));
             worth.context_us(after(unpriced), to, kept.min(to))
         };
-        let mut unused_kv = Candidate::graded(Source::UnusedKv, Class::LlmElastic, unit, unused, |blocks| {
-            beyond(blocks).saturating_add(undo(blocks))
-        });
+        let mut unused_kv = Candidate::graded(
+            Source::UnusedKv,
+            Class::LlmElastic,
+            unit,
+            unused,
+            |blocks| beyond(blocks).saturating_add(undo(blocks)),
+        );
         // A sequence that has lost its end can be cut back to what is left of it, unless it has a recurrent state, which cannot
         // be taken back, or windows that have passed on: then it has to be read again as a whole.
         let prefix = all - unused;
-        let is_cut_back = shape.state_bytes == Bytes::ZERO && shape.kv.cut_back_max().is_none_or(|most| kept <= most);
+        let is_cut_back = shape.state_bytes == Bytes::ZERO
+            && shape.kv.cut_back_max().is_none_or(|most| kept <= most);
         let lost = |blocks: u32| {
-            let left = if is_cut_back { after(unused.saturating_add(blocks)).min(kept) } else { Tokens::ZERO };
+            let left = if is_cut_back {
+                after(unused.saturating_add(blocks)).min(kept)
+            } else {
+                Tokens::ZERO
+            };
             worth.context_us(kept, left, kept)
         };
-        let mut prefix_kv = Candidate::graded(Source::PrefixKv, Class::LlmElastic, unit, prefix, |blocks| {
-            lost(blocks).saturating_add(undo(blocks))
-        });
+        let mut prefix_kv = Candidate::graded(
+            Source::PrefixKv,
+            Class::LlmElastic,
+            unit,
+            prefix,
+            |blocks| lost(blocks).saturating_add(undo(blocks)),
+        );
         for step in &mut unused_kv.steps {
             step.bytes = gives(step.units);
         }
@@ -108,11 +136,20 @@ impl EngineSupply<'_> {
 
     /// KV in a smaller type, one step for each type that is allowed; `held` tokens have to be converted.
     fn kv_type(&self) -> Option<Candidate> {
-        let Self { shape, limits, goal, held, .. } = *self;
+        let Self {
+            shape,
+            limits,
+            goal,
+            held,
+            ..
+        } = *self;
         let worth = shape.worth(limits);
         let capacity = goal.kv_capacity;
         let now = shape.kv.capacity_bytes(capacity, goal.kv_type);
-        let converting = in_us(CONVERT_NS_PER_MIB, shape.kv.capacity_bytes(held, goal.kv_type));
+        let converting = in_us(
+            CONVERT_NS_PER_MIB,
+            shape.kv.capacity_bytes(held, goal.kv_type),
+        );
         let lost = |kind: KvType| worth.precision_us(capacity, held, goal.kv_type, kind);
         let kinds = std::iter::successors(goal.kv_type.smaller(), |kind| kind.smaller());
         let kinds = kinds.take_while(|kind| *kind >= limits.kv_type_least);
@@ -124,7 +161,12 @@ impl EngineSupply<'_> {
                 cost_us: lost(kind).saturating_add(converting.saturating_mul(2)),
             })
             .collect();
-        let candidate = Candidate { source: Source::KvType, class: Class::LlmElastic, steps, unit: Bytes::ZERO };
+        let candidate = Candidate {
+            source: Source::KvType,
+            class: Class::LlmElastic,
+            steps,
+            unit: Bytes::ZERO,
+        };
         (!candidate.steps.is_empty()).then_some(candidate)
     }
 
@@ -133,11 +175,20 @@ impl EngineSupply<'_> {
     /// They come behind all that the engine could give of its KV otherwise, which are the `others`, for only they take something
     /// from the answer that nothing brings back: so each costs more than all of those together.
     fn oldest_kv(&self, kv_least: KvType, others: &[Candidate]) -> Option<Candidate> {
-        let Self { shape, limits, goal, droppable, .. } = *self;
+        let Self {
+            shape,
+            limits,
+            goal,
+            droppable,
+            ..
+        } = *self;
         let kind = goal.kv_type.min(kv_least);
         let (block, has) = (shape.kv.block_tokens.get().max(1), goal.kv_capacity);
         let free = shape.blocks_to_give(goal, limits);
-        let idle = PlanLimits { kv_used: Tokens::ZERO, ..*limits };
+        let idle = PlanLimits {
+            kv_used: Tokens::ZERO,
+            ..*limits
+        };
         let most = shape.blocks_to_give(goal, &idle).saturating_sub(free);
         let blocks = most.min(droppable.get() / block);
         let without = |blocks: u32| {
@@ -148,18 +199,29 @@ impl EngineSupply<'_> {
         let tokens = |blocks: u32| blocks.saturating_mul(block).min(limits.kv_used.get());
         let lost = |blocks: u32| {
             let left = Tokens::new(limits.kv_used.get().saturating_sub(tokens(blocks)));
-            worth.context_us(limits.kv_used, left, limits.kv_used).saturating_mul(LOST_FOR_EVER)
+            worth
+                .context_us(limits.kv_used, left, limits.kv_used)
+                .saturating_mul(LOST_FOR_EVER)
         };
         let before: u64 = others
             .iter()
             .filter_map(|candidate| candidate.steps.last())
             .map(|step| step.cost_us)
             .fold(BEHIND_OTHERS_US, u64::saturating_add);
-        let moving = |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
+        let moving =
+            |blocks: u32| in_us(COPY_NS_PER_MIB, shape.kv.blocks_bytes(blocks, goal.kv_type));
         let unit = shape.kv.blocks_bytes(1, kind);
-        let mut candidate = Candidate::graded(Source::OldestKv, Class::LlmElastic, unit, blocks, |blocks| {
-            before.saturating_add(moving(blocks)).saturating_add(lost(blocks))
-        });
+        let mut candidate = Candidate::graded(
+            Source::OldestKv,
+            Class::LlmElastic,
+            unit,
+            blocks,
+            |blocks| {
+                before
+                    .saturating_add(moving(blocks))
+                    .saturating_add(lost(blocks))
+            },
+        );
         for step in &mut candidate.steps {
             step.bytes = without(free).saturating_sub(without(free.saturating_add(step.units)));
         }
@@ -169,11 +231,20 @@ impl EngineSupply<'_> {
 
     /// Resident layers, one step for each.
     fn layers(&self) -> Option<Candidate> {
-        let Self { shape, limits, goal, .. } = *self;
+        let Self {
+            shape,
+            limits,
+            goal,
+            ..
+        } = *self;
         let gives = shape.layers_give(goal, limits);
         let worth = shape.worth(limits);
         let speed = worth.speed();
-        let ring = if goal.resident.len() == shape.layers.len() { shape.ring_bytes } else { Bytes::ZERO };
+        let ring = if goal.resident.len() == shape.layers.len() {
+            shape.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
         let steps: Vec<Step> = (1..)
             .zip(&gives)
             .map(|(units, bytes)| {
@@ -181,17 +252,29 @@ impl EngineSupply<'_> {
                 Step {
                     units,
                     bytes: *bytes,
-                    cost_us: worth.streaming_us(layers).saturating_add(speed.reading_us(layers)),
+                    cost_us: worth
+                        .streaming_us(layers)
+                        .saturating_add(speed.reading_us(layers)),
                 }
             })
             .collect();
-        let candidate = Candidate { source: Source::Layers, class: Class::LlmElastic, steps, unit: Bytes::ZERO };
+        let candidate = Candidate {
+            source: Source::Layers,
+            class: Class::LlmElastic,
+            steps,
+            unit: Bytes::ZERO,
+        };
         (!candidate.steps.is_empty()).then_some(candidate)
     }
 
     /// Workspace of a chunk that is larger than that of every other plan, as a whole.
     fn chunk(&self) -> Option<Candidate> {
-        let Self { shape, limits, goal, .. } = *self;
+        let Self {
+            shape,
+            limits,
+            goal,
+            ..
+        } = *self;
         let bytes = shape.chunk_bytes(limits.prefill_chunk, goal.prefill_chunk);
         let worth = shape.worth(limits);
         let streamed = shape.bytes_without(&goal.resident);
@@ -199,7 +282,8 @@ impl EngineSupply<'_> {
         let cost_us = slower
             .saturating_sub(worth.prompts_us(streamed, goal.prefill_chunk))
             .saturating_add(in_us(TOUCH_NS_PER_MIB, bytes));
-        let candidate = || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost_us);
+        let candidate =
+            || Candidate::whole(Source::PrefillChunk, Class::LlmElastic, bytes, cost_us);
         (bytes > Bytes::ZERO).then(candidate)
     }
 }
@@ -258,34 +342,56 @@ impl Given {
 
     /// The smaller plan of an engine that holds `held`, and the bytes that it gives; `None` if it gives nothing, or
     /// nothing that what is held would cover meanwhile.
-    pub(super) fn smaller_plan(self, engine: &EngineControl, held: Bytes) -> Option<(EnginePlan, Bytes)> {
+    pub(super) fn smaller_plan(
+        self,
+        engine: &EngineControl,
+        held: Bytes,
+    ) -> Option<(EnginePlan, Bytes)> {
         let (shape, limits, goal) = (engine.shape()?, engine.limits()?, engine.goal()?);
         let oldest = self.oldest.saturating_mul(shape.kv.block_tokens.get());
-        let limits = PlanLimits { kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)), ..limits };
+        let limits = PlanLimits {
+            kv_used: Tokens::new(limits.kv_used.get().saturating_sub(oldest)),
+            ..limits
+        };
         let goal_bytes = shape.plan_bytes(goal);
-        let kind = (0..self.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));
+        let kind =
+            (0..self.smaller_types).fold(goal.kv_type, |kind, _| kind.smaller().unwrap_or(kind));
         let kind = kind.max(limits.kv_type_least).min(goal.kv_type);
         // Blocks were weighed by what they hold in the smallest type that is allowed: in another one fewer are enough.
         let blocks = shape.blocks_that_give(goal, kind, self.block_bytes, self.blocks);
         let layers = usize::try_from(self.layers).unwrap_or(usize::MAX);
         let mut plan = shape.shrunk(goal, blocks, layers, kind, &limits);
-        let least_chunk =
-            if engine.is_chunk_pinned() { goal.prefill_chunk } else { goal.prefill_chunk.min(limits.prefill_chunk) };
+        let least_chunk = if engine.is_chunk_pinned() {
+            goal.prefill_chunk
+        } else {
+            goal.prefill_chunk.min(limits.prefill_chunk)
+        };
         if self.smaller_chunk {
             plan.prefill_chunk = least_chunk;
         }
-        let only_kv = EnginePlan { resident: goal.resident.clone(), ..plan.clone() };
-        let least =
-            EnginePlan { prefill_chunk: least_chunk, ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits) };
+        let only_kv = EnginePlan {
+            resident: goal.resident.clone(),
+            ..plan.clone()
+        };
+        let least = EnginePlan {
+            prefill_chunk: least_chunk,
+            ..shape.shrunk(goal, u32::MAX, usize::MAX, kind, &limits)
+        };
         let gives = |plan: &EnginePlan| goal_bytes.saturating_sub(shape.plan_bytes(plan));
         // The engine keeps the KV capacity that its sequence has come to need by then. The first layer that is streamed
         // needs a ring; if it is larger than the layer, the two together would not be covered by what is held. And a
         // chunk under way ends before a smaller one begins.
         let is_covered = |plan: &EnginePlan| {
-            let kept = EnginePlan { kv_capacity: goal.kv_capacity, prefill_chunk: goal.prefill_chunk, ..plan.clone() };
+            let kept = EnginePlan {
+                kv_capacity: goal.kv_capacity,
+                prefill_chunk: goal.prefill_chunk,
+                ..plan.clone()
+            };
             shape.plan_bytes(&kept) <= held
         };
-        let plan = [plan, only_kv, least].into_iter().find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan))?;
+        let plan = [plan, only_kv, least]
+            .into_iter()
+            .find(|plan| gives(plan) > Bytes::ZERO && is_covered(plan))?;
         let promised = gives(&plan);
         Some((plan, promised))
     }

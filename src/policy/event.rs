@@ -25,7 +25,7 @@ use super::{
     speed::Timing,
     streaming::Calibration,
 };
-use crate::units::{Bytes, Timestamp, Tokens};
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 /// Something that happened.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,11 +45,19 @@ pub enum Event {
         taken_at: Timestamp,
     },
     /// A client asks for a lease.
-    LeaseRequested { ticket: Ticket, request: LeaseRequest },
+    LeaseRequested {
+        ticket: Ticket,
+        request: LeaseRequest,
+    },
     /// The caller does not wait any more.
     LeaseRequestCancelled { ticket: Ticket },
     /// A holder still needs its lease.
-    LeaseRenewed { ticket: Ticket, lease: LeaseId, generation: u64, peer: Peer },
+    LeaseRenewed {
+        ticket: Ticket,
+        lease: LeaseId,
+        generation: u64,
+        peer: Peer,
+    },
     /// A holder wants more or less.
     LeaseResizeRequested {
         ticket: Ticket,
@@ -61,7 +69,12 @@ pub enum Event {
         wait: Duration,
     },
     /// A holder gives its lease back.
-    LeaseReleased { ticket: Ticket, lease: LeaseId, generation: u64, peer: Peer },
+    LeaseReleased {
+        ticket: Ticket,
+        lease: LeaseId,
+        generation: u64,
+        peer: Peer,
+    },
     /// A holder answers a lower target.
     TargetAnswered {
         lease: LeaseId,
@@ -165,9 +178,19 @@ pub enum Event {
         client: Option<String>,
     },
     /// A client wants a worker in another variant (ASR from grammar to open vocabulary).
-    WorkerResizeRequested { ticket: Ticket, worker: String, variant: String, wait: Duration },
+    WorkerResizeRequested {
+        ticket: Ticket,
+        worker: String,
+        variant: String,
+        wait: Duration,
+    },
     /// A worker has changed its variant, or failed to and has kept the old one.
-    WorkerResized { worker: String, variant: String, used: Option<Bytes>, error: Option<String> },
+    WorkerResized {
+        worker: String,
+        variant: String,
+        used: Option<Bytes>,
+        error: Option<String>,
+    },
     /// A detector found that a worker runs and answers nothing.
     WorkerUnresponsive {
         worker: String,
@@ -199,7 +222,11 @@ pub enum Event {
     /// An operator wants KV kept as another type from now on, what is there included.
     OperatorKvType { ticket: Ticket, kv_type: KvType },
     /// An operator starts, stops or recycles a worker.
-    OperatorWorker { ticket: Ticket, worker: String, command: WorkerCommand },
+    OperatorWorker {
+        ticket: Ticket,
+        worker: String,
+        command: WorkerCommand,
+    },
     /// The leases of the run before this one, without those of holders that are gone.
     ///
     /// The first event of a run, or none: later it would meet leases of this run.
@@ -388,13 +415,23 @@ pub enum Action {
     /// Give the caller its answer.
     Answer { ticket: Ticket, answer: Answer },
     /// Ask a tenant to come down to a target; goes to its hold stream.
-    SetTarget { lease: LeaseId, nonce: u64, bytes: Bytes, deadline: Timestamp, reason: ReclaimReason },
+    SetTarget {
+        lease: LeaseId,
+        nonce: u64,
+        bytes: Bytes,
+        deadline: Timestamp,
+        reason: ReclaimReason,
+    },
     /// Tell a tenant that its lease has ended.
     EndLease { lease: LeaseName, end: LeaseEnd },
     /// Load the model with this plan.
     LoadEngine { revision: u64, plan: EnginePlan },
     /// Change what the engine holds, between two tokens.
-    ApplyPlan { revision: u64, plan: EnginePlan, reason: PlanReason },
+    ApplyPlan {
+        revision: u64,
+        plan: EnginePlan,
+        reason: PlanReason,
+    },
     /// Start a worker; its lease is booked.
     StartWorker {
         worker: String,
@@ -421,7 +458,11 @@ pub enum Action {
     /// Read the machine after this time.
     SampleAfter { wait: Duration },
     /// The level has changed.
-    LevelChanged { from: PressureLevel, to: PressureLevel, reason: LevelReason },
+    LevelChanged {
+        from: PressureLevel,
+        to: PressureLevel,
+        reason: LevelReason,
+    },
     /// Memory is reclaimed: who could give what, at what cost, and who was chosen. What is asked follows.
     Weighed { weighing: Weighing },
     /// A decision with its figures that needs nothing done.

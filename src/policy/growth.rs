@@ -21,7 +21,7 @@ use super::{
     shedding::{Candidate, Source},
     state::State,
 };
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// Memory that growth may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -42,13 +42,16 @@ impl GrowthRoom {
     /// What may be used now, by the budget and by the headroom.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.by_headroom().min(self.free).saturating_sub(self.reserved)
+        self.by_headroom()
+            .min(self.free)
+            .saturating_sub(self.reserved)
     }
 
     /// What the headroom leaves above the watermark and its hysteresis.
     #[must_use]
     pub fn by_headroom(&self) -> Bytes {
-        self.headroom.saturating_sub(self.elevated.saturating_add(self.hysteresis))
+        self.headroom
+            .saturating_sub(self.elevated.saturating_add(self.hysteresis))
     }
 
     /// Why a step of so many bytes has to wait.
@@ -56,10 +59,16 @@ impl GrowthRoom {
     pub fn lacks(&self, step: Bytes) -> GrowthWait {
         let needs = self.reserved.saturating_add(step);
         if self.free < needs {
-            return GrowthWait::Budget { needs: step, free: self.free, reserved: self.reserved };
+            return GrowthWait::Budget {
+                needs: step,
+                free: self.free,
+                reserved: self.reserved,
+            };
         }
         GrowthWait::Headroom {
-            needs: needs.saturating_add(self.elevated).saturating_add(self.hysteresis),
+            needs: needs
+                .saturating_add(self.elevated)
+                .saturating_add(self.hysteresis),
             has: self.headroom,
             elevated: self.elevated,
             hysteresis: self.hysteresis,
@@ -128,7 +137,11 @@ impl EngineGrowth<'_> {
             return Ok(None);
         }
         // While a chunk is under way it keeps its size, whatever else changes.
-        let limits = if self.idle { self.limits } else { self.limits.at_chunk(goal.prefill_chunk) };
+        let limits = if self.idle {
+            self.limits
+        } else {
+            self.limits.at_chunk(goal.prefill_chunk)
+        };
         let same_chunk = self.idle || goal.prefill_chunk == full.prefill_chunk;
         if full_bytes <= now_bytes && same_chunk {
             // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
@@ -162,11 +175,25 @@ impl EngineGrowth<'_> {
         if gained == Bytes::ZERO || (only_kv && gained < kv_least) {
             return Err(self.room.lacks(if only_kv { kv_least } else { least }));
         }
-        if bytes > self.held.saturating_add(self.room.free.saturating_sub(self.room.reserved)) {
+        if bytes
+            > self
+                .held
+                .saturating_add(self.room.free.saturating_sub(self.room.reserved))
+        {
             return Err(self.room.lacks(bytes.saturating_sub(self.held)));
         }
-        let gain = Candidate::whole(Source::Layers, Class::LlmElastic, gained, self.cost_of(&plan, gained, &limits));
-        Ok(Some(EngineStep { plan, bytes, gain, kind: StepKind::Regrowth }))
+        let gain = Candidate::whole(
+            Source::Layers,
+            Class::LlmElastic,
+            gained,
+            self.cost_of(&plan, gained, &limits),
+        );
+        Ok(Some(EngineStep {
+            plan,
+            bytes,
+            gain,
+            kind: StepKind::Regrowth,
+        }))
     }
 
     /// What the engine may hold after the step.
@@ -177,7 +204,10 @@ impl EngineGrowth<'_> {
         }
         // A chunk that cannot become smaller yet does not come on top of all the rest: that with KV as it is kept now, for
         // it becomes smaller with the full plan alone.
-        let most = EnginePlan { kv_type: self.full.kv_type.max(self.goal.kv_type), ..self.full.clone() };
+        let most = EnginePlan {
+            kv_type: self.full.kv_type.max(self.goal.kv_type),
+            ..self.full.clone()
+        };
         target.min(self.shape.plan_bytes(&most).max(now_bytes))
     }
 
@@ -187,7 +217,10 @@ impl EngineGrowth<'_> {
         let streamed = streamed.filter(|(_, index)| !self.goal.resident.contains(index));
         let layer = streamed.map(|(layer, _)| layer.resident_bytes).min();
         // The last layer makes the staging ring superfluous.
-        let all_layers = self.shape.bytes_without(&self.goal.resident).saturating_sub(self.shape.ring_bytes);
+        let all_layers = self
+            .shape
+            .bytes_without(&self.goal.resident)
+            .saturating_sub(self.shape.ring_bytes);
         let least = match layer {
             Some(layer) if self.limits.mode != ResidencyMode::MaxContext => layer.min(all_layers),
             Some(_) | None => self.kv_step_min,
@@ -197,7 +230,10 @@ impl EngineGrowth<'_> {
 
     /// A larger prefill chunk: what it takes from others counts, what it takes from layers it was weighed against.
     fn chunk_step(&self, plan: EnginePlan) -> EngineStep {
-        let (before, bytes) = (self.shape.plan_bytes(self.goal), self.shape.plan_bytes(&plan));
+        let (before, bytes) = (
+            self.shape.plan_bytes(self.goal),
+            self.shape.plan_bytes(&plan),
+        );
         let taken = bytes.saturating_sub(before).max(Bytes::new(1));
         EngineStep {
             plan,
@@ -221,7 +257,9 @@ impl EngineGrowth<'_> {
         let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
         let kv_now = shape.kv.capacity_bytes(goal.kv_capacity, goal.kv_type);
         let layers = gained.saturating_sub(kv.saturating_sub(kv_now));
-        let streaming = worth.streaming_us(layers).saturating_add(worth.speed().reading_us(layers));
+        let streaming = worth
+            .streaming_us(layers)
+            .saturating_add(worth.speed().reading_us(layers));
         context.saturating_add(precision).saturating_add(streaming)
     }
 }
@@ -272,7 +310,12 @@ pub(super) enum Load {
     /// With this plan, beside what is kept for workers.
     Fits { plan: EnginePlan, kept: Bytes },
     /// Its floor does not fit. `missing` is what other holders would have to give, where that is all that is missing.
-    Lacks { error: FloorError, missing: Option<Bytes>, kept: Bytes, headroom: Bytes },
+    Lacks {
+        error: FloorError,
+        missing: Option<Bytes>,
+        kept: Bytes,
+        headroom: Bytes,
+    },
 }
 
 /// The load of the engine; `None` while nothing is to be loaded, or it is not known what there is.
@@ -290,13 +333,20 @@ pub(super) fn load(state: &State) -> Option<Load> {
     let on_the_book = state.ledger.free().saturating_sub(kept);
     // As much as growth leaves, so that what is loaded can grow back after a shed.
     let pressure = &state.params.pressure;
-    let measured = headroom.saturating_sub(pressure.elevated_below.saturating_add(pressure.hysteresis));
+    let measured =
+        headroom.saturating_sub(pressure.elevated_below.saturating_add(pressure.hysteresis));
     Some(match shape.plan(on_the_book.min(measured), &limits) {
         Ok(plan) => Load::Fits { plan, kept },
         Err(error) => {
-            let others_have_it = error.floor <= measured && error.floor > on_the_book && !state.a_request_waits();
+            let others_have_it =
+                error.floor <= measured && error.floor > on_the_book && !state.a_request_waits();
             let missing = others_have_it.then(|| error.floor.saturating_sub(on_the_book));
-            Load::Lacks { error, missing, kept, headroom }
+            Load::Lacks {
+                error,
+                missing,
+                kept,
+                headroom,
+            }
         }
     })
 }
@@ -325,7 +375,10 @@ pub(super) fn room(state: &State) -> Option<GrowthRoom> {
     let sampled_at = state.pressure.sampled_at()?;
     let room = GrowthRoom {
         free: state.ledger.free(),
-        headroom: state.pressure.headroom()?.saturating_sub(state.pressure.promised()),
+        headroom: state
+            .pressure
+            .headroom()?
+            .saturating_sub(state.pressure.promised()),
         elevated: state.params.pressure.elevated_below,
         hysteresis: state.params.pressure.hysteresis,
         reserved: state.returning_or_waiting_workers(),
@@ -337,15 +390,24 @@ pub(super) fn room(state: &State) -> Option<GrowthRoom> {
 /// The inputs of the engine's growth, or why nothing of it can grow now.
 fn engine_view(state: &State, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
     let full = state.engine.full_plan();
-    let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) =
-        (state.engine.lease, state.engine.shape(), state.engine.limits(), state.engine.goal(), full)
-    else {
+    let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) = (
+        state.engine.lease,
+        state.engine.shape(),
+        state.engine.limits(),
+        state.engine.goal(),
+        full,
+    ) else {
         return Err(GrowthWait::NotLoaded);
     };
     if !state.engine.plans.pending.is_empty() {
         return Err(GrowthWait::Changing);
     }
-    if let Some(until) = state.engine.blocked.growth.filter(|until| state.now < *until) {
+    if let Some(until) = state
+        .engine
+        .blocked
+        .growth
+        .filter(|until| state.now < *until)
+    {
         let left = until.saturating_since(state.now);
         return Err(GrowthWait::Settling { left });
     }
@@ -415,8 +477,14 @@ pub(super) fn capacity_plan(
     };
     let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
     let now = growth.shape.plan_bytes(growth.goal);
-    let with =
-        |wanted, more| growth.shape.with_capacity(growth.goal, (needed, wanted), now.saturating_add(more), &limits);
+    let with = |wanted, more| {
+        growth.shape.with_capacity(
+            growth.goal,
+            (needed, wanted),
+            now.saturating_add(more),
+            &limits,
+        )
+    };
     let plan = if is_running {
         let beside = with(needed, more).filter(|plan| plan.resident == growth.goal.resident);
         beside.or_else(|| with(wanted, Bytes::ZERO))
@@ -424,8 +492,14 @@ pub(super) fn capacity_plan(
         with(wanted, more)
     };
     plan.ok_or_else(|| {
-        let tokens = needed.max(wanted).get().saturating_sub(growth.goal.kv_capacity.get());
-        let step = growth.shape.kv.capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);
+        let tokens = needed
+            .max(wanted)
+            .get()
+            .saturating_sub(growth.goal.kv_capacity.get());
+        let step = growth
+            .shape
+            .kv
+            .capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);
         waits.unwrap_or_else(|| growth.room.lacks(step))
     })
 }
@@ -439,7 +513,10 @@ pub(super) fn reason_of(state: &State, step: &EngineStep) -> PlanReason {
         StepKind::Chunk => PlanReason::Chunk {
             tokens: step.plan.prefill_chunk,
             before: goal.prefill_chunk,
-            streamed: state.engine.shape().map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
+            streamed: state
+                .engine
+                .shape()
+                .map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
             change,
         },
         StepKind::Regrowth => PlanReason::Regrowth {
@@ -455,10 +532,10 @@ pub(super) fn reason_of(state: &State, step: &EngineStep) -> PlanReason {
 mod tests {
     use super::*;
     use crate::{
-        policy::params::{EngineParams, Params, Scope},
-        policy::pressure::{MemoryReading, Sample},
-        units::Timestamp,
+        params::{EngineParams, Params, Scope},
+        pressure::{MemoryReading, Sample},
     };
+    use cotenant_units::Timestamp;
 
     fn state() -> State {
         let mut params = Params::for_budget(Bytes::from_gib(1), Bytes::ZERO, Scope::Machine);
@@ -468,17 +545,29 @@ mod tests {
 
     fn see(state: &mut State, millis: u64) {
         let available = Bytes::from_gib(1);
-        let memory = MemoryReading { mem_total: available, mem_available: available, ..MemoryReading::default() };
+        let memory = MemoryReading {
+            mem_total: available,
+            mem_available: available,
+            ..MemoryReading::default()
+        };
         let taken_at = Timestamp::from_millis(millis);
         state.now = taken_at;
-        let sample = Sample { memory, taken_at, ..Sample::default() };
+        let sample = Sample {
+            memory,
+            taken_at,
+            ..Sample::default()
+        };
         assert_eq!(state.pressure.observe(&sample, available), None);
     }
 
     #[test]
     fn growth_says_what_it_waits_for_from_the_state_alone() {
         let mut state = state();
-        assert_eq!(next(&state), Err(GrowthWait::Sample), "what there is, is not known");
+        assert_eq!(
+            next(&state),
+            Err(GrowthWait::Sample),
+            "what there is, is not known"
+        );
         see(&mut state, 1);
         assert_eq!(next(&state), Err(GrowthWait::NotLoaded));
         state.dwell.begin(state.now);

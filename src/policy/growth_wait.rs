@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::pressure_level::PressureLevel;
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// The cause for which growth waits, with its figures.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]

@@ -54,15 +54,25 @@ impl Health {
             return Self::Blind { age };
         }
         if let Some(reason) = safe_profile(state) {
-            return Self::SafeProfile { reason: reason.to_owned() };
+            return Self::SafeProfile {
+                reason: reason.to_owned(),
+            };
         }
         if state.engine.state == EngineState::Failed {
-            let unknown = || EngineFailure { reason: "unknown".to_owned(), next: NextTry::Now };
-            return Self::EngineFailed { failure: state.engine.failure.clone().unwrap_or_else(unknown) };
+            let unknown = || EngineFailure {
+                reason: "unknown".to_owned(),
+                next: NextTry::Now,
+            };
+            return Self::EngineFailed {
+                failure: state.engine.failure.clone().unwrap_or_else(unknown),
+            };
         }
-        let given_up = |worker: &&super::snapshot::WorkerView| worker.state == WorkerState::Degraded;
+        let given_up =
+            |worker: &&super::snapshot::WorkerView| worker.state == WorkerState::Degraded;
         match state.workers.iter().find(given_up) {
-            Some(worker) => Self::WorkerGivenUp { worker: worker.name.clone() },
+            Some(worker) => Self::WorkerGivenUp {
+                worker: worker.name.clone(),
+            },
             None => match state.reboot.first() {
                 Some(&reason) => Self::RebootAdvised { reason },
                 None => Self::Serving,
@@ -75,7 +85,8 @@ impl Health {
 #[must_use]
 pub fn safe_profile(state: &Snapshot) -> Option<&str> {
     let failure = state.engine.failure.as_ref()?.reason.as_str();
-    (state.engine.state == EngineState::Failed && failure.starts_with(SAFE_PROFILE)).then_some(failure)
+    (state.engine.state == EngineState::Failed && failure.starts_with(SAFE_PROFILE))
+        .then_some(failure)
 }
 
 /// How the failure of an engine begins that is off after crashes of the supervisor.
@@ -84,7 +95,7 @@ pub const SAFE_PROFILE: &str = "safe profile";
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::snapshot::WorkerView;
+    use crate::snapshot::WorkerView;
 
     #[test]
     fn a_failed_engine_a_worker_given_up_and_old_samples_are_not_healthy() {
@@ -101,13 +112,23 @@ mod tests {
             state: WorkerState::Degraded,
             ..WorkerView::default()
         });
-        let given_up = Health::WorkerGivenUp { worker: "asr".to_owned() };
+        let given_up = Health::WorkerGivenUp {
+            worker: "asr".to_owned(),
+        };
         assert_eq!(Health::of(&state, fresh), given_up);
         state.engine.state = EngineState::Failed;
-        let failed = |reason: &str| EngineFailure { reason: reason.to_owned(), next: NextTry::Now };
+        let failed = |reason: &str| EngineFailure {
+            reason: reason.to_owned(),
+            next: NextTry::Now,
+        };
         state.engine.failure = Some(failed("it panicked"));
         let failure = failed("it panicked");
-        assert_eq!(Health::of(&state, fresh), Health::EngineFailed { failure: failure.clone() });
+        assert_eq!(
+            Health::of(&state, fresh),
+            Health::EngineFailed {
+                failure: failure.clone()
+            }
+        );
         let reason = format!("{SAFE_PROFILE}: 3 crashes");
         state.engine.failure = Some(failed(&reason));
         assert_eq!(Health::of(&state, fresh), Health::SafeProfile { reason });
@@ -115,7 +136,11 @@ mod tests {
         let age = HEALTHY_SAMPLE_AGE + Duration::from_millis(1);
         assert_eq!(Health::of(&state, Some(age)), Health::Blind { age });
         state.pressure.sample_interval = Duration::from_secs(4);
-        assert_eq!(Health::of(&state, Some(age)), Health::EngineFailed { failure }, "sampled on purpose so rarely");
+        assert_eq!(
+            Health::of(&state, Some(age)),
+            Health::EngineFailed { failure },
+            "sampled on purpose so rarely"
+        );
         state.draining = true;
         assert_eq!(Health::of(&state, fresh), Health::Draining);
     }

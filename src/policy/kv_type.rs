@@ -8,7 +8,9 @@ use serde::{Deserialize, Serialize};
 ///
 /// Going down loses precision of everything that is kept; going up gives later tokens the larger type, and what was lost
 /// stays lost until it is read again.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[derive(
+    Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
+)]
 #[serde(rename_all = "snake_case")]
 pub enum KvType {
     /// 32 elements share a scale in `f16` and have 4 bits each: the layout of GGUF's `Q4_0`.
@@ -27,7 +29,7 @@ impl KvType {
     /// Bytes of one head's `elements` for one token.
     ///
     /// ```
-    /// # use cotenant::policy::kv_type::KvType;
+    /// # use cotenant_policy::kv_type::KvType;
     /// assert_eq!(KvType::ALL.map(|kind| kind.row_bytes(128)), [72, 136, 256]);
     /// ```
     #[must_use]
@@ -89,7 +91,10 @@ impl FromStr for KvType {
     type Err = UnknownKvType;
 
     fn from_str(word: &str) -> Result<Self, UnknownKvType> {
-        Self::ALL.into_iter().find(|kind| kind.word() == word).ok_or_else(|| UnknownKvType(word.to_owned()))
+        Self::ALL
+            .into_iter()
+            .find(|kind| kind.word() == word)
+            .ok_or_else(|| UnknownKvType(word.to_owned()))
     }
 }
 

@@ -14,7 +14,7 @@ use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// How urgent the holder's work is; the first is the most urgent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -32,7 +32,12 @@ pub enum Class {
 
 impl Class {
     /// All of them, the most urgent first.
-    pub const ALL: [Self; 4] = [Self::AudioRealtime, Self::Interactive, Self::LlmElastic, Self::Batch];
+    pub const ALL: [Self; 4] = [
+        Self::AudioRealtime,
+        Self::Interactive,
+        Self::LlmElastic,
+        Self::Batch,
+    ];
 
     /// The next more urgent class; the most urgent one is its own.
     #[must_use]
@@ -207,7 +212,11 @@ impl LeaseView {
     /// As whom its process is measured: what [`Measure`](super::event::Action::Measure) names.
     #[must_use]
     pub fn holder(&self) -> &str {
-        if self.holder.is_empty() { &self.tenant } else { &self.holder }
+        if self.holder.is_empty() {
+            &self.tenant
+        } else {
+            &self.holder
+        }
     }
 
     /// Whether it only waits in the queue: what its process uses says nothing of a lease.

@@ -33,12 +33,13 @@ use super::{
     denial::{Denial, NotHolder},
     event::Action,
     lease::{
-        LeaseId, LeaseKind, LeaseMemory, LeaseName, LeaseOwner, LeaseRequest, LeaseState, LeaseView, Peer, Target,
+        LeaseId, LeaseKind, LeaseMemory, LeaseName, LeaseOwner, LeaseRequest, LeaseState,
+        LeaseView, Peer, Target,
     },
     ledger::Ledger,
     params::ShedParams,
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 mod ending;
 mod phase;
@@ -50,7 +51,7 @@ pub(super) struct LeaseTable {
     shed: ShedParams,
     /// Time between two readings that are not urgent.
     rarely: Duration,
-    #[serde(with = "crate::policy::pairs")]
+    #[serde(with = "crate::pairs")]
     leases: BTreeMap<LeaseId, Lease>,
     /// Holders whose leases have ended, and that are still measured to use memory.
     residual: BTreeMap<String, ResidualUse>,
@@ -113,7 +114,11 @@ impl LeaseTable {
             leases: BTreeMap::new(),
             residual: BTreeMap::new(),
             beyond: BTreeSet::new(),
-            last: LastNumbers { lease: 0, generation: 0, nonce: 0 },
+            last: LastNumbers {
+                lease: 0,
+                generation: 0,
+                nonce: 0,
+            },
             changes: 0,
         }
     }
@@ -143,7 +148,10 @@ impl LeaseTable {
     /// The name of a lease in decisions.
     pub(super) fn name_of(&self, id: LeaseId) -> LeaseName {
         let tenant = self.leases.get(&id).map(|lease| lease.tenant.clone());
-        LeaseName { id, tenant: tenant.unwrap_or_default() }
+        LeaseName {
+            id,
+            tenant: tenant.unwrap_or_default(),
+        }
     }
 
     pub(super) fn view(&self, id: LeaseId, ledger: &Ledger) -> Option<LeaseView> {
@@ -152,9 +160,14 @@ impl LeaseTable {
         let (state, target) = match &lease.phase {
             Phase::Granted => (LeaseState::Granted, None),
             Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
-            Phase::Ending { deadline, .. } => {
-                (LeaseState::Gone, Some(Target { nonce: 0, bytes: Bytes::ZERO, deadline: *deadline }))
-            }
+            Phase::Ending { deadline, .. } => (
+                LeaseState::Gone,
+                Some(Target {
+                    nonce: 0,
+                    bytes: Bytes::ZERO,
+                    deadline: *deadline,
+                }),
+            ),
         };
         let (owner_uid, owner_pid) = lease.owner;
         Some(LeaseView {
@@ -175,7 +188,10 @@ impl LeaseTable {
             target,
             granted_at: lease.granted_at,
             expires_at: lease.expires_at,
-            owner: LeaseOwner { owner_uid, owner_pid },
+            owner: LeaseOwner {
+                owner_uid,
+                owner_pid,
+            },
         })
     }
 
@@ -195,10 +211,19 @@ impl LeaseTable {
     }
 
     /// Whether `peer` may act on the lease.
-    pub(super) fn owned(&self, id: LeaseId, generation: u64, peer: &Peer) -> Result<&Lease, Denial> {
+    pub(super) fn owned(
+        &self,
+        id: LeaseId,
+        generation: u64,
+        peer: &Peer,
+    ) -> Result<&Lease, Denial> {
         let lease = self.leases.get(&id).filter(|lease| !lease.is_ending());
         let lease = lease.ok_or_else(|| unknown(id))?;
-        let refuse = |problem| Denial::NotHolder { lease: self.name_of(id).to_string(), uid: peer.uid, problem };
+        let refuse = |problem| Denial::NotHolder {
+            lease: self.name_of(id).to_string(),
+            uid: peer.uid,
+            problem,
+        };
         if lease.kind != LeaseKind::Tenant {
             return Err(refuse(NotHolder::Supervisor));
         }
@@ -228,14 +253,19 @@ impl LeaseTable {
             Some(_) => pid == peer.pid,
             None => pid.is_none() && (name, uid) == (tenant.as_str(), peer.uid),
         };
-        let mut tenants = self.values().filter(|lease| lease.kind == LeaseKind::Tenant);
+        let mut tenants = self
+            .values()
+            .filter(|lease| lease.kind == LeaseKind::Tenant);
         if let Some(lease) = tenants.find(|lease| is_it(&lease.tenant, lease.owner)) {
             return lease.holder.clone();
         }
         let mut residual = self.residual.iter();
         let known = residual.find(|(_, residual)| {
             let lease = &residual.lease;
-            is_it(&lease.tenant, (lease.owner.owner_uid, lease.owner.owner_pid))
+            is_it(
+                &lease.tenant,
+                (lease.owner.owner_uid, lease.owner.owner_pid),
+            )
         });
         if let Some((holder, _)) = known {
             return holder.clone();
@@ -292,7 +322,8 @@ impl LeaseTable {
     ) -> bool {
         let more = bytes.saturating_sub(from.map_or(Bytes::ZERO, |from| turn.ledger.held_by(from)));
         let booked = if let Some(from) = from {
-            turn.ledger.hand_over(from, id, &lease.holder, bytes, turn.now)
+            turn.ledger
+                .hand_over(from, id, &lease.holder, bytes, turn.now)
         } else {
             turn.ledger.book(id, &lease.holder, bytes, turn.now)
         };
@@ -304,7 +335,11 @@ impl LeaseTable {
                 true
             }
             Err(error) => {
-                turn.decide(LeaseDecision::NotBooked { tenant: lease.tenant, asked: error.asked, free: error.free });
+                turn.decide(LeaseDecision::NotBooked {
+                    tenant: lease.tenant,
+                    asked: error.asked,
+                    free: error.free,
+                });
                 false
             }
         }
@@ -352,8 +387,14 @@ impl LeaseTable {
         let leases = self.leases.values().filter_map(|lease| {
             let phase = match &lease.phase {
                 Phase::Granted => None,
-                Phase::Revoking(revocation) => Some(revocation.ends_at(patience).min(revocation.next_poll)),
-                Phase::Ending { deadline, next_poll, .. } => Some((*deadline).min(*next_poll)),
+                Phase::Revoking(revocation) => {
+                    Some(revocation.ends_at(patience).min(revocation.next_poll))
+                }
+                Phase::Ending {
+                    deadline,
+                    next_poll,
+                    ..
+                } => Some((*deadline).min(*next_poll)),
             };
             [phase, lease.expires_at].into_iter().flatten().min()
         });
@@ -369,7 +410,12 @@ impl LeaseTable {
         if held == Bytes::ZERO || used <= held.saturating_add(slack) {
             self.beyond.remove(holder);
         } else if self.beyond.insert(holder.to_owned()) {
-            turn.decide(LeaseDecision::BeyondLease { holder: holder.to_owned(), used, held, free: turn.ledger.free() });
+            turn.decide(LeaseDecision::BeyondLease {
+                holder: holder.to_owned(),
+                used,
+                held,
+                free: turn.ledger.free(),
+            });
         }
     }
 
@@ -402,7 +448,9 @@ impl LeaseTable {
 }
 
 fn unknown(id: LeaseId) -> Denial {
-    Denial::UnknownLease { lease: format!("#{}", id.0) }
+    Denial::UnknownLease {
+        lease: format!("#{}", id.0),
+    }
 }
 
 /// Use beyond a lease that is put down to whole pages and shared libraries.

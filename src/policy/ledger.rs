@@ -16,7 +16,7 @@ use std::{
 use serde::{Deserialize, Serialize};
 
 use super::lease::LeaseId;
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// More was to be booked than is free.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -36,7 +36,7 @@ pub struct Ledger {
     /// What was held when the budget was lowered below it, or has been since: it can only become less.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     ceiling: Option<Bytes>,
-    #[serde(with = "crate::policy::pairs")]
+    #[serde(with = "crate::pairs")]
     entries: BTreeMap<LeaseId, Entry>,
     measured: BTreeMap<String, Measurement>,
     scope: Option<ScopeUse>,
@@ -112,7 +112,13 @@ impl Ledger {
     ///
     /// # Errors
     /// If it is more than what is free; the book is unchanged.
-    pub fn book(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) -> Result<(), OverCommit> {
+    pub fn book(
+        &mut self,
+        id: LeaseId,
+        tenant: &str,
+        bytes: Bytes,
+        now: Timestamp,
+    ) -> Result<(), OverCommit> {
         self.check_free(bytes)?;
         self.book_unchecked(id, tenant, bytes, now);
         Ok(())
@@ -186,7 +192,9 @@ impl Ledger {
     /// on, until it is measured to be back. Returns what it held.
     pub fn close(&mut self, id: LeaseId) -> Bytes {
         self.changes += 1;
-        self.entries.remove(&id).map_or(Bytes::ZERO, |entry| entry.held)
+        self.entries
+            .remove(&id)
+            .map_or(Bytes::ZERO, |entry| entry.held)
     }
 
     /// Says whether a holder is on its way to another size.
@@ -199,7 +207,8 @@ impl Ledger {
     /// Takes a reading of a holder; an older one than the last changes nothing.
     pub fn measure(&mut self, tenant: &str, used: Bytes, at: Timestamp) {
         if self.measured.get(tenant).is_none_or(|last| last.at <= at) {
-            self.measured.insert(tenant.to_owned(), Measurement { used, at });
+            self.measured
+                .insert(tenant.to_owned(), Measurement { used, at });
             self.estimate_outside();
         }
     }
@@ -252,13 +261,19 @@ impl Ledger {
     /// Bytes that one lease holds; zero if it is not on the book.
     #[must_use]
     pub fn held_by(&self, id: LeaseId) -> Bytes {
-        self.entries.get(&id).map_or(Bytes::ZERO, |entry| entry.held)
+        self.entries
+            .get(&id)
+            .map_or(Bytes::ZERO, |entry| entry.held)
     }
 
     /// Bytes that all leases of one holder hold.
     #[must_use]
     pub fn held_by_tenant(&self, tenant: &str) -> Bytes {
-        self.entries.values().filter(|entry| entry.tenant == tenant).map(|entry| entry.held).sum()
+        self.entries
+            .values()
+            .filter(|entry| entry.tenant == tenant)
+            .map(|entry| entry.held)
+            .sum()
     }
 
     /// The last reading of a holder.
@@ -282,7 +297,8 @@ impl Ledger {
     /// Use by processes that are not on the book, as far as it exceeds the reserve.
     #[must_use]
     pub fn unmanaged(&self) -> Bytes {
-        self.outside().map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
+        self.outside()
+            .map_or(Bytes::ZERO, |outside| outside.saturating_sub(self.reserve))
     }
 
     /// The unused part of the reserve: it is there to be used, but not by us.
@@ -321,21 +337,33 @@ impl Ledger {
     /// Budget minus held minus unaccounted.
     #[must_use]
     pub fn free(&self) -> Bytes {
-        self.budget.saturating_sub(self.held()).saturating_sub(self.unaccounted())
+        self.budget
+            .saturating_sub(self.held())
+            .saturating_sub(self.unaccounted())
     }
 
     /// The measured use of all holders; those that were not measured are not in it.
     #[must_use]
     pub fn measured_use(&self) -> Bytes {
-        self.measured.values().map(|measured| measured.used).fold(Bytes::ZERO, Bytes::saturating_add)
+        self.measured
+            .values()
+            .map(|measured| measured.used)
+            .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// The use of all holders, by measurement where there is one and by the book where there is none.
     #[must_use]
     pub fn used_by_holders(&self) -> Bytes {
-        let unmeasured =
-            self.entries.values().filter(|entry| !self.measured.contains_key(&entry.tenant)).map(|entry| entry.held);
-        self.measured.values().map(|measured| measured.used).chain(unmeasured).fold(Bytes::ZERO, Bytes::saturating_add)
+        let unmeasured = self
+            .entries
+            .values()
+            .filter(|entry| !self.measured.contains_key(&entry.tenant))
+            .map(|entry| entry.held);
+        self.measured
+            .values()
+            .map(|measured| measured.used)
+            .chain(unmeasured)
+            .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// Whether the book is right: what is held never exceeds the budget, or what was held when that was lowered.
@@ -359,7 +387,15 @@ impl Ledger {
 
     fn book_unchecked(&mut self, id: LeaseId, tenant: &str, bytes: Bytes, now: Timestamp) {
         self.changes += 1;
-        self.entries.insert(id, Entry { tenant: tenant.to_owned(), held: bytes, booked_at: now, moving: false });
+        self.entries.insert(
+            id,
+            Entry {
+                tenant: tenant.to_owned(),
+                held: bytes,
+                booked_at: now,
+                moving: false,
+            },
+        );
     }
 
     fn check_free(&self, asked: Bytes) -> Result<(), OverCommit> {
@@ -404,11 +440,16 @@ impl Ledger {
         for entry in entries {
             if entry.booked_at <= at {
                 held_then = held_then.saturating_add(entry.held);
-                believed &= !entry.moving && measured.is_some_and(|measured| measured.at >= entry.booked_at);
+                believed &= !entry.moving
+                    && measured.is_some_and(|measured| measured.at >= entry.booked_at);
             }
         }
         let age = measured.map(|measured| at.saturating_since(measured.at));
-        if believed && age.is_some_and(|age| age <= MEASUREMENT_AGE_MAX) { used } else { used.max(held_then) }
+        if believed && age.is_some_and(|age| age <= MEASUREMENT_AGE_MAX) {
+            used
+        } else {
+            used.max(held_then)
+        }
     }
 }
 
@@ -446,7 +487,11 @@ mod tests {
         assert_eq!(ledger.unused_reserve(), mib(0));
         ledger.book(A, "a", mib(2), at(150)).unwrap();
         ledger.observe_scope(mib(3), at(200));
-        assert_eq!(ledger.unused_reserve(), mib(2), "promised, and not in use yet");
+        assert_eq!(
+            ledger.unused_reserve(),
+            mib(2),
+            "promised, and not in use yet"
+        );
         ledger.observe_scope(mib(5), at(300));
         assert_eq!(ledger.unused_reserve(), mib(0), "in use: it counts once");
     }
@@ -455,11 +500,17 @@ mod tests {
     fn unmanaged_processes_count_beyond_the_reserve_and_after_two_samples() {
         let mut ledger = Ledger::new(mib(10), mib(2));
         ledger.observe_scope(mib(1), at(0));
-        assert_eq!((ledger.unmanaged(), ledger.unused_reserve()), (mib(0), mib(1)));
+        assert_eq!(
+            (ledger.unmanaged(), ledger.unused_reserve()),
+            (mib(0), mib(1))
+        );
         ledger.observe_scope(mib(5), at(10));
         assert_eq!(ledger.unmanaged(), mib(0));
         ledger.observe_scope(mib(5), at(20));
-        assert_eq!((ledger.unmanaged(), ledger.unused_reserve()), (mib(3), mib(0)));
+        assert_eq!(
+            (ledger.unmanaged(), ledger.unused_reserve()),
+            (mib(3), mib(0))
+        );
         assert_eq!(ledger.free(), mib(7));
     }
 
@@ -471,7 +522,10 @@ mod tests {
         ledger.measure("a", mib(7), at(10));
         assert_eq!((ledger.free(), ledger.excess()), (mib(1), mib(3)));
         assert_eq!(ledger.follow(A), mib(3));
-        assert_eq!((ledger.free(), ledger.excess(), ledger.held_by(A)), (mib(1), mib(0), mib(7)));
+        assert_eq!(
+            (ledger.free(), ledger.excess(), ledger.held_by(A)),
+            (mib(1), mib(0), mib(7))
+        );
         assert_eq!(ledger.follow(A), mib(0));
         ledger.measure("a", mib(12), at(20));
         assert_eq!(ledger.follow(A), mib(1), "the rest is beyond the budget");

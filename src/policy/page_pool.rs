@@ -9,7 +9,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::pressure::Sample;
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// What became of memory that was given back, by the sample after it. What neither figure has, others took meanwhile.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -58,8 +58,15 @@ impl PagePool {
         };
         (self.open, self.last) = (None, Some(now));
         let to_pool = now.0.saturating_sub(before.0).min(bytes);
-        let to_os = now.1.saturating_sub(before.1).min(bytes.saturating_sub(to_pool));
-        self.last_release = Some(Release { bytes, to_pool, to_os });
+        let to_os = now
+            .1
+            .saturating_sub(before.1)
+            .min(bytes.saturating_sub(to_pool));
+        self.last_release = Some(Release {
+            bytes,
+            to_pool,
+            to_os,
+        });
         self.last_release
     }
 
@@ -83,12 +90,15 @@ const PAUSE: Duration = Duration::from_secs(5);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::pressure::{GpuReading, MemoryReading};
+    use crate::pressure::{GpuReading, MemoryReading};
 
     fn sample(millis: u64, pool: u64, low: u64) -> Sample {
         Sample {
             taken_at: Timestamp::from_millis(millis),
-            memory: MemoryReading { mem_available: Bytes::from_mib(low + 30), ..MemoryReading::default() },
+            memory: MemoryReading {
+                mem_available: Bytes::from_mib(low + 30),
+                ..MemoryReading::default()
+            },
             gpu: GpuReading {
                 cma_free: Some(Bytes::from_mib(30)),
                 nvmap_pool: Some(Bytes::from_mib(pool)),
@@ -106,15 +116,29 @@ mod tests {
     fn a_release_is_split_by_the_first_sample_after_it() {
         let mut pool = PagePool::default();
         pool.released(Bytes::from_mib(9), Timestamp::START);
-        assert_eq!(pool.observe(&sample(100, 10, 1000)), None, "nothing was known before");
+        assert_eq!(
+            pool.observe(&sample(100, 10, 1000)),
+            None,
+            "nothing was known before"
+        );
         pool.released(Bytes::from_mib(700), Timestamp::from_millis(200));
-        assert_eq!(pool.observe(&sample(150, 10, 990)), None, "it was taken before");
-        assert_eq!(pool.observe(&sample(300, 510, 1150)).map(mib), Some([700, 500, 150]));
+        assert_eq!(
+            pool.observe(&sample(150, 10, 990)),
+            None,
+            "it was taken before"
+        );
+        assert_eq!(
+            pool.observe(&sample(300, 510, 1150)).map(mib),
+            Some([700, 500, 150])
+        );
         assert_eq!(pool.observe(&sample(400, 510, 1200)), None);
         // Others fill the machine, and the pool is full.
         pool.released(Bytes::from_mib(100), Timestamp::from_millis(500));
         pool.released(Bytes::from_mib(100), Timestamp::from_millis(510));
-        assert_eq!(pool.observe(&sample(600, 500, 1100)).map(mib), Some([200, 0, 0]));
+        assert_eq!(
+            pool.observe(&sample(600, 500, 1100)).map(mib),
+            Some([200, 0, 0])
+        );
         assert_eq!(pool.last_release.map(mib), Some([200, 0, 0]));
     }
 
@@ -127,12 +151,26 @@ mod tests {
         pool.observe(&sample(100, 300, 500));
         assert_eq!(pool.bytes_to_empty(short, at(100)), None, "enough is there");
         pool.observe(&sample(200, 63, 100));
-        assert_eq!(pool.bytes_to_empty(short, at(200)), None, "the pool has next to nothing");
+        assert_eq!(
+            pool.bytes_to_empty(short, at(200)),
+            None,
+            "the pool has next to nothing"
+        );
         pool.observe(&sample(300, 300, 499));
-        assert_eq!(pool.bytes_to_empty(short, at(300)), Some(Bytes::from_mib(300)));
+        assert_eq!(
+            pool.bytes_to_empty(short, at(300)),
+            Some(Bytes::from_mib(300))
+        );
         assert_eq!(pool.bytes_to_empty(short, at(5299)), None);
-        assert_eq!(pool.bytes_to_empty(short, at(5300)), Some(Bytes::from_mib(300)));
+        assert_eq!(
+            pool.bytes_to_empty(short, at(5300)),
+            Some(Bytes::from_mib(300))
+        );
         pool.observe(&Sample::default());
-        assert_eq!(pool.bytes_to_empty(short, at(60_000)), None, "the pool is not read any more");
+        assert_eq!(
+            pool.bytes_to_empty(short, at(60_000)),
+            None,
+            "the pool is not read any more"
+        );
     }
 }

@@ -10,7 +10,7 @@ use std::{fmt, time::Duration};
 use serde::{Deserialize, Serialize};
 
 use super::{kv_type::KvType, lease::Class, peaks::Peaks};
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// All settings of policy.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -49,7 +49,10 @@ impl MachineMemory {
     /// All memory of a machine without a limit.
     #[must_use]
     pub const fn of(total: Bytes) -> Self {
-        Self { total, limited_by: None }
+        Self {
+            total,
+            limited_by: None,
+        }
     }
 }
 
@@ -434,17 +437,23 @@ impl WorkerParams {
     /// What it holds while it works in `variant`; in its first one if `variant` is unknown.
     #[must_use]
     pub fn steady_of(&self, variant: Option<&str>) -> Bytes {
-        self.variant(variant).map_or(self.steady, |variant| variant.steady)
+        self.variant(variant)
+            .map_or(self.steady, |variant| variant.steady)
     }
 
     /// The most it needs to get into `variant`; into its first one if `variant` is unknown.
     #[must_use]
     pub fn peak_of(&self, variant: Option<&str>) -> Bytes {
-        self.variant(variant).map_or(self.peak, |variant| variant.peak).max(self.steady_of(variant))
+        self.variant(variant)
+            .map_or(self.peak, |variant| variant.peak)
+            .max(self.steady_of(variant))
     }
 
     fn variant(&self, name: Option<&str>) -> Option<&VariantParams> {
-        self.variants.iter().find(|variant| Some(variant.name.as_str()) == name).or_else(|| self.variants.first())
+        self.variants
+            .iter()
+            .find(|variant| Some(variant.name.as_str()) == name)
+            .or_else(|| self.variants.first())
     }
 }
 
@@ -510,7 +519,11 @@ impl Params {
     /// The defaults for a budget, without engine and workers.
     #[must_use]
     pub fn for_budget(total: Bytes, reserve: Bytes, scope: Scope) -> Self {
-        let budget = BudgetParams { total, reserve, scope };
+        let budget = BudgetParams {
+            total,
+            reserve,
+            scope,
+        };
         Self {
             budget,
             pressure: PressureParams::scaled_to(budget.bytes()),
@@ -572,7 +585,11 @@ mod tests {
         for mib in [64, 400, 15_656, 131_072] {
             let params = Params {
                 engine: Some(EngineParams::default()),
-                ..Params::for_budget(Bytes::from_mib(mib), Bytes::from_mib(mib / 10), Scope::Machine)
+                ..Params::for_budget(
+                    Bytes::from_mib(mib),
+                    Bytes::from_mib(mib / 10),
+                    Scope::Machine,
+                )
             };
             assert_eq!(params.validate(), Ok(()), "{mib} MiB");
         }

@@ -6,7 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// The highest measured use of one holder, in one variant.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -29,7 +29,8 @@ impl LearnedPeak {
     /// What a start reserves by it.
     #[must_use]
     pub fn with_margin(&self) -> Bytes {
-        self.bytes.saturating_add(self.bytes.per_mille(MARGIN_PER_MILLE))
+        self.bytes
+            .saturating_add(self.bytes.per_mille(MARGIN_PER_MILLE))
     }
 }
 
@@ -82,7 +83,12 @@ impl Peaks {
 
     /// Forgets what was learned of a holder when it ran something else.
     pub fn forget_other_models(&mut self, holder: &str, model: Option<&str>) {
-        let other = |peak: &LearnedPeak| peak.model.as_deref().zip(model).is_some_and(|(then, now)| then != now);
+        let other = |peak: &LearnedPeak| {
+            peak.model
+                .as_deref()
+                .zip(model)
+                .is_some_and(|(then, now)| then != now)
+        };
         self.0.retain(|peak| peak.holder != holder || !other(peak));
     }
 
@@ -98,7 +104,13 @@ impl Peaks {
     /// Memory that has to be free before a holder is started that needs `configured` at most and `steady` at rest by
     /// its file.
     #[must_use]
-    pub fn expected(&self, holder: &str, variant: Option<&str>, configured: Bytes, steady: Bytes) -> Bytes {
+    pub fn expected(
+        &self,
+        holder: &str,
+        variant: Option<&str>,
+        configured: Bytes,
+        steady: Bytes,
+    ) -> Bytes {
         let Some(peak) = self.of(holder, variant) else {
             return configured;
         };
@@ -113,7 +125,9 @@ impl Peaks {
     }
 
     fn place(&self, holder: &str, variant: Option<&str>) -> Result<usize, usize> {
-        self.0.binary_search_by(|peak| (peak.holder.as_str(), peak.variant.as_deref()).cmp(&(holder, variant)))
+        self.0.binary_search_by(|peak| {
+            (peak.holder.as_str(), peak.variant.as_deref()).cmp(&(holder, variant))
+        })
     }
 
     fn entry(&mut self, holder: &str, variant: Option<&str>) -> Option<&mut LearnedPeak> {
@@ -141,7 +155,9 @@ impl FromIterator<LearnedPeak> for Peaks {
     fn from_iter<I: IntoIterator<Item = LearnedPeak>>(peaks: I) -> Self {
         let mut all: Vec<LearnedPeak> = peaks.into_iter().take(PEAKS_MAX).collect();
         all.sort_by(|one, other| (&one.holder, &one.variant).cmp(&(&other.holder, &other.variant)));
-        all.dedup_by(|later, first| (&later.holder, &later.variant) == (&first.holder, &first.variant));
+        all.dedup_by(|later, first| {
+            (&later.holder, &later.variant) == (&first.holder, &first.variant)
+        });
         Self(all)
     }
 }
@@ -172,9 +188,17 @@ mod tests {
         let expected = |peaks: &Peaks| peaks.expected("asr", None, mib(1375), mib(1100));
         assert_eq!(expected(&peaks), mib(1375), "nothing is known");
         assert!(peaks.seen("asr", None, mib(1000)));
-        assert_eq!(expected(&peaks), mib(1375), "one life says nothing about less");
+        assert_eq!(
+            expected(&peaks),
+            mib(1375),
+            "one life says nothing about less"
+        );
         assert!(peaks.seen("asr", None, mib(3160)));
-        assert_eq!(expected(&peaks), mib(3476), "Moonshine: 1.1 GB at rest, 3.16 GB at its peak");
+        assert_eq!(
+            expected(&peaks),
+            mib(3476),
+            "Moonshine: 1.1 GB at rest, 3.16 GB at its peak"
+        );
         assert!(!peaks.seen("asr", None, mib(3160)) && !peaks.seen("asr", None, mib(2)));
     }
 
@@ -182,14 +206,29 @@ mod tests {
     fn a_lower_peak_has_to_be_seen_in_several_lives() {
         let mut peaks = Peaks::default();
         for life in 0..3 {
-            assert_eq!(peaks.expected("tts", Some("hd"), mib(900), mib(300)), mib(900), "{life}");
+            assert_eq!(
+                peaks.expected("tts", Some("hd"), mib(900), mib(300)),
+                mib(900),
+                "{life}"
+            );
             peaks.lived("tts", Some("hd"), mib(400));
         }
-        assert_eq!(peaks.expected("tts", Some("hd"), mib(900), mib(300)), mib(440));
-        assert_eq!(peaks.expected("tts", Some("hd"), mib(900), mib(600)), mib(600), "never below rest");
+        assert_eq!(
+            peaks.expected("tts", Some("hd"), mib(900), mib(300)),
+            mib(440)
+        );
+        assert_eq!(
+            peaks.expected("tts", Some("hd"), mib(900), mib(600)),
+            mib(600),
+            "never below rest"
+        );
         peaks.seen("tts", Some("hd"), mib(800));
         peaks.lived("tts", Some("hd"), mib(400));
-        assert_eq!(peaks.of("tts", Some("hd")).unwrap().bytes, mib(700), "a quarter each time");
+        assert_eq!(
+            peaks.of("tts", Some("hd")).unwrap().bytes,
+            mib(700),
+            "a quarter each time"
+        );
         assert_eq!(peaks.of("tts", None), None);
     }
 
@@ -199,7 +238,11 @@ mod tests {
         peaks.seen("asr", None, mib(300));
         peaks.seen("tts", None, mib(200));
         peaks.forget_other_models("asr", Some("vosk"));
-        assert_eq!(peaks.of("asr", None).unwrap().bytes, mib(300), "of whichever model it was");
+        assert_eq!(
+            peaks.of("asr", None).unwrap().bytes,
+            mib(300),
+            "of whichever model it was"
+        );
         peaks.name_model("asr", Some("vosk"));
         peaks.forget_other_models("asr", Some("vosk"));
         assert_eq!(peaks.of("asr", None).unwrap().bytes, mib(300));

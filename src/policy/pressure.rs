@@ -29,7 +29,7 @@ use super::{
     params::PressureParams,
     reason::{Confirmation, LevelReason},
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// How stalls for memory come to be known: the rung of the ladder that this kernel allows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -119,13 +119,8 @@ pub struct Sample {
     pub stall_watch: Option<StallWatch>,
 }
 
-/// Of a machine of 8 GiB with room, on which what shares the budget uses `used`.
 #[cfg(test)]
-pub(crate) fn sample_with(used: Bytes, taken_at: Timestamp) -> Sample {
-    let (mem_total, mem_available) = (Bytes::from_gib(8), Bytes::from_gib(7));
-    let memory = MemoryReading { mem_total, mem_available, mem_free: mem_available, group: None };
-    Sample { taken_at, memory, scope_used: Some(used), ..Sample::default() }
-}
+pub(crate) use crate::samples::sample_with;
 
 /// Memory of the machine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -195,13 +190,17 @@ impl Sample {
             .mem_available
             .saturating_sub(self.gpu.cma_free.unwrap_or(Bytes::ZERO))
             .saturating_add(self.gpu.nvmap_pool.unwrap_or(Bytes::ZERO));
-        memory.group.map_or(machine, |group| group.left.min(machine))
+        memory
+            .group
+            .map_or(machine, |group| group.left.min(machine))
     }
 
     /// What [`available`](Self::available) is a part of: `MemTotal`, or the limit of a control group around us.
     #[must_use]
     pub fn total(&self) -> Bytes {
-        self.memory.group.map_or(self.memory.mem_total, |group| group.limit.min(self.memory.mem_total))
+        self.memory.group.map_or(self.memory.mem_total, |group| {
+            group.limit.min(self.memory.mem_total)
+        })
     }
 
     /// What can be had without reclaiming anything, which is all that libraries see that ask CUDA: `MemFree − CmaFree`,
@@ -354,7 +353,13 @@ impl Pressure {
             }
             _ => self.fall(at, headroom),
         };
-        self.last = Some(Reading { at, headroom, level: now, sample: sample.clone(), promised: Bytes::ZERO });
+        self.last = Some(Reading {
+            at,
+            headroom,
+            level: now,
+            sample: sample.clone(),
+            promised: Bytes::ZERO,
+        });
         self.granted = Bytes::ZERO;
         if let Some(change) = &change {
             if change.to > change.from {
@@ -403,13 +408,17 @@ impl Pressure {
         let (Some((since, before)), Some(last)) = (self.earlier[0], &self.last) else {
             return Bytes::ZERO;
         };
-        per_second(before.saturating_sub(last.headroom), last.at.saturating_since(since))
+        per_second(
+            before.saturating_sub(last.headroom),
+            last.at.saturating_since(since),
+        )
     }
 
     /// When nothing will be left at the rate of the last seconds; `None` if headroom does not shrink, or for hours.
     #[must_use]
     pub fn exhausted_in(&self) -> Option<Duration> {
-        self.reached_in(Bytes::ZERO).filter(|left| *left < EXHAUSTION_AHEAD)
+        self.reached_in(Bytes::ZERO)
+            .filter(|left| *left < EXHAUSTION_AHEAD)
     }
 
     /// Whether a shed still waits whether the shortage passes by itself.
@@ -429,14 +438,19 @@ impl Pressure {
     /// the dwell.
     #[must_use]
     pub fn is_critical_now(&self) -> bool {
-        let below = self.headroom().map(|headroom| self.level_of(headroom, self.params.hysteresis));
-        self.level == PressureLevel::Critical && (self.critical_by_signs || below == Some(PressureLevel::Critical))
+        let below = self
+            .headroom()
+            .map(|headroom| self.level_of(headroom, self.params.hysteresis));
+        self.level == PressureLevel::Critical
+            && (self.critical_by_signs || below == Some(PressureLevel::Critical))
     }
 
     /// Whether the level is Critical, or will be within the grace at the present slope.
     #[must_use]
     pub fn is_urgent(&self) -> bool {
-        let critical_ahead = self.reached_in(self.params.critical_below).is_some_and(|left| left <= self.params.grace);
+        let critical_ahead = self
+            .reached_in(self.params.critical_below)
+            .is_some_and(|left| left <= self.params.grace);
         self.level == PressureLevel::Critical || critical_ahead
     }
 
@@ -463,14 +477,21 @@ impl Pressure {
 
     fn note_lately(&mut self, at: Timestamp, headroom: Bytes, returned: Bytes) {
         let Some(last) = &self.last else { return };
-        let before = last.headroom.saturating_add(returned).saturating_sub(self.granted);
-        let lately = per_second(before.saturating_sub(headroom), at.saturating_since(last.at));
+        let before = last
+            .headroom
+            .saturating_add(returned)
+            .saturating_sub(self.granted);
+        let lately = per_second(
+            before.saturating_sub(headroom),
+            at.saturating_since(last.at),
+        );
         self.lost_lately = [lately, self.lost_lately[0]];
     }
 
     fn note_trend(&mut self, at: Timestamp, headroom: Bytes) {
-        let old =
-            |reading: Option<(Timestamp, Bytes)>| reading.is_none_or(|(since, _)| at.saturating_since(since) >= TREND);
+        let old = |reading: Option<(Timestamp, Bytes)>| {
+            reading.is_none_or(|(since, _)| at.saturating_since(since) >= TREND)
+        };
         if self.earlier[0].is_none() {
             self.earlier = [Some((at, headroom)); 2];
         } else if old(self.earlier[1]) {
@@ -483,13 +504,35 @@ impl Pressure {
         let last = self.last.as_ref()?;
         let at = sample.taken_at;
         let micros = at.saturating_since(last.at).as_micros().max(1);
-        let grown = |before: Option<u64>, now: Option<u64>| u128::from(grown(before, now).unwrap_or(0));
-        let refaults = grown(last.sample.counters.refaults_file, sample.counters.refaults_file) * 1_000_000 / micros;
-        self.refaulting_since = if refaults >= REFAULTS_PER_S { self.refaulting_since.or(Some(last.at)) } else { None };
-        let stalls = grown(last.sample.counters.allocstalls, sample.counters.allocstalls);
-        let scans = grown(last.sample.counters.pgscan_direct, sample.counters.pgscan_direct);
-        self.stalls_in_a_row = if stalls > 0 || scans > 0 { self.stalls_in_a_row.saturating_add(1) } else { 0 };
-        let full = grown(last.sample.stalls.psi_full_total_us, sample.stalls.psi_full_total_us);
+        let grown =
+            |before: Option<u64>, now: Option<u64>| u128::from(grown(before, now).unwrap_or(0));
+        let refaults = grown(
+            last.sample.counters.refaults_file,
+            sample.counters.refaults_file,
+        ) * 1_000_000
+            / micros;
+        self.refaulting_since = if refaults >= REFAULTS_PER_S {
+            self.refaulting_since.or(Some(last.at))
+        } else {
+            None
+        };
+        let stalls = grown(
+            last.sample.counters.allocstalls,
+            sample.counters.allocstalls,
+        );
+        let scans = grown(
+            last.sample.counters.pgscan_direct,
+            sample.counters.pgscan_direct,
+        );
+        self.stalls_in_a_row = if stalls > 0 || scans > 0 {
+            self.stalls_in_a_row.saturating_add(1)
+        } else {
+            0
+        };
+        let full = grown(
+            last.sample.stalls.psi_full_total_us,
+            sample.stalls.psi_full_total_us,
+        );
         let all_stalled = full * 1000 / micros >= PSI_FULL_PER_MILLE && micros >= PSI_LEAST_US;
         // The kernel counts for the whole machine. What stalls others says nothing of a session while the machine has plenty.
         let plenty = Bytes::new(sample.memory.mem_total.get() / SESSION_PLENTY);
@@ -500,20 +543,40 @@ impl Pressure {
         if headroom < elevated && (self.stalls_in_a_row >= STALLS_IN_A_ROW || all_stalled) {
             let watermark = elevated;
             let reason = if all_stalled {
-                LevelReason::AllStalled { headroom, watermark, stalled_us: to_u64(full), of_us: to_u64(micros) }
+                LevelReason::AllStalled {
+                    headroom,
+                    watermark,
+                    stalled_us: to_u64(full),
+                    of_us: to_u64(micros),
+                }
             } else {
-                LevelReason::StallsAgain { headroom, watermark, stalls: to_u64(stalls), scans: to_u64(scans) }
+                LevelReason::StallsAgain {
+                    headroom,
+                    watermark,
+                    stalls: to_u64(stalls),
+                    scans: to_u64(scans),
+                }
             };
             return Some((PressureLevel::Critical, reason));
         }
-        let refused = grown(last.sample.counters.cma_failures, sample.counters.cma_failures);
+        let refused = grown(
+            last.sample.counters.cma_failures,
+            sample.counters.cma_failures,
+        );
         if refused > 0 && headroom < elevated.saturating_mul(2) {
             let refused = to_u64(refused);
-            return Some((PressureLevel::Elevated, LevelReason::CmaRefused { headroom, refused }));
+            return Some((
+                PressureLevel::Elevated,
+                LevelReason::CmaRefused { headroom, refused },
+            ));
         }
         let since = self.refaulting_since?;
         let (lasted, per_s) = (at.saturating_since(since), to_u64(refaults));
-        let reason = LevelReason::Refaults { headroom, per_s, lasted };
+        let reason = LevelReason::Refaults {
+            headroom,
+            per_s,
+            lasted,
+        };
         let counts = lasted >= REFAULTS_FOR && headroom < elevated.saturating_mul(2);
         counts.then_some((PressureLevel::Elevated, reason))
     }
@@ -539,8 +602,13 @@ impl Pressure {
         let [lately, before] = self.lost_lately;
         let slope = self.losing_per_s().max(lately).max(before);
         let calm = lost_in(slope.saturating_mul(SLOPE_MARGIN)).min(CALM_INTERVAL);
-        let has_trend = self.earlier[0].is_some_and(|(since, _)| last.at.saturating_since(since) >= TREND);
-        let interval = if has_trend && last.level < PressureLevel::Critical { shortest.max(calm) } else { shortest };
+        let has_trend =
+            self.earlier[0].is_some_and(|(since, _)| last.at.saturating_since(since) >= TREND);
+        let interval = if has_trend && last.level < PressureLevel::Critical {
+            shortest.max(calm)
+        } else {
+            shortest
+        };
         interval.clamp(self.params.sample_min, self.params.sample_max)
     }
 
@@ -564,7 +632,10 @@ impl Pressure {
         } else if let Some(signal) = confirmation(&last.sample, sample) {
             (now, signal)
         } else if last.level > self.level || now == PressureLevel::Critical {
-            (PressureLevel::Elevated, Confirmation::FirstSample { before })
+            (
+                PressureLevel::Elevated,
+                Confirmation::FirstSample { before },
+            )
         } else {
             return None;
         };
@@ -575,12 +646,22 @@ impl Pressure {
         (to > self.level).then_some(LevelChange {
             from: self.level,
             to,
-            reason: LevelReason::Below { headroom, watermark, by },
+            reason: LevelReason::Below {
+                headroom,
+                watermark,
+                by,
+            },
         })
     }
 
     /// Where the present slope leads within two samples, if that is below the watermark after the next.
-    fn ahead(&self, last: &Reading, at: Timestamp, headroom: Bytes, now: PressureLevel) -> Option<Confirmation> {
+    fn ahead(
+        &self,
+        last: &Reading,
+        at: Timestamp,
+        headroom: Bytes,
+        now: PressureLevel,
+    ) -> Option<Confirmation> {
         let next = match now {
             PressureLevel::Normal | PressureLevel::Elevated => self.params.critical_below,
             PressureLevel::Critical => self.params.last_resort_below,
@@ -588,7 +669,11 @@ impl Pressure {
         let before = last.headroom.saturating_sub(self.granted);
         let lost = u128::from(before.checked_sub(headroom)?.get());
         let took = at.saturating_since(last.at).as_micros().max(1);
-        let two_samples = 2 * self.params.sample_min.as_micros().max(took.min(self.params.sample_max.as_micros()));
+        let two_samples = 2 * self
+            .params
+            .sample_min
+            .as_micros()
+            .max(took.min(self.params.sample_max.as_micros()));
         let left = headroom.saturating_sub(Bytes::new(to_u64(lost * two_samples / took)));
         (lost > 0 && left < next).then(|| Confirmation::Slope {
             lost: Bytes::new(to_u64(lost)),
@@ -605,38 +690,62 @@ impl Pressure {
             return None;
         }
         let gap_max = self.params.sample_max.saturating_mul(SAMPLES_MISSED_MAX);
-        let gap = self.last.as_ref().is_some_and(|last| at.saturating_since(last.at) > gap_max);
+        let gap = self
+            .last
+            .as_ref()
+            .is_some_and(|last| at.saturating_since(last.at) > gap_max);
         let calm = match self.calm {
-            Some(calm) if !gap => Calm { since: calm.since, worst: calm.worst.max(now) },
-            _ => Calm { since: at, worst: now },
+            Some(calm) if !gap => Calm {
+                since: calm.since,
+                worst: calm.worst.max(now),
+            },
+            _ => Calm {
+                since: at,
+                worst: now,
+            },
         };
         self.calm = Some(calm);
         let (lasted, dwell) = (at.saturating_since(calm.since), self.params.dwell);
         (lasted >= dwell).then_some(LevelChange {
             from: self.level,
             to: calm.worst,
-            reason: LevelReason::Above { headroom, lasted, dwell },
+            reason: LevelReason::Above {
+                headroom,
+                lasted,
+                dwell,
+            },
         })
     }
 }
 
 fn per_second(bytes: Bytes, took: Duration) -> Bytes {
-    let per_s = (u128::from(bytes.get()) * 1_000_000).checked_div(took.as_micros()).unwrap_or(0);
+    let per_s = (u128::from(bytes.get()) * 1_000_000)
+        .checked_div(took.as_micros())
+        .unwrap_or(0);
     Bytes::new(to_u64(per_s))
 }
 
 /// A signal other than the headroom that confirms it.
 fn confirmation(before: &Sample, now: &Sample) -> Option<Confirmation> {
-    let micros = now.taken_at.saturating_since(before.taken_at).as_micros().max(1);
+    let micros = now
+        .taken_at
+        .saturating_since(before.taken_at)
+        .as_micros()
+        .max(1);
     let (of_us, took_ms) = (to_u64(micros), to_u64(micros / 1000));
     let per_s = |count: u64| u128::from(count) * 1_000_000 / micros;
-    let stalled = grown(before.stalls.psi_some_total_us, now.stalls.psi_some_total_us)
-        .filter(|stalled| u128::from(*stalled) * 1000 / micros >= PSI_SOME_PER_MILLE)
-        .map(|stalled_us| Confirmation::Stalled { stalled_us, of_us });
-    let stalls = grown(before.counters.allocstalls, now.counters.allocstalls).filter(|count| *count > 0);
-    let scans = grown(before.counters.pgscan_direct, now.counters.pgscan_direct).filter(|pages| *pages > 0);
-    let swap_ins =
-        grown(before.counters.swap_ins, now.counters.swap_ins).filter(|pages| per_s(*pages) >= SWAP_INS_PER_S);
+    let stalled = grown(
+        before.stalls.psi_some_total_us,
+        now.stalls.psi_some_total_us,
+    )
+    .filter(|stalled| u128::from(*stalled) * 1000 / micros >= PSI_SOME_PER_MILLE)
+    .map(|stalled_us| Confirmation::Stalled { stalled_us, of_us });
+    let stalls =
+        grown(before.counters.allocstalls, now.counters.allocstalls).filter(|count| *count > 0);
+    let scans =
+        grown(before.counters.pgscan_direct, now.counters.pgscan_direct).filter(|pages| *pages > 0);
+    let swap_ins = grown(before.counters.swap_ins, now.counters.swap_ins)
+        .filter(|pages| per_s(*pages) >= SWAP_INS_PER_S);
     let refaults = grown(before.counters.refaults_file, now.counters.refaults_file)
         .filter(|pages| per_s(*pages) >= REFAULTS_PER_S);
     stalled

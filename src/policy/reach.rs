@@ -7,7 +7,7 @@
 //!
 //! The supervisor's own wants have no deadline. So nothing is kept free for it either while tenants keep, and
 //! unmanaged processes use, so much that it cannot have it: they may end in a minute or never, and until then the engine
-//! makes use of it. When they have, it takes its turn ([`admission`](crate::policy::admission)).
+//! makes use of it. When they have, it takes its turn ([`admission`](crate::admission)).
 
 use super::{
     admission::{Want, WantKind},
@@ -21,7 +21,7 @@ use super::{
     state::State,
     worker::Worker,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 impl State {
     /// Bytes that may be booked for a class now: free, minus those kept for holders that come back.
@@ -42,22 +42,35 @@ impl State {
     /// Space of workers that are wanted, do not run, are not in the queue and could be started some time; and what those
     /// lack for their start that are about to be started again.
     pub(super) fn returning_workers(&self) -> Vec<(Class, Bytes)> {
-        self.returns().map(|(worker, bytes)| (worker.params.class, bytes)).collect()
+        self.returns()
+            .map(|(worker, bytes)| (worker.params.class, bytes))
+            .collect()
     }
 
     /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep do not count
     /// where they are more urgent: the engine, which asks, gives it back when one wakes.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
-        let counts = |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
-        let returning = self.returns().filter(|(worker, _)| counts(worker)).map(|(_, bytes)| bytes);
-        let waiting = self.workers.values().filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
+        let counts =
+            |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
+        let returning = self
+            .returns()
+            .filter(|(worker, _)| counts(worker))
+            .map(|(_, bytes)| bytes);
+        let waiting = self
+            .workers
+            .values()
+            .filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
         let waiting = waiting.map(|worker| self.worker_peak(&worker.params.name, None));
-        returning.chain(waiting).fold(Bytes::ZERO, Bytes::saturating_add)
+        returning
+            .chain(waiting)
+            .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     fn returns(&self) -> impl Iterator<Item = (&Worker, Bytes)> {
-        let within_reach =
-            self.workers.values().filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
+        let within_reach = self
+            .workers
+            .values()
+            .filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
         within_reach.filter_map(|worker| {
             let name = &worker.params.name;
             let bytes = worker.returns_for(self.worker_peak(name, None), self.worker_held(name))?;
@@ -75,7 +88,10 @@ impl State {
             Scope::Session => limits.elevated_below.saturating_add(limits.hysteresis),
         };
         let most = self.ledger.budget().saturating_sub(kept);
-        self.engine.shape()?.plan(most, &self.engine.limits()?).err()
+        self.engine
+            .shape()?
+            .plan(most, &self.engine.limits()?)
+            .err()
     }
 
     /// The least need of a want, beyond what it holds.
@@ -95,26 +111,43 @@ impl State {
     }
 
     /// Why nothing is granted to this class now, whatever is free.
-    pub(super) fn admission_denial(&self, tenant: &str, class: Class, asked: Bytes) -> Option<Denial> {
+    pub(super) fn admission_denial(
+        &self,
+        tenant: &str,
+        class: Class,
+        asked: Bytes,
+    ) -> Option<Denial> {
         let limit = self.params.pressure.sample_age_max;
-        let age = self.pressure.sampled_at().map(|at| self.now.saturating_since(at));
-        let stale = age.filter(|age| *age > limit).map(|age| Denial::StaleSample {
-            tenant: tenant.to_owned(),
-            asked,
-            age,
-            limit,
-        });
+        let age = self
+            .pressure
+            .sampled_at()
+            .map(|at| self.now.saturating_since(at));
+        let stale = age
+            .filter(|age| *age > limit)
+            .map(|age| Denial::StaleSample {
+                tenant: tenant.to_owned(),
+                asked,
+                age,
+                limit,
+            });
         stale.or_else(|| self.pressure_denial(tenant, class, asked))
     }
 
     /// Classes that can wait are not admitted under pressure.
-    pub(super) fn pressure_denial(&self, tenant: &str, class: Class, asked: Bytes) -> Option<Denial> {
+    pub(super) fn pressure_denial(
+        &self,
+        tenant: &str,
+        class: Class,
+        asked: Bytes,
+    ) -> Option<Denial> {
         let level = self.pressure.level();
-        (class >= Class::LlmElastic && level > PressureLevel::Normal).then(|| Denial::PressureHigh {
-            tenant: tenant.to_owned(),
-            asked,
-            class,
-            level,
+        (class >= Class::LlmElastic && level > PressureLevel::Normal).then(|| {
+            Denial::PressureHigh {
+                tenant: tenant.to_owned(),
+                asked,
+                class,
+                level,
+            }
         })
     }
 
@@ -131,7 +164,11 @@ impl State {
     /// queue, where it would have its turn.
     pub(super) fn start_is_out_of_reach(&self, worker: &Worker) -> bool {
         let name = &worker.params.name;
-        let whose = if worker.is_waiting() { Whose::All } else { Whose::Ours };
+        let whose = if worker.is_waiting() {
+            Whose::All
+        } else {
+            Whose::Ours
+        };
         self.worker_peak(name, None) > self.reach(name, worker.params.class, whose)
     }
 
@@ -141,13 +178,17 @@ impl State {
             Some(_) => Whose::Ours,
             None => Whose::All,
         };
-        self.queue.values().any(|want| !self.is_beyond(want, kept_for(want)))
+        self.queue
+            .values()
+            .any(|want| !self.is_beyond(want, kept_for(want)))
     }
 
     /// The most that can ever be booked for a holder while those stay that it cannot take from.
     fn reach(&self, holder: &str, class: Class, whose: Whose) -> Bytes {
         let kept = self.keepers(holder, class, whose).map(|(_, bytes)| bytes);
-        self.ledger.budget().saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
+        self.ledger
+            .budget()
+            .saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
     /// The holders that keep something against a holder of `class`, whatever happens.
@@ -167,9 +208,15 @@ impl State {
         });
         let others = (whose == Whose::All).then(|| {
             let tenants = self.leases.iter().filter_map(move |(id, lease)| {
-                let stays = lease.kind == LeaseKind::Tenant && !matches!(lease.phase, Phase::Ending { .. });
+                let stays =
+                    lease.kind == LeaseKind::Tenant && !matches!(lease.phase, Phase::Ending { .. });
                 let keeps = stays && lease.tenant != holder;
-                keeps.then(|| (lease.tenant.as_str(), lease.min.min(self.ledger.held_by(id))))
+                keeps.then(|| {
+                    (
+                        lease.tenant.as_str(),
+                        lease.min.min(self.ledger.held_by(id)),
+                    )
+                })
             });
             let unmanaged = self.ledger.unmanaged();
             tenants.chain(std::iter::once(("", unmanaged)))
@@ -194,7 +241,9 @@ impl State {
             configured: worker.params.peak_of(None),
             free: self.available(class, false),
             most: self.reach(name, class, Whose::Ours),
-            keepers: keepers.map(|(keeper, bytes)| (keeper.to_owned(), bytes)).collect(),
+            keepers: keepers
+                .map(|(keeper, bytes)| (keeper.to_owned(), bytes))
+                .collect(),
         })
     }
 
@@ -204,7 +253,9 @@ impl State {
 
     /// Whether those behind it wait while it does.
     pub(super) fn holds_back(&self, want: &Want) -> bool {
-        let pressed = self.pressure_denial(&want.tenant, want.class, Bytes::ZERO).is_some();
+        let pressed = self
+            .pressure_denial(&want.tenant, want.class, Bytes::ZERO)
+            .is_some();
         !pressed && !self.is_out_of_reach(want)
     }
 }

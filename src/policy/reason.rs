@@ -13,7 +13,7 @@ use super::{
     pressure_level::PressureLevel,
     residency::{EnginePlan, ModelShape},
 };
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// For what memory is reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -67,7 +67,9 @@ impl PlanSize {
     #[must_use]
     pub fn of(shape: Option<&ModelShape>, plan: &EnginePlan) -> Self {
         Self {
-            resident: shape.map_or((0, 0), |shape| (shape.resident_layers(plan), shape.layer_count())),
+            resident: shape.map_or((0, 0), |shape| {
+                (shape.resident_layers(plan), shape.layer_count())
+            }),
             kv_capacity: plan.kv_capacity,
             kv_type: plan.kv_type,
             bytes: shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan)),
@@ -84,7 +86,10 @@ pub struct PlanChange {
 
 impl PlanChange {
     pub(super) fn of(shape: Option<&ModelShape>, from: &EnginePlan, to: &EnginePlan) -> Self {
-        Self { from: PlanSize::of(shape, from), to: PlanSize::of(shape, to) }
+        Self {
+            from: PlanSize::of(shape, from),
+            to: PlanSize::of(shape, to),
+        }
     }
 }
 
@@ -98,18 +103,11 @@ pub enum PlanReason {
         change: PlanChange,
     },
     /// An operator wants KV kept as the type of the new plan.
-    KvType {
-        change: PlanChange,
-    },
+    KvType { change: PlanChange },
     /// A request wants so much KV capacity.
-    Capacity {
-        wanted: Tokens,
-        change: PlanChange,
-    },
+    Capacity { wanted: Tokens, change: PlanChange },
     /// The full plan takes no more than the one in force.
-    FullForNothing {
-        now: PlanSize,
-    },
+    FullForNothing { now: PlanSize },
     /// Larger prefill chunks: reading `streamed` for each takes longer than computing it.
     Chunk {
         tokens: Tokens,
@@ -190,17 +188,39 @@ pub struct IgnoredPressure {
 #[serde(rename_all = "snake_case")]
 pub enum LevelReason {
     /// All tasks stalled for `stalled_us` of `of_us`.
-    AllStalled { headroom: Bytes, watermark: Bytes, stalled_us: u64, of_us: u64 },
+    AllStalled {
+        headroom: Bytes,
+        watermark: Bytes,
+        stalled_us: u64,
+        of_us: u64,
+    },
     /// Samples in a row show allocations that stalled, or scanned pages themselves.
-    StallsAgain { headroom: Bytes, watermark: Bytes, stalls: u64, scans: u64 },
+    StallsAgain {
+        headroom: Bytes,
+        watermark: Bytes,
+        stalls: u64,
+        scans: u64,
+    },
     /// File pages are read again, so many per second, for so long.
-    Refaults { headroom: Bytes, per_s: u64, lasted: Duration },
+    Refaults {
+        headroom: Bytes,
+        per_s: u64,
+        lasted: Duration,
+    },
     /// The kernel refused so many allocations of CMA.
     CmaRefused { headroom: Bytes, refused: u64 },
     /// Below the watermark, and confirmed.
-    Below { headroom: Bytes, watermark: Bytes, by: Confirmation },
+    Below {
+        headroom: Bytes,
+        watermark: Bytes,
+        by: Confirmation,
+    },
     /// Above the watermark of the level for longer than the dwell.
-    Above { headroom: Bytes, lasted: Duration, dwell: Duration },
+    Above {
+        headroom: Bytes,
+        lasted: Duration,
+        dwell: Duration,
+    },
 }
 
 /// Why one sample below a watermark is believed.

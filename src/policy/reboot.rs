@@ -15,7 +15,7 @@ use super::{
     pressure::{GpuUse, Sample},
     pressure_level::PressureLevel,
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// A state of the machine that only a reboot ends, with the figures of the last sample that showed it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -41,7 +41,8 @@ impl RebootReason {
     }
 
     /// The words of all reasons.
-    pub const WORDS: [&'static str; 3] = ["orphaned_gpu_memory", "contiguous_refused", "fragmented"];
+    pub const WORDS: [&'static str; 3] =
+        ["orphaned_gpu_memory", "contiguous_refused", "fragmented"];
 }
 
 /// What is advised, and what may be before long.
@@ -91,18 +92,25 @@ impl Watched {
         }
         self.turning_since = None;
         let before = std::mem::replace(&mut self.advised, seen);
-        seen.map(Changed::Advised).or(before.map(Changed::NotAdvised))
+        seen.map(Changed::Advised)
+            .or(before.map(Changed::NotAdvised))
     }
 }
 
 impl RebootAdvice {
     /// The reasons for which a reboot is advised.
     pub(super) fn reasons(&self) -> impl Iterator<Item = RebootReason> {
-        [self.orphaned, self.contiguous, self.fragmented].into_iter().filter_map(|watched| watched.advised)
+        [self.orphaned, self.contiguous, self.fragmented]
+            .into_iter()
+            .filter_map(|watched| watched.advised)
     }
 
     /// Takes a sample, and the level that it has led to; returns what changes by it.
-    pub(super) fn observe(&mut self, sample: &Sample, level: PressureLevel) -> impl Iterator<Item = Changed> + use<> {
+    pub(super) fn observe(
+        &mut self,
+        sample: &Sample,
+        level: PressureLevel,
+    ) -> impl Iterator<Item = Changed> + use<> {
         let now = sample.taken_at;
         let orphaned = sample.gpu.gpu_orphaned.and_then(|bytes| {
             let bound = ORPHANED_LEAST.max(sample.memory.mem_total.per_mille(ORPHANED_PER_MILLE));
@@ -118,14 +126,24 @@ impl RebootAdvice {
         let fragmented = sample.largest_free.and_then(|largest| {
             let free = sample.free_without_reclaim();
             let plenty = lower_where(self.fragmented.advised, PLENTY_FREE);
-            let seen = (largest < SMALL_BLOCK && free > plenty).then_some(RebootReason::Fragmented { free, largest });
+            let seen = (largest < SMALL_BLOCK && free > plenty)
+                .then_some(RebootReason::Fragmented { free, largest });
             self.fragmented.observe(seen, now)
         });
         [orphaned, contiguous, fragmented].into_iter().flatten()
     }
 
-    fn refused(&mut self, count: u64, level: PressureLevel, now: Timestamp) -> Option<RebootReason> {
-        let known = self.refusals.get_or_insert(Refusals { count, before: count, risen_at: now });
+    fn refused(
+        &mut self,
+        count: u64,
+        level: PressureLevel,
+        now: Timestamp,
+    ) -> Option<RebootReason> {
+        let known = self.refusals.get_or_insert(Refusals {
+            count,
+            before: count,
+            risen_at: now,
+        });
         let goes_on = now.saturating_since(known.risen_at) < REFUSED_EACH;
         if count > known.count {
             if !goes_on {
@@ -164,7 +182,7 @@ const PLENTY_FREE: Bytes = Bytes::from_mib(512);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::pressure::{GpuReading, KernelCounters, MemoryReading};
+    use crate::pressure::{GpuReading, KernelCounters, MemoryReading};
 
     fn at(second: u64) -> Timestamp {
         Timestamp::from_millis(second * 1000)
@@ -179,7 +197,10 @@ mod tests {
                 ..MemoryReading::default()
             },
             largest_free: Some(Bytes::from_mib(4)),
-            counters: KernelCounters { cma_failures: Some(7), ..KernelCounters::default() },
+            counters: KernelCounters {
+                cma_failures: Some(7),
+                ..KernelCounters::default()
+            },
             gpu: GpuReading {
                 gpu_used: Some(GpuUse::Counted(Bytes::from_gib(3))),
                 gpu_orphaned: Some(Bytes::ZERO),
@@ -190,7 +211,13 @@ mod tests {
     }
 
     fn orphaned(second: u64, mib: u64) -> Sample {
-        Sample { gpu: GpuReading { gpu_orphaned: Some(Bytes::from_mib(mib)), ..board(second).gpu }, ..board(second) }
+        Sample {
+            gpu: GpuReading {
+                gpu_orphaned: Some(Bytes::from_mib(mib)),
+                ..board(second).gpu
+            },
+            ..board(second)
+        }
     }
 
     fn changes(advice: &mut RebootAdvice, sample: &Sample) -> Vec<Changed> {
@@ -198,29 +225,46 @@ mod tests {
     }
 
     #[test]
-    fn orphaned_gpu_memory_is_advised_after_ten_minutes_and_not_any_more_ten_minutes_after_it_has_gone() {
+    fn orphaned_gpu_memory_is_advised_after_ten_minutes_and_not_any_more_ten_minutes_after_it_has_gone()
+     {
         let mut advice = RebootAdvice::default();
         // 5 % of 16 GiB is 819 MiB.
         assert_eq!(changes(&mut advice, &orphaned(0, 900)), []);
-        assert_eq!(changes(&mut advice, &orphaned(300, 800)), [], "it fell below the bound");
+        assert_eq!(
+            changes(&mut advice, &orphaned(300, 800)),
+            [],
+            "it fell below the bound"
+        );
         assert_eq!(changes(&mut advice, &orphaned(301, 900)), []);
         assert_eq!(changes(&mut advice, &orphaned(900, 900)), []);
-        let reason = RebootReason::OrphanedGpuMemory { bytes: Bytes::from_mib(910), of: Bytes::from_gib(3) };
-        assert_eq!(changes(&mut advice, &orphaned(901, 910)), [Changed::Advised(reason)]);
+        let reason = RebootReason::OrphanedGpuMemory {
+            bytes: Bytes::from_mib(910),
+            of: Bytes::from_gib(3),
+        };
+        assert_eq!(
+            changes(&mut advice, &orphaned(901, 910)),
+            [Changed::Advised(reason)]
+        );
         assert_eq!(advice.reasons().collect::<Vec<_>>(), [reason]);
         // Half of the bound has to be reached, and what cannot be read changes nothing.
         assert_eq!(changes(&mut advice, &orphaned(2000, 500)), []);
         assert_eq!(changes(&mut advice, &Sample::default()), []);
         assert_eq!(changes(&mut advice, &orphaned(2001, 100)), []);
         assert_eq!(changes(&mut advice, &orphaned(2600, 100)), []);
-        assert!(matches!(changes(&mut advice, &orphaned(2601, 100))[..], [Changed::NotAdvised(_)]));
+        assert!(matches!(
+            changes(&mut advice, &orphaned(2601, 100))[..],
+            [Changed::NotAdvised(_)]
+        ));
         assert_eq!(advice.reasons().count(), 0);
     }
 
     #[test]
     fn refusals_of_contiguous_memory_are_advised_where_they_go_on_though_memory_is_plentiful() {
         let refused = |second, count| Sample {
-            counters: KernelCounters { cma_failures: Some(count), ..board(second).counters },
+            counters: KernelCounters {
+                cma_failures: Some(count),
+                ..board(second).counters
+            },
             ..board(second)
         };
         let mut advice = RebootAdvice::default();
@@ -229,7 +273,10 @@ mod tests {
         }
         assert_eq!(changes(&mut advice, &refused(655, 17)), []);
         let reason = RebootReason::ContiguousRefused { refusals: 11 };
-        assert_eq!(changes(&mut advice, &refused(660, 18)), [Changed::Advised(reason)]);
+        assert_eq!(
+            changes(&mut advice, &refused(660, 18)),
+            [Changed::Advised(reason)]
+        );
         // Under pressure refusals are no news.
         let mut short = RebootAdvice::default();
         for second in (0..1200).step_by(60) {
@@ -239,7 +286,10 @@ mod tests {
         // A single one is forgotten.
         let mut once = RebootAdvice::default();
         for second in (0..2000).step_by(10) {
-            assert_eq!(changes(&mut once, &refused(second, 7 + u64::from(second > 50))), []);
+            assert_eq!(
+                changes(&mut once, &refused(second, 7 + u64::from(second > 50))),
+                []
+            );
         }
     }
 
@@ -247,12 +297,19 @@ mod tests {
     fn free_memory_without_a_block_for_drivers_is_advised() {
         let pieces = |second, kib, mib| Sample {
             largest_free: Some(Bytes::from_kib(kib)),
-            memory: MemoryReading { mem_free: Bytes::from_mib(mib), ..board(second).memory },
+            memory: MemoryReading {
+                mem_free: Bytes::from_mib(mib),
+                ..board(second).memory
+            },
             ..board(second)
         };
         let mut advice = RebootAdvice::default();
         assert_eq!(changes(&mut advice, &pieces(0, 32, 100)), []);
-        assert_eq!(changes(&mut advice, &pieces(700, 32, 600)), [], "little was free before");
+        assert_eq!(
+            changes(&mut advice, &pieces(700, 32, 600)),
+            [],
+            "little was free before"
+        );
         assert!(matches!(
             changes(&mut advice, &pieces(1300, 32, 600))[..],
             [Changed::Advised(RebootReason::Fragmented { .. })]
@@ -264,13 +321,23 @@ mod tests {
     fn each_reason_has_its_word() {
         let mib = Bytes::from_mib(1);
         let all = [
-            RebootReason::OrphanedGpuMemory { bytes: mib, of: mib },
+            RebootReason::OrphanedGpuMemory {
+                bytes: mib,
+                of: mib,
+            },
             RebootReason::ContiguousRefused { refusals: 1 },
-            RebootReason::Fragmented { free: mib, largest: mib },
+            RebootReason::Fragmented {
+                free: mib,
+                largest: mib,
+            },
         ];
         assert_eq!(all.map(RebootReason::word), RebootReason::WORDS);
         for reason in all {
-            assert!(serde_json::to_string(&reason).unwrap().contains(reason.word()));
+            assert!(
+                serde_json::to_string(&reason)
+                    .unwrap()
+                    .contains(reason.word())
+            );
         }
     }
 }

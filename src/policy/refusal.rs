@@ -12,14 +12,16 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::pressure::PressureLevel;
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// Why a request is refused, or why one that had begun could not be finished.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "refusal")]
 pub enum Refusal {
     /// Does not fit now, and will after a shed or a regrow.
-    #[error("cannot {act}: it needs {asked}, {free} is free and {reclaimable} can be reclaimed, of a {budget} budget")]
+    #[error(
+        "cannot {act}: it needs {asked}, {free} is free and {reclaimable} can be reclaimed, of a {budget} budget"
+    )]
     InsufficientMemory {
         /// What was to be done, as it reads after "cannot": `start a chat completion`.
         act: String,
@@ -33,20 +35,37 @@ pub enum Refusal {
     },
     /// Would fit, but nothing of this class is admitted at this pressure.
     #[error("cannot {act}: pressure is {level}")]
-    PressureHigh { act: String, level: PressureLevel, retry_after: Duration },
+    PressureHigh {
+        act: String,
+        level: PressureLevel,
+        retry_after: Duration,
+    },
     /// The prompt is longer than the *configured* context.
     #[error(
         "cannot take a prompt of {prompt} tokens: this model's maximum context length is {limit} tokens (`{model}`)"
     )]
-    ContextLengthExceeded { model: String, prompt: Tokens, limit: Tokens },
+    ContextLengthExceeded {
+        model: String,
+        prompt: Tokens,
+        limit: Tokens,
+    },
     /// The prompt fits the configured context, and not the KV capacity as shed.
     #[error(
         "cannot take a prompt of {prompt} tokens now: the KV cache of `{model}` is shed to {capacity} of {limit} tokens"
     )]
-    KvCapacityShed { model: String, prompt: Tokens, capacity: Tokens, limit: Tokens, retry_after: Duration },
+    KvCapacityShed {
+        model: String,
+        prompt: Tokens,
+        capacity: Tokens,
+        limit: Tokens,
+        retry_after: Duration,
+    },
     /// The KV cache of a running sequence was taken away.
     #[error("generation stopped after {generated} tokens: its KV cache was reclaimed")]
-    KvReclaimed { generated: Tokens, retry_after: Duration },
+    KvReclaimed {
+        generated: Tokens,
+        retry_after: Duration,
+    },
     /// A limit for one client, or for all of them, is reached.
     #[error("cannot {act}: {what} is at its limit of {limit}")]
     QuotaExceeded {
@@ -71,15 +90,24 @@ pub enum Refusal {
     },
     /// The engine died; what it was generating is lost.
     #[error("the engine is lost: {reason}")]
-    EngineLost { reason: String, retry_after: Duration },
+    EngineLost {
+        reason: String,
+        retry_after: Duration,
+    },
     /// The LLM failed permanently: nothing but a change of its file, the settings or the machine brings it back.
     #[error("the LLM has failed and is not loaded again by itself: {failure}")]
     ModelFailed { failure: String },
     /// A worker died, hung, or answered nonsense in the middle of the request.
     #[error("worker `{worker}` failed: {reason}")]
-    WorkerLost { worker: String, reason: String, retry_after: Duration },
+    WorkerLost {
+        worker: String,
+        reason: String,
+        retry_after: Duration,
+    },
     /// The answer cannot come within the time that the caller is ready to wait.
-    #[error("cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms")]
+    #[error(
+        "cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms"
+    )]
     DeadlineUnreachable {
         act: String,
         /// How long the caller waits, ms.
@@ -148,8 +176,12 @@ impl Refusal {
             Self::InsufficientMemory { .. } | Self::PressureHigh { .. } => {
                 "try again after the stated time; `cotenant status` shows who holds what"
             }
-            Self::ContextLengthExceeded { .. } => "shorten the prompt, or raise the context in the configuration",
-            Self::KvCapacityShed { .. } => "try again when the KV cache has grown back, or shorten the prompt",
+            Self::ContextLengthExceeded { .. } => {
+                "shorten the prompt, or raise the context in the configuration"
+            }
+            Self::KvCapacityShed { .. } => {
+                "try again when the KV cache has grown back, or shorten the prompt"
+            }
             Self::KvReclaimed { .. } | Self::Starting { .. } => "try again after the stated time",
             Self::QuotaExceeded { .. } => "try again with fewer requests at once",
             Self::Draining { .. } => {
@@ -158,11 +190,15 @@ impl Refusal {
             Self::EngineLost { .. } | Self::WorkerLost { .. } => {
                 "try again after the stated time; `cotenant events` shows what happened"
             }
-            Self::DeadlineUnreachable { .. } => "allow a longer read timeout, or try again when pressure has fallen",
+            Self::DeadlineUnreachable { .. } => {
+                "allow a longer read timeout, or try again when pressure has fallen"
+            }
             Self::NotConfigured { .. } => "add it to the configuration",
             Self::Stopped { .. } => "an operator starts it by `cotenant start`",
             // The failure names its remedy.
-            Self::ModelFailed { .. } | Self::Invalid { .. } | Self::UnknownModel { .. } => return None,
+            Self::ModelFailed { .. } | Self::Invalid { .. } | Self::UnknownModel { .. } => {
+                return None;
+            }
         })
     }
 }
@@ -170,57 +206,14 @@ impl Refusal {
 /// A value in front of its problem, where there is one.
 #[must_use]
 pub fn quoted(value: &str) -> String {
-    if value.is_empty() { String::new() } else { format!("`{value}` ") }
+    if value.is_empty() {
+        String::new()
+    } else {
+        format!("`{value}` ")
+    }
 }
 
 /// For decisions that come without a time of their own.
 ///
 /// Our choice: longer than a shed (the target is 300 ms), shorter than the 2 s after which LiveKit retries anyway.
 pub const RETRY_AFTER_DEFAULT: Duration = Duration::from_millis(500);
-
-/// One of each situation; what renders them is tested with all of them.
-#[cfg(test)]
-pub(crate) fn samples() -> Vec<Refusal> {
-    let act = || "start a chat completion".to_owned();
-    let retry_after = Duration::from_millis(50);
-    let (small, large) = (Bytes::from_mib(64), Bytes::from_mib(512));
-    vec![
-        Refusal::InsufficientMemory {
-            act: act(),
-            asked: small,
-            free: Bytes::from_mib(12),
-            reclaimable: Bytes::from_mib(20),
-            budget: large,
-            retry_after,
-        },
-        Refusal::PressureHigh { act: act(), level: PressureLevel::Critical, retry_after },
-        Refusal::ContextLengthExceeded { model: "m".to_owned(), prompt: Tokens::new(9000), limit: Tokens::new(4096) },
-        Refusal::KvCapacityShed {
-            model: "m".to_owned(),
-            prompt: Tokens::new(2000),
-            capacity: Tokens::new(1024),
-            limit: Tokens::new(4096),
-            retry_after,
-        },
-        Refusal::KvReclaimed { generated: Tokens::new(7), retry_after },
-        Refusal::QuotaExceeded { act: act(), what: "requests in flight".to_owned(), limit: 16, retry_after },
-        Refusal::Draining { act: act(), retry_after },
-        Refusal::Starting { act: act(), who: "the engine".to_owned(), state: "loading".to_owned(), retry_after },
-        Refusal::EngineLost { reason: "it panicked".to_owned(), retry_after },
-        Refusal::ModelFailed { failure: "its weights are damaged".to_owned() },
-        Refusal::WorkerLost {
-            worker: "tts".to_owned(),
-            reason: "killed by SIGKILL, sender unknown".to_owned(),
-            retry_after,
-        },
-        Refusal::DeadlineUnreachable { act: act(), patience_ms: 1000, expected_ms: 4000, retry_after },
-        Refusal::Invalid {
-            field: "top_p".to_owned(),
-            value: "7".to_owned(),
-            problem: "is above the limit of 1".to_owned(),
-        },
-        Refusal::UnknownModel { model: "x".to_owned(), known: "; there is `m`".to_owned() },
-        Refusal::NotConfigured { act: act(), what: "model".to_owned() },
-        Refusal::Stopped { act: act(), worker: "tts".to_owned() },
-    ]
-}

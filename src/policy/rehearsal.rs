@@ -20,7 +20,7 @@ use super::{
     shedding::Source,
     snapshot::{EngineState, WorkerState},
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// The course of a stack on a machine of this size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -81,9 +81,15 @@ pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal
     let mut stage = Stage::new(params, shape.cloned())?;
     stage.run(START_TIME);
     let after = stage.arbiter.snapshot();
-    let is_waiting = |state: &WorkerState| matches!(state, WorkerState::AwaitingMemory | WorkerState::BackingOff);
-    let mut waiting: Vec<String> =
-        after.workers.iter().filter(|worker| is_waiting(&worker.state)).map(|worker| worker.name.clone()).collect();
+    let is_waiting = |state: &WorkerState| {
+        matches!(state, WorkerState::AwaitingMemory | WorkerState::BackingOff)
+    };
+    let mut waiting: Vec<String> = after
+        .workers
+        .iter()
+        .filter(|worker| is_waiting(&worker.state))
+        .map(|worker| worker.name.clone())
+        .collect();
     if shape.is_some() && after.engine.state != EngineState::Ready {
         waiting.insert(0, ENGINE_TENANT.to_owned());
     }
@@ -99,7 +105,10 @@ pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal
         shortages: Vec::new(),
     };
     for (level, target) in [
-        (PressureLevel::Elevated, Bytes::new(elevated.get().midpoint(critical.get()))),
+        (
+            PressureLevel::Elevated,
+            Bytes::new(elevated.get().midpoint(critical.get())),
+        ),
         (PressureLevel::Critical, Bytes::new(critical.get() / 2)),
     ] {
         rehearsal.shortages.push(stage.shortage(level, target));
@@ -131,7 +140,9 @@ impl Stage {
         let arbiter = Arbiter::new(params.clone())?;
         let mut events = VecDeque::new();
         if let Some(shape) = &shape {
-            events.push_back(Event::EngineInspected { shape: shape.clone() });
+            events.push_back(Event::EngineInspected {
+                shape: shape.clone(),
+            });
         }
         Ok(Self {
             arbiter,
@@ -156,7 +167,10 @@ impl Stage {
             self.settle();
             self.peak = self.peak.max(self.arbiter.snapshot().memory.held);
             let tick = self.now + TICK;
-            let due = self.arbiter.next_deadline().filter(|due| *due > self.now && *due < tick);
+            let due = self
+                .arbiter
+                .next_deadline()
+                .filter(|due| *due > self.now && *due < tick);
             self.now = due.unwrap_or(tick);
             self.handle(Event::DeadlineReached);
             self.settle();
@@ -165,7 +179,12 @@ impl Stage {
 
     /// Lets others take memory until the headroom is `target`, and returns what is reclaimed for it.
     fn shortage(&mut self, level: PressureLevel, target: Bytes) -> Shortage {
-        let headroom = self.arbiter.snapshot().pressure.headroom.unwrap_or_default();
+        let headroom = self
+            .arbiter
+            .snapshot()
+            .pressure
+            .headroom
+            .unwrap_or_default();
         let before = self.others;
         self.others = self.others.saturating_add(headroom.saturating_sub(target));
         self.reclaimed.clear();
@@ -184,24 +203,39 @@ impl Stage {
         let available = taken.into_iter().fold(total, Bytes::saturating_sub);
         self.handle(Event::Sampled(Sample {
             taken_at: self.now,
-            memory: MemoryReading { mem_total: total, mem_available: available, mem_free: available, group: None },
+            memory: MemoryReading {
+                mem_total: total,
+                mem_available: available,
+                mem_free: available,
+                group: None,
+            },
             scope_used: Some(used.saturating_add(self.others)),
             ..Sample::default()
         }));
-        let measured: Vec<_> = self.used.iter().map(|(name, used)| (name.clone(), *used)).collect();
+        let measured: Vec<_> = self
+            .used
+            .iter()
+            .map(|(name, used)| (name.clone(), *used))
+            .collect();
         for (name, used) in measured {
             self.measured(name, used);
         }
     }
 
     fn measured(&mut self, tenant: String, used: Bytes) {
-        self.handle(Event::Measured { tenant, used: Some(used), taken_at: self.now });
+        self.handle(Event::Measured {
+            tenant,
+            used: Some(used),
+            taken_at: self.now,
+        });
     }
 
     /// Gives the arbiter what its actions have led to, until nothing more comes of it.
     fn settle(&mut self) {
         for _ in 0..EVENTS_MAX {
-            let Some(event) = self.events.pop_front() else { return };
+            let Some(event) = self.events.pop_front() else {
+                return;
+            };
             self.handle(event);
         }
     }
@@ -217,7 +251,8 @@ impl Stage {
         match action {
             Action::InspectModel | Action::ReinspectModel => {
                 let shape = self.shape.clone();
-                self.events.extend(shape.map(|shape| Event::EngineInspected { shape }));
+                self.events
+                    .extend(shape.map(|shape| Event::EngineInspected { shape }));
             }
             Action::LoadEngine { revision, plan } => {
                 self.started(ENGINE_TENANT);
@@ -227,16 +262,32 @@ impl Stage {
             Action::StartWorker { worker, variant } => self.start(&worker, variant.as_deref()),
             Action::StopWorker { worker, .. } => {
                 self.used.insert(worker.clone(), Bytes::ZERO);
-                self.events.push_back(Event::WorkerExited { worker, intended: true, cause: String::new() });
+                self.events.push_back(Event::WorkerExited {
+                    worker,
+                    intended: true,
+                    cause: String::new(),
+                });
             }
             Action::ResizeWorker { worker, variant } => {
-                let steady = self.params.worker(&worker).map(|it| it.steady_of(Some(&variant)));
+                let steady = self
+                    .params
+                    .worker(&worker)
+                    .map(|it| it.steady_of(Some(&variant)));
                 self.used.insert(worker.clone(), steady.unwrap_or_default());
-                self.events.push_back(Event::WorkerResized { worker, variant, used: steady, error: None });
+                self.events.push_back(Event::WorkerResized {
+                    worker,
+                    variant,
+                    used: steady,
+                    error: None,
+                });
             }
             Action::Measure { tenant } => {
                 let used = self.used.get(&tenant).copied();
-                self.events.push_back(Event::Measured { tenant, used, taken_at: self.now });
+                self.events.push_back(Event::Measured {
+                    tenant,
+                    used,
+                    taken_at: self.now,
+                });
             }
             Action::Weighed { weighing } => {
                 for weighed in weighing.candidates {
@@ -251,7 +302,11 @@ impl Stage {
         if bytes == Bytes::ZERO {
             return;
         }
-        match self.reclaimed.iter_mut().find(|before| before.source == source) {
+        match self
+            .reclaimed
+            .iter_mut()
+            .find(|before| before.source == source)
+        {
             Some(before) => before.bytes = before.bytes.saturating_add(bytes),
             None => self.reclaimed.push(Reclaimed { source, bytes }),
         }
@@ -260,24 +315,34 @@ impl Stage {
     fn start(&mut self, worker: &str, variant: Option<&str>) {
         self.started(worker);
         let steady = self.params.worker(worker).map(|it| it.steady_of(variant));
-        self.used.insert(worker.to_owned(), steady.unwrap_or_default());
+        self.used
+            .insert(worker.to_owned(), steady.unwrap_or_default());
         let pid = FIRST_PID.saturating_add(u32::try_from(self.settled.len()).unwrap_or(u32::MAX));
         self.settled.insert(worker.to_owned());
-        self.events.push_back(Event::WorkerReady { worker: worker.to_owned(), pid });
+        self.events.push_back(Event::WorkerReady {
+            worker: worker.to_owned(),
+            pid,
+        });
     }
 
     fn started(&mut self, holder: &str) {
         let held = self.arbiter.snapshot().memory.held;
         self.peak = self.peak.max(held);
         if self.starts.iter().all(|start| start.holder != holder) {
-            self.starts.push(Start { holder: holder.to_owned(), held });
+            self.starts.push(Start {
+                holder: holder.to_owned(),
+                held,
+            });
         }
     }
 
     fn apply(&mut self, revision: u64, plan: EnginePlan) {
         let Some(shape) = &self.shape else { return };
         let used = shape.plan_bytes(&plan);
-        let before = self.used.insert(ENGINE_TENANT.to_owned(), used).unwrap_or_default();
+        let before = self
+            .used
+            .insert(ENGINE_TENANT.to_owned(), used)
+            .unwrap_or_default();
         self.events.push_back(Event::EngineApplied {
             revision,
             in_force: plan,

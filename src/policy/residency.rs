@@ -9,6 +9,8 @@ mod path;
 mod plans;
 mod shape;
 
-pub use self::shape::{EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv};
+pub use self::shape::{
+    EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv,
+};
 #[cfg(test)]
-pub(crate) use self::shape::{sample_shape, small_model};
+pub(crate) use crate::samples::{sample_shape, small_model};

@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use serde::{Deserialize, Serialize};
 
 use super::params::RestartParams;
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// The consequence of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -32,7 +32,12 @@ impl Restart {
     /// Nothing has failed yet.
     #[must_use]
     pub const fn new(params: RestartParams) -> Self {
-        Self { params, recent: VecDeque::new(), in_a_row: 0, ready_since: None }
+        Self {
+            params,
+            recent: VecDeque::new(),
+            in_a_row: 0,
+            ready_since: None,
+        }
     }
 
     /// Counts by other settings from now on.
@@ -77,7 +82,11 @@ impl Restart {
 
     fn next_try(&mut self, now: Timestamp) -> Timestamp {
         let doubled = 1u32.checked_shl(self.in_a_row).unwrap_or(u32::MAX);
-        let wait = self.params.backoff_min.saturating_mul(doubled).min(self.params.backoff_max);
+        let wait = self
+            .params
+            .backoff_min
+            .saturating_mul(doubled)
+            .min(self.params.backoff_max);
         self.in_a_row = self.in_a_row.saturating_add(1).min(DOUBLINGS_MAX);
         now + wait
     }
@@ -126,7 +135,10 @@ mod tests {
     fn failures_outside_the_window_do_not_count_but_the_wait_stays_long() {
         let mut restart = Restart::new(RestartParams::default());
         for second in [0, 30, 59] {
-            assert!(matches!(restart.failed(at(second * 1000)), Verdict::RetryAt(_)));
+            assert!(matches!(
+                restart.failed(at(second * 1000)),
+                Verdict::RetryAt(_)
+            ));
         }
         assert_eq!(restart.failed(at(60_000)), Verdict::RetryAt(at(64_000)));
     }

@@ -16,7 +16,7 @@ use super::{
     params::ResidencyMode,
     reason::{ReclaimReason, SpareReason},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Who could give memory back, and how.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -79,7 +79,16 @@ impl Candidate {
     /// Something that is given as a whole.
     #[must_use]
     pub fn whole(source: Source, class: Class, bytes: Bytes, cost_us: u64) -> Self {
-        Self { steps: vec![Step { units: 1, bytes, cost_us }], source, class, unit: Bytes::ZERO }
+        Self {
+            steps: vec![Step {
+                units: 1,
+                bytes,
+                cost_us,
+            }],
+            source,
+            class,
+            unit: Bytes::ZERO,
+        }
     }
 
     /// Something that is given in any number of `units` of the same size, each at the same part of `cost_us`.
@@ -95,19 +104,38 @@ impl Candidate {
 
     /// Something that is given in any number of `units` of the same size, at a cost that grows as `cost_of` says.
     #[must_use]
-    pub fn graded(source: Source, class: Class, unit: Bytes, units: u32, cost_of: impl Fn(u32) -> u64) -> Self {
+    pub fn graded(
+        source: Source,
+        class: Class,
+        unit: Bytes,
+        units: u32,
+        cost_of: impl Fn(u32) -> u64,
+    ) -> Self {
         let stride = units.div_ceil(STEPS_MAX).max(1);
         let steps = (1..=units.div_ceil(stride))
             .map(|step| step.saturating_mul(stride).min(units))
-            .map(|taken| Step { units: taken, bytes: unit.saturating_mul(u64::from(taken)), cost_us: cost_of(taken) })
+            .map(|taken| Step {
+                units: taken,
+                bytes: unit.saturating_mul(u64::from(taken)),
+                cost_us: cost_of(taken),
+            })
             .collect();
-        Self { source, class, steps, unit }
+        Self {
+            source,
+            class,
+            steps,
+            unit,
+        }
     }
 
     /// The most that it can give.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.steps.iter().map(|step| step.bytes).max().unwrap_or(Bytes::ZERO)
+        self.steps
+            .iter()
+            .map(|step| step.bytes)
+            .max()
+            .unwrap_or(Bytes::ZERO)
     }
 
     /// By how much its cost counts: the class, and whether a process is lost.
@@ -119,7 +147,11 @@ impl Candidate {
             Class::LlmElastic => 2,
             Class::Batch => 1,
         };
-        let stop = if matches!(self.source, Source::WorkerStop { .. }) { STOP_WEIGHT } else { 1 };
+        let stop = if matches!(self.source, Source::WorkerStop { .. }) {
+            STOP_WEIGHT
+        } else {
+            1
+        };
         class * stop
     }
 
@@ -129,10 +161,13 @@ impl Candidate {
     pub fn by_cost_of_a_byte(&self, other: &Self) -> Ordering {
         let whole = |candidate: &Self| {
             let most = candidate.steps.last();
-            most.map_or((0, 1), |step| (candidate.score(step), u128::from(step.bytes.get().max(1))))
+            most.map_or((0, 1), |step| {
+                (candidate.score(step), u128::from(step.bytes.get().max(1)))
+            })
         };
         let ((cost, bytes), (other_cost, other_bytes)) = (whole(self), whole(other));
-        cost.saturating_mul(other_bytes).cmp(&other_cost.saturating_mul(bytes))
+        cost.saturating_mul(other_bytes)
+            .cmp(&other_cost.saturating_mul(bytes))
     }
 
     /// The weighed cost of a step. Asking a holder costs something.
@@ -172,7 +207,12 @@ pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {
     if reclaimable(candidates) <= need {
         return candidates
             .iter()
-            .filter_map(|candidate| chosen(candidate, candidate.steps.iter().max_by_key(|step| step.bytes)?))
+            .filter_map(|candidate| {
+                chosen(
+                    candidate,
+                    candidate.steps.iter().max_by_key(|step| step.bytes)?,
+                )
+            })
             .collect();
     }
     let mut trail = Trail::default();
@@ -208,7 +248,10 @@ pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {
         }
         front = undominated(next, need);
     }
-    let best = front.iter().filter(|partial| partial.bytes >= need).min_by_key(|partial| partial.key());
+    let best = front
+        .iter()
+        .filter(|partial| partial.bytes >= need)
+        .min_by_key(|partial| partial.key());
     let Some(best) = best else { return Vec::new() };
     let mut taken: Vec<(&Candidate, Step)> = trail
         .back_from(best.last)
@@ -219,13 +262,19 @@ pub fn choose(candidates: &[Candidate], need: Bytes) -> Vec<Chosen> {
         })
         .collect();
     spare(&mut taken, best.bytes.saturating_sub(need));
-    taken.iter().filter_map(|(candidate, step)| chosen(candidate, step)).collect()
+    taken
+        .iter()
+        .filter_map(|(candidate, step)| chosen(candidate, step))
+        .collect()
 }
 
 /// The sum of what all candidates can give.
 #[must_use]
 pub fn reclaimable(candidates: &[Candidate]) -> Bytes {
-    candidates.iter().map(Candidate::bytes).fold(Bytes::ZERO, Bytes::saturating_add)
+    candidates
+        .iter()
+        .map(Candidate::bytes)
+        .fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
 /// What was weighed before memory was reclaimed: who was asked, and who was not.
@@ -272,7 +321,12 @@ pub struct Spared {
 impl Weighing {
     /// What has been weighed and chosen.
     #[must_use]
-    pub fn new(reason: ReclaimReason, need: Bytes, candidates: &[Candidate], choice: &[Chosen]) -> Self {
+    pub fn new(
+        reason: ReclaimReason,
+        need: Bytes,
+        candidates: &[Candidate],
+        choice: &[Chosen],
+    ) -> Self {
         let mut weighed: Vec<Weighed> = candidates
             .iter()
             .map(|candidate| {
@@ -287,12 +341,22 @@ impl Weighing {
                     bytes: candidate.bytes(),
                     weight: candidate.weight(),
                     score: u64::try_from(score).unwrap_or(u64::MAX),
-                    chosen: choice.iter().find(|chosen| chosen.source == candidate.source).map(|chosen| chosen.bytes),
+                    chosen: choice
+                        .iter()
+                        .find(|chosen| chosen.source == candidate.source)
+                        .map(|chosen| chosen.bytes),
                 }
             })
             .collect();
         weighed.sort_by(|one, other| (one.score, &one.source).cmp(&(other.score, &other.source)));
-        Self { reason, need, reclaimable: reclaimable(candidates), mode: None, candidates: weighed, spared: Vec::new() }
+        Self {
+            reason,
+            need,
+            reclaimable: reclaimable(candidates),
+            mode: None,
+            candidates: weighed,
+            spared: Vec::new(),
+        }
     }
 }
 
@@ -334,7 +398,8 @@ fn spare(taken: &mut [(&Candidate, Step)], mut surplus: Bytes) {
     taken.sort_by(|(one, a), (other, b)| {
         let mine = one.score(a).saturating_mul(u128::from(b.bytes.get()));
         let theirs = other.score(b).saturating_mul(u128::from(a.bytes.get()));
-        mine.cmp(&theirs).then_with(|| one.source.cmp(&other.source))
+        mine.cmp(&theirs)
+            .then_with(|| one.source.cmp(&other.source))
     });
     for (candidate, step) in taken.iter_mut().rev() {
         if candidate.unit == Bytes::ZERO {
@@ -433,11 +498,20 @@ mod tests {
     }
 
     fn tenant(lease: u64) -> Source {
-        Source::Tenant { lease: LeaseId(lease), tenant: format!("t{lease}") }
+        Source::Tenant {
+            lease: LeaseId(lease),
+            tenant: format!("t{lease}"),
+        }
     }
 
     fn layers(count: u32, each_us: u64) -> Candidate {
-        Candidate::even(Source::Layers, Class::LlmElastic, mib(10), count, each_us * u64::from(count))
+        Candidate::even(
+            Source::Layers,
+            Class::LlmElastic,
+            mib(10),
+            count,
+            each_us * u64::from(count),
+        )
     }
 
     fn stop(name: &str, class: Class, size: u64, cost_us: u64) -> Candidate {
@@ -450,30 +524,52 @@ mod tests {
         let tts = stop("tts", Class::AudioRealtime, 500, 1_000_000);
         assert_eq!(
             choose(&[tts, layers(50, 5000)], mib(64)),
-            [Chosen { source: Source::Layers, units: 7, bytes: mib(70) }]
+            [Chosen {
+                source: Source::Layers,
+                units: 7,
+                bytes: mib(70)
+            }]
         );
     }
 
     #[test]
     fn the_lower_class_gives_first() {
         let even = |lease, class| Candidate::even(tenant(lease), class, mib(1), 100, 10_000);
-        let chosen = choose(&[even(1, Class::Interactive), even(2, Class::Batch)], mib(120));
-        let given: Vec<_> = chosen.iter().map(|chosen| (&chosen.source, chosen.bytes)).collect();
+        let chosen = choose(
+            &[even(1, Class::Interactive), even(2, Class::Batch)],
+            mib(120),
+        );
+        let given: Vec<_> = chosen
+            .iter()
+            .map(|chosen| (&chosen.source, chosen.bytes))
+            .collect();
         assert_eq!(given, [(&tenant(2), mib(100)), (&tenant(1), mib(20))]);
     }
 
     #[test]
     fn the_balance_shows_winners_and_losers_with_their_scores() {
-        let candidates = [layers(8, 30_000), stop("indexer", Class::Batch, 50, 1_000_000)];
+        let candidates = [
+            layers(8, 30_000),
+            stop("indexer", Class::Batch, 50, 1_000_000),
+        ];
         let weighing = Weighing::new(
             ReclaimReason::Operator { asked: mib(20) },
             mib(20),
             &candidates,
             &choose(&candidates, mib(20)),
         );
-        let seen: Vec<_> =
-            weighing.candidates.iter().map(|weighed| (weighed.source.clone(), weighed.score, weighed.chosen)).collect();
-        assert_eq!(seen, [(Source::Layers, 6002, Some(mib(20))), (candidates[1].source.clone(), 1_280_128, None)]);
+        let seen: Vec<_> = weighing
+            .candidates
+            .iter()
+            .map(|weighed| (weighed.source.clone(), weighed.score, weighed.chosen))
+            .collect();
+        assert_eq!(
+            seen,
+            [
+                (Source::Layers, 6002, Some(mib(20))),
+                (candidates[1].source.clone(), 1_280_128, None)
+            ]
+        );
     }
 
     #[test]
@@ -481,13 +577,22 @@ mod tests {
         let candidates: Vec<Candidate> = (1..=64)
             .map(|lease| {
                 let units = 100 + u32::try_from(lease * lease % 97).unwrap();
-                Candidate::even(tenant(lease), Class::Batch, Bytes::new(997 + lease), units, lease * 7919)
+                Candidate::even(
+                    tenant(lease),
+                    Class::Batch,
+                    Bytes::new(997 + lease),
+                    units,
+                    lease * 7919,
+                )
             })
             .collect();
         let need = reclaimable(&candidates).per_mille(618);
         let chosen = choose(&candidates, need);
         let sum: Bytes = chosen.iter().map(|chosen| chosen.bytes).sum();
-        assert!(sum >= need && sum < need + Bytes::from_kib(8), "{sum} of {need}");
+        assert!(
+            sum >= need && sum < need + Bytes::from_kib(8),
+            "{sum} of {need}"
+        );
     }
 
     /// Every set of steps, one of each candidate at most.
@@ -501,12 +606,16 @@ mod tests {
                         .steps
                         .iter()
                         .filter(|step| step.bytes > Bytes::ZERO)
-                        .map(move |step| (cost + candidate.score(step), asked + 1, *bytes + step.bytes))
+                        .map(move |step| {
+                            (cost + candidate.score(step), asked + 1, *bytes + step.bytes)
+                        })
                 })
                 .collect();
             sets.extend(more);
         }
-        sets.into_iter().filter(|(_, _, bytes)| *bytes >= need).min()
+        sets.into_iter()
+            .filter(|(_, _, bytes)| *bytes >= need)
+            .min()
     }
 
     fn candidates() -> impl Strategy<Value = Vec<Candidate>> {
@@ -521,12 +630,20 @@ mod tests {
                         .into_iter()
                         .map(|(more, dearer)| {
                             (units, bytes, cost_us) = (units + 1, bytes + more, cost_us + dearer);
-                            Step { units, bytes: Bytes::new(bytes), cost_us }
+                            Step {
+                                units,
+                                bytes: Bytes::new(bytes),
+                                cost_us,
+                            }
                         })
                         .collect();
                     let worker = format!("w{lease}");
                     Candidate {
-                        source: if stops { Source::WorkerStop { worker } } else { tenant(lease) },
+                        source: if stops {
+                            Source::WorkerStop { worker }
+                        } else {
+                            tenant(lease)
+                        },
                         class,
                         steps,
                         unit: Bytes::ZERO,

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::Tokens;
+use cotenant_units::Tokens;
 
 /// The beginning of a sequence, which stays when the oldest tokens behind it are dropped.
 ///
@@ -24,7 +24,8 @@ impl Sinks {
     /// As clients write it: a number of tokens, or -1 for the whole prompt (llama.cpp's `n_keep`); `None` for anything else.
     ///
     /// ```
-    /// # use cotenant::{policy::sinks::Sinks, units::Tokens};
+    /// # use cotenant_policy::sinks::Sinks;
+    /// # use cotenant_units::Tokens;
     /// assert_eq!(Sinks::from_wire(-1), Some(Sinks::Prompt));
     /// assert_eq!(Sinks::from_wire(64), Some(Sinks::Tokens(Tokens::new(64))));
     /// assert_eq!(Sinks::from_wire(-2), None);
@@ -33,7 +34,9 @@ impl Sinks {
     pub fn from_wire(number: i64) -> Option<Self> {
         match number {
             -1 => Some(Self::Prompt),
-            number => u32::try_from(number).ok().map(|tokens| Self::Tokens(Tokens::new(tokens))),
+            number => u32::try_from(number)
+                .ok()
+                .map(|tokens| Self::Tokens(Tokens::new(tokens))),
         }
     }
 

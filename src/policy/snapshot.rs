@@ -17,7 +17,7 @@ use super::{
     reboot::RebootReason,
     residency::{EnginePlan, ModelShape},
 };
-use crate::units::{Bytes, Timestamp, Tokens};
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 /// State of the engine.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -289,14 +289,23 @@ mod tests {
     #[test]
     fn groups_are_not_to_be_seen_in_json() {
         let sample = Some(Sample::default());
-        let pressure = PressureView { sample, ..PressureView::default() };
-        let state = Snapshot { pressure, ..Snapshot::default() };
+        let pressure = PressureView {
+            sample,
+            ..PressureView::default()
+        };
+        let state = Snapshot {
+            pressure,
+            ..Snapshot::default()
+        };
         let text = serde_json::to_string(&state).unwrap();
         let start = r#"{"at":0,"budget":0,"held":0,"used":0,"unaccounted":0,"free":0,"unmanaged":0,"returning":0,"#;
         assert!(text.starts_with(start), "{text}");
         assert!(
             text.contains(r#""sample":{"taken_at":0,"mem_total":0,"mem_available":0,"mem_free":0,"cma_free":null,"#)
         );
-        assert!(text.contains(r#""sheds":0,"shed_bytes":0,"regrown_bytes":0,"last_release":null}"#), "{text}");
+        assert!(
+            text.contains(r#""sheds":0,"shed_bytes":0,"regrown_bytes":0,"last_release":null}"#),
+            "{text}"
+        );
     }
 }

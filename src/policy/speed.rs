@@ -7,7 +7,7 @@
 use serde::{Deserialize, Serialize};
 
 use super::{kv_type::KvType, params::ResidencyMode};
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 /// Times of the engine for each MiB of weights.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,7 +62,8 @@ impl Speed {
     pub fn learn(self, timing: &Timing, weights: Bytes, streamed: Bytes) -> Self {
         let mut learned = self;
         let each = |us: u64, tokens: Tokens, mib: u64| {
-            (tokens.get() >= TOKENS_LEAST && mib > 0).then(|| us.saturating_mul(1000) / u64::from(tokens.get()) / mib)
+            (tokens.get() >= TOKENS_LEAST && mib > 0)
+                .then(|| us.saturating_mul(1000) / u64::from(tokens.get()) / mib)
         };
         let (weights, streamed) = (weights.whole_mib(), streamed.whole_mib());
         // A prompt is read in chunks, each of which reads the streamed layers once: what is left is computing.
@@ -74,7 +75,8 @@ impl Speed {
                 learned.decode_ns_per_mib = blend(self.decode_ns_per_mib, decode);
             }
         } else if timing.answer_tokens.get() >= TOKENS_LEAST {
-            let token_ns = timing.answer_us.saturating_mul(1000) / u64::from(timing.answer_tokens.get());
+            let token_ns =
+                timing.answer_us.saturating_mul(1000) / u64::from(timing.answer_tokens.get());
             let computing = self.decode_ns_per_mib.saturating_mul(weights);
             // A token that takes no longer than computing says only that reading is not slower.
             if token_ns > computing.saturating_add(computing / 8) {
@@ -134,7 +136,12 @@ impl Worth {
     /// The costs of a model with `weights` when `kv_wanted` is the capacity of its full plan.
     #[must_use]
     pub const fn new(weights: Bytes, speed: Speed, mode: ResidencyMode, kv_wanted: Tokens) -> Self {
-        Self { speed, mode: mode.weights(), weights, kv_wanted }
+        Self {
+            speed,
+            mode: mode.weights(),
+            weights,
+            kv_wanted,
+        }
     }
 
     /// The speed that it reckons with.
@@ -146,7 +153,11 @@ impl Worth {
     /// The cost of streaming so much more, µs: each token until the shed is likely undone has to read it.
     #[must_use]
     pub const fn streaming_us(&self, bytes: Bytes) -> u64 {
-        self.speed.reading_us(bytes).saturating_mul(TOKENS_SLOWED).saturating_mul(self.mode.speed) / IN_FULL
+        self.speed
+            .reading_us(bytes)
+            .saturating_mul(TOKENS_SLOWED)
+            .saturating_mul(self.mode.speed)
+            / IN_FULL
     }
 
     /// Time of the prompts that are read until a shed is likely undone, in chunks of `chunk` while `streamed` is
@@ -157,14 +168,20 @@ impl Worth {
         let computing = tokens * u128::from(self.speed.prefill_token_ns(self.weights)) / 1000;
         let reading = u128::from(self.speed.reading_us(streamed));
         let us = reading.max(computing) * u128::from(PROMPT_SLOWED) / tokens;
-        u64::try_from(us).unwrap_or(u64::MAX).saturating_mul(self.mode.speed) / IN_FULL
+        u64::try_from(us)
+            .unwrap_or(u64::MAX)
+            .saturating_mul(self.mode.speed)
+            / IN_FULL
     }
 
     /// `chunk`, or so often half of it as prompts take hardly longer for it, down to `least`.
     #[must_use]
     pub fn chunk_still_paid(&self, streamed: Bytes, mut chunk: Tokens, least: Tokens) -> Tokens {
         loop {
-            let (half, now) = (Tokens::new(chunk.get() / 2), self.prompts_us(streamed, chunk));
+            let (half, now) = (
+                Tokens::new(chunk.get() / 2),
+                self.prompts_us(streamed, chunk),
+            );
             let is_paid = self.prompts_us(streamed, half) > now.saturating_add(now / HARDLY);
             if is_paid || half < least || half == Tokens::ZERO {
                 return chunk;
@@ -187,7 +204,10 @@ impl Worth {
         // The mean of a line is its value in the middle.
         let likely = (from - kept) * u128::from(self.needed_per_mille((from + kept) / 2));
         let ns = (certain + likely) / 1000 * token_ns;
-        u64::try_from(ns / 1000).unwrap_or(u64::MAX).saturating_mul(self.mode.context) / IN_FULL
+        u64::try_from(ns / 1000)
+            .unwrap_or(u64::MAX)
+            .saturating_mul(self.mode.context)
+            / IN_FULL
     }
 
     /// The cost of keeping a capacity of `capacity`, of which the sequence has `kept`, as `to` instead of `from`, µs: the
@@ -195,7 +215,9 @@ impl Worth {
     #[must_use]
     pub fn precision_us(&self, capacity: Tokens, kept: Tokens, from: KvType, to: KvType) -> u64 {
         let lost = to.worth_lost().saturating_sub(from.worth_lost());
-        self.context_us(capacity, Tokens::ZERO, kept).saturating_mul(lost) / IN_FULL
+        self.context_us(capacity, Tokens::ZERO, kept)
+            .saturating_mul(lost)
+            / IN_FULL
     }
 
     /// The most tokens of capacity of which each is worth more than as many bytes of layers.
@@ -206,8 +228,11 @@ impl Worth {
             * u128::from(self.mode.speed)
             * u128::from(bytes_per_token.get())
             / u128::from(Bytes::from_mib(1).get());
-        let token_ns = u128::from(self.speed.prefill_token_ns(self.weights)) * u128::from(self.mode.context);
-        let worth = |token: u32| token_ns * u128::from(self.needed_per_mille(u128::from(token))) > layers_ns * 1000;
+        let token_ns =
+            u128::from(self.speed.prefill_token_ns(self.weights)) * u128::from(self.mode.context);
+        let worth = |token: u32| {
+            token_ns * u128::from(self.needed_per_mille(u128::from(token))) > layers_ns * 1000
+        };
         // The need falls from token to token.
         let (mut least, mut most) = (0, self.kv_wanted.get());
         while least < most {
@@ -306,7 +331,10 @@ mod tests {
         let precision = |from, to| worth.precision_us(tokens(4096), tokens(512), from, to);
         assert_eq!(precision(KvType::F16, KvType::Q8), whole / 16);
         assert_eq!(precision(KvType::F16, KvType::Q4), whole / 4);
-        assert!(precision(KvType::Q8, KvType::Q4) < whole / 4 && precision(KvType::Q4, KvType::F16) == 0);
+        assert!(
+            precision(KvType::Q8, KvType::Q4) < whole / 4
+                && precision(KvType::Q4, KvType::F16) == 0
+        );
         // 1024 tokens at 590 ns for each of 2448 MiB.
         assert_eq!(kept / 1000, 1024 * 590 * 2448 / 1_000_000);
     }
@@ -330,7 +358,11 @@ mod tests {
             speed = speed.learn(&timing(20 * 150_000), weights, Bytes::from_mib(500));
         }
         assert!(speed.read_ns_per_mib.abs_diff(300_000) < 100, "{speed:?}");
-        let short = Timing { answer_tokens: Tokens::new(2), prompt_tokens: Tokens::new(2), ..timing(1) };
+        let short = Timing {
+            answer_tokens: Tokens::new(2),
+            prompt_tokens: Tokens::new(2),
+            ..timing(1)
+        };
         assert_eq!(speed.learn(&short, weights, Bytes::ZERO), speed);
     }
 }

@@ -20,7 +20,7 @@ use super::{
     worker::Worker,
     worker_control::WorkerControl,
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// The ledger, its holders, what waits for memory, and the pressure.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,7 +78,9 @@ impl State {
             return Err(ParamFault {
                 setting: "budget".to_owned(),
                 value: budget.to_string(),
-                problem: format!("is below the {held} that is held; shed the LLM or stop workers first, or restart"),
+                problem: format!(
+                    "is below the {held} that is held; shed the LLM or stop workers first, or restart"
+                ),
             });
         }
         self.resize(params)
@@ -92,16 +94,26 @@ impl State {
         params.engine.clone_from(&self.params.engine);
         params.budget.scope = self.params.budget.scope;
         params.peaks.clone_from(&self.params.peaks);
-        if let Some(fault) = params.validate().err().and_then(|error| error.faults.into_iter().next()) {
+        if let Some(fault) = params
+            .validate()
+            .err()
+            .and_then(|error| error.faults.into_iter().next())
+        {
             return Err(fault);
         }
-        self.ledger.set_budget(params.budget.bytes(), params.budget.reserve);
+        self.ledger
+            .set_budget(params.budget.bytes(), params.budget.reserve);
         self.pressure.set_params(params.pressure);
-        self.leases.set_params(params.shed, params.pressure.sample_max);
+        self.leases
+            .set_params(params.shed, params.pressure.sample_max);
         self.queue.set_limits(params.lease);
         self.dwell.set_span(params.pressure.dwell);
         self.params = params;
-        let names: Vec<String> = self.workers.values().map(|worker| worker.params.name.clone()).collect();
+        let names: Vec<String> = self
+            .workers
+            .values()
+            .map(|worker| worker.params.name.clone())
+            .collect();
         for name in names {
             self.renew_worker(&name);
         }
@@ -110,11 +122,15 @@ impl State {
 
     /// Takes over the settings of a worker, unless it runs.
     pub(super) fn renew_worker(&mut self, name: &str) {
-        let worker = self.workers.get_mut(name).filter(|worker| worker.run().is_none());
+        let worker = self
+            .workers
+            .get_mut(name)
+            .filter(|worker| worker.run().is_none());
         if let (Some(worker), Some(params)) = (worker, self.params.worker(name))
             && worker.renew(params)
         {
-            self.peaks.forget_other_models(name, params.model.as_deref());
+            self.peaks
+                .forget_other_models(name, params.model.as_deref());
         }
     }
 
@@ -130,7 +146,9 @@ impl State {
     }
 
     pub(super) fn engine_held(&self) -> Bytes {
-        self.engine.lease.map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
+        self.engine
+            .lease
+            .map_or(Bytes::ZERO, |id| self.ledger.held_by(id))
     }
 
     pub(super) fn worker_held(&self, name: &str) -> Bytes {
@@ -144,9 +162,16 @@ impl State {
             return Bytes::ZERO;
         };
         let variants = &worker.params.variants;
-        let known = variants.iter().find(|known| Some(known.name.as_str()) == variant);
-        let variant = known.or_else(|| variants.first()).map(|known| known.name.as_str());
-        let (configured, steady) = (worker.params.peak_of(variant), worker.params.steady_of(variant));
+        let known = variants
+            .iter()
+            .find(|known| Some(known.name.as_str()) == variant);
+        let variant = known
+            .or_else(|| variants.first())
+            .map(|known| known.name.as_str());
+        let (configured, steady) = (
+            worker.params.peak_of(variant),
+            worker.params.steady_of(variant),
+        );
         // Use beyond the budget was seen without it: no worker waits for more than can ever be had.
         let expected = match self.peaks.of(name, variant) {
             Some(peak) if worker.params.rest.auto => peak.with_margin(),
@@ -168,9 +193,15 @@ impl State {
     /// What the engine holds and does not use yet in a sample of this instant: what was measured later may be missing there.
     pub(super) fn promised_at(&self, sampled_at: Timestamp) -> Bytes {
         let measured = self.ledger.measurement(ENGINE_TENANT);
-        let promised = measured.map_or(Bytes::ZERO, |measured| self.engine_held().saturating_sub(measured.used));
+        let promised = measured.map_or(Bytes::ZERO, |measured| {
+            self.engine_held().saturating_sub(measured.used)
+        });
         let is_newer = measured.is_some_and(|measured| measured.at > sampled_at);
-        if is_newer { promised.max(self.pressure.promised()) } else { promised }
+        if is_newer {
+            promised.max(self.pressure.promised())
+        } else {
+            promised
+        }
     }
 
     /// Bytes of all leases in transition that are expected back.
@@ -180,10 +211,24 @@ impl State {
             let held = self.ledger.held_by(id);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _) => revocation.target.bytes,
-                (Phase::Ending { since, unacknowledged, .. }, _) => {
+                (
+                    Phase::Ending {
+                        since,
+                        unacknowledged,
+                        ..
+                    },
+                    _,
+                ) => {
                     // The bytes that its holder may take until its term is over are not waited for before that.
-                    let (settle, over) = (self.params.shed.settle, unacknowledged.map_or(*since, |open| open.until));
-                    if self.now <= over + settle && over <= self.now + settle { Bytes::ZERO } else { held }
+                    let (settle, over) = (
+                        self.params.shed.settle,
+                        unacknowledged.map_or(*since, |open| open.until),
+                    );
+                    if self.now <= over + settle && over <= self.now + settle {
+                        Bytes::ZERO
+                    } else {
+                        held
+                    }
                 }
                 (Phase::Granted, LeaseKind::Engine) => {
                     let goal = self.engine.goal();
@@ -209,13 +254,18 @@ impl State {
             let used = self.ledger.used_by(&lease.holder).unwrap_or(held);
             let stays = match (&lease.phase, lease.kind) {
                 (Phase::Revoking(revocation), _)
-                    if !revocation.voluntary && (patient || self.now < revocation.asked_at + settle) =>
+                    if !revocation.voluntary
+                        && (patient || self.now < revocation.asked_at + settle) =>
                 {
                     revocation.target.bytes
                 }
-                (Phase::Granted, LeaseKind::Worker) if patient => self.worker_stays(&lease.tenant, held),
+                (Phase::Granted, LeaseKind::Worker) if patient => {
+                    self.worker_stays(&lease.tenant, held)
+                }
                 (Phase::Granted, LeaseKind::Engine) => match self.engine.goal() {
-                    Some(goal) if !self.engine.plans.pending.is_empty() => self.engine.bytes_in(goal),
+                    Some(goal) if !self.engine.plans.pending.is_empty() => {
+                        self.engine.bytes_in(goal)
+                    }
                     _ => held,
                 },
                 (Phase::Granted | Phase::Revoking(_) | Phase::Ending { .. }, _) => held,
@@ -229,7 +279,10 @@ impl State {
 
     /// The booking for a worker that now asks for itself.
     pub(super) fn reserved_until_asked(&self, want: &Want) -> Option<(LeaseId, Bytes)> {
-        let worker = self.workers.get(&want.tenant).filter(|worker| worker.params.own_lease)?;
+        let worker = self
+            .workers
+            .get(&want.tenant)
+            .filter(|worker| worker.params.own_lease)?;
         let id = worker.lease()?;
         matches!(want.kind, WantKind::Lease(_)).then(|| (id, self.ledger.held_by(id)))
     }
@@ -244,24 +297,37 @@ impl State {
     /// they were not measured they may have grown into any space.
     pub(super) fn taken_over_are_measured(&self) -> bool {
         self.workers.values().all(|worker| {
-            worker.run().and_then(|run| run.taken_over_at).is_none_or(|at| {
-                let measured = self.ledger.measurement(&worker.params.name);
-                let known = measured.is_some_and(|measured| {
-                    measured.at >= at && self.pressure.sampled_at().is_some_and(|sampled| sampled > measured.at)
-                });
-                known || self.now >= at + MEASURED_WITHIN
-            })
+            worker
+                .run()
+                .and_then(|run| run.taken_over_at)
+                .is_none_or(|at| {
+                    let measured = self.ledger.measurement(&worker.params.name);
+                    let known = measured.is_some_and(|measured| {
+                        measured.at >= at
+                            && self
+                                .pressure
+                                .sampled_at()
+                                .is_some_and(|sampled| sampled > measured.at)
+                    });
+                    known || self.now >= at + MEASURED_WITHIN
+                })
         })
     }
 
     /// How long a worker has that is notified of pressure.
     pub(super) fn notified_deadline(&self, class: Class) -> Duration {
-        self.params.shed.deadlines.of(class).max(NOTIFIED_DEADLINE_MIN)
+        self.params
+            .shed
+            .deadlines
+            .of(class)
+            .max(NOTIFIED_DEADLINE_MIN)
     }
 
     /// The bytes that a worker which has come down after a notification lacks to its steady size.
     pub(super) fn notified_lacks(&self, worker: &Worker) -> Option<Bytes> {
-        let id = worker.lease().filter(|_| worker.params.shrinks_to.is_some())?;
+        let id = worker
+            .lease()
+            .filter(|_| worker.params.shrinks_to.is_some())?;
         let granted = matches!(self.leases.get(id)?.phase, Phase::Granted);
         let more = worker.steady().saturating_sub(self.ledger.held_by(id));
         (worker.is_ready() && granted && more > Bytes::ZERO).then_some(more)

@@ -19,7 +19,7 @@ use super::{
     state::State,
     worker::Worker,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// For whom memory is reclaimed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -71,8 +71,12 @@ pub(super) fn why_kept(state: &State, worker: &Worker, purpose: Purpose) -> Opti
     } else if pressed && !state.pressure.is_critical_now() {
         Some(SpareReason::Recovered)
     } else {
-        let until = worker.not_worth_stopping_until().filter(|until| *until > state.now);
-        until.map(|until| SpareReason::WantedAgain { remaining: until.saturating_since(state.now) })
+        let until = worker
+            .not_worth_stopping_until()
+            .filter(|until| *until > state.now);
+        until.map(|until| SpareReason::WantedAgain {
+            remaining: until.saturating_since(state.now),
+        })
     }
 }
 
@@ -92,14 +96,27 @@ pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<
         && let Some(smaller) = worker.smaller_variant(held)
     {
         let bytes = held.saturating_sub(worker.params.steady_of(Some(smaller)));
-        let variant = Source::WorkerVariant { worker: name, variant: smaller.to_owned() };
-        return Some(Candidate::whole(variant, class, bytes, reload.saturating_add(reload / 2)));
+        let variant = Source::WorkerVariant {
+            worker: name,
+            variant: smaller.to_owned(),
+        };
+        return Some(Candidate::whole(
+            variant,
+            class,
+            bytes,
+            reload.saturating_add(reload / 2),
+        ));
     }
     if state.workers.is_any_stopping() {
         return None;
     }
     let cost_us = stop_cost(worker, state.now.saturating_since(worker.idle_since));
-    Some(Candidate::whole(Source::WorkerStop { worker: name }, class, held, cost_us))
+    Some(Candidate::whole(
+        Source::WorkerStop { worker: name },
+        class,
+        held,
+        cost_us,
+    ))
 }
 
 /// The share of a worker that is notified: of its use under pressure, of its lease for a request.
@@ -110,7 +127,9 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
     let spared = !purpose.takes_from(class)
         || worker.params.pinned
         || worker.ignores_pressure()
-        || (pressed && class < Class::LlmElastic && state.pressure.level() < PressureLevel::Critical);
+        || (pressed
+            && class < Class::LlmElastic
+            && state.pressure.level() < PressureLevel::Critical);
     let granted = matches!(state.leases.get(id)?.phase, Phase::Granted);
     if spared || state.queue.waits_for(id) || !granted || !worker.is_settled() {
         return None;
@@ -124,7 +143,9 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
     // The memory that it can spare is of some use to it: less than a smaller variant would cost.
     let now_us = micros(worker.params.start.reload) / 4;
     let cost_us = now_us.saturating_add(state.engine.speed().reading_us(bytes));
-    let source = Source::WorkerNotified { worker: name.clone() };
+    let source = Source::WorkerNotified {
+        worker: name.clone(),
+    };
     (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost_us))
 }
 
@@ -132,16 +153,30 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
 fn stop_cost(worker: &Worker, idle: Duration) -> u64 {
     let now_us = if worker.requests > 0 { BUSY_STOP_US } else { 0 };
     // One that has been idle for long is not likely to be missed soon.
-    let undo_us = micros(worker.params.start.reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs()));
+    let undo_us =
+        micros(worker.params.start.reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs()));
     now_us.saturating_add(undo_us)
 }
 
 /// Leaves only those stops among the candidates that are chosen for what is `owed`, what is missing below the watermark.
 pub(super) fn stops_for_what_is_owed(candidates: &mut Vec<Candidate>, owed: Bytes) {
     let goes_on = |candidate: &Candidate| !candidate.source.stops();
-    let without_stops: Bytes = candidates.iter().filter(|candidate| goes_on(candidate)).map(Candidate::bytes).sum();
-    let stopped = if without_stops >= owed { Vec::new() } else { choose(candidates, owed) };
-    candidates.retain(|candidate| goes_on(candidate) || stopped.iter().any(|chosen| chosen.source == candidate.source));
+    let without_stops: Bytes = candidates
+        .iter()
+        .filter(|candidate| goes_on(candidate))
+        .map(Candidate::bytes)
+        .sum();
+    let stopped = if without_stops >= owed {
+        Vec::new()
+    } else {
+        choose(candidates, owed)
+    };
+    candidates.retain(|candidate| {
+        goes_on(candidate)
+            || stopped
+                .iter()
+                .any(|chosen| chosen.source == candidate.source)
+    });
 }
 
 /// Stopping a worker in the middle of its work costs its user an utterance.
@@ -153,14 +188,12 @@ const IDLE_LONG_S: u64 = 60;
 mod tests {
     use super::*;
     use crate::{
-        policy::{
-            lease::LeaseKind,
-            lease_table::{Lease, Turn},
-            params::{Params, Scope, WorkerParams},
-            pressure::{Pressure, Sample},
-        },
-        units::Timestamp,
+        lease::LeaseKind,
+        lease_table::{Lease, Turn},
+        params::{Params, Scope, WorkerParams},
+        pressure::{Pressure, Sample},
     };
+    use cotenant_units::Timestamp;
 
     fn mib(mib: u64) -> Bytes {
         Bytes::from_mib(mib)
@@ -181,13 +214,20 @@ mod tests {
         let (id, now) = (state.leases.next_id(), Timestamp::from_millis(1));
         let kind = (LeaseKind::Worker, Class::AudioRealtime);
         let lease = Lease::of_ours("tts", kind, 1, (mib(100), mib(100)), now);
-        let mut turn = Turn { now, ledger: &mut state.ledger, effects: Vec::new() };
+        let mut turn = Turn {
+            now,
+            ledger: &mut state.ledger,
+            effects: Vec::new(),
+        };
         assert!(state.leases.grant((id, lease), None, mib(100), &mut turn));
         let worker = state.workers.get_mut("tts").unwrap();
         worker.start(id, now);
         worker.answered(7, now);
         for taken_at in [now, Timestamp::from_millis(2)] {
-            let sample = Sample { taken_at, ..Sample::default() };
+            let sample = Sample {
+                taken_at,
+                ..Sample::default()
+            };
             pressure.observe(&sample, headroom);
         }
         state.pressure = pressure;
@@ -198,17 +238,24 @@ mod tests {
     fn an_idle_worker_gives_below_the_critical_watermark_and_a_busy_one_at_the_last_resort() {
         let urgent = Purpose::Pressure(Urgency::Urgent);
         let last = Purpose::Pressure(Urgency::LastResort);
-        let kept = |state: &State, purpose| why_kept(state, state.workers.get("tts").unwrap(), purpose);
+        let kept =
+            |state: &State, purpose| why_kept(state, state.workers.get("tts").unwrap(), purpose);
         let watermarks = state(Bytes::ZERO).params.pressure;
         let mut critical = state(Bytes::ZERO);
         assert_eq!(kept(&critical, urgent), None);
         let elevated = state(watermarks.critical_below.saturating_add(mib(1)));
         assert_eq!(elevated.pressure.level(), PressureLevel::Elevated);
-        assert_eq!(kept(&elevated, urgent), Some(SpareReason::WorkersBeforeCritical));
+        assert_eq!(
+            kept(&elevated, urgent),
+            Some(SpareReason::WorkersBeforeCritical)
+        );
         let normal = state(mib(900));
         assert_eq!(kept(&normal, Purpose::Request(Class::AudioRealtime)), None);
         let mut recovered = state(Bytes::ZERO);
-        let later = Sample { taken_at: Timestamp::from_millis(3), ..Sample::default() };
+        let later = Sample {
+            taken_at: Timestamp::from_millis(3),
+            ..Sample::default()
+        };
         recovered.pressure.observe(&later, mib(900));
         assert_eq!(kept(&recovered, urgent), Some(SpareReason::Recovered));
         let worker = critical.workers.get_mut("tts").unwrap();

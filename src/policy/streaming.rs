@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::residency::ModelShape;
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Measured times of the engine and the disk, in ns for each MiB.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,8 +45,18 @@ impl Calibration {
 
     /// The same where part `n` takes `cost(n)` thousandths of the mean time for each MiB.
     #[must_use]
-    pub fn token_ns_by(&self, shape: &ModelShape, resident: &BTreeSet<u32>, cost: &dyn Fn(u32) -> u64) -> u64 {
-        let mut passage = Passage { by: self, ring: shape.ring_bytes.get().max(1), ahead: 0, now_ns: 0 };
+    pub fn token_ns_by(
+        &self,
+        shape: &ModelShape,
+        resident: &BTreeSet<u32>,
+        cost: &dyn Fn(u32) -> u64,
+    ) -> u64 {
+        let mut passage = Passage {
+            by: self,
+            ring: shape.ring_bytes.get().max(1),
+            ahead: 0,
+            now_ns: 0,
+        };
         let mut before = 0;
         // The ring is in its rhythm after one token; the first starts with an empty one.
         for _ in 0..TOKENS {
@@ -67,11 +77,19 @@ impl Calibration {
     #[must_use]
     pub fn learn(self, shape: &ModelShape, resident: &BTreeSet<u32>, token_ns: u64) -> Self {
         let foretold = self.token_ns(shape, resident).max(1);
-        let (all, streamed) = (shape.bytes_without(&BTreeSet::new()), shape.bytes_without(resident));
-        let (computing, reading) =
-            (time_of(all.get(), self.compute_ns_per_mib), time_of(streamed.get(), self.read_ns_per_mib));
+        let (all, streamed) = (
+            shape.bytes_without(&BTreeSet::new()),
+            shape.bytes_without(resident),
+        );
+        let (computing, reading) = (
+            time_of(all.get(), self.compute_ns_per_mib),
+            time_of(streamed.get(), self.read_ns_per_mib),
+        );
         // One answer in a bad moment does not turn everything over.
-        let measured = token_ns.clamp(foretold / LEARNED_MOST, foretold.saturating_mul(LEARNED_MOST));
+        let measured = token_ns.clamp(
+            foretold / LEARNED_MOST,
+            foretold.saturating_mul(LEARNED_MOST),
+        );
         let newer = |ns: u64| (ns.saturating_mul(3) + scaled(ns, measured, foretold)) / 4;
         if reading > computing {
             self.with_reading(newer(self.read_ns_per_mib).max(1))
@@ -83,14 +101,25 @@ impl Calibration {
     /// The same engine, on a machine whose disk now takes `read_ns_per_mib` while no kernel computes.
     #[must_use]
     pub fn with_reading(self, read_ns_per_mib: u64) -> Self {
-        let busy = scaled(self.read_busy_ns_per_mib, read_ns_per_mib, self.read_ns_per_mib);
-        Self { read_ns_per_mib, read_busy_ns_per_mib: busy.max(read_ns_per_mib), ..self }
+        let busy = scaled(
+            self.read_busy_ns_per_mib,
+            read_ns_per_mib,
+            self.read_ns_per_mib,
+        );
+        Self {
+            read_ns_per_mib,
+            read_busy_ns_per_mib: busy.max(read_ns_per_mib),
+            ..self
+        }
     }
 
     /// The same engine, on a machine whose processors now take `compute_ns_per_mib` while nothing is read.
     #[must_use]
     pub const fn with_computing(self, compute_ns_per_mib: u64) -> Self {
-        Self { compute_ns_per_mib, ..self }
+        Self {
+            compute_ns_per_mib,
+            ..self
+        }
     }
 
     /// Tokens per second, in thousandths.
@@ -116,7 +145,10 @@ impl Passage<'_> {
     fn compute(&mut self, bytes: u64, cost: u64) {
         let alone = scaled(time_of(bytes, self.by.compute_ns_per_mib), cost, MEAN);
         let room = self.ring.saturating_sub(self.ahead);
-        let (busy, slowed) = (self.by.read_busy_ns_per_mib.max(1), self.by.slowed_ns_per_mib);
+        let (busy, slowed) = (
+            self.by.read_busy_ns_per_mib.max(1),
+            self.by.slowed_ns_per_mib,
+        );
         // With readers all the while, each ns of computing takes busy / (busy − slowed).
         let stretched = (slowed < busy).then(|| scaled(alone, busy, busy - slowed));
         let read = stretched.map_or(u64::MAX, |time| scaled(time, MIB, busy));
@@ -167,11 +199,14 @@ const TOKENS: u32 = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::residency::sample_shape;
+    use crate::residency::sample_shape;
 
     /// 40 parts of 10 MiB, 10 ms of computing, 100 ms of reading.
     fn shape(ring: u64) -> ModelShape {
-        ModelShape { ring_bytes: Bytes::from_mib(ring), ..sample_shape(40, Bytes::from_mib(10)) }
+        ModelShape {
+            ring_bytes: Bytes::from_mib(ring),
+            ..sample_shape(40, Bytes::from_mib(10))
+        }
     }
 
     const EVEN: Calibration = Calibration {
@@ -209,7 +244,10 @@ mod tests {
 
     #[test]
     fn readers_that_need_a_processor_slow_the_kernels_by_what_is_read() {
-        let slowed = Calibration { slowed_ns_per_mib: 50_000, ..EVEN };
+        let slowed = Calibration {
+            slowed_ns_per_mib: 50_000,
+            ..EVEN
+        };
         // 10 MiB for each token, wherever they are read.
         let micros = micros(slowed, 24, &[20]);
         assert!((10_450..=10_550).contains(&micros), "{micros}");
@@ -217,10 +255,17 @@ mod tests {
 
     #[test]
     fn another_disk_changes_reading_and_another_processor_computing() {
-        let by = Calibration { read_busy_ns_per_mib: 300_000, ..EVEN };
+        let by = Calibration {
+            read_busy_ns_per_mib: 300_000,
+            ..EVEN
+        };
         let disk = by.with_reading(500_000);
         assert_eq!(
-            (disk.read_ns_per_mib, disk.read_busy_ns_per_mib, disk.compute_ns_per_mib),
+            (
+                disk.read_ns_per_mib,
+                disk.read_busy_ns_per_mib,
+                disk.compute_ns_per_mib
+            ),
             (500_000, 600_000, 25_000)
         );
         assert_eq!(micros(by.with_computing(50_000), 24, &[]), 20_000);
@@ -232,7 +277,11 @@ mod tests {
         for streamed in [0, 1, 10, 40] {
             let resident: BTreeSet<u32> = (streamed..40).collect();
             // The machine as it is now is slower than what was measured, in the disk or in the processors.
-            let now = if streamed < 4 { EVEN.with_computing(40_000) } else { EVEN.with_reading(400_000) };
+            let now = if streamed < 4 {
+                EVEN.with_computing(40_000)
+            } else {
+                EVEN.with_reading(400_000)
+            };
             let truth = now.token_ns(&shape, &resident);
             let mut by = EVEN;
             for _ in 0..40 {
@@ -240,17 +289,27 @@ mod tests {
             }
             let off = by.token_ns(&shape, &resident).abs_diff(truth);
             assert!(off < truth / 50, "{streamed}: {off} of {truth}");
-            assert!(EVEN.learn(&shape, &resident, u64::MAX).token_ns(&shape, &resident) < 2 * truth);
+            assert!(
+                EVEN.learn(&shape, &resident, u64::MAX)
+                    .token_ns(&shape, &resident)
+                    < 2 * truth
+            );
             assert!(EVEN.learn(&shape, &resident, 0).token_ns(&shape, &resident) > 0);
         }
     }
 
     #[test]
     fn more_in_memory_is_never_slower() {
-        let by = Calibration { slowed_ns_per_mib: 40_000, read_busy_ns_per_mib: 300_000, ..EVEN };
+        let by = Calibration {
+            slowed_ns_per_mib: 40_000,
+            read_busy_ns_per_mib: 300_000,
+            ..EVEN
+        };
         let mut order: Vec<u32> = (0..40).collect();
         order.sort_by_key(|part| part.reverse_bits());
-        let times: Vec<u64> = (0..=40).map(|streamed| micros(by, 24, &order[..streamed])).collect();
+        let times: Vec<u64> = (0..=40)
+            .map(|streamed| micros(by, 24, &order[..streamed]))
+            .collect();
         assert!(times.is_sorted(), "{times:?}");
     }
 }

@@ -5,7 +5,7 @@
 //! stays applied, for the measurement has the last word. After kvcached's revisions of a memory limit.
 
 use super::lease::{Target, TargetAnswer};
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// The verdict on an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -47,7 +47,11 @@ impl SentTarget {
         let Some(target) = target.filter(|target| target.nonce != 0) else {
             return false;
         };
-        if self.newest.as_ref().is_some_and(|newest| newest.nonce >= target.nonce) {
+        if self
+            .newest
+            .as_ref()
+            .is_some_and(|newest| newest.nonce >= target.nonce)
+        {
             return false;
         }
         self.newest = Some(target.clone());
@@ -57,7 +61,11 @@ impl SentTarget {
 
     /// Judges an answer that names the target `nonce` with `bytes`.
     pub fn receive(&mut self, nonce: u64, bytes: Bytes, answer: TargetAnswer) -> Receipt {
-        let without_effect = |verdict, reason: &str| Receipt { verdict, reason: reason.to_owned(), pass_on: None };
+        let without_effect = |verdict, reason: &str| Receipt {
+            verdict,
+            reason: reason.to_owned(),
+            pass_on: None,
+        };
         let Some(newest) = &self.newest else {
             return without_effect(Verdict::Stale, "no_target_in_force");
         };
@@ -75,11 +83,17 @@ impl SentTarget {
             TargetAnswer::Deferred { .. } => (Verdict::Deferred, "in_use_above_target".to_owned()),
             TargetAnswer::Refused { reason } => (Verdict::Refused, reason.clone()),
         };
-        let known = self.answered.filter(|answered| *answered == Verdict::Applied || *answered == verdict);
+        let known = self
+            .answered
+            .filter(|answered| *answered == Verdict::Applied || *answered == verdict);
         if known.is_none() {
             self.answered = Some(verdict);
         }
-        Receipt { verdict: known.unwrap_or(verdict), reason, pass_on: known.is_none().then_some(answer) }
+        Receipt {
+            verdict: known.unwrap_or(verdict),
+            reason,
+            pass_on: known.is_none().then_some(answer),
+        }
     }
 }
 
@@ -88,10 +102,14 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::units::Timestamp;
+    use cotenant_units::Timestamp;
 
     fn target(nonce: u64) -> Target {
-        Target { nonce, bytes: Bytes::new(100), deadline: Timestamp::from_millis(1) }
+        Target {
+            nonce,
+            bytes: Bytes::new(100),
+            deadline: Timestamp::from_millis(1),
+        }
     }
 
     fn sent(nonce: u64) -> SentTarget {
@@ -100,9 +118,16 @@ mod tests {
         sent
     }
 
-    const DEFERRED: TargetAnswer = TargetAnswer::Deferred { overage: Bytes::new(50) };
+    const DEFERRED: TargetAnswer = TargetAnswer::Deferred {
+        overage: Bytes::new(50),
+    };
 
-    fn receive(sent: &mut SentTarget, nonce: u64, bytes: u64, answer: TargetAnswer) -> (Verdict, bool) {
+    fn receive(
+        sent: &mut SentTarget,
+        nonce: u64,
+        bytes: u64,
+        answer: TargetAnswer,
+    ) -> (Verdict, bool) {
         let receipt = sent.receive(nonce, Bytes::new(bytes), answer);
         (receipt.verdict, receipt.pass_on.is_some())
     }
@@ -125,14 +150,35 @@ mod tests {
     #[test]
     fn a_replayed_answer_is_not_passed_on_again() {
         let mut sent = sent(5);
-        assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Deferred, true));
-        assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Deferred, false));
-        assert_eq!(receive(&mut sent, 5, 100, TargetAnswer::Applied), (Verdict::Applied, true));
-        assert_eq!(receive(&mut sent, 5, 100, TargetAnswer::Applied), (Verdict::Applied, false));
-        assert_eq!(receive(&mut sent, 5, 100, DEFERRED), (Verdict::Applied, false), "applied stays applied");
-        assert!(!sent.learn(Some(&target(5))) && !sent.learn(Some(&target(4))) && !sent.learn(None));
+        assert_eq!(
+            receive(&mut sent, 5, 100, DEFERRED),
+            (Verdict::Deferred, true)
+        );
+        assert_eq!(
+            receive(&mut sent, 5, 100, DEFERRED),
+            (Verdict::Deferred, false)
+        );
+        assert_eq!(
+            receive(&mut sent, 5, 100, TargetAnswer::Applied),
+            (Verdict::Applied, true)
+        );
+        assert_eq!(
+            receive(&mut sent, 5, 100, TargetAnswer::Applied),
+            (Verdict::Applied, false)
+        );
+        assert_eq!(
+            receive(&mut sent, 5, 100, DEFERRED),
+            (Verdict::Applied, false),
+            "applied stays applied"
+        );
+        assert!(
+            !sent.learn(Some(&target(5))) && !sent.learn(Some(&target(4))) && !sent.learn(None)
+        );
         assert!(sent.learn(Some(&target(6))));
-        assert_eq!(receive(&mut sent, 6, 100, DEFERRED), (Verdict::Deferred, true));
+        assert_eq!(
+            receive(&mut sent, 6, 100, DEFERRED),
+            (Verdict::Deferred, true)
+        );
     }
 
     proptest! {

@@ -35,7 +35,7 @@ use super::{
     restart::{Restart, Verdict},
     snapshot::{Rest, WorkerState},
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 /// A worker as the arbiter knows it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -233,11 +233,15 @@ impl Worker {
     }
 
     pub(super) fn is_winding_down(&self) -> bool {
-        self.run().and_then(Run::ready).is_some_and(|ready| ready.winding.is_some())
+        self.run()
+            .and_then(Run::ready)
+            .is_some_and(|ready| ready.winding.is_some())
     }
 
     pub(super) fn ignores_pressure(&self) -> bool {
-        self.run().and_then(Run::ready).is_some_and(|ready| ready.ignores_pressure)
+        self.run()
+            .and_then(Run::ready)
+            .is_some_and(|ready| ready.ignores_pressure)
     }
 
     /// Whether it was stopped to make room, and comes back.
@@ -267,7 +271,10 @@ impl Worker {
 
     /// Whether a request starts it.
     pub(super) fn can_be_woken(&self) -> bool {
-        matches!(self.phase, Phase::Stopped(None | Some(Rest::Idle | Rest::Shed))) && !self.awaits_its_turn()
+        matches!(
+            self.phase,
+            Phase::Stopped(None | Some(Rest::Idle | Rest::Shed))
+        ) && !self.awaits_its_turn()
     }
 
     /// The worker's size after the present change.
@@ -331,7 +338,11 @@ impl Worker {
     /// It is started into `lease`, in its first variant.
     pub(super) fn start(&mut self, lease: LeaseId, now: Timestamp) {
         self.history.starts = self.history.starts.saturating_add(1);
-        let variant = self.params.variants.first().map(|variant| variant.name.clone());
+        let variant = self
+            .params
+            .variants
+            .first()
+            .map(|variant| variant.name.clone());
         self.phase = Phase::Running(Box::new(Run::new(lease, variant, now)));
     }
 
@@ -375,7 +386,11 @@ impl Worker {
         self.idle_since = now;
         if let Some(shed_at) = self.returns.shed_at.take() {
             let soon = now.saturating_since(shed_at) < RETURN_SOON;
-            self.returns.in_a_row = if soon { (self.returns.in_a_row + 1).min(RETURNS_MAX) } else { 0 };
+            self.returns.in_a_row = if soon {
+                (self.returns.in_a_row + 1).min(RETURNS_MAX)
+            } else {
+                0
+            };
         }
         self.restart.ready(now);
         Some(took)
@@ -404,7 +419,9 @@ impl Worker {
 
     /// The most that its last requests have taken; nothing before the first.
     pub(super) fn breathes_to(&self) -> Bytes {
-        self.run().and_then(Run::ready).map_or(Bytes::ZERO, |ready| ready.breath.need())
+        self.run()
+            .and_then(Run::ready)
+            .map_or(Bytes::ZERO, |ready| ready.breath.need())
     }
 
     /// Until when it is not stopped again to make room: one that was wanted at once each time is not worth it.
@@ -415,7 +432,11 @@ impl Worker {
     }
 
     /// It is asked to stop. Returns those who waited for its change of variant, or `None` if it does not run.
-    pub(super) fn stop(&mut self, cause: StopCause, now: Timestamp) -> Option<(LeaseId, Vec<Ticket>)> {
+    pub(super) fn stop(
+        &mut self,
+        cause: StopCause,
+        now: Timestamp,
+    ) -> Option<(LeaseId, Vec<Ticket>)> {
         let run = self.run_mut()?;
         Some((run.lease, run.stop(cause, now)))
     }
@@ -440,7 +461,12 @@ impl Worker {
             self.phase = Phase::Stopped(rest);
         }
         self.returns.shed_at = matches!(next, AfterExit::Shed { .. }).then_some(now);
-        Some(Ended { lease: run.lease, tickets: tickets.unwrap_or_default(), stopping: run.stopping().is_some(), next })
+        Some(Ended {
+            lease: run.lease,
+            tickets: tickets.unwrap_or_default(),
+            stopping: run.stopping().is_some(),
+            next,
+        })
     }
 
     fn failed(&mut self, needs_operator: bool, now: Timestamp) -> AfterExit {
@@ -515,12 +541,14 @@ impl Worker {
         now: Timestamp,
     ) -> Option<Option<Resizing>> {
         let smaller = self.params.steady_of(Some(variant)) < self.steady();
-        self.run_mut()?.changed((variant, smaller), failed, believed, now)
+        self.run_mut()?
+            .changed((variant, smaller), failed, believed, now)
     }
 
     /// It was measured at its steady size. Returns whether it had been made smaller to make room.
     pub(super) fn take_verified(&mut self) -> bool {
-        self.ready_mut().is_some_and(|ready| ready.verify_by.take().is_some())
+        self.ready_mut()
+            .is_some_and(|ready| ready.verify_by.take().is_some())
     }
 
     /// It has not come down although it was notified that memory is short. Returns whether it is ready.
@@ -566,14 +594,18 @@ const RETURNS_MAX: u32 = 6;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::params::{RestParams, VariantParams};
+    use crate::params::{RestParams, VariantParams};
 
     const fn at(millis: u64) -> Timestamp {
         Timestamp::from_millis(millis)
     }
 
     fn variant(name: &str, mib: u64) -> VariantParams {
-        VariantParams { name: name.to_owned(), steady: Bytes::from_mib(mib), peak: Bytes::from_mib(mib) }
+        VariantParams {
+            name: name.to_owned(),
+            steady: Bytes::from_mib(mib),
+            peak: Bytes::from_mib(mib),
+        }
     }
 
     /// Ready at 100 ms, in `open`; asked into `small` when idle for 1 s, and stopped when idle for 2 s.
@@ -604,14 +636,28 @@ mod tests {
         for (cause, next, rest) in [
             (StopCause::Operator, AfterExit::Rests, Some(Rest::Operator)),
             (StopCause::Idle, AfterExit::Sleeps, Some(Rest::Idle)),
-            (StopCause::Shed, AfterExit::Shed { restarts_if_fits: false }, Some(Rest::Shed)),
+            (
+                StopCause::Shed,
+                AfterExit::Shed {
+                    restarts_if_fits: false,
+                },
+                Some(Rest::Shed),
+            ),
             (StopCause::Recycle, AfterExit::Restarts, None),
-            (StopCause::NotReady, AfterExit::Failed(Failure::RetriesAt(at(5500))), None),
+            (
+                StopCause::NotReady,
+                AfterExit::Failed(Failure::RetriesAt(at(5500))),
+                None,
+            ),
         ] {
             let mut worker = ready();
             assert!(worker.stop(cause, at(200)).is_some());
             assert_eq!(worker.state(), WorkerState::Stopping);
-            assert_eq!((exit(&mut worker), worker.rest()), (next, rest), "{cause:?}");
+            assert_eq!(
+                (exit(&mut worker), worker.rest()),
+                (next, rest),
+                "{cause:?}"
+            );
             assert!(worker.exited(false, "again", at(5001)).is_none());
         }
     }
@@ -619,24 +665,42 @@ mod tests {
     #[test]
     fn an_operators_last_word_counts_while_a_worker_stops() {
         let mut worker = ready();
-        assert_eq!(worker.command(WorkerCommand::Stop, at(200)), Commanded::Stop(StopCause::Operator));
+        assert_eq!(
+            worker.command(WorkerCommand::Stop, at(200)),
+            Commanded::Stop(StopCause::Operator)
+        );
         worker.stop(StopCause::Operator, at(200));
-        assert_eq!(worker.command(WorkerCommand::Start, at(300)), Commanded::Nothing);
+        assert_eq!(
+            worker.command(WorkerCommand::Start, at(300)),
+            Commanded::Nothing
+        );
         assert_eq!(exit(&mut worker), AfterExit::Restarts);
     }
 
     #[test]
     fn what_is_due_is_taken_once() {
         let mut worker = ready();
-        let resizing = Resizing { variant: "small".to_owned(), tickets: Vec::new(), asked_at: at(200), to_shed: true };
+        let resizing = Resizing {
+            variant: "small".to_owned(),
+            tickets: Vec::new(),
+            asked_at: at(200),
+            to_shed: true,
+        };
         assert!(worker.change(resizing.clone()));
         assert_eq!(worker.stays(Bytes::from_mib(100)), Bytes::from_mib(40));
-        assert!(worker.changed("small", false, Duration::from_millis(250), at(300)).is_some());
+        assert!(
+            worker
+                .changed("small", false, Duration::from_millis(250), at(300))
+                .is_some()
+        );
         assert!(worker.take_due(at(549)).is_none());
         assert!(matches!(worker.take_due(at(550)), Some(Due::NotSmaller)));
         assert!(worker.take_due(at(550)).is_none());
         assert!(worker.change(resizing));
-        assert!(matches!(worker.take_due(at(60_200)), Some(Due::NotChanged(_))));
+        assert!(matches!(
+            worker.take_due(at(60_200)),
+            Some(Due::NotChanged(_))
+        ));
         worker.stop(StopCause::NotReady, at(60_200));
         assert!(matches!(worker.take_due(at(63_200)), Some(Due::NotStopped)));
         assert!(worker.take_due(at(63_200)).is_none());
@@ -655,7 +719,11 @@ mod tests {
             worker.start(LeaseId(2), now);
             worker.answered(8, now);
             let spared = Duration::from_secs(10) * (1 << returns.min(5));
-            assert_eq!(worker.not_worth_stopping_until(), Some(now + spared), "{returns}");
+            assert_eq!(
+                worker.not_worth_stopping_until(),
+                Some(now + spared),
+                "{returns}"
+            );
         }
         // One without a request for a while is worth stopping.
         worker.stop(StopCause::Shed, now);

@@ -11,7 +11,7 @@ use super::{
     params::WorkerParams,
     worker::{Due, RestStep, Worker},
 };
-use crate::units::Timestamp;
+use cotenant_units::Timestamp;
 
 /// All workers of the configuration, by name.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,12 +50,22 @@ impl WorkerControl {
     /// allocations, but for workers that are to come before it; then the workers, one after the other, each when the one
     /// before answers or has had its time, and when all are up that it comes after.
     pub(super) fn next_to_start(&self, engine_is_up: bool, now: Timestamp) -> Option<&str> {
-        let mut order: Vec<&Worker> = self.values().filter(|worker| worker.params.start.autostart).collect();
+        let mut order: Vec<&Worker> = self
+            .values()
+            .filter(|worker| worker.params.start.autostart)
+            .collect();
         order.sort_by_key(|worker| {
-            (!worker.params.start.before_engine, worker.params.start.start_order, &worker.params.name)
+            (
+                !worker.params.start.before_engine,
+                worker.params.start.start_order,
+                &worker.params.name,
+            )
         });
         // The engine is no worker, and was waited for already.
-        let up = |name: &String| self.get(name).is_none_or(|other| !other.is_wanted() || other.has_come_up(now));
+        let up = |name: &String| {
+            self.get(name)
+                .is_none_or(|other| !other.is_wanted() || other.has_come_up(now))
+        };
         for worker in order {
             if !worker.params.start.before_engine && !engine_is_up {
                 return None;
@@ -73,7 +83,9 @@ impl WorkerControl {
 
     /// Whether all workers that come before the engine are up, or have had their time.
     pub(super) fn first_are_up(&self, now: Timestamp) -> bool {
-        let mut first = self.values().filter(|worker| worker.params.start.before_engine && worker.is_wanted());
+        let mut first = self
+            .values()
+            .filter(|worker| worker.params.start.before_engine && worker.is_wanted());
         first.all(|worker| worker.has_come_up(now))
     }
 
@@ -90,7 +102,10 @@ impl WorkerControl {
         may_rest: impl Fn(LeaseId) -> bool,
         now: Timestamp,
     ) -> Option<(String, RestStep)> {
-        let mut workers = self.0.iter_mut().filter(|(name, _)| after.is_none_or(|after| name.as_str() > after));
+        let mut workers = self
+            .0
+            .iter_mut()
+            .filter(|(name, _)| after.is_none_or(|after| name.as_str() > after));
         workers.find_map(|(name, worker)| {
             let may_rest = worker.lease().is_some_and(&may_rest);
             Some((name.clone(), worker.take_rest(may_rest, now)?))
@@ -98,8 +113,13 @@ impl WorkerControl {
     }
 
     /// When something is due, or comes to a worker that rests.
-    pub(super) fn next_deadline(&self, may_rest: impl Fn(LeaseId) -> bool, now: Timestamp) -> Option<Timestamp> {
-        let next = |worker: &Worker| worker.next_deadline(worker.lease().is_some_and(&may_rest), now);
+    pub(super) fn next_deadline(
+        &self,
+        may_rest: impl Fn(LeaseId) -> bool,
+        now: Timestamp,
+    ) -> Option<Timestamp> {
+        let next =
+            |worker: &Worker| worker.next_deadline(worker.lease().is_some_and(&may_rest), now);
         self.values().filter_map(next).min()
     }
 }
@@ -109,7 +129,10 @@ mod tests {
     use super::*;
 
     fn worker(name: &str) -> WorkerParams {
-        WorkerParams { name: name.to_owned(), ..WorkerParams::default() }
+        WorkerParams {
+            name: name.to_owned(),
+            ..WorkerParams::default()
+        }
     }
 
     fn comes_up(workers: &mut WorkerControl, name: &str, now: Timestamp) {

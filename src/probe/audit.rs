@@ -15,7 +15,10 @@ use super::ProbeRoot;
 
 /// All rules, in the order in which they are shown.
 fn rules() -> impl Iterator<Item = &'static Rule> {
-    software::RULES.iter().chain(memory::RULES).chain(hardware::RULES)
+    software::RULES
+        .iter()
+        .chain(memory::RULES)
+        .chain(hardware::RULES)
 }
 
 /// How many rules there are.
@@ -38,7 +41,13 @@ pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
         .filter(|(rule, _)| can_tell(rule, root))
         .filter_map(|(rule, look)| {
             let found = look(&facts)?;
-            Some(Finding { rule, severity: found.severity, text: found.text, cost: found.cost, remedy: found.remedy })
+            Some(Finding {
+                rule,
+                severity: found.severity,
+                text: found.text,
+                cost: found.cost,
+                remedy: found.remedy,
+            })
         })
         .collect()
 }

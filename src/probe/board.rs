@@ -29,7 +29,11 @@ impl L4tRelease {
         let revision = revision.split(',').next()?.trim();
         let (minor, patch) = revision.split_once('.').unwrap_or((revision, "0"));
         let part = |text: &str| u32::try_from(number(text.as_bytes())?).ok();
-        Some(Self { major: part(major)?, minor: part(minor)?, patch: part(patch)? })
+        Some(Self {
+            major: part(major)?,
+            minor: part(minor)?,
+            patch: part(patch)?,
+        })
     }
 
     /// What is known to be wrong with this release, with its remedy.
@@ -70,19 +74,25 @@ impl Board {
     #[must_use]
     pub fn read(root: &ProbeRoot) -> Self {
         let strings = |name: &str| {
-            read_optional(&root.proc("device-tree").join(name)).map_or_else(Vec::new, |text| strings(&text))
+            read_optional(&root.proc("device-tree").join(name))
+                .map_or_else(Vec::new, |text| strings(&text))
         };
         Self {
             model: strings("model").into_iter().next(),
             compatible: strings("compatible"),
-            l4t: read_optional(&root.etc("nv_tegra_release")).and_then(|text| L4tRelease::parse(&text)),
+            l4t: read_optional(&root.etc("nv_tegra_release"))
+                .and_then(|text| L4tRelease::parse(&text)),
         }
     }
 
     /// Whether this is a Jetson.
     #[must_use]
     pub fn is_jetson(&self) -> bool {
-        self.l4t.is_some() || self.compatible.iter().any(|name| name.starts_with("nvidia,tegra"))
+        self.l4t.is_some()
+            || self
+                .compatible
+                .iter()
+                .any(|name| name.starts_with("nvidia,tegra"))
     }
 
     /// Whether the device tree allows the higher clocks of "super" mode.
@@ -102,7 +112,11 @@ fn strings(property: &[u8]) -> Vec<String> {
 }
 
 /// NVIDIA bug 5602402; 36.4.4 and 36.5.0 do not have it.
-const REFUSES_LARGE: L4tRelease = L4tRelease { major: 36, minor: 4, patch: 7 };
+const REFUSES_LARGE: L4tRelease = L4tRelease {
+    major: 36,
+    minor: 4,
+    patch: 7,
+};
 
 #[cfg(test)]
 mod tests {
@@ -112,8 +126,12 @@ mod tests {
 
     macro_rules! release {
         ($name:literal) => {
-            L4tRelease::parse(include_bytes!(concat!("../../tests/fixtures/jetson/nv_tegra_release/", $name, ".txt")))
-                .unwrap()
+            L4tRelease::parse(include_bytes!(concat!(
+                "../../tests/fixtures/jetson/nv_tegra_release/",
+                $name,
+                ".txt"
+            )))
+            .unwrap()
         };
     }
 
@@ -126,8 +144,14 @@ mod tests {
             (release!("r36.4.3_first-line"), "36.4.3"),
             (release!("r36.4.4_fields.RECONSTRUCTED"), "36.4.4"),
             (release!("r38.4.0_thor"), "38.4.0"),
-            (L4tRelease::parse(b"# R36 (release), REVISION: 5.0, GCID: 1").unwrap(), "36.5.0"),
-            (L4tRelease::parse(b"# R32 (release), REVISION: 7").unwrap(), "32.7.0"),
+            (
+                L4tRelease::parse(b"# R36 (release), REVISION: 5.0, GCID: 1").unwrap(),
+                "36.5.0",
+            ),
+            (
+                L4tRelease::parse(b"# R32 (release), REVISION: 7").unwrap(),
+                "32.7.0",
+            ),
         ] {
             assert_eq!(release.to_string(), text);
             assert_eq!(release.warning(), None);
@@ -137,7 +161,13 @@ mod tests {
 
     #[test]
     fn what_is_no_release_is_none() {
-        for text in ["", "# R", "# R36", "# Rxx (release), REVISION: 4.7", "# R36 (release), REVISION: 4.7.1, x"] {
+        for text in [
+            "",
+            "# R",
+            "# R36",
+            "# Rxx (release), REVISION: 4.7",
+            "# R36 (release), REVISION: 4.7.1, x",
+        ] {
             assert_eq!(L4tRelease::parse(text.as_bytes()), None, "{text}");
         }
     }

@@ -7,7 +7,7 @@ use super::{
     ProbeRoot,
     source::{lines, number, read_optional, words},
 };
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// The largest free blocks, all zones together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,7 +45,10 @@ impl FreeBlocks {
     /// The largest of blocks that are counted for each power of two pages.
     fn largest(by_order: &[u64], page: Bytes) -> Option<Self> {
         let order = by_order.iter().rposition(|count| *count > 0)?;
-        Some(Self { count: by_order.get(order).copied()?, size: page.saturating_mul(1 << order) })
+        Some(Self {
+            count: by_order.get(order).copied()?,
+            size: page.saturating_mul(1 << order),
+        })
     }
 }
 
@@ -60,7 +63,12 @@ mod tests {
 
     #[test]
     fn counts_that_are_no_numbers_and_lines_of_another_form_are_passed_over() {
-        for text in ["", "Node 0, zone\n", "Node 0, zone DMA\n", "Node 0, zone DMA x 0 0\nfree 7 7\n"] {
+        for text in [
+            "",
+            "Node 0, zone\n",
+            "Node 0, zone DMA\n",
+            "Node 0, zone DMA x 0 0\nfree 7 7\n",
+        ] {
             assert_eq!(FreeBlocks::parse(text.as_bytes()), None, "{text}");
         }
         let half = FreeBlocks::parse(b"Node 0, zone DMA 3 x 2\nNode 1, zone DMA 3 1").unwrap();

@@ -14,7 +14,7 @@ use super::{
     swap,
     vmstat::Vmstat,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// How much of something there is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -98,23 +98,41 @@ impl Capabilities {
         }
         let mut unknown = Vec::new();
         let mut look = |name, is_there: bool, look: &mut dyn FnMut(&mut Self)| {
-            if is_there { look(&mut found) } else { unknown.push(name) }
+            if is_there {
+                look(&mut found);
+            } else {
+                unknown.push(name);
+            }
         };
-        look("psi", root.proc("pressure/memory").is_file(), &mut |found| {
-            found.add(
-                "psi",
-                Presence::Present,
-                "counted",
-                "whether a trigger can be armed shows on the machine itself",
-            );
+        look(
+            "psi",
+            root.proc("pressure/memory").is_file(),
+            &mut |found| {
+                found.add(
+                    "psi",
+                    Presence::Present,
+                    "counted",
+                    "whether a trigger can be armed shows on the machine itself",
+                );
+            },
+        );
+        look("vmstat", root.proc("vmstat").is_file(), &mut |found| {
+            found.vmstat(root);
         });
-        look("vmstat", root.proc("vmstat").is_file(), &mut |found| found.vmstat(root));
-        look("nvmap", root.sys("kernel/debug").is_dir(), &mut |found| found.nvmap(root, &board));
-        look("swap", root.proc("swaps").is_file(), &mut |found| found.swap(root, meminfo.as_ref().ok()));
-        let knows_board = board.l4t.is_some() || board.model.is_some() || !board.compatible.is_empty();
+        look("nvmap", root.sys("kernel/debug").is_dir(), &mut |found| {
+            found.nvmap(root, &board);
+        });
+        look("swap", root.proc("swaps").is_file(), &mut |found| {
+            found.swap(root, meminfo.as_ref().ok());
+        });
+        let knows_board =
+            board.l4t.is_some() || board.model.is_some() || !board.compatible.is_empty();
         look("board", knows_board, &mut |found| found.board(&board));
         if !unknown.is_empty() {
-            found.warnings.push(format!("not in this folder, so that nothing is known of it: {}", unknown.join(", ")));
+            found.warnings.push(format!(
+                "not in this folder, so that nothing is known of it: {}",
+                unknown.join(", ")
+            ));
         }
         found
     }
@@ -122,8 +140,13 @@ impl Capabilities {
     /// A line for each, for people: `psi: trigger, 2 s window; …`.
     #[must_use]
     pub fn lines(&self) -> Vec<String> {
-        let line = |item: &Capability| format!("{}: {}; {}", item.name, item.detail, item.consequence);
-        self.items.iter().map(line).chain(self.warnings.iter().cloned()).collect()
+        let line =
+            |item: &Capability| format!("{}: {}; {}", item.name, item.detail, item.consequence);
+        self.items
+            .iter()
+            .map(line)
+            .chain(self.warnings.iter().cloned())
+            .collect()
     }
 
     /// The entry of this name.
@@ -139,7 +162,12 @@ impl Capabilities {
         detail: impl Into<String>,
         consequence: impl Into<String>,
     ) {
-        self.items.push(Capability { name, presence, detail: detail.into(), consequence: consequence.into() });
+        self.items.push(Capability {
+            name,
+            presence,
+            detail: detail.into(),
+            consequence: consequence.into(),
+        });
     }
 
     fn memory(&mut self, root: &ProbeRoot, meminfo: &Result<Meminfo, ProbeError>) {
@@ -180,8 +208,18 @@ impl Capabilities {
                 format!("{total}, {free} of it free"),
                 "its free part counts as available and cannot serve the GPU: it is subtracted",
             ),
-            Some(_) => self.add("cma", Presence::Absent, "switched off (`cma=0`)", CMA_ABSENT),
-            None => self.add("cma", Presence::Absent, "the kernel was built without it", CMA_ABSENT),
+            Some(_) => self.add(
+                "cma",
+                Presence::Absent,
+                "switched off (`cma=0`)",
+                CMA_ABSENT,
+            ),
+            None => self.add(
+                "cma",
+                Presence::Absent,
+                "the kernel was built without it",
+                CMA_ABSENT,
+            ),
         }
     }
 
@@ -209,7 +247,11 @@ impl Capabilities {
             ("swap-ins", stat.swap_ins),
             ("OOM kills", stat.oom_kills),
         ];
-        let missing: Vec<&str> = counters.iter().filter(|(_, value)| value.is_none()).map(|(name, _)| *name).collect();
+        let missing: Vec<&str> = counters
+            .iter()
+            .filter(|(_, value)| value.is_none())
+            .map(|(name, _)| *name)
+            .collect();
         if missing.is_empty() {
             self.add(
                 "vmstat",
@@ -218,7 +260,11 @@ impl Capabilities {
                 "thrash is seen before it hurts",
             );
         } else {
-            let presence = if missing.len() == counters.len() { Presence::Absent } else { Presence::Limited };
+            let presence = if missing.len() == counters.len() {
+                Presence::Absent
+            } else {
+                Presence::Limited
+            };
             self.add(
                 "vmstat",
                 presence,
@@ -265,7 +311,11 @@ impl Capabilities {
         };
         self.add(
             "cgroup",
-            if version == 2 { Presence::Present } else { Presence::Limited },
+            if version == 2 {
+                Presence::Present
+            } else {
+                Presence::Limited
+            },
             format!("version {version}, {limit}"),
             "a worker's page cache is seen with it; GPU memory of a Jetson is in no control group",
         );
@@ -299,20 +349,34 @@ impl Capabilities {
                      in the page pool",
                 );
             } else {
-                self.add("nvmap", Presence::Absent, "not a Jetson with nvmap", "GPU memory is not seen per process");
+                self.add(
+                    "nvmap",
+                    Presence::Absent,
+                    "not a Jetson with nvmap",
+                    "GPU memory is not seen per process",
+                );
             }
             return;
         };
-        let show = |bytes: Option<Bytes>| bytes.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string());
+        let show = |bytes: Option<Bytes>| {
+            bytes.map_or_else(|| "unknown".to_owned(), |bytes| bytes.to_string())
+        };
         let (total, pool) = (nvmap.total(), nvmap.pool());
-        let whole = total.is_some() && pool.is_some() && nvmap.clients().is_some_and(|clients| clients.total.is_some());
+        let whole = total.is_some()
+            && pool.is_some()
+            && nvmap
+                .clients()
+                .is_some_and(|clients| clients.total.is_some());
         let emptied = if nvmap::may_empty_pool(root) {
             "which is emptied where the processor runs short"
         } else {
             "which may not be emptied from here"
         };
         let (presence, consequence) = if whole {
-            (Presence::Present, "GPU memory is seen per process, and so is what the page pool keeps")
+            (
+                Presence::Present,
+                "GPU memory is seen per process, and so is what the page pool keeps",
+            )
         } else {
             (
                 Presence::Limited,
@@ -322,14 +386,21 @@ impl Capabilities {
         self.add(
             "nvmap",
             presence,
-            format!("{} allocated, {} in the page pool, {emptied}", show(total), show(pool.map(|pool| pool.bytes()))),
+            format!(
+                "{} allocated, {} in the page pool, {emptied}",
+                show(total),
+                show(pool.map(|pool| pool.bytes()))
+            ),
             consequence,
         );
     }
 
     fn swap(&mut self, root: &ProbeRoot, meminfo: Option<&Meminfo>) {
         let devices = swap::devices(root);
-        let total: Bytes = devices.iter().map(|device| device.size).fold(Bytes::ZERO, Bytes::saturating_add);
+        let total: Bytes = devices
+            .iter()
+            .map(|device| device.size)
+            .fold(Bytes::ZERO, Bytes::saturating_add);
         let zram: Bytes = devices
             .iter()
             .filter(|device| device.is_zram())
@@ -353,7 +424,10 @@ impl Capabilities {
         self.add(
             "swap",
             Presence::Present,
-            format!("{} devices, {total}, of it zram {zram}{cost}", devices.len()),
+            format!(
+                "{} devices, {total}, of it zram {zram}{cost}",
+                devices.len()
+            ),
             "swap makes room by pushing out ASR and TTS; GPU memory stays",
         );
         // The stock script makes half the memory zram.
@@ -373,15 +447,25 @@ impl Capabilities {
             self.add(
                 "board",
                 Presence::Absent,
-                board.model.clone().unwrap_or_else(|| "not a Jetson: no device tree of NVIDIA, no L4T".to_owned()),
+                board
+                    .model
+                    .clone()
+                    .unwrap_or_else(|| "not a Jetson: no device tree of NVIDIA, no L4T".to_owned()),
                 "what is particular to a Jetson (CMA, nvmap, its page pool) is not exercised here",
             );
             return;
         }
-        let l4t = board.l4t.map_or_else(|| "L4T unknown".to_owned(), |l4t| format!("L4T {l4t}"));
+        let l4t = board
+            .l4t
+            .map_or_else(|| "L4T unknown".to_owned(), |l4t| format!("L4T {l4t}"));
         let model = board.model.as_deref().unwrap_or("unknown model");
         let mode = if board.is_super() { ", super mode" } else { "" };
-        self.add("board", Presence::Present, format!("{model}, {l4t}{mode}"), "limits known for this board apply");
+        self.add(
+            "board",
+            Presence::Present,
+            format!("{model}, {l4t}{mode}"),
+            "limits known for this board apply",
+        );
         if let Some(warning) = board.l4t.and_then(L4tRelease::warning) {
             self.warnings.push(warning.to_owned());
         }

@@ -15,7 +15,8 @@ use super::{
     ProbeRoot,
     source::{Source, lines, number, read_number, read_optional, words},
 };
-use crate::{policy::pressure::GroupRoom, units::Bytes};
+use cotenant_policy::pressure::GroupRoom;
+use cotenant_units::Bytes;
 
 /// Which interface a group has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -52,7 +53,10 @@ impl Cgroup {
     #[must_use]
     pub fn own(root: &ProbeRoot) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.proc("self/cgroup"), process::id())?;
-        let folder = mount.around(&folder).find(|folder| has_controller(mount.version, folder))?.to_owned();
+        let folder = mount
+            .around(&folder)
+            .find(|folder| has_controller(mount.version, folder))?
+            .to_owned();
         Some(Self { mount, folder })
     }
 
@@ -113,14 +117,20 @@ impl Mount {
     fn all(root: &ProbeRoot) -> Vec<Self> {
         let listed = read_optional(&root.proc("self/mountinfo")).unwrap_or_default();
         let base = root.sys.parent().unwrap_or(Path::new("/"));
-        let mut mounts: Vec<Self> = lines(&listed).filter_map(|(_, line)| Self::parse(line, base)).collect();
+        let mut mounts: Vec<Self> = lines(&listed)
+            .filter_map(|(_, line)| Self::parse(line, base))
+            .collect();
         if mounts.is_empty() {
             let custom = [
                 (CgroupVersion::V2, "fs/cgroup"),
                 (CgroupVersion::V2, "fs/cgroup/unified"),
                 (CgroupVersion::V1, "fs/cgroup/memory"),
             ];
-            let at = |(version, path)| Self { version, point: root.sys(path), shows: "/".to_owned() };
+            let at = |(version, path)| Self {
+                version,
+                point: root.sys(path),
+                shows: "/".to_owned(),
+            };
             mounts.extend(custom.map(at));
         }
         mounts
@@ -135,15 +145,23 @@ impl Mount {
         let mut kind = kind.split(' ');
         let version = match kind.next()? {
             "cgroup2" => CgroupVersion::V2,
-            "cgroup" if kind.nth(1)?.split(',').any(|option| option == "memory") => CgroupVersion::V1,
+            "cgroup" if kind.nth(1)?.split(',').any(|option| option == "memory") => {
+                CgroupVersion::V1
+            }
             _ => return None,
         };
-        Some(Self { version, point: base.join(point.trim_start_matches('/')), shows: shows.to_owned() })
+        Some(Self {
+            version,
+            point: base.join(point.trim_start_matches('/')),
+            shows: shows.to_owned(),
+        })
     }
 
     /// A folder and those around it, inside out.
     fn around<'a>(&self, folder: &'a Path) -> impl Iterator<Item = &'a Path> {
-        folder.ancestors().take_while(|around| around.starts_with(&self.point))
+        folder
+            .ancestors()
+            .take_while(|around| around.starts_with(&self.point))
     }
 
     /// The folder of a group, if its path leads into what is seen here.
@@ -176,7 +194,12 @@ impl Mount {
     /// How the group of a folder is called, as `/proc/<pid>/cgroup` has it.
     fn name_of(&self, folder: &Path) -> String {
         let below = folder.strip_prefix(&self.point).unwrap_or(Path::new(""));
-        Path::new(&self.shows).components().chain(below.components()).collect::<PathBuf>().display().to_string()
+        Path::new(&self.shows)
+            .components()
+            .chain(below.components())
+            .collect::<PathBuf>()
+            .display()
+            .to_string()
     }
 }
 
@@ -200,12 +223,18 @@ impl Place {
                 CgroupVersion::V1 => membership.v1_memory.as_deref(),
             }?;
             // The unified hierarchy may be there without the controller.
-            let has = |folder: &Path| mount.around(folder).any(|folder| has_controller(mount.version, folder));
+            let has = |folder: &Path| {
+                mount
+                    .around(folder)
+                    .any(|folder| has_controller(mount.version, folder))
+            };
             let folder = match mount.folder(path) {
                 Some(folder) => has(&folder).then_some(folder),
                 None if !has(&mount.point) => None,
                 // As a last resort the top: in a container it is the container's group, unless this process has left it.
-                None => mount.folder_with(pid).or_else(|| (!climbs(path)).then(|| mount.point.clone())),
+                None => mount
+                    .folder_with(pid)
+                    .or_else(|| (!climbs(path)).then(|| mount.point.clone())),
             };
             let folder = folder?;
             Some(Self { mount, folder })
@@ -249,8 +278,13 @@ impl GroupWatch {
     /// Opens the groups around this process; none where no memory controller is mounted.
     pub(super) fn open(root: &ProbeRoot) -> Self {
         let membership = Source::open_optional(root.proc("self/cgroup"));
-        let mut watch =
-            Self { root: root.clone(), membership, member_of: Vec::new(), groups: Vec::new(), tightest: None };
+        let mut watch = Self {
+            root: root.clone(),
+            membership,
+            member_of: Vec::new(),
+            groups: Vec::new(),
+            tightest: None,
+        };
         watch.follow();
         watch
     }
@@ -265,21 +299,26 @@ impl GroupWatch {
             if room.is_none_or(|room| own.limit < room.limit) {
                 self.tightest = Some(index);
             }
-            room = Some(
-                room.map_or(own, |room| GroupRoom { limit: room.limit.min(own.limit), left: room.left.min(own.left) }),
-            );
+            room = Some(room.map_or(own, |room| GroupRoom {
+                limit: room.limit.min(own.limit),
+                left: room.left.min(own.left),
+            }));
         }
         room
     }
 
     /// Path of the group whose limit was the tightest at the last reading.
     pub(super) fn tightest(&self) -> Option<&str> {
-        self.groups.get(self.tightest?).map(|group| group.name.as_str())
+        self.groups
+            .get(self.tightest?)
+            .map(|group| group.name.as_str())
     }
 
     /// Opens the groups when this process is in others than before.
     fn follow(&mut self) {
-        let Some(Ok(now)) = self.membership.as_mut().map(Source::read) else { return };
+        let Some(Ok(now)) = self.membership.as_mut().map(Source::read) else {
+            return;
+        };
         if now == self.member_of {
             return;
         }
@@ -288,7 +327,10 @@ impl GroupWatch {
         self.groups = group.as_ref().map_or_else(Vec::new, |group| {
             let around = group.around();
             let top = around.last().copied();
-            around.iter().map(|folder| WatchedGroup::open(&group.mount, folder, top == Some(folder))).collect()
+            around
+                .iter()
+                .map(|folder| WatchedGroup::open(&group.mount, folder, top == Some(folder)))
+                .collect()
         });
     }
 }
@@ -302,7 +344,10 @@ impl WatchedGroup {
         };
         Self {
             name: mount.name_of(folder),
-            limits: limits.iter().filter_map(|file| Source::open_optional(folder.join(file))).collect(),
+            limits: limits
+                .iter()
+                .filter_map(|file| Source::open_optional(folder.join(file)))
+                .collect(),
             used: Source::open_optional(folder.join(used)),
             stat: Source::open_optional(folder.join("memory.stat")),
             version: mount.version,
@@ -318,17 +363,34 @@ impl WatchedGroup {
         if own.is_none() && !shows_more {
             return None;
         }
-        let stat = self.stat.as_mut().and_then(|stat| stat.read().ok()).unwrap_or_default();
-        let around = value_of(stat, b"hierarchical_memory_limit").map(Bytes::new).filter(|_| shows_more);
-        let limit = own.into_iter().chain(around).filter(|limit| *limit < V1_UNLIMITED).min()?;
+        let stat = self
+            .stat
+            .as_mut()
+            .and_then(|stat| stat.read().ok())
+            .unwrap_or_default();
+        let around = value_of(stat, b"hierarchical_memory_limit")
+            .map(Bytes::new)
+            .filter(|_| shows_more);
+        let limit = own
+            .into_iter()
+            .chain(around)
+            .filter(|limit| *limit < V1_UNLIMITED)
+            .min()?;
         // Reclaimed before the group kills, as `MemAvailable` counts it for the machine; with what is below the group.
         let cache: [&[u8]; 2] = match self.version {
             CgroupVersion::V1 => [b"total_inactive_file", b"total_active_file"],
             CgroupVersion::V2 => [b"inactive_file", b"active_file"],
         };
-        let cache: Bytes = cache.iter().filter_map(|key| value_of(stat, key)).map(Bytes::new).sum();
+        let cache: Bytes = cache
+            .iter()
+            .filter_map(|key| value_of(stat, key))
+            .map(Bytes::new)
+            .sum();
         let used = self.used.as_mut().and_then(bytes).unwrap_or_default();
-        Some(GroupRoom { limit, left: limit.saturating_sub(used.saturating_sub(cache)) })
+        Some(GroupRoom {
+            limit,
+            left: limit.saturating_sub(used.saturating_sub(cache)),
+        })
     }
 }
 
@@ -348,13 +410,18 @@ impl Membership {
         let mut membership = Self::default();
         for (_, line) in lines(text) {
             let mut fields = line.splitn(3, |b| *b == b':');
-            let (Some(_), Some(controllers), Some(path)) = (fields.next(), fields.next(), fields.next()) else {
+            let (Some(_), Some(controllers), Some(path)) =
+                (fields.next(), fields.next(), fields.next())
+            else {
                 continue;
             };
             let path = || Some(String::from_utf8_lossy(path).into_owned());
             if controllers.is_empty() {
                 membership.v2 = path();
-            } else if controllers.split(|b| *b == b',').any(|name| name == b"memory") {
+            } else if controllers
+                .split(|b| *b == b',')
+                .any(|name| name == b"memory")
+            {
                 membership.v1_memory = path();
             }
         }
@@ -395,7 +462,9 @@ fn read_memory(version: CgroupVersion, folder: &Path) -> CgroupMemory {
 fn value_of(text: &[u8], key: &[u8]) -> Option<u64> {
     lines(text).find_map(|(_, line)| {
         let mut words = words(line);
-        (words.next()? == key).then(|| words.next().and_then(number)).flatten()
+        (words.next()? == key)
+            .then(|| words.next().and_then(number))
+            .flatten()
     })
 }
 
@@ -417,7 +486,9 @@ mod tests {
     fn tree(membership: &str, files: &[(&str, &str)]) -> (tempfile::TempDir, ProbeRoot) {
         let folder = tempfile::tempdir().unwrap();
         let root = ProbeRoot::at(folder.path());
-        let files = files.iter().map(|(path, text)| (root.sys("fs/cgroup").join(path), *text));
+        let files = files
+            .iter()
+            .map(|(path, text)| (root.sys("fs/cgroup").join(path), *text));
         for (path, text) in files.chain([(root.proc("self/cgroup"), membership)]) {
             fs::create_dir_all(path.parent().unwrap()).unwrap();
             fs::write(path, text).unwrap();
@@ -434,15 +505,24 @@ mod tests {
                 ("system.slice/cotenant.service/memory.stat", "anon 1\n"),
                 ("system.slice/cotenant.service/memory.current", "1048576\n"),
                 ("system.slice/cotenant.service/memory.max", "max\n"),
-                ("system.slice/cotenant.service/memory.events", "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\n"),
+                (
+                    "system.slice/cotenant.service/memory.events",
+                    "low 0\nhigh 0\nmax 7\noom 1\noom_kill 2\n",
+                ),
             ],
         );
         let group = Cgroup::own(&root).unwrap();
         assert_eq!(group.version(), CgroupVersion::V2);
         let memory = group.memory();
-        assert_eq!((memory.used, memory.limit), (Some(Bytes::from_mib(1)), None));
+        assert_eq!(
+            (memory.used, memory.limit),
+            (Some(Bytes::from_mib(1)), None)
+        );
         assert_eq!((memory.oom_kills, memory.limit_hits), (Some(2), Some(7)));
-        assert_eq!(limit(&root), Some((Bytes::new(4_194_304_000), "/system.slice".to_owned())));
+        assert_eq!(
+            limit(&root),
+            Some((Bytes::new(4_194_304_000), "/system.slice".to_owned()))
+        );
     }
 
     #[test]
@@ -455,7 +535,10 @@ mod tests {
                 ("memory/a/memory.usage_in_bytes", "2\n"),
                 ("memory/a/b/memory.limit_in_bytes", "9223372036854771712\n"),
                 ("memory/a/b/memory.usage_in_bytes", "1024\n"),
-                ("memory/a/b/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"),
+                (
+                    "memory/a/b/memory.oom_control",
+                    "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n",
+                ),
                 ("memory/a/b/memory.failcnt", "9\n"),
             ],
         );
@@ -476,13 +559,18 @@ mod tests {
 
     #[test]
     fn in_a_container_the_mount_itself_is_the_group() {
-        let (_folder, root) = tree("0::/docker/0123\n", &[("memory.stat", ""), ("memory.max", "1073741824\n")]);
+        let (_folder, root) = tree(
+            "0::/docker/0123\n",
+            &[("memory.stat", ""), ("memory.max", "1073741824\n")],
+        );
         assert_eq!(limit(&root), Some((Bytes::from_gib(1), "/".to_owned())));
     }
 
     /// A line of `/proc/self/mountinfo`.
     fn mounted(shows: &str, point: &str, kind: &str, options: &str) -> String {
-        format!("31 23 0:27 {shows} {point} rw,nosuid,nodev,noexec,relatime shared:9 - {kind} cgroup {options}\n")
+        format!(
+            "31 23 0:27 {shows} {point} rw,nosuid,nodev,noexec,relatime shared:9 - {kind} cgroup {options}\n"
+        )
     }
 
     #[test]
@@ -493,20 +581,43 @@ mod tests {
             &[
                 ("memory/memory.usage_in_bytes", "1048576\n"),
                 ("memory/memory.limit_in_bytes", "1073741824\n"),
-                ("memory/memory.stat", "hierarchical_memory_limit 943718400\n"),
+                (
+                    "memory/memory.stat",
+                    "hierarchical_memory_limit 943718400\n",
+                ),
                 ("memory/init/memory.usage_in_bytes", "1048576\n"),
                 ("memory/init/memory.limit_in_bytes", "9223372036854771712\n"),
-                ("memory/init/memory.stat", "hierarchical_memory_limit 943718400\n"),
+                (
+                    "memory/init/memory.stat",
+                    "hierarchical_memory_limit 943718400\n",
+                ),
             ],
         );
-        let mounts = mounted("/docker/0123", "/sys/fs/cgroup/memory", "cgroup", "rw,memory")
-            + &mounted("/docker/0123", "/sys/fs/cgroup/cpu,cpuacct", "cgroup", "rw,cpu,cpuacct");
+        let mounts = mounted(
+            "/docker/0123",
+            "/sys/fs/cgroup/memory",
+            "cgroup",
+            "rw,memory",
+        ) + &mounted(
+            "/docker/0123",
+            "/sys/fs/cgroup/cpu,cpuacct",
+            "cgroup",
+            "rw,cpu,cpuacct",
+        );
         fs::write(root.proc("self/mountinfo"), mounts).unwrap();
         // A group around the container, which cannot be seen, has less than the container.
-        assert_eq!(limit(&root), Some((Bytes::from_mib(900), "/docker/0123".to_owned())));
-        let write = |file: &str, text: &str| fs::write(root.sys("fs/cgroup/memory").join(file), text).unwrap();
+        assert_eq!(
+            limit(&root),
+            Some((Bytes::from_mib(900), "/docker/0123".to_owned()))
+        );
+        let write = |file: &str, text: &str| {
+            fs::write(root.sys("fs/cgroup/memory").join(file), text).unwrap();
+        };
         write("init/memory.limit_in_bytes", "536870912\n");
-        assert_eq!(limit(&root), Some((Bytes::from_mib(512), "/docker/0123/init".to_owned())));
+        assert_eq!(
+            limit(&root),
+            Some((Bytes::from_mib(512), "/docker/0123/init".to_owned()))
+        );
     }
 
     #[test]
@@ -516,12 +627,20 @@ mod tests {
         fs::create_dir_all(&place).unwrap();
         fs::write(place.join("memory.usage_in_bytes"), "4096\n").unwrap();
         fs::write(place.join("memory.limit_in_bytes"), "268435456\n").unwrap();
-        fs::write(root.proc("self/mountinfo"), mounted("/", "/dev/memcg", "cgroup", "rw,cpuset,memory")).unwrap();
-        assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/box".to_owned())));
+        fs::write(
+            root.proc("self/mountinfo"),
+            mounted("/", "/dev/memcg", "cgroup", "rw,cpuset,memory"),
+        )
+        .unwrap();
+        assert_eq!(
+            limit(&root),
+            Some((Bytes::from_mib(256), "/box".to_owned()))
+        );
     }
 
     #[test]
-    fn in_a_namespace_of_its_own_with_the_hosts_mounts_the_group_is_the_one_that_has_this_process() {
+    fn in_a_namespace_of_its_own_with_the_hosts_mounts_the_group_is_the_one_that_has_this_process()
+    {
         let own = format!("7\n{}\n", process::id());
         let (_folder, root) = tree(
             "0::/\n",
@@ -536,8 +655,15 @@ mod tests {
                 ("other/memory.stat", "anon 1\n"),
             ],
         );
-        fs::write(root.proc("self/mountinfo"), mounted("/../..", "/sys/fs/cgroup", "cgroup2", "rw")).unwrap();
-        assert_eq!(limit(&root).map(|(limit, _)| limit), Some(Bytes::from_mib(512)));
+        fs::write(
+            root.proc("self/mountinfo"),
+            mounted("/../..", "/sys/fs/cgroup", "cgroup2", "rw"),
+        )
+        .unwrap();
+        assert_eq!(
+            limit(&root).map(|(limit, _)| limit),
+            Some(Bytes::from_mib(512))
+        );
     }
 
     #[test]
@@ -553,9 +679,19 @@ mod tests {
                 ("user.slice/app.slice/run/cgroup.procs", ""),
             ],
         );
-        assert_eq!(limit(&root), Some((Bytes::from_mib(900), "/user.slice".to_owned())));
-        assert_eq!(GroupWatch::open(&root).read().map(|room| room.left), Some(Bytes::from_mib(800)));
-        assert_eq!(Cgroup::of(&root, 1), None, "what others use there is not its own use");
+        assert_eq!(
+            limit(&root),
+            Some((Bytes::from_mib(900), "/user.slice".to_owned()))
+        );
+        assert_eq!(
+            GroupWatch::open(&root).read().map(|room| room.left),
+            Some(Bytes::from_mib(800))
+        );
+        assert_eq!(
+            Cgroup::of(&root, 1),
+            None,
+            "what others use there is not its own use"
+        );
     }
 
     #[test]
@@ -576,7 +712,12 @@ mod tests {
             ],
         );
         let mut watch = GroupWatch::open(&root);
-        let room = |limit, left| Some(GroupRoom { limit: Bytes::from_mib(limit), left: Bytes::from_mib(left) });
+        let room = |limit, left| {
+            Some(GroupRoom {
+                limit: Bytes::from_mib(limit),
+                left: Bytes::from_mib(left),
+            })
+        };
         assert_eq!(watch.read(), room(900, 100));
         assert_eq!(watch.tightest(), Some("/a/b"));
         fs::write(root.proc("self/cgroup"), "0::/c\n").unwrap();
@@ -597,7 +738,10 @@ mod tests {
                 ("memory/a/b/memory.use_hierarchy", "0\n"),
             ],
         );
-        assert_eq!(limit(&root), Some((Bytes::from_mib(256), "/a/b".to_owned())));
+        assert_eq!(
+            limit(&root),
+            Some((Bytes::from_mib(256), "/a/b".to_owned()))
+        );
     }
 
     #[test]
@@ -608,25 +752,52 @@ mod tests {
                 ("memory.stat", "anon 1\n"),
                 ("board.slice/memory.max", "440401920\n"),
                 ("board.slice/memory.current", "209715200\n"),
-                ("board.slice/memory.stat", "anon 1\nfile 9\ninactive_file 41943040\nactive_file 10485760\n"),
+                (
+                    "board.slice/memory.stat",
+                    "anon 1\nfile 9\ninactive_file 41943040\nactive_file 10485760\n",
+                ),
                 ("board.slice/cotenant.service/memory.max", "max\n"),
                 ("board.slice/cotenant.service/memory.current", "1048576\n"),
                 ("board.slice/cotenant.service/memory.stat", "anon 1\n"),
-                ("board.slice/cotenant.service/supervisor/memory.max", "max\n"),
-                ("board.slice/cotenant.service/supervisor/memory.current", "1048576\n"),
-                ("board.slice/cotenant.service/supervisor/memory.stat", "anon 1\n"),
+                (
+                    "board.slice/cotenant.service/supervisor/memory.max",
+                    "max\n",
+                ),
+                (
+                    "board.slice/cotenant.service/supervisor/memory.current",
+                    "1048576\n",
+                ),
+                (
+                    "board.slice/cotenant.service/supervisor/memory.stat",
+                    "anon 1\n",
+                ),
             ],
         );
         let mut watch = GroupWatch::open(&root);
-        let room = |limit, left| Some(GroupRoom { limit: Bytes::from_mib(limit), left: Bytes::from_mib(left) });
+        let room = |limit, left| {
+            Some(GroupRoom {
+                limit: Bytes::from_mib(limit),
+                left: Bytes::from_mib(left),
+            })
+        };
         assert_eq!(watch.read(), room(420, 270));
-        let write = |file: &str, text: &str| fs::write(root.sys("fs/cgroup/board.slice").join(file), text).unwrap();
+        let write = |file: &str, text: &str| {
+            fs::write(root.sys("fs/cgroup/board.slice").join(file), text).unwrap();
+        };
         write("memory.current", "460000000\n");
         write("memory.stat", "anon 1\n");
-        assert_eq!(watch.read(), room(420, 0), "more than its limit, which was lowered");
+        assert_eq!(
+            watch.read(),
+            room(420, 0),
+            "more than its limit, which was lowered"
+        );
         write("cotenant.service/memory.max", "1048576\n");
         write("memory.max", "max\n");
-        assert_eq!(watch.read(), room(1, 0), "a limit that was set later counts");
+        assert_eq!(
+            watch.read(),
+            room(1, 0),
+            "a limit that was set later counts"
+        );
         write("cotenant.service/memory.max", "max\n");
         assert_eq!(watch.read(), None);
     }
@@ -638,7 +809,10 @@ mod tests {
             &[
                 ("memory/a/memory.limit_in_bytes", "268435456\n"),
                 ("memory/a/memory.usage_in_bytes", "104857600\n"),
-                ("memory/a/memory.stat", "inactive_file 1\ntotal_inactive_file 1048576\ntotal_active_file 1048576\n"),
+                (
+                    "memory/a/memory.stat",
+                    "inactive_file 1\ntotal_inactive_file 1048576\ntotal_active_file 1048576\n",
+                ),
                 ("memory/memory.limit_in_bytes", "9223372036854771712\n"),
                 ("memory/memory.usage_in_bytes", "104857600\n"),
                 ("memory/memory.stat", ""),

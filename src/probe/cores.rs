@@ -15,18 +15,35 @@ use super::ProbeRoot;
 pub fn usable_cores(root: &ProbeRoot) -> usize {
     let quota = available_parallelism().map_or(1, NonZeroUsize::get);
     let own = sched_getaffinity(Pid::from_raw(0));
-    let own = own.map(|own| (0..CpuSet::count()).filter(|processor| own.is_set(*processor) == Ok(true)).collect());
-    physical_cores(root, &own.unwrap_or_else(|_| (0..quota).collect::<Vec<_>>())).clamp(1, quota)
+    let own = own.map(|own| {
+        (0..CpuSet::count())
+            .filter(|processor| own.is_set(*processor) == Ok(true))
+            .collect()
+    });
+    physical_cores(
+        root,
+        &own.unwrap_or_else(|_| (0..quota).collect::<Vec<_>>()),
+    )
+    .clamp(1, quota)
 }
 
 /// How many cores these logical processors are: those that share one name the same siblings.
 fn physical_cores(root: &ProbeRoot, processors: &[usize]) -> usize {
     let core_of = |processor: &usize| {
-        let path = root.sys(format!("devices/system/cpu/cpu{processor}/topology/thread_siblings_list"));
+        let path = root.sys(format!(
+            "devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
+        ));
         // Without one, as on most boards with ARM cores, each is a core of its own.
-        fs::read_to_string(path).map_or_else(|_| processor.to_string(), |siblings| siblings.trim().to_owned())
+        fs::read_to_string(path).map_or_else(
+            |_| processor.to_string(),
+            |siblings| siblings.trim().to_owned(),
+        )
     };
-    processors.iter().map(core_of).collect::<BTreeSet<_>>().len()
+    processors
+        .iter()
+        .map(core_of)
+        .collect::<BTreeSet<_>>()
+        .len()
 }
 
 #[cfg(test)]
@@ -39,12 +56,24 @@ mod tests {
         let root = ProbeRoot::at(folder.path());
         // Four cores with two processors each, numbered as on Intel's; a fifth core without a sibling; and one whose siblings
         // the kernel does not tell.
-        for (processor, siblings) in
-            [(0, "0,4"), (1, "1,5"), (2, "2,6"), (3, "3,7"), (4, "0,4"), (5, "1,5"), (6, "2,6"), (7, "3,7"), (8, "8")]
-        {
+        for (processor, siblings) in [
+            (0, "0,4"),
+            (1, "1,5"),
+            (2, "2,6"),
+            (3, "3,7"),
+            (4, "0,4"),
+            (5, "1,5"),
+            (6, "2,6"),
+            (7, "3,7"),
+            (8, "8"),
+        ] {
             let topology = root.sys(format!("devices/system/cpu/cpu{processor}/topology"));
             fs::create_dir_all(&topology).unwrap();
-            fs::write(topology.join("thread_siblings_list"), format!("{siblings}\n")).unwrap();
+            fs::write(
+                topology.join("thread_siblings_list"),
+                format!("{siblings}\n"),
+            )
+            .unwrap();
         }
         for (processors, cores) in [
             (vec![0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 6),

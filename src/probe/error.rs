@@ -17,11 +17,19 @@ pub struct ProbeError {
 
 impl ProbeError {
     pub(super) fn io(what: &'static str, path: &Path, error: io::Error) -> Self {
-        Self { what, path: path.to_owned(), kind: ProbeErrorKind::Io(error) }
+        Self {
+            what,
+            path: path.to_owned(),
+            kind: ProbeErrorKind::Io(error),
+        }
     }
 
     pub(super) fn parse(path: &Path, error: ParseError) -> Self {
-        Self { what: error.what, path: path.to_owned(), kind: ProbeErrorKind::Parse(error) }
+        Self {
+            what: error.what,
+            path: path.to_owned(),
+            kind: ProbeErrorKind::Parse(error),
+        }
     }
 }
 
@@ -50,12 +58,23 @@ pub struct ParseError {
 
 impl ParseError {
     pub(super) fn missing(what: &'static str) -> Self {
-        Self { what, line: None, message: "there is no such line".to_owned() }
+        Self {
+            what,
+            line: None,
+            message: "there is no such line".to_owned(),
+        }
     }
 
     pub(super) fn value(what: &'static str, line: usize, value: &[u8], wanted: &str) -> Self {
-        let shown: String = String::from_utf8_lossy(value).chars().take(SHOWN_MAX).collect();
-        Self { what, line: Some(line), message: format!("`{}` is not {wanted}", shown.escape_debug()) }
+        let shown: String = String::from_utf8_lossy(value)
+            .chars()
+            .take(SHOWN_MAX)
+            .collect();
+        Self {
+            what,
+            line: Some(line),
+            message: format!("`{}` is not {wanted}", shown.escape_debug()),
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use procfs::process::{FDTarget, LimitValue};
 
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// The host in a few words.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -47,8 +47,10 @@ impl Host {
         );
         Self {
             processor,
-            system: sysinfo::System::long_os_version().unwrap_or_else(|_| "unknown system".to_owned()),
-            kernel: sysinfo::System::kernel_version().unwrap_or_else(|_| "unknown kernel".to_owned()),
+            system: sysinfo::System::long_os_version()
+                .unwrap_or_else(|_| "unknown system".to_owned()),
+            kernel: sysinfo::System::kernel_version()
+                .unwrap_or_else(|_| "unknown kernel".to_owned()),
             lock_limit: lock_limit(),
         }
     }
@@ -71,7 +73,9 @@ pub fn largest_processes(count: usize) -> Vec<Neighbour> {
     system.refresh_processes_specifics(
         sysinfo::ProcessesToUpdate::All,
         true,
-        sysinfo::ProcessRefreshKind::nothing().with_memory().without_tasks(),
+        sysinfo::ProcessRefreshKind::nothing()
+            .with_memory()
+            .without_tasks(),
     );
     let own = std::process::id();
     let mut found: Vec<Neighbour> = system
@@ -99,10 +103,14 @@ pub fn holders_of(device: &Path) -> Vec<Neighbour> {
     processes
         .filter_map(Result::ok)
         .filter_map(|process| {
-            let holds = process.fd().ok()?.filter_map(Result::ok).any(|fd| match fd.target {
-                FDTarget::Path(path) => path == device,
-                _ => false,
-            });
+            let holds = process
+                .fd()
+                .ok()?
+                .filter_map(Result::ok)
+                .any(|fd| match fd.target {
+                    FDTarget::Path(path) => path == device,
+                    _ => false,
+                });
             let stat = holds.then(|| process.stat().ok())??;
             Some(Neighbour {
                 pid: u32::try_from(stat.pid).ok()?,
@@ -121,7 +129,12 @@ mod tests {
     fn a_file_that_this_process_has_open_names_it_as_holder() {
         let file = tempfile::NamedTempFile::new().unwrap();
         let holders = holders_of(file.path());
-        assert!(holders.iter().any(|holder| holder.pid == std::process::id()), "{holders:?}");
+        assert!(
+            holders
+                .iter()
+                .any(|holder| holder.pid == std::process::id()),
+            "{holders:?}"
+        );
         assert!(holders_of(Path::new("/nowhere")).is_empty());
     }
 
@@ -129,7 +142,11 @@ mod tests {
     fn the_largest_process_comes_first_and_this_one_is_left_out() {
         let found = largest_processes(5);
         assert!(found.is_sorted_by(|a, b| a.resident >= b.resident));
-        assert!(found.iter().all(|neighbour| neighbour.pid != std::process::id()));
+        assert!(
+            found
+                .iter()
+                .all(|neighbour| neighbour.pid != std::process::id())
+        );
     }
 
     #[test]

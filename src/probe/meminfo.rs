@@ -7,7 +7,7 @@ use super::{
     ParseError, ProbeError, ProbeRoot,
     source::{lines, number, read_bytes, words},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// One reading of `/proc/meminfo`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -110,7 +110,8 @@ impl Meminfo {
     /// (`system_heap_free_mem()`, `nvmap_ioctl.c`).
     #[must_use]
     pub fn available_low(&self) -> Bytes {
-        self.available.saturating_sub(self.cma_free.unwrap_or_default())
+        self.available
+            .saturating_sub(self.cma_free.unwrap_or_default())
     }
 
     /// What no line of the file accounts for: drivers' memory, nvmap and its page pool, and the store of zram.
@@ -167,15 +168,24 @@ mod tests {
 
     #[test]
     fn more_free_cma_than_memory_leaves_nothing() {
-        let overdrawn = Meminfo::parse(b"MemTotal: 100 kB\nMemAvailable: 10 kB\nCmaFree: 20 kB\n").unwrap();
+        let overdrawn =
+            Meminfo::parse(b"MemTotal: 100 kB\nMemAvailable: 10 kB\nCmaFree: 20 kB\n").unwrap();
         assert_eq!(overdrawn.available_low(), Bytes::ZERO);
     }
 
     #[test]
     fn cma_has_three_shapes() {
-        let parse = |line: &str| Meminfo::parse(format!("MemTotal: 9 kB\nMemAvailable: 5 kB\n{line}").as_bytes());
-        assert_eq!(parse("CmaTotal: 4 kB").unwrap().cma_total, Some(Bytes::from_kib(4)));
-        assert_eq!(parse("CmaTotal: 0 kB").unwrap().cma_total, Some(Bytes::ZERO));
+        let parse = |line: &str| {
+            Meminfo::parse(format!("MemTotal: 9 kB\nMemAvailable: 5 kB\n{line}").as_bytes())
+        };
+        assert_eq!(
+            parse("CmaTotal: 4 kB").unwrap().cma_total,
+            Some(Bytes::from_kib(4))
+        );
+        assert_eq!(
+            parse("CmaTotal: 0 kB").unwrap().cma_total,
+            Some(Bytes::ZERO)
+        );
         assert_eq!(parse("").unwrap().cma_total, None);
         assert_eq!(parse("CmaTotal: x kB").unwrap().cma_total, None);
         assert_eq!(parse("CmaTotal: 4").unwrap().cma_total, None);
@@ -183,7 +193,8 @@ mod tests {
 
     #[test]
     fn a_value_that_is_none_is_named_with_its_line() {
-        let error = Meminfo::parse(b"MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:   12x45 kB\n").unwrap_err();
+        let error = Meminfo::parse(b"MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:   12x45 kB\n")
+            .unwrap_err();
         assert_eq!(error.to_string(), "line 3: `12x45` is not a number of kB");
         assert_eq!(error.what, "`MemAvailable`");
         let error = Meminfo::parse(b"MemTotal: 9 kB\n").unwrap_err();

@@ -14,7 +14,7 @@ use super::{
     ProbeRoot,
     source::{lines, number, read_number, read_optional, words},
 };
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// Pages that nvmap keeps for the next GPU allocation.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,7 +55,11 @@ impl Clients {
     /// What a process holds; `None` when it has no row.
     #[must_use]
     pub fn of(&self, pid: u32) -> Option<Bytes> {
-        let mut held = self.rows.iter().filter(|row| row.pid == pid).map(|row| row.size);
+        let mut held = self
+            .rows
+            .iter()
+            .filter(|row| row.pid == pid)
+            .map(|row| row.size);
         let first = held.next()?;
         Some(held.fold(first, Bytes::saturating_add))
     }
@@ -64,7 +68,8 @@ impl Clients {
     #[must_use]
     pub fn held_by_all(&self) -> Option<Bytes> {
         let held = self.rows.iter().map(|row| row.size);
-        self.total.map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
+        self.total
+            .map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
     /// What several processes hold together; `None` when none of them has a row.
@@ -135,7 +140,10 @@ impl Nvmap {
 /// Whether [`empty_pool`] is allowed here: it takes root, or write access to the parameter.
 #[must_use]
 pub fn may_empty_pool(root: &ProbeRoot) -> bool {
-    OpenOptions::new().write(true).open(root.sys(SHRINK)).is_ok()
+    OpenOptions::new()
+        .write(true)
+        .open(root.sys(SHRINK))
+        .is_ok()
 }
 
 /// Makes nvmap give back `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
@@ -157,12 +165,17 @@ const SHRINK: &str = "module/nvmap/parameters/shrink_page_pools";
 fn row(words: &[&[u8]], sizes: usize) -> Option<Client> {
     let size = kib(words.last()?)?;
     let pid = words.get(words.len().checked_sub(sizes + 1)?)?;
-    Some(Client { pid: u32::try_from(number(pid)?).ok()?, size })
+    Some(Client {
+        pid: u32::try_from(number(pid)?).ok()?,
+        size,
+    })
 }
 
 /// `5678K`; old releases print `5678KB`.
 fn kib(word: &[u8]) -> Option<Bytes> {
-    let digits = word.strip_suffix(b"K").or_else(|| word.strip_suffix(b"KB"))?;
+    let digits = word
+        .strip_suffix(b"K")
+        .or_else(|| word.strip_suffix(b"KB"))?;
     number(digits).map(Bytes::from_kib)
 }
 
@@ -174,7 +187,11 @@ mod tests {
 
     macro_rules! fixture {
         ($name:literal) => {
-            Clients::parse(include_bytes!(concat!("../../tests/fixtures/jetson/nvmap/iovmm_clients_", $name, ".txt")))
+            Clients::parse(include_bytes!(concat!(
+                "../../tests/fixtures/jetson/nvmap/iovmm_clients_",
+                $name,
+                ".txt"
+            )))
         };
     }
 
@@ -183,7 +200,10 @@ mod tests {
         let vllm = fixture!("vllm_r36");
         assert_eq!(vllm.of(1_792_595), Some(Bytes::from_kib(14_617_792)));
         assert_eq!(vllm.of(1), None);
-        assert_eq!(Clients::parse(b"CLIENT  PROCESS  PID  SIZE\nuser  llama-ser").rows, []);
+        assert_eq!(
+            Clients::parse(b"CLIENT  PROCESS  PID  SIZE\nuser  llama-ser").rows,
+            []
+        );
     }
 
     #[test]
@@ -198,7 +218,11 @@ mod tests {
         let text = b"CLIENT PROCESS PID SIZE\nuser  Isolated Web Co   77  12K\nkernel  x 0 4K\nuser a 77 3K\n";
         let clients = Clients::parse(text);
         assert_eq!(clients.of(77), Some(Bytes::from_kib(15)));
-        assert_eq!(clients.of(0), Some(Bytes::from_kib(4)), "memory of the kernel");
+        assert_eq!(
+            clients.of(0),
+            Some(Bytes::from_kib(4)),
+            "memory of the kernel"
+        );
     }
 
     proptest! {

@@ -14,7 +14,7 @@ use std::{
 };
 
 use super::source::{lines, number, read_bytes, words};
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// Identity and family of a process, from `/proc/<pid>/stat`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -55,7 +55,15 @@ impl ProcessStat {
         // Fields 20 and 22; the session was field 6 (proc_pid_stat(5)).
         let threads = id(fields.nth(20 - 7))?;
         let start_ticks = number(fields.nth(1)?)?;
-        Some(Self { pid, state, parent, group, session, threads, start_ticks })
+        Some(Self {
+            pid,
+            state,
+            parent,
+            group,
+            session,
+            threads,
+            start_ticks,
+        })
     }
 
     /// Whether it has ended and only waits to be reaped; it holds no memory then.
@@ -118,9 +126,11 @@ pub fn living_thread(proc: &Path, pid: u32) -> Option<u32> {
         return None;
     }
     let threads = fs::read_dir(file(proc, pid, "task")).ok()?.flatten();
-    let ids = threads.filter_map(|entry| u32::try_from(number(entry.file_name().as_encoded_bytes())?).ok());
+    let ids = threads
+        .filter_map(|entry| u32::try_from(number(entry.file_name().as_encoded_bytes())?).ok());
     ids.filter(|id| *id != pid).find(|id| {
-        let text = read_bytes(&file(proc, pid, "task").join(id.to_string()).join("stat")).unwrap_or_default();
+        let text = read_bytes(&file(proc, pid, "task").join(id.to_string()).join("stat"))
+            .unwrap_or_default();
         ProcessStat::parse(&text).is_some_and(|thread| !thread.main_thread_has_ended())
     })
 }
@@ -150,13 +160,18 @@ pub fn cpu_time(pid: u32) -> Option<Duration> {
     // Fields 14 and 15 (proc_pid_stat(5)); the state, field 3, is the first of these.
     let (user, system) = (number(fields.nth(14 - 3)?)?, number(fields.next()?)?);
     let per_second = sysconf(nix::unistd::SysconfVar::CLK_TCK)?;
-    Some(Duration::from_millis(user.saturating_add(system).saturating_mul(1000) / per_second.max(1)))
+    Some(Duration::from_millis(
+        user.saturating_add(system).saturating_mul(1000) / per_second.max(1),
+    ))
 }
 
 /// The largest resident set size that a process has had, shared pages in full (`VmHWM`).
 #[must_use]
 pub fn peak_resident(proc: &Path, pid: u32) -> Option<Bytes> {
-    kib(&read_bytes(&memory_file(proc, pid, "status")).ok()?, b"VmHWM:")
+    kib(
+        &read_bytes(&memory_file(proc, pid, "status")).ok()?,
+        b"VmHWM:",
+    )
 }
 
 /// Value of a variable in the environment that a process was started with; `None` when it has none or may not be read.
@@ -239,7 +254,10 @@ pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> 
     let mut next = pid;
     for _ in 0..ANCESTORS_MAX {
         let found = ProcessStat::read(proc, next)?;
-        if let Some(leader) = [found.pid, found.group].into_iter().find(|id| leaders.contains(id)) {
+        if let Some(leader) = [found.pid, found.group]
+            .into_iter()
+            .find(|id| leaders.contains(id))
+        {
             return Some(leader);
         }
         next = found.parent;
@@ -265,14 +283,19 @@ pub struct MemorySum {
 
 /// Adds up what processes use; those that have ended count nothing.
 pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
-    let mut sum = MemorySum { anonymous: Some(Bytes::ZERO), peak: Some(Bytes::ZERO), ..MemorySum::default() };
+    let mut sum = MemorySum {
+        anonymous: Some(Bytes::ZERO),
+        peak: Some(Bytes::ZERO),
+        ..MemorySum::default()
+    };
     let mut files = OpenMemory::default();
     for pid in pids {
         files.add(proc, pid);
         match ProcessMemory::read(proc, pid) {
             Ok(Some(memory)) => {
                 let shared = memory.rss.saturating_sub(memory.pss);
-                let peak = peak_resident(proc, pid).map(|peak| peak.saturating_sub(shared).max(memory.pss));
+                let peak = peak_resident(proc, pid)
+                    .map(|peak| peak.saturating_sub(shared).max(memory.pss));
                 sum.used = sum.used.saturating_add(memory.pss);
                 files.mapped = plus(files.mapped, memory.shared_pss);
                 sum.anonymous = plus(sum.anonymous, Some(memory.anonymous));
@@ -306,18 +329,29 @@ struct OpenMemory {
 
 impl Default for OpenMemory {
     fn default() -> Self {
-        Self { files: BTreeMap::new(), mapped: Some(Bytes::ZERO) }
+        Self {
+            files: BTreeMap::new(),
+            mapped: Some(Bytes::ZERO),
+        }
     }
 }
 
 impl OpenMemory {
     fn add(&mut self, proc: &Path, pid: u32) {
-        for entry in fs::read_dir(memory_file(proc, pid, "fd")).into_iter().flatten().flatten() {
+        for entry in fs::read_dir(memory_file(proc, pid, "fd"))
+            .into_iter()
+            .flatten()
+            .flatten()
+        {
             let target = fs::read_link(entry.path()).unwrap_or_default();
-            if target.as_os_str().as_encoded_bytes().starts_with(b"/memfd:")
+            if target
+                .as_os_str()
+                .as_encoded_bytes()
+                .starts_with(b"/memfd:")
                 && let Ok(found) = fs::metadata(entry.path())
             {
-                self.files.insert(found.ino(), Bytes::new(found.blocks()).saturating_mul(512));
+                self.files
+                    .insert(found.ino(), Bytes::new(found.blocks()).saturating_mul(512));
             }
         }
     }
@@ -325,20 +359,27 @@ impl OpenMemory {
     /// What at least is in memory and in no page table.
     fn not_mapped(&self) -> Bytes {
         let all: Bytes = self.files.values().copied().sum();
-        self.mapped.map_or(Bytes::ZERO, |mapped| all.saturating_sub(mapped))
+        self.mapped
+            .map_or(Bytes::ZERO, |mapped| all.saturating_sub(mapped))
     }
 }
 
 /// The present in clock ticks since boot, as [`ProcessStat::start_ticks`] counts.
 #[must_use]
 pub fn boot_ticks() -> Option<u64> {
-    let mut now = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut now = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: `now` is a valid timespec to write to.
     if unsafe { libc::clock_gettime(libc::CLOCK_BOOTTIME, &raw mut now) } != 0 {
         return None;
     }
     let per_second = sysconf(nix::unistd::SysconfVar::CLK_TCK)?;
-    let (seconds, nanos) = (u64::try_from(now.tv_sec).ok()?, u64::try_from(now.tv_nsec).ok()?);
+    let (seconds, nanos) = (
+        u64::try_from(now.tv_sec).ok()?,
+        u64::try_from(now.tv_nsec).ok()?,
+    );
     Some(seconds * per_second + nanos * per_second / 1_000_000_000)
 }
 
@@ -368,7 +409,10 @@ fn plus(sum: Option<Bytes>, more: Option<Bytes>) -> Option<Bytes> {
 /// The value of a line `Key:   1234 kB`.
 fn kib(text: &[u8], key: &[u8]) -> Option<Bytes> {
     let mut found = lines(text).filter_map(|(_, line)| line.strip_prefix(key));
-    words(found.next()?).next().and_then(number).map(Bytes::from_kib)
+    words(found.next()?)
+        .next()
+        .and_then(number)
+        .map(Bytes::from_kib)
 }
 
 /// Ancestors that are looked at: more than any process has that starts others for a purpose (our choice). Ids that are
@@ -385,7 +429,15 @@ mod tests {
     const ROLLUP: &str = "00400000-7ffe000 ---p 00000000 00:00 0 [rollup]\nRss:  2048 kB\nPss:  1024 kB\nAnonymous:  512 kB\nSwap:  8 kB\nSwapPss:  4 kB\n";
 
     fn process(pid: u32, parent: u32, group: u32, session: u32) -> ProcessStat {
-        ProcessStat { pid, state: 'S', parent, group, session, threads: 1, start_ticks: 0 }
+        ProcessStat {
+            pid,
+            state: 'S',
+            parent,
+            group,
+            session,
+            threads: 1,
+            start_ticks: 0,
+        }
     }
 
     fn stat(pid: u32, parent: u32, group: u32) -> String {
@@ -406,10 +458,19 @@ mod tests {
     #[test]
     fn a_name_with_brackets_and_blanks_is_read() {
         let stat = ProcessStat::parse(STAT.as_bytes()).unwrap();
-        let expected = ProcessStat { start_ticks: 98_765, ..process(4712, 1, 4712, 4711) };
+        let expected = ProcessStat {
+            start_ticks: 98_765,
+            ..process(4712, 1, 4712, 4711)
+        };
         assert_eq!(stat, expected);
         assert!(!stat.is_dead());
-        for broken in ["", "1 (x", "1 (x) S", "x (y) S 1 1 1", "1 (x) S 1 2 3 0 -1 0 0 0 0 0 0"] {
+        for broken in [
+            "",
+            "1 (x",
+            "1 (x) S",
+            "x (y) S 1 1 1",
+            "1 (x) S 1 2 3 0 -1 0 0 0 0 0 0",
+        ] {
             assert_eq!(ProcessStat::parse(broken.as_bytes()), None, "{broken}");
         }
     }
@@ -441,7 +502,9 @@ ctypes.CDLL(None).pthread_exit(None)
             .spawn()
             .unwrap();
         let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
+        BufReader::new(child.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
         assert_eq!(line.trim(), "alone");
         let (proc, pid) = (Path::new("/proc"), child.id());
         let stat = ProcessStat::read(proc, pid).unwrap();
@@ -449,7 +512,10 @@ ctypes.CDLL(None).pthread_exit(None)
         drop(child.stdin.take());
         child.wait().unwrap();
         assert!(stat.main_thread_has_ended() && !stat.is_dead(), "{stat:?}");
-        assert!(used.used > Bytes::from_mib(24) && used.peak > Some(Bytes::from_mib(24)), "{used:?}");
+        assert!(
+            used.used > Bytes::from_mib(24) && used.peak > Some(Bytes::from_mib(24)),
+            "{used:?}"
+        );
         assert!(resident > Some(Bytes::from_mib(24)), "{resident:?}");
     }
 
@@ -459,13 +525,17 @@ ctypes.CDLL(None).pthread_exit(None)
         let own = || sum(Path::new("/proc"), [std::process::id()]).used;
         let before = own();
         let name = c"test";
-        let fd = nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+        let fd =
+            nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
         let mut memory = fs::File::from(fd);
         io::Write::write_all(&mut memory, &vec![1; SIZE]).unwrap();
         let held = own().saturating_sub(before);
         assert!(held >= Bytes::from_mib(20), "{held}");
         let copy = memory.try_clone().unwrap();
-        assert!(own().saturating_sub(before) < Bytes::from_mib(40), "it counts once");
+        assert!(
+            own().saturating_sub(before) < Bytes::from_mib(40),
+            "it counts once"
+        );
         drop((memory, copy));
         assert!(own().saturating_sub(before) < Bytes::from_mib(10));
     }
@@ -504,11 +574,23 @@ ctypes.CDLL(None).pthread_exit(None)
 
     #[test]
     fn a_process_belongs_to_the_family_that_it_is_measured_with() {
-        let stats = [(70, 1, 70), (71, 70, 70), (72, 1, 72), (73, 71, 73), (74, 1, 70)];
+        let stats = [
+            (70, 1, 70),
+            (71, 70, 70),
+            (72, 1, 72),
+            (73, 71, 73),
+            (74, 1, 70),
+        ];
         let texts = stats.map(|(pid, parent, group)| (pid, stat(pid, parent, group)));
-        let files: Vec<_> = texts.iter().map(|(pid, text)| (*pid, "stat", text.as_str())).collect();
+        let files: Vec<_> = texts
+            .iter()
+            .map(|(pid, text)| (*pid, "stat", text.as_str()))
+            .collect();
         let folder = proc(&files);
-        let (leaders, table) = (BTreeSet::from([70, 90]), ProcessTable::read(folder.path()).unwrap());
+        let (leaders, table) = (
+            BTreeSet::from([70, 90]),
+            ProcessTable::read(folder.path()).unwrap(),
+        );
         for pid in [70, 71, 73, 74] {
             assert_eq!(leader_of(folder.path(), &leaders, pid), Some(70), "{pid}");
             assert!(table.family(70).contains(&pid), "{pid}");

@@ -28,7 +28,7 @@ use super::{
     ParseError, ProbeError, ProbeRoot,
     source::{lines, number, read_bytes, words},
 };
-use crate::units::TimeSpan;
+use cotenant_units::TimeSpan;
 
 /// One line of a pressure file.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -56,7 +56,9 @@ impl Pressure {
     pub fn read(root: &ProbeRoot) -> Result<Option<Self>, ProbeError> {
         let path = root.proc(MEMORY);
         match read_bytes(&path) {
-            Ok(text) => Self::parse(&text).map(Some).map_err(|error| ProbeError::parse(&path, error)),
+            Ok(text) => Self::parse(&text)
+                .map(Some)
+                .map_err(|error| ProbeError::parse(&path, error)),
             Err(error) if is_absent(&error) => Ok(None),
             Err(error) => Err(ProbeError::io("pressure", &path, error)),
         }
@@ -76,7 +78,10 @@ impl Pressure {
                 _ => {}
             }
         }
-        Ok(Self { some: some.ok_or_else(|| ParseError::missing("`some`"))?, full })
+        Ok(Self {
+            some: some.ok_or_else(|| ParseError::missing("`some`"))?,
+            full,
+        })
     }
 }
 
@@ -100,8 +105,12 @@ impl PsiRung {
         match self {
             Self::Absent => "stalls are not seen; memory is read every 10 ms to 1 s",
             Self::ReadOnly => "stalls are seen at the next sample, 10 ms to 1 s later",
-            Self::TriggerTwoSeconds => "a stall of 150 ms within 2 s wakes the supervisor, once in 2 s at most",
-            Self::TriggerOneSecond => "a stall of 100 ms within 1 s wakes the supervisor, once a second at most",
+            Self::TriggerTwoSeconds => {
+                "a stall of 150 ms within 2 s wakes the supervisor, once in 2 s at most"
+            }
+            Self::TriggerOneSecond => {
+                "a stall of 100 ms within 1 s wakes the supervisor, once a second at most"
+            }
         }
     }
 }
@@ -139,7 +148,11 @@ impl PsiWatch {
     #[must_use]
     pub fn arm_at(path: &Path) -> Self {
         if let Err(error) = read_bytes(path) {
-            return Self { rung: PsiRung::Absent, reason: Some(error.to_string()), trigger: None };
+            return Self {
+                rung: PsiRung::Absent,
+                reason: Some(error.to_string()),
+                trigger: None,
+            };
         }
         let mut reason = None;
         for (rung, stall, window) in [
@@ -148,12 +161,20 @@ impl PsiWatch {
         ] {
             match PsiTrigger::arm(path, stall, window) {
                 Ok(trigger) => {
-                    return Self { rung, reason, trigger: Some(trigger) };
+                    return Self {
+                        rung,
+                        reason,
+                        trigger: Some(trigger),
+                    };
                 }
                 Err(error) => reason = Some(format!("{} window: {error}", TimeSpan(window))),
             }
         }
-        Self { rung: PsiRung::ReadOnly, reason, trigger: None }
+        Self {
+            rung: PsiRung::ReadOnly,
+            reason,
+            trigger: None,
+        }
     }
 }
 
@@ -170,17 +191,27 @@ impl PsiTrigger {
     /// When the file may not be written, is not one of the kernel's, or the kernel refuses the window: without
     /// CAP_SYS_RESOURCE newer kernels take multiples of 2 s and older ones nothing.
     pub fn arm(path: &Path, stall: Duration, window: Duration) -> io::Result<Self> {
-        let mut file = OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+        let mut file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(path)?;
         // A folder that stands for /proc holds plain files: leave them as they are.
         let kind = fstatfs(&file)?.filesystem_type();
         if kind != PROC_SUPER_MAGIC && kind != CGROUP2_SUPER_MAGIC {
-            return Err(io::Error::new(io::ErrorKind::Unsupported, "not a file of the kernel"));
+            return Err(io::Error::new(
+                io::ErrorKind::Unsupported,
+                "not a file of the kernel",
+            ));
         }
         // The kernel overwrites the last byte with NUL: without the newline the last digit would be lost.
         let text = format!("some {} {}\n", stall.as_micros(), window.as_micros());
         match file.write(text.as_bytes())? {
             written if written == text.len() => Ok(Self { file }),
-            written => Err(io::Error::other(format!("the kernel took {written} of {} bytes", text.len()))),
+            written => Err(io::Error::other(format!(
+                "the kernel took {written} of {} bytes",
+                text.len()
+            ))),
         }
     }
 }
@@ -208,7 +239,9 @@ impl PsiAlarm {
         }
         // SAFETY: the descriptor belongs to the `File` inside `trigger`, which `AsyncFd` owns from here on; it is
         // never replaced, so that it stays open and the same until the `AsyncFd` is dropped.
-        let fd = unsafe { AsyncFd::register_with_interest(trigger, Interest::PRIORITY | Interest::ERROR) }?;
+        let fd = unsafe {
+            AsyncFd::register_with_interest(trigger, Interest::PRIORITY | Interest::ERROR)
+        }?;
         Ok(Self { fd })
     }
 
@@ -222,7 +255,10 @@ impl PsiAlarm {
         guard.clear_ready();
         // Asking once more by poll would be wrong: each look takes the notification away, and epoll has looked.
         if ready.is_error() {
-            return Err(io::Error::new(io::ErrorKind::BrokenPipe, "the trigger is gone"));
+            return Err(io::Error::new(
+                io::ErrorKind::BrokenPipe,
+                "the trigger is gone",
+            ));
         }
         Ok(())
     }
@@ -245,18 +281,22 @@ fn stall<'a>(line: usize, words: impl Iterator<Item = &'a [u8]>) -> Result<Stall
         let value = value.strip_prefix(b"=").unwrap_or(value);
         match key {
             b"avg10" => {
-                stall.avg10 =
-                    hundredths(value).ok_or_else(|| ParseError::value("`avg10`", line, value, "a percentage"))?;
+                stall.avg10 = hundredths(value)
+                    .ok_or_else(|| ParseError::value("`avg10`", line, value, "a percentage"))?;
             }
             b"total" => {
-                stall.total_us =
-                    number(value).ok_or_else(|| ParseError::value("`total`", line, value, "a number of µs"))?;
+                stall.total_us = number(value)
+                    .ok_or_else(|| ParseError::value("`total`", line, value, "a number of µs"))?;
                 has_total = true;
             }
             _ => {}
         }
     }
-    if has_total { Ok(stall) } else { Err(ParseError::value("`total`", line, b"", "a number of µs")) }
+    if has_total {
+        Ok(stall)
+    } else {
+        Err(ParseError::value("`total`", line, b"", "a number of µs"))
+    }
 }
 
 /// `61.42` as 6142.
@@ -268,7 +308,9 @@ fn hundredths(text: &[u8]) -> Option<u32> {
     if fraction.len() != 2 {
         return None;
     }
-    let value = number(whole)?.checked_mul(100)?.checked_add(number(fraction)?)?;
+    let value = number(whole)?
+        .checked_mul(100)?
+        .checked_add(number(fraction)?)?;
     u32::try_from(value).ok()
 }
 
@@ -288,7 +330,11 @@ mod tests {
 
     macro_rules! fixture {
         ($name:literal) => {
-            Pressure::parse(include_bytes!(concat!("../../tests/fixtures/jetson/pressure/", $name, ".txt")))
+            Pressure::parse(include_bytes!(concat!(
+                "../../tests/fixtures/jetson/pressure/",
+                $name,
+                ".txt"
+            )))
         };
     }
 
@@ -299,8 +345,14 @@ mod tests {
         assert_eq!(thrash.some.total_us, 948_211_340);
         assert_eq!(thrash.full.unwrap().avg10, 4405);
         assert_eq!(fixture!("memory_zero").unwrap().some, Stall::default());
-        assert_eq!(fixture!("io_loaded").unwrap().full.unwrap().total_us, 2_334_731);
-        assert_eq!(fixture!("memory_upstream-doc-format").unwrap().some.avg10, 22);
+        assert_eq!(
+            fixture!("io_loaded").unwrap().full.unwrap().total_us,
+            2_334_731
+        );
+        assert_eq!(
+            fixture!("memory_upstream-doc-format").unwrap().some.avg10,
+            22
+        );
     }
 
     #[test]
@@ -312,12 +364,22 @@ mod tests {
     fn what_is_not_a_pressure_file_is_reported() {
         for (text, message) in [
             ("", "there is no such line"),
-            ("some avg10=x avg60=0.00 total=1", "line 1: `x` is not a percentage"),
-            ("some avg10=0.00 total=-1", "line 1: `-1` is not a number of µs"),
+            (
+                "some avg10=x avg60=0.00 total=1",
+                "line 1: `x` is not a percentage",
+            ),
+            (
+                "some avg10=0.00 total=-1",
+                "line 1: `-1` is not a number of µs",
+            ),
             ("some avg10=0.00", "line 1: `` is not a number of µs"),
             ("full avg10=0.00 total=1", "there is no such line"),
         ] {
-            assert_eq!(Pressure::parse(text.as_bytes()).unwrap_err().to_string(), message, "{text}");
+            assert_eq!(
+                Pressure::parse(text.as_bytes()).unwrap_err().to_string(),
+                message,
+                "{text}"
+            );
         }
     }
 

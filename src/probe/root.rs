@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 /// The folders that stand for `/proc`, `/sys`, `/dev`, `/etc`, `/var` and `/lib`.
 ///
 /// ```
-/// use cotenant::probe::ProbeRoot;
+/// use cotenant_probe::ProbeRoot;
 /// assert_eq!(ProbeRoot::default().proc("meminfo"), std::path::Path::new("/proc/meminfo"));
 /// assert_eq!(ProbeRoot::at("/tmp/board".as_ref()).etc("nv_tegra_release"), std::path::Path::new("/tmp/board/etc/nv_tegra_release"));
 /// ```
@@ -29,9 +29,19 @@ impl ProbeRoot {
     /// A tree with `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
     #[must_use]
     pub fn at(root: &Path) -> Self {
-        let lib = Some(root.join("lib")).filter(|lib| lib.is_dir()).unwrap_or_else(|| root.join("usr/lib"));
-        let [proc, sys, dev, etc, var] = ["proc", "sys", "dev", "etc", "var"].map(|name| root.join(name));
-        Self { proc, sys, dev, etc, var, lib }
+        let lib = Some(root.join("lib"))
+            .filter(|lib| lib.is_dir())
+            .unwrap_or_else(|| root.join("usr/lib"));
+        let [proc, sys, dev, etc, var] =
+            ["proc", "sys", "dev", "etc", "var"].map(|name| root.join(name));
+        Self {
+            proc,
+            sys,
+            dev,
+            etc,
+            var,
+            lib,
+        }
     }
 
     /// Whether it is the machine itself, and not a copy of some of its files.

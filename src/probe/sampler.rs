@@ -21,13 +21,13 @@ use super::{
     swap::ZramStore,
     vmstat::Vmstat,
 };
-use crate::{
-    policy::{
-        params::MachineMemory,
-        pressure::{GpuReading, GpuUse, GroupRoom, KernelCounters, MemoryReading, Sample, StallReading},
+use cotenant_policy::{
+    params::MachineMemory,
+    pressure::{
+        GpuReading, GpuUse, GroupRoom, KernelCounters, MemoryReading, Sample, StallReading,
     },
-    units::{Bytes, Timestamp},
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// What the kernel says at one moment. What is not there is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -58,7 +58,9 @@ impl Reading {
     /// `MemTotal`, or the tightest limit of a control group around us.
     #[must_use]
     pub fn total(&self) -> Bytes {
-        self.group.map_or(self.meminfo.total, |group| group.limit.min(self.meminfo.total))
+        self.group.map_or(self.meminfo.total, |group| {
+            group.limit.min(self.meminfo.total)
+        })
     }
 
     /// In the words of policy.
@@ -86,7 +88,10 @@ impl Reading {
             stalls: StallReading {
                 psi_some_avg10: self.pressure.map(|pressure| pressure.some.avg10),
                 psi_some_total_us: self.pressure.map(|pressure| pressure.some.total_us),
-                psi_full_total_us: self.pressure.and_then(|pressure| pressure.full).map(|full| full.total_us),
+                psi_full_total_us: self
+                    .pressure
+                    .and_then(|pressure| pressure.full)
+                    .map(|full| full.total_us),
             },
             counters: KernelCounters {
                 refaults_file: stat.refaults_file,
@@ -135,7 +140,9 @@ impl Orphans {
             return last;
         }
         let held = nvmap.clients().and_then(|clients| clients.held_by_all());
-        let orphaned = held.zip(nvmap.total()).map(|(held, total)| total.saturating_sub(held));
+        let orphaned = held
+            .zip(nvmap.total())
+            .map(|(held, total)| total.saturating_sub(held));
         self.last = Some((now, orphaned));
         orphaned
     }
@@ -160,7 +167,9 @@ impl GpuCounter {
         let board = Board::read(root);
         match Source::open_optional(root.sys("kernel/debug/nvmap/stats/total_memory")) {
             Some(source) => Self::Counted(source),
-            None if board.is_jetson() && board.l4t.is_none_or(L4tRelease::uses_nvmap) => Self::Inferred(None),
+            None if board.is_jetson() && board.l4t.is_none_or(L4tRelease::uses_nvmap) => {
+                Self::Inferred(None)
+            }
             None => Self::Apart,
         }
     }
@@ -170,12 +179,15 @@ impl GpuCounter {
             return Some(GpuUse::Counted(used));
         }
         match self {
-            Self::Counted(source) => {
-                number(source.read().ok()?.trim_ascii()).map(|bytes| GpuUse::Counted(Bytes::new(bytes)))
-            }
+            Self::Counted(source) => number(source.read().ok()?.trim_ascii())
+                .map(|bytes| GpuUse::Counted(Bytes::new(bytes))),
             Self::Inferred(at_start) => {
-                let residual = meminfo.residual().saturating_sub(zram_store.unwrap_or_default());
-                Some(GpuUse::Inferred(residual.saturating_sub(*at_start.get_or_insert(residual))))
+                let residual = meminfo
+                    .residual()
+                    .saturating_sub(zram_store.unwrap_or_default());
+                Some(GpuUse::Inferred(
+                    residual.saturating_sub(*at_start.get_or_insert(residual)),
+                ))
             }
             Self::Apart => None,
         }
@@ -192,10 +204,14 @@ impl Sampler {
     /// When there is no `/proc/meminfo`, or processes that are wanted cannot be listed; everything else may be missing.
     pub fn open(root: &ProbeRoot, session: Option<u32>) -> Result<Self, ProbeError> {
         let path = root.proc("meminfo");
-        let meminfo = Source::open(path.clone()).map_err(|error| ProbeError::io("memory", &path, error))?;
-        let pool = |name: &str| Source::open_optional(root.sys("kernel/debug/nvmap/pagepool").join(name));
+        let meminfo =
+            Source::open(path.clone()).map_err(|error| ProbeError::io("memory", &path, error))?;
+        let pool =
+            |name: &str| Source::open_optional(root.sys("kernel/debug/nvmap/pagepool").join(name));
         Ok(Self {
-            session: session.map(|session| SessionReader::open(root, session)).transpose()?,
+            session: session
+                .map(|session| SessionReader::open(root, session))
+                .transpose()?,
             meminfo,
             groups: GroupWatch::open(root),
             vmstat: Source::open_optional(root.proc("vmstat")),
@@ -205,14 +221,20 @@ impl Sampler {
             buddyinfo: Source::open_optional(root.proc("buddyinfo")),
             zram: ZramStore::open(root),
             gpu: GpuCounter::open(root),
-            orphans: Orphans { nvmap: Nvmap::find(root), last: None },
+            orphans: Orphans {
+                nvmap: Nvmap::find(root),
+                last: None,
+            },
         })
     }
 
     /// The memory that a budget can be a part of, by this reading, which is the last one.
     #[must_use]
     pub fn machine(&self, reading: &Reading) -> MachineMemory {
-        MachineMemory { total: reading.total(), limited_by: self.limited_by(reading).map(str::to_owned) }
+        MachineMemory {
+            total: reading.total(),
+            limited_by: self.limited_by(reading).map(str::to_owned),
+        }
     }
 
     /// Whether that differs from `known`, for less than it takes to make it.
@@ -222,7 +244,9 @@ impl Sampler {
     }
 
     fn limited_by(&self, reading: &Reading) -> Option<&str> {
-        self.groups.tightest().filter(|_| reading.total() < reading.meminfo.total)
+        self.groups
+            .tightest()
+            .filter(|_| reading.total() < reading.meminfo.total)
     }
 
     /// Whether each reading lists all processes.
@@ -273,7 +297,9 @@ impl Sampler {
     /// Whether there is something to [`refresh`](Self::refresh).
     #[must_use]
     pub fn wants_refresh(&self) -> bool {
-        self.session.as_ref().is_some_and(|session| session.wants_refresh(Instant::now()))
+        self.session
+            .as_ref()
+            .is_some_and(|session| session.wants_refresh(Instant::now()))
     }
 
     /// Reads what the next readings are reckoned from, for some milliseconds: to be done when the last one was handed on.

@@ -31,10 +31,15 @@ impl Sandbox {
         let entries = fs::read_dir(&root.proc).into_iter().flatten().flatten();
         let mut found: Vec<Self> = entries
             .take(ENTRIES_MAX)
-            .filter_map(|entry| number(entry.file_name().as_encoded_bytes()).and_then(|pid| u32::try_from(pid).ok()))
+            .filter_map(|entry| {
+                number(entry.file_name().as_encoded_bytes()).and_then(|pid| u32::try_from(pid).ok())
+            })
             .filter_map(|pid| {
                 let of = |name: &str| read_optional(&root.process(pid).join(name));
-                let serves = of("cmdline")?.split(|byte| *byte == 0).skip(1).any(|word| word == b"serve");
+                let serves = of("cmdline")?
+                    .split(|byte| *byte == 0)
+                    .skip(1)
+                    .any(|word| word == b"serve");
                 (of("comm")?.trim_ascii() == b"cotenant" && serves).then_some(())?;
                 Self::parse(pid, &of("status")?)
             })
@@ -45,7 +50,10 @@ impl Sandbox {
 
     fn parse(pid: u32, status: &[u8]) -> Option<Self> {
         let text = String::from_utf8_lossy(status);
-        let of = |key: &str| text.lines().find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()));
+        let of = |key: &str| {
+            text.lines()
+                .find_map(|line| Some(line.strip_prefix(key)?.strip_prefix(':')?.trim()))
+        };
         let mask = |key: &str| u64::from_str_radix(of(key)?, 16).ok();
         Some(Self {
             pid,
@@ -61,10 +69,21 @@ impl Sandbox {
 impl fmt::Display for Sandbox {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { pid, uid, .. } = self;
-        let gains = if self.no_new_privileges { "no new privileges" } else { "may gain privileges" };
-        let calls = if self.filtered { "system calls filtered" } else { "system calls not filtered" };
+        let gains = if self.no_new_privileges {
+            "no new privileges"
+        } else {
+            "may gain privileges"
+        };
+        let calls = if self.filtered {
+            "system calls filtered"
+        } else {
+            "system calls not filtered"
+        };
         let (effective, bounding) = (named(self.effective), named(self.bounding));
-        write!(f, "pid {pid}, uid {uid}: {gains}, {calls}, has {effective}, at most {bounding}")
+        write!(
+            f,
+            "pid {pid}, uid {uid}: {gains}, {calls}, has {effective}, at most {bounding}"
+        )
     }
 }
 
@@ -81,7 +100,11 @@ fn named(mask: u64) -> String {
             None => format!("capability {bit}"),
         })
         .collect();
-    if names.is_empty() { "no capabilities".to_owned() } else { names.join(" ") }
+    if names.is_empty() {
+        "no capabilities".to_owned()
+    } else {
+        names.join(" ")
+    }
 }
 
 /// `linux/capability.h`, in the order of their numbers.

@@ -24,7 +24,7 @@ use super::{
     processes::{MemorySum, ProcessMemory, ProcessStat, is_gone, living_thread},
     source::{number, words},
 };
-use crate::units::{Bytes, page};
+use cotenant_units::{Bytes, page};
 
 /// Reads a session, its descendants, and some other processes with theirs.
 #[derive(Debug)]
@@ -71,7 +71,8 @@ struct Member {
 impl SessionReader {
     /// Opens the list of processes.
     pub(super) fn open(root: &ProbeRoot, session: u32) -> Result<Self, ProbeError> {
-        let folder = File::open(&root.proc).map_err(|error| ProbeError::io("processes", &root.proc, error))?;
+        let folder = File::open(&root.proc)
+            .map_err(|error| ProbeError::io("processes", &root.proc, error))?;
         Ok(Self {
             root: root.clone(),
             session,
@@ -93,7 +94,8 @@ impl SessionReader {
 
     /// What they use now, never too little: what has grown since page tables were read counts in full.
     pub(super) fn read(&mut self, now: Instant) -> Result<MemorySum, ProbeError> {
-        self.list().map_err(|error| ProbeError::io("processes", &self.root.proc, error))?;
+        self.list()
+            .map_err(|error| ProbeError::io("processes", &self.root.proc, error))?;
         self.choose();
         for index in 0..self.members.len() {
             self.look(index, now);
@@ -114,7 +116,11 @@ impl SessionReader {
     pub(super) fn refresh(&mut self, now: Instant) {
         let ends = Instant::now() + REFRESH;
         while Instant::now() < ends {
-            let stale = self.members.iter().enumerate().filter(|(_, member)| member.is_stale(now));
+            let stale = self
+                .members
+                .iter()
+                .enumerate()
+                .filter(|(_, member)| member.is_stale(now));
             let Some((index, _)) = stale.min_by_key(|(_, member)| member.read_at) else {
                 return;
             };
@@ -139,7 +145,12 @@ impl SessionReader {
         loop {
             // SAFETY: the kernel writes at most as many bytes as the buffer has.
             let length = unsafe {
-                libc::syscall(libc::SYS_getdents64, self.folder.as_raw_fd(), entries.as_mut_ptr(), entries.len())
+                libc::syscall(
+                    libc::SYS_getdents64,
+                    self.folder.as_raw_fd(),
+                    entries.as_mut_ptr(),
+                    entries.len(),
+                )
             };
             let length = usize::try_from(length).map_err(|_| io::Error::last_os_error())?;
             let mut rest = entries.get(..length).unwrap_or_default();
@@ -186,9 +197,13 @@ impl SessionReader {
                 let Some(found) = self.found.get(index).copied() else {
                     continue;
                 };
-                let parent = self.found.binary_search_by_key(&found.parent, |other| other.pid);
-                let is_child =
-                    parent.ok().and_then(|parent| self.found.get(parent)).is_some_and(|parent| parent.is_member);
+                let parent = self
+                    .found
+                    .binary_search_by_key(&found.parent, |other| other.pid);
+                let is_child = parent
+                    .ok()
+                    .and_then(|parent| self.found.get(parent))
+                    .is_some_and(|parent| parent.is_member);
                 if is_child
                     && !found.is_member
                     && let Some(found) = self.found.get_mut(index)
@@ -202,7 +217,9 @@ impl SessionReader {
             member.is_there = false;
         }
         for found in self.found.iter().filter(|found| found.is_member) {
-            let known = |member: &&mut Member| member.pid == found.pid && member.start_ticks == found.start_ticks;
+            let known = |member: &&mut Member| {
+                member.pid == found.pid && member.start_ticks == found.start_ticks
+            };
             match self.members.iter_mut().find(known) {
                 Some(member) => member.is_there = true,
                 None => self.members.push(Member {
@@ -221,7 +238,12 @@ impl SessionReader {
 
     /// Looks how large a member is; reads its page tables when that is not known, or has become less.
     fn look(&mut self, index: usize, now: Instant) {
-        let Some(member) = self.members.get(index).copied().filter(|member| member.is_there) else {
+        let Some(member) = self
+            .members
+            .get(index)
+            .copied()
+            .filter(|member| member.is_there)
+        else {
             return;
         };
         let rss = self.resident(member.pid);
@@ -292,7 +314,9 @@ impl SessionReader {
 impl Member {
     /// Whether its page tables should be read: now and then, and whenever that costs little and brings something.
     fn is_stale(&self, now: Instant) -> bool {
-        let Some(read_at) = self.read_at else { return true };
+        let Some(read_at) = self.read_at else {
+            return true;
+        };
         let changed = self.rss != self.rss_then && self.rss <= SMALL && read_at < now;
         changed || now.saturating_duration_since(read_at) > STALE
     }
@@ -344,7 +368,9 @@ mod tests {
 
         fn process(&self, pid: u32, parent: u32, session: u32) -> &Self {
             fs::create_dir(self.folder(pid)).unwrap();
-            let stat = format!("{pid} (a) b) S {parent} {pid} {session} 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 0 77 0 0");
+            let stat = format!(
+                "{pid} (a) b) S {parent} {pid} {session} 0 -1 0 0 0 0 0 0 0 0 0 20 0 1 0 0 77 0 0"
+            );
             fs::write(self.folder(pid).join("stat"), stat).unwrap();
             self.rss(pid, 8).pss(pid, 4)
         }
@@ -357,7 +383,8 @@ mod tests {
 
         fn pss(&self, pid: u32, mib: u64) -> &Self {
             let kib = mib << 10;
-            let text = format!("00400000-7fff rollup\nRss: {kib} kB\nPss: {kib} kB\nSwapPss: 0 kB\n");
+            let text =
+                format!("00400000-7fff rollup\nRss: {kib} kB\nPss: {kib} kB\nSwapPss: 0 kB\n");
             fs::write(self.folder(pid).join("smaps_rollup"), text).unwrap();
             self
         }
@@ -374,9 +401,16 @@ mod tests {
     #[test]
     fn a_session_takes_in_children_that_left_it_and_those_who_are_named() {
         let machine = Machine::new();
-        machine.process(10, 1, 10).process(11, 10, 10).process(20, 1, 20).process(21, 20, 21);
+        machine
+            .process(10, 1, 10)
+            .process(11, 10, 10)
+            .process(20, 1, 20)
+            .process(21, 20, 21);
         // A child with a session of its own, and its child, which is listed before it.
-        machine.process(14, 11, 14).process(12, 14, 14).process(30, 1, 10);
+        machine
+            .process(14, 11, 14)
+            .process(12, 14, 14)
+            .process(30, 1, 10);
         let mut reader = machine.reader(10);
         let now = Instant::now();
         assert_eq!(reader.read(now).unwrap().processes, 5);
@@ -397,7 +431,10 @@ mod tests {
         // It fills memory; what of it is shared is not known before its tables are read again.
         machine.rss(10, 300).pss(10, 170);
         assert_eq!(mib(reader.read(start).unwrap()), 250);
-        assert!(!reader.wants_refresh(start), "a large process, and its tables were read a moment ago");
+        assert!(
+            !reader.wants_refresh(start),
+            "a large process, and its tables were read a moment ago"
+        );
         let later = start + STALE * 2;
         assert!(reader.wants_refresh(later));
         reader.refresh(later);
@@ -409,7 +446,9 @@ mod tests {
         // Another program with the same number is another process.
         fs::remove_dir_all(machine.folder(10)).unwrap();
         machine.process(10, 1, 10);
-        let stat = fs::read_to_string(machine.folder(10).join("stat")).unwrap().replace(" 77 ", " 99 ");
+        let stat = fs::read_to_string(machine.folder(10).join("stat"))
+            .unwrap()
+            .replace(" 77 ", " 99 ");
         fs::write(machine.folder(10).join("stat"), stat).unwrap();
         assert_eq!(mib(reader.read(later).unwrap()), 4);
     }

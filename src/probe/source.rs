@@ -19,7 +19,11 @@ impl Source {
     /// Opens the file.
     pub(super) fn open(path: PathBuf) -> io::Result<Self> {
         let file = File::open(&path)?;
-        Ok(Self { path, file, buffer: vec![0; FIRST_BUFFER] })
+        Ok(Self {
+            path,
+            file,
+            buffer: vec![0; FIRST_BUFFER],
+        })
     }
 
     /// Opens the file if the system has it and lets us read it.
@@ -58,7 +62,9 @@ impl Source {
 pub(super) fn read_bytes(path: &Path) -> io::Result<Vec<u8>> {
     use io::Read;
     let mut bytes = Vec::new();
-    File::open(path)?.take(TEXT_MAX as u64).read_to_end(&mut bytes)?;
+    File::open(path)?
+        .take(TEXT_MAX as u64)
+        .read_to_end(&mut bytes)?;
     Ok(bytes)
 }
 
@@ -79,7 +85,8 @@ pub(super) fn lines(text: &[u8]) -> impl Iterator<Item = (usize, &[u8])> {
 
 /// Words between blanks and tabs.
 pub(super) fn words(line: &[u8]) -> impl Iterator<Item = &[u8]> + Clone {
-    line.split(|b| matches!(b, b' ' | b'\t')).filter(|word| !word.is_empty())
+    line.split(|b| matches!(b, b' ' | b'\t'))
+        .filter(|word| !word.is_empty())
 }
 
 /// A decimal number without sign.

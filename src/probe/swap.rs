@@ -6,7 +6,7 @@ use super::{
     ProbeRoot,
     source::{Source, lines, number, read_optional, words},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// One line of `/proc/swaps`.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -65,16 +65,25 @@ pub(super) struct ZramStore(Vec<Source>);
 
 impl ZramStore {
     pub(super) fn open(root: &ProbeRoot) -> Self {
-        let entries = fs::read_dir(root.sys("block")).into_iter().flatten().flatten();
-        let is_zram = |entry: &fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"zram");
-        let files = entries.filter(is_zram).map(|entry| entry.path().join("mm_stat"));
+        let entries = fs::read_dir(root.sys("block"))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let is_zram =
+            |entry: &fs::DirEntry| entry.file_name().as_encoded_bytes().starts_with(b"zram");
+        let files = entries
+            .filter(is_zram)
+            .map(|entry| entry.path().join("mm_stat"));
         Self(files.filter_map(Source::open_optional).collect())
     }
 
     pub(super) fn read(&mut self) -> Option<Bytes> {
         let used = self.0.iter_mut().filter_map(|file| {
             let text = file.read().ok()?;
-            words(text.trim_ascii()).nth(2).and_then(number).map(Bytes::new)
+            words(text.trim_ascii())
+                .nth(2)
+                .and_then(number)
+                .map(Bytes::new)
         });
         used.reduce(Bytes::saturating_add)
     }
@@ -88,10 +97,15 @@ mod tests {
 
     #[test]
     fn stock_zram_and_a_swap_file_are_reported_apart() {
-        let devices =
-            parse(include_bytes!("../../tests/fixtures/jetson/zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt"));
+        let devices = parse(include_bytes!(
+            "../../tests/fixtures/jetson/zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt"
+        ));
         assert_eq!(devices.len(), 9);
-        let zram: Bytes = devices.iter().filter(|device| device.is_zram()).map(|device| device.size).sum();
+        let zram: Bytes = devices
+            .iter()
+            .filter(|device| device.is_zram())
+            .map(|device| device.size)
+            .sum();
         assert_eq!(zram, Bytes::from_kib(8 * 1_001_996));
         assert_eq!(devices[8].used, Bytes::from_kib(4_508_876));
     }

@@ -51,7 +51,8 @@ impl Vmstat {
                 b"cma_alloc_fail" => &mut stat.cma_failures,
                 _ if key.starts_with(b"allocstall") => {
                     if let Some(count) = number(value.trim_ascii()) {
-                        stat.allocstalls = Some(stat.allocstalls.unwrap_or(0).saturating_add(count));
+                        stat.allocstalls =
+                            Some(stat.allocstalls.unwrap_or(0).saturating_add(count));
                     }
                     continue;
                 }
@@ -83,7 +84,8 @@ mod tests {
 
     #[test]
     fn an_older_kernel_has_one_refault_counter() {
-        let stat = Vmstat::parse(b"workingset_refault 17\npgscan_direct_throttle 9\nallocstall 5\n");
+        let stat =
+            Vmstat::parse(b"workingset_refault 17\npgscan_direct_throttle 9\nallocstall 5\n");
         assert_eq!(stat.refaults_file, Some(17));
         assert_eq!(stat.pgscan_direct, None);
         assert_eq!(stat.allocstalls, Some(5));

@@ -16,7 +16,7 @@ use super::{
     status::{self, CallError},
     supervisor::{Notice, Supervisor},
 };
-use crate::policy::{
+use cotenant_policy::{
     event::{Answer, Event},
     lease::{LeaseView, Peer, Ticket},
 };
@@ -62,15 +62,21 @@ impl Context {
     ) -> Result<Call, CallError> {
         // A connection without credentials has no owner and no role.
         let peer = match self.remote {
-            Some(_) => Some(PeerInfo { uid: u32::MAX, ..PeerInfo::default() }),
+            Some(_) => Some(PeerInfo {
+                uid: u32::MAX,
+                ..PeerInfo::default()
+            }),
             None => request.extensions().get::<PeerInfo>().cloned(),
         };
-        let role = self.remote.or_else(|| peer.as_ref().and_then(|peer| self.roles.role_of(peer)));
+        let role = self
+            .remote
+            .or_else(|| peer.as_ref().and_then(|peer| self.roles.role_of(peer)));
         match (peer, role) {
-            (Some(peer), Some(role)) if role.may(needed) => Ok(Call {
+            (Some(peer), Some(role)) if needed.is_of(role) => Ok(Call {
                 peer,
                 role,
-                deadline: client_timeout(request.metadata()).map(|allowed| (Instant::now() + allowed, allowed)),
+                deadline: client_timeout(request.metadata())
+                    .map(|allowed| (Instant::now() + allowed, allowed)),
             }),
             (peer, role) => Err(CallError::RoleMissing {
                 call: name,
@@ -78,7 +84,10 @@ impl Context {
                 role: role.map_or_else(|| "no role".to_owned(), |role| format!("role {role}")),
                 needed: needed.to_string(),
                 remedy: match self.remote {
-                    Some(_) => format!("set `grpc.tcp.role` of the configuration to `{}`", needed.least_role(true)),
+                    Some(_) => format!(
+                        "set `grpc.tcp.role` of the configuration to `{}`",
+                        needed.least_role(true)
+                    ),
                     None => format!(
                         "run as root or as the supervisor's user, or add your uid to `grpc.roles.{}s.uids` of the configuration",
                         needed.least_role(false)
@@ -90,11 +99,20 @@ impl Context {
 
     /// Sends an event that has one answer, and waits for it until the call's deadline. When the caller goes away
     /// before, the arbiter is notified.
-    pub(super) async fn ask(&self, call: &Call, event: impl FnOnce(Ticket) -> Event) -> Result<Answer, Status> {
+    pub(super) async fn ask(
+        &self,
+        call: &Call,
+        event: impl FnOnce(Ticket) -> Event,
+    ) -> Result<Answer, Status> {
         let ticket = self.supervisor.ticket();
         let (sender, receiver) = oneshot::channel();
-        self.supervisor.submit(event(ticket), Some((ticket, sender))).map_err(CallError::from)?;
-        let mut pending = Pending { supervisor: &*self.supervisor, ticket: Some(ticket) };
+        self.supervisor
+            .submit(event(ticket), Some((ticket, sender)))
+            .map_err(CallError::from)?;
+        let mut pending = Pending {
+            supervisor: &*self.supervisor,
+            ticket: Some(ticket),
+        };
         let answer = tokio::select! {
             answer = receiver => answer.map_err(|_closed| CallError::Stopping)?,
             allowed = call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
@@ -102,7 +120,10 @@ impl Context {
         };
         pending.ticket = None;
         match answer {
-            Answer::Denied { denial, retry_after } => Err(status::of_denial(&denial, retry_after)),
+            Answer::Denied {
+                denial,
+                retry_after,
+            } => Err(status::of_denial(&denial, retry_after)),
             answer => Ok(answer),
         }
     }
@@ -111,7 +132,11 @@ impl Context {
 impl Call {
     /// The peer as policy knows it.
     pub(super) fn policy_peer(&self) -> Peer {
-        Peer { uid: self.peer.uid, pid: self.peer.pid, operator: self.role.may(Permission::Operate) }
+        Peer {
+            uid: self.peer.uid,
+            pid: self.peer.pid,
+            operator: Permission::Operate.is_of(self.role),
+        }
     }
 
     /// That the caller is the process that holds the lease: the one that asked for it, and that is measured.
@@ -120,7 +145,10 @@ impl Call {
             return Ok(());
         }
         let process = |pid: Option<u32>| {
-            pid.map_or_else(|| "a process that the kernel does not name".to_owned(), |pid| format!("process {pid}"))
+            pid.map_or_else(
+                || "a process that the kernel does not name".to_owned(),
+                |pid| format!("process {pid}"),
+            )
         };
         Err(CallError::NotTheHolder {
             lease: view.name(),
@@ -136,7 +164,8 @@ impl Call {
 
     /// Time left until the client gives up.
     pub(super) fn time_left(&self) -> Option<Duration> {
-        self.deadline.map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
+        self.deadline
+            .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
     }
 
     /// `wished`, or the time left when that is less: an answer with its reason has to reach the client in time.
@@ -170,7 +199,9 @@ impl Drop for Pending<'_> {
     fn drop(&mut self) {
         if let Some(ticket) = self.ticket {
             // When the inbox is full the request runs into its own limit of waiting, which the event carries.
-            let _ = self.supervisor.submit(Event::LeaseRequestCancelled { ticket }, None);
+            let _ = self
+                .supervisor
+                .submit(Event::LeaseRequestCancelled { ticket }, None);
         }
     }
 }

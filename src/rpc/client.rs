@@ -61,7 +61,10 @@ impl FromStr for Endpoint {
         let endpoint = if let Some(rest) = text.strip_prefix("https://") {
             let plain = !rest.is_empty() && text.parse::<Uri>().is_ok();
             plain.then(|| Self::Tls(text.trim_end_matches('/').to_owned(), None))
-        } else if let Some(rest) = text.strip_prefix("unix-abstract:").or_else(|| text.strip_prefix('@')) {
+        } else if let Some(rest) = text
+            .strip_prefix("unix-abstract:")
+            .or_else(|| text.strip_prefix('@'))
+        {
             (!rest.is_empty()).then(|| name(rest))
         } else if let Some(rest) = text.strip_prefix("unix://") {
             rest.starts_with('/').then(|| path(rest))
@@ -70,7 +73,9 @@ impl FromStr for Endpoint {
         } else {
             text.starts_with('/').then(|| path(text))
         };
-        endpoint.ok_or_else(|| EndpointError { text: text.to_owned() })
+        endpoint.ok_or_else(|| EndpointError {
+            text: text.to_owned(),
+        })
     }
 }
 
@@ -100,11 +105,17 @@ impl Endpoint {
     }
 
     /// Connects to another machine.
-    async fn connect_tls(url: &str, files: &Identification) -> Result<Channel, tonic::transport::Error> {
+    async fn connect_tls(
+        url: &str,
+        files: &Identification,
+    ) -> Result<Channel, tonic::transport::Error> {
         let tls = ClientTlsConfig::new()
             .ca_certificate(Certificate::from_pem(&files.ca))
             .identity(Identity::from_pem(&files.certificate, &files.key));
-        tonic::transport::Endpoint::from_shared(url.to_owned())?.tls_config(tls)?.connect().await
+        tonic::transport::Endpoint::from_shared(url.to_owned())?
+            .tls_config(tls)?
+            .connect()
+            .await
     }
 
     /// Connects.
@@ -112,10 +123,16 @@ impl Endpoint {
     /// # Errors
     /// When no server listens there, or not to this user.
     pub async fn connect(&self) -> Result<Channel, ConnectError> {
-        let fails = |source: io::Error| ConnectError { endpoint: self.clone(), source };
+        let fails = |source: io::Error| ConnectError {
+            endpoint: self.clone(),
+            source,
+        };
         if let Self::Tls(url, files) = self {
             let Some(files) = files else {
-                return Err(fails(io::Error::new(io::ErrorKind::InvalidInput, NO_CERTIFICATE)));
+                return Err(fails(io::Error::new(
+                    io::ErrorKind::InvalidInput,
+                    NO_CERTIFICATE,
+                )));
             };
             let connected = Self::connect_tls(url, files).await;
             return connected.map_err(|error| fails(io::Error::other(error)));
@@ -158,7 +175,9 @@ impl ConnectError {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => {
                 "is `cotenant serve` running? Give its socket with --endpoint or COTENANT_ENDPOINT"
             }
-            io::ErrorKind::PermissionDenied => "the socket is not open to this user: join its group, or use sudo",
+            io::ErrorKind::PermissionDenied => {
+                "the socket is not open to this user: join its group, or use sudo"
+            }
             io::ErrorKind::InvalidInput => "name them with --cert, --key and --ca",
             _ if matches!(self.endpoint, Endpoint::Tls(..)) => {
                 "check address and port, that --ca is the root of the supervisor's certificate, and that this names the host"
@@ -168,7 +187,8 @@ impl ConnectError {
     }
 }
 
-const NO_CERTIFICATE: &str = "a connection by TLS needs a certificate, its key and the CA of the supervisor";
+const NO_CERTIFICATE: &str =
+    "a connection by TLS needs a certificate, its key and the CA of the supervisor";
 
 #[cfg(test)]
 mod tests {
@@ -187,7 +207,15 @@ mod tests {
         ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), shown);
         }
-        for text in ["", "@", "unix:", "unix://a.sock", "http://localhost:1", "https://", "a.sock"] {
+        for text in [
+            "",
+            "@",
+            "unix:",
+            "unix://a.sock",
+            "http://localhost:1",
+            "https://",
+            "a.sock",
+        ] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

@@ -24,7 +24,12 @@ pub(super) struct Connection<S, P = ()> {
 
 impl<S, P> Connection<S, P> {
     pub(super) fn new(stream: S, peer: P, cut: &CancellationToken, slot: Slot) -> Self {
-        Self { stream, peer, cut: Box::pin(cut.clone().cancelled_owned()), _slot: slot }
+        Self {
+            stream,
+            peer,
+            cut: Box::pin(cut.clone().cancelled_owned()),
+            _slot: slot,
+        }
     }
 }
 
@@ -51,7 +56,11 @@ impl<S: AsyncRead + Unpin, P: Unpin> AsyncRead for Connection<S, P> {
 }
 
 impl<S: AsyncWrite + Unpin, P: Unpin> AsyncWrite for Connection<S, P> {
-    fn poll_write(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>, buffer: &[u8]) -> Poll<io::Result<usize>> {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut TaskContext<'_>,
+        buffer: &[u8],
+    ) -> Poll<io::Result<usize>> {
         Pin::new(&mut self.stream).poll_write(context, buffer)
     }
 
@@ -59,7 +68,10 @@ impl<S: AsyncWrite + Unpin, P: Unpin> AsyncWrite for Connection<S, P> {
         Pin::new(&mut self.stream).poll_flush(context)
     }
 
-    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut TaskContext<'_>) -> Poll<io::Result<()>> {
+    fn poll_shutdown(
+        mut self: Pin<&mut Self>,
+        context: &mut TaskContext<'_>,
+    ) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(context)
     }
 

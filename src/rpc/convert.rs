@@ -7,19 +7,17 @@ use super::{
     supervisor::Supervisor,
     v1,
 };
-use crate::{
-    policy::{
-        death::DeathCertificate,
-        engine_failure::NextTry,
-        event::WorkerCommand,
-        kv_type::KvType,
-        lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
-        pressure::{GpuUse, PressureLevel},
-        residency::{EnginePlan, ModelShape},
-        snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
-    },
-    units::{Bytes, Timestamp},
+use cotenant_policy::{
+    death::DeathCertificate,
+    engine_failure::NextTry,
+    event::WorkerCommand,
+    kv_type::KvType,
+    lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
+    pressure::{GpuUse, PressureLevel},
+    residency::{EnginePlan, ModelShape},
+    snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// The two clocks at one instant, to show one in terms of the other.
 #[derive(Clone, Copy, Debug)]
@@ -41,8 +39,13 @@ impl Clock {
         } else {
             self.wall.checked_sub(self.now.saturating_since(at))
         };
-        let last = prost_types::Timestamp { seconds: MAX_SECONDS, nanos: 0 };
-        time.map(prost_types::Timestamp::from).filter(|time| time.seconds < MAX_SECONDS).unwrap_or(last)
+        let last = prost_types::Timestamp {
+            seconds: MAX_SECONDS,
+            nanos: 0,
+        };
+        time.map(prost_types::Timestamp::from)
+            .filter(|time| time.seconds < MAX_SECONDS)
+            .unwrap_or(last)
     }
 
     /// Time left until then.
@@ -53,7 +56,10 @@ impl Clock {
 
 /// Saturates.
 pub(super) fn duration(duration: Duration) -> prost_types::Duration {
-    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration { seconds: i64::MAX, nanos: 0 })
+    prost_types::Duration::try_from(duration).unwrap_or(prost_types::Duration {
+        seconds: i64::MAX,
+        nanos: 0,
+    })
 }
 
 /// A lease.
@@ -82,7 +88,10 @@ pub(super) fn lease(view: &LeaseView, boot_id: &str, clock: Clock) -> v1::Lease 
         max_bytes: view.memory.max.get(),
         used_bytes: view.memory.used.map(Bytes::get),
         measure_time: view.memory.used_at.map(|at| clock.time(at)),
-        target: view.target.as_ref().map(|at| target(at, String::new(), clock)),
+        target: view
+            .target
+            .as_ref()
+            .map(|at| target(at, String::new(), clock)),
         grant_time: (view.state != LeaseState::Requested).then(|| clock.time(view.granted_at)),
         expire_time: view.expires_at.map(|at| clock.time(at)),
         expires_in: view.expires_at.map(|at| clock.left(at)),
@@ -124,7 +133,12 @@ pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse 
 }
 
 /// The state in one message.
-fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) -> v1::GetStatusResponse {
+fn status(
+    snapshot: &Snapshot,
+    boot_id: &str,
+    last_sequence: u64,
+    clock: Clock,
+) -> v1::GetStatusResponse {
     let sample = snapshot.pressure.sample.as_ref();
     let gpu = sample.and_then(|sample| sample.gpu.gpu_used);
     v1::GetStatusResponse {
@@ -154,7 +168,9 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
             critical_below_bytes: snapshot.pressure.critical_below.get(),
             mem_total_bytes: sample.map(|sample| sample.memory.mem_total.get()),
             mem_available_bytes: sample.map(|sample| sample.memory.mem_available.get()),
-            cma_free_bytes: sample.and_then(|sample| sample.gpu.cma_free).map(Bytes::get),
+            cma_free_bytes: sample
+                .and_then(|sample| sample.gpu.cma_free)
+                .map(Bytes::get),
             // Hundredths of a percent.
             some_avg10_ratio: sample
                 .and_then(|sample| sample.stalls.psi_some_avg10)
@@ -162,26 +178,42 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
             scope_used_bytes: sample.and_then(|sample| sample.scope_used).map(Bytes::get),
             oom_kills: sample.and_then(|sample| sample.counters.oom_kills),
             free_without_reclaim_bytes: sample.map(|sample| sample.free_without_reclaim().get()),
-            nvmap_pool_bytes: sample.and_then(|sample| sample.gpu.nvmap_pool).map(Bytes::get),
+            nvmap_pool_bytes: sample
+                .and_then(|sample| sample.gpu.nvmap_pool)
+                .map(Bytes::get),
             losing_bytes_per_second: snapshot.pressure.losing_per_s.get(),
-            exhausted_in: snapshot.pressure.exhausted_in.and_then(|left| left.try_into().ok()),
+            exhausted_in: snapshot
+                .pressure
+                .exhausted_in
+                .and_then(|left| left.try_into().ok()),
             stall_watch: sample
                 .and_then(|sample| sample.stall_watch)
                 .map_or_else(String::new, |watch| watch.to_string()),
             gpu_used_bytes: gpu.map(|gpu| gpu.bytes().get()),
             gpu_used_is_inferred: matches!(gpu, Some(GpuUse::Inferred(_))),
             zram_store_bytes: sample.and_then(|sample| sample.zram_store).map(Bytes::get),
-            largest_free_block_bytes: sample.and_then(|sample| sample.largest_free).map(Bytes::get),
+            largest_free_block_bytes: sample
+                .and_then(|sample| sample.largest_free)
+                .map(Bytes::get),
             released_to_pool_bytes: snapshot.last_release.map(|release| release.to_pool.get()),
             released_to_os_bytes: snapshot.last_release.map(|release| release.to_os.get()),
             cma_failures: sample.and_then(|sample| sample.counters.cma_failures),
         }),
         engine: Some(engine(snapshot, clock)),
         workers: snapshot.workers.iter().map(worker).collect(),
-        leases: snapshot.leases.iter().map(|view| lease(view, boot_id, clock)).collect(),
+        leases: snapshot
+            .leases
+            .iter()
+            .map(|view| lease(view, boot_id, clock))
+            .collect(),
         waiting_requests: snapshot.waiting,
         draining: snapshot.draining,
-        limited_by: snapshot.pressure.machine.limited_by.clone().unwrap_or_default(),
+        limited_by: snapshot
+            .pressure
+            .machine
+            .limited_by
+            .clone()
+            .unwrap_or_default(),
         reboot_advised: snapshot.reboot.iter().map(ToString::to_string).collect(),
         learned_peaks: snapshot
             .peaks
@@ -198,7 +230,17 @@ fn status(snapshot: &Snapshot, boot_id: &str, last_sequence: u64, clock: Clock) 
 }
 
 fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
-    let EngineView { state, shape, in_force, asked, full, waits, failure, milli_tokens_per_s, kv } = &snapshot.engine;
+    let EngineView {
+        state,
+        shape,
+        in_force,
+        asked,
+        full,
+        waits,
+        failure,
+        milli_tokens_per_s,
+        kv,
+    } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {
         (Some(shape), Some(plan)) => shape.plan_bytes(plan).get(),
         _ => 0,
@@ -211,8 +253,14 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
             EngineState::Failed => v1::EngineState::Failed,
         }
         .into(),
-        model: shape.as_ref().map(|shape| shape.name.clone()).unwrap_or_default(),
-        architecture: shape.as_ref().map(|shape| shape.architecture.clone()).unwrap_or_default(),
+        model: shape
+            .as_ref()
+            .map(|shape| shape.name.clone())
+            .unwrap_or_default(),
+        architecture: shape
+            .as_ref()
+            .map(|shape| shape.architecture.clone())
+            .unwrap_or_default(),
         layers_total: shape.as_ref().map_or(0, ModelShape::layer_count),
         layers_resident: match (shape, in_force) {
             (Some(shape), Some(plan)) => shape.resident_layers(plan),
@@ -225,14 +273,22 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
             _ => 0,
         },
         kv_capacity_bytes: match (shape, in_force) {
-            (Some(shape), Some(plan)) => shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type).get(),
+            (Some(shape), Some(plan)) => shape
+                .kv
+                .capacity_bytes(plan.kv_capacity, plan.kv_type)
+                .get(),
             _ => 0,
         },
         plan_bytes: bytes_of(in_force),
         full_plan_bytes: bytes_of(full),
         changing: asked.is_some(),
-        failure: failure.as_ref().map(ToString::to_string).unwrap_or_default(),
-        failed_permanently: failure.as_ref().is_some_and(|failure| failure.permanent().is_some()),
+        failure: failure
+            .as_ref()
+            .map(ToString::to_string)
+            .unwrap_or_default(),
+        failed_permanently: failure
+            .as_ref()
+            .is_some_and(|failure| failure.permanent().is_some()),
         next_try: match failure.as_ref().map(|failure| &failure.next) {
             Some(NextTry::At(at)) => Some(clock.left(*at)),
             _ => None,
@@ -241,14 +297,19 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
         shed_bytes: snapshot.totals.shed_bytes.get(),
         regrown_bytes: snapshot.totals.regrown_bytes.get(),
         milli_tokens_per_second: milli_tokens_per_s.unwrap_or(0),
-        kv_type: in_force.as_ref().map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type)).into(),
+        kv_type: in_force
+            .as_ref()
+            .map_or(v1::KvType::Unspecified, |plan| kv_type(plan.kv_type))
+            .into(),
         kv_used_tokens: kv.used.get(),
         kv_kept_tokens: kv.kept.get(),
         kv_dropped_tokens: kv.dropped.get(),
         kv_untouched_bytes: kv.untouched.get(),
         prefill_chunk_tokens: in_force.as_ref().map_or(0, |plan| plan.prefill_chunk.get()),
         growth_waits: waits.map_or_else(String::new, |wait| wait.to_string()),
-        kv_block_tokens: shape.as_ref().map_or(0, |shape| shape.kv.block_tokens.get()),
+        kv_block_tokens: shape
+            .as_ref()
+            .map_or(0, |shape| shape.kv.block_tokens.get()),
         ..v1::Engine::default()
     }
 }
@@ -266,7 +327,9 @@ fn weights(shape: &ModelShape, plan: &EnginePlan) -> Bytes {
     (0u32..)
         .zip(&shape.layers)
         .filter(|(index, _)| plan.resident.contains(index))
-        .fold(Bytes::ZERO, |sum, (_, layer)| sum.saturating_add(layer.resident_bytes))
+        .fold(Bytes::ZERO, |sum, (_, layer)| {
+            sum.saturating_add(layer.resident_bytes)
+        })
 }
 
 fn worker(view: &WorkerView) -> v1::Worker {
@@ -288,12 +351,21 @@ fn worker(view: &WorkerView) -> v1::Worker {
         starts: view.starts,
         failures: view.failures,
         last_exit: view.last_exit.clone().unwrap_or_default(),
-        resting: view.rest.map(|rest| rest.word().to_owned()).unwrap_or_default(),
+        resting: view
+            .rest
+            .map(|rest| rest.word().to_owned())
+            .unwrap_or_default(),
         winding_up: view.winding_up,
         death_class: death.map_or_else(String::new, |death| death.class.name().to_owned()),
         needs_operator: death.is_some_and(|death| death.needs_operator),
-        remedy: death.and_then(|death| death.remedy.clone()).unwrap_or_default(),
-        waits_for: view.waits.as_ref().map(ToString::to_string).unwrap_or_default(),
+        remedy: death
+            .and_then(|death| death.remedy.clone())
+            .unwrap_or_default(),
+        waits_for: view
+            .waits
+            .as_ref()
+            .map(ToString::to_string)
+            .unwrap_or_default(),
         ..v1::Worker::default()
     }
 }
@@ -321,7 +393,10 @@ pub(super) fn death(certificate: &DeathCertificate) -> v1::DeathCertificate {
 
 /// A line of the event log, as it is sent.
 pub(super) fn journal_entry(record: &v1::JournalEntry, boot_id: &str) -> v1::JournalEntry {
-    v1::JournalEntry { boot_id: boot_id.to_owned(), ..record.clone() }
+    v1::JournalEntry {
+        boot_id: boot_id.to_owned(),
+        ..record.clone()
+    }
 }
 
 /// The urgency that a request names.
@@ -332,7 +407,11 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
         Ok(v1::LeaseClass::LlmElastic) => Ok(Class::LlmElastic),
         Ok(v1::LeaseClass::Batch) => Ok(Class::Batch),
         Ok(v1::LeaseClass::Unspecified) => Err(invalid("lease_class", "", "is not set")),
-        Err(_) => Err(invalid("lease_class", &number.to_string(), "is not a known class")),
+        Err(_) => Err(invalid(
+            "lease_class",
+            &number.to_string(),
+            "is not a known class",
+        )),
     }
 }
 
@@ -340,9 +419,11 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
 pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     match v1::LeaseKind::try_from(number) {
         Ok(v1::LeaseKind::Unspecified | v1::LeaseKind::Tenant) => Ok(()),
-        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => {
-            Err(invalid("kind", kind.as_str_name(), "is the supervisor's own: ask for LEASE_KIND_TENANT"))
-        }
+        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => Err(invalid(
+            "kind",
+            kind.as_str_name(),
+            "is the supervisor's own: ask for LEASE_KIND_TENANT",
+        )),
         Err(_) => Err(invalid("kind", &number.to_string(), "is not a known kind")),
     }
 }
@@ -354,7 +435,11 @@ pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
         Ok(v1::WorkerCommand::Stop) => Ok(WorkerCommand::Stop),
         Ok(v1::WorkerCommand::Recycle) => Ok(WorkerCommand::Recycle),
         Ok(v1::WorkerCommand::Unspecified) => Err(invalid("command", "", "is not set")),
-        Err(_) => Err(invalid("command", &number.to_string(), "is not a known command")),
+        Err(_) => Err(invalid(
+            "command",
+            &number.to_string(),
+            "is not a known command",
+        )),
     }
 }
 
@@ -365,14 +450,20 @@ pub(super) fn kv_type_of(number: i32) -> Result<KvType, CallError> {
         Ok(v1::KvType::Q8) => Ok(KvType::Q8),
         Ok(v1::KvType::Q4) => Ok(KvType::Q4),
         Ok(v1::KvType::Unspecified) => Err(invalid("kv_type", "", "is not set")),
-        Err(_) => Err(invalid("kv_type", &number.to_string(), "is not a known type")),
+        Err(_) => Err(invalid(
+            "kv_type",
+            &number.to_string(),
+            "is not a known type",
+        )),
     }
 }
 
 /// The number in a lease's name, `asr#7`.
 pub(super) fn lease_id_of(name: &str) -> Result<LeaseId, CallError> {
     name.rsplit_once('#')
-        .filter(|(tenant, number)| !tenant.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit()))
+        .filter(|(tenant, number)| {
+            !tenant.is_empty() && number.bytes().all(|byte| byte.is_ascii_digit())
+        })
         .and_then(|(_, number)| number.parse().ok())
         .map(LeaseId)
         .ok_or_else(|| invalid("name", name, "is not the name of a lease, such as `asr#7`"))
@@ -386,7 +477,11 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
     }
     let max = size_of("max_bytes", max)?;
     if max < min {
-        return Err(invalid("max_bytes", &max.to_string(), &format!("is below min_bytes, {min}")));
+        return Err(invalid(
+            "max_bytes",
+            &max.to_string(),
+            &format!("is below min_bytes, {min}"),
+        ));
     }
     Ok((min, max))
 }
@@ -415,19 +510,35 @@ pub(super) fn span_of(
     // By hand: `Duration::try_from` of prost-types 0.14 panics at the least number of seconds.
     let span = match (u64::try_from(span.seconds), u32::try_from(span.nanos)) {
         (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Duration::new(seconds, nanos),
-        (Ok(_), Ok(_)) => return Err(invalid(field, &value, "has a second or more in its nanoseconds")),
+        (Ok(_), Ok(_)) => {
+            return Err(invalid(
+                field,
+                &value,
+                "has a second or more in its nanoseconds",
+            ));
+        }
         _ => return Err(invalid(field, &value, "is negative")),
     };
     if span > limit {
-        return Err(invalid(field, &value, &format!("is above the limit of {} s", limit.as_secs())));
+        return Err(invalid(
+            field,
+            &value,
+            &format!("is above the limit of {} s", limit.as_secs()),
+        ));
     }
     Ok(Some(span))
 }
 
 /// A name of 1 to `limit` characters: a letter, then letters, digits, `-`, `_` and `.`.
-pub(super) fn name_of(field: &'static str, name: String, limit: usize) -> Result<String, CallError> {
+pub(super) fn name_of(
+    field: &'static str,
+    name: String,
+    limit: usize,
+) -> Result<String, CallError> {
     let mut characters = name.chars();
-    let fits = characters.next().is_some_and(|first| first.is_ascii_alphabetic())
+    let fits = characters
+        .next()
+        .is_some_and(|first| first.is_ascii_alphabetic())
         && characters.all(|next| next.is_ascii_alphanumeric() || matches!(next, '-' | '_' | '.'))
         && name.len() <= limit;
     if fits {
@@ -436,14 +547,20 @@ pub(super) fn name_of(field: &'static str, name: String, limit: usize) -> Result
         Err(invalid(
             field,
             &name,
-            &format!("is not a name of 1 to {limit} characters: a letter, then letters, digits, `-`, `_`, `.`"),
+            &format!(
+                "is not a name of 1 to {limit} characters: a letter, then letters, digits, `-`, `_`, `.`"
+            ),
         ))
     }
 }
 
 /// A fault of a request's field.
 pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallError {
-    CallError::InvalidField { field, value: shorten(value, VALUE_SHOWN), problem: problem.to_owned() }
+    CallError::InvalidField {
+        field,
+        value: shorten(value, VALUE_SHOWN),
+        problem: problem.to_owned(),
+    }
 }
 
 /// How much of a faulty value is shown.
@@ -463,7 +580,15 @@ mod tests {
     fn only_names_of_leases_are_read() {
         assert_eq!(lease_id_of("asr#7").unwrap(), LeaseId(7));
         assert_eq!(lease_id_of("a#b#12").unwrap(), LeaseId(12));
-        for name in ["", "asr", "asr#", "#7", "asr#-1", "asr#+7", "asr#99999999999999999999"] {
+        for name in [
+            "",
+            "asr",
+            "asr#",
+            "#7",
+            "asr#-1",
+            "asr#+7",
+            "asr#99999999999999999999",
+        ] {
             assert!(lease_id_of(name).is_err(), "{name}");
         }
     }
@@ -483,15 +608,30 @@ mod tests {
         let limit = Duration::from_secs(60);
         let span = |seconds, nanos| Some(prost_types::Duration { seconds, nanos });
         assert_eq!(span_of("term", None, limit).unwrap(), None);
-        assert_eq!(span_of("term", span(1, 5), limit).unwrap(), Some(Duration::new(1, 5)));
-        for (seconds, nanos) in [(-1, 0), (0, -1), (61, 0), (i64::MAX, i32::MAX), (i64::MIN, i32::MIN)] {
-            assert!(span_of("term", span(seconds, nanos), limit).is_err(), "{seconds} {nanos}");
+        assert_eq!(
+            span_of("term", span(1, 5), limit).unwrap(),
+            Some(Duration::new(1, 5))
+        );
+        for (seconds, nanos) in [
+            (-1, 0),
+            (0, -1),
+            (61, 0),
+            (i64::MAX, i32::MAX),
+            (i64::MIN, i32::MIN),
+        ] {
+            assert!(
+                span_of("term", span(seconds, nanos), limit).is_err(),
+                "{seconds} {nanos}"
+            );
         }
     }
 
     #[test]
     fn a_wall_clock_that_goes_back_changes_no_time_that_is_left() {
-        let (now, end) = (Timestamp::from_millis(5_000), Timestamp::from_millis(35_000));
+        let (now, end) = (
+            Timestamp::from_millis(5_000),
+            Timestamp::from_millis(35_000),
+        );
         let noon = SystemTime::UNIX_EPOCH + Duration::from_secs(43_200);
         let before = Clock::new((now, noon));
         let after = Clock::new((now, SystemTime::UNIX_EPOCH));

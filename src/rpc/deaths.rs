@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use crate::policy::death::DeathCertificate;
+use cotenant_policy::death::DeathCertificate;
 
 /// The last certificates of each worker, in memory. All of them are in the journal.
 #[derive(Debug)]
@@ -19,7 +19,10 @@ impl DeathLog {
     /// push out those of others.
     #[must_use]
     pub fn new(per_worker: usize) -> Self {
-        Self { kept: Mutex::default(), per_worker: per_worker.max(1) }
+        Self {
+            kept: Mutex::default(),
+            per_worker: per_worker.max(1),
+        }
     }
 
     /// Adds a certificate; the oldest of the same worker makes place for it.
@@ -52,7 +55,11 @@ mod tests {
     use super::*;
 
     fn certificate(worker: &str, start: u64) -> DeathCertificate {
-        DeathCertificate { worker: worker.to_owned(), start, ..DeathCertificate::default() }
+        DeathCertificate {
+            worker: worker.to_owned(),
+            start,
+            ..DeathCertificate::default()
+        }
     }
 
     #[test]
@@ -64,9 +71,18 @@ mod tests {
         }
         let found = |worker: Option<&str>, limit| -> Vec<(String, u64)> {
             let last = log.last(worker, limit);
-            last.iter().map(|death| (death.worker.clone(), death.start)).collect()
+            last.iter()
+                .map(|death| (death.worker.clone(), death.start))
+                .collect()
         };
-        assert_eq!(found(None, 10), [("asr".to_owned(), 5), ("asr".to_owned(), 4), ("tts".to_owned(), 1)]);
+        assert_eq!(
+            found(None, 10),
+            [
+                ("asr".to_owned(), 5),
+                ("asr".to_owned(), 4),
+                ("tts".to_owned(), 1)
+            ]
+        );
         assert_eq!(found(Some("asr"), 1), [("asr".to_owned(), 5)]);
         assert!(found(Some("none"), 9).is_empty());
     }

@@ -13,17 +13,17 @@ use super::{
     outlet::{Outlet, Unsent},
     roles::Permission,
     slots::Slot,
-    status::CallError,
-    v1::{self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService},
-};
-use crate::{
-    conversation::{ChatMessage, FinishReason, Role, SamplingWish, Usage},
-    policy::{
-        refusal::{RETRY_AFTER_DEFAULT, Refusal},
-        sinks::Sinks,
+    status::{CallError, refused},
+    v1::{
+        self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService,
     },
-    units::Tokens,
 };
+use cotenant_conversation::{ChatMessage, FinishReason, Role, SamplingWish, Usage};
+use cotenant_policy::{
+    refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    sinks::Sinks,
+};
+use cotenant_units::Tokens;
 
 /// The service.
 pub(super) struct Llm {
@@ -41,13 +41,18 @@ impl Llm {
 impl LlmService for Llm {
     type GenerateStream = BoxStream<'static, Result<GenerateResponse, Status>>;
 
-    async fn generate(&self, request: Request<v1::GenerateRequest>) -> Result<Response<Self::GenerateStream>, Status> {
-        let call = self.context.admit("Generate", &request, Permission::Generate)?;
+    async fn generate(
+        &self,
+        request: Request<v1::GenerateRequest>,
+    ) -> Result<Response<Self::GenerateStream>, Status> {
+        let call = self
+            .context
+            .admit("Generate", &request, Permission::Generate)?;
         let slot = self.context.stream_slot(&call)?;
         let mut request = request_of(request.into_inner())?;
         request.time_left = call.time_left();
         let events = tokio::select! {
-            events = self.generator.generate(request) => events?,
+            events = self.generator.generate(request) => events.map_err(refused)?,
             allowed = call.expired() => return Err(CallError::DeadlinePassed { allowed }.into()),
             () = self.context.stop.cancelled() => return Err(CallError::Stopping.into()),
         };
@@ -74,24 +79,41 @@ async fn relay(
             () = context.stop.cancelled() => break CallError::Stopping.into(),
         };
         let (message, is_last) = match event {
-            Some(GenerateEvent::Started { model, prompt, seed }) => {
-                let started = v1::GenerateStarted { model, prompt_tokens: prompt.get(), seed };
+            Some(GenerateEvent::Started {
+                model,
+                prompt,
+                seed,
+            }) => {
+                let started = v1::GenerateStarted {
+                    model,
+                    prompt_tokens: prompt.get(),
+                    seed,
+                };
                 (generate_response::Message::Started(started), false)
             }
-            Some(GenerateEvent::Delta { text }) => (generate_response::Message::Delta(v1::TextDelta { text }), false),
-            Some(GenerateEvent::Finished { reason, usage, times }) => {
-                (generate_response::Message::Finished(finished(reason, &usage, times)), true)
-            }
-            Some(GenerateEvent::Failed(error)) => break Status::from(error),
+            Some(GenerateEvent::Delta { text }) => (
+                generate_response::Message::Delta(v1::TextDelta { text }),
+                false,
+            ),
+            Some(GenerateEvent::Finished {
+                reason,
+                usage,
+                times,
+            }) => (
+                generate_response::Message::Finished(finished(reason, &usage, times)),
+                true,
+            ),
+            Some(GenerateEvent::Failed(error)) => break refused(error),
             None => {
-                break Refusal::EngineLost {
+                break refused(Refusal::EngineLost {
                     reason: "it ended without a word".to_owned(),
                     retry_after: RETRY_AFTER_DEFAULT,
-                }
-                .into();
+                });
             }
         };
-        let response = GenerateResponse { message: Some(message) };
+        let response = GenerateResponse {
+            message: Some(message),
+        };
         match outlet.send(response).await {
             Ok(()) if is_last => return,
             Ok(()) => {}
@@ -107,7 +129,9 @@ fn finished(reason: FinishReason, usage: &Usage, times: Times) -> v1::GenerateFi
     v1::GenerateFinished {
         finish_reason: match reason {
             FinishReason::Length => v1::FinishReason::Length,
-            FinishReason::Stop | FinishReason::StopText(_) | FinishReason::ToolCalls => v1::FinishReason::Stop,
+            FinishReason::Stop | FinishReason::StopText(_) | FinishReason::ToolCalls => {
+                v1::FinishReason::Stop
+            }
         }
         .into(),
         usage: Some(v1::Usage {
@@ -137,11 +161,16 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
                 let problem = format!("is above the limit of {MESSAGES_MAX}");
                 return Err(convert::invalid("conversation.messages", &count, &problem));
             }
-            let messages: Result<Vec<_>, _> = conversation.messages.into_iter().map(message_of).collect();
+            let messages: Result<Vec<_>, _> =
+                conversation.messages.into_iter().map(message_of).collect();
             Input::Messages(messages?)
         }
         None => {
-            return Err(convert::invalid("input", "", "is not set: give `conversation` or `prompt`"));
+            return Err(convert::invalid(
+                "input",
+                "",
+                "is not set: give `conversation` or `prompt`",
+            ));
         }
     };
     if request.max_tokens == Some(0) {
@@ -149,10 +178,22 @@ fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError
     }
     if request.stop.len() > STOPS_MAX {
         let count = request.stop.len().to_string();
-        return Err(convert::invalid("stop", &count, &format!("texts are above the limit of {STOPS_MAX}")));
+        return Err(convert::invalid(
+            "stop",
+            &count,
+            &format!("texts are above the limit of {STOPS_MAX}"),
+        ));
     }
-    if let Some(stop) = request.stop.iter().find(|stop| stop.is_empty() || stop.len() > STOP_LENGTH_MAX) {
-        return Err(convert::invalid("stop", stop, &format!("has not 1 to {STOP_LENGTH_MAX} bytes")));
+    if let Some(stop) = request
+        .stop
+        .iter()
+        .find(|stop| stop.is_empty() || stop.len() > STOP_LENGTH_MAX)
+    {
+        return Err(convert::invalid(
+            "stop",
+            stop,
+            &format!("has not 1 to {STOP_LENGTH_MAX} bytes"),
+        ));
     }
     Ok(GenerateRequest {
         input,
@@ -175,7 +216,11 @@ fn message_of(message: v1::ChatMessage) -> Result<ChatMessage, CallError> {
         Ok(v1::ChatRole::User) => Role::User,
         Ok(v1::ChatRole::Unspecified) | Err(_) => {
             let number = message.role.to_string();
-            return Err(convert::invalid("conversation.messages.role", &number, "is not a known role"));
+            return Err(convert::invalid(
+                "conversation.messages.role",
+                &number,
+                "is not a known role",
+            ));
         }
     };
     Ok(ChatMessage::new(role, message.content))
@@ -187,13 +232,21 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> 
         && !(0.0..=2.0).contains(&temperature)
     {
         let value = temperature.to_string();
-        return Err(convert::invalid("sampling.temperature", &value, "is not within 0 to 2"));
+        return Err(convert::invalid(
+            "sampling.temperature",
+            &value,
+            "is not within 0 to 2",
+        ));
     }
     if let Some(top_p) = options.top_p
         && !(top_p > 0.0 && top_p <= 1.0)
     {
         let value = top_p.to_string();
-        return Err(convert::invalid("sampling.top_p", &value, "is not above 0 and at most 1"));
+        return Err(convert::invalid(
+            "sampling.top_p",
+            &value,
+            "is not above 0 and at most 1",
+        ));
     }
     if options.top_k == Some(0) {
         return Err(convert::invalid("sampling.top_k", "0", "is not above zero"));
@@ -231,7 +284,10 @@ mod tests {
     }
 
     fn sampled(sampling: v1::SamplingOptions) -> v1::GenerateRequest {
-        v1::GenerateRequest { sampling: Some(sampling), ..prompt("hello") }
+        v1::GenerateRequest {
+            sampling: Some(sampling),
+            ..prompt("hello")
+        }
     }
 
     #[test]
@@ -250,19 +306,69 @@ mod tests {
             (v1::GenerateRequest::default(), "input"),
             (
                 v1::GenerateRequest {
-                    input: Some(generate_request::Input::Conversation(v1::Conversation::default())),
+                    input: Some(generate_request::Input::Conversation(
+                        v1::Conversation::default(),
+                    )),
                     ..v1::GenerateRequest::default()
                 },
                 "conversation.messages",
             ),
-            (v1::GenerateRequest { max_tokens: Some(0), ..prompt("a") }, "max_tokens"),
-            (v1::GenerateRequest { stop: vec!["x".into(); 17], ..prompt("a") }, "stop"),
-            (v1::GenerateRequest { stop: vec![String::new()], ..prompt("a") }, "stop"),
-            (sampled(v1::SamplingOptions { temperature: Some(f64::NAN), ..with() }), "sampling.temperature"),
-            (sampled(v1::SamplingOptions { temperature: Some(-0.1), ..with() }), "sampling.temperature"),
-            (sampled(v1::SamplingOptions { top_p: Some(0.0), ..with() }), "sampling.top_p"),
-            (sampled(v1::SamplingOptions { top_p: Some(f64::INFINITY), ..with() }), "sampling.top_p"),
-            (sampled(v1::SamplingOptions { top_k: Some(0), ..with() }), "sampling.top_k"),
+            (
+                v1::GenerateRequest {
+                    max_tokens: Some(0),
+                    ..prompt("a")
+                },
+                "max_tokens",
+            ),
+            (
+                v1::GenerateRequest {
+                    stop: vec!["x".into(); 17],
+                    ..prompt("a")
+                },
+                "stop",
+            ),
+            (
+                v1::GenerateRequest {
+                    stop: vec![String::new()],
+                    ..prompt("a")
+                },
+                "stop",
+            ),
+            (
+                sampled(v1::SamplingOptions {
+                    temperature: Some(f64::NAN),
+                    ..with()
+                }),
+                "sampling.temperature",
+            ),
+            (
+                sampled(v1::SamplingOptions {
+                    temperature: Some(-0.1),
+                    ..with()
+                }),
+                "sampling.temperature",
+            ),
+            (
+                sampled(v1::SamplingOptions {
+                    top_p: Some(0.0),
+                    ..with()
+                }),
+                "sampling.top_p",
+            ),
+            (
+                sampled(v1::SamplingOptions {
+                    top_p: Some(f64::INFINITY),
+                    ..with()
+                }),
+                "sampling.top_p",
+            ),
+            (
+                sampled(v1::SamplingOptions {
+                    top_k: Some(0),
+                    ..with()
+                }),
+                "sampling.top_k",
+            ),
         ] {
             match request_of(request).unwrap_err() {
                 CallError::InvalidField { field: found, .. } => assert_eq!(found, field),

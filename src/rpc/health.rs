@@ -43,14 +43,22 @@ impl Health {
     pub(super) fn new() -> Self {
         let parts = [OVERALL, ENGINE, PRESSURE].map(|name| (name, ServingStatus::NotServing));
         let services = [LEASES, OPERATORS, LLM, REBOOT].map(|name| (name, ServingStatus::Serving));
-        let known = parts.into_iter().chain(services).map(|(name, status)| (name.to_owned(), status));
+        let known = parts
+            .into_iter()
+            .chain(services)
+            .map(|(name, status)| (name.to_owned(), status));
         Self(watch::Sender::new(known.collect()))
     }
 
     /// Sets whether `name` serves; a name that was not known before becomes known. Watchers are sent changes only.
     pub fn set(&self, name: &str, serving: bool) {
-        let status = if serving { ServingStatus::Serving } else { ServingStatus::NotServing };
-        self.0.send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
+        let status = if serving {
+            ServingStatus::Serving
+        } else {
+            ServingStatus::NotServing
+        };
+        self.0
+            .send_if_modified(|known| known.insert(name.to_owned(), status) != Some(status));
     }
 
     /// The service that answers with it.
@@ -63,22 +71,40 @@ impl Health {
 impl health_server::Health for Health {
     type WatchStream = BoxStream<'static, Result<HealthCheckResponse, Status>>;
 
-    async fn check(&self, request: Request<HealthCheckRequest>) -> Result<Response<HealthCheckResponse>, Status> {
+    async fn check(
+        &self,
+        request: Request<HealthCheckRequest>,
+    ) -> Result<Response<HealthCheckResponse>, Status> {
         let status = self.0.borrow().get(&request.get_ref().service).copied();
-        status.map(|status| Response::new(response(status))).ok_or_else(|| Status::not_found("unknown service"))
+        status
+            .map(|status| Response::new(response(status)))
+            .ok_or_else(|| Status::not_found("unknown service"))
     }
 
-    async fn list(&self, _request: Request<HealthListRequest>) -> Result<Response<HealthListResponse>, Status> {
+    async fn list(
+        &self,
+        _request: Request<HealthListRequest>,
+    ) -> Result<Response<HealthListResponse>, Status> {
         let known = self.0.borrow();
-        let statuses = known.iter().map(|(name, status)| (name.clone(), response(*status)));
-        Ok(Response::new(HealthListResponse { statuses: statuses.collect() }))
+        let statuses = known
+            .iter()
+            .map(|(name, status)| (name.clone(), response(*status)));
+        Ok(Response::new(HealthListResponse {
+            statuses: statuses.collect(),
+        }))
     }
 
-    async fn watch(&self, request: Request<HealthCheckRequest>) -> Result<Response<Self::WatchStream>, Status> {
+    async fn watch(
+        &self,
+        request: Request<HealthCheckRequest>,
+    ) -> Result<Response<Self::WatchStream>, Status> {
         let service = request.into_inner().service;
         let mut last = None;
         let changes = WatchStream::new(self.0.subscribe()).filter_map(move |known| {
-            let status = known.get(&service).copied().unwrap_or(ServingStatus::ServiceUnknown);
+            let status = known
+                .get(&service)
+                .copied()
+                .unwrap_or(ServingStatus::ServiceUnknown);
             let changed = last.replace(status) != Some(status);
             std::future::ready(changed.then(|| Ok(response(status))))
         });
@@ -87,5 +113,7 @@ impl health_server::Health for Health {
 }
 
 fn response(status: ServingStatus) -> HealthCheckResponse {
-    HealthCheckResponse { status: status.into() }
+    HealthCheckResponse {
+        status: status.into(),
+    }
 }

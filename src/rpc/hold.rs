@@ -25,14 +25,12 @@ use super::{
     supervisor::Notice,
     v1::{self, HoldLeaseRequest, HoldLeaseResponse, TargetState, hold_lease_response},
 };
-use crate::{
-    policy::{
-        event::Event,
-        lease::{LeaseId, LeaseView, Target, TargetAnswer},
-        target::{SentTarget, Verdict},
-    },
-    units::Bytes,
+use cotenant_policy::{
+    event::Event,
+    lease::{LeaseId, LeaseView, Target, TargetAnswer},
+    target::{SentTarget, Verdict},
 };
+use cotenant_units::Bytes;
 
 /// Opens the stream; all the rest, faults of the first message included, happens on it.
 pub(super) fn open(
@@ -48,7 +46,16 @@ pub(super) fn open(
     let given_back = context.given_back.subscribe();
     tokio::spawn(async move {
         let _slot = slot;
-        let hold = Hold { context, holders, call, inbound, notices, given_back, outlet: outlet.clone(), held: None };
+        let hold = Hold {
+            context,
+            holders,
+            call,
+            inbound,
+            notices,
+            given_back,
+            outlet: outlet.clone(),
+            held: None,
+        };
         let error = tokio::select! {
             result = hold.run() => result.err(),
             () = outlet.closed() => None,
@@ -132,7 +139,10 @@ impl Hold {
         }
         let answer = target_answer(&message)?;
         // A foreign or ended lease is found out here, before its targets are touched.
-        let view = self.context.renew(&self.call, lease, message.generation).await?;
+        let view = self
+            .context
+            .renew(&self.call, lease, message.generation)
+            .await?;
         if answer.is_some() {
             // What is measured is the process that asked for the lease; only it can say what has become of its memory.
             self.call.check_holds(&view)?;
@@ -142,9 +152,16 @@ impl Hold {
         {
             self.holders.attach(&view, process);
         }
-        let held = self.held.get_or_insert_with(|| Held { id: lease, name: view.name(), sent: SentTarget::default() });
+        let held = self.held.get_or_insert_with(|| Held {
+            id: lease,
+            name: view.name(),
+            sent: SentTarget::default(),
+        });
         let new_target = held.sent.learn(view.target.as_ref());
-        let receipt = answer.map(|answer| held.sent.receive(message.nonce, Bytes::new(message.target_bytes), answer));
+        let receipt = answer.map(|answer| {
+            held.sent
+                .receive(message.nonce, Bytes::new(message.target_bytes), answer)
+        });
         if let Some(receipt) = receipt {
             if let Some(answer) = receipt.pass_on {
                 self.context
@@ -167,7 +184,8 @@ impl Hold {
             }))
             .await?;
         }
-        self.send(hold_lease_response::Message::Renewed(self.wire(&view))).await?;
+        self.send(hold_lease_response::Message::Renewed(self.wire(&view)))
+            .await?;
         if new_target && let Some(target) = &view.target {
             self.send_target(target, String::new()).await?;
         }
@@ -176,21 +194,37 @@ impl Hold {
 
     /// The supervisor says something; returns whether the lease has ended.
     async fn notice(&mut self, notice: Notice) -> Result<bool, Status> {
-        let Some(held) = &mut self.held else { return Ok(false) };
+        let Some(held) = &mut self.held else {
+            return Ok(false);
+        };
         if notice.lease() != held.id {
             return Ok(false);
         }
         match notice {
-            Notice::Target { nonce, bytes, deadline, reason, .. } => {
-                let target = Target { nonce, bytes, deadline };
+            Notice::Target {
+                nonce,
+                bytes,
+                deadline,
+                reason,
+                ..
+            } => {
+                let target = Target {
+                    nonce,
+                    bytes,
+                    deadline,
+                };
                 // Also when a renewal has reported it before: this one has the reason.
                 held.sent.learn(Some(&target));
                 self.send_target(&target, reason).await?;
                 Ok(false)
             }
             Notice::Ended { reason, .. } => {
-                let ended = v1::LeaseEnded { name: held.name.clone(), reason };
-                self.send(hold_lease_response::Message::Ended(ended)).await?;
+                let ended = v1::LeaseEnded {
+                    name: held.name.clone(),
+                    reason,
+                };
+                self.send(hold_lease_response::Message::Ended(ended))
+                    .await?;
                 Ok(true)
             }
         }
@@ -198,7 +232,9 @@ impl Hold {
 
     /// Notices were missed: takes the state instead.
     async fn catch_up(&mut self) -> Result<(), Status> {
-        let Some(held) = &mut self.held else { return Ok(()) };
+        let Some(held) = &mut self.held else {
+            return Ok(());
+        };
         let snapshot = self.context.supervisor.snapshot().borrow().clone();
         let view = snapshot.leases.iter().find(|view| view.id == held.id);
         let Some(view) = view else {
@@ -220,16 +256,24 @@ impl Hold {
 
     async fn send_target(&self, target: &Target, reason: String) -> Result<(), Status> {
         let clock = Clock::new(self.context.supervisor.now());
-        self.send(hold_lease_response::Message::Target(convert::target(target, reason, clock))).await
+        self.send(hold_lease_response::Message::Target(convert::target(
+            target, reason, clock,
+        )))
+        .await
     }
 
     /// Waits while the client does not read, and no longer than its patience; its lease goes on until its term.
     async fn send(&self, message: hold_lease_response::Message) -> Result<(), Status> {
-        let response = HoldLeaseResponse { message: Some(message) };
-        self.outlet.send(response).await.map_err(|unsent| match unsent {
-            Unsent::Gone => CallError::Stopping.into(),
-            Unsent::Stalled(error) => error.into(),
-        })
+        let response = HoldLeaseResponse {
+            message: Some(message),
+        };
+        self.outlet
+            .send(response)
+            .await
+            .map_err(|unsent| match unsent {
+                Unsent::Gone => CallError::Stopping.into(),
+                Unsent::Stalled(error) => error.into(),
+            })
     }
 }
 
@@ -245,25 +289,39 @@ const fn state_of(verdict: Verdict) -> TargetState {
 
 /// The answer in a message, if it has one.
 fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, CallError> {
-    let used =
-        message.used_bytes.filter(|used| *used != 0).map(|used| convert::size_of("used_bytes", used)).transpose()?;
-    let state = TargetState::try_from(message.state)
-        .map_err(|_| convert::invalid("state", &message.state.to_string(), "is not a known state"))?;
+    let used = message
+        .used_bytes
+        .filter(|used| *used != 0)
+        .map(|used| convert::size_of("used_bytes", used))
+        .transpose()?;
+    let state = TargetState::try_from(message.state).map_err(|_| {
+        convert::invalid("state", &message.state.to_string(), "is not a known state")
+    })?;
     match (message.nonce, state) {
         (0, TargetState::Unspecified) => Ok(None),
-        (0, state) => {
-            Err(convert::invalid("nonce", "0", &format!("names no target for state {}", state.as_str_name())))
-        }
+        (0, state) => Err(convert::invalid(
+            "nonce",
+            "0",
+            &format!("names no target for state {}", state.as_str_name()),
+        )),
         (_, TargetState::Applied) => Ok(Some(TargetAnswer::Applied)),
         (_, TargetState::Deferred) => {
-            let used = used.ok_or_else(|| convert::invalid("used_bytes", "", "is not set, which DEFERRED needs"))?;
-            Ok(Some(TargetAnswer::Deferred { overage: used.saturating_sub(Bytes::new(message.target_bytes)) }))
+            let used = used.ok_or_else(|| {
+                convert::invalid("used_bytes", "", "is not set, which DEFERRED needs")
+            })?;
+            Ok(Some(TargetAnswer::Deferred {
+                overage: used.saturating_sub(Bytes::new(message.target_bytes)),
+            }))
         }
-        (_, TargetState::Refused) => {
-            Ok(Some(TargetAnswer::Refused { reason: shorten(&message.error_detail, DETAIL_MAX) }))
-        }
+        (_, TargetState::Refused) => Ok(Some(TargetAnswer::Refused {
+            reason: shorten(&message.error_detail, DETAIL_MAX),
+        })),
         (_, TargetState::Unspecified | TargetState::Stale | TargetState::Conflict) => {
-            Err(convert::invalid("state", state.as_str_name(), "is not an answer: APPLIED, DEFERRED or REFUSED is"))
+            Err(convert::invalid(
+                "state",
+                state.as_str_name(),
+                "is not an answer: APPLIED, DEFERRED or REFUSED is",
+            ))
         }
     }
 }
@@ -294,8 +352,14 @@ mod tests {
             answer(5, 100, TargetState::Stale),
             answer(5, 100, TargetState::Unspecified),
             answer(0, 0, TargetState::Applied),
-            HoldLeaseRequest { used_bytes: None, ..answer(5, 100, TargetState::Deferred) },
-            HoldLeaseRequest { used_bytes: Some(u64::MAX), ..answer(5, 100, TargetState::Applied) },
+            HoldLeaseRequest {
+                used_bytes: None,
+                ..answer(5, 100, TargetState::Deferred)
+            },
+            HoldLeaseRequest {
+                used_bytes: Some(u64::MAX),
+                ..answer(5, 100, TargetState::Applied)
+            },
         ] {
             assert!(target_answer(&message).is_err(), "{message:?}");
         }

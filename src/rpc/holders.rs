@@ -14,7 +14,7 @@ use super::{
     peer::Process,
     supervisor::{SubmitError, Supervisor},
 };
-use crate::policy::{
+use cotenant_policy::{
     event::Event,
     lease::{LeaseId, LeaseView},
 };
@@ -49,7 +49,11 @@ struct Watch {
 impl Holders {
     /// Watches until `stop`.
     pub(super) fn new(supervisor: Arc<dyn Supervisor>, stop: CancellationToken) -> Self {
-        Self { supervisor, stop, watches: Arc::default() }
+        Self {
+            supervisor,
+            stop,
+            watches: Arc::default(),
+        }
     }
 
     /// Takes note that `process` has to do with a lease, and watches it if it is the one that holds it.
@@ -65,11 +69,17 @@ impl Holders {
         watches.forget_those_gone(&*self.supervisor);
         let known = watches.of.get(&process.pid());
         // One that has ended has its watch until it is notified, and its id may be another one's by now.
-        let leases = known.filter(|watch| !watch.process.is_over()).map(|watch| Arc::clone(&watch.leases));
+        let leases = known
+            .filter(|watch| !watch.process.is_over())
+            .map(|watch| Arc::clone(&watch.leases));
         let leases = leases.unwrap_or_else(|| {
             let leases = Arc::<Mutex<BTreeSet<LeaseId>>>::default();
             let task = tokio::spawn(self.clone().watch(Arc::clone(process), Arc::clone(&leases)));
-            let watch = Watch { process: Arc::clone(process), leases: Arc::clone(&leases), task: task.abort_handle() };
+            let watch = Watch {
+                process: Arc::clone(process),
+                leases: Arc::clone(&leases),
+                task: task.abort_handle(),
+            };
             watches.of.insert(process.pid(), watch);
             leases
         });
@@ -86,7 +96,10 @@ impl Holders {
         {
             let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
             let of = &mut watches.of;
-            if of.get(&process.pid()).is_some_and(|watch| Arc::ptr_eq(&watch.leases, &leases)) {
+            if of
+                .get(&process.pid())
+                .is_some_and(|watch| Arc::ptr_eq(&watch.leases, &leases))
+            {
                 of.remove(&process.pid());
             }
         }
@@ -98,7 +111,11 @@ impl Holders {
         }
         for lease in leases {
             let pid = Some(process.pid());
-            while self.supervisor.submit(Event::HolderLost { lease, pid }, None) == Err(SubmitError::Full) {
+            while self
+                .supervisor
+                .submit(Event::HolderLost { lease, pid }, None)
+                == Err(SubmitError::Full)
+            {
                 tokio::time::sleep(RETRY_EVERY).await;
             }
         }

@@ -12,7 +12,12 @@ pub fn document(supervisor: &dyn Supervisor) -> Value {
     let mut document = status(&convert::full_status(supervisor));
     let log = supervisor.events().after(0, usize::MAX);
     let mut events: Vec<Value> = Vec::new();
-    for record in log.records.iter().rev().filter(|record| !record.summary.is_empty()) {
+    for record in log
+        .records
+        .iter()
+        .rev()
+        .filter(|record| !record.summary.is_empty())
+    {
         if events.len() == EVENTS_SHOWN {
             break;
         }
@@ -37,7 +42,11 @@ pub fn word(name: &str, prefix: &str) -> String {
 
 fn seconds(span: &prost_types::Duration) -> Value {
     // Proto3 JSON writes a duration as seconds with an `s`.
-    Value::String(format!("{}.{:06}s", span.seconds, span.nanos.unsigned_abs() / 1000))
+    Value::String(format!(
+        "{}.{:06}s",
+        span.seconds,
+        span.nanos.unsigned_abs() / 1000
+    ))
 }
 
 fn time(time: &prost_types::Timestamp) -> Value {
@@ -55,8 +64,12 @@ macro_rules! object {
 }
 
 fn object<const N: usize>(fields: [(&str, Value); N]) -> Value {
-    let present = fields.into_iter().filter(|(_, value)| !value.is_null() && value.as_str() != Some(""));
-    present.map(|(name, value)| (camel_case(name), value)).collect()
+    let present = fields
+        .into_iter()
+        .filter(|(_, value)| !value.is_null() && value.as_str() != Some(""));
+    present
+        .map(|(name, value)| (camel_case(name), value))
+        .collect()
 }
 
 /// A field's name in proto3 JSON: `ended_unix_us` becomes `endedUnixUs`.
@@ -217,7 +230,9 @@ pub fn entry(entry: &v1::JournalEntry) -> Value {
 #[must_use]
 pub fn command_gap_ms(engine: &v1::Engine) -> Option<f64> {
     let gap = engine.command_gap_max.as_ref()?;
-    Duration::try_from(*gap).ok().map(|gap| gap.as_secs_f64() * 1e3)
+    Duration::try_from(*gap)
+        .ok()
+        .map(|gap| gap.as_secs_f64() * 1e3)
 }
 
 /// Events of a document: what fits a screen (our choice).
@@ -229,7 +244,11 @@ mod tests {
 
     #[test]
     fn bytes_stay_numbers_in_json() {
-        let held = v1::Lease { name: "asr#1".into(), held_bytes: u64::MAX, ..v1::Lease::default() };
+        let held = v1::Lease {
+            name: "asr#1".into(),
+            held_bytes: u64::MAX,
+            ..v1::Lease::default()
+        };
         assert_eq!(lease(&held)["heldBytes"], json!(u64::MAX));
         assert_eq!(lease(&held).get("usedBytes"), None);
     }

@@ -16,13 +16,13 @@ use super::{
     status::{CallError, shorten},
     supervisor::{Bar, Notice},
     v1::{
-        CreateLeaseRequest, CreateLeaseResponse, HoldLeaseRequest, HoldLeaseResponse, ListLeasesRequest,
-        ListLeasesResponse, ReleaseLeaseRequest, ReleaseLeaseResponse, RenewLeaseRequest, RenewLeaseResponse,
-        UpdateLeaseRequest, UpdateLeaseResponse, WatchLeasesRequest, WatchLeasesResponse, WouldGrant,
-        lease_service_server::LeaseService,
+        CreateLeaseRequest, CreateLeaseResponse, HoldLeaseRequest, HoldLeaseResponse,
+        ListLeasesRequest, ListLeasesResponse, ReleaseLeaseRequest, ReleaseLeaseResponse,
+        RenewLeaseRequest, RenewLeaseResponse, UpdateLeaseRequest, UpdateLeaseResponse,
+        WatchLeasesRequest, WatchLeasesResponse, WouldGrant, lease_service_server::LeaseService,
     },
 };
-use crate::policy::{
+use cotenant_policy::{
     event::{Answer, Event},
     lease::{LeaseId, LeaseRequest, LeaseView},
 };
@@ -36,7 +36,11 @@ pub(super) struct Leases {
 
 impl Leases {
     pub(super) fn new(context: Context, holders: Holders) -> Self {
-        Self { context, holders, states: Arc::default() }
+        Self {
+            context,
+            holders,
+            states: Arc::default(),
+        }
     }
 
     fn wire(&self, view: &LeaseView) -> super::v1::Lease {
@@ -51,7 +55,11 @@ impl Context {
         let lease = convert::lease_id_of(name)?;
         let current = self.supervisor.boot_id();
         if boot_id.is_empty() {
-            return Err(convert::invalid("boot_id", "", "is not set: send the one of the grant"));
+            return Err(convert::invalid(
+                "boot_id",
+                "",
+                "is not set: send the one of the grant",
+            ));
         }
         if !self.supervisor.continues(boot_id) {
             return Err(CallError::BootIdChanged {
@@ -61,17 +69,33 @@ impl Context {
             });
         }
         let snapshot = self.supervisor.snapshot();
-        let misnamed = snapshot.borrow().leases.iter().any(|view| view.id == lease && view.name() != name);
+        let misnamed = snapshot
+            .borrow()
+            .leases
+            .iter()
+            .any(|view| view.id == lease && view.name() != name);
         if misnamed {
-            return Err(CallError::UnknownLease { lease: shorten(name, 80) });
+            return Err(CallError::UnknownLease {
+                lease: shorten(name, 80),
+            });
         }
         Ok(lease)
     }
 
     /// Renews a lease and returns it as it is.
-    pub(super) async fn renew(&self, call: &Call, lease: LeaseId, generation: u64) -> Result<LeaseView, Status> {
+    pub(super) async fn renew(
+        &self,
+        call: &Call,
+        lease: LeaseId,
+        generation: u64,
+    ) -> Result<LeaseView, Status> {
         let answer = self
-            .ask(call, |ticket| Event::LeaseRenewed { ticket, lease, generation, peer: call.policy_peer() })
+            .ask(call, |ticket| Event::LeaseRenewed {
+                ticket,
+                lease,
+                generation,
+                peer: call.policy_peer(),
+            })
             .await?;
         lease_in(answer, "RenewLease")
     }
@@ -81,9 +105,10 @@ impl Context {
 fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
     match answer {
         Answer::Lease { lease } => Ok(lease),
-        Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Done { .. } | Answer::Denied { .. } => {
-            Err(CallError::UnfitAnswer { call }.into())
-        }
+        Answer::WouldGrant { .. }
+        | Answer::Shed(_)
+        | Answer::Done { .. }
+        | Answer::Denied { .. } => Err(CallError::UnfitAnswer { call }.into()),
     }
 }
 
@@ -96,7 +121,9 @@ impl LeaseService for Leases {
         &self,
         request: Request<CreateLeaseRequest>,
     ) -> Result<Response<CreateLeaseResponse>, Status> {
-        let call = self.context.admit("CreateLease", &request, Permission::Lease)?;
+        let call = self
+            .context
+            .admit("CreateLease", &request, Permission::Lease)?;
         let message = request.into_inner();
         let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
         if message.request_id.is_empty() || message.request_id.len() > REQUEST_ID_MAX {
@@ -121,19 +148,32 @@ impl LeaseService for Leases {
             validate_only: message.validate_only,
         };
         if let Some(bar) = self.context.supervisor.bar(&asked.tenant, call.peer.pid) {
-            let asker = call
-                .peer
-                .pid
-                .map_or_else(|| "a process that the kernel does not name".to_owned(), |pid| format!("process {pid}"));
+            let asker = call.peer.pid.map_or_else(
+                || "a process that the kernel does not name".to_owned(),
+                |pid| format!("process {pid}"),
+            );
             return Err(match bar {
-                Bar::NotTheWorker { runs_as } => CallError::NotTheWorker { worker: asked.tenant, runs_as, asker },
-                Bar::OfWorker { worker, runs_as } => {
-                    CallError::OfAWorker { tenant: asked.tenant, worker, runs_as, asker }
-                }
+                Bar::NotTheWorker { runs_as } => CallError::NotTheWorker {
+                    worker: asked.tenant,
+                    runs_as,
+                    asker,
+                },
+                Bar::OfWorker { worker, runs_as } => CallError::OfAWorker {
+                    tenant: asked.tenant,
+                    worker,
+                    runs_as,
+                    asker,
+                },
             }
             .into());
         }
-        let answer = self.context.ask(&call, |ticket| Event::LeaseRequested { ticket, request: asked }).await?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::LeaseRequested {
+                ticket,
+                request: asked,
+            })
+            .await?;
         let response = match answer {
             Answer::Lease { lease } => {
                 // The same request again, by another process: that one would use memory that is not measured.
@@ -141,14 +181,26 @@ impl LeaseService for Leases {
                 if let Some(process) = &call.peer.process {
                     self.holders.attach(&lease, process);
                 }
-                CreateLeaseResponse { lease: Some(self.wire(&lease)), would_grant: None }
+                CreateLeaseResponse {
+                    lease: Some(self.wire(&lease)),
+                    would_grant: None,
+                }
             }
-            Answer::WouldGrant { bytes, after_shedding } => CreateLeaseResponse {
+            Answer::WouldGrant {
+                bytes,
+                after_shedding,
+            } => CreateLeaseResponse {
                 lease: None,
-                would_grant: Some(WouldGrant { granted_bytes: bytes.get(), shed_bytes: after_shedding.get() }),
+                would_grant: Some(WouldGrant {
+                    granted_bytes: bytes.get(),
+                    shed_bytes: after_shedding.get(),
+                }),
             },
             Answer::Shed(_) | Answer::Done { .. } | Answer::Denied { .. } => {
-                return Err(CallError::UnfitAnswer { call: "CreateLease" }.into());
+                return Err(CallError::UnfitAnswer {
+                    call: "CreateLease",
+                }
+                .into());
             }
         };
         Ok(Response::new(response))
@@ -158,25 +210,42 @@ impl LeaseService for Leases {
         &self,
         request: Request<Streaming<HoldLeaseRequest>>,
     ) -> Result<Response<Self::HoldLeaseStream>, Status> {
-        let call = self.context.admit("HoldLease", &request, Permission::Lease)?;
+        let call = self
+            .context
+            .admit("HoldLease", &request, Permission::Lease)?;
         let slot = self.context.stream_slot(&call)?;
-        let stream = hold::open(self.context.clone(), self.holders.clone(), call, slot, request.into_inner());
+        let stream = hold::open(
+            self.context.clone(),
+            self.holders.clone(),
+            call,
+            slot,
+            request.into_inner(),
+        );
         Ok(Response::new(stream))
     }
 
-    async fn renew_lease(&self, request: Request<RenewLeaseRequest>) -> Result<Response<RenewLeaseResponse>, Status> {
-        let call = self.context.admit("RenewLease", &request, Permission::Lease)?;
+    async fn renew_lease(
+        &self,
+        request: Request<RenewLeaseRequest>,
+    ) -> Result<Response<RenewLeaseResponse>, Status> {
+        let call = self
+            .context
+            .admit("RenewLease", &request, Permission::Lease)?;
         let message = request.into_inner();
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let view = self.context.renew(&call, lease, message.generation).await?;
-        Ok(Response::new(RenewLeaseResponse { lease: Some(self.wire(&view)) }))
+        Ok(Response::new(RenewLeaseResponse {
+            lease: Some(self.wire(&view)),
+        }))
     }
 
     async fn update_lease(
         &self,
         request: Request<UpdateLeaseRequest>,
     ) -> Result<Response<UpdateLeaseResponse>, Status> {
-        let call = self.context.admit("UpdateLease", &request, Permission::Lease)?;
+        let call = self
+            .context
+            .admit("UpdateLease", &request, Permission::Lease)?;
         let message = request.into_inner();
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
@@ -199,14 +268,18 @@ impl LeaseService for Leases {
             })
             .await?;
         let view = lease_in(answer, "UpdateLease")?;
-        Ok(Response::new(UpdateLeaseResponse { lease: Some(self.wire(&view)) }))
+        Ok(Response::new(UpdateLeaseResponse {
+            lease: Some(self.wire(&view)),
+        }))
     }
 
     async fn release_lease(
         &self,
         request: Request<ReleaseLeaseRequest>,
     ) -> Result<Response<ReleaseLeaseResponse>, Status> {
-        let call = self.context.admit("ReleaseLease", &request, Permission::Lease)?;
+        let call = self
+            .context
+            .admit("ReleaseLease", &request, Permission::Lease)?;
         let message = request.into_inner();
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         let answer = self
@@ -222,17 +295,27 @@ impl LeaseService for Leases {
             Answer::Done { done } => done.to_string(),
             Answer::Lease { lease } => format!("released {}", lease.name()),
             Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
-                return Err(CallError::UnfitAnswer { call: "ReleaseLease" }.into());
+                return Err(CallError::UnfitAnswer {
+                    call: "ReleaseLease",
+                }
+                .into());
             }
         };
-        let ended = Notice::Ended { lease, reason: message.clone() };
+        let ended = Notice::Ended {
+            lease,
+            reason: message.clone(),
+        };
         // There may be no listener.
         let _ = self.context.given_back.send(ended);
         Ok(Response::new(ReleaseLeaseResponse { message }))
     }
 
-    async fn list_leases(&self, request: Request<ListLeasesRequest>) -> Result<Response<ListLeasesResponse>, Status> {
-        self.context.admit("ListLeases", &request, Permission::Observe)?;
+    async fn list_leases(
+        &self,
+        request: Request<ListLeasesRequest>,
+    ) -> Result<Response<ListLeasesResponse>, Status> {
+        self.context
+            .admit("ListLeases", &request, Permission::Observe)?;
         let message = request.into_inner();
         let size = match message.page_size {
             0 => PAGE_DEFAULT,
@@ -240,13 +323,16 @@ impl LeaseService for Leases {
         };
         let after = match message.page_token.as_str() {
             "" => None,
-            token => Some(LeaseId(
-                token.parse().map_err(|_| convert::invalid("page_token", token, "is not a token of this service"))?,
-            )),
+            token => Some(LeaseId(token.parse().map_err(|_| {
+                convert::invalid("page_token", token, "is not a token of this service")
+            })?)),
         };
         let snapshot = self.context.supervisor.snapshot().borrow().clone();
-        let mut views: Vec<_> =
-            snapshot.leases.iter().filter(|view| after.is_none_or(|after| view.id > after)).collect();
+        let mut views: Vec<_> = snapshot
+            .leases
+            .iter()
+            .filter(|view| after.is_none_or(|after| view.id > after))
+            .collect();
         views.sort_by_key(|view| view.id);
         let more = views.len() > size;
         views.truncate(size);
@@ -264,11 +350,22 @@ impl LeaseService for Leases {
         &self,
         request: Request<WatchLeasesRequest>,
     ) -> Result<Response<Self::WatchLeasesStream>, Status> {
-        let call = self.context.admit("WatchLeases", &request, Permission::Observe)?;
+        let call = self
+            .context
+            .admit("WatchLeases", &request, Permission::Observe)?;
         let slot = self.context.stream_slot(&call)?;
-        let watching = Watching::new(self.context.clone(), call, &self.states, &request.into_inner());
+        let watching = Watching::new(
+            self.context.clone(),
+            call,
+            &self.states,
+            &request.into_inner(),
+        );
         let states = stream::try_unfold(watching, Watching::next);
-        Ok(Response::new(outlet::pump(states, slot, self.context.patience)))
+        Ok(Response::new(outlet::pump(
+            states,
+            slot,
+            self.context.patience,
+        )))
     }
 }
 

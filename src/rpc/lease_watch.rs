@@ -12,7 +12,7 @@ use super::{
     supervisor::Supervisor,
     v1::{WatchLeasesRequest, WatchLeasesResponse},
 };
-use crate::policy::{
+use cotenant_policy::{
     lease::{LeaseMemory, LeaseView},
     snapshot::Snapshot,
 };
@@ -53,14 +53,22 @@ impl States {
         let sequence = *supervisor.events().last_sequence().borrow();
         let snapshot = supervisor.snapshot().borrow().clone();
         let leases = seen.look(&snapshot, sequence);
-        Taken { snapshot, leases, sequence, known_from: seen.since + u64::from(seen.ambiguous) }
+        Taken {
+            snapshot,
+            leases,
+            sequence,
+            known_from: seen.since + u64::from(seen.ambiguous),
+        }
     }
 }
 
 impl Seen {
     /// The leases of a state, which are those of before where they are the same.
     fn look(&mut self, snapshot: &Arc<Snapshot>, sequence: u64) -> Arc<Vec<LeaseView>> {
-        let known = self.snapshot.as_ref().is_some_and(|known| Arc::ptr_eq(known, snapshot));
+        let known = self
+            .snapshot
+            .as_ref()
+            .is_some_and(|known| Arc::ptr_eq(known, snapshot));
         let known = self.leases.as_ref().filter(|_| known).map(Arc::clone);
         let leases = known.unwrap_or_else(|| self.look_through(snapshot, sequence));
         self.sent = self.sent.max(sequence);
@@ -69,7 +77,12 @@ impl Seen {
 
     fn look_through(&mut self, snapshot: &Arc<Snapshot>, sequence: u64) -> Arc<Vec<LeaseView>> {
         self.snapshot = Some(Arc::clone(snapshot));
-        let now: Vec<_> = snapshot.leases.iter().cloned().map(without_time_of_measurement).collect();
+        let now: Vec<_> = snapshot
+            .leases
+            .iter()
+            .cloned()
+            .map(without_time_of_measurement)
+            .collect();
         match &self.leases {
             Some(leases) if **leases == now => Arc::clone(leases),
             before => {
@@ -93,7 +106,12 @@ pub(super) struct Watching {
 
 impl Watching {
     /// A reader that has what it says.
-    pub(super) fn new(context: Context, call: Call, states: &Arc<States>, request: &WatchLeasesRequest) -> Self {
+    pub(super) fn new(
+        context: Context,
+        call: Call,
+        states: &Arc<States>,
+        request: &WatchLeasesRequest,
+    ) -> Self {
         let supervisor = &*context.supervisor;
         // Before the state is taken, so that no change falls between.
         let snapshots = supervisor.snapshot();
@@ -101,7 +119,13 @@ impl Watching {
         let has_it = request.after_sequence != 0
             && request.boot_id == supervisor.boot_id()
             && request.after_sequence >= taken.known_from;
-        Self { states: Arc::clone(states), snapshots, sent: has_it.then_some(taken.leases), context, call }
+        Self {
+            states: Arc::clone(states),
+            snapshots,
+            sent: has_it.then_some(taken.leases),
+            context,
+            call,
+        }
     }
 
     /// The next state that differs from the one sent before.
@@ -114,7 +138,12 @@ impl Watching {
                 let boot_id = supervisor.boot_id();
                 let clock = Clock::new(supervisor.now());
                 let response = WatchLeasesResponse {
-                    leases: taken.snapshot.leases.iter().map(|view| convert::lease(view, boot_id, clock)).collect(),
+                    leases: taken
+                        .snapshot
+                        .leases
+                        .iter()
+                        .map(|view| convert::lease(view, boot_id, clock))
+                        .collect(),
                     boot_id: boot_id.to_owned(),
                     sequence: taken.sequence,
                 };
@@ -132,7 +161,13 @@ impl Watching {
 
 /// A measurement that gives the same bytes again is no change.
 fn without_time_of_measurement(view: LeaseView) -> LeaseView {
-    LeaseView { memory: LeaseMemory { used_at: None, ..view.memory }, ..view }
+    LeaseView {
+        memory: LeaseMemory {
+            used_at: None,
+            ..view.memory
+        },
+        ..view
+    }
 }
 
 #[cfg(test)]

@@ -5,11 +5,9 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
-use crate::{
-    conversation::{ChatMessage, FinishReason, SamplingWish, Usage},
-    policy::{refusal::Refusal, sinks::Sinks},
-    units::Tokens,
-};
+use cotenant_conversation::{ChatMessage, FinishReason, SamplingWish, Usage};
+use cotenant_policy::{refusal::Refusal, sinks::Sinks};
+use cotenant_units::Tokens;
 
 /// Generates text; the daemon implements it over the engine.
 pub trait Generator: Send + Sync + 'static {
@@ -19,7 +17,10 @@ pub trait Generator: Send + Sync + 'static {
     /// The channel should have a bound of a few events, and the engine must not wait for a reader: the service takes
     /// events out as they come, and drops the receiver when the client does not take them for
     /// [`reader_patience`](super::Limits::reader_patience).
-    fn generate(&self, request: GenerateRequest) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>>;
+    fn generate(
+        &self,
+        request: GenerateRequest,
+    ) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>>;
 }
 
 /// What to go on from.

@@ -12,13 +12,15 @@ use super::{
     roles::Permission,
     status::{CallError, shorten},
     v1::{
-        ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest, GetStatusResponse,
-        ListDeathsRequest, ListDeathsResponse, LoadModelRequest, LoadModelResponse, RegrowRequest, RegrowResponse,
-        ReloadRequest, ReloadResponse, ResizeWorkerRequest, ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse,
-        ShedRequest, ShedResponse, WatchEventsRequest, WatchEventsResponse, operator_service_server::OperatorService,
+        ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest,
+        GetStatusResponse, ListDeathsRequest, ListDeathsResponse, LoadModelRequest,
+        LoadModelResponse, RegrowRequest, RegrowResponse, ReloadRequest, ReloadResponse,
+        ResizeWorkerRequest, ResizeWorkerResponse, SetKvTypeRequest, SetKvTypeResponse,
+        ShedRequest, ShedResponse, WatchEventsRequest, WatchEventsResponse,
+        operator_service_server::OperatorService,
     },
 };
-use crate::policy::event::{Answer, Event, WorkerCommand};
+use cotenant_policy::event::{Answer, Event, WorkerCommand};
 
 /// The service.
 pub(super) struct Operators {
@@ -36,10 +38,18 @@ impl Operators {
         if snapshot.workers.iter().any(|worker| worker.name == name) {
             return Ok(());
         }
-        let known: Vec<_> = snapshot.workers.iter().map(|worker| worker.name.as_str()).collect();
+        let known: Vec<_> = snapshot
+            .workers
+            .iter()
+            .map(|worker| worker.name.as_str())
+            .collect();
         Err(CallError::UnknownWorker {
             worker: shorten(name, 80),
-            known: if known.is_empty() { "none".to_owned() } else { known.join(", ") },
+            known: if known.is_empty() {
+                "none".to_owned()
+            } else {
+                known.join(", ")
+            },
         })
     }
 }
@@ -48,9 +58,10 @@ impl Operators {
 fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
     match answer {
         Answer::Done { done } => Ok(done.to_string()),
-        Answer::Lease { .. } | Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
-            Err(CallError::UnfitAnswer { call }.into())
-        }
+        Answer::Lease { .. }
+        | Answer::WouldGrant { .. }
+        | Answer::Shed(_)
+        | Answer::Denied { .. } => Err(CallError::UnfitAnswer { call }.into()),
     }
 }
 
@@ -58,19 +69,28 @@ fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
 impl OperatorService for Operators {
     type WatchEventsStream = BoxStream<'static, Result<WatchEventsResponse, Status>>;
 
-    async fn get_status(&self, request: Request<GetStatusRequest>) -> Result<Response<GetStatusResponse>, Status> {
-        self.context.admit("GetStatus", &request, Permission::Observe)?;
-        Ok(Response::new(convert::full_status(&*self.context.supervisor)))
+    async fn get_status(
+        &self,
+        request: Request<GetStatusRequest>,
+    ) -> Result<Response<GetStatusResponse>, Status> {
+        self.context
+            .admit("GetStatus", &request, Permission::Observe)?;
+        Ok(Response::new(convert::full_status(
+            &*self.context.supervisor,
+        )))
     }
 
     async fn watch_events(
         &self,
         request: Request<WatchEventsRequest>,
     ) -> Result<Response<Self::WatchEventsStream>, Status> {
-        let call = self.context.admit("WatchEvents", &request, Permission::Observe)?;
+        let call = self
+            .context
+            .admit("WatchEvents", &request, Permission::Observe)?;
         let slot = self.context.stream_slot(&call)?;
         let message = request.into_inner();
-        let same_run = message.boot_id.is_empty() || message.boot_id == self.context.supervisor.boot_id();
+        let same_run =
+            message.boot_id.is_empty() || message.boot_id == self.context.supervisor.boot_id();
         let reader = Reader {
             after: if same_run { message.after_sequence } else { 0 },
             from_the_oldest: !same_run || message.after_sequence == 0,
@@ -81,13 +101,22 @@ impl OperatorService for Operators {
             call,
         };
         let events = stream::try_unfold(reader, Reader::next);
-        Ok(Response::new(outlet::pump(events, slot, self.context.patience)))
+        Ok(Response::new(outlet::pump(
+            events,
+            slot,
+            self.context.patience,
+        )))
     }
 
     async fn shed(&self, request: Request<ShedRequest>) -> Result<Response<ShedResponse>, Status> {
-        let call = self.context.admit("Shed", &request, Permission::Intervene)?;
+        let call = self
+            .context
+            .admit("Shed", &request, Permission::Intervene)?;
         let bytes = convert::size_of("shed_bytes", request.get_ref().shed_bytes)?;
-        let answer = self.context.ask(&call, |ticket| Event::OperatorShed { ticket, bytes }).await?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorShed { ticket, bytes })
+            .await?;
         let Answer::Shed(outcome) = answer else {
             return Err(CallError::UnfitAnswer { call: "Shed" }.into());
         };
@@ -96,21 +125,43 @@ impl OperatorService for Operators {
             asked_bytes: outcome.asked.get(),
             freed_bytes: outcome.freed.get(),
             held_bytes: outcome.held.get(),
-            limited_by: outcome.limited_by.map_or_else(String::new, |limit| limit.to_string()),
+            limited_by: outcome
+                .limited_by
+                .map_or_else(String::new, |limit| limit.to_string()),
         }))
     }
 
-    async fn regrow(&self, request: Request<RegrowRequest>) -> Result<Response<RegrowResponse>, Status> {
-        let call = self.context.admit("Regrow", &request, Permission::Operate)?;
-        let answer = self.context.ask(&call, |ticket| Event::OperatorRegrow { ticket }).await?;
-        Ok(Response::new(RegrowResponse { message: words_in(answer, "Regrow")? }))
+    async fn regrow(
+        &self,
+        request: Request<RegrowRequest>,
+    ) -> Result<Response<RegrowResponse>, Status> {
+        let call = self
+            .context
+            .admit("Regrow", &request, Permission::Operate)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorRegrow { ticket })
+            .await?;
+        Ok(Response::new(RegrowResponse {
+            message: words_in(answer, "Regrow")?,
+        }))
     }
 
-    async fn set_kv_type(&self, request: Request<SetKvTypeRequest>) -> Result<Response<SetKvTypeResponse>, Status> {
-        let call = self.context.admit("SetKvType", &request, Permission::Operate)?;
+    async fn set_kv_type(
+        &self,
+        request: Request<SetKvTypeRequest>,
+    ) -> Result<Response<SetKvTypeResponse>, Status> {
+        let call = self
+            .context
+            .admit("SetKvType", &request, Permission::Operate)?;
         let kv_type = convert::kv_type_of(request.get_ref().kv_type)?;
-        let answer = self.context.ask(&call, |ticket| Event::OperatorKvType { ticket, kv_type }).await?;
-        Ok(Response::new(SetKvTypeResponse { message: words_in(answer, "SetKvType")? }))
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorKvType { ticket, kv_type })
+            .await?;
+        Ok(Response::new(SetKvTypeResponse {
+            message: words_in(answer, "SetKvType")?,
+        }))
     }
 
     async fn control_worker(
@@ -125,16 +176,26 @@ impl OperatorService for Operators {
         let call = self.context.admit("ControlWorker", &request, needed)?;
         let (command, message) = (command?, request.into_inner());
         self.known_worker(&message.name)?;
-        let answer =
-            self.context.ask(&call, |ticket| Event::OperatorWorker { ticket, worker: message.name, command }).await?;
-        Ok(Response::new(ControlWorkerResponse { message: words_in(answer, "ControlWorker")? }))
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorWorker {
+                ticket,
+                worker: message.name,
+                command,
+            })
+            .await?;
+        Ok(Response::new(ControlWorkerResponse {
+            message: words_in(answer, "ControlWorker")?,
+        }))
     }
 
     async fn resize_worker(
         &self,
         request: Request<ResizeWorkerRequest>,
     ) -> Result<Response<ResizeWorkerResponse>, Status> {
-        let call = self.context.admit("ResizeWorker", &request, Permission::Operate)?;
+        let call = self
+            .context
+            .admit("ResizeWorker", &request, Permission::Operate)?;
         let message = request.into_inner();
         self.known_worker(&message.name)?;
         let variant = convert::name_of("variant", message.variant, VARIANT_MAX)?;
@@ -152,15 +213,26 @@ impl OperatorService for Operators {
         let response = match answer {
             Answer::Lease { lease } => ResizeWorkerResponse {
                 message: format!("{} holds {}", lease.name(), lease.memory.held),
-                lease: Some(convert::lease(&lease, supervisor.boot_id(), Clock::new(supervisor.now()))),
+                lease: Some(convert::lease(
+                    &lease,
+                    supervisor.boot_id(),
+                    Clock::new(supervisor.now()),
+                )),
             },
-            answer => ResizeWorkerResponse { lease: None, message: words_in(answer, "ResizeWorker")? },
+            answer => ResizeWorkerResponse {
+                lease: None,
+                message: words_in(answer, "ResizeWorker")?,
+            },
         };
         Ok(Response::new(response))
     }
 
-    async fn list_deaths(&self, request: Request<ListDeathsRequest>) -> Result<Response<ListDeathsResponse>, Status> {
-        self.context.admit("ListDeaths", &request, Permission::Observe)?;
+    async fn list_deaths(
+        &self,
+        request: Request<ListDeathsRequest>,
+    ) -> Result<Response<ListDeathsResponse>, Status> {
+        self.context
+            .admit("ListDeaths", &request, Permission::Observe)?;
         let message = request.into_inner();
         let worker = (!message.worker.is_empty()).then_some(message.worker);
         if let Some(worker) = &worker {
@@ -170,18 +242,38 @@ impl OperatorService for Operators {
             0 => usize::MAX,
             limit => usize::try_from(limit).unwrap_or(usize::MAX),
         };
-        let deaths = self.context.supervisor.deaths().last(worker.as_deref(), limit);
-        Ok(Response::new(ListDeathsResponse { deaths: deaths.iter().map(|death| convert::death(death)).collect() }))
+        let deaths = self
+            .context
+            .supervisor
+            .deaths()
+            .last(worker.as_deref(), limit);
+        Ok(Response::new(ListDeathsResponse {
+            deaths: deaths.iter().map(|death| convert::death(death)).collect(),
+        }))
     }
 
-    async fn load_model(&self, request: Request<LoadModelRequest>) -> Result<Response<LoadModelResponse>, Status> {
-        let call = self.context.admit("LoadModel", &request, Permission::Operate)?;
-        let answer = self.context.ask(&call, |ticket| Event::OperatorLoad { ticket }).await?;
-        Ok(Response::new(LoadModelResponse { message: words_in(answer, "LoadModel")? }))
+    async fn load_model(
+        &self,
+        request: Request<LoadModelRequest>,
+    ) -> Result<Response<LoadModelResponse>, Status> {
+        let call = self
+            .context
+            .admit("LoadModel", &request, Permission::Operate)?;
+        let answer = self
+            .context
+            .ask(&call, |ticket| Event::OperatorLoad { ticket })
+            .await?;
+        Ok(Response::new(LoadModelResponse {
+            message: words_in(answer, "LoadModel")?,
+        }))
     }
 
-    async fn reload(&self, request: Request<ReloadRequest>) -> Result<Response<ReloadResponse>, Status> {
-        self.context.admit("Reload", &request, Permission::Operate)?;
+    async fn reload(
+        &self,
+        request: Request<ReloadRequest>,
+    ) -> Result<Response<ReloadResponse>, Status> {
+        self.context
+            .admit("Reload", &request, Permission::Operate)?;
         let outcome = self.context.supervisor.reload().map_err(CallError::from)?;
         let changes = outcome.await.map_err(|_closed| CallError::Stopping)?;
         let changes = changes.map_err(|report| CallError::ConfigInvalid { report })?;
@@ -192,8 +284,12 @@ impl OperatorService for Operators {
         }))
     }
 
-    async fn drain(&self, request: Request<DrainRequest>) -> Result<Response<DrainResponse>, Status> {
-        self.context.admit("Drain", &request, Permission::Intervene)?;
+    async fn drain(
+        &self,
+        request: Request<DrainRequest>,
+    ) -> Result<Response<DrainResponse>, Status> {
+        self.context
+            .admit("Drain", &request, Permission::Intervene)?;
         let off = request.get_ref().off;
         let (event, message) = if off {
             (Event::DrainCancelled, "not draining: requests are admitted")
@@ -205,8 +301,13 @@ impl OperatorService for Operators {
         let mut state = supervisor.snapshot();
         supervisor.submit(event, None).map_err(CallError::from)?;
         // A client may rely on the answer at every API.
-        state.wait_for(|state| state.draining != off).await.map_err(|_closed| CallError::Stopping)?;
-        Ok(Response::new(DrainResponse { message: message.to_owned() }))
+        state
+            .wait_for(|state| state.draining != off)
+            .await
+            .map_err(|_closed| CallError::Stopping)?;
+        Ok(Response::new(DrainResponse {
+            message: message.to_owned(),
+        }))
     }
 }
 
@@ -251,7 +352,9 @@ impl Reader {
     fn turn_page(&mut self) -> bool {
         let supervisor = &self.context.supervisor;
         let page = supervisor.events().after(self.after, PAGE);
-        let Some(last) = page.records.last() else { return false };
+        let Some(last) = page.records.last() else {
+            return false;
+        };
         self.after = last.sequence;
         if !std::mem::take(&mut self.from_the_oldest) {
             self.missed = page.missed;

@@ -37,18 +37,33 @@ pub(super) enum Unsent {
 
 impl<T> Clone for Outlet<T> {
     fn clone(&self) -> Self {
-        Self { responses: self.responses.clone(), last: Arc::clone(&self.last), patience: self.patience }
+        Self {
+            responses: self.responses.clone(),
+            last: Arc::clone(&self.last),
+            patience: self.patience,
+        }
     }
 }
 
 impl<T: Send + 'static> Outlet<T> {
     /// An outlet where `capacity` responses may wait, and the stream to its client.
-    pub(super) fn new(capacity: usize, patience: Duration) -> (Self, BoxStream<'static, Result<T, Status>>) {
+    pub(super) fn new(
+        capacity: usize,
+        patience: Duration,
+    ) -> (Self, BoxStream<'static, Result<T, Status>>) {
         let (sender, receiver) = mpsc::channel(capacity);
         let last = Arc::<OnceLock<Status>>::default();
-        let outlet = Self { responses: sender, last: Arc::clone(&last), patience };
-        let error = stream::once(async move { last.get().cloned() }).filter_map(async |error| error.map(Err));
-        (outlet, ReceiverStream::new(receiver).map(Ok).chain(error).boxed())
+        let outlet = Self {
+            responses: sender,
+            last: Arc::clone(&last),
+            patience,
+        };
+        let error = stream::once(async move { last.get().cloned() })
+            .filter_map(async |error| error.map(Err));
+        (
+            outlet,
+            ReceiverStream::new(receiver).map(Ok).chain(error).boxed(),
+        )
     }
 
     /// Sends a response, and waits for room until the patience is over.
@@ -57,7 +72,9 @@ impl<T: Send + 'static> Outlet<T> {
         match self.responses.send_timeout(response, patience).await {
             Ok(()) => Ok(()),
             Err(SendTimeoutError::Closed(_)) => Err(Unsent::Gone),
-            Err(SendTimeoutError::Timeout(_)) => Err(Unsent::Stalled(CallError::ReaderStalled { patience })),
+            Err(SendTimeoutError::Timeout(_)) => {
+                Err(Unsent::Stalled(CallError::ReaderStalled { patience }))
+            }
         }
     }
 
@@ -123,7 +140,11 @@ mod tests {
 
     #[tokio::test]
     async fn a_source_ends_when_its_client_stops_reading_and_its_slot_is_free() {
-        let slots = super::super::slots::Slots::new(super::super::Bounds { per_process: 1, per_user: 1, total: 1 });
+        let slots = super::super::slots::Slots::new(super::super::Bounds {
+            per_process: 1,
+            per_user: 1,
+            total: 1,
+        });
         let slot = slots.open((1, None)).unwrap();
         let mut read = pump(stream::iter(1..).map(Ok), slot, Duration::from_millis(50));
         let again = loop {

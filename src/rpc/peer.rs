@@ -14,8 +14,8 @@ use tokio::{
 };
 
 #[cfg(doc)]
-use crate::probe::processes::boot_ticks;
-use crate::probe::{ProbeRoot, processes::ProcessStat};
+use cotenant_probe::processes::boot_ticks;
+use cotenant_probe::{ProbeRoot, processes::ProcessStat};
 
 /// The process at the other end of a connection, by the credentials that the kernel keeps of it.
 #[derive(Clone, Debug, Default)]
@@ -40,13 +40,18 @@ impl PeerInfo {
     /// When the kernel does not give the user.
     pub fn of(stream: &UnixStream, waiting_at: Option<u64>) -> io::Result<Self> {
         let credentials = stream.peer_cred()?;
-        let pid = credentials.pid().and_then(|pid| u32::try_from(pid).ok()).filter(|pid| *pid != 0);
+        let pid = credentials
+            .pid()
+            .and_then(|pid| u32::try_from(pid).ok())
+            .filter(|pid| *pid != 0);
         Ok(Self {
             uid: credentials.uid(),
             gid: credentials.gid(),
             groups: peer_groups(stream.as_raw_fd()).unwrap_or_default().into(),
             pid,
-            process: pid.and_then(|pid| Process::of_peer(stream.as_fd(), pid, waiting_at)).map(Arc::new),
+            process: pid
+                .and_then(|pid| Process::of_peer(stream.as_fd(), pid, waiting_at))
+                .map(Arc::new),
         })
     }
 }
@@ -138,9 +143,17 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
     // SAFETY: `values` is writable for `length` bytes, the kernel writes at most that many, and every bit pattern is a
     // value of the integer types that this file passes.
     let result = unsafe {
-        libc::getsockopt(fd, libc::SOL_SOCKET, option, values.as_mut_ptr().cast::<libc::c_void>(), &raw mut length)
+        libc::getsockopt(
+            fd,
+            libc::SOL_SOCKET,
+            option,
+            values.as_mut_ptr().cast::<libc::c_void>(),
+            &raw mut length,
+        )
     };
-    (result == 0).then(|| usize::try_from(length).ok()).flatten()
+    (result == 0)
+        .then(|| usize::try_from(length).ok())
+        .flatten()
 }
 
 /// Opens a process by its id.
@@ -165,7 +178,10 @@ fn is_hung_up(socket: BorrowedFd<'_>) -> bool {
     let mut poll = [PollFd::new(socket, PollFlags::empty())];
     let polled = nix::poll::poll(&mut poll, PollTimeout::ZERO).is_ok();
     let [poll] = poll;
-    !polled || poll.revents().is_none_or(|found| found.contains(PollFlags::POLLHUP))
+    !polled
+        || poll
+            .revents()
+            .is_none_or(|found| found.contains(PollFlags::POLLHUP))
 }
 
 #[cfg(test)]
@@ -173,7 +189,7 @@ mod tests {
     use std::process::{Command, Stdio, id};
 
     use super::*;
-    use crate::probe::processes::boot_ticks;
+    use cotenant_probe::processes::boot_ticks;
 
     #[tokio::test]
     async fn the_other_end_of_a_socket_pair_is_this_process() {
@@ -186,7 +202,10 @@ mod tests {
     #[tokio::test]
     async fn the_end_of_a_process_is_noticed() {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let process = Process { pid: child.id(), pidfd: pidfd_open(child.id()).unwrap() };
+        let process = Process {
+            pid: child.id(),
+            pidfd: pidfd_open(child.id()).unwrap(),
+        };
         drop(child.stdin.take());
         process.ended().await.unwrap();
         assert!(child.try_wait().unwrap().is_some());
@@ -197,8 +216,14 @@ mod tests {
         let mut child = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
         let (pid, now) = (child.id(), boot_ticks().unwrap());
         assert!(Process::of_earlier_peer(pid, now).is_some());
-        let before = ProcessStat::read("/proc".as_ref(), pid).unwrap().start_ticks - 1;
-        assert!(Process::of_earlier_peer(pid, before).is_none(), "it came later");
+        let before = ProcessStat::read("/proc".as_ref(), pid)
+            .unwrap()
+            .start_ticks
+            - 1;
+        assert!(
+            Process::of_earlier_peer(pid, before).is_none(),
+            "it came later"
+        );
         child.kill().unwrap();
         child.wait().unwrap();
         assert!(Process::of_earlier_peer(pid, now).is_none());
@@ -209,9 +234,14 @@ mod tests {
     async fn a_process_that_took_over_the_id_of_the_peer_is_not_taken_for_it() {
         let (ours, theirs) = UnixStream::pair().unwrap();
         let mut later = Command::new("cat").stdin(Stdio::piped()).spawn().unwrap();
-        let started = ProcessStat::read("/proc".as_ref(), later.id()).unwrap().start_ticks;
+        let started = ProcessStat::read("/proc".as_ref(), later.id())
+            .unwrap()
+            .start_ticks;
         let of = |waiting_at| Process::of_waiting_peer(ours.as_fd(), later.id(), waiting_at);
-        assert!(of(started - 1).is_none(), "it was started after the connection was made");
+        assert!(
+            of(started - 1).is_none(),
+            "it was started after the connection was made"
+        );
         assert!(of(started).is_some());
         // The peer has ended, and with it its end of the connection; its id has passed to a process of before.
         drop(theirs);

@@ -15,7 +15,7 @@ use super::{
     roles::Role,
     slots::Slots,
 };
-use crate::policy::roles::Bounds;
+use cotenant_policy::roles::Bounds;
 
 /// A listener for other machines, bound and not served yet.
 #[derive(Debug)]
@@ -70,13 +70,23 @@ impl Remote {
     /// # Errors
     ///
     /// When the certificates do not fit together, or the socket cannot be used.
-    pub fn on(listener: std::net::TcpListener, certificates: &Certificates, role: Role) -> Result<Self, RemoteError> {
+    pub fn on(
+        listener: std::net::TcpListener,
+        certificates: &Certificates,
+        role: Role,
+    ) -> Result<Self, RemoteError> {
         let tls = tls_of(certificates)?;
-        let address = listener.local_addr().unwrap_or_else(|_| SocketAddr::from(([0, 0, 0, 0], 0)));
+        let address = listener
+            .local_addr()
+            .unwrap_or_else(|_| SocketAddr::from(([0, 0, 0, 0], 0)));
         let failed = |source| RemoteError::Listen { address, source };
         listener.set_nonblocking(true).map_err(failed)?;
         let listener = TcpListener::from_std(listener).map_err(failed)?;
-        Ok(Self { listener, tls, role })
+        Ok(Self {
+            listener,
+            tls,
+            role,
+        })
     }
 
     /// Where it listens.
@@ -92,10 +102,15 @@ impl Remote {
 /// Checked here, so that a wrong file is an error of the start.
 fn tls_of(certificates: &Certificates) -> Result<ServerTlsConfig, RemoteError> {
     let tls = ServerTlsConfig::new()
-        .identity(Identity::from_pem(&certificates.certificate, &certificates.key))
+        .identity(Identity::from_pem(
+            &certificates.certificate,
+            &certificates.key,
+        ))
         .client_ca_root(Certificate::from_pem(&certificates.client_ca))
         .timeout(HANDSHAKE_MAX);
-    Transport::builder().tls_config(tls.clone()).map_err(RemoteError::Certificates)?;
+    Transport::builder()
+        .tls_config(tls.clone())
+        .map_err(RemoteError::Certificates)?;
     Ok(tls)
 }
 

@@ -3,7 +3,7 @@
 use std::fmt;
 
 use super::peer::PeerInfo;
-pub use crate::policy::roles::{Ids, Role};
+pub use cotenant_policy::roles::{Ids, Role};
 
 /// A kind of call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -20,20 +20,18 @@ pub enum Permission {
     Operate,
 }
 
-impl Role {
-    /// Whether the role covers the permission.
+impl Permission {
+    /// Whether a role covers it.
     #[must_use]
-    pub const fn may(self, permission: Permission) -> bool {
-        match self {
-            Self::Operator => true,
-            Self::Tenant => matches!(permission, Permission::Observe | Permission::Lease | Permission::Generate),
-            Self::Viewer => matches!(permission, Permission::Observe),
-            Self::Watchdog => matches!(permission, Permission::Observe | Permission::Intervene),
+    pub const fn is_of(self, role: Role) -> bool {
+        match role {
+            Role::Operator => true,
+            Role::Tenant => matches!(self, Self::Observe | Self::Lease | Self::Generate),
+            Role::Viewer => matches!(self, Self::Observe),
+            Role::Watchdog => matches!(self, Self::Observe | Self::Intervene),
         }
     }
-}
 
-impl Permission {
     /// The least role that has it, of those that peers of this machine, or remote ones, can have.
     #[must_use]
     pub const fn least_role(self, remote: bool) -> &'static str {
@@ -58,10 +56,13 @@ impl fmt::Display for Permission {
     }
 }
 
-impl Ids {
-    fn contain(&self, peer: &PeerInfo) -> bool {
-        self.uids.contains(&peer.uid) || self.gids.iter().any(|gid| *gid == peer.gid || peer.groups.contains(gid))
-    }
+/// Whether a peer's user or one of its groups is among these.
+fn is_among(ids: &Ids, peer: &PeerInfo) -> bool {
+    ids.uids.contains(&peer.uid)
+        || ids
+            .gids
+            .iter()
+            .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
 }
 
 /// Who has which role. Where a peer has several, the first of operator, watchdog, tenant, viewer counts.
@@ -97,13 +98,13 @@ impl Roles {
     /// The role of a peer.
     #[must_use]
     pub fn role_of(&self, peer: &PeerInfo) -> Option<Role> {
-        if peer.uid == 0 || peer.uid == self.own_uid || self.operators.contain(peer) {
+        if peer.uid == 0 || peer.uid == self.own_uid || is_among(&self.operators, peer) {
             Some(Role::Operator)
-        } else if self.watchdogs.contain(peer) {
+        } else if is_among(&self.watchdogs, peer) {
             Some(Role::Watchdog)
-        } else if self.tenants.contain(peer) {
+        } else if is_among(&self.tenants, peer) {
             Some(Role::Tenant)
-        } else if self.viewers.contain(peer) {
+        } else if is_among(&self.viewers, peer) {
             Some(Role::Viewer)
         } else {
             self.others
@@ -116,7 +117,12 @@ mod tests {
     use super::*;
 
     fn peer(uid: u32, gid: u32, groups: &[u32]) -> PeerInfo {
-        PeerInfo { uid, gid, groups: groups.into(), ..PeerInfo::default() }
+        PeerInfo {
+            uid,
+            gid,
+            groups: groups.into(),
+            ..PeerInfo::default()
+        }
     }
 
     #[test]
@@ -133,16 +139,19 @@ mod tests {
         roles.tenants.gids.push(44);
         roles.viewers.uids.push(1001);
         assert_eq!(roles.role_of(&peer(1001, 1001, &[])), Some(Role::Viewer));
-        assert_eq!(roles.role_of(&peer(1001, 1001, &[7, 44])), Some(Role::Tenant));
+        assert_eq!(
+            roles.role_of(&peer(1001, 1001, &[7, 44])),
+            Some(Role::Tenant)
+        );
         roles.others = Some(Role::Viewer);
         assert_eq!(roles.role_of(&peer(5, 5, &[])), Some(Role::Viewer));
     }
 
     #[test]
     fn a_watchdog_intervenes_and_does_not_operate() {
-        assert!(Role::Watchdog.may(Permission::Intervene));
-        assert!(!Role::Watchdog.may(Permission::Operate));
-        assert!(!Role::Watchdog.may(Permission::Lease));
-        assert!(!Role::Tenant.may(Permission::Intervene));
+        assert!(Permission::Intervene.is_of(Role::Watchdog));
+        assert!(!Permission::Operate.is_of(Role::Watchdog));
+        assert!(!Permission::Lease.is_of(Role::Watchdog));
+        assert!(!Permission::Intervene.is_of(Role::Tenant));
     }
 }

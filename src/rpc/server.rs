@@ -46,10 +46,8 @@ use super::{
         operator_service_server::OperatorServiceServer,
     },
 };
-use crate::{
-    policy::{lease::LeaseId, roles::Bounds},
-    probe::processes::boot_ticks,
-};
+use cotenant_policy::{lease::LeaseId, roles::Bounds};
+use cotenant_probe::processes::boot_ticks;
 
 /// What a server allows.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -74,7 +72,11 @@ pub struct Limits {
 
 impl Default for Limits {
     fn default() -> Self {
-        let bounds = Bounds { per_process: 32, per_user: 256, total: 1024 };
+        let bounds = Bounds {
+            per_process: 32,
+            per_user: 256,
+            total: 1024,
+        };
         Self {
             message_bytes: 1 << 20,
             calls_per_connection: 64,
@@ -121,7 +123,9 @@ impl BindError {
         match self {
             Self::InUse { .. } => "stop the other supervisor, or configure another socket",
             Self::NotASocket { .. } => "remove the file, or configure another socket",
-            Self::System { .. } => "the folder must exist and be writable, and the path have at most 107 bytes",
+            Self::System { .. } => {
+                "the folder must exist and be writable, and the path have at most 107 bytes"
+            }
         }
     }
 }
@@ -148,9 +152,14 @@ impl Sockets {
     /// When another process listens there, something else is there, or the system says no.
     pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
         let address = || path.display().to_string();
-        let system = |source| BindError::System { address: address(), source };
+        let system = |source| BindError::System {
+            address: address(),
+            source,
+        };
         match fs::symlink_metadata(path) {
-            Ok(found) if !found.file_type().is_socket() => return Err(BindError::NotASocket { address: address() }),
+            Ok(found) if !found.file_type().is_socket() => {
+                return Err(BindError::NotASocket { address: address() });
+            }
             Ok(_) => match StdStream::connect(path) {
                 Err(error) if error.kind() == io::ErrorKind::ConnectionRefused => {
                     fs::remove_file(path).map_err(system)?;
@@ -174,7 +183,10 @@ impl Sockets {
     /// When another process listens there, or the system says no.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
-        let system = |source| BindError::System { address: address(), source };
+        let system = |source| BindError::System {
+            address: address(),
+            source,
+        };
         let socket = SocketAddr::from_abstract_name(name).map_err(system)?;
         let listener = StdListener::bind_addr(&socket).map_err(|error| match error.kind() {
             io::ErrorKind::AddrInUse => BindError::InUse { address: address() },
@@ -210,14 +222,18 @@ struct SocketFile {
 impl SocketFile {
     fn of(path: &Path) -> io::Result<Self> {
         let metadata = fs::symlink_metadata(path)?;
-        Ok(Self { path: path.to_owned(), device: metadata.dev(), inode: metadata.ino() })
+        Ok(Self {
+            path: path.to_owned(),
+            device: metadata.dev(),
+            inode: metadata.ino(),
+        })
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let same =
-            fs::symlink_metadata(&self.path).is_ok_and(|found| found.dev() == self.device && found.ino() == self.inode);
+        let same = fs::symlink_metadata(&self.path)
+            .is_ok_and(|found| found.dev() == self.device && found.ino() == self.inode);
         if same && let Err(error) = fs::remove_file(&self.path) {
             warn!(path = %self.path.display(), %error, "cannot remove the socket");
         }
@@ -258,7 +274,15 @@ impl Server {
         roles: Roles,
         limits: Limits,
     ) -> Self {
-        Self { sockets, supervisor, generator, roles, limits, holders: Vec::new(), health: Health::new() }
+        Self {
+            sockets,
+            supervisor,
+            generator,
+            roles,
+            limits,
+            holders: Vec::new(),
+            health: Health::new(),
+        }
     }
 
     /// Processes that hold leases of an earlier run, those included that have ended and may be in use.
@@ -280,9 +304,22 @@ impl Server {
     /// # Errors
     /// When a socket cannot be used.
     pub async fn serve(self, stop: CancellationToken) -> Result<(), ServeError> {
-        let Self { sockets, supervisor, generator, roles, limits, holders: known, health, .. } = self;
+        let Self {
+            sockets,
+            supervisor,
+            generator,
+            roles,
+            limits,
+            holders: known,
+            health,
+            ..
+        } = self;
         // Taken apart here, so that the files go when this future ends or is dropped.
-        let Sockets { listeners, files: _files, remote } = sockets;
+        let Sockets {
+            listeners,
+            files: _files,
+            remote,
+        } = sockets;
         let context = Context {
             supervisor: Arc::clone(&supervisor),
             roles: Arc::new(roles),
@@ -312,7 +349,13 @@ impl Server {
         let slots = Slots::new(limits.connections);
         for listener in listeners {
             let listener = UnixListener::from_std(listener)?;
-            tokio::spawn(accept(listener, slots.clone(), accepted.clone(), stop.clone(), cut.clone()));
+            tokio::spawn(accept(
+                listener,
+                slots.clone(),
+                accepted.clone(),
+                stop.clone(),
+                cut.clone(),
+            ));
         }
         drop(accepted);
 
@@ -324,22 +367,40 @@ impl Server {
                 .http2_keepalive_timeout(Some(limits.keepalive_timeout))
         };
         let operators = |context: Context| OperatorServiceServer::new(Operators::new(context));
-        let llm = |context: Context| LlmServiceServer::new(Llm::new(context, Arc::clone(&generator)));
+        let llm =
+            |context: Context| LlmServiceServer::new(Llm::new(context, Arc::clone(&generator)));
         let local = transport()
             .add_service(health.service())
             .add_service(reflection().build_v1()?)
             .add_service(reflection().build_v1alpha()?)
-            .add_service(LeaseServiceServer::new(Leases::new(context.clone(), holders)).max_decoding_message_size(size))
+            .add_service(
+                LeaseServiceServer::new(Leases::new(context.clone(), holders))
+                    .max_decoding_message_size(size),
+            )
             .add_service(operators(context.clone()).max_decoding_message_size(size))
             .add_service(llm(context.clone()).max_decoding_message_size(size))
             .serve_with_incoming_shutdown(ReceiverStream::new(connections), stop.cancelled());
-        let Some(Remote { listener, tls, role }) = remote else {
+        let Some(Remote {
+            listener,
+            tls,
+            role,
+        }) = remote
+        else {
             local.await?;
             return Ok(());
         };
         let (accepted, connections) = mpsc::channel(ACCEPTED_MAX);
-        tokio::spawn(remote::accept(listener, limits.connections, accepted, stop.clone(), cut));
-        let context = Context { remote: Some(role), ..context };
+        tokio::spawn(remote::accept(
+            listener,
+            limits.connections,
+            accepted,
+            stop.clone(),
+            cut,
+        ));
+        let context = Context {
+            remote: Some(role),
+            ..context
+        };
         // No leases: their holder is a process that is measured here.
         let remote = transport()
             .tls_config(tls)?
@@ -356,12 +417,18 @@ impl Server {
 impl Context {
     /// Counts one more open stream of the caller.
     pub(super) fn stream_slot(&self, call: &Call) -> Result<Slot, CallError> {
-        self.streams.open(call.slot_key()).map_err(|limit| CallError::QuotaExceeded { what: "open streams", limit })
+        self.streams
+            .open(call.slot_key())
+            .map_err(|limit| CallError::QuotaExceeded {
+                what: "open streams",
+                limit,
+            })
     }
 }
 
 fn reflection() -> tonic_reflection::server::Builder<'static> {
-    tonic_reflection::server::Builder::configure().register_encoded_file_descriptor_set(DESCRIPTOR_SET)
+    tonic_reflection::server::Builder::configure()
+        .register_encoded_file_descriptor_set(DESCRIPTOR_SET)
 }
 
 /// Accepts one connection; returns it with a time, in [`boot_ticks`], at which it was waiting already.
@@ -410,7 +477,12 @@ async fn accept(
                     return;
                 }
             }
-            Err(limit) => debug!(uid = peer.uid, pid = peer.pid, limit, "too many connections; this one is closed"),
+            Err(limit) => debug!(
+                uid = peer.uid,
+                pid = peer.pid,
+                limit,
+                "too many connections; this one is closed"
+            ),
         }
     }
 }

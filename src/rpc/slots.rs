@@ -5,7 +5,7 @@ use std::{
     sync::{Arc, Mutex, PoisonError},
 };
 
-use crate::policy::roles::Bounds;
+use cotenant_policy::roles::Bounds;
 
 /// A user, and the process where it is known.
 pub(super) type Key = (u32, Option<u32>);
@@ -26,7 +26,10 @@ pub(super) struct Slot {
 
 impl Slots {
     pub(super) fn new(bounds: Bounds) -> Self {
-        Self { open: Arc::default(), bounds }
+        Self {
+            open: Arc::default(),
+            bounds,
+        }
     }
 
     /// Opens one more, or returns the limit that forbids it.
@@ -40,15 +43,20 @@ impl Slots {
             }
         }
         let of_process = open.get(&key).copied().unwrap_or_default();
-        for (count, limit) in
-            [(of_process, self.bounds.per_process), (of_user, self.bounds.per_user), (total, self.bounds.total)]
-        {
+        for (count, limit) in [
+            (of_process, self.bounds.per_process),
+            (of_user, self.bounds.per_user),
+            (total, self.bounds.total),
+        ] {
             if count >= limit {
                 return Err(limit);
             }
         }
         open.insert(key, of_process + 1);
-        Ok(Slot { open: Arc::clone(&self.open), key })
+        Ok(Slot {
+            open: Arc::clone(&self.open),
+            key,
+        })
     }
 }
 
@@ -70,7 +78,11 @@ mod tests {
 
     #[test]
     fn each_limit_holds_and_a_closed_slot_is_free_again() {
-        let slots = Slots::new(Bounds { per_process: 2, per_user: 3, total: 4 });
+        let slots = Slots::new(Bounds {
+            per_process: 2,
+            per_user: 3,
+            total: 4,
+        });
         let first = slots.open((1, Some(10))).unwrap();
         let _second = slots.open((1, Some(10))).unwrap();
         assert_eq!(slots.open((1, Some(10))).unwrap_err(), 2);

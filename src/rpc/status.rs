@@ -35,13 +35,11 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
 
 use super::supervisor::SubmitError;
-use crate::{
-    policy::{
-        denial::Denial,
-        refusal::{Refusal, quoted},
-    },
-    units::Bytes,
+use cotenant_policy::{
+    denial::Denial,
+    refusal::{Refusal, quoted},
 };
+use cotenant_units::Bytes;
 
 /// Domain of every ErrorInfo.
 pub const DOMAIN: &str = "cotenant";
@@ -108,7 +106,9 @@ pub enum CallError {
         asker: String,
     },
     /// Something that only the holder of a lease may do or say, by another process.
-    #[error("lease `{lease}` is held by {holder}, which asked for it and is measured, not by {caller}")]
+    #[error(
+        "lease `{lease}` is held by {holder}, which asked for it and is measured, not by {caller}"
+    )]
     NotTheHolder {
         /// The lease.
         lease: String,
@@ -118,7 +118,9 @@ pub enum CallError {
         caller: String,
     },
     /// The lease is of another run of the supervisor.
-    #[error("lease `{lease}` is of run `{given}` of the supervisor, this is run `{current}`: ask for a new lease")]
+    #[error(
+        "lease `{lease}` is of run `{given}` of the supervisor, this is run `{current}`: ask for a new lease"
+    )]
     BootIdChanged {
         /// The lease.
         lease: String,
@@ -191,56 +193,99 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
     let build = |code, reason| Builder::new(code, reason, &message);
     let soon = retry_after.unwrap_or(RETRY_AFTER);
     let builder = match denial {
-        D::InsufficientMemory { tenant, asked, free, reclaimable, budget, holders } => {
-            build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
-                .with("tenant", tenant)
-                .with_bytes("asked_bytes", *asked)
-                .with_bytes("free_bytes", *free)
-                .with_bytes("reclaimable_bytes", *reclaimable)
-                .with_bytes("budget_bytes", *budget)
-                .with("holders", holders.to_string().trim())
-                .memory_limit(*budget)
-                .retry(soon)
-        }
-        D::ExceedsBudget { tenant, asked, budget } => build(Code::FailedPrecondition, "EXCEEDS_BUDGET")
+        D::InsufficientMemory {
+            tenant,
+            asked,
+            free,
+            reclaimable,
+            budget,
+            holders,
+        } => build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
+            .with("tenant", tenant)
+            .with_bytes("asked_bytes", *asked)
+            .with_bytes("free_bytes", *free)
+            .with_bytes("reclaimable_bytes", *reclaimable)
+            .with_bytes("budget_bytes", *budget)
+            .with("holders", holders.to_string().trim())
+            .memory_limit(*budget)
+            .retry(soon),
+        D::ExceedsBudget {
+            tenant,
+            asked,
+            budget,
+        } => build(Code::FailedPrecondition, "EXCEEDS_BUDGET")
             .with("tenant", tenant)
             .with_bytes("asked_bytes", *asked)
             .with_bytes("budget_bytes", *budget)
             .memory_limit(*budget),
-        D::Invalid { tenant, field, value, problem } => build(Code::InvalidArgument, "INVALID_FIELD")
+        D::Invalid {
+            tenant,
+            field,
+            value,
+            problem,
+        } => build(Code::InvalidArgument, "INVALID_FIELD")
             .with("tenant", tenant)
             .invalid_field(proto_field(field), value, &problem.to_string()),
         D::RequestIdReused { tenant, request_id } => {
-            build(Code::AlreadyExists, "REQUEST_ID_REUSED").with("tenant", tenant).with("request_id", request_id)
+            build(Code::AlreadyExists, "REQUEST_ID_REUSED")
+                .with("tenant", tenant)
+                .with("request_id", request_id)
         }
-        D::QuotaExceeded { tenant, what, limit } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
+        D::QuotaExceeded {
+            tenant,
+            what,
+            limit,
+        } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
             .with("tenant", tenant)
             .with("quota", what)
             .with("limit", limit)
             .quota(&what.to_string(), &what.to_string(), *limit)
             .retry(retry_after),
-        D::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", lease),
+        D::UnknownLease { lease } => {
+            build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", lease)
+        }
         D::Replaced { lease } => build(Code::Aborted, "REPLACED").with("lease", lease),
-        D::StaleGeneration { lease, generation, current } => build(Code::FailedPrecondition, "STALE_GENERATION")
+        D::StaleGeneration {
+            lease,
+            generation,
+            current,
+        } => build(Code::FailedPrecondition, "STALE_GENERATION")
             .with("lease", lease)
             .with("generation", generation)
             .with("current", current),
-        D::NotHolder { lease, uid, problem } => {
-            build(Code::PermissionDenied, "NOT_HOLDER").with("lease", lease).with("uid", uid).with("problem", problem)
-        }
-        D::StaleSample { tenant, asked, age, limit } => build(Code::Unavailable, "STALE_SAMPLE")
+        D::NotHolder {
+            lease,
+            uid,
+            problem,
+        } => build(Code::PermissionDenied, "NOT_HOLDER")
+            .with("lease", lease)
+            .with("uid", uid)
+            .with("problem", problem),
+        D::StaleSample {
+            tenant,
+            asked,
+            age,
+            limit,
+        } => build(Code::Unavailable, "STALE_SAMPLE")
             .with("tenant", tenant)
             .with_bytes("asked_bytes", *asked)
             .with("age_ms", age.as_millis())
             .with("limit_ms", limit.as_millis())
             .retry(soon),
-        D::PressureHigh { tenant, asked, class, level } => build(Code::ResourceExhausted, "PRESSURE_HIGH")
+        D::PressureHigh {
+            tenant,
+            asked,
+            class,
+            level,
+        } => build(Code::ResourceExhausted, "PRESSURE_HIGH")
             .with("tenant", tenant)
             .with_bytes("asked_bytes", *asked)
             .with("class", class)
             .with("level", level)
             .retry(soon),
-        D::NotGrowing { wait } => build(Code::FailedPrecondition, "NOT_GROWING").with("wait", wait).retry(retry_after),
+        D::NotGrowing { wait } => build(Code::FailedPrecondition, "NOT_GROWING")
+            .with("wait", wait)
+            .retry(retry_after),
         D::Draining { tenant, asked } => build(Code::Unavailable, "DRAINING")
             .with("tenant", tenant)
             .with_bytes("asked_bytes", *asked)
@@ -258,38 +303,69 @@ impl From<CallError> for Status {
         let message = error.to_string();
         let build = |code, reason| Builder::new(code, reason, &message);
         let builder = match error {
-            E::RoleMissing { call, uid, role, needed, remedy } => build(Code::PermissionDenied, "ROLE_MISSING")
+            E::RoleMissing {
+                call,
+                uid,
+                role,
+                needed,
+                remedy,
+            } => build(Code::PermissionDenied, "ROLE_MISSING")
                 .with("call", call)
                 .with("uid", uid)
                 .with("role", role)
                 .with("needed", needed)
                 .with("hint", remedy),
-            E::DeadlinePassed { allowed } => {
-                build(Code::DeadlineExceeded, "DEADLINE_PASSED").with("allowed_ms", allowed.as_millis())
-            }
-            E::InvalidField { field, value, problem } => {
+            E::DeadlinePassed { allowed } => build(Code::DeadlineExceeded, "DEADLINE_PASSED")
+                .with("allowed_ms", allowed.as_millis()),
+            E::InvalidField {
+                field,
+                value,
+                problem,
+            } => {
                 build(Code::InvalidArgument, "INVALID_FIELD").invalid_field(field, &value, &problem)
             }
-            E::NotTheWorker { worker, runs_as, asker } => build(Code::PermissionDenied, "NOT_HOLDER")
+            E::NotTheWorker {
+                worker,
+                runs_as,
+                asker,
+            } => build(Code::PermissionDenied, "NOT_HOLDER")
                 .with("worker", worker)
-                .with("pid", runs_as.map(|pid| pid.to_string()).unwrap_or_default())
+                .with(
+                    "pid",
+                    runs_as.map(|pid| pid.to_string()).unwrap_or_default(),
+                )
                 .with("asker", asker),
-            E::OfAWorker { worker, runs_as, asker, .. } => build(Code::PermissionDenied, "NOT_HOLDER")
+            E::OfAWorker {
+                worker,
+                runs_as,
+                asker,
+                ..
+            } => build(Code::PermissionDenied, "NOT_HOLDER")
                 .with("worker", worker)
                 .with("pid", runs_as)
                 .with("asker", asker),
-            E::NotTheHolder { lease, holder, caller } => build(Code::PermissionDenied, "NOT_HOLDER")
+            E::NotTheHolder {
+                lease,
+                holder,
+                caller,
+            } => build(Code::PermissionDenied, "NOT_HOLDER")
                 .with("lease", lease)
                 .with("holder", holder)
                 .with("caller", caller),
-            E::BootIdChanged { lease, given, current } => build(Code::FailedPrecondition, "BOOT_ID_CHANGED")
+            E::BootIdChanged {
+                lease,
+                given,
+                current,
+            } => build(Code::FailedPrecondition, "BOOT_ID_CHANGED")
                 .with("lease", lease)
                 .with("given_boot_id", given)
                 .with("boot_id", current),
-            E::UnknownLease { lease } => build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", &lease),
-            E::UnknownWorker { worker, known } => {
-                build(Code::NotFound, "UNKNOWN_WORKER").with("known", known).resource("worker", &worker)
+            E::UnknownLease { lease } => {
+                build(Code::NotFound, "UNKNOWN_LEASE").resource("lease", &lease)
             }
+            E::UnknownWorker { worker, known } => build(Code::NotFound, "UNKNOWN_WORKER")
+                .with("known", known)
+                .resource("worker", &worker),
             E::QuotaExceeded { what, limit } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
                 .with("quota", what)
                 .with("limit", limit)
@@ -300,7 +376,9 @@ impl From<CallError> for Status {
             E::Stopping | E::NotSubmitted(SubmitError::Stopped) => {
                 build(Code::Unavailable, "STOPPING").retry(RESTART_AFTER)
             }
-            E::NotSubmitted(SubmitError::Full) => build(Code::Unavailable, "OVERLOADED").retry(RETRY_AFTER),
+            E::NotSubmitted(SubmitError::Full) => {
+                build(Code::Unavailable, "OVERLOADED").retry(RETRY_AFTER)
+            }
             E::ConfigInvalid { .. } => build(Code::FailedPrecondition, "CONFIG_INVALID"),
             E::UnfitAnswer { call } => build(Code::Internal, "UNFIT_ANSWER").with("call", call),
         };
@@ -308,75 +386,96 @@ impl From<CallError> for Status {
     }
 }
 
-/// `http/fault.rs` and `daemon/wyoming/refuse.rs` have the same table for their protocols.
-impl From<Refusal> for Status {
-    fn from(refusal: Refusal) -> Self {
-        use Refusal as R;
-        let message = refusal.to_string();
-        let build = |code, reason| Builder::new(code, reason, &message);
-        let retry_after = refusal.retry_after().unwrap_or_default();
-        let builder = match refusal {
-            R::InsufficientMemory { asked, free, reclaimable, budget, .. } => {
-                build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
-                    .with_bytes("asked_bytes", asked)
-                    .with_bytes("free_bytes", free)
-                    .with_bytes("reclaimable_bytes", reclaimable)
-                    .with_bytes("budget_bytes", budget)
-                    .memory_limit(budget)
-                    .retry(retry_after)
-            }
-            R::PressureHigh { level, .. } => {
-                build(Code::ResourceExhausted, "PRESSURE_HIGH").with("level", level).retry(retry_after)
-            }
-            R::ContextLengthExceeded { model, prompt, limit } => {
-                build(Code::InvalidArgument, "CONTEXT_LENGTH_EXCEEDED")
-                    .with("model", model)
-                    .with("prompt_tokens", prompt)
-                    .with("context_tokens", limit)
-                    .bad_request("input", message.as_str())
-            }
-            // Not INVALID_ARGUMENT, which clients take for final.
-            R::KvCapacityShed { model, prompt, capacity, limit, .. } => {
-                build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
-                    .with("model", model)
-                    .with("prompt_tokens", prompt)
-                    .with("capacity_tokens", capacity)
-                    .with("context_tokens", limit)
-                    .quota("pools/kv", "kv_capacity_tokens", u64::from(capacity.get()))
-                    .retry(retry_after)
-            }
-            R::KvReclaimed { generated, .. } => {
-                build(Code::Aborted, "KV_RECLAIMED").with("completion_tokens", generated).retry(retry_after)
-            }
-            R::QuotaExceeded { what, limit, .. } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
-                .with("quota", &what)
-                .with("limit", limit)
-                .quota(&what, &what, limit)
-                .retry(retry_after),
-            R::Draining { .. } => build(Code::Unavailable, "DRAINING").retry(retry_after.max(RESTART_AFTER)),
-            R::Starting { who, state, .. } => {
-                build(Code::Unavailable, "ENGINE_NOT_READY").with("who", who).with("state", state).retry(retry_after)
-            }
-            R::EngineLost { .. } => build(Code::Internal, "ENGINE_LOST"),
-            R::ModelFailed { .. } => build(Code::FailedPrecondition, "MODEL_FAILED"),
-            R::WorkerLost { worker, .. } => {
-                build(Code::Unavailable, "WORKER_LOST").with("worker", worker).retry(retry_after)
-            }
-            R::DeadlineUnreachable { patience_ms, expected_ms, .. } => {
-                build(Code::DeadlineExceeded, "DEADLINE_UNREACHABLE")
-                    .with("patience_ms", patience_ms)
-                    .with("expected_ms", expected_ms)
-                    .retry(retry_after)
-            }
-            R::Invalid { field, value, problem } => {
-                build(Code::InvalidArgument, "INVALID_FIELD").invalid_field(&field, &value, &problem)
-            }
-            R::UnknownModel { model, .. } => build(Code::NotFound, "UNKNOWN_MODEL").resource("model", &model),
-            R::NotConfigured { what, .. } => build(Code::FailedPrecondition, "NOT_CONFIGURED").with("what", what),
-            R::Stopped { worker, .. } => build(Code::FailedPrecondition, "STOPPED").with("worker", worker),
-        };
-        builder.status()
-    }
+/// The status of a refused request. `http/fault.rs` and `daemon/wyoming/refuse.rs` have the same table for their protocols.
+pub fn refused(refusal: Refusal) -> Status {
+    use Refusal as R;
+    let message = refusal.to_string();
+    let build = |code, reason| Builder::new(code, reason, &message);
+    let retry_after = refusal.retry_after().unwrap_or_default();
+    let builder = match refusal {
+        R::InsufficientMemory {
+            asked,
+            free,
+            reclaimable,
+            budget,
+            ..
+        } => build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
+            .with_bytes("asked_bytes", asked)
+            .with_bytes("free_bytes", free)
+            .with_bytes("reclaimable_bytes", reclaimable)
+            .with_bytes("budget_bytes", budget)
+            .memory_limit(budget)
+            .retry(retry_after),
+        R::PressureHigh { level, .. } => build(Code::ResourceExhausted, "PRESSURE_HIGH")
+            .with("level", level)
+            .retry(retry_after),
+        R::ContextLengthExceeded {
+            model,
+            prompt,
+            limit,
+        } => build(Code::InvalidArgument, "CONTEXT_LENGTH_EXCEEDED")
+            .with("model", model)
+            .with("prompt_tokens", prompt)
+            .with("context_tokens", limit)
+            .bad_request("input", message.as_str()),
+        // Not INVALID_ARGUMENT, which clients take for final.
+        R::KvCapacityShed {
+            model,
+            prompt,
+            capacity,
+            limit,
+            ..
+        } => build(Code::ResourceExhausted, "INSUFFICIENT_MEMORY")
+            .with("model", model)
+            .with("prompt_tokens", prompt)
+            .with("capacity_tokens", capacity)
+            .with("context_tokens", limit)
+            .quota("pools/kv", "kv_capacity_tokens", u64::from(capacity.get()))
+            .retry(retry_after),
+        R::KvReclaimed { generated, .. } => build(Code::Aborted, "KV_RECLAIMED")
+            .with("completion_tokens", generated)
+            .retry(retry_after),
+        R::QuotaExceeded { what, limit, .. } => build(Code::ResourceExhausted, "QUOTA_EXCEEDED")
+            .with("quota", &what)
+            .with("limit", limit)
+            .quota(&what, &what, limit)
+            .retry(retry_after),
+        R::Draining { .. } => {
+            build(Code::Unavailable, "DRAINING").retry(retry_after.max(RESTART_AFTER))
+        }
+        R::Starting { who, state, .. } => build(Code::Unavailable, "ENGINE_NOT_READY")
+            .with("who", who)
+            .with("state", state)
+            .retry(retry_after),
+        R::EngineLost { .. } => build(Code::Internal, "ENGINE_LOST"),
+        R::ModelFailed { .. } => build(Code::FailedPrecondition, "MODEL_FAILED"),
+        R::WorkerLost { worker, .. } => build(Code::Unavailable, "WORKER_LOST")
+            .with("worker", worker)
+            .retry(retry_after),
+        R::DeadlineUnreachable {
+            patience_ms,
+            expected_ms,
+            ..
+        } => build(Code::DeadlineExceeded, "DEADLINE_UNREACHABLE")
+            .with("patience_ms", patience_ms)
+            .with("expected_ms", expected_ms)
+            .retry(retry_after),
+        R::Invalid {
+            field,
+            value,
+            problem,
+        } => build(Code::InvalidArgument, "INVALID_FIELD").invalid_field(&field, &value, &problem),
+        R::UnknownModel { model, .. } => {
+            build(Code::NotFound, "UNKNOWN_MODEL").resource("model", &model)
+        }
+        R::NotConfigured { what, .. } => {
+            build(Code::FailedPrecondition, "NOT_CONFIGURED").with("what", what)
+        }
+        R::Stopped { worker, .. } => {
+            build(Code::FailedPrecondition, "STOPPED").with("worker", worker)
+        }
+    };
+    builder.status()
 }
 
 /// A status with its details; values and message are shortened.
@@ -390,11 +489,18 @@ struct Builder<'a> {
 
 impl<'a> Builder<'a> {
     fn new(code: Code, reason: &'static str, message: &'a str) -> Self {
-        Self { code, reason, message, figures: HashMap::new(), details: ErrorDetails::new() }
+        Self {
+            code,
+            reason,
+            message,
+            figures: HashMap::new(),
+            details: ErrorDetails::new(),
+        }
     }
 
     fn with(mut self, name: &str, value: impl Display) -> Self {
-        self.figures.insert(name.to_owned(), shorten(&value.to_string(), MESSAGE_MAX));
+        self.figures
+            .insert(name.to_owned(), shorten(&value.to_string(), MESSAGE_MAX));
         self
     }
 
@@ -408,17 +514,20 @@ impl<'a> Builder<'a> {
     }
 
     fn bad_request(mut self, field: &str, problem: &str) -> Self {
-        self.details.set_bad_request(vec![FieldViolation::new(field, problem)]);
+        self.details
+            .set_bad_request(vec![FieldViolation::new(field, problem)]);
         self
     }
 
     fn invalid_field(self, field: &str, value: &str, problem: &str) -> Self {
-        self.with("field", field).bad_request(field, &format!("{}{problem}", quoted(value)))
+        self.with("field", field)
+            .bad_request(field, &format!("{}{problem}", quoted(value)))
     }
 
     /// What is missing, also as a figure of the name of its kind.
     fn resource(mut self, kind: &str, name: &str) -> Self {
-        self.details.set_resource_info(format!("{DOMAIN}.{kind}"), name, "", self.message);
+        self.details
+            .set_resource_info(format!("{DOMAIN}.{kind}"), name, "", self.message);
         self.with(kind, name)
     }
 
@@ -437,7 +546,8 @@ impl<'a> Builder<'a> {
     }
 
     fn status(mut self) -> Status {
-        self.details.set_error_info(self.reason, DOMAIN, self.figures);
+        self.details
+            .set_error_info(self.reason, DOMAIN, self.figures);
         Status::with_error_details(self.code, shorten(self.message, MESSAGE_MAX), self.details)
     }
 }

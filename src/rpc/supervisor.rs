@@ -9,14 +9,12 @@ use std::{
 use tokio::sync::{broadcast, oneshot, watch};
 
 use super::{deaths::DeathLog, v1};
-use crate::{
-    policy::{
-        event::{Answer, ChangedKeys, Event},
-        lease::{LeaseId, Ticket},
-        snapshot::Snapshot,
-    },
-    units::{Bytes, Timestamp},
+use cotenant_policy::{
+    event::{Answer, ChangedKeys, Event},
+    lease::{LeaseId, Ticket},
+    snapshot::Snapshot,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// The daemon as the services see it. Nothing here waits.
 pub trait Supervisor: Send + Sync + 'static {
@@ -39,7 +37,11 @@ pub trait Supervisor: Send + Sync + 'static {
     ///
     /// # Errors
     /// [`SubmitError::Full`] when the arbiter's inbox is at its bound, [`SubmitError::Stopped`] when it is gone.
-    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError>;
+    fn submit(
+        &self,
+        event: Event,
+        answer: Option<(Ticket, oneshot::Sender<Answer>)>,
+    ) -> Result<(), SubmitError>;
 
     /// Has the configuration read again. The outcome is the keys that have changed, or why nothing has.
     ///
@@ -170,7 +172,11 @@ impl EventLog {
     /// An empty log that keeps the last `capacity` lines, as far as their texts take no more than 4 MiB.
     #[must_use]
     pub fn new(capacity: usize) -> Self {
-        Self { kept: Mutex::default(), last: watch::Sender::new(0), capacity: capacity.max(1) }
+        Self {
+            kept: Mutex::default(),
+            last: watch::Sender::new(0),
+            capacity: capacity.max(1),
+        }
     }
 
     /// Adds a line; the oldest one makes place for it.
@@ -180,7 +186,9 @@ impl EventLog {
             let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
             kept.bytes += text_bytes(&record);
             while kept.records.len() >= self.capacity || kept.bytes > BYTES_MAX {
-                let Some(oldest) = kept.records.pop_front() else { break };
+                let Some(oldest) = kept.records.pop_front() else {
+                    break;
+                };
                 kept.bytes -= text_bytes(&oldest);
                 kept.gone_up_to = oldest.sequence;
             }
@@ -193,9 +201,17 @@ impl EventLog {
     #[must_use]
     pub fn after(&self, sequence: u64, limit: usize) -> Page {
         let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
-        let begin = kept.records.partition_point(|record| record.sequence <= sequence);
+        let begin = kept
+            .records
+            .partition_point(|record| record.sequence <= sequence);
         Page {
-            records: kept.records.iter().skip(begin).take(limit).cloned().collect(),
+            records: kept
+                .records
+                .iter()
+                .skip(begin)
+                .take(limit)
+                .cloned()
+                .collect(),
             // Numbers that were never here, such as those of samples, are not missed.
             missed: kept.gone_up_to.saturating_sub(sequence),
         }
@@ -223,13 +239,23 @@ mod tests {
     fn long_lines_make_place_for_each_other() {
         let log = EventLog::new(1000);
         for sequence in 1..=100 {
-            log.push(v1::JournalEntry { body_json: "x".repeat(100 << 10), ..record(sequence) });
+            log.push(v1::JournalEntry {
+                body_json: "x".repeat(100 << 10),
+                ..record(sequence)
+            });
         }
         let page = log.after(0, 1000);
-        assert!((30..=40).contains(&page.records.len()), "{}", page.records.len());
+        assert!(
+            (30..=40).contains(&page.records.len()),
+            "{}",
+            page.records.len()
+        );
         assert_eq!(page.missed, 100 - page.records.len() as u64);
         // One that is larger than all of it is kept alone.
-        log.push(v1::JournalEntry { body_json: "x".repeat(5 << 20), ..record(101) });
+        log.push(v1::JournalEntry {
+            body_json: "x".repeat(5 << 20),
+            ..record(101)
+        });
         assert_eq!(log.after(0, 1000).records.len(), 1);
         log.push(record(102));
         assert_eq!(log.after(0, 1000).records.len(), 1);
@@ -252,7 +278,10 @@ mod tests {
         }
         let page = log.after(1, 10);
         assert_eq!(page.missed, 1);
-        assert_eq!(page.records.iter().map(|r| r.sequence).collect::<Vec<_>>(), [3, 4, 5]);
+        assert_eq!(
+            page.records.iter().map(|r| r.sequence).collect::<Vec<_>>(),
+            [3, 4, 5]
+        );
         assert_eq!(log.after(4, 10).missed, 0);
         assert!(log.after(5, 10).records.is_empty());
         assert_eq!(*log.last_sequence().borrow(), 5);

@@ -23,12 +23,12 @@ pub const TTS_RATE_HZ: u32 = 24_000;
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use cotenant::speech::audio::{MonoAudio, parse_wav};
+/// # use cotenant_speech::audio::{MonoAudio, parse_wav};
 /// let beep = MonoAudio::new(8_000, vec![0; 4_000]);
 /// let heard = parse_wav(&beep.to_wav()?, Duration::from_secs(1))?;
 /// assert_eq!(heard, beep);
 /// assert_eq!(heard.resampled(16_000)?.samples.len(), 8_000);
-/// # Ok::<(), cotenant::speech::audio::AudioError>(())
+/// # Ok::<(), cotenant_speech::audio::AudioError>(())
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MonoAudio {
@@ -42,7 +42,10 @@ impl MonoAudio {
     /// These samples at this rate.
     #[must_use]
     pub const fn new(sample_rate_hz: u32, samples: Vec<i16>) -> Self {
-        Self { sample_rate_hz, samples }
+        Self {
+            sample_rate_hz,
+            samples,
+        }
     }
 
     /// Adds silence before and after. Recognisers lose a word that begins with the first sample.
@@ -59,7 +62,10 @@ impl MonoAudio {
     /// How long it plays.
     #[must_use]
     pub fn duration(&self) -> Duration {
-        duration_of(u64::try_from(self.samples.len()).unwrap_or(u64::MAX), self.sample_rate_hz)
+        duration_of(
+            u64::try_from(self.samples.len()).unwrap_or(u64::MAX),
+            self.sample_rate_hz,
+        )
     }
 
     /// The same at another rate.
@@ -84,8 +90,11 @@ impl MonoAudio {
         if self.sample_rate_hz == 0 {
             return Err(AudioError::Rate { rate_hz: 0 });
         }
-        let mut file = Cursor::new(Vec::with_capacity(WAV_HEADER_BYTES + 2 * self.samples.len()));
-        let mut writer = WavWriter::new(&mut file, mono_spec(self.sample_rate_hz)).map_err(AudioError::Wav)?;
+        let mut file = Cursor::new(Vec::with_capacity(
+            WAV_HEADER_BYTES + 2 * self.samples.len(),
+        ));
+        let mut writer =
+            WavWriter::new(&mut file, mono_spec(self.sample_rate_hz)).map_err(AudioError::Wav)?;
         {
             let bytes = u64::try_from(2 * self.samples.len()).unwrap_or(u64::MAX);
             let count = u32::try_from(bytes).map_err(|_| AudioError::TooManyBytes { bytes })? / 2;
@@ -103,7 +112,10 @@ impl MonoAudio {
 /// 16-bit samples as little-endian bytes.
 #[must_use]
 pub fn pcm_bytes(samples: &[i16]) -> Vec<u8> {
-    samples.iter().flat_map(|sample| sample.to_le_bytes()).collect()
+    samples
+        .iter()
+        .flat_map(|sample| sample.to_le_bytes())
+        .collect()
 }
 
 /// Header of a 16-bit mono WAV file whose length is not known yet.
@@ -158,18 +170,32 @@ pub(super) fn read_wav(
     let header = match data {
         Some(data) if is_open_ended(data) => Some(with_length(file, data)),
         Some(data) if u64::from(data.declared) > data.present => {
-            return Err(AudioError::Truncated { declared: data.declared.into(), present: data.present });
+            return Err(AudioError::Truncated {
+                declared: data.declared.into(),
+                present: data.present,
+            });
         }
         _ => None,
     };
-    let format = chunk(file, *b"fmt ").and_then(|format| CodedFormat::of(file.get(format.body()..)?));
+    let format =
+        chunk(file, *b"fmt ").and_then(|format| CodedFormat::of(file.get(format.body()..)?));
     if let (Some(format), Some(data)) = (format, data) {
         let bytes = file.get(data.body()..).unwrap_or_default();
         let declared = usize::try_from(data.declared).unwrap_or(usize::MAX);
-        let bytes = if header.is_some() { bytes } else { bytes.get(..declared).unwrap_or(bytes) };
+        let bytes = if header.is_some() {
+            bytes
+        } else {
+            bytes.get(..declared).unwrap_or(bytes)
+        };
         let mut blocks = Blocks::begin(format.channels, format.rate_hz, take)?;
-        within(bytes.len() as u64 / format.frame_bytes(), format.rate_hz, limit)?;
-        format.samples(bytes).try_for_each(|sample| blocks.push(sample))?;
+        within(
+            bytes.len() as u64 / format.frame_bytes(),
+            format.rate_hz,
+            limit,
+        )?;
+        format
+            .samples(bytes)
+            .try_for_each(|sample| blocks.push(sample))?;
         return blocks.end();
     }
     let header = header.unwrap_or_default();
@@ -204,7 +230,11 @@ struct Blocks<F> {
 impl<F: FnMut(u32, &[i16]) -> Result<(), AudioError>> Blocks<F> {
     fn begin(channels: u16, rate_hz: u32, take: F) -> Result<Self, AudioError> {
         supported_rate(rate_hz)?;
-        Ok(Self { rate_hz, mixer: Mixer::new(channels, WAV_BLOCK_FRAMES), take })
+        Ok(Self {
+            rate_hz,
+            mixer: Mixer::new(channels, WAV_BLOCK_FRAMES),
+            take,
+        })
     }
 
     /// Takes the next sample, in the range of 16 bits.
@@ -242,9 +272,15 @@ impl PcmDecoder {
     pub fn new(format: AudioFormat) -> Result<Self, AudioError> {
         supported_rate(format.rate)?;
         if format.channels == 0 || !(1..=4).contains(&format.width) {
-            return Err(AudioError::Format { channels: format.channels, width: format.width });
+            return Err(AudioError::Format {
+                channels: format.channels,
+                width: format.width,
+            });
         }
-        Ok(Self { format, rest: Vec::new() })
+        Ok(Self {
+            format,
+            rest: Vec::new(),
+        })
     }
 
     /// What it decodes.
@@ -260,9 +296,16 @@ impl PcmDecoder {
         self.rest.extend_from_slice(bytes);
         let whole = self.rest.len() / frame * frame;
         let mut mixer = Mixer::new(self.format.channels, whole / frame);
-        for sample in self.rest.get(..whole).unwrap_or_default().chunks_exact(width) {
+        for sample in self
+            .rest
+            .get(..whole)
+            .unwrap_or_default()
+            .chunks_exact(width)
+        {
             // The bytes become the high ones of 32 bits, so the sign is right in every width.
-            let value = sample.iter().fold(0, |value, &byte| (value >> 8) | (u32::from(byte) << 24));
+            let value = sample
+                .iter()
+                .fold(0, |value, &byte| (value >> 8) | (u32::from(byte) << 24));
             mixer.push(value.cast_signed() >> 16);
         }
         self.rest.drain(..whole);
@@ -306,7 +349,9 @@ pub enum AudioError {
         rate_hz: u32,
     },
     /// Its layout is not supported.
-    #[error("raw audio of {channels} channels and {width} bytes per sample is not 1 or more of 1 to 4")]
+    #[error(
+        "raw audio of {channels} channels and {width} bytes per sample is not 1 or more of 1 to 4"
+    )]
     Format {
         /// Interleaved channels.
         channels: u16,
@@ -363,7 +408,12 @@ pub(super) struct Mixer {
 
 impl Mixer {
     pub(super) fn new(channels: u16, frames: usize) -> Self {
-        Self { channels: channels.max(1), seen: 0, sum: 0, samples: Vec::with_capacity(frames) }
+        Self {
+            channels: channels.max(1),
+            seen: 0,
+            sum: 0,
+            samples: Vec::with_capacity(frames),
+        }
     }
 
     /// Takes the next sample, in the range of 16 bits.
@@ -429,19 +479,31 @@ fn is_open_ended(data: Chunk) -> bool {
 fn with_length(file: &[u8], data: Chunk) -> Vec<u8> {
     let mut header = file.get(..data.length_at).unwrap_or_default().to_vec();
     // The frame size is the last but one field of the format chunk, which comes first in files of this kind.
-    let frame =
-        file.get(32..).and_then(<[u8]>::first_chunk).map_or(1, |bytes| u64::from(u16::from_le_bytes(*bytes))).max(1);
+    let frame = file
+        .get(32..)
+        .and_then(<[u8]>::first_chunk)
+        .map_or(1, |bytes| u64::from(u16::from_le_bytes(*bytes)))
+        .max(1);
     let whole = u32::try_from(data.present / frame * frame).unwrap_or(u32::MAX);
     header.extend_from_slice(&whole.to_le_bytes());
     header
 }
 
 const fn mono_spec(sample_rate: u32) -> WavSpec {
-    WavSpec { channels: 1, sample_rate, bits_per_sample: 16, sample_format: SampleFormat::Int }
+    WavSpec {
+        channels: 1,
+        sample_rate,
+        bits_per_sample: 16,
+        sample_format: SampleFormat::Int,
+    }
 }
 
 pub(super) fn supported_rate(rate_hz: u32) -> Result<(), AudioError> {
-    if (RATE_MIN_HZ..=RATE_MAX_HZ).contains(&rate_hz) { Ok(()) } else { Err(AudioError::Rate { rate_hz }) }
+    if (RATE_MIN_HZ..=RATE_MAX_HZ).contains(&rate_hz) {
+        Ok(())
+    } else {
+        Err(AudioError::Rate { rate_hz })
+    }
 }
 
 fn within(frames: u64, rate_hz: u32, limit: Duration) -> Result<(), AudioError> {
@@ -503,22 +565,35 @@ mod tests {
     }
 
     fn spec(channels: u16, bits: u16, format: SampleFormat) -> WavSpec {
-        WavSpec { channels, sample_rate: 44_100, bits_per_sample: bits, sample_format: format }
+        WavSpec {
+            channels,
+            sample_rate: 44_100,
+            bits_per_sample: bits,
+            sample_format: format,
+        }
     }
 
     #[test]
     fn every_width_becomes_the_same_16_bits() {
         for (bits, full) in [(8, 1i32 << 7), (16, 1 << 15), (24, 1 << 23), (32, i32::MAX)] {
             let samples = [0, full / 2, -(full / 2), -full];
-            let audio = parse_wav(&wav(spec(1, bits, SampleFormat::Int), &samples), MINUTE).unwrap();
+            let audio =
+                parse_wav(&wav(spec(1, bits, SampleFormat::Int), &samples), MINUTE).unwrap();
             assert_eq!(audio.sample_rate_hz, 44_100);
             for (found, expected) in audio.samples.iter().zip([0, 16_384, -16_384, -32_768]) {
-                assert!((i32::from(*found) - expected).abs() <= 1, "{bits} bits: {:?}", audio.samples);
+                assert!(
+                    (i32::from(*found) - expected).abs() <= 1,
+                    "{bits} bits: {:?}",
+                    audio.samples
+                );
             }
         }
         let floats = [0.0f32, 0.5, -0.5, -1.0, 7.0, f32::NAN, f32::NEG_INFINITY];
         let audio = parse_wav(&wav(spec(1, 32, SampleFormat::Float), &floats), MINUTE).unwrap();
-        assert_eq!(audio.samples, [0, 16_384, -16_384, -32_767, 32_767, 0, -32_768]);
+        assert_eq!(
+            audio.samples,
+            [0, 16_384, -16_384, -32_767, 32_767, 0, -32_768]
+        );
     }
 
     #[test]
@@ -541,10 +616,22 @@ mod tests {
     fn what_cannot_be_used_is_reported_apart() {
         let second = wav(spec(1, 16, SampleFormat::Int), &vec![0i16; 44_100]);
         let error = parse_wav(&second, Duration::from_millis(500)).unwrap_err();
-        assert_eq!(error.to_string(), "audio of 1.0 s is longer than the limit of 0.5 s");
+        assert_eq!(
+            error.to_string(),
+            "audio of 1.0 s is longer than the limit of 0.5 s"
+        );
         let error = parse_wav(&second[..1000], MINUTE).unwrap_err();
-        assert_eq!(error.to_string(), "WAV file is cut short: it declares 88200 bytes of audio and has 956");
-        for broken in [b"".as_slice(), b"RIFF", b"OggS\0\0\0\0", &second[..20], &second[..40]] {
+        assert_eq!(
+            error.to_string(),
+            "WAV file is cut short: it declares 88200 bytes of audio and has 956"
+        );
+        for broken in [
+            b"".as_slice(),
+            b"RIFF",
+            b"OggS\0\0\0\0",
+            &second[..20],
+            &second[..40],
+        ] {
             let error = parse_wav(broken, MINUTE).unwrap_err();
             assert_eq!(error.to_string(), "not a readable WAV file");
             assert!(error.source().is_some());
@@ -553,7 +640,10 @@ mod tests {
         slow[24..28].copy_from_slice(&100u32.to_le_bytes());
         slow[28..32].copy_from_slice(&200u32.to_le_bytes());
         let error = parse_wav(&slow, MINUTE).unwrap_err();
-        assert_eq!(error.to_string(), "sample rate of 100 Hz is outside of 2000 to 384000 Hz");
+        assert_eq!(
+            error.to_string(),
+            "sample rate of 100 Hz is outside of 2000 to 384000 Hz"
+        );
     }
 
     #[test]
@@ -569,7 +659,11 @@ mod tests {
                 let mut file = streamed.clone();
                 file.extend(std::iter::repeat_n(9, tail));
                 let audio = parse_wav(&file, MINUTE).unwrap();
-                assert_eq!(audio, MonoAudio::new(24_000, samples.to_vec()), "{length:#x}");
+                assert_eq!(
+                    audio,
+                    MonoAudio::new(24_000, samples.to_vec()),
+                    "{length:#x}"
+                );
             }
         }
         streamed.truncate(44);
@@ -578,7 +672,11 @@ mod tests {
 
     #[test]
     fn raw_audio_may_be_cut_anywhere() {
-        let format = |width, channels| AudioFormat { rate: 16_000, width, channels };
+        let format = |width, channels| AudioFormat {
+            rate: 16_000,
+            width,
+            channels,
+        };
         let bytes = [0x10, 0x20, 0x30, 0x40, 0x50, 0xff];
         for (width, channels, expected) in [
             (1, 1, vec![0x1000, 0x2000, 0x3000, 0x4000, 0x5000, -256]),
@@ -589,15 +687,30 @@ mod tests {
         ] {
             for piece in 1..=6 {
                 let mut decoder = PcmDecoder::new(format(width, channels)).unwrap();
-                let samples: Vec<i16> = bytes.chunks(piece).flat_map(|piece| decoder.push(piece)).collect();
-                assert_eq!(samples, expected, "width {width}, {channels} channels, pieces of {piece}");
+                let samples: Vec<i16> = bytes
+                    .chunks(piece)
+                    .flat_map(|piece| decoder.push(piece))
+                    .collect();
+                assert_eq!(
+                    samples, expected,
+                    "width {width}, {channels} channels, pieces of {piece}"
+                );
             }
         }
         for (width, channels) in [(0, 1), (5, 1), (2, 0)] {
-            assert!(matches!(PcmDecoder::new(format(width, channels)), Err(AudioError::Format { .. })));
+            assert!(matches!(
+                PcmDecoder::new(format(width, channels)),
+                Err(AudioError::Format { .. })
+            ));
         }
-        let rate = AudioFormat { rate: 0, ..format(2, 1) };
-        assert!(matches!(PcmDecoder::new(rate), Err(AudioError::Rate { rate_hz: 0 })));
+        let rate = AudioFormat {
+            rate: 0,
+            ..format(2, 1)
+        };
+        assert!(matches!(
+            PcmDecoder::new(rate),
+            Err(AudioError::Rate { rate_hz: 0 })
+        ));
     }
 
     #[test]

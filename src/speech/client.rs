@@ -50,7 +50,9 @@ impl FromStr for Endpoint {
     type Err = EndpointError;
 
     fn from_str(text: &str) -> Result<Self, EndpointError> {
-        let wrong = || EndpointError { text: text.to_owned() };
+        let wrong = || EndpointError {
+            text: text.to_owned(),
+        };
         match text.split_once("://") {
             Some(("unix", path)) if !path.is_empty() => Ok(Self::Unix(PathBuf::from(path))),
             Some(("tcp", address)) => match address.rsplit_once(':') {
@@ -121,7 +123,11 @@ impl WyomingClient {
     /// A client; connects with each request.
     #[must_use]
     pub fn new(endpoint: Endpoint, timeouts: ClientTimeouts) -> Self {
-        Self { endpoint, timeouts, limits: FrameLimits::default() }
+        Self {
+            endpoint,
+            timeouts,
+            limits: FrameLimits::default(),
+        }
     }
 
     /// What the server is.
@@ -130,10 +136,14 @@ impl WyomingClient {
     /// When it cannot be reached, does not answer in time, or answers something else.
     pub async fn describe(&self) -> Result<Info, ClientError> {
         let reply = self
-            .exchange(Event::Describe, self.timeouts.describe, |event| match event {
-                Event::Info(info) => Some(*info),
-                _ => None,
-            })
+            .exchange(
+                Event::Describe,
+                self.timeouts.describe,
+                |event| match event {
+                    Event::Info(info) => Some(*info),
+                    _ => None,
+                },
+            )
             .await?;
         Ok(reply)
     }
@@ -144,7 +154,10 @@ impl WyomingClient {
     /// As [`describe`](Self::describe).
     pub async fn ping(&self) -> Result<(), ClientError> {
         let ping = Event::Ping(Ping::default());
-        self.exchange(ping, self.timeouts.describe, |event| matches!(event, Event::Pong(_)).then_some(())).await
+        self.exchange(ping, self.timeouts.describe, |event| {
+            matches!(event, Event::Pong(_)).then_some(())
+        })
+        .await
     }
 
     /// Whether the server accepts a connection, whatever it speaks.
@@ -160,7 +173,9 @@ impl WyomingClient {
     /// # Errors
     /// As [`describe`](Self::describe), and when the worker has no such size or cannot load it.
     pub async fn resize(&self, variant: &str) -> Result<Resized, ClientError> {
-        let resize = Event::Resize(Resize { variant: variant.to_owned() });
+        let resize = Event::Resize(Resize {
+            variant: variant.to_owned(),
+        });
         self.exchange(resize, self.timeouts.resize, |event| match event {
             Event::Resized(resized) => Some(resized),
             _ => None,
@@ -183,19 +198,36 @@ impl WyomingClient {
         let format = AudioFormat::mono_16_bit(audio.sample_rate_hz);
         let patience = self.timeouts.transcribe;
         let send = async {
-            let transcribe = Transcribe { language: language.map(str::to_owned), ..Transcribe::default() };
-            self.send(&mut writer, Event::Transcribe(transcribe), patience).await?;
-            let start = AudioStart { format, timestamp: None };
-            self.send(&mut writer, Event::AudioStart(start), patience).await?;
+            let transcribe = Transcribe {
+                language: language.map(str::to_owned),
+                ..Transcribe::default()
+            };
+            self.send(&mut writer, Event::Transcribe(transcribe), patience)
+                .await?;
+            let start = AudioStart {
+                format,
+                timestamp: None,
+            };
+            self.send(&mut writer, Event::AudioStart(start), patience)
+                .await?;
             for samples in audio.samples.chunks(CHUNK_SAMPLES) {
                 let chunk = AudioChunk {
                     format,
                     timestamp: None,
-                    audio: samples.iter().flat_map(|sample| sample.to_le_bytes()).collect(),
+                    audio: samples
+                        .iter()
+                        .flat_map(|sample| sample.to_le_bytes())
+                        .collect(),
                 };
-                self.send(&mut writer, Event::AudioChunk(chunk), patience).await?;
+                self.send(&mut writer, Event::AudioChunk(chunk), patience)
+                    .await?;
             }
-            self.send(&mut writer, Event::AudioStop(AudioStop::default()), patience).await
+            self.send(
+                &mut writer,
+                Event::AudioStop(AudioStop::default()),
+                patience,
+            )
+            .await
         };
         // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
         let reported = tokio::sync::Notify::new();
@@ -211,7 +243,10 @@ impl WyomingClient {
                         }
                     }
                     Event::Transcript(transcript) => {
-                        return Ok(Heard { text: transcript.text, language: transcript.language });
+                        return Ok(Heard {
+                            text: transcript.text,
+                            language: transcript.language,
+                        });
                     }
                     Event::Error(error) => return Err(self.refused(error)),
                     _ => {}
@@ -248,7 +283,11 @@ impl WyomingClient {
     ///
     /// # Errors
     /// As [`describe`](Self::describe), and when the server refuses. Later failures come as items.
-    pub async fn synthesize(&self, text: &str, voice: Option<&str>) -> Result<SpeechStream, ClientError> {
+    pub async fn synthesize(
+        &self,
+        text: &str,
+        voice: Option<&str>,
+    ) -> Result<SpeechStream, ClientError> {
         self.speak(text, voice, None).await
     }
 
@@ -274,8 +313,9 @@ impl WyomingClient {
         });
         self.send(&mut writer, request, patience).await?;
         let format = loop {
-            let event =
-                timeout(patience, self.receive(&mut reader)).await.map_err(|_| self.late("synthesize", patience))??;
+            let event = timeout(patience, self.receive(&mut reader))
+                .await
+                .map_err(|_| self.late("synthesize", patience))??;
             match event {
                 Event::AudioStart(start) => break start.format,
                 Event::Error(error) => return Err(self.refused(error)),
@@ -294,10 +334,13 @@ impl WyomingClient {
                     () = sender.closed() => return,
                     event = timeout(length.patience(patience), client.receive(&mut reader)) => event,
                 };
-                let item = match event.unwrap_or_else(|_| Err(client.late("synthesize", patience))) {
+                let item = match event.unwrap_or_else(|_| Err(client.late("synthesize", patience)))
+                {
                     Ok(Event::AudioChunk(chunk)) => {
                         let samples = decoder.push(&chunk.audio);
-                        length.take(&client.endpoint, samples.len()).map(|()| samples)
+                        length
+                            .take(&client.endpoint, samples.len())
+                            .map(|()| samples)
                     }
                     Ok(Event::AudioStop(_)) => return,
                     Ok(Event::Error(error)) => Err(client.refused(error)),
@@ -322,7 +365,11 @@ impl WyomingClient {
     /// When the server cannot be reached.
     pub async fn open(&self) -> Result<Exchange, ClientError> {
         let (reader, writer) = self.connect().await?;
-        Ok(Exchange { client: self.clone(), reader, writer })
+        Ok(Exchange {
+            client: self.clone(),
+            reader,
+            writer,
+        })
     }
 
     /// Sends one event and waits for the answer that `wanted` takes.
@@ -349,9 +396,13 @@ impl WyomingClient {
                     (Err(error), _) => return Err(error),
                 }
             }
-            Err(sent.err().unwrap_or_else(|| ClientError::Closed { endpoint: self.endpoint.clone() }))
+            Err(sent.err().unwrap_or_else(|| ClientError::Closed {
+                endpoint: self.endpoint.clone(),
+            }))
         };
-        timeout(patience, talk).await.unwrap_or_else(|_| Err(self.late(act, patience)))
+        timeout(patience, talk)
+            .await
+            .unwrap_or_else(|_| Err(self.late(act, patience)))
     }
 
     async fn connect(&self) -> Result<(FrameReader<BoxedReader>, BoxedWriter), ClientError> {
@@ -373,11 +424,19 @@ impl WyomingClient {
         let (reader, writer) = timeout(patience, connecting)
             .await
             .map_err(|_| self.late("connect", patience))?
-            .map_err(|source| ClientError::Connect { endpoint: self.endpoint.clone(), source })?;
+            .map_err(|source| ClientError::Connect {
+                endpoint: self.endpoint.clone(),
+                source,
+            })?;
         Ok((FrameReader::new(reader, self.limits), writer))
     }
 
-    async fn send(&self, writer: &mut BoxedWriter, event: Event, patience: Duration) -> Result<(), ClientError> {
+    async fn send(
+        &self,
+        writer: &mut BoxedWriter,
+        event: Event,
+        patience: Duration,
+    ) -> Result<(), ClientError> {
         let frame = event.into_frame();
         timeout(patience, write_frame(writer, &frame))
             .await
@@ -387,20 +446,34 @@ impl WyomingClient {
 
     async fn receive(&self, reader: &mut FrameReader<BoxedReader>) -> Result<Event, ClientError> {
         match reader.next().await {
-            Ok(Some(frame)) => Event::from_frame(frame)
-                .map_err(|source| ClientError::Event { endpoint: self.endpoint.clone(), source }),
-            Ok(None) => Err(ClientError::Closed { endpoint: self.endpoint.clone() }),
+            Ok(Some(frame)) => Event::from_frame(frame).map_err(|source| ClientError::Event {
+                endpoint: self.endpoint.clone(),
+                source,
+            }),
+            Ok(None) => Err(ClientError::Closed {
+                endpoint: self.endpoint.clone(),
+            }),
             Err(source) => Err(self.broken(source)),
         }
     }
 
     fn refused(&self, error: super::wyoming::event::ErrorReply) -> ClientError {
-        let code = error.code.map(|code| code.chars().take(CODE_CHARS_MAX).collect());
-        ClientError::Refused { endpoint: self.endpoint.clone(), text: brief(&error.text), code }
+        let code = error
+            .code
+            .map(|code| code.chars().take(CODE_CHARS_MAX).collect());
+        ClientError::Refused {
+            endpoint: self.endpoint.clone(),
+            text: brief(&error.text),
+            code,
+        }
     }
 
     fn late(&self, act: &'static str, limit: Duration) -> ClientError {
-        ClientError::Late { endpoint: self.endpoint.clone(), act, limit }
+        ClientError::Late {
+            endpoint: self.endpoint.clone(),
+            act,
+            limit,
+        }
     }
 
     fn broken(&self, error: FrameError) -> ClientError {
@@ -445,7 +518,9 @@ impl Exchange {
 
 impl fmt::Debug for Exchange {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Exchange").field("endpoint", &self.client.endpoint).finish_non_exhaustive()
+        f.debug_struct("Exchange")
+            .field("endpoint", &self.client.endpoint)
+            .finish_non_exhaustive()
     }
 }
 
@@ -458,8 +533,14 @@ pub struct SpeechStream {
 
 impl SpeechStream {
     /// What arrives at the other end of `receiver`.
-    pub(super) const fn new(sample_rate_hz: u32, receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>) -> Self {
-        Self { sample_rate_hz, receiver }
+    pub(super) const fn new(
+        sample_rate_hz: u32,
+        receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>,
+    ) -> Self {
+        Self {
+            sample_rate_hz,
+            receiver,
+        }
     }
 
     /// Samples per second.
@@ -514,8 +595,16 @@ impl SpokenLength {
         let characters = u32::try_from(text.chars().count()).unwrap_or(u32::MAX);
         let limit = SPOKEN_LEAST.saturating_add(SPOKEN_PER_CHARACTER.saturating_mul(characters));
         // A voice that speaks slowly takes longer.
-        let limit = Duration::try_from_secs_f64(limit.as_secs_f64() / speed.clamp(SPEED_LEAST, 1.0)).unwrap_or(limit);
-        Self { limit, rate: sample_rate_hz.max(1), samples: 0, waited: Duration::ZERO, asked: Instant::now() }
+        let limit =
+            Duration::try_from_secs_f64(limit.as_secs_f64() / speed.clamp(SPEED_LEAST, 1.0))
+                .unwrap_or(limit);
+        Self {
+            limit,
+            rate: sample_rate_hz.max(1),
+            samples: 0,
+            waited: Duration::ZERO,
+            asked: Instant::now(),
+        }
     }
 
     /// Takes so many samples more, which were waited for.
@@ -523,13 +612,18 @@ impl SpokenLength {
     /// # Errors
     /// When they are too many for the text, or come too late.
     pub(super) fn take(&mut self, endpoint: &Endpoint, samples: usize) -> Result<(), ClientError> {
-        self.samples = self.samples.saturating_add(u64::try_from(samples).unwrap_or(u64::MAX));
+        self.samples = self
+            .samples
+            .saturating_add(u64::try_from(samples).unwrap_or(u64::MAX));
         self.waited = self.waited.saturating_add(self.asked.elapsed());
         let spoken = Duration::from_secs(self.samples / u64::from(self.rate));
         if spoken.max(self.waited) <= self.limit {
             return Ok(());
         }
-        Err(ClientError::Endless { endpoint: endpoint.clone(), limit: self.limit })
+        Err(ClientError::Endless {
+            endpoint: endpoint.clone(),
+            limit: self.limit,
+        })
     }
 
     /// How long the next piece may be waited for from now on, where `patience` is for each.
@@ -674,7 +768,10 @@ mod tests {
     fn the_words_of_a_server_are_one_short_line() {
         assert_eq!(brief("no  voice\n of that name"), "no voice of that name");
         let long = brief(&"ü".repeat(1 << 20));
-        assert_eq!((long.chars().count(), long.ends_with('…')), (REFUSAL_CHARS_MAX + 1, true));
+        assert_eq!(
+            (long.chars().count(), long.ends_with('…')),
+            (REFUSAL_CHARS_MAX + 1, true)
+        );
     }
 
     #[test]
@@ -683,16 +780,33 @@ mod tests {
         let mut length = SpokenLength::new("Turn on the light.", 1.0, 16_000);
         length.take(&endpoint, 16_000 * 78).unwrap();
         let error = length.take(&endpoint, 16_000).unwrap_err().to_string();
-        assert_eq!(error, "`tcp://127.0.0.1:1` speaks for more than 78 s, which the text cannot take");
-        SpokenLength::new("Turn on the light.", 0.25, 16_000).take(&endpoint, 16_000 * 300).unwrap();
+        assert_eq!(
+            error,
+            "`tcp://127.0.0.1:1` speaks for more than 78 s, which the text cannot take"
+        );
+        SpokenLength::new("Turn on the light.", 0.25, 16_000)
+            .take(&endpoint, 16_000 * 300)
+            .unwrap();
     }
 
     #[test]
     fn endpoints_read_as_they_print() {
-        for text in ["unix:///run/cotenant/asr.sock", "tcp://127.0.0.1:10300", "tcp://[::1]:10200"] {
+        for text in [
+            "unix:///run/cotenant/asr.sock",
+            "tcp://127.0.0.1:10300",
+            "tcp://[::1]:10200",
+        ] {
             assert_eq!(text.parse::<Endpoint>().unwrap().to_string(), text);
         }
-        for text in ["", "asr.sock", "unix://", "tcp://localhost", "tcp://:1", "tcp://h:99999", "http://h:1"] {
+        for text in [
+            "",
+            "asr.sock",
+            "unix://",
+            "tcp://localhost",
+            "tcp://:1",
+            "tcp://h:99999",
+            "http://h:1",
+        ] {
             assert!(text.parse::<Endpoint>().is_err(), "{text}");
         }
     }

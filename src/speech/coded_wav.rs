@@ -22,7 +22,11 @@ impl CodedFormat {
     pub(super) fn of(chunk: &[u8]) -> Option<Self> {
         let number = |at: usize| Some(u16::from_le_bytes(*chunk.get(at..)?.first_chunk()?));
         // The "extensible" format has its coding in the first two bytes of an identifier.
-        let coding = if number(0)? == EXTENSIBLE { number(24)? } else { number(0)? };
+        let coding = if number(0)? == EXTENSIBLE {
+            number(24)?
+        } else {
+            number(0)?
+        };
         let coding = match (coding, number(14)?) {
             (A_LAW, 8) => Coding::ALaw,
             (MU_LAW, 8) => Coding::MuLaw,
@@ -30,12 +34,18 @@ impl CodedFormat {
             _ => return None,
         };
         let rate_hz = u32::from_le_bytes(*chunk.get(4..)?.first_chunk()?);
-        Some(Self { coding, channels: number(2)?.max(1), rate_hz })
+        Some(Self {
+            coding,
+            channels: number(2)?.max(1),
+            rate_hz,
+        })
     }
 
     /// The samples of these bytes in the range of 16 bits, channel after channel; what is left of the last one is not read.
     pub(super) fn samples(self, bytes: &[u8]) -> impl Iterator<Item = i32> {
-        bytes.chunks_exact(self.width()).map(move |sample| self.coding.decode(sample).into())
+        bytes
+            .chunks_exact(self.width())
+            .map(move |sample| self.coding.decode(sample).into())
     }
 
     /// Bytes of a frame.
@@ -57,7 +67,9 @@ impl Coding {
             (Self::ALaw, [byte]) => a_law(*byte),
             (Self::MuLaw, [byte]) => mu_law(*byte),
             #[expect(clippy::cast_possible_truncation, reason = "16 bits of it are kept")]
-            (_, bytes) => bytes.first_chunk().map_or(0, |bytes| from_float(f64::from_le_bytes(*bytes) as f32)),
+            (_, bytes) => bytes
+                .first_chunk()
+                .map_or(0, |bytes| from_float(f64::from_le_bytes(*bytes) as f32)),
         }
     }
 }
@@ -66,15 +78,28 @@ impl Coding {
 fn a_law(byte: u8) -> i16 {
     let byte = byte ^ 0x55;
     let (exponent, mantissa) = ((byte >> 4) & 7, i16::from(byte & 15) << 4);
-    let magnitude = if exponent == 0 { mantissa + 8 } else { (mantissa + 264) << (exponent - 1) };
-    if byte & 0x80 == 0 { -magnitude } else { magnitude }
+    let magnitude = if exponent == 0 {
+        mantissa + 8
+    } else {
+        (mantissa + 264) << (exponent - 1)
+    };
+    if byte & 0x80 == 0 {
+        -magnitude
+    } else {
+        magnitude
+    }
 }
 
 /// 14 bits in the same way, all bits inverted, with a bias of 33 quarters.
 fn mu_law(byte: u8) -> i16 {
     let byte = !byte;
-    let magnitude = (((i16::from(byte & 15) << 3) + MU_LAW_BIAS) << ((byte >> 4) & 7)) - MU_LAW_BIAS;
-    if byte & 0x80 == 0 { magnitude } else { -magnitude }
+    let magnitude =
+        (((i16::from(byte & 15) << 3) + MU_LAW_BIAS) << ((byte >> 4) & 7)) - MU_LAW_BIAS;
+    if byte & 0x80 == 0 {
+        magnitude
+    } else {
+        -magnitude
+    }
 }
 
 const MU_LAW_BIAS: i16 = 33 * 4;
@@ -128,17 +153,29 @@ mod tests {
     #[test]
     fn files_of_each_coding_are_read() {
         let minute = Duration::from_secs(60);
-        let doubles: Vec<u8> = [0.0, 0.5, -1.0, 7.0].into_iter().flat_map(f64::to_le_bytes).collect();
+        let doubles: Vec<u8> = [0.0, 0.5, -1.0, 7.0]
+            .into_iter()
+            .flat_map(f64::to_le_bytes)
+            .collect();
         for (file, samples) in [
             (wav(A_LAW, 8000, 8, &[0x55, 0xaa]), vec![-8, 32_256]),
             (wav(MU_LAW, 8000, 8, &[0x00, 0xff]), vec![-32_124, 0]),
-            (wav(FLOAT, 48_000, 64, &doubles), vec![0, 16_384, -32_767, 32_767]),
+            (
+                wav(FLOAT, 48_000, 64, &doubles),
+                vec![0, 16_384, -32_767, 32_767],
+            ),
         ] {
             assert_eq!(parse_wav(&file, minute).unwrap().samples, samples);
             let error = parse_wav(&file[..file.len() - 1], minute).unwrap_err();
-            assert!(error.to_string().starts_with("WAV file is cut short"), "{error}");
+            assert!(
+                error.to_string().starts_with("WAV file is cut short"),
+                "{error}"
+            );
         }
         let error = parse_wav(&wav(MU_LAW, 0, 8, &[0]), minute).unwrap_err();
-        assert!(error.to_string().starts_with("sample rate of 0 Hz"), "{error}");
+        assert!(
+            error.to_string().starts_with("sample rate of 0 Hz"),
+            "{error}"
+        );
     }
 }

@@ -10,7 +10,9 @@ use symphonia::{
     core::{
         codecs::{
             CodecParameters,
-            audio::{AudioCodecParameters, AudioDecoder, AudioDecoderOptions, well_known::CODEC_ID_OPUS},
+            audio::{
+                AudioCodecParameters, AudioDecoder, AudioDecoderOptions, well_known::CODEC_ID_OPUS,
+            },
         },
         common::Limit,
         errors::Error as MediaError,
@@ -47,7 +49,9 @@ pub fn decode_for_asr(
 ) -> Result<(), AudioError> {
     let mut output = Output::new(limit, take);
     if is_wav(file) {
-        read_wav(file, limit, |rate_hz, samples| output.push(rate_hz, samples))?;
+        read_wav(file, limit, |rate_hz, samples| {
+            output.push(rate_hz, samples)
+        })?;
     } else {
         read_container(file, &mut output)?;
     }
@@ -78,11 +82,20 @@ struct Output<'a> {
 
 impl<'a> Output<'a> {
     fn new(limit: Duration, take: &'a mut dyn FnMut(&[i16]) -> io::Result<()>) -> Self {
-        Self { limit, resampler: None, count: 0, take }
+        Self {
+            limit,
+            resampler: None,
+            count: 0,
+            take,
+        }
     }
 
     fn push(&mut self, rate_hz: u32, samples: &[i16]) -> Result<(), AudioError> {
-        if self.resampler.as_ref().is_some_and(|(rate, _)| *rate != rate_hz) {
+        if self
+            .resampler
+            .as_ref()
+            .is_some_and(|(rate, _)| *rate != rate_hz)
+        {
             self.end_rate()?;
         }
         if rate_hz == ASR_RATE_HZ {
@@ -92,7 +105,9 @@ impl<'a> Output<'a> {
             Some((_, resampler)) => resampler,
             absent => {
                 supported_rate(rate_hz)?;
-                &mut absent.insert((rate_hz, Resampler::new(rate_hz, ASR_RATE_HZ)?)).1
+                &mut absent
+                    .insert((rate_hz, Resampler::new(rate_hz, ASR_RATE_HZ)?))
+                    .1
             }
         };
         let samples = resampler.push(samples)?;
@@ -128,11 +143,16 @@ fn samples_of(time: Duration) -> u64 {
 }
 
 fn read_container(file: &[u8], output: &mut Output<'_>) -> Result<(), AudioError> {
-    let source = MediaSourceStream::new(Box::new(Cursor::new(file)), MediaSourceStreamOptions::default());
-    let metadata =
-        MetadataOptions::default().limit_tag_bytes(Limit::Maximum(TAG_BYTES_MAX)).limit_visual_bytes(Limit::Maximum(0));
-    let mut reader =
-        get_probe().probe(&Hint::new(), source, FormatOptions::default(), metadata).map_err(AudioError::Container)?;
+    let source = MediaSourceStream::new(
+        Box::new(Cursor::new(file)),
+        MediaSourceStreamOptions::default(),
+    );
+    let metadata = MetadataOptions::default()
+        .limit_tag_bytes(Limit::Maximum(TAG_BYTES_MAX))
+        .limit_visual_bytes(Limit::Maximum(0));
+    let mut reader = get_probe()
+        .probe(&Hint::new(), source, FormatOptions::default(), metadata)
+        .map_err(AudioError::Container)?;
     let mut track = Track::of(&*reader)?;
     let (mut packets, mut damaged) = (0usize, 0usize);
     loop {
@@ -180,8 +200,15 @@ impl Track {
             .default_track(TrackType::Audio)
             .or_else(|| reader.first_track(TrackType::Audio))
             .ok_or(AudioError::NoTrack)?;
-        let params = track.codec_params.as_ref().and_then(CodecParameters::audio).ok_or(AudioError::NoTrack)?;
-        Ok(Self { id: track.id, codec: Codec::of(params)? })
+        let params = track
+            .codec_params
+            .as_ref()
+            .and_then(CodecParameters::audio)
+            .ok_or(AudioError::NoTrack)?;
+        Ok(Self {
+            id: track.id,
+            codec: Codec::of(params)?,
+        })
     }
 }
 
@@ -197,7 +224,10 @@ impl Codec {
             return Ok(Self::Opus(Box::new(Opus::of(head)?)));
         }
         let decoder = get_codecs().make_audio_decoder(params, &AudioDecoderOptions::default());
-        Ok(Self::Other(decoder.map_err(AudioError::Container)?, Vec::new()))
+        Ok(Self::Other(
+            decoder.map_err(AudioError::Container)?,
+            Vec::new(),
+        ))
     }
 
     /// Hands on what is in a packet; `false` when it is damaged.
@@ -208,14 +238,21 @@ impl Codec {
         };
         let decoded = match decoder.decode(packet) {
             Ok(decoded) => decoded,
-            Err(MediaError::DecodeError(_) | MediaError::IoError(_) | MediaError::ResetRequired) => return Ok(false),
+            Err(
+                MediaError::DecodeError(_) | MediaError::IoError(_) | MediaError::ResetRequired,
+            ) => return Ok(false),
             Err(error) => return Err(AudioError::Container(error)),
         };
         let rate_hz = decoded.spec().rate();
         let channels = decoded.spec().channels().count();
         decoded.copy_to_vec_interleaved(interleaved);
-        let mut mixer = Mixer::new(u16::try_from(channels).unwrap_or(u16::MAX), decoded.frames());
-        interleaved.iter().for_each(|&sample| mixer.push(sample.into()));
+        let mut mixer = Mixer::new(
+            u16::try_from(channels).unwrap_or(u16::MAX),
+            decoded.frames(),
+        );
+        interleaved
+            .iter()
+            .for_each(|&sample| mixer.push(sample.into()));
         output.push(rate_hz, &mixer.samples)?;
         Ok(true)
     }
@@ -232,13 +269,24 @@ struct Opus {
 impl Opus {
     /// A decoder for a stream with this identification header (RFC 7845, section 5.1).
     fn of(head: &[u8]) -> Result<Self, AudioError> {
-        let [.., pre_skip_low, pre_skip_high, _, _, _, _, gain_low, gain_high, family] =
-            *head.first_chunk::<19>().ok_or(AudioError::OpusHeader)?;
+        let [
+            ..,
+            pre_skip_low,
+            pre_skip_high,
+            _,
+            _,
+            _,
+            _,
+            gain_low,
+            gain_high,
+            family,
+        ] = *head.first_chunk::<19>().ok_or(AudioError::OpusHeader)?;
         // More than one stream is surround sound; one stream has one or two channels.
         if family != 0 && head.get(19) != Some(&1) {
             return Err(AudioError::OpusChannels);
         }
-        let mut decoder = OpusDecoder::new(ASR_RATE_HZ.cast_signed(), 1).map_err(AudioError::Opus)?;
+        let mut decoder =
+            OpusDecoder::new(ASR_RATE_HZ.cast_signed(), 1).map_err(AudioError::Opus)?;
         decoder.gain_q8 = i16::from_le_bytes([gain_low, gain_high]).into();
         Ok(Self {
             decoder,
@@ -251,12 +299,18 @@ impl Opus {
         if packet.is_empty() {
             return Ok(false);
         }
-        let Ok(count) = self.decoder.decode_s16(packet, OPUS_PACKET_SAMPLES, &mut self.block) else {
+        let Ok(count) = self
+            .decoder
+            .decode_s16(packet, OPUS_PACKET_SAMPLES, &mut self.block)
+        else {
             return Ok(false);
         };
         let dropped = self.delay.min(count);
         self.delay -= dropped;
-        output.push(ASR_RATE_HZ, self.block.get(dropped..count).unwrap_or_default())?;
+        output.push(
+            ASR_RATE_HZ,
+            self.block.get(dropped..count).unwrap_or_default(),
+        )?;
         Ok(true)
     }
 }
@@ -288,27 +342,56 @@ mod tests {
     const TONES: [(&str, &[u8]); 9] = [
         ("mp3", include_bytes!("../../tests/fixtures/audio/tone.mp3")),
         ("m4a", include_bytes!("../../tests/fixtures/audio/tone.m4a")),
-        ("fragmented mp4", include_bytes!("../../tests/fixtures/audio/tone-fragmented.mp4")),
+        (
+            "fragmented mp4",
+            include_bytes!("../../tests/fixtures/audio/tone-fragmented.mp4"),
+        ),
         ("aac", include_bytes!("../../tests/fixtures/audio/tone.aac")),
-        ("ogg with Vorbis", include_bytes!("../../tests/fixtures/audio/tone.ogg")),
-        ("ogg with Opus", include_bytes!("../../tests/fixtures/audio/tone.opus")),
-        ("webm with Opus", include_bytes!("../../tests/fixtures/audio/tone.webm")),
-        ("webm with Vorbis", include_bytes!("../../tests/fixtures/audio/tone-vorbis.webm")),
-        ("flac", include_bytes!("../../tests/fixtures/audio/tone.flac")),
+        (
+            "ogg with Vorbis",
+            include_bytes!("../../tests/fixtures/audio/tone.ogg"),
+        ),
+        (
+            "ogg with Opus",
+            include_bytes!("../../tests/fixtures/audio/tone.opus"),
+        ),
+        (
+            "webm with Opus",
+            include_bytes!("../../tests/fixtures/audio/tone.webm"),
+        ),
+        (
+            "webm with Vorbis",
+            include_bytes!("../../tests/fixtures/audio/tone-vorbis.webm"),
+        ),
+        (
+            "flac",
+            include_bytes!("../../tests/fixtures/audio/tone.flac"),
+        ),
     ];
 
     #[test]
     fn every_common_format_becomes_16_khz_mono_of_the_same_sound() {
         for (name, file) in TONES {
-            let audio = decode_whole_for_asr(file, MINUTE).unwrap_or_else(|error| panic!("{name}: {error:?}"));
+            let audio = decode_whole_for_asr(file, MINUTE)
+                .unwrap_or_else(|error| panic!("{name}: {error:?}"));
             assert_eq!(audio.sample_rate_hz, ASR_RATE_HZ);
             // Codecs add up to some hundredths of a second of silence.
             let extra = audio.samples.len().abs_diff(16_000);
             assert!(extra <= 16 * 70, "{name}: {} samples", audio.samples.len());
             let middle = &audio.samples[4000..12_000];
-            let crossings = middle.windows(2).filter(|pair| (pair[0] < 0) != (pair[1] < 0)).count();
-            assert!(crossings.abs_diff(440) <= 2, "{name}: {crossings} crossings in half a second");
-            let loudest = middle.iter().map(|sample| sample.unsigned_abs()).max().unwrap();
+            let crossings = middle
+                .windows(2)
+                .filter(|pair| (pair[0] < 0) != (pair[1] < 0))
+                .count();
+            assert!(
+                crossings.abs_diff(440) <= 2,
+                "{name}: {crossings} crossings in half a second"
+            );
+            let loudest = middle
+                .iter()
+                .map(|sample| sample.unsigned_abs())
+                .max()
+                .unwrap();
             assert!((10_000..21_000).contains(&loudest), "{name}: {loudest}");
         }
     }
@@ -328,16 +411,29 @@ mod tests {
         }
         writer.finalize().unwrap();
         let audio = decode_whole_for_asr(&file.into_inner(), MINUTE).unwrap();
-        assert_eq!((audio.sample_rate_hz, audio.samples.len()), (16_000, 16_000));
+        assert_eq!(
+            (audio.sample_rate_hz, audio.samples.len()),
+            (16_000, 16_000)
+        );
     }
 
     #[test]
     fn audio_beyond_the_limit_and_files_that_are_no_audio_are_errors() {
         for (name, file) in TONES {
             let error = decode_whole_for_asr(file, Duration::from_millis(500)).unwrap_err();
-            assert_eq!(error.to_string(), "audio is longer than the limit of 0.5 s", "{name}");
+            assert_eq!(
+                error.to_string(),
+                "audio is longer than the limit of 0.5 s",
+                "{name}"
+            );
         }
-        for file in [&b""[..], b"ID3\x04 this is an mp3", b"OggS\0\0\0\0", b"<html></html>", &[0; 4000]] {
+        for file in [
+            &b""[..],
+            b"ID3\x04 this is an mp3",
+            b"OggS\0\0\0\0",
+            b"<html></html>",
+            &[0; 4000],
+        ] {
             let error = decode_whole_for_asr(file, MINUTE).unwrap_err();
             assert_eq!(error.to_string(), "not audio that can be read", "{file:?}");
         }

@@ -28,7 +28,7 @@ use super::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio},
     decode::decode_for_asr,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Decodes files one after the other. Clones share the one place.
 #[derive(Clone, Debug)]
@@ -41,7 +41,10 @@ impl Decoder {
     /// A decoder that starts `program` with the argument [`DECODER_VERB`].
     #[must_use]
     pub fn new(program: PathBuf) -> Self {
-        Self { program, place: Arc::new(Semaphore::new(DECODERS_MAX)) }
+        Self {
+            program,
+            place: Arc::new(Semaphore::new(DECODERS_MAX)),
+        }
     }
 
     /// Reads an audio file as 16 kHz mono. `room` is asked, with the bytes of the samples so far, whether there is memory for
@@ -90,11 +93,17 @@ impl Decoder {
                         // Doubling would take up to twice of what `room` was asked for.
                         samples.reserve_exact(SAMPLES_STEP);
                     }
-                    samples
-                        .extend(body.chunks_exact(2).filter_map(|pair| Some(i16::from_le_bytes(*pair.first_chunk()?))));
+                    samples.extend(
+                        body.chunks_exact(2)
+                            .filter_map(|pair| Some(i16::from_le_bytes(*pair.first_chunk()?))),
+                    );
                 }
                 DONE => return Ok(MonoAudio::new(ASR_RATE_HZ, samples)),
-                _ => return Err(DecodeError::Audio(String::from_utf8_lossy(&body).into_owned())),
+                _ => {
+                    return Err(DecodeError::Audio(
+                        String::from_utf8_lossy(&body).into_owned(),
+                    ));
+                }
             }
         }
     }
@@ -120,9 +129,9 @@ pub enum DecodeError {
 /// What a stream that ends early means.
 fn ended(error: io::Error) -> DecodeError {
     match error.kind() {
-        io::ErrorKind::UnexpectedEof | io::ErrorKind::BrokenPipe | io::ErrorKind::ConnectionReset => {
-            DecodeError::Bounds
-        }
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::BrokenPipe
+        | io::ErrorKind::ConnectionReset => DecodeError::Bounds,
         _ => DecodeError::Io(error),
     }
 }
@@ -159,7 +168,9 @@ fn serve() -> io::Result<()> {
         Ok(u64::from_le_bytes(bytes))
     };
     let (limit, length) = (Duration::from_millis(number()?), number()?);
-    let data_max = data_bytes()?.saturating_add(length).saturating_add(BYTES_MAX.get());
+    let data_max = data_bytes()?
+        .saturating_add(length)
+        .saturating_add(BYTES_MAX.get());
     setrlimit(Resource::RLIMIT_DATA, data_max, data_max)?;
     let mut file = vec![0; usize::try_from(length).map_err(io::Error::other)?];
     input.read_exact(&mut file)?;
@@ -167,7 +178,10 @@ fn serve() -> io::Result<()> {
     let mut output = BufWriter::with_capacity(1 << 16, io::stdout().lock());
     let done = decode_for_asr(&file, limit, &mut |samples| {
         samples.chunks(SAMPLES_PER_FRAME).try_for_each(|samples| {
-            let bytes: Vec<u8> = samples.iter().flat_map(|sample| sample.to_le_bytes()).collect();
+            let bytes: Vec<u8> = samples
+                .iter()
+                .flat_map(|sample| sample.to_le_bytes())
+                .collect();
             write_frame(&mut output, SAMPLES, &bytes)
         })
     });
@@ -199,7 +213,8 @@ fn data_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
+    kib.map(|kib| kib << 10)
+        .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
 
 /// The argument that makes this program a decoder.

@@ -101,19 +101,28 @@ struct Flac {
 
 impl Flac {
     fn new(rate_hz: u32) -> Result<(Self, Vec<u8>), EncodeError> {
-        let config = config::Encoder::default().into_verified().map_err(|(_, error)| flac_error(error))?;
+        let config = config::Encoder::default()
+            .into_verified()
+            .map_err(|(_, error)| flac_error(error))?;
         let rate = usize::try_from(rate_hz).map_err(flac_error)?;
         let mut info = StreamInfo::new(rate, 1, 16).map_err(flac_error)?;
-        info.set_block_sizes(FLAC_BLOCK, FLAC_BLOCK).map_err(flac_error)?;
+        info.set_block_sizes(FLAC_BLOCK, FLAC_BLOCK)
+            .map_err(flac_error)?;
         // Neither the sizes of frames nor the length are known yet.
         info.set_frame_sizes(0, 0).map_err(flac_error)?;
         let begin = bytes_of(&Stream::with_stream_info(info.clone()))?;
-        let flac = Self { config, info, frames: 0, pending: Vec::new() };
+        let flac = Self {
+            config,
+            info,
+            frames: 0,
+            pending: Vec::new(),
+        };
         Ok((flac, begin))
     }
 
     fn push(&mut self, samples: &[i16]) -> Result<Vec<u8>, EncodeError> {
-        self.pending.extend(samples.iter().map(|&sample| i32::from(sample)));
+        self.pending
+            .extend(samples.iter().map(|&sample| i32::from(sample)));
         let mut encoded = Vec::new();
         while self.pending.len() >= FLAC_BLOCK {
             let rest = self.pending.split_off(FLAC_BLOCK);
@@ -127,7 +136,8 @@ impl Flac {
         let mut buffer = FrameBuf::with_size(1, block.len()).map_err(flac_error)?;
         buffer.fill_interleaved(block).map_err(flac_error)?;
         let frame =
-            flacenc::encode_fixed_size_frame(&self.config, &buffer, self.frames, &self.info).map_err(flac_error)?;
+            flacenc::encode_fixed_size_frame(&self.config, &buffer, self.frames, &self.info)
+                .map_err(flac_error)?;
         self.frames += 1;
         bytes_of(&frame)
     }
@@ -162,11 +172,17 @@ impl Mp3 {
     fn new(rate_hz: u32) -> Result<Self, EncodeError> {
         let header = encoder_header(rate_hz, 1, MP3_KBITS_PER_SECOND)?;
         let frame = header.version.samples_per_frame();
-        Ok(Self { encoder: Mp3Encode::new(), header, frame, pending: Vec::new() })
+        Ok(Self {
+            encoder: Mp3Encode::new(),
+            header,
+            frame,
+            pending: Vec::new(),
+        })
     }
 
     fn push(&mut self, samples: &[i16]) -> Result<Vec<u8>, EncodeError> {
-        self.pending.extend(samples.iter().map(|&sample| f32::from(sample) / 32768.0));
+        self.pending
+            .extend(samples.iter().map(|&sample| f32::from(sample) / 32768.0));
         let whole = self.pending.len() / self.frame * self.frame;
         let frames: Vec<f32> = self.pending.drain(..whole).collect();
         let mut encoded = Vec::new();
@@ -225,10 +241,17 @@ impl Opus {
         let whole = self.pending.len() / self.frame * self.frame;
         let frames: Vec<i16> = self.pending.drain(..whole).collect();
         for frame in frames.chunks(self.frame) {
-            let length = self.encoder.encode_s16(frame, self.frame, &mut self.packet)?;
-            self.writer.write_packet(self.packet.get(..length).unwrap_or_default())?;
+            let length = self
+                .encoder
+                .encode_s16(frame, self.frame, &mut self.packet)?;
+            self.writer
+                .write_packet(self.packet.get(..length).unwrap_or_default())?;
         }
-        Ok(self.writer.get_mut().map(std::mem::take).unwrap_or_default())
+        Ok(self
+            .writer
+            .get_mut()
+            .map(std::mem::take)
+            .unwrap_or_default())
     }
 
     /// Lets out what the encoder still holds, and states where the audio ends (RFC 7845, section 4.4).
@@ -238,11 +261,14 @@ impl Opus {
         self.pending.resize(padded, 0);
         let end = self.pre_skip + self.taken * self.ticks;
         for frame in self.pending.chunks(self.frame) {
-            let length = self.encoder.encode_s16(frame, self.frame, &mut self.packet)?;
+            let length = self
+                .encoder
+                .encode_s16(frame, self.frame, &mut self.packet)?;
             let packet = self.packet.get(..length).unwrap_or_default();
             let left = end.saturating_sub(self.writer.granule().unsigned_abs());
             let whole = u64::try_from(self.frame).unwrap_or(0) * self.ticks;
-            self.writer.write_packet_with_duration(packet, u32::try_from(left.min(whole)).unwrap_or(0))?;
+            self.writer
+                .write_packet_with_duration(packet, u32::try_from(left.min(whole)).unwrap_or(0))?;
         }
         Ok(self.writer.finish()?)
     }
@@ -276,12 +302,24 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::speech::decode::decode_whole_for_asr;
+    use crate::decode::decode_whole_for_asr;
 
     #[test]
     fn what_is_encoded_in_pieces_is_decoded_in_its_length_and_sound() {
-        let samples: Vec<i16> = (0..30_011).map(|at| if at * 880 / 24_000 % 2 == 0 { 6000 } else { -6000 }).collect();
-        let encodings: [(_, &[u8]); 3] = [(Encoding::Flac, b"fLaC"), (Encoding::Mp3, b""), (Encoding::Opus, b"OggS")];
+        let samples: Vec<i16> = (0..30_011)
+            .map(|at| {
+                if at * 880 / 24_000 % 2 == 0 {
+                    6000
+                } else {
+                    -6000
+                }
+            })
+            .collect();
+        let encodings: [(_, &[u8]); 3] = [
+            (Encoding::Flac, b"fLaC"),
+            (Encoding::Mp3, b""),
+            (Encoding::Opus, b"OggS"),
+        ];
         for (encoding, magic) in encodings {
             let (mut encoder, mut file) = Encoder::new(encoding, 24_000).unwrap();
             assert!(file.starts_with(magic));
@@ -294,14 +332,28 @@ mod tests {
                 file.extend(bytes);
             }
             file.extend(encoder.finish().unwrap());
-            assert!(first.unwrap() <= 5, "{encoding:?}: sound comes at once, not in the end");
+            assert!(
+                first.unwrap() <= 5,
+                "{encoding:?}: sound comes at once, not in the end"
+            );
             let heard = decode_whole_for_asr(&file, Duration::from_secs(9)).unwrap();
             let expected = 30_011 * 2 / 3;
             // An MP3 has no word for the silence of its filter banks before and behind the sound.
-            let silence = if encoding == Encoding::Mp3 { MP3_HELD + 576 } else { 400 };
-            assert!(heard.samples.len().abs_diff(expected) <= silence, "{encoding:?}: {}", heard.samples.len());
+            let silence = if encoding == Encoding::Mp3 {
+                MP3_HELD + 576
+            } else {
+                400
+            };
+            assert!(
+                heard.samples.len().abs_diff(expected) <= silence,
+                "{encoding:?}: {}",
+                heard.samples.len()
+            );
             let middle = &heard.samples[4000..12_000];
-            let crossings = middle.windows(2).filter(|pair| (pair[0] < 0) != (pair[1] < 0)).count();
+            let crossings = middle
+                .windows(2)
+                .filter(|pair| (pair[0] < 0) != (pair[1] < 0))
+                .count();
             assert!(crossings.abs_diff(440) <= 4, "{encoding:?}: {crossings}");
         }
     }

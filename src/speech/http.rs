@@ -20,11 +20,15 @@ use tokio::{net::TcpStream, sync::mpsc, task::JoinHandle, time::timeout};
 
 use super::{
     audio::{MonoAudio, PcmDecoder},
-    client::{ClientError, ClientTimeouts, Endpoint, Heard, QUEUED_CHUNKS, SpeechStream, SpokenLength, brief},
+    client::{
+        ClientError, ClientTimeouts, Endpoint, Heard, QUEUED_CHUNKS, SpeechStream, SpokenLength,
+        brief,
+    },
     server::BAD_REQUEST,
     wyoming::AudioFormat,
 };
-use crate::{heap, units};
+use cotenant_memory::heap;
+use cotenant_units as units;
 
 /// Which routes a server has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -62,14 +66,23 @@ impl HttpSpeechClient {
     /// A client of `host:port`; connects with each request.
     #[must_use]
     pub fn new(address: String, shape: HttpShape, model: String, timeouts: ClientTimeouts) -> Self {
-        Self { address, shape, model, timeouts }
+        Self {
+            address,
+            shape,
+            model,
+            timeouts,
+        }
     }
 
     /// What is said in `audio`, where the server is set to expect `language`.
     ///
     /// # Errors
     /// When it cannot be reached, does not answer in time, refuses, or answers something else.
-    pub async fn hear(&self, audio: &MonoAudio, language: Option<&str>) -> Result<Heard, ClientError> {
+    pub async fn hear(
+        &self,
+        audio: &MonoAudio,
+        language: Option<&str>,
+    ) -> Result<Heard, ClientError> {
         let path = match self.shape {
             HttpShape::Openai => "/v1/audio/transcriptions",
             HttpShape::Whisper => "/inference",
@@ -87,11 +100,16 @@ impl HttpSpeechClient {
         let ask = async {
             let (response, _connection) = self.post(path, &kind, body).await?;
             let response = self.accepted(response).await?;
-            let whole = Limited::new(response.into_body(), TEXT_BYTES_MAX).collect().await;
-            let whole = whole.map_err(|error| self.wrong(error.to_string()))?.to_bytes();
+            let whole = Limited::new(response.into_body(), TEXT_BYTES_MAX)
+                .collect()
+                .await;
+            let whole = whole
+                .map_err(|error| self.wrong(error.to_string()))?
+                .to_bytes();
             let tree = heap::tree_bytes(&whole);
             if tree > TEXT_TREE_MAX {
-                let problem = format!("its answer would take {tree} of memory, the limit is {TEXT_TREE_MAX}");
+                let problem =
+                    format!("its answer would take {tree} of memory, the limit is {TEXT_TREE_MAX}");
                 return Err(self.wrong(problem));
             }
             let answer: Value = serde_json::from_slice(&whole)
@@ -100,10 +118,15 @@ impl HttpSpeechClient {
             let text = text.ok_or_else(|| self.wrong("its answer has no `text`".to_owned()))?;
             Ok(Heard {
                 text: text.trim().to_owned(),
-                language: answer.get("language").and_then(Value::as_str).map(str::to_owned),
+                language: answer
+                    .get("language")
+                    .and_then(Value::as_str)
+                    .map(str::to_owned),
             })
         };
-        timeout(patience, ask).await.unwrap_or_else(|_| Err(self.late("transcribe", patience)))
+        timeout(patience, ask)
+            .await
+            .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
     /// Whether the server speaks at the speed that is asked for.
@@ -153,13 +176,19 @@ impl HttpSpeechClient {
     ///
     /// # Errors
     /// As [`hear`](Self::hear); later failures come as items.
-    pub async fn synthesize(&self, text: &str, said: &Manner<'_>) -> Result<SpeechStream, ClientError> {
+    pub async fn synthesize(
+        &self,
+        text: &str,
+        said: &Manner<'_>,
+    ) -> Result<SpeechStream, ClientError> {
         let Some((path, body)) = self.spoken_as(text, said) else {
             return Err(self.wrong("it only hears".to_owned()));
         };
         let patience = self.timeouts.synthesize;
         let begin = async {
-            let (response, connection) = self.post(path, "application/json", Bytes::from(body.to_string())).await?;
+            let (response, connection) = self
+                .post(path, "application/json", Bytes::from(body.to_string()))
+                .await?;
             let response = self.accepted(response).await?;
             let raw = response
                 .headers()
@@ -175,13 +204,16 @@ impl HttpSpeechClient {
                 let Some(piece) = self.piece(&mut body).await? else {
                     return Err(self.wrong("its audio ends within the header".to_owned()));
                 };
-                if let Some((format, length, samples)) = wav.push(&piece).map_err(|problem| self.wrong(problem))? {
+                if let Some((format, length, samples)) =
+                    wav.push(&piece).map_err(|problem| self.wrong(problem))?
+                {
                     return Ok((format, length, samples, body, connection));
                 }
             }
         };
-        let (format, length, first, mut body, connection) =
-            timeout(patience, begin).await.unwrap_or_else(|_| Err(self.late("synthesize", patience)))?;
+        let (format, length, first, mut body, connection) = timeout(patience, begin)
+            .await
+            .unwrap_or_else(|_| Err(self.late("synthesize", patience)))?;
         let mut decoder = PcmDecoder::new(format).map_err(ClientError::Audio)?;
         let mut spoken = SpokenLength::new(text, said.speed, format.rate);
         let (sender, receiver) = mpsc::channel(QUEUED_CHUNKS);
@@ -225,17 +257,28 @@ impl HttpSpeechClient {
         Ok(SpeechStream::new(format.rate, receiver))
     }
 
-    async fn post(&self, path: &str, kind: &str, body: Bytes) -> Result<(Response<Incoming>, Connection), ClientError> {
+    async fn post(
+        &self,
+        path: &str,
+        kind: &str,
+        body: Bytes,
+    ) -> Result<(Response<Incoming>, Connection), ClientError> {
         let limit = self.timeouts.connect;
         let stream = timeout(limit, TcpStream::connect(&self.address))
             .await
             .map_err(|_| self.late("connect", limit))?
-            .map_err(|source| ClientError::Connect { endpoint: self.endpoint(), source })?;
+            .map_err(|source| ClientError::Connect {
+                endpoint: self.endpoint(),
+                source,
+            })?;
         let broken = |error: hyper::Error| ClientError::Broken {
             endpoint: self.endpoint(),
             source: std::io::Error::other(error),
         };
-        let (mut sender, connection) = http1::Builder::new().handshake(TokioIo::new(stream)).await.map_err(broken)?;
+        let (mut sender, connection) = http1::Builder::new()
+            .handshake(TokioIo::new(stream))
+            .await
+            .map_err(broken)?;
         let connection = Connection(tokio::spawn(async move {
             // Errors are reported to the caller that waits for the answer.
             let _ = connection.await;
@@ -251,12 +294,17 @@ impl HttpSpeechClient {
     }
 
     /// The answer, if it is one; what the server says instead goes into the error.
-    async fn accepted(&self, response: Response<Incoming>) -> Result<Response<Incoming>, ClientError> {
+    async fn accepted(
+        &self,
+        response: Response<Incoming>,
+    ) -> Result<Response<Incoming>, ClientError> {
         let status = response.status();
         if status.is_success() {
             return Ok(response);
         }
-        let said = Limited::new(response.into_body(), REFUSAL_BYTES_MAX).collect().await;
+        let said = Limited::new(response.into_body(), REFUSAL_BYTES_MAX)
+            .collect()
+            .await;
         let said = said.map(|body| String::from_utf8_lossy(&body.to_bytes()).into_owned());
         let said = said.unwrap_or_default();
         let message = serde_json::from_str::<Value>(&said).ok().and_then(|body| {
@@ -298,11 +346,18 @@ impl HttpSpeechClient {
     }
 
     fn late(&self, act: &'static str, limit: Duration) -> ClientError {
-        ClientError::Late { endpoint: self.endpoint(), act, limit }
+        ClientError::Late {
+            endpoint: self.endpoint(),
+            act,
+            limit,
+        }
     }
 
     fn wrong(&self, problem: String) -> ClientError {
-        ClientError::Answer { endpoint: self.endpoint(), problem }
+        ClientError::Answer {
+            endpoint: self.endpoint(),
+            problem,
+        }
     }
 }
 
@@ -357,7 +412,9 @@ impl WavHead {
             at = end.saturating_add(usize::from(length % 2 == 1));
         }
         if seen.len() > WAV_HEAD_BYTES_MAX {
-            return Err(format!("its WAV has no samples within {WAV_HEAD_BYTES_MAX} bytes"));
+            return Err(format!(
+                "its WAV has no samples within {WAV_HEAD_BYTES_MAX} bytes"
+            ));
         }
         Ok(None)
     }
@@ -371,9 +428,15 @@ fn wav_format(body: &[u8]) -> Result<AudioFormat, String> {
     let (tag, channels, bits) = (short(0), short(2), short(14));
     // 0xFFFE is the extensible form of the same.
     if !matches!(tag, 1 | 0xFFFE) || bits % 8 != 0 {
-        return Err(format!("its WAV has encoding {tag} with {bits} bits, not plain samples"));
+        return Err(format!(
+            "its WAV has encoding {tag} with {bits} bits, not plain samples"
+        ));
     }
-    Ok(AudioFormat { rate: number(body, 4).unwrap_or_default(), width: bits / 8, channels })
+    Ok(AudioFormat {
+        rate: number(body, 4).unwrap_or_default(),
+        width: bits / 8,
+        channels,
+    })
 }
 
 fn number(bytes: &[u8], at: usize) -> Option<u32> {
@@ -389,7 +452,10 @@ fn multipart(fields: &[(&str, &str)], wav: &[u8]) -> (String, Bytes) {
         // Values come from the configuration and from clients; a line break would end the part.
         let value: String = value.chars().filter(|c| !c.is_control()).collect();
         body.extend_from_slice(
-            format!("--{boundary}\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n").as_bytes(),
+            format!(
+                "--{boundary}\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n"
+            )
+            .as_bytes(),
         );
     }
     body.extend_from_slice(
@@ -401,13 +467,18 @@ fn multipart(fields: &[(&str, &str)], wav: &[u8]) -> (String, Bytes) {
     );
     body.extend_from_slice(wav);
     body.extend_from_slice(format!("\r\n--{boundary}--\r\n").as_bytes());
-    (format!("multipart/form-data; boundary={boundary}"), Bytes::from(body))
+    (
+        format!("multipart/form-data; boundary={boundary}"),
+        Bytes::from(body),
+    )
 }
 
 /// A line that is in no recording: it is longer than any that a recording holds by chance.
 fn boundary() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
-    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let since = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .unwrap_or_default();
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     format!("cotenant-{:032x}-{count:016x}", since.as_nanos())
 }
@@ -470,30 +541,57 @@ mod tests {
 
     #[test]
     fn what_is_not_wav_is_reported() {
-        assert_eq!(begin_of(b"<html>no such page</html>", 5).unwrap_err(), "its audio is not WAV");
+        assert_eq!(
+            begin_of(b"<html>no such page</html>", 5).unwrap_err(),
+            "its audio is not WAV"
+        );
         let mut wav = MonoAudio::new(16_000, vec![5]).to_wav().unwrap();
         wav[20] = 85;
         let error = begin_of(&wav, 9).unwrap_err();
-        assert_eq!(error, "its WAV has encoding 85 with 16 bits, not plain samples");
+        assert_eq!(
+            error,
+            "its WAV has encoding 85 with 16 bits, not plain samples"
+        );
     }
 
     #[test]
     fn a_speed_is_passed_on_as_each_server_takes_it() {
-        let client =
-            |shape| HttpSpeechClient::new("127.0.0.1:1".to_owned(), shape, "m".to_owned(), ClientTimeouts::default());
+        let client = |shape| {
+            HttpSpeechClient::new(
+                "127.0.0.1:1".to_owned(),
+                shape,
+                "m".to_owned(),
+                ClientTimeouts::default(),
+            )
+        };
         let asked = |shape, speed| {
-            let manner = Manner { voice: Some("kal"), speaker: Some("7"), speed };
+            let manner = Manner {
+                voice: Some("kal"),
+                speaker: Some("7"),
+                speed,
+            };
             client(shape).spoken_as("hi", &manner)
         };
         let (path, body) = asked(HttpShape::Openai, 1.25).unwrap();
-        assert_eq!((path, &body["speed"], &body["voice"]), ("/v1/audio/speech", &json!(1.25), &json!("kal")));
+        assert_eq!(
+            (path, &body["speed"], &body["voice"]),
+            ("/v1/audio/speech", &json!(1.25), &json!("kal"))
+        );
         let (path, body) = asked(HttpShape::Piper, 2.0).unwrap();
-        assert_eq!((path, &body["length_scale"], &body["speaker"]), ("/synthesize", &json!(0.5), &json!("7")));
-        for (shape, name) in [(HttpShape::Openai, "speed"), (HttpShape::Piper, "length_scale")] {
+        assert_eq!(
+            (path, &body["length_scale"], &body["speaker"]),
+            ("/synthesize", &json!(0.5), &json!("7"))
+        );
+        for (shape, name) in [
+            (HttpShape::Openai, "speed"),
+            (HttpShape::Piper, "length_scale"),
+        ] {
             assert!(client(shape).takes_speed());
             assert!(asked(shape, 1.0).unwrap().1.get(name).is_none());
         }
-        assert!(!client(HttpShape::Whisper).takes_speed() && asked(HttpShape::Whisper, 1.0).is_none());
+        assert!(
+            !client(HttpShape::Whisper).takes_speed() && asked(HttpShape::Whisper, 1.0).is_none()
+        );
     }
 
     #[test]
@@ -502,7 +600,10 @@ mod tests {
         let boundary = kind.strip_prefix("multipart/form-data; boundary=").unwrap();
         let text = String::from_utf8(body.to_vec()).unwrap();
         assert_eq!(text.matches(boundary).count(), 4);
-        assert!(text.contains("name=\"language\"\r\n\r\nenX: 1\r\n"), "{text}");
+        assert!(
+            text.contains("name=\"language\"\r\n\r\nenX: 1\r\n"),
+            "{text}"
+        );
         assert!(text.ends_with(&format!("RIFFdata\r\n--{boundary}--\r\n")));
     }
 

@@ -1,8 +1,8 @@
 //! Streaming resampler.
 
 use rubato::{
-    Async, Fft, FixedAsync, FixedSync, Indexing, SincInterpolationParameters, SincInterpolationType, WindowFunction,
-    audioadapter_buffers::direct::InterleavedSlice,
+    Async, Fft, FixedAsync, FixedSync, Indexing, SincInterpolationParameters,
+    SincInterpolationType, WindowFunction, audioadapter_buffers::direct::InterleavedSlice,
 };
 
 /// Changes the rate of mono audio that comes in pieces.
@@ -24,7 +24,10 @@ pub struct Resampler {
 
 impl std::fmt::Debug for Resampler {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Resampler").field("from_hz", &self.from_hz).field("to_hz", &self.to_hz).finish_non_exhaustive()
+        f.debug_struct("Resampler")
+            .field("from_hz", &self.from_hz)
+            .field("to_hz", &self.to_hz)
+            .finish_non_exhaustive()
     }
 }
 
@@ -34,21 +37,29 @@ impl Resampler {
     /// # Errors
     /// When a rate is zero.
     pub fn new(from_hz: u32, to_hz: u32) -> Result<Self, ResampleError> {
-        let failed = |source| ResampleError::New { from_hz, to_hz, source };
-        let (from, to) = (as_len(from_hz), as_len(to_hz));
-        let inner: Box<dyn rubato::Resampler<f32>> = if from / gcd(from, to.max(1)).max(1) <= FFT_BLOCK_MAX {
-            Box::new(Fft::<f32>::new(from, to, BLOCK, 1, FixedSync::Input).map_err(failed)?)
-        } else {
-            let parameters = SincInterpolationParameters {
-                sinc_len: 128,
-                f_cutoff: None,
-                oversampling_factor: 128,
-                interpolation: SincInterpolationType::Cubic,
-                window: WindowFunction::BlackmanHarris2,
-            };
-            let ratio = f64::from(to_hz) / f64::from(from_hz);
-            Box::new(Async::<f32>::new_sinc(ratio, 1.0, &parameters, BLOCK, 1, FixedAsync::Input).map_err(failed)?)
+        let failed = |source| ResampleError::New {
+            from_hz,
+            to_hz,
+            source,
         };
+        let (from, to) = (as_len(from_hz), as_len(to_hz));
+        let inner: Box<dyn rubato::Resampler<f32>> =
+            if from / gcd(from, to.max(1)).max(1) <= FFT_BLOCK_MAX {
+                Box::new(Fft::<f32>::new(from, to, BLOCK, 1, FixedSync::Input).map_err(failed)?)
+            } else {
+                let parameters = SincInterpolationParameters {
+                    sinc_len: 128,
+                    f_cutoff: None,
+                    oversampling_factor: 128,
+                    interpolation: SincInterpolationType::Cubic,
+                    window: WindowFunction::BlackmanHarris2,
+                };
+                let ratio = f64::from(to_hz) / f64::from(from_hz);
+                Box::new(
+                    Async::<f32>::new_sinc(ratio, 1.0, &parameters, BLOCK, 1, FixedAsync::Input)
+                        .map_err(failed)?,
+                )
+            };
         Ok(Self {
             block: vec![0.0; inner.output_frames_max()],
             delay: inner.output_delay(),
@@ -67,7 +78,11 @@ impl Resampler {
     /// When the resampler itself fails, which its sizes exclude.
     pub fn push(&mut self, samples: &[i16]) -> Result<Vec<i16>, ResampleError> {
         self.taken += u64::try_from(samples.len()).unwrap_or(u64::MAX);
-        self.pending.extend(samples.iter().map(|&sample| f32::from(sample) / f32::from(i16::MAX)));
+        self.pending.extend(
+            samples
+                .iter()
+                .map(|&sample| f32::from(sample) / f32::from(i16::MAX)),
+        );
         let mut output = Vec::new();
         let mut used = 0;
         while self.pending.len() - used >= self.inner.input_frames_next() {
@@ -82,7 +97,8 @@ impl Resampler {
     /// # Errors
     /// As [`push`](Self::push).
     pub fn finish(mut self) -> Result<Vec<i16>, ResampleError> {
-        let wanted = (u128::from(self.taken) * u128::from(self.to_hz)).div_ceil(u128::from(self.from_hz));
+        let wanted =
+            (u128::from(self.taken) * u128::from(self.to_hz)).div_ceil(u128::from(self.from_hz));
         let wanted = u64::try_from(wanted).unwrap_or(u64::MAX);
         let mut output = Vec::new();
         let mut rest = self.pending.len();
@@ -96,13 +112,26 @@ impl Resampler {
     }
 
     /// Runs one block from `pending[offset..]`, of which `partial` are real; returns how many were taken.
-    fn step(&mut self, offset: usize, partial: Option<usize>, output: &mut Vec<i16>) -> Result<usize, ResampleError> {
-        let input = InterleavedSlice::new(&self.pending, 1, self.pending.len()).map_err(|_| ResampleError::Sizes)?;
+    fn step(
+        &mut self,
+        offset: usize,
+        partial: Option<usize>,
+        output: &mut Vec<i16>,
+    ) -> Result<usize, ResampleError> {
+        let input = InterleavedSlice::new(&self.pending, 1, self.pending.len())
+            .map_err(|_| ResampleError::Sizes)?;
         let room = self.block.len();
-        let mut block = InterleavedSlice::new_mut(&mut self.block, 1, room).map_err(|_| ResampleError::Sizes)?;
-        let indexing = Indexing { input_offset: offset, partial_len: partial, ..Indexing::default() };
-        let (taken, given) =
-            self.inner.process_into_buffer(&input, &mut block, Some(&indexing)).map_err(ResampleError::Run)?;
+        let mut block = InterleavedSlice::new_mut(&mut self.block, 1, room)
+            .map_err(|_| ResampleError::Sizes)?;
+        let indexing = Indexing {
+            input_offset: offset,
+            partial_len: partial,
+            ..Indexing::default()
+        };
+        let (taken, given) = self
+            .inner
+            .process_into_buffer(&input, &mut block, Some(&indexing))
+            .map_err(ResampleError::Run)?;
         let skipped = self.delay.min(given);
         self.delay -= skipped;
         let ready = self.block.get(skipped..given).unwrap_or_default();
@@ -174,7 +203,10 @@ mod tests {
             .collect()
     }
 
-    #[expect(clippy::cast_possible_truncation, reason = "an angle needs no more digits")]
+    #[expect(
+        clippy::cast_possible_truncation,
+        reason = "an angle needs no more digits"
+    )]
     fn half(angle: f64) -> f32 {
         angle as f32
     }
@@ -223,13 +255,20 @@ mod tests {
     #[test]
     fn pieces_do_not_change_the_result() {
         let samples = tone(22_050, 300.0, 200);
-        assert_eq!(converted(22_050, 24_000, &samples, 1), converted(22_050, 24_000, &samples, usize::MAX));
+        assert_eq!(
+            converted(22_050, 24_000, &samples, 1),
+            converted(22_050, 24_000, &samples, usize::MAX)
+        );
     }
 
     #[test]
     fn what_lies_above_the_new_range_is_gone() {
         let output = converted(44_100, 16_000, &tone(44_100, 12_000.0, 500), 4096);
-        let loudest = output[800..output.len() - 800].iter().map(|s| s.unsigned_abs()).max().unwrap();
+        let loudest = output[800..output.len() - 800]
+            .iter()
+            .map(|s| s.unsigned_abs())
+            .max()
+            .unwrap();
         assert!(loudest < 200, "an alias of {loudest} of 16000");
     }
 

@@ -5,7 +5,7 @@ use super::spoken::spoken;
 /// Collects pieces of text and gives out whole sentences, without markup.
 ///
 /// ```
-/// # use cotenant::speech::sentences::Sentences;
+/// # use cotenant_speech::sentences::Sentences;
 /// let mut sentences = Sentences::default();
 /// assert!(sentences.push("It is 21.5 degrees").is_empty());
 /// assert_eq!(sentences.push(". The window").concat(), "It is 21.5 degrees.");
@@ -46,7 +46,9 @@ fn first_end(text: &str) -> Option<usize> {
         match character {
             '\n' | '。' | '！' | '？' => return Some(behind),
             '!' | '?' | '…' if next.is_some_and(char::is_whitespace) => return Some(behind),
-            '.' if next.is_some_and(char::is_whitespace) && !is_abbreviated(text.get(..at).unwrap_or_default()) => {
+            '.' if next.is_some_and(char::is_whitespace)
+                && !is_abbreviated(text.get(..at).unwrap_or_default()) =>
+            {
                 return Some(behind);
             }
             // A quotation ends with its sentence.
@@ -72,7 +74,8 @@ fn is_abbreviated(text: &str) -> bool {
     let is_number = !word.is_empty() && word.chars().all(|character| character.is_ascii_digit());
     // "2. Turn it off" begins a line; "in room 2." does not.
     let begins_line = text.trim_start().len() == word.len() || text.ends_with(&format!("\n{word}"));
-    let is_initial = word.chars().count() == 1 && word.chars().all(char::is_uppercase) && word != "I";
+    let is_initial =
+        word.chars().count() == 1 && word.chars().all(char::is_uppercase) && word != "I";
     (is_number && begins_line) || is_initial || TITLES.contains(&word)
 }
 
@@ -99,10 +102,22 @@ mod tests {
     fn sentences_end_where_a_reader_would_stop() {
         assert_eq!(
             cut("Hello! It is 21.5 degrees. Dr. Who left at 7.30 p.m. today?\nYes."),
-            ["Hello!", "It is 21.5 degrees.", "Dr. Who left at 7.30 p.m.", "today?", "Yes."]
+            [
+                "Hello!",
+                "It is 21.5 degrees.",
+                "Dr. Who left at 7.30 p.m.",
+                "today?",
+                "Yes."
+            ]
         );
-        assert_eq!(cut("1. Turn it off. 2. Wait."), ["1. Turn it off.", "2. Wait."]);
-        assert_eq!(cut("Go to room 2. Then stop."), ["Go to room 2.", "Then stop."]);
+        assert_eq!(
+            cut("1. Turn it off. 2. Wait."),
+            ["1. Turn it off.", "2. Wait."]
+        );
+        assert_eq!(
+            cut("Go to room 2. Then stop."),
+            ["Go to room 2.", "Then stop."]
+        );
         assert_eq!(cut("\"Stop.\" He did."), ["\"Stop.\"", "He did."]);
         assert_eq!(cut("一。二"), ["一。", "二"]);
     }
@@ -110,14 +125,21 @@ mod tests {
     #[test]
     fn what_cannot_be_spoken_is_dropped() {
         assert_eq!(cut(" \n ... \n - \n"), Vec::<String>::new());
-        assert_eq!(cut("## Plan\n**Wait. Then go.** 👍\n|a|b|\n|-|-|\n"), ["Plan", "Wait.", "Then go.", "a, b"]);
+        assert_eq!(
+            cut("## Plan\n**Wait. Then go.** 👍\n|a|b|\n|-|-|\n"),
+            ["Plan", "Wait.", "Then go.", "a, b"]
+        );
     }
 
     #[test]
     fn a_text_without_an_end_is_cut_between_words() {
         let text = "word, ".repeat(200);
         let parts = cut(&text);
-        assert!(parts.iter().all(|part| part.len() <= SENTENCE_BYTES_MAX && part.starts_with("word")));
+        assert!(
+            parts
+                .iter()
+                .all(|part| part.len() <= SENTENCE_BYTES_MAX && part.starts_with("word"))
+        );
         assert_eq!(parts.join(" "), text.trim());
     }
 

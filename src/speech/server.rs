@@ -28,7 +28,7 @@ use super::{
         write_frame,
     },
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// What is served.
 pub trait Service: Send + Sync + 'static {
@@ -51,7 +51,11 @@ pub trait Session: Send + 'static {
     ///
     /// # Errors
     /// A refusal is sent as `error`; in any case the connection is closed.
-    fn handle(&mut self, event: Event, reply: &Reply) -> impl Future<Output = Result<(), SessionError>> + Send;
+    fn handle(
+        &mut self,
+        event: Event,
+        reply: &Reply,
+    ) -> impl Future<Output = Result<(), SessionError>> + Send;
 
     /// Waits for the end of what [`handle`](Self::handle) has started. Without such work it waits for ever. Nothing is
     /// lost when the returned future is dropped.
@@ -104,7 +108,10 @@ impl Refusal {
     /// A refusal with this code and text.
     #[must_use]
     pub fn new(code: &'static str, text: impl Into<String>) -> Self {
-        Self { text: text.into(), code }
+        Self {
+            text: text.into(),
+            code,
+        }
     }
 }
 
@@ -117,7 +124,10 @@ pub fn check_text_length(bytes: usize) -> Result<(), Refusal> {
         return Ok(());
     }
     let (text, limit) = (Bytes::of_len(bytes), Bytes::of_len(TEXT_BYTES_MAX));
-    Err(Refusal::new("too-long", format!("text of {text} is longer than the limit of {limit}")))
+    Err(Refusal::new(
+        "too-long",
+        format!("text of {text} is longer than the limit of {limit}"),
+    ))
 }
 
 /// Longest text that is spoken: some 15 minutes.
@@ -139,7 +149,10 @@ impl Reply {
     pub async fn send(&self, event: Event) -> Result<(), FrameError> {
         let outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
         self.queue.send(outgoing).await.map_err(|_| {
-            FrameError::Io(io::Error::new(io::ErrorKind::BrokenPipe, "the client is gone, or takes no answer"))
+            FrameError::Io(io::Error::new(
+                io::ErrorKind::BrokenPipe,
+                "the client is gone, or takes no answer",
+            ))
         })
     }
 
@@ -148,7 +161,10 @@ impl Reply {
     #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
-        let reply = Self { queue: self.queue.clone(), wanted: wanted.clone() };
+        let reply = Self {
+            queue: self.queue.clone(),
+            wanted: wanted.clone(),
+        };
         (reply, wanted)
     }
 
@@ -215,7 +231,10 @@ impl Default for ServerLimits {
             idle: Duration::from_secs(60),
             write: Duration::from_secs(10),
             // Clients send no lists; what servers say of themselves has many.
-            frame: FrameLimits { tree: Bytes::from_mib(1), ..FrameLimits::default() },
+            frame: FrameLimits {
+                tree: Bytes::from_mib(1),
+                ..FrameLimits::default()
+            },
         }
     }
 }
@@ -236,7 +255,9 @@ impl Server {
         let listener = match endpoint {
             Endpoint::Unix(path) => {
                 let listener = match UnixListener::bind(path) {
-                    Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_abandoned(path).await => {
+                    Err(error)
+                        if error.kind() == io::ErrorKind::AddrInUse && is_abandoned(path).await =>
+                    {
                         fs::remove_file(path)?;
                         UnixListener::bind(path)?
                     }
@@ -253,9 +274,15 @@ impl Server {
     ///
     /// # Errors
     /// When it cannot be used.
-    pub fn on_tcp(listener: std::net::TcpListener, limits: ServerLimits) -> Result<Self, io::Error> {
+    pub fn on_tcp(
+        listener: std::net::TcpListener,
+        limits: ServerLimits,
+    ) -> Result<Self, io::Error> {
         listener.set_nonblocking(true)?;
-        Ok(Self { listener: Listener::Tcp(TcpListener::from_std(listener)?), limits })
+        Ok(Self {
+            listener: Listener::Tcp(TcpListener::from_std(listener)?),
+            limits,
+        })
     }
 
     /// Serves a Unix socket that is open already; its file at `path` stays when the server ends.
@@ -269,7 +296,10 @@ impl Server {
     ) -> Result<Self, io::Error> {
         listener.set_nonblocking(true)?;
         let file = SocketFile { path, inode: None };
-        Ok(Self { listener: Listener::Unix(UnixListener::from_std(listener)?, file), limits })
+        Ok(Self {
+            listener: Listener::Unix(UnixListener::from_std(listener)?, file),
+            limits,
+        })
     }
 
     /// Where it listens; for a TCP port of 0, the port that was chosen.
@@ -335,26 +365,34 @@ struct Seats {
 
 impl Seats {
     const fn new(limit: usize) -> Self {
-        Self { limit, next: 0, taken: BTreeMap::new() }
+        Self {
+            limit,
+            next: 0,
+            taken: BTreeMap::new(),
+        }
     }
 
     /// A new place; where all are taken, the one of the connection that has been idle for longest, which has to leave.
     fn take(&mut self, now: Instant) -> Option<(u64, CancellationToken)> {
         if self.taken.len() >= self.limit {
-            let gives_way = |(activity, since, _): &(Activity, Instant, CancellationToken)| match activity {
-                Activity::Idle => true,
-                Activity::Receiving => now.duration_since(*since) >= STALLED,
-                Activity::Working => false,
-            };
+            let gives_way =
+                |(activity, since, _): &(Activity, Instant, CancellationToken)| match activity {
+                    Activity::Idle => true,
+                    Activity::Receiving => now.duration_since(*since) >= STALLED,
+                    Activity::Working => false,
+                };
             let idle = self.taken.iter().filter(|(_, seat)| gives_way(seat));
-            let longest = idle.min_by_key(|(_, (_, since, _))| *since).map(|(&number, _)| number)?;
+            let longest = idle
+                .min_by_key(|(_, (_, since, _))| *since)
+                .map(|(&number, _)| number)?;
             if let Some((_, _, leave)) = self.taken.remove(&longest) {
                 leave.cancel();
             }
         }
         let leave = CancellationToken::new();
         self.next += 1;
-        self.taken.insert(self.next, (Activity::Idle, now, leave.clone()));
+        self.taken
+            .insert(self.next, (Activity::Idle, now, leave.clone()));
         Some((self.next, leave))
     }
 }
@@ -369,7 +407,11 @@ struct Seat {
 impl Seat {
     fn take(seats: &Arc<Mutex<Seats>>) -> Option<Self> {
         let (number, leave) = locked(seats).take(Instant::now())?;
-        Some(Self { seats: Arc::clone(seats), number, leave })
+        Some(Self {
+            seats: Arc::clone(seats),
+            number,
+            leave,
+        })
     }
 
     /// Notes what the connection does from now on.
@@ -435,18 +477,27 @@ impl<S: Service> Connection<S> {
                 writing.abort();
                 return;
             }
-            Err(ConnectionError::Frame(error)) => Some(Refusal::new(BAD_REQUEST, with_cause(&error))),
-            Err(ConnectionError::Event(error)) => Some(Refusal::new(BAD_REQUEST, with_cause(&error))),
+            Err(ConnectionError::Frame(error)) => {
+                Some(Refusal::new(BAD_REQUEST, with_cause(&error)))
+            }
+            Err(ConnectionError::Event(error)) => {
+                Some(Refusal::new(BAD_REQUEST, with_cause(&error)))
+            }
         };
         let refused = refusal.is_some();
         if let Some(refusal) = refusal {
             tracing::debug!(code = refusal.code, text = refusal.text, "request refused");
-            let error = Event::Error(ErrorReply { text: refusal.text, code: Some(refusal.code.to_owned()) });
+            let error = Event::Error(ErrorReply {
+                text: refusal.text,
+                code: Some(refusal.code.to_owned()),
+            });
             // A voice pipeline of Home Assistant waits for ever after an `error` on an open connection.
             let _ = reply.send(error).await;
         }
         reply.end().await;
-        let Ok(mut writer) = writing.await else { return };
+        let Ok(mut writer) = writing.await else {
+            return;
+        };
         if writer.shutdown().await.is_ok() && refused {
             // What the client still sends must be taken: closing with unread bytes would reset a TCP connection and
             // could lose our answer on its way.
@@ -550,13 +601,17 @@ struct SocketFile {
 impl SocketFile {
     fn of(path: &Path) -> Result<Self, io::Error> {
         let meta = fs::symlink_metadata(path)?;
-        Ok(Self { path: path.to_owned(), inode: Some((meta.dev(), meta.ino())) })
+        Ok(Self {
+            path: path.to_owned(),
+            inode: Some((meta.dev(), meta.ino())),
+        })
     }
 }
 
 impl Drop for SocketFile {
     fn drop(&mut self) {
-        let ours = fs::symlink_metadata(&self.path).is_ok_and(|meta| self.inode == Some((meta.dev(), meta.ino())));
+        let ours = fs::symlink_metadata(&self.path)
+            .is_ok_and(|meta| self.inode == Some((meta.dev(), meta.ino())));
         if ours {
             let _ = fs::remove_file(&self.path);
         }

@@ -8,16 +8,28 @@ pub(super) fn spoken(sentence: &str) -> Option<String> {
     if line.starts_with("```") || line.starts_with("~~~") {
         return None;
     }
-    let row = if line.starts_with('|') { cells(line) } else { line.to_owned() };
+    let row = if line.starts_with('|') {
+        cells(line)
+    } else {
+        line.to_owned()
+    };
     let text = without_emphasis(&with_link_texts(without_line_mark(&row)));
-    let words: Vec<String> = text.split_whitespace().map(word).filter(|word| !word.is_empty()).collect();
+    let words: Vec<String> = text
+        .split_whitespace()
+        .map(word)
+        .filter(|word| !word.is_empty())
+        .collect();
     let said = words.join(" ");
     said.chars().any(char::is_alphanumeric).then_some(said)
 }
 
 /// The cells of a row of a table.
 fn cells(row: &str) -> String {
-    let cells: Vec<&str> = row.split('|').map(str::trim).filter(|cell| !cell.is_empty()).collect();
+    let cells: Vec<&str> = row
+        .split('|')
+        .map(str::trim)
+        .filter(|cell| !cell.is_empty())
+        .collect();
     cells.join(", ")
 }
 
@@ -28,9 +40,10 @@ fn without_line_mark(line: &str) -> &str {
         let mark = rest.trim_start_matches('#');
         let behind = match rest.chars().next() {
             Some('#') if rest.len() - mark.len() <= HEADING_LEVELS => mark,
-            Some('>' | '-' | '*' | '+' | '•') => {
-                rest.get(1..).or_else(|| rest.get('•'.len_utf8()..)).unwrap_or_default()
-            }
+            Some('>' | '-' | '*' | '+' | '•') => rest
+                .get(1..)
+                .or_else(|| rest.get('•'.len_utf8()..))
+                .unwrap_or_default(),
             _ => return rest,
         };
         if !behind.starts_with(char::is_whitespace) {
@@ -78,7 +91,11 @@ fn without_emphasis(text: &str) -> String {
             at += 1;
             continue;
         }
-        let run = characters.iter().skip(at).take_while(|&&character| character == first).count();
+        let run = characters
+            .iter()
+            .skip(at)
+            .take_while(|&&character| character == first)
+            .count();
         let before = at.checked_sub(1).and_then(|at| characters.get(at)).copied();
         let after = characters.get(at + run).copied();
         let inside = |side: Option<char>| side.is_some_and(char::is_alphanumeric);
@@ -100,14 +117,26 @@ fn without_emphasis(text: &str) -> String {
 fn word(word: &str) -> String {
     let word = word.trim_matches(['<', '>']);
     let opened = word.trim_start_matches(['(', '"', '\'']);
-    let Some(address) = ["https://", "http://"].iter().find_map(|scheme| opened.strip_prefix(scheme)) else {
-        return word.chars().filter(|&character| !is_picture(character)).collect();
+    let Some(address) = ["https://", "http://"]
+        .iter()
+        .find_map(|scheme| opened.strip_prefix(scheme))
+    else {
+        return word
+            .chars()
+            .filter(|&character| !is_picture(character))
+            .collect();
     };
     let lead = word.get(..word.len() - opened.len()).unwrap_or_default();
-    let end = word.len() - word.trim_end_matches(['.', ',', ';', ':', '!', '?', ')', '"', '\'']).len();
+    let end = word.len()
+        - word
+            .trim_end_matches(['.', ',', ';', ':', '!', '?', ')', '"', '\''])
+            .len();
     let tail = word.get(word.len() - end..).unwrap_or_default();
     let address = address.strip_prefix("www.").unwrap_or(address);
-    let host = address.split(['/', '?', '#', ':']).next().unwrap_or_default();
+    let host = address
+        .split(['/', '?', '#', ':'])
+        .next()
+        .unwrap_or_default();
     let host = host.trim_end_matches(['.', ',', ';', '!', ')', '"', '\'']);
     format!("{lead}{host}{tail}")
 }
@@ -132,8 +161,14 @@ mod tests {
     #[test]
     fn markup_is_not_spoken() {
         for (written, expected) in [
-            ("**Note:** the *kitchen* light is `on`.", Some("Note: the kitchen light is on.")),
-            ("__Bold__ and ***both*** and ~~gone~~.", Some("Bold and both and gone.")),
+            (
+                "**Note:** the *kitchen* light is `on`.",
+                Some("Note: the kitchen light is on."),
+            ),
+            (
+                "__Bold__ and ***both*** and ~~gone~~.",
+                Some("Bold and both and gone."),
+            ),
             ("## Weather today", Some("Weather today")),
             ("- milk", Some("milk")),
             ("* 2 eggs", Some("2 eggs")),
@@ -144,14 +179,23 @@ mod tests {
             ("|---|:-:|", None),
             ("```python", None),
             ("---", None),
-            ("See [the manual](https://example.com/a?b=c) now.", Some("See the manual now.")),
-            ("See https://www.example.com/a/b?c=d#e.", Some("See example.com.")),
+            (
+                "See [the manual](https://example.com/a?b=c) now.",
+                Some("See the manual now."),
+            ),
+            (
+                "See https://www.example.com/a/b?c=d#e.",
+                Some("See example.com."),
+            ),
             ("(http://192.168.1.2:8123/x)", Some("(192.168.1.2)")),
             ("<https://example.com/>, then", Some("example.com, then")),
             ("Done! 🎉👍🏽", Some("Done!")),
             ("👍", None),
             ("I ❤️ it ✅", Some("I it")),
-            ("2 * 3 = 6, a_b stays, 5 - 3 too, #1, -4 °C, ~5", Some("2 * 3 = 6, a_b stays, 5 - 3 too, #1, -4 °C, ~5")),
+            (
+                "2 * 3 = 6, a_b stays, 5 - 3 too, #1, -4 °C, ~5",
+                Some("2 * 3 = 6, a_b stays, 5 - 3 too, #1, -4 °C, ~5"),
+            ),
             ("He said [sic] so.", Some("He said [sic] so.")),
         ] {
             assert_eq!(spoken(written).as_deref(), expected, "{written}");

@@ -27,7 +27,7 @@ pub enum VoiceEdge {
 ///
 /// ```
 /// # use std::time::Duration;
-/// # use cotenant::speech::voice_activity::{VoiceDetector, VoiceEdge};
+/// # use cotenant_speech::voice_activity::{VoiceDetector, VoiceEdge};
 /// let mut detector = VoiceDetector::new(0.5, Duration::from_millis(200));
 /// assert_eq!(detector.push(&[0; 1600]), []);
 /// assert_eq!(detector.push(&[5000; 1600]), [VoiceEdge::Started(1600)]);
@@ -90,7 +90,11 @@ impl VoiceDetector {
         for &sample in samples {
             self.frame.push(sample);
             if self.frame.len() == FRAME {
-                let power: f64 = self.frame.iter().map(|&sample| f64::from(sample).powi(2)).sum();
+                let power: f64 = self
+                    .frame
+                    .iter()
+                    .map(|&sample| f64::from(sample).powi(2))
+                    .sum();
                 self.frame.clear();
                 self.position += u64::from(FRAME_SAMPLES);
                 edges.extend(self.step(power / f64::from(FRAME_SAMPLES)));
@@ -113,7 +117,11 @@ impl VoiceDetector {
                 Some(VoiceEdge::Started(self.position.saturating_sub(onset)))
             }
             State::Speaking { quiet } => {
-                *quiet = if power > gate * RELEASE { 0 } else { *quiet + 1 };
+                *quiet = if power > gate * RELEASE {
+                    0
+                } else {
+                    *quiet + 1
+                };
                 if *quiet < self.pause {
                     return None;
                 }
@@ -128,21 +136,28 @@ impl VoiceDetector {
 /// recording. Silence, hum and the noise of a fan do not vary as much; recognisers make words of them.
 ///
 /// ```
-/// # use cotenant::speech::voice_activity::contains_speech;
+/// # use cotenant_speech::voice_activity::contains_speech;
 /// assert!(!contains_speech(&[0; 16_000]));
 /// assert!(!contains_speech(&[5000; 16_000]));
 /// assert!(contains_speech(&[[20; 8000], [5000; 8000]].concat()));
 /// ```
 #[must_use]
 pub fn contains_speech(samples: &[i16]) -> bool {
-    let power =
-        |frame: &[i16]| frame.iter().map(|&sample| f64::from(sample).powi(2)).sum::<f64>() / f64::from(FRAME_SAMPLES);
+    let power = |frame: &[i16]| {
+        frame
+            .iter()
+            .map(|&sample| f64::from(sample).powi(2))
+            .sum::<f64>()
+            / f64::from(FRAME_SAMPLES)
+    };
     let frames: Vec<f64> = samples.chunks_exact(FRAME).map(power).collect();
     let mut sorted = frames.clone();
     sorted.sort_by(f64::total_cmp);
     let background = sorted.get(sorted.len() / 10).copied().unwrap_or(0.0);
     let gate = (FULL_SCALE * FULL_SCALE * LEAST_POWER).max(background * ABOVE_QUIETEST);
-    frames.windows(ONSET as usize).any(|frames| frames.iter().all(|&power| power > gate))
+    frames
+        .windows(ONSET as usize)
+        .any(|frames| frames.iter().all(|&power| power > gate))
 }
 
 /// The quietest frame of the last seconds.
@@ -156,7 +171,10 @@ struct Background {
 impl Default for Background {
     fn default() -> Self {
         // nothing is known of it before the first seconds have passed
-        Self { least: [0.0; BUCKETS], frames: 0 }
+        Self {
+            least: [0.0; BUCKETS],
+            frames: 0,
+        }
     }
 }
 
@@ -221,18 +239,33 @@ mod tests {
     #[test]
     fn silence_hum_and_noise_are_no_speech_and_words_between_them_are() {
         let hum = |millis: usize| -> Vec<i16> {
-            let wave =
-                |at: usize| (f64::from(u32::try_from(at).unwrap()) / 16_000.0 * 50.0 * std::f64::consts::TAU).sin();
+            let wave = |at: usize| {
+                (f64::from(u32::try_from(at).unwrap()) / 16_000.0 * 50.0 * std::f64::consts::TAU)
+                    .sin()
+            };
             #[expect(clippy::cast_possible_truncation, reason = "within its range")]
             let sample = |at: usize| (wave(at) * 3000.0) as i16;
             (0..millis * 16).map(sample).collect()
         };
-        for quiet in [Vec::new(), noise(0, 3000), noise(20, 3000), noise(3000, 3000), hum(5000), noise(9000, 40)] {
+        for quiet in [
+            Vec::new(),
+            noise(0, 3000),
+            noise(20, 3000),
+            noise(3000, 3000),
+            hum(5000),
+            noise(9000, 40),
+        ] {
             assert!(!contains_speech(&quiet));
         }
         for background in [noise(0, 1000), noise(300, 1000), hum(1000)] {
-            let word: Vec<i16> = noise(9000, 300).iter().zip(&background).map(|(a, b)| a.saturating_add(*b)).collect();
-            assert!(contains_speech(&[background.clone(), word, background].concat()));
+            let word: Vec<i16> = noise(9000, 300)
+                .iter()
+                .zip(&background)
+                .map(|(a, b)| a.saturating_add(*b))
+                .collect();
+            assert!(contains_speech(
+                &[background.clone(), word, background].concat()
+            ));
         }
     }
 
@@ -253,7 +286,10 @@ mod tests {
         for (level, millis) in [(0, 100), (5000, 400), (0, 200), (5000, 400), (0, 400)] {
             edges.extend(detector.push(&noise(level, millis)));
         }
-        assert_eq!(edges, [VoiceEdge::Started(1600), VoiceEdge::Stopped(1400 * 16)]);
+        assert_eq!(
+            edges,
+            [VoiceEdge::Started(1600), VoiceEdge::Stopped(1400 * 16)]
+        );
         assert!(!detector.is_speaking());
     }
 
@@ -261,7 +297,10 @@ mod tests {
     fn a_noise_that_stays_becomes_the_background_and_a_voice_above_it_is_heard() {
         let mut detector = VoiceDetector::new(0.5, PAUSE);
         let edges = detector.push(&noise(1500, 6000));
-        assert!(matches!(edges[..], [VoiceEdge::Started(0), VoiceEdge::Stopped(end)] if end < 4000 * 16), "{edges:?}");
+        assert!(
+            matches!(edges[..], [VoiceEdge::Started(0), VoiceEdge::Stopped(end)] if end < 4000 * 16),
+            "{edges:?}"
+        );
         assert_eq!(detector.push(&noise(12_000, 500)).len(), 1);
         assert_eq!(detector.push(&noise(1500, 500)).len(), 1);
     }
@@ -276,7 +315,10 @@ mod tests {
         assert_eq!(whole.len(), 4);
         for size in [1, 319, 321, 4096] {
             let mut detector = VoiceDetector::new(0.5, PAUSE);
-            let edges: Vec<_> = audio.chunks(size).flat_map(|piece| detector.push(piece)).collect();
+            let edges: Vec<_> = audio
+                .chunks(size)
+                .flat_map(|piece| detector.push(piece))
+                .collect();
             assert_eq!(edges, whole, "{size}");
         }
     }

@@ -49,7 +49,11 @@ impl SpeechClient {
     ///
     /// # Errors
     /// As [`hear`](Self::hear); later failures come as items.
-    pub async fn synthesize(&self, text: &str, said: &Manner<'_>) -> Result<SpeechStream, ClientError> {
+    pub async fn synthesize(
+        &self,
+        text: &str,
+        said: &Manner<'_>,
+    ) -> Result<SpeechStream, ClientError> {
         match self {
             Self::Http(client) => client.synthesize(text, said).await,
             Self::Wyoming(client) => client.speak(text, said.voice, said.speaker).await,
@@ -85,7 +89,14 @@ impl SpeechClient {
             return Ok(Vec::new());
         };
         let info = client.describe().await?;
-        let voices = info.tts.into_iter().flat_map(|program| program.voices).map(|voice| voice.artifact);
-        Ok(voices.filter(|voice| voice.installed).map(|voice| voice.name).collect())
+        let voices = info
+            .tts
+            .into_iter()
+            .flat_map(|program| program.voices)
+            .map(|voice| voice.artifact);
+        Ok(voices
+            .filter(|voice| voice.installed)
+            .map(|voice| voice.name)
+            .collect())
     }
 }

@@ -137,7 +137,9 @@ impl Drop for LogGuard {
 pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), LogError> {
     let filter = parsed(filter)?;
     let (writer, guard) = channel(io::stderr(), LINES_MAX).map_err(LogError::Thread)?;
-    let builder = tracing_subscriber::fmt().with_env_filter(filter).with_writer(writer);
+    let builder = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(writer);
     let (result, filter) = match format {
         LogFormat::Json => {
             let builder = builder.json().flatten_event(true).with_filter_reloading();
@@ -152,13 +154,18 @@ pub fn init(filter: &str, format: LogFormat) -> Result<(LogGuard, LogFilter), Lo
             (builder.try_init(), filter)
         }
         LogFormat::Journal => {
-            let builder = builder.with_ansi(false).event_format(WithPriority(without_time())).with_filter_reloading();
+            let builder = builder
+                .with_ansi(false)
+                .event_format(WithPriority(without_time()))
+                .with_filter_reloading();
             let handle = builder.reload_handle();
             let filter = LogFilter(Arc::new(move |filter| handle.reload(filter)));
             (builder.try_init(), filter)
         }
     };
-    result.map(|()| (guard, filter)).map_err(|_| LogError::Taken)
+    result
+        .map(|()| (guard, filter))
+        .map_err(|_| LogError::Taken)
 }
 
 /// Lines of another format behind the priority that journald takes from them (sd-daemon(3)).
@@ -196,7 +203,13 @@ const fn priority(level: Level) -> u8 {
 }
 
 fn parsed(filter: &str) -> Result<EnvFilter, LogError> {
-    EnvFilter::try_new(filter).map_err(|source| LogError::Filter { filter: filter.to_owned(), source })
+    // Levels were once written by the modules of one crate.
+    EnvFilter::try_new(filter.replace("cotenant::", "cotenant_")).map_err(|source| {
+        LogError::Filter {
+            filter: filter.to_owned(),
+            source,
+        }
+    })
 }
 
 enum Message {
@@ -244,17 +257,28 @@ impl<'a> MakeWriter<'a> for LineWriter {
     type Writer = Line<'a>;
 
     fn make_writer(&'a self) -> Line<'a> {
-        Line { writer: self, text: Vec::with_capacity(LINE_BYTES) }
+        Line {
+            writer: self,
+            text: Vec::with_capacity(LINE_BYTES),
+        }
     }
 }
 
 /// A writer for `capacity` lines, and the thread behind it.
-fn channel(out: impl Write + Send + 'static, capacity: usize) -> io::Result<(LineWriter, LogGuard)> {
+fn channel(
+    out: impl Write + Send + 'static,
+    capacity: usize,
+) -> io::Result<(LineWriter, LogGuard)> {
     let (sender, receiver) = sync_channel(capacity);
     let dropped = Arc::new(AtomicU64::new(0));
     let counter = Arc::clone(&dropped);
-    thread::Builder::new().name("log".to_owned()).spawn(move || write_lines(&receiver, out, &counter))?;
-    let writer = LineWriter { sender: sender.clone(), dropped: Arc::clone(&dropped) };
+    thread::Builder::new()
+        .name("log".to_owned())
+        .spawn(move || write_lines(&receiver, out, &counter))?;
+    let writer = LineWriter {
+        sender: sender.clone(),
+        dropped: Arc::clone(&dropped),
+    };
     Ok((writer, LogGuard { sender, dropped }))
 }
 
@@ -302,7 +326,10 @@ mod tests {
     impl Write for Gate {
         fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
             let _ = self.open.recv();
-            self.text.lock().unwrap().push_str(&String::from_utf8_lossy(bytes));
+            self.text
+                .lock()
+                .unwrap()
+                .push_str(&String::from_utf8_lossy(bytes));
             Ok(bytes.len())
         }
 
@@ -315,9 +342,16 @@ mod tests {
     fn a_slow_reader_costs_lines_and_never_time() {
         let (open, closed) = gate();
         let text = Arc::default();
-        let gate = Gate { open: closed, text: Arc::clone(&text) };
+        let gate = Gate {
+            open: closed,
+            text: Arc::clone(&text),
+        };
         let (writer, guard) = channel(gate, 4).unwrap();
-        let subscriber = fmt().with_writer(writer).with_ansi(false).without_time().finish();
+        let subscriber = fmt()
+            .with_writer(writer)
+            .with_ansi(false)
+            .without_time()
+            .finish();
         tracing::subscriber::with_default(subscriber, || {
             for number in 0..100 {
                 tracing::info!(number, "line");
@@ -330,7 +364,9 @@ mod tests {
         guard.flush();
         let text = text.lock().unwrap();
         assert!(text.contains("line number=0"), "{text}");
-        let reported = text.lines().filter_map(|line| line.strip_suffix(" log lines were dropped"));
+        let reported = text
+            .lines()
+            .filter_map(|line| line.strip_suffix(" log lines were dropped"));
         let reported: u64 = reported.map(|count| count.parse::<u64>().unwrap()).sum();
         assert_eq!(reported, lost, "{text}");
     }
@@ -338,6 +374,9 @@ mod tests {
     #[test]
     fn a_wrong_filter_is_reported() {
         let error = init("cotenant=loud", LogFormat::Json).unwrap_err();
-        assert_eq!(error.to_string(), "cannot log by the filter `cotenant=loud`");
+        assert_eq!(
+            error.to_string(),
+            "cannot log by the filter `cotenant=loud`"
+        );
     }
 }

@@ -21,15 +21,15 @@ use tonic::transport::{Certificate, Channel, ClientTlsConfig, Endpoint};
 use tower::ServiceExt as _;
 
 use self::v1::{
-    AnyValue, ArrayValue, ExportTraceServiceRequest, ExportTraceServiceResponse, InstrumentationScope, KeyValue,
-    Resource, ResourceSpans, ScopeSpans, Status,
+    AnyValue, ArrayValue, ExportTraceServiceRequest, ExportTraceServiceResponse,
+    InstrumentationScope, KeyValue, Resource, ResourceSpans, ScopeSpans, Status,
     any_value::Value,
     span::{Event, SpanKind as WireKind},
     status::StatusCode as WireStatus,
     trace_service_client::TraceServiceClient,
 };
 use super::span::{Attribute, EndedSpan, SpanKind, SpanValue, Tracer};
-use crate::causes::in_one_line;
+use cotenant_units::causes::in_one_line;
 
 /// Messages, client and server of the part of OTLP that is used, generated from `proto/opentelemetry`.
 #[expect(
@@ -69,7 +69,10 @@ pub enum OtlpProtocol {
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
     #[error("cannot read the certificates of authorities, `{}`", .path.display())]
-    Authorities { path: PathBuf, source: std::io::Error },
+    Authorities {
+        path: PathBuf,
+        source: std::io::Error,
+    },
     #[error("cannot connect")]
     Connect(#[source] std::io::Error),
     #[error("cannot use the connection")]
@@ -102,7 +105,9 @@ pub async fn export(tracer: Tracer, collector: Collector, instance: String) {
                 break;
             }
             let request = request_of(&batch.spans, &instance);
-            let sent = timeout(SEND_MAX, sender.send(request)).await.unwrap_or(Err(ExportError::Late));
+            let sent = timeout(SEND_MAX, sender.send(request))
+                .await
+                .unwrap_or(Err(ExportError::Late));
             let Err(error) = sent else {
                 batch.settled(0);
                 if std::mem::take(&mut reported) {
@@ -119,7 +124,11 @@ pub async fn export(tracer: Tracer, collector: Collector, instance: String) {
             batch.settled(lost);
             if !std::mem::replace(&mut reported, true) {
                 let reason = in_one_line(&error);
-                tracing::warn!(collector = sender.collector.authority, reason, "cannot export spans; they are dropped");
+                tracing::warn!(
+                    collector = sender.collector.authority,
+                    reason,
+                    "cannot export spans; they are dropped"
+                );
             }
             sender.channel = None;
             sleep(PAUSE).await;
@@ -135,26 +144,41 @@ struct Sender {
 
 impl Sender {
     fn new(collector: Collector) -> Self {
-        Self { collector, channel: None }
+        Self {
+            collector,
+            channel: None,
+        }
     }
 
     async fn send(&mut self, request: ExportTraceServiceRequest) -> Result<(), ExportError> {
         let answer = match (self.collector.protocol, &self.collector.ca) {
             (OtlpProtocol::Grpc, _) => {
-                let mut client = TraceServiceClient::new(self.channel().await?).max_decoding_message_size(ANSWER_MAX);
-                client.export(request).await.map_err(|status| ExportError::Rpc(Box::new(status)))?.into_inner()
+                let mut client = TraceServiceClient::new(self.channel().await?)
+                    .max_decoding_message_size(ANSWER_MAX);
+                client
+                    .export(request)
+                    .await
+                    .map_err(|status| ExportError::Rpc(Box::new(status)))?
+                    .into_inner()
             }
             (OtlpProtocol::Http, None) => self.post(&request).await?,
             (OtlpProtocol::Http, Some(_)) => {
                 let posted = self.posted(&request, "https")?.map(tonic::body::Body::new);
                 let channel = self.channel().await?;
-                answer_of(channel.oneshot(posted).await.map_err(ExportError::Transport)?).await?
+                answer_of(
+                    channel
+                        .oneshot(posted)
+                        .await
+                        .map_err(ExportError::Transport)?,
+                )
+                .await?
             }
         };
         match answer.partial_success {
-            Some(partial) if partial.rejected_spans > 0 => {
-                Err(ExportError::Partly { rejected: partial.rejected_spans, message: partial.error_message })
-            }
+            Some(partial) if partial.rejected_spans > 0 => Err(ExportError::Partly {
+                rejected: partial.rejected_spans,
+                message: partial.error_message,
+            }),
             _ => Ok(()),
         }
     }
@@ -163,12 +187,21 @@ impl Sender {
         if let Some(channel) = &self.channel {
             return Ok(channel.clone());
         }
-        let scheme = if self.collector.ca.is_some() { "https" } else { "http" };
+        let scheme = if self.collector.ca.is_some() {
+            "https"
+        } else {
+            "http"
+        };
         let address = format!("{scheme}://{}", self.collector.authority);
-        let mut endpoint = Endpoint::from_shared(address).map_err(ExportError::Transport)?.connect_timeout(SEND_MAX);
+        let mut endpoint = Endpoint::from_shared(address)
+            .map_err(ExportError::Transport)?
+            .connect_timeout(SEND_MAX);
         if let Some(path) = &self.collector.ca {
             let pem = tokio::fs::read(path).await;
-            let pem = pem.map_err(|source| ExportError::Authorities { path: path.clone(), source })?;
+            let pem = pem.map_err(|source| ExportError::Authorities {
+                path: path.clone(),
+                source,
+            })?;
             let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
             endpoint = endpoint.tls_config(tls).map_err(ExportError::Transport)?;
         }
@@ -177,9 +210,19 @@ impl Sender {
     }
 
     /// The request over HTTP; `scheme` is left out of what HTTP/1.1 sends.
-    fn posted(&self, request: &ExportTraceServiceRequest, scheme: &str) -> Result<Request<Full<Piece>>, ExportError> {
-        let Collector { authority, path, .. } = &self.collector;
-        let address = if scheme.is_empty() { path.clone() } else { format!("{scheme}://{authority}{path}") };
+    fn posted(
+        &self,
+        request: &ExportTraceServiceRequest,
+        scheme: &str,
+    ) -> Result<Request<Full<Piece>>, ExportError> {
+        let Collector {
+            authority, path, ..
+        } = &self.collector;
+        let address = if scheme.is_empty() {
+            path.clone()
+        } else {
+            format!("{scheme}://{authority}{path}")
+        };
         Request::post(address)
             .header(HOST, authority)
             .header(CONTENT_TYPE, "application/x-protobuf")
@@ -188,13 +231,22 @@ impl Sender {
     }
 
     /// Sends a batch on a connection of its own.
-    async fn post(&self, request: &ExportTraceServiceRequest) -> Result<ExportTraceServiceResponse, ExportError> {
-        let stream = TcpStream::connect(&self.collector.authority).await.map_err(ExportError::Connect)?;
-        let (mut sender, connection) =
-            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(ExportError::Http)?;
+    async fn post(
+        &self,
+        request: &ExportTraceServiceRequest,
+    ) -> Result<ExportTraceServiceResponse, ExportError> {
+        let stream = TcpStream::connect(&self.collector.authority)
+            .await
+            .map_err(ExportError::Connect)?;
+        let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream))
+            .await
+            .map_err(ExportError::Http)?;
         let request = self.posted(request, "")?;
         let exchange = async {
-            let response = sender.send_request(request).await.map_err(ExportError::Http)?;
+            let response = sender
+                .send_request(request)
+                .await
+                .map_err(ExportError::Http)?;
             answer_of(response).await
         };
         tokio::pin!(connection);
@@ -214,22 +266,36 @@ where
     if !response.status().is_success() {
         return Err(ExportError::Answer(response.status()));
     }
-    let body = Limited::new(response.into_body(), ANSWER_MAX).collect().await;
-    let body = body.map(http_body_util::Collected::to_bytes).unwrap_or_default();
+    let body = Limited::new(response.into_body(), ANSWER_MAX)
+        .collect()
+        .await;
+    let body = body
+        .map(http_body_util::Collected::to_bytes)
+        .unwrap_or_default();
     Ok(ExportTraceServiceResponse::decode(body).unwrap_or_default())
 }
 
 fn request_of(spans: &[EndedSpan], instance: &str) -> ExportTraceServiceRequest {
     let version = env!("CARGO_PKG_VERSION");
-    let resource = [("service.name", "cotenant"), ("service.version", version), ("service.instance.id", instance)];
+    let resource = [
+        ("service.name", "cotenant"),
+        ("service.version", version),
+        ("service.instance.id", instance),
+    ];
     let scope_spans = ScopeSpans {
-        scope: Some(InstrumentationScope { name: "cotenant".to_owned(), version: version.to_owned() }),
+        scope: Some(InstrumentationScope {
+            name: "cotenant".to_owned(),
+            version: version.to_owned(),
+        }),
         spans: spans.iter().map(span_of).collect(),
     };
     ExportTraceServiceRequest {
         resource_spans: vec![ResourceSpans {
             resource: Some(Resource {
-                attributes: resource.iter().map(|(key, text)| pair(key, text.into())).collect(),
+                attributes: resource
+                    .iter()
+                    .map(|(key, text)| pair(key, text.into()))
+                    .collect(),
             }),
             scope_spans: vec![scope_spans],
         }],
@@ -238,11 +304,19 @@ fn request_of(spans: &[EndedSpan], instance: &str) -> ExportTraceServiceRequest 
 
 fn span_of(span: &EndedSpan) -> v1::Span {
     let begin = nanos(span.began);
-    let attributes = |attributes: &[Attribute]| attributes.iter().map(|(key, value)| pair(key, value.into())).collect();
+    let attributes = |attributes: &[Attribute]| {
+        attributes
+            .iter()
+            .map(|(key, value)| pair(key, value.into()))
+            .collect()
+    };
     v1::Span {
         trace_id: span.context.trace_id.to_be_bytes().to_vec(),
         span_id: span.context.span_id.to_be_bytes().to_vec(),
-        parent_span_id: span.parent.map(|parent| parent.to_be_bytes().to_vec()).unwrap_or_default(),
+        parent_span_id: span
+            .parent
+            .map(|parent| parent.to_be_bytes().to_vec())
+            .unwrap_or_default(),
         name: span.name.clone(),
         kind: match span.kind {
             SpanKind::Internal => WireKind::Internal.into(),
@@ -263,15 +337,18 @@ fn span_of(span: &EndedSpan) -> v1::Span {
             })
             .collect(),
         dropped_events_count: 0,
-        status: span
-            .failure
-            .as_ref()
-            .map(|message| Status { message: message.clone(), code: WireStatus::Error.into() }),
+        status: span.failure.as_ref().map(|message| Status {
+            message: message.clone(),
+            code: WireStatus::Error.into(),
+        }),
     }
 }
 
 fn pair(key: &str, value: Value) -> KeyValue {
-    KeyValue { key: key.to_owned(), value: Some(AnyValue { value: Some(value) }) }
+    KeyValue {
+        key: key.to_owned(),
+        value: Some(AnyValue { value: Some(value) }),
+    }
 }
 
 impl From<&&str> for Value {
@@ -286,9 +363,11 @@ impl From<&SpanValue> for Value {
             SpanValue::Text(text) => Self::StringValue(text.clone()),
             SpanValue::Whole(number) => Self::IntValue(*number),
             SpanValue::Real(number) => Self::DoubleValue(*number),
-            SpanValue::Texts(text) => {
-                Self::ArrayValue(ArrayValue { values: vec![AnyValue { value: Some(Self::StringValue(text.clone())) }] })
-            }
+            SpanValue::Texts(text) => Self::ArrayValue(ArrayValue {
+                values: vec![AnyValue {
+                    value: Some(Self::StringValue(text.clone())),
+                }],
+            }),
         }
     }
 }

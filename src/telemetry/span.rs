@@ -35,7 +35,7 @@ impl SpanContext {
     /// The context that a header `traceparent` states; `None` where it is malformed, so that a trace of its own begins.
     ///
     /// ```
-    /// use cotenant::telemetry::SpanContext;
+    /// use cotenant_telemetry::SpanContext;
     /// let context = SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01").unwrap();
     /// assert_eq!((context.span_id, context.sampled), (0x00f0_67aa_0ba9_02b7, true));
     /// assert!(SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-0000000000000000-01").is_none());
@@ -43,9 +43,17 @@ impl SpanContext {
     #[must_use]
     pub fn parse(traceparent: &str) -> Option<Self> {
         let mut fields = traceparent.trim().split('-');
-        let (version, trace, span, flags) = (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
+        let (version, trace, span, flags) = (
+            fields.next()?,
+            fields.next()?,
+            fields.next()?,
+            fields.next()?,
+        );
         let hex = |text: &str, digits: usize| {
-            text.len() == digits && text.bytes().all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
+            text.len() == digits
+                && text
+                    .bytes()
+                    .all(|byte| matches!(byte, b'0'..=b'9' | b'a'..=b'f'))
         };
         let well_formed = hex(version, 2) && hex(trace, 32) && hex(span, 16) && hex(flags, 2);
         // Later versions may have more fields.
@@ -55,7 +63,12 @@ impl SpanContext {
         let trace_id = u128::from_str_radix(trace, 16).ok().filter(|id| *id > 0)?;
         let span_id = u64::from_str_radix(span, 16).ok().filter(|id| *id > 0)?;
         let sampled = u8::from_str_radix(flags, 16).ok()? & 1 == 1;
-        Some(Self { trace_id, span_id, sampled, from_caller: true })
+        Some(Self {
+            trace_id,
+            span_id,
+            sampled,
+            from_caller: true,
+        })
     }
 }
 
@@ -83,7 +96,11 @@ pub enum SpanValue {
 
 impl From<&str> for SpanValue {
     fn from(text: &str) -> Self {
-        Self::Text(text.get(..text.floor_char_boundary(TEXT_MAX)).unwrap_or_default().to_owned())
+        Self::Text(
+            text.get(..text.floor_char_boundary(TEXT_MAX))
+                .unwrap_or_default()
+                .to_owned(),
+        )
     }
 }
 
@@ -162,14 +179,27 @@ pub(super) struct EndedSpan {
 
 impl EndedSpan {
     fn size(&self) -> usize {
-        let attributes = self.attributes.iter().map(|(_, value)| value.size()).sum::<usize>();
+        let attributes = self
+            .attributes
+            .iter()
+            .map(|(_, value)| value.size())
+            .sum::<usize>();
         let events = self.events.iter().map(event_size).sum::<usize>();
-        size_of::<Self>() + self.name.len() + attributes + events + self.failure.as_ref().map_or(0, String::len)
+        size_of::<Self>()
+            + self.name.len()
+            + attributes
+            + events
+            + self.failure.as_ref().map_or(0, String::len)
     }
 }
 
 fn event_size(event: &SpanEvent) -> usize {
-    size_of::<SpanEvent>() + event.attributes.iter().map(|(_, value)| value.size()).sum::<usize>()
+    size_of::<SpanEvent>()
+        + event
+            .attributes
+            .iter()
+            .map(|(_, value)| value.size())
+            .sum::<usize>()
 }
 
 /// Begins spans; clones share their bound. Without an exporter it begins none, at no cost.
@@ -235,7 +265,11 @@ impl Spans {
         let Some(open) = self.open.get_mut(&id) else {
             return;
         };
-        let event = SpanEvent { after: open.now(), name, attributes };
+        let event = SpanEvent {
+            after: open.now(),
+            name,
+            attributes,
+        };
         if open.span.events.len() < EVENTS_MAX && charge(&mut self.bytes, event_size(&event)) {
             open.span.events.push(event);
         } else {
@@ -261,8 +295,15 @@ impl Tracer {
     /// Begins a span below `parent`, or a trace. It ends when it is dropped.
     #[must_use]
     pub fn begin(&self, name: &str, kind: SpanKind, parent: Option<SpanContext>) -> Span {
-        let nothing = Span { shared: None, context: parent };
-        let Some(shared) = self.0.as_ref().filter(|_| parent.is_none_or(|parent| parent.sampled)) else {
+        let nothing = Span {
+            shared: None,
+            context: parent,
+        };
+        let Some(shared) = self
+            .0
+            .as_ref()
+            .filter(|_| parent.is_none_or(|parent| parent.sampled))
+        else {
             return nothing;
         };
         let context = SpanContext {
@@ -277,9 +318,14 @@ impl Tracer {
         let span = EndedSpan {
             context,
             parent: parent.map(|parent| parent.span_id),
-            name: name.get(..name.floor_char_boundary(TEXT_MAX)).unwrap_or_default().to_owned(),
+            name: name
+                .get(..name.floor_char_boundary(TEXT_MAX))
+                .unwrap_or_default()
+                .to_owned(),
             kind,
-            began: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
+            began: SystemTime::now()
+                .duration_since(UNIX_EPOCH)
+                .unwrap_or_default(),
             took: Duration::ZERO,
             attributes: Vec::new(),
             events: Vec::new(),
@@ -291,8 +337,18 @@ impl Tracer {
             shared.dropped.fetch_add(1, Ordering::Relaxed);
             return nothing;
         }
-        spans.open.insert(context.span_id, Open { span, since: Instant::now(), paused: None });
-        Span { shared: Some(Arc::clone(shared)), context: Some(context) }
+        spans.open.insert(
+            context.span_id,
+            Open {
+                span,
+                since: Instant::now(),
+                paused: None,
+            },
+        );
+        Span {
+            shared: Some(Arc::clone(shared)),
+            context: Some(context),
+        }
     }
 
     /// Notes something in every open span that has no open span below it: what happens to the device happens in the stage
@@ -302,7 +358,11 @@ impl Tracer {
             return;
         };
         let mut spans = shared.lock();
-        let parents: BTreeSet<u64> = spans.open.values().filter_map(|open| open.span.parent).collect();
+        let parents: BTreeSet<u64> = spans
+            .open
+            .values()
+            .filter_map(|open| open.span.parent)
+            .collect();
         let stages: Vec<u64> = spans
             .open
             .iter()
@@ -318,9 +378,14 @@ impl Tracer {
     #[must_use]
     pub fn counts(&self) -> (u64, u64) {
         let count = |count: fn(&Shared) -> &AtomicU64| {
-            self.0.as_ref().map_or(0, |shared| count(shared).load(Ordering::Relaxed))
+            self.0
+                .as_ref()
+                .map_or(0, |shared| count(shared).load(Ordering::Relaxed))
         };
-        (count(|shared| &shared.exported), count(|shared| &shared.dropped))
+        (
+            count(|shared| &shared.exported),
+            count(|shared| &shared.dropped),
+        )
     }
 
     /// Waits until a span has ended.
@@ -338,7 +403,10 @@ impl Tracer {
         };
         let mut spans = shared.lock();
         let count = spans.ended.len().min(BATCH_MAX);
-        Batch { spans: spans.ended.drain(..count).collect(), shared: Some(Arc::clone(shared)) }
+        Batch {
+            spans: spans.ended.drain(..count).collect(),
+            shared: Some(Arc::clone(shared)),
+        }
     }
 }
 
@@ -349,7 +417,9 @@ impl Shared {
 
     /// An id; never zero, which stands for none.
     fn fresh(&self) -> u64 {
-        self.keys.hash_one(self.count.fetch_add(1, Ordering::Relaxed)).max(1)
+        self.keys
+            .hash_one(self.count.fetch_add(1, Ordering::Relaxed))
+            .max(1)
     }
 }
 
@@ -368,7 +438,9 @@ impl Batch {
         };
         let lost = lost.min(self.spans.len());
         shared.dropped.fetch_add(lost as u64, Ordering::Relaxed);
-        shared.exported.fetch_add((self.spans.len() - lost) as u64, Ordering::Relaxed);
+        shared
+            .exported
+            .fetch_add((self.spans.len() - lost) as u64, Ordering::Relaxed);
     }
 }
 
@@ -522,7 +594,13 @@ mod tests {
         drop(stage);
         drop(root);
         let spans = ended(&tracer);
-        assert_eq!(spans.iter().map(|span| span.name.as_str()).collect::<Vec<_>>(), ["chat", "request"]);
+        assert_eq!(
+            spans
+                .iter()
+                .map(|span| span.name.as_str())
+                .collect::<Vec<_>>(),
+            ["chat", "request"]
+        );
         assert_eq!(spans[0].context.trace_id, spans[1].context.trace_id);
         assert_eq!(spans[0].parent, Some(spans[1].context.span_id));
         let quiet = SpanContext::parse("00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-00");
@@ -542,7 +620,10 @@ mod tests {
         over.pause();
         tracer.event_in_stages("shed", &[("bytes", 5u64.into())]);
         drop((stage, root, over));
-        let events: Vec<usize> = ended(&tracer).iter().map(|span| span.events.len()).collect();
+        let events: Vec<usize> = ended(&tracer)
+            .iter()
+            .map(|span| span.events.len())
+            .collect();
         assert_eq!(events, [1, 0, 0]);
     }
 
@@ -560,7 +641,11 @@ mod tests {
         let mut taken = 0;
         loop {
             let spans = ended(&tracer);
-            assert!(spans.iter().all(|span| span.name.len() == TEXT_MAX && span.events.len() <= EVENTS_MAX));
+            assert!(
+                spans
+                    .iter()
+                    .all(|span| span.name.len() == TEXT_MAX && span.events.len() <= EVENTS_MAX)
+            );
             taken += spans.len() as u64;
             if spans.is_empty() {
                 break;

@@ -16,13 +16,11 @@ use super::{
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     spec::WorkerSpec,
 };
-use crate::{
-    probe::{
-        ProbeRoot,
-        processes::{self, ProcessStat},
-    },
-    speech::client::Endpoint,
+use cotenant_probe::{
+    ProbeRoot,
+    processes::{self, ProcessStat},
 };
+use cotenant_speech::client::Endpoint;
 
 /// How a worker was started, as it stands in its environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -88,14 +86,18 @@ impl LaunchRecord {
 impl Survivor {
     /// Whether the process with its id is still the one that was found.
     pub(super) fn is_still_there(&self, proc: &Path) -> bool {
-        ProcessStat::read(proc, self.pid).is_some_and(|now| now.start_ticks == self.started && !now.is_dead())
+        ProcessStat::read(proc, self.pid)
+            .is_some_and(|now| now.start_ticks == self.started && !now.is_dead())
     }
 
     /// About when it was started.
     pub(super) fn started_at(&self, proc: &Path) -> Instant {
         let now = Instant::now();
         let up = fs::read_to_string(proc.join("uptime")).unwrap_or_default();
-        let up = up.split(' ').next().and_then(|seconds| seconds.parse().ok());
+        let up = up
+            .split(' ')
+            .next()
+            .and_then(|seconds| seconds.parse().ok());
         let up = up.and_then(|seconds: f64| Duration::try_from_secs_f64(seconds).ok());
         let started = Duration::from_millis(self.started.saturating_mul(1000 / TICKS));
         let age = up.unwrap_or(started).saturating_sub(started);
@@ -118,11 +120,14 @@ pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
             continue;
         }
         let variable = |name| processes::environment(proc, process.pid, name);
-        let Some(record) = variable(LAUNCH_VARIABLE).and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok())
+        let Some(record) = variable(LAUNCH_VARIABLE)
+            .and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok())
         else {
             continue;
         };
-        let Some(mark) = variable(SUPERVISOR_VARIABLE).and_then(|text| text.parse::<SupervisorMark>().ok()) else {
+        let Some(mark) =
+            variable(SUPERVISOR_VARIABLE).and_then(|text| text.parse::<SupervisorMark>().ok())
+        else {
             continue;
         };
         let Some(label) = variable(WORKER_VARIABLE) else {
@@ -131,10 +136,21 @@ pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
         // Anybody can write such variables into the environment of a process of his own.
         let owner = fs::metadata(proc.join(process.pid.to_string())).map(|owner| owner.uid());
         let wanted = specs.iter().any(|spec| {
-            let successor = spec.successor.as_ref().is_some_and(|successor| successor.place == record.place);
-            let user = spec.confinement.user.as_deref().and_then(user_id).unwrap_or(us);
+            let successor = spec
+                .successor
+                .as_ref()
+                .is_some_and(|successor| successor.place == record.place);
+            let user = spec
+                .confinement
+                .user
+                .as_deref()
+                .and_then(user_id)
+                .unwrap_or(us);
             let ours = owner.as_ref().is_ok_and(|owner| *owner == user);
-            successor && ours && spec.name == record.worker && specification_of(spec) == record.specification
+            successor
+                && ours
+                && spec.name == record.worker
+                && specification_of(spec) == record.specification
         });
         let known = found.iter().any(|other| other.worker == record.worker);
         if !wanted || known || mark.may_run(proc) {
@@ -186,14 +202,17 @@ pub async fn all_visible(roots: &ProbeRoot) {
 /// The number of a user that is given by name or number.
 fn user_id(user: &str) -> Option<u32> {
     let by_name = || nix::unistd::User::from_name(user).ok().flatten();
-    user.parse().ok().or_else(|| by_name().map(|user| user.uid.as_raw()))
+    user.parse()
+        .ok()
+        .or_else(|| by_name().map(|user| user.uid.as_raw()))
 }
 
 /// Names a specification: equal ones have equal names, in one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
     // FNV-1a, 64 bits: only those gain by a collision who could write the configuration as well.
-    let hash =
-        format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME));
+    let hash = format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
+    });
     format!("{}-{hash:016x}", env!("CARGO_PKG_VERSION"))
 }
 
@@ -222,11 +241,14 @@ const FNV_PRIME: u64 = 0x0100_0000_01b3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::worker::spec::{Listen, Successor};
+    use crate::spec::{Listen, Successor};
 
     fn spec(place: &str) -> WorkerSpec {
         WorkerSpec {
-            successor: Some(Successor { place: place.to_owned(), lock: "/nowhere/lock".into() }),
+            successor: Some(Successor {
+                place: place.to_owned(),
+                lock: "/nowhere/lock".into(),
+            }),
             ..WorkerSpec::new("asr", vec!["sleep".to_owned()], Listen::Nowhere)
         }
     }
@@ -255,7 +277,10 @@ mod tests {
             fs::write(folder.join("environ"), environment).unwrap();
             std::os::unix::fs::symlink(&namespace, folder.join("ns/pid")).unwrap();
         }
-        let roots = ProbeRoot { proc: dir.path().to_owned(), ..ProbeRoot::default() };
+        let roots = ProbeRoot {
+            proc: dir.path().to_owned(),
+            ..ProbeRoot::default()
+        };
         (dir, roots)
     }
 
@@ -272,7 +297,10 @@ mod tests {
         assert_eq!(found[0].variant.as_deref(), Some("open"));
         assert!(found[0].is_still_there(&roots.proc));
         // Nor may it be another process of the same id.
-        let later = Survivor { started: 100, ..found[0].clone() };
+        let later = Survivor {
+            started: 100,
+            ..found[0].clone()
+        };
         assert!(!later.is_still_there(&roots.proc));
 
         assert_eq!(survivors(&roots, &[spec("elsewhere")]), []);

@@ -12,7 +12,7 @@ use std::{
     sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
-use crate::probe::processes::{self, ProcessStat};
+use cotenant_probe::processes::{self, ProcessStat};
 
 /// Has the kernel give the calling process those of its descendants whose parent ends. Kept over `execve`, not by
 /// children. Async-signal-safe.
@@ -66,7 +66,8 @@ fn only_ours() -> bool {
     static ONLY: OnceLock<bool> = OnceLock::new();
     *ONLY.get_or_init(|| {
         let us = std::process::id();
-        let inherited = |process: &ProcessStat| process.parent == us && process.group != own_group();
+        let inherited =
+            |process: &ProcessStat| process.parent == us && process.group != own_group();
         us != 1 && !processes::all(Path::new("/proc")).iter().any(inherited)
     })
 }

@@ -16,15 +16,13 @@ use super::{
     spec::WorkerSpec,
     supervise::Supervisor,
 };
-use crate::{
-    probe::{
-        ProbeRoot,
-        cgroup::Cgroup,
-        nvmap::Nvmap,
-        processes::{self, ProcessStat},
-    },
-    speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient},
+use cotenant_probe::{
+    ProbeRoot,
+    cgroup::Cgroup,
+    nvmap::Nvmap,
+    processes::{self, ProcessStat},
 };
+use cotenant_speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient};
 
 /// A worker, whether it runs or not.
 ///
@@ -57,13 +55,23 @@ impl WorkerHandle {
     ///
     /// A full `events` delays this worker's task, except for measurements, which are then not reported as events.
     #[must_use]
-    pub fn new(spec: WorkerSpec, roots: ProbeRoot, groups: Groups, events: mpsc::Sender<WorkerEvent>) -> Self {
+    pub fn new(
+        spec: WorkerSpec,
+        roots: ProbeRoot,
+        groups: Groups,
+        events: mpsc::Sender<WorkerEvent>,
+    ) -> Self {
         let shared = Arc::new(Shared::new(spec, roots, groups));
         let (commands, inbox) = mpsc::channel(COMMANDS_QUEUED);
         let (publish, status) = watch::channel(Status::default());
         let supervisor = Supervisor::new(Arc::clone(&shared), inbox, publish, events.clone());
         tokio::spawn(supervisor.run());
-        Self { shared, commands, status, events }
+        Self {
+            shared,
+            commands,
+            status,
+            events,
+        }
     }
 
     /// Starts it in the given variant, or the first of its specification; returns the process id as soon as the
@@ -78,14 +86,24 @@ impl WorkerHandle {
         let spec = self.shared.spec();
         let variants = &spec.memory.variants;
         let variant = match variant {
-            Some(name) if !variants.is_empty() && !variants.iter().any(|known| known.name == name) => {
-                return Err(StartError::Variant { worker: self.name().to_owned(), variant: name.to_owned() });
+            Some(name)
+                if !variants.is_empty() && !variants.iter().any(|known| known.name == name) =>
+            {
+                return Err(StartError::Variant {
+                    worker: self.name().to_owned(),
+                    variant: name.to_owned(),
+                });
             }
             Some(name) => Some(name.to_owned()),
             None => variants.first().map(|first| first.name.clone()),
         };
         let (reply, answer) = oneshot::channel();
-        if self.commands.send(Command::Start { variant, reply }).await.is_err() {
+        if self
+            .commands
+            .send(Command::Start { variant, reply })
+            .await
+            .is_err()
+        {
             return Err(StartError::Gone);
         }
         answer.await.unwrap_or(Err(StartError::Gone))
@@ -99,7 +117,12 @@ impl WorkerHandle {
     pub async fn adopt(&self, survivor: Survivor) -> Result<u32, StartError> {
         let (reply, answer) = oneshot::channel();
         let survivor = Box::new(survivor);
-        if self.commands.send(Command::Adopt { survivor, reply }).await.is_err() {
+        if self
+            .commands
+            .send(Command::Adopt { survivor, reply })
+            .await
+            .is_err()
+        {
             return Err(StartError::Gone);
         }
         answer.await.unwrap_or(Err(StartError::Gone))
@@ -115,7 +138,8 @@ impl WorkerHandle {
     /// Ends it because it lives and does nothing: SIGABRT to its group, so that it can leave a trace, and SIGKILL after
     /// the grace of its specification. `None` when it did not run.
     pub async fn end_hung(&self, why: &str) -> Option<ExitReport> {
-        self.end(Intent::Hung, self.shared.spec().stop_grace, why).await
+        self.end(Intent::Hung, self.shared.spec().stop_grace, why)
+            .await
     }
 
     /// What it holds now; also sent as an event. `None` when it does not run or cannot be read.
@@ -149,25 +173,50 @@ impl WorkerHandle {
     /// When it is not ready, has no such variant, or does not do it.
     pub async fn resize(&self, variant: &str) -> Result<ResizeReport, ResizeError> {
         let name = || self.name().to_owned();
-        if !self.shared.spec().memory.variants.iter().any(|known| known.name == variant) {
-            return Err(ResizeError::Variant { worker: name(), variant: variant.to_owned() });
+        if !self
+            .shared
+            .spec()
+            .memory
+            .variants
+            .iter()
+            .any(|known| known.name == variant)
+        {
+            return Err(ResizeError::Variant {
+                worker: name(),
+                variant: variant.to_owned(),
+            });
         }
-        let Status { state, endpoint, start, .. } = self.status.borrow().clone();
+        let Status {
+            state,
+            endpoint,
+            start,
+            ..
+        } = self.status.borrow().clone();
         let (WorkerState::Ready { .. }, Some(endpoint)) = (state, endpoint) else {
             return Err(ResizeError::NotReady { worker: name() });
         };
         let client = WyomingClient::new(endpoint, ClientTimeouts::default());
-        let answered = client.resize(variant).await.map_err(|source| ResizeError::Switch {
-            worker: name(),
-            variant: variant.to_owned(),
-            source,
-        })?;
+        let answered = client
+            .resize(variant)
+            .await
+            .map_err(|source| ResizeError::Switch {
+                worker: name(),
+                variant: variant.to_owned(),
+                source,
+            })?;
         let (reply, noted) = oneshot::channel();
-        let switched = Command::Switched { start, variant: answered.variant.clone(), reply };
+        let switched = Command::Switched {
+            start,
+            variant: answered.variant.clone(),
+            reply,
+        };
         // When its task is gone there is nothing left to note it.
         let _ = self.commands.send(switched).await;
         let _ = noted.await;
-        Ok(ResizeReport { variant: answered.variant, after: self.measure().await })
+        Ok(ResizeReport {
+            variant: answered.variant,
+            after: self.measure().await,
+        })
     }
 
     /// Tells it that memory is short. Returns how many of its processes could be notified: none when it does not run, or
@@ -179,7 +228,12 @@ impl WorkerHandle {
     /// Waits until it is ready; `false` when it stops before.
     pub async fn ready(&self) -> bool {
         let mut status = self.status.clone();
-        let settled = |status: &Status| matches!(status.state, WorkerState::Ready { .. } | WorkerState::Stopped);
+        let settled = |status: &Status| {
+            matches!(
+                status.state,
+                WorkerState::Ready { .. } | WorkerState::Stopped
+            )
+        };
         let state = status.wait_for(settled).await.map(|status| status.state);
         matches!(state, Ok(WorkerState::Ready { .. }))
     }
@@ -239,7 +293,12 @@ impl WorkerHandle {
 
     async fn end(&self, intent: Intent, grace: Duration, why: &str) -> Option<ExitReport> {
         let (reply, answer) = oneshot::channel();
-        let end = Command::End { intent, grace, why: why.to_owned(), reply };
+        let end = Command::End {
+            intent,
+            grace,
+            why: why.to_owned(),
+            reply,
+        };
         self.commands.send(end).await.ok()?;
         answer.await.ok()?
     }
@@ -262,9 +321,11 @@ fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Kn
     }
     let family = family(proc, leader)?;
     let sum = processes::sum(proc, family.iter().map(|(pid, _)| *pid));
-    let group = Cgroup::of(roots, leader).filter(|group| Some(group) != Cgroup::own(roots).as_ref());
+    let group =
+        Cgroup::of(roots, leader).filter(|group| Some(group) != Cgroup::own(roots).as_ref());
     let cgroup = group.and_then(|group| group.memory().used);
-    let gpu = Nvmap::find(roots).and_then(|nvmap| nvmap.clients()?.of_all(family.iter().map(|(pid, _)| *pid)));
+    let gpu = Nvmap::find(roots)
+        .and_then(|nvmap| nvmap.clients()?.of_all(family.iter().map(|(pid, _)| *pid)));
     (sum.processes > 0).then_some((MemoryReading { sum, cgroup, gpu }, family))
 }
 

@@ -11,7 +11,7 @@ use super::{
     ports::{self, Claimed},
     spec::{Listen, WorkerSpec},
 };
-use crate::speech::client::Endpoint;
+use cotenant_speech::client::Endpoint;
 
 /// A command line that is ready to run.
 #[derive(Debug)]
@@ -35,23 +35,42 @@ impl Launch {
         if let Some(path) = &socket {
             let bytes = path.as_os_str().len();
             if bytes > SOCKET_PATH_BYTES_MAX {
-                return Err(LaunchError::SocketPath { path: path.clone(), bytes });
+                return Err(LaunchError::SocketPath {
+                    path: path.clone(),
+                    bytes,
+                });
             }
             clear(path)?;
         }
         let number = port.as_ref().map(|port| port.port().to_string());
-        let value = |variable: &str| value_of(spec, variant, number.as_deref(), socket.as_deref(), variable);
+        let value = |variable: &str| {
+            value_of(
+                spec,
+                variant,
+                number.as_deref(),
+                socket.as_deref(),
+                variable,
+            )
+        };
         let mut words = Vec::new();
         for word in &spec.argv {
             words.push(substituted(word, value)?);
         }
         let mut words = words.into_iter();
-        let program = words.next().filter(|program| !program.is_empty()).ok_or(LaunchError::Empty)?;
+        let program = words
+            .next()
+            .filter(|program| !program.is_empty())
+            .ok_or(LaunchError::Empty)?;
         let mut command = Command::new(&program);
         command.args(words);
-        command.env_clear().envs(env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_inherited)));
+        command
+            .env_clear()
+            .envs(env::vars_os().filter(|(name, _)| name.to_str().is_some_and(is_inherited)));
         for (name, text) in &spec.env {
-            command.env(name, substituted(text, |variable| named(variable).or_else(|| value(variable)))?);
+            command.env(
+                name,
+                substituted(text, |variable| named(variable).or_else(|| value(variable)))?,
+            );
         }
         if let Some(folder) = &spec.working_dir {
             command.current_dir(folder);
@@ -91,9 +110,17 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
         Listen::Port(port) => (Some(port.to_string()), None),
         Listen::Socket(path) => (None, Some(path.as_path())),
     };
-    let variant = spec.memory.variants.first().map(|variant| variant.name.as_str());
+    let variant = spec
+        .memory
+        .variants
+        .first()
+        .map(|variant| variant.name.as_str());
     let value = |variable: &str| value_of(spec, variant, port.as_deref(), socket, variable);
-    let argv = spec.argv.iter().map(|word| substituted(word, value)).collect::<Result<Vec<_>, _>>()?;
+    let argv = spec
+        .argv
+        .iter()
+        .map(|word| substituted(word, value))
+        .collect::<Result<Vec<_>, _>>()?;
     if argv.first().is_none_or(String::is_empty) {
         return Err(LaunchError::Empty);
     }
@@ -121,10 +148,17 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
 /// Whether a worker has a variable of the supervisor's environment without being given it: what names folders, languages,
 /// libraries and devices, and how they are used. The rest may be a secret of the supervisor or of another worker.
 fn is_inherited(name: &str) -> bool {
-    let is_secret = name.split('_').any(|word| SECRET_WORDS.contains(&word.to_ascii_uppercase().as_str()));
-    let is_proxy = name.ends_with("_proxy") && INHERITED.contains(&name.to_ascii_uppercase().as_str());
+    let is_secret = name
+        .split('_')
+        .any(|word| SECRET_WORDS.contains(&word.to_ascii_uppercase().as_str()));
+    let is_proxy =
+        name.ends_with("_proxy") && INHERITED.contains(&name.to_ascii_uppercase().as_str());
     let is_base = is_proxy || INHERITED.contains(&name);
-    !is_secret && (is_base || INHERITED_PREFIXES.iter().any(|prefix| name.starts_with(prefix)))
+    !is_secret
+        && (is_base
+            || INHERITED_PREFIXES
+                .iter()
+                .any(|prefix| name.starts_with(prefix)))
 }
 
 /// The value of `${ENV:NAME}`, by which a worker is given any other variable of the supervisor's.
@@ -145,7 +179,9 @@ fn value_of(
         "PORT" => port.map(str::to_owned),
         "SOCKET" => socket.map(|path| path.to_string_lossy().into_owned()),
         "VARIANT" => variant.map(str::to_owned),
-        "SELF" => env::current_exe().ok().map(|path| path.to_string_lossy().into_owned()),
+        "SELF" => env::current_exe()
+            .ok()
+            .map(|path| path.to_string_lossy().into_owned()),
         _ => None,
     }
 }
@@ -209,12 +245,17 @@ pub enum LaunchError {
 
 /// Removes the socket of an earlier run, and nothing else.
 fn clear(path: &Path) -> Result<(), LaunchError> {
-    let failed = |source| LaunchError::Socket { path: path.to_owned(), source };
+    let failed = |source| LaunchError::Socket {
+        path: path.to_owned(),
+        source,
+    };
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(failed(error)),
         Ok(meta) if meta.file_type().is_socket() => fs::remove_file(path).map_err(failed),
-        Ok(_) => Err(LaunchError::InTheWay { path: path.to_owned() }),
+        Ok(_) => Err(LaunchError::InTheWay {
+            path: path.to_owned(),
+        }),
     }
 }
 
@@ -224,12 +265,15 @@ fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<Str
     let mut rest = text;
     while let Some((before, behind)) = rest.split_once("${") {
         result.push_str(before);
-        let (variable, after) =
-            behind.split_once('}').ok_or_else(|| LaunchError::Unclosed { text: text.to_owned() })?;
-        result.push_str(
-            &value(variable)
-                .ok_or_else(|| LaunchError::Variable { variable: variable.to_owned(), text: text.to_owned() })?,
-        );
+        let (variable, after) = behind
+            .split_once('}')
+            .ok_or_else(|| LaunchError::Unclosed {
+                text: text.to_owned(),
+            })?;
+        result.push_str(&value(variable).ok_or_else(|| LaunchError::Variable {
+            variable: variable.to_owned(),
+            text: text.to_owned(),
+        })?);
         rest = after;
     }
     result.push_str(rest);
@@ -338,46 +382,111 @@ mod tests {
     }
 
     fn words(command: &Command) -> Vec<String> {
-        command.get_args().map(|word| word.to_string_lossy().into_owned()).collect()
+        command
+            .get_args()
+            .map(|word| word.to_string_lossy().into_owned())
+            .collect()
     }
 
     #[test]
     fn variables_are_filled_in() {
-        let mut spec = spec(&["prog", "--socket=${SOCKET}", "--as", "${NAME}-${VARIANT}", "$HOME", "$"]);
+        let mut spec = spec(&[
+            "prog",
+            "--socket=${SOCKET}",
+            "--as",
+            "${NAME}-${VARIANT}",
+            "$HOME",
+            "$",
+        ]);
         spec.env.insert("SOCK".into(), "${SOCKET}".into());
         let launch = Launch::prepare(&spec, Some("open")).unwrap();
         assert_eq!(launch.program, "prog");
-        assert_eq!(words(&launch.command), ["--socket=/nowhere/asr.sock", "--as", "asr-open", "$HOME", "$"]);
-        assert_eq!(launch.endpoint.unwrap().to_string(), "unix:///nowhere/asr.sock");
+        assert_eq!(
+            words(&launch.command),
+            [
+                "--socket=/nowhere/asr.sock",
+                "--as",
+                "asr-open",
+                "$HOME",
+                "$"
+            ]
+        );
+        assert_eq!(
+            launch.endpoint.unwrap().to_string(),
+            "unix:///nowhere/asr.sock"
+        );
     }
 
     #[test]
     fn a_worker_has_what_it_needs_of_our_environment_and_no_secret() {
-        for name in
-            ["PATH", "HOME", "LC_ALL", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "HF_HOME", "https_proxy"]
-        {
+        for name in [
+            "PATH",
+            "HOME",
+            "LC_ALL",
+            "TZ",
+            "LD_LIBRARY_PATH",
+            "CUDA_VISIBLE_DEVICES",
+            "HF_HOME",
+            "https_proxy",
+        ] {
             assert!(is_inherited(name), "{name}");
         }
-        for name in ["TOKENIZERS_PARALLELISM", "PYTHONPATH", "XDG_CACHE_HOME", "MALLOC_ARENA_MAX", "OMP_NUM_THREADS"] {
+        for name in [
+            "TOKENIZERS_PARALLELISM",
+            "PYTHONPATH",
+            "XDG_CACHE_HOME",
+            "MALLOC_ARENA_MAX",
+            "OMP_NUM_THREADS",
+        ] {
             assert!(is_inherited(name), "{name}");
         }
-        let secrets = ["HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "OPENAI_API_KEY", "HUGGINGFACE_API_KEY", "PGPASSWORD"];
-        for name in secrets.into_iter().chain(["NOTIFY_SOCKET", "LISTEN_FDS", "SUPERVISOR_TOKEN", "EDITOR", "path"]) {
+        let secrets = [
+            "HF_TOKEN",
+            "AWS_SECRET_ACCESS_KEY",
+            "OPENAI_API_KEY",
+            "HUGGINGFACE_API_KEY",
+            "PGPASSWORD",
+        ];
+        for name in secrets.into_iter().chain([
+            "NOTIFY_SOCKET",
+            "LISTEN_FDS",
+            "SUPERVISOR_TOKEN",
+            "EDITOR",
+            "path",
+        ]) {
             assert!(!is_inherited(name), "{name}");
         }
         let mut spec = spec(&["prog"]);
-        spec.env.insert("FOLDER".into(), "${ENV:PATH}/${NAME}".into());
+        spec.env
+            .insert("FOLDER".into(), "${ENV:PATH}/${NAME}".into());
         let launch = Launch::prepare(&spec, None).unwrap();
-        let given: Vec<_> = launch.command.get_envs().filter(|(name, _)| *name == "FOLDER").collect();
+        let given: Vec<_> = launch
+            .command
+            .get_envs()
+            .filter(|(name, _)| *name == "FOLDER")
+            .collect();
         let expected = format!("{}/asr", env::var("PATH").unwrap());
         assert_eq!(given, [("FOLDER".as_ref(), Some(expected.as_ref()))]);
         // The tests' own environment has many of cargo's.
-        let names: Vec<_> = launch.command.get_envs().map(|(name, _)| name.to_str().unwrap().to_owned()).collect();
+        let names: Vec<_> = launch
+            .command
+            .get_envs()
+            .map(|(name, _)| name.to_str().unwrap().to_owned())
+            .collect();
         assert!(names.iter().any(|name| name == "PATH"), "{names:?}");
-        assert!(names.iter().all(|name| name == "FOLDER" || is_inherited(name)), "{names:?}");
-        spec.env.insert("FOLDER".into(), "${ENV:COTENANT_NOT_SET}".into());
+        assert!(
+            names
+                .iter()
+                .all(|name| name == "FOLDER" || is_inherited(name)),
+            "{names:?}"
+        );
+        spec.env
+            .insert("FOLDER".into(), "${ENV:COTENANT_NOT_SET}".into());
         let error = Launch::prepare(&spec, None).unwrap_err().to_string();
-        assert_eq!(error, "`${ENV:COTENANT_NOT_SET}` in `${ENV:COTENANT_NOT_SET}` has no value");
+        assert_eq!(
+            error,
+            "`${ENV:COTENANT_NOT_SET}` in `${ENV:COTENANT_NOT_SET}` has no value"
+        );
     }
 
     #[test]
@@ -386,7 +495,10 @@ mod tests {
         spec.listen = Listen::FreePort;
         let launch = Launch::prepare(&spec, None).unwrap();
         let port = words(&launch.command).remove(0);
-        assert_eq!(launch.endpoint.unwrap().to_string(), format!("tcp://127.0.0.1:{port}"));
+        assert_eq!(
+            launch.endpoint.unwrap().to_string(),
+            format!("tcp://127.0.0.1:{port}")
+        );
         std::net::TcpListener::bind(("127.0.0.1", port.parse::<u16>().unwrap())).unwrap();
     }
 
@@ -397,11 +509,17 @@ mod tests {
         let mut spec = spec(&["prog"]);
         spec.listen = Listen::Port(port);
         let error = Launch::prepare(&spec, None).unwrap_err().to_string();
-        assert!(error.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")), "{error}");
+        assert!(
+            error.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")),
+            "{error}"
+        );
         drop(socket);
         let first = Launch::prepare(&spec, None).unwrap();
         let error = Launch::prepare(&spec, None).unwrap_err().to_string();
-        assert_eq!(error, format!("port {port} of 127.0.0.1 is taken by another worker"));
+        assert_eq!(
+            error,
+            format!("port {port} of 127.0.0.1 is taken by another worker")
+        );
         drop(first);
         Launch::prepare(&spec, None).unwrap();
     }
@@ -411,19 +529,36 @@ mod tests {
         for (argv, expected) in [
             (vec![], "argv is empty"),
             (vec!["", "x"], "argv is empty"),
-            (vec!["p", "a${HOME}"], "`${HOME}` in `a${HOME}` has no value"),
-            (vec!["p", "${VARIANT}"], "`${VARIANT}` in `${VARIANT}` has no value"),
+            (
+                vec!["p", "a${HOME}"],
+                "`${HOME}` in `a${HOME}` has no value",
+            ),
+            (
+                vec!["p", "${VARIANT}"],
+                "`${VARIANT}` in `${VARIANT}` has no value",
+            ),
             (vec!["p", "${SOCKET"], "`${` in `${SOCKET` has no `}`"),
         ] {
-            assert_eq!(Launch::prepare(&spec(&argv), None).unwrap_err().to_string(), expected);
+            assert_eq!(
+                Launch::prepare(&spec(&argv), None).unwrap_err().to_string(),
+                expected
+            );
         }
         let mut long = spec(&["p"]);
         long.listen = Listen::Socket(PathBuf::from(format!("/{}", "x".repeat(129))));
         let file = tempfile::NamedTempFile::new().unwrap();
         let mut blocked = spec(&["p"]);
         blocked.listen = Listen::Socket(file.path().to_owned());
-        assert!(matches!(Launch::prepare(&blocked, None), Err(LaunchError::InTheWay { .. })));
+        assert!(matches!(
+            Launch::prepare(&blocked, None),
+            Err(LaunchError::InTheWay { .. })
+        ));
         assert!(file.path().exists());
-        assert!(Launch::prepare(&long, None).unwrap_err().to_string().ends_with("has 130 bytes, the kernel takes 107"));
+        assert!(
+            Launch::prepare(&long, None)
+                .unwrap_err()
+                .to_string()
+                .ends_with("has 130 bytes, the kernel takes 107")
+        );
     }
 }

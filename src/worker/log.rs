@@ -10,7 +10,7 @@ use std::{
 
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Reads one output of a worker until it is closed.
 #[derive(Debug)]
@@ -39,7 +39,9 @@ pub(super) enum Needle {
 impl Needle {
     /// A regular expression; the configuration has checked it before.
     pub(super) fn pattern(pattern: &str) -> io::Result<Self> {
-        regex::Regex::new(pattern).map(Self::Pattern).map_err(io::Error::other)
+        regex::Regex::new(pattern)
+            .map(Self::Pattern)
+            .map_err(io::Error::other)
     }
 
     fn is_in(&self, line: &str) -> bool {
@@ -73,8 +75,12 @@ impl LogTail {
         let kept = Arc::clone(&lines);
         let reader = tokio::spawn(async move {
             let show = |line: &str| match stream {
-                Stream::Stdout => tracing::info!(target: "worker", worker = &*worker, stream = "stdout", "{line}"),
-                Stream::Stderr => tracing::info!(target: "worker", worker = &*worker, stream = "stderr", "{line}"),
+                Stream::Stdout => {
+                    tracing::info!(target: "worker", worker = &*worker, stream = "stdout", "{line}");
+                }
+                Stream::Stderr => {
+                    tracing::info!(target: "worker", worker = &*worker, stream = "stderr", "{line}");
+                }
             };
             let on_output = |output: Output| {
                 let (raw, is_shown) = match output {
@@ -93,12 +99,19 @@ impl LogTail {
                     kept.pop_front();
                 }
                 if keep > 0 {
-                    kept.push_back(LogLine { at: Instant::now(), text: line });
+                    kept.push_back(LogLine {
+                        at: Instant::now(),
+                        text: line,
+                    });
                 }
             };
             read_lines(pipe, on_output).await;
         });
-        Ok(Self { lines, reader, pipe: again })
+        Ok(Self {
+            lines,
+            reader,
+            pipe: again,
+        })
     }
 
     /// What was kept so far, once everything that the pipe holds has been read; waits for that no longer than `limit`,
@@ -107,7 +120,11 @@ impl LogTail {
         let drained = async {
             let mut empty = 0;
             while !self.reader.is_finished() && empty < EMPTY_LOOKS {
-                empty = if left_in(&self.pipe) == 0 { empty + 1 } else { 0 };
+                empty = if left_in(&self.pipe) == 0 {
+                    empty + 1
+                } else {
+                    0
+                };
                 tokio::time::sleep(LOOK_PAUSE).await;
             }
         };
@@ -147,7 +164,10 @@ impl fmt::Display for Omitted {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { lines, bytes } = self;
         let seconds = WINDOW.as_secs();
-        write!(f, "{lines} lines ({bytes}) are left out: {LINES_PER_WINDOW} are shown of each output in {seconds} s")
+        write!(
+            f,
+            "{lines} lines ({bytes}) are left out: {LINES_PER_WINDOW} are shown of each output in {seconds} s"
+        )
     }
 }
 
@@ -163,7 +183,8 @@ struct Quota {
 impl Quota {
     /// Ends the window if it is over at `now`; what was left out in it, if anything was.
     fn ended(&mut self, now: Instant) -> Option<Omitted> {
-        self.began.take_if(|began| now.saturating_duration_since(*began) >= WINDOW)?;
+        self.began
+            .take_if(|began| now.saturating_duration_since(*began) >= WINDOW)?;
         self.close()
     }
 
@@ -186,7 +207,9 @@ impl Quota {
 
     /// When to report what was left out, where anything was.
     fn reports_at(&self) -> Option<Instant> {
-        self.began.filter(|_| self.omitted.lines > 0).map(|began| began + WINDOW)
+        self.began
+            .filter(|_| self.omitted.lines > 0)
+            .map(|began| began + WINDOW)
     }
 }
 
@@ -209,7 +232,10 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_output: impl FnMut(Output))
         }
         let mut take = |line: &[u8], cut| {
             let is_shown = quota.shows(line.len(), now);
-            on_output(Output::Line { text: text_of(line, cut), is_shown });
+            on_output(Output::Line {
+                text: text_of(line, cut),
+                is_shown,
+            });
         };
         for &byte in &buffer {
             // A bar of progress goes back to the beginning of its line again and again; the last state of it is kept.
@@ -320,29 +346,48 @@ mod tests {
         assert_eq!(quota.reports_at(), Some(start + WINDOW));
         assert_eq!(quota.ended(start + WINDOW / 2), None);
         let omitted = quota.ended(start + WINDOW).unwrap();
-        assert_eq!(omitted, Omitted { lines: 99_600, bytes: Bytes::new(99_600 * 80) });
-        assert_eq!(omitted.to_string(), "99600 lines (7.5 MiB) are left out: 400 are shown of each output in 10 s");
+        assert_eq!(
+            omitted,
+            Omitted {
+                lines: 99_600,
+                bytes: Bytes::new(99_600 * 80)
+            }
+        );
+        assert_eq!(
+            omitted.to_string(),
+            "99600 lines (7.5 MiB) are left out: 400 are shown of each output in 10 s"
+        );
         // A new window, and one in which nothing is left out.
         assert!(quota.shows(80, start + WINDOW));
-        assert_eq!((quota.reports_at(), quota.ended(start + WINDOW * 2)), (None, None));
+        assert_eq!(
+            (quota.reports_at(), quota.ended(start + WINDOW * 2)),
+            (None, None)
+        );
         assert_eq!(quota.close(), None);
     }
 
     #[tokio::test]
     async fn the_end_of_a_flood_is_kept_although_it_is_not_shown() {
         let (reader, writer) =
-            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK).unwrap();
+            nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC | nix::fcntl::OFlag::O_NONBLOCK)
+                .unwrap();
         let written: String = (0..1000).map(|number| format!("line {number}\n")).collect();
-        assert_eq!(nix::unistd::write(&writer, written.as_bytes()).unwrap(), written.len());
+        assert_eq!(
+            nix::unistd::write(&writer, written.as_bytes()).unwrap(),
+            written.len()
+        );
         drop(writer);
         let (mut shown, mut kept, mut omitted) = (0, Vec::new(), 0);
-        read_lines(pipe::Receiver::from_owned_fd(reader).unwrap(), |output| match output {
-            Output::Line { text, is_shown } => {
-                shown += u32::from(is_shown);
-                kept.push(text);
-            }
-            Output::Omitted(of) => omitted += of.lines,
-        })
+        read_lines(
+            pipe::Receiver::from_owned_fd(reader).unwrap(),
+            |output| match output {
+                Output::Line { text, is_shown } => {
+                    shown += u32::from(is_shown);
+                    kept.push(text);
+                }
+                Output::Omitted(of) => omitted += of.lines,
+            },
+        )
         .await;
         assert_eq!((shown, omitted, kept.len()), (400, 600, 1000));
         assert_eq!(kept.last().unwrap(), "line 999");

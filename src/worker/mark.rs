@@ -6,7 +6,7 @@ use std::{
     str::FromStr,
 };
 
-use crate::probe::processes::ProcessStat;
+use cotenant_probe::processes::ProcessStat;
 
 /// Names one supervisor process among all that ever ran since boot, in any process namespace.
 ///
@@ -24,8 +24,13 @@ impl SupervisorMark {
     /// The mark of this process.
     pub(super) fn own(proc: &Path) -> io::Result<Self> {
         let pid = std::process::id();
-        let own = ProcessStat::read(proc, pid).ok_or_else(|| io::Error::other("cannot read `/proc/self/stat`"))?;
-        Ok(Self { namespace: namespace_of(proc, pid)?, pid, started: own.start_ticks })
+        let own = ProcessStat::read(proc, pid)
+            .ok_or_else(|| io::Error::other("cannot read `/proc/self/stat`"))?;
+        Ok(Self {
+            namespace: namespace_of(proc, pid)?,
+            pid,
+            started: own.start_ticks,
+        })
     }
 
     /// Whether that supervisor still runs; also `true` when it lived where we cannot see it.
@@ -34,7 +39,8 @@ impl SupervisorMark {
         if !ours.is_ok_and(|ours| ours == self.namespace) {
             return true;
         }
-        ProcessStat::read(proc, self.pid).is_some_and(|found| found.start_ticks == self.started && !found.is_dead())
+        ProcessStat::read(proc, self.pid)
+            .is_some_and(|found| found.start_ticks == self.started && !found.is_dead())
     }
 }
 
@@ -79,9 +85,21 @@ mod tests {
         let own = SupervisorMark::own(proc).unwrap();
         assert_eq!(own.to_string().parse(), Ok(own.clone()));
         assert!(own.may_run(proc));
-        let earlier = SupervisorMark { started: own.started.wrapping_sub(1), ..own.clone() };
-        assert!(!earlier.may_run(proc), "the id was given to another process");
-        let elsewhere = SupervisorMark { namespace: "pid:[1]".to_owned(), ..earlier };
-        assert!(elsewhere.may_run(proc), "a supervisor in another namespace cannot be seen");
+        let earlier = SupervisorMark {
+            started: own.started.wrapping_sub(1),
+            ..own.clone()
+        };
+        assert!(
+            !earlier.may_run(proc),
+            "the id was given to another process"
+        );
+        let elsewhere = SupervisorMark {
+            namespace: "pid:[1]".to_owned(),
+            ..earlier
+        };
+        assert!(
+            elsewhere.may_run(proc),
+            "a supervisor in another namespace cannot be seen"
+        );
     }
 }

@@ -13,11 +13,13 @@ use std::{
 
 use nix::{
     cmsg_space,
-    sys::socket::{ControlMessageOwned, MsgFlags, UnixCredentials, recvmsg, setsockopt, sockopt::PassCred},
+    sys::socket::{
+        ControlMessageOwned, MsgFlags, UnixCredentials, recvmsg, setsockopt, sockopt::PassCred,
+    },
 };
 use tokio::{io::Interest, net::UnixDatagram};
 
-use crate::probe::processes::ProcessTable;
+use cotenant_probe::processes::ProcessTable;
 
 /// Takes what one start of a worker tells.
 #[derive(Debug)]
@@ -40,8 +42,14 @@ impl Notifications {
     /// A path, since not every library for it knows abstract names. Anybody may write to it, as a worker may run as
     /// another user; the kernel names the writer.
     pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
-        let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
-        let path = folder.join(format!("cotenant-notify-{}-{name}-{:x}.sock", std::process::id(), since.as_nanos()));
+        let since = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .unwrap_or_default();
+        let path = folder.join(format!(
+            "cotenant-notify-{}-{name}-{:x}.sock",
+            std::process::id(),
+            since.as_nanos()
+        ));
         let socket = StdDatagram::bind(&path)?;
         let prepare = || {
             fs::set_permissions(&path, Permissions::from_mode(0o666))?;
@@ -78,12 +86,17 @@ impl Notifications {
             if sender.is_some_and(|pid| self.belongs(pid, leader)) {
                 return Ok(parse(&text));
             }
-            tracing::debug!(leader, ?sender, "a notification by an unmanaged process is ignored");
+            tracing::debug!(
+                leader,
+                ?sender,
+                "a notification by an unmanaged process is ignored"
+            );
         }
     }
 
     fn belongs(&self, pid: u32, leader: u32) -> bool {
-        pid == leader || ProcessTable::read(&self.proc).is_ok_and(|table| table.family(leader).contains(&pid))
+        pid == leader
+            || ProcessTable::read(&self.proc).is_ok_and(|table| table.family(leader).contains(&pid))
     }
 }
 
@@ -98,7 +111,12 @@ fn receive(fd: std::os::fd::RawFd) -> io::Result<(String, Option<UnixCredentials
     let mut text = [0u8; MESSAGE_BYTES_MAX];
     let mut buffers = [IoSliceMut::new(&mut text)];
     let mut control = cmsg_space!(UnixCredentials);
-    let message = recvmsg::<()>(fd, &mut buffers, Some(&mut control), MsgFlags::MSG_CMSG_CLOEXEC)?;
+    let message = recvmsg::<()>(
+        fd,
+        &mut buffers,
+        Some(&mut control),
+        MsgFlags::MSG_CMSG_CLOEXEC,
+    )?;
     let sender = message.cmsgs()?.find_map(|part| match part {
         ControlMessageOwned::ScmCredentials(sender) => Some(sender),
         _ => None,
@@ -130,7 +148,13 @@ mod tests {
     #[test]
     fn a_message_of_several_lines_is_read() {
         let sent = parse("STATUS=loading 3 of 7\nMAINPID=9\nREADY=1");
-        assert_eq!(sent, Notification { ready: true, status: Some("loading 3 of 7".to_owned()) });
+        assert_eq!(
+            sent,
+            Notification {
+                ready: true,
+                status: Some("loading 3 of 7".to_owned())
+            }
+        );
         assert_eq!(parse("READY=0\nnonsense"), Notification::default());
     }
 
@@ -149,6 +173,10 @@ mod tests {
         let waited = tokio::time::timeout(std::time::Duration::from_millis(50), process).await;
         assert!(waited.is_err());
         drop(notifications);
-        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0, "nothing is left");
+        assert_eq!(
+            fs::read_dir(folder.path()).unwrap().count(),
+            0,
+            "nothing is left"
+        );
     }
 }

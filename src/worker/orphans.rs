@@ -9,7 +9,7 @@ use super::{
     mark::{SUPERVISOR_VARIABLE, SupervisorMark, WORKER_VARIABLE},
     process::UnmanagedProcess,
 };
-use crate::probe::{
+use cotenant_probe::{
     ProbeRoot,
     processes::{self, ProcessStat, ProcessTable},
 };
@@ -47,24 +47,40 @@ pub(super) struct Launched<'a> {
 /// processes that carry a mark of a supervisor of this process namespace are ended, what descends from them, and what
 /// shares a control group with them; none of a supervisor that runs beside us, and none that is left to the heirs of
 /// another place than `place`. `spared` are taken over, with their children.
-pub async fn end_orphans(roots: &ProbeRoot, groups: &Groups, place: Option<&str>, spared: &[Survivor]) -> Vec<Orphan> {
+pub async fn end_orphans(
+    roots: &ProbeRoot,
+    groups: &Groups,
+    place: Option<&str>,
+    spared: &[Survivor],
+) -> Vec<Orphan> {
     let proc = &roots.proc;
     let claim = |pid: u32| {
-        let mark = processes::environment(proc, pid, SUPERVISOR_VARIABLE)?.parse::<SupervisorMark>();
+        let mark =
+            processes::environment(proc, pid, SUPERVISOR_VARIABLE)?.parse::<SupervisorMark>();
         let Ok(mark) = mark else { return None };
         let worker = processes::environment(proc, pid, WORKER_VARIABLE).unwrap_or_default();
         let record = processes::environment(proc, pid, LAUNCH_VARIABLE);
         let record = record.and_then(|text| serde_json::from_str::<LaunchRecord>(&text).ok());
         let kept = mark.may_run(proc)
             || record.is_some_and(|record| place != Some(record.place.as_str()))
-            || spared.iter().any(|spared| spared.mark == mark && spared.label == worker);
-        Some(if kept { Claim::Kept } else { Claim::Left(worker.split(' ').next().unwrap_or_default().to_owned()) })
+            || spared
+                .iter()
+                .any(|spared| spared.mark == mark && spared.label == worker);
+        Some(if kept {
+            Claim::Kept
+        } else {
+            Claim::Left(worker.split(' ').next().unwrap_or_default().to_owned())
+        })
     };
     // A group of a supervisor that is gone, in which nothing is to be kept.
     let abandoned = groups.of_the_gone(roots);
     let in_group: BTreeSet<u32> = abandoned
         .iter()
-        .filter(|pids| !pids.iter().any(|pid| matches!(claim(*pid), Some(Claim::Kept))))
+        .filter(|pids| {
+            !pids
+                .iter()
+                .any(|pid| matches!(claim(*pid), Some(Claim::Kept)))
+        })
         .flatten()
         .copied()
         .collect();
@@ -93,7 +109,8 @@ pub(super) async fn end_left_behind(roots: &ProbeRoot, launched: Launched<'_>) -
         let pid = process.pid;
         let marked = || {
             processes::environment(proc, pid, WORKER_VARIABLE).as_deref() == Some(label)
-                && processes::environment(proc, pid, SUPERVISOR_VARIABLE).as_deref() == Some(supervisor.as_str())
+                && processes::environment(proc, pid, SUPERVISOR_VARIABLE).as_deref()
+                    == Some(supervisor.as_str())
         };
         let left = pid != launched.leader
             && (process.group == launched.leader
@@ -118,14 +135,18 @@ pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
         Ok(_) => !process.is_dead(),
         Err(_) => false,
     };
-    below_us(proc, leader).iter().filter(|process| living(process)).count()
+    below_us(proc, leader)
+        .iter()
+        .filter(|process| living(process))
+        .count()
 }
 
 /// Asks all [`descendants`] to end.
 pub fn ask_descendants_to_end(proc: &Path, leader: Option<u32>) {
     for process in below_us(proc, leader) {
         if let Ok(held) = UnmanagedProcess::open(process.pid)
-            && ProcessStat::read(proc, process.pid).is_some_and(|now| now.start_ticks == process.start_ticks)
+            && ProcessStat::read(proc, process.pid)
+                .is_some_and(|now| now.start_ticks == process.start_ticks)
         {
             let _ = held.signal(libc::SIGTERM);
         }
@@ -142,15 +163,20 @@ fn below_us(proc: &Path, leader: Option<u32>) -> Vec<ProcessStat> {
     let us = std::process::id();
     let table = ProcessTable::read(proc).unwrap_or_default();
     let found = table.tree(us);
-    let is_below =
-        |process: &ProcessStat| found.contains(&process.pid) && ![Some(us), leader].contains(&Some(process.pid));
+    let is_below = |process: &ProcessStat| {
+        found.contains(&process.pid) && ![Some(us), leader].contains(&Some(process.pid))
+    };
     table.processes.into_iter().filter(is_below).collect()
 }
 
 /// Ends every process for which `owner` names a worker, and all that descend from it; `otherwise` is named for these.
 ///
 /// A process that is ended may have just started another one, so it is looked again until nothing is found.
-async fn end_where(proc: &Path, otherwise: &str, owner: impl Fn(&ProcessStat) -> Option<String>) -> Vec<Orphan> {
+async fn end_where(
+    proc: &Path,
+    otherwise: &str,
+    owner: impl Fn(&ProcessStat) -> Option<String>,
+) -> Vec<Orphan> {
     let mut ended: Vec<Orphan> = Vec::new();
     let us = std::process::id();
     for _ in 0..PASSES_MAX {
@@ -162,12 +188,17 @@ async fn end_where(proc: &Path, otherwise: &str, owner: impl Fn(&ProcessStat) ->
             found.retain(|pid| *pid != us && !ours.contains(pid));
         }
         let before = ended.len();
-        for process in table.processes.iter().filter(|process| found.contains(&process.pid)) {
+        for process in table
+            .processes
+            .iter()
+            .filter(|process| found.contains(&process.pid))
+        {
             // First held, then looked at again: the id may have passed to another process in between.
             let Ok(orphan) = UnmanagedProcess::open(process.pid) else {
                 continue;
             };
-            let Some(now) = ProcessStat::read(proc, process.pid).filter(|now| now.start_ticks == process.start_ticks)
+            let Some(now) = ProcessStat::read(proc, process.pid)
+                .filter(|now| now.start_ticks == process.start_ticks)
             else {
                 continue;
             };
@@ -180,8 +211,14 @@ async fn end_where(proc: &Path, otherwise: &str, owner: impl Fn(&ProcessStat) ->
             }
             let worker = owner(&now).unwrap_or_else(|| otherwise.to_owned());
             match orphan.kill(PATIENCE).await {
-                Ok(gone) => ended.push(Orphan { pid: process.pid, worker, ended: gone }),
-                Err(error) => tracing::warn!(pid = process.pid, worker, %error, "cannot end a process left behind"),
+                Ok(gone) => ended.push(Orphan {
+                    pid: process.pid,
+                    worker,
+                    ended: gone,
+                }),
+                Err(error) => {
+                    tracing::warn!(pid = process.pid, worker, %error, "cannot end a process left behind");
+                }
             }
         }
         if ended.len() == before {

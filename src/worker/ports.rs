@@ -17,12 +17,16 @@ impl Claimed {
     /// A port that no process listens on now and no other worker has been given.
     pub(super) fn free() -> io::Result<Self> {
         for _ in 0..ATTEMPTS_MAX {
-            let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?.local_addr()?.port();
+            let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?
+                .local_addr()?
+                .port();
             if claim(port) {
                 return Ok(Self { port });
             }
         }
-        Err(io::Error::other(format!("the kernel offered only ports of other workers, {ATTEMPTS_MAX} times")))
+        Err(io::Error::other(format!(
+            "the kernel offered only ports of other workers, {ATTEMPTS_MAX} times"
+        )))
     }
 
     /// This very port; `None` when another worker has it.
@@ -37,7 +41,10 @@ impl Claimed {
 
 impl Drop for Claimed {
     fn drop(&mut self) {
-        CLAIMED.lock().unwrap_or_else(PoisonError::into_inner).remove(&self.port);
+        CLAIMED
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&self.port);
     }
 }
 
@@ -70,9 +77,13 @@ impl fmt::Display for PortOwner {
 #[must_use]
 pub fn owner_of(port: u16) -> Option<PortOwner> {
     let sockets = procfs::net::tcp().unwrap_or_default();
-    let sockets = sockets.into_iter().chain(procfs::net::tcp6().unwrap_or_default());
+    let sockets = sockets
+        .into_iter()
+        .chain(procfs::net::tcp6().unwrap_or_default());
     let inodes: BTreeSet<u64> = sockets
-        .filter(|entry| entry.state == procfs::net::TcpState::Listen && entry.local_address.port() == port)
+        .filter(|entry| {
+            entry.state == procfs::net::TcpState::Listen && entry.local_address.port() == port
+        })
         .map(|entry| entry.inode)
         .collect();
     let has_it = |process: &procfs::process::Process| {
@@ -82,13 +93,22 @@ pub fn owner_of(port: u16) -> Option<PortOwner> {
                 .any(|fd| matches!(fd.target, procfs::process::FDTarget::Socket(inode) if inodes.contains(&inode)))
         })
     };
-    let owner = procfs::process::all_processes().ok()?.flatten().find(has_it)?;
+    let owner = procfs::process::all_processes()
+        .ok()?
+        .flatten()
+        .find(has_it)?;
     let name = owner.stat().ok()?.comm;
-    Some(PortOwner { name, pid: owner.pid() })
+    Some(PortOwner {
+        name,
+        pid: owner.pid(),
+    })
 }
 
 fn claim(port: u16) -> bool {
-    CLAIMED.lock().unwrap_or_else(PoisonError::into_inner).insert(port)
+    CLAIMED
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .insert(port)
 }
 
 /// Ports that workers of this program have or are about to have.
@@ -109,7 +129,10 @@ mod tests {
         let first = claims[0].port();
         assert!(Claimed::fixed(first).is_none());
         drop(claims);
-        assert!(Claimed::fixed(first).is_some(), "given back when the worker is gone");
+        assert!(
+            Claimed::fixed(first).is_some(),
+            "given back when the worker is gone"
+        );
     }
 
     #[test]
@@ -117,7 +140,10 @@ mod tests {
         let socket = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
         let port = socket.local_addr().unwrap().port();
         let who = listener(port).unwrap();
-        assert!(who.contains(&format!("(pid {})", std::process::id())), "{who}");
+        assert!(
+            who.contains(&format!("(pid {})", std::process::id())),
+            "{who}"
+        );
         drop(socket);
         assert!(listener(port).is_none());
     }

@@ -14,10 +14,8 @@ use super::{
     autopsy::{find_program, interpreter, library_folders, other_versions, unfit},
     ports,
 };
-use crate::{
-    config::{Listen, WorkerConfig},
-    units::Bytes,
-};
+use cotenant_config::{Listen, WorkerConfig};
+use cotenant_units::Bytes;
 
 /// Something that was found.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -86,7 +84,12 @@ pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts) -> Vec<Found>
         .iter()
         .flat_map(|worker| {
             let mut found = judge_program(&worker.name, &worker.argv, &program_facts(worker));
-            found.extend(judge_arguments(&worker.name, &worker.argv, worker.memory.peak, machine));
+            found.extend(judge_arguments(
+                &worker.name,
+                &worker.argv,
+                worker.memory.peak,
+                machine,
+            ));
             found
         })
         .collect();
@@ -95,11 +98,28 @@ pub fn preflight(workers: &[WorkerConfig], machine: &MachineFacts) -> Vec<Found>
 }
 
 fn fault(worker: &str, rule: &'static str, text: String, remedy: impl Into<String>) -> Found {
-    Found { worker: Some(worker.to_owned()), rule, severity: Severity::Fault, text, remedy: remedy.into() }
+    Found {
+        worker: Some(worker.to_owned()),
+        rule,
+        severity: Severity::Fault,
+        text,
+        remedy: remedy.into(),
+    }
 }
 
-fn warning(worker: Option<&str>, rule: &'static str, text: String, remedy: impl Into<String>) -> Found {
-    Found { worker: worker.map(str::to_owned), rule, severity: Severity::Warning, text, remedy: remedy.into() }
+fn warning(
+    worker: Option<&str>,
+    rule: &'static str,
+    text: String,
+    remedy: impl Into<String>,
+) -> Found {
+    Found {
+        worker: worker.map(str::to_owned),
+        rule,
+        severity: Severity::Warning,
+        text,
+        remedy: remedy.into(),
+    }
 }
 
 fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Found> {
@@ -153,13 +173,18 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
                 worker,
                 "library_missing",
                 format!("`{path}` needs the shared library `{library}`, which is not found"),
-                format!("install what brings `{library}`, or set LD_LIBRARY_PATH in the worker's `env`"),
+                format!(
+                    "install what brings `{library}`, or set LD_LIBRARY_PATH in the worker's `env`"
+                ),
             )
         } else {
             fault(
                 worker,
                 "library_of_another_version",
-                format!("`{path}` needs `{library}`, and this machine has {}", others.join(", ")),
+                format!(
+                    "`{path}` needs `{library}`, and this machine has {}",
+                    others.join(", ")
+                ),
                 "use a build for the version of this machine, or install that of the build",
             )
         });
@@ -168,18 +193,34 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
 }
 
 /// Flags of programs that are common as workers, and what they mean on a machine with one memory.
-fn judge_arguments(worker: &str, argv: &[String], peak: Bytes, machine: &MachineFacts) -> Vec<Found> {
-    let has = |flag: &str| argv.iter().any(|word| word == flag || word.starts_with(&format!("{flag}=")));
+fn judge_arguments(
+    worker: &str,
+    argv: &[String],
+    peak: Bytes,
+    machine: &MachineFacts,
+) -> Vec<Found> {
+    let has = |flag: &str| {
+        argv.iter()
+            .any(|word| word == flag || word.starts_with(&format!("{flag}=")))
+    };
     let value = |flag: &str| {
         let at = argv.iter().position(|word| word == flag).map(|at| at + 1);
         let next = at.and_then(|at| argv.get(at)).map(String::as_str);
-        next.or_else(|| argv.iter().find_map(|word| word.strip_prefix(flag)?.strip_prefix('=')))
+        next.or_else(|| {
+            argv.iter()
+                .find_map(|word| word.strip_prefix(flag)?.strip_prefix('='))
+        })
     };
-    let program = argv.first().and_then(|program| program.rsplit('/').next()).unwrap_or_default();
+    let program = argv
+        .first()
+        .and_then(|program| program.rsplit('/').next())
+        .unwrap_or_default();
     let who = Some(worker);
     let mut found = Vec::new();
     if program == "llama-server" {
-        let cache = value("--cache-ram").or_else(|| value("-cram")).and_then(|mib| mib.parse::<i64>().ok());
+        let cache = value("--cache-ram")
+            .or_else(|| value("-cram"))
+            .and_then(|mib| mib.parse::<i64>().ok());
         let cache = match cache {
             None => Some(LLAMA_CACHE),
             Some(mib) => u64::try_from(mib).ok().map(Bytes::from_mib),
@@ -201,7 +242,9 @@ fn judge_arguments(worker: &str, argv: &[String], peak: Bytes, machine: &Machine
         found.push(warning(
             who,
             "memlock_below_peak",
-            format!("it wants to lock its memory and may lock {limit}, with a `memory.peak` of {peak}"),
+            format!(
+                "it wants to lock its memory and may lock {limit}, with a `memory.peak` of {peak}"
+            ),
             "raise `LimitMEMLOCK` of the unit, or leave `--mlock` out",
         ));
     }
@@ -216,15 +259,26 @@ fn judge_arguments(worker: &str, argv: &[String], peak: Bytes, machine: &Machine
             "give it an absolute size of its KV cache instead",
         ));
     }
-    let no_layers = ["-ngl", "--n-gpu-layers", "--gpu-layers"].into_iter().any(|flag| value(flag) == Some("0"));
-    let offload = ["--cpu-offload-gb", "--n-cpu-moe", "-ncmoe", "--cpu-moe", "--no-kv-offload", "-nkvo"]
+    let no_layers = ["-ngl", "--n-gpu-layers", "--gpu-layers"]
         .into_iter()
-        .find(|flag| has(flag));
+        .any(|flag| value(flag) == Some("0"));
+    let offload = [
+        "--cpu-offload-gb",
+        "--n-cpu-moe",
+        "-ncmoe",
+        "--cpu-moe",
+        "--no-kv-offload",
+        "-nkvo",
+    ]
+    .into_iter()
+    .find(|flag| has(flag));
     if let Some(flag) = offload.or(no_layers.then_some("--n-gpu-layers 0")) {
         found.push(warning(
             who,
             "offload_saves_nothing",
-            format!("`{flag}` moves memory from the GPU to the processor, and here both have the same"),
+            format!(
+                "`{flag}` moves memory from the GPU to the processor, and here both have the same"
+            ),
             "leave it out; use a smaller model, a smaller context or fewer layers in memory",
         ));
     }
@@ -245,7 +299,9 @@ fn judge_machine(machine: &MachineFacts) -> Vec<Found> {
         found.push(warning(
             None,
             "no_control_groups",
-            format!("workers have no control groups, so no memory limit of theirs is in force: {reason}"),
+            format!(
+                "workers have no control groups, so no memory limit of theirs is in force: {reason}"
+            ),
             "run as a unit with `Delegate=memory`",
         ));
     }
@@ -268,7 +324,8 @@ fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
         ..ProgramFacts::default()
     };
     let Some(path) = found else { return facts };
-    facts.executable = fs::metadata(&path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0);
+    facts.executable = fs::metadata(&path)
+        .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0);
     facts.unfit = unfit(&path);
     facts.interpreter = interpreter(&path).map(|interpreter| {
         let there = Path::new(&interpreter).exists();
@@ -299,7 +356,9 @@ fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn();
-    let Ok(mut child) = child else { return Vec::new() };
+    let Ok(mut child) = child else {
+        return Vec::new();
+    };
     let deadline = Instant::now() + LINKER_TIME;
     // Its list is far below what a pipe holds, so it ends before it is read.
     while matches!(child.try_wait(), Ok(None)) {
@@ -317,7 +376,9 @@ fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String
 
 /// Lines such as `libgone.so.3 => not found`.
 fn not_found(list: &str) -> Vec<String> {
-    list.lines().filter_map(|line| Some(line.trim().strip_suffix("=> not found")?.trim().to_owned())).collect()
+    list.lines()
+        .filter_map(|line| Some(line.trim().strip_suffix("=> not found")?.trim().to_owned()))
+        .collect()
 }
 
 /// Default of llama-server's `--cache-ram`, MiB.
@@ -352,53 +413,106 @@ mod tests {
 
     #[test]
     fn what_is_wrong_with_a_program_is_reported() {
-        let fine = ProgramFacts { found: Some("/opt/asr".to_owned()), executable: true, ..ProgramFacts::default() };
+        let fine = ProgramFacts {
+            found: Some("/opt/asr".to_owned()),
+            executable: true,
+            ..ProgramFacts::default()
+        };
         let judge = |change: &dyn Fn(&mut ProgramFacts)| {
             let mut facts = fine.clone();
             change(&mut facts);
             let found = judge_program("asr", &words("/opt/asr --x"), &facts);
-            let fault = |found: &Found| (found.severity == Severity::Fault) != (found.rule == "port_taken");
+            let fault =
+                |found: &Found| (found.severity == Severity::Fault) != (found.rule == "port_taken");
             assert!(found.iter().all(fault));
             rules(&found)
         };
         assert!(judge(&|_| {}).is_empty());
         assert_eq!(judge(&|facts| facts.found = None), ["program_missing"]);
-        assert_eq!(judge(&|facts| facts.executable = false), ["program_not_executable"]);
-        assert_eq!(judge(&|facts| facts.unfit = Some("built for RISC-V".to_owned())), ["program_unfit"]);
+        assert_eq!(
+            judge(&|facts| facts.executable = false),
+            ["program_not_executable"]
+        );
+        assert_eq!(
+            judge(&|facts| facts.unfit = Some("built for RISC-V".to_owned())),
+            ["program_unfit"]
+        );
         assert_eq!(
             judge(&|facts| facts.interpreter = Some(("/nowhere/python3".to_owned(), false))),
             ["interpreter_missing"]
         );
-        assert_eq!(judge(&|facts| facts.missing = vec![("libvosk.so.1".to_owned(), vec![])]), ["library_missing"]);
         assert_eq!(
-            judge(&|facts| facts.missing = vec![("libcudart.so.12".to_owned(), vec!["libcudart.so.11.0".to_owned()])]),
+            judge(&|facts| facts.missing = vec![("libvosk.so.1".to_owned(), vec![])]),
+            ["library_missing"]
+        );
+        assert_eq!(
+            judge(&|facts| facts.missing = vec![(
+                "libcudart.so.12".to_owned(),
+                vec!["libcudart.so.11.0".to_owned()]
+            )]),
             ["library_of_another_version"]
         );
-        assert_eq!(judge(&|facts| facts.port_owner = Some((10_300, "x (pid 1)".to_owned()))), ["port_taken"]);
+        assert_eq!(
+            judge(&|facts| facts.port_owner = Some((10_300, "x (pid 1)".to_owned()))),
+            ["port_taken"]
+        );
     }
 
     #[test]
     fn flags_that_do_not_do_what_they_say_here_are_reported() {
         let peak = Bytes::from_gib(6);
         for (line, expected) in [
-            ("/usr/bin/llama-server -m x", vec!["prompt_cache_above_peak"]),
-            ("llama-server --cache-ram -1", vec!["prompt_cache_above_peak"]),
+            (
+                "/usr/bin/llama-server -m x",
+                vec!["prompt_cache_above_peak"],
+            ),
+            (
+                "llama-server --cache-ram -1",
+                vec!["prompt_cache_above_peak"],
+            ),
             ("llama-server --cache-ram 512", vec![]),
-            ("llama-server --cache-ram=0 --mlock", vec!["memlock_below_peak"]),
-            ("vllm serve --gpu-memory-utilization 0.9", vec!["gpu_share_of_one_memory"]),
-            ("vllm serve --cpu-offload-gb=4", vec!["offload_saves_nothing"]),
-            ("llama-server -ngl 0 --cache-ram 0", vec!["offload_saves_nothing"]),
+            (
+                "llama-server --cache-ram=0 --mlock",
+                vec!["memlock_below_peak"],
+            ),
+            (
+                "vllm serve --gpu-memory-utilization 0.9",
+                vec!["gpu_share_of_one_memory"],
+            ),
+            (
+                "vllm serve --cpu-offload-gb=4",
+                vec!["offload_saves_nothing"],
+            ),
+            (
+                "llama-server -ngl 0 --cache-ram 0",
+                vec!["offload_saves_nothing"],
+            ),
             ("llama-server -ngl 99 --cache-ram 0", vec![]),
         ] {
-            assert_eq!(rules(&judge_arguments("llm", &words(line), peak, &orin())), expected, "{line}");
+            assert_eq!(
+                rules(&judge_arguments("llm", &words(line), peak, &orin())),
+                expected,
+                "{line}"
+            );
         }
         let two_memories = MachineFacts::default();
-        assert!(judge_arguments("llm", &words("vllm --cpu-offload-gb 4"), peak, &two_memories).is_empty());
+        assert!(
+            judge_arguments(
+                "llm",
+                &words("vllm --cpu-offload-gb 4"),
+                peak,
+                &two_memories
+            )
+            .is_empty()
+        );
     }
 
     #[test]
     fn a_machine_that_works_against_us_is_reported() {
-        assert_eq!(rules(&judge_machine(&orin())), ["nvmap_holder", "no_control_groups"]);
+        assert_eq!(
+            rules(&judge_machine(&orin())),
+            ["nvmap_holder", "no_control_groups"]
+        );
         assert!(judge_machine(&MachineFacts::default()).is_empty());
     }
 
@@ -408,7 +522,9 @@ mod tests {
         let linker = interpreter(shell).unwrap();
         assert!(missing_libraries(&linker, shell, &BTreeMap::new()).is_empty());
         assert_eq!(
-            not_found("\tlinux-vdso.so.1 (0x0)\n\tlibgone.so.3 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x1)\n"),
+            not_found(
+                "\tlinux-vdso.so.1 (0x0)\n\tlibgone.so.3 => not found\n\tlibc.so.6 => /lib/libc.so.6 (0x1)\n"
+            ),
             ["libgone.so.3"]
         );
     }

@@ -112,7 +112,10 @@ impl Tap {
     pub(super) fn tell(&self) -> usize {
         match &self.end {
             End::Fifo(fifo) => usize::from(has_written(unistd::write(fifo, &SIGN))),
-            End::Socket { listener, connected } => {
+            End::Socket {
+                listener,
+                connected,
+            } => {
                 let mut connected = connected.lock().unwrap_or_else(PoisonError::into_inner);
                 while let Ok((stream, _)) = listener.accept() {
                     if connected.len() < WATCHERS_MAX && stream.set_nonblocking(true).is_ok() {
@@ -146,7 +149,11 @@ fn opened(path: &Path) -> io::Result<End> {
     if !fs::symlink_metadata(path)?.file_type().is_fifo() {
         return Err(io::Error::other("it is no FIFO"));
     }
-    let file = fs::OpenOptions::new().read(true).write(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let file = fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
     Ok(End::Fifo(file.into()))
 }
 
@@ -154,7 +161,10 @@ fn socket(path: &Path) -> io::Result<End> {
     let listener = UnixListener::bind(path)?;
     fs::set_permissions(path, fs::Permissions::from_mode(0o600))?;
     listener.set_nonblocking(true)?;
-    Ok(End::Socket { listener, connected: Mutex::default() })
+    Ok(End::Socket {
+        listener,
+        connected: Mutex::default(),
+    })
 }
 
 /// Makes the file the worker's own, where it runs as another user.
@@ -164,7 +174,8 @@ fn give(path: &Path, owner: Option<&str>) -> io::Result<()> {
         Ok(number) => Uid::from_raw(number),
         Err(_) => {
             let user = User::from_name(owner)?;
-            user.ok_or_else(|| io::Error::other(format!("user `{owner}` does not exist")))?.uid
+            user.ok_or_else(|| io::Error::other(format!("user `{owner}` does not exist")))?
+                .uid
         }
     };
     Ok(unistd::chown(path, Some(uid), None)?)
@@ -175,10 +186,13 @@ fn clear(path: &Path) -> io::Result<()> {
     match fs::symlink_metadata(path) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
         Err(error) => Err(error),
-        Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => fs::remove_file(path),
-        Ok(_) => {
-            Err(io::Error::new(io::ErrorKind::AlreadyExists, "a file that is neither a FIFO nor a socket is there"))
+        Ok(found) if found.file_type().is_fifo() || found.file_type().is_socket() => {
+            fs::remove_file(path)
         }
+        Ok(_) => Err(io::Error::new(
+            io::ErrorKind::AlreadyExists,
+            "a file that is neither a FIFO nor a socket is there",
+        )),
     }
 }
 
@@ -195,7 +209,11 @@ mod tests {
     use super::*;
 
     fn watch(folder: &tempfile::TempDir, kind: PressureKind) -> PressureWatch {
-        PressureWatch { path: folder.path().join("asr.pressure"), kind, owner: None }
+        PressureWatch {
+            path: folder.path().join("asr.pressure"),
+            kind,
+            owner: None,
+        }
     }
 
     #[test]
@@ -203,9 +221,17 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();
-        let mut reader = fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(&watch.path).unwrap();
+        let mut reader = fs::OpenOptions::new()
+            .read(true)
+            .custom_flags(libc::O_NONBLOCK)
+            .open(&watch.path)
+            .unwrap();
         let mut bytes = [0; 16];
-        assert_eq!(reader.read(&mut bytes).unwrap_err().kind(), io::ErrorKind::WouldBlock, "not notified, and no end");
+        assert_eq!(
+            reader.read(&mut bytes).unwrap_err().kind(),
+            io::ErrorKind::WouldBlock,
+            "not notified, and no end"
+        );
         assert_eq!(tap.tell(), 1);
         assert_eq!(reader.read(&mut bytes).unwrap(), 1);
         // A worker that never reads does not hold us up.
@@ -217,14 +243,18 @@ mod tests {
     }
 
     #[test]
-    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_reported_by_the_daemon_that_takes_it_over() {
+    fn a_worker_that_outlives_us_sees_no_end_of_its_fifo_and_is_reported_by_the_daemon_that_takes_it_over()
+     {
         let folder = tempfile::tempdir().unwrap();
         let watch = watch(&folder, PressureKind::Fifo);
         let tap = Tap::open(&watch).unwrap();
         // It reads one byte, and then another; an end would have `read` fail.
         let mut command = Command::new("sh");
         command
-            .args(["-c", "exec < \"$0\"; read -r a && echo reported && read -r b && echo reported again"])
+            .args([
+                "-c",
+                "exec < \"$0\"; read -r a && echo reported && read -r b && echo reported again",
+            ])
             .arg(&watch.path)
             .stdout(std::process::Stdio::piped());
         tap.keep_open_in(&mut command);
@@ -238,8 +268,10 @@ mod tests {
         // Gone as with a supervisor that is killed: its descriptor is closed, and the file stays.
         let path = tap.path.clone();
         let mut tap = std::mem::ManuallyDrop::new(tap);
-        if let End::Fifo(fifo) = std::mem::replace(&mut tap.end, End::Fifo(fs::File::open("/dev/null").unwrap().into()))
-        {
+        if let End::Fifo(fifo) = std::mem::replace(
+            &mut tap.end,
+            End::Fifo(fs::File::open("/dev/null").unwrap().into()),
+        ) {
             drop(fifo);
         }
         assert!(path.exists());

@@ -61,12 +61,25 @@ pub(super) struct Spawned {
 ///
 /// # Errors
 /// When it cannot be executed; that is known here, as the new process reports it before it becomes the program.
-pub(super) async fn spawn(mut command: Command, leash: Leash, confine: Prepared) -> io::Result<Spawned> {
+pub(super) async fn spawn(
+    mut command: Command,
+    leash: Leash,
+    confine: Prepared,
+) -> io::Result<Spawned> {
     command.process_group(0).stdin(Stdio::null());
     let (reply, answer) = oneshot::channel();
-    let job = Job { command, leash, confine, reply };
-    spawner()?.send(job).map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
-    let raw = answer.await.map_err(|_| io::Error::other("the thread that starts workers is gone"))??;
+    let job = Job {
+        command,
+        leash,
+        confine,
+        reply,
+    };
+    spawner()?
+        .send(job)
+        .map_err(|_| io::Error::other("the thread that starts workers is gone"))?;
+    let raw = answer
+        .await
+        .map_err(|_| io::Error::other("the thread that starts workers is gone"))??;
     raw.into_spawned()
 }
 
@@ -85,13 +98,19 @@ impl Process {
     /// # Errors
     /// When it has ended, or cannot be watched.
     pub(super) fn adopt(pid: u32, is_still_it: impl FnOnce() -> bool) -> io::Result<Self> {
-        let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        let pid =
+            libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
         let pidfd = pidfd_open(pid)?;
         // Held first and looked at then: from here on the id cannot pass to another process unnoticed.
         if !is_still_it() {
             return Err(io::Error::from_raw_os_error(libc::ESRCH));
         }
-        Ok(Self { pid, pidfd: watched(pidfd)?, reaped: false, child: false })
+        Ok(Self {
+            pid,
+            pidfd: watched(pidfd)?,
+            reaped: false,
+            child: false,
+        })
     }
 
     /// Its process id, also the id of its group.
@@ -125,7 +144,10 @@ impl Process {
         if !self.child {
             return is_over(self.pidfd.get_ref());
         }
-        matches!(wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG), Ok(Some(_)))
+        matches!(
+            wait(self.pidfd.get_ref(), libc::WNOWAIT | libc::WNOHANG),
+            Ok(Some(_))
+        )
     }
 
     /// Sends a signal to every process of its group.
@@ -172,8 +194,11 @@ pub(super) struct UnmanagedProcess {
 impl UnmanagedProcess {
     /// Holds the process that has this id now.
     pub(super) fn open(pid: u32) -> io::Result<Self> {
-        let pid = libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
-        Ok(Self { pidfd: pidfd_open(pid)? })
+        let pid =
+            libc::pid_t::try_from(pid).map_err(|_| io::Error::from(io::ErrorKind::InvalidInput))?;
+        Ok(Self {
+            pidfd: pidfd_open(pid)?,
+        })
     }
 
     /// Sends it a signal; `false` when it has ended.
@@ -192,7 +217,11 @@ impl UnmanagedProcess {
             return Ok(true);
         }
         let error = io::Error::last_os_error();
-        if error.raw_os_error() == Some(libc::ESRCH) { Ok(false) } else { Err(error) }
+        if error.raw_os_error() == Some(libc::ESRCH) {
+            Ok(false)
+        } else {
+            Err(error)
+        }
     }
 
     /// Kills it and waits until it has ended; `false` when it has not within `patience`.
@@ -223,11 +252,18 @@ struct RawSpawned {
 
 impl RawSpawned {
     fn into_spawned(mut self) -> io::Result<Spawned> {
-        let (pidfd, stdout, stderr) =
-            self.parts.take().ok_or_else(|| io::Error::other("a worker was handed over twice"))?;
+        let (pidfd, stdout, stderr) = self
+            .parts
+            .take()
+            .ok_or_else(|| io::Error::other("a worker was handed over twice"))?;
         match watched(pidfd) {
             Ok(pidfd) => Ok(Spawned {
-                process: Process { pid: self.pid, pidfd, reaped: false, child: true },
+                process: Process {
+                    pid: self.pid,
+                    pidfd,
+                    reaped: false,
+                    child: true,
+                },
                 stdout,
                 stderr,
                 group: self.group.take(),
@@ -272,13 +308,17 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
             .spawn(move || {
                 for job in jobs {
                     // A receiver that is gone leaves the child to `RawSpawned::drop`.
-                    let _ = job.reply.send(spawn_here(job.command, job.leash, job.confine));
+                    let _ = job
+                        .reply
+                        .send(spawn_here(job.command, job.leash, job.confine));
                 }
             })
             .map(|_| sender)
             .map_err(|error| error.to_string())
     });
-    spawner.as_ref().map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
+    spawner
+        .as_ref()
+        .map_err(|error| io::Error::other(format!("cannot start a thread: {error}")))
 }
 
 /// A pipe for an output: our end, and that of the child.
@@ -294,8 +334,10 @@ fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
     // The user's share of such pages is bounded; the usual 64 KiB will do where it is used up.
     // SAFETY: `F_SETPIPE_SZ` takes an integer, and the descriptor is open.
     let _ = unsafe { libc::fcntl(writer.as_raw_fd(), libc::F_SETPIPE_SZ, PIPE_BYTES) };
-    let both =
-        std::fs::OpenOptions::new().read(true).write(true).open(format!("/proc/self/fd/{}", writer.as_raw_fd()))?;
+    let both = std::fs::OpenOptions::new()
+        .read(true)
+        .write(true)
+        .open(format!("/proc/self/fd/{}", writer.as_raw_fd()))?;
     Ok((reader, both.into()))
 }
 
@@ -306,7 +348,10 @@ fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
 pub(super) fn reopened(proc: &std::path::Path, pid: u32, fd: u32) -> io::Result<OwnedFd> {
     use std::os::unix::fs::{FileTypeExt as _, OpenOptionsExt as _};
     let path = proc.join(format!("{pid}/fd/{fd}"));
-    let pipe = std::fs::OpenOptions::new().read(true).custom_flags(libc::O_NONBLOCK).open(path)?;
+    let pipe = std::fs::OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_NONBLOCK)
+        .open(path)?;
     if !pipe.metadata()?.file_type().is_fifo() {
         return Err(io::Error::other("its output is not a pipe any more"));
     }
@@ -343,7 +388,8 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
     let spawned = descent::start(&mut command);
     // The command holds the other half of it, and our copies of the writing ends.
     drop(command);
-    let confine = Arc::try_unwrap(confine).map_err(|_| io::Error::other("a confinement is held twice"))?;
+    let confine =
+        Arc::try_unwrap(confine).map_err(|_| io::Error::other("a confinement is held twice"))?;
     let (group, step) = confine.finish();
     let mut child = spawned.map_err(|error| match step {
         Some(step) => io::Error::new(error.kind(), format!("{step}: {error}")),
@@ -351,7 +397,11 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
     })?;
     let pid = libc::pid_t::try_from(child.id()).map_err(io::Error::other)?;
     match pidfd_open(pid) {
-        Ok(pidfd) => Ok(RawSpawned { pid, parts: Some((pidfd, stdout, stderr)), group }),
+        Ok(pidfd) => Ok(RawSpawned {
+            pid,
+            parts: Some((pidfd, stdout, stderr)),
+            group,
+        }),
         Err(error) => {
             let _ = signal_group(pid, libc::SIGKILL);
             let _ = child.wait();
@@ -363,7 +413,10 @@ fn spawn_here(mut command: Command, leash: Leash, confine: Prepared) -> io::Resu
 
 /// Whether the process of a pidfd has ended, child or not.
 fn is_over(pidfd: &OwnedFd) -> bool {
-    let mut poll = [nix::poll::PollFd::new(pidfd.as_fd(), nix::poll::PollFlags::POLLIN)];
+    let mut poll = [nix::poll::PollFd::new(
+        pidfd.as_fd(),
+        nix::poll::PollFlags::POLLIN,
+    )];
     nix::poll::poll(&mut poll, nix::poll::PollTimeout::ZERO).is_ok_and(|ready| ready > 0)
 }
 
@@ -416,7 +469,8 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
         // SAFETY: all zeroes is a valid `siginfo_t`.
         let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
         // SAFETY: `info` is valid for writes, and the descriptor is open.
-        let result = unsafe { libc::waitid(libc::P_PIDFD, id, &raw mut info, libc::WEXITED | flags) };
+        let result =
+            unsafe { libc::waitid(libc::P_PIDFD, id, &raw mut info, libc::WEXITED | flags) };
         if result != 0 {
             let error = io::Error::last_os_error();
             if error.kind() == io::ErrorKind::Interrupted {
@@ -429,7 +483,10 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
         return Ok(match info.si_code {
             _ if pid == 0 => None,
             libc::CLD_EXITED => Some(ExitStatus::Code(status)),
-            code => Some(ExitStatus::Signal { signal: status, core_dumped: code == libc::CLD_DUMPED }),
+            code => Some(ExitStatus::Signal {
+                signal: status,
+                core_dumped: code == libc::CLD_DUMPED,
+            }),
         });
     }
 }

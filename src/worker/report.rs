@@ -6,7 +6,9 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::{policy::death::DeathCertificate, probe::processes::MemorySum, units::Bytes};
+use cotenant_policy::death::DeathCertificate;
+use cotenant_probe::processes::MemorySum;
+use cotenant_units::Bytes;
 
 /// Something that happened to a worker.
 #[derive(Clone, Debug)]
@@ -139,7 +141,8 @@ impl fmt::Display for Intent {
 /// `SIGKILL` for 9, and so on; `signal 35` for those without a name.
 #[must_use]
 pub fn signal_name(signal: i32) -> String {
-    nix::sys::signal::Signal::try_from(signal).map_or_else(|_| format!("signal {signal}"), |known| known.to_string())
+    nix::sys::signal::Signal::try_from(signal)
+        .map_or_else(|_| format!("signal {signal}"), |known| known.to_string())
 }
 
 /// What a worker's processes use.
@@ -161,7 +164,11 @@ impl MemoryReading {
     #[must_use]
     pub fn used(&self) -> Bytes {
         match self.gpu {
-            Some(gpu) => self.cgroup.unwrap_or(Bytes::MAX).min(self.sum.used).saturating_add(gpu),
+            Some(gpu) => self
+                .cgroup
+                .unwrap_or(Bytes::MAX)
+                .min(self.sum.used)
+                .saturating_add(gpu),
             None => self.sum.used,
         }
     }
@@ -184,14 +191,25 @@ mod tests {
     fn gpu_memory_counts_once_whether_it_is_mapped_or_not() {
         let mib = Bytes::from_mib;
         let reading = |resident, cgroup: Option<u64>, gpu: Option<u64>| MemoryReading {
-            sum: MemorySum { used: mib(resident), peak: Some(mib(resident + 100)), ..MemorySum::default() },
+            sum: MemorySum {
+                used: mib(resident),
+                peak: Some(mib(resident + 100)),
+                ..MemorySum::default()
+            },
             cgroup: cgroup.map(mib),
             gpu: gpu.map(mib),
         };
-        let (mapped, apart) = (reading(7629, Some(3935), Some(2909)), reading(1907, Some(1828), Some(710)));
+        let (mapped, apart) = (
+            reading(7629, Some(3935), Some(2909)),
+            reading(1907, Some(1828), Some(710)),
+        );
         assert_eq!((mapped.used(), mapped.peak()), (mib(6844), Some(mib(7729))));
         assert_eq!((apart.used(), apart.peak()), (mib(2538), Some(mib(2538))));
-        assert_eq!(reading(500, Some(100), None).used(), mib(500), "the share of a library that others have read");
+        assert_eq!(
+            reading(500, Some(100), None).used(),
+            mib(500),
+            "the share of a library that others have read"
+        );
         assert_eq!(reading(500, None, Some(20)).used(), mib(520));
         assert_eq!(reading(500, None, None).peak(), Some(mib(600)));
     }

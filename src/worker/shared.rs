@@ -20,10 +20,8 @@ use super::{
     report::{ExitReport, Intent},
     spec::WorkerSpec,
 };
-use crate::{
-    probe::{ProbeRoot, processes::ProcessTable},
-    speech::client::Endpoint,
-};
+use cotenant_probe::{ProbeRoot, processes::ProcessTable};
+use cotenant_speech::client::Endpoint;
 
 /// What all handles and the task of one worker share.
 #[derive(Debug)]
@@ -61,7 +59,9 @@ impl Shared {
     }
 
     pub(super) fn next_spec(&self) -> MutexGuard<'_, Option<Arc<WorkerSpec>>> {
-        self.next_spec.lock().unwrap_or_else(PoisonError::into_inner)
+        self.next_spec
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Takes the changed specification into use.
@@ -101,21 +101,44 @@ pub(super) struct Status {
 
 impl Default for Status {
     fn default() -> Self {
-        Self { start: 0, state: WorkerState::Stopped, endpoint: None, variant: None }
+        Self {
+            start: 0,
+            state: WorkerState::Stopped,
+            endpoint: None,
+            variant: None,
+        }
     }
 }
 
 /// What the task is asked.
 #[derive(Debug)]
 pub(super) enum Command {
-    Adopt { survivor: Box<Survivor>, reply: oneshot::Sender<Result<u32, StartError>> },
-    Start { variant: Option<String>, reply: oneshot::Sender<Result<u32, StartError>> },
-    End { intent: Intent, grace: Duration, why: String, reply: oneshot::Sender<Option<ExitReport>> },
-    Switched { start: u64, variant: String, reply: oneshot::Sender<()> },
+    Adopt {
+        survivor: Box<Survivor>,
+        reply: oneshot::Sender<Result<u32, StartError>>,
+    },
+    Start {
+        variant: Option<String>,
+        reply: oneshot::Sender<Result<u32, StartError>>,
+    },
+    End {
+        intent: Intent,
+        grace: Duration,
+        why: String,
+        reply: oneshot::Sender<Option<ExitReport>>,
+    },
+    Switched {
+        start: u64,
+        variant: String,
+        reply: oneshot::Sender<()>,
+    },
 }
 
 pub(super) fn write_oom_score_adj(roots: &ProbeRoot, pid: u32, adjustment: i16) -> io::Result<()> {
-    fs::write(roots.proc.join(pid.to_string()).join("oom_score_adj"), adjustment.to_string())
+    fs::write(
+        roots.proc.join(pid.to_string()).join("oom_score_adj"),
+        adjustment.to_string(),
+    )
 }
 
 /// Whether a worker runs.
@@ -229,6 +252,13 @@ pub enum StartError {
 pub(super) fn family(proc: &Path, leader: u32) -> Option<BTreeSet<Known>> {
     let table = ProcessTable::read(proc).ok()?;
     let family = table.family(leader);
-    let members = table.processes.iter().filter(|process| family.contains(&process.pid));
-    Some(members.map(|process| (process.pid, process.start_ticks)).collect())
+    let members = table
+        .processes
+        .iter()
+        .filter(|process| family.contains(&process.pid));
+    Some(
+        members
+            .map(|process| (process.pid, process.start_ticks))
+            .collect(),
+    )
 }

@@ -2,8 +2,8 @@
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
-use crate::config::{Confinement, WorkerMemory};
-pub use crate::config::{Listen, Readiness};
+use cotenant_config::{Confinement, WorkerMemory};
+pub use cotenant_config::{Listen, Readiness};
 
 /// Everything the supervisor needs to know about one worker.
 ///

@@ -33,12 +33,10 @@ use super::{
     shared::{Command, Shared, StartError, Status, WorkerState, family, write_oom_score_adj},
     spec::Readiness,
 };
-use crate::{
-    causes::in_one_line,
-    policy::death::DeathCertificate,
-    probe::processes::ProcessStat,
-    speech::client::{ClientTimeouts, Endpoint, WyomingClient},
-};
+use cotenant_policy::death::DeathCertificate;
+use cotenant_probe::processes::ProcessStat;
+use cotenant_speech::client::{ClientTimeouts, Endpoint, WyomingClient};
+use cotenant_units::causes::in_one_line;
 
 /// Owns the process of one worker and answers its handles.
 pub(super) struct Supervisor {
@@ -55,7 +53,12 @@ impl Supervisor {
         status: watch::Sender<Status>,
         events: mpsc::Sender<WorkerEvent>,
     ) -> Self {
-        Self { shared, inbox, status, events }
+        Self {
+            shared,
+            inbox,
+            status,
+            events,
+        }
     }
 
     /// Runs until the last handle is gone.
@@ -83,9 +86,12 @@ impl Supervisor {
                     }
                     Err(error) => {
                         let certificate = self.not_started(&error);
-                        let reason = FailureReason::NotStarted { error: in_one_line(&error) };
+                        let reason = FailureReason::NotStarted {
+                            error: in_one_line(&error),
+                        };
                         let _ = reply.send(Err(error));
-                        self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
+                        self.emit(WorkerEventKind::Died(Box::new(certificate)))
+                            .await;
                         self.emit(WorkerEventKind::Failed { reason }).await;
                     }
                 },
@@ -106,11 +112,19 @@ impl Supervisor {
         *self.shared.history() = History::default();
         self.shared.family().clear();
 
-        let launch = Launch::prepare(&spec, variant.as_deref())
-            .map_err(|source| StartError::Launch { worker: worker(), source })?;
+        let launch =
+            Launch::prepare(&spec, variant.as_deref()).map_err(|source| StartError::Launch {
+                worker: worker(),
+                source,
+            })?;
         let confine = self.confine(&launch)?;
-        let failed = |source| StartError::Execute { worker: worker(), program: launch.program.clone(), source };
-        let mark = SupervisorMark::own(&self.shared.roots.proc).or_else(|_| SupervisorMark::own("/proc".as_ref()));
+        let failed = |source| StartError::Execute {
+            worker: worker(),
+            program: launch.program.clone(),
+            source,
+        };
+        let mark = SupervisorMark::own(&self.shared.roots.proc)
+            .or_else(|_| SupervisorMark::own("/proc".as_ref()));
         let mark = mark.map_err(failed)?;
         let label = format!("{} {}", spec.name, LAUNCHES.fetch_add(1, Ordering::Relaxed));
         let mut command = launch.command;
@@ -120,7 +134,9 @@ impl Supervisor {
                 command.env_remove(variable);
             }
         }
-        command.env(SUPERVISOR_VARIABLE, mark.to_string()).env(WORKER_VARIABLE, &label);
+        command
+            .env(SUPERVISOR_VARIABLE, mark.to_string())
+            .env(WORKER_VARIABLE, &label);
         match &spec.pressure {
             Some(watch) => command.env(WATCH_VARIABLE, &watch.path),
             None => command.env(WATCH_VARIABLE, OFF),
@@ -131,7 +147,8 @@ impl Supervisor {
         let notifications = match spec.readiness {
             Readiness::Notify => {
                 let (folder, name) = (std::env::temp_dir(), label.replace(' ', "-"));
-                let socket = Notifications::open(&folder, &name, self.shared.roots.proc.clone()).map_err(failed)?;
+                let socket = Notifications::open(&folder, &name, self.shared.roots.proc.clone())
+                    .map_err(failed)?;
                 command.env(NOTIFY_VARIABLE, socket.path());
                 Some(socket)
             }
@@ -145,19 +162,31 @@ impl Supervisor {
         );
         let leash = match (&spec.successor, record) {
             (Some(successor), Some(record)) => {
-                let record = serde_json::to_string(&record).map_err(io::Error::other).map_err(failed)?;
-                command.env(LAUNCH_VARIABLE, record).env(LOCK_VARIABLE, &successor.lock);
+                let record = serde_json::to_string(&record)
+                    .map_err(io::Error::other)
+                    .map_err(failed)?;
+                command
+                    .env(LAUNCH_VARIABLE, record)
+                    .env(LOCK_VARIABLE, &successor.lock);
                 Leash::Long
             }
             _ => {
-                command.env_remove(LAUNCH_VARIABLE).env_remove(LOCK_VARIABLE);
+                command
+                    .env_remove(LAUNCH_VARIABLE)
+                    .env_remove(LOCK_VARIABLE);
                 Leash::Ours
             }
         };
         let mut life = Life::before_start(&self.shared.roots);
         let started_at = Instant::now();
-        let Spawned { process, stdout, stderr, group } =
-            process::spawn(command, leash, confine).await.map_err(failed)?;
+        let Spawned {
+            process,
+            stdout,
+            stderr,
+            group,
+        } = process::spawn(command, leash, confine)
+            .await
+            .map_err(failed)?;
         let pid = process.pid();
         life.look_at_group(pid);
         if let Some(adjustment) = spec.oom_score_adj
@@ -196,7 +225,10 @@ impl Supervisor {
     fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
         let spec = self.shared.spec();
         let tap = spec.pressure.as_ref().map(Tap::open).transpose();
-        let tap = tap.map_err(|source| StartError::Pressure { worker: spec.name.clone(), source })?;
+        let tap = tap.map_err(|source| StartError::Pressure {
+            worker: spec.name.clone(),
+            source,
+        })?;
         *self.shared.tap() = tap;
         let around = Surroundings {
             worker: &spec.name,
@@ -208,8 +240,13 @@ impl Supervisor {
             },
             watched: spec.pressure.as_ref().map(|watch| watch.path.as_path()),
         };
-        let confine = Prepared::new(&spec.confinement, &self.shared.groups, &around)
-            .map_err(|source| StartError::Confine { worker: spec.name.clone(), source })?;
+        let confine =
+            Prepared::new(&spec.confinement, &self.shared.groups, &around).map_err(|source| {
+                StartError::Confine {
+                    worker: spec.name.clone(),
+                    source,
+                }
+            })?;
         for measure in &confine.measures {
             match (&measure.state, measure.asked) {
                 (Err(_), true) => tracing::warn!(worker = spec.name, "{measure}"),
@@ -224,13 +261,22 @@ impl Supervisor {
     fn not_started(&self, error: &StartError) -> DeathCertificate {
         let spec = self.shared.spec();
         let (program, source) = match error {
-            StartError::Execute { program, source, .. } => (program.as_str(), Some(source)),
+            StartError::Execute {
+                program, source, ..
+            } => (program.as_str(), Some(source)),
             _ => (spec.argv.first().map_or("", String::as_str), None),
         };
         // A pipe or a group may be what there is no room for.
         let source = source.or_else(|| refused_by_the_kernel(error));
         let start = self.status.borrow().start;
-        autopsy::not_started(&spec.name, start, program, &spec.env, &in_one_line(error), source)
+        autopsy::not_started(
+            &spec.name,
+            start,
+            program,
+            &spec.env,
+            &in_one_line(error),
+            source,
+        )
     }
 
     /// Why a process has ended; asked while it can still be looked at, before what it left behind is ended.
@@ -241,7 +287,10 @@ impl Supervisor {
         ending: Option<&Ending>,
         exited_at: Instant,
     ) -> DeathCertificate {
-        let (stdout, stderr) = tokio::join!(child.stdout.so_far(LINES_MAX), child.stderr.so_far(LINES_MAX));
+        let (stdout, stderr) = tokio::join!(
+            child.stdout.so_far(LINES_MAX),
+            child.stderr.so_far(LINES_MAX)
+        );
         let (start, history) = (self.status.borrow().start, self.shared.history().clone());
         autopsy::certify(Case {
             worker: self.shared.spec().name.clone(),
@@ -268,15 +317,24 @@ impl Supervisor {
     /// Takes over a process.
     fn adopt(&mut self, survivor: Survivor) -> Result<Child, StartError> {
         let proc = &self.shared.roots.proc;
-        let failed = |source| StartError::Adopt { worker: self.shared.spec().name.clone(), pid: survivor.pid, source };
-        let process = Process::adopt(survivor.pid, || survivor.is_still_there(proc)).map_err(failed)?;
+        let failed = |source| StartError::Adopt {
+            worker: self.shared.spec().name.clone(),
+            pid: survivor.pid,
+            source,
+        };
+        let process =
+            Process::adopt(survivor.pid, || survivor.is_still_there(proc)).map_err(failed)?;
         let pid = process.pid();
         let output = |fd| process::reopened(proc, pid, fd).map_err(failed);
         // What it has said once and the supervisor before has read is not said again.
-        let (stdout, stderr, log_line) = self.follow((output(1)?, output(2)?), survivor.was_ready).map_err(failed)?;
+        let (stdout, stderr, log_line) = self
+            .follow((output(1)?, output(2)?), survivor.was_ready)
+            .map_err(failed)?;
         let started_at = survivor.started_at(proc);
         let port = match &survivor.endpoint {
-            Some(Endpoint::Tcp(address)) => address.rsplit_once(':').and_then(|(_, port)| port.parse().ok()),
+            Some(Endpoint::Tcp(address)) => address
+                .rsplit_once(':')
+                .and_then(|(_, port)| port.parse().ok()),
             _ => None,
         };
         let port = port.and_then(Claimed::fixed);
@@ -291,8 +349,13 @@ impl Supervisor {
         });
         let spec = self.shared.spec();
         let limit = spec.confinement.memory;
-        let group = survivor.group.and_then(|folder| WorkerGroup::reopened(folder, limit));
-        *self.shared.tap() = spec.pressure.as_ref().and_then(|watch| Tap::reopen(watch).ok());
+        let group = survivor
+            .group
+            .and_then(|folder| WorkerGroup::reopened(folder, limit));
+        *self.shared.tap() = spec
+            .pressure
+            .as_ref()
+            .and_then(|watch| Tap::reopen(watch).ok());
         tracing::debug!(worker = &*self.shared.name, pid, "worker taken over");
         Ok(Child {
             process,
@@ -330,7 +393,11 @@ impl Supervisor {
             let (name, found) = (Arc::clone(&self.shared.name), found.clone());
             LogTail::follow(pipe, name, stream, spec.log_lines, needle.clone(), found)
         };
-        Ok((follow(stdout, Stream::Stdout)?, follow(stderr, Stream::Stderr)?, log_line))
+        Ok((
+            follow(stdout, Stream::Stdout)?,
+            follow(stderr, Stream::Stderr)?,
+            log_line,
+        ))
     }
 
     /// Tells that it can serve.
@@ -341,7 +408,8 @@ impl Supervisor {
         if let Some(life) = &mut child.life {
             life.look_at_group(pid);
         }
-        self.status.send_modify(|status| status.state = WorkerState::Ready { pid });
+        self.status
+            .send_modify(|status| status.state = WorkerState::Ready { pid });
         let took = now.saturating_duration_since(child.started_at);
         tracing::debug!(worker = &*self.shared.name, pid, ?took, "worker ready");
         self.emit(WorkerEventKind::Ready { took }).await;
@@ -428,12 +496,24 @@ impl Supervisor {
         };
         let exited_at = Instant::now();
         let how = *status.as_ref().unwrap_or(&ExitStatus::Unknown);
-        let certificate = self.examine(&mut child, how, ending.as_ref(), exited_at).await;
+        let certificate = self
+            .examine(&mut child, how, ending.as_ref(), exited_at)
+            .await;
         let sentence = certificate.verdict.sentence.clone();
-        self.emit(WorkerEventKind::Died(Box::new(certificate))).await;
+        self.emit(WorkerEventKind::Died(Box::new(certificate)))
+            .await;
         // A SIGKILL that we have not sent is of another process, even when we had asked for an end just before.
         let intent = ending
-            .filter(|ending| ending.killed || !matches!(status, Ok(ExitStatus::Signal { signal: libc::SIGKILL, .. })))
+            .filter(|ending| {
+                ending.killed
+                    || !matches!(
+                        status,
+                        Ok(ExitStatus::Signal {
+                            signal: libc::SIGKILL,
+                            ..
+                        })
+                    )
+            })
             .map(|ending| ending.intent);
         let report = self.bury(child, status, intent, sentence).await;
         for reply in waiting {
@@ -444,15 +524,29 @@ impl Supervisor {
 
     /// Begins to end a process: the intent is on record before the signal is sent. `None` when it has ended by itself
     /// just before, which must not be reported as our doing.
-    fn end(&self, process: &Process, intent: Intent, grace: Duration, why: String) -> Option<Ending> {
+    fn end(
+        &self,
+        process: &Process,
+        intent: Intent,
+        grace: Duration,
+        why: String,
+    ) -> Option<Ending> {
         if process.has_ended() {
             return None;
         }
         let pid = process.pid();
         // Where they do not become ours with its end they are found by this.
-        self.shared.family().extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
-        self.status.send_modify(|status| status.state = WorkerState::Stopping { pid });
-        let ending = Ending { intent, why, kill_at: Instant::now() + grace, killed: grace.is_zero() };
+        self.shared
+            .family()
+            .extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
+        self.status
+            .send_modify(|status| status.state = WorkerState::Stopping { pid });
+        let ending = Ending {
+            intent,
+            why,
+            kill_at: Instant::now() + grace,
+            killed: grace.is_zero(),
+        };
         let signal = match intent {
             _ if ending.killed => libc::SIGKILL,
             // A Python program may have a handler that prints where it stands; others leave a core file.
@@ -485,8 +579,16 @@ impl Supervisor {
         let proc = &self.shared.roots.proc;
         let start_of = |pid| ProcessStat::read(proc, pid).map(|process| process.start_ticks);
         let mut seen = std::mem::take(&mut *self.shared.family());
-        let members = child.group.as_ref().map(WorkerGroup::members).unwrap_or_default();
-        seen.extend(members.into_iter().filter_map(|pid| Some((pid, start_of(pid)?))));
+        let members = child
+            .group
+            .as_ref()
+            .map(WorkerGroup::members)
+            .unwrap_or_default();
+        seen.extend(
+            members
+                .into_iter()
+                .filter_map(|pid| Some((pid, start_of(pid)?))),
+        );
         let launched = Launched {
             leader: pid,
             since: start_of(pid).unwrap_or(u64::MAX),
@@ -527,7 +629,11 @@ impl Supervisor {
     }
 
     async fn emit(&self, kind: WorkerEventKind) {
-        let event = WorkerEvent { worker: Arc::clone(&self.shared.name), start: self.status.borrow().start, kind };
+        let event = WorkerEvent {
+            worker: Arc::clone(&self.shared.name),
+            start: self.status.borrow().start,
+            kind,
+        };
         // The receiver is gone only when the daemon goes down.
         let _ = self.events.send(event).await;
     }
@@ -581,7 +687,9 @@ impl Child {
         let readiness = readiness.clone();
         let (notifications, pid) = (self.notifications.take(), self.process.pid());
         async move {
-            let note = |text: String| *last_attempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+            let note = |text: String| {
+                *last_attempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+            };
             match (readiness, endpoint) {
                 (Readiness::Started, _) => {}
                 (Readiness::LogLine(text) | Readiness::LogPattern(text), _) => {
@@ -634,14 +742,21 @@ impl Child {
 async fn attempt(readiness: &Readiness, endpoint: &Endpoint) -> Result<(), String> {
     let client = WyomingClient::new(endpoint.clone(), ClientTimeouts::default());
     match (readiness, endpoint) {
-        (Readiness::Describe, _) => client.describe().await.map(drop).map_err(|error| in_one_line(&error)),
+        (Readiness::Describe, _) => client
+            .describe()
+            .await
+            .map(drop)
+            .map_err(|error| in_one_line(&error)),
         (Readiness::Http { path, status }, Endpoint::Tcp(address)) => {
             timeout(ATTEMPT_TIMEOUT, http_get(address, path, *status))
                 .await
                 .unwrap_or_else(|_| Err(io::ErrorKind::TimedOut.into()))
                 .map_err(|error| format!("`GET {path}` of `{endpoint}`: {error}"))
         }
-        _ => client.connect_only().await.map_err(|error| in_one_line(&error)),
+        _ => client
+            .connect_only()
+            .await
+            .map_err(|error| in_one_line(&error)),
     }
 }
 
@@ -651,7 +766,9 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     let request = format!("GET {path} HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await?;
     let mut line = Vec::new();
-    BufReader::new(stream.take(STATUS_LINE_BYTES_MAX)).read_until(b'\n', &mut line).await?;
+    BufReader::new(stream.take(STATUS_LINE_BYTES_MAX))
+        .read_until(b'\n', &mut line)
+        .await?;
     let line = String::from_utf8_lossy(&line);
     let line = line.trim_end();
     match line.split(' ').nth(1) {

@@ -68,13 +68,21 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
         }
         5 | 6 => {
             if let Some(word) = words.choose(rng) {
-                let over = if rng.random() { word.len().min(length - at) } else { 0 };
+                let over = if rng.random() {
+                    word.len().min(length - at)
+                } else {
+                    0
+                };
                 splice(bytes, at, over, word.as_bytes());
             }
         }
         7 => {
-            let edge =
-                EDGES.choose(rng).copied().unwrap_or_default().wrapping_add(rng.random_range(0..3)).wrapping_sub(1);
+            let edge = EDGES
+                .choose(rng)
+                .copied()
+                .unwrap_or_default()
+                .wrapping_add(rng.random_range(0..3))
+                .wrapping_sub(1);
             let width = [1, 2, 4, 8][rng.random_range(0..4)];
             let over = width.min(length - at);
             splice(bytes, at, over, &edge.to_le_bytes()[..width]);
@@ -88,7 +96,9 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
         }
         11 => {
             // The same thing deep inside itself.
-            let open = *[&b"["[..], b"{\"a\":", b"{a: ", b"- ", b"(", b"\""].choose(rng).unwrap_or(&&b"["[..]);
+            let open = *[&b"["[..], b"{\"a\":", b"{a: ", b"- ", b"(", b"\""]
+                .choose(rng)
+                .unwrap_or(&&b"["[..]);
             splice(bytes, at, 0, &open.repeat(1 << rng.random_range(0..12)));
         }
         _ => {
@@ -100,10 +110,17 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
 
 /// Puts another number in the place of the next one that is written as text.
 fn digits(bytes: &mut Vec<u8>, from: usize, rng: &mut ChaCha8Rng) {
-    let Some(at) = bytes[from..].iter().position(u8::is_ascii_digit).map(|at| from + at) else {
+    let Some(at) = bytes[from..]
+        .iter()
+        .position(u8::is_ascii_digit)
+        .map(|at| from + at)
+    else {
         return;
     };
-    let over = bytes[at..].iter().take_while(|byte| byte.is_ascii_digit()).count();
+    let over = bytes[at..]
+        .iter()
+        .take_while(|byte| byte.is_ascii_digit())
+        .count();
     let word = EDGE_WORDS.choose(rng).copied().unwrap_or_default();
     splice(bytes, at, over, word.as_bytes());
 }

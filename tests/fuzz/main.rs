@@ -24,5 +24,4 @@ mod realtime;
 mod runner;
 mod schemas;
 mod targets;
-#[path = "../../benches/developer/weights.rs"]
-mod weights;
+use cotenant_dev::weights;

@@ -17,7 +17,8 @@ use candle_core::quantized::{
 use cotenant::{
     causes::in_one_line,
     engine::{
-        ChatMessage, Client, Engine, Flow, GenerateRequest, Header, Model, ModelOptions, Prompt, RequestId, Role,
+        ChatMessage, Client, Engine, Flow, GenerateRequest, Header, Model, ModelOptions, Prompt,
+        RequestId, Role,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,
@@ -45,11 +46,22 @@ fn gguf_bodies() {
     let path = folder.path().join("model.gguf");
     // Of one layer, so that the file is shorter than the longest input.
     let tiny = |types, seed| {
-        Synthetic { layers: 1, ..Synthetic::tiny(Architecture::Qwen3, types, seed) }.write(&path).unwrap();
+        Synthetic {
+            layers: 1,
+            ..Synthetic::tiny(Architecture::Qwen3, types, seed)
+        }
+        .write(&path)
+        .unwrap();
         fs::read(&path).unwrap()
     };
-    let examples = vec![tiny(TypeMix::All(GgmlDType::Q4_0), 1), tiny(TypeMix::All(GgmlDType::Q8_0), 2)];
-    assert!(examples.iter().all(|example| example.len() < MIB), "an example would be cut");
+    let examples = vec![
+        tiny(TypeMix::All(GgmlDType::Q4_0), 1),
+        tiny(TypeMix::All(GgmlDType::Q8_0), 2),
+    ];
+    assert!(
+        examples.iter().all(|example| example.len() < MIB),
+        "an example would be cut"
+    );
     let target = Target {
         name: "gguf bodies",
         examples,
@@ -94,7 +106,10 @@ fn opened(path: &Path) -> String {
         Ok(mut model) => match model.forward(&[1], &mut || Flow::Continue) {
             Err(error) => in_one_line(&error),
             Ok(logits) => {
-                assert!(logits.iter().all(|logit| logit.is_finite()), "scores that are no numbers");
+                assert!(
+                    logits.iter().all(|logit| logit.is_finite()),
+                    "scores that are no numbers"
+                );
                 "good".to_owned()
             }
         },
@@ -109,12 +124,19 @@ const RENDER_MAX_KB: u64 = (6 << 10) + 512;
 #[test]
 fn chat_templates() {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_cotenant"));
-    let (most, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+    let (most, stop) = (
+        Arc::new(AtomicU64::new(0)),
+        Arc::new(AtomicBool::new(false)),
+    );
     let watcher = watch_jobs(Arc::clone(&most), Arc::clone(&stop));
     let target = Target {
         name: "chat templates",
         examples: (0..32u8)
-            .map(|seed| (0..48u8).map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(11))).collect())
+            .map(|seed| {
+                (0..48u8)
+                    .map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(11)))
+                    .collect()
+            })
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 64 * MIB,
@@ -123,15 +145,29 @@ fn chat_templates() {
     };
     fuzz(&target, |bytes| {
         let template = template_of(&mut bytes.iter().copied(), 0);
-        let side = match TextSide::with_helper(&header(&template), Tokens::new(4096), Some(program.clone())) {
+        let side = match TextSide::with_helper(
+            &header(&template),
+            Tokens::new(4096),
+            Some(program.clone()),
+        ) {
             Ok(side) => side,
             Err(error) => return in_one_line(&error),
         };
-        let said = vec![ChatMessage::new(Role::System, "be kind"), ChatMessage::new(Role::User, "hi")];
+        let said = vec![
+            ChatMessage::new(Role::System, "be kind"),
+            ChatMessage::new(Role::User, "hi"),
+        ];
         let request = GenerateRequest::new(RequestId::new(1), Prompt::Chat(said.into()));
         match side.prepare(&request, Client::PATIENT) {
             Err(error) => in_one_line(&error),
-            Ok(prepared) => format!("good: {}", if prepared.tokens.len() > 100 { "long" } else { "short" }),
+            Ok(prepared) => format!(
+                "good: {}",
+                if prepared.tokens.len() > 100 {
+                    "long"
+                } else {
+                    "short"
+                }
+            ),
         }
     });
     stop.store(true, Ordering::SeqCst);
@@ -144,9 +180,13 @@ fn chat_templates() {
 /// A header whose tokenizer has a token for each byte.
 fn header(template: &str) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
-    let mut tokens: Vec<Value> = (0..=u8::MAX).map(|byte| string(&byte_symbol(byte).to_string())).collect();
+    let mut tokens: Vec<Value> = (0..=u8::MAX)
+        .map(|byte| string(&byte_symbol(byte).to_string()))
+        .collect();
     tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>"].map(string));
-    let types = (0..tokens.len()).map(|at| Value::I32(if at >= 256 { 3 } else { 1 })).collect();
+    let types = (0..tokens.len())
+        .map(|at| Value::I32(if at >= 256 { 3 } else { 1 }))
+        .collect();
     let entries = [
         ("tokenizer.ggml.model", string("gpt2")),
         ("tokenizer.ggml.pre", string("qwen35")),
@@ -203,26 +243,50 @@ fn template_of(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> String {
     let mut text = String::new();
     for _ in 0..4 {
         let Some(kind) = bytes.next() else { break };
-        let mut expression = || EXPRESSIONS[usize::from(bytes.next().unwrap_or(0)) % EXPRESSIONS.len()];
+        let mut expression =
+            || EXPRESSIONS[usize::from(bytes.next().unwrap_or(0)) % EXPRESSIONS.len()];
         let (one, other) = (expression(), expression());
         let piece = match kind % if depth > 5 { 4 } else { 14 } {
             0 => "<|im_start|>text\n".to_owned(),
             1 | 2 => format!("{{{{ {one} }}}}"),
             3 => format!("{{%- set x = {one} -%}}"),
-            4 | 5 => format!("{{% for x in {one} %}}{}{{% endfor %}}", template_of(bytes, depth + 1)),
-            6 => format!("{{% if {one} %}}{}{{% else %}}{{{{ {other} }}}}{{% endif %}}", template_of(bytes, depth + 1)),
-            7 => format!("{{% macro f(x) %}}{}{{% endmacro %}}{{{{ f({one}) }}}}", template_of(bytes, depth + 1)),
+            4 | 5 => format!(
+                "{{% for x in {one} %}}{}{{% endfor %}}",
+                template_of(bytes, depth + 1)
+            ),
+            6 => format!(
+                "{{% if {one} %}}{}{{% else %}}{{{{ {other} }}}}{{% endif %}}",
+                template_of(bytes, depth + 1)
+            ),
+            7 => format!(
+                "{{% macro f(x) %}}{}{{% endmacro %}}{{{{ f({one}) }}}}",
+                template_of(bytes, depth + 1)
+            ),
             8 => format!(
                 "{{% set n = namespace(x='xxxx') %}}{{% for i in {one} %}}{{% set n.x = n.x ~ n.x %}}{}{{% endfor %}}",
                 template_of(bytes, depth + 1)
             ),
             9 => format!("{{{{ ({one}) if ({other}) else '' }}}}"),
-            10 => format!("{{% filter upper %}}{}{{% endfilter %}}", template_of(bytes, depth + 1)),
-            11 => ["{% for", "{{", "%}", "{% endif %}", "{# ", "{% generation %}", "{% raw %}"]
-                [usize::from(kind) / 14 % 7]
+            10 => format!(
+                "{{% filter upper %}}{}{{% endfilter %}}",
+                template_of(bytes, depth + 1)
+            ),
+            11 => [
+                "{% for",
+                "{{",
+                "%}",
+                "{% endif %}",
+                "{# ",
+                "{% generation %}",
+                "{% raw %}",
+            ][usize::from(kind) / 14 % 7]
                 .to_owned(),
             12 => "(".repeat(usize::from(kind) * 40) + one,
-            _ => format!("{{{{ {}{one}{} }}}}", "(".repeat(usize::from(kind)), ")".repeat(usize::from(kind))),
+            _ => format!(
+                "{{{{ {}{one}{} }}}}",
+                "(".repeat(usize::from(kind)),
+                ")".repeat(usize::from(kind))
+            ),
         };
         text.push_str(&piece);
     }

@@ -21,13 +21,20 @@ fn realtime_events() {
     let target = Target {
         name: "realtime",
         examples: (0..24u8)
-            .map(|seed| (0..40u8).map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(5))).collect())
+            .map(|seed| {
+                (0..40u8)
+                    .map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(5)))
+                    .collect()
+            })
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 96 << 20,
         hang: Duration::from_secs(2),
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let (address, stop) = runtime.block_on(serving());
     fuzz(&target, |bytes| runtime.block_on(session(address, bytes)));
     stop.cancel();
@@ -37,7 +44,9 @@ fn realtime_events() {
 async fn session(address: SocketAddr, bytes: &[u8]) -> String {
     let stream = TcpStream::connect(address).await.unwrap();
     let (mut socket, _response) =
-        client_async(format!("ws://{address}/v1/realtime?model=demo"), stream).await.expect("a session");
+        client_async(format!("ws://{address}/v1/realtime?model=demo"), stream)
+            .await
+            .expect("a session");
     let mut bytes = bytes.iter().copied();
     for _ in 0..EVENTS_MAX {
         let Some(kind) = bytes.next() else { break };
@@ -49,7 +58,10 @@ async fn session(address: SocketAddr, bytes: &[u8]) -> String {
     let _ = socket.send(Message::text(last)).await;
     let mut said = String::new();
     loop {
-        match timeout(Duration::from_secs(15), socket.next()).await.expect("the session hangs") {
+        match timeout(Duration::from_secs(15), socket.next())
+            .await
+            .expect("the session hangs")
+        {
             Some(Ok(Message::Text(text))) => {
                 let event: Value = serde_json::from_str(&text).unwrap();
                 let kind = event["type"].as_str().unwrap();
@@ -63,7 +75,11 @@ async fn session(address: SocketAddr, bytes: &[u8]) -> String {
                 }
             }
             Some(Ok(Message::Close(frame))) => {
-                said.push_str(if frame.is_some() { "closed with a code" } else { "closed" });
+                said.push_str(if frame.is_some() {
+                    "closed with a code"
+                } else {
+                    "closed"
+                });
                 break;
             }
             Some(Ok(_)) => {}
@@ -87,8 +103,9 @@ fn message(kind: u8, bytes: &mut impl Iterator<Item = u8>) -> Message {
     let mut next = |most: u8| bytes.next().unwrap_or(0) % most;
     let samples = |loud: bool, count: usize| {
         let sample: i16 = if loud { 9000 } else { 0 };
-        let bytes: Vec<u8> =
-            (0..count).flat_map(|at| (if at % 8 < 4 { sample } else { -sample }).to_le_bytes()).collect();
+        let bytes: Vec<u8> = (0..count)
+            .flat_map(|at| (if at % 8 < 4 { sample } else { -sample }).to_le_bytes())
+            .collect();
         BASE64.encode(bytes)
     };
     let id = format!("item_{}", next(4));
@@ -131,7 +148,13 @@ fn message(kind: u8, bytes: &mut impl Iterator<Item = u8>) -> Message {
             let fields = event.as_object_mut().unwrap();
             let names: Vec<String> = fields.keys().cloned().collect();
             let name = names[usize::from(next(8)) % names.len()].clone();
-            let odd = [json!(null), json!(-1), json!("x".repeat(70_000)), json!([[[]]]), json!({"type": {}})];
+            let odd = [
+                json!(null),
+                json!(-1),
+                json!("x".repeat(70_000)),
+                json!([[[]]]),
+                json!({"type": {}}),
+            ];
             fields.insert(name, odd[usize::from(next(5))].clone());
         }
         _ => {}

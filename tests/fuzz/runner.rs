@@ -68,7 +68,11 @@ pub(crate) fn fuzz(target: &Target<'_>, mut run: impl FnMut(&[u8]) -> String) {
         executions += 1;
         most = most.max(used);
         let (Ok(answer), 0) = (answer, panics.load(Ordering::SeqCst)) else {
-            panic!("{}, seed {seed}: a panic for {}", target.name, shown(&input));
+            panic!(
+                "{}, seed {seed}: a panic for {}",
+                target.name,
+                shown(&input)
+            );
         };
         let limit = (target.memory_max)(input.len());
         assert!(
@@ -129,7 +133,11 @@ fn kind_of(answer: &str) -> String {
 
 /// An input as a Rust literal, shortened.
 fn shown(input: &[u8]) -> String {
-    let mut text = format!("{} bytes: b\"{}", input.len(), input[..input.len().min(4000)].escape_ascii());
+    let mut text = format!(
+        "{} bytes: b\"{}",
+        input.len(),
+        input[..input.len().min(4000)].escape_ascii()
+    );
     if input.len() > 4000 {
         let _ = write!(text, "…");
     }
@@ -139,5 +147,8 @@ fn shown(input: &[u8]) -> String {
 
 fn number(name: &str) -> Option<u64> {
     let text = std::env::var(name).ok()?;
-    Some(text.parse().unwrap_or_else(|_| panic!("{name} is `{text}`, not a number")))
+    Some(
+        text.parse()
+            .unwrap_or_else(|_| panic!("{name} is `{text}`, not a number")),
+    )
 }

@@ -30,13 +30,25 @@ const SCHEMA_MAX: usize = 1 << 20;
 fn schemas() {
     let model = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
     let program = PathBuf::from(env!("CARGO_BIN_EXE_cotenant"));
-    let side = TextSide::with_helper(&Header::read(&model).unwrap(), Tokens::new(4096), Some(program)).unwrap();
-    let (most, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
+    let side = TextSide::with_helper(
+        &Header::read(&model).unwrap(),
+        Tokens::new(4096),
+        Some(program),
+    )
+    .unwrap();
+    let (most, stop) = (
+        Arc::new(AtomicU64::new(0)),
+        Arc::new(AtomicBool::new(false)),
+    );
     let watcher = watch_jobs(Arc::clone(&most), Arc::clone(&stop));
     let target = Target {
         name: "schemas",
         examples: (0..32u8)
-            .map(|seed| (0..40u8).map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(7))).collect())
+            .map(|seed| {
+                (0..40u8)
+                    .map(|at| seed.wrapping_mul(at).wrapping_add(at.wrapping_mul(7)))
+                    .collect()
+            })
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 64 << 20,
@@ -49,7 +61,10 @@ fn schemas() {
             return "too long".to_owned();
         }
         let request = GenerateRequest {
-            form: Some(AnswerForm::JsonSchema { schema, field: "format" }),
+            form: Some(AnswerForm::JsonSchema {
+                schema,
+                field: "format",
+            }),
             ..GenerateRequest::new(RequestId::new(1), Prompt::Text("x".to_owned()))
         };
         match side.prepare(&request, Client::PATIENT) {
@@ -65,7 +80,11 @@ fn schemas() {
 }
 
 /// What an answer of that form comes to, when the input chooses among the tokens that are allowed.
-fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMask>, bytes: &[u8]) -> String {
+fn babble(
+    side: &TextSide,
+    mut mask: Box<dyn cotenant::engine::sampling::TokenMask>,
+    bytes: &[u8],
+) -> String {
     let tokenizer = side.tokenizer();
     let choices = bytes.iter().chain(std::iter::repeat(&0)).take(60);
     for &choice in choices {
@@ -73,8 +92,11 @@ fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMa
         let step = (|| {
             while !mask.is_ready(std::time::Duration::from_millis(20))? {}
             mask.apply(&mut logits)?;
-            let allowed: Vec<u32> =
-                (0..).zip(&logits).filter(|(_, logit)| logit.is_finite()).map(|(token, _)| token).collect();
+            let allowed: Vec<u32> = (0..)
+                .zip(&logits)
+                .filter(|(_, logit)| logit.is_finite())
+                .map(|(token, _)| token)
+                .collect();
             let Some(&token) = allowed.get(usize::from(choice) * 37 % allowed.len().max(1)) else {
                 return Ok(Some("nothing is allowed".to_owned()));
             };
@@ -83,7 +105,9 @@ fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMa
             }
             mask.accept(token, tokenizer.bytes(token))?;
             while !mask.is_ready(std::time::Duration::from_millis(20))? {}
-            Ok::<_, cotenant::engine::sampling::MaskError>(mask.is_complete()?.then(|| "good: complete".to_owned()))
+            Ok::<_, cotenant::engine::sampling::MaskError>(
+                mask.is_complete()?.then(|| "good: complete".to_owned()),
+            )
         })();
         match step {
             Ok(None) => {}
@@ -98,8 +122,11 @@ fn babble(side: &TextSide, mut mask: Box<dyn cotenant::engine::sampling::TokenMa
 pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread::JoinHandle<()> {
     let own = std::process::id();
     let task = |pid: u32| -> Vec<u32> {
-        let text = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
-        text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect()
+        let text =
+            fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).unwrap_or_default();
+        text.split_whitespace()
+            .filter_map(|pid| pid.parse().ok())
+            .collect()
     };
     thread::spawn(move || {
         while !stop.load(Ordering::SeqCst) {
@@ -107,7 +134,9 @@ pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread:
             let threads = fs::read_dir(format!("/proc/{own}/task")).unwrap();
             let helpers = threads.flatten().flat_map(|thread| {
                 let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
-                text.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<u32>>()
+                text.split_whitespace()
+                    .filter_map(|pid| pid.parse().ok())
+                    .collect::<Vec<u32>>()
             });
             let jobs: u64 = helpers.flat_map(task).map(private).sum();
             most.fetch_max(jobs, Ordering::SeqCst);
@@ -119,8 +148,12 @@ pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread:
 /// What a process has for itself alone, in kB.
 fn private(pid: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
-    let line = text.lines().find_map(|line| line.strip_prefix("Private_Dirty:"));
-    line.map_or(0, |line| line.trim().trim_end_matches(" kB").parse().unwrap_or(0))
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Private_Dirty:"));
+    line.map_or(0, |line| {
+        line.trim().trim_end_matches(" kB").parse().unwrap_or(0)
+    })
 }
 
 /// Numbers at the edges of what the library computes with.
@@ -164,7 +197,16 @@ const PATTERNS: [&str; 14] = [
     "",
 ];
 
-const FORMATS: [&str; 8] = ["date-time", "email", "uuid", "ipv6", "uri", "hostname", "duration", "nothing"];
+const FORMATS: [&str; 8] = [
+    "date-time",
+    "email",
+    "uuid",
+    "ipv6",
+    "uri",
+    "hostname",
+    "duration",
+    "nothing",
+];
 
 /// A schema by what the bytes choose; nothing is left of them at some depth.
 fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
@@ -181,8 +223,15 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
     match kind {
         0 => json!({"type": "boolean"}),
         1 => {
-            let mut map = Map::from_iter([("type".to_owned(), json!(["integer", "number"][next(2)]))]);
-            for keyword in ["multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"] {
+            let mut map =
+                Map::from_iter([("type".to_owned(), json!(["integer", "number"][next(2)]))]);
+            for keyword in [
+                "multipleOf",
+                "minimum",
+                "maximum",
+                "exclusiveMinimum",
+                "exclusiveMaximum",
+            ] {
                 if next(3) == 0 {
                     map.insert(keyword.to_owned(), number(next(NUMBERS.len())));
                 }
@@ -206,19 +255,28 @@ fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
         }
         3 => {
             let (length, count) = (next(256) * 2, next(256));
-            let texts: Vec<Value> = (0..count).map(|at| json!(format!("{at:0length$}"))).collect();
+            let texts: Vec<Value> = (0..count)
+                .map(|at| json!(format!("{at:0length$}")))
+                .collect();
             json!({"enum": texts})
         }
         4..=6 => {
             let count = next(10);
-            let properties: Map<String, Value> =
-                (0..count).map(|at| (format!("p{at}"), draw(bytes, depth + 1))).collect();
-            let required: Vec<Value> = (0..count).step_by(2).map(|at| json!(format!("p{at}"))).collect();
+            let properties: Map<String, Value> = (0..count)
+                .map(|at| (format!("p{at}"), draw(bytes, depth + 1)))
+                .collect();
+            let required: Vec<Value> = (0..count)
+                .step_by(2)
+                .map(|at| json!(format!("p{at}")))
+                .collect();
             let mut map = json!({"type": "object", "properties": properties, "required": required});
             match bytes.next().unwrap_or(0) % 4 {
                 0 => map["additionalProperties"] = json!(false),
                 1 => map["additionalProperties"] = draw(bytes, depth + 1),
-                2 => map["patternProperties"] = json!({PATTERNS[0]: draw(bytes, depth + 1), "^x": {"type": "null"}}),
+                2 => {
+                    map["patternProperties"] =
+                        json!({PATTERNS[0]: draw(bytes, depth + 1), "^x": {"type": "null"}});
+                }
                 _ => map["maxProperties"] = json!(bytes.next()),
             }
             map

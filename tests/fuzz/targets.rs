@@ -9,9 +9,9 @@ use cotenant::{
     http::{
         self, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
-            Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
-            Transcript, Usage, Voice,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
+            ModelInfo, ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream,
+            StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice,
         },
     },
     policy::{refusal::Refusal, snapshot::Snapshot},
@@ -50,12 +50,25 @@ fn wyoming_frames() {
     let format = AudioFormat::mono_16_bit(16_000);
     let events = [
         Event::Describe,
-        Event::AudioStart(AudioStart { format, timestamp: Some(1) }),
-        Event::AudioChunk(AudioChunk { format, timestamp: None, audio: vec![1; 640] }),
-        Event::Transcript(Written { text: "turn on the light".to_owned(), ..Written::default() }),
+        Event::AudioStart(AudioStart {
+            format,
+            timestamp: Some(1),
+        }),
+        Event::AudioChunk(AudioChunk {
+            format,
+            timestamp: None,
+            audio: vec![1; 640],
+        }),
+        Event::Transcript(Written {
+            text: "turn on the light".to_owned(),
+            ..Written::default()
+        }),
         Event::SynthesizeStop,
     ];
-    let mut examples: Vec<Vec<u8>> = events.into_iter().map(|event| event.into_frame().encode().unwrap()).collect();
+    let mut examples: Vec<Vec<u8>> = events
+        .into_iter()
+        .map(|event| event.into_frame().encode().unwrap())
+        .collect();
     examples.push(examples.concat());
     examples.push(
         b"{\"type\":\"info\",\"data\":{\"asr\":[{\"name\":\"x\",\"models\":null}]},\"data_length\":13}\n{\"tts\":[null]}"
@@ -114,9 +127,20 @@ fn wyoming_frames() {
 
 #[test]
 fn wav_files() {
-    let beep = MonoAudio::new(8_000, (0..800).map(|n| n * 40).collect()).to_wav().unwrap();
-    let mut examples = vec![beep.clone(), MonoAudio::new(16_000, vec![]).to_wav().unwrap()];
-    for (format, channels, bits) in [(1u16, 2u16, 16u16), (1, 1, 8), (1, 2, 24), (1, 1, 32), (3, 2, 32)] {
+    let beep = MonoAudio::new(8_000, (0..800).map(|n| n * 40).collect())
+        .to_wav()
+        .unwrap();
+    let mut examples = vec![
+        beep.clone(),
+        MonoAudio::new(16_000, vec![]).to_wav().unwrap(),
+    ];
+    for (format, channels, bits) in [
+        (1u16, 2u16, 16u16),
+        (1, 1, 8),
+        (1, 2, 24),
+        (1, 1, 32),
+        (3, 2, 32),
+    ] {
         let mut file = beep.clone();
         let frame = channels * bits / 8;
         file[20..22].copy_from_slice(&format.to_le_bytes());
@@ -130,17 +154,29 @@ fn wav_files() {
     let target = Target {
         name: "wav",
         examples,
-        words: &["RIFF", "WAVE", "fmt ", "data", "LIST", "fact", "\x01\0", "\u{fe}\u{ff}", "\0\0\0\0"],
+        words: &[
+            "RIFF",
+            "WAVE",
+            "fmt ",
+            "data",
+            "LIST",
+            "fact",
+            "\x01\0",
+            "\u{fe}\u{ff}",
+            "\0\0\0\0",
+        ],
         // 16 kHz from 2 kHz, in 8 bits: sixteen bytes for one, twice while it is copied.
         memory_max: |length| 8 * MIB + 64 * length,
         hang: HANG,
     };
-    fuzz(&target, |bytes| match decode_whole_for_asr(bytes, Duration::from_secs(60)) {
-        Ok(audio) => {
-            assert!(audio.duration() <= Duration::from_secs(61));
-            format!("{}", audio.samples.len().checked_ilog2().unwrap_or(0) > 8)
+    fuzz(&target, |bytes| {
+        match decode_whole_for_asr(bytes, Duration::from_secs(60)) {
+            Ok(audio) => {
+                assert!(audio.duration() <= Duration::from_secs(61));
+                format!("{}", audio.samples.len().checked_ilog2().unwrap_or(0) > 8)
+            }
+            Err(error) => in_one_line(&error),
         }
-        Err(error) => in_one_line(&error),
     });
 }
 
@@ -180,7 +216,10 @@ fn compressed_audio() {
         memory_max: |length| 8 * MIB + 64 * length,
         hang: DECODER_HANG,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let decoder = decoder();
     fuzz(&target, |bytes| {
         let limit = Duration::from_secs(60);
@@ -205,14 +244,22 @@ fn configurations() {
     let switched_on: String = example
         .lines()
         .map(|line| {
-            line.replacen("# ", "", usize::from(line.trim_start().starts_with("# ") && line.contains(':'))) + "\n"
+            line.replacen(
+                "# ",
+                "",
+                usize::from(line.trim_start().starts_with("# ") && line.contains(':')),
+            ) + "\n"
         })
         .collect();
-    let small =
-        "budget: {total: 1GiB, reserve: 10%}\nworkers:\n  - {name: a, role: asr, argv: [x], memory: {steady: 1MiB}}\n";
+    let small = "budget: {total: 1GiB, reserve: 10%}\nworkers:\n  - {name: a, role: asr, argv: [x], memory: {steady: 1MiB}}\n";
     let target = Target {
         name: "yaml",
-        examples: vec![example.into(), switched_on.into(), small.into(), b"{}".to_vec()],
+        examples: vec![
+            example.into(),
+            switched_on.into(),
+            small.into(),
+            b"{}".to_vec(),
+        ],
         words: &[
             "&a ",
             "*a",
@@ -244,9 +291,15 @@ fn configurations() {
         memory_max: |length| 64 * MIB + 64 * length,
         hang: HANG,
     };
-    fuzz(&target, |bytes| match Config::parse(&String::from_utf8_lossy(bytes)) {
-        Ok(config) => format!("good: {} {}", config.llm.is_some(), config.workers.len().min(2)),
-        Err(error) => in_one_line(&error),
+    fuzz(&target, |bytes| {
+        match Config::parse(&String::from_utf8_lossy(bytes)) {
+            Ok(config) => format!(
+                "good: {} {}",
+                config.llm.is_some(),
+                config.workers.len().min(2)
+            ),
+            Err(error) => in_one_line(&error),
+        }
     });
 }
 
@@ -278,12 +331,20 @@ fn gguf_headers() {
     header.extend(0u32.to_le_bytes());
     header.extend(0u64.to_le_bytes());
     header.resize(header.len().next_multiple_of(32) + 128, 7);
-    let model = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
+    let model =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
     let demo = std::fs::read(model).unwrap();
     let target = Target {
         name: "gguf",
         examples: vec![header, demo[..65_536].to_vec()],
-        words: &["GGUF", "general.architecture", "tokenizer.ggml.tokens", "\x08\0\0\0", "\x09\0\0\0", "\x0c\0\0\0"],
+        words: &[
+            "GGUF",
+            "general.architecture",
+            "tokenizer.ggml.tokens",
+            "\x08\0\0\0",
+            "\x09\0\0\0",
+            "\x0c\0\0\0",
+        ],
         memory_max: |length| 16 * MIB + 64 * length,
         hang: HANG,
     };
@@ -336,32 +397,59 @@ fn http_bodies() {
 fn http_uploads() {
     let wav = MonoAudio::new(16_000, vec![5; 200]).to_wav().unwrap();
     let form = |fields: &str| {
-        let head =
-            "Content-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n";
-        [fields.as_bytes(), b"--x\r\n", head.as_bytes(), &wav, b"\r\n--x--\r\n"].concat()
+        let head = "Content-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n";
+        [
+            fields.as_bytes(),
+            b"--x\r\n",
+            head.as_bytes(),
+            &wav,
+            b"\r\n--x--\r\n",
+        ]
+        .concat()
     };
-    let field =
-        |name: &str, value: &str| format!("--x\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n");
-    let multipart = |path: &'static str, body: Vec<u8>| (path, "multipart/form-data; boundary=x", body);
-    let many = ["model", "language", "prompt", "temperature", "stream"].map(|name| field(name, "1")).concat();
+    let field = |name: &str, value: &str| {
+        format!("--x\r\nContent-Disposition: form-data; name=\"{name}\"\r\n\r\n{value}\r\n")
+    };
+    let multipart =
+        |path: &'static str, body: Vec<u8>| (path, "multipart/form-data; boundary=x", body);
+    let many = ["model", "language", "prompt", "temperature", "stream"]
+        .map(|name| field(name, "1"))
+        .concat();
     fuzz_http(
         ("http uploads", DECODER_HANG),
         &[
             multipart("/v1/audio/transcriptions", form(&field("model", "asr"))),
-            multipart("/v1/audio/transcriptions", form(&(field("response_format", "verbose_json") + &many))),
-            multipart("/v1/audio/transcriptions", form(&(field("model", "asr") + &field("stream", "true")))),
+            multipart(
+                "/v1/audio/transcriptions",
+                form(&(field("response_format", "verbose_json") + &many)),
+            ),
+            multipart(
+                "/v1/audio/transcriptions",
+                form(&(field("model", "asr") + &field("stream", "true"))),
+            ),
             multipart("/v1/audio/translations", form(&field("model", "asr"))),
-            ("/v1/audio/transcriptions", "application/json", b"{}".to_vec()),
+            (
+                "/v1/audio/transcriptions",
+                "application/json",
+                b"{}".to_vec(),
+            ),
         ],
     );
 }
 
 /// Damages bodies of requests; the first byte of an input says which of `cases` it belongs to.
-fn fuzz_http((name, hang): (&'static str, Duration), cases: &[(&'static str, &'static str, Vec<u8>)]) {
+fn fuzz_http(
+    (name, hang): (&'static str, Duration),
+    cases: &[(&'static str, &'static str, Vec<u8>)],
+) {
     let example = |number: usize, body: &[u8]| [&[u8::try_from(number).unwrap()], body].concat();
     let target = Target {
         name,
-        examples: cases.iter().enumerate().map(|(number, (_, _, body))| example(number, body)).collect(),
+        examples: cases
+            .iter()
+            .enumerate()
+            .map(|(number, (_, _, body))| example(number, body))
+            .collect(),
         words: &[
             "\"",
             "null",
@@ -393,12 +481,19 @@ fn fuzz_http((name, hang): (&'static str, Duration), cases: &[(&'static str, &'s
         memory_max: |length| 64 * MIB + 64 * length,
         hang,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let (address, stop) = runtime.block_on(serving());
     fuzz(&target, |bytes| {
         let (number, body) = bytes.split_first().unwrap_or((&0, &[]));
         let (path, kind, _) = &cases[usize::from(*number) % cases.len()];
-        runtime.block_on(async { timeout(hang, post(address, path, kind, body)).await.expect("no answer") })
+        runtime.block_on(async {
+            timeout(hang, post(address, path, kind, body))
+                .await
+                .expect("no answer")
+        })
     });
     stop.cancel();
 }
@@ -420,7 +515,10 @@ async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> Strin
     assert!(!text.starts_with("HTTP/1.1 500"), "{text}");
     let reason = text.split("\"message\":").nth(1).unwrap_or_default();
     // The figures are left out of the rest, not out of the status.
-    let status: String = text[9..12].chars().map(|digit| char::from(digit as u8 + b'A' - b'0')).collect();
+    let status: String = text[9..12]
+        .chars()
+        .map(|digit| char::from(digit as u8 + b'A' - b'0'))
+        .collect();
     format!("{status} {}", reason.trim_start_matches('"'))
 }
 
@@ -437,7 +535,11 @@ pub(crate) async fn serving() -> (SocketAddr, CancellationToken) {
         tracer: cotenant::telemetry::Tracer::default(),
     };
     let stop = CancellationToken::new();
-    tokio::spawn(http::serve(listener, Api::new(backends, Limits::default()), stop.clone()));
+    tokio::spawn(http::serve(
+        listener,
+        Api::new(backends, Limits::default()),
+        stop.clone(),
+    ));
     (address, stop)
 }
 
@@ -446,8 +548,17 @@ struct Willing;
 
 impl ChatBackend for Willing {
     fn chat(&self, _request: ChatRequest) -> BoxFuture<'_, Result<ChatStream, Refusal>> {
-        let finished = ChatEvent::Finished { reason: FinishReason::Stop, usage: Usage::default() };
-        Box::pin(async { Ok(stream::iter([ChatEvent::Part(AnswerPart::Text("yes".to_owned())), finished]).boxed()) })
+        let finished = ChatEvent::Finished {
+            reason: FinishReason::Stop,
+            usage: Usage::default(),
+        };
+        Box::pin(async {
+            Ok(stream::iter([
+                ChatEvent::Part(AnswerPart::Text("yes".to_owned())),
+                finished,
+            ])
+            .boxed())
+        })
     }
 }
 
@@ -458,19 +569,34 @@ impl TokenizerBackend for Willing {
         Box::pin(async move { Ok(Tokens::new(tokens)) })
     }
 
-    fn tokenize(&self, text: String, _begin: bool, _control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
+    fn tokenize(
+        &self,
+        text: String,
+        _begin: bool,
+        _control: bool,
+    ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
         Box::pin(async move { Ok(text.bytes().map(u32::from).collect()) })
     }
 
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>> {
-        Box::pin(async move { Ok(tokens.into_iter().map(|token| vec![token.to_le_bytes()[0]]).collect()) })
+        Box::pin(async move {
+            Ok(tokens
+                .into_iter()
+                .map(|token| vec![token.to_le_bytes()[0]])
+                .collect())
+        })
     }
 }
 
 impl SpeechBackend for Willing {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         let text = format!("{} samples", request.audio.samples.len());
-        Box::pin(async { Ok(Transcript { text, ..Transcript::default() }) })
+        Box::pin(async {
+            Ok(Transcript {
+                text,
+                ..Transcript::default()
+            })
+        })
     }
 
     fn synthesize(&self, _request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
@@ -507,11 +633,18 @@ impl StatusBackend for Willing {
             bytes: cotenant::units::Bytes::ZERO,
             weights: None,
         };
-        vec![model("demo", ModelKind::Chat), model("tts", ModelKind::Speech), model("asr", ModelKind::Transcription)]
+        vec![
+            model("demo", ModelKind::Chat),
+            model("tts", ModelKind::Speech),
+            model("asr", ModelKind::Transcription),
+        ]
     }
 
     fn voices(&self) -> Vec<Voice> {
-        vec![Voice { name: "slt".to_owned(), aliases: vec!["alloy".to_owned()] }]
+        vec![Voice {
+            name: "slt".to_owned(),
+            aliases: vec!["alloy".to_owned()],
+        }]
     }
 
     fn request_ended(&self, _route: &str, _code: u16, _took: Duration) {}

@@ -121,7 +121,11 @@ fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64, i64) {
 }
 
 fn shape() -> ModelShape {
-    let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_mib(10) };
+    let layer = LayerShape {
+        kind: LayerKind::Attention,
+        part: 0,
+        resident_bytes: Bytes::from_mib(10),
+    };
     ModelShape {
         name: "tiny".to_owned(),
         architecture: "qwen35".to_owned(),
@@ -161,24 +165,34 @@ fn the_count_counts() {
 fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
+        .write(&path)
+        .unwrap();
     let tokenizer = Tokenizer::from_header(&Header::read(&path).unwrap()).unwrap();
     // Words as long as the library would remember, each of them once.
     let word = |number: u32| {
         let digits = format!("{number:05}");
-        let letters: String = digits.bytes().map(|digit| char::from(digit - b'0' + b'a')).collect();
+        let letters: String = digits
+            .bytes()
+            .map(|digit| char::from(digit - b'0' + b'a'))
+            .collect();
         letters.repeat(50)
     };
     let text: Vec<_> = (0..1000).map(word).collect();
     let text = text.join(" ");
     let kept: i64 = thread::scope(|scope| {
         let encode = || {
-            let warm = tokenizer.encode("a few words, so that what is made once is there").unwrap();
+            let warm = tokenizer
+                .encode("a few words, so that what is made once is there")
+                .unwrap();
             drop(warm);
             kept_by(|| drop(tokenizer.encode(&text).unwrap())).1
         };
         let threads: Vec<_> = (0..4).map(|_| scope.spawn(encode)).collect();
-        threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+        threads
+            .into_iter()
+            .map(|thread| thread.join().unwrap())
+            .sum()
     });
     // What the book has for the text side of this model is some 50 KiB; the words' tokens were 8 MiB for each thread.
     assert!(kept < 64 << 10, "{kept} bytes are kept by four threads");
@@ -187,7 +201,9 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
 #[test]
 fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
     let (sink, _events) = mpsc::channel(8);
-    let never = |path: &Path, _: &EnginePlan| Err(Engine::inspect(path, 1).unwrap_err()) as Result<_, LoadError>;
+    let never = |path: &Path, _: &EnginePlan| {
+        Err(Engine::inspect(path, 1).unwrap_err()) as Result<_, LoadError>
+    };
     let engine = Engine::start_with(EngineOptions::default(), Box::new(never), sink).unwrap();
     let handle = engine.handle();
     for _ in 0..4 {
@@ -207,8 +223,17 @@ fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
 /// Of a machine with room, on which so much of the budget is used.
 fn sample(used_mib: u64, taken_at: Timestamp) -> Sample {
     let (mem_total, mem_available) = (Bytes::from_gib(64), Bytes::from_gib(60));
-    let memory = MemoryReading { mem_total, mem_available, ..MemoryReading::default() };
-    Sample { taken_at, memory, scope_used: Some(Bytes::from_mib(used_mib)), ..Sample::default() }
+    let memory = MemoryReading {
+        mem_total,
+        mem_available,
+        ..MemoryReading::default()
+    };
+    Sample {
+        taken_at,
+        memory,
+        scope_used: Some(Bytes::from_mib(used_mib)),
+        ..Sample::default()
+    }
 }
 
 #[test]
@@ -243,14 +268,20 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         now = now + Duration::from_millis(400);
         let next = Event::Sampled(sample(590, now));
         let (actions, times, bytes) = asked_by(|| arbiter.handle(now, next));
-        if actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })) {
+        if actions
+            .iter()
+            .any(|action| matches!(action, Action::ApplyPlan { .. }))
+        {
             shed = Some((times, bytes));
             break;
         }
     }
     let (times, bytes) = shed.expect("it sheds");
     println!("from the sample to the order to shed: {times} allocations, {bytes} bytes");
-    assert!(times <= TIMES_MAX && bytes <= BYTES_MAX, "{times} allocations, {bytes} bytes");
+    assert!(
+        times <= TIMES_MAX && bytes <= BYTES_MAX,
+        "{times} allocations, {bytes} bytes"
+    );
 }
 
 /// A supervisor's arbiter and an engine with a real model, as the daemon puts them together.
@@ -267,7 +298,9 @@ impl Shedding {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 11)
+            .write(&path)
+            .unwrap();
         let (sink, events) = mpsc::channel(64);
         let model = ModelOptions::for_threads(1);
         let engine = Engine::start(EngineOptions::default(), model, sink).unwrap();
@@ -283,7 +316,9 @@ impl Shedding {
         };
         let _ = shedding.sample(0);
         let shape = Engine::inspect(&path, 1).unwrap();
-        let actions = shedding.arbiter.handle(shedding.now, Event::EngineInspected { shape });
+        let actions = shedding
+            .arbiter
+            .handle(shedding.now, Event::EngineInspected { shape });
         let (revision, plan) = actions
             .into_iter()
             .find_map(|action| match action {
@@ -297,10 +332,16 @@ impl Shedding {
             other => panic!("{other:?}"),
         };
         // It measures itself before it takes orders.
-        while !matches!(shedding.events.blocking_recv().unwrap(), EngineEvent::Calibrated { .. }) {}
+        while !matches!(
+            shedding.events.blocking_recv().unwrap(),
+            EngineEvent::Calibrated { .. }
+        ) {}
         let _ = shedding.applied(revision, plan.clone(), used, Bytes::ZERO);
         shedding.handle.apply(revision, plan);
-        while !matches!(shedding.events.blocking_recv().unwrap(), EngineEvent::Applied { .. }) {}
+        while !matches!(
+            shedding.events.blocking_recv().unwrap(),
+            EngineEvent::Applied { .. }
+        ) {}
         shedding
     }
 
@@ -308,7 +349,9 @@ impl Shedding {
     fn settle(&mut self) {
         while self.arbiter.snapshot().engine.asked.is_some() {
             match self.events.blocking_recv().unwrap() {
-                EngineEvent::Applied { revision, report, .. } => {
+                EngineEvent::Applied {
+                    revision, report, ..
+                } => {
                     for action in self.applied(revision, report.plan, report.held, report.freed) {
                         if let Action::ApplyPlan { revision, plan, .. } = action {
                             self.handle.apply(revision, plan);
@@ -343,7 +386,13 @@ impl Shedding {
         ordered
     }
 
-    fn applied(&mut self, revision: u64, in_force: EnginePlan, used: Bytes, freed: Bytes) -> Vec<Action> {
+    fn applied(
+        &mut self,
+        revision: u64,
+        in_force: EnginePlan,
+        used: Bytes,
+        freed: Bytes,
+    ) -> Vec<Action> {
         self.now = self.now + Duration::from_millis(1);
         let event = Event::EngineApplied {
             revision,
@@ -374,7 +423,9 @@ fn from_the_sample_to_the_credit_the_system_is_not_asked_for_memory() {
     });
     assert!(ordered, "it sheds");
     let (revision, report) = match shedding.events.blocking_recv().unwrap() {
-        EngineEvent::Applied { revision, report, .. } => (revision, report),
+        EngineEvent::Applied {
+            revision, report, ..
+        } => (revision, report),
         other => panic!("{other:?}"),
     };
     let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed) - engines;
@@ -382,12 +433,18 @@ fn from_the_sample_to_the_credit_the_system_is_not_asked_for_memory() {
     let held = shedding.arbiter.snapshot().memory.held;
     let credit = || shedding.applied(revision, report.plan.clone(), report.held, report.freed);
     let (_, asked, _) = asked_by(|| emergency::within(credit));
-    assert!(shedding.arbiter.snapshot().memory.held < held, "it is credited");
+    assert!(
+        shedding.arbiter.snapshot().memory.held < held,
+        "it is credited"
+    );
     let counts = emergency::counts();
     assert_eq!((times, engines, asked), (0, 0, 0), "{counts:?}");
     assert_eq!(counts.missed, before.missed);
     let served = counts.served - before.served;
-    println!("{served} blocks that were set aside, {} bytes of them still in use", emergency::in_use());
+    println!(
+        "{served} blocks that were set aside, {} bytes of them still in use",
+        emergency::in_use()
+    );
     assert!(served > 0);
 }
 
@@ -397,10 +454,18 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
     let mut shedding = Shedding::new();
     let mut in_use = Vec::new();
     for round in 1..=8 {
-        let shed = Event::OperatorShed { ticket: Ticket(2 * round), bytes: Bytes::from_mib(1) };
-        assert!(emergency::within(|| shedding.take(shed)), "round {round} sheds");
+        let shed = Event::OperatorShed {
+            ticket: Ticket(2 * round),
+            bytes: Bytes::from_mib(1),
+        };
+        assert!(
+            emergency::within(|| shedding.take(shed)),
+            "round {round} sheds"
+        );
         emergency::within(|| shedding.settle());
-        let regrow = Event::OperatorRegrow { ticket: Ticket(2 * round + 1) };
+        let regrow = Event::OperatorRegrow {
+            ticket: Ticket(2 * round + 1),
+        };
         let _ = shedding.take(regrow);
         let grows = (0..100).any(|_| shedding.engine_is_asked() || shedding.sample(20));
         assert!(grows, "round {round} grows back");

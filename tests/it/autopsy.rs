@@ -13,9 +13,17 @@ fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_f
     header[..8].copy_from_slice(b"\x7fELF\x02\x01\x01\0");
     // ET_EXEC of x86-64 on arm64, of arm64 elsewhere.
     header[16] = 2;
-    header[18] = if cfg!(target_arch = "aarch64") { 62 } else { 183 };
+    header[18] = if cfg!(target_arch = "aarch64") {
+        62
+    } else {
+        183
+    };
     std::fs::write(&program, header).unwrap();
-    std::fs::set_permissions(&program, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    std::fs::set_permissions(
+        &program,
+        std::os::unix::fs::PermissionsExt::from_mode(0o755),
+    )
+    .unwrap();
     let config = dir.path().join("cotenant.yaml");
     let text = format!(
         "budget: {{total: 4TiB}}\nllm: {{path: {}/deploy/demo-model/demo.gguf, device: cuda}}\nworkers:\n  \
@@ -24,16 +32,33 @@ fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_f
         program.display()
     );
     std::fs::write(&config, text).unwrap();
-    let output =
-        Command::new(env!("CARGO_BIN_EXE_cotenant")).args(["check", "--output", "json"]).arg(&config).output().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_cotenant"))
+        .args(["check", "--output", "json"])
+        .arg(&config)
+        .output()
+        .unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(78), "{said}");
-    assert!(said.contains("budget.total: `4096 GiB` is above the "), "{said}");
-    assert!(said.contains("no GPU computes it") || Path::new("/dev/nvidia0").exists(), "{said}");
+    assert!(
+        said.contains("budget.total: `4096 GiB` is above the "),
+        "{said}"
+    );
+    assert!(
+        said.contains("no GPU computes it") || Path::new("/dev/nvidia0").exists(),
+        "{said}"
+    );
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
-    let found = report["findings"].as_array().unwrap().iter().find(|found| found["worker"] == "asr").unwrap();
+    let found = report["findings"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|found| found["worker"] == "asr")
+        .unwrap();
     assert_eq!(found["rule"], "program_unfit", "{report}");
-    assert_eq!(report["verdict"], "the configuration cannot be used on this machine");
+    assert_eq!(
+        report["verdict"],
+        "the configuration cannot be used on this machine"
+    );
 }
 
 /// The check finds, before any start, what each of these workers would have died of.
@@ -58,8 +83,11 @@ fn a_program_that_could_not_start_is_found_by_the_check() {
         worker("fine", "/bin/sh"),
     );
     std::fs::write(&config, text).unwrap();
-    let output =
-        Command::new(env!("CARGO_BIN_EXE_cotenant")).args(["check", "--output", "json"]).arg(&config).output().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_cotenant"))
+        .args(["check", "--output", "json"])
+        .arg(&config)
+        .output()
+        .unwrap();
     let said = String::from_utf8_lossy(&output.stderr);
     assert_eq!(output.status.code(), Some(78), "{said}");
     let report: Value = serde_json::from_slice(&output.stdout).unwrap();
@@ -68,7 +96,18 @@ fn a_program_that_could_not_start_is_found_by_the_check() {
         .unwrap()
         .iter()
         .filter(|found| found["severity"] == "fault")
-        .map(|found| (found["worker"].as_str().unwrap(), found["rule"].as_str().unwrap()))
+        .map(|found| {
+            (
+                found["worker"].as_str().unwrap(),
+                found["rule"].as_str().unwrap(),
+            )
+        })
         .collect();
-    assert_eq!(faults, [("gone", "program_missing"), ("script", "interpreter_missing")]);
+    assert_eq!(
+        faults,
+        [
+            ("gone", "program_missing"),
+            ("script", "interpreter_missing")
+        ]
+    );
 }

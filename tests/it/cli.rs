@@ -19,7 +19,11 @@ fn run(folder: &TempDir, arguments: &[&str]) -> (Option<i32>, String, String) {
         .output()
         .unwrap();
     let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
-    (output.status.code(), text(output.stdout), text(output.stderr))
+    (
+        output.status.code(),
+        text(output.stdout),
+        text(output.stderr),
+    )
 }
 
 /// A folder with `cotenant.yaml`.
@@ -33,11 +37,17 @@ fn configured(text: &str) -> TempDir {
 fn a_configuration_is_named_with_and_without_the_option() {
     let fits = configured("budget: {total: 1GiB, reserve: 128MiB}\n");
     let wrong = configured("budget: {totl: 1GiB}\n");
-    for arguments in [&["check", "cotenant.yaml"][..], &["check", "--config", "cotenant.yaml"]] {
+    for arguments in [
+        &["check", "cotenant.yaml"][..],
+        &["check", "--config", "cotenant.yaml"],
+    ] {
         assert_eq!(run(&fits, arguments).0, Some(0), "{arguments:?}");
         assert_eq!(run(&wrong, arguments).0, Some(78), "{arguments:?}");
     }
-    for arguments in [&["serve", "cotenant.yaml"][..], &["serve", "--config", "cotenant.yaml"]] {
+    for arguments in [
+        &["serve", "cotenant.yaml"][..],
+        &["serve", "--config", "cotenant.yaml"],
+    ] {
         let (code, _, said) = run(&wrong, arguments);
         assert_eq!(code, Some(78), "{arguments:?}: {said}");
     }
@@ -55,7 +65,11 @@ fn a_check_ends_with_a_verdict_that_agrees_with_its_exit_code() {
             78,
             "verdict: the model of `llm.path` cannot be loaded",
         ),
-        ("budget: {totl: 1GiB}\n".to_owned(), 78, "verdict: the configuration cannot be used"),
+        (
+            "budget: {totl: 1GiB}\n".to_owned(),
+            78,
+            "verdict: the configuration cannot be used",
+        ),
     ] {
         let (found, printed, said) = run(&configured(&text), &["check", "cotenant.yaml"]);
         let last = printed.lines().last().unwrap_or_default();
@@ -84,7 +98,10 @@ fn a_model_whose_tokenizer_no_load_would_take_is_refused_by_the_check() {
 }
 
 fn place_of(wanted: &[u8], bytes: &[u8]) -> usize {
-    bytes.windows(wanted.len()).position(|window| window == wanted).unwrap()
+    bytes
+        .windows(wanted.len())
+        .position(|window| window == wanted)
+        .unwrap()
 }
 
 /// Damages the demo model, and has it checked, which says `word`.
@@ -108,7 +125,10 @@ fn a_model_in_place_of_a_configuration_is_named() {
     fs::write(folder.path().join("model.gguf"), "GGUF\u{3}\0\0\0").unwrap();
     let (code, _, said) = run(&folder, &["check", "model.gguf"]);
     assert_eq!(code, Some(78));
-    assert!(said.contains("it is a GGUF model") && said.contains("llm: {path: "), "{said}");
+    assert!(
+        said.contains("it is a GGUF model") && said.contains("llm: {path: "),
+        "{said}"
+    );
 }
 
 #[test]
@@ -117,11 +137,21 @@ fn a_model_that_is_not_there_is_answered_with_those_that_are() {
     let model = |name: &str| folder.path().join(name);
     for (named, present, said) in [
         (model("a.gguf"), Vec::new(), "there is no `*.gguf` in `"),
-        (model("a.gguf"), vec!["b.gguf", "c.txt", "c.gguf"], "has `b.gguf`, `c.gguf`\n"),
+        (
+            model("a.gguf"),
+            vec!["b.gguf", "c.txt", "c.gguf"],
+            "has `b.gguf`, `c.gguf`\n",
+        ),
         (model("nowhere/a.gguf"), Vec::new(), "there is no folder `"),
     ] {
-        present.iter().for_each(|name| fs::write(model(name), "").unwrap());
-        fs::write(folder.path().join("cotenant.yaml"), format!("llm: {{path: {}}}\n", named.display())).unwrap();
+        present
+            .iter()
+            .for_each(|name| fs::write(model(name), "").unwrap());
+        fs::write(
+            folder.path().join("cotenant.yaml"),
+            format!("llm: {{path: {}}}\n", named.display()),
+        )
+        .unwrap();
         let (code, _, hint) = run(&folder, &["check", "cotenant.yaml"]);
         assert_eq!(code, Some(78));
         assert!(hint.contains("hint: ") && hint.contains(said), "{hint}");
@@ -138,13 +168,26 @@ fn a_taken_address_is_named_with_its_key() {
         "state_dir: {path}/state\nruntime_dir: {path}/run\ngrpc: {{socket: {path}/c.sock, abstract_name: none}}\n"
     );
     for (section, key) in [
-        (format!("http: {{listen: 127.0.0.1:{port}}}\n"), "http.listen"),
-        (format!("http: {{listen: none}}\nwyoming: {{listen: [\"tcp://127.0.0.1:{port}\"]}}\n"), "wyoming.listen"),
+        (
+            format!("http: {{listen: 127.0.0.1:{port}}}\n"),
+            "http.listen",
+        ),
+        (
+            format!("http: {{listen: none}}\nwyoming: {{listen: [\"tcp://127.0.0.1:{port}\"]}}\n"),
+            "wyoming.listen",
+        ),
     ] {
-        fs::write(folder.path().join("cotenant.yaml"), format!("{places}{section}")).unwrap();
+        fs::write(
+            folder.path().join("cotenant.yaml"),
+            format!("{places}{section}"),
+        )
+        .unwrap();
         let (code, _, said) = run(&folder, &["serve", "cotenant.yaml"]);
         assert_eq!(code, Some(1), "{said}");
-        assert!(said.contains(&format!("cannot open `{key}: ")) && said.contains("ss -ltnp"), "{said}");
+        assert!(
+            said.contains(&format!("cannot open `{key}: ")) && said.contains("ss -ltnp"),
+            "{said}"
+        );
     }
 }
 
@@ -153,12 +196,23 @@ fn on_a_terminal(command: &mut Command) -> String {
     let (mut master, mut slave) = (0, 0);
     // SAFETY: opens two descriptors, which are owned below; no name and no settings are asked for.
     let opened = unsafe {
-        libc::openpty(&raw mut master, &raw mut slave, std::ptr::null_mut(), std::ptr::null_mut(), std::ptr::null_mut())
+        libc::openpty(
+            &raw mut master,
+            &raw mut slave,
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+            std::ptr::null_mut(),
+        )
     };
     assert_eq!(opened, 0);
     // SAFETY: opened above, and owned by nothing else.
     let (master, slave) = unsafe { (fs::File::from_raw_fd(master), fs::File::from_raw_fd(slave)) };
-    let mut child = command.stdin(Stdio::null()).stdout(slave.try_clone().unwrap()).stderr(slave).spawn().unwrap();
+    let mut child = command
+        .stdin(Stdio::null())
+        .stdout(slave.try_clone().unwrap())
+        .stderr(slave)
+        .spawn()
+        .unwrap();
     // The program's own ends of the terminal close with it, and ours with `command`.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut written = Vec::new();
@@ -181,9 +235,19 @@ fn logs_on_a_terminal_are_plain_text() {
     );
     fs::write(folder.path().join("cotenant.yaml"), text).unwrap();
     let program = env!("CARGO_BIN_EXE_cotenant");
-    let said = on_a_terminal(Command::new(program).args(["serve", "cotenant.yaml"]).current_dir(folder.path()));
-    assert!(said.contains(" WARN ") && said.contains("without a password"), "{said}");
-    assert!(!said.contains('\u{1b}') && !said.contains("ansi"), "{said:?}");
+    let said = on_a_terminal(
+        Command::new(program)
+            .args(["serve", "cotenant.yaml"])
+            .current_dir(folder.path()),
+    );
+    assert!(
+        said.contains(" WARN ") && said.contains("without a password"),
+        "{said}"
+    );
+    assert!(
+        !said.contains('\u{1b}') && !said.contains("ansi"),
+        "{said:?}"
+    );
 }
 
 #[test]
@@ -198,7 +262,10 @@ fn a_line_of_the_journal_is_a_number() {
     for arguments in [&["why", "abc"][..], &["events", "--after", "foo"]] {
         let (code, _, said) = run(&tempfile::tempdir().unwrap(), arguments);
         assert_eq!(code, Some(2));
-        assert!(said.contains("not a line number; `cotenant events` prints them"), "{said}");
+        assert!(
+            said.contains("not a line number; `cotenant events` prints them"),
+            "{said}"
+        );
     }
 }
 
@@ -206,7 +273,14 @@ fn a_line_of_the_journal_is_a_number() {
 fn without_arguments_the_commands_are_listed() {
     let (code, _, said) = run(&tempfile::tempdir().unwrap(), &[]);
     assert_eq!(code, Some(2));
-    for group in ["Run:", "Use:", "Look:", "Explain:", "Intervene:", "Measure:"] {
+    for group in [
+        "Run:",
+        "Use:",
+        "Look:",
+        "Explain:",
+        "Intervene:",
+        "Measure:",
+    ] {
         assert!(said.contains(group), "{said}");
     }
 }

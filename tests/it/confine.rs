@@ -31,7 +31,10 @@ async fn ended(bench: &mut Bench) -> ExitReport {
 }
 
 fn script(bench: &Bench, text: &str, confinement: Confinement) -> WorkerSpec {
-    WorkerSpec { confinement, ..bench.silent_spec("confined", &["sh", "-c", text]) }
+    WorkerSpec {
+        confinement,
+        ..bench.silent_spec("confined", &["sh", "-c", text])
+    }
 }
 
 fn is_root() -> bool {
@@ -42,15 +45,23 @@ fn is_root() -> bool {
 async fn resource_limits_are_in_force_from_the_first_instruction() {
     let mut bench = Bench::new();
     let confinement = Confinement {
-        resources: [(Resource::OpenFiles, Some(64)), (Resource::Core, Some(0)), (Resource::FileSize, Some(4096))]
-            .into(),
+        resources: [
+            (Resource::OpenFiles, Some(64)),
+            (Resource::Core, Some(0)),
+            (Resource::FileSize, Some(4096)),
+        ]
+        .into(),
         ..Confinement::default()
     };
     let text = "cat /proc/self/limits";
     let spec = script(&bench, text, confinement);
     let report = output_of(&mut bench, spec).await;
     let limit = |name: &str| {
-        let line = report.stdout.iter().find(|line| line.starts_with(name)).unwrap();
+        let line = report
+            .stdout
+            .iter()
+            .find(|line| line.starts_with(name))
+            .unwrap();
         let words: Vec<&str> = line[name.len()..].split_whitespace().collect();
         (words[0].to_owned(), words[1].to_owned())
     };
@@ -63,25 +74,47 @@ async fn resource_limits_are_in_force_from_the_first_instruction() {
 #[tokio::test]
 async fn an_address_space_that_is_too_small_ends_in_the_worker_and_nowhere_else() {
     let mut bench = Bench::new();
-    let mut spec = bench.silent_spec("small", &[env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", "256MiB"]);
-    spec.confinement.resources.insert(Resource::AddressSpace, Some(200 << 20));
+    let mut spec = bench.silent_spec(
+        "small",
+        &[
+            env!("CARGO_BIN_EXE_cotenant"),
+            "worker",
+            "ballast",
+            "256MiB",
+        ],
+    );
+    spec.confinement
+        .resources
+        .insert(Resource::AddressSpace, Some(200 << 20));
     let report = output_of(&mut bench, spec).await;
-    assert!(matches!(report.status, ExitStatus::Code(code) if code != 0), "{report}");
-    assert!(report.stderr.iter().any(|line| line.contains("256 MiB")), "{:?}", report.stderr);
+    assert!(
+        matches!(report.status, ExitStatus::Code(code) if code != 0),
+        "{report}"
+    );
+    assert!(
+        report.stderr.iter().any(|line| line.contains("256 MiB")),
+        "{:?}",
+        report.stderr
+    );
 }
 
 #[tokio::test]
 async fn a_worker_runs_as_another_user_or_says_why_not() {
     let mut bench = Bench::new();
-    let confinement =
-        Confinement { user: Some("65534".to_owned()), group: Some("65534".to_owned()), ..Confinement::default() };
+    let confinement = Confinement {
+        user: Some("65534".to_owned()),
+        group: Some("65534".to_owned()),
+        ..Confinement::default()
+    };
     let spec = script(&bench, "id -u; id -g; id -G", confinement);
     if is_root() {
         let report = output_of(&mut bench, spec).await;
         assert_eq!(report.stdout, ["65534", "65534", "65534"], "{report}");
     } else {
         let error = bench.handle(spec).start(None).await.unwrap_err();
-        assert!(matches!(&error, StartError::Confine { source, .. } if source.to_string().contains("lacks `CAP_SET")));
+        assert!(
+            matches!(&error, StartError::Confine { source, .. } if source.to_string().contains("lacks `CAP_SET"))
+        );
     }
 }
 
@@ -111,7 +144,10 @@ async fn files_outside_the_list_are_out_of_reach() {
         fs::write(folder.path().join(name).join("file"), name).unwrap();
     }
     let confinement = Confinement {
-        files: Some(FileAccess { read: vec![folder.path().join("models")], write: vec![folder.path().join("state")] }),
+        files: Some(FileAccess {
+            read: vec![folder.path().join("models")],
+            write: vec![folder.path().join("state")],
+        }),
         ..Confinement::default()
     };
     let text = "cd /; cat D/models/file; echo; cat D/secret/file || echo no secret; \
@@ -121,33 +157,62 @@ async fn files_outside_the_list_are_out_of_reach() {
     worker.start(None).await.unwrap();
     let report = ended(&mut bench).await;
     let measures = worker.measures();
-    let files = measures.iter().find(|measure| measure.what == "files").unwrap();
+    let files = measures
+        .iter()
+        .find(|measure| measure.what == "files")
+        .unwrap();
     if let Err(reason) = &files.state {
         println!("left out: {reason}");
         return;
     }
-    assert_eq!(report.stdout, ["models", "no secret", "new", "no change"], "{:?}", report.stderr);
-    assert_eq!(fs::read_to_string(folder.path().join("models/file")).unwrap(), "models");
+    assert_eq!(
+        report.stdout,
+        ["models", "no secret", "new", "no change"],
+        "{:?}",
+        report.stderr
+    );
+    assert_eq!(
+        fs::read_to_string(folder.path().join("models/file")).unwrap(),
+        "models"
+    );
 }
 
 #[tokio::test]
 async fn refused_system_calls_fail_and_the_worker_goes_on() {
     let mut bench = Bench::new();
-    let confinement = Confinement { syscalls: SyscallFilter::Restricted, ..Confinement::default() };
+    let confinement = Confinement {
+        syscalls: SyscallFilter::Restricted,
+        ..Confinement::default()
+    };
     let folder = tempfile::tempdir().unwrap();
-    let mount = format!("mount -t tmpfs none {} || echo no mount", folder.path().display());
+    let mount = format!(
+        "mount -t tmpfs none {} || echo no mount",
+        folder.path().display()
+    );
     let text = format!("grep -E '^(NoNewPrivs|Seccomp):' /proc/self/status; {mount}; echo on");
     let worker = bench.handle(script(&bench, &text, confinement));
     worker.start(None).await.unwrap();
     let report = ended(&mut bench).await;
     let measures = worker.measures();
-    let calls = measures.iter().find(|measure| measure.what == "system calls").unwrap();
+    let calls = measures
+        .iter()
+        .find(|measure| measure.what == "system calls")
+        .unwrap();
     if let Err(reason) = &calls.state {
         println!("left out: {reason}");
         return;
     }
-    let lines: Vec<String> = report.stdout.iter().map(|line| line.replace(char::is_whitespace, " ")).collect();
-    assert_eq!(lines, ["NoNewPrivs: 1", "Seccomp: 2", "no mount", "on"], "{:?}", report.stderr);
+    let lines: Vec<String> = report
+        .stdout
+        .iter()
+        .map(|line| line.replace(char::is_whitespace, " "))
+        .collect();
+    assert_eq!(
+        lines,
+        ["NoNewPrivs: 1", "Seccomp: 2", "no mount", "on"],
+        "{:?}",
+        report.stderr
+    );
 }
 
 #[tokio::test]
@@ -180,7 +245,10 @@ attempt("environ", lambda: os.open(f"/proc/{parent}/environ", os.O_RDONLY) and l
 attempt("own", lambda: os.open("/proc/self/mem", os.O_RDONLY))
 "#;
     let mut bench = Bench::new();
-    let confinement = |syscalls| Confinement { syscalls, ..Confinement::default() };
+    let confinement = |syscalls| Confinement {
+        syscalls,
+        ..Confinement::default()
+    };
     let python = |bench: &Bench, syscalls| WorkerSpec {
         confinement: confinement(syscalls),
         ..bench.silent_spec("peeping", &["python3", "-c", PEEK])
@@ -193,18 +261,32 @@ attempt("own", lambda: os.open("/proc/self/mem", os.O_RDONLY))
     }
     let report = ended(&mut bench).await;
     let measures = worker.measures();
-    let calls = measures.iter().find(|measure| measure.what == "system calls").unwrap();
+    let calls = measures
+        .iter()
+        .find(|measure| measure.what == "system calls")
+        .unwrap();
     if let Err(reason) = &calls.state {
         println!("left out: {reason}");
         return;
     }
-    let expected =
-        ["readv fails", "writev fails", "getfd fails", "ptrace fails", "mem fails", "environ fails", "own works"];
+    let expected = [
+        "readv fails",
+        "writev fails",
+        "getfd fails",
+        "ptrace fails",
+        "mem fails",
+        "environ fails",
+        "own works",
+    ];
     assert_eq!(report.stdout, expected, "{calls}: {:?}", report.stderr);
 
     let spec = python(&bench, SyscallFilter::All);
     let report = output_of(&mut bench, spec).await;
-    assert!(report.stdout.contains(&"readv works".to_owned()), "{:?}", report.stdout);
+    assert!(
+        report.stdout.contains(&"readv works".to_owned()),
+        "{:?}",
+        report.stdout
+    );
 }
 
 #[tokio::test]
@@ -214,10 +296,17 @@ async fn a_restricted_worker_has_no_capability_beyond_files_signals_and_ports() 
         return;
     }
     let mut bench = Bench::new();
-    let confinement = Confinement { syscalls: SyscallFilter::Restricted, ..Confinement::default() };
+    let confinement = Confinement {
+        syscalls: SyscallFilter::Restricted,
+        ..Confinement::default()
+    };
     let spec = script(&bench, "grep CapEff /proc/self/status", confinement);
     let report = output_of(&mut bench, spec).await;
-    let set = report.stdout.first().and_then(|line| line.split_whitespace().nth(1)).unwrap_or("all");
+    let set = report
+        .stdout
+        .first()
+        .and_then(|line| line.split_whitespace().nth(1))
+        .unwrap_or("all");
     let set = u64::from_str_radix(set, 16).unwrap_or(u64::MAX);
     assert_eq!(set & !0x0080_44ff, 0, "{:?}", report.stdout);
 }
@@ -225,10 +314,20 @@ async fn a_restricted_worker_has_no_capability_beyond_files_signals_and_ports() 
 #[tokio::test]
 async fn what_is_required_and_cannot_be_had_starts_nothing() {
     let mut bench = Bench::new();
-    let confinement = Confinement { memory: Some(Bytes::from_mib(64)), required: true, ..Confinement::default() };
+    let confinement = Confinement {
+        memory: Some(Bytes::from_mib(64)),
+        required: true,
+        ..Confinement::default()
+    };
     // No groups are made by this supervisor.
-    let error = bench.handle(script(&bench, "true", confinement)).start(None).await.unwrap_err();
-    let StartError::Confine { source, .. } = &error else { panic!("{error}") };
+    let error = bench
+        .handle(script(&bench, "true", confinement))
+        .start(None)
+        .await
+        .unwrap_err();
+    let StartError::Confine { source, .. } = &error else {
+        panic!("{error}")
+    };
     assert_eq!(
         source.to_string(),
         "cannot confine it as required: memory limit: not in force: this supervisor makes no control groups"
@@ -246,12 +345,22 @@ async fn a_worker_above_the_limit_of_its_group_ends_alone() {
     let mut bench = Bench::new();
     let ballast = |bench: &Bench, name: &str, bytes: &str| WorkerSpec {
         readiness: Readiness::Notify,
-        confinement: Confinement { memory: Some(Bytes::from_mib(48)), ..Confinement::default() },
-        ..bench.silent_spec(name, &[env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", bytes])
+        confinement: Confinement {
+            memory: Some(Bytes::from_mib(48)),
+            ..Confinement::default()
+        },
+        ..bench.silent_spec(
+            name,
+            &[env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", bytes],
+        )
     };
     let modest = bench.grouped(ballast(&bench, "modest", "8MiB"), &groups);
     let pid = started(&modest).await;
-    let limit = modest.measures().into_iter().find(|measure| measure.what == "memory limit").unwrap();
+    let limit = modest
+        .measures()
+        .into_iter()
+        .find(|measure| measure.what == "memory limit")
+        .unwrap();
     if let Err(reason) = &limit.state {
         println!("left out: {reason}");
         modest.stop_because(None, "").await;
@@ -260,13 +369,19 @@ async fn a_worker_above_the_limit_of_its_group_ends_alone() {
     let group = fs::read_to_string(format!("/proc/{pid}/cgroup")).unwrap();
     assert!(group.contains("cotenant-worker-"), "{group}");
     let charged = modest.measure().await.unwrap().cgroup.unwrap();
-    assert!(charged >= Bytes::from_mib(8) && charged <= Bytes::from_mib(48), "{charged}");
+    assert!(
+        charged >= Bytes::from_mib(8) && charged <= Bytes::from_mib(48),
+        "{charged}"
+    );
 
     let greedy = bench.grouped(ballast(&bench, "greedy", "400MiB"), &groups);
     greedy.start(None).await.unwrap();
     let report = ended(&mut bench).await;
     assert_eq!(&*report.worker, "greedy");
-    assert!(matches!(report.status, ExitStatus::Signal { signal: 9, .. }), "{report}");
+    assert!(
+        matches!(report.status, ExitStatus::Signal { signal: 9, .. }),
+        "{report}"
+    );
     assert_eq!(report.intended_by_us, None);
     assert!(modest.state().pid() == Some(pid), "the other one goes on");
 
@@ -279,27 +394,45 @@ async fn a_worker_above_the_limit_of_its_group_ends_alone() {
 #[tokio::test]
 async fn a_worker_is_ready_when_it_tells_so_or_when_its_output_matches() {
     let bench = Bench::new();
-    let mut spec = bench.silent_spec("notifier", &[env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", "1MiB"]);
+    let mut spec = bench.silent_spec(
+        "notifier",
+        &[env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", "1MiB"],
+    );
     spec.readiness = Readiness::Notify;
     let notifier = bench.handle(spec);
     started(&notifier).await;
-    notifier.stop_because(Some(Duration::ZERO), "").await.unwrap();
+    notifier
+        .stop_because(Some(Duration::ZERO), "")
+        .await
+        .unwrap();
 
-    let mut spec = bench.silent_spec("matcher", &["sh", "-c", "echo model 7 of 7 loaded; exec sleep 1000"]);
+    let mut spec = bench.silent_spec(
+        "matcher",
+        &["sh", "-c", "echo model 7 of 7 loaded; exec sleep 1000"],
+    );
     spec.readiness = Readiness::LogPattern(r"^model (\d) of \d loaded$".to_owned());
     let matcher = bench.handle(spec);
     started(&matcher).await;
-    matcher.stop_because(Some(Duration::ZERO), "").await.unwrap();
+    matcher
+        .stop_because(Some(Duration::ZERO), "")
+        .await
+        .unwrap();
 }
 
 #[tokio::test]
 async fn workers_that_want_ports_get_different_ones_and_a_taken_one_is_named() {
     let mut bench = Bench::new();
     let worker = |bench: &Bench, name: &str, listen| {
-        bench.handle(WorkerSpec { listen, ..bench.silent_spec(name, &["sh", "-c", "exec sleep 1000", "${PORT}"]) })
+        bench.handle(WorkerSpec {
+            listen,
+            ..bench.silent_spec(name, &["sh", "-c", "exec sleep 1000", "${PORT}"])
+        })
     };
     let port = |worker: &WorkerHandle| worker.endpoint().unwrap().to_string();
-    let (one, two) = (worker(&bench, "one", Listen::FreePort), worker(&bench, "two", Listen::FreePort));
+    let (one, two) = (
+        worker(&bench, "one", Listen::FreePort),
+        worker(&bench, "two", Listen::FreePort),
+    );
     started(&one).await;
     started(&two).await;
     assert_ne!(port(&one), port(&two));
@@ -312,7 +445,12 @@ async fn workers_that_want_ports_get_different_ones_and_a_taken_one_is_named() {
             break format!("{reason:?}");
         }
     };
-    assert!(error.contains(&format!("port {taken} of 127.0.0.1 is taken by another worker")), "{error}");
+    assert!(
+        error.contains(&format!(
+            "port {taken} of 127.0.0.1 is taken by another worker"
+        )),
+        "{error}"
+    );
     one.stop_because(Some(Duration::ZERO), "").await.unwrap();
     third.start(None).await.unwrap();
     third.stop_because(Some(Duration::ZERO), "").await.unwrap();
@@ -328,7 +466,10 @@ fn raise_ambient() -> bool {
     }
     /// `CAP_KILL` of `<linux/capability.h>`.
     const CAP_KILL: u32 = 5;
-    let mut head = Head { version: 0x2008_0522, pid: 0 };
+    let mut head = Head {
+        version: 0x2008_0522,
+        pid: 0,
+    };
     let mut sets = [[0_u32; 3]; 2];
     // SAFETY: the head says version 3, whose data are two blocks of effective, permitted and inheritable bits.
     let raised = unsafe {
@@ -337,9 +478,18 @@ fn raise_ambient() -> bool {
                 sets[0][2] |= 1 << CAP_KILL;
                 libc::syscall(libc::SYS_capset, &raw mut head, sets.as_ptr()) == 0
             }
-            && libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_RAISE, CAP_KILL, 0, 0) == 0
+            && libc::prctl(
+                libc::PR_CAP_AMBIENT,
+                libc::PR_CAP_AMBIENT_RAISE,
+                CAP_KILL,
+                0,
+                0,
+            ) == 0
     };
-    raised && fs::read_to_string("/proc/thread-self/status").unwrap().contains("CapAmb:\t0000000000000020")
+    raised
+        && fs::read_to_string("/proc/thread-self/status")
+            .unwrap()
+            .contains("CapAmb:\t0000000000000020")
 }
 
 #[tokio::test]
@@ -350,13 +500,28 @@ async fn a_worker_inherits_no_capability_of_its_supervisor() {
     }
     let mut bench = Bench::new();
     for user in [None, Some("65534".to_owned())] {
-        let confinement = Confinement { user: user.clone(), ..Confinement::default() };
-        let spec = script(&bench, "grep -E 'CapAmb|CapEff' /proc/self/status", confinement);
+        let confinement = Confinement {
+            user: user.clone(),
+            ..Confinement::default()
+        };
+        let spec = script(
+            &bench,
+            "grep -E 'CapAmb|CapEff' /proc/self/status",
+            confinement,
+        );
         if user.is_some() && !is_root() {
             break;
         }
         let report = output_of(&mut bench, spec).await;
-        let of = |set: &str| report.stdout.iter().find_map(|line| line.strip_prefix(set)).unwrap().trim().to_owned();
+        let of = |set: &str| {
+            report
+                .stdout
+                .iter()
+                .find_map(|line| line.strip_prefix(set))
+                .unwrap()
+                .trim()
+                .to_owned()
+        };
         assert_eq!(of("CapAmb:"), "0000000000000000", "{user:?}");
         if user.is_some() {
             assert_eq!(of("CapEff:"), "0000000000000000");

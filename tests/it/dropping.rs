@@ -54,7 +54,10 @@ fn text(len: u32) -> Vec<u32> {
 /// The largest difference of two rows of scores, in parts of their spread.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     let spread = a.iter().fold(0f32, |most, x| most.max(x.abs()));
-    let most = a.iter().zip(b).fold(0f32, |most, (x, y)| most.max((x - y).abs()));
+    let most = a
+        .iter()
+        .zip(b)
+        .fold(0f32, |most, (x, y)| most.max((x - y).abs()));
     most / spread
 }
 
@@ -67,16 +70,26 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
             continue; // its recurrent layers remember
         }
         let bounds = [(KvType::F16, 2e-3), (KvType::Q8, 2e-2), (KvType::Q4, 0.25)];
-        let types = if architecture == Architecture::Qwen3 { 3 } else { 1 };
+        let types = if architecture == Architecture::Qwen3 {
+            3
+        } else {
+            1
+        };
         for (kv_type, bound) in bounds.into_iter().take(types) {
-            let (_folder, path) =
-                written(&Synthetic { layers: 1, ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 3) });
+            let (_folder, path) = written(&Synthetic {
+                layers: 1,
+                ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 3)
+            });
             let all = text(400);
             let mut long = open(&path, &plan(0..2, 256, kv_type), 2);
             long.allow_dropping(Some(Tokens::new(4)));
             long.forward(&all[..256], &mut go()).unwrap();
             // Three of its blocks, one after the other, and then it goes on over the place of the first.
-            assert_eq!(long.droppable(), Tokens::new(128), "the last block that is full stays");
+            assert_eq!(
+                long.droppable(),
+                Tokens::new(128),
+                "the last block that is full stays"
+            );
             for _ in 0..2 {
                 assert_eq!(long.make_room(), Tokens::new(64));
             }
@@ -95,7 +108,10 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
             }
             let mut whole = open(&path, &plan(0..2, 512, kv_type), 2);
             let kept = whole.forward(&all[..300], &mut go()).unwrap().to_vec();
-            assert!(distance(&expected, &kept) > 4.0 * off, "{architecture:?} {kv_type}");
+            assert!(
+                distance(&expected, &kept) > 4.0 * off,
+                "{architecture:?} {kv_type}"
+            );
         }
     }
 }
@@ -128,21 +144,39 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
         Way::Shrunk => {
             let before = model.kernel_resident();
             let report = model.apply(&plan(128, KvType::F16)).unwrap();
-            assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::new(128), Tokens::new(128)));
+            assert_eq!(
+                (report.dropped, report.plan.kv_capacity),
+                (Tokens::new(128), Tokens::new(128))
+            );
             let block = model.shape().kv.block_bytes(KvType::F16);
             assert_eq!(report.asked, block.saturating_mul(2));
-            assert_eq!((report.freed, before - model.kernel_resident()), (report.asked, report.asked));
+            assert_eq!(
+                (report.freed, before - model.kernel_resident()),
+                (report.asked, report.asked)
+            );
         }
         Way::ShrunkInside => {
             // A token that fits the smaller capacity once the oldest are gone: asked for before its first layer.
             model.make_room();
             let mut asked = false;
             let mut checkpoint = || {
-                if std::mem::replace(&mut asked, true) { Flow::Continue } else { Flow::Apply(plan(192, KvType::F16)) }
+                if std::mem::replace(&mut asked, true) {
+                    Flow::Continue
+                } else {
+                    Flow::Apply(plan(192, KvType::F16))
+                }
             };
             // 192 tokens are there and one comes: 64 more go.
-            rows.push(model.forward(&all[256..257], &mut checkpoint).unwrap().to_vec());
-            assert_eq!((model.position(), model.plan().kv_capacity), (129, Tokens::new(192)));
+            rows.push(
+                model
+                    .forward(&all[256..257], &mut checkpoint)
+                    .unwrap()
+                    .to_vec(),
+            );
+            assert_eq!(
+                (model.position(), model.plan().kv_capacity),
+                (129, Tokens::new(192))
+            );
         }
     }
     assert_eq!(model.dropped(), (Tokens::new(128), Tokens::new(64)));
@@ -156,7 +190,10 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
     }
     rows.push(model.forward(&all[260..330], &mut go()).unwrap().to_vec());
     let held = model.breakdown();
-    assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+    assert!(
+        held.total <= model.shape().plan_bytes(model.plan()),
+        "{held:?}"
+    );
     assert!(model.kernel_resident() <= held.used() - held.header);
     // What is dropped again lies somewhere else by now.
     assert_eq!(model.make_room(), Tokens::new(64));
@@ -169,7 +206,8 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
     assert_eq!(model.dropped().0, Tokens::ZERO);
     let mut fresh = open(path, &plan(256, then), 2);
     assert!(
-        model.forward(&all[..70], &mut go()).unwrap()[..] == fresh.forward(&all[..70], &mut go()).unwrap()[..],
+        model.forward(&all[..70], &mut go()).unwrap()[..]
+            == fresh.forward(&all[..70], &mut go()).unwrap()[..],
         "{way:?}"
     );
     rows
@@ -177,11 +215,21 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
 
 #[test]
 fn however_tokens_are_dropped_the_answer_has_the_same_bits() {
-    for (architecture, then) in [(Architecture::Qwen35, KvType::Q8), (Architecture::Gemma3, KvType::Q4)] {
+    for (architecture, then) in [
+        (Architecture::Qwen35, KvType::Q8),
+        (Architecture::Gemma3, KvType::Q4),
+    ] {
         // Blocks of whole pages, so that what is freed can be counted exactly.
-        let (_folder, path) = written(&Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11));
+        let (_folder, path) = written(&Synthetic::tiny(
+            architecture,
+            TypeMix::All(GgmlDType::Q8_0),
+            11,
+        ));
         let expected = history(&path, Way::Full, 1, &[0, 1, 2, 3, 4], then);
-        for (way, threads, resident) in [(Way::Shrunk, 2, &[1][..]), (Way::ShrunkInside, 3, &[0, 2, 4])] {
+        for (way, threads, resident) in [
+            (Way::Shrunk, 2, &[1][..]),
+            (Way::ShrunkInside, 3, &[0, 2, 4]),
+        ] {
             let rows = history(&path, way, threads, resident, then);
             assert_eq!(rows.len(), expected.len());
             assert!(rows == expected, "{architecture:?} {way:?} {then}");
@@ -191,16 +239,33 @@ fn however_tokens_are_dropped_the_answer_has_the_same_bits() {
 
 #[test]
 fn nothing_is_dropped_that_may_not_be() {
-    let (_folder, path) = written(&Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 11));
+    let (_folder, path) = written(&Synthetic::tiny(
+        Architecture::Qwen3,
+        TypeMix::All(GgmlDType::Q8_0),
+        11,
+    ));
     let all = text(256);
     let mut model = open(&path, &plan(0..5, 256, KvType::F16), 2);
     model.forward(&all[..250], &mut go()).unwrap();
     // It has not been allowed.
-    assert_eq!((model.make_room(), model.droppable()), (Tokens::ZERO, Tokens::ZERO));
+    assert_eq!(
+        (model.make_room(), model.droppable()),
+        (Tokens::ZERO, Tokens::ZERO)
+    );
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
-    assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::ZERO, Tokens::new(256)));
+    assert_eq!(
+        (report.dropped, report.plan.kv_capacity),
+        (Tokens::ZERO, Tokens::new(256))
+    );
     // What stays is rounded up to blocks, and the last block that is full is no old one.
-    for (sinks, droppable) in [(0, 128), (1, 64), (64, 64), (65, 0), (250, 0), (u32::MAX, 0)] {
+    for (sinks, droppable) in [
+        (0, 128),
+        (1, 64),
+        (64, 64),
+        (65, 0),
+        (250, 0),
+        (u32::MAX, 0),
+    ] {
         model.allow_dropping(Some(Tokens::new(sinks)));
         assert_eq!(model.droppable(), Tokens::new(droppable), "{sinks}");
     }
@@ -208,12 +273,21 @@ fn nothing_is_dropped_that_may_not_be() {
     // A plan that asks for more than may be dropped gets what there is.
     model.allow_dropping(Some(Tokens::new(4)));
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
-    assert_eq!((report.dropped, report.plan.kv_capacity), (Tokens::new(64), Tokens::new(192)));
+    assert_eq!(
+        (report.dropped, report.plan.kv_capacity),
+        (Tokens::new(64), Tokens::new(192))
+    );
     assert_eq!(model.position(), 186);
     // Allowed no more: what is gone stays gone, and nothing follows it.
     model.allow_dropping(None);
-    assert_eq!((model.droppable(), model.dropped().0), (Tokens::ZERO, Tokens::new(64)));
-    assert_eq!(model.apply(&plan(0..5, 64, KvType::F16)).unwrap().asked, Bytes::ZERO);
+    assert_eq!(
+        (model.droppable(), model.dropped().0),
+        (Tokens::ZERO, Tokens::new(64))
+    );
+    assert_eq!(
+        model.apply(&plan(0..5, 64, KvType::F16)).unwrap().asked,
+        Bytes::ZERO
+    );
     // And no prompt goes on from it: what was read after the gap knows of what was in it.
     let mut fresh = open(&path, &plan(0..5, 192, KvType::F16), 2);
     model.reset();
@@ -238,12 +312,20 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
         }
         let name = architecture.name();
         let reference = |attention: &str| -> Vec<f32> {
-            let bytes = std::fs::read(folder.join(format!("{name}-f32-shifted-fa-{attention}.f32"))).unwrap();
+            let bytes =
+                std::fs::read(folder.join(format!("{name}-f32-shifted-fa-{attention}.f32")))
+                    .unwrap();
             let numbers = bytes.chunks_exact(4);
-            numbers.map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect()
+            numbers
+                .map(|x| f32::from_le_bytes(x.try_into().unwrap()))
+                .collect()
         };
         let (on, off) = (reference("on"), reference("off"));
-        let (_folder, path) = written(&Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 7));
+        let (_folder, path) = written(&Synthetic::tiny(
+            architecture,
+            TypeMix::All(GgmlDType::F32),
+            7,
+        ));
         let all = text(300);
         let mut model = open(&path, &plan([0, 2], 256, KvType::F16), 2);
         model.allow_dropping(Some(Tokens::new(1)));
@@ -252,7 +334,10 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
         model.apply(&plan([0, 2], 256, KvType::F16)).unwrap();
         assert_eq!(model.dropped(), (Tokens::new(128), Tokens::new(64)));
         let ours = model.forward(&all[256..], &mut go()).unwrap().to_vec();
-        let (off_by, spread) = (distance(&on, &ours).max(distance(&off, &ours)), distance(&on, &off));
+        let (off_by, spread) = (
+            distance(&on, &ours).max(distance(&off, &ours)),
+            distance(&on, &off),
+        );
         println!("{name}: {off_by:.5}, llama.cpp with itself {spread:.5}");
         assert!(off_by <= 3.0 * spread, "{name}: {off_by} against {spread}");
     }

@@ -15,9 +15,10 @@ use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        ApplyFailure, ChatMessage, Client, Engine, EngineEvent, EngineHandle, EngineOptions, EnginePhase, FinishReason,
-        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, LoadError, Model, ModelOptions, Prompt,
-        RequestId, Role, Sampling, SubmitError,
+        ApplyFailure, ChatMessage, Client, Engine, EngineEvent, EngineHandle, EngineOptions,
+        EnginePhase, FinishReason, Flow, ForwardError, GenerateError, GenerateEvent,
+        GenerateRequest, LoadError, Model, ModelOptions, Prompt, RequestId, Role, Sampling,
+        SubmitError,
         arena::{Backing, Mapping, SharedMapping},
         disk::{DiskTimeout, Retained},
         sampling::{MaskError, TokenMask},
@@ -34,14 +35,19 @@ use crate::stage::*;
 #[test]
 fn a_plan_is_taken_between_two_layers_of_a_long_prompt() {
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    let mut stream = stage.handle.generate(limited(1, &"a".repeat(100), 5)).unwrap();
+    let mut stream = stage
+        .handle
+        .generate(limited(1, &"a".repeat(100), 5))
+        .unwrap();
     assert!(matches!(stage.event(), EngineEvent::RequestStarted { .. }));
     keeper.arrived();
     stage.handle.apply(7, plan(512));
     keeper.go();
     // The prompt is far from being computed: its next layer has not been let on.
     match stage.event() {
-        EngineEvent::Applied { revision, report, .. } => {
+        EngineEvent::Applied {
+            revision, report, ..
+        } => {
             assert_eq!((revision, report.plan.kv_capacity), (7, Tokens::new(512)));
         }
         other => panic!("{other:?}"),
@@ -49,7 +55,13 @@ fn a_plan_is_taken_between_two_layers_of_a_long_prompt() {
     keeper.open();
     assert_eq!(collect(&mut stream).reason(), FinishReason::Length);
     let snapshot = stage.handle.snapshot();
-    assert_eq!((snapshot.revision, snapshot.plan.as_ref().unwrap().kv_capacity), (Some(7), Tokens::new(512)));
+    assert_eq!(
+        (
+            snapshot.revision,
+            snapshot.plan.as_ref().unwrap().kv_capacity
+        ),
+        (Some(7), Tokens::new(512))
+    );
     assert!(snapshot.command_gap_max > Duration::ZERO);
     stage.stop();
 }
@@ -62,7 +74,10 @@ fn plans_do_not_change_the_answer_and_each_is_answered() {
     let handle = stage.handle.clone();
     let asker = std::thread::spawn(move || {
         for revision in 0..200 {
-            handle.apply(revision, plan(if revision % 2 == 0 { 320 } else { CONTEXT_MAX }));
+            handle.apply(
+                revision,
+                plan(if revision % 2 == 0 { 320 } else { CONTEXT_MAX }),
+            );
         }
     });
     let disturbed = collect(&mut stream);
@@ -71,7 +86,10 @@ fn plans_do_not_change_the_answer_and_each_is_answered() {
     let mut answered: Vec<u64> = (0..200)
         .map(|_| match stage.command_event() {
             EngineEvent::Applied { revision, .. } => revision,
-            EngineEvent::ApplyFailed { revision, error: ApplyFailure::Superseded { by } } => {
+            EngineEvent::ApplyFailed {
+                revision,
+                error: ApplyFailure::Superseded { by },
+            } => {
                 assert!(by > revision);
                 revision
             }
@@ -99,14 +117,20 @@ fn a_plan_that_cannot_be_is_reported_and_the_one_before_stays() {
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(stage.handle.snapshot().plan.unwrap().kv_capacity, Tokens::new(CONTEXT_MAX));
+    assert_eq!(
+        stage.handle.snapshot().plan.unwrap().kv_capacity,
+        Tokens::new(CONTEXT_MAX)
+    );
     stage.stop();
 }
 
 #[test]
 fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    let mut stream = stage.handle.generate(limited(1, &"a".repeat(40), 100)).unwrap();
+    let mut stream = stage
+        .handle
+        .generate(limited(1, &"a".repeat(40), 100))
+        .unwrap();
     for _ in 0..6 * LAYERS {
         keeper.arrived(); // 5 chunks of the prompt, and a token
         keeper.go();
@@ -123,7 +147,10 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
     assert_eq!(answer.reason(), FinishReason::KvReclaimed);
     assert_eq!(answer.tokens.len(), 9);
     stage.handle.apply(2, plan(CONTEXT_MAX));
-    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 2, .. }));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 2, .. }
+    ));
     let again = stage.ask(limited(2, &"a".repeat(40), 9));
     assert_eq!(again.tokens, answer.tokens);
     stage.stop();
@@ -131,7 +158,10 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
 
 /// The request, with as much KV capacity as the model can have, where it asks for it.
 fn may_grow(request: GenerateRequest) -> GenerateRequest {
-    GenerateRequest { grows_to: Tokens::new(CONTEXT_MAX), ..request }
+    GenerateRequest {
+        grows_to: Tokens::new(CONTEXT_MAX),
+        ..request
+    }
 }
 
 #[test]
@@ -140,8 +170,14 @@ fn an_answer_asks_for_room_before_it_has_none_and_goes_on_as_if_it_had_had_it_al
     let whole = stage.ask(limited(1, "a", 300));
     assert_eq!(whole.tokens.len(), 300);
     stage.handle.apply(1, plan(2 * BLOCK));
-    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 1, .. }));
-    let mut stream = stage.handle.generate(may_grow(limited(2, "a", 300))).unwrap();
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 1, .. }
+    ));
+    let mut stream = stage
+        .handle
+        .generate(may_grow(limited(2, "a", 300)))
+        .unwrap();
     let mut revision = 1;
     let mut needs = Vec::new();
     while needs.last().is_none_or(|needed| *needed < 301) {
@@ -157,7 +193,10 @@ fn an_answer_asks_for_room_before_it_has_none_and_goes_on_as_if_it_had_had_it_al
         }
     }
     let answer = collect(&mut stream);
-    assert_eq!((answer.reason(), answer.tokens), (FinishReason::Length, whole.tokens));
+    assert_eq!(
+        (answer.reason(), answer.tokens),
+        (FinishReason::Length, whole.tokens)
+    );
     assert!(needs.len() >= 2 && needs.is_sorted(), "{needs:?}");
     stage.stop();
 }
@@ -166,9 +205,15 @@ fn an_answer_asks_for_room_before_it_has_none_and_goes_on_as_if_it_had_had_it_al
 fn an_answer_that_gets_no_room_ends_and_says_why() {
     let mut stage = Stage::new(Setting::default(), babble);
     stage.handle.apply(1, plan(2 * BLOCK));
-    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 1, .. }));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 1, .. }
+    ));
     let answer = stage.ask(may_grow(limited(1, "a", 300)));
-    assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, 2 * BLOCK as usize));
+    assert_eq!(
+        (answer.reason(), answer.tokens.len()),
+        (FinishReason::Length, 2 * BLOCK as usize)
+    );
     stage.stop();
 }
 
@@ -178,7 +223,9 @@ fn a_finished_sequence_does_not_hold_capacity_against_a_plan() {
     stage.ask(limited(1, &"a".repeat(40), 50));
     stage.handle.apply(1, plan(BLOCK));
     match stage.command_event() {
-        EngineEvent::Applied { report, .. } => assert_eq!(report.plan.kv_capacity, Tokens::new(BLOCK)),
+        EngineEvent::Applied { report, .. } => {
+            assert_eq!(report.plan.kv_capacity, Tokens::new(BLOCK));
+        }
         other => panic!("{other:?}"),
     }
     stage.stop();
@@ -209,19 +256,29 @@ fn a_thread_that_breaks_down_notifies_all_that_wait_and_ends() {
     assert!(stage.events.blocking_recv().is_none());
     let error = stage.handle.generate(request(3, "a")).unwrap_err();
     assert!(matches!(error, SubmitError::Failed { .. }), "{error}");
-    assert!(matches!(stage.handle.snapshot().phase, EnginePhase::Failed { .. }));
+    assert!(matches!(
+        stage.handle.snapshot().phase,
+        EnginePhase::Failed { .. }
+    ));
     stage.engine.join();
 }
 
 #[test]
 fn a_thread_that_breaks_down_beside_a_read_that_hangs_tells_what_that_keeps() {
-    let kept = Arc::new(SharedMapping::from(Mapping::new(RING, Backing::OnTouch).unwrap()));
-    let setting = Setting { kept: Arc::downgrade(&kept), ..Setting::default() };
+    let kept = Arc::new(SharedMapping::from(
+        Mapping::new(RING, Backing::OnTouch).unwrap(),
+    ));
+    let setting = Setting {
+        kept: Arc::downgrade(&kept),
+        ..Setting::default()
+    };
     let mut stage = Stage::new(setting, |_: &[u32]| Act::Break);
     let mut stream = stage.handle.generate(request(1, "a")).unwrap();
     collect(&mut stream).error();
     let left = match stage.command_event() {
-        EngineEvent::Failed { hung: Some(left), .. } => left,
+        EngineEvent::Failed {
+            hung: Some(left), ..
+        } => left,
         other => panic!("{other:?}"),
     };
     assert_eq!((left.hangs(), left.bytes()), (true, RING));
@@ -232,11 +289,17 @@ fn a_thread_that_breaks_down_beside_a_read_that_hangs_tells_what_that_keeps() {
 
 #[test]
 fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
-    let hanging = || EnginePlan { prefill_chunk: HANGS, ..plan(512) };
+    let hanging = || EnginePlan {
+        prefill_chunk: HANGS,
+        ..plan(512)
+    };
     let failed = |event| match event {
         EngineEvent::ApplyFailed { revision, error } => {
             let text = error.to_string();
-            assert!(text.contains("cannot read `layer 3`: the disk has not answered"), "{text}");
+            assert!(
+                text.contains("cannot read `layer 3`: the disk has not answered"),
+                "{text}"
+            );
             revision
         }
         other => panic!("{other:?}"),
@@ -247,7 +310,10 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
     assert_eq!(keeper.arrived(), HANGS.get());
     stage.handle.apply(2, plan(64));
     assert_eq!(failed(stage.command_event()), 1);
-    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 2, .. }));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 2, .. }
+    ));
     // A plan, and the end of a request, in the middle of its prompt.
     let mut stream = stage.handle.generate(request(1, "a")).unwrap();
     keeper.arrived();
@@ -272,46 +338,83 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
 
 #[test]
 fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
-    let hanging = || EnginePlan { prefill_chunk: HANGS, ..plan(512) };
+    let hanging = || EnginePlan {
+        prefill_chunk: HANGS,
+        ..plan(512)
+    };
     let soon = || Some(Instant::now() + Duration::from_millis(50));
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
     // Of the answer that waits for the growth. Where it has passed before the plan came, the growth waits for no answer.
-    let due = GenerateRequest { deadline: soon(), ..request(1, "a") };
+    let due = GenerateRequest {
+        deadline: soon(),
+        ..request(1, "a")
+    };
     let mut stream = stage.handle.generate(due).unwrap();
     keeper.arrived();
     stage.handle.apply(1, hanging());
     keeper.open();
     let error = collect(&mut stream).error();
-    assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
+    assert!(
+        matches!(error, GenerateError::DeadlinePassed { .. }),
+        "{error}"
+    );
     stage.handle.apply(2, plan(64));
-    assert!(matches!(stage.command_event(), EngineEvent::ApplyFailed { revision: 1, .. }));
-    assert!(matches!(stage.command_event(), EngineEvent::Applied { revision: 2, .. }));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::ApplyFailed { revision: 1, .. }
+    ));
+    assert!(matches!(
+        stage.command_event(),
+        EngineEvent::Applied { revision: 2, .. }
+    ));
     // Of one that waits while nothing is answered.
     stage.handle.apply(3, hanging());
-    let due = GenerateRequest { deadline: soon(), ..request(2, "a") };
+    let due = GenerateRequest {
+        deadline: soon(),
+        ..request(2, "a")
+    };
     let error = collect(&mut stage.handle.generate(due).unwrap()).error();
-    assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
+    assert!(
+        matches!(error, GenerateError::DeadlinePassed { .. }),
+        "{error}"
+    );
     stage.stop();
 }
 
 #[test]
 fn what_a_hanging_read_keeps_is_reported_when_the_answer_fails_and_when_the_read_returns() {
     let left = Arc::<AtomicU64>::default();
-    let setting = Setting { left: Arc::clone(&left), ..Setting::default() };
+    let setting = Setting {
+        left: Arc::clone(&left),
+        ..Setting::default()
+    };
     let stage = Stage::new(setting, |_| Act::Stall);
     let mut watch = stage.handle.watch();
     assert_eq!(stage.handle.snapshot().held, Some(Bytes::ZERO));
     for hung in 1..3 {
         let error = stage.ask(request(hung, "?")).error();
-        assert!(error.to_string().contains("the disk has not answered for 4000 ms"), "{error}");
+        assert!(
+            error
+                .to_string()
+                .contains("the disk has not answered for 4000 ms"),
+            "{error}"
+        );
         // By the time that the end is known.
-        assert_eq!(stage.handle.snapshot().held, Some(RING.saturating_mul(hung)));
+        assert_eq!(
+            stage.handle.snapshot().held,
+            Some(RING.saturating_mul(hung))
+        );
     }
     left.store(0, Ordering::Release);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build();
     let reported = async {
         let reported = watch.wait_for(|snapshot| snapshot.held == Some(Bytes::ZERO));
-        tokio::time::timeout(PATIENCE, reported).await.unwrap().unwrap();
+        tokio::time::timeout(PATIENCE, reported)
+            .await
+            .unwrap()
+            .unwrap();
     };
     runtime.unwrap().block_on(reported);
     stage.stop();
@@ -321,9 +424,17 @@ fn what_a_hanging_read_keeps_is_reported_when_the_answer_fails_and_when_the_read
 fn an_engine_whose_file_holds_another_model_ends_so_that_it_is_loaded_again() {
     let mut stage = Stage::new(Setting::default(), |_| Act::Replaced);
     let error = stage.ask(request(1, "?")).error();
-    assert!(error.to_string().contains("it holds another model now"), "{error}");
+    assert!(
+        error.to_string().contains("it holds another model now"),
+        "{error}"
+    );
     let failed = stage.command_event();
-    let EngineEvent::Failed { message, hung: None, .. } = failed else {
+    let EngineEvent::Failed {
+        message,
+        hung: None,
+        ..
+    } = failed
+    else {
         panic!("{failed:?}");
     };
     assert!(message.contains("it holds another model now"), "{message}");
@@ -332,14 +443,18 @@ fn an_engine_whose_file_holds_another_model_ends_so_that_it_is_loaded_again() {
 
 #[test]
 fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
-    let kept = Arc::new(SharedMapping::from(Mapping::new(RING, Backing::OnTouch).unwrap()));
+    let kept = Arc::new(SharedMapping::from(
+        Mapping::new(RING, Backing::OnTouch).unwrap(),
+    ));
     let mark = Arc::downgrade(&kept);
     let opened = Arc::new(AtomicU64::new(0));
     let count = Arc::clone(&opened);
     let opener = move |path: &Path, _: &EnginePlan| {
         count.fetch_add(1, Ordering::AcqRel);
         let what = "blk.0.attn_norm.weight".into();
-        let kind = DiskTimeout::default().stalled(Duration::from_secs(4), &what).into();
+        let kind = DiskTimeout::default()
+            .stalled(Duration::from_secs(4), &what)
+            .into();
         let left = Retained::of([mark.clone()], Instant::now());
         Err(LoadError::new(path, kind).leaving(left))
     };
@@ -349,7 +464,12 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     let mut load = |expected: &str| {
         handle.load(Path::new("/model.gguf"), plan(64));
         match events.blocking_recv().unwrap() {
-            EngineEvent::LoadFailed { message, hint, hung, .. } => {
+            EngineEvent::LoadFailed {
+                message,
+                hint,
+                hung,
+                ..
+            } => {
                 assert!(message.contains(expected), "{message}");
                 assert!(hint.is_some() && hung.is_some());
             }
@@ -358,16 +478,27 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
     };
     load("cannot read `blk.0.attn_norm.weight`");
     let snapshot = handle.snapshot();
-    assert_eq!((snapshot.held, snapshot.phase), (Some(RING), EnginePhase::Empty));
+    assert_eq!(
+        (snapshot.held, snapshot.phase),
+        (Some(RING), EnginePhase::Empty)
+    );
     // Nothing is asked of a disk that hangs.
     load("cannot read `what an earlier load has asked for`");
-    assert_eq!((opened.load(Ordering::Acquire), handle.snapshot().held), (1, Some(RING)));
+    assert_eq!(
+        (opened.load(Ordering::Acquire), handle.snapshot().held),
+        (1, Some(RING))
+    );
     let mut watch = handle.watch();
     drop(kept);
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_time()
+        .build();
     let reported = async {
         let reported = watch.wait_for(|snapshot| snapshot.held.is_none());
-        tokio::time::timeout(PATIENCE, reported).await.unwrap().unwrap();
+        tokio::time::timeout(PATIENCE, reported)
+            .await
+            .unwrap()
+            .unwrap();
     };
     runtime.unwrap().block_on(reported);
     load("cannot read `blk.0.attn_norm.weight`");
@@ -383,7 +514,10 @@ fn draining_answers_what_is_there_and_takes_nothing_more() {
     keeper.arrived();
     let mut waiting = stage.handle.generate(request(2, "a")).unwrap();
     stage.handle.drain();
-    assert!(matches!(stage.handle.generate(request(3, "a")), Err(SubmitError::Draining)));
+    assert!(matches!(
+        stage.handle.generate(request(3, "a")),
+        Err(SubmitError::Draining)
+    ));
     keeper.open();
     assert_eq!(collect(&mut running).text, "ok");
     assert_eq!(collect(&mut waiting).text, "ok");
@@ -404,7 +538,9 @@ fn stopping_fails_what_is_there_at_the_next_layer() {
     assert_eq!(collect(&mut running).error(), GenerateError::Stopping);
     assert_eq!(collect(&mut waiting).error(), GenerateError::Stopping);
     match stage.command_event() {
-        EngineEvent::ApplyFailed { revision: 1, error } => assert_eq!(error, ApplyFailure::Stopping),
+        EngineEvent::ApplyFailed { revision: 1, error } => {
+            assert_eq!(error, ApplyFailure::Stopping);
+        }
         other => panic!("{other:?}"),
     }
     assert!(matches!(stage.command_event(), EngineEvent::Stopped));
@@ -418,14 +554,28 @@ fn without_a_model_nothing_is_taken() {
     let engine = Engine::start_with(EngineOptions::default(), Box::new(opener), sink).unwrap();
     let handle = engine.handle();
     let error = handle.generate(request(1, "a")).unwrap_err();
-    assert!(matches!(error, SubmitError::NotReady { phase: "without a model" }), "{error}");
+    assert!(
+        matches!(
+            error,
+            SubmitError::NotReady {
+                phase: "without a model"
+            }
+        ),
+        "{error}"
+    );
     handle.apply(1, plan(64));
     assert!(matches!(
         events.blocking_recv().unwrap(),
-        EngineEvent::ApplyFailed { revision: 1, error: ApplyFailure::NoModel }
+        EngineEvent::ApplyFailed {
+            revision: 1,
+            error: ApplyFailure::NoModel
+        }
     ));
     drop(engine);
-    assert!(matches!(events.blocking_recv().unwrap(), EngineEvent::Stopped));
+    assert!(matches!(
+        events.blocking_recv().unwrap(),
+        EngineEvent::Stopped
+    ));
 }
 
 #[test]
@@ -450,7 +600,11 @@ struct Real {
     _folder: tempfile::TempDir,
 }
 
-fn real_plan(resident: impl IntoIterator<Item = u32>, kv_capacity: u32, prefill_chunk: u32) -> EnginePlan {
+fn real_plan(
+    resident: impl IntoIterator<Item = u32>,
+    kv_capacity: u32,
+    prefill_chunk: u32,
+) -> EnginePlan {
     EnginePlan {
         resident: resident.into_iter().collect(),
         kv_capacity: Tokens::new(kv_capacity),
@@ -467,12 +621,20 @@ impl Real {
     fn new(architecture: Architecture) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11).write(&path).unwrap();
+        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
+            .write(&path)
+            .unwrap();
         let (sink, events) = mpsc::channel(64);
         let engine = Engine::start(EngineOptions::default(), options(), sink).unwrap();
         let handle = engine.handle();
         handle.load(&path, real_plan(0..5, 512, 16));
-        let mut real = Self { engine, handle, events, path, _folder: folder };
+        let mut real = Self {
+            engine,
+            handle,
+            events,
+            path,
+            _folder: folder,
+        };
         match real.events.blocking_recv().unwrap() {
             EngineEvent::Ready { .. } => real,
             other => panic!("{other:?}"),
@@ -483,7 +645,12 @@ impl Real {
 fn chat(handle: &EngineHandle, id: u64, content: &str) -> Answer {
     let said = ChatMessage::new(Role::User, content);
     let request = GenerateRequest {
-        sampling: Sampling { temperature: 0.8, top_p: 0.95, seed: 4, ..Sampling::GREEDY },
+        sampling: Sampling {
+            temperature: 0.8,
+            top_p: 0.95,
+            seed: 4,
+            ..Sampling::GREEDY
+        },
         max_tokens: Some(Tokens::new(40)),
         ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said].into()))
     };
@@ -492,8 +659,17 @@ fn chat(handle: &EngineHandle, id: u64, content: &str) -> Answer {
 
 #[test]
 fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
-    for architecture in [Architecture::Qwen35, Architecture::Qwen3, Architecture::Llama] {
-        let Real { engine, handle, mut events, .. } = Real::new(architecture);
+    for architecture in [
+        Architecture::Qwen35,
+        Architecture::Qwen3,
+        Architecture::Llama,
+    ] {
+        let Real {
+            engine,
+            handle,
+            mut events,
+            ..
+        } = Real::new(architecture);
         let question = "tell me a story about a lamp ".repeat(2);
         let alone = chat(&handle, 1, &question);
         assert!(alone.tokens.len() > 2, "{alone:?}");
@@ -508,14 +684,21 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
                     handle.apply(revision, real_plan(layers[at % 4].clone(), kv, chunk));
                     loop {
                         match events.blocking_recv().unwrap() {
-                            EngineEvent::Applied { revision: of, report, breakdown } if of == revision => {
+                            EngineEvent::Applied {
+                                revision: of,
+                                report,
+                                breakdown,
+                            } if of == revision => {
                                 // The tokenizer's tables included.
                                 assert!(breakdown.is_none_or(|held| held.total == report.held));
                                 break;
                             }
                             // What would grow into the place of a chunk under way has to be asked again.
                             EngineEvent::ApplyFailed { error, .. } => {
-                                assert!(error.to_string().contains("tokens is under way"), "{error}");
+                                assert!(
+                                    error.to_string().contains("tokens is under way"),
+                                    "{error}"
+                                );
                                 break;
                             }
                             _ => {}
@@ -537,7 +720,10 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
         }
         done.send(()).unwrap();
         let revisions = asker.join().unwrap();
-        assert!(revisions > 3, "{revisions} plans while 2 answers were written");
+        assert!(
+            revisions > 3,
+            "{revisions} plans while 2 answers were written"
+        );
         handle.stop();
         engine.join();
     }
@@ -545,7 +731,12 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
 
 #[test]
 fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
-    let Real { engine, handle, mut events, .. } = Real::new(Architecture::Qwen35);
+    let Real {
+        engine,
+        handle,
+        mut events,
+        ..
+    } = Real::new(Architecture::Qwen35);
     handle.apply(1, real_plan(0..5, 192, 64));
     let prompt: Vec<u32> = (40..140).collect();
     let ask = |id, sinks, max_tokens| {
@@ -559,13 +750,21 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
             panic!("{answer:?}");
         };
         let (said, dropped) = (usage.completion_tokens.get(), usage.dropped_tokens.get());
-        (answer.tokens, answer.started.unwrap().1, (reason, said, dropped))
+        (
+            answer.tokens,
+            answer.started.unwrap().1,
+            (reason, said, dropped),
+        )
     };
     // 192 tokens are kept; the last token of an answer is reported, and not kept.
     let (short, _, end) = ask(1, None, 170);
     assert_eq!(end, (FinishReason::Length, 93, 0));
     let (long, _, end) = ask(2, Some(Sinks::DEFAULT), 170);
-    assert_eq!(end, (FinishReason::Length, 170, 128), "two blocks, as they were needed");
+    assert_eq!(
+        end,
+        (FinishReason::Length, 170, 128),
+        "two blocks, as they were needed"
+    );
     assert_eq!(long[..short.len()], short[..]);
     // What is left of it is the beginning of nothing.
     let (again, cached, _) = ask(3, None, 170);
@@ -582,7 +781,9 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
         let mut stream = handle.generate(request).unwrap();
         loop {
             let now = handle.snapshot();
-            let dropped = now.running.is_some_and(|running| running.dropped > Tokens::ZERO);
+            let dropped = now
+                .running
+                .is_some_and(|running| running.dropped > Tokens::ZERO);
             if dropped || now.requests_finished > finished {
                 break;
             }
@@ -623,7 +824,11 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
     prompt.extend(&first.tokens);
     prompt.extend(100..110);
     let continued = tokens(2, &prompt);
-    assert!(continued.started.unwrap().1 >= 50, "{:?}", continued.started);
+    assert!(
+        continued.started.unwrap().1 >= 50,
+        "{:?}",
+        continued.started
+    );
     tokens(3, &[1, 2, 3]);
     let afresh = tokens(4, &prompt);
     assert_eq!(afresh.started.unwrap().1, 0);
@@ -664,25 +869,35 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
         for (turn, plan) in (0..12).zip(plans.iter().cycle()) {
             shared.handle.apply(turn, plan.clone());
             let applied = std::iter::from_fn(|| shared.events.blocking_recv());
-            assert!(
-                applied
-                    .into_iter()
-                    .any(|event| matches!(event, EngineEvent::Applied { revision, .. } if revision == turn))
-            );
+            assert!(applied.into_iter().any(
+                |event| matches!(event, EngineEvent::Applied { revision, .. } if revision == turn)
+            ));
             let conversation = &mut conversations[usize::from(turn % 2 == 1)];
             conversation.extend([u32::try_from(turn).unwrap() + 20, 7, 9]);
             let answer = tokens(&shared.handle, conversation);
             let (read, cached) = answer.started.unwrap();
             assert_eq!(read as usize, conversation.len());
             // The first two have nothing to go on from; the second of them shows where they part.
-            assert!(turn < 2 || cached >= 150, "{architecture:?}: {cached} tokens at turn {turn}");
+            assert!(
+                turn < 2 || cached >= 150,
+                "{architecture:?}: {cached} tokens at turn {turn}"
+            );
             tokens(&alone.handle, &[1, 2, 3]);
             let from_the_start = tokens(&alone.handle, conversation);
             assert_eq!(from_the_start.started.unwrap().1, 0);
-            assert_eq!(answer.tokens, from_the_start.tokens, "{architecture:?}, turn {turn}");
+            assert_eq!(
+                answer.tokens, from_the_start.tokens,
+                "{architecture:?}, turn {turn}"
+            );
             conversation.extend(&answer.tokens);
         }
-        for Real { engine, handle, events, .. } in [shared, alone] {
+        for Real {
+            engine,
+            handle,
+            events,
+            ..
+        } in [shared, alone]
+        {
             handle.stop();
             drop(events);
             engine.join();
@@ -693,7 +908,12 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
 #[test]
 fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
     for architecture in [Architecture::Qwen35, Architecture::Qwen3] {
-        let Real { engine, handle, mut events, .. } = Real::new(architecture);
+        let Real {
+            engine,
+            handle,
+            mut events,
+            ..
+        } = Real::new(architecture);
         let request = |id, prompt: &[u32], most| GenerateRequest {
             max_tokens: Some(Tokens::new(most)),
             ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
@@ -706,7 +926,11 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             let done = ids.clone().any(|id| {
                 collect(&mut handle.generate(request(id, &[1, 2, 3], 2)).unwrap());
                 let mut stream = handle.generate(request(id + 100, &prompt, 400)).unwrap();
-                while stream.blocking_recv().is_some_and(|part| !matches!(part, GenerateEvent::Delta { .. })) {}
+                while stream
+                    .blocking_recv()
+                    .is_some_and(|part| !matches!(part, GenerateEvent::Delta { .. }))
+                {
+                }
                 handle.cancel(RequestId::new(id + 100));
                 collect(&mut stream).reason() == FinishReason::Cancelled
             });
@@ -717,17 +941,28 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
         longer.extend(200..220);
         let continued = collect(&mut handle.generate(request(2, &longer, 6)).unwrap());
         let cached = continued.started.unwrap().1;
-        let least = if architecture == Architecture::Qwen35 { 64 } else { 72 };
+        let least = if architecture == Architecture::Qwen35 {
+            64
+        } else {
+            72
+        };
         assert!((least..=72).contains(&cached), "{architecture:?}: {cached}");
         collect(&mut handle.generate(request(3, &[1, 2, 3], 2)).unwrap());
         let afresh = collect(&mut handle.generate(request(4, &longer, 6)).unwrap());
-        assert_eq!((afresh.started.unwrap().1, &afresh.tokens), (0, &continued.tokens));
+        assert_eq!(
+            (afresh.started.unwrap().1, &afresh.tokens),
+            (0, &continued.tokens)
+        );
 
         // What is kept for that is the first to be given up.
         interrupt(300..320);
         handle.apply(9, real_plan(0..5, 64, 16));
         let applied = std::iter::from_fn(|| events.blocking_recv()).find_map(|event| match event {
-            EngineEvent::Applied { revision: 9, report, .. } => Some(report.plan.kv_capacity),
+            EngineEvent::Applied {
+                revision: 9,
+                report,
+                ..
+            } => Some(report.plan.kv_capacity),
             _ => None,
         });
         assert_eq!(applied, Some(Tokens::new(64)));
@@ -743,16 +978,25 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
         let plan = real_plan(resident, 2048, 16);
         let mut model = Model::open(&real.path, &plan, &options()).unwrap();
         let prompt: Vec<u32> = (0..72).map(|index| index * 7 % 300).collect();
-        let expected = model.forward(&prompt, &mut || Flow::Continue).unwrap().to_vec();
+        let expected = model
+            .forward(&prompt, &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
         let mut kept = Vec::new();
         for stop in [1, 6, 11] {
             model.reset();
             model.mark_at(16);
-            model.forward(&prompt[..24], &mut || Flow::Continue).unwrap();
+            model
+                .forward(&prompt[..24], &mut || Flow::Continue)
+                .unwrap();
             let mut polls = 0;
             let mut broken = || {
                 polls += 1;
-                if polls >= stop { Flow::Stop } else { Flow::Continue }
+                if polls >= stop {
+                    Flow::Stop
+                } else {
+                    Flow::Continue
+                }
             };
             let error = model.forward(&prompt[24..], &mut broken).unwrap_err();
             assert!(matches!(error, ForwardError::Cancelled { .. }), "{error}");
@@ -768,7 +1012,11 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
             assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
         }
         // Chunks that were finished stay; of a recurrent state there is the copy at the mark.
-        let expected = if model.needs_marks() { [16, 16, 16] } else { [24, 40, 56] };
+        let expected = if model.needs_marks() {
+            [16, 16, 16]
+        } else {
+            [24, 40, 56]
+        };
         assert_eq!(kept, expected, "{architecture:?}");
     }
 }
@@ -778,11 +1026,22 @@ fn what_the_engine_holds_is_within_what_its_plan_says() {
     let real = Real::new(Architecture::Qwen35);
     let shape = Engine::inspect(&real.path, 1).unwrap();
     let (without_text, _) = Model::inspect(&real.path, 1).unwrap();
-    assert!(shape.fixed_bytes > without_text.fixed_bytes, "the tokenizer is on the book");
+    assert!(
+        shape.fixed_bytes > without_text.fixed_bytes,
+        "the tokenizer is on the book"
+    );
     let snapshot = real.handle.snapshot();
     assert_eq!(shape, *snapshot.shape.unwrap());
-    let (plan, held) = (snapshot.plan.unwrap(), real.handle.snapshot().breakdown.unwrap());
-    assert!(held.total <= shape.plan_bytes(&plan), "{} of {}", held.total, shape.plan_bytes(&plan));
+    let (plan, held) = (
+        snapshot.plan.unwrap(),
+        real.handle.snapshot().breakdown.unwrap(),
+    );
+    assert!(
+        held.total <= shape.plan_bytes(&plan),
+        "{} of {}",
+        held.total,
+        shape.plan_bytes(&plan)
+    );
     assert!(held.total > Bytes::ZERO);
     real.handle.stop();
     real.engine.join();
@@ -800,16 +1059,24 @@ fn a_file_that_cannot_be_loaded_is_reported_and_another_may_follow() {
         assert!(Engine::inspect(path, 1).is_err());
         handle.load(path, real_plan(0..5, 64, 16));
         match events.blocking_recv().unwrap() {
-            EngineEvent::LoadFailed { path: of, message, .. } => {
+            EngineEvent::LoadFailed {
+                path: of, message, ..
+            } => {
                 assert_eq!(of, path);
-                assert!(message.starts_with(&format!("cannot load model `{}`: ", path.display())), "{message}");
+                assert!(
+                    message.starts_with(&format!("cannot load model `{}`: ", path.display())),
+                    "{message}"
+                );
             }
             other => panic!("{other:?}"),
         }
         assert_eq!(handle.snapshot().phase, EnginePhase::Empty);
     }
     handle.load(&good.path, real_plan(0..5, 64, 16));
-    assert!(matches!(events.blocking_recv().unwrap(), EngineEvent::Ready { .. }));
+    assert!(matches!(
+        events.blocking_recv().unwrap(),
+        EngineEvent::Ready { .. }
+    ));
     handle.load(&good.path, real_plan(0..5, 64, 16));
     assert!(matches!(
         events.blocking_recv().unwrap(),
@@ -824,12 +1091,18 @@ fn a_file_that_cannot_be_loaded_is_reported_and_another_may_follow() {
 #[test]
 fn the_time_of_an_answer_includes_its_prompt() {
     let (stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    let due = GenerateRequest { time_max: Some(Duration::ZERO), ..limited(1, &"a".repeat(100), 5) };
+    let due = GenerateRequest {
+        time_max: Some(Duration::ZERO),
+        ..limited(1, &"a".repeat(100), 5)
+    };
     let mut stream = stage.handle.generate(due).unwrap();
     keeper.arrived();
     keeper.open();
     let answer = collect(&mut stream);
-    assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, 0));
+    assert_eq!(
+        (answer.reason(), answer.tokens.len()),
+        (FinishReason::Length, 0)
+    );
     // What was read of the prompt is not lost, and the next one is answered.
     assert_eq!(stage.ask(limited(2, &"a".repeat(100), 5)).tokens.len(), 5);
     stage.stop();
@@ -845,7 +1118,9 @@ impl TokenMask for NeverReady {
     }
 
     fn apply(&mut self, _logits: &mut [f32]) -> Result<(), MaskError> {
-        Err(MaskError::Form { message: "asked before it was ready".to_owned() })
+        Err(MaskError::Form {
+            message: "asked before it was ready".to_owned(),
+        })
     }
 
     fn accept(&mut self, _token: u32, _bytes: &[u8]) -> Result<(), MaskError> {
@@ -860,32 +1135,58 @@ impl TokenMask for NeverReady {
 #[test]
 fn the_time_of_an_answer_includes_the_wait_for_its_form() {
     let stage = Stage::new(Setting::default(), babble);
-    let due = GenerateRequest { time_max: Some(Duration::from_millis(100)), ..limited(1, "a", 5) };
+    let due = GenerateRequest {
+        time_max: Some(Duration::from_millis(100)),
+        ..limited(1, "a", 5)
+    };
     let mut prepared = stage.handle.prepare(&due, Client::PATIENT).unwrap();
     prepared.mask = Some(Box::new(NeverReady));
     let answer = collect(&mut stage.handle.submit(due, prepared).unwrap());
-    assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, 0));
+    assert_eq!(
+        (answer.reason(), answer.tokens.len()),
+        (FinishReason::Length, 0)
+    );
     assert_eq!(stage.ask(limited(2, "a", 5)).tokens.len(), 5);
     stage.stop();
 }
 
 #[test]
 fn a_long_answer_ends_while_others_as_urgent_wait() {
-    for (class, written) in [(Class::AudioRealtime, 1), (Class::Interactive, 1), (Class::Batch, 9)] {
+    for (class, written) in [
+        (Class::AudioRealtime, 1),
+        (Class::Interactive, 1),
+        (Class::Batch, 9),
+    ] {
         let (stage, keeper) = Stage::gated(EngineOptions::default(), drone);
-        let long = GenerateRequest { time_shared: Some(Duration::ZERO), ..limited(1, "a", 9) };
+        let long = GenerateRequest {
+            time_shared: Some(Duration::ZERO),
+            ..limited(1, "a", 9)
+        };
         let mut first = stage.handle.generate(long).unwrap();
         keeper.arrived();
-        let mut second = stage.handle.generate(GenerateRequest { class, ..limited(2, "b", 3) }).unwrap();
+        let mut second = stage
+            .handle
+            .generate(GenerateRequest {
+                class,
+                ..limited(2, "b", 3)
+            })
+            .unwrap();
         keeper.open();
         let answer = collect(&mut first);
-        assert_eq!((answer.reason(), answer.tokens.len()), (FinishReason::Length, written), "{class:?} waits");
+        assert_eq!(
+            (answer.reason(), answer.tokens.len()),
+            (FinishReason::Length, written),
+            "{class:?} waits"
+        );
         assert_eq!(collect(&mut second).tokens.len(), 3);
         stage.stop();
     }
     // Alone it may take as long as it likes.
     let stage = Stage::new(Setting::default(), drone);
-    let alone = GenerateRequest { time_shared: Some(Duration::ZERO), ..limited(1, "a", 50) };
+    let alone = GenerateRequest {
+        time_shared: Some(Duration::ZERO),
+        ..limited(1, "a", 50)
+    };
     assert_eq!(stage.ask(alone).tokens.len(), 50);
     stage.stop();
 }
@@ -896,9 +1197,12 @@ fn requests_of_one_class_begin_in_the_order_in_which_they_came() {
     let mut streams = vec![stage.handle.generate(limited(0, "a", 2)).unwrap()];
     keeper.arrived();
     // As many as may wait.
-    streams.extend(
-        (1..=16u64).map(|id| stage.handle.generate(limited(id, &"b".repeat(usize::try_from(id).unwrap()), 2)).unwrap()),
-    );
+    streams.extend((1..=16u64).map(|id| {
+        stage
+            .handle
+            .generate(limited(id, &"b".repeat(usize::try_from(id).unwrap()), 2))
+            .unwrap()
+    }));
     keeper.open();
     let mut begun = Vec::new();
     while begun.len() < streams.len() {
@@ -907,6 +1211,10 @@ fn requests_of_one_class_begin_in_the_order_in_which_they_came() {
         }
     }
     assert_eq!(begun, (0..=16).collect::<Vec<_>>());
-    assert!(streams.iter_mut().all(|stream| collect(stream).reason() == FinishReason::Length));
+    assert!(
+        streams
+            .iter_mut()
+            .all(|stream| collect(stream).reason() == FinishReason::Length)
+    );
     stage.stop();
 }

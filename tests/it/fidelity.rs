@@ -65,7 +65,9 @@ struct Value {
 }
 
 fn demo_model(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model").join(name)
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("deploy/demo-model")
+        .join(name)
 }
 
 fn reference<T: DeserializeOwned>(name: &str) -> T {
@@ -103,13 +105,20 @@ fn go() -> impl FnMut() -> Flow {
 
 /// The index of the highest logit.
 fn best(logits: &[f32]) -> u32 {
-    let (at, _) = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+    let (at, _) = logits
+        .iter()
+        .enumerate()
+        .max_by(|a, b| a.1.total_cmp(b.1))
+        .unwrap();
     u32::try_from(at).unwrap()
 }
 
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+    a.iter()
+        .zip(b)
+        .map(|(x, y)| (x - y).abs())
+        .fold(0.0, f32::max)
 }
 
 #[test]
@@ -118,8 +127,15 @@ fn the_demo_model_reads_texts_as_llama_cpp_does() {
     let texts: Vec<Text> = reference("tokens.json");
     assert_eq!(texts.len(), 66);
     // Ours composes accents as the publisher's `tokenizer.json` does, llama.cpp does not.
-    for Text { text: said, tokens } in texts.into_iter().filter(|text| !text.text.contains('\u{301}')) {
-        assert_eq!(text.tokenizer().encode_rendered(&said, None).unwrap(), tokens, "{said:?}");
+    for Text { text: said, tokens } in texts
+        .into_iter()
+        .filter(|text| !text.text.contains('\u{301}'))
+    {
+        assert_eq!(
+            text.tokenizer().encode_rendered(&said, None).unwrap(),
+            tokens,
+            "{said:?}"
+        );
     }
 }
 
@@ -131,9 +147,17 @@ fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
     let mut longest = 0;
     let all: Vec<Continuation> = reference("greedy.json");
     // One that counts and one that talks to itself by lot are as long again; a build without optimisation is slow.
-    let shown = all.iter().filter(|one| !matches!(&*one.name, "count" | "past_end"));
+    let shown = all
+        .iter()
+        .filter(|one| !matches!(&*one.name, "count" | "past_end"));
     for (wanted, plan) in shown.zip(plans.iter().cycle()) {
-        let Continuation { name, prompt, prompt_tokens, completion_tokens, margins } = wanted;
+        let Continuation {
+            name,
+            prompt,
+            prompt_tokens,
+            completion_tokens,
+            margins,
+        } = wanted;
         let tokens = text.tokenizer().encode_rendered(prompt, None).unwrap();
         assert_eq!(&tokens, prompt_tokens, "{name}");
         model.reset();
@@ -153,15 +177,29 @@ fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
 }
 
 #[test]
-fn the_demo_models_logits_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
-    let Logits { prompts, plain, repack, f32 } = reference("logits.json");
+fn the_demo_models_logits_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other()
+{
+    let Logits {
+        prompts,
+        plain,
+        repack,
+        f32,
+    } = reference("logits.json");
     for (((prompt, plain), repack), exact) in prompts.iter().zip(&plain).zip(&repack).zip(&f32) {
         let (mut model, _) = open([1, 3, 5]);
         let logits = model.forward(&prompt.prompt_tokens, &mut go()).unwrap();
         let spread = distance(plain, exact).max(distance(repack, exact));
         let ours = distance(&logits, plain).max(distance(&logits, exact));
-        println!("{}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}", prompt.name, ours / spread);
-        assert!(ours <= 2.0 * spread, "{}: {ours} against {spread}", prompt.name);
+        println!(
+            "{}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}",
+            prompt.name,
+            ours / spread
+        );
+        assert!(
+            ours <= 2.0 * spread,
+            "{}: {ours} against {spread}",
+            prompt.name
+        );
         assert_eq!(best(&logits), best(plain), "{}", prompt.name);
     }
 }
@@ -175,7 +213,9 @@ fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smalle
         );
         return;
     };
-    let args = ["engine", "--only", "kv", "--rounds", "1", "--kv-mib", "2", "-o", "json"];
+    let args = [
+        "engine", "--only", "kv", "--rounds", "1", "--kv-mib", "2", "-o", "json",
+    ];
     let output = Command::new(developer)
         .args(args)
         .arg("--model")
@@ -184,12 +224,25 @@ fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smalle
         .arg(demo_model("heldout.txt"))
         .output()
         .unwrap();
-    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     let Measured { figures } = serde_json::from_slice(&output.stdout).unwrap();
-    let value = |what: &str| figures.iter().find(|value| value.what == what).unwrap().median;
+    let value = |what: &str| {
+        figures
+            .iter()
+            .find(|value| value.what == what)
+            .unwrap()
+            .median
+    };
     let Perplexities { chunked } = reference("perplexity.json");
     for (what, value) in [
-        ("f16 beside llama.cpp", (value("perplexity, context as f16") / chunked.perplexity - 1.0) * 100.0),
+        (
+            "f16 beside llama.cpp",
+            (value("perplexity, context as f16") / chunked.perplexity - 1.0) * 100.0,
+        ),
         ("q8 beside f16", value("its change by q8")),
         ("q4 beside f16", value("its change by q4")),
     ] {
@@ -224,7 +277,11 @@ fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_a
             .arg(folder.join(format!("{shape}-{types}.json")))
             .output()
             .unwrap();
-        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
         let Measured { figures } = serde_json::from_slice(&output.stdout).unwrap();
         let value = |what: &str| Some(figures.iter().find(|value| value.what == what)?.median);
         // Q8_0 is not repacked on x86-64: there the two have the same bits, and attention makes the difference.

@@ -4,8 +4,9 @@ use std::time::{Duration, Instant};
 
 use cotenant::{
     engine::{
-        AnswerForm, ChatMessage, EngineEvent, EngineOptions, EnginePhase, FinishReason, GenerateError, GenerateEvent,
-        GenerateRequest, Prompt, PromptError, RequestId, Role, Sampling, SubmitError, Usage,
+        AnswerForm, ChatMessage, EngineEvent, EngineOptions, EnginePhase, FinishReason,
+        GenerateError, GenerateEvent, GenerateRequest, Prompt, PromptError, RequestId, Role,
+        Sampling, SubmitError, Usage,
     },
     units::Tokens,
 };
@@ -31,11 +32,16 @@ fn an_answer_is_started_reported_and_finished() {
             }
         )))
     );
-    assert!(matches!(stage.event(), EngineEvent::RequestStarted { id, .. } if id == RequestId::new(1)));
+    assert!(
+        matches!(stage.event(), EngineEvent::RequestStarted { id, .. } if id == RequestId::new(1))
+    );
     assert_eq!(stage.finished(1), Ok(FinishReason::Stop));
     let snapshot = stage.handle.snapshot();
     assert_eq!(snapshot.phase, EnginePhase::Ready);
-    assert_eq!((snapshot.requests_finished, snapshot.tokens_prefilled), (1, 2));
+    assert_eq!(
+        (snapshot.requests_finished, snapshot.tokens_prefilled),
+        (1, 2)
+    );
     assert_eq!(snapshot.tokens_generated, u64::from(bytes) + 1);
     assert_eq!(snapshot.running, None);
     stage.stop();
@@ -44,43 +50,77 @@ fn an_answer_is_started_reported_and_finished() {
 #[test]
 fn a_stop_string_ends_the_answer_across_tokens_and_is_not_reported() {
     let stage = Stage::new(Setting::default(), recite(2, "one two three"));
-    let answer = stage
-        .ask(GenerateRequest { stop: vec!["never".to_owned(), String::new(), "o t".to_owned()], ..request(1, "hi") });
-    assert_eq!((answer.text.as_str(), answer.reason()), ("one tw", FinishReason::StopText(2)));
+    let answer = stage.ask(GenerateRequest {
+        stop: vec!["never".to_owned(), String::new(), "o t".to_owned()],
+        ..request(1, "hi")
+    });
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("one tw", FinishReason::StopText(2))
+    );
     stage.stop();
 }
 
 #[test]
 fn text_held_back_for_a_stop_string_is_reported_when_the_answer_ends() {
     let stage = Stage::new(Setting::default(), recite(2, "one tw"));
-    let answer = stage.ask(GenerateRequest { stop: vec!["two".to_owned()], ..request(1, "hi") });
-    assert_eq!((answer.text.as_str(), answer.reason()), ("one tw", FinishReason::Stop));
+    let answer = stage.ask(GenerateRequest {
+        stop: vec!["two".to_owned()],
+        ..request(1, "hi")
+    });
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("one tw", FinishReason::Stop)
+    );
     stage.stop();
 }
 
 #[test]
 fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_reported() {
     let stage = Stage::new(Setting::default(), |sequence| {
-        Act::Say(if sequence.len() == 3 { SPACE_AND_HALF } else { u32::from(b'a') })
+        Act::Say(if sequence.len() == 3 {
+            SPACE_AND_HALF
+        } else {
+            u32::from(b'a')
+        })
     });
-    let answer = stage.ask(GenerateRequest { stop: vec![" ".to_owned()], ..request(1, "hi") });
-    assert_eq!((answer.text.as_str(), answer.reason()), ("a", FinishReason::StopText(0)));
+    let answer = stage.ask(GenerateRequest {
+        stop: vec![" ".to_owned()],
+        ..request(1, "hi")
+    });
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("a", FinishReason::StopText(0))
+    );
     stage.stop();
     // The model itself may end in the middle of a character, and that is reported.
-    let stage =
-        Stage::new(Setting::default(), |sequence| Act::Say(if sequence.len() == 3 { IM_END } else { SPACE_AND_HALF }));
+    let stage = Stage::new(Setting::default(), |sequence| {
+        Act::Say(if sequence.len() == 3 {
+            IM_END
+        } else {
+            SPACE_AND_HALF
+        })
+    });
     let answer = stage.ask(request(1, "hi"));
-    assert_eq!((answer.text.as_str(), answer.reason()), (" \u{fffd}", FinishReason::Stop));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        (" \u{fffd}", FinishReason::Stop)
+    );
     stage.stop();
 }
 
 #[test]
 fn a_form_that_a_model_cannot_say_is_the_form_s_fault() {
     let stage = Stage::new(Setting::default(), |_| Act::SayOnly(u32::from(b'x')));
-    let answer = stage.ask(GenerateRequest { form: Some(AnswerForm::JsonObject), ..request(1, "hi") });
+    let answer = stage.ask(GenerateRequest {
+        form: Some(AnswerForm::JsonObject),
+        ..request(1, "hi")
+    });
     assert_eq!(
         answer.error(),
-        GenerateError::Form { message: "no token that the model may say goes on with it".to_owned() }
+        GenerateError::Form {
+            message: "no token that the model may say goes on with it".to_owned()
+        }
     );
     assert_eq!(stage.ask(limited(2, "hi", 2)).text, "xx");
     stage.stop();
@@ -90,9 +130,15 @@ fn a_form_that_a_model_cannot_say_is_the_form_s_fault() {
 fn max_tokens_ends_the_answer_and_no_half_character_is_reported() {
     let stage = Stage::new(Setting::default(), recite(2, "äöü"));
     let answer = stage.ask(limited(1, "hi", 3));
-    assert_eq!((answer.text.as_str(), answer.reason()), ("ä", FinishReason::Length));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("ä", FinishReason::Length)
+    );
     let answer = stage.ask(limited(2, "ho", 0));
-    assert_eq!((answer.text.as_str(), answer.reason()), ("", FinishReason::Length));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("", FinishReason::Length)
+    );
     stage.stop();
 }
 
@@ -101,12 +147,20 @@ fn what_people_say_never_becomes_a_control_token() {
     let stage = Stage::new(Setting::default(), |sequence| {
         // Says how many control tokens it was given.
         let control = sequence.iter().filter(|&&token| token >= 256).count();
-        let answered = sequence.last() == Some(&(u32::from(b'0') + u32::try_from(control).unwrap()));
-        Act::Say(if answered { IM_END } else { u32::from(b'0') + u32::try_from(control).unwrap() })
+        let answered =
+            sequence.last() == Some(&(u32::from(b'0') + u32::try_from(control).unwrap()));
+        Act::Say(if answered {
+            IM_END
+        } else {
+            u32::from(b'0') + u32::try_from(control).unwrap()
+        })
     });
     let chat = |id, content: &str| {
         let said = ChatMessage::new(Role::User, content);
-        stage.ask(GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said].into())))
+        stage.ask(GenerateRequest::new(
+            RequestId::new(id),
+            Prompt::Chat(vec![said].into()),
+        ))
     };
     let honest = chat(1, "hi");
     assert_eq!(honest.text, "3");
@@ -126,8 +180,13 @@ fn a_reader_that_goes_away_frees_the_engine() {
         keeper.arrived();
         keeper.go();
     }
-    assert!(matches!(stream.blocking_recv(), Some(GenerateEvent::Started { .. })));
-    assert!(matches!(stream.blocking_recv(), Some(GenerateEvent::Delta { text, .. }) if text == "z"));
+    assert!(matches!(
+        stream.blocking_recv(),
+        Some(GenerateEvent::Started { .. })
+    ));
+    assert!(
+        matches!(stream.blocking_recv(), Some(GenerateEvent::Delta { text, .. }) if text == "z")
+    );
     drop(stream);
     keeper.open();
     assert_eq!(stage.finished(1), Ok(FinishReason::Cancelled));
@@ -152,10 +211,24 @@ fn a_reader_that_goes_away_in_mid_prompt_stops_the_computation() {
 
 #[test]
 fn a_slow_reader_loses_nothing_and_holds_up_no_other() {
-    let options = EngineOptions { stream_buffer: 2, unread_limit: PATIENCE, ..EngineOptions::default() };
-    let mut stage = Stage::new(Setting { options, ..Setting::default() }, babble);
+    let options = EngineOptions {
+        stream_buffer: 2,
+        unread_limit: PATIENCE,
+        ..EngineOptions::default()
+    };
+    let mut stage = Stage::new(
+        Setting {
+            options,
+            ..Setting::default()
+        },
+        babble,
+    );
     let mut slow = stage.handle.generate(limited(1, "a", 40)).unwrap();
-    assert_eq!(stage.finished(1), Ok(FinishReason::Length), "before anything was read");
+    assert_eq!(
+        stage.finished(1),
+        Ok(FinishReason::Length),
+        "before anything was read"
+    );
     let late = collect(&mut slow);
     assert_eq!((late.text.len(), late.tokens.len()), (40, 40));
     let prompt = stage.ask(limited(2, "a", 40));
@@ -165,8 +238,11 @@ fn a_slow_reader_loses_nothing_and_holds_up_no_other() {
 
 #[test]
 fn a_reader_that_never_reads_is_cancelled() {
-    let options =
-        EngineOptions { stream_buffer: 2, unread_limit: Duration::from_millis(20), ..EngineOptions::default() };
+    let options = EngineOptions {
+        stream_buffer: 2,
+        unread_limit: Duration::from_millis(20),
+        ..EngineOptions::default()
+    };
     let (mut stage, keeper) = Stage::gated(options, drone);
     let mut stuck = stage.handle.generate(request(1, "a")).unwrap();
     // The start and two deltas fill its places; the third delta finds none.
@@ -179,13 +255,19 @@ fn a_reader_that_never_reads_is_cancelled() {
     keeper.open();
     assert_eq!(stage.finished(1), Ok(FinishReason::Cancelled));
     let answer = collect(&mut stuck);
-    assert_eq!((answer.text.as_str(), answer.reason()), ("zzzzz", FinishReason::Cancelled));
+    assert_eq!(
+        (answer.text.as_str(), answer.reason()),
+        ("zzzzz", FinishReason::Cancelled)
+    );
     stage.stop();
 }
 
 #[test]
 fn the_queue_has_a_bound_and_is_fair() {
-    let options = EngineOptions { queue_limit: 2, ..EngineOptions::default() };
+    let options = EngineOptions {
+        queue_limit: 2,
+        ..EngineOptions::default()
+    };
     let (mut stage, keeper) = Stage::gated(options, recite(1, "ok"));
     let streams: Vec<_> = [1, 2, 3]
         .map(|id| {
@@ -197,12 +279,28 @@ fn the_queue_has_a_bound_and_is_fair() {
         })
         .into();
     let error = stage.handle.generate(request(4, "a")).unwrap_err();
-    assert!(matches!(error, SubmitError::QueueFull { queued: 2, limit: 2 }), "{error}");
+    assert!(
+        matches!(
+            error,
+            SubmitError::QueueFull {
+                queued: 2,
+                limit: 2
+            }
+        ),
+        "{error}"
+    );
     let error = stage.handle.generate(request(2, "a")).unwrap_err();
-    assert!(matches!(error, SubmitError::Duplicate { id } if id == RequestId::new(2)), "{error}");
+    assert!(
+        matches!(error, SubmitError::Duplicate { id } if id == RequestId::new(2)),
+        "{error}"
+    );
     keeper.open();
     for (id, mut stream) in (1..).zip(streams) {
-        assert_eq!(stage.finished(id), Ok(FinishReason::Stop), "in the order of submission");
+        assert_eq!(
+            stage.finished(id),
+            Ok(FinishReason::Stop),
+            "in the order of submission"
+        );
         assert_eq!(collect(&mut stream).text, "ok");
     }
     stage.stop();
@@ -210,7 +308,10 @@ fn the_queue_has_a_bound_and_is_fair() {
 
 #[test]
 fn a_place_in_the_queue_is_free_once_its_reader_is_gone() {
-    let options = EngineOptions { queue_limit: 1, ..EngineOptions::default() };
+    let options = EngineOptions {
+        queue_limit: 1,
+        ..EngineOptions::default()
+    };
     let (stage, keeper) = Stage::gated(options, recite(1, "ok"));
     let first = stage.handle.generate(request(1, "a")).unwrap();
     keeper.arrived();
@@ -246,18 +347,27 @@ fn a_deadline_ends_waiting_and_running_requests() {
     let now = Instant::now();
     let mut running = stage
         .handle
-        .generate(GenerateRequest { deadline: Some(now + Duration::from_millis(30)), ..request(1, "a") })
+        .generate(GenerateRequest {
+            deadline: Some(now + Duration::from_millis(30)),
+            ..request(1, "a")
+        })
         .unwrap();
     keeper.arrived();
     let mut waiting = stage
         .handle
-        .generate(GenerateRequest { deadline: Some(now + Duration::from_millis(10)), ..request(2, "a") })
+        .generate(GenerateRequest {
+            deadline: Some(now + Duration::from_millis(10)),
+            ..request(2, "a")
+        })
         .unwrap();
     std::thread::sleep(Duration::from_millis(31)); // both deadlines themselves
     keeper.open();
     for stream in [&mut running, &mut waiting] {
         let error = collect(stream).error();
-        assert!(matches!(error, GenerateError::DeadlinePassed { .. }), "{error}");
+        assert!(
+            matches!(error, GenerateError::DeadlinePassed { .. }),
+            "{error}"
+        );
     }
     assert!(stage.finished(2).is_err());
     assert!(stage.finished(1).is_err());
@@ -269,8 +379,14 @@ fn the_longest_prompt_is_answered_and_one_token_more_is_refused_permanently() {
     let stage = Stage::new(Setting::default(), babble);
     let longest = "a".repeat(CONTEXT_MAX.try_into().unwrap());
     let answer = stage.ask(request(1, &longest));
-    assert_eq!((answer.tokens.len(), answer.reason()), (1, FinishReason::Length));
-    let error = stage.handle.generate(request(2, &(longest + "a"))).unwrap_err();
+    assert_eq!(
+        (answer.tokens.len(), answer.reason()),
+        (1, FinishReason::Length)
+    );
+    let error = stage
+        .handle
+        .generate(request(2, &(longest + "a")))
+        .unwrap_err();
     assert!(
         matches!(
             error,
@@ -284,7 +400,13 @@ fn the_longest_prompt_is_answered_and_one_token_more_is_refused_permanently() {
 
 #[test]
 fn a_prompt_beyond_the_present_capacity_is_refused_for_now() {
-    let mut stage = Stage::new(Setting { kv_capacity: 32, ..Setting::default() }, babble);
+    let mut stage = Stage::new(
+        Setting {
+            kv_capacity: 32,
+            ..Setting::default()
+        },
+        babble,
+    );
     let answer = stage.ask(request(1, &"a".repeat(33)));
     assert_eq!(
         answer.error(),
@@ -295,7 +417,10 @@ fn a_prompt_beyond_the_present_capacity_is_refused_for_now() {
         }
     );
     let fits = stage.ask(request(2, &"a".repeat(32)));
-    assert_eq!((fits.tokens.len(), fits.reason()), (1, FinishReason::Length));
+    assert_eq!(
+        (fits.tokens.len(), fits.reason()),
+        (1, FinishReason::Length)
+    );
     stage.handle.apply(1, plan(48));
     assert!(matches!(stage.command_event(), EngineEvent::Applied { .. }));
     assert_eq!(stage.ask(limited(3, &"a".repeat(33), 4)).tokens.len(), 4);
@@ -323,29 +448,55 @@ fn prompts_that_make_no_sense_are_refused_before_they_wait() {
     let stage = Stage::new(Setting::default(), babble);
     let ask = |prompt, sampling| {
         let id = RequestId::new(1);
-        let error = stage.handle.generate(GenerateRequest { sampling, ..GenerateRequest::new(id, prompt) });
+        let error = stage.handle.generate(GenerateRequest {
+            sampling,
+            ..GenerateRequest::new(id, prompt)
+        });
         match error.unwrap_err() {
             SubmitError::Prompt(error) => error,
             other => panic!("{other}"),
         }
     };
     let greedy = Sampling::GREEDY;
-    assert!(matches!(ask(Prompt::Text(String::new()), greedy), PromptError::Empty));
-    assert!(matches!(ask(Prompt::Tokens(vec![]), greedy), PromptError::Empty));
-    assert!(matches!(ask(Prompt::Chat(vec![].into()), greedy), PromptError::Chat(_)));
+    assert!(matches!(
+        ask(Prompt::Text(String::new()), greedy),
+        PromptError::Empty
+    ));
+    assert!(matches!(
+        ask(Prompt::Tokens(vec![]), greedy),
+        PromptError::Empty
+    ));
+    assert!(matches!(
+        ask(Prompt::Chat(vec![].into()), greedy),
+        PromptError::Chat(_)
+    ));
     assert!(matches!(
         ask(Prompt::Tokens(vec![1, VOCABULARY]), greedy),
-        PromptError::UnknownToken { token: VOCABULARY, vocabulary: VOCABULARY }
+        PromptError::UnknownToken {
+            token: VOCABULARY,
+            vocabulary: VOCABULARY
+        }
     ));
-    let hot = Sampling { temperature: f64::NAN, ..greedy };
-    assert!(matches!(ask(Prompt::Text("a".to_owned()), hot), PromptError::Sampling(_)));
+    let hot = Sampling {
+        temperature: f64::NAN,
+        ..greedy
+    };
+    assert!(matches!(
+        ask(Prompt::Text("a".to_owned()), hot),
+        PromptError::Sampling(_)
+    ));
     stage.stop();
 }
 
 #[test]
 fn what_is_not_a_number_fails_its_request_alone() {
-    let stage =
-        Stage::new(Setting::default(), |sequence| if sequence.len() == 3 { Act::NotANumber } else { drone(sequence) });
+    let stage = Stage::new(Setting::default(), |sequence| {
+        if sequence.len() == 3 {
+            Act::NotANumber
+        } else {
+            drone(sequence)
+        }
+    });
     let answer = stage.ask(request(1, "a"));
     assert_eq!(answer.text, "zz");
     assert_eq!(answer.error(), GenerateError::NotFinite { position: 3 });

@@ -11,8 +11,8 @@ use std::{
 use candle_core::quantized::gguf_file::{self, Value as Entry};
 use cotenant::{
     engine::{
-        AnswerForm, ChatMessage, Client, Conversation, GenerateRequest, Header, Prompt, PromptError, RequestId, Role,
-        Sampling,
+        AnswerForm, ChatMessage, Client, Conversation, GenerateRequest, Header, Prompt,
+        PromptError, RequestId, Role, Sampling,
         sampling::{Sampler, TokenMask},
         text::TextSide,
         tokenizer::byte_symbol,
@@ -69,7 +69,10 @@ fn forms_are_kept(tokens: usize) {
     let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_cotenant")));
     // Each byte of the prompt is a token.
     let side = TextSide::with_helper(&header, Tokens::new(1 << 20), program).unwrap();
-    let schema = |schema: Value| AnswerForm::JsonSchema { schema, field: "response_format" };
+    let schema = |schema: Value| AnswerForm::JsonSchema {
+        schema,
+        field: "response_format",
+    };
     let object = json!({
         "type": "object",
         "properties": {
@@ -92,15 +95,25 @@ fn forms_are_kept(tokens: usize) {
         schema(object),
         AnswerForm::JsonObject,
         AnswerForm::ToolCall { name: None },
-        AnswerForm::ToolCall { name: Some("light".to_owned()) },
+        AnswerForm::ToolCall {
+            name: Some("light".to_owned()),
+        },
     ];
     for form in forms {
         let what = format!("{form:?}");
         for seed in 0..3 {
-            let mask = prepare(&side, form.clone(), &tools(2)).unwrap_or_else(|error| panic!("{what}: {error}"));
-            let Some(text) = babble(&side, mask, seed, 150) else { continue };
-            let json = text.trim_start_matches("<tool_call>\n").trim_end_matches("\n</tool_call>");
-            assert!(serde_json::from_str::<Value>(json).is_ok(), "{what}: {text:?}");
+            let mask = prepare(&side, form.clone(), &tools(2))
+                .unwrap_or_else(|error| panic!("{what}: {error}"));
+            let Some(text) = babble(&side, mask, seed, 150) else {
+                continue;
+            };
+            let json = text
+                .trim_start_matches("<tool_call>\n")
+                .trim_end_matches("\n</tool_call>");
+            assert!(
+                serde_json::from_str::<Value>(json).is_ok(),
+                "{what}: {text:?}"
+            );
         }
     }
     drop(prepare(&side, AnswerForm::ToolCall { name: None }, &tools(40)).unwrap());
@@ -135,24 +148,43 @@ pub(crate) fn tools(count: usize) -> Vec<Value> {
             },
             "required": ["room"],
         });
-        let name = if number == 0 { "light".to_owned() } else { format!("function_{number}") };
+        let name = if number == 0 {
+            "light".to_owned()
+        } else {
+            format!("function_{number}")
+        };
         json!({"type": "function", "function": {"name": name, "description": text, "parameters": parameters}})
     };
     (0..count).map(function).collect()
 }
 
-fn prepare(side: &TextSide, form: AnswerForm, tools: &[Value]) -> Result<Box<dyn TokenMask>, PromptError> {
+fn prepare(
+    side: &TextSide,
+    form: AnswerForm,
+    tools: &[Value],
+) -> Result<Box<dyn TokenMask>, PromptError> {
     let messages = vec![ChatMessage::new(Role::User, "x")];
-    let conversation = Conversation { messages, tools: tools.to_vec(), ..Conversation::default() };
-    let request =
-        GenerateRequest { form: Some(form), ..GenerateRequest::new(RequestId::new(1), Prompt::Chat(conversation)) };
+    let conversation = Conversation {
+        messages,
+        tools: tools.to_vec(),
+        ..Conversation::default()
+    };
+    let request = GenerateRequest {
+        form: Some(form),
+        ..GenerateRequest::new(RequestId::new(1), Prompt::Chat(conversation))
+    };
     Ok(side.prepare(&request, Client::PATIENT)?.mask.unwrap())
 }
 
 /// The answer of a model that has no opinion: any token that the form allows, by the seed; `None` when it goes on.
 fn babble(side: &TextSide, mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
     let tokenizer = side.tokenizer();
-    let mut sampler = Sampler::new(Sampling { temperature: 1.0, seed, ..Sampling::GREEDY }).unwrap();
+    let mut sampler = Sampler::new(Sampling {
+        temperature: 1.0,
+        seed,
+        ..Sampling::GREEDY
+    })
+    .unwrap();
     let mut said = Vec::new();
     let mut logits = vec![0.0; tokenizer.vocabulary() as usize];
     for _ in 0..most {
@@ -174,8 +206,10 @@ fn babble(side: &TextSide, mut mask: Box<dyn TokenMask>, seed: u64, most: usize)
 
 fn helper_pid() -> u32 {
     let mine = children(process::id());
-    let is_helper =
-        |pid: &u32| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("text-helper"));
+    let is_helper = |pid: &u32| {
+        fs::read_to_string(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.contains("text-helper"))
+    };
     mine.into_iter().find(is_helper).expect("the helper runs")
 }
 
@@ -183,7 +217,10 @@ fn helper_pid() -> u32 {
 fn peak_bytes(pid: u32) -> Bytes {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib = |key: &str| -> u64 {
-        let line = text.lines().find_map(|line| line.strip_prefix(key)).unwrap();
+        let line = text
+            .lines()
+            .find_map(|line| line.strip_prefix(key))
+            .unwrap();
         line.trim().trim_end_matches(" kB").parse().unwrap()
     };
     Bytes::from_kib(kib("VmHWM:").saturating_sub(kib("RssFile:")))
@@ -207,8 +244,8 @@ fn header(count: usize) -> Header {
         add(vec![b' '; run]);
     }
     for mark in [
-        "{\"", "\":", "\": ", "\",", "\", \"", "\"},", "\"}", "[]", "{}", "],", "},", "\\n", "\\\"", "\"\"", ".\"",
-        "---",
+        "{\"", "\":", "\": ", "\",", "\", \"", "\"},", "\"}", "[]", "{}", "],", "},", "\\n",
+        "\\\"", "\"\"", ".\"", "---",
     ] {
         add(mark.as_bytes().to_vec());
     }
@@ -225,18 +262,28 @@ fn header(count: usize) -> Header {
         }
     }
     let syllables = [
-        "ing", "er", "ti", "on", "al", "re", "st", "en", "Ma", "the", "ge", "con", "ví", "ação", "ung", "schl", "для",
-        "про", "ста", "ние", "کار", "の", "して", "ed", "ly", "un", "ist", "Be", "or", "ki", "ta", "mo", "lu", "s",
-        "e", "a", "y", "o", "n", "t", "d", "r", "i",
+        "ing", "er", "ti", "on", "al", "re", "st", "en", "Ma", "the", "ge", "con", "ví", "ação",
+        "ung", "schl", "для", "про", "ста", "ние", "کار", "の", "して", "ed", "ly", "un", "ist",
+        "Be", "or", "ki", "ta", "mo", "lu", "s", "e", "a", "y", "o", "n", "t", "d", "r", "i",
     ];
     let mut state = 1u64;
     let mut draw = |below: usize| {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         usize::try_from(state >> 33).unwrap() % below
     };
     loop {
-        let mut text = if draw(2) == 0 { " ".to_owned() } else { String::new() };
-        let parts = if draw(400) == 0 { 4 + draw(12) } else { 1 + draw(4) };
+        let mut text = if draw(2) == 0 {
+            " ".to_owned()
+        } else {
+            String::new()
+        };
+        let parts = if draw(400) == 0 {
+            4 + draw(12)
+        } else {
+            1 + draw(4)
+        };
         for _ in 0..parts {
             text.push_str(syllables[draw(syllables.len())]);
         }
@@ -244,12 +291,21 @@ fn header(count: usize) -> Header {
             break;
         }
     }
-    let symbols = |text: &[u8]| text.iter().map(|&byte| byte_symbol(byte)).collect::<String>();
+    let symbols = |text: &[u8]| {
+        text.iter()
+            .map(|&byte| byte_symbol(byte))
+            .collect::<String>()
+    };
     let string = |text: &str| Entry::String(text.to_owned());
     let plain = texts.len();
-    let mut tokens: Vec<Entry> = texts.iter().map(|text| Entry::String(symbols(text))).collect();
+    let mut tokens: Vec<Entry> = texts
+        .iter()
+        .map(|text| Entry::String(symbols(text)))
+        .collect();
     tokens.extend(CONTROL.map(string));
-    let types = (0..tokens.len()).map(|at| Entry::I32(if at < plain { 1 } else { 3 })).collect();
+    let types = (0..tokens.len())
+        .map(|at| Entry::I32(if at < plain { 1 } else { 3 }))
+        .collect();
     let end = u32::try_from(count - 1).unwrap();
     let entries = [
         ("tokenizer.ggml.model", string("gpt2")),

@@ -9,7 +9,8 @@ use std::{
 
 use cotenant::{
     engine::{
-        AnswerForm, ChatMessage, Client, Conversation, GenerateRequest, Prompt, PromptError, RequestId, Role,
+        AnswerForm, ChatMessage, Client, Conversation, GenerateRequest, Prompt, PromptError,
+        RequestId, Role,
         chat::ChatError,
         constraint::ConstraintError,
         sampling::MaskError,
@@ -35,7 +36,10 @@ fn text_side(template: Option<&str>) -> TextSide {
 
 fn asked(schema: Value) -> GenerateRequest {
     GenerateRequest {
-        form: Some(AnswerForm::JsonSchema { schema, field: "response_format" }),
+        form: Some(AnswerForm::JsonSchema {
+            schema,
+            field: "response_format",
+        }),
         ..GenerateRequest::new(RequestId::new(1), Prompt::Text("x".to_owned()))
     }
 }
@@ -46,9 +50,10 @@ fn prepare(side: &TextSide, schema: Value) -> Result<Prepared, PromptError> {
 
 fn helper_pid() -> u32 {
     let mine = children(process::id());
-    let helper = mine
-        .into_iter()
-        .find(|pid| fs::read_to_string(format!("/proc/{pid}/cmdline")).is_ok_and(|line| line.contains("text-helper")));
+    let helper = mine.into_iter().find(|pid| {
+        fs::read_to_string(format!("/proc/{pid}/cmdline"))
+            .is_ok_and(|line| line.contains("text-helper"))
+    });
     helper.expect("the helper runs")
 }
 
@@ -56,7 +61,9 @@ fn helper_pid() -> u32 {
 fn anonymous(pid: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
-    line.map_or(0, |line| line.trim().trim_end_matches(" kB").parse().unwrap())
+    line.map_or(0, |line| {
+        line.trim().trim_end_matches(" kB").parse().unwrap()
+    })
 }
 
 fn wait_for_no_jobs(helper: u32) {
@@ -88,7 +95,8 @@ fn hostile() -> Vec<Value> {
 #[test]
 fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
     let side = text_side(None);
-    let small = json!({"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]});
+    let small =
+        json!({"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]});
     drop(prepare(&side, small.clone()).unwrap());
     let helper = helper_pid();
     wait_for_no_jobs(helper);
@@ -99,7 +107,10 @@ fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
             let result = prepare(&side, schema).map(drop);
             println!(
                 "{round}: {} in {:?}: {}",
-                result.as_ref().map_or_else(|error| cotenant::causes::in_one_line(error), |()| "taken".to_owned()),
+                result.as_ref().map_or_else(
+                    |error| cotenant::causes::in_one_line(error),
+                    |()| "taken".to_owned()
+                ),
                 began.elapsed(),
                 text.chars().take(80).collect::<String>()
             );
@@ -141,7 +152,11 @@ fn fourteen_refused_schemas_at_once_leave_nothing() {
 
 #[test]
 fn the_multiple_of_a_large_number_is_refused_as_too_large() {
-    let error = prepare(&text_side(None), json!({"type": "integer", "multipleOf": 62_615_533})).err();
+    let error = prepare(
+        &text_side(None),
+        json!({"type": "integer", "multipleOf": 62_615_533}),
+    )
+    .err();
     let Some(PromptError::Constraint { source, .. }) = error else {
         panic!("{error:?}");
     };
@@ -153,7 +168,10 @@ fn a_grammar_ends_with_its_client() {
     let side = text_side(None);
     drop(prepare(&side, json!({})).unwrap());
     let helper = helper_pid();
-    let left = Client { place: None, gone: &|| true };
+    let left = Client {
+        place: None,
+        gone: &|| true,
+    };
     let request = asked(json!({"type": "integer", "multipleOf": 62_615_533}));
     let error = side.prepare(&request, left).err();
     let Some(PromptError::Constraint { source, .. }) = error else {
@@ -169,7 +187,9 @@ fn a_helper_that_was_killed_is_started_again() {
     drop(prepare(&side, json!({})).unwrap());
     let helper = helper_pid();
     signal(helper, Signal::SIGKILL);
-    while fs::read_to_string(format!("/proc/{helper}/stat")).is_ok_and(|stat| !stat.contains(") Z ")) {
+    while fs::read_to_string(format!("/proc/{helper}/stat"))
+        .is_ok_and(|stat| !stat.contains(") Z "))
+    {
         std::thread::yield_now();
     }
     drop(prepare(&side, json!({})).unwrap());
@@ -187,7 +207,10 @@ fn a_template_that_takes_all_memory_or_time_is_refused() {
         let said = vec![ChatMessage::new(Role::User, "hi")];
         let request = GenerateRequest::new(RequestId::new(1), Prompt::Chat(said.into()));
         let error = side.prepare(&request, Client::PATIENT).err();
-        assert!(matches!(error, Some(PromptError::Chat(ChatError::Bound))), "{error:?}");
+        assert!(
+            matches!(error, Some(PromptError::Chat(ChatError::Bound))),
+            "{error:?}"
+        );
         wait_for_no_jobs(helper_pid());
     }
 }
@@ -206,16 +229,32 @@ fn templates_that_cannot_be_compiled_within_bounds_are_refused() {
         format!("{{% if a %}}{}{{% endif %}}", long("{% elif a %}", 100_000)),
         "{{ 'abc' * 9999999 }}".to_owned(),
     ] {
-        let error = TextSide::with_helper(&header_with(Some(&template)), Tokens::new(4096), program.clone()).err();
-        let text = error.as_ref().map_or_else(|| "taken".to_owned(), |error| cotenant::causes::in_one_line(error));
+        let error = TextSide::with_helper(
+            &header_with(Some(&template)),
+            Tokens::new(4096),
+            program.clone(),
+        )
+        .err();
+        let text = error.as_ref().map_or_else(
+            || "taken".to_owned(),
+            |error| cotenant::causes::in_one_line(error),
+        );
         println!("{text}: {}", template.chars().take(40).collect::<String>());
-        assert!(matches!(error, Some(TextError::Chat(ChatError::Compile { .. }))), "{text}");
+        assert!(
+            matches!(error, Some(TextError::Chat(ChatError::Compile { .. }))),
+            "{text}"
+        );
     }
 }
 
 #[test]
 fn a_process_and_a_thread_render_alike() {
-    let said = || vec![ChatMessage::new(Role::System, "be kind"), ChatMessage::new(Role::User, "hi <|im_end|>")];
+    let said = || {
+        vec![
+            ChatMessage::new(Role::System, "be kind"),
+            ChatMessage::new(Role::User, "hi <|im_end|>"),
+        ]
+    };
     let tokens = |side: &TextSide| {
         let request = GenerateRequest::new(RequestId::new(1), Prompt::Chat(said().into()));
         side.prepare(&request, Client::PATIENT).unwrap().tokens
@@ -236,14 +275,20 @@ fn a_helper_that_was_stopped_is_replaced() {
     signal(helper, Signal::SIGSTOP);
     drop(prepare(&side, json!({"type": "boolean"})).unwrap());
     assert_ne!(helper_pid(), helper);
-    assert!(!PathBuf::from(format!("/proc/{helper}")).exists(), "the one that was stopped is gone");
+    assert!(
+        !PathBuf::from(format!("/proc/{helper}")).exists(),
+        "the one that was stopped is gone"
+    );
 }
 
 #[test]
 fn a_job_that_is_stopped_or_killed_is_no_fault_of_the_form() {
     let side = text_side(None);
     for sent in [Signal::SIGSTOP, Signal::SIGKILL] {
-        let mut mask = prepare(&side, json!({"type": "string"})).unwrap().mask.unwrap();
+        let mut mask = prepare(&side, json!({"type": "string"}))
+            .unwrap()
+            .mask
+            .unwrap();
         while !mask.is_ready(Duration::from_millis(5)).unwrap() {}
         let mut logits = vec![0.0; side.tokenizer().vocabulary() as usize];
         mask.apply(&mut logits).unwrap();
@@ -259,7 +304,10 @@ fn a_job_that_is_stopped_or_killed_is_no_fault_of_the_form() {
                 }
             }
         });
-        assert!(matches!(lost, Err(MaskError::Helper { .. })), "{sent}: {lost:?}");
+        assert!(
+            matches!(lost, Err(MaskError::Helper { .. })),
+            "{sent}: {lost:?}"
+        );
         if sent == Signal::SIGSTOP {
             // It does not notice that its owner has gone.
             signal(job, Signal::SIGKILL);
@@ -275,7 +323,11 @@ fn a_helper_that_cannot_be_replaced_is_an_error_of_its_own() {
     use std::os::unix::fs::PermissionsExt as _;
     let folder = tempfile::tempdir().unwrap();
     let (program, gone) = (folder.path().join("program"), folder.path().join("gone"));
-    let text = format!("#!/bin/sh\n[ -e {} ] || exec {} \"$@\"\n", gone.display(), env!("CARGO_BIN_EXE_cotenant"));
+    let text = format!(
+        "#!/bin/sh\n[ -e {} ] || exec {} \"$@\"\n",
+        gone.display(),
+        env!("CARGO_BIN_EXE_cotenant")
+    );
     fs::write(&program, text).unwrap();
     fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
     let side = TextSide::with_helper(&header_with(None), Tokens::new(4096), Some(program)).unwrap();
@@ -283,7 +335,10 @@ fn a_helper_that_cannot_be_replaced_is_an_error_of_its_own() {
     fs::write(&gone, "").unwrap();
     signal(helper_pid(), Signal::SIGKILL);
     let error = prepare(&side, json!({})).err();
-    assert!(matches!(error, Some(PromptError::Helper { .. })), "{error:?}");
+    assert!(
+        matches!(error, Some(PromptError::Helper { .. })),
+        "{error:?}"
+    );
     fs::remove_file(&gone).unwrap();
     drop(prepare(&side, json!({})).unwrap());
 }
@@ -294,7 +349,11 @@ fn a_call_of_one_of_40_tools_can_be_required() {
     let tools = super::grammar::tools(40);
     assert!(serde_json::to_string(&tools).unwrap().len() > 48_000);
     let said = vec![ChatMessage::new(Role::User, "x")];
-    let conversation = Conversation { messages: said, tools, ..Conversation::default() };
+    let conversation = Conversation {
+        messages: said,
+        tools,
+        ..Conversation::default()
+    };
     let request = GenerateRequest {
         form: Some(AnswerForm::ToolCall { name: None }),
         ..GenerateRequest::new(RequestId::new(1), Prompt::Chat(conversation))
@@ -302,5 +361,10 @@ fn a_call_of_one_of_40_tools_can_be_required() {
     // Each byte of the prompt is a token.
     let program = Some(PathBuf::from(env!("CARGO_BIN_EXE_cotenant")));
     let long = TextSide::with_helper(&header_with(None), Tokens::new(1 << 20), program).unwrap();
-    assert!(long.prepare(&request, Client::PATIENT).unwrap().mask.is_some());
+    assert!(
+        long.prepare(&request, Client::PATIENT)
+            .unwrap()
+            .mask
+            .is_some()
+    );
 }

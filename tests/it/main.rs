@@ -30,6 +30,5 @@ mod sayable;
 mod speech;
 mod stage;
 mod support;
-#[path = "../../benches/developer/weights.rs"]
-mod weights;
+use cotenant_dev::weights;
 mod worker;

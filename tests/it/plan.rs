@@ -14,7 +14,11 @@ use cotenant::engine::{
 use serde_json::Value;
 
 fn run(arguments: &[&str]) -> Output {
-    Command::new(env!("CARGO_BIN_EXE_cotenant")).args(arguments).env_remove("COTENANT_CONFIG").output().unwrap()
+    Command::new(env!("CARGO_BIN_EXE_cotenant"))
+        .args(arguments)
+        .env_remove("COTENANT_CONFIG")
+        .output()
+        .unwrap()
 }
 
 fn text(bytes: &[u8]) -> String {
@@ -23,7 +27,8 @@ fn text(bytes: &[u8]) -> String {
 
 fn json(arguments: &[&str]) -> Value {
     let output = run(&[arguments, &["-o", "json"]].concat());
-    serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {}", text(&output.stderr)))
+    serde_json::from_slice(&output.stdout)
+        .unwrap_or_else(|error| panic!("{error}: {}", text(&output.stderr)))
 }
 
 fn hollow(folder: &Path, model: &Synthetic) -> String {
@@ -51,7 +56,12 @@ fn a_4b_model_with_a_voice_stack_is_planned_for_an_orin_from_its_header_alone() 
     ];
     let output = run(&arguments);
     let printed = text(&output.stdout);
-    assert_eq!(output.status.code(), Some(0), "{printed}{}", text(&output.stderr));
+    assert_eq!(
+        output.status.code(),
+        Some(0),
+        "{printed}{}",
+        text(&output.stderr)
+    );
     for said in [
         "qwen35 on 32 layers",
         "4096 tokens as f16, 32 KiB each; 8 of 32 layers attend",
@@ -62,14 +72,34 @@ fn a_4b_model_with_a_voice_stack_is_planned_for_an_orin_from_its_header_alone() 
     ] {
         assert!(printed.contains(said), "{said}: {printed}");
     }
-    assert!(!printed.contains(": stopping worker"), "the engine gives first: {printed}");
+    assert!(
+        !printed.contains(": stopping worker"),
+        "the engine gives first: {printed}"
+    );
     let svg = fs::read_to_string(&picture).unwrap();
-    assert!(svg.starts_with("<svg ") && svg.contains("KV cache 128 MiB"), "{svg}");
+    assert!(
+        svg.starts_with("<svg ") && svg.contains("KV cache 128 MiB"),
+        "{svg}"
+    );
     let planned = json(&arguments);
     assert_eq!(planned["ok"], true);
     assert_eq!(planned["model"]["kvBytesPerToken"], 32 << 10);
-    let kinds: Vec<_> = planned["model"]["tensors"].as_array().unwrap().iter().map(|group| &group["kind"]).collect();
-    assert_eq!(kinds, ["embedding", "attention", "recurrent", "feed_forward", "vectors"]);
+    let kinds: Vec<_> = planned["model"]["tensors"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|group| &group["kind"])
+        .collect();
+    assert_eq!(
+        kinds,
+        [
+            "embedding",
+            "attention",
+            "recurrent",
+            "feed_forward",
+            "vectors"
+        ]
+    );
     let file = planned["model"]["fileBytes"].as_u64().unwrap();
     assert_eq!(file / 100_000_000, 27, "{file}");
     assert_eq!(fs::metadata(&model).unwrap().len(), file);
@@ -81,14 +111,30 @@ fn a_model_that_is_too_large_streams_and_one_that_never_fits_is_refused() {
     let model = hollow(folder.path(), &Synthetic::qwen35_4b(TypeMix::Q4KM, 1));
     let device = folder.path().join("box.yaml");
     let on = |memory: &str| {
-        fs::write(&device, format!("{{memory: {memory}, memory_bandwidth: 20GiB, disk_bandwidth: 1GiB}}")).unwrap();
+        fs::write(
+            &device,
+            format!("{{memory: {memory}, memory_bandwidth: 20GiB, disk_bandwidth: 1GiB}}"),
+        )
+        .unwrap();
         json(&["plan", &model, "--device", device.to_str().unwrap()])
     };
     let small = on("2500MiB");
-    assert!(small["verdict"].as_str().unwrap().starts_with("runs with less"), "{small}");
+    assert!(
+        small["verdict"]
+            .as_str()
+            .unwrap()
+            .starts_with("runs with less"),
+        "{small}"
+    );
     assert_eq!(small["forecast"]["contextResident"], 0);
     let none = on("256MiB");
-    assert!(none["verdict"].as_str().unwrap().starts_with("cannot work: llm"), "{none}");
+    assert!(
+        none["verdict"]
+            .as_str()
+            .unwrap()
+            .starts_with("cannot work: llm"),
+        "{none}"
+    );
     assert_eq!(none["ok"], false);
     let output = run(&["plan", &model, "--device", device.to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(78));
@@ -106,7 +152,9 @@ fn a_config_json_is_planned_like_the_file_that_it_becomes() {
     )
     .unwrap();
     let model = hollow(folder.path(), &Synthetic::qwen3_0_6b(TypeMix::Q4KM, 1));
-    let total = |path: &str| json(&["plan", path, "--device", "orin-nano-8g"])["forecast"]["llm"]["total"].clone();
+    let total = |path: &str| {
+        json(&["plan", path, "--device", "orin-nano-8g"])["forecast"]["llm"]["total"].clone()
+    };
     assert_eq!(total(config.to_str().unwrap()), total(&model));
 }
 
@@ -115,7 +163,13 @@ fn of_config(text: &str, arguments: &[&str]) -> Value {
     let folder = tempfile::tempdir().unwrap();
     let config = folder.path().join("config.json");
     fs::write(&config, text).unwrap();
-    json(&[&["plan", config.to_str().unwrap(), "--device", "orin-nx-16g"], arguments].concat())
+    json(
+        &[
+            &["plan", config.to_str().unwrap(), "--device", "orin-nx-16g"],
+            arguments,
+        ]
+        .concat(),
+    )
 }
 
 const LLAMA_3_8B: &str = r#"{"model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336,
@@ -136,7 +190,9 @@ fn qwen3_5_4b(kv_heads: u32) -> String {
 }
 
 fn bytes_of(plan: &Value, piece: &str) -> u64 {
-    plan["forecast"]["llm"][piece].as_u64().unwrap_or_else(|| panic!("{piece}: {plan}"))
+    plan["forecast"]["llm"][piece]
+        .as_u64()
+        .unwrap_or_else(|| panic!("{piece}: {plan}"))
 }
 
 /// Figures that were published for these models, and ours.
@@ -150,7 +206,10 @@ fn published_kv_sizes_are_those_of_the_plan() {
     // elements besides, and 2048 tokens: 34 / 32 × 2048 / 2000 as much, 119 MiB, and whole pages.
     let small = of_config(LLAMA_3_2_3B, &["--context", "2048", "--kv-type", "q8"]);
     assert_eq!((2 * 28 * 8 * 128 * 2000) >> 20, 109);
-    assert_eq!(small["model"]["kvBytesPerToken"], 2 * 28 * 8 * 128 * 34 / 32);
+    assert_eq!(
+        small["model"]["kvBytesPerToken"],
+        2 * 28 * 8 * 128 * 34 / 32
+    );
     let kv = bytes_of(&small, "kv") - 2 * 28 * 8 * 128 * 34 / 32 * 2048;
     assert!(kv < 2 << 20, "{kv}");
     // 64 KiB per token were published for 8 KV heads; the model's own configuration has 4, and 8 of its 32 layers attend.
@@ -165,28 +224,63 @@ fn published_kv_sizes_are_those_of_the_plan() {
 fn published_totals_are_explained_by_the_plan() {
     // 6.8 GB for an 8B model at 4 bits with 4096 tokens on a board, the system included, and 8.5 GB with a margin of a quarter. An
     // idle board uses 1224 MiB. Ours has no margin: nothing is allocated that is not in the plan.
-    let llama = of_config(LLAMA_3_8B, &["--context", "4096", "--kv-type", "f16", "--reserve", "1224MiB"]);
+    let llama = of_config(
+        LLAMA_3_8B,
+        &[
+            "--context",
+            "4096",
+            "--kv-type",
+            "f16",
+            "--reserve",
+            "1224MiB",
+        ],
+    );
     let whole = bytes_of(&llama, "total") + (1224 << 20);
     assert!((6_200_000_000..6_800_000_000).contains(&whole), "{whole}");
-    assert_eq!(llama["verdict"].as_str().unwrap().split(':').next(), Some("fits"));
+    assert_eq!(
+        llama["verdict"].as_str().unwrap().split(':').next(),
+        Some("fits")
+    );
     // 12.9 GB were in use with Qwen3.5-4B in another engine at 8192 tokens, the system included. Beside it, recognition and speech of
     // 2271 MiB, 3363 MiB while they start, find no place: 12 947 + 3363 of 15 656 MiB. Beside ours they do, and ours beside that engine
     // keeps no layer.
     let speech = ["--reserve", "1224MiB", "--worker", "speech=3363MiB:2271MiB"];
-    let ours = of_config(&qwen3_5_4b(4), &[&["--context", "8192"], &speech[..]].concat());
-    assert_eq!(ours["verdict"].as_str().unwrap().split(':').next(), Some("fits"), "{ours}");
-    let theirs = of_config(&qwen3_5_4b(4), &[&speech[..], &["--worker", "other=11723MiB:11723MiB"]].concat());
-    assert!(theirs["verdict"].as_str().unwrap().contains("keeps 0 of its parts"), "{theirs}");
+    let ours = of_config(
+        &qwen3_5_4b(4),
+        &[&["--context", "8192"], &speech[..]].concat(),
+    );
+    assert_eq!(
+        ours["verdict"].as_str().unwrap().split(':').next(),
+        Some("fits"),
+        "{ours}"
+    );
+    let theirs = of_config(
+        &qwen3_5_4b(4),
+        &[&speech[..], &["--worker", "other=11723MiB:11723MiB"]].concat(),
+    );
+    assert!(
+        theirs["verdict"]
+            .as_str()
+            .unwrap()
+            .contains("keeps 0 of its parts"),
+        "{theirs}"
+    );
     // 6113 MB were published for Qwen3.5-4B at 4 bits on an Orin NX 16 GB; with which context and which buffers is not known. Ours: 52 %
     // of it, most of which are weights.
     let (total, weights) = (bytes_of(&ours, "total"), bytes_of(&ours, "layers"));
-    assert!(total < 6_113_000_000 / 100 * 53 && weights > total * 4 / 5, "{total}, {weights}");
+    assert!(
+        total < 6_113_000_000 / 100 * 53 && weights > total * 4 / 5,
+        "{total}, {weights}"
+    );
 }
 
 #[test]
 fn a_header_that_lies_is_refused_with_what_is_wrong() {
     let folder = tempfile::tempdir().unwrap();
-    let model = hollow(folder.path(), &Synthetic::tiny(Architecture::Qwen3, TypeMix::Q4KM, 1));
+    let model = hollow(
+        folder.path(),
+        &Synthetic::tiny(Architecture::Qwen3, TypeMix::Q4KM, 1),
+    );
     let whole = fs::read(&model).unwrap();
     let short = folder.path().join("short.gguf");
     fs::write(&short, &whole[..whole.len() / 2]).unwrap();
@@ -198,7 +292,10 @@ fn a_header_that_lies_is_refused_with_what_is_wrong() {
         let output = run(&["plan", path.to_str().unwrap(), "--device", "orin-nx-16g"]);
         let printed = text(&output.stderr);
         assert_eq!(output.status.code(), Some(78), "{printed}");
-        assert!(printed.starts_with("error: cannot load model `") && printed.contains(said), "{printed}");
+        assert!(
+            printed.starts_with("error: cannot load model `") && printed.contains(said),
+            "{printed}"
+        );
     }
     let output = run(&["plan", "/nowhere/model.gguf", "--device", "nowhere"]);
     assert_eq!(output.status.code(), Some(2));
@@ -218,7 +315,11 @@ fn the_catalogue_has_every_model_on_every_board() {
     assert_eq!(of("Qwen3-14B", "orin-nano-8g")["resident"], false);
     assert_eq!(of("Qwen3-14B", "orin-nx-16g")["resident"], true);
     assert_eq!(of("Qwen3.5-4B", "orin-nano-8g")["resident"], true);
-    assert!(entries.len().is_multiple_of(5) && entries.len() >= 50, "{}", entries.len());
+    assert!(
+        entries.len().is_multiple_of(5) && entries.len() >= 50,
+        "{}",
+        entries.len()
+    );
 }
 
 #[test]
@@ -230,27 +331,52 @@ fn a_device_is_audited_from_a_folder_without_a_configuration() {
         fs::create_dir_all(path.parent().unwrap()).unwrap();
         fs::copy(fixtures.join(capture), path).unwrap();
     };
-    put("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt");
-    put("proc/swaps", "zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt");
+    put(
+        "proc/meminfo",
+        "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt",
+    );
+    put(
+        "proc/swaps",
+        "zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt",
+    );
     put("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt");
     let root = folder.path().to_str().unwrap();
     let output = run(&["check", "--root", root]);
     let printed = text(&output.stdout);
     assert_eq!(output.status.code(), Some(0), "{printed}");
-    assert!(printed.contains("warning: zram of 7.6 GiB is 49 % of the memory"), "{printed}");
-    assert!(printed.contains("; costs 4.4 GiB\n") && printed.contains("  hint: disable `nvzramconfig`"), "{printed}");
-    assert!(printed.contains("\nversions\n") && !printed.contains("CUDA"), "no list of packages was copied: {printed}");
-    assert!(!printed.contains("disk: reads"), "copies of files say nothing of a disk: {printed}");
+    assert!(
+        printed.contains("warning: zram of 7.6 GiB is 49 % of the memory"),
+        "{printed}"
+    );
+    assert!(
+        printed.contains("; costs 4.4 GiB\n") && printed.contains("  hint: disable `nvzramconfig`"),
+        "{printed}"
+    );
+    assert!(
+        printed.contains("\nversions\n") && !printed.contains("CUDA"),
+        "no list of packages was copied: {printed}"
+    );
+    assert!(
+        !printed.contains("disk: reads"),
+        "copies of files say nothing of a disk: {printed}"
+    );
     let found = json(&["check", "--root", root]);
     let figure = |name: &str| {
         let rows = found["memory"].as_array().unwrap();
-        rows.iter().find(|row| row["name"] == name).unwrap()["bytes"].as_u64().unwrap()
+        rows.iter().find(|row| row["name"] == name).unwrap()["bytes"]
+            .as_u64()
+            .unwrap()
     };
     // Worked out by hand from the capture: 14 250 120 − 245 760 KiB, and what no line has.
     assert_eq!(figure("available"), (14_250_120 - 245_760) << 10);
     assert_eq!(figure("residual"), 1_125_520 << 10);
     assert_eq!(figure("nvmap page pool"), 0);
-    let fault = found["audit"].as_array().unwrap().iter().find(|found| found["rule"] == "l4t_known_fault").unwrap();
+    let fault = found["audit"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .find(|found| found["rule"] == "l4t_known_fault")
+        .unwrap();
     assert_eq!(fault["cost"]["kind"], "memory", "{fault}");
 }
 
@@ -259,37 +385,59 @@ fn a_folder_that_is_no_device_is_not_audited_as_free_of_faults() {
     let folder = tempfile::tempdir().unwrap();
     let output = run(&["check", "--root", folder.path().to_str().unwrap()]);
     assert_eq!(output.status.code(), Some(1));
-    assert!(text(&output.stderr).contains("proc/meminfo"), "{}", text(&output.stderr));
-    assert!(!text(&output.stdout).contains("0 warnings"), "{}", text(&output.stdout));
+    assert!(
+        text(&output.stderr).contains("proc/meminfo"),
+        "{}",
+        text(&output.stderr)
+    );
+    assert!(
+        !text(&output.stdout).contains("0 warnings"),
+        "{}",
+        text(&output.stdout)
+    );
 }
 
 /// Memory and speed that were published for TensorRT Edge-LLM 0.9 with weights of 4 bits on an Orin NX 16 GB, and what they ask of ours:
 /// memory by the plan, speed by the bytes of a token and the instructions of the kernels. Nothing here was measured on an Orin.
 #[test]
-fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_bound_of_the_kernels() {
+fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_bound_of_the_kernels()
+ {
     let small = qwen3_5_4b(2)
         .replace("\"num_hidden_layers\": 32", "\"num_hidden_layers\": 24")
         .replace("\"hidden_size\": 2560", "\"hidden_size\": 1024")
         .replace("\"intermediate_size\": 9216", "\"intermediate_size\": 3584")
         .replace("\"num_attention_heads\": 16", "\"num_attention_heads\": 8")
-        .replace("\"linear_num_value_heads\": 32", "\"linear_num_value_heads\": 16");
+        .replace(
+            "\"linear_num_value_heads\": 32",
+            "\"linear_num_value_heads\": 16",
+        );
     for (name, config, megabytes, tokens_per_s, weights) in [
         ("Qwen3.5-4B", qwen3_5_4b(4), 6113, 26.5, "q4_0"),
         ("Qwen3.5-0.8B", small.clone(), 2257, 88.9, "q4_0"),
         ("Qwen3.5-0.8B", small, 2257, 88.9, "q4_k_m"),
     ] {
-        let plan = of_config(&config, &["--context", "4096", "--kv-type", "q8", "--weights", weights]);
+        let plan = of_config(
+            &config,
+            &["--context", "4096", "--kv-type", "q8", "--weights", weights],
+        );
         let held = bytes_of(&plan, "total") + CONTEXT_ASSUMED;
         // All weights are read for a token, the state is read and written, and at the end of the context all of it is read.
-        let a_token = bytes_of(&plan, "layers") + 2 * bytes_of(&plan, "state") + bytes_of(&plan, "kv");
+        let a_token =
+            bytes_of(&plan, "layers") + 2 * bytes_of(&plan, "state") + bytes_of(&plan, "kv");
         let needed = f64::from(u32::try_from(a_token / 1_000_000).unwrap()) * tokens_per_s / 1e3;
         let bound = issue_bound(if weights == "q4_0" { "Q4_0" } else { "Q6_K" });
         println!(
             "{name} {weights}: {} of {megabytes} MB, {needed:.1} GB/s for {tokens_per_s} tokens/s",
             held / 1_000_000
         );
-        assert!(2 * held <= megabytes * 1_000_000, "{name}: {held} of {megabytes} MB");
-        assert!(needed < ORIN_NX_GB_PER_S && needed < bound, "{name}: {needed} GB/s, at most {bound}");
+        assert!(
+            2 * held <= megabytes * 1_000_000,
+            "{name}: {held} of {megabytes} MB"
+        );
+        assert!(
+            needed < ORIN_NX_GB_PER_S && needed < bound,
+            "{name}: {needed} GB/s, at most {bound}"
+        );
     }
 }
 
@@ -303,8 +451,13 @@ fn issue_bound(dtype: &str) -> f64 {
     let text = include_str!("../../docs/cuda.md");
     let cells = |start: &str| {
         let line = text.lines().find(|line| line.starts_with(start)).unwrap();
-        line.split('|').map(|cell| cell.trim().to_owned()).collect::<Vec<_>>()
+        line.split('|')
+            .map(|cell| cell.trim().to_owned())
+            .collect::<Vec<_>>()
     };
-    let column = cells("| GB/s of weights at most").iter().position(|cell| cell == dtype).unwrap();
+    let column = cells("| GB/s of weights at most")
+        .iter()
+        .position(|cell| cell == dtype)
+        .unwrap();
     cells("| product_1")[column].parse().unwrap()
 }

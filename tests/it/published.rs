@@ -74,7 +74,9 @@ pub(crate) fn models() -> Option<&'static Path> {
 }
 
 fn fixture(name: &str) -> PathBuf {
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/published").join(name)
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures/published")
+        .join(name)
 }
 
 fn reference(name: &str) -> Reference {
@@ -110,62 +112,119 @@ fn go() -> impl FnMut() -> Flow {
 }
 
 fn best(logits: &[f32]) -> u32 {
-    let (at, _) = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).unwrap();
+    let (at, _) = logits
+        .iter()
+        .enumerate()
+        .max_by(|a, b| a.1.total_cmp(b.1))
+        .unwrap();
     u32::try_from(at).unwrap()
 }
 
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+    a.iter()
+        .zip(b)
+        .map(|(x, y)| (x - y).abs())
+        .fold(0.0, f32::max)
 }
 
 /// Every layer, every second one, none.
 fn residencies(model: &Model) -> [Vec<u32>; 3] {
     let layers = model.shape().layer_count();
-    [(0..layers).collect(), (0..layers).step_by(2).collect(), Vec::new()]
+    [
+        (0..layers).collect(),
+        (0..layers).step_by(2).collect(),
+        Vec::new(),
+    ]
 }
 
 /// Texts, answers at several residencies, and logits of one model.
 fn is_read_as_llama_cpp_does(file: &str, name: &str) {
     let Some(folder) = models() else { return };
     let (mut model, text) = open(&folder.join(file));
-    let Reference { texts, answers, logits, .. } = reference(name);
-    let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
+    let Reference {
+        texts,
+        answers,
+        logits,
+        ..
+    } = reference(name);
+    let begins = text
+        .tokenizer()
+        .bos()
+        .filter(|_| text.tokenizer().adds_bos());
     let read = |said: &str| {
         let rest = text.tokenizer().encode_rendered(said, None).unwrap();
-        begins.into_iter().filter(|begin| rest.first() != Some(begin)).chain(rest.iter().copied()).collect::<Vec<u32>>()
+        begins
+            .into_iter()
+            .filter(|begin| rest.first() != Some(begin))
+            .chain(rest.iter().copied())
+            .collect::<Vec<u32>>()
     };
     for Text { text: said, tokens } in &texts {
         assert_eq!(&read(said), tokens, "{said:?}");
     }
     let residencies = residencies(&model);
     let (mut equal, mut written) = (0, 0);
-    for (Greedy { prompt, tokens, margins }, resident) in answers.iter().zip(residencies.iter().cycle()) {
+    for (
+        Greedy {
+            prompt,
+            tokens,
+            margins,
+        },
+        resident,
+    ) in answers.iter().zip(residencies.iter().cycle())
+    {
         model.reset();
-        model.apply(&plan(resident.iter().copied(), KvType::F16)).unwrap();
+        model
+            .apply(&plan(resident.iter().copied(), KvType::F16))
+            .unwrap();
         let mut next = best(&model.forward(&read(prompt), &mut go()).unwrap());
         written += tokens.len();
         // Small models are often undecided: it goes on with llama.cpp's token, and chooses again after each.
         for (count, (&token, &margin)) in tokens.iter().zip(margins).enumerate() {
-            assert!(next == token || margin < CLOSE_CALL, "{prompt:?}, token {count}: {next}, margin {margin}");
+            assert!(
+                next == token || margin < CLOSE_CALL,
+                "{prompt:?}, token {count}: {next}, margin {margin}"
+            );
             equal += usize::from(next == token);
             next = best(&model.forward(&[token], &mut go()).unwrap());
         }
     }
     println!("{file}: {equal} of {written} greedy tokens are llama.cpp's");
     assert!(equal * 10 >= written * 9, "{equal} of {written} tokens");
-    let Logits { tokens, prompt, every, plain, repack, f32 } = logits;
+    let Logits {
+        tokens,
+        prompt,
+        every,
+        plain,
+        repack,
+        f32,
+    } = logits;
     let mut rows: Vec<Vec<Vec<f32>>> = Vec::new();
     for resident in &residencies {
         model.reset();
-        model.apply(&plan(resident.iter().copied(), KvType::F16)).unwrap();
-        let mut read = vec![model.forward(&tokens[..prompt], &mut go()).unwrap().to_vec()];
+        model
+            .apply(&plan(resident.iter().copied(), KvType::F16))
+            .unwrap();
+        let mut read = vec![
+            model
+                .forward(&tokens[..prompt], &mut go())
+                .unwrap()
+                .to_vec(),
+        ];
         for token in &tokens[prompt..] {
             read.push(model.forward(&[*token], &mut go()).unwrap().to_vec());
         }
-        rows.push(read.into_iter().map(|row| row.into_iter().step_by(every).collect()).collect());
+        rows.push(
+            read.into_iter()
+                .map(|row| row.into_iter().step_by(every).collect())
+                .collect(),
+        );
     }
-    assert!(rows.iter().all(|one| one == &rows[0]), "residency changes logits");
+    assert!(
+        rows.iter().all(|one| one == &rows[0]),
+        "residency changes logits"
+    );
     for (at, ours) in rows[0].iter().enumerate() {
         let spread = distance(&plain[at], &f32[at]).max(distance(&repack[at], &f32[at]));
         let ours = distance(ours, &f32[at]);
@@ -187,7 +246,10 @@ fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_res
 /// Perplexity as `llama-perplexity` counts it.
 fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], wanted: &Perplexity) -> f64 {
     let window = wanted.window;
-    let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
+    let begins = text
+        .tokenizer()
+        .bos()
+        .filter(|_| text.tokenizer().adds_bos());
     let (mut sum, mut count) = (0.0, 0u32);
     for part in tokens.chunks_exact(window).take(wanted.windows) {
         let mut input = part.to_vec();
@@ -218,18 +280,29 @@ fn published_models_expect_a_text_as_llama_cpp_does_with_each_kv_type() {
     for (file, name) in [(SMOLLM2, "smollm2.json"), (GEMMA3, "gemma3.json")] {
         let (mut model, text) = open(&folder.join(file));
         let wanted = reference(name).perplexity;
-        let begins = text.tokenizer().bos().filter(|_| text.tokenizer().adds_bos());
+        let begins = text
+            .tokenizer()
+            .bos()
+            .filter(|_| text.tokenizer().adds_bos());
         let rest = text.tokenizer().encode_rendered(&said, None).unwrap();
         let tokens: Vec<u32> = begins.into_iter().chain(rest).collect();
         let layers = model.shape().layer_count();
-        let types = [(KvType::F16, wanted.f16), (KvType::Q8, wanted.q8), (KvType::Q4, wanted.q4)];
+        let types = [
+            (KvType::F16, wanted.f16),
+            (KvType::Q8, wanted.q8),
+            (KvType::Q4, wanted.q4),
+        ];
         for (kv_type, theirs) in types {
             model.reset();
             model.apply(&plan(0..layers, kv_type)).unwrap();
             let ours = perplexity(&mut model, &text, &tokens, &wanted);
             let percent = (ours / theirs - 1.0) * 100.0;
             println!("{file}, {kv_type}: {ours:.4}, llama.cpp {theirs}: {percent:+.3} %");
-            let is_near = if kv_type == KvType::Q4 { percent <= 2.0 } else { percent.abs() <= 0.5 };
+            let is_near = if kv_type == KvType::Q4 {
+                percent <= 2.0
+            } else {
+                percent.abs() <= 0.5
+            };
             assert!(is_near, "{file}, {kv_type}: {percent} %");
         }
     }

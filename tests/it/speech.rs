@@ -9,7 +9,10 @@ use cotenant::{
         server::{Refusal, Reply, Server, ServerLimits, Service, Session, SessionError},
         wyoming::{
             AudioFormat, Event, Frame, FrameLimits, FrameReader, Info,
-            event::{AudioChunk, AudioStart, AudioStop, Ping, SynthesizeStart, Text, Transcribe, Transcript},
+            event::{
+                AudioChunk, AudioStart, AudioStop, Ping, SynthesizeStart, Text, Transcribe,
+                Transcript,
+            },
             write_frame,
         },
     },
@@ -46,7 +49,12 @@ fn client_of(worker: &WorkerHandle) -> WyomingClient {
 }
 
 async fn spoken(tts: &WyomingClient, text: &str) -> MonoAudio {
-    tts.synthesize(text, None).await.unwrap().collect(PATIENCE).await.unwrap()
+    tts.synthesize(text, None)
+        .await
+        .unwrap()
+        .collect(PATIENCE)
+        .await
+        .unwrap()
 }
 
 /// Our recogniser and our voice, ready; `None` where the speech libraries are not installed.
@@ -69,14 +77,23 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
     let mut wrong = Vec::new();
     for command in COMMANDS {
         // As a client of HTTP would: 24 kHz in a WAV file, and back.
-        let wav = spoken(&mouth, command).await.resampled(TTS_RATE_HZ).unwrap().to_wav().unwrap();
+        let wav = spoken(&mouth, command)
+            .await
+            .resampled(TTS_RATE_HZ)
+            .unwrap()
+            .to_wav()
+            .unwrap();
         let audio = cotenant::speech::decode::decode_whole_for_asr(&wav, PATIENCE).unwrap();
         let heard = ears.hear(&audio, None, None).await.unwrap().text;
         if heard != command {
             wrong.push(format!("{command} -> {heard}"));
         }
     }
-    assert!(wrong.is_empty(), "{} of 12 exact; {wrong:?}", 12 - wrong.len());
+    assert!(
+        wrong.is_empty(),
+        "{} of 12 exact; {wrong:?}",
+        12 - wrong.len()
+    );
     tokio::join!(asr.stop_because(None, ""), tts.stop_because(None, ""));
 }
 
@@ -88,13 +105,19 @@ async fn a_recording_of_more_than_a_minute_is_heard_to_its_end() {
     let mut recording = MonoAudio::new(16_000, Vec::new());
     let commands = &COMMANDS[..6];
     for command in commands {
-        let command = spoken(&client_of(&tts), command).await.resampled(16_000).unwrap();
+        let command = spoken(&client_of(&tts), command)
+            .await
+            .resampled(16_000)
+            .unwrap();
         recording.samples.extend(command.samples);
         recording.samples.extend([0; 9 * 16_000]);
     }
     assert!(recording.duration() > Duration::from_secs(60));
     let (pieces, mut reported) = tokio::sync::mpsc::channel(64);
-    let heard = client_of(&asr).hear(&recording, None, Some(&pieces)).await.unwrap();
+    let heard = client_of(&asr)
+        .hear(&recording, None, Some(&pieces))
+        .await
+        .unwrap();
     assert_eq!(heard.text, commands.join(" "));
     drop(pieces);
     let mut in_pieces = String::new();
@@ -110,11 +133,21 @@ async fn the_open_vocabulary_hears_what_no_grammar_lists() {
     let Some((_bench, asr, tts)) = both_workers().await else {
         return;
     };
-    let question = spoken(&client_of(&tts), "what time is it").await.resampled(16_000).unwrap();
+    let question = spoken(&client_of(&tts), "what time is it")
+        .await
+        .resampled(16_000)
+        .unwrap();
     let by_grammar = client_of(&asr).hear(&question, None, None).await.unwrap();
     assert_ne!(by_grammar.text, "what time is it");
     asr.resize("open").await.unwrap();
-    assert_eq!(client_of(&asr).hear(&question, None, None).await.unwrap().text, "what time is it");
+    assert_eq!(
+        client_of(&asr)
+            .hear(&question, None, None)
+            .await
+            .unwrap()
+            .text,
+        "what time is it"
+    );
 }
 
 #[tokio::test]
@@ -131,14 +164,33 @@ async fn our_workers_say_what_they_are_and_refuse_what_makes_no_sense() {
     ears.ping().await.unwrap();
 
     let silence = MonoAudio::new(16_000, Vec::new());
-    assert_eq!(ears.hear(&silence, None, None).await.unwrap().text, "", "no audio is no error");
+    assert_eq!(
+        ears.hear(&silence, None, None).await.unwrap().text,
+        "",
+        "no audio is no error"
+    );
     let endless = MonoAudio::new(8_000, vec![0; 8_000 * 601]);
     let error = ears.hear(&endless, None, None).await.unwrap_err();
-    assert!(matches!(&error, ClientError::Refused { code: Some(code), .. } if code == "too-long"), "{error}");
-    let nothing = mouth.synthesize("...", None).await.unwrap().collect(PATIENCE).await.unwrap();
+    assert!(
+        matches!(&error, ClientError::Refused { code: Some(code), .. } if code == "too-long"),
+        "{error}"
+    );
+    let nothing = mouth
+        .synthesize("...", None)
+        .await
+        .unwrap()
+        .collect(PATIENCE)
+        .await
+        .unwrap();
     assert!(nothing.samples.is_empty());
-    let error = mouth.synthesize(&"long ".repeat(10_000), None).await.unwrap_err();
-    assert!(matches!(&error, ClientError::Refused { text, .. } if text.contains("16 KiB")), "{error}");
+    let error = mouth
+        .synthesize(&"long ".repeat(10_000), None)
+        .await
+        .unwrap_err();
+    assert!(
+        matches!(&error, ClientError::Refused { text, .. } if text.contains("16 KiB")),
+        "{error}"
+    );
     let error = ears.resize("huge").await.unwrap_err();
     assert!(matches!(error, ClientError::Refused { .. }), "{error}");
 }
@@ -157,7 +209,9 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     let mut kinds = Vec::new();
     for event in [
         Event::SynthesizeStart(SynthesizeStart::default()),
-        Event::SynthesizeChunk(Text { text: "Good night. ".to_owned() }),
+        Event::SynthesizeChunk(Text {
+            text: "Good night. ".to_owned(),
+        }),
     ] {
         write_frame(&mut writer, &event.into_frame()).await.unwrap();
     }
@@ -167,8 +221,12 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     }
     assert_eq!(kinds, ["audio-start", "audio-chunk"]);
     for event in [
-        Event::SynthesizeChunk(Text { text: "Stop the".to_owned() }),
-        Event::SynthesizeChunk(Text { text: " music".to_owned() }),
+        Event::SynthesizeChunk(Text {
+            text: "Stop the".to_owned(),
+        }),
+        Event::SynthesizeChunk(Text {
+            text: " music".to_owned(),
+        }),
         Event::SynthesizeStop,
     ] {
         write_frame(&mut writer, &event.into_frame()).await.unwrap();
@@ -177,7 +235,15 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
         kinds.push(reader.next().await.unwrap().unwrap().kind);
     }
     kinds.dedup();
-    assert_eq!(kinds, ["audio-start", "audio-chunk", "audio-stop", "synthesize-stopped"]);
+    assert_eq!(
+        kinds,
+        [
+            "audio-start",
+            "audio-chunk",
+            "audio-stop",
+            "synthesize-stopped"
+        ]
+    );
 }
 
 // ---- a client and servers that misbehave ----
@@ -214,10 +280,28 @@ async fn a_server_that_hangs_is_given_up() {
     let client = server_that_says(b"", false).await;
     let audio = MonoAudio::new(16_000, vec![0; 16_000]);
     let text = client.describe().await.unwrap_err().to_string();
-    assert!(text.ends_with("did not answer `describe` within 0.1 s") || text.ends_with("within 0.2 s"), "{text}");
-    assert!(matches!(client.hear(&audio, None, None).await, Err(ClientError::Late { act: "transcribe", .. })));
-    assert!(matches!(client.synthesize("hello", None).await, Err(ClientError::Late { act: "synthesize", .. })));
-    assert!(matches!(client.resize("open").await, Err(ClientError::Late { .. })));
+    assert!(
+        text.ends_with("did not answer `describe` within 0.1 s") || text.ends_with("within 0.2 s"),
+        "{text}"
+    );
+    assert!(matches!(
+        client.hear(&audio, None, None).await,
+        Err(ClientError::Late {
+            act: "transcribe",
+            ..
+        })
+    ));
+    assert!(matches!(
+        client.synthesize("hello", None).await,
+        Err(ClientError::Late {
+            act: "synthesize",
+            ..
+        })
+    ));
+    assert!(matches!(
+        client.resize("open").await,
+        Err(ClientError::Late { .. })
+    ));
 }
 
 #[tokio::test]
@@ -230,26 +314,49 @@ async fn a_server_that_stalls_within_the_audio_ends_the_stream_with_an_error() {
     let mut stream = client.synthesize("hello", None).await.unwrap();
     assert_eq!(stream.sample_rate_hz(), 8_000);
     assert_eq!(stream.next().await.unwrap().unwrap(), [1, 2]);
-    assert!(matches!(stream.next().await, Some(Err(ClientError::Late { .. }))));
+    assert!(matches!(
+        stream.next().await,
+        Some(Err(ClientError::Late { .. }))
+    ));
     assert!(stream.next().await.is_none());
 }
 
 #[tokio::test]
 async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
     let garbage = server_that_says(b"HTTP/1.1 400 Bad Request\r\n\r\n", false).await;
-    assert!(matches!(garbage.describe().await, Err(ClientError::Frame { .. })));
+    assert!(matches!(
+        garbage.describe().await,
+        Err(ClientError::Frame { .. })
+    ));
     let closed = server_that_says(b"", true).await;
-    assert!(matches!(closed.describe().await, Err(ClientError::Closed { .. })));
-    assert!(matches!(closed.synthesize("x", None).await, Err(ClientError::Closed { .. })));
+    assert!(matches!(
+        closed.describe().await,
+        Err(ClientError::Closed { .. })
+    ));
+    assert!(matches!(
+        closed.synthesize("x", None).await,
+        Err(ClientError::Closed { .. })
+    ));
     let cut = server_that_says(b"{\"type\":\"info\",\"data_length\":10}\n{", true).await;
-    assert!(matches!(cut.describe().await, Err(ClientError::Frame { .. })));
+    assert!(matches!(
+        cut.describe().await,
+        Err(ClientError::Frame { .. })
+    ));
     let wrong = server_that_says(b"{\"type\":\"transcript\",\"data\":{\"text\":7}}\n", false).await;
     let audio = MonoAudio::new(16_000, vec![0; 1_600_000]);
-    assert!(matches!(wrong.hear(&audio, None, None).await, Err(ClientError::Event { .. })));
-    let odd =
-        server_that_says(b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":9,\"channels\":1}}\n", false)
-            .await;
-    assert!(matches!(odd.synthesize("x", None).await, Err(ClientError::Audio(_))));
+    assert!(matches!(
+        wrong.hear(&audio, None, None).await,
+        Err(ClientError::Event { .. })
+    ));
+    let odd = server_that_says(
+        b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":9,\"channels\":1}}\n",
+        false,
+    )
+    .await;
+    assert!(matches!(
+        odd.synthesize("x", None).await,
+        Err(ClientError::Audio(_))
+    ));
     let refuses = server_that_says(
         b"{\"type\":\"error\",\"data\":{\"text\":\"no memory\",\"code\":\"memory-pressure\"}}\n",
         true,
@@ -262,7 +369,10 @@ async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
     );
     let absent = WyomingClient::new(Endpoint::Unix("/nowhere/asr.sock".into()), HASTY);
     let error = absent.describe().await.unwrap_err();
-    assert_eq!(error.to_string(), "cannot connect to `unix:///nowhere/asr.sock`");
+    assert_eq!(
+        error.to_string(),
+        "cannot connect to `unix:///nowhere/asr.sock`"
+    );
 }
 
 // ---- our server and clients that misbehave ----
@@ -313,17 +423,30 @@ impl Served {
     async fn new(limits: ServerLimits) -> Self {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("echo.sock");
-        let server = Server::bind(&Endpoint::Unix(path.clone()), limits).await.unwrap();
+        let server = Server::bind(&Endpoint::Unix(path.clone()), limits)
+            .await
+            .unwrap();
         let stop = CancellationToken::new();
         let slow = Arc::new(Notify::new());
-        let echo = Echo { slow: Arc::clone(&slow) };
+        let echo = Echo {
+            slow: Arc::clone(&slow),
+        };
         let task = tokio::spawn(server.run(echo, stop.clone()));
-        Self { _dir: dir, path, slow, stop, task }
+        Self {
+            _dir: dir,
+            path,
+            slow,
+            stop,
+            task,
+        }
     }
 
     async fn connect(&self) -> Client {
         let (reader, writer) = UnixStream::connect(&self.path).await.unwrap().into_split();
-        Client { reader: FrameReader::new(reader, FrameLimits::default()), writer }
+        Client {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
     }
 }
 
@@ -334,16 +457,24 @@ struct Client {
 
 impl Client {
     async fn say(&mut self, event: Event) {
-        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+        write_frame(&mut self.writer, &event.into_frame())
+            .await
+            .unwrap();
     }
 
     async fn hear(&mut self) -> Option<Frame> {
-        timeout(PATIENCE, self.reader.next()).await.unwrap().unwrap()
+        timeout(PATIENCE, self.reader.next())
+            .await
+            .unwrap()
+            .unwrap()
     }
 }
 
 fn transcript(text: &str) -> Event {
-    Event::Transcript(Transcript { text: text.to_owned(), ..Transcript::default() })
+    Event::Transcript(Transcript {
+        text: text.to_owned(),
+        ..Transcript::default()
+    })
 }
 
 #[tokio::test]
@@ -353,9 +484,16 @@ async fn several_requests_on_one_connection_work() {
     for round in 0..3 {
         client.say(Event::Describe).await;
         assert_eq!(client.hear().await.unwrap().kind, "info");
-        client.say(Event::Ping(Ping { text: Some("x".into()) })).await;
+        client
+            .say(Event::Ping(Ping {
+                text: Some("x".into()),
+            }))
+            .await;
         let pong = client.hear().await.unwrap();
-        assert_eq!((pong.kind.as_str(), &pong.data["text"]), ("pong", &"x".into()));
+        assert_eq!(
+            (pong.kind.as_str(), &pong.data["text"]),
+            ("pong", &"x".into())
+        );
         client.say(Event::Other(Frame::new("voice-started"))).await;
         client.say(transcript(&round.to_string())).await;
         assert_eq!(client.hear().await.unwrap().data["text"], round.to_string());
@@ -373,12 +511,19 @@ async fn an_error_is_the_last_thing_on_a_connection() {
     assert_eq!(error.data["text"], "no memory for an empty word");
     assert!(refused.hear().await.is_none(), "then the end");
 
-    for garbage in [b"GET / HTTP/1.1\r\n\r\n".as_slice(), b"{\"type\":\"audio-start\"}\n", &[b'x'; 1 << 17]] {
+    for garbage in [
+        b"GET / HTTP/1.1\r\n\r\n".as_slice(),
+        b"{\"type\":\"audio-start\"}\n",
+        &[b'x'; 1 << 17],
+    ] {
         let mut client = served.connect().await;
         // More than the server reads before it answers.
         let _ = client.writer.write_all(garbage).await;
         let error = client.hear().await.unwrap();
-        assert_eq!((error.kind.as_str(), &error.data["code"]), ("error", &"bad-request".into()));
+        assert_eq!(
+            (error.kind.as_str(), &error.data["code"]),
+            ("error", &"bad-request".into())
+        );
         assert!(client.hear().await.is_none());
     }
 }
@@ -388,13 +533,20 @@ async fn describe_is_answered_while_another_connection_waits_for_ever() {
     let served = Served::new(ServerLimits::default()).await;
     let mut stuck = served.connect().await;
     stuck.say(transcript("slow")).await;
-    let client = WyomingClient::new(Endpoint::Unix(served.path.clone()), ClientTimeouts::default());
+    let client = WyomingClient::new(
+        Endpoint::Unix(served.path.clone()),
+        ClientTimeouts::default(),
+    );
     client.describe().await.unwrap();
 }
 
 #[tokio::test]
 async fn a_silent_connection_is_closed_and_its_place_given_to_the_next() {
-    let limits = ServerLimits { connections: 1, idle: Duration::from_millis(100), ..ServerLimits::default() };
+    let limits = ServerLimits {
+        connections: 1,
+        idle: Duration::from_millis(100),
+        ..ServerLimits::default()
+    };
     let served = Served::new(limits).await;
     let mut silent = served.connect().await;
     let mut next = served.connect().await;
@@ -405,7 +557,10 @@ async fn a_silent_connection_is_closed_and_its_place_given_to_the_next() {
 
 #[tokio::test]
 async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
-    let limits = ServerLimits { connections: 4, ..ServerLimits::default() };
+    let limits = ServerLimits {
+        connections: 4,
+        ..ServerLimits::default()
+    };
     let served = Served::new(limits).await;
     let mut idle = Vec::new();
     for _ in 0..40 {
@@ -419,7 +574,12 @@ async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
     }
     // Each of these was idle for longer than the one that is used between them.
     for gone in idle.iter_mut().take(37) {
-        assert!(gone.reader.next().await.map_or(true, |frame| frame.is_none()));
+        assert!(
+            gone.reader
+                .next()
+                .await
+                .map_or(true, |frame| frame.is_none())
+        );
     }
     used.say(Event::Describe).await;
     assert_eq!(used.hear().await.unwrap().kind, "info");
@@ -427,7 +587,10 @@ async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
 
 #[tokio::test]
 async fn connections_at_work_keep_their_places_and_a_further_one_is_refused_at_once() {
-    let limits = ServerLimits { connections: 2, ..ServerLimits::default() };
+    let limits = ServerLimits {
+        connections: 2,
+        ..ServerLimits::default()
+    };
     let served = Served::new(limits).await;
     let mut working = Vec::new();
     for _ in 0..2 {
@@ -438,7 +601,10 @@ async fn connections_at_work_keep_their_places_and_a_further_one_is_refused_at_o
     }
     let mut refused = served.connect().await;
     let error = refused.hear().await.unwrap();
-    assert_eq!((error.kind.as_str(), &error.data["code"]), ("error", &"busy".into()));
+    assert_eq!(
+        (error.kind.as_str(), &error.data["code"]),
+        ("error", &"busy".into())
+    );
     assert!(refused.hear().await.is_none());
 }
 
@@ -449,15 +615,26 @@ async fn a_server_takes_over_an_abandoned_socket_but_no_other() {
     let endpoint = Endpoint::Unix(path.clone());
     drop(std::os::unix::net::UnixListener::bind(&path).unwrap());
     assert!(path.exists(), "left behind");
-    let server = Server::bind(&endpoint, ServerLimits::default()).await.unwrap();
+    let server = Server::bind(&endpoint, ServerLimits::default())
+        .await
+        .unwrap();
     assert_eq!(server.endpoint().unwrap(), endpoint);
-    let error = Server::bind(&endpoint, ServerLimits::default()).await.unwrap_err();
+    let error = Server::bind(&endpoint, ServerLimits::default())
+        .await
+        .unwrap_err();
     assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse);
     drop(server);
     assert!(!path.exists());
     std::fs::write(&path, "a file of another program").unwrap();
-    assert!(Server::bind(&endpoint, ServerLimits::default()).await.is_err());
-    assert_eq!(std::fs::read_to_string(&path).unwrap(), "a file of another program");
+    assert!(
+        Server::bind(&endpoint, ServerLimits::default())
+            .await
+            .is_err()
+    );
+    assert_eq!(
+        std::fs::read_to_string(&path).unwrap(),
+        "a file of another program"
+    );
 }
 
 #[tokio::test]
@@ -480,27 +657,58 @@ async fn audio_in_every_shape_reaches_the_recogniser() {
     let audio = spoken(&client_of(&tts), "close the blinds in the bedroom").await;
     // 44.1 kHz stereo with 32 bits, sent in pieces that end within a sample.
     let wide = audio.resampled(44_100).unwrap();
-    let bytes: Vec<u8> =
-        wide.samples.iter().flat_map(|&sample| [i32::from(sample) << 16; 2]).flat_map(i32::to_le_bytes).collect();
-    let format = AudioFormat { rate: 44_100, width: 4, channels: 2 };
+    let bytes: Vec<u8> = wide
+        .samples
+        .iter()
+        .flat_map(|&sample| [i32::from(sample) << 16; 2])
+        .flat_map(i32::to_le_bytes)
+        .collect();
+    let format = AudioFormat {
+        rate: 44_100,
+        width: 4,
+        channels: 2,
+    };
     let stream = UnixStream::connect(bench.socket("asr")).await.unwrap();
     let (reader, writer) = stream.into_split();
-    let mut client = Client { reader: FrameReader::new(reader, FrameLimits::default()), writer };
+    let mut client = Client {
+        reader: FrameReader::new(reader, FrameLimits::default()),
+        writer,
+    };
     client.say(Event::Transcribe(Transcribe::default())).await;
-    client.say(Event::AudioStart(AudioStart { format, timestamp: None })).await;
+    client
+        .say(Event::AudioStart(AudioStart {
+            format,
+            timestamp: None,
+        }))
+        .await;
     for piece in bytes.chunks(4_001) {
-        let chunk = AudioChunk { format, timestamp: None, audio: piece.to_vec() };
+        let chunk = AudioChunk {
+            format,
+            timestamp: None,
+            audio: piece.to_vec(),
+        };
         client.say(Event::AudioChunk(chunk)).await;
     }
     client.say(Event::AudioStop(AudioStop::default())).await;
-    assert_eq!(client.hear().await.unwrap().data["text"], "close the blinds in the bedroom");
+    assert_eq!(
+        client.hear().await.unwrap().data["text"],
+        "close the blinds in the bedroom"
+    );
 }
 
 #[tokio::test]
 async fn espeak_ng_speaks_when_it_is_chosen() {
     let bench = Bench::new();
     let program = env!("CARGO_BIN_EXE_cotenant");
-    let argv = [program, "worker", "tts", "--socket", "${SOCKET}", "--engine", "espeak-ng"];
+    let argv = [
+        program,
+        "worker",
+        "tts",
+        "--socket",
+        "${SOCKET}",
+        "--engine",
+        "espeak-ng",
+    ];
     let tts = bench.handle(bench.spec("tts", &argv));
     tts.start(None).await.unwrap();
     if !tts.ready().await {
@@ -512,20 +720,40 @@ async fn espeak_ng_speaks_when_it_is_chosen() {
             }
         };
         assert_eq!(report.stderr[0], "error: cannot run `espeak-ng`");
-        assert!(report.stderr.last().unwrap().contains("apt-get install espeak-ng"));
-        eprintln!("left out: speaking itself: espeak-ng is not installed (apt-get install espeak-ng)");
+        assert!(
+            report
+                .stderr
+                .last()
+                .unwrap()
+                .contains("apt-get install espeak-ng")
+        );
+        eprintln!(
+            "left out: speaking itself: espeak-ng is not installed (apt-get install espeak-ng)"
+        );
         return;
     }
     let audio = spoken(&client_of(&tts), "Good night. Sleep well.").await;
     assert_eq!(audio.sample_rate_hz, 22_050);
-    assert!(audio.duration() > Duration::from_millis(800), "{:?}", audio.duration());
-    assert!(audio.samples.iter().any(|sample| sample.unsigned_abs() > 1_000));
+    assert!(
+        audio.duration() > Duration::from_millis(800),
+        "{:?}",
+        audio.duration()
+    );
+    assert!(
+        audio
+            .samples
+            .iter()
+            .any(|sample| sample.unsigned_abs() > 1_000)
+    );
 }
 
 /// What the program writes to stderr when a worker cannot run.
 fn complaint(arguments: &[&str]) -> String {
-    let output =
-        std::process::Command::new(env!("CARGO_BIN_EXE_cotenant")).arg("worker").args(arguments).output().unwrap();
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_cotenant"))
+        .arg("worker")
+        .args(arguments)
+        .output()
+        .unwrap();
     assert!(!output.status.success());
     String::from_utf8(output.stderr).unwrap()
 }
@@ -538,34 +766,62 @@ fn a_worker_that_cannot_run_says_what_to_do() {
     let asr = |more: &[&str]| complaint(&[&["asr", "--socket", &socket], more].concat());
 
     let text = asr(&["--vocabulary", "grammar"]);
-    assert!(text.starts_with("error: no grammar is given for vocabulary `grammar`\nhint: "), "{text}");
+    assert!(
+        text.starts_with("error: no grammar is given for vocabulary `grammar`\nhint: "),
+        "{text}"
+    );
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("none.gram")]);
-    assert!(text.contains("none.gram`\n  caused by: No such file"), "{text}");
+    assert!(
+        text.contains("none.gram`\n  caused by: No such file"),
+        "{text}"
+    );
     std::fs::write(path("long.gram"), vec![b'x'; 300 << 10]).unwrap();
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("long.gram")]);
     assert!(text.contains("at most 256 KiB is read"), "{text}");
     assert!(complaint(&["asr"]).contains("--socket <PATH>"));
-    assert!(complaint(&["tts", "--uri", "http://x"]).contains("neither `unix:///path` nor `tcp://host:port`"));
+    assert!(
+        complaint(&["tts", "--uri", "http://x"])
+            .contains("neither `unix:///path` nor `tcp://host:port`")
+    );
     let text = complaint(&["tts", "--socket", &socket, "--voice", "bob"]);
     assert_eq!(text, "error: flite has no voice `bob`, only `slt`\n");
     let text = complaint(&["tts", "--socket", "/nowhere/x.sock"]);
-    assert!(text.starts_with("error: cannot listen on `unix:///nowhere/x.sock`\n  caused by: "), "{text}");
+    assert!(
+        text.starts_with("error: cannot listen on `unix:///nowhere/x.sock`\n  caused by: "),
+        "{text}"
+    );
     assert!(complaint(&["ballast", "400"]).contains("has no unit"));
-    assert!(complaint(&["ballast", "1MiB", "--rate", "1KiB"]).contains("a rate below 4 KiB per second"));
+    assert!(
+        complaint(&["ballast", "1MiB", "--rate", "1KiB"]).contains("a rate below 4 KiB per second")
+    );
     if !speech_is_installed() {
         return;
     }
 
     let text = asr(&["--model-dir", "/nowhere"]);
     assert!(
-        text.contains("cannot find `/nowhere/en-us/mdef`") && text.contains("apt-get install pocketsphinx-en-us"),
+        text.contains("cannot find `/nowhere/en-us/mdef`")
+            && text.contains("apt-get install pocketsphinx-en-us"),
         "{text}"
     );
-    std::fs::write(path("word.gram"), "#JSGF V1.0;\ngrammar x;\npublic <a> = turn on the xyzzy;\n").unwrap();
+    std::fs::write(
+        path("word.gram"),
+        "#JSGF V1.0;\ngrammar x;\npublic <a> = turn on the xyzzy;\n",
+    )
+    .unwrap();
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("word.gram")]);
-    assert!(text.contains("words that are not in the dictionary: `xyzzy`"), "{text}");
+    assert!(
+        text.contains("words that are not in the dictionary: `xyzzy`"),
+        "{text}"
+    );
     std::fs::write(path("bad.gram"), "this is no grammar <").unwrap();
     let text = asr(&["--vocabulary", "grammar", "--grammar", &path("bad.gram")]);
-    assert!(text.contains("caused by: the grammar is not valid JSGF"), "{text}");
-    assert!(!dir.path().join("x.sock").exists(), "a worker that cannot run leaves no socket");
+    assert!(
+        text.contains("caused by: the grammar is not valid JSGF"),
+        "{text}"
+    );
+    assert!(
+        !dir.path().join("x.sock").exists(),
+        "a worker that cannot run leaves no socket"
+    );
 }

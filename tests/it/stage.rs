@@ -15,9 +15,9 @@ use std::{
 use candle_core::quantized::gguf_file::{self, Value};
 use cotenant::{
     engine::{
-        ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle, EngineOptions, FinishReason,
-        Flow, ForwardError, GenerateError, GenerateEvent, GenerateRequest, Header, LanguageModel, Prompt, RequestId,
-        Usage,
+        ApplyError, ApplyReport, Breakdown, Checkpoint, Engine, EngineEvent, EngineHandle,
+        EngineOptions, FinishReason, Flow, ForwardError, GenerateError, GenerateEvent,
+        GenerateRequest, Header, LanguageModel, Prompt, RequestId, Usage,
         arena::SharedMapping,
         disk::{DiskTimeout, Retained},
         error::ReadError,
@@ -106,8 +106,17 @@ impl Keeper {
 pub(crate) fn gate() -> (Gate, Keeper) {
     let (arrived, arrivals) = channel();
     let (go, permits) = channel();
-    let gate = Gate { arrived, go: permits };
-    (gate, Keeper { arrived: arrivals, go })
+    let gate = Gate {
+        arrived,
+        go: permits,
+    };
+    (
+        gate,
+        Keeper {
+            arrived: arrivals,
+            go,
+        },
+    )
 }
 
 impl LanguageModel for Scripted {
@@ -119,7 +128,10 @@ impl LanguageModel for Scripted {
     ) -> Result<(), ForwardError> {
         let needed = u32::try_from(self.sequence.len() + tokens.len()).unwrap();
         if needed > self.plan.kv_capacity.get() {
-            return Err(ForwardError::KvFull { capacity: self.plan.kv_capacity, needed });
+            return Err(ForwardError::KvFull {
+                capacity: self.plan.kv_capacity,
+                needed,
+            });
         }
         for chunk in tokens.chunks(self.plan.prefill_chunk.get().try_into().unwrap()) {
             for layer in 0..LAYERS {
@@ -165,7 +177,9 @@ impl LanguageModel for Scripted {
             }
             Act::Stall => {
                 self.left.fetch_add(RING.get(), Ordering::AcqRel);
-                return Err(DiskTimeout::default().stalled(Duration::from_secs(4), &"layer 0".into()).into());
+                return Err(DiskTimeout::default()
+                    .stalled(Duration::from_secs(4), &"layer 0".into())
+                    .into());
             }
         }
         Ok(())
@@ -173,10 +187,15 @@ impl LanguageModel for Scripted {
 
     fn apply(&mut self, plan: &EnginePlan) -> Result<ApplyReport, ApplyError> {
         if plan.prefill_chunk.get() == 0 {
-            return Err(ApplyError::Chunk { chunk: 0, limit: 512 });
+            return Err(ApplyError::Chunk {
+                chunk: 0,
+                limit: 512,
+            });
         }
         self.plan = EnginePlan {
-            kv_capacity: plan.kv_capacity.max(Tokens::new(self.position().next_multiple_of(BLOCK))),
+            kv_capacity: plan
+                .kv_capacity
+                .max(Tokens::new(self.position().next_multiple_of(BLOCK))),
             ..plan.clone()
         };
         Ok(ApplyReport {
@@ -194,7 +213,11 @@ impl LanguageModel for Scripted {
         })
     }
 
-    fn apply_until(&mut self, plan: &EnginePlan, wanted: &mut dyn FnMut() -> bool) -> Result<ApplyReport, ApplyError> {
+    fn apply_until(
+        &mut self,
+        plan: &EnginePlan,
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<ApplyReport, ApplyError> {
         if plan.prefill_chunk != HANGS {
             return self.apply(plan);
         }
@@ -204,7 +227,9 @@ impl LanguageModel for Scripted {
         while !wanted() {
             std::thread::yield_now();
         }
-        Err(DiskTimeout::default().stalled(Duration::from_millis(500), &"layer 3".into()).into())
+        Err(DiskTimeout::default()
+            .stalled(Duration::from_millis(500), &"layer 3".into())
+            .into())
     }
 
     fn reset(&mut self) {
@@ -252,7 +277,11 @@ pub(crate) fn shape() -> ModelShape {
         name: "scripted".to_owned(),
         architecture: "qwen35".to_owned(),
         layers: vec![
-            LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_kib(4) };
+            LayerShape {
+                kind: LayerKind::Attention,
+                part: 0,
+                resident_bytes: Bytes::from_kib(4)
+            };
             LAYERS.try_into().unwrap()
         ],
         fixed_bytes: Bytes::ZERO,
@@ -290,10 +319,22 @@ pub(crate) fn header() -> Header {
 /// The same with a chat template.
 pub(crate) fn header_with(template: Option<&str>) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
-    let mut tokens: Vec<Value> = (0..=u8::MAX).map(|byte| string(&byte_symbol(byte).to_string())).collect();
+    let mut tokens: Vec<Value> = (0..=u8::MAX)
+        .map(|byte| string(&byte_symbol(byte).to_string()))
+        .collect();
     // 0x20, 0xf0 and 0x9f, as vocabularies of bytes write them.
-    tokens.extend(["<|endoftext|>", "<|im_start|>", "<|im_end|>", "\u{120}\u{f0}\u{141}"].map(string));
-    let types = (0..tokens.len()).map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 })).collect();
+    tokens.extend(
+        [
+            "<|endoftext|>",
+            "<|im_start|>",
+            "<|im_end|>",
+            "\u{120}\u{f0}\u{141}",
+        ]
+        .map(string),
+    );
+    let types = (0..tokens.len())
+        .map(|at| Value::I32(if (256..259).contains(&at) { 3 } else { 1 }))
+        .collect();
     let mut entries = vec![
         ("tokenizer.ggml.model", string("gpt2")),
         ("tokenizer.ggml.pre", string("qwen35")),
@@ -355,20 +396,36 @@ impl Stage {
             let mut model = model.take().unwrap();
             model.plan = plan.clone();
             let text = TextSide::new(&header(), model.shape.context_max).unwrap();
-            Ok(Opened { model: Box::new(model), text })
+            Ok(Opened {
+                model: Box::new(model),
+                text,
+            })
         };
         let engine = Engine::start_with(setting.options, Box::new(opener), sink).unwrap();
         let handle = engine.handle();
-        let mut stage = Self { engine, handle, events };
-        stage.handle.load(Path::new("scripted.gguf"), plan(setting.kv_capacity));
+        let mut stage = Self {
+            engine,
+            handle,
+            events,
+        };
+        stage
+            .handle
+            .load(Path::new("scripted.gguf"), plan(setting.kv_capacity));
         assert!(matches!(stage.event(), EngineEvent::Ready { .. }));
         stage
     }
 
     /// An engine whose model waits at each layer.
-    pub(crate) fn gated(options: EngineOptions, script: impl Fn(&[u32]) -> Act + Send + 'static) -> (Self, Keeper) {
+    pub(crate) fn gated(
+        options: EngineOptions,
+        script: impl Fn(&[u32]) -> Act + Send + 'static,
+    ) -> (Self, Keeper) {
         let (gate, keeper) = gate();
-        let setting = Setting { options, gate: Some(gate), ..Setting::default() };
+        let setting = Setting {
+            options,
+            gate: Some(gate),
+            ..Setting::default()
+        };
         (Self::new(setting, script), keeper)
     }
 
@@ -388,7 +445,9 @@ impl Stage {
 
     pub(crate) fn finished(&mut self, id: u64) -> Result<FinishReason, GenerateError> {
         loop {
-            if let EngineEvent::RequestFinished { id: ended, outcome, .. } = self.event()
+            if let EngineEvent::RequestFinished {
+                id: ended, outcome, ..
+            } = self.event()
                 && ended == RequestId::new(id)
             {
                 return outcome;
@@ -429,7 +488,10 @@ pub(crate) fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> Answer {
     while let Some(event) = stream.blocking_recv() {
         assert!(answer.end.is_none(), "nothing follows the end: {event:?}");
         match event {
-            GenerateEvent::Started { prompt_tokens, cached_tokens } => {
+            GenerateEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
                 answer.started = Some((prompt_tokens.get(), cached_tokens.get()));
             }
             GenerateEvent::Delta { text, tokens } => {
@@ -449,12 +511,17 @@ pub(crate) fn request(id: u64, text: &str) -> GenerateRequest {
 }
 
 pub(crate) fn limited(id: u64, text: &str, max_tokens: u32) -> GenerateRequest {
-    GenerateRequest { max_tokens: Some(Tokens::new(max_tokens)), ..request(id, text) }
+    GenerateRequest {
+        max_tokens: Some(Tokens::new(max_tokens)),
+        ..request(id, text)
+    }
 }
 
 /// Letters that depend on the whole sequence.
 pub(crate) fn babble(sequence: &[u32]) -> Act {
-    let hash = sequence.iter().fold(7u32, |hash, &token| hash.wrapping_mul(31).wrapping_add(token));
+    let hash = sequence.iter().fold(7u32, |hash, &token| {
+        hash.wrapping_mul(31).wrapping_add(token)
+    });
     Act::Say(u32::from(b'a') + hash % 26)
 }
 
@@ -465,7 +532,13 @@ pub(crate) fn drone(_: &[u32]) -> Act {
 
 /// What is said after a prompt of `prompt` tokens, then the end.
 pub(crate) fn recite(prompt: usize, text: &'static str) -> impl Fn(&[u32]) -> Act + Send {
-    move |sequence| Act::Say(text.as_bytes().get(sequence.len() - prompt).map_or(IM_END, |&byte| u32::from(byte)))
+    move |sequence| {
+        Act::Say(
+            text.as_bytes()
+                .get(sequence.len() - prompt)
+                .map_or(IM_END, |&byte| u32::from(byte)),
+        )
+    }
 }
 
 /// Longer than anything takes on a busy machine; only there so that a failure ends.

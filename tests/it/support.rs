@@ -31,7 +31,11 @@ pub(crate) struct Bench {
 impl Bench {
     pub(crate) fn new() -> Self {
         let (sender, events) = mpsc::channel(64);
-        Self { dir: tempfile::tempdir().unwrap(), events, sender }
+        Self {
+            dir: tempfile::tempdir().unwrap(),
+            events,
+            sender,
+        }
     }
 
     pub(crate) fn socket(&self, name: &str) -> PathBuf {
@@ -46,22 +50,42 @@ impl Bench {
 
     /// A worker that is not spoken to.
     pub(crate) fn silent_spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
-        WorkerSpec { listen: Listen::Nowhere, readiness: Readiness::Started, ..self.spec(name, argv) }
+        WorkerSpec {
+            listen: Listen::Nowhere,
+            readiness: Readiness::Started,
+            ..self.spec(name, argv)
+        }
     }
 
     pub(crate) fn handle(&self, spec: WorkerSpec) -> WorkerHandle {
-        self.grouped(spec, &Groups::none("this supervisor makes no control groups"))
+        self.grouped(
+            spec,
+            &Groups::none("this supervisor makes no control groups"),
+        )
     }
 
     /// A worker with a control group of its own, where there can be one.
     pub(crate) fn grouped(&self, spec: WorkerSpec, groups: &Groups) -> WorkerHandle {
-        WorkerHandle::new(spec, ProbeRoot::default(), groups.clone(), self.sender.clone())
+        WorkerHandle::new(
+            spec,
+            ProbeRoot::default(),
+            groups.clone(),
+            self.sender.clone(),
+        )
     }
 
     /// Our recogniser with both of its sizes.
     pub(crate) fn asr(&self) -> WorkerHandle {
         let grammar = fixture("home.gram");
-        let argv = ["worker", "asr", "--socket", "${SOCKET}", "--vocabulary", "${VARIANT}", "--grammar"];
+        let argv = [
+            "worker",
+            "asr",
+            "--socket",
+            "${SOCKET}",
+            "--vocabulary",
+            "${VARIANT}",
+            "--grammar",
+        ];
         let mut words = vec![env!("CARGO_BIN_EXE_cotenant")];
         words.extend(argv);
         words.push(grammar.to_str().unwrap());
@@ -77,15 +101,27 @@ impl Bench {
 
     /// Our voice.
     pub(crate) fn tts(&self) -> WorkerHandle {
-        let argv = [env!("CARGO_BIN_EXE_cotenant"), "worker", "tts", "--socket", "${SOCKET}"];
+        let argv = [
+            env!("CARGO_BIN_EXE_cotenant"),
+            "worker",
+            "tts",
+            "--socket",
+            "${SOCKET}",
+        ];
         self.handle(self.spec("tts", &argv))
     }
 
     /// The next event that is neither a measurement nor a death certificate.
     pub(crate) async fn next(&mut self) -> WorkerEventKind {
         loop {
-            let event = timeout(PATIENCE, self.events.recv()).await.unwrap().unwrap();
-            if !matches!(event.kind, WorkerEventKind::Measured(_) | WorkerEventKind::Died(_)) {
+            let event = timeout(PATIENCE, self.events.recv())
+                .await
+                .unwrap()
+                .unwrap();
+            if !matches!(
+                event.kind,
+                WorkerEventKind::Measured(_) | WorkerEventKind::Died(_)
+            ) {
                 return event.kind;
             }
         }
@@ -100,7 +136,9 @@ pub(crate) async fn started(worker: &WorkerHandle) -> u32 {
 }
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/fixtures")
+        .join(name)
 }
 
 /// Samples at 16 kHz that count as speech: a little silence, and then something loud.
@@ -120,24 +158,38 @@ pub(crate) fn voiced(samples: usize) -> Vec<i16> {
 
 /// Whether the speech libraries are there. Where they must be, their absence fails the test.
 pub(crate) fn speech_is_installed() -> bool {
-    let missing: Vec<&str> =
-        ["libpocketsphinx.so.3", "libsphinxbase.so.3", "libflite.so.1", "libflite_cmu_us_slt.so.1"]
-            .into_iter()
-            .filter(|name| {
-                !["/usr/lib", "/usr/local/lib", "/lib"].iter().any(|folder| holds(Path::new(folder), name, 2))
-            })
-            .chain(
-                [("pocketsphinx-en-us", "/usr/share/pocketsphinx/model/en-us/en-us.lm.bin")]
-                    .into_iter()
-                    .filter_map(|(package, file)| (!Path::new(file).is_file()).then_some(package)),
-            )
-            .collect();
+    let missing: Vec<&str> = [
+        "libpocketsphinx.so.3",
+        "libsphinxbase.so.3",
+        "libflite.so.1",
+        "libflite_cmu_us_slt.so.1",
+    ]
+    .into_iter()
+    .filter(|name| {
+        !["/usr/lib", "/usr/local/lib", "/lib"]
+            .iter()
+            .any(|folder| holds(Path::new(folder), name, 2))
+    })
+    .chain(
+        [(
+            "pocketsphinx-en-us",
+            "/usr/share/pocketsphinx/model/en-us/en-us.lm.bin",
+        )]
+        .into_iter()
+        .filter_map(|(package, file)| (!Path::new(file).is_file()).then_some(package)),
+    )
+    .collect();
     if missing.is_empty() {
         return true;
     }
-    let required = ["CI", "COTENANT_REQUIRE_SPEECH"].iter().any(|name| std::env::var_os(name).is_some());
+    let required = ["CI", "COTENANT_REQUIRE_SPEECH"]
+        .iter()
+        .any(|name| std::env::var_os(name).is_some());
     let remedy = "apt-get install libpocketsphinx3 libsphinxbase3 pocketsphinx-en-us libflite1";
-    assert!(!required, "speech is required here, but {missing:?} is missing: {remedy}");
+    assert!(
+        !required,
+        "speech is required here, but {missing:?} is missing: {remedy}"
+    );
     eprintln!("left out: {missing:?} is missing ({remedy})");
     false
 }
@@ -147,7 +199,8 @@ fn holds(folder: &Path, name: &str, depth: usize) -> bool {
         || depth > 0
             && std::fs::read_dir(folder).is_ok_and(|entries| {
                 entries.flatten().any(|entry| {
-                    entry.file_type().is_ok_and(|kind| kind.is_dir()) && holds(&entry.path(), name, depth - 1)
+                    entry.file_type().is_ok_and(|kind| kind.is_dir())
+                        && holds(&entry.path(), name, depth - 1)
                 })
             })
 }
@@ -180,7 +233,10 @@ pub(crate) fn children(parent: u32) -> Vec<u32> {
 pub(crate) fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
-        .and_then(|stat| stat.rsplit_once(") ").map(|(_, rest)| !rest.starts_with(['Z', 'X'])))
+        .and_then(|stat| {
+            stat.rsplit_once(") ")
+                .map(|(_, rest)| !rest.starts_with(['Z', 'X']))
+        })
         .unwrap_or(false)
 }
 

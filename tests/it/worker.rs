@@ -40,7 +40,10 @@ fn pid_of(pid: u32) -> Pid {
 
 /// The number behind `word` on a line of a worker's output.
 fn number_in(lines: &[String], word: &str) -> u32 {
-    let line = lines.iter().find_map(|line| line.strip_prefix(word)).unwrap();
+    let line = lines
+        .iter()
+        .find_map(|line| line.strip_prefix(word))
+        .unwrap();
     line.trim().parse().unwrap()
 }
 
@@ -54,18 +57,29 @@ async fn a_worker_starts_gets_ready_and_stops() {
     let worker = bench.handle(spec);
     assert_eq!(worker.state(), WorkerState::Stopped);
     assert!(worker.measure().await.is_none(), "unknown is not zero");
-    assert!(worker.stop_because(None, "").await.is_none(), "it does not run");
+    assert!(
+        worker.stop_because(None, "").await.is_none(),
+        "it does not run"
+    );
 
     let pid = started(&worker).await;
-    assert!(matches!(bench.next().await, WorkerEventKind::Starting { pid: started } if started == pid));
+    assert!(
+        matches!(bench.next().await, WorkerEventKind::Starting { pid: started } if started == pid)
+    );
     assert!(matches!(bench.next().await, WorkerEventKind::Ready { .. }));
     assert_eq!(worker.state(), WorkerState::Ready { pid });
     let adjustment = std::fs::read_to_string(format!("/proc/{pid}/oom_score_adj")).unwrap();
     assert_eq!(adjustment.trim(), "700");
-    assert!(matches!(worker.start(None).await, Err(StartError::Running { pid: running, .. }) if running == pid));
+    assert!(
+        matches!(worker.start(None).await, Err(StartError::Running { pid: running, .. }) if running == pid)
+    );
 
     let report = worker.stop_because(None, "").await.unwrap();
-    assert_eq!(report.status, ExitStatus::Code(0), "it ends by itself on SIGTERM");
+    assert_eq!(
+        report.status,
+        ExitStatus::Code(0),
+        "it ends by itself on SIGTERM"
+    );
     assert_eq!(report.intended_by_us, Some(Intent::Stop));
     assert!(report.ready_at.is_some());
     assert_eq!(report.stdout, ["taking 1 MiB", "holding 1 MiB"]);
@@ -76,24 +90,49 @@ async fn a_worker_starts_gets_ready_and_stops() {
     let again = started(&worker).await;
     assert_ne!(again, pid);
     assert_eq!(worker.starts(), 2);
-    assert_eq!(worker.stop_because(Some(Duration::ZERO), "").await.unwrap().status, killed());
+    assert_eq!(
+        worker
+            .stop_because(Some(Duration::ZERO), "")
+            .await
+            .unwrap()
+            .status,
+        killed()
+    );
 }
 
 fn killed() -> ExitStatus {
-    ExitStatus::Signal { signal: 9, core_dumped: false }
+    ExitStatus::Signal {
+        signal: 9,
+        core_dumped: false,
+    }
 }
 
 #[tokio::test]
 async fn a_worker_that_ignores_sigterm_is_killed_after_its_grace() {
     let bench = Bench::new();
-    let mut spec = bench.silent_spec("deaf", &["sh", "-c", "trap '' TERM; echo deaf; while :; do sleep 1000; done"]);
+    let mut spec = bench.silent_spec(
+        "deaf",
+        &[
+            "sh",
+            "-c",
+            "trap '' TERM; echo deaf; while :; do sleep 1000; done",
+        ],
+    );
     spec.readiness = Readiness::LogLine("deaf".to_owned());
     let worker = bench.handle(spec);
     started(&worker).await;
-    let report = worker.stop_because(Some(Duration::from_millis(50)), "").await.unwrap();
+    let report = worker
+        .stop_because(Some(Duration::from_millis(50)), "")
+        .await
+        .unwrap();
     assert_eq!(report.status, killed());
     assert_eq!(report.intended_by_us, Some(Intent::Stop));
-    assert!(report.to_string().contains("was killed by SIGKILL after we stopped it"), "{report}");
+    assert!(
+        report
+            .to_string()
+            .contains("was killed by SIGKILL after we stopped it"),
+        "{report}"
+    );
 }
 
 #[tokio::test]
@@ -102,8 +141,17 @@ async fn a_stopped_worker_still_ends() {
     let worker = bench.handle(bench.silent_spec("paused", &["sleep", "1000"]));
     let pid = started(&worker).await;
     kill(pid_of(pid), Signal::SIGSTOP).unwrap();
-    let report = worker.stop_because(Some(Duration::from_secs(20)), "").await.unwrap();
-    assert_eq!(report.status, ExitStatus::Signal { signal: 15, core_dumped: false });
+    let report = worker
+        .stop_because(Some(Duration::from_secs(20)), "")
+        .await
+        .unwrap();
+    assert_eq!(
+        report.status,
+        ExitStatus::Signal {
+            signal: 15,
+            core_dumped: false
+        }
+    );
 }
 
 #[tokio::test]
@@ -119,11 +167,15 @@ async fn the_children_of_a_worker_end_with_it_wherever_they_hide() {
 
     // Another process kills the leader alone.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
-    let WorkerEventKind::Exited(report) = bench.next().await else { panic!("an end") };
+    let WorkerEventKind::Exited(report) = bench.next().await else {
+        panic!("an end")
+    };
     assert_eq!(report.status, killed());
     assert_eq!(report.intended_by_us, None);
     assert!(
-        report.to_string().contains("was killed by SIGKILL, sender unknown"),
+        report
+            .to_string()
+            .contains("was killed by SIGKILL, sender unknown"),
         "nothing proves that memory ran out: {report}"
     );
     assert_eq!(report.left_behind, 2);
@@ -137,7 +189,11 @@ async fn an_exit_code_of_137_is_not_a_signal() {
     let mut bench = Bench::new();
     let mut spec = bench.silent_spec(
         "misreporting",
-        &["sh", "-c", "i=0; while [ $i -lt 20 ]; do echo line $i >&2; i=$((i+1)); done; exit 137"],
+        &[
+            "sh",
+            "-c",
+            "i=0; while [ $i -lt 20 ]; do echo line $i >&2; i=$((i+1)); done; exit 137",
+        ],
     );
     spec.log_lines = 3;
     let worker = bench.handle(spec);
@@ -148,7 +204,10 @@ async fn an_exit_code_of_137_is_not_a_signal() {
         }
     };
     assert_eq!(report.status, ExitStatus::Code(137));
-    assert!(report.to_string().contains("exited with code 137,"), "{report}");
+    assert!(
+        report.to_string().contains("exited with code 137,"),
+        "{report}"
+    );
     assert_eq!(report.stderr, ["line 17", "line 18", "line 19"]);
 }
 
@@ -158,17 +217,29 @@ async fn a_program_that_cannot_be_executed_is_named() {
     let not_executable = bench.dir.path().join("notes.txt");
     std::fs::write(&not_executable, "no program").unwrap();
     for (program, expected) in [
-        ("/nowhere/asr", "cannot execute `/nowhere/asr` as worker `gone`"),
-        (not_executable.to_str().unwrap(), "notes.txt` as worker `gone`"),
+        (
+            "/nowhere/asr",
+            "cannot execute `/nowhere/asr` as worker `gone`",
+        ),
+        (
+            not_executable.to_str().unwrap(),
+            "notes.txt` as worker `gone`",
+        ),
     ] {
         let worker = bench.handle(bench.silent_spec("gone", &[program]));
         let error = worker.start(None).await.unwrap_err();
         assert!(error.to_string().contains(expected), "{error}");
         assert!(error.source().is_some());
-        let WorkerEventKind::Failed { reason: FailureReason::NotStarted { error } } = bench.next().await else {
+        let WorkerEventKind::Failed {
+            reason: FailureReason::NotStarted { error },
+        } = bench.next().await
+        else {
             panic!("a failure")
         };
-        assert!(error.contains(expected) && error.contains("os error"), "{error}");
+        assert!(
+            error.contains(expected) && error.contains("os error"),
+            "{error}"
+        );
         assert_eq!(worker.state(), WorkerState::Stopped);
     }
 }
@@ -177,12 +248,19 @@ async fn a_program_that_cannot_be_executed_is_named() {
 async fn a_command_line_that_cannot_be_built_starts_nothing() {
     let mut bench = Bench::new();
     let worker = bench.handle(bench.silent_spec("asr", &["asr", "${PORT}"]));
-    assert!(matches!(worker.start(None).await, Err(StartError::Launch { .. })));
-    let WorkerEventKind::Failed { reason } = bench.next().await else { panic!("a failure") };
+    assert!(matches!(
+        worker.start(None).await,
+        Err(StartError::Launch { .. })
+    ));
+    let WorkerEventKind::Failed { reason } = bench.next().await else {
+        panic!("a failure")
+    };
     assert_eq!(
         reason,
         FailureReason::NotStarted {
-            error: "cannot build the command line of worker `asr`: `${PORT}` in `${PORT}` has no value".to_owned()
+            error:
+                "cannot build the command line of worker `asr`: `${PORT}` in `${PORT}` has no value"
+                    .to_owned()
         }
     );
 }
@@ -195,14 +273,24 @@ async fn a_worker_that_never_gets_ready_is_stopped_and_says_why() {
     let worker = bench.handle(spec);
     let pid = worker.start(None).await.unwrap();
     bench.next().await;
-    let WorkerEventKind::Failed { reason: FailureReason::NotReady { waited, last_attempt } } = bench.next().await
+    let WorkerEventKind::Failed {
+        reason: FailureReason::NotReady {
+            waited,
+            last_attempt,
+        },
+    } = bench.next().await
     else {
         panic!("a failure")
     };
     assert_eq!(waited, Duration::from_millis(100));
     let last_attempt = last_attempt.unwrap();
-    assert!(last_attempt.starts_with("cannot connect to `unix://"), "{last_attempt}");
-    let WorkerEventKind::Exited(report) = bench.next().await else { panic!("an end") };
+    assert!(
+        last_attempt.starts_with("cannot connect to `unix://"),
+        "{last_attempt}"
+    );
+    let WorkerEventKind::Exited(report) = bench.next().await else {
+        panic!("an end")
+    };
     assert_eq!(report.intended_by_us, Some(Intent::NotReady));
     assert_eq!(report.ready_at, None);
     assert!(!runs(pid));
@@ -224,12 +312,16 @@ async fn a_worker_that_answers_garbage_is_not_ready() {
             let _ = stream.write_all(b"\x7fELF garbage\n\xff\xff").await;
         }
     });
-    let WorkerEventKind::Failed { reason: FailureReason::NotReady { last_attempt, .. } } = bench.next().await else {
+    let WorkerEventKind::Failed {
+        reason: FailureReason::NotReady { last_attempt, .. },
+    } = bench.next().await
+    else {
         panic!("a failure")
     };
     let last_attempt = last_attempt.unwrap();
     assert!(
-        last_attempt.contains("does not speak Wyoming: header of a Wyoming message is not a JSON object"),
+        last_attempt
+            .contains("does not speak Wyoming: header of a Wyoming message is not a JSON object"),
         "{last_attempt}"
     );
     assert!(matches!(bench.next().await, WorkerEventKind::Exited(_)));
@@ -240,11 +332,16 @@ async fn an_http_worker_is_ready_once_it_answers_200() {
     let bench = Bench::new();
     let mut spec = bench.silent_spec("whisper", &["sleep", "1000"]);
     spec.listen = Listen::FreePort;
-    spec.readiness = Readiness::Http { path: "/health".to_owned(), status: 200 };
+    spec.readiness = Readiness::Http {
+        path: "/health".to_owned(),
+        status: 200,
+    };
     let worker = bench.handle(spec);
     worker.start(None).await.unwrap();
     let address = worker.endpoint().unwrap().to_string();
-    let listener = TcpListener::bind(address.trim_start_matches("tcp://")).await.unwrap();
+    let listener = TcpListener::bind(address.trim_start_matches("tcp://"))
+        .await
+        .unwrap();
     let server = tokio::spawn(async move {
         let mut asked = Vec::new();
         for status in ["503 loading model", "200 OK"] {
@@ -282,7 +379,11 @@ async fn a_worker_does_not_outlive_its_handle() {
 #[test]
 fn a_worker_does_not_outlive_its_runtime() {
     let bench = Bench::new();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .enable_all()
+        .build()
+        .unwrap();
     let (worker, pid) = runtime.block_on(async {
         let worker = bench.handle(bench.silent_spec("left", &["sleep", "1000"]));
         let pid = started(&worker).await;
@@ -342,15 +443,30 @@ async fn a_recogniser_grows_and_gives_back_what_it_took() {
         let grown = worker.resize("open").await.unwrap();
         assert_eq!(worker.variant().as_deref(), Some("open"));
         let large = held(grown.after);
-        assert!(large > small + Bytes::from_mib(48), "round {round}: from {small} to {large}");
+        assert!(
+            large > small + Bytes::from_mib(48),
+            "round {round}: from {small} to {large}"
+        );
         let shrunk = worker.resize("grammar").await.unwrap();
         let back = held(shrunk.after);
         println!("round {round}: {small} -> {large} -> {back}");
-        assert!(back < small + Bytes::from_mib(2), "round {round}: from {small} to {back}");
+        assert!(
+            back < small + Bytes::from_mib(2),
+            "round {round}: from {small} to {back}"
+        );
     }
-    assert!(matches!(worker.resize("huge").await, Err(ResizeError::Variant { .. })));
-    assert_eq!(worker.stop_because(None, "").await.unwrap().status, ExitStatus::Code(0));
-    assert!(matches!(worker.resize("open").await, Err(ResizeError::NotReady { .. })));
+    assert!(matches!(
+        worker.resize("huge").await,
+        Err(ResizeError::Variant { .. })
+    ));
+    assert_eq!(
+        worker.stop_because(None, "").await.unwrap().status,
+        ExitStatus::Code(0)
+    );
+    assert!(matches!(
+        worker.resize("open").await,
+        Err(ResizeError::NotReady { .. })
+    ));
 }
 
 #[tokio::test]
@@ -360,7 +476,10 @@ async fn a_worker_starts_in_the_variant_asked_for() {
     }
     let bench = Bench::new();
     let worker = bench.asr();
-    assert!(matches!(worker.start(Some("huge")).await, Err(StartError::Variant { .. })));
+    assert!(matches!(
+        worker.start(Some("huge")).await,
+        Err(StartError::Variant { .. })
+    ));
     worker.start(Some("open")).await.unwrap();
     assert!(worker.ready().await);
     assert_eq!(worker.variant().as_deref(), Some("open"));
@@ -396,7 +515,11 @@ async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_
     }
     assert_eq!(reading.unwrap().sum.processes, 3, "{reading:?}");
     let table = ProcessTable::read(Path::new("/proc")).unwrap();
-    let hidden: Vec<u32> = table.family(pid).into_iter().filter(|member| *member != pid).collect();
+    let hidden: Vec<u32> = table
+        .family(pid)
+        .into_iter()
+        .filter(|member| *member != pid)
+        .collect();
 
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let report = loop {
@@ -407,7 +530,10 @@ async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_
     assert_eq!(report.left_behind, 2, "{report}");
     for pid in hidden {
         assert!(!runs(pid), "{pid} still runs");
-        assert!(!Path::new(&format!("/proc/{pid}")).exists(), "{pid} is not reaped");
+        assert!(
+            !Path::new(&format!("/proc/{pid}")).exists(),
+            "{pid} is not reaped"
+        );
     }
 }
 
@@ -416,7 +542,10 @@ async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_
 #[ignore = "runs as a child of `the_workers_of_a_killed_supervisor_are_ended`"]
 async fn supervisor_to_be_killed() {
     let mut bench = Bench::new();
-    let mut spec = bench.silent_spec("orphan", &["sh", "-c", "sleep 1000 & echo child $!; exec sleep 1000"]);
+    let mut spec = bench.silent_spec(
+        "orphan",
+        &["sh", "-c", "sleep 1000 & echo child $!; exec sleep 1000"],
+    );
     spec.readiness = Readiness::LogLine("child".to_owned());
     let worker = bench.handle(spec);
     let pid = started(&worker).await;
@@ -430,19 +559,29 @@ async fn supervisor_to_be_killed() {
 #[tokio::test]
 async fn the_workers_of_a_killed_supervisor_are_ended() {
     let mut supervisor = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "worker::supervisor_to_be_killed", "--ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "worker::supervisor_to_be_killed",
+            "--ignored",
+            "--nocapture",
+        ])
         .stdout(Stdio::piped())
         .stderr(Stdio::null())
         .spawn()
         .unwrap();
     let mut lines = BufReader::new(supervisor.stdout.take().unwrap()).lines();
-    let line = lines.find_map(|line| Some(line.unwrap().split_once("leader ")?.1.to_owned())).unwrap();
+    let line = lines
+        .find_map(|line| Some(line.unwrap().split_once("leader ")?.1.to_owned()))
+        .unwrap();
     let (leader, child) = line.split_once(" child ").unwrap();
     let (leader, child): (u32, u32) = (leader.parse().unwrap(), child.trim().parse().unwrap());
 
     let roots = ProbeRoot::default();
     assert!(
-        !end_orphans(&roots, &no_groups(), None, &[]).await.iter().any(|orphan| orphan.pid == child),
+        !end_orphans(&roots, &no_groups(), None, &[])
+            .await
+            .iter()
+            .any(|orphan| orphan.pid == child),
         "its supervisor runs beside us"
     );
     assert!(runs(leader) && runs(child));
@@ -460,13 +599,27 @@ async fn the_workers_of_a_killed_supervisor_are_ended() {
 #[tokio::test]
 async fn ballast_takes_memory_at_the_rate_asked_for() {
     let bench = Bench::new();
-    let argv = [env!("CARGO_BIN_EXE_cotenant"), "worker", "ballast", "16MiB", "--rate", "64MiB"];
+    let argv = [
+        env!("CARGO_BIN_EXE_cotenant"),
+        "worker",
+        "ballast",
+        "16MiB",
+        "--rate",
+        "64MiB",
+    ];
     let mut spec = bench.silent_spec("ballast", &argv);
     spec.readiness = Readiness::LogLine("holding 16 MiB".to_owned());
     let worker = bench.handle(spec);
     let started_at = std::time::Instant::now();
     started(&worker).await;
-    assert!(started_at.elapsed() >= Duration::from_millis(240), "{:?}", started_at.elapsed());
+    assert!(
+        started_at.elapsed() >= Duration::from_millis(240),
+        "{:?}",
+        started_at.elapsed()
+    );
     assert!(worker.measure().await.unwrap().sum.anonymous.unwrap() >= Bytes::from_mib(16));
-    assert_eq!(worker.stop_because(None, "").await.unwrap().status, ExitStatus::Code(0));
+    assert_eq!(
+        worker.stop_because(None, "").await.unwrap().status,
+        ExitStatus::Code(0)
+    );
 }

@@ -1,4 +1,4 @@
-//! The crate as a graph: which file imports from which, and which `impl` block calls into which file.
+//! The crates as a graph: which file imports from which, and which `impl` block calls into which file.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -13,7 +13,7 @@ type Words = Vec<(usize, String)>;
 struct Source {
     /// Relative to `src`.
     path: PathBuf,
-    /// `probe/psi.rs` is `[probe, psi]`, `probe/mod.rs` is `[probe]`, `main.rs` is `[main]`.
+    /// `probe/psi.rs` is `[probe, psi]`, `probe/lib.rs` is `[probe]`, `main.rs` is `[main]`.
     module: Vec<String>,
     words: Words,
     imports: Vec<Import>,
@@ -47,8 +47,18 @@ pub(crate) struct Cycle {
 
 impl std::fmt::Display for Cycle {
     fn fmt(&self, out: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let files: Vec<_> = self.files.iter().map(|file| file.display().to_string()).collect();
-        write!(out, "{} files: {}\n    {}", files.len(), files.join(" "), self.ties.join("\n    "))
+        let files: Vec<_> = self
+            .files
+            .iter()
+            .map(|file| file.display().to_string())
+            .collect();
+        write!(
+            out,
+            "{} files: {}\n    {}",
+            files.len(),
+            files.join(" "),
+            self.ties.join("\n    ")
+        )
     }
 }
 
@@ -68,7 +78,8 @@ impl Crate {
             raw.push((path.clone(), module, tokens(&without_tests(&clear))));
         }
         raw.retain(|(_, module, _)| !(0..=module.len()).any(|end| hidden.contains(&module[..end])));
-        let modules: BTreeSet<Vec<String>> = raw.iter().map(|(_, module, _)| module.clone()).collect();
+        let modules: BTreeSet<Vec<String>> =
+            raw.iter().map(|(_, module, _)| module.clone()).collect();
         let files: Vec<Source> = raw
             .into_iter()
             .map(|(path, module, words)| Source {
@@ -79,11 +90,15 @@ impl Crate {
                 words,
             })
             .collect();
-        let by_module = files.iter().enumerate().map(|(at, file)| (file.module.clone(), at)).collect();
+        let by_module = files
+            .iter()
+            .enumerate()
+            .map(|(at, file)| (file.module.clone(), at))
+            .collect();
         Self { files, by_module }
     }
 
-    /// Import cycles among the files of one top-level module.
+    /// Import cycles among the files of one crate.
     pub(crate) fn import_cycles(&self) -> Vec<Cycle> {
         let mut edges: BTreeMap<(usize, usize), usize> = BTreeMap::new();
         for (from, file) in self.files.iter().enumerate() {
@@ -107,7 +122,11 @@ impl Crate {
         for (at, file) in self.files.iter().enumerate() {
             for found in blocks(&file.words) {
                 let owner = self.owner(at, &found.name);
-                let block = types.entry((owner, found.name)).or_default().entry(at).or_default();
+                let block = types
+                    .entry((owner, found.name))
+                    .or_default()
+                    .entry(at)
+                    .or_default();
                 block.is_own |= found.block.is_own;
                 block.defined.extend(found.block.defined);
                 block.called.extend(found.block.called);
@@ -116,10 +135,21 @@ impl Crate {
         let mut cycles = Vec::new();
         let mut spread = Vec::new();
         for ((_, name), blocks) in &types {
-            let own: Vec<usize> = blocks.iter().filter(|(_, block)| block.is_own).map(|(at, _)| *at).collect();
+            let own: Vec<usize> = blocks
+                .iter()
+                .filter(|(_, block)| block.is_own)
+                .map(|(at, _)| *at)
+                .collect();
             if own.len() > most {
-                let files: Vec<_> = own.iter().map(|at| self.files[*at].path.display().to_string()).collect();
-                spread.push(format!("`{name}` has `impl` blocks in {} files: {}", own.len(), files.join(" ")));
+                let files: Vec<_> = own
+                    .iter()
+                    .map(|at| self.files[*at].path.display().to_string())
+                    .collect();
+                spread.push(format!(
+                    "`{name}` has `impl` blocks in {} files: {}",
+                    own.len(),
+                    files.join(" ")
+                ));
             }
             let mut edges = BTreeMap::new();
             for (&from, block) in blocks {
@@ -127,7 +157,9 @@ impl Crate {
                     if block.defined.contains(called) {
                         continue;
                     }
-                    let homes = blocks.iter().filter(|(_, other)| other.is_own && other.defined.contains(called));
+                    let homes = blocks
+                        .iter()
+                        .filter(|(_, other)| other.is_own && other.defined.contains(called));
                     for (&to, _) in homes {
                         edges.entry((from, to)).or_insert(*line);
                     }
@@ -144,24 +176,40 @@ impl Crate {
         if file.defined.contains(name) {
             return at;
         }
-        let import = file.imports.iter().find(|import| import.name.as_deref() == Some(name));
-        import.and_then(|import| self.resolve(&import.path, 0)).unwrap_or(at)
+        let import = file
+            .imports
+            .iter()
+            .find(|import| import.name.as_deref() == Some(name));
+        import
+            .and_then(|import| self.resolve(&import.path, 0))
+            .unwrap_or(at)
     }
 
     /// The file in which a path ends, behind re-exports.
     fn resolve(&self, path: &[String], depth: usize) -> Option<usize> {
-        let (end, at) = (1..=path.len()).rev().find_map(|end| self.by_module.get(&path[..end]).map(|at| (end, *at)))?;
+        let (end, at) = (1..=path.len())
+            .rev()
+            .find_map(|end| self.by_module.get(&path[..end]).map(|at| (end, *at)))?;
         let file = &self.files[at];
-        let Some(name) = path.get(end) else { return Some(at) };
+        let Some(name) = path.get(end) else {
+            return Some(at);
+        };
         if file.defined.contains(name) || depth > 8 {
             return Some(at);
         }
-        if let Some(import) = file.imports.iter().find(|import| import.name.as_ref() == Some(name)) {
+        if let Some(import) = file
+            .imports
+            .iter()
+            .find(|import| import.name.as_ref() == Some(name))
+        {
             let mut target = import.path.clone();
             target.extend_from_slice(&path[end + 1..]);
             return self.resolve(&target, depth + 1);
         }
-        let globs = file.imports.iter().filter(|import| import.name.as_deref() == Some("*"));
+        let globs = file
+            .imports
+            .iter()
+            .filter(|import| import.name.as_deref() == Some("*"));
         for glob in globs {
             let mut target = glob.path.clone();
             target.extend_from_slice(&path[end..]);
@@ -174,7 +222,11 @@ impl Crate {
         Some(at)
     }
 
-    fn cycles(&self, edges: &BTreeMap<(usize, usize), usize>, what: impl Fn(usize) -> String) -> Vec<Cycle> {
+    fn cycles(
+        &self,
+        edges: &BTreeMap<(usize, usize), usize>,
+        what: impl Fn(usize) -> String,
+    ) -> Vec<Cycle> {
         let reach = |from: usize| {
             let mut seen = BTreeSet::new();
             let mut open = vec![from];
@@ -200,32 +252,57 @@ impl Crate {
             if !to.contains(&at) || taken.contains(&at) {
                 continue;
             }
-            let members: Vec<usize> =
-                to.iter().copied().filter(|other| reached.get(other).is_some_and(|back| back.contains(&at))).collect();
+            let members: Vec<usize> = to
+                .iter()
+                .copied()
+                .filter(|other| reached.get(other).is_some_and(|back| back.contains(&at)))
+                .collect();
             taken.extend(members.iter().copied());
             let ties = edges
                 .iter()
                 .filter(|((from, to), _)| members.contains(from) && members.contains(to))
                 .map(|((from, to), line)| {
-                    let (from_path, to_path) = (self.files[*from].path.display(), self.files[*to].path.display());
+                    let (from_path, to_path) = (
+                        self.files[*from].path.display(),
+                        self.files[*to].path.display(),
+                    );
                     format!("src/{from_path}:{line} needs {to_path}{}", what(*from))
                 })
                 .collect();
-            found.push(Cycle { files: members.iter().map(|at| self.files[*at].path.clone()).collect(), ties });
+            found.push(Cycle {
+                files: members
+                    .iter()
+                    .map(|at| self.files[*at].path.clone())
+                    .collect(),
+                ties,
+            });
         }
         found
     }
 
     /// Structs with more fields or booleans than they may have, below a folder: `src/file: name: figures`.
-    pub(crate) fn wide_structs(&self, folder: &str, fields_max: usize, flags_max: usize) -> Vec<String> {
-        let inside = self.files.iter().filter(|file| file.module.first().is_some_and(|first| first == folder));
+    pub(crate) fn wide_structs(
+        &self,
+        folder: &str,
+        fields_max: usize,
+        flags_max: usize,
+    ) -> Vec<String> {
+        let inside = self
+            .files
+            .iter()
+            .filter(|file| file.module.first().is_some_and(|first| first == folder));
         inside
             .flat_map(|file| {
-                structs(&file.words).into_iter().filter_map(|(line, name, fields, flags)| {
-                    (fields > fields_max || flags > flags_max).then(|| {
-                        format!("src/{}:{line}: `{name}` has {fields} fields, {flags} booleans", file.path.display())
+                structs(&file.words)
+                    .into_iter()
+                    .filter_map(|(line, name, fields, flags)| {
+                        (fields > fields_max || flags > flags_max).then(|| {
+                            format!(
+                                "src/{}:{line}: `{name}` has {fields} fields, {flags} booleans",
+                                file.path.display()
+                            )
+                        })
                     })
-                })
             })
             .collect()
     }
@@ -234,8 +311,15 @@ impl Crate {
 /// `probe/psi.rs` is `[probe, psi]`.
 fn module_of(path: &Path) -> Vec<String> {
     let parts = path.with_extension("");
-    let mut module: Vec<String> = parts.iter().map(|part| part.to_string_lossy().into_owned()).collect();
-    if module.last().is_some_and(|last| last == "mod") {
+    let mut module: Vec<String> = parts
+        .iter()
+        .map(|part| part.to_string_lossy().into_owned())
+        .collect();
+    // `probe/lib.rs` is the root of a crate, `lib.rs` that of the program.
+    if module
+        .last()
+        .is_some_and(|last| last == "mod" || last == "lib" && module.len() > 1)
+    {
         module.pop();
     }
     module
@@ -244,7 +328,10 @@ fn module_of(path: &Path) -> Vec<String> {
 /// Modules in files of their own that are compiled for tests only.
 fn test_modules(words: &Words) -> Vec<String> {
     let is = |at: usize, wanted: &[&str]| {
-        wanted.iter().enumerate().all(|(i, word)| words.get(at + i).is_some_and(|(_, found)| found == word))
+        wanted
+            .iter()
+            .enumerate()
+            .all(|(i, word)| words.get(at + i).is_some_and(|(_, found)| found == word))
     };
     let mut found = Vec::new();
     for at in 0..words.len() {
@@ -254,9 +341,14 @@ fn test_modules(words: &Words) -> Vec<String> {
         let mut next = at + 7;
         // Further attributes stand between it and the module.
         while is(next, &["#", "["]) {
-            next = (next..words.len()).find(|i| words[*i].1 == "]").map_or(words.len(), |i| i + 1);
+            next = (next..words.len())
+                .find(|i| words[*i].1 == "]")
+                .map_or(words.len(), |i| i + 1);
         }
-        while words.get(next).is_some_and(|(_, word)| matches!(word.as_str(), "pub" | "(" | "crate" | "super" | ")")) {
+        while words
+            .get(next)
+            .is_some_and(|(_, word)| matches!(word.as_str(), "pub" | "(" | "crate" | "super" | ")"))
+        {
             next += 1;
         }
         if is(next, &["mod"]) && is(next + 2, &[";"]) {
@@ -267,8 +359,22 @@ fn test_modules(words: &Words) -> Vec<String> {
 }
 
 fn definitions(words: &Words) -> BTreeSet<String> {
-    let kinds = ["fn", "struct", "enum", "trait", "const", "static", "type", "union", "macro_rules"];
-    words.windows(2).filter(|pair| kinds.contains(&pair[0].1.as_str())).map(|pair| pair[1].1.clone()).collect()
+    let kinds = [
+        "fn",
+        "struct",
+        "enum",
+        "trait",
+        "const",
+        "static",
+        "type",
+        "union",
+        "macro_rules",
+    ];
+    words
+        .windows(2)
+        .filter(|pair| kinds.contains(&pair[0].1.as_str()))
+        .map(|pair| pair[1].1.clone())
+        .collect()
 }
 
 fn imports(words: &Words, module: &[String], modules: &BTreeSet<Vec<String>>) -> Vec<Import> {
@@ -280,7 +386,7 @@ fn imports(words: &Words, module: &[String], modules: &BTreeSet<Vec<String>>) ->
         }
         let mut next = at + 2;
         let base: Vec<String> = match word(at) {
-            "crate" | "cotenant" => Vec::new(),
+            "crate" => module.iter().take(1).cloned().collect(),
             "self" => module.to_vec(),
             "super" => {
                 let mut up = 1;
@@ -299,21 +405,39 @@ fn imports(words: &Words, module: &[String], modules: &BTreeSet<Vec<String>>) ->
                 path
             }
         };
-        let in_use = (0..at).rev().take_while(|i| !matches!(word(*i), ";" | "}" | "{")).find(|i| word(*i) == "use");
-        let is_export = in_use.is_some_and(|used| used > 0 && matches!(word(used - 1), "pub" | ")"));
+        let in_use = (0..at)
+            .rev()
+            .take_while(|i| !matches!(word(*i), ";" | "}" | "{"))
+            .find(|i| word(*i) == "use");
+        let is_export =
+            in_use.is_some_and(|used| used > 0 && matches!(word(used - 1), "pub" | ")"));
         let mut leaves = Vec::new();
         tree(words, next, base, &mut leaves);
         found.extend(leaves.into_iter().map(|(line, path, alias)| {
             let name = in_use.and(alias.or_else(|| path.last().cloned()));
-            let path = if path.last().is_some_and(|last| last == "*") { path[..path.len() - 1].to_vec() } else { path };
-            Import { line, path, name, is_export }
+            let path = if path.last().is_some_and(|last| last == "*") {
+                path[..path.len() - 1].to_vec()
+            } else {
+                path
+            };
+            Import {
+                line,
+                path,
+                name,
+                is_export,
+            }
         }));
     }
     found
 }
 
 /// The paths of a tree such as `a::{b, c::{self, d as e}}`; returns what follows it.
-fn tree(words: &Words, at: usize, prefix: Vec<String>, out: &mut Vec<(usize, Vec<String>, Option<String>)>) -> usize {
+fn tree(
+    words: &Words,
+    at: usize,
+    prefix: Vec<String>,
+    out: &mut Vec<(usize, Vec<String>, Option<String>)>,
+) -> usize {
     let word = |at: usize| words.get(at).map_or("", |(_, word)| word.as_str());
     let line = words.get(at).map_or(0, |(line, _)| *line);
     match word(at) {
@@ -373,7 +497,8 @@ fn blocks(words: &Words) -> Vec<Found> {
     let mut found = Vec::new();
     let mut at = 0;
     while at < words.len() {
-        let starts = word(at) == "impl" && (at == 0 || matches!(word(at - 1), "}" | ";" | "]" | "{" | "unsafe"));
+        let starts = word(at) == "impl"
+            && (at == 0 || matches!(word(at - 1), "}" | ";" | "]" | "{" | "unsafe"));
         if !starts {
             at += 1;
             continue;
@@ -396,7 +521,10 @@ fn blocks(words: &Words) -> Vec<Found> {
                 _ => {}
             }
         }
-        let mut block = Block { is_own, ..Block::default() };
+        let mut block = Block {
+            is_own,
+            ..Block::default()
+        };
         let mut depth = 0;
         for (i, (line, _)) in words.iter().enumerate().take(close).skip(open) {
             match word(i) {
@@ -405,7 +533,9 @@ fn blocks(words: &Words) -> Vec<Found> {
                 "fn" if depth == 1 => {
                     block.defined.insert(word(i + 1).to_owned());
                 }
-                "self" | "Self" if matches!(word(i + 1), "." | "::") && matches!(word(i + 3), "(" | "::") => {
+                "self" | "Self"
+                    if matches!(word(i + 1), "." | "::") && matches!(word(i + 3), "(" | "::") =>
+                {
                     block.called.entry(word(i + 2).to_owned()).or_insert(*line);
                 }
                 _ => {}

@@ -36,12 +36,23 @@ pub(crate) fn tokens(code: &str) -> Vec<(usize, String)> {
 pub(crate) fn blank(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out: Vec<char> = chars.clone();
-    let is = |at: usize, wanted: &str| wanted.chars().enumerate().all(|(i, c)| chars.get(at + i) == Some(&c));
-    let is_word = |at: usize| chars.get(at).is_some_and(|c| c.is_alphanumeric() || *c == '_');
+    let is = |at: usize, wanted: &str| {
+        wanted
+            .chars()
+            .enumerate()
+            .all(|(i, c)| chars.get(at + i) == Some(&c))
+    };
+    let is_word = |at: usize| {
+        chars
+            .get(at)
+            .is_some_and(|c| c.is_alphanumeric() || *c == '_')
+    };
     let mut at = 0;
     while at < chars.len() {
         let end = if is(at, "//") {
-            (at..chars.len()).find(|i| chars[*i] == '\n').unwrap_or(chars.len())
+            (at..chars.len())
+                .find(|i| chars[*i] == '\n')
+                .unwrap_or(chars.len())
         } else if is(at, "/*") {
             let (mut level, mut i) = (1, at + 2);
             while level > 0 && i < chars.len() {
@@ -56,11 +67,16 @@ pub(crate) fn blank(text: &str) -> String {
                 }
             }
             i
-        } else if chars[at] == 'r' && (at == 0 || !is_word(at - 1) || chars[at - 1] == 'b') && raw_string(&chars, at) {
+        } else if chars[at] == 'r'
+            && (at == 0 || !is_word(at - 1) || chars[at - 1] == 'b')
+            && raw_string(&chars, at)
+        {
             let hashes = chars[at + 1..].iter().take_while(|c| **c == '#').count();
             let close = format!("\"{}", "#".repeat(hashes));
             let body = at + 1 + hashes + 1;
-            (body..chars.len()).find(|i| is(*i, &close)).map_or(chars.len(), |i| i + close.chars().count())
+            (body..chars.len())
+                .find(|i| is(*i, &close))
+                .map_or(chars.len(), |i| i + close.chars().count())
         } else if chars[at] == '"' {
             let mut i = at + 1;
             while i < chars.len() && chars[i] != '"' {
@@ -68,7 +84,9 @@ pub(crate) fn blank(text: &str) -> String {
             }
             i + 1
         } else if chars[at] == '\'' && chars.get(at + 1) == Some(&'\\') {
-            (at + 3..chars.len()).find(|i| chars[*i] == '\'').map_or(chars.len(), |i| i + 1)
+            (at + 3..chars.len())
+                .find(|i| chars[*i] == '\'')
+                .map_or(chars.len(), |i| i + 1)
         } else if chars[at] == '\'' && chars.get(at + 2) == Some(&'\'') {
             at + 3
         } else {
@@ -109,7 +127,10 @@ pub(crate) fn without_tests(code: &str) -> String {
             Some(semicolon) => semicolon + 1,
             None => out.len(),
         };
-        let blank: String = out[start..end].chars().map(|c| if c == '\n' { '\n' } else { ' ' }).collect();
+        let blank: String = out[start..end]
+            .chars()
+            .map(|c| if c == '\n' { '\n' } else { ' ' })
+            .collect();
         out.replace_range(start..end, &blank);
     }
     out
@@ -117,8 +138,10 @@ pub(crate) fn without_tests(code: &str) -> String {
 
 /// All Rust files below a folder, in order.
 pub(crate) fn collect(folder: &Path, files: &mut Vec<PathBuf>) {
-    let mut entries: Vec<PathBuf> =
-        fs::read_dir(folder).expect("the sources are there").map(|entry| entry.unwrap().path()).collect();
+    let mut entries: Vec<PathBuf> = fs::read_dir(folder)
+        .expect("the sources are there")
+        .map(|entry| entry.unwrap().path())
+        .collect();
     entries.sort();
     for path in entries {
         if path.is_dir() {

@@ -7,8 +7,8 @@ use cotenant::{
         kv_type::KvType,
         lease::Class,
         params::{
-            ENGINE_TENANT, EngineParams, Params, PressureParams, ResidencyMode, Scope, StartParams, VariantParams,
-            WorkerParams,
+            ENGINE_TENANT, EngineParams, Params, PressureParams, ResidencyMode, Scope, StartParams,
+            VariantParams, WorkerParams,
         },
         peaks::LearnedPeak,
         residency::{KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv},
@@ -29,7 +29,12 @@ pub(crate) fn millis(rng: &mut ChaCha8Rng, from: u64, to: u64) -> Duration {
     Duration::from_micros(rng.random_range(from * 1000..=to * 1000))
 }
 
-pub(crate) const CLASSES: [Class; 4] = [Class::AudioRealtime, Class::Interactive, Class::LlmElastic, Class::Batch];
+pub(crate) const CLASSES: [Class; 4] = [
+    Class::AudioRealtime,
+    Class::Interactive,
+    Class::LlmElastic,
+    Class::Batch,
+];
 
 /// What a seed chooses before anything happens.
 pub(crate) struct Device {
@@ -43,7 +48,11 @@ pub(crate) struct Device {
 
 pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     let shape = rng.random_bool(0.85).then(|| choose_shape(rng));
-    let kv_type = if rng.random_bool(0.7) { KvType::F16 } else { KvType::Q8 };
+    let kv_type = if rng.random_bool(0.7) {
+        KvType::F16
+    } else {
+        KvType::Q8
+    };
     let engine = shape.is_some().then(|| EngineParams {
         kv_wanted: Tokens::new(rng.random_range(512..6000)),
         kv_floor: Tokens::new(rng.random_range(64..512)),
@@ -51,7 +60,11 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
         kv_type_least: kv_type.min(KvType::ALL[rng.random_range(0..KvType::ALL.len())]),
         prefill_chunk: Tokens::new(64),
         resident_min: rng.random_range(0..3),
-        mode: [ResidencyMode::Balanced, ResidencyMode::MaxContext, ResidencyMode::MaxSpeed][rng.random_range(0..3)],
+        mode: [
+            ResidencyMode::Balanced,
+            ResidencyMode::MaxContext,
+            ResidencyMode::MaxSpeed,
+        ][rng.random_range(0..3)],
         load_timeout: Duration::from_secs(5),
         apply_timeout: Duration::from_millis(500),
         ..EngineParams::default()
@@ -61,14 +74,21 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
         .take(rng.random_range(0..=3))
         .map(|name| choose_worker(rng, name))
         .collect();
-    let full = shape.as_ref().zip(engine.as_ref()).map_or(Bytes::ZERO, |(shape, engine)| {
-        shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
-    });
+    let full = shape
+        .as_ref()
+        .zip(engine.as_ref())
+        .map_or(Bytes::ZERO, |(shape, engine)| {
+            shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
+        });
     let peaks: Bytes = workers.iter().map(largest).sum();
     // Everything fits once no other holder is there; how much more varies.
     let needed = full + peaks + mib(rng.random_range(10..200));
     let budget = Bytes::new(needed.get() * 13 / 10);
-    let scope = if rng.random_bool(0.5) { Scope::Session } else { Scope::Machine };
+    let scope = if rng.random_bool(0.5) {
+        Scope::Session
+    } else {
+        Scope::Machine
+    };
     let reserve = mib(rng.random_range(0..64));
     let mut params = Params::for_budget(budget + reserve, reserve, scope);
     params.pressure = PressureParams {
@@ -81,7 +101,12 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     params.lease.queue_max = rng.random_range(2..20);
     params.engine = engine;
     params.workers = workers;
-    Device { os_used: reserve.per_mille(rng.random_range(300..1000)), params, shape, hopeless: None }
+    Device {
+        os_used: reserve.per_mille(rng.random_range(300..1000)),
+        params,
+        shape,
+        hopeless: None,
+    }
 }
 
 /// What some workers have besides their sizes: they rest, come after others, or shed when they are notified. Drawn from a
@@ -125,13 +150,23 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
 pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HOPELESS);
     let workers = &device.params.workers;
-    let of_one_size: Vec<&WorkerParams> = workers.iter().filter(|worker| worker.variants.is_empty()).collect();
+    let of_one_size: Vec<&WorkerParams> = workers
+        .iter()
+        .filter(|worker| worker.variants.is_empty())
+        .collect();
     if device.shape.is_none() || of_one_size.is_empty() || !rng.random_bool(0.2) {
         return;
     }
-    let name = of_one_size[rng.random_range(0..of_one_size.len())].name.clone();
-    let seen =
-        LearnedPeak { holder: name.clone(), variant: None, bytes: device.params.budget.bytes(), lives: 1, model: None };
+    let name = of_one_size[rng.random_range(0..of_one_size.len())]
+        .name
+        .clone();
+    let seen = LearnedPeak {
+        holder: name.clone(),
+        variant: None,
+        bytes: device.params.budget.bytes(),
+        lives: 1,
+        model: None,
+    };
     device.params.peaks = std::iter::once(seen).collect();
     device.hopeless = Some(name);
 }
@@ -153,12 +188,23 @@ pub(crate) fn choose_breathing(seed: u64, device: &mut Device) -> Vec<(String, B
         return Vec::new();
     }
     let of_one_size = device.params.workers.iter_mut();
-    let of_one_size = of_one_size.filter(|worker| worker.variants.is_empty() && worker.shrinks_to.is_none());
+    let of_one_size =
+        of_one_size.filter(|worker| worker.variants.is_empty() && worker.shrinks_to.is_none());
     let choose = |worker: &mut WorkerParams| {
         worker.rest.recycle_leaks = true;
         let leaks = rng.random_bool(0.3);
-        let leak = if leaks { worker.peak.per_mille(rng.random_range(40..200)) } else { Bytes::ZERO };
-        (worker.name.clone(), Breath { rest: Bytes::ZERO, leak })
+        let leak = if leaks {
+            worker.peak.per_mille(rng.random_range(40..200))
+        } else {
+            Bytes::ZERO
+        };
+        (
+            worker.name.clone(),
+            Breath {
+                rest: Bytes::ZERO,
+                leak,
+            },
+        )
     };
     of_one_size.map(choose).collect()
 }
@@ -177,7 +223,9 @@ pub(crate) fn choose_speeds(seed: u64) -> Vec<(Duration, Calibration)> {
             prefill_ns_per_mib: [0, 600, 3000, 50_000][rng.random_range(0..4)],
         }
     };
-    (0..rng.random_range(0..5)).map(|_| (millis(&mut rng, 200, 12_000), measured(&mut rng))).collect()
+    (0..rng.random_range(0..5))
+        .map(|_| (millis(&mut rng, 200, 12_000), measured(&mut rng)))
+        .collect()
 }
 
 const SPEEDS: u64 = 0x7370_6565_6473;
@@ -187,7 +235,13 @@ const BREATHING: u64 = 0x6272_6561_7468;
 const HABITS: u64 = 0x6861_6269_7473;
 
 pub(crate) fn largest(worker: &WorkerParams) -> Bytes {
-    worker.variants.iter().map(|variant| variant.peak).chain([worker.peak]).max().unwrap()
+    worker
+        .variants
+        .iter()
+        .map(|variant| variant.peak)
+        .chain([worker.peak])
+        .max()
+        .unwrap()
 }
 
 fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
@@ -197,7 +251,11 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
         architecture: "qwen35".to_owned(),
         layers: (0..rng.random_range(2..14))
             .map(|index| LayerShape {
-                kind: if index % 4 == 3 { LayerKind::Attention } else { LayerKind::Recurrent },
+                kind: if index % 4 == 3 {
+                    LayerKind::Attention
+                } else {
+                    LayerKind::Recurrent
+                },
                 part: 0,
                 resident_bytes: mib(layer + u64::from(index % 4 == 3)),
             })
@@ -211,9 +269,10 @@ fn choose_shape(rng: &mut ChaCha8Rng) -> ModelShape {
             element_bytes: 2,
             granule: Bytes::ZERO,
             block_tokens: Tokens::new([16, 64, 256][rng.random_range(0..3)]),
-            windowed: rng
-                .random_bool(0.3)
-                .then(|| WindowedKv { layers: rng.random_range(1..=3), blocks: rng.random_range(1..=12) }),
+            windowed: rng.random_bool(0.3).then(|| WindowedKv {
+                layers: rng.random_range(1..=3),
+                blocks: rng.random_range(1..=12),
+            }),
         },
         context_max: Tokens::new(8192),
         workspace_fixed_bytes: mib(2),
@@ -226,10 +285,17 @@ fn choose_worker(rng: &mut ChaCha8Rng, name: &str) -> WorkerParams {
     let steady = rng.random_range(5..40);
     let peak = steady + rng.random_range(0..20);
     let variants = if rng.random_bool(0.5) {
-        vec![("small", steady, peak), ("large", steady * 3, steady * 3 + 5)]
-            .into_iter()
-            .map(|(name, steady, peak)| VariantParams { name: name.to_owned(), steady: mib(steady), peak: mib(peak) })
-            .collect()
+        vec![
+            ("small", steady, peak),
+            ("large", steady * 3, steady * 3 + 5),
+        ]
+        .into_iter()
+        .map(|(name, steady, peak)| VariantParams {
+            name: name.to_owned(),
+            steady: mib(steady),
+            peak: mib(peak),
+        })
+        .collect()
     } else {
         Vec::new()
     };

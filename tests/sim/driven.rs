@@ -46,7 +46,11 @@ impl Driven {
     }
 
     fn seen_as(arbiter: Arbiter, state: Arc<Snapshot>) -> Self {
-        let moment = Moment { now: state.at, actions: Vec::new(), state };
+        let moment = Moment {
+            now: state.at,
+            actions: Vec::new(),
+            state,
+        };
         let shared = Shared(Arc::new(Mutex::new(moment)));
         let control = ControlLoop::new(arbiter, HandClock(shared.clone()), Notes(shared.clone()));
         Self { control, shared }

@@ -40,13 +40,24 @@ impl Engine {
     /// That of a device which `seed` chooses: half of them use all that they hold at once.
     pub(crate) fn new(seed: u64, shape: Option<&ModelShape>) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed ^ PROMISES);
-        let share = if rng.random_bool(0.5) { rng.random_range(0..=1000) } else { 0 };
+        let share = if rng.random_bool(0.5) {
+            rng.random_range(0..=1000)
+        } else {
+            0
+        };
         let bytes = shape.map_or(Bytes::ZERO, |shape| shape.fixed_bytes.per_mille(share));
-        Self { unused: (bytes, rng.random_range(0..30)), ..Self::default() }
+        Self {
+            unused: (bytes, rng.random_range(0..30)),
+            ..Self::default()
+        }
     }
 
     pub(crate) fn used(&self, shape: Option<&ModelShape>) -> Bytes {
-        let unused = if self.used_at.is_none() { self.unused.0 } else { Bytes::ZERO };
+        let unused = if self.used_at.is_none() {
+            self.unused.0
+        } else {
+            Bytes::ZERO
+        };
         match (shape, &self.in_force) {
             (Some(shape), Some(plan)) => shape.plan_bytes(plan).saturating_sub(unused),
             _ => Bytes::ZERO,
@@ -55,7 +66,11 @@ impl Engine {
 
     /// What it held and did not use at this instant.
     pub(crate) fn unused_at(&self, at: Timestamp) -> Bytes {
-        if self.used_at.is_some_and(|used_at| used_at <= at) { Bytes::ZERO } else { self.unused.0 }
+        if self.used_at.is_some_and(|used_at| used_at <= at) {
+            Bytes::ZERO
+        } else {
+            self.unused.0
+        }
     }
 
     /// Whether a model is loaded, or about to be.
@@ -71,9 +86,16 @@ impl Engine {
         rng: &mut ChaCha8Rng,
         faults: &Faults,
     ) -> Timestamp {
-        let start = self.commands.back().map_or(now, |(_, _, end)| (*end).max(now));
+        let start = self
+            .commands
+            .back()
+            .map_or(now, |(_, _, end)| (*end).max(now));
         let took = if loads {
-            let slow = if faults.slow_disk.strikes(rng, 0.5) { 10 } else { 1 };
+            let slow = if faults.slow_disk.strikes(rng, 0.5) {
+                10
+            } else {
+                1
+            };
             millis(rng, 50, 800) * slow
         } else if faults.slow_engine.strikes(rng, 0.2) {
             millis(rng, 100, 1500)
@@ -86,14 +108,30 @@ impl Engine {
     }
 
     /// Carries out the next command.
-    pub(crate) fn carry_out(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, faults: &Faults) -> Option<Event> {
+    pub(crate) fn carry_out(
+        &mut self,
+        shape: &ModelShape,
+        rng: &mut ChaCha8Rng,
+        faults: &Faults,
+    ) -> Option<Event> {
         let (revision, mut plan, _) = self.commands.pop_front()?;
         // The chunk that is under way stays; what would grow into its place has to wait.
-        let kept = self.in_force.as_ref().filter(|_| self.requests > 0).map(|in_force| in_force.prefill_chunk);
-        let no_room = self.in_force.as_ref().zip(kept).is_some_and(|(in_force, kept)| {
-            let beside = EnginePlan { prefill_chunk: plan.prefill_chunk.max(kept), ..plan.clone() };
-            shape.plan_bytes(&beside) > shape.plan_bytes(in_force).max(shape.plan_bytes(&plan))
-        });
+        let kept = self
+            .in_force
+            .as_ref()
+            .filter(|_| self.requests > 0)
+            .map(|in_force| in_force.prefill_chunk);
+        let no_room = self
+            .in_force
+            .as_ref()
+            .zip(kept)
+            .is_some_and(|(in_force, kept)| {
+                let beside = EnginePlan {
+                    prefill_chunk: plan.prefill_chunk.max(kept),
+                    ..plan.clone()
+                };
+                shape.plan_bytes(&beside) > shape.plan_bytes(in_force).max(shape.plan_bytes(&plan))
+            });
         if faults.failing_plans.strikes(rng, 0.15) {
             if let Some(in_force) = &mut self.in_force
                 && rng.random_bool(0.5)
@@ -102,7 +140,9 @@ impl Engine {
                 // It releases first, then grows, and what was done until it failed stays done.
                 let all = shape.layers.len();
                 let whole = plan.resident.len() == all || in_force.resident.len() == all;
-                in_force.resident.retain(|layer| plan.resident.contains(layer));
+                in_force
+                    .resident
+                    .retain(|layer| plan.resident.contains(layer));
                 let grown = rng.random_range(0..=plan.resident.len());
                 in_force.resident.extend(plan.resident.iter().take(grown));
                 (in_force.kv_capacity, in_force.kv_type) = (plan.kv_capacity, plan.kv_type);
@@ -111,10 +151,16 @@ impl Engine {
                     make_room_for_the_ring(shape, in_force);
                 }
             }
-            return Some(Event::EngineApplyFailed { revision, reason: "sim: cannot".to_owned() });
+            return Some(Event::EngineApplyFailed {
+                revision,
+                reason: "sim: cannot".to_owned(),
+            });
         }
         if no_room {
-            return Some(Event::EngineApplyFailed { revision, reason: "sim: a chunk is under way".to_owned() });
+            return Some(Event::EngineApplyFailed {
+                revision,
+                reason: "sim: a chunk is under way".to_owned(),
+            });
         }
         self.smaller_chunk = kept.and_then(|kept| {
             let wanted = self.smaller_chunk.unwrap_or(kept).min(plan.prefill_chunk);
@@ -125,7 +171,10 @@ impl Engine {
             // Memory is refused for one of its layers: it is loaded with fewer, unless the ring would take more than those.
             let found = rng.random_range(0..=plan.resident.len());
             let resident = plan.resident.iter().take(found).copied().collect();
-            let mut fewer = EnginePlan { resident, ..plan.clone() };
+            let mut fewer = EnginePlan {
+                resident,
+                ..plan.clone()
+            };
             make_room_for_the_ring(shape, &mut fewer);
             if shape.plan_bytes(&fewer) <= shape.plan_bytes(&plan) {
                 plan = fewer;
@@ -134,11 +183,17 @@ impl Engine {
         let before = self.used(Some(shape));
         let block = shape.kv.block_tokens.get();
         if self.may_drop {
-            let least = plan.kv_capacity.get().max(DROPS_NOT * block).min(self.kv_used);
+            let least = plan
+                .kv_capacity
+                .get()
+                .max(DROPS_NOT * block)
+                .min(self.kv_used);
             self.kv_dropped += self.kv_used - least;
             self.kv_used = least;
         }
-        plan.kv_capacity = plan.kv_capacity.max(Tokens::new(self.kv_used.next_multiple_of(block)));
+        plan.kv_capacity = plan
+            .kv_capacity
+            .max(Tokens::new(self.kv_used.next_multiple_of(block)));
         self.in_force = Some(plan.clone());
         self.last = revision;
         let used = self.used(Some(shape));
@@ -155,14 +210,25 @@ impl Engine {
     }
 
     pub(crate) fn die(&mut self) {
-        *self = Self { life: self.life + 1, unused: self.unused, ..Self::default() };
+        *self = Self {
+            life: self.life + 1,
+            unused: self.unused,
+            ..Self::default()
+        };
     }
 
     /// The chunk that is under way ends, if a smaller one is to follow.
-    pub(crate) fn end_chunk(&mut self, shape: &ModelShape, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
+    pub(crate) fn end_chunk(
+        &mut self,
+        shape: &ModelShape,
+        rng: &mut ChaCha8Rng,
+        calm: bool,
+    ) -> Option<Event> {
         let before = self.used(Some(shape));
         let in_force = self.in_force.as_mut()?;
-        let chunk = self.smaller_chunk.take_if(|_| calm || rng.random_bool(0.5))?;
+        let chunk = self
+            .smaller_chunk
+            .take_if(|_| calm || rng.random_bool(0.5))?;
         in_force.prefill_chunk = chunk;
         let in_force = in_force.clone();
         let used = self.used(Some(shape));
@@ -178,11 +244,22 @@ impl Engine {
     }
 
     /// The running sequence grows, asks for more room than there is, or ends and another begins; never while its chunk is to become smaller.
-    pub(crate) fn generate(&mut self, now: Timestamp, block: u32, rng: &mut ChaCha8Rng, calm: bool) -> Option<Event> {
+    pub(crate) fn generate(
+        &mut self,
+        now: Timestamp,
+        block: u32,
+        rng: &mut ChaCha8Rng,
+        calm: bool,
+    ) -> Option<Event> {
         let capacity = self.in_force.as_ref()?.kv_capacity.get();
         if self.requests > 0 && self.kv_used + block > capacity && rng.random_bool(0.5) {
             let [needed, wanted] = [2, 8].map(|blocks| Tokens::new(self.kv_used + blocks * block));
-            return Some(Event::CapacityWanted { needed, wanted, client: None, is_running: true });
+            return Some(Event::CapacityWanted {
+                needed,
+                wanted,
+                client: None,
+                is_running: true,
+            });
         }
         let ends = self.smaller_chunk.is_none() && (calm || rng.random_bool(0.3));
         let kv_kept = if ends {
@@ -205,7 +282,11 @@ impl Engine {
             kv_prompt: 0,
             // Some answers are about to end.
             kv_most: self.kv_used + self.kv_used % 256,
-            kv_droppable: if self.may_drop { self.kv_used.saturating_sub(DROPS_NOT * block) } else { 0 },
+            kv_droppable: if self.may_drop {
+                self.kv_used.saturating_sub(DROPS_NOT * block)
+            } else {
+                0
+            },
             kv_dropped: self.kv_dropped,
             untouched: Bytes::ZERO,
         })
@@ -214,7 +295,12 @@ impl Engine {
 
 /// Gives up as many of the last layers as the ring needs room.
 fn make_room_for_the_ring(shape: &ModelShape, plan: &mut EnginePlan) {
-    let held = |plan: &EnginePlan| plan.resident.iter().map(|layer| shape.layers[*layer as usize].resident_bytes).sum();
+    let held = |plan: &EnginePlan| {
+        plan.resident
+            .iter()
+            .map(|layer| shape.layers[*layer as usize].resident_bytes)
+            .sum()
+    };
     let every: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
     while plan.resident.len() < shape.layers.len()
         && every.saturating_sub(held(plan)) < shape.ring_bytes

@@ -157,8 +157,11 @@ impl State {
     }
 
     fn sample(&self, at: Timestamp) -> Event {
-        let used =
-            if at == self.now { Bytes::new(self.holders.iter().map(|holder| holder.used).sum()) } else { Bytes::ZERO };
+        let used = if at == self.now {
+            Bytes::new(self.holders.iter().map(|holder| holder.used).sum())
+        } else {
+            Bytes::ZERO
+        };
         Event::Sampled(Sample {
             taken_at: at,
             memory: MemoryReading {
@@ -173,7 +176,11 @@ impl State {
     }
 
     fn ago(&self) -> Timestamp {
-        Timestamp::START + self.now.since_start().saturating_sub(Duration::from_secs(1))
+        Timestamp::START
+            + self
+                .now
+                .since_start()
+                .saturating_sub(Duration::from_secs(1))
     }
 
     /// What can happen now. Tenants begin one after the other, since they are alike but for their class.
@@ -210,7 +217,11 @@ impl State {
                     letters.push(Letter::Hear(index));
                 }
             } else if holder.ended.is_some() {
-                letters.extend([Letter::Renew(index), Letter::Measure(index), Letter::MeasureLate(index)]);
+                letters.extend([
+                    Letter::Renew(index),
+                    Letter::Measure(index),
+                    Letter::MeasureLate(index),
+                ]);
             }
             if holder.target.is_some() {
                 letters.extend([
@@ -234,10 +245,17 @@ impl State {
 
     fn happens(&mut self, letter: Letter) -> Result<(), String> {
         let name = |index: usize| format!("t{index}");
-        let peer = Peer { uid: 1, ..Peer::default() };
+        let peer = Peer {
+            uid: 1,
+            ..Peer::default()
+        };
         match letter {
             Letter::Ask(class) => {
-                let index = self.holders.iter().position(|holder| !holder.asked).unwrap();
+                let index = self
+                    .holders
+                    .iter()
+                    .position(|holder| !holder.asked)
+                    .unwrap();
                 self.holders[index].asked = true;
                 self.holders[index].waits = true;
                 let ticket = self.ticket(Some(index));
@@ -260,7 +278,12 @@ impl State {
                 let holder = &self.holders[index];
                 let (lease, generation) = holder.lease.or(holder.ended).unwrap();
                 let ticket = self.ticket(None);
-                self.tell(Event::LeaseRenewed { ticket, lease: LeaseId(lease), generation, peer })?;
+                self.tell(Event::LeaseRenewed {
+                    ticket,
+                    lease: LeaseId(lease),
+                    generation,
+                    peer,
+                })?;
                 if self.holders[index].unheard {
                     self.holders[index].hear();
                 }
@@ -285,16 +308,31 @@ impl State {
                 (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
                 holder.unheard = false;
                 let ticket = self.ticket(None);
-                self.tell(Event::LeaseReleased { ticket, lease: LeaseId(lease), generation, peer })
+                self.tell(Event::LeaseReleased {
+                    ticket,
+                    lease: LeaseId(lease),
+                    generation,
+                    peer,
+                })
             }
             Letter::AnswerOld(index) | Letter::AnswerNone(index) => {
                 let (nonce, bytes) = self.holders[index].target.unwrap();
                 let lease = LeaseId(self.holders[index].lease.unwrap().0);
-                let nonce = if letter == Letter::AnswerOld(index) { nonce - 1 } else { nonce + 1 };
+                let nonce = if letter == Letter::AnswerOld(index) {
+                    nonce - 1
+                } else {
+                    nonce + 1
+                };
                 let known = |state: &Self| {
                     let seen = state.arbiter.snapshot();
                     let lease = seen.leases.iter().find(|view| view.id == lease);
-                    lease.map(|view| (view.state, view.memory.held, view.target.as_ref().map(|target| target.nonce)))
+                    lease.map(|view| {
+                        (
+                            view.state,
+                            view.memory.held,
+                            view.target.as_ref().map(|target| target.nonce),
+                        )
+                    })
                 };
                 // What time brings is not the answer's doing.
                 self.tell(Event::DeadlineReached)?;
@@ -306,11 +344,16 @@ impl State {
                     claimed: Some(Bytes::new(bytes)),
                 })?;
                 if known(self) != before {
-                    return Err(format!("an answer to target {nonce} of t{index} changed its lease"));
+                    return Err(format!(
+                        "an answer to target {nonce} of t{index} changed its lease"
+                    ));
                 }
                 Ok(())
             }
-            Letter::Obey(index) | Letter::Defer(index) | Letter::Refuse(index) | Letter::Lie(index) => {
+            Letter::Obey(index)
+            | Letter::Defer(index)
+            | Letter::Refuse(index)
+            | Letter::Lie(index) => {
                 let holder = &mut self.holders[index];
                 let (nonce, bytes) = holder.target.unwrap();
                 let lease = LeaseId(holder.lease.unwrap().0);
@@ -318,10 +361,12 @@ impl State {
                     holder.may_use = holder.may_use.min(bytes);
                 }
                 let answer = match letter {
-                    Letter::Defer(_) => {
-                        TargetAnswer::Deferred { overage: Bytes::new(holder.used.saturating_sub(bytes)) }
-                    }
-                    Letter::Refuse(_) => TargetAnswer::Refused { reason: "busy".to_owned() },
+                    Letter::Defer(_) => TargetAnswer::Deferred {
+                        overage: Bytes::new(holder.used.saturating_sub(bytes)),
+                    },
+                    Letter::Refuse(_) => TargetAnswer::Refused {
+                        reason: "busy".to_owned(),
+                    },
                     Letter::Lie(_) => {
                         holder.lied = true;
                         TargetAnswer::Applied
@@ -331,21 +376,33 @@ impl State {
                         TargetAnswer::Applied
                     }
                 };
-                self.tell(Event::TargetAnswered { lease, nonce, answer, claimed: Some(Bytes::new(bytes)) })
+                self.tell(Event::TargetAnswered {
+                    lease,
+                    nonce,
+                    answer,
+                    claimed: Some(Bytes::new(bytes)),
+                })
             }
             Letter::Measure(index) | Letter::MeasureLate(index) => {
                 let (used, taken_at) = match letter {
                     Letter::Measure(_) => (self.holders[index].used, self.now),
                     _ => (0, self.ago()),
                 };
-                self.tell(Event::Measured { tenant: name(index), used: Some(Bytes::new(used)), taken_at })
+                self.tell(Event::Measured {
+                    tenant: name(index),
+                    used: Some(Bytes::new(used)),
+                    taken_at,
+                })
             }
             Letter::Die(index) => {
                 let holder = &mut self.holders[index];
                 let (lease, generation) = holder.lease.take().unwrap();
                 (holder.used, holder.target, holder.ended) = (0, None, Some((lease, generation)));
                 holder.unheard = false;
-                self.tell(Event::HolderLost { lease: LeaseId(lease), pid: None })
+                self.tell(Event::HolderLost {
+                    lease: LeaseId(lease),
+                    pid: None,
+                })
             }
             Letter::Sample => self.tell(self.sample(self.now)),
             Letter::SampleLate => self.tell(self.sample(self.ago())),
@@ -415,7 +472,10 @@ impl State {
         }
         let after = self.arbiter.snapshot();
         if after.memory.held > BUDGET {
-            return Err(format!("over-commit: {} is held of {BUDGET}", after.memory.held));
+            return Err(format!(
+                "over-commit: {} is held of {BUDGET}",
+                after.memory.held
+            ));
         }
         for lease in &after.leases {
             let lives = matches!(lease.state, LeaseState::Granted | LeaseState::Revoking);
@@ -437,7 +497,9 @@ impl State {
     /// Whether the book covers every holder that relies on its lease.
     fn covers(&self, before: &Snapshot, after: &Snapshot) -> Result<(), String> {
         for (index, holder) in self.holders.iter().enumerate() {
-            let Some((id, _)) = holder.lease else { continue };
+            let Some((id, _)) = holder.lease else {
+                continue;
+            };
             let held = after.leases.iter().find(|lease| lease.id == LeaseId(id));
             let held = held.map_or(Bytes::ZERO, |lease| lease.memory.held);
             let was = before.leases.iter().find(|lease| lease.id == LeaseId(id));
@@ -445,7 +507,11 @@ impl State {
             // A non-compliant holder is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
             // lease has ended a holder is covered for what it may take, as far as it knows: what it has not given back
             // beyond is unaccounted.
-            let relies_on = if holder.unheard { holder.used.min(holder.may_use) } else { holder.used };
+            let relies_on = if holder.unheard {
+                holder.used.min(holder.may_use)
+            } else {
+                holder.used
+            };
             if held < Bytes::new(relies_on) && (!holder.lied || holder.unheard || credited) {
                 return Err(format!(
                     "no book covers t{index}: it really uses {} and holds {held}",
@@ -479,7 +545,12 @@ impl State {
                     self.holders[index].waits = false;
                 }
             }
-            Action::SetTarget { lease, nonce, bytes, .. } => {
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                ..
+            } => {
                 if let Some(holder) = self.holder_of(*lease) {
                     holder.target = Some((*nonce, bytes.get()));
                 }
@@ -498,7 +569,9 @@ impl State {
 
     /// The holder that has this lease, as far as it knows.
     fn holder_of(&mut self, lease: LeaseId) -> Option<&mut Holder> {
-        self.holders.iter_mut().find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
+        self.holders
+            .iter_mut()
+            .find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
     }
 
     /// No letters any more: every holder answers and is measured, non-compliant holders die. All must be answered, and the book empty.
@@ -519,7 +592,11 @@ impl State {
         if !self.open.is_empty() || snapshot.waiting > 0 {
             return Err(format!("not settled: {:?} still wait", self.open));
         }
-        if let Some(lease) = snapshot.leases.iter().find(|lease| lease.kind == LeaseKind::Tenant) {
+        if let Some(lease) = snapshot
+            .leases
+            .iter()
+            .find(|lease| lease.kind == LeaseKind::Tenant)
+        {
             return Err(format!("not settled: {lease:?}"));
         }
         if snapshot.pressure.level != PressureLevel::Normal || snapshot.memory.free != BUDGET {
@@ -577,9 +654,16 @@ impl Write for Hashed<'_> {
 fn search(search: Search, steps: u64, planted: Option<Planted>) -> Result<Search, String> {
     let mut state = State::new(planted);
     search.run(state.clone(), &[], steps)?;
-    let asked = [Class::Interactive, Class::AudioRealtime, Class::AudioRealtime].map(Letter::Ask);
+    let asked = [
+        Class::Interactive,
+        Class::AudioRealtime,
+        Class::AudioRealtime,
+    ]
+    .map(Letter::Ask);
     for letter in asked {
-        state.take(letter).map_err(|problem| search::tell(&problem, &asked))?;
+        state
+            .take(letter)
+            .map_err(|problem| search::tell(&problem, &asked))?;
     }
     if planted.is_none() {
         assert!(state.holders[0].target.is_some(), "it has not been asked");
@@ -595,7 +679,10 @@ fn every_order_of_a_few_letters_keeps_the_book_and_comes_to_rest() {
     match search(Search::with_all_threads(), steps, None) {
         Ok(search) => {
             let states = search.states();
-            println!("{states} states, {} ends of {steps} letters", search.orders());
+            println!(
+                "{states} states, {} ends of {steps} letters",
+                search.orders()
+            );
             assert!(steps < 4 || states > 1000, "only {states} states");
         }
         Err(violation) => panic!("{violation}"),
@@ -635,7 +722,10 @@ fn every_order_of_what_an_engine_a_worker_and_a_tenant_do_keeps_the_book_and_com
     match search_home(Search::with_all_threads(), steps, None) {
         Ok(search) => {
             let states = search.states();
-            println!("{states} states, {} ends of {steps} letters", search.orders());
+            println!(
+                "{states} states, {} ends of {steps} letters",
+                search.orders()
+            );
             assert!(steps < 3 || states > 1000, "only {states} states");
         }
         Err(violation) => panic!("{violation}"),
@@ -644,8 +734,12 @@ fn every_order_of_what_an_engine_a_worker_and_a_tenant_do_keeps_the_book_and_com
 
 #[test]
 fn every_planted_fault_of_the_book_of_an_engine_is_found_by_trying_everything() {
-    for (planted, words) in [(Planted::DoubleGrant, "over-commit"), (Planted::FreedOnPaper, "covers")] {
-        let found = (1..=3).find_map(|steps| search_home(Search::new(1), steps, Some(planted)).err());
+    for (planted, words) in [
+        (Planted::DoubleGrant, "over-commit"),
+        (Planted::FreedOnPaper, "covers"),
+    ] {
+        let found =
+            (1..=3).find_map(|steps| search_home(Search::new(1), steps, Some(planted)).err());
         let found = found.unwrap_or_else(|| panic!("{planted:?} was never found"));
         println!("{planted:?} is found: {found}");
         assert!(found.contains(words), "{planted:?}: {found}");

@@ -75,17 +75,29 @@ impl Outcome {
         if let Event::EngineApplied { in_force, .. } = event {
             let chunk = |plan: &Option<EnginePlan>| plan.as_ref().map(|plan| plan.prefill_chunk);
             let kept = chunk(&before.asked).is_some_and(|asked| asked < in_force.prefill_chunk);
-            let ended =
-                before.asked.is_none() && chunk(&before.in_force).is_some_and(|was| was > in_force.prefill_chunk);
+            let ended = before.asked.is_none()
+                && chunk(&before.in_force).is_some_and(|was| was > in_force.prefill_chunk);
             self.chunks_kept += u64::from(kept);
             self.chunks_ended += u64::from(ended);
         }
         for action in actions {
             match action {
-                Action::Answer { answer: Answer::Lease { .. }, .. } => self.grants += 1,
-                Action::Answer { answer: Answer::Denied { .. }, .. } => self.denials += 1,
-                Action::ApplyPlan { reason: PlanReason::Regrowth { .. }, .. } => self.regrowths += 1,
-                Action::ApplyPlan { reason: PlanReason::Chunk { .. }, .. } => self.larger_chunks += 1,
+                Action::Answer {
+                    answer: Answer::Lease { .. },
+                    ..
+                } => self.grants += 1,
+                Action::Answer {
+                    answer: Answer::Denied { .. },
+                    ..
+                } => self.denials += 1,
+                Action::ApplyPlan {
+                    reason: PlanReason::Regrowth { .. },
+                    ..
+                } => self.regrowths += 1,
+                Action::ApplyPlan {
+                    reason: PlanReason::Chunk { .. },
+                    ..
+                } => self.larger_chunks += 1,
                 Action::ApplyPlan { .. } | Action::SetTarget { .. } => self.sheds += 1,
                 Action::EndLease { .. } => self.ended_leases += 1,
                 Action::StartWorker { .. } => self.worker_starts += 1,
@@ -125,7 +137,12 @@ struct History {
 }
 
 /// Runs the history of a seed.
-pub(crate) fn run(seed: u64, length: Length, planted: Option<Planted>, record: bool) -> Result<Outcome, String> {
+pub(crate) fn run(
+    seed: u64,
+    length: Length,
+    planted: Option<Planted>,
+    record: bool,
+) -> Result<Outcome, String> {
     let world = World::new(seed, planted);
     let mut history = History {
         before: world.arbiter.snapshot(),
@@ -162,15 +179,27 @@ impl History {
         while self.outcome.steps < stormy {
             self.step()?;
         }
-        self.outcome.faults =
-            self.world.faults.existing().into_iter().map(|exists| if exists { stormy } else { 0 }).collect();
+        self.outcome.faults = self
+            .world
+            .faults
+            .existing()
+            .into_iter()
+            .map(|exists| if exists { stormy } else { 0 })
+            .collect();
         self.world.calm_down();
         let begun = self.world.now;
         let mut changes = None;
         while self.world.now < begun + SETTLE {
             self.step()?;
-            let now = (self.outcome.sheds, self.outcome.regrowths, self.outcome.level_changes);
-            if length == Length::Short && self.world.now >= begun + REST && self.has_settled().is_ok() {
+            let now = (
+                self.outcome.sheds,
+                self.outcome.regrowths,
+                self.outcome.level_changes,
+            );
+            if length == Length::Short
+                && self.world.now >= begun + REST
+                && self.has_settled().is_ok()
+            {
                 return Ok(());
             }
             if self.world.now >= begun + SETTLE / 3 * 2 && *changes.get_or_insert(now) != now {
@@ -230,7 +259,8 @@ impl History {
             if self.tail.len() > 60 {
                 self.tail.remove(0);
             }
-            self.tail.push(format!("  {now} {event:?}\n      {actions:?}"));
+            self.tail
+                .push(format!("  {now} {event:?}\n      {actions:?}"));
         }
     }
 
@@ -242,17 +272,28 @@ impl History {
             return Err(format!("not settled: {open:?} still wait"));
         }
         if snapshot.pressure.level != PressureLevel::Normal {
-            return Err(format!("not settled: pressure is {}", snapshot.pressure.level));
+            return Err(format!(
+                "not settled: pressure is {}",
+                snapshot.pressure.level
+            ));
         }
         // A request that can never be satisfied goes on to wait, and keeps no other holder small.
         let hopeless = self.world.device.hopeless.as_deref();
-        let awaits =
-            |worker: &WorkerView| Some(worker.name.as_str()) == hopeless && worker.state == WorkerState::AwaitingMemory;
+        let awaits = |worker: &WorkerView| {
+            Some(worker.name.as_str()) == hopeless && worker.state == WorkerState::AwaitingMemory
+        };
         let waiting = usize::from(snapshot.workers.iter().any(awaits));
         if usize::try_from(snapshot.waiting).unwrap() > waiting {
-            return Err(format!("not settled: {} wait in the queue", snapshot.waiting));
+            return Err(format!(
+                "not settled: {} wait in the queue",
+                snapshot.waiting
+            ));
         }
-        if let Some(lease) = snapshot.leases.iter().find(|lease| lease.kind == LeaseKind::Tenant) {
+        if let Some(lease) = snapshot
+            .leases
+            .iter()
+            .find(|lease| lease.kind == LeaseKind::Tenant)
+        {
             return Err(format!("not settled: {lease:?}"));
         }
         if let Some(worker) = snapshot
@@ -265,17 +306,26 @@ impl History {
         }
         if self.world.device.shape.is_some() {
             if snapshot.engine.state != EngineState::Ready {
-                return Err(format!("not settled: the engine is {:?}", snapshot.engine.state));
+                return Err(format!(
+                    "not settled: the engine is {:?}",
+                    snapshot.engine.state
+                ));
             }
             if snapshot.engine.in_force != snapshot.engine.full {
                 return Err(format!(
                     "not settled: the engine is at {:?} and not at {:?}; free {}, headroom {:?}",
-                    snapshot.engine.in_force, snapshot.engine.full, snapshot.memory.free, snapshot.pressure.headroom
+                    snapshot.engine.in_force,
+                    snapshot.engine.full,
+                    snapshot.memory.free,
+                    snapshot.pressure.headroom
                 ));
             }
         }
         if snapshot.memory.unaccounted.whole_mib() > 0 {
-            return Err(format!("not settled: {} are unaccounted", snapshot.memory.unaccounted));
+            return Err(format!(
+                "not settled: {} are unaccounted",
+                snapshot.memory.unaccounted
+            ));
         }
         Ok(())
     }
@@ -297,7 +347,11 @@ pub(crate) fn resume(seed: u64) {
         let event = world.next_event();
         let actions = world.arbiter.handle(world.now, event.clone());
         let again = again.as_mut().unwrap();
-        assert_eq!(again.handle(world.now, event), actions, "seed {seed} at step {step}");
+        assert_eq!(
+            again.handle(world.now, event),
+            actions,
+            "seed {seed} at step {step}"
+        );
         assert_eq!(again.next_deadline(), world.arbiter.next_deadline());
         world.perform(&actions);
     }
@@ -311,7 +365,11 @@ pub(crate) fn replay(seed: u64) {
     for _ in 0..500 {
         let event = world.next_event();
         let actions = world.arbiter.handle(world.now, event.clone());
-        lines.push((world.now, serde_json::to_string(&event).unwrap(), serde_json::to_string(&actions).unwrap()));
+        lines.push((
+            world.now,
+            serde_json::to_string(&event).unwrap(),
+            serde_json::to_string(&actions).unwrap(),
+        ));
         world.perform(&actions);
     }
     let mut arbiter = Arbiter::new(world.device.params.clone()).unwrap();
@@ -320,7 +378,11 @@ pub(crate) fn replay(seed: u64) {
         let expected: Vec<Action> = serde_json::from_str(&actions).unwrap();
         let again = arbiter.handle(now, event);
         assert_eq!(again, expected, "seed {seed} at {now}");
-        assert_eq!(serde_json::to_string(&again).unwrap(), actions, "byte for byte");
+        assert_eq!(
+            serde_json::to_string(&again).unwrap(),
+            actions,
+            "byte for byte"
+        );
     }
     assert_eq!(arbiter.snapshot(), *world.arbiter.snapshot());
 }

@@ -26,14 +26,27 @@ struct Written {
 impl Written {
     fn new(seed: u64, path: &Path, queue_max: usize) -> Self {
         let world = World::new(seed, None);
-        let settings = JournalSettings { path: Some(path.to_owned()), file_max: FILE_MAX, files_kept: 3, queue_max };
+        let settings = JournalSettings {
+            path: Some(path.to_owned()),
+            file_max: FILE_MAX,
+            files_kept: 3,
+            queue_max,
+        };
         let (tell, seen) = channel();
         let mut journal = Journal::open(&settings, &format!("seed {seed}"), move |entry, _| {
             let _ = tell.send(entry.sequence);
         })
         .unwrap();
-        journal.record(world.now, UNIX_EPOCH, Content::start(world.device.params.clone()));
-        Self { world, journal, seen }
+        journal.record(
+            world.now,
+            UNIX_EPOCH,
+            Content::start(world.device.params.clone()),
+        );
+        Self {
+            world,
+            journal,
+            seen,
+        }
     }
 
     fn step(&mut self) {
@@ -41,12 +54,15 @@ impl Written {
         let now = self.world.now;
         if self.journal.wants_checkpoint() {
             let checkpoint = Box::new(self.world.arbiter.checkpoint());
-            self.journal.record(now, UNIX_EPOCH, Content::Checkpoint(checkpoint));
+            self.journal
+                .record(now, UNIX_EPOCH, Content::Checkpoint(checkpoint));
         }
-        self.journal.record(now, UNIX_EPOCH, Content::Event(event.clone()));
+        self.journal
+            .record(now, UNIX_EPOCH, Content::Event(event.clone()));
         let actions = self.world.arbiter.handle(now, event);
         for action in &actions {
-            self.journal.record(now, UNIX_EPOCH, Content::Action(action.clone()));
+            self.journal
+                .record(now, UNIX_EPOCH, Content::Action(action.clone()));
         }
         self.world.perform(&actions);
     }
@@ -55,7 +71,10 @@ impl Written {
     fn catch_up(&self) {
         let last = self.journal.last_sequence();
         // Dropped lines are never seen, so the last one may be a smaller number.
-        while let Ok(sequence) = self.seen.recv_timeout(std::time::Duration::from_millis(200)) {
+        while let Ok(sequence) = self
+            .seen
+            .recv_timeout(std::time::Duration::from_millis(200))
+        {
             if sequence == last {
                 break;
             }
@@ -66,7 +85,10 @@ impl Written {
 /// Sizes of all files of a journal, the newest first.
 fn files(path: &Path) -> Vec<std::path::PathBuf> {
     let aside = |number: u32| path.with_file_name(format!("journal.ndjson.{number}"));
-    std::iter::once(path.to_owned()).chain((1..).map(aside)).take_while(|path| path.exists()).collect()
+    std::iter::once(path.to_owned())
+        .chain((1..).map(aside))
+        .take_while(|path| path.exists())
+        .collect()
 }
 
 #[test]
@@ -83,9 +105,16 @@ fn every_file_that_was_put_aside_replays_alone_and_the_disk_is_bounded() {
     assert_eq!(files.len(), 4, "three are kept beside the one in use");
     let mut all = Vec::new();
     for file in files.iter().rev() {
-        assert!(fs::metadata(file).unwrap().len() <= FILE_MAX.get(), "{}", file.display());
+        assert!(
+            fs::metadata(file).unwrap().len() <= FILE_MAX.get(),
+            "{}",
+            file.display()
+        );
         let contents = journal::read(file).unwrap();
-        assert!(matches!(contents.entries[0].content, Content::Checkpoint(_)));
+        assert!(matches!(
+            contents.entries[0].content,
+            Content::Checkpoint(_)
+        ));
         let runs = journal::replay(&contents.entries);
         assert_eq!(runs.len(), 1);
         assert_eq!(runs[0].outcome, Outcome::Same);
@@ -97,7 +126,11 @@ fn every_file_that_was_put_aside_replays_alone_and_the_disk_is_bounded() {
     // One after the other they are one run, whose state at each seam is the one that was written.
     let runs = journal::replay(&all);
     assert_eq!((&runs[0].outcome, runs[0].gaps), (&Outcome::Same, 0));
-    assert!(runs[0].checkpoints >= 3, "at each seam at least: {:?}", runs[0]);
+    assert!(
+        runs[0].checkpoints >= 3,
+        "at each seam at least: {:?}",
+        runs[0]
+    );
 }
 
 #[test]
@@ -114,7 +147,11 @@ fn what_a_busy_disk_does_not_take_is_a_gap_and_the_rest_replays() {
     let last = written.journal.last_sequence();
     drop(written);
     assert_eq!(failed, 0);
-    let entries: Vec<_> = files(&path).iter().rev().flat_map(|file| journal::read(file).unwrap().entries).collect();
+    let entries: Vec<_> = files(&path)
+        .iter()
+        .rev()
+        .flat_map(|file| journal::read(file).unwrap().entries)
+        .collect();
     let reported: u64 = entries
         .iter()
         .map(|entry| match &entry.content {
@@ -126,6 +163,10 @@ fn what_a_busy_disk_does_not_take_is_a_gap_and_the_rest_replays() {
     let runs = journal::replay(&entries);
     let run = &runs[0];
     // However many lines the writer missed, none of those that it has is another decision.
-    assert!(matches!(run.outcome, Outcome::Same | Outcome::Gap { .. }), "{:?}", run.outcome);
+    assert!(
+        matches!(run.outcome, Outcome::Same | Outcome::Gap { .. }),
+        "{:?}",
+        run.outcome
+    );
     assert!(reported == 0 || run.gaps > 0 || matches!(run.outcome, Outcome::Gap { .. }));
 }

@@ -9,7 +9,10 @@
 //! number of events over all histories. `COTENANT_SIM_HISTORIES` (default 200) is the number of short histories, from the
 //! same first seed; a proof wants 1 000 000.
 #![expect(clippy::unwrap_used, reason = "test helpers")]
-#![expect(clippy::indexing_slicing, reason = "a choice is drawn below the number of choices")]
+#![expect(
+    clippy::indexing_slicing,
+    reason = "a choice is drawn below the number of choices"
+)]
 #![expect(clippy::panic, reason = "a checker that is not content ends the test")]
 
 mod checkers;
@@ -48,7 +51,8 @@ fn run_or_tell(seed: u64, length: Length) -> Outcome {
         Length::Long => ("no_history", "COTENANT_SIM_STEPS=1"),
         Length::Short => ("short_histories", "COTENANT_SIM_HISTORIES=1"),
     };
-    let hint = format!("reproduce with COTENANT_SIM_SEED={seed} {amount} cargo test --test sim {test}");
+    let hint =
+        format!("reproduce with COTENANT_SIM_SEED={seed} {amount} cargo test --test sim {test}");
     match catch_unwind(|| run(seed, length, None, false)) {
         Ok(Ok(outcome)) => outcome,
         Ok(Err(violation)) => panic!("{violation}\n{hint}"),
@@ -77,24 +81,41 @@ fn lacks(seen: &Outcome, length: Length) -> Option<String> {
         ("level changes", seen.level_changes),
         ("restarts", seen.restarts),
     ] {
-        ask(count > 20, format!("only {count} {what} in {} steps", seen.steps));
+        ask(
+            count > 20,
+            format!("only {count} {what} in {} steps", seen.steps),
+        );
     }
     // An engine has to stream, to have measured slow reading, and to be idle; and then to be asked for less while a prompt is
     // read, for which short histories are over too soon.
-    ask(seen.larger_chunks > 0, format!("no larger chunk in {} steps", seen.steps));
-    for (what, count) in
-        [("larger", seen.larger_chunks), ("kept", seen.chunks_kept), ("given up at their end", seen.chunks_ended)]
-    {
+    ask(
+        seen.larger_chunks > 0,
+        format!("no larger chunk in {} steps", seen.steps),
+    );
+    for (what, count) in [
+        ("larger", seen.larger_chunks),
+        ("kept", seen.chunks_kept),
+        ("given up at their end", seen.chunks_ended),
+    ] {
         ask(
             count > 5 || length == Length::Short || seen.steps < 1_000_000,
             format!("only {count} chunks {what} in {} steps", seen.steps),
         );
     }
     // Rare answers need more histories than CI has time for.
-    let verdicts = [Verdict::Applied, Verdict::Deferred, Verdict::Stale, Verdict::Conflict, Verdict::Refused];
+    let verdicts = [
+        Verdict::Applied,
+        Verdict::Deferred,
+        Verdict::Stale,
+        Verdict::Conflict,
+        Verdict::Refused,
+    ];
     for verdict in verdicts {
         let count = seen.verdicts.get(&verdict).copied().unwrap_or(0);
-        ask(count > 0 || seen.steps < 1_000_000, format!("no answer counted as {verdict:?} in {} steps", seen.steps));
+        ask(
+            count > 0 || seen.steps < 1_000_000,
+            format!("no answer counted as {verdict:?} in {} steps", seen.steps),
+        );
     }
     for (kind, steps) in Faults::KINDS.iter().zip(&seen.faults) {
         ask(*steps > 100, format!("only {steps} steps with {kind}"));
@@ -109,7 +130,8 @@ fn no_history_breaks_a_promise_and_all_of_them_settle() {
     let (mut histories, mut seen) = (0, Outcome::default());
     // What is rare does not come with each seed in so many steps: then up to twenty times as many are taken.
     let asks = wanted >= 50_000;
-    let goes_on = |seen: &Outcome| asks && seen.steps < 20 * wanted && lacks(seen, Length::Long).is_some();
+    let goes_on =
+        |seen: &Outcome| asks && seen.steps < 20 * wanted && lacks(seen, Length::Long).is_some();
     while seen.steps < wanted || goes_on(&seen) {
         seen.add(&run_or_tell(first.wrapping_add(histories), Length::Long));
         histories += 1;
@@ -129,7 +151,10 @@ fn short_histories_break_no_promise_and_settle() {
             println!("{} histories, {} steps", history + 1, seen.steps);
         }
     }
-    println!("{wanted} histories from seed {first}, {} steps: {seen:?}", seen.steps);
+    println!(
+        "{wanted} histories from seed {first}, {} steps: {seen:?}",
+        seen.steps
+    );
     assert_eq!(lacks(&seen, Length::Short).filter(|_| wanted >= 5000), None);
 }
 
@@ -152,7 +177,15 @@ fn short_histories_break_no_promise_and_settle() {
 /// 970018291: an engine with a larger prefill chunk, whose KV was to be kept in a smaller type when it had grown, never grew.
 #[test]
 fn histories_that_once_failed_stay_mended() {
-    for seed in [447_403, 310_056_171, 430_122_165, 500_020_041, 540_025_496, 810_035_549, 970_018_291] {
+    for seed in [
+        447_403,
+        310_056_171,
+        430_122_165,
+        500_020_041,
+        540_025_496,
+        810_035_549,
+        970_018_291,
+    ] {
         run_or_tell(seed, Length::Short);
     }
 }
@@ -223,13 +256,19 @@ fn an_expired_lease_that_is_renewed_is_caught() {
 #[test]
 fn a_credit_for_an_answer_without_a_measurement_is_caught() {
     let violation = caught(Planted::LiarCredited, 35);
-    assert!(violation.contains("credited and not measured"), "{violation}");
+    assert!(
+        violation.contains("credited and not measured"),
+        "{violation}"
+    );
 }
 
 #[test]
 fn a_stale_measurement_that_is_credited_is_caught() {
     let violation = caught(Planted::StaleCredited, 769);
-    assert!(violation.contains("covers") || violation.contains("credited and not measured"), "{violation}");
+    assert!(
+        violation.contains("covers") || violation.contains("credited and not measured"),
+        "{violation}"
+    );
 }
 
 #[test]
@@ -259,5 +298,8 @@ fn growth_into_what_the_engine_holds_and_does_not_use_yet_is_caught() {
 #[test]
 fn what_another_variant_has_used_and_is_learned_is_caught() {
     let violation = caught(Planted::HighWaterRaised, 11);
-    assert!(violation.contains("learned from another variant"), "{violation}");
+    assert!(
+        violation.contains("learned from another variant"),
+        "{violation}"
+    );
 }

@@ -82,7 +82,12 @@ impl Subject {
             given.budget.total = given.budget.total.saturating_add(more);
         }
         let control = Driven::new(Arbiter::new(given).unwrap());
-        Self { control, params: params.clone(), planted, notes: Notes::default() }
+        Self {
+            control,
+            params: params.clone(),
+            planted,
+            notes: Notes::default(),
+        }
     }
 
     /// Whether it may be restarted from what was written down: the notes of a fault are not.
@@ -92,7 +97,12 @@ impl Subject {
 
     pub(crate) fn restart(&mut self) {
         let text = serde_json::to_string(&self.checkpoint()).unwrap();
-        self.control = Driven::new(serde_json::from_str::<Checkpoint>(&text).unwrap().resume().unwrap());
+        self.control = Driven::new(
+            serde_json::from_str::<Checkpoint>(&text)
+                .unwrap()
+                .resume()
+                .unwrap(),
+        );
     }
 
     pub(crate) fn checkpoint(&self) -> Checkpoint {
@@ -112,12 +122,21 @@ impl Subject {
         if planted == Planted::SilenceCredited {
             self.answer_for_the_silent(now, &before);
         }
-        if let Event::Measured { tenant, used: Some(used), .. } = &event {
+        if let Event::Measured {
+            tenant,
+            used: Some(used),
+            ..
+        } = &event
+        {
             let lowest = self.notes.lowest.entry(tenant.clone()).or_insert(*used);
             *lowest = (*lowest).min(*used);
         }
         if planted == Planted::UnusedFree
-            && let Event::Measured { tenant, used: Some(used), .. } = &mut event
+            && let Event::Measured {
+                tenant,
+                used: Some(used),
+                ..
+            } = &mut event
             && tenant == ENGINE_TENANT
         {
             *used = engine_bytes(&before).max(*used);
@@ -136,7 +155,9 @@ impl Subject {
                     && let Some((view, target)) = target_of(&before, lease, nonce)
                 {
                     let used = match planted {
-                        Planted::LiarCredited => Some(target.saturating_add(held_beside(&before, view))),
+                        Planted::LiarCredited => {
+                            Some(target.saturating_add(held_beside(&before, view)))
+                        }
                         _ => self.notes.lowest.get(view.holder()).copied(),
                     };
                     if let Some(used) = used {
@@ -165,13 +186,22 @@ impl Subject {
         match self.planted {
             Some(Planted::DoubleGrant) => {
                 seen.memory.budget = self.params.budget.bytes();
-                seen.memory.free =
-                    seen.memory.budget.saturating_sub(seen.memory.held).saturating_sub(seen.memory.unaccounted);
+                seen.memory.free = seen
+                    .memory
+                    .budget
+                    .saturating_sub(seen.memory.held)
+                    .saturating_sub(seen.memory.unaccounted);
             }
             Some(Planted::ExpiredRenewed) => {
                 for lease in &mut seen.leases {
-                    if let Some(until) = self.notes.revived.get(&lease.id.0).filter(|until| **until > seen.at) {
-                        (lease.state, lease.expires_at, lease.target) = (LeaseState::Granted, Some(*until), None);
+                    if let Some(until) = self
+                        .notes
+                        .revived
+                        .get(&lease.id.0)
+                        .filter(|until| **until > seen.at)
+                    {
+                        (lease.state, lease.expires_at, lease.target) =
+                            (LeaseState::Granted, Some(*until), None);
                     }
                 }
             }
@@ -187,7 +217,11 @@ impl Subject {
     /// A reading that was never taken, a moment after now.
     fn measured(&mut self, now: Timestamp, holder: &str, used: Bytes) -> Vec<Action> {
         let taken_at = now + MOMENT;
-        let event = Event::Measured { tenant: holder.to_owned(), used: Some(used), taken_at };
+        let event = Event::Measured {
+            tenant: holder.to_owned(),
+            used: Some(used),
+            taken_at,
+        };
         self.control.handle(taken_at, event)
     }
 
@@ -202,12 +236,19 @@ impl Subject {
                         continue;
                     };
                     let used = target.saturating_add(held_beside(&seen, view));
-                    let answer = Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None };
+                    let answer = Event::TargetAnswered {
+                        lease,
+                        nonce,
+                        answer: TargetAnswer::Applied,
+                        claimed: None,
+                    };
                     let mut more = self.control.handle(now, answer);
                     more.extend(self.measured(now, view.holder(), used));
                     more
                 }
-                Action::ApplyPlan { revision, plan, .. } if bytes_of(&seen, &plan) < engine_bytes(&seen) => {
+                Action::ApplyPlan { revision, plan, .. }
+                    if bytes_of(&seen, &plan) < engine_bytes(&seen) =>
+                {
                     let used = bytes_of(&seen, &plan);
                     let applied = Event::EngineApplied {
                         revision,
@@ -237,12 +278,22 @@ impl Subject {
         for action in actions {
             if let Action::Answer { ticket: of, answer } = action
                 && of == ticket
-                && matches!(answer, Answer::Denied { denial: Denial::UnknownLease { .. }, .. })
+                && matches!(
+                    answer,
+                    Answer::Denied {
+                        denial: Denial::UnknownLease { .. },
+                        ..
+                    }
+                )
             {
                 let until = seen.at + Duration::from_secs(1);
                 self.notes.revived.insert(lease.0, until);
-                let lease =
-                    LeaseView { state: LeaseState::Granted, expires_at: Some(until), target: None, ..view.clone() };
+                let lease = LeaseView {
+                    state: LeaseState::Granted,
+                    expires_at: Some(until),
+                    target: None,
+                    ..view.clone()
+                };
                 *answer = Answer::Lease { lease };
             }
         }
@@ -276,7 +327,11 @@ impl Subject {
                         ticket: Ticket(u64::MAX),
                         lease: view.id,
                         generation: view.generation,
-                        peer: Peer { uid: view.owner.owner_uid, pid: view.owner.owner_pid, operator: true },
+                        peer: Peer {
+                            uid: view.owner.owner_uid,
+                            pid: view.owner.owner_pid,
+                            operator: true,
+                        },
                     },
                 ),
             };
@@ -289,11 +344,18 @@ impl Subject {
             if worker.rest != Some(Rest::Shed) {
                 continue;
             }
-            let peak = self.params.worker(&worker.name).map_or(Bytes::ZERO, |params| params.peak_of(None));
+            let peak = self
+                .params
+                .worker(&worker.name)
+                .map_or(Bytes::ZERO, |params| params.peak_of(None));
             self.notes.reserved.insert(worker.name.clone(), peak);
             let _ = self.control.handle(
                 now,
-                Event::OperatorWorker { ticket: Ticket(u64::MAX), worker: worker.name, command: WorkerCommand::Stop },
+                Event::OperatorWorker {
+                    ticket: Ticket(u64::MAX),
+                    worker: worker.name,
+                    command: WorkerCommand::Stop,
+                },
             );
         }
     }
@@ -301,7 +363,11 @@ impl Subject {
     fn hold_small(&self, before: &Snapshot, actions: &mut Vec<Action>) {
         let seen = self.control.state();
         let hopeless = |wait: &cotenant::policy::snapshot::WorkerWait| wait.is_out_of_reach();
-        if seen.workers.iter().any(|worker| worker.waits.as_ref().is_some_and(hopeless)) {
+        if seen
+            .workers
+            .iter()
+            .any(|worker| worker.waits.as_ref().is_some_and(hopeless))
+        {
             actions.retain(|action| {
                 !matches!(action, Action::ApplyPlan { plan, .. } if bytes_of(before, plan) > engine_bytes(before))
             });
@@ -312,22 +378,34 @@ impl Subject {
 /// A lease with this target in force, and the target.
 fn target_of(seen: &Snapshot, lease: LeaseId, nonce: u64) -> Option<(&LeaseView, Bytes)> {
     let view = seen.leases.iter().find(|view| view.id == lease)?;
-    let target = view.target.as_ref().filter(|target| target.nonce == nonce)?;
+    let target = view
+        .target
+        .as_ref()
+        .filter(|target| target.nonce == nonce)?;
     Some((view, target.bytes))
 }
 
 /// What the holder of a lease holds beside it.
 fn held_beside(seen: &Snapshot, view: &LeaseView) -> Bytes {
-    let others = seen.leases.iter().filter(|other| other.holder() == view.holder() && other.id != view.id);
+    let others = seen
+        .leases
+        .iter()
+        .filter(|other| other.holder() == view.holder() && other.id != view.id);
     others.map(|other| other.memory.held).sum()
 }
 
 fn bytes_of(seen: &Snapshot, plan: &EnginePlan) -> Bytes {
-    seen.engine.shape.as_ref().map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
+    seen.engine
+        .shape
+        .as_ref()
+        .map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
 }
 
 fn engine_bytes(seen: &Snapshot) -> Bytes {
-    seen.engine.in_force.as_ref().map_or(Bytes::ZERO, |plan| bytes_of(seen, plan))
+    seen.engine
+        .in_force
+        .as_ref()
+        .map_or(Bytes::ZERO, |plan| bytes_of(seen, plan))
 }
 
 const MOMENT: Duration = Duration::from_micros(1);

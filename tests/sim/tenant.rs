@@ -91,7 +91,11 @@ impl Tenant {
 
     /// As whom it calls.
     pub(crate) fn peer(&self) -> Peer {
-        Peer { uid: self.uid, pid: self.pid, ..Peer::default() }
+        Peer {
+            uid: self.uid,
+            pid: self.pid,
+            ..Peer::default()
+        }
     }
 
     /// Whether its use is always covered by what it holds.
@@ -124,7 +128,11 @@ impl Tenant {
     /// Uses a random part of what it may, or of more.
     pub(crate) fn use_memory(&mut self, rng: &mut ChaCha8Rng) {
         let may = self.may_use.get();
-        let most = if self.manners == Manners::Greedy { may + may / 2 } else { may };
+        let most = if self.manners == Manners::Greedy {
+            may + may / 2
+        } else {
+            may
+        };
         if most > 0 {
             self.used = Bytes::new(rng.random_range(most / 2..=most));
         }

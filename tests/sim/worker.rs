@@ -78,7 +78,8 @@ impl Worker {
         if begins {
             self.used = breath.rest + more;
         } else if ends {
-            breath.rest = (breath.rest + breath.leak).min(self.params.peak.saturating_mul(LEAKS_TO));
+            breath.rest =
+                (breath.rest + breath.leak).min(self.params.peak.saturating_mul(LEAKS_TO));
             self.used = breath.rest;
         }
         self.high_water = self.high_water.max(self.used);

@@ -136,12 +136,17 @@ impl World {
         device::choose_hopeless(seed, &mut device);
         device::choose_ageing(seed, &mut device);
         let breathing = device::choose_breathing(seed, &mut device);
-        let mut tenants =
-            (0..rng.random_range(0..6)).map(|index| Tenant::new(index, &mut rng, &faults)).collect::<Vec<_>>();
+        let mut tenants = (0..rng.random_range(0..6))
+            .map(|index| Tenant::new(index, &mut rng, &faults))
+            .collect::<Vec<_>>();
         let letters = choose_letters(seed, &mut tenants);
         choose_names(seed, &mut tenants);
-        let mut workers: BTreeMap<String, Worker> =
-            device.params.workers.iter().map(|worker| (worker.name.clone(), Worker::new(worker))).collect();
+        let mut workers: BTreeMap<String, Worker> = device
+            .params
+            .workers
+            .iter()
+            .map(|worker| (worker.name.clone(), Worker::new(worker)))
+            .collect();
         for (name, breath) in &breathing {
             if let Some(worker) = workers.get_mut(name) {
                 worker.breathes = Some(*breath);
@@ -175,7 +180,10 @@ impl World {
         };
         world.begin();
         for (at, calibration) in device::choose_speeds(seed) {
-            world.after(at, Happening::Deliver(Box::new(Event::EngineCalibrated(calibration))));
+            world.after(
+                at,
+                Happening::Deliver(Box::new(Event::EngineCalibrated(calibration))),
+            );
         }
         world
     }
@@ -184,7 +192,10 @@ impl World {
         self.plan_sample(Duration::ZERO);
         if let Some(shape) = self.device.shape.clone() {
             let wait = millis(&mut self.rng, 0, 50);
-            self.after(wait, Happening::Deliver(Box::new(Event::EngineInspected { shape })));
+            self.after(
+                wait,
+                Happening::Deliver(Box::new(Event::EngineInspected { shape })),
+            );
             self.after(Duration::from_millis(500), Happening::Generate);
         }
         for index in 0..self.tenants.len() {
@@ -237,7 +248,9 @@ impl World {
 
     /// What the arbiter is notified that the time is: mostly what it is.
     pub(crate) fn reported_time(&mut self, event: &Event) -> Timestamp {
-        if !matches!(event, Event::DeadlineReached) && self.faults.clock_back.strikes(&mut self.rng, 0.02) {
+        if !matches!(event, Event::DeadlineReached)
+            && self.faults.clock_back.strikes(&mut self.rng, 0.02)
+        {
             let back = millis(&mut self.rng, 1, 5000);
             let since = self.now.since_start().saturating_sub(back);
             return Timestamp::START + since;
@@ -258,9 +271,16 @@ impl World {
     /// What holders that keep to their word really use, by name.
     pub(crate) fn honest_use(&self) -> BTreeMap<Process, Bytes> {
         let mut used = BTreeMap::new();
-        used.insert(("llm".to_owned(), None), self.engine.used(self.device.shape.as_ref()));
+        used.insert(
+            ("llm".to_owned(), None),
+            self.engine.used(self.device.shape.as_ref()),
+        );
         // What requests take is on no book before it is measured.
-        for worker in self.workers.values().filter(|worker| worker.breathes.is_none()) {
+        for worker in self
+            .workers
+            .values()
+            .filter(|worker| worker.breathes.is_none())
+        {
             used.insert((worker.params.name.clone(), None), worker.used);
         }
         for (index, tenant) in self.tenants.iter().enumerate() {
@@ -278,14 +298,21 @@ impl World {
                 && tenant.relies(self.now)
                 && !self.leaving.contains(index)
         });
-        known.map(|(_, tenant)| ((tenant.name.clone(), tenant.pid), tenant.used)).collect()
+        known
+            .map(|(_, tenant)| ((tenant.name.clone(), tenant.pid), tenant.used))
+            .collect()
     }
 
     /// What processes use that keep to their word by each of their names. None in a world in which they may hear, be
     /// measured or be answered too late.
     pub(crate) fn keeping(&self) -> BTreeMap<u32, Bytes> {
         let faults = &self.faults;
-        let late = [faults.clock_forward, faults.lost_measurements, faults.lost_streams, faults.restarts];
+        let late = [
+            faults.clock_forward,
+            faults.lost_measurements,
+            faults.lost_streams,
+            faults.restarts,
+        ];
         if late.iter().any(|fault| fault.exists()) {
             return BTreeMap::new();
         }
@@ -293,14 +320,23 @@ impl World {
         for tenant in &self.tenants {
             if let Some(pid) = tenant.pid {
                 let used = keeping.entry(pid).or_insert(Some(Bytes::ZERO));
-                *used = used.filter(|_| tenant.is_honest() && tenant.measurable).map(|sum| sum + tenant.used);
+                *used = used
+                    .filter(|_| tenant.is_honest() && tenant.measurable)
+                    .map(|sum| sum + tenant.used);
             }
         }
-        keeping.into_iter().filter_map(|(pid, used)| Some((pid, used?))).collect()
+        keeping
+            .into_iter()
+            .filter_map(|(pid, used)| Some((pid, used?)))
+            .collect()
     }
 
     pub(crate) fn busy(&self) -> Vec<String> {
-        self.workers.values().filter(|worker| worker.requests > 0).map(|worker| worker.params.name.clone()).collect()
+        self.workers
+            .values()
+            .filter(|worker| worker.requests > 0)
+            .map(|worker| worker.params.name.clone())
+            .collect()
     }
 
     /// The faults stop: non-compliant holders die, the neighbour leaves, operators put right what has been given up.
@@ -317,7 +353,11 @@ impl World {
         let starts: Vec<String> = self.workers.keys().cloned().collect();
         for worker in starts {
             let ticket = self.ticket();
-            self.deliver(Event::OperatorWorker { ticket, worker, command: WorkerCommand::Start });
+            self.deliver(Event::OperatorWorker {
+                ticket,
+                worker,
+                command: WorkerCommand::Start,
+            });
         }
         self.after(Duration::from_secs(40), Happening::Operator);
     }
@@ -327,13 +367,28 @@ impl World {
         for action in actions {
             match action {
                 Action::Answer { ticket, answer } => self.take_answer(*ticket, answer),
-                Action::SetTarget { lease, nonce, bytes, .. } => self.take_target(*lease, *nonce, *bytes),
+                Action::SetTarget {
+                    lease,
+                    nonce,
+                    bytes,
+                    ..
+                } => self.take_target(*lease, *nonce, *bytes),
                 Action::EndLease { lease, .. } => self.take_end(lease.id),
-                Action::LoadEngine { revision, plan } => self.command_engine(*revision, plan.clone(), true),
-                Action::ApplyPlan { revision, plan, .. } => self.command_engine(*revision, plan.clone(), false),
-                Action::StartWorker { worker, variant } => self.start_worker(worker, variant.clone()),
-                Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => self.stop_worker(worker),
-                Action::ResizeWorker { worker, variant } => self.resize_worker(worker, variant.clone()),
+                Action::LoadEngine { revision, plan } => {
+                    self.command_engine(*revision, plan.clone(), true);
+                }
+                Action::ApplyPlan { revision, plan, .. } => {
+                    self.command_engine(*revision, plan.clone(), false);
+                }
+                Action::StartWorker { worker, variant } => {
+                    self.start_worker(worker, variant.clone());
+                }
+                Action::StopWorker { worker, .. } | Action::AbortWorker { worker, .. } => {
+                    self.stop_worker(worker);
+                }
+                Action::ResizeWorker { worker, variant } => {
+                    self.resize_worker(worker, variant.clone());
+                }
                 Action::Measure { tenant } => {
                     let wait = millis(&mut self.rng, 1, 4);
                     self.after(wait, Happening::Measure(tenant.clone()));
@@ -367,7 +422,11 @@ impl World {
                     return None;
                 }
                 self.engine.die();
-                Some(Event::EngineFailed { reason: "sim: dies".to_owned(), cure: Cure::Reload, left: None })
+                Some(Event::EngineFailed {
+                    reason: "sim: dies".to_owned(),
+                    cure: Cure::Reload,
+                    left: None,
+                })
             }
             Happening::Generate => {
                 let wait = millis(&mut self.rng, 20, 400);
@@ -377,13 +436,24 @@ impl World {
                 let shape = self.device.shape.as_ref()?;
                 let block = shape.kv.block_tokens.get();
                 let ended = self.engine.end_chunk(shape, &mut self.rng, self.calm);
-                ended.or_else(|| self.engine.generate(self.now, block, &mut self.rng, self.calm))
+                ended.or_else(|| {
+                    self.engine
+                        .generate(self.now, block, &mut self.rng, self.calm)
+                })
             }
             Happening::TenantTurn(index) => self.tenant_turn(index),
-            Happening::TenantObeys { index, lease, nonce, bytes, answers } => {
-                self.tenant_obeys(index, lease, nonce, bytes, answers)
-            }
-            Happening::TenantDefers { index, target, lease } => self.tenant_defers(index, lease, &target),
+            Happening::TenantObeys {
+                index,
+                lease,
+                nonce,
+                bytes,
+                answers,
+            } => self.tenant_obeys(index, lease, nonce, bytes, answers),
+            Happening::TenantDefers {
+                index,
+                target,
+                lease,
+            } => self.tenant_defers(index, lease, &target),
             Happening::TenantHearsEnd { index, lease } => {
                 if self.tenants[index].is_lease(lease) {
                     self.tenant_hears_end(index);
@@ -397,17 +467,32 @@ impl World {
                     return None;
                 }
                 worker.become_ready();
-                Some(Event::WorkerReady { worker: name, pid: life })
+                Some(Event::WorkerReady {
+                    worker: name,
+                    pid: life,
+                })
             }
-            Happening::WorkerExits { name, life, intended } => {
+            Happening::WorkerExits {
+                name,
+                life,
+                intended,
+            } => {
                 let worker = self.workers.get_mut(&name)?;
                 if worker.life != life || worker.state == State::Gone || (self.calm && !intended) {
                     return None;
                 }
                 worker.exit();
-                Some(Event::WorkerExited { worker: name, intended, cause: "sim".to_owned() })
+                Some(Event::WorkerExited {
+                    worker: name,
+                    intended,
+                    cause: "sim".to_owned(),
+                })
             }
-            Happening::WorkerChanges { name, life, variant } => self.worker_changes(name, life, variant),
+            Happening::WorkerChanges {
+                name,
+                life,
+                variant,
+            } => self.worker_changes(name, life, variant),
             Happening::WorkerShrinks { name, life, bytes } => {
                 let worker = self.workers.get_mut(&name)?;
                 if worker.life == life && worker.state == State::Ready {
@@ -456,7 +541,11 @@ impl World {
     fn used_by_scope(&self) -> Bytes {
         let tenants: Bytes = self.tenants.iter().map(|tenant| tenant.used).sum();
         let workers: Bytes = self.workers.values().map(|worker| worker.used).sum();
-        self.engine.used(self.device.shape.as_ref()) + tenants + workers + self.neighbour + self.device.os_used
+        self.engine.used(self.device.shape.as_ref())
+            + tenants
+            + workers
+            + self.neighbour
+            + self.device.os_used
     }
 
     fn read_machine(&mut self) -> Option<Event> {
@@ -482,14 +571,22 @@ impl World {
                     mem_free: total.saturating_sub(used),
                     group: None,
                 },
-                gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
+                gpu: GpuReading {
+                    cma_free: Some(Bytes::ZERO),
+                    ..GpuReading::default()
+                },
                 ..Sample::default()
             },
         };
         if self.now.saturating_since(self.measured_at) >= Duration::from_millis(100) {
             self.measured_at = self.now;
-            let holders: BTreeSet<String> =
-                self.arbiter.snapshot().leases.iter().map(|lease| lease.holder().to_owned()).collect();
+            let holders: BTreeSet<String> = self
+                .arbiter
+                .snapshot()
+                .leases
+                .iter()
+                .map(|lease| lease.holder().to_owned())
+                .collect();
             for holder in holders {
                 self.after(Duration::ZERO, Happening::Measure(holder));
             }
@@ -540,8 +637,11 @@ impl World {
             tenant.measurable.then_some(tenant.used)
         };
         let read = self.read_high_water(&tenant);
-        let event =
-            Event::Measured { tenant, used: used.filter(|_| !lost || !self.rng.random_bool(0.5)), taken_at: self.now };
+        let event = Event::Measured {
+            tenant,
+            used: used.filter(|_| !lost || !self.rng.random_bool(0.5)),
+            taken_at: self.now,
+        };
         if lost {
             let wait = millis(&mut self.rng, 1, 300);
             self.after(wait, Happening::Deliver(Box::new(event)));
@@ -561,20 +661,35 @@ impl World {
             return None;
         }
         let rng = self.high_water.as_mut()?;
-        let worker = self.workers.get(name).filter(|worker| worker.state != State::Gone)?;
+        let worker = self
+            .workers
+            .get(name)
+            .filter(|worker| worker.state != State::Gone)?;
         let seen = self.arbiter.snapshot();
-        let taken_for = seen.workers.iter().find(|view| view.name == name)?.variant.clone();
+        let taken_for = seen
+            .workers
+            .iter()
+            .find(|view| view.name == name)?
+            .variant
+            .clone();
         note_use(&mut self.used_most, worker, taken_for);
         let less = rng.random_range(0..=worker.high_water.per_mille(20).get());
         let peak = worker.high_water.saturating_sub(Bytes::new(less));
-        rng.random_bool(0.5).then(|| Event::PeakMeasured { worker: name.to_owned(), peak })
+        rng.random_bool(0.5).then(|| Event::PeakMeasured {
+            worker: name.to_owned(),
+            peak,
+        })
     }
 
     /// The process behind a holder, where processes are distinguished.
     fn process_of(&self, holder: &str) -> Option<u32> {
         self.letters.as_ref()?;
         let seen = self.arbiter.snapshot();
-        seen.leases.iter().find(|lease| lease.holder() == holder)?.owner.owner_pid
+        seen.leases
+            .iter()
+            .find(|lease| lease.holder() == holder)?
+            .owner
+            .owner_pid
     }
 
     fn neighbour_turn(&mut self) {
@@ -604,14 +719,27 @@ impl World {
 
     // The engine.
 
-    fn command_engine(&mut self, revision: u64, plan: cotenant::policy::residency::EnginePlan, loads: bool) {
+    fn command_engine(
+        &mut self,
+        revision: u64,
+        plan: cotenant::policy::residency::EnginePlan,
+        loads: bool,
+    ) {
         // A plan for an engine that died a moment ago reaches none.
         if !loads && !self.engine.lives() {
             return;
         }
-        let at = self.engine.command(self.now, (revision, plan, loads), &mut self.rng, &self.faults);
+        let at = self.engine.command(
+            self.now,
+            (revision, plan, loads),
+            &mut self.rng,
+            &self.faults,
+        );
         let life = self.engine.life;
-        self.after(at.saturating_since(self.now), Happening::EngineCommand { life });
+        self.after(
+            at.saturating_since(self.now),
+            Happening::EngineCommand { life },
+        );
         if loads && self.faults.dying_engine.strikes(&mut self.rng, 0.6) {
             let wait = millis(&mut self.rng, 10, 9000);
             self.after(wait, Happening::EngineDies { life });
@@ -621,7 +749,11 @@ impl World {
     // Workers.
 
     fn start_worker(&mut self, name: &str, variant: Option<String>) {
-        let slow = if self.faults.slow_disk.strikes(&mut self.rng, 0.5) { 10 } else { 1 };
+        let slow = if self.faults.slow_disk.strikes(&mut self.rng, 0.5) {
+            10
+        } else {
+            1
+        };
         let ready = millis(&mut self.rng, 30, 600) * slow;
         let crash = millis(&mut self.rng, 1, 4000);
         let never = self.faults.workers_never_ready.strikes(&mut self.rng, 0.3);
@@ -636,7 +768,14 @@ impl World {
         if crashes {
             let intended = false;
             let name = name.clone();
-            self.after(crash, Happening::WorkerExits { name, life, intended });
+            self.after(
+                crash,
+                Happening::WorkerExits {
+                    name,
+                    life,
+                    intended,
+                },
+            );
         }
         if !never {
             self.after(ready, Happening::WorkerReady { name, life });
@@ -645,9 +784,19 @@ impl World {
 
     fn stop_worker(&mut self, name: &str) {
         let stubborn = self.faults.crashing_workers.strikes(&mut self.rng, 0.2);
-        let wait = if stubborn { millis(&mut self.rng, 300, 900) } else { millis(&mut self.rng, 1, 60) };
-        let Some(worker) = self.workers.get(name) else { return };
-        let happening = Happening::WorkerExits { name: name.to_owned(), life: worker.life, intended: true };
+        let wait = if stubborn {
+            millis(&mut self.rng, 300, 900)
+        } else {
+            millis(&mut self.rng, 1, 60)
+        };
+        let Some(worker) = self.workers.get(name) else {
+            return;
+        };
+        let happening = Happening::WorkerExits {
+            name: name.to_owned(),
+            life: worker.life,
+            intended: true,
+        };
         self.after(wait, happening);
     }
 
@@ -671,8 +820,14 @@ impl World {
 
     fn resize_worker(&mut self, name: &str, variant: String) {
         let wait = millis(&mut self.rng, 5, 120);
-        let Some(worker) = self.workers.get(name) else { return };
-        let happening = Happening::WorkerChanges { name: name.to_owned(), life: worker.life, variant };
+        let Some(worker) = self.workers.get(name) else {
+            return;
+        };
+        let happening = Happening::WorkerChanges {
+            name: name.to_owned(),
+            life: worker.life,
+            variant,
+        };
         self.after(wait, happening);
     }
 
@@ -713,22 +868,45 @@ impl World {
         let worker = self.workers.get_mut(&name)?;
         if resizes && !self.calm {
             let ticket = self.ticket();
-            let wait = if self.rng.random_bool(0.3) { Duration::ZERO } else { millis(&mut self.rng, 1, 3000) };
-            return Some(Event::WorkerResizeRequested { ticket, worker: name, variant, wait });
+            let wait = if self.rng.random_bool(0.3) {
+                Duration::ZERO
+            } else {
+                millis(&mut self.rng, 1, 3000)
+            };
+            return Some(Event::WorkerResizeRequested {
+                ticket,
+                worker: name,
+                variant,
+                wait,
+            });
         }
-        if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm {
+        if worker.state == State::Gone && worker.params.rest.idle_stop_after.is_some() && !self.calm
+        {
             // A client asks for it.
-            return Some(Event::WorkerWanted { worker: name, client: None });
+            return Some(Event::WorkerWanted {
+                worker: name,
+                client: None,
+            });
         }
         if worker.state != State::Ready {
             return None;
         }
-        let requests = if self.calm { 0 } else { u32::from(self.rng.random_bool(0.5)) };
+        let requests = if self.calm {
+            0
+        } else {
+            u32::from(self.rng.random_bool(0.5))
+        };
         let peak = worker.params.peak;
-        let more = self.breath.as_mut().map_or(Bytes::ZERO, |rng| peak.per_mille(rng.random_range(0..1200)));
+        let more = self
+            .breath
+            .as_mut()
+            .map_or(Bytes::ZERO, |rng| peak.per_mille(rng.random_range(0..1200)));
         worker.works(requests, more);
         note_use(&mut self.used_most, worker, worker.variant.clone());
-        Some(Event::WorkerActivity { worker: name, requests: worker.requests })
+        Some(Event::WorkerActivity {
+            worker: name,
+            requests: worker.requests,
+        })
     }
 
     // Operators.
@@ -746,14 +924,20 @@ impl World {
                 ticket,
                 kv_type: KvType::ALL[self.rng.random_range(0..KvType::ALL.len())],
             }),
-            0 => Some(Event::OperatorShed { ticket, bytes: mib(self.rng.random_range(0..80)) }),
+            0 => Some(Event::OperatorShed {
+                ticket,
+                bytes: mib(self.rng.random_range(0..80)),
+            }),
             1 => Some(Event::OperatorRegrow { ticket }),
             _ if names.is_empty() => None,
             _ => Some(Event::OperatorWorker {
                 ticket,
                 worker: names[self.rng.random_range(0..names.len())].clone(),
-                command: [WorkerCommand::Recycle, WorkerCommand::Start, WorkerCommand::Stop]
-                    [self.rng.random_range(0..3)],
+                command: [
+                    WorkerCommand::Recycle,
+                    WorkerCommand::Start,
+                    WorkerCommand::Stop,
+                ][self.rng.random_range(0..3)],
             }),
         }
     }
@@ -763,14 +947,22 @@ impl World {
         let snapshot = self.arbiter.snapshot();
         self.after(Duration::from_secs(5), Happening::Operator);
         if snapshot.engine.state == EngineState::Failed && self.now > Timestamp::START {
-            return self.device.shape.clone().map(|shape| Event::EngineInspected { shape });
+            return self
+                .device
+                .shape
+                .clone()
+                .map(|shape| Event::EngineInspected { shape });
         }
         let given_up = snapshot
             .workers
             .iter()
             .filter(|worker| worker.rest != Some(Rest::Idle))
             .find(|worker| matches!(worker.state, WorkerState::Degraded | WorkerState::Stopped))?;
-        Some(Event::OperatorWorker { ticket, worker: given_up.name.clone(), command: WorkerCommand::Start })
+        Some(Event::OperatorWorker {
+            ticket,
+            worker: given_up.name.clone(),
+            command: WorkerCommand::Start,
+        })
     }
 }
 
@@ -781,6 +973,8 @@ pub(crate) type Variant = (String, Option<String>);
 pub(crate) type Process = (String, Option<u32>);
 
 fn note_use(used_most: &mut BTreeMap<Variant, Bytes>, worker: &Worker, variant: Option<String>) {
-    let most = used_most.entry((worker.params.name.clone(), variant)).or_default();
+    let most = used_most
+        .entry((worker.params.name.clone(), variant))
+        .or_default();
     *most = (*most).max(worker.used);
 }

@@ -67,16 +67,28 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
         spec.readiness = Readiness::LogLine("ready".to_owned());
         spec
     };
-    let kind = |name, class, spec, hand, needs| Kind { name, class, spec, hand, needs };
+    let kind = |name, class, spec, hand, needs| Kind {
+        name,
+        class,
+        spec,
+        hand,
+        needs,
+    };
     let own = |name, class, spec, needs| kind(name, class, spec, Hand::Own, needs);
     let limited = |mut spec: WorkerSpec| {
         spec.confinement.memory = Some(Bytes::from_mib(24));
         spec
     };
     let mut cuda = spec(&[&programs.path("needs_cuda")]);
-    cuda.env.insert("LD_LIBRARY_PATH".to_owned(), programs.file("cuda-11").to_string_lossy().into_owned());
+    cuda.env.insert(
+        "LD_LIBRARY_PATH".to_owned(),
+        programs.file("cuda-11").to_string_lossy().into_owned(),
+    );
     let mut address_space = way("limit");
-    address_space.confinement.resources.insert(Resource::AddressSpace, Some(256 << 20));
+    address_space
+        .confinement
+        .resources
+        .insert(Resource::AddressSpace, Some(256 << 20));
     let mut late = way("mute");
     late.readiness = Readiness::LogLine("never said".to_owned());
     late.ready_timeout = Duration::from_millis(60);
@@ -91,7 +103,12 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
         shell("echo 'ERROR: Application startup failed. Exiting.' >&2; exit 3")
     };
     vec![
-        own("group out of memory", DeathClass::MemcgOom, limited(way("eat")), Need::Group),
+        own(
+            "group out of memory",
+            DeathClass::MemcgOom,
+            limited(way("eat")),
+            Need::Group,
+        ),
         kind(
             "killed by SIGKILL (record that the counters deny)",
             DeathClass::KilledExternally,
@@ -99,9 +116,26 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
             Hand::KernelRecord,
             Need::C,
         ),
-        own("child out of memory, exit 0", DeathClass::SilentExit, limited(way("child")), Need::Group),
-        kind("stopped by us", DeathClass::KilledByUs, ready(way("wait")), Hand::Stop, Need::C),
-        kind("stopped by us, deaf to SIGTERM", DeathClass::KilledByUs, ready(way("deaf")), Hand::Stop, Need::C),
+        own(
+            "child out of memory, exit 0",
+            DeathClass::SilentExit,
+            limited(way("child")),
+            Need::Group,
+        ),
+        kind(
+            "stopped by us",
+            DeathClass::KilledByUs,
+            ready(way("wait")),
+            Hand::Stop,
+            Need::C,
+        ),
+        kind(
+            "stopped by us, deaf to SIGTERM",
+            DeathClass::KilledByUs,
+            ready(way("deaf")),
+            Hand::Stop,
+            Need::C,
+        ),
         kind(
             "SIGKILL of an unmanaged process",
             DeathClass::KilledExternally,
@@ -123,33 +157,129 @@ pub(super) fn all(programs: &Programs) -> Vec<Kind> {
             Hand::UnseenProcess(libc::SIGKILL),
             Need::C,
         ),
-        own("segmentation fault", DeathClass::SegmentationFault, way("segfault"), Need::C),
-        own("failed assertion", DeathClass::Abort, way("assert"), Need::C),
+        own(
+            "segmentation fault",
+            DeathClass::SegmentationFault,
+            way("segfault"),
+            Need::C,
+        ),
+        own(
+            "failed assertion",
+            DeathClass::Abort,
+            way("assert"),
+            Need::C,
+        ),
         own(
             "std::bad_alloc, memory free",
             DeathClass::AllocationFailed,
             spec(&[&programs.path("bad_alloc")]),
             Need::Cpp,
         ),
-        own("nvmap error 12, memory free", DeathClass::AllocationFailed, shell(NVMAP), Need::Nothing),
-        own("ENOMEM by RLIMIT_AS", DeathClass::RlimitMemory, address_space, Need::C),
-        own("missing shared library", DeathClass::MissingLibrary, spec(&[&programs.path("needs_gone")]), Need::C),
-        own("library of another CUDA", DeathClass::CudaMismatch, cuda, Need::C),
-        own("CUDA runtime newer than driver", DeathClass::CudaMismatch, shell(CUDA), Need::Nothing),
-        own("no such program", DeathClass::ExecFailed, spec(&["/nowhere/asr"]), Need::Nothing),
-        own("not executable", DeathClass::ExecFailed, spec(&[&programs.path("not_executable")]), Need::Nothing),
-        own("bad interpreter", DeathClass::ExecFailed, spec(&[&programs.path("bad_interpreter")]), Need::Nothing),
-        own("program of another processor", DeathClass::ExecFailed, spec(&[&programs.path("foreign")]), Need::Nothing),
-        own("exit code 3 (uvicorn)", DeathClass::ExitCode, uvicorn, Need::Nothing),
-        own("exit code 137", DeathClass::ExitCode, shell("echo Killed >&2; exit 137"), Need::Nothing),
-        own("exit code 0, unasked", DeathClass::SilentExit, shell("echo bye; exit 0"), Need::Nothing),
-        kind("hang, ended by us", DeathClass::Hang, ready(way("hang")), Hand::Hung, Need::C),
+        own(
+            "nvmap error 12, memory free",
+            DeathClass::AllocationFailed,
+            shell(NVMAP),
+            Need::Nothing,
+        ),
+        own(
+            "ENOMEM by RLIMIT_AS",
+            DeathClass::RlimitMemory,
+            address_space,
+            Need::C,
+        ),
+        own(
+            "missing shared library",
+            DeathClass::MissingLibrary,
+            spec(&[&programs.path("needs_gone")]),
+            Need::C,
+        ),
+        own(
+            "library of another CUDA",
+            DeathClass::CudaMismatch,
+            cuda,
+            Need::C,
+        ),
+        own(
+            "CUDA runtime newer than driver",
+            DeathClass::CudaMismatch,
+            shell(CUDA),
+            Need::Nothing,
+        ),
+        own(
+            "no such program",
+            DeathClass::ExecFailed,
+            spec(&["/nowhere/asr"]),
+            Need::Nothing,
+        ),
+        own(
+            "not executable",
+            DeathClass::ExecFailed,
+            spec(&[&programs.path("not_executable")]),
+            Need::Nothing,
+        ),
+        own(
+            "bad interpreter",
+            DeathClass::ExecFailed,
+            spec(&[&programs.path("bad_interpreter")]),
+            Need::Nothing,
+        ),
+        own(
+            "program of another processor",
+            DeathClass::ExecFailed,
+            spec(&[&programs.path("foreign")]),
+            Need::Nothing,
+        ),
+        own(
+            "exit code 3 (uvicorn)",
+            DeathClass::ExitCode,
+            uvicorn,
+            Need::Nothing,
+        ),
+        own(
+            "exit code 137",
+            DeathClass::ExitCode,
+            shell("echo Killed >&2; exit 137"),
+            Need::Nothing,
+        ),
+        own(
+            "exit code 0, unasked",
+            DeathClass::SilentExit,
+            shell("echo bye; exit 0"),
+            Need::Nothing,
+        ),
+        kind(
+            "hang, ended by us",
+            DeathClass::Hang,
+            ready(way("hang")),
+            Hand::Hung,
+            Need::C,
+        ),
         own("never ready", DeathClass::StartTimeout, late, Need::C),
-        own("truncated mapped file", DeathClass::BusError, way("bus"), Need::C),
-        own("illegal instruction", DeathClass::IllegalInstruction, way("illegal"), Need::C),
-        own("forbidden system call", DeathClass::SeccompViolation, way("forbidden"), Need::C),
+        own(
+            "truncated mapped file",
+            DeathClass::BusError,
+            way("bus"),
+            Need::C,
+        ),
+        own(
+            "illegal instruction",
+            DeathClass::IllegalInstruction,
+            way("illegal"),
+            Need::C,
+        ),
+        own(
+            "forbidden system call",
+            DeathClass::SeccompViolation,
+            way("forbidden"),
+            Need::C,
+        ),
         own("SIGPIPE", DeathClass::OtherSignal, way("pipe"), Need::C),
-        own("processor time used up", DeathClass::CpuTimeLimit, way("cpu"), Need::Time),
+        own(
+            "processor time used up",
+            DeathClass::CpuTimeLimit,
+            way("cpu"),
+            Need::Time,
+        ),
     ]
 }
 

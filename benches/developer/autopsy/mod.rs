@@ -76,7 +76,11 @@ pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliE
     let programs = Programs::build().map_err(failed)?;
     let roots = ProbeRoot::default();
     let groups = Groups::open(&roots);
-    let wanted = |kind: &Kind| args.only.as_ref().is_none_or(|text| kind.name.contains(text.as_str()));
+    let wanted = |kind: &Kind| {
+        args.only
+            .as_ref()
+            .is_none_or(|text| kind.name.contains(text.as_str()))
+    };
     let mut tallies = Vec::new();
     for kind in kinds::all(&programs).iter().filter(|kind| wanted(kind)) {
         let mut tally = Tally {
@@ -111,7 +115,9 @@ pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliE
 fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
     match need {
         Need::Nothing => None,
-        Need::C | Need::Time | Need::Group if !programs.c => Some("there is no C compiler `cc`".to_owned()),
+        Need::C | Need::Time | Need::Group if !programs.c => {
+            Some("there is no C compiler `cc`".to_owned())
+        }
         Need::Cpp => (!programs.cpp).then(|| "there is no C++ compiler `c++`".to_owned()),
         Need::Group => groups.describe().err(),
         Need::C | Need::Time => None,
@@ -150,29 +156,47 @@ async fn one(
     let stopping = match (kind.hand, pid) {
         (Hand::Stop, _) => Some(tokio::spawn({
             let worker = worker.clone();
-            async move { worker.stop_because(None, "2 GiB are needed for `llm`").await }
+            async move {
+                worker
+                    .stop_because(None, "2 GiB are needed for `llm`")
+                    .await
+            }
         })),
         (Hand::Hung, _) => Some(tokio::spawn({
             let worker = worker.clone();
-            async move { worker.end_hung("no answer for 30 s, and none to 3 questions after it").await }
+            async move {
+                worker
+                    .end_hung("no answer for 30 s, and none to 3 questions after it")
+                    .await
+            }
         })),
         (Hand::OtherProcess(signal) | Hand::UnseenProcess(signal), Some(pid)) => {
             strike(pid, signal)?;
             None
         }
         (Hand::KernelRecord, Some(pid)) => {
-            let comm = std::fs::read_to_string(format!("/proc/{pid}/comm")).map_err(|error| error.to_string())?;
-            let record = kinds::RECORD.replace("PID", &pid.to_string()).replace("COMM", comm.trim_end());
-            let mut file = OpenOptions::new().append(true).open(&log).map_err(|error| error.to_string())?;
-            file.write_all(record.as_bytes()).map_err(|error| error.to_string())?;
+            let comm = std::fs::read_to_string(format!("/proc/{pid}/comm"))
+                .map_err(|error| error.to_string())?;
+            let record = kinds::RECORD
+                .replace("PID", &pid.to_string())
+                .replace("COMM", comm.trim_end());
+            let mut file = OpenOptions::new()
+                .append(true)
+                .open(&log)
+                .map_err(|error| error.to_string())?;
+            file.write_all(record.as_bytes())
+                .map_err(|error| error.to_string())?;
             strike(pid, libc::SIGKILL)?;
             None
         }
         _ => None,
     };
     let certificate = certificate_of(&mut events).await?;
-    let since = matches!(kind.hand, Hand::OtherProcess(_) | Hand::UnseenProcess(_) | Hand::KernelRecord)
-        .then(|| began.elapsed());
+    let since = matches!(
+        kind.hand,
+        Hand::OtherProcess(_) | Hand::UnseenProcess(_) | Hand::KernelRecord
+    )
+    .then(|| began.elapsed());
     if let Some(stopping) = stopping {
         let _ = stopping.await;
     }
@@ -185,7 +209,9 @@ fn strike(pid: u32, signal: libc::c_int) -> Result<(), String> {
     kill(Pid::from_raw(pid), signal).map_err(|error| error.to_string())
 }
 
-async fn certificate_of(events: &mut mpsc::Receiver<WorkerEvent>) -> Result<DeathCertificate, String> {
+async fn certificate_of(
+    events: &mut mpsc::Receiver<WorkerEvent>,
+) -> Result<DeathCertificate, String> {
     while let Some(event) = timeout(PATIENCE, events.recv())
         .await
         .map_err(|_| format!("it has not died within {} s", PATIENCE.as_secs()))?
@@ -203,7 +229,8 @@ impl Tally {
         *self.got.entry(certificate.verdict.class).or_default() += 1;
         self.least = self.least.min(certificate.verdict.confidence);
         self.took_us.push(certificate.took_us);
-        self.since_signal_us.extend(since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX)));
+        self.since_signal_us
+            .extend(since.map(|since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX)));
         if self.sentence.is_empty() || !right {
             self.sentence = certificate.verdict.sentence;
         }
@@ -218,7 +245,10 @@ impl Tally {
     }
 
     fn false_oom(&self) -> u32 {
-        let wrong = self.got.iter().filter(|(class, _)| OUT_OF_MEMORY.contains(class) && **class != self.class);
+        let wrong = self
+            .got
+            .iter()
+            .filter(|(class, _)| OUT_OF_MEMORY.contains(class) && **class != self.class);
         wrong.map(|(_, count)| count).sum()
     }
 
@@ -267,16 +297,28 @@ fn describe(tallies: &[Tally]) -> String {
             shown(percentile_ms(&tally.took_us, 500)),
             shown(percentile_ms(&tally.took_us, 990)),
             shown(percentile_ms(&tally.took_us, 1000)),
-            tally.skipped.as_ref().map_or_else(|| others.join(", "), |reason| format!("left out: {reason}")),
+            tally
+                .skipped
+                .as_ref()
+                .map_or_else(|| others.join(", "), |reason| format!("left out: {reason}")),
         ]);
     }
     let mut text = table.render();
-    let all: Vec<u64> = tallies.iter().flat_map(|tally| tally.took_us.iter().copied()).collect();
-    let struck: Vec<u64> = tallies.iter().flat_map(|tally| tally.since_signal_us.iter().copied()).collect();
+    let all: Vec<u64> = tallies
+        .iter()
+        .flat_map(|tally| tally.took_us.iter().copied())
+        .collect();
+    let struck: Vec<u64> = tallies
+        .iter()
+        .flat_map(|tally| tally.since_signal_us.iter().copied())
+        .collect();
     let sum = |count: fn(&Tally) -> u32| -> u32 { tallies.iter().map(count).sum() };
     text.push_str(&format!(
         "{} kinds, {} deaths: {} called by their name, {} wrongly out of memory\n",
-        tallies.iter().filter(|tally| tally.skipped.is_none()).count(),
+        tallies
+            .iter()
+            .filter(|tally| tally.skipped.is_none())
+            .count(),
         sum(Tally::runs),
         sum(Tally::right),
         sum(Tally::false_oom),
@@ -302,7 +344,10 @@ fn describe(tallies: &[Tally]) -> String {
 }
 
 fn to_json(tallies: &[Tally]) -> Value {
-    let all: Vec<u64> = tallies.iter().flat_map(|tally| tally.took_us.iter().copied()).collect();
+    let all: Vec<u64> = tallies
+        .iter()
+        .flat_map(|tally| tally.took_us.iter().copied())
+        .collect();
     let kinds: Vec<Value> = tallies
         .iter()
         .map(|tally| {

@@ -22,13 +22,20 @@ impl Programs {
     ///
     /// When the folder cannot be made, or a compiler that is there fails.
     pub(super) fn build() -> Result<Self, String> {
-        let folder = std::env::temp_dir().join(format!("cotenant-bench-autopsy-{}", std::process::id()));
-        fs::create_dir_all(&folder).map_err(|error| format!("cannot create `{}`: {error}", folder.display()))?;
+        let folder =
+            std::env::temp_dir().join(format!("cotenant-bench-autopsy-{}", std::process::id()));
+        fs::create_dir_all(&folder)
+            .map_err(|error| format!("cannot create `{}`: {error}", folder.display()))?;
         let runs = |program: &str| {
             let output = Command::new(program).arg("--version").output();
             output.is_ok_and(|output| output.status.success())
         };
-        let programs = Self { folder, c: runs("cc"), cpp: runs("c++"), python: runs("python3") };
+        let programs = Self {
+            folder,
+            c: runs("cc"),
+            cpp: runs("c++"),
+            python: runs("python3"),
+        };
         if programs.c {
             programs.compile("cc", "ways.c", WAYS, "ways", &[])?;
             programs.libraries()?;
@@ -52,7 +59,14 @@ impl Programs {
         self.folder.join(name)
     }
 
-    fn compile(&self, compiler: &str, source: &str, text: &str, out: &str, flags: &[&str]) -> Result<(), String> {
+    fn compile(
+        &self,
+        compiler: &str,
+        source: &str,
+        text: &str,
+        out: &str,
+        flags: &[&str],
+    ) -> Result<(), String> {
         self.write(source, text)?;
         let output = Command::new(compiler)
             .current_dir(&self.folder)
@@ -63,14 +77,23 @@ impl Programs {
         if output.status.success() {
             return Ok(());
         }
-        Err(format!("`{compiler}` cannot build `{source}`: {}", String::from_utf8_lossy(&output.stderr)))
+        Err(format!(
+            "`{compiler}` cannot build `{source}`: {}",
+            String::from_utf8_lossy(&output.stderr)
+        ))
     }
 
     /// Two programs whose library is gone: one entirely, one with another version of it beside.
     fn libraries(&self) -> Result<(), String> {
         let shared = |name: &str, soname: &str| {
             let soname = format!("-Wl,-soname,{soname}");
-            self.compile("cc", "library.c", LIBRARY, name, &["-shared", "-fPIC", &soname])
+            self.compile(
+                "cc",
+                "library.c",
+                LIBRARY,
+                name,
+                &["-shared", "-fPIC", &soname],
+            )
         };
         shared("libgone.so", "libgone.so.3")?;
         shared("libcudart.so", "libcudart.so.12")?;
@@ -79,7 +102,8 @@ impl Programs {
         }
         for gone in ["libgone.so", "libcudart.so"] {
             let path = self.folder.join(gone);
-            fs::remove_file(&path).map_err(|error| format!("cannot remove `{}`: {error}", path.display()))?;
+            fs::remove_file(&path)
+                .map_err(|error| format!("cannot remove `{}`: {error}", path.display()))?;
         }
         fs::create_dir_all(self.folder.join("cuda-11")).map_err(|error| error.to_string())?;
         self.write("cuda-11/libcudart.so.11.0", "")
@@ -106,7 +130,8 @@ impl Programs {
 
     fn write(&self, name: &str, text: &str) -> Result<(), String> {
         let path = self.folder.join(name);
-        fs::write(&path, text).map_err(|error| format!("cannot write `{}`: {error}", path.display()))
+        fs::write(&path, text)
+            .map_err(|error| format!("cannot write `{}`: {error}", path.display()))
     }
 }
 

@@ -48,9 +48,18 @@ impl Workbench<'_> {
             // Once more afterwards, for a machine that drifts.
             self.hold(automatic.resident.clone())?;
             ours = f64::midpoint(ours, self.rate()?);
-            self.values.add(format!("chosen plan at {step} % of the room"), TOKENS, ours);
-            self.values.add("chosen plan over the best fixed one", "ratio, all budgets", ours / best);
-            self.values.add("chosen plan over full streaming", "ratio, all budgets", ours / streaming);
+            self.values
+                .add(format!("chosen plan at {step} % of the room"), TOKENS, ours);
+            self.values.add(
+                "chosen plan over the best fixed one",
+                "ratio, all budgets",
+                ours / best,
+            );
+            self.values.add(
+                "chosen plan over full streaming",
+                "ratio, all budgets",
+                ours / streaming,
+            );
         }
         self.beside_a_neighbour(&room)?;
         self.apply(100)?;
@@ -73,9 +82,21 @@ impl Workbench<'_> {
             bench.hold(plan.resident).map(drop)
         })?;
         let tokens = f64::from(TURN_TOKENS) * f64::from(count(NEIGHBOUR.len()));
-        self.values.add("planned again beside a neighbour that comes and goes", TOKENS, tokens / ours);
-        self.values.add("the best fixed plan that fits all the while", TOKENS, tokens / best);
-        self.values.add("planned again over the best fixed plan", "ratio", best / ours);
+        self.values.add(
+            "planned again beside a neighbour that comes and goes",
+            TOKENS,
+            tokens / ours,
+        );
+        self.values.add(
+            "the best fixed plan that fits all the while",
+            TOKENS,
+            tokens / best,
+        );
+        self.values.add(
+            "planned again over the best fixed plan",
+            "ratio",
+            best / ours,
+        );
         Ok(())
     }
 
@@ -94,7 +115,10 @@ impl Workbench<'_> {
             let budget = room.budget(step);
             let started = Instant::now();
             change(self, budget)?;
-            let taken = room.full.saturating_sub(budget).max(cotenant::units::page());
+            let taken = room
+                .full
+                .saturating_sub(budget)
+                .max(cotenant::units::page());
             thread::scope(|scope| {
                 // Its memory goes back when it has been touched and the tokens are done.
                 let neighbour = scope.spawn(move || Mapping::new(taken, Backing::Now));
@@ -102,7 +126,9 @@ impl Workbench<'_> {
                 seconds += started.elapsed().as_secs_f64();
                 match neighbour.join() {
                     Ok(Ok(memory)) => drop(memory),
-                    Ok(Err(problem)) => return Err(format!("the neighbour has no memory: {problem}")),
+                    Ok(Err(problem)) => {
+                        return Err(format!("the neighbour has no memory: {problem}"));
+                    }
                     Err(panic) => std::panic::resume_unwind(panic),
                 }
                 decoded.map(drop)
@@ -129,14 +155,20 @@ impl Workbench<'_> {
 
     /// What the policy keeps within `budget`.
     fn automatic(&self, room: &Room, budget: Bytes) -> Result<EnginePlan, String> {
-        self.model.shape().plan(budget, &room.limits).map_err(|error| in_one_line(&error))
+        self.model
+            .shape()
+            .plan(budget, &room.limits)
+            .map_err(|error| in_one_line(&error))
     }
 
     /// As many parts as fit `budget`: from the front, from the back, and spread evenly.
     fn fixed(&self, plan: &EnginePlan, budget: Bytes) -> Vec<BTreeSet<u32>> {
         let parts = count(self.layout.parts.len());
         let fits = |resident: &BTreeSet<u32>| {
-            let fixed = EnginePlan { resident: resident.clone(), ..plan.clone() };
+            let fixed = EnginePlan {
+                resident: resident.clone(),
+                ..plan.clone()
+            };
             self.model.shape().plan_bytes(&fixed) <= budget
         };
         let front = (0..=parts).map(|many| (0..many).collect::<BTreeSet<u32>>());

@@ -18,18 +18,31 @@ impl Workbench<'_> {
         let count = CHUNKED_PROMPT.min(before.kv_capacity.get());
         let tokens = self.tokens(0, count);
         for chunk in CHUNKS {
-            let plan = EnginePlan { resident: BTreeSet::new(), prefill_chunk: Tokens::new(chunk), ..before.clone() };
-            self.model.apply(&plan).map_err(|error| in_one_line(&error))?;
+            let plan = EnginePlan {
+                resident: BTreeSet::new(),
+                prefill_chunk: Tokens::new(chunk),
+                ..before.clone()
+            };
+            self.model
+                .apply(&plan)
+                .map_err(|error| in_one_line(&error))?;
             self.model.reset();
             let (started, waited) = (Instant::now(), self.model.waited());
             self.forward(&tokens)?;
             let took = started.elapsed().as_secs_f64();
             let waited = (self.model.waited() - waited).as_secs_f64();
             let what = format!("prefill {count} streamed, in chunks of {chunk}");
-            self.values.add(what.clone(), TOKENS, f64::from(count) / took);
-            self.values.add(format!("{what}, waiting for the disk"), "%", waited / took * 100.0);
+            self.values
+                .add(what.clone(), TOKENS, f64::from(count) / took);
+            self.values.add(
+                format!("{what}, waiting for the disk"),
+                "%",
+                waited / took * 100.0,
+            );
         }
-        self.model.apply(&before).map_err(|error| in_one_line(&error))?;
+        self.model
+            .apply(&before)
+            .map_err(|error| in_one_line(&error))?;
         self.model.reset();
         Ok(())
     }

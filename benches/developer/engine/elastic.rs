@@ -22,7 +22,10 @@ impl Workbench<'_> {
     /// Decoding, all resident, beside the same engine in whole layers that never changed: in turns, this one after its
     /// parts have been given up and read again.
     pub(crate) fn ability(&mut self) -> Result<(), String> {
-        let plan = EnginePlan { kv_capacity: Tokens::new(256), ..self.model.plan().clone() };
+        let plan = EnginePlan {
+            kv_capacity: Tokens::new(256),
+            ..self.model.plan().clone()
+        };
         let mut fixed = self.another(&plan, Model::open_whole)?;
         self.apply(0)?;
         self.apply(100)?;
@@ -31,7 +34,9 @@ impl Workbench<'_> {
             model.reset();
             let started = Instant::now();
             for token in &tokens {
-                model.forward(&[*token], &mut || Flow::Continue).map_err(|error| in_one_line(&error))?;
+                model
+                    .forward(&[*token], &mut || Flow::Continue)
+                    .map_err(|error| in_one_line(&error))?;
             }
             Ok(started.elapsed().as_secs_f64())
         };
@@ -42,7 +47,11 @@ impl Workbench<'_> {
             pairs.push((turn(&mut self.model)?, turn(&mut fixed)?));
         }
         for (ours, fixed) in pairs {
-            self.values.add("time of a token, over whole layers that never changed", "ratio", ours / fixed);
+            self.values.add(
+                "time of a token, over whole layers that never changed",
+                "ratio",
+                ours / fixed,
+            );
         }
         Ok(())
     }
@@ -72,11 +81,23 @@ impl Workbench<'_> {
         stop.store(true, Ordering::Relaxed);
         spinner.join().ok();
         let (beside, peer) = (beside?, peer?);
-        self.values.add(format!("decode, one of {} processors taken", allowed.len()), TOKENS, 1.0 / beside);
-        self.values.add("decode beside a neighbour, over alone", "ratio", alone / beside);
+        self.values.add(
+            format!("decode, one of {} processors taken", allowed.len()),
+            TOKENS,
+            1.0 / beside,
+        );
+        self.values.add(
+            "decode beside a neighbour, over alone",
+            "ratio",
+            alone / beside,
+        );
         if let (Some(peer), Some(peer_alone)) = (peer, peer_alone) {
             self.values.add("peer beside a neighbour", TOKENS, peer);
-            self.values.add("peer beside a neighbour, over alone", "ratio", peer / peer_alone);
+            self.values.add(
+                "peer beside a neighbour, over alone",
+                "ratio",
+                peer / peer_alone,
+            );
         }
         Ok(())
     }
@@ -93,16 +114,30 @@ impl Workbench<'_> {
         let opened = started.elapsed();
         let mut pass = || -> Result<Duration, String> {
             let started = Instant::now();
-            model.forward(&[1], &mut || Flow::Continue).map_err(|error| in_one_line(&error))?;
+            model
+                .forward(&[1], &mut || Flow::Continue)
+                .map_err(|error| in_one_line(&error))?;
             Ok(started.elapsed())
         };
         pass()?;
         let first = started.elapsed();
         pass()?;
         let passes = pass()?.saturating_add(pass()?) / 2;
-        self.values.add("opening, nothing resident", "ms", opened.as_secs_f64() * 1e3);
-        self.values.add("first token after opening, nothing resident", "ms", first.as_secs_f64() * 1e3);
-        self.values.add("first token over one streamed pass", "ratio", first.as_secs_f64() / passes.as_secs_f64());
+        self.values.add(
+            "opening, nothing resident",
+            "ms",
+            opened.as_secs_f64() * 1e3,
+        );
+        self.values.add(
+            "first token after opening, nothing resident",
+            "ms",
+            first.as_secs_f64() * 1e3,
+        );
+        self.values.add(
+            "first token over one streamed pass",
+            "ratio",
+            first.as_secs_f64() / passes.as_secs_f64(),
+        );
         Ok(())
     }
 }
@@ -111,7 +146,11 @@ impl Workbench<'_> {
 fn allowed_processors() -> Vec<usize> {
     nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
-        |set| (0..nix::sched::CpuSet::count()).filter(|&processor| set.is_set(processor).unwrap_or(false)).collect(),
+        |set| {
+            (0..nix::sched::CpuSet::count())
+                .filter(|&processor| set.is_set(processor).unwrap_or(false))
+                .collect()
+        },
     )
 }
 

@@ -26,10 +26,15 @@ struct Group {
 impl Group {
     /// A group that may hold `limit`; `None` where control groups of version 1 are not there or not ours.
     fn new(limit: Bytes) -> Option<Self> {
-        let folder = Path::new(MEMORY_GROUPS).join(format!("cotenant-bench-{}", std::process::id()));
+        let folder =
+            Path::new(MEMORY_GROUPS).join(format!("cotenant-bench-{}", std::process::id()));
         fs::create_dir(&folder).ok()?;
         let group = Self { folder };
-        fs::write(group.folder.join("memory.limit_in_bytes"), limit.get().to_string()).ok()?;
+        fs::write(
+            group.folder.join("memory.limit_in_bytes"),
+            limit.get().to_string(),
+        )
+        .ok()?;
         Some(group)
     }
 
@@ -47,7 +52,10 @@ impl Group {
             return Ok(output.stdout);
         }
         let said = String::from_utf8_lossy(&output.stderr);
-        let said = said.lines().find(|line| line.starts_with("error")).unwrap_or_default();
+        let said = said
+            .lines()
+            .find(|line| line.starts_with("error"))
+            .unwrap_or_default();
         Err(format!("{} {said}", output.status))
     }
 }
@@ -74,18 +82,32 @@ impl Workbench<'_> {
             };
             forget(&self.path);
             let hold = limit.saturating_sub(PROCESS).whole_mib();
-            let args = ["engine", "-o", "json", "--threads", &self.settings.threads.to_string(), "--model"]
-                .map(str::to_owned)
-                .into_iter()
-                .chain([self.path.display().to_string(), "--hold-mib".to_owned(), hold.to_string()]);
+            let args = [
+                "engine",
+                "-o",
+                "json",
+                "--threads",
+                &self.settings.threads.to_string(),
+                "--model",
+            ]
+            .map(str::to_owned)
+            .into_iter()
+            .chain([
+                self.path.display().to_string(),
+                "--hold-mib".to_owned(),
+                hold.to_string(),
+            ]);
             let printed = group.run(&program, &args.collect::<Vec<_>>());
-            let ours = printed.and_then(|text| rate(&text, "tokens_per_s").ok_or_else(|| NO_FIGURE.to_owned()));
+            let ours = printed
+                .and_then(|text| rate(&text, "tokens_per_s").ok_or_else(|| NO_FIGURE.to_owned()));
             let what = format!("decode under a limit of {share} % of the weights");
             match ours {
                 Ok(rate) => self.values.add(&what, TOKENS, rate),
                 Err(ref end) => self.notes.push(format!("{what}: ours ended with {end}")),
             }
-            let Some(peer) = &self.settings.peer else { continue };
+            let Some(peer) = &self.settings.peer else {
+                continue;
+            };
             forget(&self.path);
             let args = [
                 "-t",
@@ -108,16 +130,20 @@ impl Workbench<'_> {
             let printed = group.run(peer, &args.collect::<Vec<_>>());
             let theirs = printed.and_then(|text| {
                 let runs: Option<Vec<Value>> = serde_json::from_slice(&text).ok();
-                runs.and_then(|runs| runs.first()?.get("avg_ts")?.as_f64()).ok_or_else(|| NO_FIGURE.to_owned())
+                runs.and_then(|runs| runs.first()?.get("avg_ts")?.as_f64())
+                    .ok_or_else(|| NO_FIGURE.to_owned())
             });
             match theirs {
                 Ok(theirs) => {
                     self.values.add(format!("{what}: peer"), TOKENS, theirs);
                     if let Ok(ours) = ours {
-                        self.values.add(format!("{what}: over the peer"), "ratio", ours / theirs);
+                        self.values
+                            .add(format!("{what}: over the peer"), "ratio", ours / theirs);
                     }
                 }
-                Err(end) => self.notes.push(format!("{what}: the peer ended with {end}")),
+                Err(end) => self
+                    .notes
+                    .push(format!("{what}: the peer ended with {end}")),
             }
         }
         Ok(())
@@ -126,8 +152,8 @@ impl Workbench<'_> {
 
 /// Decodes with no more than `args.hold_mib` held, and prints how fast.
 pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value, String> {
-    let (shape, header) =
-        Model::inspect(path, usize::from(args.settings.threads)).map_err(|error| in_one_line(&error))?;
+    let (shape, header) = Model::inspect(path, usize::from(args.settings.threads))
+        .map_err(|error| in_one_line(&error))?;
     drop(header);
     let limits = PlanLimits {
         kv_wanted: HELD_CONTEXT,
@@ -135,10 +161,16 @@ pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
         prefill_chunk: Tokens::new(16),
         ..PlanLimits::new(&EngineParams::default(), Tokens::ZERO)
     };
-    let plan = shape.plan(hold, &limits).map_err(|error| in_one_line(&error))?;
+    let plan = shape
+        .plan(hold, &limits)
+        .map_err(|error| in_one_line(&error))?;
     let mut model = args.settings.opened(path, &plan, None, Model::open)?;
-    let mut token =
-        |number: u32| model.forward(&[number], &mut || Flow::Continue).map(|_| ()).map_err(|error| in_one_line(&error));
+    let mut token = |number: u32| {
+        model
+            .forward(&[number], &mut || Flow::Continue)
+            .map(|_| ())
+            .map_err(|error| in_one_line(&error))
+    };
     token(1)?;
     token(2)?;
     let started = Instant::now();
@@ -156,7 +188,10 @@ pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value,
 }
 
 fn rate(text: &[u8], field: &str) -> Option<f64> {
-    serde_json::from_slice::<Value>(text).ok()?.get(field)?.as_f64()
+    serde_json::from_slice::<Value>(text)
+        .ok()?
+        .get(field)?
+        .as_f64()
 }
 
 /// Takes the file out of the page cache: pages left from another group are not charged to this one.

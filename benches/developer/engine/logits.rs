@@ -27,7 +27,8 @@ impl Reference {
     fn read(path: &Path) -> Result<Self, String> {
         let wrong = |what: String| format!("cannot use the reference `{}`: {what}", path.display());
         let text = fs::read_to_string(path).map_err(|error| wrong(error.to_string()))?;
-        let reference: Self = serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
+        let reference: Self =
+            serde_json::from_str(&text).map_err(|error| wrong(error.to_string()))?;
         let read = reference.tokens.len();
         if reference.prompt == 0 || reference.prompt > read || reference.every == 0 {
             return Err(wrong(format!(
@@ -40,10 +41,15 @@ impl Reference {
                 return Err(wrong(format!("it has no rows of `{way}`")));
             }
         }
-        let (rows, width) = (read - reference.prompt + 1, (reference.vocabulary as usize).div_ceil(reference.every));
+        let (rows, width) = (
+            read - reference.prompt + 1,
+            (reference.vocabulary as usize).div_ceil(reference.every),
+        );
         for (way, found) in &reference.rows {
             if found.len() != rows || found.iter().any(|row| row.len() != width) {
-                return Err(wrong(format!("`{way}` is not {rows} rows of {width} logits")));
+                return Err(wrong(format!(
+                    "`{way}` is not {rows} rows of {width} logits"
+                )));
             }
         }
         Ok(reference)
@@ -67,7 +73,10 @@ impl Apart {
             squares += distance * distance;
             count += 1.0;
         }
-        Self { largest, root_mean_square: (squares / f64::max(count, 1.0)).sqrt() }
+        Self {
+            largest,
+            root_mean_square: (squares / f64::max(count, 1.0)).sqrt(),
+        }
     }
 }
 
@@ -86,7 +95,10 @@ impl Workbench<'_> {
                 self.model.vocabulary()
             ));
         }
-        let (prompt, steps) = reference.tokens.split_at_checked(reference.prompt).unwrap_or((&reference.tokens, &[]));
+        let (prompt, steps) = reference
+            .tokens
+            .split_at_checked(reference.prompt)
+            .unwrap_or((&reference.tokens, &[]));
         self.model.reset();
         let mut ours = Rows::new();
         for tokens in std::iter::once(prompt).chain(steps.chunks(1)) {
@@ -103,8 +115,13 @@ impl Workbench<'_> {
             return;
         };
         let mut say = |what: &str, apart: Apart| {
-            self.values.add(format!("{what}, largest"), LOGIT, apart.largest);
-            self.values.add(format!("{what}, root mean square"), LOGIT, apart.root_mean_square);
+            self.values
+                .add(format!("{what}, largest"), LOGIT, apart.largest);
+            self.values.add(
+                format!("{what}, root mean square"),
+                LOGIT,
+                apart.root_mean_square,
+            );
         };
         let (from_plain, own) = (Apart::of(ours, plain), Apart::of(repacked, plain));
         say("ours from plain", from_plain);
@@ -125,21 +142,34 @@ impl Workbench<'_> {
             say("repacked from f32", Apart::of(repacked, exact));
         }
         if own.largest > 0.0 {
-            self.values.add(TIMES_REPACKED, "times", from_plain.largest / own.largest);
+            self.values
+                .add(TIMES_REPACKED, "times", from_plain.largest / own.largest);
         } else {
-            self.notes.push("llama.cpp's repacked and plain weights give the same bits here".to_owned());
+            self.notes
+                .push("llama.cpp's repacked and plain weights give the same bits here".to_owned());
         }
         if widest.largest > 0.0 {
-            self.values.add(TIMES_WIDEST, "times", from_plain.largest / widest.largest);
+            self.values
+                .add(TIMES_WIDEST, "times", from_plain.largest / widest.largest);
         }
-        let same = ours.iter().zip(plain).filter(|(ours, plain)| best(ours) == best(plain));
-        self.values.add("rows with plain's best token", "%", percent(same.count() as u64, ours.len() as u64));
+        let same = ours
+            .iter()
+            .zip(plain)
+            .filter(|(ours, plain)| best(ours) == best(plain));
+        self.values.add(
+            "rows with plain's best token",
+            "%",
+            percent(same.count() as u64, ours.len() as u64),
+        );
     }
 }
 
 /// The place of the highest logit.
 fn best(row: &[f32]) -> Option<usize> {
-    let (place, _) = row.iter().enumerate().max_by(|one, other| one.1.total_cmp(other.1))?;
+    let (place, _) = row
+        .iter()
+        .enumerate()
+        .max_by(|one, other| one.1.total_cmp(other.1))?;
     Some(place)
 }
 
@@ -182,14 +212,26 @@ pub(crate) mod tests {
             "a prompt of 3 of 2 tokens and every 2th logit make no sense"
         );
         assert_eq!(wrong("repack", "other"), "it has no rows of `repack`");
-        assert_eq!(wrong("[[0.5,1],[2,3]]}", "[[0.5,1]]}"), "`repack` is not 2 rows of 2 logits");
-        assert_eq!(wrong("\"every\":2", "\"every\":1"), "`plain` is not 2 rows of 3 logits");
+        assert_eq!(
+            wrong("[[0.5,1],[2,3]]}", "[[0.5,1]]}"),
+            "`repack` is not 2 rows of 2 logits"
+        );
+        assert_eq!(
+            wrong("\"every\":2", "\"every\":1"),
+            "`plain` is not 2 rows of 3 logits"
+        );
         assert!(wrong("{\"prompt\"", "{").contains("line 1"));
     }
 
     fn the_largest_distance_and_the_mean_one_are_over_all_rows() {
         let one = vec![vec![1.0, 2.0], vec![3.0, 4.0]];
         let other = vec![vec![1.0, 2.0], vec![3.0, 2.0]];
-        assert_eq!(Apart::of(&one, &other), Apart { largest: 2.0, root_mean_square: 1.0 });
+        assert_eq!(
+            Apart::of(&one, &other),
+            Apart {
+                largest: 2.0,
+                root_mean_square: 1.0
+            }
+        );
     }
 }

@@ -40,7 +40,8 @@ use self::{
 
 #[cfg(test)]
 pub(crate) use self::{
-    logits::tests as logits_tests, perplexity::tests as perplexity_tests, ratios::tests as ratios_tests,
+    logits::tests as logits_tests, perplexity::tests as perplexity_tests,
+    ratios::tests as ratios_tests,
 };
 
 /// What to measure, and how.
@@ -142,7 +143,11 @@ pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
         .filter(|section| match args.only.as_slice() {
             [] => matches!(
                 section,
-                Section::Speed | Section::Streaming | Section::Elasticity | Section::Peer | Section::Workspace
+                Section::Speed
+                    | Section::Streaming
+                    | Section::Elasticity
+                    | Section::Peer
+                    | Section::Workspace
             ),
             only => only.contains(section),
         })
@@ -157,7 +162,12 @@ pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
         report.write(output)?;
         for figure in &report.figures {
             if let Some(peer) = &figure.peer {
-                ratios.add(&figure.what, model, (figure.median, peer.median), peer.ratio);
+                ratios.add(
+                    &figure.what,
+                    model,
+                    (figure.median, peer.median),
+                    peer.ratio,
+                );
             }
         }
     }
@@ -170,16 +180,26 @@ impl EngineArgs {
         if self.model.is_some() {
             return vec![self.first()];
         }
-        self.shape.iter().flat_map(|&shape| self.types.iter().map(move |&types| (shape, types))).collect()
+        self.shape
+            .iter()
+            .flat_map(|&shape| self.types.iter().map(move |&types| (shape, types)))
+            .collect()
     }
 
     fn first(&self) -> (ShapeName, TypeName) {
-        let shape = self.shape.first().copied().unwrap_or(ShapeName::Qwen35Small);
+        let shape = self
+            .shape
+            .first()
+            .copied()
+            .unwrap_or(ShapeName::Qwen35Small);
         (shape, self.types.first().copied().unwrap_or(TypeName::Q4KM))
     }
 
     /// The file to measure, and the folder that goes with it.
-    fn file(&self, (shape, types): (ShapeName, TypeName)) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
+    fn file(
+        &self,
+        (shape, types): (ShapeName, TypeName),
+    ) -> Result<(PathBuf, Option<TemporaryFolder>), String> {
         if let Some(path) = &self.model {
             return Ok((path.clone(), None));
         }
@@ -213,7 +233,9 @@ impl Workbench<'_> {
         self.begin()?;
         for round in 1..=self.settings.rounds {
             let reading = Reading::now();
-            sections.iter().try_for_each(|section| self.section(*section))?;
+            sections
+                .iter()
+                .try_for_each(|section| self.section(*section))?;
             self.end_round(round, &reading);
         }
         if sections.contains(&Section::Workspace) {

@@ -40,10 +40,15 @@ pub(super) fn evaluate(
     counts: &dyn Fn(u32) -> bool,
 ) -> Result<Perplexity, String> {
     if window < WINDOW_MIN {
-        return Err(format!("cannot evaluate in windows of {window} tokens: at least {WINDOW_MIN} are needed"));
+        return Err(format!(
+            "cannot evaluate in windows of {window} tokens: at least {WINDOW_MIN} are needed"
+        ));
     }
     if tokens.len() < window {
-        return Err(format!("cannot evaluate {} tokens: one window has {window}", tokens.len()));
+        return Err(format!(
+            "cannot evaluate {} tokens: one window has {window}",
+            tokens.len()
+        ));
     }
     let bos = tokenizer.bos().filter(|_| tokenizer.adds_bos());
     let first = window / 2;
@@ -77,7 +82,10 @@ pub(super) fn evaluate(
 /// Negative logarithm of the probability of `token`; infinite when the model does not have it.
 fn nll(logits: &[f32], token: u32) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
-    let sum: f64 = logits.iter().map(|&logit| f64::from(logit - max).exp()).sum();
+    let sum: f64 = logits
+        .iter()
+        .map(|&logit| f64::from(logit - max).exp())
+        .sum();
     usize::try_from(token)
         .ok()
         .and_then(|at| logits.get(at))
@@ -99,7 +107,10 @@ impl Sums {
         self.squares += value * value;
     }
 
-    #[expect(clippy::cast_precision_loss, reason = "counts of tokens stay far below 2^52")]
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "counts of tokens stay far below 2^52"
+    )]
     fn finish(&self, windows: u32) -> Perplexity {
         let count = self.count as f64;
         let mean = self.sum / count;
@@ -136,7 +147,10 @@ pub(crate) mod tests {
 
     /// The tests, for the harness of this program.
     pub(crate) const TESTS: &[(&str, fn())] = &[
-        ("engine::perplexity::equal_scores_are_as_hard_as_their_number", equal_scores_are_as_hard_as_their_number),
+        (
+            "engine::perplexity::equal_scores_are_as_hard_as_their_number",
+            equal_scores_are_as_hard_as_their_number,
+        ),
         (
             "engine::perplexity::the_mean_and_its_error_are_those_of_the_values",
             the_mean_and_its_error_are_those_of_the_values,
@@ -167,7 +181,9 @@ pub(crate) mod tests {
     fn it_does_not_depend_on_what_is_resident_and_is_near_the_vocabulary_for_random_weights() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 3).write(&path).unwrap();
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 3)
+            .write(&path)
+            .unwrap();
         let found = |resident: &[u32], prefill_chunk: u32, tokens: &[u32], window| {
             let plan = EnginePlan {
                 resident: resident.iter().copied().collect(),
@@ -185,8 +201,14 @@ pub(crate) mod tests {
         assert_eq!((resident.windows, resident.tokens), (3, 3 * 31));
         assert!((100.0..1000.0).contains(&resident.value()), "{resident:?}");
         let error = |tokens: &[u32], window| found(&[], 5, tokens, window).unwrap_err();
-        assert_eq!(error(&tokens[..63], 64), "cannot evaluate 63 tokens: one window has 64");
-        assert_eq!(error(&tokens, 3), "cannot evaluate in windows of 3 tokens: at least 4 are needed");
+        assert_eq!(
+            error(&tokens[..63], 64),
+            "cannot evaluate 63 tokens: one window has 64"
+        );
+        assert_eq!(
+            error(&tokens, 3),
+            "cannot evaluate in windows of 3 tokens: at least 4 are needed"
+        );
         assert!(error(&tokens, 128).contains("128"));
     }
 }

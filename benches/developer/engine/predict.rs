@@ -20,8 +20,10 @@ impl Workbench<'_> {
             .calibrate(&mut || true)
             .map_err(|error| in_one_line(&error))?
             .ok_or("the engine could not be calibrated")?;
-        self.values.add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
-        self.values.add(DISK, MIB_PER_S, rate_of(calibration.read_ns_per_mib));
+        self.values
+            .add("calibration", "ms", started.elapsed().as_secs_f64() * 1e3);
+        self.values
+            .add(DISK, MIB_PER_S, rate_of(calibration.read_ns_per_mib));
         let of_reading = |ns: u64| ratio(ns, calibration.read_ns_per_mib);
         self.values.add(
             "reading beside kernels, over reading alone",
@@ -50,7 +52,8 @@ impl Workbench<'_> {
                 let foretold = by.milli_tokens_per_s(self.model.shape(), &resident);
                 let foretold = f64::from(u32::try_from(foretold).unwrap_or(u32::MAX)) / 1e3;
                 let error = 100.0 * (foretold / measured - 1.0);
-                self.values.add(errors, "% off, all residencies", error.abs());
+                self.values
+                    .add(errors, "% off, all residencies", error.abs());
                 (foretold, error)
             };
             let (foretold, error) = foretell(calibration, ERRORS);
@@ -58,16 +61,26 @@ impl Workbench<'_> {
             foretell(disk, "the same, with the disk's speed of that minute");
             foretell(processors, "the same, with that of the processors as well");
             learned = learned.learn(self.model.shape(), &resident, in_ns(1.0 / measured));
-            self.values.add(format!("measured at {share} %"), TOKENS, measured);
-            self.values.add(format!("foretold at {share} %"), TOKENS, foretold);
-            self.values.add(format!("foretold over measured at {share} %"), "% more", error);
+            self.values
+                .add(format!("measured at {share} %"), TOKENS, measured);
+            self.values
+                .add(format!("foretold at {share} %"), TOKENS, foretold);
+            self.values.add(
+                format!("foretold over measured at {share} %"),
+                "% more",
+                error,
+            );
         }
         Ok(())
     }
 
     /// The calibration with the speed that the disk has now, and with that of the processors as well, each alone: what the
     /// machine did since is reported from what the model of it gets wrong. Makes all resident.
-    fn as_of_now(&mut self, calibration: Calibration, share: u32) -> Result<(Calibration, Calibration), String> {
+    fn as_of_now(
+        &mut self,
+        calibration: Calibration,
+        share: u32,
+    ) -> Result<(Calibration, Calibration), String> {
         let all = self.bytes_of(|_| true);
         let streamed = {
             let resident = &self.model.plan().resident;
@@ -77,9 +90,12 @@ impl Workbench<'_> {
         if streamed > Bytes::ZERO {
             disk = calibration.with_reading(ns_per_mib(self.read_streamed()?, streamed));
             let rate = rate_of(disk.read_ns_per_mib);
-            self.values.add("disk alone, beside each residency", MIB_PER_S, rate);
-            self.values.add(format!("disk alone, beside {share} %"), MIB_PER_S, rate);
-            self.values.add(format!("streamed at {share} %"), "MiB", mib(streamed));
+            self.values
+                .add("disk alone, beside each residency", MIB_PER_S, rate);
+            self.values
+                .add(format!("disk alone, beside {share} %"), MIB_PER_S, rate);
+            self.values
+                .add(format!("streamed at {share} %"), "MiB", mib(streamed));
         }
         self.apply(100)?;
         self.model.reset();
@@ -102,11 +118,17 @@ impl Workbench<'_> {
     /// Bytes of the parts that are `wanted`.
     fn bytes_of(&self, wanted: impl Fn(u32) -> bool) -> Bytes {
         let parts = (0u32..).zip(&self.layout.parts);
-        parts.filter(|(index, _)| wanted(*index)).map(|(_, part)| part.arena).sum()
+        parts
+            .filter(|(index, _)| wanted(*index))
+            .map(|(_, part)| part.arena)
+            .sum()
     }
 
     /// Makes these parts resident.
-    pub(crate) fn hold(&mut self, resident: BTreeSet<u32>) -> Result<cotenant::engine::ApplyReport, String> {
+    pub(crate) fn hold(
+        &mut self,
+        resident: BTreeSet<u32>,
+    ) -> Result<cotenant::engine::ApplyReport, String> {
         let mut plan = self.model.plan().clone();
         plan.resident = resident;
         self.model.apply(&plan).map_err(|error| in_one_line(&error))
@@ -118,7 +140,11 @@ fn ns_per_mib(seconds: f64, bytes: Bytes) -> u64 {
     in_ns(seconds / mib(bytes).max(f64::EPSILON))
 }
 
-#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "a time, below 2^63 ns")]
+#[expect(
+    clippy::cast_possible_truncation,
+    clippy::cast_sign_loss,
+    reason = "a time, below 2^63 ns"
+)]
 fn in_ns(seconds: f64) -> u64 {
     (seconds * 1e9) as u64
 }
@@ -130,7 +156,8 @@ fn rate_of(ns_per_mib: u64) -> f64 {
 
 /// How many times `ns` is of `whole`.
 fn ratio(ns: u64, whole: u64) -> f64 {
-    f64::from(u32::try_from(ns).unwrap_or(u32::MAX)) / f64::from(u32::try_from(whole.max(1)).unwrap_or(u32::MAX))
+    f64::from(u32::try_from(ns).unwrap_or(u32::MAX))
+        / f64::from(u32::try_from(whole.max(1)).unwrap_or(u32::MAX))
 }
 
 const MIB_PER_S: &str = "MiB/s";

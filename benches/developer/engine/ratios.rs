@@ -22,9 +22,20 @@ struct Row {
 
 impl Ratios {
     /// Adds the medians of ours and the peer's, and the ratio of both by rounds.
-    pub(super) fn add(&mut self, figure: &str, model: (ShapeName, TypeName), (ours, peer): (f64, f64), ratio: f64) {
+    pub(super) fn add(
+        &mut self,
+        figure: &str,
+        model: (ShapeName, TypeName),
+        (ours, peer): (f64, f64),
+        ratio: f64,
+    ) {
         let model = format!("{} {}", named(&model.0), named(&model.1));
-        let row = Row { model, ours, peer, ratio };
+        let row = Row {
+            model,
+            ours,
+            peer,
+            ratio,
+        };
         match self.0.iter_mut().find(|(known, _)| known == figure) {
             Some((_, rows)) => rows.push(row),
             None => self.0.push((figure.to_owned(), vec![row])),
@@ -46,7 +57,10 @@ impl Ratios {
                 let models = models.collect::<Vec<Value>>();
                 json!({"what": figure, "geometric_mean": geometric_mean(rows), "least": least, "models": models})
             });
-            return output::write_json(output, &json!({ "ratios": figures.collect::<Vec<Value>>() }));
+            return output::write_json(
+                output,
+                &json!({ "ratios": figures.collect::<Vec<Value>>() }),
+            );
         }
         let mut table = Table::new([
             Column::Text("FIGURE"),
@@ -59,10 +73,22 @@ impl Ratios {
             for row in rows {
                 let number = |value: f64| format!("{value:.1}");
                 let ratio = format!("{:.2}", row.ratio);
-                table.row([figure.clone(), row.model.clone(), number(row.ours), number(row.peer), ratio]);
+                table.row([
+                    figure.clone(),
+                    row.model.clone(),
+                    number(row.ours),
+                    number(row.peer),
+                    ratio,
+                ]);
             }
             let mean = format!("{:.2}", geometric_mean(rows));
-            table.row([figure.clone(), "geometric mean".to_owned(), String::new(), String::new(), mean]);
+            table.row([
+                figure.clone(),
+                "geometric mean".to_owned(),
+                String::new(),
+                String::new(),
+                mean,
+            ]);
         }
         output::write(&format!("\n{}", table.render()))
     }
@@ -76,22 +102,29 @@ fn geometric_mean(rows: &[Row]) -> f64 {
 
 /// The name of a value on the command line.
 fn named(value: &impl clap::ValueEnum) -> String {
-    value.to_possible_value().map(|value| value.get_name().to_owned()).unwrap_or_default()
+    value
+        .to_possible_value()
+        .map(|value| value.get_name().to_owned())
+        .unwrap_or_default()
 }
 
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
 
-    pub(crate) const TESTS: &[(&str, fn())] =
-        &[("engine::ratios::the_mean_of_a_double_and_a_half_is_one", the_mean_of_a_double_and_a_half_is_one)];
+    pub(crate) const TESTS: &[(&str, fn())] = &[(
+        "engine::ratios::the_mean_of_a_double_and_a_half_is_one",
+        the_mean_of_a_double_and_a_half_is_one,
+    )];
 
     fn the_mean_of_a_double_and_a_half_is_one() {
         let mut ratios = Ratios::default();
         for (types, ratio) in [(TypeName::Q8_0, 2.0), (TypeName::Q4KM, 0.5)] {
             ratios.add("decode", (ShapeName::Qwen3, types), (20.0, 10.0), ratio);
         }
-        let [(figure, rows)] = ratios.0.as_slice() else { panic!("one figure") };
+        let [(figure, rows)] = ratios.0.as_slice() else {
+            panic!("one figure")
+        };
         assert!(figure == "decode" && (geometric_mean(rows) - 1.0).abs() < 1e-12);
         assert_eq!(rows[1].model, "qwen3-0.6b q4_k_m");
     }

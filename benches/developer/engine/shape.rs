@@ -178,10 +178,12 @@ pub(crate) fn written_model(
     types: TypeName,
     seed: u64,
 ) -> Result<(PathBuf, TemporaryFolder), String> {
-    let folder =
-        TemporaryFolder::new("cotenant-model").map_err(|error| format!("cannot make a temporary folder: {error}"))?;
+    let folder = TemporaryFolder::new("cotenant-model")
+        .map_err(|error| format!("cannot make a temporary folder: {error}"))?;
     let path = folder.path().join("model.gguf");
-    shape.write(types, seed, &path).map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
+    shape
+        .write(types, seed, &path)
+        .map_err(|error| format!("cannot write `{}`: {error}", path.display()))?;
     Ok((path, folder))
 }
 
@@ -192,10 +194,16 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
             io::ErrorKind::AlreadyExists => "there is a file of this name already".to_owned(),
             _ => error.to_string(),
         };
-        CliError::plain(format!("cannot write `{}`: {why}", path.display()), exit::FAILED)
+        CliError::plain(
+            format!("cannot write `{}`: {why}", path.display()),
+            exit::FAILED,
+        )
     };
     if args.shape.len() > 1 || args.types.len() > 1 {
-        return Err(CliError::plain("`--write` takes one shape and one type".to_owned(), exit::USAGE));
+        return Err(CliError::plain(
+            "`--write` takes one shape and one type".to_owned(),
+            exit::USAGE,
+        ));
     }
     drop(File::create_new(path).map_err(refused)?);
     let (shape, types) = args.first();
@@ -207,7 +215,9 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
     let bytes = file_bytes(path);
     match output {
         Output::Table => output::write(&format!("wrote `{}`: {bytes}\n", path.display())),
-        Output::Json | Output::Ndjson => output::write_json(output, &json!({ "path": path, "bytes": bytes })),
+        Output::Json | Output::Ndjson => {
+            output::write_json(output, &json!({ "path": path, "bytes": bytes }))
+        }
     }
 }
 

@@ -163,11 +163,17 @@ impl<'a> Device<'a> {
 
     /// What requests in the works use besides their models.
     pub(super) fn extras(&self) -> Bytes {
-        self.jobs.iter().filter(|job| job.began.is_some()).map(Job::extra).sum()
+        self.jobs
+            .iter()
+            .filter(|job| job.began.is_some())
+            .map(Job::extra)
+            .sum()
     }
 
     pub(super) fn is_busy(&self, index: usize) -> bool {
-        self.jobs.iter().any(|job| job.holder == index && job.began.is_some())
+        self.jobs
+            .iter()
+            .any(|job| job.holder == index && job.began.is_some())
     }
 
     pub(super) fn begin(&mut self, number: u64) {
@@ -199,7 +205,9 @@ impl<'a> Device<'a> {
 
     /// Whether its memory has come to what it will be.
     pub(super) fn is_settled(&self, index: usize) -> bool {
-        self.holders.get(index).is_none_or(|holder| holder.used == holder.target)
+        self.holders
+            .get(index)
+            .is_none_or(|holder| holder.used == holder.target)
     }
 
     /// Lets one step pass: what happens, then memory, then work, then the count.
@@ -218,16 +226,31 @@ impl<'a> Device<'a> {
     }
 
     fn happen(&mut self, happening: Happening) {
-        let find = |holders: &[Holder], name: &str| holders.iter().position(|holder| holder.model.name == name);
+        let find = |holders: &[Holder], name: &str| {
+            holders.iter().position(|holder| holder.model.name == name)
+        };
         match happening {
-            Happening::Listen { extra_mib, lasts_ms } => {
-                self.audio(Kind::Asr, Bytes::from_mib(extra_mib), lasts_ms, LISTEN_DEADLINE_MS);
+            Happening::Listen {
+                extra_mib,
+                lasts_ms,
+            } => {
+                self.audio(
+                    Kind::Asr,
+                    Bytes::from_mib(extra_mib),
+                    lasts_ms,
+                    LISTEN_DEADLINE_MS,
+                );
             }
-            Happening::Say { lasts_ms } => self.audio(Kind::Tts, Bytes::ZERO, lasts_ms, SAY_DEADLINE_MS),
+            Happening::Say { lasts_ms } => {
+                self.audio(Kind::Tts, Bytes::ZERO, lasts_ms, SAY_DEADLINE_MS);
+            }
             Happening::Answer { model, tokens } => {
                 if let Some(holder) = find(&self.holders, model) {
                     self.score.tokens += tokens;
-                    let work = Work::Answer { tokens, millionths: 0 };
+                    let work = Work::Answer {
+                        tokens,
+                        millionths: 0,
+                    };
                     // What the steps round is not lost.
                     self.job(holder, work, tokens * TOKEN_US / 1000 + 2 * STEP_MS);
                 }
@@ -244,7 +267,10 @@ impl<'a> Device<'a> {
                 self.died.push(index);
             }
             Happening::Grows { model, mib } => {
-                let holder = self.holders.iter_mut().find(|holder| holder.model.name == model);
+                let holder = self
+                    .holders
+                    .iter_mut()
+                    .find(|holder| holder.model.name == model);
                 if let Some(holder) = holder {
                     holder.steady += Bytes::from_mib(mib);
                     if holder.ready {
@@ -256,11 +282,19 @@ impl<'a> Device<'a> {
     }
 
     fn audio(&mut self, kind: Kind, extra: Bytes, lasts_ms: u64, within_ms: u64) {
-        if let Some(holder) = self.holders.iter().position(|holder| holder.model.kind == kind) {
+        if let Some(holder) = self
+            .holders
+            .iter()
+            .position(|holder| holder.model.kind == kind)
+        {
             self.score.audio += 1;
-            let audio = self.holders.iter().filter(|holder| holder.model.kind != Kind::Llm);
+            let audio = self
+                .holders
+                .iter()
+                .filter(|holder| holder.model.kind != Kind::Llm);
             let needs = audio.map(|holder| holder.steady).sum::<Bytes>() + extra + self.extras();
-            self.score.infeasible += u64::from(self.baseline + self.neighbour.0 + needs > self.total);
+            self.score.infeasible +=
+                u64::from(self.baseline + self.neighbour.0 + needs > self.total);
             self.job(holder, Work::Audio { extra, lasts_ms }, within_ms);
         }
     }
@@ -288,7 +322,10 @@ impl<'a> Device<'a> {
                     self.score.reloaded += step;
                 }
             } else {
-                holder.used = holder.used.saturating_sub(RELEASE_PER_STEP).max(holder.target);
+                holder.used = holder
+                    .used
+                    .saturating_sub(RELEASE_PER_STEP)
+                    .max(holder.target);
             }
         }
         let (used, target) = self.neighbour;
@@ -316,8 +353,10 @@ impl<'a> Device<'a> {
                 }
                 (Work::Answer { millionths, tokens }, Some(_)) => {
                     holder.used_at = now;
-                    let read_us = holder.streams.get() / (LOAD_PER_STEP.get() / (STEP_MS * 1000)).max(1);
-                    let done = (STEP_MS * 1_000_000_000 / TOKEN_US.max(read_us)).min(*tokens * 1_000_000 - *millionths);
+                    let read_us =
+                        holder.streams.get() / (LOAD_PER_STEP.get() / (STEP_MS * 1000)).max(1);
+                    let done = (STEP_MS * 1_000_000_000 / TOKEN_US.max(read_us))
+                        .min(*tokens * 1_000_000 - *millionths);
                     *millionths += done;
                     score.streamed += Bytes::new(holder.streams.get() / 1000 * (done / 1000));
                     if *millionths >= *tokens * 1_000_000 {

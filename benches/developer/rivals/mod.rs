@@ -53,8 +53,8 @@ pub(super) fn run(args: &RivalsArgs, format: Output) -> Result<(), CliError> {
     match format {
         Output::Table => output::write(&table(&report)),
         Output::Json | Output::Ndjson => {
-            let value =
-                serde_json::to_value(&report).map_err(|error| CliError::failed("cannot write the report", error))?;
+            let value = serde_json::to_value(&report)
+                .map_err(|error| CliError::failed("cannot write the report", error))?;
             output::write_json(format, &value)
         }
     }
@@ -69,22 +69,38 @@ fn compare(seed: u64) -> Result<Report, String> {
     for row in &results {
         match totals.iter_mut().find(|total| total.policy == row.policy) {
             Some(total) => total.score.add(&row.score),
-            None => totals.push(Row { trace: "all", ..row.clone() }),
+            None => totals.push(Row {
+                trace: "all",
+                ..row.clone()
+            }),
         }
     }
-    Ok(Report { version: env!("CARGO_PKG_VERSION"), seed, results, totals })
+    Ok(Report {
+        version: env!("CARGO_PKG_VERSION"),
+        seed,
+        results,
+        totals,
+    })
 }
 
 /// Ours first, then the rivals.
 fn run_all(trace: &Trace) -> Result<Vec<Row>, String> {
-    let row = |policy, device: &Device<'_>| Row { trace: trace.name, policy, score: device.score };
+    let row = |policy, device: &Device<'_>| Row {
+        trace: trace.name,
+        policy,
+        score: device.score,
+    };
     let mut device = Device::new(trace);
-    ours::run(&mut device).map_err(|error| format!("cannot run trace `{}`: {error}", trace.name))?;
+    ours::run(&mut device)
+        .map_err(|error| format!("cannot run trace `{}`: {error}", trace.name))?;
     let mut rows = vec![row(OURS, &device)];
-    let extras = trace.happenings.iter().map(|(_, happening)| match happening {
-        Happening::Listen { extra_mib, .. } => Bytes::from_mib(*extra_mib),
-        _ => Bytes::ZERO,
-    });
+    let extras = trace
+        .happenings
+        .iter()
+        .map(|(_, happening)| match happening {
+            Happening::Listen { extra_mib, .. } => Bytes::from_mib(*extra_mib),
+            _ => Bytes::ZERO,
+        });
     let extra = extras.max().unwrap_or(Bytes::ZERO);
     for mut rival in theirs::all(&Device::new(trace), extra) {
         let mut device = Device::new(trace);
@@ -108,7 +124,12 @@ fn table(report: &Report) -> String {
         Column::Figure("OF"),
         Column::Figure("ABORTED"),
     ]);
-    for Row { trace, policy, score } in report.results.iter().chain(&report.totals) {
+    for Row {
+        trace,
+        policy,
+        score,
+    } in report.results.iter().chain(&report.totals)
+    {
         table.row([
             (*trace).to_owned(),
             (*policy).to_owned(),
@@ -135,5 +156,8 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         "rivals::ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them",
         tests::ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them,
     ),
-    ("rivals::a_seed_gives_the_same_days_and_the_same_figures", tests::a_seed_gives_the_same_days_and_the_same_figures),
+    (
+        "rivals::a_seed_gives_the_same_days_and_the_same_figures",
+        tests::a_seed_gives_the_same_days_and_the_same_figures,
+    ),
 ];

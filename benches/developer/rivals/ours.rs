@@ -32,7 +32,11 @@ const MEASURE_EVERY: Duration = Duration::from_millis(500);
 
 /// A model that holds so much in full: 32 layers, every fourth of which attends (Qwen3.5), and 4096 tokens of f16 KV.
 pub(crate) fn shape(full: Bytes) -> ModelShape {
-    let (fixed_bytes, state_bytes, workspace) = (Bytes::from_mib(400), Bytes::from_mib(50), Bytes::from_mib(100));
+    let (fixed_bytes, state_bytes, workspace) = (
+        Bytes::from_mib(400),
+        Bytes::from_mib(50),
+        Bytes::from_mib(100),
+    );
     let kv = KvShape {
         attention_layers: LAYERS / 4,
         kv_heads: 4,
@@ -42,15 +46,21 @@ pub(crate) fn shape(full: Bytes) -> ModelShape {
         block_tokens: Tokens::new(64),
         windowed: None,
     };
-    let rest =
-        fixed_bytes + state_bytes + workspace + kv.capacity_bytes(EngineParams::default().kv_wanted, KvType::F16);
+    let rest = fixed_bytes
+        + state_bytes
+        + workspace
+        + kv.capacity_bytes(EngineParams::default().kv_wanted, KvType::F16);
     let layer = Bytes::new(full.saturating_sub(rest).get() / u64::from(LAYERS));
     ModelShape {
         name: "bench".to_owned(),
         architecture: "qwen35".to_owned(),
         layers: (0..LAYERS)
             .map(|index| LayerShape {
-                kind: if index % 4 == 3 { LayerKind::Attention } else { LayerKind::Recurrent },
+                kind: if index % 4 == 3 {
+                    LayerKind::Attention
+                } else {
+                    LayerKind::Recurrent
+                },
                 part: 0,
                 resident_bytes: layer,
             })
@@ -68,7 +78,10 @@ pub(crate) fn shape(full: Bytes) -> ModelShape {
 fn params(device: &Device<'_>) -> Params {
     let mut params = Params::for_budget(device.total, device.baseline, Scope::Machine);
     params.engine = Some(EngineParams::default());
-    let workers = device.holders.iter().filter(|holder| holder.model.name != ENGINE);
+    let workers = device
+        .holders
+        .iter()
+        .filter(|holder| holder.model.name != ENGINE);
     params.workers = workers
         .map(|holder| WorkerParams {
             name: holder.model.name.to_owned(),
@@ -78,7 +91,10 @@ fn params(device: &Device<'_>) -> Params {
             },
             steady: holder.steady,
             peak: Bytes::from_mib(holder.model.peak_mib).max(holder.steady),
-            start: StartParams { reload: load_time(holder.steady), ..StartParams::default() },
+            start: StartParams {
+                reload: load_time(holder.steady),
+                ..StartParams::default()
+            },
             ..WorkerParams::default()
         })
         .collect();
@@ -114,12 +130,17 @@ struct Ours<'a, 'b> {
 /// Runs the arbiter until the trace ends.
 pub(super) fn run(device: &mut Device<'_>) -> Result<(), ParamsError> {
     let arbiter = Arbiter::new(params(device))?;
-    let full = device.holders.iter().find(|holder| holder.model.name == ENGINE);
+    let full = device
+        .holders
+        .iter()
+        .find(|holder| holder.model.name == ENGINE);
     let shape = shape(full.map_or(Bytes::ZERO, |holder| holder.steady));
     let mut ours = Ours {
         device,
         arbiter,
-        events: VecDeque::from([Event::EngineInspected { shape: shape.clone() }]),
+        events: VecDeque::from([Event::EngineInspected {
+            shape: shape.clone(),
+        }]),
         shape,
         plans: VecDeque::new(),
         kv_used: 0,
@@ -146,7 +167,10 @@ pub(super) fn run(device: &mut Device<'_>) -> Result<(), ParamsError> {
 
 impl Ours<'_, '_> {
     fn index(&self, name: &str) -> Option<usize> {
-        self.device.holders.iter().position(|holder| holder.model.name == name)
+        self.device
+            .holders
+            .iter()
+            .position(|holder| holder.model.name == name)
     }
 
     fn note_deaths(&mut self) {
@@ -154,7 +178,11 @@ impl Ours<'_, '_> {
             if self.is_engine(index) {
                 self.plans.clear();
                 let reason = "the trace ends it".to_owned();
-                self.events.push_back(Event::EngineFailed { reason, cure: Cure::Reload, left: None });
+                self.events.push_back(Event::EngineFailed {
+                    reason,
+                    cure: Cure::Reload,
+                    left: None,
+                });
             } else {
                 self.exited(index, false);
             }
@@ -162,7 +190,10 @@ impl Ours<'_, '_> {
     }
 
     fn is_engine(&self, index: usize) -> bool {
-        self.device.holders.get(index).is_some_and(|holder| holder.model.name == ENGINE)
+        self.device
+            .holders
+            .get(index)
+            .is_some_and(|holder| holder.model.name == ENGINE)
     }
 
     fn exited(&mut self, index: usize, intended: bool) {
@@ -191,22 +222,41 @@ impl Ours<'_, '_> {
         let free = self.device.total.saturating_sub(self.device.used());
         self.events.push_back(Event::Sampled(Sample {
             taken_at: now,
-            memory: MemoryReading { mem_total: self.device.total, mem_available: free, mem_free: free, group: None },
-            gpu: GpuReading { cma_free: Some(Bytes::ZERO), ..GpuReading::default() },
+            memory: MemoryReading {
+                mem_total: self.device.total,
+                mem_available: free,
+                mem_free: free,
+                group: None,
+            },
+            gpu: GpuReading {
+                cma_free: Some(Bytes::ZERO),
+                ..GpuReading::default()
+            },
             ..Sample::default()
         }));
     }
 
     fn measure(&mut self, tenant: String) {
-        let used = match self.index(&tenant).and_then(|index| self.device.holders.get(index)) {
+        let used = match self
+            .index(&tenant)
+            .and_then(|index| self.device.holders.get(index))
+        {
             Some(holder) => holder.used,
             None => {
                 let its = |number: u64| tenant_of(number) == tenant;
-                let mine = self.device.jobs.iter().filter(|job| job.began.is_some() && its(job.number));
+                let mine = self
+                    .device
+                    .jobs
+                    .iter()
+                    .filter(|job| job.began.is_some() && its(job.number));
                 mine.map(super::device::Job::extra).sum()
             }
         };
-        self.events.push_back(Event::Measured { tenant, used: Some(used), taken_at: self.device.now });
+        self.events.push_back(Event::Measured {
+            tenant,
+            used: Some(used),
+            taken_at: self.device.now,
+        });
     }
 
     /// What has come to hold what it should, says so.
@@ -232,7 +282,9 @@ impl Ours<'_, '_> {
     }
 
     fn settle_engine(&mut self) {
-        let Some(index) = self.index(ENGINE) else { return };
+        let Some(index) = self.index(ENGINE) else {
+            return;
+        };
         let now = self.device.now;
         if !self.device.is_settled(index) {
             return;
@@ -261,17 +313,25 @@ impl Ours<'_, '_> {
             *begun = Some((now, holder.used));
             holder.target = self.shape.plan_bytes(plan);
             let layers = (0u32..).zip(&self.shape.layers);
-            holder.streams =
-                layers.filter(|(layer, _)| !plan.resident.contains(layer)).map(|(_, layer)| layer.resident_bytes).sum();
+            holder.streams = layers
+                .filter(|(layer, _)| !plan.resident.contains(layer))
+                .map(|(_, layer)| layer.resident_bytes)
+                .sum();
         }
     }
 
     fn tell_activity(&mut self) {
         for (index, holder) in self.device.holders.iter().enumerate() {
-            let jobs = self.device.jobs.iter().filter(|job| job.holder == index && job.began.is_some());
+            let jobs = self
+                .device
+                .jobs
+                .iter()
+                .filter(|job| job.holder == index && job.began.is_some());
             let requests = u32::try_from(jobs.clone().count()).unwrap_or(u32::MAX);
             let written = jobs.map(|job| match job.work {
-                Work::Answer { millionths, .. } => PROMPT_TOKENS + u32::try_from(millionths / 1_000_000).unwrap_or(0),
+                Work::Answer { millionths, .. } => {
+                    PROMPT_TOKENS + u32::try_from(millionths / 1_000_000).unwrap_or(0)
+                }
                 Work::Audio { .. } => 0,
             });
             let kv_used = written.max().unwrap_or(0);
@@ -294,7 +354,10 @@ impl Ours<'_, '_> {
                     untouched: Bytes::ZERO,
                 }
             } else {
-                Event::WorkerActivity { worker: holder.model.name.to_owned(), requests }
+                Event::WorkerActivity {
+                    worker: holder.model.name.to_owned(),
+                    requests,
+                }
             });
         }
     }
@@ -302,7 +365,12 @@ impl Ours<'_, '_> {
     /// Requests that are over give back what they were granted.
     fn give_back(&mut self) {
         let alive: BTreeSet<u64> = self.device.jobs.iter().map(|job| job.number).collect();
-        let over: Vec<u64> = self.needs.keys().copied().filter(|number| !alive.contains(number)).collect();
+        let over: Vec<u64> = self
+            .needs
+            .keys()
+            .copied()
+            .filter(|number| !alive.contains(number))
+            .collect();
         for number in over {
             match self.needs.remove(&number) {
                 Some(Need::Granted(lease)) => {
@@ -315,7 +383,9 @@ impl Ours<'_, '_> {
                     });
                     self.measure(lease.tenant);
                 }
-                Some(Need::Asked(ticket)) => self.events.push_back(Event::LeaseRequestCancelled { ticket }),
+                Some(Need::Asked(ticket)) => self
+                    .events
+                    .push_back(Event::LeaseRequestCancelled { ticket }),
                 Some(Need::Denied) | None => {}
             }
         }
@@ -329,14 +399,23 @@ impl Ours<'_, '_> {
     /// Requests that wait ask for what they need: their worker, then their lease.
     fn ask(&mut self) {
         let now = self.device.now;
-        let waiting: Vec<_> = self.device.jobs.iter().filter(|job| job.began.is_none()).copied().collect();
+        let waiting: Vec<_> = self
+            .device
+            .jobs
+            .iter()
+            .filter(|job| job.began.is_none())
+            .copied()
+            .collect();
         for job in waiting {
             let Some(holder) = self.device.holders.get(job.holder) else {
                 continue;
             };
             if holder.target == Bytes::ZERO && !self.is_engine(job.holder) {
                 let worker = holder.model.name.to_owned();
-                self.events.push_back(Event::WorkerWanted { worker, client: None });
+                self.events.push_back(Event::WorkerWanted {
+                    worker,
+                    client: None,
+                });
             }
             if job.extra() == Bytes::ZERO || self.needs.contains_key(&job.number) {
                 continue;
@@ -354,7 +433,8 @@ impl Ours<'_, '_> {
                 wait: job.until.saturating_since(now),
                 validate_only: false,
             };
-            self.events.push_back(Event::LeaseRequested { ticket, request });
+            self.events
+                .push_back(Event::LeaseRequested { ticket, request });
         }
     }
 
@@ -374,7 +454,8 @@ impl Ours<'_, '_> {
         match action {
             Action::Answer { ticket, answer } => {
                 let need = self.needs.values_mut();
-                let mut asked = need.filter(|need| matches!(need, Need::Asked(asked) if *asked == ticket));
+                let mut asked =
+                    need.filter(|need| matches!(need, Need::Asked(asked) if *asked == ticket));
                 if let Some(need) = asked.next() {
                     *need = match answer {
                         Answer::Lease { lease } => Need::Granted(lease),
@@ -397,12 +478,15 @@ impl Ours<'_, '_> {
                 }
             }
             Action::Measure { tenant } => self.measure(tenant),
-            Action::SampleAfter { wait } => self.sample_at = self.sample_at.min(self.device.now + wait),
+            Action::SampleAfter { wait } => {
+                self.sample_at = self.sample_at.min(self.device.now + wait);
+            }
             // No lease here outlasts its term, workers have no variants, and nothing is kept.
             Action::SetTarget { .. }
             | Action::EndLease { .. }
             | Action::ResizeWorker { .. }
             | Action::InspectModel
+            | Action::ReinspectModel
             | Action::StorePeaks { .. }
             | Action::LevelChanged { .. }
             | Action::EmptyPagePool { .. }
@@ -417,8 +501,16 @@ impl Ours<'_, '_> {
             .jobs
             .iter()
             .filter(|job| job.began.is_none())
-            .filter(|job| self.device.holders.get(job.holder).is_some_and(|holder| holder.ready))
-            .filter(|job| job.extra() == Bytes::ZERO || matches!(self.needs.get(&job.number), Some(Need::Granted(_))))
+            .filter(|job| {
+                self.device
+                    .holders
+                    .get(job.holder)
+                    .is_some_and(|holder| holder.ready)
+            })
+            .filter(|job| {
+                job.extra() == Bytes::ZERO
+                    || matches!(self.needs.get(&job.number), Some(Need::Granted(_)))
+            })
             .map(|job| job.number)
             .collect();
         for number in ready {

@@ -8,19 +8,43 @@ pub(super) fn ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them() {
     for row in report.results.iter().filter(|row| row.policy == OURS) {
         // The ratchet takes more than the floor of the LLM leaves, and that is never unloaded.
         if row.trace != "roboflow-ratchet" {
-            assert_eq!((row.score.missed, row.score.over_commits), (0, 0), "{row:?}");
+            assert_eq!(
+                (row.score.missed, row.score.over_commits),
+                (0, 0),
+                "{row:?}"
+            );
         }
     }
     let (ours, rivals) = report.totals.split_first().unwrap();
-    assert!(ours.score.tokens > 10_000 && ours.score.audio > 100, "{ours:?}");
+    assert!(
+        ours.score.tokens > 10_000 && ours.score.audio > 100,
+        "{ours:?}"
+    );
     for rival in rivals {
-        assert!(rival.score.over_commits > ours.score.over_commits, "{rival:?}");
-        assert_eq!((rival.score.tokens, rival.score.audio), (ours.score.tokens, ours.score.audio));
+        assert!(
+            rival.score.over_commits > ours.score.over_commits,
+            "{rival:?}"
+        );
+        assert_eq!(
+            (rival.score.tokens, rival.score.audio),
+            (ours.score.tokens, ours.score.audio)
+        );
     }
     // Beside an unmanaged neighbour, no rival keeps both.
-    for trace in ["neighbour", "neighbour-storm", "creeping-neighbour", "zoe-crashloop"] {
-        let clean = |row: &&Row| row.trace == trace && row.score.missed == 0 && row.score.over_commits == 0;
-        let clean: Vec<_> = report.results.iter().filter(clean).map(|row| row.policy).collect();
+    for trace in [
+        "neighbour",
+        "neighbour-storm",
+        "creeping-neighbour",
+        "zoe-crashloop",
+    ] {
+        let clean =
+            |row: &&Row| row.trace == trace && row.score.missed == 0 && row.score.over_commits == 0;
+        let clean: Vec<_> = report
+            .results
+            .iter()
+            .filter(clean)
+            .map(|row| row.policy)
+            .collect();
         assert_eq!(clean, [OURS], "{trace}");
     }
 }
@@ -32,6 +56,12 @@ pub(super) fn a_seed_gives_the_same_days_and_the_same_figures() {
         format!("{:?}", run_all(&trace).unwrap())
     };
     assert_eq!(short(7), short(7));
-    assert_eq!(format!("{:?}", trace::all(7)), format!("{:?}", trace::all(7)));
-    assert_ne!(format!("{:?}", trace::all(7)), format!("{:?}", trace::all(8)));
+    assert_eq!(
+        format!("{:?}", trace::all(7)),
+        format!("{:?}", trace::all(7))
+    );
+    assert_ne!(
+        format!("{:?}", trace::all(7)),
+        format!("{:?}", trace::all(8))
+    );
 }

@@ -3,7 +3,9 @@
 use std::collections::BTreeSet;
 
 use super::device::{Device, load_time};
-use super::rules::{CountLru, DeclaredSets, KeepAliveOrder, Resident, Rival, Room, ThresholdLru, View, Wanted};
+use super::rules::{
+    CountLru, DeclaredSets, KeepAliveOrder, Resident, Rival, Room, ThresholdLru, View, Wanted,
+};
 use cotenant::units::Bytes;
 
 const POLL_US: u64 = 100_000;
@@ -21,12 +23,17 @@ pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
         .collect();
     let room = device.budget().saturating_sub(extra);
     let fits = |set: &BTreeSet<String>| {
-        let bytes = sizes.iter().filter(|(name, _)| set.contains(name)).map(|(_, bytes)| *bytes);
+        let bytes = sizes
+            .iter()
+            .filter(|(name, _)| set.contains(name))
+            .map(|(_, bytes)| *bytes);
         bytes.sum::<Bytes>() <= room
     };
     let mut sets: Vec<BTreeSet<String>> = (1u32..1 << sizes.len())
         .map(|bits| {
-            let chosen = (0u32..).zip(&sizes).filter(|(index, _)| bits >> index & 1 == 1);
+            let chosen = (0u32..)
+                .zip(&sizes)
+                .filter(|(index, _)| bits >> index & 1 == 1);
             chosen.map(|(_, (name, _))| name.clone()).collect()
         })
         .filter(fits)
@@ -34,7 +41,9 @@ pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
     sets.sort_by_key(|set: &BTreeSet<String>| std::cmp::Reverse(set.len()));
     let mut largest: Vec<Bytes> = sizes.iter().map(|(_, bytes)| *bytes).collect();
     largest.sort_by_key(|bytes| std::cmp::Reverse(*bytes));
-    let most = (1..=largest.len()).rev().find(|count| largest.iter().take(*count).copied().sum::<Bytes>() <= room);
+    let most = (1..=largest.len())
+        .rev()
+        .find(|count| largest.iter().take(*count).copied().sum::<Bytes>() <= room);
     vec![
         Box::new(CountLru::new(CountLru::DEFAULT)),
         Box::new(CountLru::new(most.unwrap_or(1))),
@@ -58,9 +67,18 @@ pub(super) fn run(device: &mut Device<'_>, rival: &mut dyn Rival) {
                 unload(device, &name);
             }
         }
-        let waiting = device.jobs.iter().filter(|job| job.began.is_none()).map(|job| job.holder);
+        let waiting = device
+            .jobs
+            .iter()
+            .filter(|job| job.began.is_none())
+            .map(|job| job.holder);
         let mut wanted: Vec<usize> = waiting.collect();
-        if wanted.is_empty() && device.holders.iter().all(|holder| holder.ready || holder.target == Bytes::ZERO) {
+        if wanted.is_empty()
+            && device
+                .holders
+                .iter()
+                .all(|holder| holder.ready || holder.target == Bytes::ZERO)
+        {
             wanted.extend(preload.pop());
         }
         for index in wanted {
@@ -69,7 +87,13 @@ pub(super) fn run(device: &mut Device<'_>, rival: &mut dyn Rival) {
         let ready: Vec<u64> = device
             .jobs
             .iter()
-            .filter(|job| job.began.is_none() && device.holders.get(job.holder).is_some_and(|holder| holder.ready))
+            .filter(|job| {
+                job.began.is_none()
+                    && device
+                        .holders
+                        .get(job.holder)
+                        .is_some_and(|holder| holder.ready)
+            })
             .map(|job| job.number)
             .collect();
         for number in ready {
@@ -94,15 +118,21 @@ fn make_room(device: &mut Device<'_>, rival: &mut dyn Rival, index: usize) {
     if holder.target > Bytes::ZERO {
         return;
     }
-    let wanted = Wanted { name: holder.model.name.to_owned(), kind: holder.model.kind, bytes: holder.steady };
+    let wanted = Wanted {
+        name: holder.model.name.to_owned(),
+        kind: holder.model.kind,
+        bytes: holder.steady,
+    };
     // At most every model goes.
     for _ in 0..=device.holders.len() {
         match rival.make_room(&view(device), &wanted) {
             Room::Evict(names) => names.iter().for_each(|name| unload(device, name)),
             Room::Wait => return,
             Room::Load => {
-                let leaving =
-                    device.holders.iter().any(|holder| holder.target == Bytes::ZERO && holder.used > Bytes::ZERO);
+                let leaving = device
+                    .holders
+                    .iter()
+                    .any(|holder| holder.target == Bytes::ZERO && holder.used > Bytes::ZERO);
                 if !(leaving && rival.waits_for_release()) {
                     device.load(index);
                 }
@@ -113,13 +143,21 @@ fn make_room(device: &mut Device<'_>, rival: &mut dyn Rival, index: usize) {
 }
 
 fn unload(device: &mut Device<'_>, name: &str) {
-    if let Some(index) = device.holders.iter().position(|holder| holder.model.name == name) {
+    if let Some(index) = device
+        .holders
+        .iter()
+        .position(|holder| holder.model.name == name)
+    {
         device.unload(index);
     }
 }
 
 fn view(device: &Device<'_>) -> View {
-    let held = device.holders.iter().enumerate().filter(|(_, holder)| holder.target > Bytes::ZERO);
+    let held = device
+        .holders
+        .iter()
+        .enumerate()
+        .filter(|(_, holder)| holder.target > Bytes::ZERO);
     let residents = held.map(|(index, holder)| Resident {
         name: holder.model.name.to_owned(),
         kind: holder.model.kind,
@@ -127,5 +165,9 @@ fn view(device: &Device<'_>) -> View {
         busy: !holder.ready || device.is_busy(index),
         load_time: load_time(holder.steady),
     });
-    View { total: device.total, used: device.used(), residents: residents.collect() }
+    View {
+        total: device.total,
+        used: device.used(),
+        residents: residents.collect(),
+    }
 }

@@ -55,12 +55,20 @@ pub(super) const TOTAL_MIB: u64 = 15_656;
 pub(super) const WARM_MS: u64 = 180_000;
 
 const fn model(name: &'static str, kind: Kind, steady_mib: u64, peak_mib: u64) -> Model {
-    Model { name, kind, steady_mib, peak_mib }
+    Model {
+        name,
+        kind,
+        steady_mib,
+        peak_mib,
+    }
 }
 
 /// Zoe's board: LLM 6.4 GB, Kokoro 2.2 with a high water of 2.465, Moonshine 1.1 with transients up to 3.16.
-const ZOE: [Model; 3] =
-    [model("llm", Kind::Llm, 6100, 6100), model("tts", Kind::Tts, 2200, 2465), model("asr", Kind::Asr, 1100, 1100)];
+const ZOE: [Model; 3] = [
+    model("llm", Kind::Llm, 6100, 6100),
+    model("tts", Kind::Tts, 2200, 2465),
+    model("asr", Kind::Asr, 1100, 1100),
+];
 /// What Moonshine needs at most above what it holds.
 const ZOE_EXTRA_MIB: u64 = 2060;
 /// In use before anything was loaded, in the second run of the co-residency measurement.
@@ -83,7 +91,13 @@ impl Draw {
 
 impl Trace {
     fn new(name: &'static str, models: &[Model]) -> Self {
-        Self { name, baseline_mib: BASELINE_MIB, models: models.to_vec(), happenings: Vec::new(), ends_ms: 0 }
+        Self {
+            name,
+            baseline_mib: BASELINE_MIB,
+            models: models.to_vec(),
+            happenings: Vec::new(),
+            ends_ms: 0,
+        }
     }
 
     fn at(&mut self, ms: u64, happening: Happening) {
@@ -94,15 +108,34 @@ impl Trace {
     fn turn(&mut self, at: u64, draw: &mut Draw, extra_mib: u64, tokens: u64) -> u64 {
         let heard = at + draw.between(1500, 4000);
         let lasts_ms = heard - at;
-        self.at(at, Happening::Listen { extra_mib, lasts_ms });
-        self.at(heard, Happening::Answer { model: "llm", tokens });
+        self.at(
+            at,
+            Happening::Listen {
+                extra_mib,
+                lasts_ms,
+            },
+        );
+        self.at(
+            heard,
+            Happening::Answer {
+                model: "llm",
+                tokens,
+            },
+        );
         let speaks = heard + draw.between(800, 2000);
         self.at(speaks, Happening::Say { lasts_ms: 3000 });
         heard + tokens * TOKEN_US / 1000
     }
 
     /// Turns until `until`, with pauses and needs from these ranges.
-    fn converse(&mut self, from: u64, until: u64, draw: &mut Draw, pause_s: (u64, u64), extra: (u64, u64)) {
+    fn converse(
+        &mut self,
+        from: u64,
+        until: u64,
+        draw: &mut Draw,
+        pause_s: (u64, u64),
+        extra: (u64, u64),
+    ) {
         let mut at = from;
         while at < until {
             let (extra, tokens) = (draw.between(extra.0, extra.1), draw.between(40, 200));
@@ -139,10 +172,23 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     let mut barge = Trace::new("barge-in", &ZOE);
     let mut at = WARM_MS;
     while at < end {
-        barge.at(at, Happening::Answer { model: "llm", tokens: 400 });
+        barge.at(
+            at,
+            Happening::Answer {
+                model: "llm",
+                tokens: 400,
+            },
+        );
         for word in [4000, 12_000, 20_000] {
-            let (extra_mib, lasts_ms) = (draw.between(800, ZOE_EXTRA_MIB), draw.between(1000, 3000));
-            barge.at(at + word + draw.between(0, 3000), Happening::Listen { extra_mib, lasts_ms });
+            let (extra_mib, lasts_ms) =
+                (draw.between(800, ZOE_EXTRA_MIB), draw.between(1000, 3000));
+            barge.at(
+                at + word + draw.between(0, 3000),
+                Happening::Listen {
+                    extra_mib,
+                    lasts_ms,
+                },
+            );
         }
         at += draw.between(40_000, 70_000);
     }
@@ -151,7 +197,12 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     neighbour.converse(WARM_MS, end, draw, (5, 20), (400, 1500));
     let mut at = WARM_MS + 20_000;
     while at < end {
-        neighbour.at(at, Happening::Neighbour { mib: draw.between(1500, 3000) });
+        neighbour.at(
+            at,
+            Happening::Neighbour {
+                mib: draw.between(1500, 3000),
+            },
+        );
         at += draw.between(20_000, 60_000);
         neighbour.at(at, Happening::Neighbour { mib: 0 });
         at += draw.between(40_000, 90_000);
@@ -161,7 +212,12 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     storm.converse(WARM_MS, end, draw, (5, 15), (200, 1000));
     let mut at = WARM_MS + 10_000;
     while at < end {
-        storm.at(at, Happening::Neighbour { mib: draw.between(500, 3000) });
+        storm.at(
+            at,
+            Happening::Neighbour {
+                mib: draw.between(500, 3000),
+            },
+        );
         at += draw.between(3000, 12_000);
     }
     storm.at(at, Happening::Neighbour { mib: 0 });
@@ -177,14 +233,25 @@ fn drawn(draw: &mut Draw) -> Vec<Trace> {
     let mut at = WARM_MS + 500;
     while at < end {
         let (extra_mib, lasts_ms) = (draw.between(300, 1000), draw.between(1000, 5000));
-        family.at(at, Happening::Listen { extra_mib, lasts_ms });
+        family.at(
+            at,
+            Happening::Listen {
+                extra_mib,
+                lasts_ms,
+            },
+        );
         at += draw.between(5000, 15_000);
     }
 
     let mut creep = Trace::new("creeping-neighbour", &ZOE);
     creep.converse(WARM_MS, end, draw, (5, 20), (200, 800));
     for step in 1..=15 {
-        creep.at(WARM_MS + step * 30_000, Happening::Neighbour { mib: step * draw.between(150, 250) });
+        creep.at(
+            WARM_MS + step * 30_000,
+            Happening::Neighbour {
+                mib: step * draw.between(150, 250),
+            },
+        );
     }
     vec![calm, peaks, barge, neighbour, storm, night, family, creep]
 }
@@ -194,7 +261,11 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     // 3422 → TTS 3660 → after the first synthesis 3757 → ASR 5693, peak 6785; LLM 2219 by its measured delta.
     let mut first = Trace::new(
         "orin-nx-v080, run 1",
-        &[model("llm", Kind::Llm, 2219, 2219), model("tts", Kind::Tts, 335, 335), model("asr", Kind::Asr, 1936, 1936)],
+        &[
+            model("llm", Kind::Llm, 2219, 2219),
+            model("tts", Kind::Tts, 335, 335),
+            model("asr", Kind::Asr, 1936, 1936),
+        ],
     );
     first.baseline_mib = 3422;
     first.converse(WARM_MS, end, draw, (5, 20), (1092, 1092));
@@ -202,7 +273,11 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     // 3253 → TTS 4088 → LLM 6307 → all at work 9968, peak 11 062: 3661 more are ASR, 1094 above is the peak.
     let mut second = Trace::new(
         "orin-nx-v080, run 2",
-        &[model("llm", Kind::Llm, 2219, 2219), model("tts", Kind::Tts, 835, 835), model("asr", Kind::Asr, 3661, 3661)],
+        &[
+            model("llm", Kind::Llm, 2219, 2219),
+            model("tts", Kind::Tts, 835, 835),
+            model("asr", Kind::Asr, 3661, 3661),
+        ],
     );
     second.converse(WARM_MS, end, draw, (5, 20), (1094, 1094));
 
@@ -211,7 +286,13 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     let mut outage = Trace::new("zoe-outage", &ZOE);
     outage.converse(WARM_MS, end, draw, (5, 20), (300, 1500));
     outage.at(WARM_MS + MINUTE, Happening::Dies { model: "llm" });
-    outage.at(WARM_MS + MINUTE, Happening::Grows { model: "tts", mib: 265 });
+    outage.at(
+        WARM_MS + MINUTE,
+        Happening::Grows {
+            model: "tts",
+            mib: 265,
+        },
+    );
 
     // Less than 2 GB are available; a neighbour takes 1.5 GB for a while, and the LLM is killed in the middle of it.
     let mut crashloop = Trace::new("zoe-crashloop", &ZOE);
@@ -224,11 +305,20 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     // A process grows from 5 to 13.4 GB, never gives back, and is killed: more than the board has beside its OS.
     let mut ratchet = Trace::new(
         "roboflow-ratchet",
-        &[model("llm", Kind::Llm, 2219, 2219), model("tts", Kind::Tts, 335, 335), model("asr", Kind::Asr, 1100, 1100)],
+        &[
+            model("llm", Kind::Llm, 2219, 2219),
+            model("tts", Kind::Tts, 335, 335),
+            model("asr", Kind::Asr, 1100, 1100),
+        ],
     );
     ratchet.converse(WARM_MS, end, draw, (5, 20), (200, 600));
     for step in 0..=12 {
-        ratchet.at(WARM_MS + step * 20_000, Happening::Neighbour { mib: 5000 + step * 700 });
+        ratchet.at(
+            WARM_MS + step * 20_000,
+            Happening::Neighbour {
+                mib: 5000 + step * 700,
+            },
+        );
     }
     ratchet.at(end, Happening::Neighbour { mib: 0 });
 
@@ -243,18 +333,47 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     );
     for (round, pause) in [8000, 15_000].into_iter().cycle().take(6).enumerate() {
         let from = WARM_MS + u64::try_from(round).unwrap_or(0) * 130_000;
-        let queue = ["llm", "router", "llm", "llm", "candidate", "llm", "router", "candidate"];
+        let queue = [
+            "llm",
+            "router",
+            "llm",
+            "llm",
+            "candidate",
+            "llm",
+            "router",
+            "candidate",
+        ];
         for (place, model) in (0..).zip(queue) {
-            thrash.at(from + place * pause, Happening::Answer { model, tokens: 80 });
+            thrash.at(
+                from + place * pause,
+                Happening::Answer { model, tokens: 80 },
+            );
         }
     }
     // The same with two models on one slot: the router before each answer.
-    let mut slot =
-        Trace::new("one-slot", &[model("llm", Kind::Llm, 7000, 7000), model("router", Kind::Llm, 6000, 6000)]);
+    let mut slot = Trace::new(
+        "one-slot",
+        &[
+            model("llm", Kind::Llm, 7000, 7000),
+            model("router", Kind::Llm, 6000, 6000),
+        ],
+    );
     for turn in 0..25 {
         let at = WARM_MS + turn * 20_000;
-        slot.at(at, Happening::Answer { model: "router", tokens: 10 });
-        slot.at(at + 2000, Happening::Answer { model: "llm", tokens: 100 });
+        slot.at(
+            at,
+            Happening::Answer {
+                model: "router",
+                tokens: 10,
+            },
+        );
+        slot.at(
+            at + 2000,
+            Happening::Answer {
+                model: "llm",
+                tokens: 100,
+            },
+        );
     }
     vec![first, second, outage, crashloop, ratchet, thrash, slot]
 }

@@ -4,17 +4,17 @@ use std::time::{Duration, Instant};
 
 use tonic::transport::Channel;
 
-use crate::{
-    cli::{demo::watch, stage::Stage},
-    rpc::v1::{
-        EngineState, GetStatusRequest, GetStatusResponse, HoldLeaseRequest, Lease,
-        operator_service_client::OperatorServiceClient,
-    },
+use crate::{demo::watch, stage::Stage};
+use cotenant_rpc::v1::{
+    EngineState, GetStatusRequest, GetStatusResponse, HoldLeaseRequest, Lease,
+    operator_service_client::OperatorServiceClient,
 };
 
 /// Its socket, once it answers.
 pub async fn connected(stage: &Stage, patience: Duration) -> Result<Channel, String> {
-    watch::connect(&stage.socket(), patience).await.map_err(last_words(stage))
+    watch::connect(&stage.socket(), patience)
+        .await
+        .map_err(last_words(stage))
 }
 
 /// Its status, once it is as `wanted`.
@@ -26,7 +26,9 @@ pub async fn until(
     let end = Instant::now() + patience;
     loop {
         let status = operator.get_status(GetStatusRequest {}).await;
-        let status = status.map_err(|status| status.message().to_owned())?.into_inner();
+        let status = status
+            .map_err(|status| status.message().to_owned())?
+            .into_inner();
         if wanted(&status) {
             return Ok(status);
         }
@@ -47,7 +49,12 @@ pub async fn until(
 
 /// A problem, with the end of the daemon's log.
 pub fn last_words(stage: &Stage) -> impl Fn(String) -> String {
-    move |problem| format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))
+    move |problem| {
+        format!(
+            "{problem}; the daemon's last words:\n{}",
+            stage.log_tail(15)
+        )
+    }
 }
 
 /// What names a lease on its stream.

@@ -20,7 +20,7 @@ use super::{
     load::Reading,
     report::{Limit, Report, at, milliseconds},
 };
-use crate::cli::{
+use crate::{
     demo::{
         self,
         talk::{Outcome, Phase, Talk},
@@ -28,15 +28,13 @@ use crate::cli::{
     },
     stage::Stage,
 };
-use crate::{
-    probe::{ProbeRoot, meminfo::Meminfo},
-    rpc::v1::{
-        CreateLeaseRequest, EngineState, GetStatusRequest, GetStatusResponse, Lease, LeaseClass, RegrowRequest,
-        UpdateLeaseRequest, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
-        operator_service_client::OperatorServiceClient,
-    },
-    units::Bytes,
+use cotenant_probe::{ProbeRoot, meminfo::Meminfo};
+use cotenant_rpc::v1::{
+    CreateLeaseRequest, EngineState, GetStatusRequest, GetStatusResponse, Lease, LeaseClass,
+    RegrowRequest, UpdateLeaseRequest, lease_service_client::LeaseServiceClient,
+    llm_service_client::LlmServiceClient, operator_service_client::OperatorServiceClient,
 };
+use cotenant_units::Bytes;
 
 /// Settings of the benchmark.
 #[derive(Clone, Debug, clap::Args)]
@@ -136,12 +134,14 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     // The size of the engine decides the budget, so a daemon with all the room it wants comes first.
     let machine = Meminfo::read(&ProbeRoot::default()).map_err(|error| error.to_string())?;
     let room = machine.total.saturating_sub(RESERVE);
-    let roomy =
-        Stage::set(|folder| configuration(folder, args, room, Kv::Untouched)).map_err(|error| error.to_string())?;
+    let roomy = Stage::set(|folder| configuration(folder, args, room, Kv::Untouched))
+        .map_err(|error| error.to_string())?;
     let mut operator = OperatorServiceClient::new(daemon::connected(&roomy, PATIENCE).await?);
-    let full = daemon::until(&mut operator, PATIENCE, |status| engine_is(status, EngineState::Ready))
-        .await
-        .map_err(daemon::last_words(&roomy))?;
+    let full = daemon::until(&mut operator, PATIENCE, |status| {
+        engine_is(status, EngineState::Ready)
+    })
+    .await
+    .map_err(daemon::last_words(&roomy))?;
     let engine = Bytes::new(full.engine.map_or(0, |engine| engine.full_plan_bytes));
     drop(roomy);
 
@@ -156,7 +156,10 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
             args.rounds
         ),
     );
-    for (what, waits) in [("in an answer", &mut used.in_answers), ("in a prompt", &mut used.in_prompts)] {
+    for (what, waits) in [
+        ("in an answer", &mut used.in_answers),
+        ("in a prompt", &mut used.in_prompts),
+    ] {
         if !waits.is_empty() {
             report.times(
                 &format!("asked {what} to granted, verified shed included"),
@@ -172,7 +175,12 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
         fell(at(&used.fell, 500)),
         Some(Limit::AtLeast(mib(more) * FELL_LEAST)),
     );
-    report.figure("daemon's PSS fell at the grant: least", "MiB", fell(used.fell.first()), None);
+    report.figure(
+        "daemon's PSS fell at the grant: least",
+        "MiB",
+        fell(used.fell.first()),
+        None,
+    );
     let mut waits = std::mem::take(&mut untouched.in_answers);
     waits.append(&mut untouched.in_prompts);
     waits.sort_unstable();
@@ -186,7 +194,12 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
         None,
     );
     if args.doing != While::Answer {
-        report.figure("granted in the same prompt or answer", "", f64::from(used.within), None);
+        report.figure(
+            "granted in the same prompt or answer",
+            "",
+            f64::from(used.within),
+            None,
+        );
     }
     report.figure("verified back in all", "MiB", mib(used.verified), None);
     report.figure("grown back in all", "MiB", mib(used.regrown), None);
@@ -195,9 +208,19 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     let failures: Vec<&String> = both.iter().flat_map(|outcome| &outcome.failures).collect();
     let different: u64 = both.iter().map(|outcome| outcome.different).sum();
     let none = Some(Limit::AtMost(0.0));
-    report.figure("answers meanwhile", "", number(both.iter().map(|outcome| outcome.stories).sum()), None);
+    report.figure(
+        "answers meanwhile",
+        "",
+        number(both.iter().map(|outcome| outcome.stories).sum()),
+        None,
+    );
     report.figure("answers different", "", number(different), none);
-    report.figure("answers aborted", "", number(failures.len().try_into().unwrap_or(u64::MAX)), none);
+    report.figure(
+        "answers aborted",
+        "",
+        number(failures.len().try_into().unwrap_or(u64::MAX)),
+        none,
+    );
     report.others(&reading);
     if different > 0 || !failures.is_empty() {
         report.note(format!("answers were disturbed: {failures:?}"));
@@ -209,11 +232,14 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
 async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, String> {
     let began = Instant::now();
     let more = Bytes::from_mib(args.mib);
-    let mut stage = Stage::set(|folder| configuration(folder, args, total, kv)).map_err(|error| error.to_string())?;
+    let mut stage = Stage::set(|folder| configuration(folder, args, total, kv))
+        .map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     let mut leases = LeaseServiceClient::new(channel.clone());
-    daemon::until(&mut operator, PATIENCE, whole).await.map_err(daemon::last_words(&stage))?;
+    daemon::until(&mut operator, PATIENCE, whole)
+        .await
+        .map_err(daemon::last_words(&stage))?;
     let mut lease = small_lease(&mut leases).await?;
     let daemon = stage.daemon().pid();
     let llm = LlmServiceClient::new(channel.clone());
@@ -222,14 +248,21 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
         While::Prompt | While::Both => Talk::start_with(llm, prompts(args.letters), SHORT, began),
     };
     if !talk.stories(1, PATIENCE).await {
-        return Err(format!("the LLM does not answer: {:?}", talk.outcome().failures));
+        return Err(format!(
+            "the LLM does not answer: {:?}",
+            talk.outcome().failures
+        ));
     }
     let mut rounds = Rounds::default();
     for round in 1..=args.rounds {
-        daemon::until(&mut operator, PATIENCE, whole).await.map_err(daemon::last_words(&stage))?;
+        daemon::until(&mut operator, PATIENCE, whole)
+            .await
+            .map_err(daemon::last_words(&stage))?;
         let before = watch::pss(daemon).unwrap_or_default();
         if let Some(phase) = args.doing.phase(round) {
-            reach(&talk, phase, round).await.map_err(|problem| format!("round {round}: {problem}"))?;
+            reach(&talk, phase, round)
+                .await
+                .map_err(|problem| format!("round {round}: {problem}"))?;
         }
         let doing = talk.phase();
         let asked = Instant::now();
@@ -241,22 +274,35 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
             Some(Phase::Prompt) => rounds.in_prompts.push(asked.elapsed()),
             _ => rounds.in_answers.push(asked.elapsed()),
         }
-        rounds.fell.push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
+        rounds
+            .fell
+            .push(before.saturating_sub(watch::pss(daemon).unwrap_or_default()));
         let used = vec![1u8; more.as_len()]; // real pages, as the decoder would use them
         std::hint::black_box(&used);
         drop(used);
-        lease = resize(&mut leases, &lease, ASR_SMALL).await.map_err(|problem| format!("round {round}: {problem}"))?;
+        lease = resize(&mut leases, &lease, ASR_SMALL)
+            .await
+            .map_err(|problem| format!("round {round}: {problem}"))?;
         // What has grown already, or has no room, is refused: the next round waits for what it needs.
         if let Err(status) = operator.regrow(RegrowRequest {}).await
             && status.code() != Code::FailedPrecondition
         {
-            return Err(format!("round {round}: cannot regrow: {}", status.message()));
+            return Err(format!(
+                "round {round}: cannot regrow: {}",
+                status.message()
+            ));
         }
     }
     rounds.outcome = talk.stop().await;
-    let status = operator.get_status(GetStatusRequest {}).await.map_err(|status| status.message().to_owned())?;
+    let status = operator
+        .get_status(GetStatusRequest {})
+        .await
+        .map_err(|status| status.message().to_owned())?;
     let engine = status.into_inner().engine.unwrap_or_default();
-    (rounds.verified, rounds.regrown) = (Bytes::new(engine.shed_bytes), Bytes::new(engine.regrown_bytes));
+    (rounds.verified, rounds.regrown) = (
+        Bytes::new(engine.shed_bytes),
+        Bytes::new(engine.regrown_bytes),
+    );
     rounds.fell.sort_unstable();
     Ok(rounds)
 }
@@ -307,7 +353,9 @@ async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
         }
         tokio::time::sleep(Duration::from_millis(1)).await;
     }
-    Err(format!("the LLM was not seen in the middle of this within {PATIENCE:?}: {phase:?}"))
+    Err(format!(
+        "the LLM was not seen in the middle of this within {PATIENCE:?}: {phase:?}"
+    ))
 }
 
 /// How far into a prompt or an answer memory is asked for at most. Our choice: less than either takes with a model of some GiB.
@@ -316,21 +364,31 @@ const INTO: Duration = Duration::from_millis(400);
 /// Two prompts that begin with other words, so that nothing of the one is of use for the other.
 fn prompts(letters: u32) -> Vec<String> {
     let letters = usize::try_from(letters).unwrap_or(usize::MAX);
-    ["turn on the kitchen light and tell me a story ", "what is the weather like and who has called "]
-        .iter()
-        .map(|words| words.chars().cycle().take(letters).collect())
-        .collect()
+    [
+        "turn on the kitchen light and tell me a story ",
+        "what is the weather like and who has called ",
+    ]
+    .iter()
+    .map(|words| words.chars().cycle().take(letters).collect())
+    .collect()
 }
 
 fn engine_is(status: &GetStatusResponse, state: EngineState) -> bool {
-    status.engine.as_ref().is_some_and(|engine| engine.state() == state)
+    status
+        .engine
+        .as_ref()
+        .is_some_and(|engine| engine.state() == state)
 }
 
 fn whole(status: &GetStatusResponse) -> bool {
     engine_is(status, EngineState::Ready) && demo::whole(status)
 }
 
-async fn resize(leases: &mut LeaseServiceClient<Channel>, lease: &Lease, bytes: Bytes) -> Result<Lease, String> {
+async fn resize(
+    leases: &mut LeaseServiceClient<Channel>,
+    lease: &Lease,
+    bytes: Bytes,
+) -> Result<Lease, String> {
     leases
         .update_lease(UpdateLeaseRequest {
             name: lease.name.clone(),
@@ -338,7 +396,10 @@ async fn resize(leases: &mut LeaseServiceClient<Channel>, lease: &Lease, bytes: 
             generation: lease.generation,
             min_bytes: bytes.get(),
             max_bytes: bytes.get(),
-            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+            max_wait: Some(prost_types::Duration {
+                seconds: 5,
+                nanos: 0,
+            }),
         })
         .await
         .map_err(|status| format!("cannot change the lease to {bytes}: {}", status.message()))?
@@ -348,7 +409,10 @@ async fn resize(leases: &mut LeaseServiceClient<Channel>, lease: &Lease, bytes: 
 }
 
 fn configuration(folder: &std::path::Path, args: &GrantArgs, total: Bytes, kv: Kv) -> String {
-    let model = args.model.clone().unwrap_or_else(|| folder.join("demo.gguf"));
+    let model = args
+        .model
+        .clone()
+        .unwrap_or_else(|| folder.join("demo.gguf"));
     let (folder, model) = (folder.display(), model.display());
     let kv = match kv {
         Kv::InUse => "at-once",

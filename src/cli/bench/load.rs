@@ -20,7 +20,9 @@ impl Reading {
     pub fn now() -> Self {
         Self {
             at: Instant::now(),
-            machine: std::fs::read_to_string("/proc/stat").ok().and_then(|text| machine(&text)),
+            machine: std::fs::read_to_string("/proc/stat")
+                .ok()
+                .and_then(|text| machine(&text)),
             own: [UsageWho::RUSAGE_SELF, UsageWho::RUSAGE_CHILDREN]
                 .into_iter()
                 .filter_map(|who| getrusage(who).ok())
@@ -53,8 +55,15 @@ fn machine(text: &str) -> Option<(f64, f64)> {
     let [user, nice, system, _, _, irq, softirq, steal, ..] = *fields.as_slice() else {
         return None;
     };
-    let processors = text.lines().skip(1).take_while(|line| line.starts_with("cpu")).count();
-    Some(((user + nice + system + irq + softirq + steal) / TICKS, processors as f64))
+    let processors = text
+        .lines()
+        .skip(1)
+        .take_while(|line| line.starts_with("cpu"))
+        .count();
+    Some((
+        (user + nice + system + irq + softirq + steal) / TICKS,
+        processors as f64,
+    ))
 }
 
 #[expect(clippy::cast_precision_loss, reason = "seconds of a process")]

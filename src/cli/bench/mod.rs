@@ -35,7 +35,9 @@ pub(super) fn run(global: &Global, bench: &Command) -> Result<ExitCode, CliError
         }
         Command::Grant(args) => on_a_stage(THREADS, || async {
             let report = grant::run(args).await?;
-            report.write(global.output).map_err(|error| error.to_string())
+            report
+                .write(global.output)
+                .map_err(|error| error.to_string())
         }),
         Command::Voice(args) => on_a_stage(THREADS, || voice::run(args, global.output)),
     }
@@ -76,7 +78,10 @@ pub fn measured<F: Future<Output = Result<(), String>>>(
         }
         _ => tokio::runtime::Builder::new_current_thread(),
     };
-    let runtime = builder.enable_all().build().map_err(|error| CliError::failed("cannot start", error))?;
+    let runtime = builder
+        .enable_all()
+        .build()
+        .map_err(|error| CliError::failed("cannot start", error))?;
     runtime.block_on(async {
         let mut interrupts = Interrupts::new().map_err(|error| CliError::failed("cannot start", error))?;
         tokio::select! {

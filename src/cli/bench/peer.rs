@@ -54,9 +54,14 @@ impl PeerJob<'_> {
             .output()
             .map_err(|error| format!("cannot start `{}`: {error}", self.program.display()))?;
         if !output.status.success() {
-            return Err(format!("`{}` failed: {}", self.program.display(), output.status));
+            return Err(format!(
+                "`{}` failed: {}",
+                self.program.display(),
+                output.status
+            ));
         }
-        parse(&output.stdout).ok_or_else(|| format!("`{}` printed no figures", self.program.display()))
+        parse(&output.stdout)
+            .ok_or_else(|| format!("`{}` printed no figures", self.program.display()))
     }
 }
 
@@ -80,10 +85,18 @@ mod tests {
 
     #[test]
     fn the_figures_of_a_run_are_read() {
-        let text = br#"[{"n_prompt": 128, "n_gen": 0, "n_depth": 0, "avg_ts": 246.5, "stddev_ts": 0.0},
+        let text =
+            br#"[{"n_prompt": 128, "n_gen": 0, "n_depth": 0, "avg_ts": 246.5, "stddev_ts": 0.0},
                         {"n_prompt": 0, "n_gen": 64, "n_depth": 1024, "avg_ts": 62}]"#;
-        let figure = |prompt, depth, tokens_per_s| PeerFigure { prompt, depth, tokens_per_s };
-        assert_eq!(parse(text), Some(vec![figure(128, 0, 246.5), figure(0, 1024, 62.0)]));
+        let figure = |prompt, depth, tokens_per_s| PeerFigure {
+            prompt,
+            depth,
+            tokens_per_s,
+        };
+        assert_eq!(
+            parse(text),
+            Some(vec![figure(128, 0, 246.5), figure(0, 1024, 62.0)])
+        );
         assert_eq!(parse(b"error"), None);
     }
 }

@@ -5,7 +5,7 @@ use std::time::Duration;
 use serde::Serialize;
 
 use super::load::Reading;
-use crate::cli::{
+use crate::{
     Output,
     exit::CliError,
     output::{self, Column, Table},
@@ -69,7 +69,13 @@ impl Report {
     }
 
     /// Adds a figure.
-    pub fn figure(&mut self, what: impl Into<String>, unit: &'static str, value: f64, limit: Option<Limit>) {
+    pub fn figure(
+        &mut self,
+        what: impl Into<String>,
+        unit: &'static str,
+        value: f64,
+        limit: Option<Limit>,
+    ) {
         self.figures.push(Figure {
             what: what.into(),
             unit,
@@ -122,7 +128,13 @@ impl Report {
                 None => String::new(),
             };
             let met = figure.met.map_or("", |met| if met { "yes" } else { "no" });
-            table.row([figure.what.clone(), shown(figure.value), figure.unit.to_owned(), limit, met.to_owned()]);
+            table.row([
+                figure.what.clone(),
+                shown(figure.value),
+                figure.unit.to_owned(),
+                limit,
+                met.to_owned(),
+            ]);
         }
         let mut text = format!("{}: {}\n{}", self.bench, self.setting, table.render());
         if let Some(others) = self.others_percent {
@@ -139,13 +151,22 @@ impl Report {
 
 /// With as many digits as are of use.
 fn shown(value: f64) -> String {
-    if value.abs() >= 100.0 || value.fract() == 0.0 { format!("{value:.0}") } else { format!("{value:.2}") }
+    if value.abs() >= 100.0 || value.fract() == 0.0 {
+        format!("{value:.0}")
+    } else {
+        format!("{value:.2}")
+    }
 }
 
 /// The value at so many thousandths of a sorted list.
 pub fn at<T>(sorted: &[T], per_mille: usize) -> Option<&T> {
     let last = sorted.len().checked_sub(1)?;
-    sorted.get((sorted.len() * per_mille).div_ceil(1000).saturating_sub(1).min(last))
+    sorted.get(
+        (sorted.len() * per_mille)
+            .div_ceil(1000)
+            .saturating_sub(1)
+            .min(last),
+    )
 }
 
 /// The value at so many thousandths of a sorted list, in ms.
@@ -170,7 +191,12 @@ mod tests {
         let mut report = Report::new("grants", "1 tenant");
         let times = (1..=200).map(Duration::from_millis).collect();
         report.times("asked to granted", times, Some(Duration::from_millis(198)));
-        report.figure("renewals", "per s", 25_000.0, Some(Limit::AtLeast(20_000.0)));
+        report.figure(
+            "renewals",
+            "per s",
+            25_000.0,
+            Some(Limit::AtLeast(20_000.0)),
+        );
         let text = report.render();
         assert!(text.contains("99th percentile"), "{text}");
         let value = serde_json::to_value(&report).unwrap();

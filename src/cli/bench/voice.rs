@@ -13,20 +13,20 @@ use serde_json::{Value, json};
 
 use super::{daemon, load, report::milliseconds};
 use crate::{
-    causes::in_one_line,
-    cli::{
-        Output, demo,
-        output::{self, Column, Table},
-        stage::{Process, Stage},
-        talk::{Spoken, request_pipeline, utter},
-    },
-    rpc::v1::{GetStatusRequest, GetStatusResponse, operator_service_client::OperatorServiceClient},
-    speech::{
-        audio::MonoAudio,
-        client::{ClientTimeouts, Endpoint, Exchange, WyomingClient},
-    },
-    units::Bytes,
+    Output, demo,
+    output::{self, Column, Table},
+    stage::{Process, Stage},
+    talk::{Spoken, request_pipeline, utter},
 };
+use cotenant_rpc::v1::{
+    GetStatusRequest, GetStatusResponse, operator_service_client::OperatorServiceClient,
+};
+use cotenant_speech::{
+    audio::MonoAudio,
+    client::{ClientTimeouts, Endpoint, Exchange, WyomingClient},
+};
+use cotenant_units::Bytes;
+use cotenant_units::causes::in_one_line;
 
 /// Settings of the benchmark.
 #[derive(Clone, Debug, clap::Args)]
@@ -82,19 +82,29 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let stage = Stage::set(configuration).map_err(|error| error.to_string())?;
     let problem = daemon::last_words(&stage);
     let mut operator = OperatorServiceClient::new(daemon::connected(&stage, PATIENCE).await?);
-    daemon::until(&mut operator, PATIENCE, ready).await.map_err(&problem)?;
+    daemon::until(&mut operator, PATIENCE, ready)
+        .await
+        .map_err(&problem)?;
     let socket = stage.socket().with_file_name("wyoming.sock");
     let client = WyomingClient::new(Endpoint::Unix(socket), ClientTimeouts::default());
     let recordings = recordings(&client).await.map_err(&problem)?;
-    let mut exchange = client.open().await.map_err(|error| problem(in_one_line(&error)))?;
-    request_pipeline(&mut exchange).await.map_err(|error| problem(in_one_line(&error)))?;
+    let mut exchange = client
+        .open()
+        .await
+        .map_err(|error| problem(in_one_line(&error)))?;
+    request_pipeline(&mut exchange)
+        .await
+        .map_err(|error| problem(in_one_line(&error)))?;
 
     let mut said = BTreeMap::new();
     // The first answers touch memory for the first time, and are what later ones are compared with.
     for (command, recording) in &recordings {
         let spoken = one(&mut exchange, recording).await.map_err(&problem)?;
         if spoken.heard != *command {
-            return Err(problem(format!("`{command}` was heard as `{}`", spoken.heard)));
+            return Err(problem(format!(
+                "`{command}` was heard as `{}`",
+                spoken.heard
+            )));
         }
         said.insert(*command, spoken.answer);
     }
@@ -108,7 +118,10 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
             };
             let spoken = one(&mut exchange, recording).await?;
             if spoken.heard != *command || said.get(command) != Some(&spoken.answer) {
-                different.push(format!("{command}: heard `{}`, answered `{}`", spoken.heard, spoken.answer));
+                different.push(format!(
+                    "{command}: heard `{}`, answered `{}`",
+                    spoken.heard, spoken.answer
+                ));
             }
             part.heard.push(spoken.heard_after);
             part.first_text.extend(spoken.first_text_after);
@@ -116,10 +129,15 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         }
         Ok::<_, String>(part)
     };
-    let alone = describing(&client, part(&mut different)).await.map_err(&problem)?;
+    let alone = describing(&client, part(&mut different))
+        .await
+        .map_err(&problem)?;
     let before = status(&mut operator).await?;
     let squeezed = async {
-        daemon::until(&mut operator, PATIENCE, |status| sheds(status) > sheds(&before)).await?;
+        daemon::until(&mut operator, PATIENCE, |status| {
+            sheds(status) > sheds(&before)
+        })
+        .await?;
         describing(&client, part(&mut different)).await
     };
     let beside = tokio::select! {
@@ -128,7 +146,14 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     };
     let after = status(&mut operator).await?;
     let meanwhile = sheds(&after).saturating_sub(sheds(&before));
-    print(format, args, (alone, beside), meanwhile, different.len(), reading.foreign_percent())?;
+    print(
+        format,
+        args,
+        (alone, beside),
+        meanwhile,
+        different.len(),
+        reading.foreign_percent(),
+    )?;
     if !different.is_empty() {
         return Err(format!("answers differ: {different:?}"));
     }
@@ -136,10 +161,15 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
 }
 
 async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, String> {
-    let spoken = utter(exchange, recording).await.map_err(|error| in_one_line(&error))?;
+    let spoken = utter(exchange, recording)
+        .await
+        .map_err(|error| in_one_line(&error))?;
     match spoken.first_audio_after {
         Some(_) => Ok(spoken),
-        None => Err(format!("`{}` was not answered aloud: `{}`", spoken.heard, spoken.answer)),
+        None => Err(format!(
+            "`{}` was not answered aloud: `{}`",
+            spoken.heard, spoken.answer
+        )),
     }
 }
 
@@ -147,16 +177,25 @@ async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, S
 async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAudio)>, String> {
     let mut recordings = Vec::new();
     for command in COMMANDS {
-        let speech = client.synthesize(command, None).await.map_err(|error| in_one_line(&error))?;
-        let audio = speech.collect(PATIENCE).await.map_err(|error| in_one_line(&error))?;
-        let audio = audio.resampled(crate::speech::audio::ASR_RATE_HZ);
+        let speech = client
+            .synthesize(command, None)
+            .await
+            .map_err(|error| in_one_line(&error))?;
+        let audio = speech
+            .collect(PATIENCE)
+            .await
+            .map_err(|error| in_one_line(&error))?;
+        let audio = audio.resampled(cotenant_speech::audio::ASR_RATE_HZ);
         recordings.push((command, audio.map_err(|error| in_one_line(&error))?));
     }
     Ok(recordings)
 }
 
 /// Asks what is there again and again, each time on a new connection, while `part` goes on.
-async fn describing(client: &WyomingClient, part: impl Future<Output = Result<Part, String>>) -> Result<Part, String> {
+async fn describing(
+    client: &WyomingClient,
+    part: impl Future<Output = Result<Part, String>>,
+) -> Result<Part, String> {
     let mut described = Vec::new();
     let asking = async {
         loop {
@@ -173,7 +212,12 @@ async fn describing(client: &WyomingClient, part: impl Future<Output = Result<Pa
         failed = asking => return Err(failed),
     };
     part.described = described;
-    for times in [&mut part.heard, &mut part.first_text, &mut part.first_audio, &mut part.described] {
+    for times in [
+        &mut part.heard,
+        &mut part.first_text,
+        &mut part.first_audio,
+        &mut part.described,
+    ] {
         times.sort_unstable();
     }
     Ok(part)
@@ -223,7 +267,8 @@ fn print(
             "answersDifferent": different,
             "foreignPercent": foreign,
         });
-        return output::write_json(format, &document).map_err(|_| "the output is closed".to_owned());
+        return output::write_json(format, &document)
+            .map_err(|_| "the output is closed".to_owned());
     }
     let mut table = Table::new([
         Column::Text("FROM THE END OF THE UTTERANCE"),
@@ -238,8 +283,15 @@ fn print(
         ("first sound", &alone.first_audio, &beside.first_audio),
         ("`describe`, meanwhile", &alone.described, &beside.described),
     ] {
-        let cell = |times: &[Duration], per_mille| format!("{:.1} ms", milliseconds(times, per_mille));
-        table.row([what.to_owned(), cell(alone, 500), cell(alone, 990), cell(beside, 500), cell(beside, 990)]);
+        let cell =
+            |times: &[Duration], per_mille| format!("{:.1} ms", milliseconds(times, per_mille));
+        table.row([
+            what.to_owned(),
+            cell(alone, 500),
+            cell(alone, 990),
+            cell(beside, 500),
+            cell(beside, 990),
+        ]);
     }
     let foreign = foreign.map_or_else(|| "unknown".to_owned(), |percent| format!("{percent:.0} %"));
     let text = format!(
@@ -260,7 +312,9 @@ type Operator = OperatorServiceClient<tonic::transport::Channel>;
 
 async fn status(operator: &mut Operator) -> Result<GetStatusResponse, String> {
     let status = operator.get_status(GetStatusRequest {}).await;
-    Ok(status.map_err(|status| status.message().to_owned())?.into_inner())
+    Ok(status
+        .map_err(|status| status.message().to_owned())?
+        .into_inner())
 }
 
 fn sheds(status: &GetStatusResponse) -> u64 {
@@ -268,7 +322,11 @@ fn sheds(status: &GetStatusResponse) -> u64 {
 }
 
 fn ready(status: &GetStatusResponse) -> bool {
-    demo::ready(status) && status.engine.as_ref().is_some_and(|engine| !engine.changing)
+    demo::ready(status)
+        && status
+            .engine
+            .as_ref()
+            .is_some_and(|engine| !engine.changing)
 }
 
 fn configuration(folder: &Path) -> String {

@@ -51,9 +51,16 @@ const BOUNDARY: &str = "cotenant-demo-7f3d1c";
 impl Http {
     /// A client of the API at `address`, which asks this LLM.
     pub(super) fn new(address: SocketAddr, model: &'static str) -> Self {
-        let agent =
-            ureq::Agent::config_builder().timeout_global(Some(PATIENCE)).http_status_as_error(false).build().into();
-        Self { agent, base: format!("http://{address}"), model }
+        let agent = ureq::Agent::config_builder()
+            .timeout_global(Some(PATIENCE))
+            .http_status_as_error(false)
+            .build()
+            .into();
+        Self {
+            agent,
+            base: format!("http://{address}"),
+            model,
+        }
     }
 
     /// Text to a WAV file.
@@ -61,7 +68,11 @@ impl Http {
         let body = serde_json::json!({
             "model": "tts-1", "input": text, "voice": "alloy", "response_format": "wav",
         });
-        self.post("/v1/audio/speech", "application/json", body.to_string().as_bytes())
+        self.post(
+            "/v1/audio/speech",
+            "application/json",
+            body.to_string().as_bytes(),
+        )
     }
 
     /// A WAV file to text.
@@ -75,7 +86,11 @@ impl Http {
         .into_bytes();
         body.extend_from_slice(wav);
         body.extend_from_slice(format!("\r\n--{BOUNDARY}--\r\n").as_bytes());
-        let answer = self.post(PATH, &format!("multipart/form-data; boundary={BOUNDARY}"), &body)?;
+        let answer = self.post(
+            PATH,
+            &format!("multipart/form-data; boundary={BOUNDARY}"),
+            &body,
+        )?;
         text_at(PATH, &answer, "/text")
     }
 
@@ -91,7 +106,10 @@ impl Http {
     }
 
     fn post(&self, path: &'static str, kind: &str, body: &[u8]) -> Result<Vec<u8>, HttpError> {
-        let transport = |source| HttpError::Transport { path, source: Box::new(source) };
+        let transport = |source| HttpError::Transport {
+            path,
+            source: Box::new(source),
+        };
         let mut response = self
             .agent
             .post(format!("{}{path}", self.base))
@@ -103,7 +121,11 @@ impl Http {
         if status == 200 {
             return Ok(bytes);
         }
-        Err(HttpError::Status { path, status, body: String::from_utf8_lossy(&bytes).chars().take(300).collect() })
+        Err(HttpError::Status {
+            path,
+            status,
+            body: String::from_utf8_lossy(&bytes).chars().take(300).collect(),
+        })
     }
 }
 

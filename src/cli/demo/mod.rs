@@ -31,20 +31,19 @@ use self::{
     watch::{Watch, connect},
 };
 use crate::{
-    causes::in_one_line,
-    cli::{
-        Global, Output,
-        chart::MarkKind,
-        output::write_json,
-        session::{self, Interrupts},
-        stage::Stage,
-    },
-    rpc::v1::{
-        ControlWorkerRequest, EngineState, GetStatusResponse, ResizeWorkerRequest, WorkerCommand, WorkerState,
-        llm_service_client::LlmServiceClient, operator_service_client::OperatorServiceClient,
-    },
-    units::Bytes,
+    Global, Output,
+    chart::MarkKind,
+    output::write_json,
+    session::{self, Interrupts},
+    stage::Stage,
 };
+use cotenant_rpc::v1::{
+    ControlWorkerRequest, EngineState, GetStatusResponse, ResizeWorkerRequest, WorkerCommand,
+    WorkerState, llm_service_client::LlmServiceClient,
+    operator_service_client::OperatorServiceClient,
+};
+use cotenant_units::Bytes;
+use cotenant_units::causes::in_one_line;
 
 /// Size of the chart on the terminal, in characters.
 const CHART_WIDTH: usize = 100;
@@ -94,7 +93,11 @@ pub(super) fn run(global: &Global, args: &DemoArgs) -> ExitCode {
 }
 
 fn run_here(args: &DemoArgs, scenario: &Scenario, output: Output) -> ExitCode {
-    let runtime = match tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build() {
+    let runtime = match tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(2)
+        .enable_all()
+        .build()
+    {
         Ok(runtime) => runtime,
         Err(error) => {
             eprintln!("error: cannot start the demonstration\n  caused by: {error}");
@@ -117,7 +120,9 @@ fn run_here(args: &DemoArgs, scenario: &Scenario, output: Output) -> ExitCode {
         Ok(Ok(true)) => ExitCode::SUCCESS,
         Ok(Ok(false)) => ExitCode::FAILURE,
         Ok(Err(code)) => {
-            eprintln!("error: the demonstration was interrupted; daemon and workers have been ended");
+            eprintln!(
+                "error: the demonstration was interrupted; daemon and workers have been ended"
+            );
             ExitCode::from(code)
         }
         Err(problem) => {
@@ -144,7 +149,10 @@ impl Narrator {
     }
 
     fn say(&self, text: &str) {
-        self.line(&format!("{:5.1}s  {text}", self.began.elapsed().as_secs_f64()));
+        self.line(&format!(
+            "{:5.1}s  {text}",
+            self.began.elapsed().as_secs_f64()
+        ));
     }
 
     /// Prints what the supervisor decided since the last time, in its own words.
@@ -152,7 +160,11 @@ impl Narrator {
         let lines = watch.lines();
         for line in lines.iter().skip(*reported) {
             if DECISIONS.contains(&line.name.as_str()) {
-                self.line(&format!("          {:5.1}s  {}", line.at.since_start().as_secs_f64(), line.summary));
+                self.line(&format!(
+                    "          {:5.1}s  {}",
+                    line.at.since_start().as_secs_f64(),
+                    line.summary
+                ));
             }
         }
         *reported = lines.len();
@@ -160,8 +172,14 @@ impl Narrator {
 }
 
 /// Lines of the journal that are worth telling as they come.
-const DECISIONS: [&str; 6] =
-    ["apply_plan", "engine_applied", "level_changed", "resize_worker", "start_worker", "worker_exited"];
+const DECISIONS: [&str; 6] = [
+    "apply_plan",
+    "engine_applied",
+    "level_changed",
+    "resize_worker",
+    "start_worker",
+    "worker_exited",
+];
 
 /// One spoken question, there and back.
 struct RoundTrip {
@@ -180,7 +198,13 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
         let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;
         let answer = http.ask(&heard).map_err(|error| in_one_line(&error))?;
         let spoken = http.speak(&answer).map_err(|error| in_one_line(&error))?;
-        Ok(RoundTrip { asked, heard, answer, spoken, took: began.elapsed() })
+        Ok(RoundTrip {
+            asked,
+            heard,
+            answer,
+            spoken,
+            took: began.elapsed(),
+        })
     })
     .await
     .map_err(|error| error.to_string())?
@@ -189,7 +213,9 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
 /// Whether a recogniser heard these words: it writes capitals and punctuation of its own.
 fn same_words(heard: &str, said: &str) -> bool {
     let words = |text: &str| -> Vec<String> {
-        let words = text.split(|one: char| !one.is_alphanumeric()).filter(|word| !word.is_empty());
+        let words = text
+            .split(|one: char| !one.is_alphanumeric())
+            .filter(|word| !word.is_empty());
         words.map(str::to_lowercase).collect()
     };
     words(heard) == words(said)
@@ -199,7 +225,10 @@ fn same_words(heard: &str, said: &str) -> bool {
 pub(super) fn ready(status: &GetStatusResponse) -> bool {
     let engine = status.engine.as_ref();
     engine.is_some_and(|engine| engine.state() == EngineState::Ready)
-        && status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+        && status
+            .workers
+            .iter()
+            .all(|worker| worker.state() == WorkerState::Ready)
 }
 
 /// What will not come up any more, and why.
@@ -208,8 +237,16 @@ fn given_up(status: &GetStatusResponse) -> Option<String> {
         .workers
         .iter()
         .find(|worker| worker.state() == WorkerState::Degraded)
-        .map(|worker| format!("worker `{}` does not run: {}", worker.name, worker.last_exit));
-    let engine = status.engine.as_ref().filter(|engine| engine.state() == EngineState::Failed);
+        .map(|worker| {
+            format!(
+                "worker `{}` does not run: {}",
+                worker.name, worker.last_exit
+            )
+        });
+    let engine = status
+        .engine
+        .as_ref()
+        .filter(|engine| engine.state() == EngineState::Failed);
     worker.or_else(|| engine.map(|engine| engine.failure.clone()))
 }
 
@@ -249,7 +286,10 @@ fn resize_asr(variant: &str) -> ResizeWorkerRequest {
     ResizeWorkerRequest {
         name: "asr".to_owned(),
         variant: variant.to_owned(),
-        max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+        max_wait: Some(prost_types::Duration {
+            seconds: 5,
+            nanos: 0,
+        }),
     }
 }
 
@@ -262,16 +302,28 @@ async fn grow_asr(
     let refused = |status: tonic::Status| status.message().to_owned();
     if let Some([_, large]) = scenario.asr_variants {
         let before = Instant::now();
-        operator.resize_worker(resize_asr(large)).await.map_err(refused)?;
+        operator
+            .resize_worker(resize_asr(large))
+            .await
+            .map_err(refused)?;
         return Ok(before.elapsed());
     }
-    let command = |command: WorkerCommand| ControlWorkerRequest { name: "asr".to_owned(), command: command.into() };
-    operator.control_worker(command(WorkerCommand::Stop)).await.map_err(refused)?;
+    let command = |command: WorkerCommand| ControlWorkerRequest {
+        name: "asr".to_owned(),
+        command: command.into(),
+    };
+    operator
+        .control_worker(command(WorkerCommand::Stop))
+        .await
+        .map_err(refused)?;
     if !watch.until(PATIENCE, asr_stopped).await {
         return Err("it did not stop".to_owned());
     }
     let before = Instant::now();
-    operator.control_worker(command(WorkerCommand::Start)).await.map_err(refused)?;
+    operator
+        .control_worker(command(WorkerCommand::Start))
+        .await
+        .map_err(refused)?;
     if !watch.until(PATIENCE, ready).await {
         return Err("it was not ready in time".to_owned());
     }
@@ -279,8 +331,14 @@ async fn grow_asr(
 }
 
 #[expect(clippy::too_many_lines, reason = "a script, read from top to bottom")]
-async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(bool, Stage), String> {
-    let &Scenario { question, story, .. } = scenario;
+async fn play(
+    args: &DemoArgs,
+    scenario: &Scenario,
+    output: Output,
+) -> Result<(bool, Stage), String> {
+    let &Scenario {
+        question, story, ..
+    } = scenario;
     let began = Instant::now();
     let narrator = Narrator { began, output };
     let text = |error: std::io::Error| error.to_string();
@@ -293,15 +351,32 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     let planned = published::planned(&stage.config()).await?;
     let channel = match connect(&stage.socket(), PATIENCE).await {
         Ok(channel) => channel,
-        Err(problem) => return Err(format!("{problem}; the daemon's last words:\n{}", stage.log_tail(15))),
+        Err(problem) => {
+            return Err(format!(
+                "{problem}; the daemon's last words:\n{}",
+                stage.log_tail(15)
+            ));
+        }
     };
     let mut operator = OperatorServiceClient::new(channel.clone());
     let neighbour_pid = Arc::new(Mutex::new(None));
-    let watch = Watch::start(operator.clone(), stage.daemon().pid(), began, Arc::clone(&neighbour_pid));
-    watch.until(PATIENCE, |status| ready(status) || given_up(status).is_some()).await;
+    let watch = Watch::start(
+        operator.clone(),
+        stage.daemon().pid(),
+        began,
+        Arc::clone(&neighbour_pid),
+    );
+    watch
+        .until(PATIENCE, |status| {
+            ready(status) || given_up(status).is_some()
+        })
+        .await;
     let status = watch.status().unwrap_or_default();
     if let Some(what) = given_up(&status) {
-        return Err(format!("{what}; the daemon's last words:\n{}", stage.log_tail(15)));
+        return Err(format!(
+            "{what}; the daemon's last words:\n{}",
+            stage.log_tail(15)
+        ));
     }
     if !ready(&status) {
         return Err(format!(
@@ -333,15 +408,24 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     ));
     report.check(Check::new(
         "speech in gives speech out",
-        same_words(&first.heard, question) && !first.answer.is_empty() && first.spoken.len() > 8 * 1024,
+        same_words(&first.heard, question)
+            && !first.answer.is_empty()
+            && first.spoken.len() > 8 * 1024,
         format!("heard {:?}, answered {:?}", first.heard, first.answer),
     ));
 
     // The LLM keeps talking through everything that follows.
-    let talk =
-        Talk::start_with(LlmServiceClient::new(channel.clone()), vec![story.to_owned()], scenario.story_tokens, began);
+    let talk = Talk::start_with(
+        LlmServiceClient::new(channel.clone()),
+        vec![story.to_owned()],
+        scenario.story_tokens,
+        began,
+    );
     if !talk.stories(2, PATIENCE).await {
-        return Err(format!("the LLM did not tell its story: {:?}", talk.outcome().failures));
+        return Err(format!(
+            "the LLM did not tell its story: {:?}",
+            talk.outcome().failures
+        ));
     }
     let calm = talk.rate();
     narrator.say(&format!("the LLM talks on and on, {calm:.0} tokens/s"));
@@ -373,9 +457,9 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     report.check(Check::new(
         "ASR got its memory while the LLM talked",
         granted.is_ok() && second.is_ok(),
-        granted
-            .as_ref()
-            .map_or_else(Clone::clone, |took| format!("{:.0} ms, model load included", took.as_secs_f64() * 1e3)),
+        granted.as_ref().map_or_else(Clone::clone, |took| {
+            format!("{:.0} ms, model load included", took.as_secs_f64() * 1e3)
+        }),
     ));
     let back = watch.until(PATIENCE, whole).await;
     narrator.say(&format!(
@@ -388,7 +472,10 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
 
     // 2. A neighbour takes memory and asks for no lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
-    narrator.say(&format!("a neighbour takes {} without a lease", scenario.neighbour));
+    narrator.say(&format!(
+        "a neighbour takes {} without a lease",
+        scenario.neighbour
+    ));
     let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = scenario.start_neighbour().map_err(text)?;
     *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
@@ -417,8 +504,12 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     }
     report.check(Check::new(
         "identical answer under pressure",
-        third.as_ref().is_ok_and(|third| third.answer == first.answer),
-        third.as_ref().map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
+        third
+            .as_ref()
+            .is_ok_and(|third| third.answer == first.answer),
+        third
+            .as_ref()
+            .map_or_else(Clone::clone, |third| format!("{:?}", third.answer)),
     ));
 
     // 3. A process kills the recogniser.
@@ -426,7 +517,10 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     report.mark(began, MarkKind::Alarm, "ASR killed by another process");
     let killed = Instant::now();
     if let Some(pid) = asr.and_then(|pid| i32::try_from(pid).ok()) {
-        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(pid), nix::sys::signal::Signal::SIGKILL);
+        let _ = nix::sys::signal::kill(
+            nix::unistd::Pid::from_raw(pid),
+            nix::sys::signal::Signal::SIGKILL,
+        );
     }
     let returned = watch
         .until(PATIENCE, |status| {
@@ -435,7 +529,11 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
         })
         .await;
     let status = watch.status().unwrap_or_default();
-    let worker = status.workers.into_iter().find(|worker| worker.name == "asr").unwrap_or_default();
+    let worker = status
+        .workers
+        .into_iter()
+        .find(|worker| worker.name == "asr")
+        .unwrap_or_default();
     narrator.say(&format!(
         "another process kills ASR (\"{}\"); back after {:.1} s",
         worker.last_exit,
@@ -445,13 +543,22 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     let fourth = if returned {
         round_trip(&http, question).await
     } else {
-        let known = [worker.waits_for, worker.remedy, worker.last_exit].into_iter().find(|why| !why.is_empty());
-        Err(format!("ASR did not come back: {}", known.unwrap_or_default()))
+        let known = [worker.waits_for, worker.remedy, worker.last_exit]
+            .into_iter()
+            .find(|why| !why.is_empty());
+        Err(format!(
+            "ASR did not come back: {}",
+            known.unwrap_or_default()
+        ))
     };
     report.check(Check::new(
         "a killed worker comes back",
-        fourth.as_ref().is_ok_and(|fourth| fourth.answer == first.answer),
-        fourth.as_ref().map_or_else(Clone::clone, |_| format!("{:.1} s", took.as_secs_f64())),
+        fourth
+            .as_ref()
+            .is_ok_and(|fourth| fourth.answer == first.answer),
+        fourth
+            .as_ref()
+            .map_or_else(Clone::clone, |_| format!("{:.1} s", took.as_secs_f64())),
     ));
 
     narrator.decisions(&watch, &mut reported);
@@ -477,18 +584,28 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
 
     let outcome = talk.stop().await;
     let fifth = round_trip(&http, question).await;
-    let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()].into_iter().flatten().collect();
+    let requests: Vec<String> = [second.err(), third.err(), fourth.err(), fifth.err()]
+        .into_iter()
+        .flatten()
+        .collect();
     report.check(Check::new(
         "one story, generated again and again, token for token the same",
         outcome.different == 0 && outcome.stories > 2,
-        format!("{} times, {} tokens, {} different", outcome.stories, outcome.tokens, outcome.different),
+        format!(
+            "{} times, {} tokens, {} different",
+            outcome.stories, outcome.tokens, outcome.different
+        ),
     ));
     report.check(Check::new(
         "0 failed requests",
         requests.is_empty() && outcome.failures.is_empty() && watch.failures().is_empty(),
-        Some([requests, outcome.failures, watch.failures()].concat().join("; "))
-            .filter(|faults| !faults.is_empty())
-            .unwrap_or_else(|| format!("of {} answers and 5 spoken questions", outcome.stories)),
+        Some(
+            [requests, outcome.failures, watch.failures()]
+                .concat()
+                .join("; "),
+        )
+        .filter(|faults| !faults.is_empty())
+        .unwrap_or_else(|| format!("of {} answers and 5 spoken questions", outcome.stories)),
     ));
     report.check(report::within_budget(&watch.looks()));
     report.check(report::no_kills(
@@ -497,12 +614,21 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
         alone,
         usize::from(scenario.asr_variants.is_none()),
     ));
-    report.check(report::daemon_lives(stage.daemon().ended().ok().flatten().is_none()));
+    report.check(report::daemon_lives(
+        stage.daemon().ended().ok().flatten().is_none(),
+    ));
 
     let mut written = report.write(&args.out, &watch, &stage).map_err(text)?;
-    written.push(report::write_conversation(&args.out, &[&first.asked, &first.spoken])?);
+    written.push(report::write_conversation(
+        &args.out,
+        &[&first.asked, &first.spoken],
+    )?);
     narrator.line("");
-    narrator.line(&report.chart(&watch.looks()).to_text(CHART_WIDTH, CHART_HEIGHT, false));
+    narrator.line(
+        &report
+            .chart(&watch.looks())
+            .to_text(CHART_WIDTH, CHART_HEIGHT, false),
+    );
     narrator.line(&report.verdict());
     for path in &written {
         narrator.line(&format!("        wrote {}", path.display()));
@@ -513,7 +639,10 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
     }
     if args.keep {
         narrator.line("");
-        narrator.line(&format!("        try:  cotenant --endpoint unix://{} status", stage.socket().display()));
+        narrator.line(&format!(
+            "        try:  cotenant --endpoint unix://{} status",
+            stage.socket().display()
+        ));
         narrator.line(&format!(
             "              curl -N http://{address}/v1/chat/completions -H 'content-type: application/json' \\"
         ));
@@ -527,10 +656,17 @@ async fn play(args: &DemoArgs, scenario: &Scenario, output: Output) -> Result<(b
 }
 
 fn asr_stopped(status: &GetStatusResponse) -> bool {
-    status.workers.iter().any(|worker| worker.name == "asr" && worker.state() == WorkerState::Stopped)
+    status
+        .workers
+        .iter()
+        .any(|worker| worker.name == "asr" && worker.state() == WorkerState::Stopped)
 }
 
 fn worker_pid(status: &GetStatusResponse, name: &str) -> Option<u32> {
     let worker = status.workers.iter().find(|worker| worker.name == name)?;
-    if worker.state() == WorkerState::Ready { worker.pid } else { None }
+    if worker.state() == WorkerState::Ready {
+        worker.pid
+    } else {
+        None
+    }
 }

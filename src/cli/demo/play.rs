@@ -2,7 +2,8 @@
 
 use std::{fmt::Write as _, io, net::SocketAddr, path::Path, path::PathBuf};
 
-use crate::{cli::stage::Process, units::Bytes};
+use crate::stage::Process;
+use cotenant_units::Bytes;
 
 /// What a process of an unoptimised build weighs more than one of a release build, measured.
 const HEAVIER: u64 = if cfg!(debug_assertions) { 6 } else { 0 };
@@ -132,7 +133,9 @@ workers:
             model = model.display(),
             name = self.model,
             llm = self.llm,
-            workers = self.workers.replace("{FOLDER}", &folder.display().to_string()),
+            workers = self
+                .workers
+                .replace("{FOLDER}", &folder.display().to_string()),
         );
         let folder = folder.display();
         // Writing to a string cannot fail.

@@ -9,7 +9,8 @@ use std::{
 
 use serde_json::Value;
 
-use crate::{cli::stage::TemporaryFolder, units::Bytes};
+use crate::stage::TemporaryFolder;
+use cotenant_units::Bytes;
 
 /// The program that fetches them, for Python 3.
 const FETCH: &str = include_str!("../../../deploy/real/fetch");
@@ -31,11 +32,9 @@ pub(super) struct Source {
 impl Source {
     /// Fetches what is missing, if the user agrees; returns the folder.
     pub(super) fn fetch(&self) -> Result<PathBuf, String> {
-        let folder = self
-            .cache
-            .clone()
-            .or_else(cache)
-            .ok_or("neither XDG_CACHE_HOME nor HOME is set; name a folder for the models with --cache")?;
+        let folder = self.cache.clone().or_else(cache).ok_or(
+            "neither XDG_CACHE_HOME nor HOME is set; name a folder for the models with --cache",
+        )?;
         let folder = std::path::absolute(&folder).map_err(|error| error.to_string())?;
         let script = TemporaryFolder::new("cotenant-fetch").map_err(|error| error.to_string())?;
         let file = script.path().join("fetch");
@@ -48,17 +47,30 @@ impl Source {
         if self.yes {
             command.arg("--yes");
         }
-        let ended = command.stdout(Stdio::null()).status().map_err(|error| match error.kind() {
-            io::ErrorKind::NotFound => "`python3` is not installed: apt-get install python3 python3-venv".to_owned(),
-            _ => format!("cannot start `python3`: {error}"),
-        })?;
-        if ended.success() { Ok(folder) } else { Err(format!("`fetch` ended with {ended}; its message is above")) }
+        let ended = command
+            .stdout(Stdio::null())
+            .status()
+            .map_err(|error| match error.kind() {
+                io::ErrorKind::NotFound => {
+                    "`python3` is not installed: apt-get install python3 python3-venv".to_owned()
+                }
+                _ => format!("cannot start `python3`: {error}"),
+            })?;
+        if ended.success() {
+            Ok(folder)
+        } else {
+            Err(format!("`fetch` ended with {ended}; its message is above"))
+        }
     }
 }
 
 /// The folder for downloads in the user's cache.
 fn cache() -> Option<PathBuf> {
-    let set = |name: &str| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
+    let set = |name: &str| {
+        env::var_os(name)
+            .filter(|value| !value.is_empty())
+            .map(PathBuf::from)
+    };
     let cache = set("XDG_CACHE_HOME").or_else(|| Some(set("HOME")?.join(".cache")))?;
     Some(cache.join("cotenant/real"))
 }
@@ -67,16 +79,36 @@ fn cache() -> Option<PathBuf> {
 pub(super) async fn planned(config: &Path) -> Result<BTreeMap<String, Bytes>, String> {
     let program = env::current_exe().map_err(|error| error.to_string())?;
     let config = config.to_owned();
-    let run = move || Command::new(program).args(["plan", "-o", "json", "--config"]).arg(config).output();
+    let run = move || {
+        Command::new(program)
+            .args(["plan", "-o", "json", "--config"])
+            .arg(config)
+            .output()
+    };
     let output = tokio::task::spawn_blocking(run)
         .await
         .map_err(|error| error.to_string())?
         .map_err(|error| format!("cannot run `cotenant plan`: {error}"))?;
-    let said: Value = serde_json::from_slice(&output.stdout)
-        .map_err(|_| format!("`cotenant plan` printed no plan: {}", String::from_utf8_lossy(&output.stderr).trim()))?;
-    let bytes = |value: Option<&Value>| value.and_then(Value::as_u64).map(Bytes::new).unwrap_or_default();
-    let mut planned = BTreeMap::from([("llm".to_owned(), bytes(said.pointer("/forecast/llm/total")))]);
-    for worker in said.get("workers").and_then(Value::as_array).into_iter().flatten() {
+    let said: Value = serde_json::from_slice(&output.stdout).map_err(|_| {
+        format!(
+            "`cotenant plan` printed no plan: {}",
+            String::from_utf8_lossy(&output.stderr).trim()
+        )
+    })?;
+    let bytes = |value: Option<&Value>| {
+        value
+            .and_then(Value::as_u64)
+            .map(Bytes::new)
+            .unwrap_or_default()
+    };
+    let mut planned =
+        BTreeMap::from([("llm".to_owned(), bytes(said.pointer("/forecast/llm/total")))]);
+    for worker in said
+        .get("workers")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+    {
         if let Some(name) = worker.get("name").and_then(Value::as_str) {
             planned.insert(name.to_owned(), bytes(worker.get("peakBytes")));
         }

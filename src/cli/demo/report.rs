@@ -12,16 +12,14 @@ use serde_json::{Value, json};
 
 use super::watch::{Line, Look, Watch};
 use crate::{
-    causes::in_one_line,
-    cli::{
-        chart::{Chart, ChartMark, ChartPoint, MarkKind},
-        stage::Stage,
-    },
-    probe::{ProbeRoot, capabilities::Capabilities},
-    rpc::v1::GetStatusResponse,
-    speech::audio::{MonoAudio, parse_wav},
-    units::{Bytes, Timestamp},
+    chart::{Chart, ChartMark, ChartPoint, MarkKind},
+    stage::Stage,
 };
+use cotenant_probe::{ProbeRoot, capabilities::Capabilities};
+use cotenant_rpc::v1::GetStatusResponse;
+use cotenant_speech::audio::{MonoAudio, parse_wav};
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Timestamp};
 
 /// One thing that was promised.
 #[derive(Clone, Debug)]
@@ -34,7 +32,11 @@ pub(super) struct Check {
 impl Check {
     /// Whether `promise` was kept, and the figures that say so.
     pub(super) const fn new(promise: &'static str, kept: bool, figures: String) -> Self {
-        Self { promise, kept, figures }
+        Self {
+            promise,
+            kept,
+            figures,
+        }
     }
 }
 
@@ -49,7 +51,11 @@ pub(super) struct Report {
 impl Report {
     /// An empty report on a session with this much memory.
     pub(super) fn new(total: Bytes) -> Self {
-        Self { total, checks: Vec::new(), marks: Vec::new() }
+        Self {
+            total,
+            checks: Vec::new(),
+            marks: Vec::new(),
+        }
     }
 
     /// Adds a check.
@@ -59,7 +65,11 @@ impl Report {
 
     /// Marks this moment in the chart.
     pub(super) fn mark(&mut self, began: Instant, kind: MarkKind, label: &str) {
-        self.marks.push(ChartMark { at: Timestamp::START + began.elapsed(), label: label.to_owned(), kind });
+        self.marks.push(ChartMark {
+            at: Timestamp::START + began.elapsed(),
+            label: label.to_owned(),
+            kind,
+        });
     }
 
     /// Whether every promise was kept.
@@ -76,7 +86,11 @@ impl Report {
         }
         let kept = self.checks.iter().filter(|check| check.kept).count();
         let verdict = if self.passed() { "PASS" } else { "FAIL" };
-        let _ = write!(text, " {verdict}  {kept} of {} promises kept", self.checks.len());
+        let _ = write!(
+            text,
+            " {verdict}  {kept} of {} promises kept",
+            self.checks.len()
+        );
         text
     }
 
@@ -100,19 +114,35 @@ impl Report {
                 end.since_start().as_secs_f64(),
                 self.total
             ),
-            points: looks.iter().map(|look| ChartPoint { at: look.at, owners: look.owners.clone() }).collect(),
+            points: looks
+                .iter()
+                .map(|look| ChartPoint {
+                    at: look.at,
+                    owners: look.owners.clone(),
+                })
+                .collect(),
             budget: self.total,
             budget_name: "session",
             epoch: None,
             marks: self.marks.clone(),
-            order: ["supervisor", "tts", "asr", "llm", "neighbour"].map(str::to_owned).to_vec(),
+            order: ["supervisor", "tts", "asr", "llm", "neighbour"]
+                .map(str::to_owned)
+                .to_vec(),
         }
     }
 
     /// Writes chart, events and log into `folder`; returns what was written.
-    pub(super) fn write(&self, folder: &Path, watch: &Watch, stage: &Stage) -> io::Result<Vec<PathBuf>> {
+    pub(super) fn write(
+        &self,
+        folder: &Path,
+        watch: &Watch,
+        stage: &Stage,
+    ) -> io::Result<Vec<PathBuf>> {
         let [chart, events, log] = FILES.map(|name| folder.join(name));
-        let svg = self.chart(&watch.looks()).to_svg().map_err(io::Error::other)?;
+        let svg = self
+            .chart(&watch.looks())
+            .to_svg()
+            .map_err(io::Error::other)?;
         fs::write(&chart, svg)?;
         fs::copy(stage.journal(), &events)?;
         fs::copy(stage.log(), &log)?;
@@ -123,7 +153,9 @@ impl Report {
 /// Writes what was said, as one WAV file with half a second between question and answer.
 pub(super) fn write_conversation(folder: &Path, parts: &[&[u8]]) -> Result<PathBuf, String> {
     let path = folder.join("demo-conversation.wav");
-    let wrong = |error: &dyn std::error::Error| format!("cannot write `{}`: {}", path.display(), in_one_line(error));
+    let wrong = |error: &dyn std::error::Error| {
+        format!("cannot write `{}`: {}", path.display(), in_one_line(error))
+    };
     let mut conversation: Option<MonoAudio> = None;
     for part in parts {
         let mut audio = parse_wav(part, Duration::from_secs(300)).map_err(|error| wrong(&error))?;
@@ -133,7 +165,10 @@ pub(super) fn write_conversation(folder: &Path, parts: &[&[u8]]) -> Result<PathB
             none => *none = Some(audio),
         }
     }
-    let file = conversation.unwrap_or_default().to_wav().map_err(|error| wrong(&error))?;
+    let file = conversation
+        .unwrap_or_default()
+        .to_wav()
+        .map_err(|error| wrong(&error))?;
     fs::write(&path, file).map_err(|error| wrong(&error))?;
     Ok(path)
 }
@@ -146,7 +181,10 @@ impl Sizes {
     /// What `plan` said, and the last look at each owner that it names.
     pub(super) fn of(looks: &[Look], planned: BTreeMap<String, Bytes>) -> Self {
         let last = looks.last();
-        let measured = |owner: &str| last.and_then(|look| look.owners.get(owner).copied()).unwrap_or_default();
+        let measured = |owner: &str| {
+            last.and_then(|look| look.owners.get(owner).copied())
+                .unwrap_or_default()
+        };
         Self(
             planned
                 .into_iter()
@@ -160,18 +198,27 @@ impl Sizes {
 
     /// Nothing takes more than was planned, and the LLM takes what was planned.
     pub(super) fn check(&self) -> Check {
-        let within = |[planned, measured]: [Bytes; 2]| measured <= planned.saturating_add(planned.per_mille(50));
+        let within = |[planned, measured]: [Bytes; 2]| {
+            measured <= planned.saturating_add(planned.per_mille(50))
+        };
         let [planned, measured] = self.0.get("llm").copied().unwrap_or_default();
         // A part of the file's pages may not have been touched yet.
         let near = measured >= planned.per_mille(800);
-        Check::new("memory is as `plan` said", near && self.0.values().all(|sizes| within(*sizes)), self.to_string())
+        Check::new(
+            "memory is as `plan` said",
+            near && self.0.values().all(|sizes| within(*sizes)),
+            self.to_string(),
+        )
     }
 }
 
 impl fmt::Display for Sizes {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let parts: Vec<String> =
-            self.0.iter().map(|(owner, [planned, measured])| format!("{owner} {measured} of {planned}")).collect();
+        let parts: Vec<String> = self
+            .0
+            .iter()
+            .map(|(owner, [planned, measured])| format!("{owner} {measured} of {planned}"))
+            .collect();
         write!(out, "measured of planned: {}", parts.join(", "))
     }
 }
@@ -191,7 +238,12 @@ pub(super) fn what_is_real() -> Vec<String> {
     let mut lines = vec![
         "real here: the daemon, the model, both speech workers, every page of memory, the kernel's figures".to_owned(),
     ];
-    lines.extend(capabilities.lines().into_iter().map(|line| format!("this host: {line}")));
+    lines.extend(
+        capabilities
+            .lines()
+            .into_iter()
+            .map(|line| format!("this host: {line}")),
+    );
     lines
 }
 
@@ -204,7 +256,12 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
         .filter_map(|line| line.body.get("freed")?.as_u64())
         .max()
         .unwrap_or(0);
-    let (freed, fell) = (Bytes::new(freed), before.unwrap_or_default().saturating_sub(after.unwrap_or_default()));
+    let (freed, fell) = (
+        Bytes::new(freed),
+        before
+            .unwrap_or_default()
+            .saturating_sub(after.unwrap_or_default()),
+    );
     // A tenth of the largest single release, or 1 MiB, may hide behind what the daemon's other parts took meanwhile.
     let hidden = freed.per_mille(100).max(Bytes::from_mib(1));
     let kept = freed > Bytes::ZERO && fell.saturating_add(hidden) >= freed;
@@ -228,14 +285,28 @@ pub(super) fn within_budget(looks: &[Look]) -> Check {
 }
 
 /// Nothing was killed or stopped by the supervisor, but for what this program has asked it to stop, nor by the kernel.
-pub(super) fn no_kills(lines: &[Line], status: &GetStatusResponse, neighbour_alive: bool, asked: usize) -> Check {
-    let stopped = lines.iter().filter(|line| line.name == "stop_worker").count().saturating_sub(asked);
+pub(super) fn no_kills(
+    lines: &[Line],
+    status: &GetStatusResponse,
+    neighbour_alive: bool,
+    asked: usize,
+) -> Check {
+    let stopped = lines
+        .iter()
+        .filter(|line| line.name == "stop_worker")
+        .count()
+        .saturating_sub(asked);
     let mut oom: Vec<u64> = lines
         .iter()
         .filter(|line| line.name == "sampled")
         .filter_map(|line| line.body.get("oom_kills")?.as_u64())
         .collect();
-    oom.extend(status.pressure.as_ref().and_then(|pressure| pressure.oom_kills));
+    oom.extend(
+        status
+            .pressure
+            .as_ref()
+            .and_then(|pressure| pressure.oom_kills),
+    );
     let kernel = oom.iter().max().unwrap_or(&0) - oom.iter().min().unwrap_or(&0);
     Check::new(
         "0 kills by the supervisor, 0 by the kernel",
@@ -246,5 +317,9 @@ pub(super) fn no_kills(lines: &[Line], status: &GetStatusResponse, neighbour_ali
 
 /// The daemon is still there.
 pub(super) fn daemon_lives(lives: bool) -> Check {
-    Check::new("the daemon lived through it", lives, String::from(if lives { "yes" } else { "it ended" }))
+    Check::new(
+        "the daemon lived through it",
+        lives,
+        String::from(if lives { "yes" } else { "it ended" }),
+    )
 }

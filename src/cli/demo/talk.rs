@@ -11,7 +11,7 @@ use std::{
 
 use tonic::transport::Channel;
 
-use crate::rpc::v1::{
+use cotenant_rpc::v1::{
     ChatMessage, ChatRole, Conversation, GenerateRequest, SamplingOptions, generate_request::Input,
     generate_response::Message, llm_service_client::LlmServiceClient,
 };
@@ -65,14 +65,36 @@ impl Talk {
     }
 
     /// Asks for one thing after the other, again and again, in answers of so many tokens at most.
-    pub fn start_with(client: LlmServiceClient<Channel>, prompts: Vec<String>, tokens: u32, began: Instant) -> Self {
+    pub fn start_with(
+        client: LlmServiceClient<Channel>,
+        prompts: Vec<String>,
+        tokens: u32,
+        began: Instant,
+    ) -> Self {
         let outcome = Arc::new(Mutex::new(Outcome::default()));
         let enough = Arc::new(AtomicBool::new(false));
         let pieces = Pieces::default();
         let phase = Phases::default();
-        let words = Words { prompts, tokens, pieces: Arc::clone(&pieces), phase: Arc::clone(&phase) };
-        let task = tokio::spawn(talk(client, words, began, Arc::clone(&outcome), Arc::clone(&enough)));
-        Self { outcome, enough, pieces, phase, task }
+        let words = Words {
+            prompts,
+            tokens,
+            pieces: Arc::clone(&pieces),
+            phase: Arc::clone(&phase),
+        };
+        let task = tokio::spawn(talk(
+            client,
+            words,
+            began,
+            Arc::clone(&outcome),
+            Arc::clone(&enough),
+        ));
+        Self {
+            outcome,
+            enough,
+            pieces,
+            phase,
+            task,
+        }
     }
 
     /// What the LLM does for the request under way, and since when.
@@ -95,22 +117,33 @@ impl Talk {
     /// Tokens per second of late.
     pub fn rate(&self) -> f64 {
         let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        let recent = pieces.iter().filter(|at| at.elapsed() < RATE_WINDOW).count();
+        let recent = pieces
+            .iter()
+            .filter(|at| at.elapsed() < RATE_WINDOW)
+            .count();
         // At the beginning there is less to look back on.
-        let span = pieces.front().map_or(RATE_WINDOW, |first| first.elapsed().min(RATE_WINDOW));
+        let span = pieces
+            .front()
+            .map_or(RATE_WINDOW, |first| first.elapsed().min(RATE_WINDOW));
         u32::try_from(recent).map_or(0.0, f64::from) / span.as_secs_f64().max(f64::EPSILON)
     }
 
     /// How it stands.
     pub fn outcome(&self) -> Outcome {
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.outcome
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 
     /// Lets the story under way end, and stops.
     pub async fn stop(self) -> Outcome {
         self.enough.store(true, Ordering::Relaxed);
         let _ = self.task.await;
-        self.outcome.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        self.outcome
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .clone()
     }
 }
 
@@ -137,7 +170,10 @@ impl Words {
         let now = Instant::now();
         let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
         pieces.push_back(now);
-        while pieces.front().is_some_and(|at| now.duration_since(*at) > RATE_WINDOW) {
+        while pieces
+            .front()
+            .is_some_and(|at| now.duration_since(*at) > RATE_WINDOW)
+        {
             pieces.pop_front();
         }
     }
@@ -160,7 +196,10 @@ async fn talk(
             Ok((text, tokens)) => {
                 outcome.stories += 1;
                 outcome.tokens += u64::from(tokens);
-                let first = outcome.reported.entry(which).or_insert_with(|| text.clone());
+                let first = outcome
+                    .reported
+                    .entry(which)
+                    .or_insert_with(|| text.clone());
                 outcome.different += u64::from(*first != text);
             }
             Err(problem) => {
@@ -174,7 +213,11 @@ async fn talk(
     }
 }
 
-async fn story(client: &mut LlmServiceClient<Channel>, words: &Words, which: usize) -> Result<(String, u32), String> {
+async fn story(
+    client: &mut LlmServiceClient<Channel>,
+    words: &Words,
+    which: usize,
+) -> Result<(String, u32), String> {
     words.begin(Phase::Prompt);
     let request = GenerateRequest {
         input: Some(Input::Conversation(Conversation {
@@ -183,7 +226,10 @@ async fn story(client: &mut LlmServiceClient<Channel>, words: &Words, which: usi
                 content: words.prompts.get(which).cloned().unwrap_or_default(),
             }],
         })),
-        sampling: Some(SamplingOptions { temperature: Some(0.0), ..SamplingOptions::default() }),
+        sampling: Some(SamplingOptions {
+            temperature: Some(0.0),
+            ..SamplingOptions::default()
+        }),
         max_tokens: Some(words.tokens),
         stop: Vec::new(),
         context_shift: None,

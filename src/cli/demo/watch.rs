@@ -9,13 +9,11 @@ use std::{
 
 use tonic::transport::Channel;
 
-use crate::{
-    rpc::v1::{
-        EngineState, GetStatusRequest, GetStatusResponse, JournalEntry, LeaseKind, WatchEventsRequest,
-        operator_service_client::OperatorServiceClient,
-    },
-    units::{Bytes, Timestamp},
+use cotenant_rpc::v1::{
+    EngineState, GetStatusRequest, GetStatusResponse, JournalEntry, LeaseKind, WatchEventsRequest,
+    operator_service_client::OperatorServiceClient,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// Time between two looks at the status.
 const LOOK: Duration = Duration::from_millis(50);
@@ -80,9 +78,18 @@ impl Watch {
         neighbour: Arc<Mutex<Option<u32>>>,
     ) -> Self {
         let seen = Arc::new(Mutex::new(Seen::default()));
-        let looking = tokio::spawn(look(client.clone(), daemon, began, neighbour, Arc::clone(&seen)));
+        let looking = tokio::spawn(look(
+            client.clone(),
+            daemon,
+            began,
+            neighbour,
+            Arc::clone(&seen),
+        ));
         let reading = tokio::spawn(read(client, began, Arc::clone(&seen)));
-        Self { seen, tasks: vec![looking, reading] }
+        Self {
+            seen,
+            tasks: vec![looking, reading],
+        }
     }
 
     /// The last status.
@@ -106,7 +113,11 @@ impl Watch {
     }
 
     /// Waits until the status is as wanted; `false` when it is not within `limit`.
-    pub async fn until(&self, limit: Duration, wanted: impl Fn(&GetStatusResponse) -> bool) -> bool {
+    pub async fn until(
+        &self,
+        limit: Duration,
+        wanted: impl Fn(&GetStatusResponse) -> bool,
+    ) -> bool {
         let end = Instant::now() + limit;
         while Instant::now() < end {
             if self.status().is_some_and(|status| wanted(&status)) {
@@ -140,7 +151,8 @@ async fn look(
             Ok(status) => status.into_inner(),
             Err(status) => {
                 let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-                seen.failures.push(format!("GetStatus: {}", status.message()));
+                seen.failures
+                    .push(format!("GetStatus: {}", status.message()));
                 return;
             }
         };
@@ -148,7 +160,13 @@ async fn look(
         let engine = engine_use(&status).or_else(|| Some(process.saturating_sub(supervisor?)));
         let engine = engine.unwrap_or(Bytes::ZERO).min(process);
         supervisor = Some(process.saturating_sub(engine));
-        let look = owners(&status, engine, process, neighbour, Timestamp::START + began.elapsed());
+        let look = owners(
+            &status,
+            engine,
+            process,
+            neighbour,
+            Timestamp::START + began.elapsed(),
+        );
         let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
         seen.looks.push(look);
         seen.status = Some(status);
@@ -164,13 +182,22 @@ fn engine_use(status: &GetStatusResponse) -> Option<Bytes> {
         EngineState::Ready | EngineState::Loading => return None,
         _ => return Some(Bytes::ZERO),
     }
-    let lease = status.leases.iter().find(|lease| lease.kind() == LeaseKind::Engine)?;
+    let lease = status
+        .leases
+        .iter()
+        .find(|lease| lease.kind() == LeaseKind::Engine)?;
     Some(Bytes::new(lease.used_bytes?))
 }
 
 /// Who uses what: workers and the neighbour by their processes, the LLM by its own mappings, the supervisor by what is
 /// left of the daemon's process.
-fn owners(status: &GetStatusResponse, engine: Bytes, process: Bytes, neighbour: Option<u32>, at: Timestamp) -> Look {
+fn owners(
+    status: &GetStatusResponse,
+    engine: Bytes,
+    process: Bytes,
+    neighbour: Option<u32>,
+    at: Timestamp,
+) -> Look {
     let mut owners = BTreeMap::new();
     owners.insert("llm".to_owned(), engine);
     owners.insert("supervisor".to_owned(), process.saturating_sub(engine));
@@ -178,15 +205,23 @@ fn owners(status: &GetStatusResponse, engine: Bytes, process: Bytes, neighbour: 
         let used = worker.pid.and_then(pss).unwrap_or(Bytes::ZERO);
         owners.insert(worker.name.clone(), used);
     }
-    owners.insert("neighbour".to_owned(), neighbour.and_then(pss).unwrap_or(Bytes::ZERO));
+    owners.insert(
+        "neighbour".to_owned(),
+        neighbour.and_then(pss).unwrap_or(Bytes::ZERO),
+    );
     let budget = status.budget.unwrap_or_default();
-    Look { at, owners, held: Bytes::new(budget.held_bytes), budget: Bytes::new(budget.budget_bytes) }
+    Look {
+        at,
+        owners,
+        held: Bytes::new(budget.held_bytes),
+        budget: Bytes::new(budget.budget_bytes),
+    }
 }
 
 /// Proportional set size of a process, from the kernel.
 pub fn pss(pid: u32) -> Option<Bytes> {
-    let proc = crate::probe::ProbeRoot::default().proc;
-    let memory = crate::probe::processes::ProcessMemory::read(&proc, pid).ok()??;
+    let proc = cotenant_probe::ProbeRoot::default().proc;
+    let memory = cotenant_probe::processes::ProcessMemory::read(&proc, pid).ok()??;
     Some(memory.pss)
 }
 
@@ -203,19 +238,27 @@ pub async fn until_pss(pid: u32, wanted: Bytes, limit: Duration) -> bool {
 }
 
 async fn read(mut client: OperatorServiceClient<Channel>, began: Instant, seen: Arc<Mutex<Seen>>) {
-    let request = WatchEventsRequest { after_sequence: 0, boot_id: String::new(), no_follow: false };
+    let request = WatchEventsRequest {
+        after_sequence: 0,
+        boot_id: String::new(),
+        no_follow: false,
+    };
     let mut stream = match client.watch_events(request).await {
         Ok(stream) => stream.into_inner(),
         Err(status) => {
             let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
-            seen.failures.push(format!("WatchEvents: {}", status.message()));
+            seen.failures
+                .push(format!("WatchEvents: {}", status.message()));
             return;
         }
     };
     while let Ok(Some(message)) = stream.message().await {
         if let Some(entry) = message.entry {
             let line = line_of(entry, Timestamp::START + began.elapsed());
-            seen.lock().unwrap_or_else(PoisonError::into_inner).lines.push(line);
+            seen.lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .lines
+                .push(line);
         }
     }
 }

@@ -16,21 +16,19 @@ use serde_json::json;
 
 use super::{disk::DiskRates, refused::refused};
 use crate::{
-    cli::{
-        Global, Output,
-        exit::{self, CliError},
-        output,
-        progress::Progress,
-    },
-    engine::{Engine, Model, ModelOptions, PartTime, protocol::Inspected},
-    policy::{
-        params::EngineParams,
-        residency::{ModelShape, PlanLimits},
-        streaming::Calibration,
-    },
-    probe::{ProbeRoot, cores::usable_cores, host::Host},
-    units::Tokens,
+    Global, Output,
+    exit::{self, CliError},
+    output,
+    progress::Progress,
 };
+use cotenant_engine::{Engine, Model, ModelOptions, PartTime, protocol::Inspected};
+use cotenant_policy::{
+    params::EngineParams,
+    residency::{ModelShape, PlanLimits},
+    streaming::Calibration,
+};
+use cotenant_probe::{ProbeRoot, cores::usable_cores, host::Host};
+use cotenant_units::Tokens;
 
 /// Arguments of `calibrate`.
 #[derive(Clone, Debug, clap::Args)]
@@ -79,21 +77,38 @@ impl LayerCosts {
         let first = rounds.first()?;
         let mut error_percent = 0;
         let parts = first.iter().enumerate().map(|(place, part)| {
-            let mut times: Vec<u64> = rounds.iter().filter_map(|round| Some(round.get(place)?.ns_per_mib)).collect();
+            let mut times: Vec<u64> = rounds
+                .iter()
+                .filter_map(|round| Some(round.get(place)?.ns_per_mib))
+                .collect();
             times.sort_unstable();
-            let (least, most) = (times.first().copied().unwrap_or(1).max(1), times.last().copied().unwrap_or(1));
-            error_percent = error_percent.max(most.saturating_sub(least).saturating_mul(100) / least);
-            (part.bytes.get(), times.get(times.len() / 2).copied().unwrap_or(0))
+            let (least, most) = (
+                times.first().copied().unwrap_or(1).max(1),
+                times.last().copied().unwrap_or(1),
+            );
+            error_percent =
+                error_percent.max(most.saturating_sub(least).saturating_mul(100) / least);
+            (
+                part.bytes.get(),
+                times.get(times.len() / 2).copied().unwrap_or(0),
+            )
         });
         let parts = parts.collect();
-        Some(Self { error_percent, parts })
+        Some(Self {
+            error_percent,
+            parts,
+        })
     }
 
     /// Whether they are those of this model, and known better than their mean.
     pub(crate) fn are_of(&self, shape: &ModelShape) -> bool {
         self.error_percent <= LAYERS_ERROR_MAX
             && self.parts.len() == shape.layers.len()
-            && self.parts.iter().zip(&shape.layers).all(|((bytes, _), part)| *bytes == part.resident_bytes.get())
+            && self
+                .parts
+                .iter()
+                .zip(&shape.layers)
+                .all(|((bytes, _), part)| *bytes == part.resident_bytes.get())
     }
 
     /// What a part takes for each MiB, in thousandths of the mean.
@@ -103,7 +118,10 @@ impl LayerCosts {
             bytes += u128::from(*size);
             time += u128::from(*size) * u128::from(*ns);
         }
-        let ns = usize::try_from(part).ok().and_then(|part| self.parts.get(part)).map_or(0, |(_, ns)| *ns);
+        let ns = usize::try_from(part)
+            .ok()
+            .and_then(|part| self.parts.get(part))
+            .map_or(0, |(_, ns)| *ns);
         u64::try_from(u128::from(ns) * 1000 * bytes / time.max(1)).unwrap_or(u64::MAX)
     }
 
@@ -142,30 +160,47 @@ impl Coefficients {
     /// Those that were kept in `path`; `None` when there are none.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
         let cannot = |error: std::io::Error| {
-            let hint = (error.kind() == ErrorKind::PermissionDenied)
-                .then(|| "run as root, or name coefficients of your own with --calibration".to_owned());
+            let hint = (error.kind() == ErrorKind::PermissionDenied).then(|| {
+                "run as root, or name coefficients of your own with --calibration".to_owned()
+            });
             CliError::failed(format!("cannot read `{}`", path.display()), error).with_hint(hint)
         };
         let mut text = String::new();
         match File::open(path) {
-            Ok(file) => file.take(FILE_MAX).read_to_string(&mut text).map_err(cannot)?,
-            Err(error) if error.kind() == ErrorKind::NotFound && path == Path::new(DEFAULT_FILE) => return Ok(None),
+            Ok(file) => file
+                .take(FILE_MAX)
+                .read_to_string(&mut text)
+                .map_err(cannot)?,
+            Err(error)
+                if error.kind() == ErrorKind::NotFound && path == Path::new(DEFAULT_FILE) =>
+            {
+                return Ok(None);
+            }
             Err(error) => return Err(cannot(error)),
         };
         let parsed = serde_json::from_str(&text);
         parsed.map(Some).map_err(|error| {
-            CliError::failed(format!("cannot use the coefficients in `{}`", path.display()), error)
-                .with_hint("measure again with `cotenant calibrate MODEL`".to_owned())
-                .with_code(exit::CONFIG)
+            CliError::failed(
+                format!("cannot use the coefficients in `{}`", path.display()),
+                error,
+            )
+            .with_hint("measure again with `cotenant calibrate MODEL`".to_owned())
+            .with_code(exit::CONFIG)
         })
     }
 
     /// Those that rounds of the engine and the reading of a disk come to; `None` without a round.
-    pub(crate) fn of(mut rounds: Vec<Calibration>, disk: DiskRates, setting: Setting) -> Option<Self> {
+    pub(crate) fn of(
+        mut rounds: Vec<Calibration>,
+        disk: DiskRates,
+        setting: Setting,
+    ) -> Option<Self> {
         rounds.sort_by_key(|round| round.compute_ns_per_mib);
         let middle = rounds.get(rounds.len() / 2).copied()?;
         // The disk that a long answer meets.
-        let reading = middle.read_ns_per_mib.max(1_000_000_000 / disk.sustained_mib_per_s.max(1));
+        let reading = middle
+            .read_ns_per_mib
+            .max(1_000_000_000 / disk.sustained_mib_per_s.max(1));
         Some(Self {
             calibration: middle.with_reading(reading),
             disk,
@@ -198,10 +233,15 @@ impl<'a> Kept<'a> {
             .custom_flags(no_links)
             .open(&written);
         let file = opened.map_err(|error| {
-            CliError::failed(format!("cannot write `{}`", path.display()), error)
-                .with_hint("nothing was measured; run as root, or name another file with --out".to_owned())
+            CliError::failed(format!("cannot write `{}`", path.display()), error).with_hint(
+                "nothing was measured; run as root, or name another file with --out".to_owned(),
+            )
         })?;
-        Ok(Self { path, written, file })
+        Ok(Self {
+            path,
+            written,
+            file,
+        })
     }
 
     fn keep(mut self, text: &str) -> Result<(), CliError> {
@@ -210,7 +250,9 @@ impl<'a> Kept<'a> {
             .write_all(text.as_bytes())
             .and_then(|()| self.file.sync_all())
             .and_then(|()| fs::rename(&self.written, self.path));
-        kept.map_err(|error| CliError::failed(format!("cannot write `{}`", self.path.display()), error))
+        kept.map_err(|error| {
+            CliError::failed(format!("cannot write `{}`", self.path.display()), error)
+        })
     }
 }
 
@@ -226,17 +268,27 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     let cannot = |act: &str| format!("cannot {act} `{}`", args.model.display());
     let threads = args.threads.map_or_else(threads_here, usize::from);
     let failed = |error| CliError::failed(cannot("load"), error);
-    let inspected = Engine::inspect_with(&args.model, None, threads).map_err(|error| refused(&error))?;
+    let inspected =
+        Engine::inspect_with(&args.model, None, threads).map_err(|error| refused(&error))?;
     let kept = Kept::open(&args.out)?;
     let mut progress = Progress::new();
     let whole = u64::from(ROUNDS) + READING_TIME.as_secs();
     let mut show = |done: u64, what: &str| progress.show(done, whole, what);
-    let disk = DiskRates::measure(&args.model, READING_TIME, &mut |at| show(at.as_secs(), "reading the disk"))
-        .map_err(|error| CliError::failed(cannot("measure the disk of"), error))?;
+    let disk = DiskRates::measure(&args.model, READING_TIME, &mut |at| {
+        show(at.as_secs(), "reading the disk");
+    })
+    .map_err(|error| CliError::failed(cannot("measure the disk of"), error))?;
     show(READING_TIME.as_secs(), "loading the model");
-    let engine = EngineParams { kv_wanted: Tokens::new(512), kv_floor: Tokens::new(512), ..EngineParams::default() };
-    let plan = inspected.shape.full_plan(&PlanLimits::new(&engine, Tokens::ZERO));
-    let mut model = Model::open(&args.model, &plan, &ModelOptions::for_threads(threads)).map_err(failed)?;
+    let engine = EngineParams {
+        kv_wanted: Tokens::new(512),
+        kv_floor: Tokens::new(512),
+        ..EngineParams::default()
+    };
+    let plan = inspected
+        .shape
+        .full_plan(&PlanLimits::new(&engine, Tokens::ZERO));
+    let mut model =
+        Model::open(&args.model, &plan, &ModelOptions::for_threads(threads)).map_err(failed)?;
     let (mut rounds, mut layers) = (Vec::new(), Vec::new());
     for round in 0..ROUNDS {
         show(READING_TIME.as_secs() + u64::from(round), "computing");
@@ -247,7 +299,8 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
     }
     drop(progress);
     let taken = rounds.len();
-    let Some(mut coefficients) = Coefficients::of(rounds, disk, Setting::here(&inspected, threads)) else {
+    let Some(mut coefficients) = Coefficients::of(rounds, disk, Setting::here(&inspected, threads))
+    else {
         return Err(CliError::plain(cannot("measure with"), exit::FAILED));
     };
     coefficients.layers = LayerCosts::of(&layers);
@@ -265,11 +318,17 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
             coefficients.setting.weights,
             coefficients.setting.processor,
             coefficients.error_percent,
-            coefficients.layers.as_ref().map_or_else(String::new, |layers| {
-                let (slow, fast) = layers.range();
-                let parts = layers.parts.len();
-                format!("layers: {parts} parts of {slow} to {fast} MiB/s, ± {} %\n", layers.error_percent)
-            }),
+            coefficients
+                .layers
+                .as_ref()
+                .map_or_else(String::new, |layers| {
+                    let (slow, fast) = layers.range();
+                    let parts = layers.parts.len();
+                    format!(
+                        "layers: {parts} parts of {slow} to {fast} MiB/s, ± {} %\n",
+                        layers.error_percent
+                    )
+                }),
             disk.burst_mib_per_s,
             disk.sustained_mib_per_s,
             disk.slow_mib_per_s,
@@ -289,7 +348,9 @@ pub(super) fn threads_here() -> usize {
 fn spread(rounds: &[Calibration]) -> u64 {
     let of = |rounds: &[Calibration], least: bool| {
         let times = rounds.iter().map(|round| round.compute_ns_per_mib);
-        if least { times.min() } else { times.max() }.unwrap_or(1).max(1)
+        if least { times.min() } else { times.max() }
+            .unwrap_or(1)
+            .max(1)
     };
     let (least, most) = (of(rounds, true), of(rounds, false));
     (most - least).saturating_mul(100) / least
@@ -316,23 +377,39 @@ mod tests {
         fs::write(file.path(), "{}").unwrap();
         let error = Coefficients::read(file.path()).unwrap_err();
         assert_eq!(error.code(), exit::CONFIG);
-        assert_eq!(error.hint().unwrap_or_default(), "measure again with `cotenant calibrate MODEL`");
+        assert_eq!(
+            error.hint().unwrap_or_default(),
+            "measure again with `cotenant calibrate MODEL`"
+        );
         // Absent is only what is not there; a folder in its place is a fault.
         let error = Coefficients::read(Path::new("/")).unwrap_err();
         assert_eq!(error.code(), exit::FAILED);
     }
 
     #[test]
-    fn a_file_that_cannot_be_written_is_refused_before_the_measurement_and_left_as_it_was_after_a_failure() {
+    fn a_file_that_cannot_be_written_is_refused_before_the_measurement_and_left_as_it_was_after_a_failure()
+     {
         let folder = tempfile::tempdir().unwrap();
         let out = folder.path().join("calibration.json");
         fs::write(&out, "before").unwrap();
         drop(Kept::open(&out).unwrap());
         assert_eq!(fs::read_to_string(&out).unwrap(), "before");
-        assert_eq!(folder.path().read_dir().unwrap().count(), 1, "nothing is left beside it");
+        assert_eq!(
+            folder.path().read_dir().unwrap().count(),
+            1,
+            "nothing is left beside it"
+        );
         Kept::open(&out).unwrap().keep("after").unwrap();
         assert_eq!(fs::read_to_string(&out).unwrap(), "after");
-        let error = Kept::open(&folder.path().join("absent/calibration.json")).err().unwrap();
-        assert!(error.hint().unwrap_or_default().starts_with("nothing was measured"), "{error}");
+        let error = Kept::open(&folder.path().join("absent/calibration.json"))
+            .err()
+            .unwrap();
+        assert!(
+            error
+                .hint()
+                .unwrap_or_default()
+                .starts_with("nothing was measured"),
+            "{error}"
+        );
     }
 }

@@ -9,20 +9,18 @@ use super::{
     forecast::{Forecast, Stack},
 };
 use crate::{
-    cli::{
-        Global, Output,
-        exit::{self, CliError},
-        output::{self, Column, Table},
-    },
-    config::Config,
-    engine::{
-        hugging_face::inspect_shape,
-        spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
-    },
-    policy::params::EngineParams,
-    units::Tokens,
+    Global, Output,
+    exit::{self, CliError},
+    output::{self, Column, Table},
 };
+use cotenant_config::Config;
+use cotenant_engine::{
+    hugging_face::inspect_shape,
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+};
+use cotenant_policy::params::EngineParams;
+use cotenant_units::Tokens;
 
 /// Arguments of `catalogue`.
 #[derive(Clone, Debug, clap::Args)]
@@ -41,7 +39,8 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
         Some(name) => vec![Device::named(name)?],
         None => Device::boards().collect(),
     };
-    let defaults = Config::parse("").map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
+    let defaults =
+        Config::parse("").map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
     let mut table = Table::new(
         [
             Column::Text("MODEL"),
@@ -55,19 +54,29 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
     );
     let mut entries = Vec::new();
     for (name, model) in models(args.weights) {
-        let inspected =
-            inspect_shape(&model, THREADS).map_err(|error| CliError::failed(format!("cannot plan {name}"), error))?;
+        let inspected = inspect_shape(&model, THREADS)
+            .map_err(|error| CliError::failed(format!("cannot plan {name}"), error))?;
         for device in &devices {
-            let stack = Stack::alone(device.memory, defaults.budget.reserve_of(device.memory), EngineParams::default());
-            let forecast = Forecast::new(device, &stack, &inspected)
-                .map_err(|error| CliError::failed(format!("cannot plan {name} on {}", device.name), error))?;
+            let stack = Stack::alone(
+                device.memory,
+                defaults.budget.reserve_of(device.memory),
+                EngineParams::default(),
+            );
+            let forecast = Forecast::new(device, &stack, &inspected).map_err(|error| {
+                CliError::failed(format!("cannot plan {name} on {}", device.name), error)
+            })?;
             let (context, note) = match (forecast.context_resident, forecast.context_streamed) {
                 (Tokens::ZERO, Tokens::ZERO) => (Tokens::ZERO, "does not fit"),
                 (Tokens::ZERO, streamed) => (streamed, "layers are streamed"),
-                (resident, _) if resident == inspected.shape.context_max => (resident, "the model's own limit"),
+                (resident, _) if resident == inspected.shape.context_max => {
+                    (resident, "the model's own limit")
+                }
                 (resident, _) => (resident, ""),
             };
-            let speed = forecast.modes.first().map_or([0; 3], |mode| mode.milli_tokens_per_s);
+            let speed = forecast
+                .modes
+                .first()
+                .map_or([0; 3], |mode| mode.milli_tokens_per_s);
             table.row([
                 name.to_owned(),
                 device.name.clone(),
@@ -97,8 +106,9 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
 
 /// A type of weights by name.
 pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
-    TypeMix::named(&text.to_ascii_lowercase())
-        .ok_or_else(|| "not a type of weights; known are q4_k_m, q4_0, q5_k, q6_k, q8_0, f16 and bf16".to_owned())
+    TypeMix::named(&text.to_ascii_lowercase()).ok_or_else(|| {
+        "not a type of weights; known are q4_k_m, q4_0, q5_k, q6_k, q8_0, f16 and bf16".to_owned()
+    })
 }
 
 /// Shapes by their published configurations.
@@ -109,8 +119,27 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
         ("Qwen3-0.6B", qwen3.clone()),
         ("Qwen3.5-0.8B", Synthetic::qwen35_0_8b(types, 0)),
         ("Llama-3.2-1B", llama.clone()),
-        ("Llama-3.2-3B", Synthetic { layers: 28, width: 3072, heads: 24, head_dim: 128, rotary: 128, ..llama.clone() }),
-        ("Qwen3-4B", Synthetic { layers: 36, width: 2560, feed_forward: 9728, heads: 32, ..qwen3.clone() }),
+        (
+            "Llama-3.2-3B",
+            Synthetic {
+                layers: 28,
+                width: 3072,
+                heads: 24,
+                head_dim: 128,
+                rotary: 128,
+                ..llama.clone()
+            },
+        ),
+        (
+            "Qwen3-4B",
+            Synthetic {
+                layers: 36,
+                width: 2560,
+                feed_forward: 9728,
+                heads: 32,
+                ..qwen3.clone()
+            },
+        ),
         ("Qwen3.5-4B", Synthetic::qwen35_4b(types, 0)),
         (
             "Gemma-3-4B",
@@ -158,9 +187,26 @@ fn models(types: TypeMix) -> Vec<(&'static str, Synthetic)> {
         ),
         (
             "Qwen3-8B",
-            Synthetic { layers: 36, width: 4096, feed_forward: 12_288, heads: 32, tied: false, ..qwen3.clone() },
+            Synthetic {
+                layers: 36,
+                width: 4096,
+                feed_forward: 12_288,
+                heads: 32,
+                tied: false,
+                ..qwen3.clone()
+            },
         ),
-        ("Qwen3-14B", Synthetic { layers: 40, width: 5120, feed_forward: 17_408, heads: 40, tied: false, ..qwen3 }),
+        (
+            "Qwen3-14B",
+            Synthetic {
+                layers: 40,
+                width: 5120,
+                feed_forward: 17_408,
+                heads: 40,
+                tied: false,
+                ..qwen3
+            },
+        ),
     ]
 }
 
@@ -170,14 +216,20 @@ const THREADS: usize = 4;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::units::Bytes;
+    use cotenant_units::Bytes;
 
     #[test]
     fn models_of_the_catalogue_have_the_size_of_their_names() {
         for (name, model) in models(TypeMix::Q4KM) {
             let inspected = inspect_shape(&model, 1).unwrap();
             let elements: u64 = inspected.tensors.iter().map(|group| group.elements).sum();
-            let named: f64 = name.rsplit('-').next().unwrap().trim_end_matches('B').parse().unwrap();
+            let named: f64 = name
+                .rsplit('-')
+                .next()
+                .unwrap()
+                .trim_end_matches('B')
+                .parse()
+                .unwrap();
             #[expect(clippy::cast_precision_loss, reason = "for a ratio")]
             let ratio = elements as f64 / (named * 1e9);
             assert!((0.92..1.25).contains(&ratio), "{name}: {elements}");
@@ -188,7 +240,11 @@ mod tests {
     #[test]
     fn qwen3_5_4b_takes_half_of_what_was_published_for_another_engine() {
         let device = Device::named("orin-nx-16g").unwrap();
-        let stack = Stack::alone(device.memory, Bytes::from_mib(1252), EngineParams::default());
+        let stack = Stack::alone(
+            device.memory,
+            Bytes::from_mib(1252),
+            EngineParams::default(),
+        );
         let inspected = inspect_shape(&Synthetic::qwen35_4b(TypeMix::Q4KM, 0), THREADS).unwrap();
         let forecast = Forecast::new(&device, &stack, &inspected).unwrap();
         let total = forecast.llm.total.whole_mib();

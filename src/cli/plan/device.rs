@@ -5,15 +5,13 @@ use std::{fs::File, io::Read as _, path::Path};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    cli::{
-        exit::{self, CliError},
-        plan::calibrate::{Coefficients, LayerCosts, Setting},
-    },
-    config::parse_size,
-    policy::{speed::Speed, streaming::Calibration},
-    probe::{ProbeRoot, Sampler},
-    units::Bytes,
+    exit::{self, CliError},
+    plan::calibrate::{Coefficients, LayerCosts, Setting},
 };
+use cotenant_config::parse_size;
+use cotenant_policy::{speed::Speed, streaming::Calibration};
+use cotenant_probe::{ProbeRoot, Sampler};
+use cotenant_units::Bytes;
 
 /// A device, as far as a plan needs it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -62,7 +60,10 @@ impl Rates {
         Self {
             memory_mib_per_s,
             disk_mib_per_s,
-            disk_interval_mib_per_s: [part(100u64.saturating_sub(error_percent)), part(100 + error_percent)],
+            disk_interval_mib_per_s: [
+                part(100u64.saturating_sub(error_percent)),
+                part(100 + error_percent),
+            ],
             error_percent,
         }
     }
@@ -92,11 +93,41 @@ struct Board {
 /// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for kernels on the CPU of a
 /// Jetson, and for the Pi what answers of a model of 1 GiB amount to. Disk: our assumption for sustained large reads of NVMe.
 const BOARDS: [Board; 5] = [
-    Board { name: "orin-nx-16g", memory_mib: 15_656, cma_mib: 256, memory_mib_per_s: 29_300, disk_mib_per_s: 1900 },
-    Board { name: "orin-nano-8g", memory_mib: 7619, cma_mib: 256, memory_mib_per_s: 19_450, disk_mib_per_s: 1900 },
-    Board { name: "agx-orin-64g", memory_mib: 62_841, cma_mib: 256, memory_mib_per_s: 58_600, disk_mib_per_s: 1900 },
-    Board { name: "thor", memory_mib: 125_772, cma_mib: 256, memory_mib_per_s: 78_100, disk_mib_per_s: 1900 },
-    Board { name: "rpi5-16g", memory_mib: 16_218, cma_mib: 64, memory_mib_per_s: 8000, disk_mib_per_s: 380 },
+    Board {
+        name: "orin-nx-16g",
+        memory_mib: 15_656,
+        cma_mib: 256,
+        memory_mib_per_s: 29_300,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "orin-nano-8g",
+        memory_mib: 7619,
+        cma_mib: 256,
+        memory_mib_per_s: 19_450,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "agx-orin-64g",
+        memory_mib: 62_841,
+        cma_mib: 256,
+        memory_mib_per_s: 58_600,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "thor",
+        memory_mib: 125_772,
+        cma_mib: 256,
+        memory_mib_per_s: 78_100,
+        disk_mib_per_s: 1900,
+    },
+    Board {
+        name: "rpi5-16g",
+        memory_mib: 16_218,
+        cma_mib: 64,
+        memory_mib_per_s: 8000,
+        disk_mib_per_s: 380,
+    },
 ];
 
 /// Nothing was measured on these: half to one and a half of what is stated.
@@ -131,7 +162,11 @@ impl Device {
             name: board.name.to_owned(),
             memory: Bytes::from_mib(board.memory_mib),
             cma: Bytes::from_mib(board.cma_mib),
-            rates: Rates::within(board.memory_mib_per_s, board.disk_mib_per_s, UNMEASURED_PERCENT),
+            rates: Rates::within(
+                board.memory_mib_per_s,
+                board.disk_mib_per_s,
+                UNMEASURED_PERCENT,
+            ),
             calibration: None,
             layers: None,
             measured_with: None,
@@ -146,8 +181,10 @@ impl Device {
         }
         if !Path::new(name).exists() {
             let known: Vec<_> = BOARDS.iter().map(|board| board.name).collect();
-            let error = format!("cannot plan for device `{name}`: neither a known board nor a file");
-            return Err(CliError::plain(error, exit::USAGE).with_hint(format!("known boards: {}", known.join(", "))));
+            let error =
+                format!("cannot plan for device `{name}`: neither a known board nor a file");
+            return Err(CliError::plain(error, exit::USAGE)
+                .with_hint(format!("known boards: {}", known.join(", "))));
         }
         Self::read(Path::new(name))
     }
@@ -158,9 +195,11 @@ impl Device {
         File::open(path)
             .and_then(|file| file.take(DEVICE_FILE_MAX).read_to_string(&mut text))
             .map_err(|error| CliError::failed(act(), error))?;
-        let file: DeviceFile = serde_yaml::from_str(&text).map_err(|error| CliError::failed(act(), error))?;
+        let file: DeviceFile =
+            serde_yaml::from_str(&text).map_err(|error| CliError::failed(act(), error))?;
         let size = |key: &str, text: &str| {
-            parse_size(text).map_err(|error| CliError::failed(format!("{}: {key}: `{text}`", act()), error))
+            parse_size(text)
+                .map_err(|error| CliError::failed(format!("{}: {key}: `{text}`", act()), error))
         };
         let rate = |key: &str, text: &str| {
             let per_s = size(key, text)?;
@@ -192,11 +231,17 @@ impl Device {
         let kept = Coefficients::read(kept)?;
         let root = ProbeRoot::default();
         let cannot = |error| CliError::failed("cannot read the memory of this machine", error);
-        let reading = Sampler::open(&root, None).and_then(|mut sampler| sampler.read()).map_err(cannot)?;
+        let reading = Sampler::open(&root, None)
+            .and_then(|mut sampler| sampler.read())
+            .map_err(cannot)?;
         let (memory, cma) = (reading.total(), reading.meminfo.cma_total);
         let per_s = |ns_per_mib: u64| 1_000_000_000 / ns_per_mib.max(1);
         let field = Speed::FIELD;
-        let assumed = Rates::within(per_s(field.decode_ns_per_mib), per_s(field.read_ns_per_mib), UNMEASURED_PERCENT);
+        let assumed = Rates::within(
+            per_s(field.decode_ns_per_mib),
+            per_s(field.read_ns_per_mib),
+            UNMEASURED_PERCENT,
+        );
         Ok(Self {
             name: "this machine".to_owned(),
             memory,
@@ -211,23 +256,44 @@ impl Device {
 
     /// Widens the error by what was measured otherwise than it will run.
     pub(crate) fn compare(&mut self, runs_with: impl FnOnce() -> Setting) {
-        let Some(measured) = &self.measured_with else { return };
+        let Some(measured) = &self.measured_with else {
+            return;
+        };
         let runs = runs_with();
         let mut widen = |doubt: String, percent: u64| {
             self.doubts.push(format!("{doubt}: {percent} % more"));
-            self.rates.error_percent = self.rates.error_percent.saturating_add(percent).min(ERROR_MAX);
+            self.rates.error_percent = self
+                .rates
+                .error_percent
+                .saturating_add(percent)
+                .min(ERROR_MAX);
         };
         if measured.processor != runs.processor {
-            widen(format!("measured on {}, and this is {}", measured.processor, runs.processor), UNMEASURED_PERCENT);
+            widen(
+                format!(
+                    "measured on {}, and this is {}",
+                    measured.processor, runs.processor
+                ),
+                UNMEASURED_PERCENT,
+            );
         }
         if measured.threads != runs.threads {
             widen(
-                format!("measured on {} threads, and {} will compute", measured.threads, runs.threads),
+                format!(
+                    "measured on {} threads, and {} will compute",
+                    measured.threads, runs.threads
+                ),
                 OTHER_PERCENT,
             );
         }
         if measured.weights != runs.weights {
-            widen(format!("measured with {}, and most weights are {}", measured.weights, runs.weights), OTHER_PERCENT);
+            widen(
+                format!(
+                    "measured with {}, and most weights are {}",
+                    measured.weights, runs.weights
+                ),
+                OTHER_PERCENT,
+            );
         }
     }
 }
@@ -274,7 +340,11 @@ mod tests {
         let compared = |runs: Setting| {
             let rates = Rates::within(10_000, 1000, 10);
             let board = Device::boards().next().unwrap();
-            let mut device = Device { rates, measured_with: Some(measured.clone()), ..board };
+            let mut device = Device {
+                rates,
+                measured_with: Some(measured.clone()),
+                ..board
+            };
             device.compare(|| runs);
             (device.rates.error_percent, device.doubts.join("; "))
         };
@@ -293,7 +363,10 @@ mod tests {
 
     #[test]
     fn boards_are_known_by_name_and_others_by_file() {
-        assert_eq!(Device::named("orin-nx-16g").unwrap().memory, Bytes::from_mib(15_656));
+        assert_eq!(
+            Device::named("orin-nx-16g").unwrap().memory,
+            Bytes::from_mib(15_656)
+        );
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("box.yaml");
         let write = |text: &str| std::fs::write(&path, text).unwrap();
@@ -302,15 +375,26 @@ mod tests {
         assert_eq!(device.memory, Bytes::from_gib(4));
         assert_eq!(device.rates.disk_mib_per_s, 500);
         for (text, said) in [
-            ("{memory: 4, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}", "memory: `4`"),
-            ("{memory: 1MiB, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}", "below 192 MiB"),
+            (
+                "{memory: 4, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}",
+                "memory: `4`",
+            ),
+            (
+                "{memory: 1MiB, memory_bandwidth: 1GiB, disk_bandwidth: 1GiB}",
+                "below 192 MiB",
+            ),
             ("{memoryx: 1MiB}", "cannot read device file"),
         ] {
             write(text);
-            let error = Device::named(path.to_str().unwrap()).unwrap_err().to_string();
+            let error = Device::named(path.to_str().unwrap())
+                .unwrap_err()
+                .to_string();
             assert!(error.contains(said), "{error}");
         }
         let error = Device::named("orin").unwrap_err();
-        assert!(error.hint().unwrap_or_default().contains("orin-nano-8g"), "{error}");
+        assert!(
+            error.hint().unwrap_or_default().contains("orin-nano-8g"),
+            "{error}"
+        );
     }
 }

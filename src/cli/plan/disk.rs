@@ -16,13 +16,11 @@ use std::{
 use nix::fcntl::{OFlag, PosixFadviseAdvice, posix_fadvise};
 use serde::{Deserialize, Serialize};
 
-use crate::{
-    engine::{
-        arena::{Backing, Mapping},
-        reader::READERS,
-    },
-    units::Bytes,
+use cotenant_engine::{
+    arena::{Backing, Mapping},
+    reader::READERS,
 };
+use cotenant_units::Bytes;
 
 /// Rates of reading, MiB per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,19 +43,34 @@ impl DiskRates {
     /// Reads the file past the page cache for `limit`, from its beginning again where it is shorter, as the engine reads what it
     /// streams: by as many threads, into huge pages, of which a disk takes larger requests at once than of small ones.
     /// `progress` is called now and then with the time since the beginning.
-    pub(crate) fn measure(path: &Path, limit: Duration, progress: &mut dyn FnMut(Duration)) -> io::Result<Self> {
+    pub(crate) fn measure(
+        path: &Path,
+        limit: Duration,
+        progress: &mut dyn FnMut(Duration),
+    ) -> io::Result<Self> {
         Ok(Self::of(&Self::read(path, limit, progress)?))
     }
 
-    fn read(path: &Path, limit: Duration, progress: &mut dyn FnMut(Duration)) -> io::Result<Vec<Mark>> {
+    fn read(
+        path: &Path,
+        limit: Duration,
+        progress: &mut dyn FnMut(Duration),
+    ) -> io::Result<Vec<Mark>> {
         // Where the file system has no direct reading, what is read is dropped from the page cache instead.
-        let direct = OpenOptions::new().read(true).custom_flags(OFlag::O_DIRECT.bits()).open(path);
+        let direct = OpenOptions::new()
+            .read(true)
+            .custom_flags(OFlag::O_DIRECT.bits())
+            .open(path);
         let is_direct = direct.is_ok();
         let file = direct.or_else(|_| File::open(path))?;
         let pieces = file.metadata()?.len().div_ceil(PIECE.get());
         let drop_cache = || {
             let dropped = posix_fadvise(&file, 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
-            if is_direct { Ok(()) } else { dropped.map_err(io::Error::from) }
+            if is_direct {
+                Ok(())
+            } else {
+                dropped.map_err(io::Error::from)
+            }
         };
         drop_cache()?;
         let (next, began) = (AtomicU64::new(0), Instant::now());
@@ -83,8 +96,11 @@ impl DiskRates {
                 thread::sleep(LOOK.min(limit));
                 progress(began.elapsed());
             }
-            let ended =
-                readers.into_iter().map(|reader| reader.join().unwrap_or_else(|_| Err(io::ErrorKind::Other.into())));
+            let ended = readers.into_iter().map(|reader| {
+                reader
+                    .join()
+                    .unwrap_or_else(|_| Err(io::ErrorKind::Other.into()))
+            });
             ended.collect::<io::Result<Vec<()>>>()
         })?;
         // What was read here was not there before, and does not stay.
@@ -95,13 +111,24 @@ impl DiskRates {
 
     /// The rates of a reading.
     pub(crate) fn of(marks: &[Mark]) -> Self {
-        let (first, last) = (marks.first().copied().unwrap_or_default(), marks.last().copied().unwrap_or_default());
-        let burst = marks.iter().copied().take_while(|mark| mark.0 <= BURST_TIME).last();
+        let (first, last) = (
+            marks.first().copied().unwrap_or_default(),
+            marks.last().copied().unwrap_or_default(),
+        );
+        let burst = marks
+            .iter()
+            .copied()
+            .take_while(|mark| mark.0 <= BURST_TIME)
+            .last();
         let half = marks.iter().copied().find(|mark| mark.0 >= last.0 / 2);
         let sustained = rate(half.filter(|half| half.1 < last.1).unwrap_or(first), last);
         let mut windows = windows(marks);
         windows.sort_unstable();
-        let at = |per_mille: usize| windows.get(windows.len().saturating_sub(1) * per_mille / 1000).copied();
+        let at = |per_mille: usize| {
+            windows
+                .get(windows.len().saturating_sub(1) * per_mille / 1000)
+                .copied()
+        };
         Self {
             burst_mib_per_s: rate(first, burst.filter(|mark| mark.1 > 0).unwrap_or(last)),
             sustained_mib_per_s: sustained,
@@ -113,9 +140,14 @@ impl DiskRates {
 
 /// Rates of the windows after the first second, or of all where it was over before.
 fn windows(marks: &[Mark]) -> Vec<u64> {
-    let settled = marks.iter().position(|mark| mark.0 >= BURST_TIME).filter(|settled| marks.len() - settled > 1);
+    let settled = marks
+        .iter()
+        .position(|mark| mark.0 >= BURST_TIME)
+        .filter(|settled| marks.len() - settled > 1);
     let mut rest = marks.iter().copied().skip(settled.unwrap_or(0));
-    let Some(mut from) = rest.next() else { return Vec::new() };
+    let Some(mut from) = rest.next() else {
+        return Vec::new();
+    };
     let mut found = Vec::new();
     for mark in rest {
         if mark.0.saturating_sub(from.0) >= WINDOW {
@@ -129,7 +161,9 @@ fn windows(marks: &[Mark]) -> Vec<u64> {
 fn rate(from: Mark, to: Mark) -> u64 {
     let us = to.0.saturating_sub(from.0).as_micros().max(1);
     let per_s = u128::from(to.1.saturating_sub(from.1)) * 1_000_000 / us;
-    Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX)).whole_mib().max(1)
+    Bytes::new(u64::try_from(per_s).unwrap_or(u64::MAX))
+        .whole_mib()
+        .max(1)
 }
 
 const BURST_TIME: Duration = Duration::from_secs(1);
@@ -147,7 +181,11 @@ mod tests {
         let mut marks = vec![(Duration::ZERO, 0)];
         for tenth in 1..=80u64 {
             // 2000 MiB/s for a second, then 400.
-            let mib = if tenth <= 10 { tenth * 200 } else { 2000 + (tenth - 10) * 40 };
+            let mib = if tenth <= 10 {
+                tenth * 200
+            } else {
+                2000 + (tenth - 10) * 40
+            };
             marks.push((Duration::from_millis(tenth * 100), mib << 20));
         }
         let rates = |burst, sustained, slow, fast| DiskRates {
@@ -172,7 +210,10 @@ mod tests {
         let mut until = Duration::ZERO;
         let marks = DiskRates::read(file.path(), limit * 10, &mut |at| until = at).unwrap();
         assert!(until >= limit * 10, "{until:?}");
-        assert!(marks.last().is_some_and(|mark| mark.1 > 100_000), "it is read once only: {marks:?}");
+        assert!(
+            marks.last().is_some_and(|mark| mark.1 > 100_000),
+            "it is read once only: {marks:?}"
+        );
         assert!(DiskRates::measure(Path::new("/nowhere"), limit, &mut |_| {}).is_err());
     }
 }

@@ -5,17 +5,15 @@ use std::collections::BTreeSet;
 use serde::Serialize;
 
 use super::device::Device;
-use crate::{
-    engine::protocol::Inspected,
-    policy::{
-        kv_type::KvType,
-        params::{EngineParams, Params, ParamsError, ResidencyMode},
-        rehearsal::{Rehearsal, rehearse},
-        residency::{EnginePlan, ModelShape, PlanLimits},
-        streaming::Calibration,
-    },
-    units::{Bytes, Tokens},
+use cotenant_engine::protocol::Inspected;
+use cotenant_policy::{
+    kv_type::KvType,
+    params::{EngineParams, Params, ParamsError, ResidencyMode},
+    rehearsal::{Rehearsal, rehearse},
+    residency::{EnginePlan, ModelShape, PlanLimits},
+    streaming::Calibration,
 };
+use cotenant_units::{Bytes, Tokens};
 
 /// What is planned for.
 pub(crate) struct Stack {
@@ -28,8 +26,14 @@ pub(crate) struct Stack {
 impl Stack {
     /// An LLM alone, with the defaults.
     pub(crate) fn alone(memory: Bytes, reserve: Bytes, engine: EngineParams) -> Self {
-        let params = Params::for_budget(memory, reserve, crate::policy::params::Scope::Machine);
-        Self { mode: engine.mode, params: Params { engine: Some(engine), ..params } }
+        let params = Params::for_budget(memory, reserve, cotenant_policy::params::Scope::Machine);
+        Self {
+            mode: engine.mode,
+            params: Params {
+                engine: Some(engine),
+                ..params
+            },
+        }
     }
 
     fn engine(&self) -> EngineParams {
@@ -128,7 +132,11 @@ impl Verdict {
 
 impl Forecast {
     /// Computes it.
-    pub(crate) fn new(device: &Device, stack: &Stack, inspected: &Inspected) -> Result<Self, ParamsError> {
+    pub(crate) fn new(
+        device: &Device,
+        stack: &Stack,
+        inspected: &Inspected,
+    ) -> Result<Self, ParamsError> {
         let shape = &inspected.shape;
         let engine = stack.engine();
         let limits = PlanLimits::new(&engine, Tokens::ZERO).at_speed(device.rates.speed());
@@ -136,38 +144,54 @@ impl Forecast {
         let llm = Pieces::of(shape, &full);
         let floor = shape.plan_bytes(&shape.floor_plan(&limits));
         let pressure = &stack.params.pressure;
-        let kept = [stack.worker_peaks(), pressure.elevated_below, pressure.hysteresis];
-        let room = kept.into_iter().fold(stack.params.budget.bytes(), Bytes::saturating_sub);
+        let kept = [
+            stack.worker_peaks(),
+            pressure.elevated_below,
+            pressure.hysteresis,
+        ];
+        let room = kept
+            .into_iter()
+            .fold(stack.params.budget.bytes(), Bytes::saturating_sub);
         let rehearsal = rehearse(&stack.params, Some(shape))?;
-        let in_full = rehearsal
-            .plan
-            .as_ref()
-            .is_some_and(|plan| plan.resident.len() == shape.layers.len() && plan.kv_capacity >= full.kv_capacity);
+        let in_full = rehearsal.plan.as_ref().is_some_and(|plan| {
+            plan.resident.len() == shape.layers.len() && plan.kv_capacity >= full.kv_capacity
+        });
         let verdict = match (&rehearsal.waiting[..], in_full) {
             ([], true) => Verdict::Fits,
             ([], false) => Verdict::Reduced,
             _ => Verdict::Impossible,
         };
-        let modes = [ResidencyMode::Balanced, ResidencyMode::MaxContext, ResidencyMode::MaxSpeed]
-            .into_iter()
-            .filter_map(|mode| {
-                let plan = shape.plan(room, &PlanLimits { mode, ..limits }).ok()?;
-                Some(ModeForecast {
-                    mode,
-                    resident_layers: shape.resident_layers(&plan),
-                    context: plan.kv_capacity,
-                    bytes: shape.plan_bytes(&plan),
-                    milli_tokens_per_s: speeds(shape, &plan.resident, device),
-                })
+        let modes = [
+            ResidencyMode::Balanced,
+            ResidencyMode::MaxContext,
+            ResidencyMode::MaxSpeed,
+        ]
+        .into_iter()
+        .filter_map(|mode| {
+            let plan = shape.plan(room, &PlanLimits { mode, ..limits }).ok()?;
+            Some(ModeForecast {
+                mode,
+                resident_layers: shape.resident_layers(&plan),
+                context: plan.kv_capacity,
+                bytes: shape.plan_bytes(&plan),
+                milli_tokens_per_s: speeds(shape, &plan.resident, device),
             })
-            .collect();
+        })
+        .collect();
         Ok(Self {
             llm,
             floor,
             room,
             verdict,
             context_resident: longest(shape, &full, room),
-            context_streamed: longest(shape, &EnginePlan { resident: BTreeSet::new(), ..full }, room),
+            context_streamed: longest(
+                shape,
+                &EnginePlan {
+                    resident: BTreeSet::new(),
+                    ..full
+                },
+                room,
+            ),
             modes,
             rehearsal,
         })
@@ -197,7 +221,10 @@ impl Pieces {
 fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
     let block = shape.kv.block_tokens.get().max(1);
     let fits = |blocks: u32| {
-        let plan = EnginePlan { kv_capacity: Tokens::new(blocks.saturating_mul(block)), ..plan.clone() };
+        let plan = EnginePlan {
+            kv_capacity: Tokens::new(blocks.saturating_mul(block)),
+            ..plan.clone()
+        };
         shape.plan_bytes(&plan) <= room
     };
     let (mut least, mut most) = (0, shape.context_max.get() / block);
@@ -215,7 +242,9 @@ fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
 /// Tokens of an answer per second with these parts resident, in thousandths: least, expected, most. The ends are those of
 /// the disk's interval with the error of computing.
 pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Device) -> [u64; 3] {
-    let Device { rates, calibration, .. } = device;
+    let Device {
+        rates, calibration, ..
+    } = device;
     let speed = rates.speed();
     let expected = calibration.unwrap_or(Calibration {
         compute_ns_per_mib: speed.decode_ns_per_mib,
@@ -226,10 +255,13 @@ pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Devi
     });
     let [slow, fast] = rates.disk_interval_mib_per_s;
     let reading = |mib_per_s: u64| {
-        let ns = expected.read_ns_per_mib.saturating_mul(rates.disk_mib_per_s);
+        let ns = expected
+            .read_ns_per_mib
+            .saturating_mul(rates.disk_mib_per_s);
         (ns / mib_per_s.max(1)).max(1)
     };
-    let computing = |percent: u64| (expected.compute_ns_per_mib.saturating_mul(100) / percent.max(1)).max(1);
+    let computing =
+        |percent: u64| (expected.compute_ns_per_mib.saturating_mul(100) / percent.max(1)).max(1);
     let least = expected
         .with_reading(reading(slow).max(expected.read_ns_per_mib))
         .with_computing(computing(100u64.saturating_sub(rates.error_percent)));
@@ -251,14 +283,12 @@ mod tests {
     use rand_chacha::ChaCha8Rng;
 
     use super::*;
-    use crate::{
-        cli::plan::{
-            calibrate::{Coefficients, LayerCosts, Setting},
-            disk::{DiskRates, Mark},
-        },
-        engine::PartTime,
-        policy::residency::sample_shape,
+    use crate::plan::{
+        calibrate::{Coefficients, LayerCosts, Setting},
+        disk::{DiskRates, Mark},
     };
+    use cotenant_dev::samples::sample_shape;
+    use cotenant_engine::PartTime;
 
     /// A machine whose engine and disk are numbers: 40 parts of 10 MiB, 10 ms of computing for a token.
     struct Machine {
@@ -274,7 +304,10 @@ mod tests {
 
     impl Machine {
         fn shape() -> ModelShape {
-            ModelShape { ring_bytes: Bytes::from_mib(24), ..sample_shape(40, Bytes::from_mib(10)) }
+            ModelShape {
+                ring_bytes: Bytes::from_mib(24),
+                ..sample_shape(40, Bytes::from_mib(10))
+            }
         }
 
         /// When `mib` are read that are begun at `at`.
@@ -282,7 +315,8 @@ mod tests {
             let round: Duration = self.disk.iter().map(|phase| phase.1).sum();
             let mut left = mib * MIB;
             loop {
-                let mut into = Duration::from_nanos(u64::try_from(at.as_nanos() % round.as_nanos()).unwrap());
+                let mut into =
+                    Duration::from_nanos(u64::try_from(at.as_nanos() % round.as_nanos()).unwrap());
                 let phase = self.disk.iter().find(|phase| {
                     let within = into < phase.1;
                     into = into.saturating_sub(phase.1);
@@ -301,7 +335,11 @@ mod tests {
 
         /// One token: a reader that is ahead by at most the ring, and kernels that wait for it. Piece by piece, by the two
         /// instants at which each is read and computed; nothing of the prediction is used.
-        fn token(&mut self, resident: &BTreeSet<u32>, jobs: &mut Vec<(Duration, Duration)>) -> Duration {
+        fn token(
+            &mut self,
+            resident: &BTreeSet<u32>,
+            jobs: &mut Vec<(Duration, Duration)>,
+        ) -> Duration {
             let began = self.now;
             let ring_pieces = 24 / PIECE_MIB;
             for part in 0..40 {
@@ -309,7 +347,9 @@ mod tests {
                 let compute = Duration::from_nanos(ns * PIECE_MIB);
                 for _ in 0..10 / PIECE_MIB {
                     if !resident.contains(&part) {
-                        let free = jobs.len().checked_sub(usize::try_from(ring_pieces).unwrap());
+                        let free = jobs
+                            .len()
+                            .checked_sub(usize::try_from(ring_pieces).unwrap());
                         let free_at = free.map_or(Duration::ZERO, |piece| jobs[piece].1);
                         let last = jobs.last().map_or(Duration::ZERO, |job| job.0);
                         let read = self.read_by(last.max(free_at), PIECE_MIB);
@@ -327,8 +367,13 @@ mod tests {
         /// Tokens per second, in thousandths, over so many tokens, each for itself.
         fn answer(&mut self, resident: &BTreeSet<u32>, tokens: usize) -> Vec<u64> {
             let mut jobs = Vec::new();
-            let times = (0..tokens + 2).map(|_| self.token(resident, &mut jobs)).collect::<Vec<_>>();
-            let rates = times.iter().skip(2).map(|time| u64::try_from(1_000_000_000_000 / time.as_nanos()).unwrap());
+            let times = (0..tokens + 2)
+                .map(|_| self.token(resident, &mut jobs))
+                .collect::<Vec<_>>();
+            let rates = times
+                .iter()
+                .skip(2)
+                .map(|time| u64::try_from(1_000_000_000_000 / time.as_nanos()).unwrap());
             rates.collect()
         }
 
@@ -353,22 +398,37 @@ mod tests {
                 prefill_ns_per_mib: 0,
             };
             let rounds = [98, 100, 103, 99, 101].map(round).to_vec();
-            let setting = Setting { processor: String::new(), threads: 1, weights: String::new() };
+            let setting = Setting {
+                processor: String::new(),
+                threads: 1,
+                weights: String::new(),
+            };
             // Layer by layer, as a round measures it.
             let part_of = |part: u64, percent: u64| PartTime {
                 bytes: Bytes::from_mib(10),
                 ns_per_mib: self.compute_ns_per_mib * (self.costs)(part) / 100 * percent / 100,
             };
-            let layers = [97, 100, 102].map(|percent| (0..40).map(|part| part_of(part, percent)).collect());
+            let layers =
+                [97, 100, 102].map(|percent| (0..40).map(|part| part_of(part, percent)).collect());
             let mut kept = Coefficients::of(rounds, disk, setting).unwrap();
             kept.layers = LayerCosts::of(&layers);
             let board = Device::boards().next().unwrap();
-            Device { rates: kept.rates(), calibration: Some(kept.calibration), layers: kept.layers, ..board }
+            Device {
+                rates: kept.rates(),
+                calibration: Some(kept.calibration),
+                layers: kept.layers,
+                ..board
+            }
         }
     }
 
     fn machine(disk: Vec<(u64, Duration)>, costs: fn(u64) -> u64) -> Machine {
-        Machine { compute_ns_per_mib: 25_000, disk, now: Duration::ZERO, costs }
+        Machine {
+            compute_ns_per_mib: 25_000,
+            disk,
+            now: Duration::ZERO,
+            costs,
+        }
     }
 
     const PIECE_MIB: u64 = 2;
@@ -394,7 +454,10 @@ mod tests {
                     mean.abs_diff(expected) * 10 <= mean,
                     "{rate} MiB/s, {parts} of 40: {mean} measured, {expected} planned"
                 );
-                assert!((least..=most).contains(&mean), "{rate} MiB/s, {parts} of 40: {mean} in {least} to {most}");
+                assert!(
+                    (least..=most).contains(&mean),
+                    "{rate} MiB/s, {parts} of 40: {mean} in {least} to {most}"
+                );
             }
         }
     }
@@ -407,8 +470,13 @@ mod tests {
         for rate in [40_000, 45_000] {
             let mut machine = machine(vec![(rate, Duration::from_secs(1))], costs);
             let device = machine.calibrated();
-            let by_the_mean = Device { layers: None, ..device.clone() };
-            for resident in [0, 5, 10, 15, 20, 40].map(|parts| (0..parts).collect::<BTreeSet<u32>>()) {
+            let by_the_mean = Device {
+                layers: None,
+                ..device.clone()
+            };
+            for resident in
+                [0, 5, 10, 15, 20, 40].map(|parts| (0..parts).collect::<BTreeSet<u32>>())
+            {
                 let measured = machine.answer(&resident, 16).iter().sum::<u64>() / 16;
                 let [_, expected, _] = speeds(&Machine::shape(), &resident, &device);
                 assert!(
@@ -423,10 +491,19 @@ mod tests {
         assert!(off.iter().any(|percent| *percent > 10), "{off:?}");
         // Of another model nothing but the mean is known.
         let device = machine(vec![(40_000, Duration::from_secs(1))], costs).calibrated();
-        let other = ModelShape { layers: Machine::shape().layers.into_iter().skip(1).collect(), ..Machine::shape() };
-        let by_the_mean = Device { layers: None, ..device.clone() };
+        let other = ModelShape {
+            layers: Machine::shape().layers.into_iter().skip(1).collect(),
+            ..Machine::shape()
+        };
+        let by_the_mean = Device {
+            layers: None,
+            ..device.clone()
+        };
         let nothing = BTreeSet::new();
-        assert_eq!(speeds(&other, &nothing, &device), speeds(&other, &nothing, &by_the_mean));
+        assert_eq!(
+            speeds(&other, &nothing, &device),
+            speeds(&other, &nothing, &by_the_mean)
+        );
     }
 
     #[test]
@@ -445,15 +522,20 @@ mod tests {
         for disk in [two, five] {
             let mut machine = machine(disk, |_| 100);
             let device = machine.calibrated();
-            assert!(device.rates.disk_interval_mib_per_s[0] * 2 < device.rates.disk_interval_mib_per_s[1]);
+            assert!(
+                device.rates.disk_interval_mib_per_s[0] * 2
+                    < device.rates.disk_interval_mib_per_s[1]
+            );
             for parts in [0, 10, 20, 30, 36, 40] {
                 let resident = spread(parts);
                 let [least, expected, most] = speeds(&Machine::shape(), &resident, &device);
                 let measured = machine.answer(&resident, 400);
                 // Of the time, and not of the tokens: slow ones last longer.
-                let lasting =
-                    |rates: &mut dyn Iterator<Item = &u64>| rates.map(|rate| 1_000_000_000 / rate).sum::<u64>();
-                let within = lasting(&mut measured.iter().filter(|rate| (least..=most).contains(rate)));
+                let lasting = |rates: &mut dyn Iterator<Item = &u64>| {
+                    rates.map(|rate| 1_000_000_000 / rate).sum::<u64>()
+                };
+                let within =
+                    lasting(&mut measured.iter().filter(|rate| (least..=most).contains(rate)));
                 let whole = lasting(&mut measured.iter());
                 assert!(
                     within * 100 >= whole * 95,

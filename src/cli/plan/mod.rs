@@ -1,7 +1,7 @@
 //! `cotenant plan`: what a model and a stack would take on a device, before anything is downloaded or started.
 //!
 //! Reads headers only. The shape of a model comes from the engine's own layout, plans from the policy, and the order of
-//! starts and sheds from the arbiter itself ([`rehearsal`](crate::policy::rehearsal)), so that the prediction is the
+//! starts and sheds from the arbiter itself ([`rehearsal`](cotenant_policy::rehearsal)), so that the prediction is the
 //! decision.
 
 pub(super) mod calibrate;
@@ -33,22 +33,20 @@ use super::{
     exit::{self, CliError},
     output, quantity,
 };
-use crate::{
-    config::{self, Config},
-    daemon::{learned_peaks, sayable, threads},
-    engine::{
-        Engine,
-        hugging_face::{inspect_shape, read_config_json, safetensors_beside},
-        protocol::Inspected,
-        synthetic::TypeMix,
-        tensor_group::TensorGroup,
-    },
-    policy::{
-        kv_type::KvType,
-        params::{EngineParams, MachineMemory, Params, ResidencyMode, Scope, WorkerParams},
-    },
-    units::{Bytes, Tokens},
+use cotenant_config::{self as config, Config};
+use cotenant_daemon::{learned_peaks, sayable, threads};
+use cotenant_engine::{
+    Engine,
+    hugging_face::{inspect_shape, read_config_json, safetensors_beside},
+    protocol::Inspected,
+    synthetic::TypeMix,
+    tensor_group::TensorGroup,
 };
+use cotenant_policy::{
+    kv_type::KvType,
+    params::{EngineParams, MachineMemory, Params, ResidencyMode, Scope, WorkerParams},
+};
+use cotenant_units::{Bytes, Tokens};
 
 /// Arguments of `plan`.
 #[derive(Clone, Debug, clap::Args)]
@@ -96,29 +94,46 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     let model = model.or_else(|| Some(config.as_ref()?.llm.as_ref()?.path.clone()));
     let Some(model) = model else {
         let error = "cannot plan without a model: the configuration has no `llm.path`";
-        return Err(CliError::plain(error, exit::USAGE).with_hint("name a GGUF file or a config.json".to_owned()));
+        return Err(CliError::plain(error, exit::USAGE)
+            .with_hint("name a GGUF file or a config.json".to_owned()));
     };
-    let threads = config.as_ref().and_then(|config| config.llm.as_ref()).map(threads);
+    let threads = config
+        .as_ref()
+        .and_then(|config| config.llm.as_ref())
+        .map(threads);
     let inspected = inspect(&model, args, config.as_ref(), threads)?;
     device.compare(|| Setting::here(&inspected, threads.unwrap_or_else(threads_here)));
-    if let Some(context) = args.context.filter(|context| *context > inspected.shape.context_max.get()) {
+    if let Some(context) = args
+        .context
+        .filter(|context| *context > inspected.shape.context_max.get())
+    {
         let most = inspected.shape.context_max;
-        eprintln!("note: the model was made for {most} tokens; --context {context} counts as {most}");
+        eprintln!(
+            "note: the model was made for {most} tokens; --context {context} counts as {most}"
+        );
     }
     let stack = stack(args, config.as_ref(), &device)?;
     let forecast = Forecast::new(&device, &stack, &inspected)
         .map_err(|error| CliError::failed("cannot plan with these settings", error))?;
     if let Some(path) = &args.svg {
         let picture = svg::bar(&device, &stack, &forecast);
-        std::fs::write(path, picture)
-            .map_err(|error| CliError::failed(format!("cannot write `{}`", path.display()), error))?;
+        std::fs::write(path, picture).map_err(|error| {
+            CliError::failed(format!("cannot write `{}`", path.display()), error)
+        })?;
     }
     let beside = safetensors(&model);
     match global.output {
         Output::Table => output::write(&print(&device, &stack, &inspected, &forecast, &beside))?,
-        format => output::write_json(format, &report::json(&device, &stack, &inspected, &forecast, &beside))?,
+        format => output::write_json(
+            format,
+            &report::json(&device, &stack, &inspected, &forecast, &beside),
+        )?,
     }
-    Ok(ExitCode::from(if forecast.verdict.works() { exit::OK } else { exit::CONFIG }))
+    Ok(ExitCode::from(if forecast.verdict.works() {
+        exit::OK
+    } else {
+        exit::CONFIG
+    }))
 }
 
 /// Tokens of an answer per second on this machine, in thousandths: with all layers resident, and with all of them streamed.
@@ -127,24 +142,36 @@ pub(super) fn speeds_here(inspected: &Inspected, threads: usize) -> Option<[u64;
     let mut device = Device::here(Path::new(calibrate::DEFAULT_FILE)).ok()?;
     device.compare(|| Setting::here(inspected, threads));
     let shape = &inspected.shape;
-    let all: BTreeSet<u32> = (0u32..).zip(&shape.layers).map(|(index, _)| index).collect();
+    let all: BTreeSet<u32> = (0u32..)
+        .zip(&shape.layers)
+        .map(|(index, _)| index)
+        .collect();
     Some([all, BTreeSet::new()].map(|resident| forecast::speeds(shape, &resident, &device)[1]))
 }
 
 fn configuration(path: &Path) -> Result<Config, CliError> {
     config::load(path).map_err(|error| {
-        CliError::failed(format!("cannot use `{}`", path.display()), ConfigCause(error.kind().to_string()))
-            .with_hint(error.kind().hints().into_iter().next())
-            .with_code(exit::CONFIG)
+        CliError::failed(
+            format!("cannot use `{}`", path.display()),
+            ConfigCause(error.kind().to_string()),
+        )
+        .with_hint(error.kind().hints().into_iter().next())
+        .with_code(exit::CONFIG)
     })
 }
 
 fn is_json(model: &Path) -> bool {
-    model.extension().is_some_and(|extension| extension == "json")
+    model
+        .extension()
+        .is_some_and(|extension| extension == "json")
 }
 
 fn safetensors(model: &Path) -> Vec<TensorGroup> {
-    if is_json(model) { safetensors_beside(model) } else { Vec::new() }
+    if is_json(model) {
+        safetensors_beside(model)
+    } else {
+        Vec::new()
+    }
 }
 
 fn inspect(
@@ -155,15 +182,21 @@ fn inspect(
 ) -> Result<Inspected, CliError> {
     let threads = threads.unwrap_or_else(threads_here);
     if is_json(model) {
-        let shape =
-            read_config_json(model, args.weights).map_err(|error| CliError::failed(error.to_string(), error.kind))?;
+        let shape = read_config_json(model, args.weights)
+            .map_err(|error| CliError::failed(error.to_string(), error.kind))?;
         let mut inspected = inspect_shape(&shape, threads).map_err(|error| refused(&error))?;
-        if let Some(name) = model.canonicalize().ok().and_then(|path| Some(path.parent()?.file_name()?.to_owned())) {
+        if let Some(name) = model
+            .canonicalize()
+            .ok()
+            .and_then(|path| Some(path.parent()?.file_name()?.to_owned()))
+        {
             inspected.shape.name = name.to_string_lossy().into_owned();
         }
         return Ok(inspected);
     }
-    let llm = config.and_then(|config| config.llm.as_ref()).filter(|llm| llm.path == model);
+    let llm = config
+        .and_then(|config| config.llm.as_ref())
+        .filter(|llm| llm.path == model);
     let vocabulary = llm.and_then(sayable);
     Engine::foresee(model, vocabulary.as_ref(), threads).map_err(|error| refused(&error))
 }
@@ -171,15 +204,22 @@ fn inspect(
 /// Parameters of the policy from arguments and configuration.
 fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<Stack, CliError> {
     let mut params = match config {
-        Some(config) => config.params(&MachineMemory::of(device.memory)).map_err(|faults| {
-            let faults: Vec<_> = faults.iter().map(ToString::to_string).collect();
-            CliError::plain(
-                format!("cannot use the configuration on {}: {}", device.name, faults.join("; ")),
-                exit::CONFIG,
-            )
-        })?,
+        Some(config) => config
+            .params(&MachineMemory::of(device.memory))
+            .map_err(|faults| {
+                let faults: Vec<_> = faults.iter().map(ToString::to_string).collect();
+                CliError::plain(
+                    format!(
+                        "cannot use the configuration on {}: {}",
+                        device.name,
+                        faults.join("; ")
+                    ),
+                    exit::CONFIG,
+                )
+            })?,
         None => {
-            let defaults = Config::parse("").map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
+            let defaults = Config::parse("")
+                .map_err(|error| CliError::plain(error.to_string(), exit::FAILED))?;
             let reserve = defaults.budget.reserve_of(device.memory);
             Params::for_budget(device.memory, reserve, Scope::Machine)
         }
@@ -218,7 +258,10 @@ fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<St
         Some(_) => params.engine.as_ref().map(|engine| engine.mode),
         None => None,
     };
-    Ok(Stack { mode: modes.unwrap_or(ResidencyMode::Balanced), params })
+    Ok(Stack {
+        mode: modes.unwrap_or(ResidencyMode::Balanced),
+        params,
+    })
 }
 
 /// A worker and its peak: `asr=1GiB`, or with what it holds at rest: `asr=1GiB:700MiB`.
@@ -236,15 +279,24 @@ fn worker(text: &str) -> Result<WorkerParams, String> {
         }
     };
     if steady > peak {
-        return Err(format!("holds `{steady}` at rest, above its peak of {peak}"));
+        return Err(format!(
+            "holds `{steady}` at rest, above its peak of {peak}"
+        ));
     }
     if peak < Bytes::from_kib(4) {
         return Err(format!("`{peak}` is below 4 KiB"));
     }
-    Ok(WorkerParams { name: name.to_owned(), steady: steady.max(Bytes::from_kib(4)), peak, ..WorkerParams::default() })
+    Ok(WorkerParams {
+        name: name.to_owned(),
+        steady: steady.max(Bytes::from_kib(4)),
+        peak,
+        ..WorkerParams::default()
+    })
 }
 
 fn kv_type(text: &str) -> Result<KvType, String> {
-    let known = KvType::ALL.into_iter().find(|kind| kind.to_string() == text);
+    let known = KvType::ALL
+        .into_iter()
+        .find(|kind| kind.to_string() == text);
     known.ok_or_else(|| "not a type of the KV cache; known are `f16`, `q8` and `q4`".to_owned())
 }

@@ -1,9 +1,7 @@
 //! What cannot be planned with, as errors of the command.
 
-use crate::{
-    cli::exit::{self, CliError},
-    engine::LoadError,
-};
+use crate::exit::{self, CliError};
+use cotenant_engine::LoadError;
 
 /// The faults of a configuration in one line.
 #[derive(Debug, thiserror::Error)]
@@ -16,7 +14,7 @@ pub(super) fn refused(error: &LoadError) -> CliError {
         act: error.to_string(),
         hint: error.hint().map(str::to_owned),
         source: std::error::Error::source(error)
-            .map(|cause| Box::new(ConfigCause(crate::causes::in_one_line(cause))) as _),
+            .map(|cause| Box::new(ConfigCause(cotenant_units::causes::in_one_line(cause))) as _),
         code: exit::CONFIG,
     }
 }

@@ -8,12 +8,10 @@ use super::{
     device::Device,
     forecast::{Forecast, ModeForecast, Stack, Verdict},
 };
-use crate::{
-    cli::output::counted,
-    engine::{protocol::Inspected, tensor_group::TensorGroup},
-    policy::{params::ENGINE_TENANT, rehearsal::Shortage},
-    units::{Bytes, Tokens},
-};
+use crate::output::counted;
+use cotenant_engine::{protocol::Inspected, tensor_group::TensorGroup};
+use cotenant_policy::{params::ENGINE_TENANT, rehearsal::Shortage};
+use cotenant_units::{Bytes, Tokens};
 
 /// The plan for people.
 pub(super) fn print(
@@ -43,16 +41,26 @@ pub(super) fn print(
         row(
             group.kind.name(),
             group.bytes,
-            &format!("{}, {}", counted(group.tensors as usize, "tensor"), group.types.join(", ")),
+            &format!(
+                "{}, {}",
+                counted(group.tensors as usize, "tensor"),
+                group.types.join(", ")
+            ),
         );
     }
     if !safetensors.is_empty() {
-        let whole = safetensors.iter().fold(Bytes::ZERO, |sum, group| sum.saturating_add(group.bytes));
+        let whole = safetensors
+            .iter()
+            .fold(Bytes::ZERO, |sum, group| sum.saturating_add(group.bytes));
         row("safetensors", whole, "as downloaded, before conversion");
     }
     for group in safetensors {
         let name = format!("  {}", group.kind.name());
-        row(&name, group.bytes, &format!("{} tensors, {}", group.tensors, group.types.join(", ")));
+        row(
+            &name,
+            group.bytes,
+            &format!("{} tensors, {}", group.tensors, group.types.join(", ")),
+        );
     }
     let weights = std::mem::take(&mut text);
     let llm = &forecast.llm;
@@ -62,36 +70,85 @@ pub(super) fn print(
         text.push('\n');
     };
     row("layers, head", llm.layers, "each part can be streamed");
-    row("norms, tables", llm.fixed.saturating_sub(inspected.text), "always resident");
+    row(
+        "norms, tables",
+        llm.fixed.saturating_sub(inspected.text),
+        "always resident",
+    );
     row("tokenizer, grammars", inspected.text, "always reserved");
     let each = shape.kv.bytes_per_token(llm.kv_type);
     let layers = shape.layer_count();
     let attends = match shape.kv.cut_back_max() {
-        Some(last) => format!("{} of {layers} layers keep the last {last} tokens", shape.kv.windowed_layers()),
+        Some(last) => format!(
+            "{} of {layers} layers keep the last {last} tokens",
+            shape.kv.windowed_layers()
+        ),
         None => format!("{} of {layers} layers attend", shape.kv.attention_layers),
     };
-    row("KV cache", llm.kv, &format!("{} tokens as {}, {each} each; {attends}", llm.context, llm.kv_type));
+    row(
+        "KV cache",
+        llm.kv,
+        &format!(
+            "{} tokens as {}, {each} each; {attends}",
+            llm.context, llm.kv_type
+        ),
+    );
     row("recurrent state", llm.state, "always resident");
-    row("workspace", llm.workspace, "activations of a prefill chunk, logits");
-    row("LLM", llm.total, &format!("all resident; {} at the least", forecast.floor));
+    row(
+        "workspace",
+        llm.workspace,
+        "activations of a prefill chunk, logits",
+    );
+    row(
+        "LLM",
+        llm.total,
+        &format!("all resident; {} at the least", forecast.floor),
+    );
     for worker in &stack.params.workers {
         let learned = stack.params.peaks.of(&worker.name, None).is_some();
-        let peak = stack.params.peaks.expected(&worker.name, None, worker.peak, worker.steady);
+        let peak = stack
+            .params
+            .peaks
+            .expected(&worker.name, None, worker.peak, worker.steady);
         let source = if learned { "learned" } else { "declared" };
-        row(&worker.name, peak, &format!("{source} peak, {} at rest", worker.steady));
+        row(
+            &worker.name,
+            peak,
+            &format!("{source} peak, {} at rest", worker.steady),
+        );
     }
     let budget = &stack.params.budget;
     for (name, bytes, note) in reserved(device, budget.reserve) {
         row(name, bytes, note);
     }
-    row("reserve", budget.reserve, "these together; never handed out");
+    row(
+        "reserve",
+        budget.reserve,
+        "these together; never handed out",
+    );
     row("memory", budget.total, &device.name);
-    row("peak", forecast.rehearsal.peak, &format!("of a budget of {}", budget.bytes()));
-    row("headroom after start", forecast.rehearsal.headroom, &headroom(stack));
+    row(
+        "peak",
+        forecast.rehearsal.peak,
+        &format!("of a budget of {}", budget.bytes()),
+    );
+    row(
+        "headroom after start",
+        forecast.rehearsal.headroom,
+        &headroom(stack),
+    );
     let memory = std::mem::take(&mut text);
-    let starts: Vec<_> =
-        forecast.rehearsal.starts.iter().map(|start| format!("{} ({} held)", start.holder, start.held)).collect();
-    let _ = writeln!(text, "{title}\n{weights}memory\n{memory}start order\n  {}", starts.join(", "));
+    let starts: Vec<_> = forecast
+        .rehearsal
+        .starts
+        .iter()
+        .map(|start| format!("{} ({} held)", start.holder, start.held))
+        .collect();
+    let _ = writeln!(
+        text,
+        "{title}\n{weights}memory\n{memory}start order\n  {}",
+        starts.join(", ")
+    );
     let _ = writeln!(text, "under pressure, the mode being {}", stack.mode);
     for shortage in &forecast.rehearsal.shortages {
         let _ = writeln!(text, "  {}", line_of(shortage));
@@ -105,7 +162,11 @@ pub(super) fn print(
     );
     let _ = writeln!(text, "answers, {}", device.name);
     for mode in &forecast.modes {
-        let _ = writeln!(text, "  {}", line_of_mode(mode, shape.layer_count(), forecast.room));
+        let _ = writeln!(
+            text,
+            "  {}",
+            line_of_mode(mode, shape.layer_count(), forecast.room)
+        );
     }
     let _ = writeln!(text, "  interval: {}", interval(device));
     let _ = writeln!(text, "verdict: {}", verdict(stack, forecast));
@@ -158,7 +219,11 @@ fn reserved(device: &Device, reserve: Bytes) -> [(&'static str, Bytes, &'static 
     let system = reserve.saturating_sub(daemon).saturating_sub(cma);
     [
         ("supervisor", daemon, "the daemon without a model"),
-        ("CMA", cma, "cameras and displays first; never counted as available"),
+        (
+            "CMA",
+            cma,
+            "cameras and displays first; never counted as available",
+        ),
         ("OS", system, "kernel, services, display"),
         (
             "CUDA context",
@@ -173,17 +238,26 @@ const DAEMON: Bytes = Bytes::from_mib(12);
 
 fn headroom(stack: &Stack) -> String {
     let pressure = &stack.params.pressure;
-    format!("Elevated below {}, Critical below {}", pressure.elevated_below, pressure.critical_below)
+    format!(
+        "Elevated below {}, Critical below {}",
+        pressure.elevated_below, pressure.critical_below
+    )
 }
 
 fn line_of(shortage: &Shortage) -> String {
-    let taken: Vec<_> =
-        shortage.reclaimed.iter().map(|reclaimed| format!("{} ({})", reclaimed.source, reclaimed.bytes)).collect();
+    let taken: Vec<_> = shortage
+        .reclaimed
+        .iter()
+        .map(|reclaimed| format!("{} ({})", reclaimed.source, reclaimed.bytes))
+        .collect();
     let taken = match taken.as_slice() {
         [] => "nothing is reclaimed".to_owned(),
         some => some.join(", then "),
     };
-    format!("{}, others take {}: {taken}", shortage.level, shortage.taken_by_others)
+    format!(
+        "{}, others take {}: {taken}",
+        shortage.level, shortage.taken_by_others
+    )
 }
 
 fn line_of_mode(mode: &ModeForecast, layers: u32, room: Bytes) -> String {
@@ -198,13 +272,21 @@ fn line_of_mode(mode: &ModeForecast, layers: u32, room: Bytes) -> String {
 }
 
 fn interval(device: &Device) -> String {
-    let Device { rates, calibration, doubts, .. } = device;
+    let Device {
+        rates,
+        calibration,
+        doubts,
+        ..
+    } = device;
     let [slow, fast] = rates.disk_interval_mib_per_s;
     let source = match calibration {
         Some(_) => "as `cotenant calibrate` measured here, 95 % of the time",
         None => "which were not measured on this device",
     };
-    let doubts: String = doubts.iter().map(|doubt| format!("\n    {doubt}")).collect();
+    let doubts: String = doubts
+        .iter()
+        .map(|doubt| format!("\n    {doubt}"))
+        .collect();
     format!(
         "± {} % of {} MiB/s of memory, and {slow} to {fast} MiB/s of disk, {source}{doubts}",
         rates.error_percent, rates.memory_mib_per_s
@@ -228,13 +310,21 @@ pub(super) fn verdict(stack: &Stack, forecast: &Forecast) -> String {
             )
         }
         Verdict::Impossible => {
-            let waiting: Vec<_> = forecast.rehearsal.waiting.iter().map(String::as_str).collect();
+            let waiting: Vec<_> = forecast
+                .rehearsal
+                .waiting
+                .iter()
+                .map(String::as_str)
+                .collect();
             let needs = if waiting.contains(&ENGINE_TENANT) {
                 format!("; the LLM needs {} at the least", forecast.floor)
             } else {
                 String::new()
             };
-            format!("cannot work: {} never starts in a budget of {budget}{needs}", waiting.join(", "))
+            format!(
+                "cannot work: {} never starts in a budget of {budget}{needs}",
+                waiting.join(", ")
+            )
         }
     }
 }
@@ -250,6 +340,10 @@ fn per_second(milli: u64) -> String {
 fn millions(parameters: u64) -> String {
     match parameters {
         0..1_000_000_000 => format!("{} million", parameters / 1_000_000),
-        _ => format!("{}.{:02} billion", parameters / 1_000_000_000, parameters / 10_000_000 % 100),
+        _ => format!(
+            "{}.{:02} billion",
+            parameters / 1_000_000_000,
+            parameters / 10_000_000 % 100
+        ),
     }
 }

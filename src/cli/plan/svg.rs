@@ -6,7 +6,7 @@ use super::{
     device::Device,
     forecast::{Forecast, Stack},
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// The bar as an SVG document: the reserve, each holder, what is free, and the watermarks.
 pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String {
@@ -18,19 +18,34 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
         ("KV cache", llm.kv, "#5b9bd5"),
         (
             "other LLM",
-            [llm.fixed, llm.state, llm.workspace].into_iter().fold(Bytes::ZERO, Bytes::saturating_add),
+            [llm.fixed, llm.state, llm.workspace]
+                .into_iter()
+                .fold(Bytes::ZERO, Bytes::saturating_add),
             "#9dc3e6",
         ),
     ];
     parts.extend(kept.map(|(name, bytes, colour)| (name.to_owned(), bytes, colour)));
-    for (worker, colour) in stack.params.workers.iter().zip(["#4c9f70", "#8fbf73", "#c6a15b", "#b5654a"].iter().cycle())
+    for (worker, colour) in stack
+        .params
+        .workers
+        .iter()
+        .zip(["#4c9f70", "#8fbf73", "#c6a15b", "#b5654a"].iter().cycle())
     {
-        let peak = stack.params.peaks.expected(&worker.name, None, worker.peak, worker.steady);
+        let peak = stack
+            .params
+            .peaks
+            .expected(&worker.name, None, worker.peak, worker.steady);
         parts.push((worker.name.clone(), peak, colour));
     }
-    let sum = parts.iter().fold(Bytes::ZERO, |sum, part| sum.saturating_add(part.1));
+    let sum = parts
+        .iter()
+        .fold(Bytes::ZERO, |sum, part| sum.saturating_add(part.1));
     if sum < budget.total {
-        parts.push(("free".to_owned(), budget.total.saturating_sub(sum), "#e8ebef"));
+        parts.push((
+            "free".to_owned(),
+            budget.total.saturating_sub(sum),
+            "#e8ebef",
+        ));
     }
     // What is too much is drawn beyond the end of the memory.
     let whole = sum.max(budget.total).get().max(1);
@@ -55,11 +70,23 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
         left = left.saturating_add(*bytes);
     }
     let end = MARGIN + at(budget.total);
-    let elevated = MARGIN + at(budget.total.saturating_sub(stack.params.pressure.elevated_below));
-    let critical = MARGIN + at(budget.total.saturating_sub(stack.params.pressure.critical_below));
-    for (x, colour) in [(elevated, "#d98e04"), (critical, "#c0392b"), (end, "#222222")] {
-        let _ =
-            write!(body, "<line x1=\"{x}\" y1=\"34\" x2=\"{x}\" y2=\"94\" stroke=\"{colour}\" stroke-width=\"2\"/>");
+    let elevated = MARGIN
+        + at(budget
+            .total
+            .saturating_sub(stack.params.pressure.elevated_below));
+    let critical = MARGIN
+        + at(budget
+            .total
+            .saturating_sub(stack.params.pressure.critical_below));
+    for (x, colour) in [
+        (elevated, "#d98e04"),
+        (critical, "#c0392b"),
+        (end, "#222222"),
+    ] {
+        let _ = write!(
+            body,
+            "<line x1=\"{x}\" y1=\"34\" x2=\"{x}\" y2=\"94\" stroke=\"{colour}\" stroke-width=\"2\"/>"
+        );
     }
     let height = 140 + parts.len().div_ceil(3) * 22;
     format!(
@@ -68,12 +95,18 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
          <text x=\"{MARGIN}\" y=\"24\" font-size=\"15\">{}</text>{body}</svg>\n",
         2 * MARGIN + u128::from(WIDTH),
         escaped(&device.name),
-        escaped(&format!("{}: {} of memory, peak {}", device.name, budget.total, forecast.rehearsal.peak)),
+        escaped(&format!(
+            "{}: {} of memory, peak {}",
+            device.name, budget.total, forecast.rehearsal.peak
+        )),
     )
 }
 
 fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
+    text.replace('&', "&amp;")
+        .replace('<', "&lt;")
+        .replace('>', "&gt;")
+        .replace('"', "&quot;")
 }
 
 const WIDTH: u64 = 760;

@@ -20,8 +20,9 @@ use super::{
     exit::{self, CliError},
     quantity,
 };
-use crate::rpc::v1::{
-    GetStatusRequest, GetStatusResponse, WatchEventsRequest, operator_service_client::OperatorServiceClient,
+use cotenant_rpc::v1::{
+    GetStatusRequest, GetStatusResponse, WatchEventsRequest,
+    operator_service_client::OperatorServiceClient,
 };
 
 /// Shows memory by owner, the LLM's layers and context, workers and the last events, until `q`.
@@ -36,8 +37,10 @@ pub struct Top {
 
 pub(super) async fn run(global: &Global, top: &Top) -> Result<(), CliError> {
     if global.output != Output::Table || !io::stdout().is_terminal() {
-        return Err(CliError::plain("cannot show `top`: it draws on a terminal", exit::USAGE)
-            .with_hint("`cotenant status -o json` has the same figures".to_owned()));
+        return Err(
+            CliError::plain("cannot show `top`: it draws on a terminal", exit::USAGE)
+                .with_hint("`cotenant status -o json` has the same figures".to_owned()),
+        );
     }
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let mut screen = Screen::new(look(global, &mut client).await?);
@@ -93,7 +96,8 @@ fn quits(interval: Duration) -> io::Result<bool> {
         }
         match event::read()? {
             Event::Key(key) if key.kind != KeyEventKind::Release => {
-                let interrupted = key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
+                let interrupted =
+                    key.code == KeyCode::Char('c') && key.modifiers.contains(KeyModifiers::CONTROL);
                 if interrupted || matches!(key.code, KeyCode::Char('q') | KeyCode::Esc) {
                     return Ok(true);
                 }
@@ -104,8 +108,13 @@ fn quits(interval: Duration) -> io::Result<bool> {
     }
 }
 
-async fn look(global: &Global, client: &mut OperatorServiceClient<Channel>) -> Result<GetStatusResponse, CliError> {
-    global.call(client.get_status(global.request(GetStatusRequest {}))).await
+async fn look(
+    global: &Global,
+    client: &mut OperatorServiceClient<Channel>,
+) -> Result<GetStatusResponse, CliError> {
+    global
+        .call(client.get_status(global.request(GetStatusRequest {})))
+        .await
 }
 
 /// Adds what has happened since the last look; at first the last events.
@@ -115,9 +124,18 @@ async fn read_events(
     screen: &mut Screen,
 ) -> Result<(), CliError> {
     let oldest = screen.status.last_sequence.saturating_sub(EVENTS_READ);
-    let after = screen.events.back().map_or(oldest, |last| last.sequence.max(oldest));
-    let request = WatchEventsRequest { after_sequence: after, boot_id: screen.status.boot_id.clone(), no_follow: true };
-    let mut stream = global.call(client.watch_events(global.request(request))).await?;
+    let after = screen
+        .events
+        .back()
+        .map_or(oldest, |last| last.sequence.max(oldest));
+    let request = WatchEventsRequest {
+        after_sequence: after,
+        boot_id: screen.status.boot_id.clone(),
+        no_follow: true,
+    };
+    let mut stream = global
+        .call(client.watch_events(global.request(request)))
+        .await?;
     while let Some(response) = stream.message().await? {
         if let Some(entry) = response.entry {
             screen.add(entry);

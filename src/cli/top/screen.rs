@@ -8,16 +8,14 @@ use ratatui::{
 };
 
 use crate::{
-    cli::{
-        exit::escaped,
-        show::{self, span},
-    },
-    rpc::{
-        json::word,
-        v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
-    },
-    units::Bytes,
+    exit::escaped,
+    show::{self, span},
 };
+use cotenant_rpc::{
+    json::word,
+    v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
+};
+use cotenant_units::Bytes;
 
 /// All that is shown.
 #[derive(Debug)]
@@ -61,7 +59,12 @@ struct Part {
 
 impl Screen {
     pub(super) fn new(status: GetStatusResponse) -> Self {
-        Self { status, events: VecDeque::new(), silent_for: None, palette: Palette::Letters }
+        Self {
+            status,
+            events: VecDeque::new(),
+            silent_for: None,
+            palette: Palette::Letters,
+        }
     }
 
     /// Whether a status is of another run of the supervisor than the one that is shown.
@@ -71,7 +74,10 @@ impl Screen {
 
     /// Adds an event, and drops the oldest beyond what any terminal shows.
     pub(super) fn add(&mut self, entry: JournalEntry) {
-        let repeats = self.events.back().is_some_and(|last| last.summary == entry.summary);
+        let repeats = self
+            .events
+            .back()
+            .is_some_and(|last| last.summary == entry.summary);
         if entry.name == "sampled" || entry.summary.is_empty() || repeats {
             return;
         }
@@ -87,7 +93,10 @@ impl Screen {
         let mut lines = self.head(columns);
         lines.extend(self.memory(columns));
         if !self.status.next_shed.is_empty() {
-            lines.extend(wrapped(&format!("next to be shed: {}", self.status.next_shed), columns));
+            lines.extend(wrapped(
+                &format!("next to be shed: {}", self.status.next_shed),
+                columns,
+            ));
         }
         if let Some(engine) = &self.status.engine {
             lines.push(Line::default());
@@ -96,7 +105,9 @@ impl Screen {
                 lines.push(Line::default());
                 // More than these leave no row for the rest.
                 let shown = engine.sequences.len().min(SEQUENCES_SHOWN);
-                lines.extend(plain(&show::sequences_table(engine.sequences.get(..shown).unwrap_or_default())));
+                lines.extend(plain(&show::sequences_table(
+                    engine.sequences.get(..shown).unwrap_or_default(),
+                )));
                 let more = engine.sequences.len() - shown;
                 if more > 0 {
                     lines.push(Line::from(format!("and {more} more")));
@@ -115,15 +126,27 @@ impl Screen {
         if left > 0 && !self.events.is_empty() {
             lines.push(Line::default());
             let shown = self.events.iter().rev().take(left).rev();
-            lines.extend(shown.map(|entry| Line::from(escaped(&show::entry_text(entry)).trim_end().to_owned())));
+            lines.extend(
+                shown.map(|entry| {
+                    Line::from(escaped(&show::entry_text(entry)).trim_end().to_owned())
+                }),
+            );
         }
         lines.truncate(height.into());
-        Text::from(lines.into_iter().map(|line| cut(line, columns)).collect::<Vec<_>>())
+        Text::from(
+            lines
+                .into_iter()
+                .map(|line| cut(line, columns))
+                .collect::<Vec<_>>(),
+        )
     }
 
     fn head(&self, columns: usize) -> Vec<Line<'static>> {
         let status = &self.status;
-        let level = status.pressure.as_ref().map_or(PressureLevel::Unspecified, Pressure::level);
+        let level = status
+            .pressure
+            .as_ref()
+            .map_or(PressureLevel::Unspecified, Pressure::level);
         let colour = match level {
             PressureLevel::Normal => Color::Green,
             PressureLevel::Elevated => Color::Yellow,
@@ -132,7 +155,10 @@ impl Screen {
         };
         let uptime = status.uptime.as_ref().map_or_else(String::new, span);
         let mut title = vec![
-            self.styled(format!("cotenant {}", status.version), Style::new().add_modifier(Modifier::BOLD)),
+            self.styled(
+                format!("cotenant {}", status.version),
+                Style::new().add_modifier(Modifier::BOLD),
+            ),
             format!("  up {uptime}  ").into(),
             self.styled(
                 word(level.as_str_name(), "PRESSURE_LEVEL_"),
@@ -150,16 +176,27 @@ impl Screen {
         }
         let mut lines = vec![Line::from(title)];
         if let Some(silent) = self.silent_for {
-            let message = format!("no answer for {} s; what follows is older", silent.as_secs());
-            lines.push(Line::from(self.styled(message, Style::new().fg(Color::Red))));
+            let message = format!(
+                "no answer for {} s; what follows is older",
+                silent.as_secs()
+            );
+            lines.push(Line::from(
+                self.styled(message, Style::new().fg(Color::Red)),
+            ));
         }
         for why in &status.reboot_advised {
             let style = Style::new().fg(Color::Red);
             let advised = wrapped(&format!("reboot advised: {why}"), columns);
-            lines.extend(advised.into_iter().map(|line| self.styled(line.to_string(), style).into()));
+            lines.extend(
+                advised
+                    .into_iter()
+                    .map(|line| self.styled(line.to_string(), style).into()),
+            );
         }
         if let Some(pressure) = &status.pressure {
-            let headroom = pressure.headroom_bytes.map_or_else(|| "unknown".to_owned(), bytes);
+            let headroom = pressure
+                .headroom_bytes
+                .map_or_else(|| "unknown".to_owned(), bytes);
             let mut line = format!("headroom {headroom}");
             if let Some(available) = pressure.mem_available_bytes {
                 line.push_str(&format!(", available {}", bytes(available)));
@@ -181,9 +218,19 @@ impl Screen {
         };
         let mut parts = owners(&self.status.leases);
         let mut add = |name: &str, amount, letter, colour| {
-            parts.push(Part { name: name.to_owned(), amount, letter, colour });
+            parts.push(Part {
+                name: name.to_owned(),
+                amount,
+                letter,
+                colour,
+            });
         };
-        add("unaccounted", budget.unaccounted_bytes, '?', Color::DarkGray);
+        add(
+            "unaccounted",
+            budget.unaccounted_bytes,
+            '?',
+            Color::DarkGray,
+        );
         add("free", budget.free_bytes, '.', Color::Reset);
         let title = format!(
             "budget {}: held {}, used {}",
@@ -212,20 +259,34 @@ impl Screen {
     }
 
     fn engine(&self, engine: &Engine, columns: usize) -> Vec<Line<'static>> {
-        let mut title = format!("LLM {}", word(engine.state().as_str_name(), "ENGINE_STATE_"));
+        let mut title = format!(
+            "LLM {}",
+            word(engine.state().as_str_name(), "ENGINE_STATE_")
+        );
         if !engine.model.is_empty() {
-            title = format!("LLM {}, {}", engine.model, word(engine.state().as_str_name(), "ENGINE_STATE_"));
+            title = format!(
+                "LLM {}, {}",
+                engine.model,
+                word(engine.state().as_str_name(), "ENGINE_STATE_")
+            );
         }
         if engine.milli_tokens_per_second > 0 {
             let tenths = engine.milli_tokens_per_second / 100;
-            title.push_str(&format!(", {}.{} tokens/s expected", tenths / 10, tenths % 10));
+            title.push_str(&format!(
+                ", {}.{} tokens/s expected",
+                tenths / 10,
+                tenths % 10
+            ));
         }
         if engine.changing {
             title.push_str(", changing");
         }
         let mut lines = wrapped(&title, columns);
         if engine.state() == EngineState::Failed && !engine.failure.is_empty() {
-            lines.push(Line::from(self.styled(escaped(&engine.failure).into_owned(), Style::new().fg(Color::Red))));
+            lines.push(Line::from(self.styled(
+                escaped(&engine.failure).into_owned(),
+                Style::new().fg(Color::Red),
+            )));
         }
         let part = |name: &str, amount: u32, letter, colour| Part {
             name: name.to_owned(),
@@ -237,7 +298,10 @@ impl Screen {
             let streamed = engine.layers_total.saturating_sub(engine.layers_resident);
             let text = match streamed {
                 0 => format!(" {} layers in memory", engine.layers_total),
-                _ => format!(" {} of {} layers in memory", engine.layers_resident, engine.layers_total),
+                _ => format!(
+                    " {} of {} layers in memory",
+                    engine.layers_resident, engine.layers_total
+                ),
             };
             let layers = [
                 part("in memory", engine.layers_resident, '#', Color::Blue),
@@ -251,8 +315,18 @@ impl Screen {
             let context = [
                 part("in use", engine.kv_used_tokens, '#', Color::Blue),
                 part("kept", engine.kv_kept_tokens, '+', Color::Cyan),
-                part("capacity", capacity.saturating_sub(occupied), '-', Color::DarkGray),
-                part("given up", engine.kv_capacity_full_tokens.saturating_sub(capacity), '.', Color::Reset),
+                part(
+                    "capacity",
+                    capacity.saturating_sub(occupied),
+                    '-',
+                    Color::DarkGray,
+                ),
+                part(
+                    "given up",
+                    engine.kv_capacity_full_tokens.saturating_sub(capacity),
+                    '.',
+                    Color::Reset,
+                ),
             ];
             let text = format!(
                 " {occupied} of {capacity} tokens, {}{}",
@@ -265,14 +339,25 @@ impl Screen {
             lines.extend(self.labelled("context ", &context, text, columns));
         }
         if !engine.growth_waits.is_empty() {
-            lines.extend(wrapped(&format!("not growing: {}", engine.growth_waits), columns));
+            lines.extend(wrapped(
+                &format!("not growing: {}", engine.growth_waits),
+                columns,
+            ));
         }
         lines
     }
 
     /// A bar between its label and its text, or below them where that leaves little.
-    fn labelled(&self, label: &str, parts: &[Part], text: String, columns: usize) -> Vec<Line<'static>> {
-        let wide = columns.saturating_sub(label.len() + text.chars().count()).min(BAR_MAX);
+    fn labelled(
+        &self,
+        label: &str,
+        parts: &[Part],
+        text: String,
+        columns: usize,
+    ) -> Vec<Line<'static>> {
+        let wide = columns
+            .saturating_sub(label.len() + text.chars().count())
+            .min(BAR_MAX);
         if wide < BAR_MIN {
             let mut lines = wrapped(&format!("{label}{text}"), columns);
             lines.push(self.bar(parts, columns));
@@ -286,7 +371,10 @@ impl Screen {
 
     /// A bar over `columns`; every part that is not zero has at least one cell, as long as there are enough.
     fn bar(&self, parts: &[Part], columns: usize) -> Line<'static> {
-        let widths = widths(&parts.iter().map(|part| part.amount).collect::<Vec<_>>(), columns);
+        let widths = widths(
+            &parts.iter().map(|part| part.amount).collect::<Vec<_>>(),
+            columns,
+        );
         Line::from(
             parts
                 .iter()
@@ -324,7 +412,11 @@ fn owners(leases: &[Lease]) -> Vec<Part> {
                 name: lease.tenant.clone(),
                 amount: lease.held_bytes,
                 letter: lease.tenant.chars().next().unwrap_or('x'),
-                colour: OWNER_COLOURS.into_iter().cycle().nth(parts.len()).unwrap_or_default(),
+                colour: OWNER_COLOURS
+                    .into_iter()
+                    .cycle()
+                    .nth(parts.len())
+                    .unwrap_or_default(),
             }),
         }
     }
@@ -343,7 +435,9 @@ fn widths(amounts: &[u64], columns: usize) -> Vec<usize> {
         .iter()
         .map(|amount| {
             let share = u128::from(*amount) * columns as u128 / total;
-            usize::try_from(share).unwrap_or(columns).max(least(*amount))
+            usize::try_from(share)
+                .unwrap_or(columns)
+                .max(least(*amount))
         })
         .collect();
     // Rounding and the least of one cell are settled with the widest part.
@@ -376,7 +470,10 @@ fn wrapped(text: &str, columns: usize) -> Vec<Line<'static>> {
 }
 
 fn plain(table: &str) -> Vec<Line<'static>> {
-    table.lines().map(|line| Line::from(escaped(line).into_owned())).collect()
+    table
+        .lines()
+        .map(|line| Line::from(escaped(line).into_owned()))
+        .collect()
 }
 
 /// The line cut to so many columns, with an ellipsis where something is missing.
@@ -408,7 +505,14 @@ fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
     Line::from(spans)
 }
 
-const OWNER_COLOURS: [Color; 6] = [Color::Blue, Color::Magenta, Color::Cyan, Color::Yellow, Color::Green, Color::Red];
+const OWNER_COLOURS: [Color; 6] = [
+    Color::Blue,
+    Color::Magenta,
+    Color::Cyan,
+    Color::Yellow,
+    Color::Green,
+    Color::Red,
+];
 
 /// Columns of a bar beside text.
 const BAR_MAX: usize = 60;
@@ -424,7 +528,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::rpc::v1::{Budget, KvType, LeaseClass, LeaseKind, Sequence, SequenceState, Worker, WorkerState};
+    use cotenant_rpc::v1::{
+        Budget, KvType, LeaseClass, LeaseKind, Sequence, SequenceState, Worker, WorkerState,
+    };
 
     fn lease(tenant: &str, kind: LeaseKind, mib: u64) -> Lease {
         Lease {
@@ -444,7 +550,10 @@ mod tests {
             client: client.to_owned(),
             lease_class: LeaseClass::Batch.into(),
             prompt_tokens: 812,
-            waited: Some(prost_types::Duration { seconds: 3, nanos: 0 }),
+            waited: Some(prost_types::Duration {
+                seconds: 3,
+                nanos: 0,
+            }),
             ..Sequence::default()
         };
         let running = Sequence {
@@ -460,7 +569,10 @@ mod tests {
             kv_blocks: 19,
             waited: None,
         };
-        [running].into_iter().chain((18..26).map(|id| waiting(id, "reports"))).collect()
+        [running]
+            .into_iter()
+            .chain((18..26).map(|id| waiting(id, "reports")))
+            .collect()
     }
 
     fn busy() -> Screen {
@@ -517,8 +629,11 @@ mod tests {
             ],
             ..GetStatusResponse::default()
         });
-        for (sequence, summary) in [(1, "shed 20 MiB from the LLM for `asr`"), (2, "asr is ready"), (3, "asr is ready")]
-        {
+        for (sequence, summary) in [
+            (1, "shed 20 MiB from the LLM for `asr`"),
+            (2, "asr is ready"),
+            (3, "asr is ready"),
+        ] {
             screen.add(JournalEntry {
                 sequence,
                 name: "applied".to_owned(),
@@ -551,7 +666,11 @@ mod tests {
             for (width, height) in [(1, 1), (20, 5), (40, 10), (80, 24), (200, 60)] {
                 let text = screen.text(width, height);
                 assert!(text.height() <= height.into(), "{width} x {height}");
-                assert!(text.width() <= width.into(), "{width} x {height}: {}", text.width());
+                assert!(
+                    text.width() <= width.into(),
+                    "{width} x {height}: {}",
+                    text.width()
+                );
                 assert!(!drawn(&screen, width, height).contains('\u{1b}'));
             }
         }

@@ -8,26 +8,25 @@ use std::{
 use candle_core::quantized::GgmlDType;
 
 use super::*;
-use crate::{
-    daemon::{clock::MonotonicClock, control_loop::Inbound},
-    engine::{
-        ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, Model, ModelOptions,
-        arena::{Backing, Mapping, SharedMapping},
-        disk::DiskTimeout,
-        language_model::Opened,
-        spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
-        text::TextSide,
-        weights::Weights as _,
-    },
-    policy::{
-        arbiter::Arbiter,
-        event::Action,
-        params::{EngineParams, Params, Scope},
-        pressure::sample_with,
-        residency::PlanLimits,
-        streaming::Calibration,
-    },
+use crate::{clock::MonotonicClock, control_loop::Inbound};
+use cotenant_dev::samples::sample_with;
+use cotenant_dev::weights::Weights as _;
+use cotenant_engine::{
+    ApplyError, Breakdown, Checkpoint, EngineOptions, ForwardError, LanguageModel, Model,
+    ModelOptions,
+    arena::{Backing, Mapping, SharedMapping},
+    disk::DiskTimeout,
+    language_model::Opened,
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+    text::TextSide,
+};
+use cotenant_policy::{
+    arbiter::Arbiter,
+    event::Action,
+    params::{EngineParams, Params, Scope},
+    residency::PlanLimits,
+    streaming::Calibration,
 };
 
 async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
@@ -39,7 +38,8 @@ async fn reason(inbox: &mut mpsc::Receiver<Inbound>) -> String {
 
 #[tokio::test]
 async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
-    let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+    let (control, mut inbox) =
+        ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
     let opened = Arc::new(AtomicU32::new(0));
     let count = Arc::clone(&opened);
@@ -47,19 +47,24 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
         let count = Arc::clone(&count);
         let opener = move |path: &Path, _plan: &EnginePlan| {
             assert!(count.fetch_add(1, Ordering::Relaxed) > 0, "as planted");
-            Err(Engine::inspect(path, 1).err().unwrap_or_else(|| unreachable!())) as Result<_, LoadError>
+            Err(Engine::inspect(path, 1)
+                .err()
+                .unwrap_or_else(|| unreachable!())) as Result<_, LoadError>
         };
         Engine::start_with(EngineOptions::default(), Box::new(opener), sink)
     });
     let path = PathBuf::from("/nonexistent/model.gguf");
-    let inspector = Inspector::by(Arc::new(|| Engine::inspect(Path::new("/nonexistent"), 1)), &control);
+    let inspector = Inspector::by(
+        Arc::new(|| Engine::inspect(Path::new("/nonexistent"), 1)),
+        &control,
+    );
     let mut driver = EngineDriver::new(start, path, inspector, &parts).unwrap();
     let current = driver.current();
     let plan = EnginePlan {
         resident: BTreeSet::new(),
         kv_capacity: Tokens::new(512),
         prefill_chunk: Tokens::new(64),
-        kv_type: crate::policy::kv_type::KvType::F16,
+        kv_type: cotenant_policy::kv_type::KvType::F16,
     };
     driver.load(1, plan.clone(), None);
     assert!(reason(&mut inbox).await.contains("as planted"));
@@ -79,7 +84,9 @@ async fn an_engine_that_broke_down_is_replaced_by_the_next_load() {
 async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_has_answered() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
     let kept = Mapping::new(Bytes::from_mib(2), Backing::OnTouch).unwrap();
     let kept = Arc::new(SharedMapping::from(kept));
     let (mark, asked) = (Arc::downgrade(&kept), Arc::new(AtomicU32::new(0)));
@@ -88,22 +95,28 @@ async fn a_header_on_a_disk_that_hangs_is_reported_and_read_again_when_the_disk_
         if count.fetch_add(1, Ordering::Relaxed) > 0 {
             return Engine::inspect(&theirs, 1);
         }
-        let kind = DiskTimeout::default().stalled(Duration::from_millis(4001), &"the header".into()).into();
+        let kind = DiskTimeout::default()
+            .stalled(Duration::from_millis(4001), &"the header".into())
+            .into();
         let left = Retained::of([mark.clone()], std::time::Instant::now());
         Err(LoadError::new(&theirs, kind).leaving(left))
     };
-    let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+    let (control, mut inbox) =
+        ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     Inspector::by(Arc::new(inspect), &control).begin();
     match inbox.recv().await.unwrap().event {
         Event::EngineFailed { reason, left, .. } => {
             assert_eq!(left, Some(Bytes::from_mib(2)));
-            let reported =
-                "the disk has not answered for 4001 ms, at most 4000 ms are waited (hint: see whether the disk";
+            let reported = "the disk has not answered for 4001 ms, at most 4000 ms are waited (hint: see whether the disk";
             assert!(reason.contains(reported), "{reason}");
         }
         other => panic!("{other:?}"),
     }
-    assert_eq!(asked.load(Ordering::Relaxed), 1, "the file is not opened again while it hangs");
+    assert_eq!(
+        asked.load(Ordering::Relaxed),
+        1,
+        "the file is not opened again while it hangs"
+    );
     drop(kept);
     let event = inbox.recv().await.unwrap().event;
     assert!(matches!(event, Event::EngineInspected { .. }), "{event:?}");
@@ -115,21 +128,27 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let write = |feed_forward: u32| {
-        let model =
-            Synthetic { feed_forward, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
+        let model = Synthetic {
+            feed_forward,
+            ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        };
         let other = folder.path().join("other.gguf");
         model.write(&other).unwrap();
         std::fs::rename(other, &path).unwrap();
     };
     write(256);
     let before = Engine::inspect(&path, 1).unwrap();
-    let (control, mut inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+    let (control, mut inbox) =
+        ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
     let theirs = path.clone();
     let inspector = Inspector::by(Arc::new(move || Engine::inspect(&theirs, 1)), &control);
     let expected = inspector.expected();
     let start: Starter = Box::new(move |sink| {
-        let model = ModelOptions { name: Some("called so".to_owned()), ..ModelOptions::for_threads(1) };
+        let model = ModelOptions {
+            name: Some("called so".to_owned()),
+            ..ModelOptions::for_threads(1)
+        };
         Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
     });
     let mut driver = EngineDriver::new(start, path.clone(), inspector, &parts).unwrap();
@@ -165,7 +184,12 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
 struct Measured(Model, Option<Calibration>);
 
 impl LanguageModel for Measured {
-    fn forward(&mut self, _: &[u32], _: &mut dyn Checkpoint, _: &mut Vec<f32>) -> Result<(), ForwardError> {
+    fn forward(
+        &mut self,
+        _: &[u32],
+        _: &mut dyn Checkpoint,
+        _: &mut Vec<f32>,
+    ) -> Result<(), ForwardError> {
         Err(ForwardError::NoTokens)
     }
 
@@ -173,11 +197,17 @@ impl LanguageModel for Measured {
         self.0.apply(plan)
     }
 
-    fn calibrate(&mut self, _: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+    fn calibrate(
+        &mut self,
+        _: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<Calibration>, ApplyError> {
         if self.1.is_some() {
             return Ok(self.1);
         }
-        let nothing = EnginePlan { resident: BTreeSet::new(), ..self.0.plan().clone() };
+        let nothing = EnginePlan {
+            resident: BTreeSet::new(),
+            ..self.0.plan().clone()
+        };
         self.0.apply(&nothing)?;
         Err(ApplyError::Allocate {
             what: "layer 0".to_owned(),
@@ -207,11 +237,18 @@ impl LanguageModel for Measured {
     }
 }
 
-fn measured(path: &Path, plan: &EnginePlan, found: Option<Calibration>) -> Result<Opened, LoadError> {
+fn measured(
+    path: &Path,
+    plan: &EnginePlan,
+    found: Option<Calibration>,
+) -> Result<Opened, LoadError> {
     let options = ModelOptions::for_threads(1);
     let model = Model::open(path, plan, &options)?;
     let text = TextSide::new(model.header(), model.shape().context_max).unwrap();
-    Ok(Opened { model: Box::new(Measured(model, found)), text })
+    Ok(Opened {
+        model: Box::new(Measured(model, found)),
+        text,
+    })
 }
 
 /// The engine and the arbiter, without the loop between them.
@@ -242,11 +279,20 @@ impl Pair {
     /// What the engine says is in force, and that it uses so much.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
-        let Event::EngineApplied { in_force, used, untouched, .. } = event.clone() else {
+        let Event::EngineApplied {
+            in_force,
+            used,
+            untouched,
+            ..
+        } = event.clone()
+        else {
             panic!("{event:?}");
         };
         self.tell(event);
-        assert_eq!(self.arbiter.snapshot().engine.in_force.as_ref(), Some(&in_force));
+        assert_eq!(
+            self.arbiter.snapshot().engine.in_force.as_ref(),
+            Some(&in_force)
+        );
         (in_force, used.saturating_sub(untouched))
     }
 }
@@ -255,8 +301,10 @@ impl Pair {
 fn wide_model() -> (tempfile::TempDir, PathBuf, ModelShape) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    let model =
-        Synthetic { feed_forward: 4096, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) };
+    let model = Synthetic {
+        feed_forward: 4096,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
     model.write(&path).unwrap();
     let (shape, _) = Model::inspect(&path, 1).unwrap();
     (folder, path, shape)
@@ -266,7 +314,8 @@ fn wide_model() -> (tempfile::TempDir, PathBuf, ModelShape) {
 async fn what_an_engine_could_not_have_back_after_measuring_is_reported_and_asked_for_again() {
     let (_folder, path, shape) = wide_model();
     assert!(shape.ring_bytes < shape.layers.iter().map(|layer| layer.resident_bytes).sum());
-    let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+    let (control, inbox) =
+        ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
     let (parts, _losses) = Parts::new();
     let start: Starter = Box::new(|sink| {
         let opener = |path: &Path, plan: &EnginePlan| measured(path, plan, None);
@@ -288,16 +337,26 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_reported_and_aske
     assert!(!loaded.resident.is_empty());
     // Measuring is part of the load, and so is what came of it.
     let (receded, used) = pair.applied().await;
-    let fewer = EnginePlan { resident: BTreeSet::new(), ..loaded.clone() };
+    let fewer = EnginePlan {
+        resident: BTreeSet::new(),
+        ..loaded.clone()
+    };
     assert_eq!(receded, fewer);
     assert!(used < with_all);
     let snapshot = pair.arbiter.snapshot();
-    assert_eq!(snapshot.memory.used, used, "the arbiter knows what the engine has");
+    assert_eq!(
+        snapshot.memory.used, used,
+        "the arbiter knows what the engine has"
+    );
     // Growth rests on a sample that is newer than the change.
     pair.now = pair.now + Duration::from_millis(1);
     pair.sample(used);
     let snapshot = pair.arbiter.snapshot();
-    assert_eq!(snapshot.engine.asked.as_ref(), Some(&loaded), "there is room for it");
+    assert_eq!(
+        snapshot.engine.asked.as_ref(),
+        Some(&loaded),
+        "there is room for it"
+    );
     let (grown, _) = pair.applied().await;
     assert_eq!(grown, loaded);
     assert_eq!(pair.arbiter.snapshot().engine.asked, None);
@@ -317,7 +376,8 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
             slowed_ns_per_mib: 0,
             prefill_ns_per_mib: 1000,
         };
-        let (control, inbox) = ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
+        let (control, inbox) =
+            ControlHandle::new("boot".to_owned(), Vec::new(), MonotonicClock::start(), 64);
         let (parts, _losses) = Parts::new();
         let start: Starter = Box::new(move |sink| {
             let opener = move |path: &Path, plan: &EnginePlan| measured(path, plan, Some(found));
@@ -347,11 +407,16 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
         };
         let sample = |pair: &mut Pair, used: Bytes| {
             pair.now = pair.now + Duration::from_millis(10);
-            pair.tell(Event::Sampled(sample_with(Bytes::from_mib(400).saturating_sub(free) + used, pair.now)));
+            pair.tell(Event::Sampled(sample_with(
+                Bytes::from_mib(400).saturating_sub(free) + used,
+                pair.now,
+            )));
             pair.now = pair.now + Duration::from_millis(1);
         };
         sample(&mut pair, Bytes::ZERO);
-        pair.tell(Event::EngineInspected { shape: shape.clone() });
+        pair.tell(Event::EngineInspected {
+            shape: shape.clone(),
+        });
         let (loaded, used) = pair.applied().await;
         sample(&mut pair, used);
         assert!(loaded.resident.len() < shape.layers.len(), "{loaded:?}");
@@ -365,7 +430,13 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
             let (in_force, then) = pair.applied().await;
             assert_eq!(in_force.prefill_chunk.get(), chunk);
             assert!(in_force.resident.is_subset(&loaded.resident));
-            let held: Bytes = pair.arbiter.snapshot().leases.iter().map(|lease| lease.memory.held).sum();
+            let held: Bytes = pair
+                .arbiter
+                .snapshot()
+                .leases
+                .iter()
+                .map(|lease| lease.memory.held)
+                .sum();
             assert!(then <= held && held <= full, "{then} of {held}");
         }
         let plan = pair.driver.current().handle().snapshot().plan.unwrap();

@@ -2,10 +2,8 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
-use crate::{
-    http::backend::{ChatMessage, Role},
-    units::Bytes,
-};
+use cotenant_http::backend::{ChatMessage, Role};
+use cotenant_units::Bytes;
 
 /// The conversations that are remembered.
 #[derive(Debug)]
@@ -55,14 +53,21 @@ impl Turns {
     }
 
     fn bytes(&self) -> Bytes {
-        self.0.iter().fold(Bytes::ZERO, |sum, turn| sum.saturating_add(turn.bytes()))
+        self.0
+            .iter()
+            .fold(Bytes::ZERO, |sum, turn| sum.saturating_add(turn.bytes()))
     }
 }
 
 impl Conversations {
     /// None yet; at most `limit` of them, and `bytes_max` of each.
     pub(super) const fn new(limit: usize, bytes_max: Bytes) -> Self {
-        Self { limit, bytes_max, known: BTreeMap::new(), clock: 0 }
+        Self {
+            limit,
+            bytes_max,
+            known: BTreeMap::new(),
+            clock: 0,
+        }
     }
 
     /// What was said so far in a conversation.
@@ -119,9 +124,16 @@ mod tests {
         kept.remember("b", "x".into(), "y".into());
         kept.recall("a");
         kept.remember("c", "x".into(), "y".into());
-        assert!(texts(&kept.recall("b")).is_empty(), "it was not used for longest");
+        assert!(
+            texts(&kept.recall("b")).is_empty(),
+            "it was not used for longest"
+        );
         assert_eq!(texts(&kept.recall("a")), ["3", "three"]);
-        let roles: Vec<Role> = kept.recall("c").messages().map(|message| message.role).collect();
+        let roles: Vec<Role> = kept
+            .recall("c")
+            .messages()
+            .map(|message| message.role)
+            .collect();
         assert_eq!(roles, [Role::User, Role::Assistant]);
     }
 

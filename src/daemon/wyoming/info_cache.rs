@@ -11,20 +11,18 @@ use std::{
     time::Duration,
 };
 
-use crate::{
-    causes::in_one_line,
-    daemon::control_handle::ControlHandle,
-    policy::snapshot::WorkerState,
-    rpc::supervisor::Supervisor as _,
-    speech::{
-        client::{ClientTimeouts, WyomingClient},
-        wyoming::{
-            Info,
-            info::{Artifact, AsrProgram, Attribution, HandleProgram, Model, TtsProgram},
-        },
+use crate::control_handle::ControlHandle;
+use cotenant_policy::snapshot::WorkerState;
+use cotenant_rpc::supervisor::Supervisor as _;
+use cotenant_speech::{
+    client::{ClientTimeouts, WyomingClient},
+    wyoming::{
+        Info,
+        info::{Artifact, AsrProgram, Attribution, HandleProgram, Model, TtsProgram},
     },
-    worker::handle::WorkerHandle,
 };
+use cotenant_units::causes::in_one_line;
+use cotenant_worker::handle::WorkerHandle;
 
 /// The answer to `describe`, kept up to date.
 pub(super) struct InfoCache {
@@ -82,7 +80,10 @@ impl InfoCache {
             let mut failed = false;
             for worker in &workers {
                 let name = worker.name();
-                let ready = state.workers.iter().find(|view| view.name == name && view.state == WorkerState::Ready);
+                let ready = state
+                    .workers
+                    .iter()
+                    .find(|view| view.name == name && view.state == WorkerState::Ready);
                 let (Some(ready), Some(endpoint)) = (ready, worker.endpoint()) else {
                     continue;
                 };
@@ -90,7 +91,10 @@ impl InfoCache {
                 if asked.get(name) == Some(&run) {
                     continue;
                 }
-                match WyomingClient::new(endpoint, ClientTimeouts::default()).describe().await {
+                match WyomingClient::new(endpoint, ClientTimeouts::default())
+                    .describe()
+                    .await
+                {
                     Ok(info) => {
                         asked.insert(name.to_owned(), run);
                         if known.get(name) != Some(&info) {
@@ -174,14 +178,21 @@ impl Parts {
     }
 
     fn model(&self, name: &str, what: &str) -> Model {
-        Model { artifact: installed(name, what), languages: self.languages.clone(), speakers: Vec::new() }
+        Model {
+            artifact: installed(name, what),
+            languages: self.languages.clone(),
+            speakers: Vec::new(),
+        }
     }
 }
 
 fn installed(name: &str, what: &str) -> Artifact {
     Artifact {
         name: name.to_owned(),
-        attribution: Attribution { name: "cotenant".to_owned(), url: String::new() },
+        attribution: Attribution {
+            name: "cotenant".to_owned(),
+            url: String::new(),
+        },
         installed: true,
         description: Some(format!("{what} `{name}`")),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
@@ -231,13 +242,19 @@ mod tests {
         let path = folder.path().join("wyoming.json");
         let (cache, mut known) = InfoCache::open(parts(), Some(path.clone()));
         let first = cache.info();
-        assert_eq!(first.asr[0].artifact.name, "asr", "no worker has been asked yet");
+        assert_eq!(
+            first.asr[0].artifact.name, "asr",
+            "no worker has been asked yet"
+        );
         assert!(first.tts[0].voices[0].artifact.installed);
         assert_eq!(first.handle[0].models[0].languages, ["en"]);
         let mut said = Info::default();
         said.asr.push(AsrProgram {
             artifact: installed("whisper", "x"),
-            models: vec![Model { languages: vec!["de".to_owned(), "en".to_owned()], ..Model::default() }],
+            models: vec![Model {
+                languages: vec!["de".to_owned(), "en".to_owned()],
+                ..Model::default()
+            }],
             supports_transcript_streaming: true,
         });
         known.insert("asr".to_owned(), said);
@@ -247,7 +264,10 @@ mod tests {
         for info in [cache.info(), again.info()] {
             assert_eq!(info.asr[0].artifact.name, "whisper");
             assert_eq!(info.asr[0].models[0].languages, ["de", "en"]);
-            assert!(info.asr[0].supports_transcript_streaming, "as the worker says");
+            assert!(
+                info.asr[0].supports_transcript_streaming,
+                "as the worker says"
+            );
             assert_eq!(info.tts[0].artifact.name, "tts");
         }
         std::fs::write(&path, "{").unwrap();

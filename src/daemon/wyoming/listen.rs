@@ -9,30 +9,28 @@ use super::{
     shared::{Api, Backends},
 };
 use crate::{
-    config::{Config, WyomingListen},
-    daemon::{
-        activation::{self, Address, PassedListener, PassedSockets},
-        bind,
-        control_handle::ControlHandle,
-        error::RunError,
-        folders::make_parent,
-        parts::Parts,
-    },
-    speech::{
-        client::Endpoint,
-        server::{Server, ServerLimits, Service},
-        wyoming::Info,
-    },
-    worker::handle::WorkerHandle,
+    activation::{self, Address, PassedListener, PassedSockets},
+    bind,
+    control_handle::ControlHandle,
+    error::RunError,
+    folders::make_parent,
+    parts::Parts,
 };
+use cotenant_config::{Config, WyomingListen};
+use cotenant_speech::{
+    client::Endpoint,
+    server::{Server, ServerLimits, Service},
+    wyoming::Info,
+};
+use cotenant_worker::handle::WorkerHandle;
 
 /// Addresses that are taken and not served yet.
 #[derive(Default)]
-pub(in crate::daemon) struct Bound(Vec<Server>);
+pub(crate) struct Bound(Vec<Server>);
 
 impl Bound {
     /// Takes what `config` wants, where it was not `passed`, and all that was.
-    pub(in crate::daemon) async fn take(config: &Config, passed: &PassedSockets) -> Result<Self, RunError> {
+    pub(crate) async fn take(config: &Config, passed: &PassedSockets) -> Result<Self, RunError> {
         let limits = ServerLimits {
             connections: usize::try_from(config.wyoming.connections_max).unwrap_or(usize::MAX),
             ..ServerLimits::default()
@@ -40,15 +38,23 @@ impl Bound {
         let mut servers = Vec::new();
         for socket in passed.of(activation::WYOMING, config) {
             let server = match &socket.listener {
-                PassedListener::Tcp(listener) => listener.try_clone().and_then(|tcp| Server::on_tcp(tcp, limits)),
+                PassedListener::Tcp(listener) => listener
+                    .try_clone()
+                    .and_then(|tcp| Server::on_tcp(tcp, limits)),
                 PassedListener::Unix(listener) => {
                     let path = socket.address.to_string().into();
-                    listener.try_clone().and_then(|unix| Server::on_unix(unix, path, limits))
+                    listener
+                        .try_clone()
+                        .and_then(|unix| Server::on_unix(unix, path, limits))
                 }
             };
-            servers.push(server.map_err(|source| RunError::System { what: "a socket of systemd's", source })?);
+            servers.push(server.map_err(|source| RunError::System {
+                what: "a socket of systemd's",
+                source,
+            })?);
         }
-        let is_ours = |listen: &&WyomingListen| !passed.hold(activation::WYOMING, &Address::from(*listen));
+        let is_ours =
+            |listen: &&WyomingListen| !passed.hold(activation::WYOMING, &Address::from(*listen));
         for listen in config.wyoming.listen.iter().filter(is_ours) {
             let (endpoint, server) = match listen {
                 WyomingListen::Tcp(address) => {
@@ -63,21 +69,28 @@ impl Bound {
                     (endpoint, server)
                 }
             };
-            let failed = |source| RunError::Listen { listener: format!("`wyoming.listen: {endpoint}`"), source };
+            let failed = |source| RunError::Listen {
+                listener: format!("`wyoming.listen: {endpoint}`"),
+                source,
+            };
             servers.push(server.map_err(failed)?);
         }
         Ok(Self(servers))
     }
 
     /// Where it listens, for people.
-    pub(in crate::daemon) fn addresses(&self) -> String {
+    pub(crate) fn addresses(&self) -> String {
         let known = self.0.iter().filter_map(|server| server.endpoint().ok());
         let words: Vec<String> = known.map(|endpoint| endpoint.to_string()).collect();
-        if words.is_empty() { "none".to_owned() } else { words.join(", ") }
+        if words.is_empty() {
+            "none".to_owned()
+        } else {
+            words.join(", ")
+        }
     }
 
     /// Serves until `stop` is cancelled.
-    pub(in crate::daemon) fn open(
+    pub(crate) fn open(
         self,
         backends: Backends,
         config: &Config,
@@ -88,9 +101,15 @@ impl Bound {
         if self.0.is_empty() {
             return Vec::new();
         }
-        let workers: Vec<WorkerHandle> = backends.asr.iter().chain(&backends.tts).cloned().collect();
+        let workers: Vec<WorkerHandle> =
+            backends.asr.iter().chain(&backends.tts).cloned().collect();
         let (settings, aliases) = (config.wyoming.clone(), config.http.voices.clone());
-        let (api, known) = Api::new(backends, settings, aliases, Some(&config.state_dir.join(INFO_FILE)));
+        let (api, known) = Api::new(
+            backends,
+            settings,
+            aliases,
+            Some(&config.state_dir.join(INFO_FILE)),
+        );
         let cache = Arc::clone(&api.0.cache);
         let control = Arc::clone(control);
         parts.spawn("the cache of Wyoming descriptions", async move {

@@ -25,31 +25,29 @@ use super::{
     refuse::{Passing, Unanswered, error_of, passes, unanswered},
     shared::{Api, Counted, DONE, NOT_NOW, WRONG},
 };
-use crate::{
-    http::{
-        backend::{
-            AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
-            TranscribeRequest, Transcript,
-        },
-        patiently,
+use cotenant_http::{
+    backend::{
+        AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
+        TranscribeRequest, Transcript,
     },
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    speech::{
-        audio::{MonoAudio, pcm_bytes},
-        resample::Resampler,
-        sentences::Sentences,
-        server::{Reply, SessionError},
-        wyoming::{
-            AudioFormat, Event,
-            event::{
-                AudioChunk, AudioStart, AudioStop, Handled, HandledStart, RunPipeline, Text, Transcript as Written,
-                TranscriptStart,
-            },
-        },
-    },
-    telemetry::{Span, SpanKind},
-    units::Tokens,
+    patiently,
 };
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_speech::{
+    audio::{MonoAudio, pcm_bytes},
+    resample::Resampler,
+    sentences::Sentences,
+    server::{Reply, SessionError},
+    wyoming::{
+        AudioFormat, Event,
+        event::{
+            AudioChunk, AudioStart, AudioStop, Handled, HandledStart, RunPipeline, Text,
+            Transcript as Written, TranscriptStart,
+        },
+    },
+};
+use cotenant_telemetry::{Span, SpanKind};
+use cotenant_units::Tokens;
 
 /// The stages that a client asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -178,8 +176,8 @@ impl From<SessionError> for Failure {
     }
 }
 
-impl From<crate::speech::wyoming::FrameError> for Failure {
-    fn from(error: crate::speech::wyoming::FrameError) -> Self {
+impl From<cotenant_speech::wyoming::FrameError> for Failure {
+    fn from(error: cotenant_speech::wyoming::FrameError) -> Self {
         Self::Session(error.into())
     }
 }
@@ -203,7 +201,13 @@ struct Spoken {
 impl Run {
     /// A run that answers by `reply`, until it is cancelled by `unwanted`.
     pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken) -> Self {
-        Self { api, reply, unwanted, began: Instant::now(), span: Span::default() }
+        Self {
+            api,
+            reply,
+            unwanted,
+            began: Instant::now(),
+            span: Span::default(),
+        }
     }
 
     /// Runs all stages up to `last`.
@@ -214,7 +218,11 @@ impl Run {
         self.span = api.0.tracer.begin(what, SpanKind::Server, None);
         self.span.set("network.protocol.name", "wyoming");
         let done = match begin {
-            Input::Audio { audio, held, language } => self.hear_and_go_on(audio, held, language, last).await,
+            Input::Audio {
+                audio,
+                held,
+                language,
+            } => self.hear_and_go_on(audio, held, language, last).await,
             Input::Text { text, context } => self.reply_to(text, context, last).await,
             Input::Words { text, voice } => {
                 let (pieces, written) = mpsc::channel(1);
@@ -252,7 +260,10 @@ impl Run {
 
     /// What a stage is asked with: its span is below that of the turn.
     fn meta(&self) -> RequestMeta {
-        RequestMeta { trace: self.span.context(), ..RequestMeta::default() }
+        RequestMeta {
+            trace: self.span.context(),
+            ..RequestMeta::default()
+        }
     }
 
     async fn hear_and_go_on(
@@ -269,7 +280,11 @@ impl Run {
         };
         let heard = heard?;
         drop(held);
-        let transcript = Written { text: heard.text.clone(), language: heard.language, context: None };
+        let transcript = Written {
+            text: heard.text.clone(),
+            language: heard.language,
+            context: None,
+        };
         self.reply.send(Event::Transcript(transcript)).await?;
         if in_pieces.into_inner() {
             self.reply.send(Event::TranscriptStop).await?;
@@ -278,7 +293,9 @@ impl Run {
             return Ok(());
         }
         if heard.text.trim().is_empty() {
-            self.reply.send(Event::NotHandled(said("nothing was heard", Map::new()))).await?;
+            self.reply
+                .send(Event::NotHandled(said("nothing was heard", Map::new())))
+                .await?;
             return Ok(());
         }
         self.reply_to(heard.text, Map::new(), last).await
@@ -290,7 +307,10 @@ impl Run {
             let start = Event::TranscriptStart(TranscriptStart::default());
             self.reply.send(start).await?;
         }
-        Ok(self.reply.send(Event::TranscriptChunk(Text { text })).await?)
+        Ok(self
+            .reply
+            .send(Event::TranscriptChunk(Text { text }))
+            .await?)
     }
 
     /// The transcript of `audio`; without a sample it is empty, and no recogniser is asked.
@@ -346,8 +366,16 @@ impl Run {
         .await?
     }
 
-    async fn reply_to(&self, text: String, context: Map<String, Value>, last: LastStage) -> Result<(), Failure> {
-        let mut answer = Answer { context, ..Answer::default() };
+    async fn reply_to(
+        &self,
+        text: String,
+        context: Map<String, Value>,
+        last: LastStage,
+    ) -> Result<(), Failure> {
+        let mut answer = Answer {
+            context,
+            ..Answer::default()
+        };
         let mut spoken = Spoken::default();
         let (reply, dropped) = self.reply.cancellable();
         let work = async {
@@ -356,7 +384,11 @@ impl Run {
             }
             let (sentences, to_speak) = mpsc::channel(SENTENCES_AHEAD);
             let written = self.answer(&text, &mut answer, Some(sentences), &reply);
-            tokio::try_join!(written, self.speak(to_speak, VoiceChoice::default(), &mut spoken, &reply)).map(drop)
+            tokio::try_join!(
+                written,
+                self.speak(to_speak, VoiceChoice::default(), &mut spoken, &reply)
+            )
+            .map(drop)
         };
         let done = self.unless_unwanted(work).await;
         if done.is_none() {
@@ -364,7 +396,8 @@ impl Run {
             dropped.cancel();
         }
         self.remember(&text, &answer);
-        self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer).await?;
+        self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer)
+            .await?;
         let done_aloud = last == LastStage::Speech && matches!(done, Some(Ok(())));
         let refused = match done {
             Some(Err(Failure::Refused(refusal))) => Some(refusal),
@@ -376,10 +409,17 @@ impl Run {
         }
         // An answer without words, such as a picture, is a start and a stop: clients wait for the end of the audio.
         if done_aloud && spoken.format.is_none() {
-            self.start_audio(AudioFormat::mono_16_bit(SILENT_RATE_HZ), &mut spoken, &self.reply).await?;
+            self.start_audio(
+                AudioFormat::mono_16_bit(SILENT_RATE_HZ),
+                &mut spoken,
+                &self.reply,
+            )
+            .await?;
         }
         if spoken.format.is_some() {
-            self.reply.send(Event::AudioStop(AudioStop::default())).await?;
+            self.reply
+                .send(Event::AudioStop(AudioStop::default()))
+                .await?;
         }
         if let Some(first) = spoken.first_after {
             self.api.0.metrics.first_audio(first);
@@ -410,7 +450,9 @@ impl Run {
             return Ok(()); // its beginning has been said, and closed
         }
         tracing::info!(text, "not handled");
-        self.reply.send(Event::NotHandled(said(&text, answer.context.clone()))).await?;
+        self.reply
+            .send(Event::NotHandled(said(&text, answer.context.clone())))
+            .await?;
         if last < LastStage::Speech {
             return Ok(());
         }
@@ -433,7 +475,9 @@ impl Run {
             };
         }
         if !answer.begun {
-            let start = HandledStart { context: some(answer.context.clone()) };
+            let start = HandledStart {
+                context: some(answer.context.clone()),
+            };
             self.reply.send(Event::HandledStart(start)).await?;
         }
         let handled = said(&answer.text, answer.context.clone());
@@ -445,7 +489,12 @@ impl Run {
         let Some(id) = conversation(&answer.context).filter(|_| !answer.text.is_empty()) else {
             return;
         };
-        let mut known = self.api.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut known = self
+            .api
+            .0
+            .conversations
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner);
         known.remember(id, asked.to_owned(), answer.text.clone());
     }
 
@@ -461,7 +510,12 @@ impl Run {
             return Err(missing("answer", "LLM").into());
         };
         let mut turns = {
-            let mut known = self.api.0.conversations.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut known = self
+                .api
+                .0
+                .conversations
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner);
             conversation(&answer.context).map_or_else(Default::default, |id| known.recall(id))
         };
         let system = self.api.0.settings.system.as_ref();
@@ -494,7 +548,9 @@ impl Run {
                         if !std::mem::replace(&mut answer.begun, true) {
                             answer.first_after = Some(self.began.elapsed());
                             self.api.0.metrics.first_token(self.began.elapsed());
-                            let start = HandledStart { context: some(answer.context.clone()) };
+                            let start = HandledStart {
+                                context: some(answer.context.clone()),
+                            };
                             reply.send(Event::HandledStart(start)).await?;
                         }
                         answer.text.push_str(&piece);
@@ -504,7 +560,9 @@ impl Run {
                                 let _ = voice.send(sentence).await;
                             }
                         }
-                        reply.send(Event::HandledChunk(Text { text: piece })).await?;
+                        reply
+                            .send(Event::HandledChunk(Text { text: piece }))
+                            .await?;
                     }
                     ChatEvent::Finished { usage, .. } => {
                         let tokens = [
@@ -518,7 +576,9 @@ impl Run {
                         break;
                     }
                     // Shed to fewer tokens than the conversation has: its beginning is given up first.
-                    ChatEvent::Failed(refusal) if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() => {
+                    ChatEvent::Failed(refusal)
+                        if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() =>
+                    {
                         continue 'again;
                     }
                     // What was said until then is the answer.
@@ -557,16 +617,25 @@ impl Run {
             drop(to_voice);
             Ok(())
         };
-        let aloud = async { tokio::try_join!(cut, self.speak(to_speak, voice, &mut spoken, &self.reply)).map(drop) };
+        let aloud = async {
+            tokio::try_join!(cut, self.speak(to_speak, voice, &mut spoken, &self.reply)).map(drop)
+        };
         match self.unless_unwanted(aloud).await {
             Some(done) => done?,
             None => return Ok(()),
         }
         // A text without words is a start and a stop.
         if spoken.format.is_none() {
-            self.start_audio(AudioFormat::mono_16_bit(SILENT_RATE_HZ), &mut spoken, &self.reply).await?;
+            self.start_audio(
+                AudioFormat::mono_16_bit(SILENT_RATE_HZ),
+                &mut spoken,
+                &self.reply,
+            )
+            .await?;
         }
-        self.reply.send(Event::AudioStop(AudioStop::default())).await?;
+        self.reply
+            .send(Event::AudioStop(AudioStop::default()))
+            .await?;
         if streaming {
             self.reply.send(Event::SynthesizeStopped).await?;
         }
@@ -613,7 +682,9 @@ impl Run {
             while let Some(samples) = stream.chunks.next().await {
                 let samples = match &mut resampler {
                     None => samples?,
-                    Some(resampler) => resampler.push(&samples?).map_err(|error| unusable(&error))?,
+                    Some(resampler) => resampler
+                        .push(&samples?)
+                        .map_err(|error| unusable(&error))?,
                 };
                 self.send_audio(&samples, format, spoken, reply).await?;
             }
@@ -625,9 +696,17 @@ impl Run {
         Ok(())
     }
 
-    async fn start_audio(&self, format: AudioFormat, spoken: &mut Spoken, reply: &Reply) -> Result<(), Failure> {
+    async fn start_audio(
+        &self,
+        format: AudioFormat,
+        spoken: &mut Spoken,
+        reply: &Reply,
+    ) -> Result<(), Failure> {
         spoken.format = Some(format);
-        let start = AudioStart { format, timestamp: None };
+        let start = AudioStart {
+            format,
+            timestamp: None,
+        };
         Ok(reply.send(Event::AudioStart(start)).await?)
     }
 
@@ -639,7 +718,11 @@ impl Run {
         reply: &Reply,
     ) -> Result<(), Failure> {
         for samples in samples.chunks(CHUNK_SAMPLES) {
-            let chunk = AudioChunk { format, timestamp: None, audio: pcm_bytes(samples) };
+            let chunk = AudioChunk {
+                format,
+                timestamp: None,
+                audio: pcm_bytes(samples),
+            };
             reply.send(Event::AudioChunk(chunk)).await?;
             if spoken.first_after.is_none() {
                 spoken.first_after = Some(self.began.elapsed());
@@ -682,7 +765,10 @@ const fn name_of(begin: &Input, last: LastStage) -> &'static str {
 }
 
 fn missing(act: &str, what: &str) -> Refusal {
-    Refusal::NotConfigured { act: act.to_owned(), what: what.to_owned() }
+    Refusal::NotConfigured {
+        act: act.to_owned(),
+        what: what.to_owned(),
+    }
 }
 
 fn unusable(error: &dyn std::error::Error) -> Refusal {
@@ -695,16 +781,25 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
 
 /// Whether a shorter prompt would be taken.
 const fn is_too_long(refusal: &Refusal) -> bool {
-    matches!(refusal, Refusal::ContextLengthExceeded { .. } | Refusal::KvCapacityShed { .. })
+    matches!(
+        refusal,
+        Refusal::ContextLengthExceeded { .. } | Refusal::KvCapacityShed { .. }
+    )
 }
 
 /// The name of the conversation that a context belongs to.
 fn conversation(context: &Map<String, Value>) -> Option<&str> {
-    context.get("conversation_id")?.as_str().filter(|id| !id.is_empty())
+    context
+        .get("conversation_id")?
+        .as_str()
+        .filter(|id| !id.is_empty())
 }
 
 fn said(text: &str, context: Map<String, Value>) -> Handled {
-    Handled { text: Some(text.to_owned()), context: some(context) }
+    Handled {
+        text: Some(text.to_owned()),
+        context: some(context),
+    }
 }
 
 fn some(context: Map<String, Value>) -> Option<Map<String, Value>> {

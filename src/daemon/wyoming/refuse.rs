@@ -3,7 +3,8 @@
 //! Recognition and speech end with `error` and a closed connection. A conversation that fails for want of memory or
 //! context is `not-handled` with the reason, so that it is spoken to the user; other failures of it are an `error` too.
 
-use crate::{policy::refusal::Refusal, speech::server};
+use cotenant_policy::refusal::Refusal;
+use cotenant_speech::server;
 
 /// How a conversation ends that has no answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -77,9 +78,9 @@ pub(super) enum Passing {
 
 const fn code_of(refusal: &Refusal) -> &'static str {
     match refusal {
-        Refusal::InsufficientMemory { .. } | Refusal::PressureHigh { .. } | Refusal::KvCapacityShed { .. } => {
-            "memory-pressure"
-        }
+        Refusal::InsufficientMemory { .. }
+        | Refusal::PressureHigh { .. }
+        | Refusal::KvCapacityShed { .. } => "memory-pressure",
         Refusal::ContextLengthExceeded { .. } => "context-length-exceeded",
         Refusal::KvReclaimed { .. } => "kv-reclaimed",
         Refusal::QuotaExceeded { .. } => "busy",
@@ -106,7 +107,7 @@ fn text_of(refusal: &Refusal) -> String {
 /// The `error` of a refusal, and the text of `not-handled` where that is what a conversation gets, for the test that has
 /// all protocols in one table.
 #[cfg(test)]
-pub(in crate::daemon) fn rendered(refusal: &Refusal) -> (server::Refusal, Option<String>) {
+pub(crate) fn rendered(refusal: &Refusal) -> (server::Refusal, Option<String>) {
     let not_handled = match unanswered(refusal) {
         Unanswered::NotHandled(text) => Some(text),
         Unanswered::Error(_) => None,

@@ -13,22 +13,20 @@ use super::{
     refuse::error_of,
     shared::{AUDIO_KIB_MAX, Api},
 };
-use crate::{
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    speech::{
-        audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
-        resample::Resampler,
-        server::{self, Activity, BAD_REQUEST, NOT_SUPPORTED, Reply, Session, SessionError},
-        wyoming::{
-            AudioFormat, Event,
-            event::{RunPipeline, Voice},
-            info::Model,
-        },
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_speech::{
+    audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
+    resample::Resampler,
+    server::{self, Activity, BAD_REQUEST, NOT_SUPPORTED, Reply, Session, SessionError},
+    wyoming::{
+        AudioFormat, Event,
+        event::{RunPipeline, Voice},
+        info::Model,
     },
 };
 
 /// One connection.
-pub(in crate::daemon) struct Connection {
+pub(crate) struct Connection {
     api: Api,
     language: Option<String>,
     recording: Option<Recording>,
@@ -62,7 +60,11 @@ impl Job {
     async fn end(&mut self) -> Result<(), SessionError> {
         match (&mut self.task).await {
             Ok(done) => done,
-            Err(error) => Err(server::Refusal::new("internal", format!("the answer broke down: {error}")).into()),
+            Err(error) => Err(server::Refusal::new(
+                "internal",
+                format!("the answer broke down: {error}"),
+            )
+            .into()),
         }
     }
 }
@@ -70,7 +72,14 @@ impl Job {
 impl Connection {
     /// A new connection.
     pub(super) const fn new(api: Api) -> Self {
-        Self { api, language: None, recording: None, pipeline: None, text: None, job: None }
+        Self {
+            api,
+            language: None,
+            recording: None,
+            pipeline: None,
+            text: None,
+            job: None,
+        }
     }
 
     /// Waits for the current task. Requests on one connection are answered in their order.
@@ -137,7 +146,11 @@ impl Connection {
         let wanted = wanted.unwrap_or_default();
         let api = &self.api.0;
         let info = api.cache.info();
-        let mut voices: Vec<_> = info.tts.iter().flat_map(|program| &program.voices).collect();
+        let mut voices: Vec<_> = info
+            .tts
+            .iter()
+            .flat_map(|program| &program.voices)
+            .collect();
         let speaker = wanted.speaker.filter(|speaker| !speaker.is_empty());
         let choice = |voice: Option<&Model>| VoiceChoice {
             voice: voice.map(|voice| voice.artifact.name.clone()),
@@ -155,13 +168,21 @@ impl Connection {
         });
         if let Some(voice) = named {
             let name = &voice.artifact.name;
-            let known: Vec<&str> = voice.speakers.iter().map(|speaker| speaker.name.as_str()).collect();
+            let known: Vec<&str> = voice
+                .speakers
+                .iter()
+                .map(|speaker| speaker.name.as_str())
+                .collect();
             return match &speaker {
-                Some(speaker) if known.is_empty() => {
-                    Err(unknown_speaker(speaker, &format!("the voice `{name}` is of one person")))
-                }
+                Some(speaker) if known.is_empty() => Err(unknown_speaker(
+                    speaker,
+                    &format!("the voice `{name}` is of one person"),
+                )),
                 Some(speaker) if !known.contains(&speaker.as_str()) => {
-                    let shown = known.iter().take(SPEAKERS_SHOWN).map(|known| format!("`{known}`"));
+                    let shown = known
+                        .iter()
+                        .take(SPEAKERS_SHOWN)
+                        .map(|known| format!("`{known}`"));
                     let shown = shown.collect::<Vec<_>>().join(", ");
                     let count = known.len();
                     let known = format!("the voice `{name}` knows {count} people: {shown}");
@@ -179,9 +200,16 @@ impl Connection {
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
             // The worker's own choice, but for a person who is in one voice only.
-            return Ok(choice(voices.first().copied().filter(|_| speaker.is_some())));
+            return Ok(choice(
+                voices.first().copied().filter(|_| speaker.is_some()),
+            ));
         };
-        let primary = |tag: &str| tag.split(['-', '_']).next().unwrap_or_default().to_lowercase();
+        let primary = |tag: &str| {
+            tag.split(['-', '_'])
+                .next()
+                .unwrap_or_default()
+                .to_lowercase()
+        };
         let speaks = |tags: &[String]| tags.iter().any(|tag| primary(tag) == primary(&language));
         match voices.iter().find(|voice| speaks(&voice.languages)) {
             Some(voice) => Ok(choice(Some(voice))),
@@ -223,18 +251,30 @@ impl Session for Connection {
                     None => (MonoAudio::new(ASR_RATE_HZ, Vec::new()), None),
                 };
                 let last = match self.pipeline {
-                    Some(Pipeline { from: FirstStage::Audio, to }) => to,
+                    Some(Pipeline {
+                        from: FirstStage::Audio,
+                        to,
+                    }) => to,
                     Some(_) | None => LastStage::Text,
                 };
-                let begin = Input::Audio { audio, held, language: self.language.clone() };
+                let begin = Input::Audio {
+                    audio,
+                    held,
+                    language: self.language.clone(),
+                };
                 self.start(begin, last, reply);
                 Ok(())
             }
             Event::Transcript(said) => {
                 self.barge_in().await?;
                 // Typed text goes through the same stages as speech.
-                let last = self.pipeline.map_or(LastStage::Answer, |pipeline| pipeline.to.max(LastStage::Answer));
-                let begin = Input::Text { text: said.text, context: said.context.unwrap_or_default() };
+                let last = self.pipeline.map_or(LastStage::Answer, |pipeline| {
+                    pipeline.to.max(LastStage::Answer)
+                });
+                let begin = Input::Text {
+                    text: said.text,
+                    context: said.context.unwrap_or_default(),
+                };
                 self.start(begin, last, reply);
                 Ok(())
             }
@@ -244,7 +284,10 @@ impl Session for Connection {
                 self.settle().await?;
                 server::check_text_length(wanted.text.len())?;
                 let voice = self.voice(wanted.voice)?;
-                let begin = Input::Words { text: wanted.text, voice };
+                let begin = Input::Words {
+                    text: wanted.text,
+                    voice,
+                };
                 self.start(begin, LastStage::Speech, reply);
                 Ok(())
             }
@@ -258,9 +301,11 @@ impl Session for Connection {
             }
             Event::SynthesizeChunk(piece) => {
                 let Some(text) = &mut self.text else {
-                    return Err(
-                        server::Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into()
-                    );
+                    return Err(server::Refusal::new(
+                        BAD_REQUEST,
+                        "`synthesize-chunk` without `synthesize-start`",
+                    )
+                    .into());
                 };
                 text.bytes += piece.text.len();
                 server::check_text_length(text.bytes)?;
@@ -270,12 +315,18 @@ impl Session for Connection {
             }
             Event::SynthesizeStop => match self.text.take() {
                 Some(_) => Ok(()),
-                None => Err(server::Refusal::new(BAD_REQUEST, "`synthesize-stop` without `synthesize-start`").into()),
+                None => Err(server::Refusal::new(
+                    BAD_REQUEST,
+                    "`synthesize-stop` without `synthesize-start`",
+                )
+                .into()),
             },
             // Clients wait for an answer to these for as long as the connection is open.
             Event::Other(frame) if matches!(frame.kind.as_str(), "recognize" | "detect") => {
-                let text =
-                    format!("no service for `{}` is configured (hint: send `transcript` to the assistant)", frame.kind);
+                let text = format!(
+                    "no service for `{}` is configured (hint: send `transcript` to the assistant)",
+                    frame.kind
+                );
                 Err(server::Refusal::new(NOT_SUPPORTED, text).into())
             }
             _ => Ok(()),
@@ -326,21 +377,29 @@ impl Recording {
 
     fn push(&mut self, format: AudioFormat, bytes: &[u8], api: &Api) -> Result<(), SessionError> {
         if format != self.decoder.format() {
-            return Err(
-                server::Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into()
-            );
+            return Err(server::Refusal::new(
+                BAD_REQUEST,
+                "`audio-chunk` differs in format from its `audio-start`",
+            )
+            .into());
         }
         let samples = self.decoder.push(bytes);
         match &mut self.resampler {
             None => self.audio.samples.extend(samples),
             Some(resampler) => {
-                let samples = resampler.push(&samples).map_err(|error| bad(&error.into()))?;
+                let samples = resampler
+                    .push(&samples)
+                    .map_err(|error| bad(&error.into()))?;
                 self.audio.samples.extend(samples);
             }
         }
         let (duration, limit) = (self.audio.duration(), api.0.settings.audio_max);
         if duration > limit {
-            return Err(server::Refusal::new("too-long", AudioError::TooLong { duration, limit }.to_string()).into());
+            return Err(server::Refusal::new(
+                "too-long",
+                AudioError::TooLong { duration, limit }.to_string(),
+            )
+            .into());
         }
         self.hold(api)
     }
@@ -348,7 +407,10 @@ impl Recording {
     /// Takes what it needs of the memory for audio.
     fn hold(&mut self, api: &Api) -> Result<(), SessionError> {
         let needed = (2 * self.audio.samples.len()).div_ceil(1024);
-        let held = self.held.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let held = self
+            .held
+            .as_ref()
+            .map_or(0, OwnedSemaphorePermit::num_permits);
         let more = u32::try_from(needed.saturating_sub(held)).unwrap_or(u32::MAX);
         if more == 0 {
             return Ok(());

@@ -13,33 +13,31 @@ use super::{
     conversations::Conversations,
     info_cache::{self, InfoCache},
 };
-use crate::{
-    config::WyomingConfig,
-    http::backend::{ChatBackend, SpeechBackend},
-    speech::wyoming::Info,
-    telemetry::{Metrics, Tracer},
-    worker::handle::WorkerHandle,
-};
+use cotenant_config::WyomingConfig;
+use cotenant_http::backend::{ChatBackend, SpeechBackend};
+use cotenant_speech::wyoming::Info;
+use cotenant_telemetry::{Metrics, Tracer};
+use cotenant_worker::handle::WorkerHandle;
 
 /// The backends of the API.
-pub(in crate::daemon) struct Backends {
+pub(crate) struct Backends {
     /// Recogniser and voice.
-    pub(in crate::daemon) speech: Option<Arc<dyn SpeechBackend>>,
+    pub(crate) speech: Option<Arc<dyn SpeechBackend>>,
     /// The LLM and its name.
-    pub(in crate::daemon) chat: Option<(Arc<dyn ChatBackend>, String)>,
+    pub(crate) chat: Option<(Arc<dyn ChatBackend>, String)>,
     /// The workers that are asked what they are: recogniser and voice.
-    pub(in crate::daemon) asr: Option<WorkerHandle>,
+    pub(crate) asr: Option<WorkerHandle>,
     /// See `asr`.
-    pub(in crate::daemon) tts: Option<WorkerHandle>,
+    pub(crate) tts: Option<WorkerHandle>,
     /// Where requests are counted.
-    pub(in crate::daemon) metrics: Arc<Metrics>,
+    pub(crate) metrics: Arc<Metrics>,
     /// Begins the spans of turns.
-    pub(in crate::daemon) tracer: Tracer,
+    pub(crate) tracer: Tracer,
 }
 
 /// The API; clones share their state.
 #[derive(Clone)]
-pub(in crate::daemon) struct Api(pub(super) Arc<Inner>);
+pub(crate) struct Api(pub(super) Arc<Inner>);
 
 /// What all connections share.
 pub(super) struct Inner {
@@ -63,7 +61,8 @@ impl Api {
         aliases: BTreeMap<String, String>,
         path: Option<&Path>,
     ) -> (Self, BTreeMap<String, Info>) {
-        let name = |worker: &Option<WorkerHandle>| worker.as_ref().map(|worker| worker.name().to_owned());
+        let name =
+            |worker: &Option<WorkerHandle>| worker.as_ref().map(|worker| worker.name().to_owned());
         let parts = info_cache::Parts {
             asr: name(&backends.asr),
             tts: name(&backends.tts),
@@ -98,7 +97,12 @@ pub(super) struct Counted<'a> {
 
 impl<'a> Counted<'a> {
     pub(super) fn begin(metrics: &'a Metrics, what: &'static str) -> Self {
-        Self { metrics, what, began: Instant::now(), code: CANCELLED }
+        Self {
+            metrics,
+            what,
+            began: Instant::now(),
+            code: CANCELLED,
+        }
     }
 
     pub(super) fn ended(mut self, code: u16) {
@@ -108,7 +112,8 @@ impl<'a> Counted<'a> {
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.metrics.request(self.what, self.code, self.began.elapsed());
+        self.metrics
+            .request(self.what, self.code, self.began.elapsed());
     }
 }
 

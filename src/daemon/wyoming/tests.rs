@@ -7,17 +7,15 @@ use std::{sync::atomic::Ordering, time::Duration};
 use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
 
-use crate::{
-    config::WyomingConfig,
-    http::backend::VoiceWish,
-    policy::refusal::Refusal,
-    speech::wyoming::{
-        AudioFormat, Event, Frame, Voice,
-        event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},
-        write_frame,
-    },
-    units::Tokens,
+use cotenant_config::WyomingConfig;
+use cotenant_http::backend::VoiceWish;
+use cotenant_policy::refusal::Refusal;
+use cotenant_speech::wyoming::{
+    AudioFormat, Event, Frame, Voice,
+    event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},
+    write_frame,
 };
+use cotenant_units::Tokens;
 use stage::*;
 
 #[tokio::test]
@@ -32,7 +30,11 @@ async fn describe_is_answered_while_no_worker_answers() {
         assert_eq!(info.data["handle"][0]["name"], "demo");
         assert_eq!(info.data["asr"], json!([]));
     }
-    assert_eq!(served.script.heard.lock().unwrap().len(), 1, "the recogniser hangs meanwhile");
+    assert_eq!(
+        served.script.heard.lock().unwrap().len(),
+        1,
+        "the recogniser hangs meanwhile"
+    );
 }
 
 #[tokio::test]
@@ -52,17 +54,33 @@ async fn audio_of_any_shape_comes_to_the_recogniser_as_it_wants_it() {
     let served = served(settings()).await;
     served.hears("close the blinds");
     let mut client = served.connect().await;
-    let format = AudioFormat { rate: 44_100, width: 2, channels: 2 };
-    client.say(Event::Transcribe(Transcribe { language: Some("en".to_owned()), name: None })).await;
+    let format = AudioFormat {
+        rate: 44_100,
+        width: 2,
+        channels: 2,
+    };
+    client
+        .say(Event::Transcribe(Transcribe {
+            language: Some("en".to_owned()),
+            name: None,
+        }))
+        .await;
     client.say(audio_start(format)).await;
     for piece in vec![7u8; 44_100 * 4].chunks(4_001) {
         client.say(chunk(format, piece.to_vec())).await;
     }
     client.say(Event::AudioStop(AudioStop::default())).await;
-    assert_eq!(client.until("transcript").await[0].data["text"], "close the blinds");
+    assert_eq!(
+        client.until("transcript").await[0].data["text"],
+        "close the blinds"
+    );
     {
         let heard = served.script.heard.lock().unwrap();
-        assert!(heard[0].audio.samples.len().abs_diff(16_000) < 200, "{}", heard[0].audio.samples.len());
+        assert!(
+            heard[0].audio.samples.len().abs_diff(16_000) < 200,
+            "{}",
+            heard[0].audio.samples.len()
+        );
         assert_eq!(heard[0].language.as_deref(), Some("en"));
     }
     // No audio is no error, with or without its frame.
@@ -73,7 +91,9 @@ async fn audio_of_any_shape_comes_to_the_recogniser_as_it_wants_it() {
     assert_eq!(served.script.heard.lock().unwrap().len(), 1);
     let counted = served.metrics.encode();
     assert!(
-        counted.contains("cotenant_request_seconds_count{route=\"wyoming/transcribe\",code=\"200\"} 3"),
+        counted.contains(
+            "cotenant_request_seconds_count{route=\"wyoming/transcribe\",code=\"200\"} 3"
+        ),
         "{counted}"
     );
 }
@@ -97,21 +117,44 @@ async fn an_utterance_waits_for_a_worker_that_is_being_started_but_not_for_ever(
     client.utter(100).await;
     let (code, _) = client.refusal().await;
     assert_eq!(code, "worker-lost", "the third attempt is its last");
-    served_long.script.transcripts.lock().unwrap().push_back(Turn::Refuse(starting()));
+    served_long
+        .script
+        .transcripts
+        .lock()
+        .unwrap()
+        .push_back(Turn::Refuse(starting()));
     served_long.hears("good night");
     let mut client = served_long.connect().await;
     client.utter(100).await;
-    assert_eq!(client.until("transcript").await[0].data["text"], "good night");
+    assert_eq!(
+        client.until("transcript").await[0].data["text"],
+        "good night"
+    );
 
-    let hasty = served(WyomingConfig { wait_max: Duration::ZERO, ..settings() }).await;
-    let draining = Refusal::Draining { act: "transcribe speech".to_owned(), retry_after: Duration::from_secs(1) };
+    let hasty = served(WyomingConfig {
+        wait_max: Duration::ZERO,
+        ..settings()
+    })
+    .await;
+    let draining = Refusal::Draining {
+        act: "transcribe speech".to_owned(),
+        retry_after: Duration::from_secs(1),
+    };
     for (refusal, expected) in [(starting(), "starting"), (draining, "draining")] {
-        hasty.script.transcripts.lock().unwrap().push_back(Turn::Refuse(refusal));
+        hasty
+            .script
+            .transcripts
+            .lock()
+            .unwrap()
+            .push_back(Turn::Refuse(refusal));
         let mut client = hasty.connect().await;
         client.utter(100).await;
         let (code, text) = client.refusal().await;
         assert_eq!(code, expected);
-        assert!(text.contains("transcribe speech") && text.contains("hint"), "{text}");
+        assert!(
+            text.contains("transcribe speech") && text.contains("hint"),
+            "{text}"
+        );
     }
 }
 
@@ -119,24 +162,56 @@ async fn an_utterance_waits_for_a_worker_that_is_being_started_but_not_for_ever(
 async fn a_voice_is_found_by_name_alias_or_language_and_an_unknown_name_is_spoken_by_the_default() {
     let served = served(settings()).await;
     let mut client = served.connect().await;
-    let named = |name: &str| Voice { name: Some(name.to_owned()), ..Voice::default() };
-    let spoken_in = |language: &str| Voice { language: Some(language.to_owned()), ..Voice::default() };
-    for voice in [None, Some(named("slt")), Some(named("alloy")), Some(spoken_in("en-GB")), Some(named("bob"))] {
+    let named = |name: &str| Voice {
+        name: Some(name.to_owned()),
+        ..Voice::default()
+    };
+    let spoken_in = |language: &str| Voice {
+        language: Some(language.to_owned()),
+        ..Voice::default()
+    };
+    for voice in [
+        None,
+        Some(named("slt")),
+        Some(named("alloy")),
+        Some(spoken_in("en-GB")),
+        Some(named("bob")),
+    ] {
         let text = "Good night.".to_owned();
-        client.say(Event::Synthesize(Synthesize { text, voice })).await;
+        client
+            .say(Event::Synthesize(Synthesize { text, voice }))
+            .await;
         let frames = client.until("audio-stop").await;
         assert_eq!(kinds(&frames), ["audio-start", "audio-chunk", "audio-stop"]);
         assert_eq!(frames[1].payload.len(), 22);
     }
-    let spoken: Vec<_> = served.script.spoken.lock().unwrap().iter().map(|request| request.voice.clone()).collect();
+    let spoken: Vec<_> = served
+        .script
+        .spoken
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|request| request.voice.clone())
+        .collect();
     let slt = || VoiceWish::Known("slt".to_owned());
-    assert_eq!(spoken, [VoiceWish::Any, slt(), slt(), slt(), VoiceWish::Any]);
-    for (voice, expected) in [(spoken_in("fi"), "voice.language: `fi` is not one that a voice here speaks")] {
+    assert_eq!(
+        spoken,
+        [VoiceWish::Any, slt(), slt(), slt(), VoiceWish::Any]
+    );
+    for (voice, expected) in [(
+        spoken_in("fi"),
+        "voice.language: `fi` is not one that a voice here speaks",
+    )] {
         let mut client = served.connect().await;
         let text = "x".to_owned();
         let voice = Some(voice);
-        client.say(Event::Synthesize(Synthesize { text, voice })).await;
-        assert_eq!(client.refusal().await, ("bad-request".to_owned(), expected.to_owned()));
+        client
+            .say(Event::Synthesize(Synthesize { text, voice }))
+            .await;
+        assert_eq!(
+            client.refusal().await,
+            ("bad-request".to_owned(), expected.to_owned())
+        );
     }
 }
 
@@ -144,39 +219,94 @@ async fn a_voice_is_found_by_name_alias_or_language_and_an_unknown_name_is_spoke
 async fn a_text_in_pieces_is_spoken_as_it_comes() {
     let served = served(settings()).await;
     let mut client = served.connect().await;
-    client.say(Event::SynthesizeStart(SynthesizeStart::default())).await;
-    let piece = |text: &str| Event::SynthesizeChunk(Text { text: text.to_owned() });
+    client
+        .say(Event::SynthesizeStart(SynthesizeStart::default()))
+        .await;
+    let piece = |text: &str| {
+        Event::SynthesizeChunk(Text {
+            text: text.to_owned(),
+        })
+    };
     client.say(piece("Good night. Stop the")).await;
-    assert_eq!(kinds(&client.until("audio-chunk").await), ["audio-start", "audio-chunk"]);
+    assert_eq!(
+        kinds(&client.until("audio-chunk").await),
+        ["audio-start", "audio-chunk"]
+    );
     client.say(piece(" music.")).await;
-    client.say(Event::Synthesize(Synthesize { text: "Good night. Stop the music.".to_owned(), voice: None })).await;
+    client
+        .say(Event::Synthesize(Synthesize {
+            text: "Good night. Stop the music.".to_owned(),
+            voice: None,
+        }))
+        .await;
     client.say(Event::SynthesizeStop).await;
     let frames = client.until("synthesize-stopped").await;
-    assert_eq!(kinds(&frames), ["audio-chunk", "audio-stop", "synthesize-stopped"]);
-    let spoken: Vec<_> = served.script.spoken.lock().unwrap().iter().map(|request| request.text.clone()).collect();
+    assert_eq!(
+        kinds(&frames),
+        ["audio-chunk", "audio-stop", "synthesize-stopped"]
+    );
+    let spoken: Vec<_> = served
+        .script
+        .spoken
+        .lock()
+        .unwrap()
+        .iter()
+        .map(|request| request.text.clone())
+        .collect();
     assert_eq!(spoken, ["Good night.", "Stop the music."]);
     // And on the same connection a text without words.
     let text = " ... ".to_owned();
-    client.say(Event::Synthesize(Synthesize { text, voice: None })).await;
-    assert_eq!(kinds(&client.until("audio-stop").await), ["audio-start", "audio-stop"]);
+    client
+        .say(Event::Synthesize(Synthesize { text, voice: None }))
+        .await;
+    assert_eq!(
+        kinds(&client.until("audio-stop").await),
+        ["audio-start", "audio-stop"]
+    );
 }
 
 #[tokio::test]
 async fn a_conversation_is_remembered_by_its_id_and_others_know_nothing_of_it() {
-    let served = served(WyomingConfig { system: Some("Be brief.".to_owned()), ..settings() }).await;
+    let served = served(WyomingConfig {
+        system: Some("Be brief.".to_owned()),
+        ..settings()
+    })
+    .await;
     for (ask, conversation, expected) in [
-        ("my name is Ada", Some("a"), vec!["Be brief.", "my name is Ada"]),
-        ("what is my name", Some("a"), vec!["Be brief.", "my name is Ada", "Hello. ", "what is my name"]),
-        ("what is my name", Some("b"), vec!["Be brief.", "what is my name"]),
-        ("what is my name", None, vec!["Be brief.", "what is my name"]),
+        (
+            "my name is Ada",
+            Some("a"),
+            vec!["Be brief.", "my name is Ada"],
+        ),
+        (
+            "what is my name",
+            Some("a"),
+            vec!["Be brief.", "my name is Ada", "Hello. ", "what is my name"],
+        ),
+        (
+            "what is my name",
+            Some("b"),
+            vec!["Be brief.", "what is my name"],
+        ),
+        (
+            "what is my name",
+            None,
+            vec!["Be brief.", "what is my name"],
+        ),
     ] {
         served.answers(vec![Step::Say("Hello"), Step::Say(". ")]);
         let mut client = served.connect().await;
         client.say(asks(ask, conversation)).await;
         let frames = client.until("handled-stop").await;
-        assert_eq!(kinds(&frames), ["handled-start", "handled-chunk", "handled", "handled-stop"]);
+        assert_eq!(
+            kinds(&frames),
+            ["handled-start", "handled-chunk", "handled", "handled-stop"]
+        );
         assert_eq!(frames[3].data["text"], "Hello. ");
-        let context = frames[3].data.get("context").and_then(|context| context["conversation_id"].as_str());
+        let context = frames[3]
+            .data
+            .get("context")
+            .and_then(|context| context["conversation_id"].as_str());
         assert_eq!(context, conversation);
         assert_eq!(served.asked(), expected);
     }
@@ -192,10 +322,18 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
         client.until("handled-stop").await;
     }
     served.answers(vec![Step::Fail(shed())]);
-    served.script.chats.lock().unwrap().push_back(Turn::Refuse(shed()));
+    served
+        .script
+        .chats
+        .lock()
+        .unwrap()
+        .push_back(Turn::Refuse(shed()));
     served.answers(vec![Step::Say("No.")]);
     client.say(asks("three", Some("a"))).await;
-    assert_eq!(client.until("handled").await.pop().unwrap().data["text"], "No.");
+    assert_eq!(
+        client.until("handled").await.pop().unwrap().data["text"],
+        "No."
+    );
     client.until("handled-stop").await;
     assert_eq!(served.asked(), ["three"]);
     // Without anything to forget it is said, and the connection stays.
@@ -203,15 +341,27 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     client.say(asks("long", None)).await;
     let refused = client.next().await.unwrap();
     assert_eq!(refused.kind, "not-handled");
-    assert!(refused.data["text"].as_str().unwrap().contains("shed to 512"), "{refused:?}");
+    assert!(
+        refused.data["text"]
+            .as_str()
+            .unwrap()
+            .contains("shed to 512"),
+        "{refused:?}"
+    );
     // What was said before the KV cache was reclaimed is the answer.
     served.answers(vec![
         Step::Say("Half"),
-        Step::Fail(Refusal::KvReclaimed { generated: Tokens::new(1), retry_after: Duration::ZERO }),
+        Step::Fail(Refusal::KvReclaimed {
+            generated: Tokens::new(1),
+            retry_after: Duration::ZERO,
+        }),
     ]);
     client.say(asks("story", None)).await;
     assert_eq!(client.until("handled-stop").await[2].data["text"], "Half");
-    let lost = || Refusal::EngineLost { reason: "it panicked".to_owned(), retry_after: Duration::from_secs(1) };
+    let lost = || Refusal::EngineLost {
+        reason: "it panicked".to_owned(),
+        retry_after: Duration::from_secs(1),
+    };
     served.answers(vec![Step::Say("Half"), Step::Fail(lost())]);
     client.say(asks("story", None)).await;
     assert_eq!(client.refusal().await.0, "engine-lost");
@@ -226,28 +376,51 @@ async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answ
     client.say(pipeline("asr", "tts")).await;
     client.utter(100).await;
     let frames = client.until("audio-stop").await;
-    let of = |kind: &str| frames.iter().filter(|frame| frame.kind == kind).collect::<Vec<_>>();
+    let of = |kind: &str| {
+        frames
+            .iter()
+            .filter(|frame| frame.kind == kind)
+            .collect::<Vec<_>>()
+    };
     assert_eq!(frames[0].data["text"], "tell me a story");
     assert_eq!(of("handled-chunk").len(), 2);
     assert_eq!(of("handled")[0].data["text"], "Once. Twice.");
-    let samples: usize = of("audio-chunk").iter().map(|frame| frame.payload.len() / 2).sum();
+    let samples: usize = of("audio-chunk")
+        .iter()
+        .map(|frame| frame.payload.len() / 2)
+        .sum();
     assert_eq!(samples, "Once.".len() + "Twice.".len());
     assert!(
-        served.metrics.encode().contains("cotenant_time_to_first_audio_seconds_count 1"),
+        served
+            .metrics
+            .encode()
+            .contains("cotenant_time_to_first_audio_seconds_count 1"),
         "{}",
         served.metrics.encode()
     );
     // Nothing heard: nothing asked, nothing spoken.
     served.hears(" ");
     client.utter(100).await;
-    assert_eq!(kinds(&client.until("not-handled").await), ["transcript", "not-handled"]);
+    assert_eq!(
+        kinds(&client.until("not-handled").await),
+        ["transcript", "not-handled"]
+    );
     assert_eq!(served.script.asked.lock().unwrap().len(), 1);
     // Lack of memory is spoken.
     served.hears("again");
     served.answers(vec![Step::Fail(shed())]);
     client.utter(100).await;
     let frames = client.until("audio-stop").await;
-    assert_eq!(kinds(&frames), ["transcript", "not-handled", "audio-start", "audio-chunk", "audio-stop"]);
+    assert_eq!(
+        kinds(&frames),
+        [
+            "transcript",
+            "not-handled",
+            "audio-start",
+            "audio-chunk",
+            "audio-stop"
+        ]
+    );
     // A pipeline may begin and end elsewhere.
     client.say(pipeline("handle", "tts")).await;
     served.answers(vec![Step::Say("Yes.")]);
@@ -270,9 +443,17 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     client.until("audio-chunk").await;
     assert_eq!(served.script.generating.load(Ordering::SeqCst), 1);
 
-    client.say(audio_start(AudioFormat::mono_16_bit(16_000))).await;
-    timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
-    assert_eq!(served.script.generating.load(Ordering::SeqCst), 0, "generation goes on");
+    client
+        .say(audio_start(AudioFormat::mono_16_bit(16_000)))
+        .await;
+    timeout(PATIENCE, served.script.dropped.notified())
+        .await
+        .unwrap();
+    assert_eq!(
+        served.script.generating.load(Ordering::SeqCst),
+        0,
+        "generation goes on"
+    );
     // The old answer is closed, with what there was of it.
     let frames = client.until("audio-stop").await;
     let handled = frames.iter().find(|frame| frame.kind == "handled").unwrap();
@@ -285,7 +466,11 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     client.say(Event::AudioStop(AudioStop::default())).await;
     let frames = client.until("audio-stop").await;
     assert_eq!(frames[0].data["text"], "stop");
-    assert_eq!(served.script.spoken.lock().unwrap().len(), 2, "what was not said yet is dropped");
+    assert_eq!(
+        served.script.spoken.lock().unwrap().len(),
+        2,
+        "what was not said yet is dropped"
+    );
 
     // A client that goes away ends it too.
     served.hears("tell me a story");
@@ -293,9 +478,13 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     client.utter(100).await;
     client.until("handled-chunk").await;
     drop(client);
-    timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+    timeout(PATIENCE, served.script.dropped.notified())
+        .await
+        .unwrap();
     while served.script.generating.load(Ordering::SeqCst) > 0 {
-        timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+        timeout(PATIENCE, served.script.dropped.notified())
+            .await
+            .unwrap();
     }
 }
 
@@ -306,17 +495,29 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
     served.answers(vec![Step::Say("Once. "), Step::Hang]);
     // Far more than a socket holds.
     let endless = (0..4_000).map(|_| Ok(vec![1; 1_000])).collect();
-    served.script.speech.lock().unwrap().push_back(Turn::Give(endless));
+    served
+        .script
+        .speech
+        .lock()
+        .unwrap()
+        .push_back(Turn::Give(endless));
     let mut client = served.connect().await;
     client.say(pipeline("asr", "tts")).await;
     client.utter(100).await;
     client.until("audio-chunk").await;
-    client.say(audio_start(AudioFormat::mono_16_bit(16_000))).await;
+    client
+        .say(audio_start(AudioFormat::mono_16_bit(16_000)))
+        .await;
     // The generation ends although the client has not read what was sent, and the rest of it never comes.
-    timeout(PATIENCE, served.script.dropped.notified()).await.unwrap();
+    timeout(PATIENCE, served.script.dropped.notified())
+        .await
+        .unwrap();
     let frames = client.until("audio-stop").await;
     let samples: usize = frames.iter().map(|frame| frame.payload.len() / 2).sum();
-    assert!(samples < 2_000_000, "{samples} samples of an unwanted answer");
+    assert!(
+        samples < 2_000_000,
+        "{samples} samples of an unwanted answer"
+    );
 }
 
 // ---- bad input ----
@@ -330,22 +531,41 @@ async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
     bystander.say(chunk(format, vec![0; 4_000])).await;
 
     let wide = AudioFormat { width: 9, ..format };
-    let fast = AudioFormat { rate: 4_000_000, ..format };
-    let other = AudioFormat { channels: 2, ..format };
+    let fast = AudioFormat {
+        rate: 4_000_000,
+        ..format
+    };
+    let other = AudioFormat {
+        channels: 2,
+        ..format
+    };
     let long = "long ".repeat(10_000);
     for (events, code, words) in [
         (vec![audio_start(wide)], "bad-request", "9 bytes per sample"),
         (vec![audio_start(fast)], "bad-request", "4000000 Hz"),
-        (vec![audio_start(format), chunk(other, vec![0; 8])], "bad-request", "differs in format"),
+        (
+            vec![audio_start(format), chunk(other, vec![0; 8])],
+            "bad-request",
+            "differs in format",
+        ),
         // Ten minutes of audio.
         (
-            std::iter::once(audio_start(format)).chain((0..600).map(|_| chunk(format, vec![0; 32_000]))).collect(),
+            std::iter::once(audio_start(format))
+                .chain((0..600).map(|_| chunk(format, vec![0; 32_000])))
+                .collect(),
             "too-long",
             "longer than the limit of 2.0 s",
         ),
-        (vec![Event::SynthesizeStop], "bad-request", "without `synthesize-start`"),
         (
-            vec![Event::Synthesize(Synthesize { text: long, voice: None })],
+            vec![Event::SynthesizeStop],
+            "bad-request",
+            "without `synthesize-start`",
+        ),
+        (
+            vec![Event::Synthesize(Synthesize {
+                text: long,
+                voice: None,
+            })],
             "too-long",
             "longer than the limit of 16 KiB",
         ),
@@ -353,7 +573,10 @@ async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
         let mut client = served.connect().await;
         for event in events {
             // The server may have closed already.
-            if write_frame(&mut client.writer, &event.into_frame()).await.is_err() {
+            if write_frame(&mut client.writer, &event.into_frame())
+                .await
+                .is_err()
+            {
                 break;
             }
         }
@@ -362,10 +585,22 @@ async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
         assert!(text.contains(words), "{text}");
     }
     for (bytes, words) in [
-        (vec![b'x'; 1 << 20], "no newline within the first 65536 bytes"),
-        (b"{\"type\":\"audio-chunk\",\"payload_length\":999999999}\n".to_vec(), "at most 1048576 bytes"),
-        (b"GET / HTTP/1.1\r\n\r\n".to_vec(), "not a JSON object with a `type`"),
-        (b"{\"type\":\"audio-start\",\"data\":{\"rate\":\"x\"}}\n".to_vec(), "audio-start"),
+        (
+            vec![b'x'; 1 << 20],
+            "no newline within the first 65536 bytes",
+        ),
+        (
+            b"{\"type\":\"audio-chunk\",\"payload_length\":999999999}\n".to_vec(),
+            "at most 1048576 bytes",
+        ),
+        (
+            b"GET / HTTP/1.1\r\n\r\n".to_vec(),
+            "not a JSON object with a `type`",
+        ),
+        (
+            b"{\"type\":\"audio-start\",\"data\":{\"rate\":\"x\"}}\n".to_vec(),
+            "audio-start",
+        ),
     ] {
         let mut client = served.connect().await;
         let _ = client.writer.write_all(&bytes).await;
@@ -375,14 +610,25 @@ async fn bad_input_is_refused_by_name_and_disturbs_no_other_session() {
     }
     // Half a message, and then nothing more.
     let mut client = served.connect().await;
-    client.writer.write_all(b"{\"type\":\"describe\"").await.unwrap();
+    client
+        .writer
+        .write_all(b"{\"type\":\"describe\"")
+        .await
+        .unwrap();
     client.writer.shutdown().await.unwrap();
     let (code, text) = client.refusal().await;
-    assert_eq!((code.as_str(), text.contains("stream ended")), ("bad-request", true), "{text}");
+    assert_eq!(
+        (code.as_str(), text.contains("stream ended")),
+        ("bad-request", true),
+        "{text}"
+    );
 
     served.hears("still here");
     bystander.say(Event::AudioStop(AudioStop::default())).await;
-    assert_eq!(bystander.until("transcript").await[0].data["text"], "still here");
+    assert_eq!(
+        bystander.until("transcript").await[0].data["text"],
+        "still here"
+    );
 }
 
 #[tokio::test]
@@ -391,14 +637,21 @@ async fn what_has_no_sound_is_an_empty_transcript() {
     let format = AudioFormat::mono_16_bit(16_000);
     let mut client = served.connect().await;
     // Begun and ended without audio, with audio of no samples, and only ended.
-    for events in [vec![audio_start(format)], vec![audio_start(format), chunk(format, Vec::new())], vec![]] {
+    for events in [
+        vec![audio_start(format)],
+        vec![audio_start(format), chunk(format, Vec::new())],
+        vec![],
+    ] {
         for event in events {
             client.say(event).await;
         }
         client.say(Event::AudioStop(AudioStop::default())).await;
         assert_eq!(client.until("transcript").await[0].data["text"], "");
     }
-    assert!(served.script.heard.lock().unwrap().is_empty(), "no worker was asked");
+    assert!(
+        served.script.heard.lock().unwrap().is_empty(),
+        "no worker was asked"
+    );
 }
 
 #[tokio::test]
@@ -410,13 +663,26 @@ async fn a_voice_that_breaks_off_in_mid_sentence_is_reported_to_its_client_alone
         retry_after: Duration::ZERO,
     };
     let broken = vec![Ok(vec![1; 100]), Err(lost)];
-    served.script.speech.lock().unwrap().push_back(Turn::Give(broken));
+    served
+        .script
+        .speech
+        .lock()
+        .unwrap()
+        .push_back(Turn::Give(broken));
     let mut client = served.connect().await;
-    let words = || Event::Synthesize(Synthesize { text: "Good night.".to_owned(), voice: None });
+    let words = || {
+        Event::Synthesize(Synthesize {
+            text: "Good night.".to_owned(),
+            voice: None,
+        })
+    };
     client.say(words()).await;
     let (code, text) = client.refusal().await;
     assert_eq!(code, "worker-lost");
-    assert!(text.starts_with("worker `tts` failed: it did not synthesize"), "{text}");
+    assert!(
+        text.starts_with("worker `tts` failed: it did not synthesize"),
+        "{text}"
+    );
     let mut next = served.connect().await;
     next.say(words()).await;
     next.until("audio-stop").await;
@@ -424,14 +690,21 @@ async fn a_voice_that_breaks_off_in_mid_sentence_is_reported_to_its_client_alone
 
 #[tokio::test]
 async fn all_utterances_together_take_no_more_memory_than_they_may() {
-    let served = served(WyomingConfig { audio_max: Duration::from_secs(600), ..settings() }).await;
+    let served = served(WyomingConfig {
+        audio_max: Duration::from_secs(600),
+        ..settings()
+    })
+    .await;
     let format = AudioFormat::mono_16_bit(16_000);
     let mut client = served.connect().await;
     client.say(audio_start(format)).await;
     // 19 MiB where 16 may be.
     for _ in 0..20 {
         let one_mib = chunk(format, vec![0; 1 << 20]);
-        if write_frame(&mut client.writer, &one_mib.into_frame()).await.is_err() {
+        if write_frame(&mut client.writer, &one_mib.into_frame())
+            .await
+            .is_err()
+        {
             break;
         }
     }

@@ -12,7 +12,7 @@ use std::collections::BTreeMap;
 use serde_json::{Map, Value};
 
 use super::literal;
-use crate::conversation::AnswerPart;
+use cotenant_conversation::AnswerPart;
 
 /// The functions that may be called, by name.
 #[derive(Debug, Default)]
@@ -31,11 +31,16 @@ impl Functions {
         let functions = tools.iter().filter_map(|tool| tool.get("function"));
         let declared = functions.filter_map(|function| {
             let name = function.get("name")?.as_str()?;
-            let properties = function.get("parameters").and_then(|schema| schema.get("properties")?.as_object());
-            let parameters = properties.into_iter().flatten().map(|(name, schema)| Parameter {
-                name: name.clone(),
-                is_text: schema.get("type").and_then(Value::as_str) == Some("string"),
-            });
+            let properties = function
+                .get("parameters")
+                .and_then(|schema| schema.get("properties")?.as_object());
+            let parameters = properties
+                .into_iter()
+                .flatten()
+                .map(|(name, schema)| Parameter {
+                    name: name.clone(),
+                    is_text: schema.get("type").and_then(Value::as_str) == Some("string"),
+                });
             Some((name.to_owned(), parameters.collect()))
         });
         Self(declared.collect())
@@ -112,7 +117,11 @@ impl CallParser<'_> {
 
     /// An object that is a call, or a list of them.
     fn json(self, body: &str) -> Found {
-        if may_be_call(body) { self.value(body, |value| self.calls_of(value)) } else { Found::Nothing }
+        if may_be_call(body) {
+            self.value(body, |value| self.calls_of(value))
+        } else {
+            Found::Nothing
+        }
     }
 
     /// What `calls` makes of the value with which `body` begins.
@@ -121,7 +130,10 @@ impl CallParser<'_> {
             Extent::Whole(end) => (body.get(..end).unwrap_or_default().to_owned(), end),
             // Small models forget the last brackets.
             Extent::Broken { at, open } => (closed(body, at, &open), at),
-            Extent::Open { open, in_text: false } if self.ended => (closed(body, body.len(), &open), body.len()),
+            Extent::Open {
+                open,
+                in_text: false,
+            } if self.ended => (closed(body, body.len(), &open), body.len()),
             Extent::Open { .. } => return Found::More,
         };
         match literal::parse(&whole).and_then(|value| calls(&value)) {
@@ -151,7 +163,11 @@ impl CallParser<'_> {
             match self.named(rest.trim_start()) {
                 Found::Calls(found, end) => {
                     calls.extend(found);
-                    rest = rest.trim_start().get(end..).unwrap_or_default().trim_start();
+                    rest = rest
+                        .trim_start()
+                        .get(end..)
+                        .unwrap_or_default()
+                        .trim_start();
                 }
                 other => return other,
             }
@@ -169,7 +185,11 @@ impl CallParser<'_> {
     /// `<function=name>` and its arguments.
     fn tagged(self, body: &str) -> Found {
         let Some(rest) = body.strip_prefix(FUNCTION) else {
-            return if FUNCTION.starts_with(body) { Found::More } else { Found::Nothing };
+            return if FUNCTION.starts_with(body) {
+                Found::More
+            } else {
+                Found::Nothing
+            };
         };
         let (name, rest) = match rest.split_once('>') {
             Some((name, rest)) => (name, Some(rest)),
@@ -188,7 +208,9 @@ impl CallParser<'_> {
         let at = |rest: &str| body.len() - rest.len();
         let mut rest = rest.trim_start();
         if rest.starts_with('{') {
-            let found = self.value(rest, |value| value.is_object().then(|| vec![call(name, value)]));
+            let found = self.value(rest, |value| {
+                value.is_object().then(|| vec![call(name, value)])
+            });
             return match found {
                 Found::Calls(calls, end) => Found::Calls(calls, at(rest) + end),
                 other => other,
@@ -200,11 +222,16 @@ impl CallParser<'_> {
             if let Some(after) = rest.strip_prefix(FUNCTION_END) {
                 return Found::Calls(vec![call(name, &Value::Object(arguments))], at(after));
             }
-            if CLOSERS.iter().any(|closer| rest.starts_with(closer)) || (rest.is_empty() && self.ended) {
+            if CLOSERS.iter().any(|closer| rest.starts_with(closer))
+                || (rest.is_empty() && self.ended)
+            {
                 return Found::Calls(vec![call(name, &Value::Object(arguments))], at(rest));
             }
             let Some(parameter) = rest.strip_prefix(PARAMETER) else {
-                let begun = [PARAMETER, FUNCTION_END].iter().chain(&CLOSERS).any(|tag| tag.starts_with(rest));
+                let begun = [PARAMETER, FUNCTION_END]
+                    .iter()
+                    .chain(&CLOSERS)
+                    .any(|tag| tag.starts_with(rest));
                 return if begun { Found::More } else { Found::Nothing };
             };
             let Some((key, value)) = parameter.split_once('>') else {
@@ -232,7 +259,10 @@ impl CallParser<'_> {
         if !self.ended && self.functions.may_become(body) {
             return Found::More;
         }
-        let written = self.functions.longest(body).unwrap_or_else(|| literal::identifier(body));
+        let written = self
+            .functions
+            .longest(body)
+            .unwrap_or_else(|| literal::identifier(body));
         let rest = body.get(written.len()..).unwrap_or_default();
         let name = self.known(written);
         if written.is_empty() || (rest.is_empty() && !self.ended) {
@@ -263,10 +293,13 @@ impl CallParser<'_> {
             return match extent(rest) {
                 Extent::Whole(end) => {
                     let inner = rest.get(1..end.saturating_sub(1)).unwrap_or_default();
-                    match literal::arguments(inner).and_then(|arguments| self.by_key(name, arguments)) {
-                        Some(arguments) => {
-                            Found::Calls(vec![call(name, &Value::Object(arguments))], written.len() + end)
-                        }
+                    match literal::arguments(inner)
+                        .and_then(|arguments| self.by_key(name, arguments))
+                    {
+                        Some(arguments) => Found::Calls(
+                            vec![call(name, &Value::Object(arguments))],
+                            written.len() + end,
+                        ),
                         None => Found::Nothing,
                     }
                 }
@@ -276,7 +309,9 @@ impl CallParser<'_> {
         }
         let arguments = match arguments_of(rest) {
             Some(arguments) => arguments,
-            None if rest.len() < ID_LENGTH_MAX && NAME_ENDS.iter().any(|end| meets(rest, end)) => return Found::More,
+            None if rest.len() < ID_LENGTH_MAX && NAME_ENDS.iter().any(|end| meets(rest, end)) => {
+                return Found::More;
+            }
             None => return Found::Nothing,
         };
         if arguments.is_empty() {
@@ -285,7 +320,9 @@ impl CallParser<'_> {
         if !arguments.starts_with('{') {
             return Found::Nothing;
         }
-        match self.value(arguments, |value| value.is_object().then(|| vec![call(name, value)])) {
+        match self.value(arguments, |value| {
+            value.is_object().then(|| vec![call(name, value)])
+        }) {
             Found::Calls(calls, end) => Found::Calls(calls, body.len() - arguments.len() + end),
             other => other,
         }
@@ -298,7 +335,10 @@ impl CallParser<'_> {
         }
         let short = written.strip_suffix(".call").unwrap_or(written);
         let last = short.rsplit('.').next().unwrap_or(short);
-        [short, last].into_iter().find(|name| self.functions.has(name)).unwrap_or(written)
+        [short, last]
+            .into_iter()
+            .find(|name| self.functions.has(name))
+            .unwrap_or(written)
     }
 
     fn may_become_known(self, written: &str) -> bool {
@@ -312,9 +352,18 @@ impl CallParser<'_> {
     }
 
     /// Arguments by place get the names of the parameters at these places.
-    fn by_key(self, name: &str, arguments: (Vec<Value>, Map<String, Value>)) -> Option<Map<String, Value>> {
+    fn by_key(
+        self,
+        name: &str,
+        arguments: (Vec<Value>, Map<String, Value>),
+    ) -> Option<Map<String, Value>> {
         let (by_place, mut by_key) = arguments;
-        let parameters = self.functions.0.get(name).map(Vec::as_slice).unwrap_or_default();
+        let parameters = self
+            .functions
+            .0
+            .get(name)
+            .map(Vec::as_slice)
+            .unwrap_or_default();
         for (at, value) in by_place.into_iter().enumerate() {
             by_key.insert(parameters.get(at)?.name.clone(), value);
         }
@@ -324,7 +373,9 @@ impl CallParser<'_> {
     fn calls_of(self, value: &Value) -> Option<Vec<AnswerPart>> {
         if let Value::Array(list) = value {
             let calls: Option<Vec<_>> = list.iter().map(|value| self.calls_of(value)).collect();
-            return calls.map(|calls| calls.concat()).filter(|calls| !calls.is_empty());
+            return calls
+                .map(|calls| calls.concat())
+                .filter(|calls| !calls.is_empty());
         }
         for nested in ["function", "tool_calls"] {
             if let Some(inner) = value.get(nested).filter(|inner| !inner.is_string()) {
@@ -333,8 +384,12 @@ impl CallParser<'_> {
         }
         let name = NAMES.iter().find_map(|key| value.get(key)?.as_str())?;
         let arguments = match ARGUMENTS.iter().find_map(|key| value.get(key)) {
-            Some(arguments) if arguments.is_object() => self.accepts(name).then(|| arguments.clone()),
-            Some(Value::String(text)) => literal::parse(text).filter(|value| self.accepts(name) && value.is_object()),
+            Some(arguments) if arguments.is_object() => {
+                self.accepts(name).then(|| arguments.clone())
+            }
+            Some(Value::String(text)) => {
+                literal::parse(text).filter(|value| self.accepts(name) && value.is_object())
+            }
             // Without arguments an object with a name is a call only of a function that is there.
             None | Some(Value::Null) => self.functions.has(name).then(|| Value::Object(Map::new())),
             Some(_) => None,
@@ -349,7 +404,10 @@ pub(super) fn cut(text: &str, parser: CallParser<'_>) -> Vec<AnswerPart> {
     let mut calls = Vec::new();
     while let Found::Calls(found, end) = parser.read(rest) {
         calls.extend(found);
-        rest = rest.get(end..).unwrap_or_default().trim_start_matches(SEPARATORS);
+        rest = rest
+            .get(end..)
+            .unwrap_or_default()
+            .trim_start_matches(SEPARATORS);
     }
     let rest = rest.trim_start();
     let last = if rest.starts_with('{') {
@@ -367,7 +425,10 @@ pub(super) fn cut(text: &str, parser: CallParser<'_>) -> Vec<AnswerPart> {
 }
 
 fn cut_json(text: &str) -> Option<AnswerPart> {
-    let rest = text.strip_prefix('{')?.trim_start().strip_prefix("\"name\"")?;
+    let rest = text
+        .strip_prefix('{')?
+        .trim_start()
+        .strip_prefix("\"name\"")?;
     let rest = rest.trim_start().strip_prefix(':')?;
     let mut values = serde_json::Deserializer::from_str(rest).into_iter::<String>();
     let name = values.next()?.ok()?;
@@ -376,7 +437,8 @@ fn cut_json(text: &str) -> Option<AnswerPart> {
         .strip_prefix(',')
         .and_then(|rest| {
             let rest = rest.trim_start();
-            rest.strip_prefix("\"arguments\"").or_else(|| rest.strip_prefix("\"parameters\""))
+            rest.strip_prefix("\"arguments\"")
+                .or_else(|| rest.strip_prefix("\"parameters\""))
         })
         .and_then(|rest| rest.trim_start().strip_prefix(':'))
         .map_or("", str::trim_start);
@@ -385,16 +447,24 @@ fn cut_json(text: &str) -> Option<AnswerPart> {
         Extent::Whole(end) => end,
         _ => arguments.len(),
     };
-    Some(AnswerPart::ToolCall { name, arguments: arguments.get(..end)?.to_owned() })
+    Some(AnswerPart::ToolCall {
+        name,
+        arguments: arguments.get(..end)?.to_owned(),
+    })
 }
 
 /// Complete parameters, as an object that is not closed.
 fn cut_function(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
-    let complete = text.rfind(PARAMETER_END).map_or(text.find('>')? + 1, |at| at + PARAMETER_END.len());
+    let complete = text
+        .rfind(PARAMETER_END)
+        .map_or(text.find('>')? + 1, |at| at + PARAMETER_END.len());
     let whole = format!("{}{FUNCTION_END}", text.get(..complete)?);
     match parser.read(&whole) {
         Found::Calls(calls, _) => calls.into_iter().next().map(|call| match call {
-            AnswerPart::ToolCall { name, mut arguments } => {
+            AnswerPart::ToolCall {
+                name,
+                mut arguments,
+            } => {
                 arguments.pop();
                 AnswerPart::ToolCall { name, arguments }
             }
@@ -412,17 +482,25 @@ fn cut_named(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
         return None;
     }
     let arguments = arguments_of(rest)?;
-    Some(AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_owned() })
+    Some(AnswerPart::ToolCall {
+        name: name.to_owned(),
+        arguments: arguments.to_owned(),
+    })
 }
 
 fn call(name: &str, arguments: &Value) -> AnswerPart {
-    AnswerPart::ToolCall { name: name.to_owned(), arguments: arguments.to_string() }
+    AnswerPart::ToolCall {
+        name: name.to_owned(),
+        arguments: arguments.to_string(),
+    }
 }
 
 /// What follows a name that is not in parentheses; `None` while that is not certain.
 fn arguments_of(rest: &str) -> Option<&str> {
     if let Some(id) = rest.strip_prefix(CALL_ID) {
-        return id.split_once(ARGS).map(|(_, arguments)| arguments.trim_start());
+        return id
+            .split_once(ARGS)
+            .map(|(_, arguments)| arguments.trim_start());
     }
     if let Some(arguments) = rest.strip_prefix(ARGS) {
         return Some(arguments.trim_start());
@@ -441,10 +519,12 @@ fn may_be_call(body: &str) -> bool {
     let Some(quote) = inner.chars().next() else {
         return true;
     };
-    inner.strip_prefix(['"', '\'']).is_some_and(|key| match key.split_once(quote) {
-        Some((key, _)) => KEYS.contains(&key),
-        None => KEYS.iter().any(|known| known.starts_with(key)),
-    })
+    inner
+        .strip_prefix(['"', '\''])
+        .is_some_and(|key| match key.split_once(quote) {
+            Some((key, _)) => KEYS.contains(&key),
+            None => KEYS.iter().any(|known| known.starts_with(key)),
+        })
 }
 
 /// The value of a parameter, up to its end tag; models forget that tag before the next one. `None` while the end is not certain.
@@ -459,7 +539,11 @@ fn parameter_value(text: &str, ended: bool) -> Option<(&str, &str)> {
             }
             begun |= tag.starts_with(rest);
         }
-        if begun && !ended { None } else { Some(rest.is_empty()) }
+        if begun && !ended {
+            None
+        } else {
+            Some(rest.is_empty())
+        }
     };
     for (at, _) in text.match_indices('<') {
         let rest = text.get(at..)?;
@@ -469,7 +553,9 @@ fn parameter_value(text: &str, ended: bool) -> Option<(&str, &str)> {
             if follows(after)? {
                 return Some((before, after));
             }
-        } else if before.ends_with('\n') && (rest.starts_with(PARAMETER) || rest.starts_with(FUNCTION_END)) {
+        } else if before.ends_with('\n')
+            && (rest.starts_with(PARAMETER) || rest.starts_with(FUNCTION_END))
+        {
             return Some((before, rest));
         }
     }
@@ -519,13 +605,19 @@ fn extent(text: &str) -> Extent {
                     return Extent::Whole(at + character.len_utf8());
                 }
             }
-            '<' if CLOSERS.iter().any(|closer| text.get(at..).is_some_and(|rest| rest.starts_with(closer))) => {
+            '<' if CLOSERS
+                .iter()
+                .any(|closer| text.get(at..).is_some_and(|rest| rest.starts_with(closer))) =>
+            {
                 return Extent::Broken { at, open };
             }
             _ => {}
         }
     }
-    Extent::Open { open, in_text: quote.is_some() }
+    Extent::Open {
+        open,
+        in_text: quote.is_some(),
+    }
 }
 
 /// The text up to `at` with all brackets closed.

@@ -20,7 +20,12 @@ pub(super) fn arguments(text: &str) -> Option<(Vec<Value>, Map<String, Value>)> 
     let (mut by_place, mut by_key) = (Vec::new(), Map::new());
     while !reader.rest.is_empty() {
         let name = identifier(reader.rest);
-        match reader.rest.get(name.len()..)?.trim_start().strip_prefix('=') {
+        match reader
+            .rest
+            .get(name.len()..)?
+            .trim_start()
+            .strip_prefix('=')
+        {
             Some(value) if !name.is_empty() => {
                 reader.rest = value;
                 by_key.insert(name.to_owned(), reader.value(0)?);
@@ -39,7 +44,9 @@ pub(super) fn arguments(text: &str) -> Option<(Vec<Value>, Map<String, Value>)> 
 
 /// The name with which a text begins.
 pub(super) fn identifier(text: &str) -> &str {
-    let end = text.find(|character: char| !(character.is_alphanumeric() || matches!(character, '_' | '-' | '.')));
+    let end = text.find(|character: char| {
+        !(character.is_alphanumeric() || matches!(character, '_' | '-' | '.'))
+    });
     text.get(..end.unwrap_or(text.len())).unwrap_or_default()
 }
 
@@ -93,7 +100,11 @@ impl Reader<'_> {
     }
 
     fn string(&mut self) -> Option<String> {
-        let quote = self.rest.chars().next().filter(|quote| matches!(quote, '"' | '\''))?;
+        let quote = self
+            .rest
+            .chars()
+            .next()
+            .filter(|quote| matches!(quote, '"' | '\''))?;
         let mut characters = self.rest.char_indices().skip(1);
         let mut text = String::new();
         while let Some((at, character)) = characters.next() {
@@ -105,7 +116,11 @@ impl Reader<'_> {
                     'b' => text.push('\u{8}'),
                     'f' => text.push('\u{c}'),
                     'u' => {
-                        let digits: String = characters.by_ref().take(4).map(|(_, digit)| digit).collect();
+                        let digits: String = characters
+                            .by_ref()
+                            .take(4)
+                            .map(|(_, digit)| digit)
+                            .collect();
                         let code = u32::from_str_radix(&digits, 16).ok()?;
                         // Halves of a surrogate pair are rare outside of JSON, which `serde_json` has taken.
                         text.push(char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER));
@@ -123,8 +138,9 @@ impl Reader<'_> {
     }
 
     fn word(&mut self) -> Option<Value> {
-        let end =
-            self.rest.find(|character: char| !(character.is_alphanumeric() || matches!(character, '+' | '-' | '.')));
+        let end = self.rest.find(|character: char| {
+            !(character.is_alphanumeric() || matches!(character, '+' | '-' | '.'))
+        });
         let (word, rest) = self.rest.split_at_checked(end.unwrap_or(self.rest.len()))?;
         self.rest = rest;
         match word {
@@ -157,7 +173,10 @@ mod tests {
 b\n\"",}"#;
         let expected = json!({"city": "it's", "on": true, "none": null, "list": [1, -2.5, ["a"]], "line": "a\nb\n\""});
         assert_eq!(parse(python), Some(expected));
-        assert_eq!(parse("{\"a\": \"\\ud83d\\ude00\"}"), Some(json!({"a": "😀"})));
+        assert_eq!(
+            parse("{\"a\": \"\\ud83d\\ude00\"}"),
+            Some(json!({"a": "😀"}))
+        );
         for broken in ["{", "{'a'}", "[1 2]", "'a", "a", "", "{}x", "{1: 2}"] {
             assert_eq!(parse(broken), None, "{broken}");
         }
@@ -167,7 +186,10 @@ b\n\"",}"#;
     #[test]
     fn arguments_have_places_or_keys() {
         let (by_place, by_key) = arguments(" \"Paris\", days = 3, unit='c', ").unwrap();
-        assert_eq!((by_place, Value::Object(by_key)), (vec![json!("Paris")], json!({"days": 3, "unit": "c"})));
+        assert_eq!(
+            (by_place, Value::Object(by_key)),
+            (vec![json!("Paris")], json!({"days": 3, "unit": "c"}))
+        );
         assert!(arguments("a b").is_none());
         assert!(arguments("x=").is_none());
     }

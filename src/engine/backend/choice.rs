@@ -3,10 +3,8 @@
 use std::sync::Arc;
 
 use super::{Device, cpu::CpuDevice, cuda};
-use crate::{
-    engine::error::{LoadErrorKind, Unavailable},
-    policy::compute::{Compute, DeviceChoice},
-};
+use crate::error::{LoadErrorKind, Unavailable};
+use cotenant_policy::compute::{Compute, DeviceChoice};
 
 /// The device that is configured; the CPU instead of a GPU that does not compute, where nothing else is asked for.
 ///

@@ -17,11 +17,9 @@ use std::{
 };
 
 use super::DeviceError;
-use crate::{
-    engine::{arena::SharedMapping, reserve::Reserve},
-    policy::{kv_type::KvType, residency::KvShape},
-    units::Bytes,
-};
+use crate::{arena::SharedMapping, reserve::Reserve};
+use cotenant_policy::{kv_type::KvType, residency::KvShape};
+use cotenant_units::Bytes;
 
 /// Identity of a backend, of which there is one value: who has it opens what it has allocated.
 #[derive(Debug)]
@@ -34,11 +32,18 @@ impl Owner {
     }
 
     pub(super) fn buffer(&self, memory: impl Into<SharedMapping>) -> Buffer {
-        Buffer { memory: Arc::new(memory.into()), owner: self.0 }
+        Buffer {
+            memory: Arc::new(memory.into()),
+            owner: self.0,
+        }
     }
 
     /// Floats of a buffer, as long as nothing else is done with it.
-    pub(super) fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+    pub(super) fn read<'a>(
+        &'a mut self,
+        from: &'a Buffer,
+        floats: Range<usize>,
+    ) -> Result<&'a [f32], DeviceError> {
         let view = from.view(floats);
         let read = Access::new(self).read(&view)?;
         // SAFETY: as there; the buffer is borrowed as well, and the owner is for so long.
@@ -46,16 +51,23 @@ impl Owner {
     }
 
     pub(super) fn region(&self, space: Reserve) -> Region {
-        Region { space: Arc::new(Space::Host(space)), owner: self.0 }
+        Region {
+            space: Arc::new(Space::Host(space)),
+            owner: self.0,
+        }
     }
 
     pub(super) fn device_region(&self, space: Box<dyn DeviceSpace>) -> Region {
-        Region { space: Arc::new(Space::Device(space)), owner: self.0 }
+        Region {
+            space: Arc::new(Space::Device(space)),
+            owner: self.0,
+        }
     }
 
     /// Where the device has a view, all of which lies in its buffer.
     pub(super) fn device_address(&self, view: &View) -> Result<u64, DeviceError> {
-        self.device_place(view).map(|(start, offset)| start + offset)
+        self.device_place(view)
+            .map(|(start, offset)| start + offset)
     }
 
     /// The same as where the device has the buffer, and how far behind that the view begins.
@@ -65,12 +77,20 @@ impl Owner {
         if inside.is_none_or(|end| end > view.memory.bytes().as_len()) {
             return Err(view.outside());
         }
-        let start = view.memory.device().map(|memory| (memory.address(), view.offset as u64));
+        let start = view
+            .memory
+            .device()
+            .map(|memory| (memory.address(), view.offset as u64));
         start.ok_or_else(|| DeviceError::new("memory of the host is used".to_owned()))
     }
 
     /// Where the device has `len` bytes from `offset` of address space, all of which are open.
-    pub(super) fn device_range(&self, region: &Region, offset: usize, len: usize) -> Result<u64, DeviceError> {
+    pub(super) fn device_range(
+        &self,
+        region: &Region,
+        offset: usize,
+        len: usize,
+    ) -> Result<u64, DeviceError> {
         self.is_own(region.owner)?;
         match &*region.space {
             Space::Device(space) if offset.saturating_add(len) <= space.open().as_len() => {
@@ -81,7 +101,13 @@ impl Owner {
     }
 
     fn is_own(&self, owner: u64) -> Result<(), DeviceError> {
-        if owner == self.0 { Ok(()) } else { Err(DeviceError::new("memory of another backend is used".to_owned())) }
+        if owner == self.0 {
+            Ok(())
+        } else {
+            Err(DeviceError::new(
+                "memory of another backend is used".to_owned(),
+            ))
+        }
     }
 }
 
@@ -170,7 +196,12 @@ impl Buffer {
     /// `len` bytes from `offset`.
     #[must_use]
     pub fn view_bytes(&self, offset: usize, len: usize) -> View {
-        View { memory: Arc::clone(&self.memory), owner: self.owner, offset, len }
+        View {
+            memory: Arc::clone(&self.memory),
+            owner: self.owner,
+            offset,
+            len,
+        }
     }
 
     /// Gives it back; says how much of it had been in memory: nothing as long as something in flight, or a read that hangs, has it.
@@ -204,7 +235,8 @@ impl View {
 
     /// Whether both are the same part of the same buffer.
     pub(super) fn is_same(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.memory, &other.memory) && (self.offset, self.len) == (other.offset, other.len)
+        Arc::ptr_eq(&self.memory, &other.memory)
+            && (self.offset, self.len) == (other.offset, other.len)
     }
 
     /// Its address, or `None` when it is not all inside its buffer.
@@ -287,7 +319,10 @@ impl Region {
     /// The same for an operation.
     #[must_use]
     pub fn lend(&self) -> Self {
-        Self { space: Arc::clone(&self.space), owner: self.owner }
+        Self {
+            space: Arc::clone(&self.space),
+            owner: self.owner,
+        }
     }
 }
 
@@ -308,7 +343,12 @@ impl Cells<'_> {
     /// The same without what it borrows.
     #[must_use]
     pub fn into_owned(self) -> Cells<'static> {
-        Cells { space: self.space, kind: self.kind, shape: self.shape, places: self.places.into_owned().into() }
+        Cells {
+            space: self.space,
+            kind: self.kind,
+            shape: self.shape,
+            places: self.places.into_owned().into(),
+        }
     }
 }
 
@@ -323,7 +363,13 @@ pub enum Part {
 
 /// Index of the first byte of one head's `part` of the attention layer `layer` in every block.
 #[must_use]
-pub fn offset_in_block(shape: &KvShape, kind: KvType, layer: usize, part: Part, head: usize) -> usize {
+pub fn offset_in_block(
+    shape: &KvShape,
+    kind: KvType,
+    layer: usize,
+    part: Part,
+    head: usize,
+) -> usize {
     let part = match part {
         Part::Key => 0,
         Part::Value => 1,
@@ -344,7 +390,12 @@ pub(super) struct Access<'op> {
 
 impl<'op> Access<'op> {
     pub(super) const fn new(owner: &'op mut Owner) -> Self {
-        Self { owner: owner.0, spans: [(0, 0, false); SPANS_MAX], count: 0, exclusive: PhantomData }
+        Self {
+            owner: owner.0,
+            spans: [(0, 0, false); SPANS_MAX],
+            count: 0,
+            exclusive: PhantomData,
+        }
     }
 
     /// Floats to be read.
@@ -357,7 +408,10 @@ impl<'op> Access<'op> {
     }
 
     /// The same of what is not always there.
-    pub(super) fn read_some(&mut self, view: Option<&'op View>) -> Result<Option<&'op [f32]>, DeviceError> {
+    pub(super) fn read_some(
+        &mut self,
+        view: Option<&'op View>,
+    ) -> Result<Option<&'op [f32]>, DeviceError> {
         view.map(|view| self.read(view)).transpose()
     }
 
@@ -372,14 +426,19 @@ impl<'op> Access<'op> {
     pub(super) fn weight(&self, view: &'op View) -> Result<&'op [u8], DeviceError> {
         let start = self.address(view)?;
         if self.overlaps(start, view.len, false) {
-            return Err(DeviceError::new("a result lies where a weight does".to_owned()));
+            return Err(DeviceError::new(
+                "a result lies where a weight does".to_owned(),
+            ));
         }
         // SAFETY: as in `read`; what is opened to be written is opened before weights are.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr(), view.len) })
     }
 
     /// Floats to be written.
-    #[expect(clippy::mut_from_ref, reason = "`open` has checked that nothing else is opened there")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "`open` has checked that nothing else is opened there"
+    )]
     pub(super) fn write(&mut self, view: &'op View) -> Result<&'op mut [f32], DeviceError> {
         let start = self.open(view, true)?;
         floats_of(start, view.len)?;
@@ -388,7 +447,10 @@ impl<'op> Access<'op> {
     }
 
     /// Bytes to be written.
-    #[expect(clippy::mut_from_ref, reason = "`open` has checked that nothing else is opened there")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "`open` has checked that nothing else is opened there"
+    )]
     pub(super) fn write_bytes(&mut self, view: &'op View) -> Result<&'op mut [u8], DeviceError> {
         let start = self.open(view, true)?;
         // SAFETY: as in `write`.
@@ -405,7 +467,13 @@ impl<'op> Access<'op> {
     }
 
     fn is_own(&self, owner: u64) -> Result<(), DeviceError> {
-        if owner == self.owner { Ok(()) } else { Err(DeviceError::new("memory of another backend is used".to_owned())) }
+        if owner == self.owner {
+            Ok(())
+        } else {
+            Err(DeviceError::new(
+                "memory of another backend is used".to_owned(),
+            ))
+        }
     }
 
     fn address(&self, view: &View) -> Result<NonNull<u8>, DeviceError> {
@@ -416,11 +484,15 @@ impl<'op> Access<'op> {
     fn open(&mut self, view: &View, written: bool) -> Result<NonNull<u8>, DeviceError> {
         let start = self.address(view)?;
         if self.overlaps(start, view.len, written) {
-            return Err(DeviceError::new("a result lies where something else does".to_owned()));
+            return Err(DeviceError::new(
+                "a result lies where something else does".to_owned(),
+            ));
         }
         let from = start.addr().get();
         let Some(span) = self.spans.get_mut(self.count) else {
-            return Err(DeviceError::new(format!("an operation uses more than {SPANS_MAX} views")));
+            return Err(DeviceError::new(format!(
+                "an operation uses more than {SPANS_MAX} views"
+            )));
         };
         *span = (from, from + view.len, written);
         self.count += 1;
@@ -430,7 +502,10 @@ impl<'op> Access<'op> {
     /// Whether something else is opened there, of which one of the two is written.
     fn overlaps(&self, start: NonNull<u8>, len: usize, written: bool) -> bool {
         let (from, to) = (start.addr().get(), start.addr().get() + len);
-        self.spans.iter().take(self.count).any(|&(first, end, other)| (written || other) && from < end && first < to)
+        self.spans
+            .iter()
+            .take(self.count)
+            .any(|&(first, end, other)| (written || other) && from < end && first < to)
     }
 }
 
@@ -438,7 +513,9 @@ fn floats_of(start: NonNull<u8>, len: usize) -> Result<(), DeviceError> {
     if start.addr().get().is_multiple_of(4) && len.is_multiple_of(4) {
         Ok(())
     } else {
-        Err(DeviceError::new("a view of floats is cut or misaligned".to_owned()))
+        Err(DeviceError::new(
+            "a view of floats is cut or misaligned".to_owned(),
+        ))
     }
 }
 

@@ -13,15 +13,16 @@ use super::{
     error::LoadErrorKind,
     spec::{AttentionSpec, Spec},
 };
-use crate::{
-    policy::residency::KvShape,
-    units::{Bytes, page},
-};
+use cotenant_policy::residency::KvShape;
+use cotenant_units::{Bytes, page};
 
 mod choice;
 pub mod cpu;
 pub mod cuda;
-#[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "only the backend of a GPU has memory of a device"))]
+#[cfg_attr(
+    not(feature = "cuda"),
+    expect(dead_code, reason = "only the backend of a GPU has memory of a device")
+)]
 mod memory;
 mod operation;
 
@@ -29,8 +30,8 @@ pub use super::error::DeviceError;
 pub use choice::{choose, retry_gpu, without_gpu};
 pub use memory::{Buffer, Cells, Part, Region, View, offset_in_block};
 pub use operation::{
-    Activate, Attend, Convert, Copies, Delta, Finish, Gap, Multiply, Norm, Operation, Prepare, Product, Residual,
-    Rotate, Row, RowBytes, Types, Widen,
+    Activate, Attend, Convert, Copies, Delta, Finish, Gap, Multiply, Norm, Operation, Prepare,
+    Product, Residual, Rotate, Row, RowBytes, Types, Widen,
 };
 
 /// What is to compute a model: chosen before its file is opened, since a plan depends on what it needs.
@@ -88,7 +89,11 @@ impl Limits {
     /// Those of a model in so many parts, whatever context it is opened with: what it needs is the same when it is inspected.
     #[must_use]
     pub fn of(spec: &Spec, parts: usize) -> Self {
-        Self { context: spec.context_max, said: spec.said.as_ref().map_or(1, Vec::len), parts }
+        Self {
+            context: spec.context_max,
+            said: spec.said.as_ref().map_or(1, Vec::len),
+            parts,
+        }
     }
 }
 
@@ -172,7 +177,11 @@ pub unsafe trait Backend: Send {
     /// # Errors
     ///
     /// When something could not be executed.
-    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError>;
+    fn read<'a>(
+        &'a mut self,
+        from: &'a Buffer,
+        floats: Range<usize>,
+    ) -> Result<&'a [f32], DeviceError>;
 }
 
 /// A place in the order of a backend's operations.

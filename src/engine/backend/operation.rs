@@ -9,16 +9,17 @@ use candle_core::quantized::GgmlDType;
 
 use super::memory::{Cells, Region, View};
 use crate::{
-    engine::{
-        gguf::SUPPORTED,
-        spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
-    },
-    policy::kv_type::KvType,
+    gguf::SUPPORTED,
+    spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
 };
+use cotenant_policy::kv_type::KvType;
 
 /// Something to compute.
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "a box would be an allocation for each operation")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "a box would be an allocation for each operation"
+)]
 pub enum Operation<'a> {
     /// The gate of a feed-forward part.
     Activate(Activate),
@@ -70,7 +71,10 @@ impl Operation<'_> {
         match self {
             Self::Activate(job) => Operation::Activate(job),
             Self::Attend(job) => Operation::Attend(Attend {
-                gap: job.gap.map(|gap| Gap { after: gap.after, back: gap.back.into_owned().into() }),
+                gap: job.gap.map(|gap| Gap {
+                    after: gap.after,
+                    back: gap.back.into_owned().into(),
+                }),
                 cells: job.cells.into_owned(),
                 ..job
             }),
@@ -78,14 +82,24 @@ impl Operation<'_> {
             Self::Copy { from, to } => Operation::Copy { from, to },
             Self::Delta(job) => Operation::Delta(job),
             Self::Fill { floats, value } => Operation::Fill { floats, value },
-            Self::Finish(job) => Operation::Finish(Finish { said: job.said.into_owned().into(), ..job }),
+            Self::Finish(job) => Operation::Finish(Finish {
+                said: job.said.into_owned().into(),
+                ..job
+            }),
             Self::Move { from, to, len } => Operation::Move { from, to, len },
-            Self::Multiply(job) => Operation::Multiply(Multiply { products: job.products.into_owned().into(), ..job }),
+            Self::Multiply(job) => Operation::Multiply(Multiply {
+                products: job.products.into_owned().into(),
+                ..job
+            }),
             Self::Norm(job) => Operation::Norm(job),
-            Self::Rotate(job) => {
-                Operation::Rotate(Rotate { factors: job.factors.map(|factors| factors.into_owned().into()), ..job })
-            }
-            Self::Widen(job) => Operation::Widen(Widen { rows: job.rows.iter().map(Row::to_owned).collect(), ..job }),
+            Self::Rotate(job) => Operation::Rotate(Rotate {
+                factors: job.factors.map(|factors| factors.into_owned().into()),
+                ..job
+            }),
+            Self::Widen(job) => Operation::Widen(Widen {
+                rows: job.rows.iter().map(Row::to_owned).collect(),
+                ..job
+            }),
         }
     }
 }
@@ -103,13 +117,21 @@ impl Types {
 
     /// Whether `is` holds for any of them.
     pub fn any(self, is: impl Fn(GgmlDType) -> bool) -> bool {
-        SUPPORTED.iter().enumerate().any(|(number, dtype)| self.0 >> number & 1 == 1 && is(*dtype))
+        SUPPORTED
+            .iter()
+            .enumerate()
+            .any(|(number, dtype)| self.0 >> number & 1 == 1 && is(*dtype))
     }
 }
 
 impl FromIterator<GgmlDType> for Types {
     fn from_iter<I: IntoIterator<Item = GgmlDType>>(types: I) -> Self {
-        let bit = |dtype| SUPPORTED.iter().position(|known| *known == dtype).map_or(0, |number| 1 << number);
+        let bit = |dtype| {
+            SUPPORTED
+                .iter()
+                .position(|known| *known == dtype)
+                .map_or(0, |number| 1 << number)
+        };
         Self(types.into_iter().map(bit).fold(0, |all, bit| all | bit))
     }
 }

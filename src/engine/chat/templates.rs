@@ -74,14 +74,17 @@ impl Said {
 /// Those whose licence is not free are read from llama.cpp's folder, where there is one.
 #[test]
 fn templates_of_public_models_are_rendered_as_transformers_does() {
-    let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/chat-templates");
-    let llama = std::env::var_os("COTENANT_LLAMA_VOCABULARIES").map(|models| PathBuf::from(models).join("templates"));
+    let folder =
+        PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/fixtures/chat-templates");
+    let llama = std::env::var_os("COTENANT_LLAMA_VOCABULARIES")
+        .map(|models| PathBuf::from(models).join("templates"));
     let tokenizer = Tokenizer::from_header(&TestVocabulary::chatml().header()).unwrap();
     // More of them, as `render.py` makes them of all that a folder has.
     let more = std::env::var_os("COTENANT_RENDERED").map(PathBuf::from);
     let files = std::iter::once(folder.join("rendered.json")).chain(more);
-    let cases =
-        files.flat_map(|file| -> Vec<Case> { serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap() });
+    let cases = files.flat_map(|file| -> Vec<Case> {
+        serde_json::from_str(&fs::read_to_string(file).unwrap()).unwrap()
+    });
     let (mut compared, mut absent, mut different) = (0, 0, Vec::new());
     for case in cases {
         let what = format!("{}: {}, {:?}", case.template, case.name, case.variables);
@@ -105,20 +108,31 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
             (Ok(rendered), Some(text), _) => rendered.text.replace(rendered.mark, "") == text,
             (Err(ChatError::Refused { message }), None, Some(refused)) => *message == refused,
             // What the system says is said by the user where the template refuses the role.
-            (Ok(_), None, Some(_)) => conversation.messages.iter().any(|message| message.role == Role::System),
+            (Ok(_), None, Some(_)) => conversation
+                .messages
+                .iter()
+                .any(|message| message.role == Role::System),
             // What fails in Python may be rendered here.
             _ => case.failed.is_some(),
         };
         // There jinja2 escapes texts for HTML, because of a filter `safe` beside them; see the fixtures' README.
-        let escaped = case.template == "meetkai-functionary-medium-v3.1.jinja" && !conversation.tools.is_empty();
+        let escaped = case.template == "meetkai-functionary-medium-v3.1.jinja"
+            && !conversation.tools.is_empty();
         if !(same || escaped) {
             different.push(format!("{what}: {rendered:?}"));
         }
         compared += 1;
     }
     if absent > 0 {
-        println!("left out: {absent} renderings: COTENANT_LLAMA_VOCABULARIES names no folder with their templates");
+        println!(
+            "left out: {absent} renderings: COTENANT_LLAMA_VOCABULARIES names no folder with their templates"
+        );
     }
     assert!(compared >= 70, "{compared}");
-    assert!(different.is_empty(), "{} of {compared}:\n{}", different.len(), different.join("\n"));
+    assert!(
+        different.is_empty(),
+        "{} of {compared}:\n{}",
+        different.len(),
+        different.join("\n")
+    );
 }

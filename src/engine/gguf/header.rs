@@ -15,12 +15,10 @@ use super::{
     values::{Array, StringTable, Value},
 };
 use crate::{
-    engine::{
-        disk::{DiskWatch, Head, WatchedFile},
-        error::LoadErrorKind,
-    },
-    units::Bytes,
+    disk::{DiskWatch, Head, WatchedFile},
+    error::LoadErrorKind,
 };
+use cotenant_units::Bytes;
 
 /// What a GGUF file says about itself.
 #[derive(Clone, Debug)]
@@ -49,9 +47,11 @@ pub struct TensorInfo {
 
 impl TensorInfo {
     /// Whether it has these dimensions; axes of one element at the end change nothing.
-    pub(in crate::engine) fn has_dims(&self, dims: &[u64]) -> bool {
+    pub(crate) fn has_dims(&self, dims: &[u64]) -> bool {
         let axes = self.dims.len().max(dims.len());
-        let padded = |dims: &[u64]| -> Vec<u64> { dims.iter().copied().chain(repeat(1)).take(axes).collect() };
+        let padded = |dims: &[u64]| -> Vec<u64> {
+            dims.iter().copied().chain(repeat(1)).take(axes).collect()
+        };
         padded(&self.dims) == padded(dims)
     }
 }
@@ -69,20 +69,27 @@ pub struct Part {
 
 /// A file whose header was read.
 #[derive(Debug)]
-pub(in crate::engine) struct OpenFile {
-    pub(in crate::engine) file: File,
+pub(crate) struct OpenFile {
+    pub(crate) file: File,
     /// As it was before anything was read of it.
-    pub(in crate::engine) was: Metadata,
-    pub(in crate::engine) head: Head,
+    pub(crate) was: Metadata,
+    pub(crate) head: Head,
 }
 
 impl Header {
-    pub(super) fn read_one(path: &Path, watch: &DiskWatch) -> Result<(Self, OpenFile), LoadErrorKind> {
+    pub(super) fn read_one(
+        path: &Path,
+        watch: &DiskWatch,
+    ) -> Result<(Self, OpenFile), LoadErrorKind> {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let what = format!("the header of {name}");
         let ask = |ask: &dyn Fn() -> io::Result<Metadata>| {
             let meta = watch.asking_for(&what, ask).map_err(LoadErrorKind::Open)?;
-            if meta.is_file() { Ok(meta) } else { Err(LoadErrorKind::NotAFile) }
+            if meta.is_file() {
+                Ok(meta)
+            } else {
+                Err(LoadErrorKind::NotAFile)
+            }
         };
         // Before it is opened too: opening a pipe waits for a writer.
         ask(&|| fs::metadata(path))?;
@@ -94,11 +101,18 @@ impl Header {
             return Err(LoadErrorKind::Empty);
         }
         let asking = WatchedFile::new(&file, &what, watch);
-        let mut parser = Parser { input: BufReader::with_capacity(1 << 18, asking), position: 0, file_bytes, kept: 0 };
+        let mut parser = Parser {
+            input: BufReader::with_capacity(1 << 18, asking),
+            position: 0,
+            file_bytes,
+            kept: 0,
+        };
         let mut magic = [0u8; 4];
         match parser.fill("magic", &mut magic) {
             Ok(()) if magic == *b"GGUF" => {}
-            Ok(()) if magic == LFS_MAGIC && file_bytes <= LFS_BYTES_MAX => return Err(LoadErrorKind::GitLfsPointer),
+            Ok(()) if magic == LFS_MAGIC && file_bytes <= LFS_BYTES_MAX => {
+                return Err(LoadErrorKind::GitLfsPointer);
+            }
             Ok(()) => return Err(LoadErrorKind::NotGguf { magic }),
             Err(LoadErrorKind::Truncated { .. }) => {
                 return Err(LoadErrorKind::NotGguf { magic: [0; 4] });
@@ -136,7 +150,9 @@ impl Header {
                     limit: u64::from(AXES_MAX),
                 });
             }
-            let dims = (0..axes).map(|_| parser.u64(&name)).collect::<Result<Vec<_>, _>>()?;
+            let dims = (0..axes)
+                .map(|_| parser.u64(&name))
+                .collect::<Result<Vec<_>, _>>()?;
             let kind = parser.u32(&name)?;
             let offset = parser.u64(&name)?;
             raw.push((name, dims, kind, offset));
@@ -144,7 +160,9 @@ impl Header {
         let alignment = match metadata.get("general.alignment") {
             None => DEFAULT_ALIGNMENT,
             Some(value) => match value.as_u64() {
-                Some(alignment) if alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX => alignment,
+                Some(alignment) if alignment.is_power_of_two() && alignment <= ALIGNMENT_MAX => {
+                    alignment
+                }
                 _ => {
                     return Err(LoadErrorKind::Metadata {
                         key: "general.alignment".to_owned(),
@@ -169,9 +187,20 @@ impl Header {
             metadata,
             tensors,
             file_bytes: Bytes::new(file_bytes),
-            parts: vec![Part { path: path.to_owned(), base: 0, bytes: Bytes::new(file_bytes) }],
+            parts: vec![Part {
+                path: path.to_owned(),
+                base: 0,
+                bytes: Bytes::new(file_bytes),
+            }],
         };
-        Ok((header, OpenFile { file, was: meta, head }))
+        Ok((
+            header,
+            OpenFile {
+                file,
+                was: meta,
+                head,
+            },
+        ))
     }
 
     /// The file.
@@ -216,7 +245,9 @@ impl Header {
     /// The whole number of `key`, when it is not negative and fits.
     #[must_use]
     pub fn u32(&self, key: &str) -> Option<u32> {
-        self.value(key)?.as_u64().and_then(|value| u32::try_from(value).ok())
+        self.value(key)?
+            .as_u64()
+            .and_then(|value| u32::try_from(value).ok())
     }
 
     /// The number of `key`.
@@ -284,19 +315,26 @@ impl Header {
     /// Heap memory that the header occupies, up to allocator rounding.
     #[must_use]
     pub fn heap_bytes(&self) -> Bytes {
-        let entries: usize =
-            self.metadata.iter().map(|(key, value)| key.len() + size_of::<(String, Value)>() + value.heap_len()).sum();
+        let entries: usize = self
+            .metadata
+            .iter()
+            .map(|(key, value)| key.len() + size_of::<(String, Value)>() + value.heap_len())
+            .sum();
         let tensors: usize = self
             .tensors
             .values()
-            .map(|info| 2 * info.name.len() + size_of::<(String, TensorInfo)>() + info.dims.len() * 8)
+            .map(|info| {
+                2 * info.name.len() + size_of::<(String, TensorInfo)>() + info.dims.len() * 8
+            })
             .sum();
         Bytes::of_len(entries + tensors)
     }
 
     /// Drops the large lists (vocabulary and merges), once a tokenizer has been built from them.
     pub fn forget_lists(&mut self) {
-        self.metadata.retain(|_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT));
+        self.metadata.retain(
+            |_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT),
+        );
     }
 }
 
@@ -311,9 +349,14 @@ fn locate(
 ) -> Result<TensorInfo, LoadErrorKind> {
     let Some(dtype) = dtype_of(kind) else {
         let dtype = type_name(kind).map_or_else(|| format!("number {kind}"), str::to_owned);
-        return Err(LoadErrorKind::TensorType { tensor: name, dtype });
+        return Err(LoadErrorKind::TensorType {
+            tensor: name,
+            dtype,
+        });
     };
-    let elements = dims.iter().try_fold(1u64, |product, &dim| product.checked_mul(dim));
+    let elements = dims
+        .iter()
+        .try_fold(1u64, |product, &dim| product.checked_mul(dim));
     let row = dims.first().copied().unwrap_or(1);
     let block = dtype.block_size() as u64;
     let bytes = elements
@@ -330,16 +373,31 @@ fn locate(
     let start = data_start.saturating_add(offset);
     let end = start.saturating_add(bytes);
     if end > file_bytes {
-        return Err(LoadErrorKind::TensorOutside { tensor: name, end: Bytes::new(end), file: Bytes::new(file_bytes) });
+        return Err(LoadErrorKind::TensorOutside {
+            tensor: name,
+            end: Bytes::new(end),
+            file: Bytes::new(file_bytes),
+        });
     }
     if !start.is_multiple_of(TENSOR_ALIGNMENT_MIN) {
-        return Err(LoadErrorKind::TensorAlignment { tensor: name, offset: start });
+        return Err(LoadErrorKind::TensorAlignment {
+            tensor: name,
+            offset: start,
+        });
     }
-    Ok(TensorInfo { name, dtype, dims, offset: start, bytes: Bytes::new(bytes) })
+    Ok(TensorInfo {
+        name,
+        dtype,
+        dims,
+        offset: start,
+        bytes: Bytes::new(bytes),
+    })
 }
 
 /// Tensors share no byte, as with llama.cpp, which wants one right behind the other.
-fn refuse_overlaps<'all>(tensors: impl Iterator<Item = &'all TensorInfo>) -> Result<(), LoadErrorKind> {
+fn refuse_overlaps<'all>(
+    tensors: impl Iterator<Item = &'all TensorInfo>,
+) -> Result<(), LoadErrorKind> {
     let mut order: Vec<&TensorInfo> = tensors.collect();
     order.sort_by_key(|tensor| tensor.offset);
     for (before, tensor) in order.iter().zip(order.iter().skip(1)) {
@@ -376,7 +434,9 @@ pub const SUPPORTED: [GgmlDType; 13] = [
 
 /// One of them by its number in the file (`enum ggml_type` in `ggml.h`).
 fn dtype_of(kind: u32) -> Option<GgmlDType> {
-    SUPPORTED.into_iter().find(|&dtype| type_number(dtype) == kind)
+    SUPPORTED
+        .into_iter()
+        .find(|&dtype| type_number(dtype) == kind)
 }
 
 /// The number that a type has in the file.
@@ -443,8 +503,8 @@ const LIST_BYTES_KEPT: usize = 4096;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::error::LoadError;
-    use crate::engine::{
+    use crate::error::LoadError;
+    use crate::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         weights::Weights as _,
@@ -454,15 +514,30 @@ mod tests {
     fn it_finds_what_candles_reader_finds() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 1).write(&path).unwrap();
+        Synthetic::tiny(Architecture::Qwen35, TypeMix::Q4KM, 1)
+            .write(&path)
+            .unwrap();
         let header = Header::read(&path).unwrap();
-        let theirs = candle_core::quantized::gguf_file::Content::read(&mut File::open(&path).unwrap()).unwrap();
+        let theirs =
+            candle_core::quantized::gguf_file::Content::read(&mut File::open(&path).unwrap())
+                .unwrap();
         assert_eq!(header.tensors().count(), theirs.tensor_infos.len());
         for info in header.tensors() {
             let other = &theirs.tensor_infos[&info.name];
-            assert_eq!(info.offset, other.offset + theirs.tensor_data_offset, "{}", info.name);
+            assert_eq!(
+                info.offset,
+                other.offset + theirs.tensor_data_offset,
+                "{}",
+                info.name
+            );
             assert_eq!(info.dtype, other.ggml_dtype);
-            let dims: Vec<u64> = other.shape.dims().iter().rev().map(|&dim| dim as u64).collect();
+            let dims: Vec<u64> = other
+                .shape
+                .dims()
+                .iter()
+                .rev()
+                .map(|&dim| dim as u64)
+                .collect();
             assert_eq!(info.dims, dims);
         }
         assert_eq!(header.metadata.len(), theirs.metadata.len());
@@ -492,7 +567,11 @@ mod tests {
         let before = header.heap_bytes();
         assert!(before < Bytes::from_kib(800), "{before} for 30 000 tokens");
         header.forget_lists();
-        assert!(header.heap_bytes() < Bytes::from_kib(16), "{}", header.heap_bytes());
+        assert!(
+            header.heap_bytes() < Bytes::from_kib(16),
+            "{}",
+            header.heap_bytes()
+        );
         assert!(header.string("tokenizer.ggml.pre").is_some());
     }
 
@@ -522,7 +601,9 @@ mod tests {
     fn texts_are_the_same_wherever_the_buffer_ends_and_whatever_they_are() {
         let folder = tempfile::tempdir().unwrap();
         // Of all lengths, so that the ends of the buffer are at all places of a text and of its length; one longer than it.
-        let mut wanted: Vec<String> = (0..60_000usize).map(|number| "ä".repeat(number % 23)).collect();
+        let mut wanted: Vec<String> = (0..60_000usize)
+            .map(|number| "ä".repeat(number % 23))
+            .collect();
         wanted.push("x".repeat(600_000));
         let mut items: Vec<Vec<u8>> = wanted.iter().map(|item| text(item.as_bytes())).collect();
         items.push(text(&[b'a', 0xff, b'b']));
@@ -543,28 +624,50 @@ mod tests {
     #[test]
     fn whole_numbers_of_32_bits_are_as_wide_as_they_need() {
         let folder = tempfile::tempdir().unwrap();
-        let many: Vec<i32> = (0..70_000).map(|number| number * 30_000 - 1_000_000_000).collect();
-        let items: Vec<Vec<u8>> = many.iter().map(|number| number.to_le_bytes().to_vec()).collect();
+        let many: Vec<i32> = (0..70_000)
+            .map(|number| number * 30_000 - 1_000_000_000)
+            .collect();
+        let items: Vec<Vec<u8>> = many
+            .iter()
+            .map(|number| number.to_le_bytes().to_vec())
+            .collect();
         let header = with_list(folder.path(), 5, &items).unwrap();
         assert_eq!(header.ints("list"), Some(&many[..]));
         let header = with_list(folder.path(), 4, &items[40_000..]).unwrap();
         assert_eq!(header.ints("list"), Some(&many[40_000..]));
         let header = with_list(folder.path(), 4, &[vec![1, 0, 0, 0], vec![255; 4]]).unwrap();
-        assert_eq!(header.value("list"), Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()]))));
+        assert_eq!(
+            header.value("list"),
+            Some(&Value::Array(Array::Long(vec![1, u32::MAX.into()])))
+        );
         let short = [items.clone(), vec![vec![1, 2]]].concat();
         assert!(with_list(folder.path(), 5, &short).is_err());
     }
 
     #[test]
     fn a_refused_type_is_answered_with_all_that_are_supported() {
-        let refused = LoadErrorKind::TensorType { tensor: "t".to_owned(), dtype: "IQ4_XS".to_owned() }.to_string();
-        let listed = refused.split("supported are ").nth(1).unwrap().replace(" and ", ", ");
+        let refused = LoadErrorKind::TensorType {
+            tensor: "t".to_owned(),
+            dtype: "IQ4_XS".to_owned(),
+        }
+        .to_string();
+        let listed = refused
+            .split("supported are ")
+            .nth(1)
+            .unwrap()
+            .replace(" and ", ", ");
         assert_eq!(listed, SUPPORTED.map(dtype_name).join(", "));
     }
 
     #[test]
     fn types_that_are_refused_have_names_as_far_as_there_are_any() {
-        for (kind, name) in [(4, "Q4_2"), (31, "Q4_0_4_4"), (38, "IQ4_NL_8_8"), (40, "NVFP4"), (42, "Q2_0")] {
+        for (kind, name) in [
+            (4, "Q4_2"),
+            (31, "Q4_0_4_4"),
+            (38, "IQ4_NL_8_8"),
+            (40, "NVFP4"),
+            (42, "Q2_0"),
+        ] {
             assert_eq!(type_name(kind), Some(name));
         }
         // `GGML_TYPE_COUNT` is 43.

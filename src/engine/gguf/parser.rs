@@ -3,7 +3,8 @@
 use std::io::BufRead;
 
 use super::values::{Array, StringTable, Value};
-use crate::{engine::error::LoadErrorKind, units::Bytes};
+use crate::error::LoadErrorKind;
+use cotenant_units::Bytes;
 
 /// Reads the parts of a header, and believes none of its numbers before it has compared it.
 pub(super) struct Parser<R> {
@@ -17,7 +18,11 @@ impl<R: BufRead> Parser<R> {
     pub(super) fn fill(&mut self, what: &str, buffer: &mut [u8]) -> Result<(), LoadErrorKind> {
         self.input.read_exact(buffer).map_err(|source| {
             if source.kind() == std::io::ErrorKind::UnexpectedEof {
-                LoadErrorKind::Truncated { what: what.to_owned(), at: self.position, file: Bytes::new(self.file_bytes) }
+                LoadErrorKind::Truncated {
+                    what: what.to_owned(),
+                    at: self.position,
+                    file: Bytes::new(self.file_bytes),
+                }
             } else {
                 LoadErrorKind::Open(source)
             }
@@ -41,12 +46,21 @@ impl<R: BufRead> Parser<R> {
     }
 
     /// A count of things that each take at least `each` bytes of the rest of the file.
-    pub(super) fn count(&mut self, what: &str, limit: u64, each: u64) -> Result<u64, LoadErrorKind> {
+    pub(super) fn count(
+        &mut self,
+        what: &str,
+        limit: u64,
+        each: u64,
+    ) -> Result<u64, LoadErrorKind> {
         let count = self.u64(what)?;
         let room = (self.file_bytes - self.position.min(self.file_bytes)) / each;
         let limit = limit.min(room);
         if count > limit {
-            return Err(LoadErrorKind::Limit { what: what.to_owned(), value: count, limit });
+            return Err(LoadErrorKind::Limit {
+                what: what.to_owned(),
+                value: count,
+                limit,
+            });
         }
         Ok(count)
     }
@@ -73,7 +87,8 @@ impl<R: BufRead> Parser<R> {
             bytes.pop();
         }
         // Texts should be UTF-8, but files with others exist; nothing of ours depends on such bytes.
-        Ok(String::from_utf8(bytes).unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
+        Ok(String::from_utf8(bytes)
+            .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }
 
     pub(super) fn value(&mut self, key: &str, kind: u32) -> Result<Value, LoadErrorKind> {
@@ -142,9 +157,15 @@ impl<R: BufRead> Parser<R> {
         self.keep(key, count * 8)?;
         Ok(match kind {
             6 => Array::Float(
-                (0..count).map(|_| Ok(f32::from_le_bytes(self.array(key)?))).collect::<Result<_, LoadErrorKind>>()?,
+                (0..count)
+                    .map(|_| Ok(f32::from_le_bytes(self.array(key)?)))
+                    .collect::<Result<_, LoadErrorKind>>()?,
             ),
-            7 => Array::Bool((0..count).map(|_| self.flag(key)).collect::<Result<_, _>>()?),
+            7 => Array::Bool(
+                (0..count)
+                    .map(|_| self.flag(key))
+                    .collect::<Result<_, _>>()?,
+            ),
             8 => {
                 let mut table = StringTable::default();
                 // One place for those that are not whole in the buffer: a vocabulary and its merges are half a million.
@@ -162,11 +183,14 @@ impl<R: BufRead> Parser<R> {
                 Array::Strings(table)
             }
             12 => {
-                let list: Vec<f64> =
-                    (0..count)
-                        .map(|_| Ok(f64::from_le_bytes(self.array(key)?)))
-                        .collect::<Result<_, LoadErrorKind>>()?;
-                Array::Float(list.into_iter().map(|value| Value::Float(value).as_f32().unwrap_or(0.0)).collect())
+                let list: Vec<f64> = (0..count)
+                    .map(|_| Ok(f64::from_le_bytes(self.array(key)?)))
+                    .collect::<Result<_, LoadErrorKind>>()?;
+                Array::Float(
+                    list.into_iter()
+                        .map(|value| Value::Float(value).as_f32().unwrap_or(0.0))
+                        .collect(),
+                )
             }
             4 | 5 => self.words(key, kind == 4, count)?,
             _ => {
@@ -201,7 +225,11 @@ impl<R: BufRead> Parser<R> {
             left -= part;
         }
         Ok(if unsigned && list.iter().any(|word| *word < 0) {
-            Array::Long(list.iter().map(|word| i64::from(word.cast_unsigned())).collect())
+            Array::Long(
+                list.iter()
+                    .map(|word| i64::from(word.cast_unsigned()))
+                    .collect(),
+            )
         } else {
             Array::Int(list)
         })
@@ -214,7 +242,9 @@ impl<R: BufRead> Parser<R> {
             return Ok(false);
         };
         let length = u64::from_le_bytes(*length);
-        let text = usize::try_from(length).ok().and_then(|length| rest.get(..length));
+        let text = usize::try_from(length)
+            .ok()
+            .and_then(|length| rest.get(..length));
         let Some(text) = text.filter(|_| length <= TEXT_BYTES_MAX) else {
             return Ok(false);
         };

@@ -6,7 +6,7 @@
 use std::path::{Path, PathBuf};
 
 use super::header::{Header, OpenFile, Part};
-use crate::engine::{
+use crate::{
     disk::DiskWatch,
     error::{LoadError, LoadErrorKind},
 };
@@ -28,7 +28,10 @@ impl Header {
     ///
     /// # Errors
     /// As there.
-    pub(in crate::engine) fn read_watched(path: &Path, watch: &DiskWatch) -> Result<(Self, Vec<OpenFile>), LoadError> {
+    pub(crate) fn read_watched(
+        path: &Path,
+        watch: &DiskWatch,
+    ) -> Result<(Self, Vec<OpenFile>), LoadError> {
         Self::read_one(path, watch)
             .and_then(|first| join(first, watch))
             .map(|(mut header, files)| {
@@ -40,7 +43,10 @@ impl Header {
 }
 
 /// Adds the tensors of the other parts to those of the first.
-fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Header, Vec<OpenFile>), LoadErrorKind> {
+fn join(
+    (mut first, file): (Header, OpenFile),
+    watch: &DiskWatch,
+) -> Result<(Header, Vec<OpenFile>), LoadErrorKind> {
     let mut files = vec![file];
     let count = first.u32(KEY_COUNT).unwrap_or(0);
     if count <= 1 {
@@ -55,11 +61,17 @@ fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Hea
     }
     let number = first.u32(KEY_NUMBER).unwrap_or(0);
     if number != 0 {
-        return Err(LoadErrorKind::NotFirstPart { part: number.saturating_add(1), count });
+        return Err(LoadErrorKind::NotFirstPart {
+            part: number.saturating_add(1),
+            count,
+        });
     }
     for part in 2..=count {
         let path = part_path(&first.path, part, count)?;
-        let in_part = |source| LoadErrorKind::Part { path: path.clone(), source: Box::new(source) };
+        let in_part = |source| LoadErrorKind::Part {
+            path: path.clone(),
+            source: Box::new(source),
+        };
         let (header, file) = Header::read_one(&path, watch).map_err(in_part)?;
         for (key, expected) in [(KEY_NUMBER, part - 1), (KEY_COUNT, count)] {
             let found = header.u32(key);
@@ -67,13 +79,18 @@ fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Hea
                 return Err(in_part(LoadErrorKind::Metadata {
                     key: key.to_owned(),
                     problem: match found {
-                        Some(found) => format!("`{found}` instead of {expected}: it belongs to another model or place"),
+                        Some(found) => format!(
+                            "`{found}` instead of {expected}: it belongs to another model or place"
+                        ),
                         None => format!("it is missing: this is not part {part} of {count}"),
                     },
                 }));
             }
         }
-        let end = first.parts.last().map_or(0, |part| part.base + part.bytes.get());
+        let end = first
+            .parts
+            .last()
+            .map_or(0, |part| part.base + part.bytes.get());
         let base = end.next_multiple_of(GAP) + GAP;
         for mut info in header.tensors.into_values() {
             info.offset += base;
@@ -84,7 +101,11 @@ fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Hea
         }
         files.push(file);
         first.file_bytes += header.file_bytes;
-        first.parts.push(Part { path, base, bytes: header.file_bytes });
+        first.parts.push(Part {
+            path,
+            base,
+            bytes: header.file_bytes,
+        });
     }
     let found = u32::try_from(first.tensors.len()).unwrap_or(u32::MAX);
     match first.u32(KEY_TENSORS) {
@@ -99,10 +120,16 @@ fn join((mut first, file): (Header, OpenFile), watch: &DiskWatch) -> Result<(Hea
 /// The file of part `part`, which is named after the first.
 fn part_path(first: &Path, part: u32, count: u32) -> Result<PathBuf, LoadErrorKind> {
     let suffix = |part: u32| format!("-{part:05}-of-{count:05}.gguf");
-    let name = first.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let name = first
+        .file_name()
+        .and_then(|name| name.to_str())
+        .unwrap_or_default();
     match name.strip_suffix(&suffix(1)) {
         Some(stem) => Ok(first.with_file_name(format!("{stem}{}", suffix(part)))),
-        None => Err(LoadErrorKind::PartName { suffix: suffix(1), count }),
+        None => Err(LoadErrorKind::PartName {
+            suffix: suffix(1),
+            count,
+        }),
     }
 }
 

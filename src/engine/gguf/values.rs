@@ -85,7 +85,11 @@ impl fmt::Display for Value {
             Self::Bool(value) => write!(out, "`{value}`"),
             Self::Float(value) => write!(out, "`{value}`"),
             Self::Int(value) => write!(out, "`{value}`"),
-            Self::String(text) => write!(out, "`{}`", text.chars().take(SHOWN).collect::<String>().escape_debug()),
+            Self::String(text) => write!(
+                out,
+                "`{}`",
+                text.chars().take(SHOWN).collect::<String>().escape_debug()
+            ),
             Self::Uint(value) => write!(out, "`{value}`"),
         }
     }
@@ -114,7 +118,9 @@ impl Array {
             Self::Long(list) => list.truncate(count),
             Self::Strings(table) => {
                 table.ends.truncate(count);
-                table.text.truncate(table.ends.last().map_or(0, |end| *end as usize));
+                table
+                    .text
+                    .truncate(table.ends.last().map_or(0, |end| *end as usize));
             }
         }
     }
@@ -134,7 +140,8 @@ impl StringTable {
     /// Adds `text` at the end.
     pub fn push(&mut self, text: &str) {
         self.text.push_str(text);
-        self.ends.push(u32::try_from(self.text.len()).unwrap_or(u32::MAX));
+        self.ends
+            .push(u32::try_from(self.text.len()).unwrap_or(u32::MAX));
     }
 
     /// Number of texts.

@@ -29,7 +29,8 @@ use super::{
     job::{Bounds, Library, Setup},
     process::{self, announced},
 };
-use crate::{causes::in_one_line, units::Bytes};
+use cotenant_units::Bytes;
+use cotenant_units::causes::in_one_line;
 
 /// Place for one grammar; given back when it is dropped.
 #[derive(Debug)]
@@ -41,13 +42,13 @@ pub struct FormPlace {
 
 impl FormPlace {
     /// What the grammar may allocate.
-    pub(in crate::engine) const fn bytes(&self) -> Bytes {
+    pub(crate) const fn bytes(&self) -> Bytes {
         self.bytes
     }
 }
 
 /// The helper of one model; started when it is first needed, and again when it was ended.
-pub(in crate::engine) struct Helper {
+pub(crate) struct Helper {
     /// What is started with the argument `text-helper`; jobs are threads when absent.
     program: Option<PathBuf>,
     running: Mutex<Option<Running>>,
@@ -78,7 +79,7 @@ impl Drop for Process {
 }
 
 impl Helper {
-    pub(in crate::engine) fn new(program: Option<PathBuf>) -> Self {
+    pub(crate) fn new(program: Option<PathBuf>) -> Self {
         Self {
             program,
             running: Mutex::default(),
@@ -91,8 +92,11 @@ impl Helper {
     }
 
     /// What it and its jobs may occupy now.
-    pub(in crate::engine) fn held(&self) -> Bytes {
-        match (self.words.load(Ordering::Relaxed), self.text.load(Ordering::Relaxed)) {
+    pub(crate) fn held(&self) -> Bytes {
+        match (
+            self.words.load(Ordering::Relaxed),
+            self.text.load(Ordering::Relaxed),
+        ) {
             (0, _) => Bytes::ZERO,
             (words, text) if self.grammars.load(Ordering::Relaxed) => most(words, text),
             (words, text) => without_grammars(words, text),
@@ -100,13 +104,19 @@ impl Helper {
     }
 
     /// Waits for place for a grammar that may allocate so much.
-    pub(in crate::engine) async fn form_place(&self, bytes: Bytes) -> FormPlace {
+    pub(crate) async fn form_place(&self, bytes: Bytes) -> FormPlace {
         // It is never closed.
-        FormPlace { bytes, _permits: Arc::clone(&self.forms).acquire_many_owned(units(bytes)).await.ok() }
+        FormPlace {
+            bytes,
+            _permits: Arc::clone(&self.forms)
+                .acquire_many_owned(units(bytes))
+                .await
+                .ok(),
+        }
     }
 
     /// Starts a grammar that may allocate so much, and waits for its first answer until its owner does not want it any more.
-    pub(in crate::engine) fn form(
+    pub(crate) fn form(
         &self,
         bytes: Bytes,
         (kind, grammar): (Kind, &[u8]),
@@ -118,14 +128,19 @@ impl Helper {
     }
 
     /// Compiles the template, or renders it with a context in JSON.
-    pub(in crate::engine) fn template(
+    pub(crate) fn template(
         &self,
         kind: Kind,
         context: &[u8],
         setup: impl Fn() -> Setup,
     ) -> Result<(Kind, Vec<u8>), JobError> {
         let _one_at_a_time = self.renders.lock().unwrap_or_else(PoisonError::into_inner);
-        let (_job, kind, body) = self.begin((process::RENDER, RENDER), (kind, context), &|| false, &setup)?;
+        let (_job, kind, body) = self.begin(
+            (process::RENDER, RENDER),
+            (kind, context),
+            &|| false,
+            &setup,
+        )?;
         Ok((kind, body))
     }
 
@@ -146,7 +161,10 @@ impl Helper {
                 Ok((kind, body)) => return Ok((job, kind, body)),
                 Err(error @ (JobError::Bound | JobError::Gone)) => return Err(error),
                 Err(error) => {
-                    tracing::warn!(error = in_one_line(&error), "a job of the text helper was lost");
+                    tracing::warn!(
+                        error = in_one_line(&error),
+                        "a job of the text helper was lost"
+                    );
                     self.lost(&job);
                     if tried == TRIES {
                         return Err(error);
@@ -160,7 +178,9 @@ impl Helper {
     fn lost(&self, job: &Job) {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Running::Process(process)) = &mut *running {
-            if process.child.try_wait().is_ok_and(|ended| ended.is_none()) && !is_stopped(process.child.id()) {
+            if process.child.try_wait().is_ok_and(|ended| ended.is_none())
+                && !is_stopped(process.child.id())
+            {
                 job.end();
             } else {
                 *running = None;
@@ -169,7 +189,7 @@ impl Helper {
     }
 
     /// Ends it, until it is needed again: what is not used yet holds no memory.
-    pub(in crate::engine) fn end(&self) {
+    pub(crate) fn end(&self) {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.grammars.store(false, Ordering::Relaxed);
         self.words.store(0, Ordering::Relaxed);
@@ -189,7 +209,10 @@ impl Helper {
                     let (library, mut stream) = (Arc::clone(library), theirs);
                     let thread = thread::Builder::new().name("cotenant-form".to_owned());
                     thread.spawn(move || library.run(&mut stream, &Unbounded))?;
-                    return Ok(Job { stream: ours, process: None });
+                    return Ok(Job {
+                        stream: ours,
+                        process: None,
+                    });
                 }
                 Running::Process(process) => {
                     let fds = [theirs.as_raw_fd()];
@@ -201,7 +224,12 @@ impl Helper {
                         None,
                     );
                     match sent {
-                        Ok(_) => return Ok(Job { stream: ours, process: Some(process.child.id()) }),
+                        Ok(_) => {
+                            return Ok(Job {
+                                stream: ours,
+                                process: Some(process.child.id()),
+                            });
+                        }
                         Err(_ended) => *running = None,
                     }
                 }
@@ -242,7 +270,7 @@ fn units(bytes: Bytes) -> u32 {
 }
 
 /// The owner's end of a job; dropping it ends the job.
-pub(in crate::engine) struct Job {
+pub(crate) struct Job {
     stream: UnixStream,
     /// The process that has it: the helper, until it has begun.
     process: Option<u32>,
@@ -250,14 +278,18 @@ pub(in crate::engine) struct Job {
 
 impl Job {
     /// Sends a frame.
-    pub(in crate::engine) fn send(&mut self, kind: Kind, body: &[u8]) -> Result<(), JobError> {
+    pub(crate) fn send(&mut self, kind: Kind, body: &[u8]) -> Result<(), JobError> {
         self.stream.set_write_timeout(Some(ANSWER_WAIT_MAX))?;
         Ok(frame::write(&mut self.stream, kind, body)?)
     }
 
     /// Whether a frame can be received, waiting for it so long at most.
-    pub(in crate::engine) fn ready(&self, wait: Duration) -> Result<bool, JobError> {
-        let mut fd = libc::pollfd { fd: self.stream.as_raw_fd(), events: libc::POLLIN, revents: 0 };
+    pub(crate) fn ready(&self, wait: Duration) -> Result<bool, JobError> {
+        let mut fd = libc::pollfd {
+            fd: self.stream.as_raw_fd(),
+            events: libc::POLLIN,
+            revents: 0,
+        };
         let millis = wait.as_millis().try_into().unwrap_or(i32::MAX);
         // SAFETY: one entry, which lives as long as the call.
         match unsafe { libc::poll(&raw mut fd, 1, millis) } {
@@ -291,7 +323,7 @@ impl Job {
     }
 
     /// Whether it can still answer, after so long.
-    pub(in crate::engine) fn check(&self, waited: Duration, most: Duration) -> Result<(), JobError> {
+    pub(crate) fn check(&self, waited: Duration, most: Duration) -> Result<(), JobError> {
         if waited >= most {
             return Err(JobError::Late);
         }
@@ -302,7 +334,7 @@ impl Job {
     }
 
     /// Receives a frame.
-    pub(in crate::engine) fn receive(&mut self) -> Result<(Kind, Vec<u8>), JobError> {
+    pub(crate) fn receive(&mut self) -> Result<(Kind, Vec<u8>), JobError> {
         let began = Instant::now();
         while !self.ready(SLICE)? {
             self.check(began.elapsed(), ANSWER_WAIT_MAX)?;
@@ -316,7 +348,11 @@ impl Job {
 
     /// Ends its process, where that does not run.
     fn end(&self) {
-        if let Some(process) = self.process.filter(|&process| is_stopped(process)).and_then(|id| id.try_into().ok()) {
+        if let Some(process) = self
+            .process
+            .filter(|&process| is_stopped(process))
+            .and_then(|id| id.try_into().ok())
+        {
             let _ = kill(Pid::from_raw(process), Signal::SIGKILL);
         }
     }
@@ -326,12 +362,13 @@ impl Job {
 fn is_stopped(process: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
     // The name, in brackets, may contain anything.
-    stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
+    stat.rsplit_once(") ")
+        .is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
 /// Why a job has no answer. All but the first two are faults of the helper's, not of what it was given.
 #[derive(Debug, thiserror::Error)]
-pub(in crate::engine) enum JobError {
+pub(crate) enum JobError {
     /// It came to the end of its memory or its time.
     #[error("it takes more memory or time than is allowed for it")]
     Bound,
@@ -365,7 +402,9 @@ impl From<io::Error> for JobError {
 
 impl fmt::Debug for Helper {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Helper").field("program", &self.program).finish_non_exhaustive()
+        f.debug_struct("Helper")
+            .field("program", &self.program)
+            .finish_non_exhaustive()
     }
 }
 
@@ -383,7 +422,7 @@ const START_WAIT_MAX: Duration = Duration::from_secs(60);
 
 /// How long an answer is waited for, whatever the job takes of a processor: on a machine so busy that it does not come to
 /// run, its timer does not end it.
-pub(in crate::engine) const ANSWER_WAIT_MAX: Duration = Duration::from_secs(10);
+pub(crate) const ANSWER_WAIT_MAX: Duration = Duration::from_secs(10);
 
 /// How often a wait looks whether the owner is still there.
 const SLICE: Duration = Duration::from_millis(20);

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 
 /// What a frame is.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::engine) enum Kind {
+pub(crate) enum Kind {
     /// To a job: compile this JSON schema.
     Schema,
     /// To a job: compile this grammar in Lark's notation.
@@ -51,7 +51,8 @@ const KINDS: [Kind; 13] = [
 
 /// Writes one frame.
 pub(super) fn write(stream: &mut impl Write, kind: Kind, body: &[u8]) -> io::Result<()> {
-    let length = u32::try_from(body.len()).map_err(|_| io::Error::other("a frame of more than 4 GiB"))?;
+    let length =
+        u32::try_from(body.len()).map_err(|_| io::Error::other("a frame of more than 4 GiB"))?;
     let mut head = [kind as u8, 0, 0, 0, 0];
     if let Some(place) = head.get_mut(1..) {
         place.copy_from_slice(&length.to_le_bytes());
@@ -65,7 +66,10 @@ pub(super) fn read_head(stream: &mut impl Read) -> io::Result<(Kind, usize)> {
     let mut head = [0; 5];
     stream.read_exact(&mut head)?;
     let [kind, length @ ..] = head;
-    let kind = KINDS.get(usize::from(kind)).copied().ok_or_else(|| io::Error::other("a frame of no known kind"))?;
+    let kind = KINDS
+        .get(usize::from(kind))
+        .copied()
+        .ok_or_else(|| io::Error::other("a frame of no known kind"))?;
     Ok((kind, u32::from_le_bytes(length) as usize))
 }
 
@@ -97,7 +101,10 @@ mod tests {
         for kind in KINDS {
             let mut bytes = Vec::new();
             write(&mut bytes, kind, b"body").unwrap();
-            assert_eq!(read(&mut bytes.as_slice()).unwrap(), (kind, b"body".to_vec()));
+            assert_eq!(
+                read(&mut bytes.as_slice()).unwrap(),
+                (kind, b"body".to_vec())
+            );
         }
         assert!(read(&mut [200, 0, 0, 0, 0].as_slice()).is_err());
         assert!(read(&mut [0, 9, 0, 0, 0, 1].as_slice()).is_err());

@@ -15,25 +15,28 @@ use super::{
     frame::{self, Kind},
     vocabulary::Vocabulary,
 };
-use crate::engine::{
+use crate::{
     jinja::{Template, TemplateError},
     tokenizer::Pieces,
 };
 
 /// What jobs are done with.
 #[derive(Debug, Default)]
-pub(in crate::engine) struct Setup {
+pub(crate) struct Setup {
     /// The text of each token.
-    pub(in crate::engine) words: Pieces,
+    pub(crate) words: Pieces,
     /// The tokens that end an answer.
-    pub(in crate::engine) ends: Vec<u32>,
+    pub(crate) ends: Vec<u32>,
     /// The chat template, if there is one.
-    pub(in crate::engine) template: Option<String>,
+    pub(crate) template: Option<String>,
 }
 
 impl Setup {
     pub(super) fn write(&self, stream: &mut impl Write) -> io::Result<()> {
-        push(stream, self.template.as_deref().unwrap_or_default().as_bytes())?;
+        push(
+            stream,
+            self.template.as_deref().unwrap_or_default().as_bytes(),
+        )?;
         push(stream, &le_bytes(&self.ends))?;
         push(stream, &le_bytes(self.words.ends()))?;
         push(stream, self.words.bytes())
@@ -44,16 +47,29 @@ impl Setup {
         let ends = from_le_bytes(&pull(stream)?);
         let places = from_le_bytes(&pull(stream)?);
         let words = Pieces::from_parts(pull(stream)?, places);
-        Ok(Self { words, ends, template: Some(template).filter(|template| !template.is_empty()) })
+        Ok(Self {
+            words,
+            ends,
+            template: Some(template).filter(|template| !template.is_empty()),
+        })
     }
 }
 
 fn le_bytes(numbers: &[u32]) -> Vec<u8> {
-    numbers.iter().flat_map(|number| number.to_le_bytes()).collect()
+    numbers
+        .iter()
+        .flat_map(|number| number.to_le_bytes())
+        .collect()
 }
 
 fn from_le_bytes(bytes: &[u8]) -> Vec<u32> {
-    bytes.as_chunks().0.iter().copied().map(u32::from_le_bytes).collect()
+    bytes
+        .as_chunks()
+        .0
+        .iter()
+        .copied()
+        .map(u32::from_le_bytes)
+        .collect()
 }
 
 fn push(stream: &mut impl Write, body: &[u8]) -> io::Result<()> {
@@ -87,14 +103,27 @@ pub(super) trait Bounds {
 
 impl Library {
     pub(super) fn new(setup: Setup) -> Self {
-        let Setup { words, ends, template } = setup;
-        Self { template, ends, words: Mutex::new(Some(words)), vocabulary: OnceLock::new() }
+        let Setup {
+            words,
+            ends,
+            template,
+        } = setup;
+        Self {
+            template,
+            ends,
+            words: Mutex::new(Some(words)),
+            vocabulary: OnceLock::new(),
+        }
     }
 
     /// The vocabulary, made when the first grammar needs it; `None` where the library cannot use it.
     pub(super) fn vocabulary(&self) -> Option<&Vocabulary> {
         let make = || {
-            let words = self.words.lock().unwrap_or_else(PoisonError::into_inner).take()?;
+            let words = self
+                .words
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .take()?;
             Vocabulary::new(&words, &self.ends)
         };
         self.vocabulary.get_or_init(make).as_ref()
@@ -103,7 +132,10 @@ impl Library {
     /// The compiled template. Made for each job, within its bounds: the compiler evaluates constants and descends into
     /// what a file nests.
     fn template(&self) -> Result<Template, String> {
-        let source = self.template.as_deref().ok_or("there is no chat template")?;
+        let source = self
+            .template
+            .as_deref()
+            .ok_or("there is no chat template")?;
         Template::new(source).map_err(|error| error.to_string())
     }
 
@@ -113,7 +145,9 @@ impl Library {
         bounds.given(match kind {
             Kind::Compile | Kind::Render => {
                 let template = self.template.as_ref().map_or(0, String::len);
-                length.saturating_mul(OF_CONTEXT).saturating_add(template.saturating_mul(OF_TEMPLATE))
+                length
+                    .saturating_mul(OF_CONTEXT)
+                    .saturating_add(template.saturating_mul(OF_TEMPLATE))
             }
             // What a grammar takes by its length is part of its bound.
             _ => 0,
@@ -140,7 +174,8 @@ impl Library {
             Ok(template) => template,
             Err(message) => return Ok(Err(message)),
         };
-        let context: Map<String, Value> = serde_json::from_slice(context).map_err(io::Error::other)?;
+        let context: Map<String, Value> =
+            serde_json::from_slice(context).map_err(io::Error::other)?;
         let (kind, text) = match template.render(&context) {
             Ok(text) => (Kind::Text, text),
             Err(TemplateError::Refused(message)) => (Kind::Refused, message),
@@ -184,11 +219,17 @@ impl Library {
 
     fn compile(&self, kind: Kind, grammar: &[u8]) -> Result<Matcher, String> {
         let grammar = if kind == Kind::Lark {
-            TopLevelGrammar::from_lark(String::from_utf8(grammar.to_vec()).map_err(|error| error.to_string())?)
+            TopLevelGrammar::from_lark(
+                String::from_utf8(grammar.to_vec()).map_err(|error| error.to_string())?,
+            )
         } else {
-            TopLevelGrammar::from_json_schema(serde_json::from_slice(grammar).map_err(|error| error.to_string())?)
+            TopLevelGrammar::from_json_schema(
+                serde_json::from_slice(grammar).map_err(|error| error.to_string())?,
+            )
         };
-        self.vocabulary().ok_or("the model's vocabulary cannot be used for it")?.matcher(grammar)
+        self.vocabulary()
+            .ok_or("the model's vocabulary cannot be used for it")?
+            .matcher(grammar)
     }
 }
 
@@ -204,9 +245,20 @@ struct Followed<'library> {
 }
 
 impl<'library> Followed<'library> {
-    fn new(library: &'library Library, kind: Kind, grammar: &'library [u8]) -> Result<Self, String> {
+    fn new(
+        library: &'library Library,
+        kind: Kind,
+        grammar: &'library [u8],
+    ) -> Result<Self, String> {
         let matcher = library.compile(kind, grammar)?;
-        Ok(Self { library, kind, grammar, matcher, said: Vec::new(), made_at: 0 })
+        Ok(Self {
+            library,
+            kind,
+            grammar,
+            matcher,
+            said: Vec::new(),
+            made_at: 0,
+        })
     }
 
     /// Which tokens may come next, a bit for each. States of the lexer add up while masks look ahead, and the library gives
@@ -218,18 +270,26 @@ impl<'library> Followed<'library> {
                 // What there was is freed before it is made again.
                 self.matcher = Matcher::new(Err(io::Error::other("it is compiled again").into()));
                 self.matcher = self.library.compile(self.kind, self.grammar)?;
-                self.matcher.consume_tokens(&self.said).map_err(|error| format!("{error:#}"))?;
+                self.matcher
+                    .consume_tokens(&self.said)
+                    .map_err(|error| format!("{error:#}"))?;
                 self.made_at = self.said.len();
                 self.matcher.compute_mask_or_eos()
             }
             computed => computed,
         };
         let mask = mask.map_err(|error| format!("{error:#}"))?;
-        Ok(mask.as_slice().iter().flat_map(|word| word.to_le_bytes()).collect())
+        Ok(mask
+            .as_slice()
+            .iter()
+            .flat_map(|word| word.to_le_bytes())
+            .collect())
     }
 
     fn accept(&mut self, token: u32) -> Result<(), String> {
-        self.matcher.consume_token(token).map_err(|error| format!("{error:#}"))?;
+        self.matcher
+            .consume_token(token)
+            .map_err(|error| format!("{error:#}"))?;
         self.said.push(token);
         Ok(())
     }
@@ -258,7 +318,10 @@ mod tests {
         bytes.push(9);
         let mut rest = bytes.as_slice();
         let read = Setup::read(&mut rest).unwrap();
-        assert_eq!((read.words, read.ends, read.template), (setup.words, setup.ends, setup.template));
+        assert_eq!(
+            (read.words, read.ends, read.template),
+            (setup.words, setup.ends, setup.template)
+        );
         assert_eq!(rest, [9], "what follows is left to be read");
     }
 }

@@ -26,7 +26,7 @@ use super::{
     frame::{self, Kind},
     job::{Bounds, Library, Setup},
 };
-use crate::emergency::end_when_refused;
+use cotenant_memory::emergency::end_when_refused;
 
 /// Runs as a helper whose owner is at the other end of standard input; returns when that has gone.
 #[must_use]
@@ -55,7 +55,12 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
         if !announced {
             continue;
         }
-        let Some(Announced { kind, bytes, stream }) = next_job(&control)? else {
+        let Some(Announced {
+            kind,
+            bytes,
+            stream,
+        }) = next_job(&control)?
+        else {
             return Ok(());
         };
         if kind == FORM {
@@ -63,7 +68,11 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
         }
         // SAFETY: this process has one thread, so that a child may do whatever it could do.
         match unsafe { fork() }? {
-            ForkResult::Parent { child } => jobs.push(Running { pidfd: pidfd_of(child)?, pid: child, stream }),
+            ForkResult::Parent { child } => jobs.push(Running {
+                pidfd: pidfd_of(child)?,
+                pid: child,
+                stream,
+            }),
             ForkResult::Child => {
                 drop((control, jobs));
                 let done = work(stream, &library, bytes);
@@ -87,8 +96,12 @@ impl Running {
     fn has_ended(&mut self) -> bool {
         use Signal as S;
         let by_its_bounds = match waitpid(self.pid, Some(WaitPidFlag::WNOHANG)) {
-            Ok(WaitStatus::StillAlive | WaitStatus::Stopped(..) | WaitStatus::Continued(_)) => return false,
-            Ok(WaitStatus::Signaled(_, S::SIGPROF | S::SIGSEGV | S::SIGABRT | S::SIGBUS, _)) => true,
+            Ok(WaitStatus::StillAlive | WaitStatus::Stopped(..) | WaitStatus::Continued(_)) => {
+                return false;
+            }
+            Ok(WaitStatus::Signaled(_, S::SIGPROF | S::SIGSEGV | S::SIGABRT | S::SIGBUS, _)) => {
+                true
+            }
             Ok(WaitStatus::Exited(_, code)) => code != 0,
             _ => false,
         };
@@ -114,7 +127,10 @@ fn pidfd_of(child: Pid) -> io::Result<OwnedFd> {
 /// Waits until a job is announced or one has ended; whether there is something on `control`.
 fn wait(control: &UnixStream, jobs: &[Running]) -> io::Result<bool> {
     let mut fds = vec![PollFd::new(control.as_fd(), PollFlags::POLLIN)];
-    fds.extend(jobs.iter().map(|job| PollFd::new(job.pidfd.as_fd(), PollFlags::POLLIN)));
+    fds.extend(
+        jobs.iter()
+            .map(|job| PollFd::new(job.pidfd.as_fd(), PollFlags::POLLIN)),
+    );
     match poll(&mut fds, PollTimeout::NONE) {
         Ok(_) => Ok(fds.first().and_then(PollFd::any).unwrap_or(false)),
         Err(Errno::EINTR) => Ok(false),
@@ -144,17 +160,28 @@ fn next_job(control: &UnixStream) -> io::Result<Option<Announced>> {
     for part in message.cmsgs()? {
         if let ControlMessageOwned::ScmRights(fds) = part {
             // SAFETY: the kernel has just made it for this process.
-            received.extend(fds.into_iter().map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }));
+            received.extend(
+                fds.into_iter()
+                    .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
+            );
         }
     }
-    let stream = received.pop().ok_or_else(|| io::Error::other("a job without a stream"))?;
+    let stream = received
+        .pop()
+        .ok_or_else(|| io::Error::other("a job without a stream"))?;
     let [kind, bytes @ ..] = head;
-    Ok(Some(Announced { kind, bytes: u64::from_le_bytes(bytes), stream: UnixStream::from(stream) }))
+    Ok(Some(Announced {
+        kind,
+        bytes: u64::from_le_bytes(bytes),
+        stream: UnixStream::from(stream),
+    }))
 }
 
 /// Does one job in this process, under its bounds.
 fn work(mut stream: UnixStream, library: &Library, bytes: u64) -> io::Result<()> {
-    let bounds = OfProcess { data_max: data_bytes()?.saturating_add(bytes) };
+    let bounds = OfProcess {
+        data_max: data_bytes()?.saturating_add(bytes),
+    };
     bounds.given(0);
     end_when_refused();
     watch(&stream)?;
@@ -166,13 +193,19 @@ fn work(mut stream: UnixStream, library: &Library, bytes: u64) -> io::Result<()>
 fn watch(stream: &UnixStream) -> io::Result<()> {
     let fd = stream.as_raw_fd();
     let wait = move || {
-        let mut gone = libc::pollfd { fd, events: libc::POLLRDHUP, revents: 0 };
+        let mut gone = libc::pollfd {
+            fd,
+            events: libc::POLLRDHUP,
+            revents: 0,
+        };
         // SAFETY: one entry, which lives as long as the call.
         while unsafe { libc::poll(&raw mut gone, 1, -1) } < 0 {}
         // SAFETY: ends the process; nothing of it is needed any more.
         unsafe { libc::_exit(0) }
     };
-    std::thread::Builder::new().stack_size(WATCH_STACK).spawn(wait)?;
+    std::thread::Builder::new()
+        .stack_size(WATCH_STACK)
+        .spawn(wait)?;
     Ok(())
 }
 
@@ -184,7 +217,10 @@ struct OfProcess {
 impl Bounds for OfProcess {
     fn time(&self, most: Duration) {
         let once = libc::itimerval {
-            it_interval: libc::timeval { tv_sec: 0, tv_usec: 0 },
+            it_interval: libc::timeval {
+                tv_sec: 0,
+                tv_usec: 0,
+            },
             it_value: libc::timeval {
                 tv_sec: most.as_secs().try_into().unwrap_or(1),
                 tv_usec: most.subsec_micros().into(),
@@ -209,7 +245,8 @@ fn data_bytes() -> io::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
     let kib = line.and_then(|line| line.trim().trim_end_matches(" kB").parse::<u64>().ok());
-    kib.map(|kib| kib << 10).ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
+    kib.map(|kib| kib << 10)
+        .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
 
 /// Has the allocator map what is large, whatever it freed before, so that it is given back when it is freed.

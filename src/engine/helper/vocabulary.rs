@@ -9,10 +9,13 @@ use llguidance::{
     Matcher, ParserFactory,
     api::{ParserLimits, TopLevelGrammar},
     earley::{BiasComputer, ParserRecognizer},
-    toktrie::{InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv},
+    toktrie::{
+        InferenceCapabilities, SimpleVob, TokEnv, TokRxInfo, TokTrie, TokenId, TokenizerEnv,
+    },
 };
 
-use crate::{engine::tokenizer::Pieces, heap};
+use crate::tokenizer::Pieces;
+use cotenant_memory::heap;
 
 /// What the grammars of one model share; it depends on no schema.
 pub(super) struct Vocabulary {
@@ -30,29 +33,53 @@ impl Vocabulary {
         }
         // The factory is made first, before the tree is there for it to copy.
         let none = TokTrie::from(&TokRxInfo::new(2, 0), &[Vec::new(), b"a".to_vec()]);
-        let tree = Arc::new(Tree { none, full: OnceLock::new() });
+        let tree = Arc::new(Tree {
+            none,
+            full: OnceLock::new(),
+        });
         let environment: TokEnv = Arc::clone(&tree) as _;
-        let classes: Vec<_> = CLASSES.iter().map(|chars| format!("{PLAIN}{{1,{chars}}}")).collect();
-        let mut factory = ParserFactory::new(&environment, InferenceCapabilities::default(), &classes).ok()?;
+        let classes: Vec<_> = CLASSES
+            .iter()
+            .map(|chars| format!("{PLAIN}{{1,{chars}}}"))
+            .collect();
+        let mut factory =
+            ParserFactory::new(&environment, InferenceCapabilities::default(), &classes).ok()?;
         factory.quiet();
         *factory.limits_mut() = limits();
         let full = {
-            let texts: Vec<Vec<u8>> =
-                words.iter().map(|word| if word.len() > WORD_MAX { Vec::new() } else { word.to_vec() }).collect();
+            let texts: Vec<Vec<u8>> = words
+                .iter()
+                .map(|word| {
+                    if word.len() > WORD_MAX {
+                        Vec::new()
+                    } else {
+                        word.to_vec()
+                    }
+                })
+                .collect();
             let tree = TokTrie::from(&TokRxInfo::new(tokens, first), &texts);
             drop(texts);
             // A copy, which lies below what was freed, so that the heap can shrink.
             tree.with_eos_tokens(ends)
         };
-        let classes = CLASSES.iter().map(|&chars| Class::of(&full, chars)).collect();
+        let classes = CLASSES
+            .iter()
+            .map(|&chars| Class::of(&full, chars))
+            .collect();
         tree.full.set(full).ok()?;
         heap::trim();
-        Some(Self { factory, masks: Arc::new(Masks { tree, classes }) })
+        Some(Self {
+            factory,
+            masks: Arc::new(Masks { tree, classes }),
+        })
     }
 
     /// A grammar that is ready for its first token.
     pub(super) fn matcher(&self, grammar: TopLevelGrammar) -> Result<Matcher, String> {
-        let mut parser = self.factory.create_parser(grammar).map_err(|error| format!("{error:#}"))?;
+        let mut parser = self
+            .factory
+            .create_parser(grammar)
+            .map_err(|error| format!("{error:#}"))?;
         parser.bias_computer = Arc::clone(&self.masks) as _;
         let matcher = Matcher::new(Ok(parser));
         matcher.get_error().map_or(Ok(matcher), Err)
@@ -92,7 +119,9 @@ impl BiasComputer for Masks {
         let state = recognizer.lexer_state();
         if start.is_empty() && recognizer.lexer_mut().subsume_possible(state) {
             for (index, class) in self.classes.iter().enumerate() {
-                let whole = recognizer.lexer_mut().check_subsume(state, index, CLASS_FUEL, None);
+                let whole = recognizer
+                    .lexer_mut()
+                    .check_subsume(state, index, CLASS_FUEL, None);
                 if whole.unwrap_or(false) {
                     class.allow(recognizer, &mut allowed);
                     return allowed;
@@ -128,11 +157,18 @@ impl Class {
                 others.push(token);
             }
         }
-        let texts: Vec<Vec<u8>> = others.iter().map(|&token| tree.token(token).to_vec()).collect();
+        let texts: Vec<Vec<u8>> = others
+            .iter()
+            .map(|&token| tree.token(token).to_vec())
+            .collect();
         let info = TokRxInfo::new(u32::try_from(texts.len()).unwrap_or(u32::MAX), 0);
         let rest = TokTrie::from(&info, &texts);
         drop(texts);
-        Self { all, rest: rest.clone(), others }
+        Self {
+            all,
+            rest: rest.clone(),
+            others,
+        }
     }
 
     /// Allows all of them, and of the others those that the grammar allows.
@@ -153,7 +189,9 @@ fn is_plain(word: &[u8], chars: usize) -> bool {
     str::from_utf8(word).is_ok_and(|text| {
         !text.is_empty()
             && text.chars().count() <= chars
-            && text.chars().all(|char| !matches!(char, '"' | '\\' | '\0'..='\x1f' | '\x7f'))
+            && text
+                .chars()
+                .all(|char| !matches!(char, '"' | '\\' | '\0'..='\x1f' | '\x7f'))
     })
 }
 

@@ -10,13 +10,11 @@
 use std::{io, ops::Range};
 
 use crate::{
-    engine::{
-        arena::Backing,
-        backend::{Backend, Cells, Convert, DeviceError, Operation, Region},
-    },
-    policy::{kv_type::KvType, residency::KvShape},
-    units::{Bytes, page},
+    arena::Backing,
+    backend::{Backend, Cells, Convert, DeviceError, Operation, Region},
 };
+use cotenant_policy::{kv_type::KvType, residency::KvShape};
+use cotenant_units::{Bytes, page};
 
 /// Keys and values of some layers.
 ///
@@ -70,7 +68,11 @@ pub enum KvError {
 impl Resized {
     /// Both together.
     pub(super) fn and(self, other: Self) -> Self {
-        Self { asked: self.asked + other.asked, freed: self.freed + other.freed, grown: self.grown + other.grown }
+        Self {
+            asked: self.asked + other.asked,
+            freed: self.freed + other.freed,
+            grown: self.grown + other.grown,
+        }
     }
 }
 
@@ -87,17 +89,17 @@ pub struct Copied {
 
 impl Copied {
     /// Memory of the copy.
-    pub(in crate::engine) const fn bytes(&self) -> Bytes {
+    pub(crate) const fn bytes(&self) -> Bytes {
         self.bytes
     }
 
     /// How much of it the kernel has in memory.
-    pub(in crate::engine) fn resident(&self) -> Bytes {
+    pub(crate) fn resident(&self) -> Bytes {
         self.space.resident()
     }
 
     /// Gives it up, once nothing in flight uses it; returns what the kernel had of it.
-    pub(in crate::engine) fn release(mut self) -> Bytes {
+    pub(crate) fn release(mut self) -> Bytes {
         self.space.set_open(Bytes::ZERO).unwrap_or(Bytes::ZERO)
     }
 }
@@ -113,7 +115,11 @@ impl Store {
         let most = most.min(blocks_max);
         let space = backend.reserve(bytes_of(&shape, most, KvType::F16), shape.granule)?;
         Ok(Self {
-            backing: if space.is_memory_at_once() { Backing::Now } else { backing },
+            backing: if space.is_memory_at_once() {
+                Backing::Now
+            } else {
+                backing
+            },
             space,
             shape,
             kind: KvType::F16,
@@ -128,7 +134,12 @@ impl Store {
     }
 
     /// Changes the blocks that a sequence may have, which are no fewer than it has `used`.
-    pub(super) fn resize(&mut self, backend: &mut dyn Backend, blocks: usize, used: usize) -> Result<Resized, KvError> {
+    pub(super) fn resize(
+        &mut self,
+        backend: &mut dyn Backend,
+        blocks: usize,
+        used: usize,
+    ) -> Result<Resized, KvError> {
         let (had, wanted) = (self.open(), blocks.min(self.most));
         let used = used.min(self.blocks);
         self.clear_behind(backend, wanted, used)?;
@@ -153,13 +164,18 @@ impl Store {
             Backing::Now => self.bytes(),
             Backing::OnTouch => self.touched.min(self.bytes()),
         };
-        Ok(Resized { asked: before.saturating_sub(self.bytes()), freed, grown: self.bytes().saturating_sub(before) })
+        Ok(Resized {
+            asked: before.saturating_sub(self.bytes()),
+            freed,
+            grown: self.bytes().saturating_sub(before),
+        })
     }
 
     /// Opens what everything takes as `kind`, before it is converted to that: for a larger type.
     pub(super) fn open_as(&mut self, kind: KvType) -> Result<(), KvError> {
         let before = self.bytes();
-        self.space.set_open(bytes_of(&self.shape, self.open(), kind))?;
+        self.space
+            .set_open(bytes_of(&self.shape, self.open(), kind))?;
         if self.backing == Backing::Now
             && let Err(error) = self.space.populate_from(before)
         {
@@ -170,7 +186,12 @@ impl Store {
     }
 
     /// Keeps everything as `kind`, `used` blocks converted.
-    pub(super) fn convert(&mut self, backend: &mut dyn Backend, kind: KvType, used: usize) -> Result<Resized, KvError> {
+    pub(super) fn convert(
+        &mut self,
+        backend: &mut dyn Backend,
+        kind: KvType,
+        used: usize,
+    ) -> Result<Resized, KvError> {
         settle(backend)?;
         let (from, before, resident) = (self.kind, self.bytes(), self.resident());
         let places = self.places_of(used);
@@ -200,7 +221,11 @@ impl Store {
             Backing::OnTouch if kind < from => kept,
             Backing::OnTouch => self.touched.max(kept),
         };
-        Ok(Resized { asked: before.saturating_sub(all), freed, grown: all.saturating_sub(before) })
+        Ok(Resized {
+            asked: before.saturating_sub(all),
+            freed,
+            grown: all.saturating_sub(before),
+        })
     }
 
     /// Notes that the first `blocks` blocks are about to be in memory.
@@ -219,10 +244,16 @@ impl Store {
     }
 
     /// Copies some blocks into memory of their own; nothing where there is none.
-    pub(super) fn copy(&self, backend: &mut dyn Backend, blocks: Range<usize>) -> Result<Option<Copied>, DeviceError> {
+    pub(super) fn copy(
+        &self,
+        backend: &mut dyn Backend,
+        blocks: Range<usize>,
+    ) -> Result<Option<Copied>, DeviceError> {
         let len = self.shape.block_bytes(self.kind).as_len();
         let bytes = Bytes::of_len(blocks.len() * len).round_up(page());
-        let Ok(mut space) = backend.reserve(bytes, page()) else { return Ok(None) };
+        let Ok(mut space) = backend.reserve(bytes, page()) else {
+            return Ok(None);
+        };
         if space.set_open(bytes).is_err() {
             return Ok(None);
         }
@@ -231,11 +262,20 @@ impl Store {
             let (from, to) = ((self.space.lend(), place * len), (space.lend(), at));
             backend.queue(Operation::Move { from, to, len })?;
         }
-        Ok(Some(Copied { blocks, len, space, bytes }))
+        Ok(Some(Copied {
+            blocks,
+            len,
+            space,
+            bytes,
+        }))
     }
 
     /// Puts a copy back, which was taken in the type in force: nothing before it is there any more.
-    pub(super) fn restore(&mut self, backend: &mut dyn Backend, copied: &Copied) -> Result<(), DeviceError> {
+    pub(super) fn restore(
+        &mut self,
+        backend: &mut dyn Backend,
+        copied: &Copied,
+    ) -> Result<(), DeviceError> {
         let len = copied.len;
         // With nothing held, so that each block has a place of its own whatever has come and gone meanwhile.
         self.first = copied.blocks.start;
@@ -256,7 +296,11 @@ impl Store {
 
     /// Gives back what is in memory behind the first `used` blocks; the capacity stays as it is. Nothing where all of it is
     /// had as memory.
-    pub(super) fn give_back_behind(&mut self, backend: &mut dyn Backend, used: usize) -> Result<(), DeviceError> {
+    pub(super) fn give_back_behind(
+        &mut self,
+        backend: &mut dyn Backend,
+        used: usize,
+    ) -> Result<(), DeviceError> {
         let (kept, all) = (self.bytes_of(self.places_of(used)), self.bytes());
         if self.backing == Backing::Now || self.touched <= kept {
             return Ok(());
@@ -293,7 +337,12 @@ impl Store {
     }
 
     /// Copies what lies at place `end` or behind it, and belongs to the first `used` blocks, to free places before it.
-    fn clear_behind(&mut self, backend: &mut dyn Backend, end: usize, used: usize) -> Result<(), DeviceError> {
+    fn clear_behind(
+        &mut self,
+        backend: &mut dyn Backend,
+        end: usize,
+        used: usize,
+    ) -> Result<(), DeviceError> {
         if end >= self.open() || used > end {
             return Ok(());
         }
@@ -307,7 +356,10 @@ impl Store {
             if from < end {
                 continue;
             }
-            let (from, to) = ((self.space.lend(), from * len), (self.space.lend(), to * len));
+            let (from, to) = (
+                (self.space.lend(), from * len),
+                (self.space.lend(), to * len),
+            );
             backend.queue(Operation::Move { from, to, len })?;
             self.places.swap(block, free);
             free += 1;
@@ -330,11 +382,22 @@ impl Store {
             first -= 1;
         }
         self.order.clear();
-        let free = self.is_taken.iter().take(open).enumerate().filter(|(_, is_taken)| !**is_taken);
+        let free = self
+            .is_taken
+            .iter()
+            .take(open)
+            .enumerate()
+            .filter(|(_, is_taken)| !**is_taken);
         self.order.extend(free.map(|(place, _)| place));
-        self.order.extend(self.places.get(first..used).unwrap_or_default());
+        self.order
+            .extend(self.places.get(first..used).unwrap_or_default());
         // What is not there any more lies nowhere, and no place that is closed.
-        for place in self.places.iter_mut().take(first).filter(|place| **place >= open) {
+        for place in self
+            .places
+            .iter_mut()
+            .take(first)
+            .filter(|place| **place >= open)
+        {
             *place = 0;
         }
         if let Some(places) = self.places.get_mut(used..) {
@@ -348,7 +411,10 @@ impl Store {
     /// Places from the first one on that have to be there for the last of `used` blocks.
     fn places_of(&self, used: usize) -> usize {
         let used = used.min(self.blocks);
-        let places = self.places.get(used.saturating_sub(self.open())..used).unwrap_or_default();
+        let places = self
+            .places
+            .get(used.saturating_sub(self.open())..used)
+            .unwrap_or_default();
         places.iter().max().map_or(0, |place| place + 1)
     }
 

@@ -13,7 +13,7 @@
 //! for every KV type. A window is one of positions at which tokens were read: what it had passed stays out of it. Recurrent
 //! layers go on with the state that they have, which remembers what was dropped.
 
-use crate::engine::{backend::Gap, spec::AttentionSpec};
+use crate::{backend::Gap, spec::AttentionSpec};
 
 /// What was dropped of the sequence, and what may be.
 #[derive(Debug)]
@@ -57,7 +57,11 @@ impl Dropped {
         let first = if local { self.angles } else { 0 };
         (self.tokens > 0).then(|| Gap {
             after: self.after as usize,
-            back: self.back.get(first..first + self.angles).unwrap_or_default().into(),
+            back: self
+                .back
+                .get(first..first + self.angles)
+                .unwrap_or_default()
+                .into(),
         })
     }
 
@@ -74,7 +78,10 @@ impl Dropped {
 
     /// Computes what turns queries back by the length of the gap.
     pub(super) fn turn_back(&mut self, (attention, factors): Turn<'_>) {
-        let rotations = [Some((attention.rotation, factors)), attention.local.map(|local| (local.rotation, None))];
+        let rotations = [
+            Some((attention.rotation, factors)),
+            attention.local.map(|local| (local.rotation, None)),
+        ];
         let tables = self.back.chunks_exact_mut(attention.rotary.max(2));
         for (table, (mut rotation, factors)) in tables.zip(rotations.into_iter().flatten()) {
             // What stretches queries has done so already.

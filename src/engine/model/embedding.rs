@@ -1,7 +1,7 @@
 //! Embeddings of tokens: from the head, where that is the same matrix and in memory, else from the file.
 
 use super::{forward::Pass, products::Failure, weights::Place};
-use crate::engine::{
+use crate::{
     backend::{DeviceError, Operation, Row, RowBytes, Widen},
     error::ForwardError,
     preemption::Preempt,
@@ -12,11 +12,16 @@ impl Pass<'_, '_> {
     /// Turns the embeddings of a chunk's tokens into the residual stream.
     pub(super) fn embed(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
         let found = self.preemption.check_if_due();
-        self.preempt(found, Place::default()).map_err(|failure| self.failed(failure, 0))?;
+        self.preempt(found, Place::default())
+            .map_err(|failure| self.failed(failure, 0))?;
         let mut missing = Vec::new();
         let mut rows = Vec::with_capacity(tokens.len());
         for (row, token) in tokens.iter().enumerate() {
-            match self.model.weights.embedding(&self.model.spec, &self.model.layout, *token) {
+            match self
+                .model
+                .weights
+                .embedding(&self.model.spec, &self.model.layout, *token)
+            {
                 Some(view) => rows.push(self.row_of(row, RowBytes::View(view))),
                 None => missing.push((row, *token)),
             }
@@ -32,34 +37,57 @@ impl Pass<'_, '_> {
 
     /// Reads embeddings of tokens from the file, each with its row.
     fn embed_read(&mut self, tokens: &[(usize, u32)]) -> Result<(), ForwardError> {
-        let asked = self.model.weights.ask_for_rows(&self.model.spec, tokens.iter().map(|(_, token)| *token));
+        let asked = self
+            .model
+            .weights
+            .ask_for_rows(&self.model.spec, tokens.iter().map(|(_, token)| *token));
         asked.map_err(|error| {
             let (embedding, bytes) = (&self.model.spec.embedding, self.model.spec.embedding_row());
-            let row = Extent { what: embedding.name.as_str().into(), offset: embedding.offset, bytes };
-            row.error(self.model.header.path(), format!("there is no thread to be had: {error}"))
+            let row = Extent {
+                what: embedding.name.as_str().into(),
+                offset: embedding.offset,
+                bytes,
+            };
+            row.error(
+                self.model.header.path(),
+                format!("there is no thread to be had: {error}"),
+            )
         })?;
         let read = loop {
             let preemption = &mut self.preemption;
-            match self.model.weights.rows_asked_for(&mut || preemption.check() == Preempt::No) {
+            match self
+                .model
+                .weights
+                .rows_asked_for(&mut || preemption.check() == Preempt::No)
+            {
                 Ok(read) => break read,
                 Err(Missing::Stopped) => {
                     let found = self.preemption.check();
-                    self.preempt(found, Place::default()).map_err(|failure| self.failed(failure, 0))?;
+                    self.preempt(found, Place::default())
+                        .map_err(|failure| self.failed(failure, 0))?;
                 }
                 Err(missing) => return Err(self.failed(Failure::Missing(missing), 0)),
             }
         };
         let bytes = read.chunks_exact(self.model.spec.embedding_row().max(1));
         let rows = tokens.iter().zip(bytes);
-        let rows: Vec<Row<'_>> =
-            rows.map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into()))).collect();
+        let rows: Vec<Row<'_>> = rows
+            .map(|((row, _), bytes)| self.row_of(*row, RowBytes::Host(bytes.into())))
+            .collect();
         Ok(self.widen(&rows)?)
     }
 
     /// An embedding that becomes row `row` of the residual stream.
     fn row_of<'a>(&self, row: usize, from: RowBytes<'a>) -> Row<'a> {
         let width = self.model.spec.width;
-        Row { from, to: self.model.workspace.stream.view(row * width..(row + 1) * width) }
+        Row {
+            from,
+            to: self
+                .model
+                .workspace
+                .stream
+                .view(row * width..(row + 1) * width),
+        }
     }
 
     fn widen(&mut self, rows: &[Row<'_>]) -> Result<(), DeviceError> {

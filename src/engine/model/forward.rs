@@ -10,16 +10,16 @@ use super::{
     workspace::Slot,
 };
 use crate::{
-    engine::{
-        backend::{Activate, Attend, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View},
-        error::ForwardError,
-        preemption::{Preempt, Preemption, Work},
-        reader::{Extent, Missing},
-        shape::{FLAGS, WINDOW_ROWS},
-        spec::{LayerSpec, RecurrentSpec, Role, Vector},
+    backend::{
+        Activate, Attend, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View,
     },
-    policy::residency::LayerKind,
+    error::ForwardError,
+    preemption::{Preempt, Preemption, Work},
+    reader::{Extent, Missing},
+    shape::{FLAGS, WINDOW_ROWS},
+    spec::{LayerSpec, RecurrentSpec, Role, Vector},
 };
+use cotenant_policy::residency::LayerKind;
 
 /// A pass under way, of which one chunk is computed at a time.
 pub(super) struct Pass<'pass, 'checkpoint> {
@@ -41,8 +41,15 @@ impl Pass<'_, '_> {
             Preempt::No => Ok(()),
             Preempt::Pause => {
                 if let Some(plan) = self.preemption.take() {
-                    let Self { model, preemption, needed, .. } = self;
-                    let result = residency::change(model, &plan, place, needed, false, &mut || preemption.wanted());
+                    let Self {
+                        model,
+                        preemption,
+                        needed,
+                        ..
+                    } = self;
+                    let result = residency::change(model, &plan, place, needed, false, &mut || {
+                        preemption.wanted()
+                    });
                     preemption.applied(result);
                 }
                 Ok(())
@@ -59,8 +66,14 @@ impl Pass<'_, '_> {
             Failure::Missing(Missing::Failed(error)) => ForwardError::Read(error),
             Failure::Device(error) => error.into(),
             Failure::NoMatrix => {
-                let extent = Extent { what: format!("layer {layer}").into(), offset: 0, bytes: 0 };
-                ForwardError::Read(extent.error(self.model.header.path(), "its reader is not running"))
+                let extent = Extent {
+                    what: format!("layer {layer}").into(),
+                    offset: 0,
+                    bytes: 0,
+                };
+                ForwardError::Read(
+                    extent.error(self.model.header.path(), "its reader is not running"),
+                )
             }
         }
     }
@@ -74,7 +87,9 @@ impl Pass<'_, '_> {
 
     /// What operations set where a result is not finite, behind the logits: of keys and values, and of the logits.
     pub(super) fn flags(&self) -> View {
-        self.model.logits.view(self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS)
+        self.model
+            .logits
+            .view(self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS)
     }
 
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
@@ -82,16 +97,24 @@ impl Pass<'_, '_> {
         let attention = &self.model.spec.attention;
         let width = attention.rotary.max(2);
         // Tokens keep the positions at which they were read, whatever is dropped before them.
-        let position = self.model.sequence.position as usize + self.model.sequence.dropped.tokens() as usize;
+        let position =
+            self.model.sequence.position as usize + self.model.sequence.dropped.tokens() as usize;
         let local = attention.local.as_ref().map(|local| (local.rotation, None));
-        let all = [Some((attention.rotation, self.model.weights.rope_factors())), local];
+        let all = [
+            Some((attention.rotation, self.model.weights.rope_factors())),
+            local,
+        ];
         for (number, (rotation, factors)) in all.into_iter().flatten().enumerate() {
             self.model.backend.queue(Operation::Rotate(Rotate {
                 rotation,
                 factors: factors.map(Into::into),
                 position,
                 width,
-                to: self.model.workspace.rotary.view(number * rows * width..(number + 1) * rows * width),
+                to: self
+                    .model
+                    .workspace
+                    .rotary
+                    .view(number * rows * width..(number + 1) * rows * width),
             }))?;
         }
         Ok(())
@@ -99,7 +122,13 @@ impl Pass<'_, '_> {
 
     /// One layer for the rows of a chunk.
     pub(super) fn layer(&mut self, index: usize) -> Result<(), Failure> {
-        let kind = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?.kind;
+        let kind = self
+            .model
+            .spec
+            .layers
+            .get(index)
+            .ok_or(Failure::NoMatrix)?
+            .kind;
         match (kind, self.model.spec.recurrent) {
             (LayerKind::Recurrent, Some(recurrent)) => self.recurrent(index, &recurrent)?,
             _ => self.attention(index)?,
@@ -108,7 +137,12 @@ impl Pass<'_, '_> {
     }
 
     /// The matrices of a layer that have these roles, with where their products go: `rows` rows of so many elements.
-    fn wants(&self, index: usize, wants: &[(Role, Slot, usize)], rows: usize) -> Result<Vec<Want>, Failure> {
+    fn wants(
+        &self,
+        index: usize,
+        wants: &[(Role, Slot, usize)],
+        rows: usize,
+    ) -> Result<Vec<Want>, Failure> {
         let layer = self.model.spec.layers.get(index).ok_or(Failure::NoMatrix)?;
         let want = |&(role, slot, stride): &(Role, Slot, usize)| {
             let (number, matrix) = layer.matrix(role).ok_or(Failure::NoMatrix)?;
@@ -124,7 +158,12 @@ impl Pass<'_, '_> {
     }
 
     /// Products of the rows in `source`, of which there are copies, with some matrices of a layer, which are in one part.
-    fn products(&mut self, index: usize, source: Slot, wants: &[(Role, Slot, usize)]) -> Result<(), Failure> {
+    fn products(
+        &mut self,
+        index: usize,
+        source: Slot,
+        wants: &[(Role, Slot, usize)],
+    ) -> Result<(), Failure> {
         self.products_then(index, source, wants, None)
     }
 
@@ -138,10 +177,22 @@ impl Pass<'_, '_> {
     ) -> Result<(), Failure> {
         let wants = self.wants(index, wants, self.rows)?;
         let first = wants.first().ok_or(Failure::NoMatrix)?;
-        let part = self.model.layout.layers.get(index).and_then(|parts| parts.get(first.number));
-        let mut at = Place { part: *part.ok_or(Failure::NoMatrix)?, piece: 0 };
+        let part = self
+            .model
+            .layout
+            .layers
+            .get(index)
+            .and_then(|parts| parts.get(first.number));
+        let mut at = Place {
+            part: *part.ok_or(Failure::NoMatrix)?,
+            piece: 0,
+        };
         let mut input = Input {
-            floats: self.model.workspace.slot(source).view(0..self.rows * first.columns),
+            floats: self
+                .model
+                .workspace
+                .slot(source)
+                .view(0..self.rows * first.columns),
             copies: self.model.workspace.copies(),
             rows: self.rows,
             activate,
@@ -169,7 +220,9 @@ impl Pass<'_, '_> {
         }
         // Not together with them, as they were made in pieces.
         let left = input.activate.take();
-        Ok(left.map_or(Ok(()), |activate| self.model.backend.queue(Operation::Activate(activate)))?)
+        Ok(left.map_or(Ok(()), |activate| {
+            self.model.backend.queue(Operation::Activate(activate))
+        })?)
     }
 
     /// Copies of a result for products with the matrices of a layer that have these roles.
@@ -186,7 +239,10 @@ impl Pass<'_, '_> {
     /// What the last part has made is added to the residual stream, which is normalised for products with these roles.
     fn norm(&mut self, index: usize, vector: Vector, roles: &[Role]) -> Result<(), Failure> {
         let floats = 0..self.rows * self.model.spec.width;
-        let weight = self.model.weights.vector(&self.model.layout.fixed, index, vector);
+        let weight = self
+            .model
+            .weights
+            .vector(&self.model.layout.fixed, index, vector);
         let norm = Norm {
             stream: self.model.workspace.stream.view(floats.clone()),
             normed: self.model.workspace.normed.view(floats),
@@ -200,8 +256,16 @@ impl Pass<'_, '_> {
 
     /// How what a part has made is added to the residual stream.
     fn residual(&self, index: usize, bias: Vector, norm: Vector) -> Residual {
-        let vector = |vector| self.model.weights.vector(&self.model.layout.fixed, index, vector);
-        Residual { bias: vector(bias), norm: vector(norm), scale: self.model.spec.residual_scale }
+        let vector = |vector| {
+            self.model
+                .weights
+                .vector(&self.model.layout.fixed, index, vector)
+        };
+        Residual {
+            bias: vector(bias),
+            norm: vector(norm),
+            scale: self.model.spec.residual_scale,
+        }
     }
 
     fn attention(&mut self, index: usize) -> Result<(), Failure> {
@@ -210,21 +274,40 @@ impl Pass<'_, '_> {
         let kv = attention.kv_heads * attention.head_dim;
         let projected = if attention.gated { 2 * query } else { query };
         let width = self.model.spec.width;
-        self.norm(index, Vector::MixerNorm, &[Role::Query, Role::Key, Role::Value])?;
-        let wants =
-            [(Role::Query, Slot::Wide, projected), (Role::Key, Slot::Second, kv), (Role::Value, Slot::Third, kv)];
+        self.norm(
+            index,
+            Vector::MixerNorm,
+            &[Role::Query, Role::Key, Role::Value],
+        )?;
+        let wants = [
+            (Role::Query, Slot::Wide, projected),
+            (Role::Key, Slot::Second, kv),
+            (Role::Value, Slot::Third, kv),
+        ];
         self.products(index, Slot::Normed, &wants)?;
         let mut first = 0;
         while first < self.rows {
             let seen = self.model.sequence.position as usize + self.rows;
-            let rows = self.preemption.estimators.attention.rows((2 * query * seen) as u64);
-            let rows = rows.max(ATTENTION_ROWS_MIN).min(self.rows - first).min(self.rows_together(index, first));
+            let rows = self
+                .preemption
+                .estimators
+                .attention
+                .rows((2 * query * seen) as u64);
+            let rows = rows
+                .max(ATTENTION_ROWS_MIN)
+                .min(self.rows - first)
+                .min(self.rows_together(index, first));
             let began = Instant::now();
             self.attend(index, self.rows, first..first + rows)?;
             first += rows;
             if self.rows > 1 {
                 let work = (2 * query * seen * rows) as u64;
-                self.preemption.queued(self.model.backend.as_mut(), Work::Attention, work, began)?;
+                self.preemption.queued(
+                    self.model.backend.as_mut(),
+                    Work::Attention,
+                    work,
+                    began,
+                )?;
                 let found = self.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
                 self.preempt(found, place)?;
@@ -245,7 +328,11 @@ impl Pass<'_, '_> {
         };
         let position = self.model.sequence.position as usize + first;
         // Rows whose windows reach over a gap see each a number of tokens of its own.
-        if self.model.sequence.dropped.window(position, window) == window { WINDOW_ROWS } else { 1 }
+        if self.model.sequence.dropped.window(position, window) == window {
+            WINDOW_ROWS
+        } else {
+            1
+        }
     }
 
     /// Attention of some rows of a chunk of `all`; those before them have been there.
@@ -255,14 +342,30 @@ impl Pass<'_, '_> {
         let query = spec.heads * spec.head_dim;
         let kv = spec.kv_heads * spec.head_dim;
         let projected = if spec.gated { 2 * query } else { query };
-        let vector = |vector| self.model.weights.vector(&self.model.layout.fixed, index, vector);
+        let vector = |vector| {
+            self.model
+                .weights
+                .vector(&self.model.layout.fixed, index, vector)
+        };
         let window = self.model.spec.window(layer);
         let alike = |other: &&LayerSpec| {
-            other.kind == LayerKind::Attention && self.model.spec.window(other).is_some() == window.is_some()
+            other.kind == LayerKind::Attention
+                && self.model.spec.window(other).is_some() == window.is_some()
         };
-        let number = self.model.spec.layers.iter().take(index).filter(alike).count();
+        let number = self
+            .model
+            .spec
+            .layers
+            .iter()
+            .take(index)
+            .filter(alike)
+            .count();
         // Behind the angles of all rows come those of local layers.
-        let angles = if layer.local { all + rows.start } else { rows.start };
+        let angles = if layer.local {
+            all + rows.start
+        } else {
+            rows.start
+        };
         let position = self.model.sequence.position as usize + rows.start;
         let of_rows = |width: usize| rows.start * width..rows.end * width;
         self.model.backend.queue(Operation::Attend(Attend {
@@ -277,7 +380,9 @@ impl Pass<'_, '_> {
             value_bias: vector(Vector::ValueBias),
             query_norm: vector(Vector::QueryNorm),
             key_norm: vector(Vector::KeyNorm),
-            rotary: work.rotary.view(angles * spec.rotary..(angles + rows.len()) * spec.rotary),
+            rotary: work
+                .rotary
+                .view(angles * spec.rotary..(angles + rows.len()) * spec.rotary),
             query: work.wide.view(of_rows(projected)),
             key: work.second.view(of_rows(kv)),
             value: work.third.view(of_rows(kv)),
@@ -287,7 +392,10 @@ impl Pass<'_, '_> {
             rows: rows.len(),
             out: work.mixed.view(of_rows(query)),
             scratch: work.scratch.from(0),
-            broken: self.model.logits.view(self.model.spec.vocabulary..self.model.spec.vocabulary + 1),
+            broken: self
+                .model
+                .logits
+                .view(self.model.spec.vocabulary..self.model.spec.vocabulary + 1),
             prepare: self.prepare(index, &[Role::Output], rows.start),
         }))?;
         Ok(())
@@ -308,13 +416,19 @@ impl Pass<'_, '_> {
         let work_of_row = (4 * values * recurrent.head_dim) as u64;
         let mut first = 0;
         while first < self.rows {
-            let rows = self.preemption.estimators.delta.rows(work_of_row).min(self.rows - first);
+            let rows = self
+                .preemption
+                .estimators
+                .delta
+                .rows(work_of_row)
+                .min(self.rows - first);
             let began = Instant::now();
             self.delta(index, recurrent, self.rows, first..first + rows)?;
             first += rows;
             if self.rows > 1 {
                 let work = work_of_row * rows as u64;
-                self.preemption.queued(self.model.backend.as_mut(), Work::Delta, work, began)?;
+                self.preemption
+                    .queued(self.model.backend.as_mut(), Work::Delta, work, began)?;
                 let found = self.preemption.check_if_due();
                 let place = self.place_of(index, Role::Output);
                 self.preempt(found, place)?;
@@ -327,14 +441,28 @@ impl Pass<'_, '_> {
     }
 
     /// The delta rule for some rows of a chunk of `all`; those before them have been there.
-    fn delta(&mut self, index: usize, spec: &RecurrentSpec, all: usize, rows: Range<usize>) -> Result<(), Failure> {
+    fn delta(
+        &mut self,
+        index: usize,
+        spec: &RecurrentSpec,
+        all: usize,
+        rows: Range<usize>,
+    ) -> Result<(), Failure> {
         let work = &self.model.workspace;
         let vector = |vector| {
-            let vector = self.model.weights.vector(&self.model.layout.fixed, index, vector);
+            let vector = self
+                .model
+                .weights
+                .vector(&self.model.layout.fixed, index, vector);
             vector.ok_or(Failure::NoMatrix)
         };
         let of_rows = |width: usize| rows.start * width..rows.end * width;
-        let (state, history) = self.model.sequence.state.layer(index).ok_or(Failure::NoMatrix)?;
+        let (state, history) = self
+            .model
+            .sequence
+            .state
+            .layer(index)
+            .ok_or(Failure::NoMatrix)?;
         self.model.backend.queue(Operation::Delta(Delta {
             spec: *spec,
             epsilon: self.model.spec.epsilon,
@@ -357,9 +485,16 @@ impl Pass<'_, '_> {
 
     fn feed_forward(&mut self, index: usize) -> Result<(), Failure> {
         let (inner, width) = (self.model.spec.feed_forward, self.model.spec.width);
-        let wants = [(Role::FfnGate, Slot::Wide, inner), (Role::FfnUp, Slot::Second, inner)];
+        let wants = [
+            (Role::FfnGate, Slot::Wide, inner),
+            (Role::FfnUp, Slot::Second, inner),
+        ];
         self.norm(index, Vector::FfnNorm, &wants.map(|(role, ..)| role))?;
-        let vector = |vector| self.model.weights.vector(&self.model.layout.fixed, index, vector);
+        let vector = |vector| {
+            self.model
+                .weights
+                .vector(&self.model.layout.fixed, index, vector)
+        };
         let activate = Activate {
             activation: self.model.spec.activation,
             gate: self.model.workspace.wide.view(0..self.rows * inner),
@@ -379,22 +514,45 @@ impl Pass<'_, '_> {
     /// Where the matrix of a layer for `role` begins.
     fn place_of(&self, index: usize, role: Role) -> Place {
         let layer = self.model.spec.layers.get(index);
-        let number = layer.and_then(|layer| layer.matrix(role)).map_or(0, |(number, _)| number);
-        let part = self.model.layout.layers.get(index).and_then(|parts| parts.get(number));
-        Place { part: part.copied().unwrap_or_default(), piece: 0 }
+        let number = layer
+            .and_then(|layer| layer.matrix(role))
+            .map_or(0, |(number, _)| number);
+        let part = self
+            .model
+            .layout
+            .layers
+            .get(index)
+            .and_then(|parts| parts.get(number));
+        Place {
+            part: part.copied().unwrap_or_default(),
+            piece: 0,
+        }
     }
 
     /// Logits of row `row` of the chunk, each row once.
     pub(super) fn head(&mut self, row: usize) -> Result<(), ForwardError> {
         let (width, vocabulary) = (self.model.spec.width, self.model.spec.vocabulary);
         let fixed = (self.model.weights.fixed(), &self.model.layout.fixed);
-        let floats = self.model.workspace.normed.view(row * width..(row + 1) * width);
+        let floats = self
+            .model
+            .workspace
+            .normed
+            .view(row * width..(row + 1) * width);
         let last = self.model.spec.layers.len().saturating_sub(1);
         self.model.backend.queue(Operation::Norm(Norm {
-            stream: self.model.workspace.stream.view(row * width..(row + 1) * width),
+            stream: self
+                .model
+                .workspace
+                .stream
+                .view(row * width..(row + 1) * width),
             normed: floats.clone(),
-            residual: self.residual.as_ref().map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
-            weight: fixed.0.view(fixed.1.output_norm..fixed.1.output_norm + width),
+            residual: self
+                .residual
+                .as_ref()
+                .map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
+            weight: fixed
+                .0
+                .view(fixed.1.output_norm..fixed.1.output_norm + width),
             epsilon: self.model.spec.epsilon,
             prepare: Prepare {
                 copies: self.model.workspace.copies(),
@@ -402,14 +560,28 @@ impl Pass<'_, '_> {
                 first: 0,
             },
         }))?;
-        let mut input = Input { floats, copies: self.model.workspace.copies(), rows: 1, activate: None };
+        let mut input = Input {
+            floats,
+            copies: self.model.workspace.copies(),
+            rows: 1,
+            activate: None,
+        };
         let logits = self.model.logits.view(0..vocabulary);
-        let mut at = Place { part: self.model.layout.head.start, piece: 0 };
+        let mut at = Place {
+            part: self.model.layout.head.start,
+            piece: 0,
+        };
         loop {
             let parts = (&self.model.spec, &self.model.layout);
             let backend = self.model.backend.as_mut();
-            let progress =
-                self.model.weights.head(backend, parts, logits.clone(), &mut input, at, &mut self.preemption);
+            let progress = self.model.weights.head(
+                backend,
+                parts,
+                logits.clone(),
+                &mut input,
+                at,
+                &mut self.preemption,
+            );
             let preempted = match progress {
                 Ok(Progress::Done) => break,
                 Ok(Progress::Paused(place)) => {
@@ -424,7 +596,13 @@ impl Pass<'_, '_> {
         let bias = self.model.layout.fixed.output_bias;
         self.model.backend.queue(Operation::Finish(Finish {
             logits,
-            said: self.model.spec.said.as_deref().unwrap_or(std::slice::from_ref(&all)).into(),
+            said: self
+                .model
+                .spec
+                .said
+                .as_deref()
+                .unwrap_or(std::slice::from_ref(&all))
+                .into(),
             bias: bias.map(|at| self.model.weights.fixed().view(at..at + vocabulary)),
             scale: self.model.spec.logit_scale,
             cap: self.model.spec.logit_cap,

@@ -13,16 +13,14 @@ use std::{
 };
 
 use crate::{
-    engine::{
-        arena::{Backing, Mapping, SharedMapping},
-        backend::Buffer,
-        disk::{DiskTimeout, Retained, Stalled},
-        error::ReadError,
-        reader::{Extent, PATIENCE_STEP, READERS, ReadProgress, Source, WeightFile, read_staged},
-        shape::PartLayout,
-    },
-    units::{Bytes, page},
+    arena::{Backing, Mapping, SharedMapping},
+    backend::Buffer,
+    disk::{DiskTimeout, Retained, Stalled},
+    error::ReadError,
+    reader::{Extent, PATIENCE_STEP, READERS, ReadProgress, Source, WeightFile, read_staged},
+    shape::PartLayout,
 };
+use cotenant_units::{Bytes, page};
 
 /// A part that is being read.
 pub(super) struct Growing {
@@ -58,12 +56,19 @@ pub(super) enum GrowError {
 
 impl Growing {
     pub(super) fn new(index: usize, layout: &PartLayout, arena: Buffer) -> Self {
-        Self { index, arena, steps: steps_of(layout) }
+        Self {
+            index,
+            arena,
+            steps: steps_of(layout),
+        }
     }
 
     /// What is read first, for messages.
     pub(super) fn what(layout: &PartLayout) -> Arc<str> {
-        layout.runs.first().map_or_else(|| "weights".into(), |(run, _)| Arc::clone(&run.what))
+        layout
+            .runs
+            .first()
+            .map_or_else(|| "weights".into(), |(run, _)| Arc::clone(&run.what))
     }
 }
 
@@ -80,8 +85,12 @@ fn steps_of(layout: &PartLayout) -> Vec<Step> {
                 offset: from,
                 bytes: usize::try_from(to - from).unwrap_or(usize::MAX),
             };
-            let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset()).unwrap_or(usize::MAX);
-            steps.push(Step { extent: part, target: target + ahead });
+            let ahead = usize::try_from(part.aligned_offset() - extent.aligned_offset())
+                .unwrap_or(usize::MAX);
+            steps.push(Step {
+                extent: part,
+                target: target + ahead,
+            });
             from = to;
         }
     }
@@ -129,12 +138,18 @@ pub(super) fn read_parts(
         arenas.push(part.arena);
     }
     // A device has its pages at once, and each thread stages in page-locked memory of its own.
-    let is_staged = arenas.iter().any(|arena: &Buffer| arena.shared().is_beyond_host());
+    let is_staged = arenas
+        .iter()
+        .any(|arena: &Buffer| arena.shared().is_beyond_host());
     let threads = if is_staged { READERS } else { GROWERS }.min(steps.len());
     let shared = Arc::new(Shared {
         file: Arc::clone(file),
         steps,
-        state: Mutex::new(State { arenas, reading: Vec::with_capacity(threads), ..State::default() }),
+        state: Mutex::new(State {
+            arenas,
+            reading: Vec::with_capacity(threads),
+            ..State::default()
+        }),
         progress: ReadProgress::new(),
         ended: Condvar::new(),
     });
@@ -147,14 +162,19 @@ pub(super) fn read_parts(
             // With fewer threads, those that there are do all of it.
             Err(_) if !readers.is_empty() => break,
             Err(error) => {
-                return Grown { failed: Some(GrowError::Allocate(error)), ..Grown::default() };
+                return Grown {
+                    failed: Some(GrowError::Allocate(error)),
+                    ..Grown::default()
+                };
             }
         }
     }
     let (grown, hangs) = shared.wait(limit, wanted);
     if !hangs {
         for reader in readers {
-            reader.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            reader
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         }
     }
     grown
@@ -174,7 +194,11 @@ impl Shared {
             let Some((number, step)) = self.steps.get(at) else {
                 return;
             };
-            let Some(arena) = state.arenas.get(*number).map(|arena| Arc::clone(arena.shared())) else {
+            let Some(arena) = state
+                .arenas
+                .get(*number)
+                .map(|arena| Arc::clone(arena.shared()))
+            else {
                 return;
             };
             state.next += 1;
@@ -199,7 +223,11 @@ impl Shared {
                 state.stop = true;
                 if self.progress.is_given_up() {
                     state.given_up = state.given_up.into_iter().chain([*number]).min();
-                } else if state.failed.as_ref().is_none_or(|(first, _)| number < first) {
+                } else if state
+                    .failed
+                    .as_ref()
+                    .is_none_or(|(first, _)| number < first)
+                {
                     state.failed = Some((*number, error));
                 }
             }
@@ -208,19 +236,36 @@ impl Shared {
     }
 
     /// Reads a step into memory of this thread, and brings it to a device.
-    fn bring(&self, step: &Step, arena: &SharedMapping, staging: &mut Option<SharedMapping>) -> Result<(), ReadError> {
+    fn bring(
+        &self,
+        step: &Step,
+        arena: &SharedMapping,
+        staging: &mut Option<SharedMapping>,
+    ) -> Result<(), ReadError> {
         let extent = &step.extent;
         let refused = |problem: &str| extent.error(Path::new(""), problem);
         let no_place = || refused(NO_PLACE);
         let device = arena.device().ok_or_else(no_place)?;
         let staging = match staging {
             Some(staging) => staging,
-            None => staging.insert(device.page_locked(read_room()).map_err(|error| refused(&error.to_string()))?),
+            None => staging.insert(
+                device
+                    .page_locked(read_room())
+                    .map_err(|error| refused(&error.to_string()))?,
+            ),
         };
         let bytes = staging.bytes().as_len();
         let place = staging.range(0, bytes).ok_or_else(no_place)?;
         // SAFETY: whole pages of this thread's own; each step has a place of its own in the arena.
-        unsafe { read_staged(self.file.as_ref(), extent, (device, step.target), (place, bytes), &self.progress) }
+        unsafe {
+            read_staged(
+                self.file.as_ref(),
+                extent,
+                (device, step.target),
+                (place, bytes),
+                &self.progress,
+            )
+        }
     }
 
     /// Waits until all is read, or no more will be; says what came of it, and whether a read still goes on.
@@ -230,7 +275,11 @@ impl Shared {
         let mut stalled = None;
         while !state.reading.is_empty() || !(state.stop || state.next >= self.steps.len()) {
             let idle = self.progress.idle();
-            let first = state.reading.iter().min().and_then(|at| self.steps.get(*at));
+            let first = state
+                .reading
+                .iter()
+                .min()
+                .and_then(|at| self.steps.get(*at));
             let left = match first.map(|(_, step)| limit.left(idle, &step.extent.what)) {
                 None => LOOK_LEAST,
                 Some(Ok(left)) => left,
@@ -250,22 +299,32 @@ impl Shared {
                     limit = limit.min(DiskTimeout::new(WANTED_AFTER));
                 }
             }
-            let (next, _) =
-                self.ended.wait_timeout(state, PATIENCE_STEP.min(left)).unwrap_or_else(PoisonError::into_inner);
+            let (next, _) = self
+                .ended
+                .wait_timeout(state, PATIENCE_STEP.min(left))
+                .unwrap_or_else(PoisonError::into_inner);
             state = next;
         }
         state.stop = true;
         self.progress.give_up();
         let number_of = |at: &usize| self.steps.get(*at).map(|(number, _)| *number);
         let hanging: Vec<usize> = state.reading.iter().filter_map(number_of).collect();
-        let missing = hanging.iter().copied().chain(number_of(&state.next)).chain(state.given_up);
+        let missing = hanging
+            .iter()
+            .copied()
+            .chain(number_of(&state.next))
+            .chain(state.given_up);
         let missing = missing.min();
         let failed = state.failed.take();
         let arenas = std::mem::take(&mut state.arenas);
         drop(state);
         let first = failed.as_ref().map(|(number, _)| *number);
         let (mut whole_parts, mut left) = (Vec::new(), Vec::new());
-        let whole = first.into_iter().chain(missing).min().unwrap_or(arenas.len());
+        let whole = first
+            .into_iter()
+            .chain(missing)
+            .min()
+            .unwrap_or(arenas.len());
         for (number, arena) in arenas.into_iter().enumerate() {
             if hanging.contains(&number) {
                 left.push(arena.mark());
@@ -274,8 +333,17 @@ impl Shared {
             }
         }
         // Without either it gave way to something else.
-        let failed = failed.map(|(_, error)| GrowError::Read(error)).or(stalled.map(GrowError::Stalled));
-        (Grown { whole: whole_parts, left: Retained::of(left, began), failed }, !hanging.is_empty())
+        let failed = failed
+            .map(|(_, error)| GrowError::Read(error))
+            .or(stalled.map(GrowError::Stalled));
+        (
+            Grown {
+                whole: whole_parts,
+                left: Retained::of(left, began),
+                failed,
+            },
+            !hanging.is_empty(),
+        )
     }
 }
 
@@ -285,7 +353,8 @@ impl Shared {
 /// # Errors
 /// When there is no memory, or the file cannot be read.
 pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration> {
-    let buffers = (0..GROWERS).map(|_| Mapping::new(read_room(), Backing::Now).map(SharedMapping::from));
+    let buffers =
+        (0..GROWERS).map(|_| Mapping::new(read_room(), Backing::Now).map(SharedMapping::from));
     let buffers = Mutex::new(buffers.collect::<io::Result<Vec<_>>>()?);
     let buffers = || buffers.lock().unwrap_or_else(PoisonError::into_inner);
     let steps: Vec<Step> = parts.iter().flat_map(|part| steps_of(part)).collect();
@@ -299,11 +368,18 @@ pub fn raw_read(file: &WeightFile, parts: &[&PartLayout]) -> io::Result<Duration
         done.err()
     });
     let took = started.elapsed();
-    failed.into_iter().next().map_or(Ok(took), |error| Err(io::Error::other(error)))
+    failed
+        .into_iter()
+        .next()
+        .map_or(Ok(took), |error| Err(io::Error::other(error)))
 }
 
 /// Calls `work` with each number below `count`, by up to `threads` threads that claim them in order; returns what it gave.
-pub(super) fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize) -> Option<T> + Sync) -> Vec<T> {
+pub(super) fn claimed<T: Send>(
+    count: usize,
+    threads: usize,
+    work: impl Fn(usize) -> Option<T> + Sync,
+) -> Vec<T> {
     let next = AtomicUsize::new(0);
     let claim = || {
         let mut all = Vec::new();
@@ -325,7 +401,11 @@ pub(super) fn claimed<T: Send>(count: usize, threads: usize, work: impl Fn(usize
             .collect();
         let mut all = claim();
         for other in others {
-            all.extend(other.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+            all.extend(
+                other
+                    .join()
+                    .unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+            );
         }
         all
     })

@@ -13,25 +13,23 @@ use super::{
     workspace::{Needs, Workspace},
 };
 use crate::{
-    engine::{
-        arena::Backing,
-        backend::{self, Backend, Buffer, Device, DeviceError},
-        breakdown::Breakdown,
-        disk::Retained,
-        error::LoadErrorKind,
-        gguf::Header,
-        preemption::SliceEstimators,
-        sayable::Sayable,
-        shape::Layout,
-        spec::Spec,
-    },
-    policy::{
-        compute::Compute,
-        kv_type::KvType,
-        residency::{EnginePlan, ModelShape},
-    },
-    units::{Bytes, Tokens},
+    arena::Backing,
+    backend::{self, Backend, Buffer, Device, DeviceError},
+    breakdown::Breakdown,
+    disk::Retained,
+    error::LoadErrorKind,
+    gguf::Header,
+    preemption::SliceEstimators,
+    sayable::Sayable,
+    shape::Layout,
+    spec::Spec,
 };
+use cotenant_policy::{
+    compute::Compute,
+    kv_type::KvType,
+    residency::{EnginePlan, ModelShape},
+};
+use cotenant_units::{Bytes, Tokens};
 
 /// How a model is opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -180,7 +178,8 @@ impl Model {
     #[must_use]
     pub fn can_say(&self, token: u32) -> bool {
         let said = self.spec.said.as_deref();
-        token < self.vocabulary() && said.is_none_or(|said| said.iter().any(|rows| rows.contains(&(token as usize))))
+        token < self.vocabulary()
+            && said.is_none_or(|said| said.iter().any(|rows| rows.contains(&(token as usize))))
     }
 
     /// What computes, for people.
@@ -195,7 +194,10 @@ impl Model {
         let weights = |layer| self.held_of(Some(layer)).1;
         let weights: Bytes = (0..self.spec.layers.len()).map(weights).sum();
         let (_, head) = self.held_of(None);
-        let (fixed, header) = (self.weights.fixed().bytes() + head, self.header.heap_bytes());
+        let (fixed, header) = (
+            self.weights.fixed().bytes() + head,
+            self.header.heap_bytes(),
+        );
         let (kv, state) = (self.sequence.cache.bytes(), self.sequence.state.bytes());
         let workspace = self.workspace.bytes() + self.logits.bytes() + self.needs.context;
         let ring = self.weights.ring_bytes();
@@ -209,16 +211,23 @@ impl Model {
             state,
             workspace,
             ring,
-            total: [weights, fixed, header, kv, state, workspace, ring].into_iter().sum(),
+            total: [weights, fixed, header, kv, state, workspace, ring]
+                .into_iter()
+                .sum(),
         }
     }
 
     /// Whether all of a layer, or of the output head, is in memory, and how much of it is.
     fn held_of(&self, layer: Option<usize>) -> (bool, Bytes) {
         let parts = self.layout.parts.iter().enumerate();
-        let arenas = parts.filter(|(_, part)| part.layer == layer).map(|(index, _)| self.weights.arena(index));
+        let arenas = parts
+            .filter(|(_, part)| part.layer == layer)
+            .map(|(index, _)| self.weights.arena(index));
         arenas.fold((true, Bytes::ZERO), |(all, bytes), arena| {
-            (all && arena.is_some(), bytes + arena.map_or(Bytes::ZERO, Buffer::bytes))
+            (
+                all && arena.is_some(),
+                bytes + arena.map_or(Bytes::ZERO, Buffer::bytes),
+            )
         })
     }
 
@@ -254,7 +263,10 @@ impl Model {
     /// Tokens of the sequence that were dropped, and how many stayed before them.
     #[must_use]
     pub const fn dropped(&self) -> (Tokens, Tokens) {
-        (Tokens::new(self.sequence.dropped.tokens), Tokens::new(self.sequence.dropped.after))
+        (
+            Tokens::new(self.sequence.dropped.tokens),
+            Tokens::new(self.sequence.dropped.after),
+        )
     }
 
     /// Tokens that could be dropped now.
@@ -284,7 +296,9 @@ impl Model {
     pub(super) fn restart_stream(&mut self) {
         // Without a stream the next pass reports that the weights are missing, and tries again.
         if self.weights.reclaim(self.backend.as_mut(), 0).is_ok() {
-            self.weights.stream(self.backend.as_ref(), &self.layout, Place::default()).ok();
+            self.weights
+                .stream(self.backend.as_ref(), &self.layout, Place::default())
+                .ok();
         }
     }
 }

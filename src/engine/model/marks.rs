@@ -10,10 +10,8 @@
 //! first, which is known when the second of them is read. Each kind of place has copies of its own, so that a conversation
 //! that goes on does not push out what the others go on from.
 
-use crate::{
-    engine::{kv::Copied, state::Snapshot},
-    units::Bytes,
-};
+use crate::{kv::Copied, state::Snapshot};
+use cotenant_units::Bytes;
 
 /// Why a later prompt may part from the sequence at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,12 +114,18 @@ impl Marks {
     /// each later prompt more than the one reading of the layers that the cut costs.
     pub(super) fn next(&self, position: u32, streams: bool) -> Option<u32> {
         let end = self.end.filter(|_| !streams);
-        self.fork.into_iter().chain(end).filter(|wanted| *wanted > position).min()
+        self.fork
+            .into_iter()
+            .chain(end)
+            .filter(|wanted| *wanted > position)
+            .min()
     }
 
     /// The kinds of which a copy is to be made now: where one is wanted, or the last chunk of `chunk` tokens ends before it.
     pub(super) fn due(&mut self, position: u32, chunk: u32, streams: bool) -> [Option<Kind>; 2] {
-        let reach = position.saturating_add(chunk).min(self.next(position, streams).unwrap_or(u32::MAX));
+        let reach = position
+            .saturating_add(chunk)
+            .min(self.next(position, streams).unwrap_or(u32::MAX));
         let due = |wanted: &mut Option<u32>, kind| {
             let at = (*wanted).filter(|at| position >= *at || reach > *at)?;
             *wanted = None;
@@ -144,7 +148,9 @@ impl Marks {
 
     /// Wants no copy at a fork that would find no memory.
     pub(super) fn forget_fork_without_room(&mut self, is_room: bool) {
-        self.fork = self.fork.filter(|_| self.place_for(Kind::Fork, is_room).is_some());
+        self.fork = self
+            .fork
+            .filter(|_| self.place_for(Kind::Fork, is_room).is_some());
     }
 
     /// Where a copy of `kind` finds memory, if anywhere.
@@ -160,7 +166,8 @@ impl Marks {
             return Some(Place::New);
         }
         // Where this prompt has parted from another conversation, that one is likely to part from this one next.
-        self.least_useful(|mark| mark.kind == Kind::End || mark.used < self.prompt).map(Place::Of)
+        self.least_useful(|mark| mark.kind == Kind::End || mark.used < self.prompt)
+            .map(Place::Of)
     }
 
     /// Whether a copy of `position` is there.
@@ -170,7 +177,11 @@ impl Marks {
 
     /// Takes a copy.
     pub(super) fn put(&mut self, kind: Kind, copy: Saved) {
-        self.taken.push(Mark { copy, kind, used: self.prompt });
+        self.taken.push(Mark {
+            copy,
+            kind,
+            used: self.prompt,
+        });
         self.taken.sort_by_key(Mark::position);
     }
 
@@ -186,12 +197,18 @@ impl Marks {
             let before = index.checked_sub(1).and_then(|index| self.taken.get(index));
             before.map_or(0, Mark::position)
         };
-        let marks = self.taken.iter().enumerate().filter(|(_, mark)| among(mark));
+        let marks = self
+            .taken
+            .iter()
+            .enumerate()
+            .filter(|(_, mark)| among(mark));
         let saves = |index: usize, mark: &Mark| match mark.kind {
             Kind::End => (false, 0),
             Kind::Fork => (true, mark.position().saturating_sub(before(index))),
         };
-        marks.min_by_key(|(index, mark)| saves(*index, mark)).map(|(index, _)| index)
+        marks
+            .min_by_key(|(index, mark)| saves(*index, mark))
+            .map(|(index, _)| index)
     }
 }
 
@@ -202,7 +219,9 @@ impl Mark {
 
     /// Whether a prompt that parts at `position` may as well go on from it.
     fn serves(&self, position: u32) -> bool {
-        position.checked_sub(self.position()).is_some_and(|behind| behind < FORK_NEAR)
+        position
+            .checked_sub(self.position())
+            .is_some_and(|behind| behind < FORK_NEAR)
     }
 }
 

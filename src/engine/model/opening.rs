@@ -11,27 +11,25 @@ use super::{
     workspace::{Needs, Workspace},
 };
 use crate::{
-    causes::in_one_line,
-    engine::{
-        arena::Backing,
-        backend::{Backend, Buffer, Device, Limits, Operation},
-        disk::{DiskTimeout, DiskWatch, Retained, WatchedWork},
-        error::{ApplyError, LoadError, LoadErrorKind},
-        gguf::Header,
-        kv::KvCache,
-        preemption::SliceEstimators,
-        reader::{Extent, LoadProgress, Source, Stream, WeightFile},
-        sayable::Sayable,
-        shape::{self, FLAGS, Layout},
-        spec::Spec,
-        state::RecurrentState,
-    },
-    policy::{
-        kv_type::KvType,
-        residency::{EnginePlan, ModelShape},
-    },
-    units::{Bytes, Tokens},
+    arena::Backing,
+    backend::{Backend, Buffer, Device, Limits, Operation},
+    disk::{DiskTimeout, DiskWatch, Retained, WatchedWork},
+    error::{ApplyError, LoadError, LoadErrorKind},
+    gguf::Header,
+    kv::KvCache,
+    preemption::SliceEstimators,
+    reader::{Extent, LoadProgress, Source, Stream, WeightFile},
+    sayable::Sayable,
+    shape::{self, FLAGS, Layout},
+    spec::Spec,
+    state::RecurrentState,
 };
+use cotenant_policy::{
+    kv_type::KvType,
+    residency::{EnginePlan, ModelShape},
+};
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
 /// A file whose header was read, before any of its weights are.
 pub struct Opening {
@@ -72,7 +70,9 @@ impl Disk {
     ) -> Result<T, LoadError> {
         let work = WatchedWork::start(&self.watch, work);
         let work = work.map_err(|error| LoadError::new(path, LoadErrorKind::Threads(error)))?;
-        work.wait(self.limit).unwrap_or_else(|(stalled, left)| Err(LoadError::new(path, stalled.into()).leaving(left)))
+        work.wait(self.limit).unwrap_or_else(|(stalled, left)| {
+            Err(LoadError::new(path, stalled.into()).leaving(left))
+        })
     }
 
     fn source(&self, file: &Arc<WeightFile>) -> Arc<dyn Source> {
@@ -90,7 +90,9 @@ impl Opening {
     /// # Errors
     /// When the file is not a model that the engine can compute with.
     pub fn read(path: &Path, options: &ModelOptions) -> Result<Self, LoadError> {
-        let device = options.device().map_err(|kind| LoadError::new(path, kind))?;
+        let device = options
+            .device()
+            .map_err(|kind| LoadError::new(path, kind))?;
         Self::on(device, path, options, Layout::of, &Disk::default())
     }
 
@@ -104,8 +106,10 @@ impl Opening {
     ) -> Result<Self, LoadError> {
         let (theirs, options, stays) = (path.to_owned(), options.clone(), disk.clone());
         disk.attend(path, move |watch| {
-            let (header, spec, file) = read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
-            damage::refuse_zeros(&header, &file, watch).map_err(|kind| LoadError::new(&theirs, kind))?;
+            let (header, spec, file) =
+                read(&theirs, options.context, options.vocabulary.as_ref(), watch)?;
+            damage::refuse_zeros(&header, &file, watch)
+                .map_err(|kind| LoadError::new(&theirs, kind))?;
             let layout = layout(&spec);
             let device = for_model(device, &theirs, &spec)?;
             let needs = Needs::of(device.as_ref(), &layout, &spec);
@@ -129,8 +133,11 @@ impl Opening {
     }
 
     /// Counts what is read while this begins.
-    pub(in crate::engine) fn counted_by(self, progress: &LoadProgress) -> Self {
-        Self { progress: progress.clone(), ..self }
+    pub(crate) fn counted_by(self, progress: &LoadProgress) -> Self {
+        Self {
+            progress: progress.clone(),
+            ..self
+        }
     }
 
     /// The file's header. Drop copies of it before [`Model::forget_lists`], which copies it otherwise.
@@ -157,31 +164,69 @@ impl Opening {
         let path = self.header.path().to_owned();
         let mut left = Retained::of(Vec::new(), Instant::now());
         // What was made is given up by now where that failed; what is left of it is kept by reads that hang.
-        self.assemble(plan, &mut left).map_err(|kind| LoadError::new(&path, kind).leaving(left))
+        self.assemble(plan, &mut left)
+            .map_err(|kind| LoadError::new(&path, kind).leaving(left))
     }
 
     /// Notes what readers may keep in `left`.
     fn assemble(self, plan: &EnginePlan, left: &mut Retained) -> Result<Model, LoadErrorKind> {
-        let Self { disk, device, needs, file, vectors, header, spec, layout, shape, options, progress } = self;
+        let Self {
+            disk,
+            device,
+            needs,
+            file,
+            vectors,
+            header,
+            spec,
+            layout,
+            shape,
+            options,
+            progress,
+        } = self;
         let began = Instant::now();
         let mut backend = device.start(&Limits::of(&spec, layout.parts.len()))?;
-        let chunk = residency::check(&shape, plan).map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
+        let chunk = residency::check(&shape, plan)
+            .map_err(|error| LoadErrorKind::Plan(error.to_string()))?;
         // The first token waits for the disk, so the disk goes on at once: with the vectors, and with what is streamed, while
         // memory is found for everything else.
-        let vectors = Vectors::begin(&file, vectors, &disk.watch).map_err(LoadErrorKind::Threads)?;
+        let vectors =
+            Vectors::begin(&file, vectors, &disk.watch).map_err(LoadErrorKind::Threads)?;
         let source = progress.counting(disk.source(&file));
-        let parts = (0u32..).zip(&shape.layers).filter(|(part, _)| plan.resident.contains(part));
-        progress.begin(parts.fold(Bytes::ZERO, |sum, (_, part)| sum.saturating_add(part.resident_bytes)));
-        let resident = |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
-        let stream = weights::begin(backend.as_ref(), Arc::clone(&source), &layout, resident, disk.limit)
-            .map_err(refuse("the staging ring", shape.ring_bytes))?;
+        let parts = (0u32..)
+            .zip(&shape.layers)
+            .filter(|(part, _)| plan.resident.contains(part));
+        progress.begin(parts.fold(Bytes::ZERO, |sum, (_, part)| {
+            sum.saturating_add(part.resident_bytes)
+        }));
+        let resident =
+            |part: usize| u32::try_from(part).is_ok_and(|part| plan.resident.contains(&part));
+        let stream = weights::begin(
+            backend.as_ref(),
+            Arc::clone(&source),
+            &layout,
+            resident,
+            disk.limit,
+        )
+        .map_err(refuse("the staging ring", shape.ring_bytes))?;
         left.add(Retained::of(stream.as_ref().map(Stream::ring_mark), began));
-        let memory = Memory::new(backend.as_mut(), &spec, (&layout, &needs), &shape, chunk, &options);
+        let memory = Memory::new(
+            backend.as_mut(),
+            &spec,
+            (&layout, &needs),
+            &shape,
+            chunk,
+            &options,
+        );
         let vectors = vectors.wait(disk.limit).map_err(|(stalled, work)| {
             left.add(work);
             stalled
         })?;
-        let Memory { state, workspace, cache, logits } = memory?;
+        let Memory {
+            state,
+            workspace,
+            cache,
+            logits,
+        } = memory?;
         let fixed = Weights::fixed_of(backend.as_mut(), &layout.fixed, &spec, &vectors?)?;
         let mut model = Model {
             weights: Weights::new(source, fixed, layout.parts.len(), (stream, disk.limit)),
@@ -215,7 +260,15 @@ impl Opening {
         applied.map_err(|error| {
             left.add(model.weights.kept(began));
             match error {
-                ApplyError::Allocate { what, bytes, source } => LoadErrorKind::Allocate { what, bytes, source },
+                ApplyError::Allocate {
+                    what,
+                    bytes,
+                    source,
+                } => LoadErrorKind::Allocate {
+                    what,
+                    bytes,
+                    source,
+                },
                 ApplyError::Device(error) => error.into(),
                 ApplyError::Read(error) => error.into(),
                 ApplyError::Stalled(stalled) => stalled.into(),
@@ -229,9 +282,15 @@ impl Opening {
 /// The plan with those parts alone for which memory was found, without as many of the last as leave room for the KV cells that no
 /// token has needed yet, and for a ring; nothing when that leaves none to give up.
 fn with_room(model: &Model, plan: &EnginePlan) -> Option<EnginePlan> {
-    let mut fewer = EnginePlan { resident: model.plan.resident.clone(), ..plan.clone() };
+    let mut fewer = EnginePlan {
+        resident: model.plan.resident.clone(),
+        ..plan.clone()
+    };
     let (mut room, needed) = (Bytes::ZERO, model.untouched());
-    while room == Bytes::ZERO || room < needed || model.shape.plan_bytes(&fewer) > model.shape.plan_bytes(plan) {
+    while room == Bytes::ZERO
+        || room < needed
+        || model.shape.plan_bytes(&fewer) > model.shape.plan_bytes(plan)
+    {
         let last = usize::try_from(fewer.resident.pop_last()?).ok()?;
         room = room.saturating_add(model.layout.parts.get(last)?.arena);
     }
@@ -274,18 +333,30 @@ impl Memory {
         options: &ModelOptions,
     ) -> Result<Self, LoadErrorKind> {
         // A device may have less address space than the longest context would need.
-        let context = options.context.map_or(u32::MAX, Tokens::get).min(spec.context_max);
+        let context = options
+            .context
+            .map_or(u32::MAX, Tokens::get)
+            .min(spec.context_max);
         let logits_bytes = Bytes::of_len((spec.vocabulary + FLAGS) * 4);
-        let logits = backend.allocate(logits_bytes, Backing::Now).map_err(refuse("the logits", logits_bytes))?;
+        let logits = backend
+            .allocate(logits_bytes, Backing::Now)
+            .map_err(refuse("the logits", logits_bytes))?;
         if spec.said.is_some() {
             // Of rows that are not there nothing is ever written.
-            backend.queue(Operation::Fill { floats: logits.view(0..spec.vocabulary), value: f32::NEG_INFINITY })?;
+            backend.queue(Operation::Fill {
+                floats: logits.view(0..spec.vocabulary),
+                value: f32::NEG_INFINITY,
+            })?;
         }
         Ok(Self {
-            state: RecurrentState::new(backend, spec).map_err(refuse("the state", shape.state_bytes))?,
+            state: RecurrentState::new(backend, spec)
+                .map_err(refuse("the state", shape.state_bytes))?,
             // The first pass touches these while it waits for the disk, and what it does not need yet is found by `settle`.
             workspace: Workspace::untouched(backend, (&layout.widths, needs), spec, chunk)
-                .map_err(refuse("the workspace", shape.workspace_bytes_per_token.saturating_mul(chunk as u64)))?,
+                .map_err(refuse(
+                    "the workspace",
+                    shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
+                ))?,
             cache: KvCache::new(backend, shape.kv, context, options.kv_backing).map_err(refuse(
                 "the KV cache (address space alone)",
                 shape.kv.capacity_bytes(Tokens::new(context), KvType::F16),
@@ -305,12 +376,17 @@ fn read(
     let (header, files) = Header::read_watched(path, watch)?;
     let mut spec = Spec::read_for(&header, context)?;
     spec.reduce(&header, vocabulary, watch)?;
-    let file = WeightFile::of(header.parts(), files, watch).map_err(|kind| LoadError::new(path, kind))?;
+    let file =
+        WeightFile::of(header.parts(), files, watch).map_err(|kind| LoadError::new(path, kind))?;
     Ok((header, spec, file))
 }
 
 /// The device, or what computes this model instead of it.
-fn for_model(device: Arc<dyn Device>, path: &Path, spec: &Spec) -> Result<Arc<dyn Device>, LoadError> {
+fn for_model(
+    device: Arc<dyn Device>,
+    path: &Path,
+    spec: &Spec,
+) -> Result<Arc<dyn Device>, LoadError> {
     let other = device.instead(spec, &shape::kv_shape(spec));
     let other = other.map_err(|kind| LoadError::new(path, kind))?;
     Ok(other.unwrap_or(device))
@@ -318,14 +394,29 @@ fn for_model(device: Arc<dyn Device>, path: &Path, spec: &Spec) -> Result<Arc<dy
 
 /// That there is no memory for `what`.
 fn refuse(what: &'static str, bytes: Bytes) -> impl FnOnce(io::Error) -> LoadErrorKind {
-    move |source| LoadErrorKind::Allocate { what: what.to_owned(), bytes, source }
+    move |source| LoadErrorKind::Allocate {
+        what: what.to_owned(),
+        bytes,
+        source,
+    }
 }
 
-fn model_shape(header: &Header, spec: &Spec, layout: &Layout, name: Option<&str>, needs: Needs) -> ModelShape {
+fn model_shape(
+    header: &Header,
+    spec: &Spec,
+    layout: &Layout,
+    name: Option<&str>,
+    needs: Needs,
+) -> ModelShape {
     let name = name
         .or_else(|| header.string("general.name"))
         .map(str::to_owned)
-        .or_else(|| header.path().file_stem().map(|stem| stem.to_string_lossy().into_owned()))
+        .or_else(|| {
+            header
+                .path()
+                .file_stem()
+                .map(|stem| stem.to_string_lossy().into_owned())
+        })
         .unwrap_or_else(|| "model".to_owned());
     let mut shape = layout.model_shape(spec, header, name, needs.copies, needs.scratch);
     shape.workspace_fixed_bytes = shape.workspace_fixed_bytes.saturating_add(needs.context);

@@ -10,24 +10,22 @@ use super::{
     pass, residency,
 };
 use crate::{
-    engine::{
-        backend,
-        disk::DiskWatch,
-        error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind},
-        gguf::Header,
-        preemption::Checkpoint,
-        reader::WeightFile,
-        sayable::Sayable,
-        shape::Layout,
-        spec::Spec,
-    },
-    policy::{
-        compute::Compute,
-        residency::{EnginePlan, ModelShape},
-        streaming::Calibration,
-    },
-    units::Tokens,
+    backend,
+    disk::DiskWatch,
+    error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind},
+    gguf::Header,
+    preemption::Checkpoint,
+    reader::WeightFile,
+    sayable::Sayable,
+    shape::Layout,
+    spec::Spec,
 };
+use cotenant_policy::{
+    compute::Compute,
+    residency::{EnginePlan, ModelShape},
+    streaming::Calibration,
+};
+use cotenant_units::Tokens;
 
 impl Model {
     /// Reads the header of the file at `path` and computes what each piece will occupy on what is to compute, or with so many threads
@@ -35,7 +33,10 @@ impl Model {
     ///
     /// # Errors
     /// When the file is not a model that the engine can compute with.
-    pub fn inspect(path: &Path, compute: impl Into<Compute>) -> Result<(ModelShape, Header), LoadError> {
+    pub fn inspect(
+        path: &Path,
+        compute: impl Into<Compute>,
+    ) -> Result<(ModelShape, Header), LoadError> {
         Self::inspect_with(path, None, compute)
     }
 
@@ -66,7 +67,11 @@ impl Model {
     ///
     /// # Errors
     /// As there.
-    pub fn begin(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+    pub fn begin(
+        path: &Path,
+        plan: &EnginePlan,
+        options: &ModelOptions,
+    ) -> Result<Self, LoadError> {
         Opening::read(path, options)?.begin(plan)
     }
 
@@ -74,12 +79,21 @@ impl Model {
     ///
     /// # Errors
     /// As there.
-    pub fn open_whole(path: &Path, plan: &EnginePlan, options: &ModelOptions) -> Result<Self, LoadError> {
+    pub fn open_whole(
+        path: &Path,
+        plan: &EnginePlan,
+        options: &ModelOptions,
+    ) -> Result<Self, LoadError> {
         let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
-        let device = options.device().map_err(|kind| LoadError::new(path, kind))?;
+        let device = options
+            .device()
+            .map_err(|kind| LoadError::new(path, kind))?;
         let opening = Opening::on(device, path, options, layout, &Disk::default())?;
         let plan = EnginePlan {
-            resident: (0u32..).zip(&opening.layout.parts).map(|(part, _)| part).collect(),
+            resident: (0u32..)
+                .zip(&opening.layout.parts)
+                .map(|(part, _)| part)
+                .collect(),
             ..plan.clone()
         };
         let mut model = opening.begin(&plan)?;
@@ -102,10 +116,23 @@ impl Model {
     ///
     /// # Errors
     /// See [`ForwardError`]; after most of them the sequence is lost.
-    pub fn forward(&mut self, tokens: &[u32], checkpoint: &mut dyn Checkpoint) -> Result<Logits<'_>, ForwardError> {
+    pub fn forward(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<Logits<'_>, ForwardError> {
         let first = pass::run(self, tokens, checkpoint, None)?;
-        let row = self.sequence.position.saturating_sub(first).saturating_sub(1);
-        let read = pass::result(self.backend.as_mut(), &self.logits, self.spec.vocabulary, (first, row));
+        let row = self
+            .sequence
+            .position
+            .saturating_sub(first)
+            .saturating_sub(1);
+        let read = pass::result(
+            self.backend.as_mut(),
+            &self.logits,
+            self.spec.vocabulary,
+            (first, row),
+        );
         match read {
             Ok(logits) => Ok(Logits(logits)),
             Err(error) => {
@@ -125,7 +152,11 @@ impl Model {
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<Scores<'_>, ForwardError> {
         let first = pass::run(self, tokens, checkpoint, None)?;
-        let row = self.sequence.position.saturating_sub(first).saturating_sub(1);
+        let row = self
+            .sequence
+            .position
+            .saturating_sub(first)
+            .saturating_sub(1);
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
         match pass::greatest(backend, &self.logits, vocabulary, (first, row)) {
             Ok(Some(token)) => Ok(Scores::Greatest(token)),
@@ -263,7 +294,10 @@ impl Model {
     ///
     /// # Errors
     /// When the parts cannot be had again: they stay out, and the plan in force says so.
-    pub fn calibrate(&mut self, go_on: &mut dyn FnMut() -> bool) -> Result<Option<Calibration>, ApplyError> {
+    pub fn calibrate(
+        &mut self,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<Option<Calibration>, ApplyError> {
         calibrate::calibrate(self, go_on)
     }
 

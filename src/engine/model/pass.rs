@@ -1,7 +1,7 @@
 //! One forward pass: what is admitted, its chunks, and the results that are read.
 
 use super::{forward::Pass, loaded::Model, residency, weights::Place};
-use crate::engine::{
+use crate::{
     backend::{Backend, Buffer, Operation},
     error::ForwardError,
     preemption::{Checkpoint, Preemption},
@@ -27,7 +27,13 @@ pub(super) fn run(
     let needed = admit(model, tokens)?;
     model.sequence.touch(model.backend.as_mut(), needed);
     let preemption = Preemption::new(checkpoint, model.estimators);
-    let mut pass = Pass { model, preemption, needed, rows: 0, residual: None };
+    let mut pass = Pass {
+        model,
+        preemption,
+        needed,
+        rows: 0,
+        residual: None,
+    };
     let result = pass.chunks(tokens, &mut each);
     pass.end_chunk();
     let estimators = pass.preemption.estimators;
@@ -51,7 +57,10 @@ fn admit(model: &Model, tokens: &[u32]) -> Result<u32, ForwardError> {
         .and_then(|count| model.sequence.position.checked_add(count))
         .unwrap_or(u32::MAX);
     if needed > model.spec.context_max {
-        return Err(ForwardError::ContextFull { needed, limit: model.spec.context_max });
+        return Err(ForwardError::ContextFull {
+            needed,
+            limit: model.spec.context_max,
+        });
     }
     let capacity = model.sequence.cache.capacity();
     if needed > capacity.get() {
@@ -70,12 +79,18 @@ impl Pass<'_, '_> {
             self.end_chunk();
             let end = tokens.len().min(done + self.model.workspace.chunk());
             let streams = self.model.streams();
-            let end = self.model.sequence.until_mark(streams).map_or(end, |left| end.min(done + left));
+            let end = self
+                .model
+                .sequence
+                .until_mark(streams)
+                .map_or(end, |left| end.min(done + left));
             let chunk = tokens.get(done..end).unwrap_or_default();
             let last = end == tokens.len();
             self.model.weights.expect_head(last || each.is_some());
             (self.rows, self.residual) = (chunk.len(), None);
-            let result = self.chunk(chunk).and_then(|()| self.finish_chunk(done, last, each));
+            let result = self
+                .chunk(chunk)
+                .and_then(|()| self.finish_chunk(done, last, each));
             if let Err(error) = result {
                 self.model.sequence.lost = true;
                 return Err(error);
@@ -89,7 +104,12 @@ impl Pass<'_, '_> {
     /// Between two chunks: a plan may have come meanwhile.
     fn mark_if_wanted(&mut self) {
         let streams = self.model.streams();
-        let Model { backend, workspace, sequence, .. } = &mut *self.model;
+        let Model {
+            backend,
+            workspace,
+            sequence,
+            ..
+        } = &mut *self.model;
         sequence.mark_if_wanted(backend.as_mut(), workspace.chunk(), streams);
     }
 
@@ -103,8 +123,14 @@ impl Pass<'_, '_> {
     /// All layers for one chunk.
     fn chunk(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
         let floats = self.flags();
-        self.model.backend.queue(Operation::Fill { floats, value: 0.0 })?;
-        let end = self.model.sequence.position.saturating_add(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+        self.model
+            .backend
+            .queue(Operation::Fill { floats, value: 0.0 })?;
+        let end = self
+            .model
+            .sequence
+            .position
+            .saturating_add(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
         self.model.sequence.cache.write_up_to(end);
         self.embed(tokens)?;
         self.rotate(tokens.len())?;
@@ -113,8 +139,16 @@ impl Pass<'_, '_> {
                 self.preemption.layer_queued(self.model.backend.as_mut())?;
             }
             let found = self.preemption.check();
-            let first = self.model.layout.layers.get(layer).and_then(|parts| parts.iter().min());
-            let place = Place { part: first.copied().unwrap_or(self.model.layout.head.start), piece: 0 };
+            let first = self
+                .model
+                .layout
+                .layers
+                .get(layer)
+                .and_then(|parts| parts.iter().min());
+            let place = Place {
+                part: first.copied().unwrap_or(self.model.layout.head.start),
+                piece: 0,
+            };
             self.preempt(found, place)
                 .and_then(|()| self.layer(layer))
                 .map_err(|failure| self.failed(failure, layer))?;
@@ -123,14 +157,23 @@ impl Pass<'_, '_> {
     }
 
     /// Logits of the rows that are asked for, and the new position.
-    fn finish_chunk(&mut self, done: usize, last: bool, each: &mut Each<'_>) -> Result<(), ForwardError> {
+    fn finish_chunk(
+        &mut self,
+        done: usize,
+        last: bool,
+        each: &mut Each<'_>,
+    ) -> Result<(), ForwardError> {
         match each {
             Some(each) => {
                 for (row, at) in (0..self.rows).zip(0u32..) {
                     self.head(row)?;
                     let place = (self.model.sequence.position, at);
-                    let logits =
-                        result(self.model.backend.as_mut(), &self.model.logits, self.model.spec.vocabulary, place)?;
+                    let logits = result(
+                        self.model.backend.as_mut(),
+                        &self.model.logits,
+                        self.model.spec.vocabulary,
+                        place,
+                    )?;
                     each(done + row, logits);
                 }
             }
@@ -138,7 +181,10 @@ impl Pass<'_, '_> {
             None if last => self.head(self.rows - 1)?,
             None => {
                 let flags = self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS;
-                is_finite(self.model.backend.read(&self.model.logits, flags)?, (self.model.sequence.position, 0))?;
+                is_finite(
+                    self.model.backend.read(&self.model.logits, flags)?,
+                    (self.model.sequence.position, 0),
+                )?;
             }
         }
         self.model.sequence.position += u32::try_from(self.rows).unwrap_or(u32::MAX);
@@ -153,7 +199,9 @@ pub(super) fn result<'a>(
     vocabulary: usize,
     place: (u32, u32),
 ) -> Result<&'a [f32], ForwardError> {
-    let (logits, flags) = backend.read(logits, 0..vocabulary + FLAGS)?.split_at(vocabulary);
+    let (logits, flags) = backend
+        .read(logits, 0..vocabulary + FLAGS)?
+        .split_at(vocabulary);
     is_finite(flags, place)?;
     Ok(logits)
 }
@@ -179,5 +227,7 @@ fn is_finite(flags: &[f32], (first, row): (u32, u32)) -> Result<(), ForwardError
         // What the cache keeps of a NaN is a finite number: all that comes behind it is worth nothing.
         _ => 0,
     };
-    Err(ForwardError::NotFinite { position: first.saturating_add(row) })
+    Err(ForwardError::NotFinite {
+        position: first.saturating_add(row),
+    })
 }

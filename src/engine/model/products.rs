@@ -5,7 +5,7 @@ use std::time::Instant;
 use candle_core::quantized::GgmlDType;
 
 use super::weights::{Place, Weights};
-use crate::engine::{
+use crate::{
     backend::{Activate, Backend, Buffer, Copies, DeviceError, Multiply, Operation, Product, View},
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
@@ -108,8 +108,13 @@ impl Weights {
         from: Place,
         preemption: &mut Preemption<'_>,
     ) -> Result<Progress, Failure> {
-        let wants =
-            [Want { number: 0, dtype: spec.head.dtype, columns: spec.width, stride: spec.vocabulary, out: logits }];
+        let wants = [Want {
+            number: 0,
+            dtype: spec.head.dtype,
+            columns: spec.width,
+            stride: spec.vocabulary,
+            out: logits,
+        }];
         let mut at = from;
         while at.part < layout.head.end {
             // As long as a layer, or several.
@@ -130,10 +135,15 @@ impl Weights {
                 })
                 .count();
             if resident == 0 || at.piece > 0 {
-                if let Progress::Paused(at) = self.multiply(backend, at, layout, &wants, input, preemption)? {
+                if let Progress::Paused(at) =
+                    self.multiply(backend, at, layout, &wants, input, preemption)?
+                {
                     return Ok(Progress::Paused(at));
                 }
-                at = Place { part: at.part + 1, piece: 0 };
+                at = Place {
+                    part: at.part + 1,
+                    piece: 0,
+                };
                 continue;
             }
             let mut products = Vec::with_capacity(resident);
@@ -154,7 +164,10 @@ impl Weights {
         wants: &[Want],
         products: &mut Vec<Product>,
     ) -> Result<(), Failure> {
-        let (arena, part) = self.arena(number).zip(layout.parts.get(number)).ok_or(Failure::NoMatrix)?;
+        let (arena, part) = self
+            .arena(number)
+            .zip(layout.parts.get(number))
+            .ok_or(Failure::NoMatrix)?;
         for slab in &part.slabs {
             if let Some(want) = want_of(wants, slab.matrix) {
                 let weight = arena.view_bytes(slab.offset, slab.extent.bytes);
@@ -175,14 +188,19 @@ impl Weights {
     ) -> Result<(), Failure> {
         products.clear();
         let slab_of = |piece: &Piece| {
-            part.slabs
-                .iter()
-                .position(|slab| slab.matrix == piece.matrix && (slab.row..slab.row + slab.rows).contains(&piece.row))
+            part.slabs.iter().position(|slab| {
+                slab.matrix == piece.matrix && (slab.row..slab.row + slab.rows).contains(&piece.row)
+            })
         };
         for run in pieces.chunk_by(|(_, one), (_, next)| slab_of(one) == slab_of(next)) {
-            let first = run.first().map(|(_, piece)| *piece).ok_or(Failure::NoMatrix)?;
+            let first = run
+                .first()
+                .map(|(_, piece)| *piece)
+                .ok_or(Failure::NoMatrix)?;
             let slab = slab_of(first).and_then(|slab| part.slabs.get(slab));
-            let (slab, want) = slab.zip(want_of(wants, first.matrix)).ok_or(Failure::NoMatrix)?;
+            let (slab, want) = slab
+                .zip(want_of(wants, first.matrix))
+                .ok_or(Failure::NoMatrix)?;
             let count: usize = run.iter().map(|(_, piece)| piece.rows).sum();
             let offset = slab.offset + (first.row - slab.row) * slab.row_bytes;
             let weight = arena.view_bytes(offset, count * slab.row_bytes);
@@ -224,7 +242,10 @@ impl Weights {
         let works: Vec<u64> = pieces.iter().map(|(_, piece)| work_of(piece)).collect();
         let mut done = 0;
         while let Some((piece_at, _)) = pieces.get(done) {
-            let paused = Progress::Paused(Place { part: at.part, piece: *piece_at });
+            let paused = Progress::Paused(Place {
+                part: at.part,
+                piece: *piece_at,
+            });
             match preemption.check_if_due() {
                 Preempt::No => {}
                 Preempt::Pause => return Ok(paused),
@@ -276,7 +297,9 @@ impl Weights {
         // piece is work enough.
         let most = if input.rows == 1 { pieces.len() } else { 1 };
         let asked = Instant::now();
-        let acquired = self.acquire(backend, first, most, &mut || preemption.check() == Preempt::No)?;
+        let acquired = self.acquire(backend, first, most, &mut || {
+            preemption.check() == Preempt::No
+        })?;
         self.note_waited(asked.elapsed());
         let ready = match acquired {
             Ok(ready) => ready,

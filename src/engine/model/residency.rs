@@ -4,19 +4,17 @@ use std::time::Instant;
 
 use super::{growth::GrowError, loaded::Model, weights::Place, workspace::Workspace};
 use crate::{
-    emergency,
-    engine::{
-        arena,
-        error::{ApplyError, ApplyReport},
-        kv::{KvError, Resized},
-        shape::PartLayout,
-    },
-    policy::{
-        kv_type::KvType,
-        residency::{EnginePlan, ModelShape},
-    },
-    units::{Bytes, Tokens},
+    arena,
+    error::{ApplyError, ApplyReport},
+    kv::{KvError, Resized},
+    shape::PartLayout,
 };
+use cotenant_memory::emergency;
+use cotenant_policy::{
+    kv_type::KvType,
+    residency::{EnginePlan, ModelShape},
+};
+use cotenant_units::{Bytes, Tokens};
 
 /// Puts `plan` into force between two tokens: releases first, then grows. When growing takes long, it ends for whatever else
 /// is `wanted`, with the parts that it has by then.
@@ -86,7 +84,12 @@ struct Moved {
 impl<'model> Change<'model> {
     fn begin(model: &'model mut Model) -> Self {
         let (started, rss_before) = (Instant::now(), arena::process_resident());
-        Self { model, moved: Moved::default(), started, rss_before }
+        Self {
+            model,
+            moved: Moved::default(),
+            started,
+            rss_before,
+        }
     }
 
     fn carry_out(
@@ -111,7 +114,11 @@ impl<'model> Change<'model> {
         result?;
         // A larger one would take memory that this plan's report does not tell of. And who has asked for a smaller one goes
         // on from the one that is in force until it is notified that it is not any more.
-        self.model.chunk_wanted = if rechunk { chunk } else { chunk.min(self.model.chunk_wanted) };
+        self.model.chunk_wanted = if rechunk {
+            chunk
+        } else {
+            chunk.min(self.model.chunk_wanted)
+        };
         Ok(self.report(dropped))
     }
 
@@ -151,7 +158,9 @@ impl<'model> Change<'model> {
         }
         // What follows a failure is left out, but for the readers: what they bring has to be what is not there.
         let mut result = Ok(());
-        if self.model.sequence.cache.planned(plan.kv_capacity, used) < self.model.sequence.cache.capacity() {
+        if self.model.sequence.cache.planned(plan.kv_capacity, used)
+            < self.model.sequence.cache.capacity()
+        {
             result = self.resize_cache(plan.kv_capacity, used);
         }
         if result.is_ok() && plan.kv_type < self.model.sequence.cache.kind() {
@@ -161,7 +170,8 @@ impl<'model> Change<'model> {
             result = self.rechunk(chunk);
         }
         if result.is_ok()
-            && self.model.sequence.cache.planned(plan.kv_capacity, used) > self.model.sequence.cache.capacity()
+            && self.model.sequence.cache.planned(plan.kv_capacity, used)
+                > self.model.sequence.cache.capacity()
         {
             result = self.resize_cache(plan.kv_capacity, used);
         }
@@ -171,7 +181,9 @@ impl<'model> Change<'model> {
         if result.is_ok() {
             let missing: Vec<usize> = (0..self.model.layout.parts.len())
                 .zip(0u32..)
-                .filter(|(index, number)| plan.resident.contains(number) && self.model.weights.arena(*index).is_none())
+                .filter(|(index, number)| {
+                    plan.resident.contains(number) && self.model.weights.arena(*index).is_none()
+                })
                 .map(|(index, _)| index)
                 .collect();
             if !missing.is_empty() {
@@ -203,7 +215,13 @@ impl<'model> Change<'model> {
     /// carried out, no more is held than by the larger of both.
     fn make_room_for_the_ring(&mut self) {
         let parts = self.model.layout.parts.len();
-        let bytes_of = |index: usize| self.model.layout.parts.get(index).map_or(Bytes::ZERO, |part| part.arena);
+        let bytes_of = |index: usize| {
+            self.model
+                .layout
+                .parts
+                .get(index)
+                .map_or(Bytes::ZERO, |part| part.arena)
+        };
         let absent = (0..parts).filter(|index| self.model.weights.arena(*index).is_none());
         let mut room: Bytes = absent.map(bytes_of).sum();
         for index in (0..parts).rev() {
@@ -219,10 +237,19 @@ impl<'model> Change<'model> {
         }
     }
 
-    fn grow_parts(&mut self, missing: &[usize], wanted: &mut dyn FnMut() -> bool) -> Result<(), ApplyError> {
-        let parts: Vec<(usize, &PartLayout)> =
-            missing.iter().filter_map(|&index| Some((index, self.model.layout.parts.get(index)?))).collect();
-        let (grown, result) = self.model.weights.grow(self.model.backend.as_ref(), &parts, wanted);
+    fn grow_parts(
+        &mut self,
+        missing: &[usize],
+        wanted: &mut dyn FnMut() -> bool,
+    ) -> Result<(), ApplyError> {
+        let parts: Vec<(usize, &PartLayout)> = missing
+            .iter()
+            .filter_map(|&index| Some((index, self.model.layout.parts.get(index)?)))
+            .collect();
+        let (grown, result) = self
+            .model
+            .weights
+            .grow(self.model.backend.as_ref(), &parts, wanted);
         self.moved.grown += grown;
         result.map_err(|(index, error)| match error {
             GrowError::Read(error) => ApplyError::Read(error),
@@ -244,9 +271,15 @@ impl<'model> Change<'model> {
     fn resize_cache(&mut self, capacity: Tokens, used: u32) -> Result<(), ApplyError> {
         let untouched = self.model.untouched();
         let kind = self.model.sequence.cache.kind();
-        let resized = self.model.sequence.cache.resize(self.model.backend.as_mut(), capacity, used);
+        let resized = self
+            .model
+            .sequence
+            .cache
+            .resize(self.model.backend.as_mut(), capacity, used);
         let bytes = self.model.shape.kv.capacity_bytes(capacity, kind);
-        let resized = resized.map_err(|error| refused(error, format!("a KV capacity of {capacity} tokens"), bytes))?;
+        let resized = resized.map_err(|error| {
+            refused(error, format!("a KV capacity of {capacity} tokens"), bytes)
+        })?;
         self.note_moved(resized, untouched);
         Ok(())
     }
@@ -255,10 +288,18 @@ impl<'model> Change<'model> {
     fn convert_cache(&mut self, kind: KvType, used: u32) -> Result<(), ApplyError> {
         self.model.sequence.marks.forget_windows();
         let (untouched, capacity) = (self.model.untouched(), self.model.sequence.cache.capacity());
-        let converted = self.model.sequence.cache.convert(self.model.backend.as_mut(), kind, used);
+        let converted = self
+            .model
+            .sequence
+            .cache
+            .convert(self.model.backend.as_mut(), kind, used);
         // Also after a failure: it may have come behind the conversion, or before it.
         let now = self.model.sequence.cache.kind();
-        self.model.sequence.kv_precision = if used == 0 { now } else { self.model.sequence.kv_precision.min(now) };
+        self.model.sequence.kv_precision = if used == 0 {
+            now
+        } else {
+            self.model.sequence.kv_precision.min(now)
+        };
         let bytes = self.model.shape.kv.capacity_bytes(capacity, kind);
         let what = || format!("a KV capacity of {capacity} tokens as {kind}");
         let resized = converted.map_err(|error| refused(error, what(), bytes))?;
@@ -268,7 +309,8 @@ impl<'model> Change<'model> {
 
     fn note_moved(&mut self, resized: Resized, untouched: Bytes) {
         self.moved.asked += resized.asked;
-        self.moved.freed += resized.freed + self.model.sequence.fit_marks(self.model.backend.as_mut());
+        self.moved.freed +=
+            resized.freed + self.model.sequence.fit_marks(self.model.backend.as_mut());
         self.moved.untouched += untouched.saturating_sub(self.model.untouched());
         self.moved.grown += resized.grown;
     }
@@ -276,12 +318,21 @@ impl<'model> Change<'model> {
     /// Replaces the workspace by one for `chunk` tokens.
     fn rechunk(&mut self, chunk: usize) -> Result<(), ApplyError> {
         self.model.finish()?;
-        let (backend, sizes) = (self.model.backend.as_ref(), (&self.model.layout.widths, &self.model.needs));
+        let (backend, sizes) = (
+            self.model.backend.as_ref(),
+            (&self.model.layout.widths, &self.model.needs),
+        );
         let workspace =
-            Workspace::untouched(backend, sizes, &self.model.spec, chunk).map_err(|source| ApplyError::Allocate {
-                what: format!("a prefill chunk of {chunk} tokens"),
-                bytes: self.model.shape.workspace_bytes_per_token.saturating_mul(chunk as u64),
-                source,
+            Workspace::untouched(backend, sizes, &self.model.spec, chunk).map_err(|source| {
+                ApplyError::Allocate {
+                    what: format!("a prefill chunk of {chunk} tokens"),
+                    bytes: self
+                        .model
+                        .shape
+                        .workspace_bytes_per_token
+                        .saturating_mul(chunk as u64),
+                    source,
+                }
             })?;
         let before = std::mem::replace(&mut self.model.workspace, workspace);
         self.moved.asked += before.bytes();
@@ -294,9 +345,14 @@ impl<'model> Change<'model> {
 
     fn start_stream(&mut self, place: Place) -> Result<(), ApplyError> {
         self.model.weights.reclaim(self.model.backend.as_mut(), 0)?;
-        let (grown, asked, freed) =
-            self.model.weights.stream(self.model.backend.as_ref(), &self.model.layout, place).map_err(|source| {
-                ApplyError::Allocate { what: "the staging ring".to_owned(), bytes: self.model.shape.ring_bytes, source }
+        let (grown, asked, freed) = self
+            .model
+            .weights
+            .stream(self.model.backend.as_ref(), &self.model.layout, place)
+            .map_err(|source| ApplyError::Allocate {
+                what: "the staging ring".to_owned(),
+                bytes: self.model.shape.ring_bytes,
+                source,
             })?;
         self.moved.grown += grown;
         self.moved.asked += asked;
@@ -313,7 +369,9 @@ impl<'model> Change<'model> {
                 .map(|(_, number)| number)
                 .collect(),
             kv_capacity: self.model.sequence.cache.capacity(),
-            prefill_chunk: Tokens::new(u32::try_from(self.model.workspace.chunk()).unwrap_or(u32::MAX)),
+            prefill_chunk: Tokens::new(
+                u32::try_from(self.model.workspace.chunk()).unwrap_or(u32::MAX),
+            ),
             kv_type: self.model.sequence.cache.kind(),
         };
     }
@@ -321,8 +379,14 @@ impl<'model> Change<'model> {
 
 /// A chunk that is under way keeps its workspace: what grows into the place of that has to wait.
 fn check_beside_chunk(model: &Model, plan: &EnginePlan) -> Result<(), ApplyError> {
-    let beside = EnginePlan { prefill_chunk: plan.prefill_chunk.max(model.plan.prefill_chunk), ..plan.clone() };
-    let (held, most) = (model.shape.plan_bytes(&beside), model.shape.plan_bytes(&model.plan));
+    let beside = EnginePlan {
+        prefill_chunk: plan.prefill_chunk.max(model.plan.prefill_chunk),
+        ..plan.clone()
+    };
+    let (held, most) = (
+        model.shape.plan_bytes(&beside),
+        model.shape.plan_bytes(&model.plan),
+    );
     if held > most.max(model.shape.plan_bytes(plan)) {
         return Err(ApplyError::ChunkUnderWay {
             chunk: model.plan.prefill_chunk.get(),
@@ -336,7 +400,11 @@ fn check_beside_chunk(model: &Model, plan: &EnginePlan) -> Result<(), ApplyError
 fn refused(error: KvError, what: String, bytes: Bytes) -> ApplyError {
     match error {
         KvError::Device(error) => error.into(),
-        KvError::Memory(source) => ApplyError::Allocate { what, bytes, source },
+        KvError::Memory(source) => ApplyError::Allocate {
+            what,
+            bytes,
+            source,
+        },
     }
 }
 
@@ -348,7 +416,10 @@ pub(super) fn check(shape: &ModelShape, plan: &EnginePlan) -> Result<usize, Appl
     }
     let chunk = plan.prefill_chunk.get();
     if chunk == 0 || chunk > CHUNK_MAX {
-        return Err(ApplyError::Chunk { chunk, limit: CHUNK_MAX });
+        return Err(ApplyError::Chunk {
+            chunk,
+            limit: CHUNK_MAX,
+        });
     }
     Ok(chunk as usize)
 }

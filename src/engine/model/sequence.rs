@@ -12,15 +12,13 @@ use super::{
     marks::{Kind, Marks, Saved},
 };
 use crate::{
-    engine::{
-        backend::{Backend, DeviceError},
-        kv::KvCache,
-        spec::{AttentionSpec, POSITIONS_MAX},
-        state::RecurrentState,
-    },
-    policy::kv_type::KvType,
-    units::{Bytes, Tokens},
+    backend::{Backend, DeviceError},
+    kv::KvCache,
+    spec::{AttentionSpec, POSITIONS_MAX},
+    state::RecurrentState,
 };
+use cotenant_policy::kv_type::KvType;
+use cotenant_units::{Bytes, Tokens};
 
 /// The sequence that a model goes on from.
 pub(super) struct Sequence {
@@ -42,14 +40,22 @@ pub(super) struct Sequence {
 }
 
 impl Sequence {
-    pub(super) fn new(cache: KvCache, state: RecurrentState, attention: &AttentionSpec, kv_precision: KvType) -> Self {
+    pub(super) fn new(
+        cache: KvCache,
+        state: RecurrentState,
+        attention: &AttentionSpec,
+        kv_precision: KvType,
+    ) -> Self {
         Self {
             cache,
             state,
             marks: Marks::default(),
             position: 0,
             dropped: Dropped::none(attention),
-            window: attention.local.and_then(|local| local.window).and_then(|window| u32::try_from(window).ok()),
+            window: attention
+                .local
+                .and_then(|local| local.window)
+                .and_then(|window| u32::try_from(window).ok()),
             kv_precision,
             lost: false,
             broken: None,
@@ -132,7 +138,9 @@ impl Sequence {
 
     /// Whether the layers with windows have what a token at `position` sees.
     fn has_window(&self, position: u32) -> bool {
-        let first = self.window.map_or(0, |window| position.saturating_add(1).saturating_sub(window));
+        let first = self.window.map_or(0, |window| {
+            position.saturating_add(1).saturating_sub(window)
+        });
         self.cache.has_window_from(first)
     }
 
@@ -148,7 +156,10 @@ impl Sequence {
 
     /// The most that a copy takes.
     fn copy_bytes(&self) -> Bytes {
-        self.state.bytes() + self.window.map_or(Bytes::ZERO, |window| self.cache.copy_bytes(window))
+        self.state.bytes()
+            + self
+                .window
+                .map_or(Bytes::ZERO, |window| self.cache.copy_bytes(window))
     }
 
     /// Whether there is place for another copy.
@@ -162,13 +173,19 @@ impl Sequence {
             return;
         }
         let has_room = self.has_room();
-        let Some(replaced) = self.marks.make_room(kind, has_room) else { return };
-        // Without memory the next prompt is read again; that is no fault of this one.
-        let room = replaced.map_or_else(|| self.state.room(backend).ok(), Some);
-        let Some(room) = room.filter(|_| self.cache.untouched() >= self.marks.bytes() + self.copy_bytes()) else {
+        let Some(replaced) = self.marks.make_room(kind, has_room) else {
             return;
         };
-        let first = self.window.map_or(0, |window| (self.position + 1).saturating_sub(window));
+        // Without memory the next prompt is read again; that is no fault of this one.
+        let room = replaced.map_or_else(|| self.state.room(backend).ok(), Some);
+        let Some(room) =
+            room.filter(|_| self.cache.untouched() >= self.marks.bytes() + self.copy_bytes())
+        else {
+            return;
+        };
+        let first = self
+            .window
+            .map_or(0, |window| (self.position + 1).saturating_sub(window));
         let windows = match self.cache.copy_windows(backend, first..self.position) {
             Ok(None) if self.cache.has_windows() => return,
             Ok(windows) => windows,
@@ -202,17 +219,30 @@ impl Sequence {
 
     /// Tokens up to the next place that is to be marked, where the next chunk ends for it.
     pub(super) fn until_mark(&self, streams: bool) -> Option<usize> {
-        let next = self.has_copies().then(|| self.marks.next(self.position, streams)).flatten()?;
+        let next = self
+            .has_copies()
+            .then(|| self.marks.next(self.position, streams))
+            .flatten()?;
         Some((next - self.position) as usize)
     }
 
     /// Marks the sequence if this is a place for it, or the last one before it where a chunk ends.
-    pub(super) fn mark_if_wanted(&mut self, backend: &mut dyn Backend, chunk: usize, streams: bool) {
+    pub(super) fn mark_if_wanted(
+        &mut self,
+        backend: &mut dyn Backend,
+        chunk: usize,
+        streams: bool,
+    ) {
         if !self.has_copies() || self.lost {
             return;
         }
         let chunk = u32::try_from(chunk).unwrap_or(u32::MAX);
-        for kind in self.marks.due(self.position, chunk, streams).into_iter().flatten() {
+        for kind in self
+            .marks
+            .due(self.position, chunk, streams)
+            .into_iter()
+            .flatten()
+        {
             self.mark(backend, kind);
         }
     }
@@ -225,7 +255,10 @@ impl Sequence {
 
     /// Drops as much as `used` tokens are too many for `capacity`, as far as that is allowed; returns how many.
     pub(super) fn drop_for(&mut self, turn: Turn<'_>, capacity: Tokens, used: u32) -> u32 {
-        let capacity = capacity.get().div_ceil(self.block()).saturating_mul(self.block());
+        let capacity = capacity
+            .get()
+            .div_ceil(self.block())
+            .saturating_mul(self.block());
         self.drop_oldest(turn, used.saturating_sub(capacity), used)
     }
 
@@ -240,7 +273,8 @@ impl Sequence {
             return 0;
         }
         let tokens = blocks * block;
-        self.cache.drop_blocks(first as usize, blocks as usize, used);
+        self.cache
+            .drop_blocks(first as usize, blocks as usize, used);
         self.position -= tokens;
         self.dropped.after = first * block;
         self.dropped.tokens += tokens;
@@ -254,8 +288,11 @@ impl Sequence {
     /// last one that is full.
     fn droppable_blocks(&self) -> Option<(u32, u32)> {
         let block = self.block();
-        let first =
-            if self.dropped.tokens > 0 { self.dropped.after / block } else { self.dropped.sinks?.div_ceil(block) };
+        let first = if self.dropped.tokens > 0 {
+            self.dropped.after / block
+        } else {
+            self.dropped.sinks?.div_ceil(block)
+        };
         self.dropped.sinks?;
         let most = (self.position / block).saturating_sub(first.saturating_add(1));
         let reach = (POSITIONS_MAX - self.dropped.tokens.min(POSITIONS_MAX)) / block;

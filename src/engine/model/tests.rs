@@ -12,21 +12,19 @@ use candle_core::quantized::GgmlDType;
 use self::refusing::Refusing;
 use super::{opening::Disk, *};
 use crate::{
-    causes::in_one_line,
-    engine::{
-        arena::Backing,
-        backend::{Device, cpu::CpuDevice},
-        error::{ApplyError, ApplyReport, ForwardError},
-        preemption::{Checkpoint, Flow, SliceEstimators},
-        sayable::Sayable,
-        shape::Layout,
-        spec::{Architecture, Spec},
-        synthetic::{Synthetic, TypeMix},
-        weights::Weights as _,
-    },
-    policy::{kv_type::KvType, residency::EnginePlan},
-    units::{Bytes, Tokens},
+    arena::Backing,
+    backend::{Device, cpu::CpuDevice},
+    error::{ApplyError, ApplyReport, ForwardError},
+    preemption::{Checkpoint, Flow, SliceEstimators},
+    sayable::Sayable,
+    shape::Layout,
+    spec::{Architecture, Spec},
+    synthetic::{Synthetic, TypeMix},
+    weights::Weights as _,
 };
+use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
 mod hanging;
 mod late;
@@ -60,8 +58,17 @@ fn cpu(threads: usize) -> Arc<dyn Device> {
 }
 
 /// The same on another device, and a model that says some tokens only.
-fn open_on(device: Arc<dyn Device>, said: Option<&Sayable>, path: &Path, least: usize, plan: &EnginePlan) -> Model {
-    let options = ModelOptions { vocabulary: said.cloned(), ..ModelOptions::for_threads(1) };
+fn open_on(
+    device: Arc<dyn Device>,
+    said: Option<&Sayable>,
+    path: &Path,
+    least: usize,
+    plan: &EnginePlan,
+) -> Model {
+    let options = ModelOptions {
+        vocabulary: said.cloned(),
+        ..ModelOptions::for_threads(1)
+    };
     let layout = move |spec: &Spec| Layout::in_parts(spec, least);
     let opening = Opening::on(device, path, &options, layout, &Disk::default()).unwrap();
     let mut model = opening.begin(plan).unwrap();
@@ -77,23 +84,35 @@ fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_lo
         let dtype = types[number % 3];
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
+        Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+            .write(&path)
+            .unwrap();
         let mut whole = open_in_parts(&path, usize::MAX, &plan(0..5), 1);
         assert_eq!(whole.shape().layers.len(), 5, "four layers and the head");
         // Tiles of some rows; all layers in their three groups.
         let mut parts = open_in_parts(&path, 16 << 10, &plan([]), 2);
         let count = u32::try_from(parts.shape().layers.len()).unwrap();
-        assert!(parts.layout.head.len() > 1 && parts.layout.head.start == 12, "{count}");
+        assert!(
+            parts.layout.head.len() > 1 && parts.layout.head.start == 12,
+            "{count}"
+        );
         for round in 0u32..3 {
-            let chosen = (0..count).filter(|part| (part * 7 + round).wrapping_mul(0x9e37_79b9) >> 30 > round % 4);
+            let chosen = (0..count)
+                .filter(|part| (part * 7 + round).wrapping_mul(0x9e37_79b9) >> 30 > round % 4);
             let report = parts.apply(&plan(chosen)).unwrap();
             assert_eq!(report.freed, report.asked, "{architecture:?} round {round}");
             let held = parts.breakdown();
             // The last block is not full: some of its pages were never needed.
             let (resident, used) = (parts.kernel_resident(), held.used() - held.header);
-            assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
+            assert!(
+                resident <= used && used <= resident + held.kv,
+                "{used}, {resident}"
+            );
             for tokens in [&TOKENS[..], &[7], &[round]] {
-                let expected = whole.forward(tokens, &mut || Flow::Continue).unwrap().to_vec();
+                let expected = whole
+                    .forward(tokens, &mut || Flow::Continue)
+                    .unwrap()
+                    .to_vec();
                 let logits = parts.forward(tokens, &mut || Flow::Continue).unwrap();
                 assert!(logits[..] == expected[..], "{architecture:?} round {round}");
             }
@@ -115,7 +134,10 @@ struct Orders {
 
 impl Orders {
     fn random(&mut self, below: u32) -> u32 {
-        self.seed = self.seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+        self.seed = self
+            .seed
+            .wrapping_mul(1_664_525)
+            .wrapping_add(1_013_904_223);
         (self.seed >> 8) % below
     }
 }
@@ -147,7 +169,11 @@ impl Checkpoint for Orders {
             return;
         }
         let report = result.unwrap();
-        assert_eq!(report.freed.saturating_add(report.untouched), report.asked, "{report:?}");
+        assert_eq!(
+            report.freed.saturating_add(report.untouched),
+            report.asked,
+            "{report:?}"
+        );
         self.done.push(report);
     }
 }
@@ -158,13 +184,27 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
     for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7).write(&path).unwrap();
-        let roomy =
-            |resident| EnginePlan { kv_capacity: Tokens::new(256), prefill_chunk: Tokens::new(8), ..plan(resident) };
+        Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7)
+            .write(&path)
+            .unwrap();
+        let roomy = |resident| EnginePlan {
+            kv_capacity: Tokens::new(256),
+            prefill_chunk: Tokens::new(8),
+            ..plan(resident)
+        };
         let prompt: Vec<u32> = (0..17).map(|index| index * 37 % 320).collect();
         let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
-        let expected = plain.forward(&prompt, &mut || Flow::Continue).unwrap().to_vec();
-        let mut orders = Orders { parts: 0, left: 3, seed: u32::try_from(number).unwrap(), looks: 0, done: Vec::new() };
+        let expected = plain
+            .forward(&prompt, &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
+        let mut orders = Orders {
+            parts: 0,
+            left: 3,
+            seed: u32::try_from(number).unwrap(),
+            looks: 0,
+            done: Vec::new(),
+        };
         // Whole layers: an order comes in the middle of a part whose other products are still to be made.
         for (least, threads) in [(16 << 10, 2), (usize::MAX, 1)] {
             let mut model = open_in_parts(&path, least, &roomy(0..1), threads);
@@ -178,7 +218,10 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
                 let looks = orders.looks - before;
                 assert!(looks > 100, "{looks} looks in three chunks of four layers");
                 let held = model.breakdown();
-                assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+                assert!(
+                    held.total <= model.shape().plan_bytes(model.plan()),
+                    "{held:?}"
+                );
                 model.reset();
             }
         }
@@ -190,20 +233,40 @@ fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
 fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
     for resident in [0..5, 1..3] {
         let mut model = open_in_parts(&path, usize::MAX, &plan(resident.clone()), 2);
         let held = model.breakdown();
-        let before = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
-        assert!(model.calibrate(&mut || true).unwrap().is_none(), "a sequence is under way");
+        let before = model
+            .forward(&TOKENS, &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
+        assert!(
+            model.calibrate(&mut || true).unwrap().is_none(),
+            "a sequence is under way"
+        );
         model.reset();
         let by = model.calibrate(&mut || true).unwrap().unwrap();
-        assert!(by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0, "{by:?}");
+        assert!(
+            by.compute_ns_per_mib > 0 && by.read_ns_per_mib > 0,
+            "{by:?}"
+        );
         assert!(by.token_ns(model.shape(), &resident.clone().collect()) > 0);
         let times = model.part_times(&mut || true);
-        assert_eq!(times.is_some(), resident.len() == model.shape().layers.len(), "only where no disk is waited for");
+        assert_eq!(
+            times.is_some(),
+            resident.len() == model.shape().layers.len(),
+            "only where no disk is waited for"
+        );
         let sizes = |times: Vec<PartTime>| times.iter().map(|part| part.bytes).collect::<Vec<_>>();
-        let parts: Vec<Bytes> = model.shape().layers.iter().map(|part| part.resident_bytes).collect();
+        let parts: Vec<Bytes> = model
+            .shape()
+            .layers
+            .iter()
+            .map(|part| part.resident_bytes)
+            .collect();
         assert_eq!(times.map_or_else(|| parts.clone(), sizes), parts);
         assert!(model.part_times(&mut || false).is_none(), "broken off");
         for asked in [0, 1, 7, 60] {
@@ -218,15 +281,27 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
             assert_eq!(model.plan(), &plan(resident.clone()));
             assert_eq!((model.position(), model.breakdown().total), (0, held.total));
             // The last block is not full: some of its pages were never needed.
-            let (resident, used) = (model.kernel_resident(), model.breakdown().used() - held.header);
-            assert!(resident <= used && used <= resident + held.kv, "{used}, {resident}");
+            let (resident, used) = (
+                model.kernel_resident(),
+                model.breakdown().used() - held.header,
+            );
+            assert!(
+                resident <= used && used <= resident + held.kv,
+                "{used}, {resident}"
+            );
             let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
             assert!(logits[..] == before[..], "{asked}");
             model.reset();
         }
-        let small = EnginePlan { kv_capacity: Tokens::ZERO, ..plan(resident) };
+        let small = EnginePlan {
+            kv_capacity: Tokens::ZERO,
+            ..plan(resident)
+        };
         model.apply(&small).unwrap();
-        assert!(model.calibrate(&mut || true).unwrap().is_none(), "no room for a token");
+        assert!(
+            model.calibrate(&mut || true).unwrap().is_none(),
+            "no room for a token"
+        );
     }
 }
 
@@ -234,14 +309,20 @@ fn a_calibration_leaves_everything_as_it_was_also_when_it_is_broken_off() {
 fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    let model = Synthetic { vocabulary: 1500, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7) };
+    let model = Synthetic {
+        vocabulary: 1500,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::F32), 7)
+    };
     model.write(&path).unwrap();
     // The first 300 are 320 in groups of 64; the last group has the control tokens.
     let said = Sayable::First(300);
     let mut model = open_on(cpu(1), Some(&said), &path, usize::MAX, &plan(0..5));
     let head = model.layout.parts.last().unwrap();
     assert!(head.slabs.len() > 1 && head.pieces.len() > head.slabs.len());
-    let expected = model.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();
+    let expected = model
+        .forward(&[5], &mut || Flow::Continue)
+        .unwrap()
+        .to_vec();
     model.estimators = SliceEstimators::finest();
     let mut looks = 0;
     let mut order_at = 0;
@@ -249,10 +330,19 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
     while order_at <= looks {
         model.reset();
         model.apply(&plan([])).unwrap();
-        let mut order = Plans { plans: vec![plan(0..5)], left: order_at, in_layers: true, ..Plans::default() };
+        let mut order = Plans {
+            plans: vec![plan(0..5)],
+            left: order_at,
+            in_layers: true,
+            ..Plans::default()
+        };
         let logits = model.forward(&[5], &mut order).unwrap();
         assert!(logits[..] == expected[..], "an order at look {order_at}");
-        assert!(order.applied.iter().all(Result::is_ok), "{:?}", order.applied);
+        assert!(
+            order.applied.iter().all(Result::is_ok),
+            "{:?}",
+            order.applied
+        );
         looks = order.looks;
         order_at += 1;
     }
@@ -262,9 +352,17 @@ fn a_head_of_some_rows_that_becomes_resident_half_made_goes_on_where_it_was() {
 fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
     let refusing = Refusing::default();
-    let model = open_on(late::refusing(refusing.clone()), None, &path, usize::MAX, &plan(resident));
+    let model = open_on(
+        late::refusing(refusing.clone()),
+        None,
+        &path,
+        usize::MAX,
+        &plan(resident),
+    );
     (model, refusing, folder)
 }
 
@@ -272,17 +370,28 @@ fn refusing(resident: impl IntoIterator<Item = u32>) -> (Model, Refusing, tempfi
 fn a_model_that_memory_is_refused_for_is_opened_with_fewer_of_its_layers_and_answers_the_same() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
     let whole = plan(0..5);
-    let expected =
-        open_in_parts(&path, usize::MAX, &whole, 1).forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    let expected = open_in_parts(&path, usize::MAX, &whole, 1)
+        .forward(&TOKENS, &mut || Flow::Continue)
+        .unwrap()
+        .to_vec();
     let mut resident = Vec::new();
     for found in 0.. {
         let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
         let options = ModelOptions::for_threads(1);
         let memory = Refusing::default();
         memory.refuse_after(found);
-        let opening = Opening::on(late::refusing(memory), &path, &options, layout, &Disk::default()).unwrap();
+        let opening = Opening::on(
+            late::refusing(memory),
+            &path,
+            &options,
+            layout,
+            &Disk::default(),
+        )
+        .unwrap();
         let mut model = match opening.begin(&whole) {
             Ok(model) => model,
             Err(error) => {
@@ -300,7 +409,11 @@ fn a_model_that_memory_is_refused_for_is_opened_with_fewer_of_its_layers_and_ans
             assert_eq!(model.refused(), None);
             break;
         }
-        assert!(model.refused().unwrap().contains("cannot map "), "{:?}", model.refused());
+        assert!(
+            model.refused().unwrap().contains("cannot map "),
+            "{:?}",
+            model.refused()
+        );
     }
     // One part less than was found, and one for the ring where all but the head were; where none was, there is none to give up.
     assert_eq!(resident, [0, 1, 2, 2, 5]);
@@ -309,17 +422,34 @@ fn a_model_that_memory_is_refused_for_is_opened_with_fewer_of_its_layers_and_ans
 #[test]
 fn a_plan_that_fails_after_parts_were_given_up_leaves_the_readers_in_step() {
     let (mut model, refusing, _folder) = refusing([0, 2]);
-    let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    let expected = model
+        .forward(&TOKENS, &mut || Flow::Continue)
+        .unwrap()
+        .to_vec();
     model.reset();
     refusing.refuse(true);
-    let larger = EnginePlan { prefill_chunk: Tokens::new(9), ..plan([2]) };
+    let larger = EnginePlan {
+        prefill_chunk: Tokens::new(9),
+        ..plan([2])
+    };
     let error = model.apply(&larger).unwrap_err();
-    assert!(error.to_string().contains("a prefill chunk of 9 tokens"), "{error}");
+    assert!(
+        error.to_string().contains("a prefill chunk of 9 tokens"),
+        "{error}"
+    );
     refusing.refuse(false);
-    assert_eq!(model.plan(), &plan([2]), "what was done until then stays done");
+    assert_eq!(
+        model.plan(),
+        &plan([2]),
+        "what was done until then stays done"
+    );
     let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
     assert!(logits[..] == expected[..]);
-    assert_eq!(model.plan(), &plan([2]), "a chunk that was refused is not wanted later");
+    assert_eq!(
+        model.plan(),
+        &plan([2]),
+        "a chunk that was refused is not wanted later"
+    );
 }
 
 #[test]
@@ -327,14 +457,21 @@ fn a_plan_that_fails_anywhere_changes_no_chunk_later() {
     let mut had = Vec::new();
     for (found, chunk) in (0..).flat_map(|found| [(found, 9), (found, 2)]) {
         let (mut model, refusing, _folder) = refusing([0, 2]);
-        let other = EnginePlan { prefill_chunk: Tokens::new(chunk), ..plan([0, 1, 2]) };
+        let other = EnginePlan {
+            prefill_chunk: Tokens::new(chunk),
+            ..plan([0, 1, 2])
+        };
         refusing.refuse_after(found);
         let failed = model.apply(&other).is_err();
         refusing.refuse(false);
         let held = |model: &Model| (model.plan().prefill_chunk, model.breakdown().workspace);
         let before = held(&model);
         model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
-        assert_eq!(held(&model), before, "{found} mappings for a chunk of {chunk}");
+        assert_eq!(
+            held(&model),
+            before,
+            "{found} mappings for a chunk of {chunk}"
+        );
         if !failed {
             break;
         }
@@ -362,36 +499,70 @@ fn a_calibration_that_cannot_have_everything_back_says_so() {
 fn a_chunk_ordered_in_a_pass_becomes_smaller_in_it_and_larger_only_by_a_plan_that_says_so() {
     let (mut model, _refusing, _folder) = refusing(0..5);
     for (ordered, then) in [(9, 3), (2, 2)] {
-        let chunk = EnginePlan { prefill_chunk: Tokens::new(ordered), ..plan(0..5) };
-        let mut order = Plans { plans: vec![chunk], ..Plans::default() };
+        let chunk = EnginePlan {
+            prefill_chunk: Tokens::new(ordered),
+            ..plan(0..5)
+        };
+        let mut order = Plans {
+            plans: vec![chunk],
+            ..Plans::default()
+        };
         model.forward(&TOKENS, &mut order).unwrap();
-        assert_eq!(order.applied.pop().unwrap().unwrap().plan.prefill_chunk, Tokens::new(3));
-        assert_eq!(model.plan().prefill_chunk, Tokens::new(then), "{ordered} was ordered");
+        assert_eq!(
+            order.applied.pop().unwrap().unwrap().plan.prefill_chunk,
+            Tokens::new(3)
+        );
+        assert_eq!(
+            model.plan().prefill_chunk,
+            Tokens::new(then),
+            "{ordered} was ordered"
+        );
         model.reset();
     }
-    let larger = EnginePlan { prefill_chunk: Tokens::new(9), ..plan(0..5) };
+    let larger = EnginePlan {
+        prefill_chunk: Tokens::new(9),
+        ..plan(0..5)
+    };
     assert_eq!(model.apply(&larger).unwrap().plan, larger);
 }
 
 #[test]
 fn a_plan_does_not_grow_into_the_place_of_a_chunk_under_way() {
     let (mut model, _refusing, _folder) = refusing([0, 2]);
-    let large = EnginePlan { prefill_chunk: Tokens::new(4096), ..plan([0, 2]) };
+    let large = EnginePlan {
+        prefill_chunk: Tokens::new(4096),
+        ..plan([0, 2])
+    };
     model.apply(&large).unwrap();
     let grown = plan([0, 1, 2]);
-    let beside = EnginePlan { resident: grown.resident.clone(), ..large.clone() };
+    let beside = EnginePlan {
+        resident: grown.resident.clone(),
+        ..large.clone()
+    };
     let bytes = |plan: &EnginePlan| model.shape().plan_bytes(plan);
     assert!(bytes(&grown) < bytes(&large) && bytes(&large) < bytes(&beside));
-    let mut order = Plans { plans: vec![grown.clone()], ..Plans::default() };
+    let mut order = Plans {
+        plans: vec![grown.clone()],
+        ..Plans::default()
+    };
     model.forward(&TOKENS, &mut order).unwrap();
     let error = order.applied.pop().unwrap().unwrap_err().to_string();
-    assert!(error.contains("while a prefill chunk of 4096 tokens is under way"), "{error}");
+    assert!(
+        error.contains("while a prefill chunk of 4096 tokens is under way"),
+        "{error}"
+    );
     assert_eq!(model.plan(), &large, "nothing was done of it");
     // What only gives up is taken, and the chunk becomes smaller when it has ended.
-    let mut order = Plans { plans: vec![plan([0])], ..Plans::default() };
+    let mut order = Plans {
+        plans: vec![plan([0])],
+        ..Plans::default()
+    };
     model.forward(&TOKENS, &mut order).unwrap();
     let report = order.applied.pop().unwrap().unwrap();
-    assert_eq!((report.plan.resident.len(), report.plan.prefill_chunk.get()), (1, 4096));
+    assert_eq!(
+        (report.plan.resident.len(), report.plan.prefill_chunk.get()),
+        (1, 4096)
+    );
     assert_eq!(model.plan(), &plan([0]));
     model.reset();
     assert_eq!(model.apply(&grown).unwrap().plan, grown);
@@ -425,7 +596,11 @@ impl Checkpoint for Plans {
     }
 
     fn poll_in_layer(&mut self) -> Flow {
-        if self.in_layers { self.poll() } else { Flow::Continue }
+        if self.in_layers {
+            self.poll()
+        } else {
+            Flow::Continue
+        }
     }
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
@@ -441,14 +616,28 @@ impl Checkpoint for Plans {
 fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() {
     for stops in [false, true] {
         let (mut model, _refusing, _folder) = refusing([0, 2]);
-        let large = EnginePlan { prefill_chunk: Tokens::new(4096), ..plan([0, 2]) };
+        let large = EnginePlan {
+            prefill_chunk: Tokens::new(4096),
+            ..plan([0, 2])
+        };
         model.apply(&large).unwrap();
         // A caller that knows the larger one continues from it.
-        let fewer = EnginePlan { resident: plan([0]).resident, ..large.clone() };
-        let mut orders = Plans { plans: vec![fewer.clone(), plan([0, 2])], stops, ..Plans::default() };
+        let fewer = EnginePlan {
+            resident: plan([0]).resident,
+            ..large.clone()
+        };
+        let mut orders = Plans {
+            plans: vec![fewer.clone(), plan([0, 2])],
+            stops,
+            ..Plans::default()
+        };
         let result = model.forward(&TOKENS, &mut orders).map(|_| ());
         assert_eq!(result.is_err(), stops);
-        let in_force: Vec<&EnginePlan> = orders.applied.iter().map(|report| &report.as_ref().unwrap().plan).collect();
+        let in_force: Vec<&EnginePlan> = orders
+            .applied
+            .iter()
+            .map(|report| &report.as_ref().unwrap().plan)
+            .collect();
         assert_eq!(in_force, [&large, &fewer]);
         let [reported] = &orders.rechunked[..] else {
             panic!("{:?}", orders.rechunked);
@@ -467,12 +656,21 @@ fn a_smaller_chunk_is_reported_once_when_it_is_in_force_however_the_pass_ends() 
 #[test]
 fn a_workspace_is_replaced_without_both_in_memory() {
     let (mut model, _refusing, _folder) = refusing(0..5);
-    let with = |chunk: u32| EnginePlan { prefill_chunk: Tokens::new(chunk), ..plan(0..5) };
-    let (smaller, larger) = (model.shape().plan_bytes(&with(2048)), model.shape().plan_bytes(&with(4096)));
+    let with = |chunk: u32| EnginePlan {
+        prefill_chunk: Tokens::new(chunk),
+        ..plan(0..5)
+    };
+    let (smaller, larger) = (
+        model.shape().plan_bytes(&with(2048)),
+        model.shape().plan_bytes(&with(4096)),
+    );
     model.apply(&with(2048)).unwrap();
     let most = || {
         let status = std::fs::read_to_string("/proc/self/status").unwrap();
-        let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        let line = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmHWM:"))
+            .unwrap();
         let kib: u64 = line.trim().trim_end_matches(" kB").parse().unwrap();
         Bytes::from_kib(kib)
     };
@@ -486,26 +684,39 @@ fn a_workspace_is_replaced_without_both_in_memory() {
     let (rose, both) = (most().saturating_sub(before), larger - smaller);
     assert!(both > Bytes::from_mib(4), "{both} would not show");
     // With both in memory it would be twice that.
-    assert!(rose < both + Bytes::new(both.get() / 2), "{rose} more, {both} are new");
+    assert!(
+        rose < both + Bytes::new(both.get() / 2),
+        "{rose} more, {both} are new"
+    );
 }
 
 #[test]
 fn growing_to_all_parts_gives_the_ring_back_before_and_takes_it_again_when_it_fails() {
     let (mut model, refusing, _folder) = refusing([0, 2]);
-    let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    let expected = model
+        .forward(&TOKENS, &mut || Flow::Continue)
+        .unwrap()
+        .to_vec();
     model.reset();
     refusing.watch(&model);
     refusing.refuse_after(2);
     model.apply(&plan(0..5)).unwrap_err();
     // The weights, and the thread that reads embeddings; a stream would be three more.
-    assert_eq!(refusing.owners_of_the_file(), 2, "there is no stream while parts are read");
+    assert_eq!(
+        refusing.owners_of_the_file(),
+        2,
+        "there is no stream while parts are read"
+    );
     assert!(model.breakdown().ring > Bytes::ZERO);
     let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
     assert!(logits[..] == expected[..]);
     model.reset();
     refusing.refuse(false);
     let report = model.apply(&plan(0..5)).unwrap();
-    assert_eq!((report.plan.resident.len(), model.breakdown().ring), (5, Bytes::ZERO));
+    assert_eq!(
+        (report.plan.resident.len(), model.breakdown().ring),
+        (5, Bytes::ZERO)
+    );
     let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
     assert!(logits[..] == expected[..]);
 }
@@ -515,17 +726,25 @@ fn a_growth_that_fails_anywhere_leaves_no_more_than_the_larger_of_both_plans() {
     for resident in [vec![], vec![0, 2], vec![0, 1, 2, 4], vec![0, 1, 2, 3]] {
         for found in 0..resident.len().abs_diff(5) {
             let (mut model, refusing, _folder) = refusing(resident.iter().copied());
-            let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+            let expected = model
+                .forward(&TOKENS, &mut || Flow::Continue)
+                .unwrap()
+                .to_vec();
             model.reset();
             let larger = |model: &Model| {
                 let shape = model.shape();
-                shape.plan_bytes(&plan(0..5)).max(shape.plan_bytes(model.plan()))
+                shape
+                    .plan_bytes(&plan(0..5))
+                    .max(shape.plan_bytes(model.plan()))
             };
             let bound = larger(&model);
             refusing.refuse_after(found);
             model.apply(&plan(0..5)).unwrap_err();
             let held = model.breakdown();
-            assert!(held.total <= bound, "{resident:?} and {found} more: {held:?}, {bound}");
+            assert!(
+                held.total <= bound,
+                "{resident:?} and {found} more: {held:?}, {bound}"
+            );
             assert!(held.ring > Bytes::ZERO);
             let logits = model.forward(&TOKENS, &mut || Flow::Continue).unwrap();
             assert!(logits[..] == expected[..], "{resident:?} and {found} more");
@@ -537,11 +756,17 @@ fn a_growth_that_fails_anywhere_leaves_no_more_than_the_larger_of_both_plans() {
 fn every_row_can_be_had_while_the_head_is_streamed() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
     let rows = |least, resident: &[u32]| {
         let mut rows = Vec::new();
         let mut model = open_in_parts(&path, least, &plan(resident.iter().copied()), 2);
-        model.forward_all(&TOKENS, &mut || Flow::Continue, &mut |_, row| rows.push(row.to_vec())).unwrap();
+        model
+            .forward_all(&TOKENS, &mut || Flow::Continue, &mut |_, row| {
+                rows.push(row.to_vec());
+            })
+            .unwrap();
         rows
     };
     let expected = rows(usize::MAX, &[0, 1, 2, 3, 4]);

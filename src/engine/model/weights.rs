@@ -12,18 +12,16 @@ use std::{
 
 use super::growth::{self, GrowError, Growing};
 use crate::{
-    engine::{
-        arena::{Backing, SharedMapping},
-        backend::{Backend, Buffer, DeviceError, Fence, Operation, Row, RowBytes, View, Widen},
-        disk::{DiskTimeout, DiskWatch, Retained, Stalled, WatchedWork},
-        error::LoadErrorKind,
-        gguf::TensorInfo,
-        reader::{Extent, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
-        shape::{FixedLayout, Layout, PartLayout},
-        spec::{Spec, Vector},
-    },
-    units::Bytes,
+    arena::{Backing, SharedMapping},
+    backend::{Backend, Buffer, DeviceError, Fence, Operation, Row, RowBytes, View, Widen},
+    disk::{DiskTimeout, DiskWatch, Retained, Stalled, WatchedWork},
+    error::LoadErrorKind,
+    gguf::TensorInfo,
+    reader::{Extent, Missing, RowReader, Source, Stream, WantedRows, WeightFile},
+    shape::{FixedLayout, Layout, PartLayout},
+    spec::{Spec, Vector},
 };
+use cotenant_units::Bytes;
 
 /// Where a pass is in the weights.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -98,18 +96,23 @@ impl Weights {
         spec: &Spec,
         read: &[(usize, Vec<u8>)],
     ) -> Result<(Buffer, Option<Vec<f32>>), LoadErrorKind> {
-        let fixed = backend.allocate(layout.bytes, Backing::OnTouch).map_err(|source| LoadErrorKind::Allocate {
-            what: "norms and biases".to_owned(),
-            bytes: layout.bytes,
-            source,
-        })?;
+        let fixed = backend
+            .allocate(layout.bytes, Backing::OnTouch)
+            .map_err(|source| LoadErrorKind::Allocate {
+                what: "norms and biases".to_owned(),
+                bytes: layout.bytes,
+                source,
+            })?;
         let all = vectors_of(layout, spec);
         for (number, bytes) in read {
             let Some((tensor, at)) = all.get(*number) else {
                 continue;
             };
             let elements = bytes.len() / tensor.dtype.type_size();
-            let row = Row { from: RowBytes::Host(bytes.as_slice().into()), to: fixed.view(*at..*at + elements) };
+            let row = Row {
+                from: RowBytes::Host(bytes.as_slice().into()),
+                to: fixed.view(*at..*at + elements),
+            };
             backend.queue(Operation::Widen(Widen {
                 rows: std::slice::from_ref(&row).into(),
                 dtype: tensor.dtype,
@@ -136,7 +139,9 @@ impl Weights {
             && self.arenas_left.hangs()
         {
             // Others would hang beside those that do.
-            let stalled = self.limit.stalled(self.arenas_left.hung(), &Growing::what(layout));
+            let stalled = self
+                .limit
+                .stalled(self.arenas_left.hung(), &Growing::what(layout));
             return (Bytes::ZERO, Err((*index, GrowError::Stalled(stalled))));
         }
         let mut result = Ok(());
@@ -187,7 +192,9 @@ impl Weights {
         layout: &Layout,
         place: Place,
     ) -> io::Result<(Bytes, Bytes, Bytes)> {
-        let schedule = Schedule::of(layout, place, |part| self.arenas.get(part).is_some_and(Option::is_none));
+        let schedule = Schedule::of(layout, place, |part| {
+            self.arenas.get(part).is_some_and(Option::is_none)
+        });
         self.first_piece = schedule.first_piece;
         self.head_piece = schedule.head_piece;
         if schedule.extents.is_empty() {
@@ -204,7 +211,9 @@ impl Weights {
                 let grown = stream.ring_bytes();
                 Ok((stream, grown))
             }
-            Some(stream) => self.restarted(backend, stream, extents, first).map(|stream| (stream, Bytes::ZERO)),
+            Some(stream) => self
+                .restarted(backend, stream, extents, first)
+                .map(|stream| (stream, Bytes::ZERO)),
             None if self.rings_left.pieces() > LEFT_MAX => Err(io::ErrorKind::TimedOut.into()),
             None => {
                 let ring = backend.ring(layout.ring, Backing::Now)?;
@@ -232,12 +241,14 @@ impl Weights {
 
     /// Stops the stream; says how long its ring was and what of it was in memory.
     pub(super) fn stop_stream(&mut self) -> (Bytes, Bytes) {
-        self.stream.take().map_or((Bytes::ZERO, Bytes::ZERO), |stream| {
-            let (asked, mark) = (stream.ring_bytes(), stream.ring_mark());
-            let freed = stream.release_ring();
-            self.note_left(mark);
-            (asked, freed)
-        })
+        self.stream
+            .take()
+            .map_or((Bytes::ZERO, Bytes::ZERO), |stream| {
+                let (asked, mark) = (stream.ring_bytes(), stream.ring_mark());
+                let freed = stream.release_ring();
+                self.note_left(mark);
+                (asked, freed)
+            })
     }
 
     /// Waits until all of the ring is in memory.
@@ -249,7 +260,11 @@ impl Weights {
 
     /// Gives pieces back to the readers that operations have used, and waits until at most so many batches of them are in
     /// flight.
-    pub(super) fn reclaim(&mut self, backend: &mut dyn Backend, most: usize) -> Result<(), DeviceError> {
+    pub(super) fn reclaim(
+        &mut self,
+        backend: &mut dyn Backend,
+        most: usize,
+    ) -> Result<(), DeviceError> {
         while let Some(&(fence, count)) = self.lent.front() {
             if self.lent.len() > most {
                 backend.wait(fence)?;
@@ -266,7 +281,11 @@ impl Weights {
     }
 
     /// Notes that what is queued by now reads `count` pieces more.
-    pub(super) fn lend(&mut self, backend: &mut dyn Backend, count: usize) -> Result<(), DeviceError> {
+    pub(super) fn lend(
+        &mut self,
+        backend: &mut dyn Backend,
+        count: usize,
+    ) -> Result<(), DeviceError> {
         self.lent.push_back((backend.mark(), count));
         self.reclaim(backend, BATCHES_MAX)
     }
@@ -282,10 +301,19 @@ impl Weights {
         let mark = stream.ring_mark();
         let allowed = self.rings_left.pieces() < LEFT_MAX;
         let mut another = |bytes| {
-            if allowed { backend.ring(bytes, Backing::Now) } else { Err(io::ErrorKind::TimedOut.into()) }
+            if allowed {
+                backend.ring(bytes, Backing::Now)
+            } else {
+                Err(io::ErrorKind::TimedOut.into())
+            }
         };
-        let restarted = stream.restart(extents.into(), first, &mut another).map(|()| stream);
-        if !restarted.as_ref().is_ok_and(|stream| mark.ptr_eq(&stream.ring_mark())) {
+        let restarted = stream
+            .restart(extents.into(), first, &mut another)
+            .map(|()| stream);
+        if !restarted
+            .as_ref()
+            .is_ok_and(|stream| mark.ptr_eq(&stream.ring_mark()))
+        {
             self.note_left(mark);
         }
         restarted
@@ -298,7 +326,8 @@ impl Weights {
 
     /// That there is no stream because reads hang, and what waits for it.
     pub(super) fn hung(&self, what: &Arc<str>) -> Option<Stalled> {
-        self.hung.map(|since| self.limit.stalled(since.elapsed(), what))
+        self.hung
+            .map(|since| self.limit.stalled(since.elapsed(), what))
     }
 
     /// All memory that reads may keep when these weights are given up, which hang since `began` or longer.
@@ -334,7 +363,11 @@ impl Weights {
     }
 
     /// Asks for embeddings from the file.
-    pub(super) fn ask_for_rows(&mut self, spec: &Spec, tokens: impl Iterator<Item = u32>) -> io::Result<()> {
+    pub(super) fn ask_for_rows(
+        &mut self,
+        spec: &Spec,
+        tokens: impl Iterator<Item = u32>,
+    ) -> io::Result<()> {
         let reader = match self.rows.take() {
             Some(reader) => reader,
             None => RowReader::start(Arc::clone(&self.file))?,
@@ -342,7 +375,9 @@ impl Weights {
         let (tensor, bytes) = (&spec.embedding, spec.embedding_row());
         reader.ask(WantedRows {
             what: tensor.name.as_str().into(),
-            offsets: tokens.map(|token| tensor.offset + u64::from(token) * bytes as u64).collect(),
+            offsets: tokens
+                .map(|token| tensor.offset + u64::from(token) * bytes as u64)
+                .collect(),
             bytes,
         });
         self.rows = Some(reader);
@@ -350,14 +385,26 @@ impl Weights {
     }
 
     /// Waits for the embeddings that were asked for.
-    pub(super) fn rows_asked_for(&self, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
+    pub(super) fn rows_asked_for(
+        &self,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<u8>, Missing> {
         let reader = self.rows.as_ref();
         reader.map_or(Ok(Vec::new()), |reader| reader.wait(self.limit, patience))
     }
 
     /// A vector of layer `index`, when the architecture has one of the kind.
-    pub(super) fn vector(&self, layout: &FixedLayout, index: usize, vector: Vector) -> Option<View> {
-        let (_, tensor, at) = layout.vectors.get(index)?.iter().find(|(kind, _, _)| *kind == vector)?;
+    pub(super) fn vector(
+        &self,
+        layout: &FixedLayout,
+        index: usize,
+        vector: Vector,
+    ) -> Option<View> {
+        let (_, tensor, at) = layout
+            .vectors
+            .get(index)?
+            .iter()
+            .find(|(kind, _, _)| *kind == vector)?;
         let elements: u64 = tensor.dims.iter().product();
         Some(self.fixed.view(*at..*at + usize::try_from(elements).ok()?))
     }
@@ -385,7 +432,10 @@ impl Weights {
             // Readers may have no room but what is lent.
             self.reclaim(backend, 0)?;
         }
-        let acquired = self.stream.as_ref().map(|stream| stream.acquire(first, most, patience));
+        let acquired = self
+            .stream
+            .as_ref()
+            .map(|stream| stream.acquire(first, most, patience));
         Ok(acquired.unwrap_or(Err(Missing::Stopped)))
     }
 
@@ -444,13 +494,16 @@ impl Weights {
             stream.pass(index, go_on).ok()?;
             passed += bytes;
             // Whatever the ring had been filled with counts for nothing.
-            let over = !filled || since.elapsed() >= WINDOW || passed >= ring.saturating_mul(WINDOW_RINGS);
+            let over =
+                !filled || since.elapsed() >= WINDOW || passed >= ring.saturating_mul(WINDOW_RINGS);
             if passed >= ring && over {
                 if std::mem::replace(&mut filled, true) {
                     windows.push((passed, since.elapsed()));
                 }
                 (passed, since) = (0, Instant::now());
-                if !windows.is_empty() && (started.elapsed() >= limit || windows.len() >= WINDOWS_MAX) {
+                if !windows.is_empty()
+                    && (started.elapsed() >= limit || windows.len() >= WINDOWS_MAX)
+                {
                     break;
                 }
             }
@@ -459,13 +512,18 @@ impl Weights {
             }
         }
         // A disk that stands still for one moment is no slower for that; one that does so in each of them is.
-        windows.sort_by_key(|(bytes, took)| took.as_nanos().saturating_mul(MIB) / (*bytes as u128).max(1));
+        windows.sort_by_key(|(bytes, took)| {
+            took.as_nanos().saturating_mul(MIB) / (*bytes as u128).max(1)
+        });
         let middle = windows.get(windows.len() / 4..windows.len() - windows.len() / 4)?;
         if middle.is_empty() {
             return None;
         }
         let bytes = middle.iter().map(|(bytes, _)| bytes).sum();
-        Some((Bytes::of_len(bytes), middle.iter().map(|(_, took)| *took).sum()))
+        Some((
+            Bytes::of_len(bytes),
+            middle.iter().map(|(_, took)| *took).sum(),
+        ))
     }
 
     /// Whether parts have to be streamed, and are not.
@@ -481,7 +539,10 @@ impl Weights {
 
     pub(super) fn resident(&self) -> Bytes {
         let parts: Bytes = self.arenas.iter().flatten().map(Buffer::resident).sum();
-        let ring = self.stream.as_ref().map_or(Bytes::ZERO, Stream::ring_resident);
+        let ring = self
+            .stream
+            .as_ref()
+            .map_or(Bytes::ZERO, Stream::ring_resident);
         let left = self.rings_left.memory().chain(self.arenas_left.memory());
         let left: Bytes = left.map(|memory| memory.resident()).sum();
         parts + self.fixed.resident() + ring + left
@@ -518,7 +579,12 @@ impl Schedule {
                 extents.extend(part.pieces.iter().map(|piece| piece.extent.clone()));
             }
         }
-        Self { first: first % extents.len().max(1), extents, first_piece, head_piece }
+        Self {
+            first: first % extents.len().max(1),
+            extents,
+            first_piece,
+            head_piece,
+        }
     }
 }
 
@@ -541,7 +607,10 @@ pub(super) fn begin(
 }
 
 /// All vectors, each with its place among the `f32` of the fixed mapping.
-fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&'model TensorInfo, usize)> {
+fn vectors_of<'model>(
+    layout: &'model FixedLayout,
+    spec: &'model Spec,
+) -> Vec<(&'model TensorInfo, usize)> {
     let rope = spec.rope_factors.as_ref().zip(layout.rope_factors);
     let bias = spec.output_bias.as_ref().zip(layout.output_bias);
     layout
@@ -557,7 +626,12 @@ fn vectors_of<'model>(layout: &'model FixedLayout, spec: &'model Spec) -> Vec<(&
 
 /// Where the vectors lie, in the order of their numbers. The system begins to bring them: they are small and lie far apart,
 /// so that each would wait for large reads if it were asked for on its own.
-pub(super) fn expect_vectors(file: &WeightFile, layout: &FixedLayout, spec: &Spec, watch: &DiskWatch) -> Vec<Extent> {
+pub(super) fn expect_vectors(
+    file: &WeightFile,
+    layout: &FixedLayout,
+    spec: &Spec,
+    watch: &DiskWatch,
+) -> Vec<Extent> {
     let extents: Vec<Extent> = vectors_of(layout, spec)
         .into_iter()
         .map(|(tensor, _)| Extent {
@@ -581,8 +655,15 @@ impl Vectors {
     ///
     /// # Errors
     /// When there is no thread to be had.
-    pub(super) fn begin(file: &Arc<WeightFile>, extents: Vec<Extent>, watch: &DiskWatch) -> io::Result<Self> {
-        let (extents, next) = (Arc::<[Extent]>::from(extents), Arc::new(AtomicUsize::new(0)));
+    pub(super) fn begin(
+        file: &Arc<WeightFile>,
+        extents: Vec<Extent>,
+        watch: &DiskWatch,
+    ) -> io::Result<Self> {
+        let (extents, next) = (
+            Arc::<[Extent]>::from(extents),
+            Arc::new(AtomicUsize::new(0)),
+        );
         // Those who read, and who starts them: the last one looks whether the file is still the same.
         let working = Arc::new(AtomicUsize::new(1));
         let mut readers = Vec::with_capacity(SMALL_READERS);
@@ -623,7 +704,8 @@ impl Vectors {
     /// # Errors
     /// When they cannot be read; or, as the outer one, when the disk does not answer.
     pub(super) fn wait(self, limit: DiskTimeout) -> Result<VectorsRead, (Stalled, Retained)> {
-        let (mut all, mut hanging): (VectorsRead, Option<(Stalled, Retained)>) = (Ok(Vec::new()), None);
+        let (mut all, mut hanging): (VectorsRead, Option<(Stalled, Retained)>) =
+            (Ok(Vec::new()), None);
         for reader in self.0 {
             match reader.wait(limit) {
                 Ok(Ok(read)) => {
@@ -643,7 +725,12 @@ impl Vectors {
 }
 
 /// Reads vectors that no other thread has taken up, as long as there are any.
-fn read_vectors(file: &WeightFile, extents: &[Extent], next: &AtomicUsize, watch: &DiskWatch) -> VectorsRead {
+fn read_vectors(
+    file: &WeightFile,
+    extents: &[Extent],
+    next: &AtomicUsize,
+    watch: &DiskWatch,
+) -> VectorsRead {
     let mut read = Vec::new();
     loop {
         let number = next.fetch_add(1, Ordering::Relaxed);

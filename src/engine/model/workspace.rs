@@ -3,14 +3,12 @@
 use std::io;
 
 use crate::{
-    engine::{
-        arena::Backing,
-        backend::{Backend, Buffer, Copies, Device, Limits, Types},
-        shape::{self, Layout, Widths},
-        spec::Spec,
-    },
-    units::Bytes,
+    arena::Backing,
+    backend::{Backend, Buffer, Copies, Device, Limits, Types},
+    shape::{self, Layout, Widths},
+    spec::Spec,
 };
+use cotenant_units::Bytes;
 
 /// What a device computes in beside activations.
 #[derive(Clone, Copy, Debug)]
@@ -31,7 +29,11 @@ impl Needs {
     pub(super) fn of(device: &dyn Device, layout: &Layout, spec: &Spec) -> Self {
         Self {
             copies: device.copies_bytes(&shape::distinct_types(spec), layout.widths.columns),
-            scratch: if spec.attention_layers() > 0 { device.scratch_bytes(&spec.attention) } else { Bytes::ZERO },
+            scratch: if spec.attention_layers() > 0 {
+                device.scratch_bytes(&spec.attention)
+            } else {
+                Bytes::ZERO
+            },
             context: device.context_bytes(&Limits::of(spec, layout.parts.len())),
             granule: device.granule(),
             ring: device.ring_bytes(layout.ring),
@@ -138,8 +140,22 @@ impl Workspace {
 
     /// Gives it back; says how much of it had been in memory.
     pub(super) fn release(self) -> Bytes {
-        let Self { stream, normed, wide, second, third, fourth, mixed, rotary, scratch, copies, .. } = self;
-        let all = [stream, normed, wide, second, third, fourth, mixed, rotary, scratch, copies];
+        let Self {
+            stream,
+            normed,
+            wide,
+            second,
+            third,
+            fourth,
+            mixed,
+            rotary,
+            scratch,
+            copies,
+            ..
+        } = self;
+        let all = [
+            stream, normed, wide, second, third, fourth, mixed, rotary, scratch, copies,
+        ];
         all.into_iter().map(Buffer::release).sum()
     }
 

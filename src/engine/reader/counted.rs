@@ -12,7 +12,8 @@ use super::{
     file::{Extent, Source},
     progress::ReadProgress,
 };
-use crate::{engine::error::ReadError, units::Bytes};
+use crate::error::ReadError;
+use cotenant_units::Bytes;
 
 /// How much of a model has been read; clones share the figures.
 #[derive(Clone, Debug, Default)]
@@ -26,13 +27,13 @@ struct Figures {
 
 impl LoadProgress {
     /// Begins with a load that reads so much.
-    pub(in crate::engine) fn begin(&self, whole: Bytes) {
+    pub(crate) fn begin(&self, whole: Bytes) {
         self.0.read.store(0, Ordering::Relaxed);
         self.0.whole.store(whole.get(), Ordering::Relaxed);
     }
 
     /// Nothing is loaded any more.
-    pub(in crate::engine) fn end(&self) {
+    pub(crate) fn end(&self) {
         self.begin(Bytes::ZERO);
     }
 
@@ -46,8 +47,11 @@ impl LoadProgress {
     }
 
     /// The same source, whose reads are counted.
-    pub(in crate::engine) fn counting(&self, source: Arc<dyn Source>) -> Arc<dyn Source> {
-        Arc::new(Counted { source, progress: self.clone() })
+    pub(crate) fn counting(&self, source: Arc<dyn Source>) -> Arc<dyn Source> {
+        Arc::new(Counted {
+            source,
+            progress: self.clone(),
+        })
     }
 }
 
@@ -57,10 +61,18 @@ struct Counted {
 }
 
 impl Source for Counted {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
+    unsafe fn read(
+        &self,
+        extent: &Extent,
+        target: NonNull<u8>,
+        progress: &ReadProgress,
+    ) -> Result<(), ReadError> {
         // SAFETY: the caller keeps to what the source asks of it, which is the same here.
         unsafe { self.source.read(extent, target, progress) }?;
-        self.progress.0.read.fetch_add(extent.bytes as u64, Ordering::Relaxed);
+        self.progress
+            .0
+            .read
+            .fetch_add(extent.bytes as u64, Ordering::Relaxed);
         Ok(())
     }
 
@@ -76,7 +88,12 @@ mod tests {
     struct Zeros;
 
     impl Source for Zeros {
-        unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &ReadProgress) -> Result<(), ReadError> {
+        unsafe fn read(
+            &self,
+            _: &Extent,
+            _: NonNull<u8>,
+            _: &ReadProgress,
+        ) -> Result<(), ReadError> {
             Ok(())
         }
 
@@ -89,15 +106,23 @@ mod tests {
     fn a_load_counts_what_it_reads_up_to_its_whole_and_nothing_afterwards() {
         let progress = LoadProgress::default();
         let source = progress.counting(Arc::new(Zeros));
-        let extent = Extent { what: "layer".into(), offset: 0, bytes: 60 };
+        let extent = Extent {
+            what: "layer".into(),
+            offset: 0,
+            bytes: 60,
+        };
         // SAFETY: nothing is written.
-        let read = || unsafe { source.read(&extent, NonNull::dangling(), &ReadProgress::new()) }.unwrap();
+        let read =
+            || unsafe { source.read(&extent, NonNull::dangling(), &ReadProgress::new()) }.unwrap();
         read();
         assert_eq!(progress.figures(), None);
         progress.begin(Bytes::new(100));
         for expected in [60, 100, 100] {
             read();
-            assert_eq!(progress.figures(), Some((Bytes::new(expected), Bytes::new(100))));
+            assert_eq!(
+                progress.figures(),
+                Some((Bytes::new(expected), Bytes::new(100)))
+            );
         }
         progress.end();
         read();

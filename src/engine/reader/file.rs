@@ -18,13 +18,11 @@ use nix::fcntl::{PosixFadviseAdvice, posix_fadvise};
 
 use super::progress::{ReadProgress, ReadSize};
 use crate::{
-    engine::{
-        disk::{DiskWatch, Head},
-        error::{LoadErrorKind, ReadError},
-        gguf::{OpenFile, Part},
-    },
-    units::{Bytes, page},
+    disk::{DiskWatch, Head},
+    error::{LoadErrorKind, ReadError},
+    gguf::{OpenFile, Part},
 };
+use cotenant_units::{Bytes, page};
 
 /// A part of the file, and what it is for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -57,7 +55,7 @@ impl Extent {
     }
 
     /// The error of a read of it from the file at `path`, which is empty where the file is not the cause.
-    pub(in crate::engine) fn error(&self, path: &Path, problem: impl Into<String>) -> ReadError {
+    pub(crate) fn error(&self, path: &Path, problem: impl Into<String>) -> ReadError {
         ReadError {
             path: path.to_owned(),
             what: self.what.to_string(),
@@ -81,7 +79,12 @@ pub trait Source: Send + Sync {
     /// # Safety
     ///
     /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nothing else touches meanwhile.
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError>;
+    unsafe fn read(
+        &self,
+        extent: &Extent,
+        target: NonNull<u8>,
+        progress: &ReadProgress,
+    ) -> Result<(), ReadError>;
 
     /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.
     ///
@@ -121,7 +124,11 @@ struct Stamp {
 
 impl Stamp {
     fn of(metadata: &Metadata) -> Self {
-        Self { bytes: metadata.len(), seconds: metadata.mtime(), nanoseconds: metadata.mtime_nsec() }
+        Self {
+            bytes: metadata.len(),
+            seconds: metadata.mtime(),
+            nanoseconds: metadata.mtime_nsec(),
+        }
     }
 }
 
@@ -160,24 +167,33 @@ impl WeightFile {
             PartFile::of(part, (file, was), None, &DiskWatch::default()).map_err(io::Error::other)
         };
         let parts = parts.iter().map(open).collect::<io::Result<_>>()?;
-        Ok(Self { parts, size: ReadSize::new() })
+        Ok(Self {
+            parts,
+            size: ReadSize::new(),
+        })
     }
 
     /// Of files that were opened to read their headers, each with what it was then.
     ///
     /// # Errors
     /// When another file has its name by now; a refusal of `O_DIRECT` alone is no error.
-    pub(in crate::engine) fn of(
+    pub(crate) fn of(
         parts: &[Part],
         files: Vec<OpenFile>,
         watch: &DiskWatch,
     ) -> Result<Self, LoadErrorKind> {
         let parts = parts.iter().zip(files);
         let parts = parts.map(|(part, OpenFile { file, was, head })| {
-            let contents = Contents { first: (head.bytes, head.hash()), samples: OnceLock::new() };
+            let contents = Contents {
+                first: (head.bytes, head.hash()),
+                samples: OnceLock::new(),
+            };
             PartFile::of(part, (file, was), Some(contents), watch)
         });
-        Ok(Self { parts: parts.collect::<Result<_, _>>()?, size: ReadSize::new() })
+        Ok(Self {
+            parts: parts.collect::<Result<_, _>>()?,
+            size: ReadSize::new(),
+        })
     }
 
     /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
@@ -197,10 +213,19 @@ impl WeightFile {
     ///
     /// # Errors
     /// When the system refuses, or the file ends before.
-    pub fn read_expected(&self, extent: &Extent, target: &mut [u8], watch: &DiskWatch) -> Result<(), ReadError> {
+    pub fn read_expected(
+        &self,
+        extent: &Extent,
+        target: &mut [u8],
+        watch: &DiskWatch,
+    ) -> Result<(), ReadError> {
         let (part, place) = self.place(extent)?;
         let bytes = target.len();
-        let ask = || part.buffered.read_exact_at(target, place.offset).map(|()| bytes);
+        let ask = || {
+            part.buffered
+                .read_exact_at(target, place.offset)
+                .map(|()| bytes)
+        };
         let result = watch.asking(&extent.what, ask);
         result.map_err(|error| place.error(&part.path, describe(&error)))?;
         Ok(())
@@ -211,7 +236,7 @@ impl WeightFile {
     ///
     /// # Errors
     /// When they were, or cannot be read.
-    pub(in crate::engine) fn check_unchanged(&self, watch: &DiskWatch) -> Result<(), LoadErrorKind> {
+    pub(crate) fn check_unchanged(&self, watch: &DiskWatch) -> Result<(), LoadErrorKind> {
         for part in &self.parts {
             let samples = watch.asking_for("samples of it", || part.samples());
             let is = watch.asking_for("its length", || part.buffered.metadata());
@@ -224,7 +249,10 @@ impl WeightFile {
                 });
             }
             if let Some(contents) = &part.contents {
-                contents.samples.set(samples.map_err(LoadErrorKind::Open)?).ok();
+                contents
+                    .samples
+                    .set(samples.map_err(LoadErrorKind::Open)?)
+                    .ok();
             }
         }
         Ok(())
@@ -241,7 +269,10 @@ impl WeightFile {
     fn place(&self, extent: &Extent) -> Result<(&PartFile, Extent), ReadError> {
         let part = self.parts.iter().rfind(|part| part.base <= extent.offset);
         let part = part.ok_or_else(|| extent.error(Path::new(""), "it is in no file"))?;
-        let extent = Extent { offset: extent.offset - part.base, ..extent.clone() };
+        let extent = Extent {
+            offset: extent.offset - part.base,
+            ..extent.clone()
+        };
         Ok((part, extent))
     }
 }
@@ -254,10 +285,19 @@ impl PartFile {
         watch: &DiskWatch,
     ) -> Result<Self, LoadErrorKind> {
         // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
-        posix_fadvise(buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_RANDOM).ok();
+        posix_fadvise(
+            buffered.as_fd(),
+            0,
+            0,
+            PosixFadviseAdvice::POSIX_FADV_RANDOM,
+        )
+        .ok();
         let open = || {
             let mut options = OpenOptions::new();
-            let direct = options.read(true).custom_flags(libc::O_DIRECT).open(&part.path)?;
+            let direct = options
+                .read(true)
+                .custom_flags(libc::O_DIRECT)
+                .open(&part.path)?;
             let is = direct.metadata()?;
             Ok((direct, is))
         };
@@ -277,7 +317,10 @@ impl PartFile {
             direct: direct.map(|(direct, _)| direct),
             bytes: was.len(),
             contents,
-            known: Mutex::new(Known { good: Stamp::of(&was), other: None }),
+            known: Mutex::new(Known {
+                good: Stamp::of(&was),
+                other: None,
+            }),
         })
     }
 
@@ -291,17 +334,26 @@ impl PartFile {
 
     /// Reads by `read` what belongs to the model that was opened: the file was not written to meanwhile, and where it was
     /// written to before, its contents are the same.
-    fn read_known(&self, extent: &Extent, mut read: impl FnMut() -> Result<(), ReadError>) -> Result<(), ReadError> {
+    fn read_known(
+        &self,
+        extent: &Extent,
+        mut read: impl FnMut() -> Result<(), ReadError>,
+    ) -> Result<(), ReadError> {
         for _ in 0..READS_MAX {
             let before = self.known().good;
             read()?;
-            let now = self.stamp().map_err(|error| extent.error(&self.path, describe(&error)))?;
+            let now = self
+                .stamp()
+                .map_err(|error| extent.error(&self.path, describe(&error)))?;
             if now == before {
                 return Ok(());
             }
             self.recognise(extent, now)?;
         }
-        Err(extent.error(&self.path, "the file was written to after it was opened, and still is"))
+        Err(extent.error(
+            &self.path,
+            "the file was written to after it was opened, and still is",
+        ))
     }
 
     /// Compares the contents of the file, which was written to, with those of the model that was opened.
@@ -328,7 +380,10 @@ impl PartFile {
         } else {
             "the file was written to after it was opened, and does not hold the same model: wait until it is complete"
         };
-        Err(ReadError { replaced: written, ..extent.error(&self.path, problem) })
+        Err(ReadError {
+            replaced: written,
+            ..extent.error(&self.path, problem)
+        })
     }
 
     /// Whether the contents are those of the model that was opened.
@@ -342,7 +397,9 @@ impl PartFile {
         let (bytes, hash) = contents.first;
         let (mut head, mut buffer) = (Head::default(), vec![0; HASHED_AT_ONCE]);
         while head.bytes < bytes {
-            let most = usize::try_from(bytes - head.bytes).unwrap_or(usize::MAX).min(HASHED_AT_ONCE);
+            let most = usize::try_from(bytes - head.bytes)
+                .unwrap_or(usize::MAX)
+                .min(HASHED_AT_ONCE);
             let part = buffer.get_mut(..most).unwrap_or_default();
             self.buffered.read_exact_at(part, head.bytes)?;
             head.add(part);
@@ -356,7 +413,9 @@ impl PartFile {
         let (mut hash, mut page) = (DefaultHasher::new(), vec![0; SAMPLE_BYTES]);
         for number in 0..SAMPLES {
             let place = self.bytes / SAMPLES * number;
-            let most = usize::try_from(self.bytes - place).unwrap_or(usize::MAX).min(page.len());
+            let most = usize::try_from(self.bytes - place)
+                .unwrap_or(usize::MAX)
+                .min(page.len());
             let part = page.get_mut(..most).unwrap_or_default();
             self.buffered.read_exact_at(part, place)?;
             hash.write(part);
@@ -368,7 +427,13 @@ impl PartFile {
     /// Takes all of it out of the page cache; best effort.
     fn forget_all(&self) {
         // No length is all of it.
-        posix_fadvise(self.buffered.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
+        posix_fadvise(
+            self.buffered.as_fd(),
+            0,
+            0,
+            PosixFadviseAdvice::POSIX_FADV_DONTNEED,
+        )
+        .ok();
     }
 
     fn forget(&self, extent: &Extent) {
@@ -377,19 +442,27 @@ impl PartFile {
 
     /// Tells the system what becomes of an extent in the page cache; best effort.
     fn advise(&self, extent: &Extent, advice: PosixFadviseAdvice) {
-        if let (Ok(offset), Ok(bytes)) =
-            (libc::off_t::try_from(extent.aligned_offset()), libc::off_t::try_from(extent.aligned_bytes()))
-        {
+        if let (Ok(offset), Ok(bytes)) = (
+            libc::off_t::try_from(extent.aligned_offset()),
+            libc::off_t::try_from(extent.aligned_bytes()),
+        ) {
             posix_fadvise(self.buffered.as_fd(), offset, bytes, advice).ok();
         }
     }
 }
 
 impl Source for WeightFile {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
+    unsafe fn read(
+        &self,
+        extent: &Extent,
+        target: NonNull<u8>,
+        progress: &ReadProgress,
+    ) -> Result<(), ReadError> {
         let (part, extent) = self.place(extent)?;
         // SAFETY: the caller's promise; bases are whole pages, so the superset in the part has the same length.
-        part.read_known(&extent, || unsafe { part.read(&extent, target, (&self.size, progress)) })
+        part.read_known(&extent, || unsafe {
+            part.read(&extent, target, (&self.size, progress))
+        })
     }
 
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError> {
@@ -417,7 +490,8 @@ impl PartFile {
         let start = extent.aligned_offset();
         let wanted = extent.lead() + extent.bytes;
         // SAFETY: the caller's promise about `target`, passed on.
-        let buffer = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), extent.aligned_bytes()) };
+        let buffer =
+            unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), extent.aligned_bytes()) };
         let mut done = 0usize;
         let mut file = self.direct.as_ref().unwrap_or(&self.buffered);
         let mut direct = self.direct.is_some();
@@ -431,7 +505,10 @@ impl PartFile {
             let asked = Instant::now();
             match file.read_at(rest, start + done as u64) {
                 Ok(0) => {
-                    return Err(extent.error(&self.path, format!("the file ends at byte {}", start + done as u64)));
+                    return Err(extent.error(
+                        &self.path,
+                        format!("the file ends at byte {}", start + done as u64),
+                    ));
                 }
                 Ok(count) => {
                     done += count;
@@ -491,18 +568,31 @@ mod tests {
         let was = file.metadata().unwrap();
         let mut head = Head::default();
         head.add(&bytes[..5000]);
-        let part = Part { path: path.clone(), base: 0, bytes: Bytes::of_len(bytes.len()) };
+        let part = Part {
+            path: path.clone(),
+            base: 0,
+            bytes: Bytes::of_len(bytes.len()),
+        };
         let opened = vec![OpenFile { file, was, head }];
         let file = WeightFile::of(&[part], opened, &DiskWatch::default()).unwrap();
         file.check_unchanged(&DiskWatch::default()).unwrap();
-        let extent = Extent { what: "rows".into(), offset: 8000, bytes: 400 };
+        let extent = Extent {
+            what: "rows".into(),
+            offset: 8000,
+            bytes: 400,
+        };
         let mut second = 0;
         let mut read = |contents: &[u8]| {
             std::fs::write(&path, contents).unwrap();
             // The kernel's stamps are some milliseconds apart.
             second += 1;
             let stamp = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(second);
-            File::options().write(true).open(&path).unwrap().set_modified(stamp).unwrap();
+            File::options()
+                .write(true)
+                .open(&path)
+                .unwrap()
+                .set_modified(stamp)
+                .unwrap();
             let mut row = vec![0; 400];
             file.read_small(&extent, &mut row).map(|()| row)
         };
@@ -516,13 +606,19 @@ mod tests {
         weights[20_000..].reverse();
         for other in [begun, &header, &weights] {
             let error = read(other).unwrap_err();
-            assert!(!error.replaced && error.problem.contains("wait until it is complete"), "{error}");
+            assert!(
+                !error.replaced && error.problem.contains("wait until it is complete"),
+                "{error}"
+            );
             let mut known = file.parts[0].known();
             let (_, since) = known.other.as_mut().unwrap();
             *since = since.checked_sub(WRITTEN_AFTER).unwrap();
             drop(known);
             let error = file.read_small(&extent, &mut [0; 400]).unwrap_err();
-            assert!(error.replaced && error.problem.contains("holds another model now"), "{error}");
+            assert!(
+                error.replaced && error.problem.contains("holds another model now"),
+                "{error}"
+            );
         }
         assert_eq!(read(&bytes).unwrap(), bytes[8000..8400]);
     }

@@ -21,7 +21,11 @@ impl ReadProgress {
     /// Of readers that begin now.
     #[must_use]
     pub fn new() -> Self {
-        Self { began: Instant::now(), last_us: AtomicU64::new(0), given_up: AtomicBool::new(false) }
+        Self {
+            began: Instant::now(),
+            last_us: AtomicU64::new(0),
+            given_up: AtomicBool::new(false),
+        }
     }
 
     /// Something has come.
@@ -85,7 +89,9 @@ impl ReadSize {
         if bytes < asked && says_nothing {
             return;
         }
-        let next = fits.clamp(ASK_LEAST, ASK_MOST).min(asked.saturating_mul(ASK_GROWS));
+        let next = fits
+            .clamp(ASK_LEAST, ASK_MOST)
+            .min(asked.saturating_mul(ASK_GROWS));
         let next = next - next % ASK_LEAST;
         if next != asked {
             self.0.store(next, Ordering::Relaxed);
@@ -93,7 +99,7 @@ impl ReadSize {
     }
 }
 
-/// Before anything was learned: four threads that ask for so much are all answered within the [`DiskTimeout`](crate::engine::disk::DiskTimeout)
+/// Before anything was learned: four threads that ask for so much are all answered within the [`DiskTimeout`](crate::disk::DiskTimeout)
 /// by a disk that brings 256 KiB in a second. A fast one is asked for whole pieces after two of these.
 const ASK_FIRST: usize = 256 << 10;
 /// The same for 64 KiB in a second. A multiple of all pages that kernels have.
@@ -109,7 +115,7 @@ const ANSWER_WITHIN: Duration = Duration::from_millis(250);
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::disk::DiskTimeout;
+    use crate::disk::DiskTimeout;
 
     /// What is asked for at once of a disk that brings so much in a second to this thread, after some reads.
     fn settles_at(per_second: u64) -> usize {
@@ -121,7 +127,10 @@ mod tests {
             size.learn(size.bytes(), took);
         }
         let what = "piece".into();
-        assert!(DiskTimeout::default().left(longest, &what).is_ok(), "{longest:?} at {per_second}");
+        assert!(
+            DiskTimeout::default().left(longest, &what).is_ok(),
+            "{longest:?} at {per_second}"
+        );
         size.bytes()
     }
 

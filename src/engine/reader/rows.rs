@@ -11,10 +11,8 @@ use super::{
     file::{Extent, Source},
     stream::{Missing, PATIENCE_STEP},
 };
-use crate::{
-    emergency,
-    engine::{disk::DiskTimeout, error::ReadError},
-};
+use crate::{disk::DiskTimeout, error::ReadError};
+use cotenant_memory::emergency;
 
 /// A thread that reads rows of a matrix, such as embeddings, to the heap.
 pub struct RowReader {
@@ -64,12 +62,17 @@ impl RowReader {
     pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
-        let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
-            // A token waits for it.
-            emergency::be_prompt().ok();
-            theirs.serve(source.as_ref());
-        })?;
-        Ok(Self { shared, thread: Some(thread) })
+        let thread = thread::Builder::new()
+            .name("cotenant-reader".to_owned())
+            .spawn(move || {
+                // A token waits for it.
+                emergency::be_prompt().ok();
+                theirs.serve(source.as_ref());
+            })?;
+        Ok(Self {
+            shared,
+            thread: Some(thread),
+        })
     }
 
     /// Asks for rows; what was asked for before is not wanted any more.
@@ -88,7 +91,11 @@ impl RowReader {
     ///
     /// # Errors
     /// When it could not be read, the disk does not answer one read within `limit`, or `patience` ran out.
-    pub fn wait(&self, limit: DiskTimeout, patience: &mut dyn FnMut() -> bool) -> Result<Vec<u8>, Missing> {
+    pub fn wait(
+        &self,
+        limit: DiskTimeout,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<u8>, Missing> {
         let started = Instant::now();
         let mut state = self.shared.lock();
         loop {
@@ -145,7 +152,10 @@ impl Shared {
         let mut state = self.lock();
         while !state.stop {
             let Some(wanted) = state.wanted.take() else {
-                state = self.asked.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self
+                    .asked
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             let asked = state.asked;
@@ -161,16 +171,29 @@ impl Shared {
     }
 
     /// Reads rows, as long as nothing else is asked for.
-    fn read(&self, source: &dyn Source, wanted: &WantedRows, asked: u64) -> Result<Vec<u8>, ReadError> {
+    fn read(
+        &self,
+        source: &dyn Source,
+        wanted: &WantedRows,
+        asked: u64,
+    ) -> Result<Vec<u8>, ReadError> {
         let mut rows = vec![0u8; wanted.offsets.len() * wanted.bytes];
-        for (offset, row) in wanted.offsets.iter().zip(rows.chunks_exact_mut(wanted.bytes.max(1))) {
+        for (offset, row) in wanted
+            .offsets
+            .iter()
+            .zip(rows.chunks_exact_mut(wanted.bytes.max(1)))
+        {
             let mut state = self.lock();
             if state.stop || state.asked != asked {
                 break;
             }
             state.reading = Some(Instant::now());
             drop(state);
-            let extent = Extent { what: Arc::clone(&wanted.what), offset: *offset, bytes: wanted.bytes };
+            let extent = Extent {
+                what: Arc::clone(&wanted.what),
+                offset: *offset,
+                bytes: wanted.bytes,
+            };
             source.read_small(&extent, row)?;
         }
         Ok(rows)
@@ -186,7 +209,7 @@ mod tests {
     };
 
     use super::*;
-    use crate::engine::reader::ReadProgress;
+    use crate::reader::ReadProgress;
 
     /// Answers on command, with the place of what is read.
     #[derive(Default)]
@@ -195,7 +218,12 @@ mod tests {
     }
 
     impl Source for Gate {
-        unsafe fn read(&self, _: &Extent, _: NonNull<u8>, _: &ReadProgress) -> Result<(), ReadError> {
+        unsafe fn read(
+            &self,
+            _: &Extent,
+            _: NonNull<u8>,
+            _: &ReadProgress,
+        ) -> Result<(), ReadError> {
             Ok(())
         }
 
@@ -212,7 +240,11 @@ mod tests {
     const SHORT: DiskTimeout = DiskTimeout::new(Duration::from_millis(1));
 
     fn rows(offsets: impl IntoIterator<Item = u64>) -> WantedRows {
-        WantedRows { what: "rows".into(), offsets: offsets.into_iter().collect(), bytes: 2 }
+        WantedRows {
+            what: "rows".into(),
+            offsets: offsets.into_iter().collect(),
+            bytes: 2,
+        }
     }
 
     /// A reader of which a row is wanted that does not come.
@@ -239,11 +271,20 @@ mod tests {
     #[test]
     fn a_read_that_hangs_is_left_alone_and_what_is_asked_for_later_is_had_when_it_returns() {
         let (gate, reader) = hanging();
-        assert!(matches!(reader.wait(LONG, &mut || false), Err(Missing::Stopped)));
+        assert!(matches!(
+            reader.wait(LONG, &mut || false),
+            Err(Missing::Stopped)
+        ));
         // The same read goes on.
-        assert!(matches!(reader.wait(SHORT, &mut || true), Err(Missing::Stalled(_))));
+        assert!(matches!(
+            reader.wait(SHORT, &mut || true),
+            Err(Missing::Stalled(_))
+        ));
         reader.ask(rows([2]));
-        assert!(matches!(reader.wait(SHORT, &mut || true), Err(Missing::Stalled(_))));
+        assert!(matches!(
+            reader.wait(SHORT, &mut || true),
+            Err(Missing::Stalled(_))
+        ));
         reader.ask(rows([3, 4]));
         gate.closed.store(false, Ordering::Release);
         assert_eq!(reader.wait(LONG, &mut || true).unwrap(), [3, 3, 4, 4]);

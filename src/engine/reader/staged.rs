@@ -6,7 +6,7 @@ use super::{
     file::{Extent, Source},
     progress::ReadProgress,
 };
-use crate::engine::{arena::DeviceMemory, error::ReadError};
+use crate::{arena::DeviceMemory, error::ReadError};
 
 /// Reads the aligned superset of `extent` to `target` in memory of a device, through `staging` with its length: in as many reads as
 /// that takes.
@@ -19,7 +19,7 @@ use crate::engine::{arena::DeviceMemory, error::ReadError};
 ///
 /// `staging` is page-aligned, its length a multiple of pages and not zero, and nothing else touches it meanwhile, nor the place on
 /// the device.
-pub(in crate::engine) unsafe fn read_staged(
+pub(crate) unsafe fn read_staged(
     source: &dyn Source,
     extent: &Extent,
     (memory, target): (&dyn DeviceMemory, usize),
@@ -32,13 +32,19 @@ pub(in crate::engine) unsafe fn read_staged(
         let from = extent.offset.max(start + at as u64);
         let to = end.min(start + (at + len) as u64);
         let bytes = usize::try_from(to.saturating_sub(from)).unwrap_or(0);
-        let run = Extent { what: Arc::clone(&extent.what), offset: from, bytes };
+        let run = Extent {
+            what: Arc::clone(&extent.what),
+            offset: from,
+            bytes,
+        };
         let bytes = run.aligned_bytes().min(len);
         // SAFETY: the caller's; a run within `len` bytes from a page boundary has a superset within them.
         unsafe { source.read(&run, staging, progress) }?;
         // SAFETY: as above; memory of the host, in which reads have left what they found.
         let read = unsafe { slice::from_raw_parts(staging.as_ptr(), bytes) };
-        memory.bring(target + at, read).map_err(|error| extent.error(Path::new(""), error.to_string()))?;
+        memory
+            .bring(target + at, read)
+            .map_err(|error| extent.error(Path::new(""), error.to_string()))?;
     }
     Ok(())
 }

@@ -15,15 +15,13 @@ use super::{
     staged::read_staged,
 };
 use crate::{
-    emergency,
-    engine::{
-        arena::{HUGE_PAGE, SharedMapping},
-        backend::{Buffer, View},
-        disk::{DiskTimeout, Stalled},
-        error::ReadError,
-    },
-    units::Bytes,
+    arena::{HUGE_PAGE, SharedMapping},
+    backend::{Buffer, View},
+    disk::{DiskTimeout, Stalled},
+    error::ReadError,
 };
+use cotenant_memory::emergency;
+use cotenant_units::Bytes;
 
 /// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
 ///
@@ -107,7 +105,12 @@ impl Stream {
     ///
     /// # Errors
     /// When a thread cannot be started.
-    pub fn start(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+    pub fn start(
+        source: Arc<dyn Source>,
+        ring: Buffer,
+        schedule: Arc<[Extent]>,
+        first: usize,
+    ) -> io::Result<Self> {
         let mut stream = Self::with_ring(source, ring, schedule, first);
         stream.spawn()?;
         Ok(stream)
@@ -118,7 +121,12 @@ impl Stream {
     ///
     /// # Errors
     /// As there.
-    pub fn begin(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> io::Result<Self> {
+    pub fn begin(
+        source: Arc<dyn Source>,
+        ring: Buffer,
+        schedule: Arc<[Extent]>,
+        first: usize,
+    ) -> io::Result<Self> {
         let mut stream = Self::with_ring(source, ring, schedule, first);
         {
             let mut state = stream.shared.lock();
@@ -126,12 +134,19 @@ impl Stream {
         }
         let (shared, ring) = (Arc::clone(&stream.shared), Arc::clone(stream.ring.shared()));
         let grows = thread::Builder::new().name("cotenant-reader".to_owned());
-        stream.threads.push(grows.spawn(move || shared.grow(&ring))?);
+        stream
+            .threads
+            .push(grows.spawn(move || shared.grow(&ring))?);
         stream.spawn()?;
         Ok(stream)
     }
 
-    fn with_ring(source: Arc<dyn Source>, ring: Buffer, schedule: Arc<[Extent]>, first: usize) -> Self {
+    fn with_ring(
+        source: Arc<dyn Source>,
+        ring: Buffer,
+        schedule: Arc<[Extent]>,
+        first: usize,
+    ) -> Self {
         Self {
             shared: Arc::new(Shared::new(schedule, first, ring.bytes().as_len())),
             ring,
@@ -145,7 +160,11 @@ impl Stream {
     pub fn settle(&self) {
         let mut state = self.shared.lock();
         while state.growing {
-            state = self.shared.filled.wait(state).unwrap_or_else(PoisonError::into_inner);
+            state = self
+                .shared
+                .filled
+                .wait(state)
+                .unwrap_or_else(PoisonError::into_inner);
         }
     }
 
@@ -165,7 +184,10 @@ impl Stream {
         another: &mut dyn FnMut(Bytes) -> io::Result<Buffer>,
     ) -> io::Result<()> {
         let mut state = self.shared.lock();
-        assert!(state.lent == 0, "the pieces acquired before are still in use");
+        assert!(
+            state.lent == 0,
+            "the pieces acquired before are still in use"
+        );
         // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
         state.failed = true;
         self.shared.progress.give_up();
@@ -199,7 +221,12 @@ impl Stream {
     ///
     /// # Errors
     /// When it could not be read, the disk does not answer, or `patience` ran out.
-    pub fn acquire(&self, first: usize, most: usize, patience: &mut dyn FnMut() -> bool) -> Result<Vec<View>, Missing> {
+    pub fn acquire(
+        &self,
+        first: usize,
+        most: usize,
+        patience: &mut dyn FnMut() -> bool,
+    ) -> Result<Vec<View>, Missing> {
         let started = Instant::now();
         let mut state = self.shared.lock();
         let mut again = true;
@@ -228,7 +255,10 @@ impl Stream {
             }
             // A slow disk that brings something does answer.
             let idle = started.elapsed().min(self.shared.progress.idle());
-            let left = self.limit.left(idle, &state.what(first)).map_err(Missing::Stalled)?;
+            let left = self
+                .limit
+                .left(idle, &state.what(first))
+                .map_err(Missing::Stalled)?;
             let (next, timed_out) = wait(&self.shared.filled, state, PATIENCE_STEP.min(left));
             state = next;
             if timed_out {
@@ -271,7 +301,11 @@ impl Stream {
     /// Whether the piece `first` need not be waited for.
     #[must_use]
     pub fn has(&self, first: usize) -> bool {
-        self.shared.lock().ready_from(first, &self.ring).next().is_some()
+        self.shared
+            .lock()
+            .ready_from(first, &self.ring)
+            .next()
+            .is_some()
     }
 
     /// Gives the room of the first `count` pieces that are lent back to the readers.
@@ -307,7 +341,7 @@ impl Stream {
     }
 
     /// Waits so long for the disk from now on.
-    pub(in crate::engine) const fn set_limit(&mut self, limit: DiskTimeout) {
+    pub(crate) const fn set_limit(&mut self, limit: DiskTimeout) {
         self.limit = limit;
     }
 
@@ -317,19 +351,28 @@ impl Stream {
         self.finish();
         let resident = self.ring.resident();
         // The last owner, unless a hanging read keeps its own ring.
-        if Arc::strong_count(self.ring.shared()) == 1 { resident } else { Bytes::ZERO }
+        if Arc::strong_count(self.ring.shared()) == 1 {
+            resident
+        } else {
+            Bytes::ZERO
+        }
     }
 
     fn spawn(&mut self) -> io::Result<()> {
         for reader in 0..READERS {
-            let (shared, ring, source) =
-                (Arc::clone(&self.shared), Arc::clone(self.ring.shared()), Arc::clone(&self.source));
-            let thread = thread::Builder::new().name("cotenant-reader".to_owned()).spawn(move || {
-                // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
-                // streaming slower, and nothing else.
-                emergency::be_prompt().ok();
-                shared.fill(&ring, reader, source.as_ref());
-            })?;
+            let (shared, ring, source) = (
+                Arc::clone(&self.shared),
+                Arc::clone(self.ring.shared()),
+                Arc::clone(&self.source),
+            );
+            let thread = thread::Builder::new()
+                .name("cotenant-reader".to_owned())
+                .spawn(move || {
+                    // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
+                    // streaming slower, and nothing else.
+                    emergency::be_prompt().ok();
+                    shared.fill(&ring, reader, source.as_ref());
+                })?;
             self.threads.push(thread);
         }
         Ok(())
@@ -369,7 +412,9 @@ fn wait<'state>(
     state: MutexGuard<'state, State>,
     limit: Duration,
 ) -> (MutexGuard<'state, State>, bool) {
-    let (state, result) = changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner);
+    let (state, result) = changed
+        .wait_timeout(state, limit)
+        .unwrap_or_else(PoisonError::into_inner);
     (state, result.timed_out())
 }
 
@@ -395,7 +440,11 @@ impl Shared {
     }
 
     /// Waits until no read is under way, or the disk does not answer.
-    fn settle<'state>(&self, mut state: MutexGuard<'state, State>, limit: DiskTimeout) -> MutexGuard<'state, State> {
+    fn settle<'state>(
+        &self,
+        mut state: MutexGuard<'state, State>,
+        limit: DiskTimeout,
+    ) -> MutexGuard<'state, State> {
         while let Some((began, index)) = state.oldest_read() {
             let idle = began.elapsed().min(self.progress.idle());
             let Ok(left) = limit.left(idle, &state.what(index)) else {
@@ -430,7 +479,10 @@ impl Shared {
                 return;
             }
             let Some((name, extent, start)) = state.place() else {
-                state = self.room.wait(state).unwrap_or_else(PoisonError::into_inner);
+                state = self
+                    .room
+                    .wait(state)
+                    .unwrap_or_else(PoisonError::into_inner);
                 continue;
             };
             drop(state);
@@ -461,16 +513,29 @@ impl Shared {
     ) -> Result<(), ReadError> {
         let no_place = || extent.error(Path::new(""), "it does not fit the ring");
         let Some(memory) = ring.device().filter(|_| ring.is_beyond_host()) else {
-            let target = ring.range(start, extent.aligned_bytes()).ok_or_else(no_place)?;
+            let target = ring
+                .range(start, extent.aligned_bytes())
+                .ok_or_else(no_place)?;
             // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
             // whole pages from the start of a mapping.
             return unsafe { source.read(extent, target, &self.progress) };
         };
         let staging = memory.staging().ok_or_else(no_place)?;
         let bytes = staging.bytes().as_len() / READERS;
-        let place = staging.range(reader * bytes, bytes).filter(|_| bytes > 0).ok_or_else(no_place)?;
+        let place = staging
+            .range(reader * bytes, bytes)
+            .filter(|_| bytes > 0)
+            .ok_or_else(no_place)?;
         // SAFETY: as above, and this reader's part of the staging, a multiple of pages.
-        unsafe { read_staged(source, extent, (memory, start), (place, bytes), &self.progress) }
+        unsafe {
+            read_staged(
+                source,
+                extent,
+                (memory, start),
+                (place, bytes),
+                &self.progress,
+            )
+        }
     }
 }
 
@@ -494,7 +559,11 @@ impl State {
         if self.next >= self.end.min(self.schedule.len()) {
             self.next = 0;
         }
-        let extent = self.schedule.get(self.next).filter(|_| self.end > 0)?.clone();
+        let extent = self
+            .schedule
+            .get(self.next)
+            .filter(|_| self.end > 0)?
+            .clone();
         let len = extent.aligned_bytes();
         let start = match self.slots.front().map(|slot| slot.start) {
             None if len <= self.usable || self.usable == self.capacity => Some(0),
@@ -515,7 +584,12 @@ impl State {
         }
         let name = self.made;
         self.made += 1;
-        self.slots.push_back(Slot { name, index: self.next, start, status: Status::Reading(Instant::now()) });
+        self.slots.push_back(Slot {
+            name,
+            index: self.next,
+            start,
+            status: Status::Reading(Instant::now()),
+        });
         self.reading += 1;
         self.head = start + len;
         self.next += 1;
@@ -533,7 +607,9 @@ impl State {
 
     /// What the piece `index` is, for messages.
     fn what(&self, index: usize) -> Arc<str> {
-        self.schedule.get(index).map_or_else(|| "weights".into(), |extent| Arc::clone(&extent.what))
+        self.schedule
+            .get(index)
+            .map_or_else(|| "weights".into(), |extent| Arc::clone(&extent.what))
     }
 
     /// Gives up what lies before the piece `index`; when that is not in the ring, it is read next. Says whether readers may
@@ -550,9 +626,17 @@ impl State {
         let popped = self.slots.len() != before;
         if popped {
             // What failed may have been given up by that.
-            self.failed = self.slots.iter().any(|slot| matches!(slot.status, Status::Failed(_)));
+            self.failed = self
+                .slots
+                .iter()
+                .any(|slot| matches!(slot.status, Status::Failed(_)));
         }
-        if self.slots.iter().skip(self.lent).any(|slot| slot.index == index) {
+        if self
+            .slots
+            .iter()
+            .skip(self.lent)
+            .any(|slot| slot.index == index)
+        {
             return popped;
         }
         if index >= self.end {
@@ -566,7 +650,9 @@ impl State {
     fn ready_from(&self, index: usize, ring: &Buffer) -> impl Iterator<Item = View> {
         (index..)
             .zip(self.slots.iter().skip(self.lent))
-            .take_while(|(index, slot)| slot.index == *index && matches!(slot.status, Status::Ready))
+            .take_while(|(index, slot)| {
+                slot.index == *index && matches!(slot.status, Status::Ready)
+            })
             .filter_map(|(index, slot)| {
                 let extent = self.schedule.get(index)?;
                 Some(ring.view_bytes(slot.start + extent.lead(), extent.bytes))
@@ -577,7 +663,7 @@ impl State {
 /// Threads that read: with one of them, the disk idles whenever it waits for a processor.
 pub const READERS: usize = 2;
 /// How often a waiter looks whether it should go on.
-pub(in crate::engine) const PATIENCE_STEP: Duration = Duration::from_millis(20);
+pub(crate) const PATIENCE_STEP: Duration = Duration::from_millis(20);
 
 #[cfg(test)]
 #[path = "tests.rs"]

@@ -1,7 +1,8 @@
 //! Families of models, and what their layers consist of.
 
 use super::rotation::Rotation;
-use crate::{engine::gguf::TensorInfo, policy::residency::LayerKind};
+use crate::gguf::TensorInfo;
+use cotenant_policy::residency::LayerKind;
 
 /// The families that the engine knows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -266,6 +267,9 @@ impl LayerSpec {
     /// The matrix for `role`, with its index in the order of use.
     #[must_use]
     pub fn matrix(&self, role: Role) -> Option<(usize, &Matrix)> {
-        self.matrices.iter().enumerate().find(|(_, matrix)| matrix.role == role)
+        self.matrices
+            .iter()
+            .enumerate()
+            .find(|(_, matrix)| matrix.role == role)
     }
 }

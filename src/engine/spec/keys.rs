@@ -3,12 +3,12 @@
 use super::{
     family::{Architecture, AttentionSpec, LocalAttention, Pairing, RecurrentSpec, Temperature},
     limits::{
-        FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, POSITIONS_MAX, TAPS_MAX, WIDTH_MAX, len,
-        root,
+        FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, POSITIONS_MAX,
+        TAPS_MAX, WIDTH_MAX, len, root,
     },
     rotation::Rotation,
 };
-use crate::engine::{error::LoadErrorKind, gguf::Header};
+use crate::{error::LoadErrorKind, gguf::Header};
 
 /// Metadata under the architecture's prefix.
 pub(super) struct Keys<'header> {
@@ -21,7 +21,10 @@ impl Keys<'_> {
     }
 
     pub(super) fn wrong(&self, key: &str, problem: String) -> LoadErrorKind {
-        LoadErrorKind::Metadata { key: self.full(key), problem }
+        LoadErrorKind::Metadata {
+            key: self.full(key),
+            problem,
+        }
     }
 
     pub(super) fn optional(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
@@ -29,9 +32,15 @@ impl Keys<'_> {
         let Some(value) = self.header.value(&full) else {
             return Ok(None);
         };
-        let number = value.as_u64().ok_or_else(|| self.wrong(key, format!("{value} is not a whole number")))?;
+        let number = value
+            .as_u64()
+            .ok_or_else(|| self.wrong(key, format!("{value} is not a whole number")))?;
         if number > limit as u64 {
-            return Err(LoadErrorKind::Limit { what: full, value: number, limit: limit as u64 });
+            return Err(LoadErrorKind::Limit {
+                what: full,
+                value: number,
+                limit: limit as u64,
+            });
         }
         Ok(Some(len(number)))
     }
@@ -96,10 +105,15 @@ impl Keys<'_> {
         let kv_heads = self.optional_of_layers("attention.head_count_kv", HEADS_MAX)?;
         let kv_heads = kv_heads.unwrap_or(heads);
         if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
-            return Err(self.wrong("attention.head_count_kv", format!("{kv_heads} does not divide {heads} heads")));
+            return Err(self.wrong(
+                "attention.head_count_kv",
+                format!("{kv_heads} does not divide {heads} heads"),
+            ));
         }
         let head_dim = self.head_dim(width)?;
-        let value_dim = self.optional("attention.value_length", HEAD_DIM_MAX)?.unwrap_or(head_dim);
+        let value_dim = self
+            .optional("attention.value_length", HEAD_DIM_MAX)?
+            .unwrap_or(head_dim);
         if value_dim != head_dim || head_dim == 0 || !head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) {
             return Err(self.wrong(
                 "attention.key_length",
@@ -114,9 +128,16 @@ impl Keys<'_> {
                 .filter(|&window| window > 0)
                 .map(|window| LocalAttention {
                     window: Some(window),
-                    rotation: Rotation::plain(self.header.f32(&self.full("rope.freq_base_swa")).unwrap_or(LOCAL_BASE)),
+                    rotation: Rotation::plain(
+                        self.header
+                            .f32(&self.full("rope.freq_base_swa"))
+                            .unwrap_or(LOCAL_BASE),
+                    ),
                 }),
-            Architecture::SmolLm3 => Some(LocalAttention { window: None, rotation: Rotation::STILL }),
+            Architecture::SmolLm3 => Some(LocalAttention {
+                window: None,
+                rotation: Rotation::STILL,
+            }),
             _ => None,
         };
         Ok(AttentionSpec {
@@ -133,9 +154,10 @@ impl Keys<'_> {
             rotation,
             local,
             pairing: match architecture {
-                Architecture::Granite | Architecture::Llama | Architecture::Mistral3 | Architecture::SmolLm3 => {
-                    Pairing::Adjacent
-                }
+                Architecture::Granite
+                | Architecture::Llama
+                | Architecture::Mistral3
+                | Architecture::SmolLm3 => Pairing::Adjacent,
                 _ => Pairing::Halves,
             },
             gated: architecture == Architecture::Qwen35,
@@ -158,9 +180,10 @@ impl Keys<'_> {
 
     pub(super) fn recurrent(&self) -> Result<RecurrentSpec, LoadErrorKind> {
         if self.header.bool(&self.full("ssm.v_head_reordered")) == Some(false) {
-            return Err(
-                self.wrong("ssm.v_head_reordered", "value heads in the publisher's order are not supported".to_owned())
-            );
+            return Err(self.wrong(
+                "ssm.v_head_reordered",
+                "value heads in the publisher's order are not supported".to_owned(),
+            ));
         }
         let spec = RecurrentSpec {
             key_heads: self.count("ssm.group_count", HEADS_MAX)?,
@@ -172,13 +195,19 @@ impl Keys<'_> {
         if inner != spec.values() {
             return Err(self.wrong(
                 "ssm.inner_size",
-                format!("{inner} is not {} value heads of {}", spec.value_heads, spec.head_dim),
+                format!(
+                    "{inner} is not {} value heads of {}",
+                    spec.value_heads, spec.head_dim
+                ),
             ));
         }
         if !spec.value_heads.is_multiple_of(spec.key_heads) {
             return Err(self.wrong(
                 "ssm.group_count",
-                format!("{} does not divide {} value heads", spec.key_heads, spec.value_heads),
+                format!(
+                    "{} does not divide {} value heads",
+                    spec.key_heads, spec.value_heads
+                ),
             ));
         }
         if !spec.head_dim.is_multiple_of(HEAD_DIM_MULTIPLE) || spec.taps < 2 {
@@ -203,7 +232,8 @@ impl Keys<'_> {
         match (interval, heads) {
             (None, Some(heads)) if heads.contains(&0) => heads.get(layer) == Some(&0),
             (interval, _) => {
-                let interval = interval.map_or(FULL_ATTENTION_INTERVAL, |interval| interval as usize);
+                let interval =
+                    interval.map_or(FULL_ATTENTION_INTERVAL, |interval| interval as usize);
                 !(layer + 1).is_multiple_of(interval.max(1))
             }
         }
@@ -220,9 +250,14 @@ impl Keys<'_> {
     /// Elements of a head that are rotated.
     pub(super) fn rotary(&self, width: usize) -> Result<usize, LoadErrorKind> {
         let head_dim = self.head_dim(width)?;
-        let rotary = self.optional("rope.dimension_count", HEAD_DIM_MAX)?.unwrap_or(head_dim);
+        let rotary = self
+            .optional("rope.dimension_count", HEAD_DIM_MAX)?
+            .unwrap_or(head_dim);
         if rotary == 0 || rotary > head_dim || !rotary.is_multiple_of(2) {
-            return Err(self.wrong("rope.dimension_count", format!("{rotary} of {head_dim} elements")));
+            return Err(self.wrong(
+                "rope.dimension_count",
+                format!("{rotary} of {head_dim} elements"),
+            ));
         }
         Ok(rotary)
     }
@@ -231,14 +266,23 @@ impl Keys<'_> {
     /// but for the fourth, which has none.
     pub(super) fn check_sections(&self, rotary: usize) -> Result<(), LoadErrorKind> {
         let key = "rope.dimension_sections";
-        let Some(sections) = self.header.ints(&self.full(key)) else { return Ok(()) };
-        let (pairs, sum) = (rotary as u64 / 2, sections.iter().map(|&pairs| i64::from(pairs)).sum::<i64>());
+        let Some(sections) = self.header.ints(&self.full(key)) else {
+            return Ok(());
+        };
+        let (pairs, sum) = (
+            rotary as u64 / 2,
+            sections.iter().map(|&pairs| i64::from(pairs)).sum::<i64>(),
+        );
         let fits = (3..=4).contains(&sections.len())
             && sections.iter().all(|&pairs| pairs >= 0)
             && sections.get(3).is_none_or(|&pairs| pairs == 0)
             && u64::try_from(sum) == Ok(pairs);
         let problem = || format!("{sections:?} are not three sections of {pairs} pairs in all");
-        if fits { Ok(()) } else { Err(self.wrong(key, problem())) }
+        if fits {
+            Ok(())
+        } else {
+            Err(self.wrong(key, problem()))
+        }
     }
 
     /// Whether an attention layer is one of [`AttentionSpec::local`]: by a list, or all but every so-manyth.
@@ -250,7 +294,10 @@ impl Keys<'_> {
         if let Some(list) = self.header.bools(&key) {
             return list.get(layer).copied().unwrap_or(false);
         }
-        let pattern = self.header.u32(&key).map_or(LOCAL_PATTERN, |pattern| pattern as usize);
+        let pattern = self
+            .header
+            .u32(&key)
+            .map_or(LOCAL_PATTERN, |pattern| pattern as usize);
         pattern == 0 || !(layer + 1).is_multiple_of(pattern)
     }
 }

@@ -5,13 +5,11 @@ use super::{
     tensors::{bad_shape, tensor, vector},
 };
 use crate::{
-    engine::{
-        error::LoadErrorKind,
-        gguf::{Header, TensorInfo},
-    },
-    policy::residency::LayerKind,
-    units::Bytes,
+    error::LoadErrorKind,
+    gguf::{Header, TensorInfo},
 };
+use cotenant_policy::residency::LayerKind;
+use cotenant_units::Bytes;
 
 /// Finds the tensors of one layer.
 pub(super) struct LayerBuilder<'spec> {
@@ -23,12 +21,17 @@ pub(super) struct LayerBuilder<'spec> {
 }
 
 impl LayerBuilder<'_> {
-    pub(super) fn attention(&self, architecture: Architecture, local: bool) -> Result<LayerSpec, LoadErrorKind> {
+    pub(super) fn attention(
+        &self,
+        architecture: Architecture,
+        local: bool,
+    ) -> Result<LayerSpec, LoadErrorKind> {
         let spec = self.attention;
         let query = spec.heads * spec.head_dim;
         let kv = spec.kv_heads * spec.head_dim;
         let projected = if spec.gated { 2 * query } else { query };
-        let mut vectors = vec![self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?];
+        let mut vectors =
+            vec![self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?];
         let parts = [
             (Role::Query, Vector::QueryBias, "attn_q", projected),
             (Role::Key, Vector::KeyBias, "attn_k", kv),
@@ -40,11 +43,17 @@ impl LayerBuilder<'_> {
         let fused = self.find("attn_qkv.weight").is_some();
         if fused {
             let [query, key, value] = self.parts("attn_qkv.weight", self.width, rows)?;
-            for (role, (tensor, rows)) in [Role::Query, Role::Key, Role::Value].into_iter().zip([query, key, value]) {
+            for (role, (tensor, rows)) in [Role::Query, Role::Key, Role::Value]
+                .into_iter()
+                .zip([query, key, value])
+            {
                 matrices.push(Self::matrix_of(role, tensor, self.width, rows));
             }
         }
-        let fused_bias = self.find("attn_qkv.bias").map(|info| self.bias_parts(info, rows)).transpose()?;
+        let fused_bias = self
+            .find("attn_qkv.bias")
+            .map(|info| self.bias_parts(info, rows))
+            .transpose()?;
         for (index, (role, bias, name, rows)) in parts.into_iter().enumerate() {
             if !fused {
                 matrices.push(self.matrix(role, &format!("{name}.weight"), self.width, rows)?);
@@ -55,39 +64,79 @@ impl LayerBuilder<'_> {
             }
         }
         matrices.push(self.matrix(Role::Output, "attn_output.weight", query, self.width)?);
-        self.bias(Vector::OutputBias, "attn_output.bias", self.width, &mut vectors)?;
+        self.bias(
+            Vector::OutputBias,
+            "attn_output.bias",
+            self.width,
+            &mut vectors,
+        )?;
         if matches!(
             architecture,
-            Architecture::Gemma3 | Architecture::Qwen3 | Architecture::Qwen35 | Architecture::Qwen3Vl
+            Architecture::Gemma3
+                | Architecture::Qwen3
+                | Architecture::Qwen35
+                | Architecture::Qwen3Vl
         ) {
             vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[spec.head_dim])?);
             vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[spec.head_dim])?);
         }
         if architecture == Architecture::Gemma3 {
-            vectors.push(self.vector(Vector::MixerPostNorm, "post_attention_norm.weight", &[self.width])?);
-            vectors.push(self.vector(Vector::FfnPostNorm, "post_ffw_norm.weight", &[self.width])?);
+            vectors.push(self.vector(
+                Vector::MixerPostNorm,
+                "post_attention_norm.weight",
+                &[self.width],
+            )?);
+            vectors.push(self.vector(
+                Vector::FfnPostNorm,
+                "post_ffw_norm.weight",
+                &[self.width],
+            )?);
         }
         self.feed_forward(architecture, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec { kind: LayerKind::Attention, local, matrices, vectors })
+        Ok(LayerSpec {
+            kind: LayerKind::Attention,
+            local,
+            matrices,
+            vectors,
+        })
     }
 
     pub(super) fn recurrent(&self, spec: &RecurrentSpec) -> Result<LayerSpec, LoadErrorKind> {
         let mut matrices = vec![
-            self.matrix(Role::QueryKeyValue, "attn_qkv.weight", self.width, spec.channels())?,
+            self.matrix(
+                Role::QueryKeyValue,
+                "attn_qkv.weight",
+                self.width,
+                spec.channels(),
+            )?,
             self.matrix(Role::Gate, "attn_gate.weight", self.width, spec.values())?,
-            self.matrix(Role::Alpha, "ssm_alpha.weight", self.width, spec.value_heads)?,
+            self.matrix(
+                Role::Alpha,
+                "ssm_alpha.weight",
+                self.width,
+                spec.value_heads,
+            )?,
             self.matrix(Role::Beta, "ssm_beta.weight", self.width, spec.value_heads)?,
             self.matrix(Role::Output, "ssm_out.weight", spec.values(), self.width)?,
         ];
         let mut vectors = vec![
             self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?,
-            self.vector(Vector::Convolution, "ssm_conv1d.weight", &[spec.taps, spec.channels()])?,
+            self.vector(
+                Vector::Convolution,
+                "ssm_conv1d.weight",
+                &[spec.taps, spec.channels()],
+            )?,
             self.vector(Vector::DecayBias, "ssm_dt.bias", &[spec.value_heads])?,
             self.vector(Vector::Decay, "ssm_a", &[spec.value_heads])?,
             self.vector(Vector::StateNorm, "ssm_norm.weight", &[spec.head_dim])?,
         ];
         self.feed_forward(Architecture::Qwen35, &mut matrices, &mut vectors)?;
-        Ok(LayerSpec { kind: LayerKind::Recurrent, local: false, matrices, vectors })
+        Ok(LayerSpec {
+            kind: LayerKind::Recurrent,
+            local: false,
+            matrices,
+            vectors,
+        })
     }
 
     fn feed_forward(
@@ -107,10 +156,25 @@ impl LayerBuilder<'_> {
             matrices.push(Self::matrix_of(Role::FfnGate, gate.0, self.width, gate.1));
             matrices.push(Self::matrix_of(Role::FfnUp, up.0, self.width, up.1));
         } else {
-            matrices.push(self.matrix(Role::FfnGate, "ffn_gate.weight", self.width, self.feed_forward)?);
-            matrices.push(self.matrix(Role::FfnUp, "ffn_up.weight", self.width, self.feed_forward)?);
+            matrices.push(self.matrix(
+                Role::FfnGate,
+                "ffn_gate.weight",
+                self.width,
+                self.feed_forward,
+            )?);
+            matrices.push(self.matrix(
+                Role::FfnUp,
+                "ffn_up.weight",
+                self.width,
+                self.feed_forward,
+            )?);
         }
-        matrices.push(self.matrix(Role::FfnDown, "ffn_down.weight", self.feed_forward, self.width)?);
+        matrices.push(self.matrix(
+            Role::FfnDown,
+            "ffn_down.weight",
+            self.feed_forward,
+            self.width,
+        )?);
         for (bias, name, elements) in [
             (Vector::FfnGateBias, "ffn_gate.bias", self.feed_forward),
             (Vector::FfnUpBias, "ffn_up.bias", self.feed_forward),
@@ -135,7 +199,13 @@ impl LayerBuilder<'_> {
         Ok(())
     }
 
-    fn matrix(&self, role: Role, name: &str, columns: usize, rows: usize) -> Result<Matrix, LoadErrorKind> {
+    fn matrix(
+        &self,
+        role: Role,
+        name: &str,
+        columns: usize,
+        rows: usize,
+    ) -> Result<Matrix, LoadErrorKind> {
         let info = tensor(self.header, &format!("{}{name}", self.prefix))?;
         if !info.has_dims(&[columns as u64, rows as u64]) {
             return Err(bad_shape(info, &format!("[{columns}, {rows}]")));
@@ -205,7 +275,15 @@ impl LayerBuilder<'_> {
         }))
     }
 
-    fn vector(&self, vector_: Vector, name: &str, dims: &[usize]) -> Result<(Vector, TensorInfo), LoadErrorKind> {
-        Ok((vector_, vector(self.header, &format!("{}{name}", self.prefix), dims)?))
+    fn vector(
+        &self,
+        vector_: Vector,
+        name: &str,
+        dims: &[usize],
+    ) -> Result<(Vector, TensorInfo), LoadErrorKind> {
+        Ok((
+            vector_,
+            vector(self.header, &format!("{}{name}", self.prefix), dims)?,
+        ))
     }
 }

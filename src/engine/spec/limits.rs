@@ -18,6 +18,6 @@ pub(super) const HEAD_DIM_MULTIPLE: usize = 8;
 pub(super) const TAPS_MAX: usize = 16;
 /// Positions are angles by way of `f32`, which tells whole numbers apart up to here. The longest context of today's models
 /// is 10 Mi tokens.
-pub(in crate::engine) const POSITIONS_MAX: u32 = 1 << 24;
+pub(crate) const POSITIONS_MAX: u32 = 1 << 24;
 /// llama.cpp's default for `full_attention_interval`.
 pub(super) const FULL_ATTENTION_INTERVAL: usize = 4;

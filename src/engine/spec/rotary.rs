@@ -12,12 +12,10 @@ use super::{
     tensors::{tensor, vector},
 };
 use crate::{
-    engine::{
-        error::LoadErrorKind,
-        gguf::{Header, TensorInfo, Value},
-    },
-    units::Tokens,
+    error::LoadErrorKind,
+    gguf::{Header, TensorInfo, Value},
 };
+use cotenant_units::Tokens;
 
 /// What a file says about rotation: the rotation of layers that see everything, and the divisors that go with it.
 pub(super) struct Rotary {
@@ -30,7 +28,11 @@ impl Rotary {
     ///
     /// `context` is the longest context that will be used; models with two lists of divisors choose by it, as llama.cpp
     /// does.
-    pub(super) fn read(header: &Header, rotary: usize, context: Option<Tokens>) -> Result<Self, LoadErrorKind> {
+    pub(super) fn read(
+        header: &Header,
+        rotary: usize,
+        context: Option<Tokens>,
+    ) -> Result<Self, LoadErrorKind> {
         let keys = Keys { header };
         let base = header.f32(&keys.full("rope.freq_base")).unwrap_or(BASE);
         let trained = keys.context()?;
@@ -40,7 +42,10 @@ impl Rotary {
             None => "linear",
             Some(Value::String(kind)) => kind.as_str(),
             Some(other) => {
-                return Err(LoadErrorKind::Metadata { key, problem: format!("{other} is not a text") });
+                return Err(LoadErrorKind::Metadata {
+                    key,
+                    problem: format!("{other} is not a text"),
+                });
             }
         };
         let factor = ["rope.scaling.factor", "rope.scale_linear"]
@@ -49,11 +54,23 @@ impl Rotary {
             .filter(|&factor| factor != 0.0)
             .unwrap_or(1.0);
         if !factor.is_finite() || factor < 0.0 {
-            return Err(keys.wrong("rope.scaling.factor", format!("{factor} is not a positive number")));
+            return Err(keys.wrong(
+                "rope.scaling.factor",
+                format!("{factor} is not a positive number"),
+            ));
         }
-        let original = header.u32(&keys.full("rope.scaling.original_context_length")).filter(|&original| original > 0);
-        let magnitude = header.f32(&keys.full("rope.scaling.attn_factor")).unwrap_or(1.0);
-        let mut rotation = Rotation { base, scale: 1.0 / factor, blend: None, magnitude };
+        let original = header
+            .u32(&keys.full("rope.scaling.original_context_length"))
+            .filter(|&original| original > 0);
+        let magnitude = header
+            .f32(&keys.full("rope.scaling.attn_factor"))
+            .unwrap_or(1.0);
+        let mut rotation = Rotation {
+            base,
+            scale: 1.0 / factor,
+            blend: None,
+            magnitude,
+        };
         match kind {
             "none" => rotation.scale = 1.0,
             "linear" | "longrope" => {}
@@ -70,18 +87,26 @@ impl Rotary {
                 let context = original.unwrap_or(trained);
                 rotation.blend = Some((
                     yarn_pair(rotary, context, fast, base).floor().max(0.0),
-                    yarn_pair(rotary, context, slow, base).ceil().min(yarn_last(rotary)),
+                    yarn_pair(rotary, context, slow, base)
+                        .ceil()
+                        .min(yarn_last(rotary)),
                 ));
                 // The magnitude that the paper asks for, and that ggml and its callers arrive at by two factors.
                 let stretched = |times: f32| {
-                    if factor <= 1.0 { 1.0 } else { 0.1 * times * factor.ln() + 1.0 }
+                    if factor <= 1.0 {
+                        1.0
+                    } else {
+                        0.1 * times * factor.ln() + 1.0
+                    }
                 };
                 rotation.magnitude *= stretched(1.0) / stretched(all);
             }
             other => {
                 return Err(LoadErrorKind::Metadata {
                     key,
-                    problem: format!("`{other}` is not supported; none, linear, yarn and longrope are"),
+                    problem: format!(
+                        "`{other}` is not supported; none, linear, yarn and longrope are"
+                    ),
                 });
             }
         }
@@ -105,7 +130,9 @@ impl Rotary {
                 Some(vector(header, name, &pairs)?)
             }
             None if kind == "longrope" => {
-                return Err(LoadErrorKind::TensorMissing { tensor: if long { LONG } else { SHORT }.to_owned() });
+                return Err(LoadErrorKind::TensorMissing {
+                    tensor: if long { LONG } else { SHORT }.to_owned(),
+                });
             }
             None => None,
         };
@@ -114,7 +141,10 @@ impl Rotary {
 }
 
 /// The pair whose angle comes round `turns` times within `context` positions (`ggml_rope_yarn_corr_dim`).
-#[expect(clippy::cast_precision_loss, reason = "head sizes and contexts are far below 2^24, or need no last bit")]
+#[expect(
+    clippy::cast_precision_loss,
+    reason = "head sizes and contexts are far below 2^24, or need no last bit"
+)]
 fn yarn_pair(rotary: usize, context: u32, turns: f32, base: f32) -> f32 {
     rotary as f32 * (context as f32 / (turns * 2.0 * std::f32::consts::PI)).ln() / (2.0 * base.ln())
 }
@@ -138,13 +168,22 @@ mod tests {
     fn angles(rotation: Rotation, position: usize, factors: Option<&[f32]>) -> Vec<f32> {
         let mut out = vec![0.0; 16];
         rotation.fill(position, factors, &mut out);
-        out.chunks_exact(2).map(|pair| pair[1].atan2(pair[0])).collect()
+        out.chunks_exact(2)
+            .map(|pair| pair[1].atan2(pair[0]))
+            .collect()
     }
 
     #[test]
     fn a_stretched_context_turns_slower_by_its_factor() {
         let plain = angles(Rotation::plain(10_000.0), 1, None);
-        let slow = angles(Rotation { scale: 0.25, ..Rotation::plain(10_000.0) }, 4, None);
+        let slow = angles(
+            Rotation {
+                scale: 0.25,
+                ..Rotation::plain(10_000.0)
+            },
+            4,
+            None,
+        );
         for (a, b) in plain.iter().zip(&slow) {
             assert!((a - b).abs() < 1e-6, "{a} {b}");
         }
@@ -152,8 +191,15 @@ mod tests {
 
     #[test]
     fn yarn_keeps_fast_pairs_and_slows_the_others() {
-        let yarn = Rotation { scale: 0.25, blend: Some((2.0, 5.0)), ..Rotation::plain(10_000.0) };
-        let (plain, mixed) = (angles(Rotation::plain(10_000.0), 1, None), angles(yarn, 1, None));
+        let yarn = Rotation {
+            scale: 0.25,
+            blend: Some((2.0, 5.0)),
+            ..Rotation::plain(10_000.0)
+        };
+        let (plain, mixed) = (
+            angles(Rotation::plain(10_000.0), 1, None),
+            angles(yarn, 1, None),
+        );
         for pair in 0..=2 {
             assert!((plain[pair] - mixed[pair]).abs() < 1e-6);
         }
@@ -170,21 +216,42 @@ mod tests {
         let read = |family: &str, more: &[(&str, f32)]| {
             let full = |key: &str| format!("{family}.{key}");
             let mut entries = vec![
-                ("general.architecture".to_owned(), Value::String(family.to_owned())),
+                (
+                    "general.architecture".to_owned(),
+                    Value::String(family.to_owned()),
+                ),
                 (full("context_length"), Value::U32(4096)),
                 (full("rope.scaling.type"), Value::String("yarn".to_owned())),
                 (full("rope.scaling.factor"), Value::F32(16.0)),
             ];
-            entries.extend(more.iter().map(|(key, value)| (full(&format!("rope.scaling.{key}")), Value::F32(*value))));
-            let entries: Vec<_> = entries.iter().map(|(key, value)| (key.as_str(), value.clone())).collect();
-            let header = crate::engine::test_vocabulary::header(&entries);
+            entries
+                .extend(more.iter().map(|(key, value)| {
+                    (full(&format!("rope.scaling.{key}")), Value::F32(*value))
+                }));
+            let entries: Vec<_> = entries
+                .iter()
+                .map(|(key, value)| (key.as_str(), value.clone()))
+                .collect();
+            let header = crate::test_vocabulary::header(&entries);
             Rotary::read(&header, 128, None).unwrap().rotation
         };
-        for (key, value) in [("yarn_beta_fast", 8.0), ("yarn_beta_slow", 4.0), ("yarn_log_multiplier", 1.0)] {
+        for (key, value) in [
+            ("yarn_beta_fast", 8.0),
+            ("yarn_beta_slow", 4.0),
+            ("yarn_log_multiplier", 1.0),
+        ] {
             for family in ["llama", "qwen2", "qwen3"] {
-                assert_eq!(read(family, &[(key, value)]), read(family, &[]), "{family} {key}");
+                assert_eq!(
+                    read(family, &[(key, value)]),
+                    read(family, &[]),
+                    "{family} {key}"
+                );
             }
-            assert_ne!(read("mistral3", &[(key, value)]), read("mistral3", &[]), "{key}");
+            assert_ne!(
+                read("mistral3", &[(key, value)]),
+                read("mistral3", &[]),
+                "{key}"
+            );
         }
         assert!((read("mistral3", &[]).magnitude - 1.277_26).abs() < 1e-4);
         assert!((read("mistral3", &[("yarn_log_multiplier", 1.0)]).magnitude - 1.0).abs() < 1e-6);
@@ -193,8 +260,10 @@ mod tests {
     #[test]
     fn divisors_divide_each_pair() {
         let factors = [1.0, 2.0, 4.0, 8.0, 1.0, 1.0, 1.0, 1.0];
-        let (plain, divided) =
-            (angles(Rotation::plain(10_000.0), 1, None), angles(Rotation::plain(10_000.0), 1, Some(&factors)));
+        let (plain, divided) = (
+            angles(Rotation::plain(10_000.0), 1, None),
+            angles(Rotation::plain(10_000.0), 1, Some(&factors)),
+        );
         for (pair, factor) in factors.iter().enumerate() {
             assert!((plain[pair] / factor - divided[pair]).abs() < 1e-6);
         }

@@ -18,21 +18,35 @@ impl Rotation {
     /// Angles as they are, with `base`.
     #[must_use]
     pub const fn plain(base: f32) -> Self {
-        Self { base, scale: 1.0, blend: None, magnitude: 1.0 }
+        Self {
+            base,
+            scale: 1.0,
+            blend: None,
+            magnitude: 1.0,
+        }
     }
 
     /// No rotation at all.
-    pub const STILL: Self = Self { scale: 0.0, ..Self::plain(BASE) };
+    pub const STILL: Self = Self {
+        scale: 0.0,
+        ..Self::plain(BASE)
+    };
 
     /// Writes the cosine and sine of each pair at `position`; `factors` divides each pair's angle.
     ///
     /// By the recurrence that ggml uses, so that the angles agree to the last bits.
-    #[expect(clippy::cast_precision_loss, reason = "positions and head sizes are far below 2^24")]
+    #[expect(
+        clippy::cast_precision_loss,
+        reason = "positions and head sizes are far below 2^24"
+    )]
     pub fn fill(&self, position: usize, factors: Option<&[f32]>, out: &mut [f32]) {
         let step = self.base.powf(-2.0 / out.len() as f32);
         let mut angle = position as f32;
         for (pair, entry) in out.chunks_exact_mut(2).enumerate() {
-            let factor = factors.and_then(|factors| factors.get(pair)).copied().unwrap_or(1.0);
+            let factor = factors
+                .and_then(|factors| factors.get(pair))
+                .copied()
+                .unwrap_or(1.0);
             let whole = angle / factor;
             let mut turned = self.scale * whole;
             if let Some((low, high)) = self.blend {

@@ -2,22 +2,36 @@
 
 use candle_core::quantized::GgmlDType;
 
-use crate::engine::{
+use crate::{
     error::LoadErrorKind,
     gguf::{Header, TensorInfo, dtype_name},
 };
 
-pub(super) fn tensor<'header>(header: &'header Header, name: &str) -> Result<&'header TensorInfo, LoadErrorKind> {
-    header.tensor(name).ok_or_else(|| LoadErrorKind::TensorMissing { tensor: name.to_owned() })
+pub(super) fn tensor<'header>(
+    header: &'header Header,
+    name: &str,
+) -> Result<&'header TensorInfo, LoadErrorKind> {
+    header
+        .tensor(name)
+        .ok_or_else(|| LoadErrorKind::TensorMissing {
+            tensor: name.to_owned(),
+        })
 }
 
-pub(super) fn vector(header: &Header, name: &str, dims: &[usize]) -> Result<TensorInfo, LoadErrorKind> {
+pub(super) fn vector(
+    header: &Header,
+    name: &str,
+    dims: &[usize],
+) -> Result<TensorInfo, LoadErrorKind> {
     let info = tensor(header, name)?;
     let wanted: Vec<u64> = dims.iter().map(|&dim| dim as u64).collect();
     if !info.has_dims(&wanted) {
         return Err(bad_shape(info, &format!("{wanted:?}")));
     }
-    if !matches!(info.dtype, GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16) {
+    if !matches!(
+        info.dtype,
+        GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16
+    ) {
         return Err(LoadErrorKind::TensorType {
             tensor: name.to_owned(),
             dtype: format!("{}, which a vector cannot have", dtype_name(info.dtype)),

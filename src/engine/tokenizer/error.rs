@@ -26,7 +26,9 @@ pub enum TokenizerError {
         key: &'static str,
     },
     /// A text that is longer than what any vocabulary has.
-    #[error("cannot use the tokenizer: token {token} of `{KEY_TOKENS}` has {bytes} bytes, of at most {limit}")]
+    #[error(
+        "cannot use the tokenizer: token {token} of `{KEY_TOKENS}` has {bytes} bytes, of at most {limit}"
+    )]
     PieceTooLong {
         /// The token.
         token: u32,
@@ -36,7 +38,9 @@ pub enum TokenizerError {
         limit: usize,
     },
     /// Another way of making tokens.
-    #[error("cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported are `gpt2` and `llama`")]
+    #[error(
+        "cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported are `gpt2` and `llama`"
+    )]
     UnknownModel {
         /// What the file says.
         model: String,
@@ -53,7 +57,9 @@ pub enum TokenizerError {
 
 impl TokenizerError {
     pub(super) fn library(error: &dyn std::fmt::Display) -> Self {
-        Self::Library { message: error.to_string() }
+        Self::Library {
+            message: error.to_string(),
+        }
     }
 
     /// The remedy.
@@ -63,9 +69,10 @@ impl TokenizerError {
             Self::UnknownModel { .. } | Self::UnknownPre { .. } => {
                 "use a model of the families Qwen, Llama, Gemma 3 or Phi"
             }
-            Self::Invalid { .. } | Self::Library { .. } | Self::Missing { .. } | Self::PieceTooLong { .. } => {
-                "convert the model again with a current llama.cpp"
-            }
+            Self::Invalid { .. }
+            | Self::Library { .. }
+            | Self::Missing { .. }
+            | Self::PieceTooLong { .. } => "convert the model again with a current llama.cpp",
         }
     }
 }

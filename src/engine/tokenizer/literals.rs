@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 /// Texts that are one token each wherever they stand.
 #[derive(Default)]
-pub(in crate::engine) struct Literals {
+pub(crate) struct Literals {
     by_first: BTreeMap<char, Vec<(Box<str>, u32)>>,
 }
 
@@ -17,7 +17,10 @@ pub(super) enum Fragment<'text> {
 impl Literals {
     pub(super) fn insert(&mut self, text: &str, token: u32) {
         if let Some(first) = text.chars().next() {
-            self.by_first.entry(first).or_default().push((text.into(), token));
+            self.by_first
+                .entry(first)
+                .or_default()
+                .push((text.into(), token));
         }
     }
 
@@ -41,22 +44,28 @@ impl Literals {
         self.by_first
             .get(&text.chars().next()?)?
             .iter()
-            .find_map(|(literal, token)| text.starts_with(&**literal).then_some((literal.len(), *token)))
+            .find_map(|(literal, token)| {
+                text.starts_with(&**literal)
+                    .then_some((literal.len(), *token))
+            })
     }
 
     /// Whether a literal begins with `first`.
-    pub(in crate::engine) fn begins_with(&self, first: char) -> bool {
+    pub(crate) fn begins_with(&self, first: char) -> bool {
         self.by_first.contains_key(&first)
     }
 
     /// All texts.
-    pub(in crate::engine) fn texts(&self) -> impl Iterator<Item = &str> {
+    pub(crate) fn texts(&self) -> impl Iterator<Item = &str> {
         self.by_first.values().flatten().map(|(text, _)| &**text)
     }
 
     /// All texts with their tokens.
     pub(super) fn entries(&self) -> impl Iterator<Item = (&str, u32)> {
-        self.by_first.values().flatten().map(|(text, token)| (&**text, *token))
+        self.by_first
+            .values()
+            .flatten()
+            .map(|(text, token)| (&**text, *token))
     }
 
     /// The text cut at each literal, from left to right; no fragment is empty.
@@ -67,7 +76,11 @@ impl Literals {
         let mut rest = text;
         while let Some(first) = rest.chars().next() {
             if let Some((length, token)) = self.at_start(rest) {
-                fragments.extend(text.get(plain_from..at).filter(|plain| !plain.is_empty()).map(Fragment::Text));
+                fragments.extend(
+                    text.get(plain_from..at)
+                        .filter(|plain| !plain.is_empty())
+                        .map(Fragment::Text),
+                );
                 fragments.push(Fragment::Token(token));
                 at += length;
                 plain_from = at;
@@ -76,7 +89,11 @@ impl Literals {
             }
             rest = text.get(at..).unwrap_or_default();
         }
-        fragments.extend(text.get(plain_from..).filter(|plain| !plain.is_empty()).map(Fragment::Text));
+        fragments.extend(
+            text.get(plain_from..)
+                .filter(|plain| !plain.is_empty())
+                .map(Fragment::Text),
+        );
         fragments
     }
 }

@@ -20,12 +20,12 @@ use self::{
     rules::{Rules, Scheme},
     segments::{Cut, PAIR_BYTES, Segments},
     terms::{
-        Bpe, KEY_ADD_BOS, KEY_BOS, KEY_EOM, KEY_EOS, KEY_EOT, KEY_MERGES, KEY_SPACE_FIRST, KEY_TOKENS, KEY_TYPES,
-        TYPE_CONTROL, TYPE_UNKNOWN, TYPE_USER_DEFINED, WORDS_REMEMBERED,
+        Bpe, KEY_ADD_BOS, KEY_BOS, KEY_EOM, KEY_EOS, KEY_EOT, KEY_MERGES, KEY_SPACE_FIRST,
+        KEY_TOKENS, KEY_TYPES, TYPE_CONTROL, TYPE_UNKNOWN, TYPE_USER_DEFINED, WORDS_REMEMBERED,
     },
 };
 use super::gguf::{Header, StringTable};
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 mod error;
 mod literals;
@@ -66,18 +66,32 @@ impl Tokenizer {
     /// # Errors
     /// When tables are missing or contradict each other, or are of a kind that is not known.
     pub fn from_header(header: &Header) -> Result<Self, TokenizerError> {
-        let Tables { scheme, texts, types, bos, mut ends } = Tables::of(header)?;
+        let Tables {
+            scheme,
+            texts,
+            types,
+            bos,
+            mut ends,
+        } = Tables::of(header)?;
         let mut vocabulary = tokenizers::models::bpe::Vocab::default();
         let mut pieces = Pieces::default();
         let mut control = Literals::default();
         let mut user_defined = Literals::default();
-        let bytes_of: BTreeMap<char, u8> = (0..=u8::MAX).map(|byte| (byte_symbol(byte), byte)).collect();
+        let bytes_of: BTreeMap<char, u8> = (0..=u8::MAX)
+            .map(|byte| (byte_symbol(byte), byte))
+            .collect();
         for (token, text) in (0u32..).zip(texts.iter()) {
             if END_TEXTS.contains(&text) {
                 ends.insert(token);
             }
-            let kind = usize::try_from(token).ok().and_then(|at| types.get(at)).copied();
-            if ends.contains(&token) || bos == Some(token) || matches!(kind, Some(TYPE_UNKNOWN | TYPE_CONTROL)) {
+            let kind = usize::try_from(token)
+                .ok()
+                .and_then(|at| types.get(at))
+                .copied();
+            if ends.contains(&token)
+                || bos == Some(token)
+                || matches!(kind, Some(TYPE_UNKNOWN | TYPE_CONTROL))
+            {
                 pieces.push(std::iter::empty());
                 control.insert(text, token);
                 continue;
@@ -103,9 +117,13 @@ impl Tokenizer {
             user_defined: user_defined.sorted(),
             ends,
             bos,
-            add_bos: header.bool(KEY_ADD_BOS).unwrap_or_else(|| scheme.adds_bos()) && bos.is_some(),
+            add_bos: header
+                .bool(KEY_ADD_BOS)
+                .unwrap_or_else(|| scheme.adds_bos())
+                && bos.is_some(),
             cut,
-            space_first: scheme == Scheme::SentencePieces && header.bool(KEY_SPACE_FIRST).unwrap_or(true),
+            space_first: scheme == Scheme::SentencePieces
+                && header.bool(KEY_SPACE_FIRST).unwrap_or(true),
             swallowing,
         })
     }
@@ -115,8 +133,18 @@ impl Tokenizer {
     /// # Errors
     /// As [`Self::from_header`], but for what the library refuses.
     pub fn check(header: &Header) -> Result<(), TokenizerError> {
-        let Tables { scheme, texts, types, bos: _, ends: _ } = Tables::of(header)?;
-        let kinds = types.iter().copied().map(Some).chain(std::iter::repeat(None));
+        let Tables {
+            scheme,
+            texts,
+            types,
+            bos: _,
+            ends: _,
+        } = Tables::of(header)?;
+        let kinds = types
+            .iter()
+            .copied()
+            .map(Some)
+            .chain(std::iter::repeat(None));
         for ((token, text), kind) in (0u32..).zip(texts.iter()).zip(kinds) {
             check_length(scheme, token, text, kind)?;
         }
@@ -144,7 +172,10 @@ impl Tokenizer {
         let by_pair = buckets(merges) * (size_of::<((u32, u32), (u32, u32))>() + 1);
         // glibc: eight bytes more, in steps of 16 from 32 on.
         let heap = |text: &str| (text.len() + 8).max(32).next_multiple_of(16);
-        let texts: usize = texts.iter().map(|text| 2 * heap(text) + text.len() + size_of::<u32>()).sum();
+        let texts: usize = texts
+            .iter()
+            .map(|text| 2 * heap(text) + text.len() + size_of::<u32>())
+            .sum();
         Bytes::of_len(by_text + by_token + by_pair + texts + cuts)
     }
 
@@ -260,7 +291,12 @@ impl Tokenizer {
     }
 
     /// Tokens of a text behind the control token `before`.
-    fn encode_plain(&self, text: &str, mut before: Option<u32>, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
+    fn encode_plain(
+        &self,
+        text: &str,
+        mut before: Option<u32>,
+        tokens: &mut Vec<u32>,
+    ) -> Result<(), EncodeError> {
         for fragment in self.user_defined.split(text) {
             match fragment {
                 Fragment::Token(token) => {
@@ -288,12 +324,23 @@ impl Tokenizer {
     }
 
     /// The library needs some 140 bytes for each byte of a text while it works, so it gets a piece at a time.
-    fn encode_in_segments(&self, text: &str, target: usize, tokens: &mut Vec<u32>) -> Result<(), EncodeError> {
-        for segment in (Segments { rest: text, target, cut: &self.cut }) {
-            let encoding = self
-                .bpe
-                .encode_fast(segment, false)
-                .map_err(|error| EncodeError::Library { message: error.to_string() })?;
+    fn encode_in_segments(
+        &self,
+        text: &str,
+        target: usize,
+        tokens: &mut Vec<u32>,
+    ) -> Result<(), EncodeError> {
+        for segment in (Segments {
+            rest: text,
+            target,
+            cut: &self.cut,
+        }) {
+            let encoding =
+                self.bpe
+                    .encode_fast(segment, false)
+                    .map_err(|error| EncodeError::Library {
+                        message: error.to_string(),
+                    })?;
             tokens.extend_from_slice(encoding.get_ids());
         }
         Ok(())
@@ -302,12 +349,21 @@ impl Tokenizer {
 
 /// Refuses texts that no vocabulary has, and with which the work of a few would grow beyond all bounds. Control tokens may
 /// have any: nothing is made of them.
-const fn check_length(scheme: Scheme, token: u32, text: &str, kind: Option<i32>) -> Result<(), TokenizerError> {
+const fn check_length(
+    scheme: Scheme,
+    token: u32,
+    text: &str,
+    kind: Option<i32>,
+) -> Result<(), TokenizerError> {
     let (bytes, limit) = (text.len(), scheme.piece_bytes_max());
     if bytes <= limit || matches!(kind, Some(TYPE_UNKNOWN | TYPE_CONTROL)) {
         return Ok(());
     }
-    Err(TokenizerError::PieceTooLong { token, bytes, limit })
+    Err(TokenizerError::PieceTooLong {
+        token,
+        bytes,
+        limit,
+    })
 }
 
 /// What a header says of its tokens.
@@ -323,7 +379,9 @@ struct Tables<'header> {
 impl<'header> Tables<'header> {
     fn of(header: &'header Header) -> Result<Self, TokenizerError> {
         let scheme = Scheme::of(header)?;
-        let texts = header.strings(KEY_TOKENS).ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
+        let texts = header
+            .strings(KEY_TOKENS)
+            .ok_or(TokenizerError::Missing { key: KEY_TOKENS })?;
         let count = u32::try_from(texts.len()).unwrap_or(u32::MAX);
         let types = header.ints(KEY_TYPES).unwrap_or_default();
         if !types.is_empty() && types.len() != texts.len() {
@@ -333,13 +391,20 @@ impl<'header> Tables<'header> {
             });
         }
         let id = |key: &'static str| match header.u32(key) {
-            Some(id) if id >= count => {
-                Err(TokenizerError::Invalid { key, problem: format!("it names token {id} of {count}") })
-            }
+            Some(id) if id >= count => Err(TokenizerError::Invalid {
+                key,
+                problem: format!("it names token {id} of {count}"),
+            }),
             id => Ok(id),
         };
         let (bos, named_ends) = (id(KEY_BOS)?, [id(KEY_EOS)?, id(KEY_EOT)?, id(KEY_EOM)?]);
-        Ok(Self { scheme, texts, types, bos, ends: named_ends.into_iter().flatten().collect() })
+        Ok(Self {
+            scheme,
+            texts,
+            types,
+            bos,
+            ends: named_ends.into_iter().flatten().collect(),
+        })
     }
 }
 
@@ -359,7 +424,8 @@ fn byte_level(
     let mut bpe = TokenizerImpl::new(bpe);
     bpe.with_pre_tokenizer(Some(rules.splitter()?));
     if rules.normalises() {
-        bpe.with_normalizer(Some(NormalizerWrapper::from(NFC))).map_err(|error| TokenizerError::library(&error))?;
+        bpe.with_normalizer(Some(NormalizerWrapper::from(NFC)))
+            .map_err(|error| TokenizerError::library(&error))?;
     }
     Ok(bpe)
 }
@@ -367,7 +433,10 @@ fn byte_level(
 /// Tokens that swallow the white space after them: in Phi-3 all special ones but three, as its publisher's
 /// `tokenizer.json` says and GGUF files do not; llama.cpp knows it by the model's name, too.
 fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> BTreeSet<u32> {
-    let name = header.string("general.name").unwrap_or_default().to_lowercase();
+    let name = header
+        .string("general.name")
+        .unwrap_or_default()
+        .to_lowercase();
     if !name.contains("phi-3") && !name.contains("phi3") {
         return BTreeSet::new();
     }
@@ -396,8 +465,12 @@ fn merges(
 }
 
 /// The two parts of each merge.
-fn merge_lines(header: &Header) -> Result<impl Iterator<Item = Result<(&str, &str), TokenizerError>>, TokenizerError> {
-    let lines = header.strings(KEY_MERGES).ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
+fn merge_lines(
+    header: &Header,
+) -> Result<impl Iterator<Item = Result<(&str, &str), TokenizerError>>, TokenizerError> {
+    let lines = header
+        .strings(KEY_MERGES)
+        .ok_or(TokenizerError::Missing { key: KEY_MERGES })?;
     Ok(lines.iter().enumerate().map(|(at, line)| {
         line.split_once(' ').ok_or_else(|| TokenizerError::Invalid {
             key: KEY_MERGES,
@@ -411,8 +484,15 @@ const SEGMENT_BYTES: usize = 8 << 10;
 
 /// Texts that end an answer whatever the file says of them; files often name only one of several. The part of
 /// llama.cpp's list (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the families we load.
-const END_TEXTS: &[&str] =
-    &["<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end_of_text|>", "<|endoftext|>", "<|end|>", "<end_of_turn>"];
+const END_TEXTS: &[&str] = &[
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|end_of_text|>",
+    "<|endoftext|>",
+    "<|end|>",
+    "<end_of_turn>",
+];
 
 #[cfg(test)]
 mod tests;

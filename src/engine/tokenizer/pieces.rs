@@ -2,20 +2,21 @@
 
 /// The bytes of every token, in one allocation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub(in crate::engine) struct Pieces {
+pub(crate) struct Pieces {
     bytes: Vec<u8>,
     ends: Vec<u32>,
 }
 
 impl Pieces {
     /// From the bytes of all tokens, and where each ends.
-    pub(in crate::engine) const fn from_parts(bytes: Vec<u8>, ends: Vec<u32>) -> Self {
+    pub(crate) const fn from_parts(bytes: Vec<u8>, ends: Vec<u32>) -> Self {
         Self { bytes, ends }
     }
 
     pub(super) fn push(&mut self, bytes: impl Iterator<Item = u8>) {
         self.bytes.extend(bytes);
-        self.ends.push(u32::try_from(self.bytes.len()).unwrap_or(u32::MAX));
+        self.ends
+            .push(u32::try_from(self.bytes.len()).unwrap_or(u32::MAX));
     }
 
     pub(super) fn get(&self, token: u32) -> &[u8] {
@@ -31,22 +32,22 @@ impl Pieces {
     }
 
     /// The number of tokens.
-    pub(in crate::engine) fn len(&self) -> u32 {
+    pub(crate) fn len(&self) -> u32 {
         u32::try_from(self.ends.len()).unwrap_or(u32::MAX)
     }
 
     /// The bytes of all tokens.
-    pub(in crate::engine) fn bytes(&self) -> &[u8] {
+    pub(crate) fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
     /// Where the bytes of each end.
-    pub(in crate::engine) fn ends(&self) -> &[u32] {
+    pub(crate) fn ends(&self) -> &[u32] {
         &self.ends
     }
 
     /// The bytes of each.
-    pub(in crate::engine) fn iter(&self) -> impl Iterator<Item = &[u8]> {
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &[u8]> {
         (0..self.len()).map(|token| self.get(token))
     }
 }

@@ -16,7 +16,7 @@ use super::{
     sentence_pieces,
     terms::{KEY_MODEL, KEY_PRE, PIECE_BYTES_MAX, TYPE_BYTE},
 };
-use crate::engine::gguf::Header;
+use crate::gguf::Header;
 
 /// How the vocabulary of a file is used.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -30,14 +30,21 @@ pub(super) enum Scheme {
 impl Scheme {
     /// The scheme that a header names.
     pub(super) fn of(header: &Header) -> Result<Self, TokenizerError> {
-        let kind = header.string(KEY_MODEL).ok_or(TokenizerError::Missing { key: KEY_MODEL })?;
+        let kind = header
+            .string(KEY_MODEL)
+            .ok_or(TokenizerError::Missing { key: KEY_MODEL })?;
         match kind {
-            "gpt2" => {
-                Ok(Self::ByteLevel(header.string(KEY_PRE).ok_or(TokenizerError::Missing { key: KEY_PRE })?.parse()?))
-            }
+            "gpt2" => Ok(Self::ByteLevel(
+                header
+                    .string(KEY_PRE)
+                    .ok_or(TokenizerError::Missing { key: KEY_PRE })?
+                    .parse()?,
+            )),
             // Files of this kind say `default` or nothing: there is one way to cut.
             "llama" => Ok(Self::SentencePieces),
-            other => Err(TokenizerError::UnknownModel { model: other.to_owned() }),
+            other => Err(TokenizerError::UnknownModel {
+                model: other.to_owned(),
+            }),
         }
     }
 
@@ -58,7 +65,12 @@ impl Scheme {
     }
 
     /// The bytes that an ordinary token stands for.
-    pub(super) fn bytes(self, text: &str, kind: Option<i32>, alphabet: &BTreeMap<char, u8>) -> Vec<u8> {
+    pub(super) fn bytes(
+        self,
+        text: &str,
+        kind: Option<i32>,
+        alphabet: &BTreeMap<char, u8>,
+    ) -> Vec<u8> {
         match self {
             Self::SentencePieces => sentence_pieces::bytes(text, kind == Some(TYPE_BYTE)),
             Self::ByteLevel(_) => {
@@ -106,7 +118,10 @@ impl FromStr for Rules {
             .iter()
             .find(|(known, _)| *known == name)
             .map(|&(_, rules)| rules)
-            .ok_or_else(|| TokenizerError::UnknownPre { pre: name.to_owned(), known: known() })
+            .ok_or_else(|| TokenizerError::UnknownPre {
+                pre: name.to_owned(),
+                known: known(),
+            })
     }
 }
 
@@ -155,7 +170,9 @@ impl Rules {
                 r"\p{N}+",
                 "[0-9][0-9][0-9]",
             ],
-            Self::Gpt2 => &[r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"],
+            Self::Gpt2 => {
+                &[r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"]
+            }
             Self::Gpt4o => &[concat!(
                 r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
                 r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
@@ -178,7 +195,10 @@ impl Rules {
                 r"(?:'[sS]|'[tT]|'[rR][eE]|'[vV][eE]|'[mM]|'[lL][lL]|'[dD])",
                 r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
             )],
-            Self::SmolLm => &[r"\p{N}", r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"],
+            Self::SmolLm => &[
+                r"\p{N}",
+                r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)",
+            ],
         }
     }
 
@@ -201,9 +221,14 @@ impl Rules {
     pub(super) fn splitter(self) -> Result<PreTokenizerWrapper, TokenizerError> {
         let mut steps = Vec::new();
         for expression in self.expressions() {
-            let split =
-                Split::new(SplitPattern::Regex((*expression).to_owned()), SplitDelimiterBehavior::Isolated, false)
-                    .map_err(|error| TokenizerError::Library { message: error.to_string() })?;
+            let split = Split::new(
+                SplitPattern::Regex((*expression).to_owned()),
+                SplitDelimiterBehavior::Isolated,
+                false,
+            )
+            .map_err(|error| TokenizerError::Library {
+                message: error.to_string(),
+            })?;
             steps.push(PreTokenizerWrapper::from(split));
         }
         steps.push(ByteLevel::new(false, false, false).into());

@@ -29,7 +29,9 @@ pub(super) struct Pairs {
 impl Pairs {
     /// Of these pieces.
     pub(super) fn of<'piece>(pieces: impl Iterator<Item = &'piece str>) -> Self {
-        let mut pairs = Self { bits: vec![0; PAIR_BITS / 64] };
+        let mut pairs = Self {
+            bits: vec![0; PAIR_BITS / 64],
+        };
         for piece in pieces {
             for (left, right) in piece.chars().zip(piece.chars().skip(1)) {
                 let (word, bit) = Self::place(left, right);
@@ -71,7 +73,9 @@ impl<'text> Iterator for Segments<'text> {
         let mut characters = self.rest.char_indices().peekable();
         while let Some((at, character)) = characters.next() {
             let after = characters.peek().map(|&(_, character)| character);
-            if at >= self.target.max(1) && (self.cut.allows(before, character, after) || must_cut(at)) {
+            if at >= self.target.max(1)
+                && (self.cut.allows(before, character, after) || must_cut(at))
+            {
                 let (segment, rest) = self.rest.split_at_checked(at)?;
                 self.rest = rest;
                 return Some(segment);
@@ -114,7 +118,12 @@ fn may_cut(before: [Option<char>; 2], character: char, after: Option<char>) -> b
         || matches!(before, '\u{3041}'..='\u{3096}' | '\u{30a1}'..='\u{30fa}' | '\u{4e00}'..='\u{9fff}' | '\u{ac00}'..='\u{d7a3}');
     let punctuation = (character.is_ascii_punctuation() && character != '\'')
         || matches!(character, '\u{3001}' | '\u{3002}' | '\u{ff0c}');
-    (matches!(before, '\n' | '\r') && !second.is_whitespace() && !character.is_whitespace() && character != '/')
-        || (character == ' ' && !before.is_whitespace() && after.is_some_and(|after| !after.is_whitespace()))
+    (matches!(before, '\n' | '\r')
+        && !second.is_whitespace()
+        && !character.is_whitespace()
+        && character != '/')
+        || (character == ' '
+            && !before.is_whitespace()
+            && after.is_some_and(|after| !after.is_whitespace()))
         || (letter && punctuation)
 }

@@ -17,7 +17,7 @@ use super::{
     segments::{Cut, Pairs},
     terms::{Bpe, KEY_SCORES, KEY_TOKENS, PIECE_BYTES_MAX, SPACE, WORDS_REMEMBERED},
 };
-use crate::engine::gguf::{Header, StringTable};
+use crate::gguf::{Header, StringTable};
 
 /// The encoder, and where long texts may be cut.
 pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
@@ -27,16 +27,23 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
         let score = scores.get(token as usize).copied().unwrap_or_default();
         merges.extend(
             splits(text)
-                .filter(|(left, right)| vocabulary.contains_key(*left) && vocabulary.contains_key(*right))
+                .filter(|(left, right)| {
+                    vocabulary.contains_key(*left) && vocabulary.contains_key(*right)
+                })
                 .map(|(left, right)| (score, token, left, right)),
         );
     }
     let cut = Cut::BetweenPieces(Pairs::of(vocabulary.keys().map(String::as_str)));
     // Ties by token and then by the split, so that the order does not hang on that of a hash table.
     merges.sort_unstable_by(|a, b| {
-        b.0.total_cmp(&a.0).then_with(|| a.1.cmp(&b.1)).then_with(|| a.2.len().cmp(&b.2.len()))
+        b.0.total_cmp(&a.0)
+            .then_with(|| a.1.cmp(&b.1))
+            .then_with(|| a.2.len().cmp(&b.2.len()))
     });
-    let merges = merges.into_iter().map(|(_, _, left, right)| (left.to_owned(), right.to_owned())).collect();
+    let merges = merges
+        .into_iter()
+        .map(|(_, _, left, right)| (left.to_owned(), right.to_owned()))
+        .collect();
     let bpe = BPE::builder()
         .vocab_and_merges(vocabulary, merges)
         .byte_fallback(true)
@@ -45,17 +52,23 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
         .map_err(|error| TokenizerError::library(&error))?;
     let mut bpe = TokenizerImpl::new(bpe);
     let spaces = Replace::new(" ", SPACE).map_err(|error| TokenizerError::library(&error))?;
-    bpe.with_normalizer(Some(NormalizerWrapper::from(spaces))).map_err(|error| TokenizerError::library(&error))?;
+    bpe.with_normalizer(Some(NormalizerWrapper::from(spaces)))
+        .map_err(|error| TokenizerError::library(&error))?;
     Ok((bpe, cut))
 }
 
 /// The score of each token.
 pub(super) fn scores(header: &Header) -> Result<&[f32], TokenizerError> {
     let tokens = header.strings(KEY_TOKENS).map_or(0, StringTable::len);
-    let scores = header.floats(KEY_SCORES).ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
+    let scores = header
+        .floats(KEY_SCORES)
+        .ok_or(TokenizerError::Missing { key: KEY_SCORES })?;
     if scores.len() < tokens {
         let problem = format!("it has {} entries for {tokens} tokens", scores.len());
-        return Err(TokenizerError::Invalid { key: KEY_SCORES, problem });
+        return Err(TokenizerError::Invalid {
+            key: KEY_SCORES,
+            problem,
+        });
     }
     Ok(scores)
 }
@@ -63,7 +76,11 @@ pub(super) fn scores(header: &Header) -> Result<&[f32], TokenizerError> {
 /// How many merges [`build`] would find.
 pub(super) fn merges_of(texts: &StringTable) -> usize {
     let known: HashSet<&str> = texts.iter().collect();
-    texts.iter().flat_map(splits).filter(|(left, right)| known.contains(left) && known.contains(right)).count()
+    texts
+        .iter()
+        .flat_map(splits)
+        .filter(|(left, right)| known.contains(left) && known.contains(right))
+        .count()
 }
 
 /// The bytes that a piece stands for: one when it is written as `<0xAB>`.
@@ -82,8 +99,15 @@ pub(super) fn bytes(text: &str, is_byte: bool) -> Vec<u8> {
 /// All ways to cut a piece in two; none where it is too long to be one. Each of them is looked up, which takes as long as
 /// the text is.
 fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
-    let piece = if text.len() <= PIECE_BYTES_MAX { text } else { "" };
-    piece.char_indices().skip(1).filter_map(move |(at, _)| piece.split_at_checked(at))
+    let piece = if text.len() <= PIECE_BYTES_MAX {
+        text
+    } else {
+        ""
+    };
+    piece
+        .char_indices()
+        .skip(1)
+        .filter_map(move |(at, _)| piece.split_at_checked(at))
 }
 
 #[cfg(test)]
@@ -99,9 +123,16 @@ mod tests {
 
     /// Control tokens, bytes, letters, and some words, longer ones first.
     fn vocabulary() -> Vec<String> {
-        let mut texts: Vec<String> = ["<unk>", "<s>", "</s>", "<|user|>"].map(str::to_owned).into();
+        let mut texts: Vec<String> = ["<unk>", "<s>", "</s>", "<|user|>"]
+            .map(str::to_owned)
+            .into();
         texts.extend((0..=255u8).map(|byte| format!("<0x{byte:02X}>")));
-        texts.extend(["▁hello", "hello", "▁he", "llo", "he", "ll", "▁w", "▁▁", "orld", "or", "ld"].map(str::to_owned));
+        texts.extend(
+            [
+                "▁hello", "hello", "▁he", "llo", "he", "ll", "▁w", "▁▁", "orld", "or", "ld",
+            ]
+            .map(str::to_owned),
+        );
         texts.extend(["▁", "h", "e", "l", "o", "w", "r", "d", "é", "\n"].map(str::to_owned));
         texts
     }
@@ -114,15 +145,23 @@ mod tests {
             4..=259 => 6,
             _ => 1,
         });
-        let scores = (0u16..).take(texts.len()).map(|at| Value::F32(-f32::from(at)));
+        let scores = (0u16..)
+            .take(texts.len())
+            .map(|at| Value::F32(-f32::from(at)));
         let string = |text: &str| Value::String(text.to_owned());
         Tokenizer::from_header(&header(&[
             ("general.name", string(name)),
             ("tokenizer.ggml.model", string("llama")),
             ("tokenizer.ggml.pre", string("default")),
-            ("tokenizer.ggml.tokens", Value::Array(texts.iter().map(|text| string(text)).collect())),
+            (
+                "tokenizer.ggml.tokens",
+                Value::Array(texts.iter().map(|text| string(text)).collect()),
+            ),
             ("tokenizer.ggml.scores", Value::Array(scores.collect())),
-            ("tokenizer.ggml.token_type", Value::Array(kinds.map(Value::I32).collect())),
+            (
+                "tokenizer.ggml.token_type",
+                Value::Array(kinds.map(Value::I32).collect()),
+            ),
             ("tokenizer.ggml.bos_token_id", Value::U32(1)),
             ("tokenizer.ggml.eos_token_id", Value::U32(2)),
             ("tokenizer.ggml.add_space_prefix", Value::Bool(space_first)),
@@ -131,15 +170,27 @@ mod tests {
     }
 
     fn texts(tokens: &[u32]) -> Vec<String> {
-        tokens.iter().map(|&token| vocabulary()[token as usize].clone()).collect()
+        tokens
+            .iter()
+            .map(|&token| vocabulary()[token as usize].clone())
+            .collect()
     }
 
     #[test]
     fn pieces_of_the_highest_score_are_joined_first_and_bytes_serve_for_the_rest() {
         let tokenizer = tokenizer("gemma", false);
-        assert_eq!(texts(&tokenizer.encode("hello world").unwrap()), ["hello", "▁w", "orld"]);
-        assert_eq!(texts(&tokenizer.encode("heé你").unwrap()), ["he", "é", "<0xE4>", "<0xBD>", "<0xA0>"]);
-        assert_eq!(texts(&tokenizer.encode("he   l").unwrap()), ["he", "▁▁", "▁", "l"]);
+        assert_eq!(
+            texts(&tokenizer.encode("hello world").unwrap()),
+            ["hello", "▁w", "orld"]
+        );
+        assert_eq!(
+            texts(&tokenizer.encode("heé你").unwrap()),
+            ["he", "é", "<0xE4>", "<0xBD>", "<0xA0>"]
+        );
+        assert_eq!(
+            texts(&tokenizer.encode("he   l").unwrap()),
+            ["he", "▁▁", "▁", "l"]
+        );
         assert!(tokenizer.adds_bos(), "as these models were trained");
     }
 
@@ -154,7 +205,9 @@ mod tests {
     #[test]
     fn special_tokens_of_phi_3_swallow_white_space() {
         let rendered = |name| {
-            let tokens = tokenizer(name, false).encode_rendered("<s>\n<|user|>\n he", None).unwrap();
+            let tokens = tokenizer(name, false)
+                .encode_rendered("<s>\n<|user|>\n he", None)
+                .unwrap();
             texts(&tokens)
         };
         assert_eq!(rendered("Phi-3 mini"), ["<s>", "\n", "<|user|>", "he"]);
@@ -170,11 +223,18 @@ mod tests {
     fn a_long_text_without_spaces_has_the_tokens_of_its_lines() {
         let tokenizer = tokenizer("gemma", false);
         // Chinese, a table, and JSON without spaces: twice what is encoded as a whole.
-        for line in ["你好，世界。", "1,hello,-2.5;he\n", "{\"hello\":[1,2,{}],\"wo\":\"he\"},"] {
+        for line in [
+            "你好，世界。",
+            "1,hello,-2.5;he\n",
+            "{\"hello\":[1,2,{}],\"wo\":\"he\"},",
+        ] {
             let text = long(line, 2 * UNBROKEN_BYTES_MAX);
             let each = tokenizer.encode(line).unwrap();
             let count = text.len() / line.len();
-            assert!(tokenizer.encode(&text).unwrap() == each.repeat(count), "{line}");
+            assert!(
+                tokenizer.encode(&text).unwrap() == each.repeat(count),
+                "{line}"
+            );
         }
     }
 
@@ -186,14 +246,21 @@ mod tests {
         assert!(tokenizer.decode(&tokens) == text);
         // Of two at a time, but for the places where it was cut.
         let least = text.len() / 2;
-        assert!((least..least + 8).contains(&tokens.len()), "{}", tokens.len());
+        assert!(
+            (least..least + 8).contains(&tokens.len()),
+            "{}",
+            tokens.len()
+        );
     }
 
     #[test]
     fn a_vocabulary_without_scores_is_refused() {
         let entries = [
             ("tokenizer.ggml.model", Value::String("llama".to_owned())),
-            ("tokenizer.ggml.tokens", Value::Array(vec![Value::String("a".to_owned())])),
+            (
+                "tokenizer.ggml.tokens",
+                Value::Array(vec![Value::String("a".to_owned())]),
+            ),
         ];
         let error = Tokenizer::from_header(&header(&entries)).err().unwrap();
         assert_eq!(error, TokenizerError::Missing { key: KEY_SCORES });
@@ -207,7 +274,10 @@ mod tests {
         header(&[
             ("tokenizer.ggml.model", Value::String(model.to_owned())),
             ("tokenizer.ggml.pre", Value::String("default".to_owned())),
-            ("tokenizer.ggml.scores", Value::Array(vec![Value::F32(0.0); kinds.len()])),
+            (
+                "tokenizer.ggml.scores",
+                Value::Array(vec![Value::F32(0.0); kinds.len()]),
+            ),
             ("tokenizer.ggml.tokens", Value::Array(texts.collect())),
             ("tokenizer.ggml.token_type", Value::Array(kinds)),
         ])
@@ -218,7 +288,11 @@ mod tests {
         let long = "a".repeat(400_000);
         for (model, limit) in [("llama", 256), ("gpt2", 2048)] {
             let header = with_last(model, &["a", "aa", &long], 1);
-            let expected = TokenizerError::PieceTooLong { token: 2, bytes: 400_000, limit };
+            let expected = TokenizerError::PieceTooLong {
+                token: 2,
+                bytes: 400_000,
+                limit,
+            };
             assert_eq!(Tokenizer::check(&header), Err(expected.clone()));
             assert_eq!(Tokenizer::from_header(&header).err(), Some(expected));
         }

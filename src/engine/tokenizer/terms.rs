@@ -1,11 +1,18 @@
 //! Keys of a file's vocabulary, numbers and types that the parts of the tokenizer share.
 
 use tokenizers::{
-    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl, models::bpe::BPE,
+    DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl,
+    models::bpe::BPE,
 };
 
 /// The library's encoder.
-pub(super) type Bpe = TokenizerImpl<BPE, NormalizerWrapper, PreTokenizerWrapper, PostProcessorWrapper, DecoderWrapper>;
+pub(super) type Bpe = TokenizerImpl<
+    BPE,
+    NormalizerWrapper,
+    PreTokenizerWrapper,
+    PostProcessorWrapper,
+    DecoderWrapper,
+>;
 
 pub(super) const KEY_MODEL: &str = "tokenizer.ggml.model";
 pub(super) const KEY_PRE: &str = "tokenizer.ggml.pre";
@@ -49,5 +56,8 @@ pub fn byte_symbol(byte: u8) -> char {
         return char::from(byte);
     }
     let number = (0..byte).filter(|&before| !plain(before)).count();
-    u32::try_from(number).ok().and_then(|number| char::from_u32(256 + number)).unwrap_or(char::REPLACEMENT_CHARACTER)
+    u32::try_from(number)
+        .ok()
+        .and_then(|number| char::from_u32(256 + number))
+        .unwrap_or(char::REPLACEMENT_CHARACTER)
 }

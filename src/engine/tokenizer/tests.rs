@@ -25,39 +25,77 @@ fn composed(text: &str) -> String {
 
 /// One tokenizer for each set of rules.
 static FAMILIES: std::sync::LazyLock<Vec<(&str, Tokenizer)>> = std::sync::LazyLock::new(|| {
-    ["qwen35", "qwen2", "llama-bpe", "gpt-2", "gpt-4o", "tekken", "smollm", "default"]
-        .map(|pre| {
-            let vocabulary = TestVocabulary { pre, ..TestVocabulary::chatml() };
-            (pre, tokenizer(&vocabulary))
-        })
-        .into()
+    [
+        "qwen35",
+        "qwen2",
+        "llama-bpe",
+        "gpt-2",
+        "gpt-4o",
+        "tekken",
+        "smollm",
+        "default",
+    ]
+    .map(|pre| {
+        let vocabulary = TestVocabulary {
+            pre,
+            ..TestVocabulary::chatml()
+        };
+        (pre, tokenizer(&vocabulary))
+    })
+    .into()
 });
 
 /// The words that a text is cut into before pairs are merged.
 fn words(tokenizer: &Tokenizer, text: &str) -> Vec<String> {
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _};
     let mut cut = PreTokenizedString::from(text);
-    tokenizer.bpe.get_pre_tokenizer().unwrap().pre_tokenize(&mut cut).unwrap();
+    tokenizer
+        .bpe
+        .get_pre_tokenizer()
+        .unwrap()
+        .pre_tokenize(&mut cut)
+        .unwrap();
     let splits = cut.get_splits(OffsetReferential::Original, OffsetType::Byte);
-    splits.into_iter().map(|(word, ..)| word.to_owned()).collect()
+    splits
+        .into_iter()
+        .map(|(word, ..)| word.to_owned())
+        .collect()
 }
 
 #[test]
 fn an_unknown_pre_tokenizer_is_refused_by_name() {
-    let vocabulary = TestVocabulary { pre: "x", ..TestVocabulary::chatml() };
+    let vocabulary = TestVocabulary {
+        pre: "x",
+        ..TestVocabulary::chatml()
+    };
     let error = Tokenizer::from_header(&vocabulary.header()).err().unwrap();
-    assert!(matches!(&error, TokenizerError::UnknownPre { pre, .. } if pre == "x"), "{error}");
+    assert!(
+        matches!(&error, TokenizerError::UnknownPre { pre, .. } if pre == "x"),
+        "{error}"
+    );
     assert!(error.to_string().contains("`x`"), "{error}");
-    for known in ["`command-r`, `dbrx`, ", "`llama4`", "`starcoder` and `tekken`"] {
+    for known in [
+        "`command-r`, `dbrx`, ",
+        "`llama4`",
+        "`starcoder` and `tekken`",
+    ] {
         assert!(error.to_string().contains(known), "{error}");
     }
 }
 
 #[test]
 fn another_kind_of_tokenizer_is_refused_by_name() {
-    let vocabulary = TestVocabulary { model: "bert", ..TestVocabulary::chatml() };
+    let vocabulary = TestVocabulary {
+        model: "bert",
+        ..TestVocabulary::chatml()
+    };
     let error = Tokenizer::from_header(&vocabulary.header()).err().unwrap();
-    assert_eq!(error, TokenizerError::UnknownModel { model: "bert".to_owned() });
+    assert_eq!(
+        error,
+        TokenizerError::UnknownModel {
+            model: "bert".to_owned()
+        }
+    );
 }
 
 #[test]
@@ -65,8 +103,16 @@ fn missing_and_broken_tables_are_refused() {
     for (key, value, part) in [
         (KEY_TOKENS, Value::U32(1), "missing or of another type"),
         (KEY_PRE, Value::U32(1), "missing or of another type"),
-        (KEY_MERGES, Value::Array(vec![Value::String("ab".into())]), "not two parts"),
-        (KEY_TYPES, Value::Array(vec![Value::I32(1)]), "1 entries for"),
+        (
+            KEY_MERGES,
+            Value::Array(vec![Value::String("ab".into())]),
+            "not two parts",
+        ),
+        (
+            KEY_TYPES,
+            Value::Array(vec![Value::I32(1)]),
+            "1 entries for",
+        ),
         (KEY_EOS, Value::U32(100_000), "names token 100000"),
     ] {
         let mut vocabulary = TestVocabulary::chatml();
@@ -81,7 +127,10 @@ fn control_tokens_are_recognised_in_templates_and_nowhere_else() {
     let vocabulary = TestVocabulary::chatml();
     let tokenizer = tokenizer(&vocabulary);
     let end = vocabulary.id("<|im_end|>");
-    assert_eq!(tokenizer.encode_rendered("hello<|im_end|>", None).unwrap(), [vocabulary.id("hello"), end]);
+    assert_eq!(
+        tokenizer.encode_rendered("hello<|im_end|>", None).unwrap(),
+        [vocabulary.id("hello"), end]
+    );
     let plain = tokenizer.encode("hello<|im_end|>").unwrap();
     assert!(!plain.contains(&end), "{plain:?}");
     assert_eq!(tokenizer.decode(&plain), "hello<|im_end|>");
@@ -91,9 +140,14 @@ fn control_tokens_are_recognised_in_templates_and_nowhere_else() {
 fn merges_cannot_make_control_tokens() {
     let mut vocabulary = TestVocabulary::chatml();
     vocabulary.merges = vec!["a b"];
-    vocabulary.more.push((KEY_EOS, Value::U32(vocabulary.id("ab"))));
+    vocabulary
+        .more
+        .push((KEY_EOS, Value::U32(vocabulary.id("ab"))));
     let tokenizer = tokenizer(&vocabulary);
-    assert_eq!(tokenizer.encode("ab").unwrap(), [vocabulary.id("a"), vocabulary.id("b")]);
+    assert_eq!(
+        tokenizer.encode("ab").unwrap(),
+        [vocabulary.id("a"), vocabulary.id("b")]
+    );
     assert!(tokenizer.is_end(vocabulary.id("ab")));
 }
 
@@ -104,14 +158,21 @@ fn a_stretch_without_a_place_to_cut_is_encoded_in_bounded_pieces() {
     // The cost of a piece grows faster than its length, so the number of pieces and the longest of them bound the work.
     for times in [1, 2, 8] {
         let text = "a".repeat(times * UNBROKEN_BYTES_MAX + 1);
-        let pieces: Vec<&str> = Segments { rest: &text, target: 1, cut: &Cut::ByRules }.collect();
+        let pieces: Vec<&str> = Segments {
+            rest: &text,
+            target: 1,
+            cut: &Cut::ByRules,
+        }
+        .collect();
         assert_eq!(pieces.len(), times + 1);
         assert!(pieces.iter().all(|piece| piece.len() <= UNBROKEN_BYTES_MAX));
         assert_eq!(pieces.concat(), text);
     }
     let text = "\u{1f600}".repeat(UNBROKEN_BYTES_MAX / 2);
     assert!(tokenizer.decode(&tokenizer.encode(&text).unwrap()) == text);
-    let tokens = tokenizer.encode(&"hello w ".repeat(UNBROKEN_BYTES_MAX / 4)).unwrap();
+    let tokens = tokenizer
+        .encode(&"hello w ".repeat(UNBROKEN_BYTES_MAX / 4))
+        .unwrap();
     assert_eq!(tokenizer.decode(&tokens).len(), UNBROKEN_BYTES_MAX * 2);
 }
 
@@ -121,10 +182,17 @@ fn segments_leave_contractions_and_slashes_with_what_they_belong_to() {
         let mut differs = false;
         for (pre, tokenizer) in FAMILIES.iter() {
             let whole = words(tokenizer, text);
-            let apart: Vec<_> = parts.iter().flat_map(|part| words(tokenizer, part)).collect();
+            let apart: Vec<_> = parts
+                .iter()
+                .flat_map(|part| words(tokenizer, part))
+                .collect();
             differs |= apart != whole;
             let mut cut = Vec::new();
-            for segment in (Segments { rest: text, target: 1, cut: &Cut::ByRules }) {
+            for segment in (Segments {
+                rest: text,
+                target: 1,
+                cut: &Cut::ByRules,
+            }) {
                 cut.extend(words(tokenizer, segment));
             }
             assert_eq!(cut, whole, "{pre}");
@@ -139,7 +207,10 @@ fn user_defined_tokens_are_recognised_everywhere_and_are_text() {
     let tokenizer = tokenizer(&vocabulary);
     let think = vocabulary.id("<think>");
     let words = [vocabulary.id("hello"), vocabulary.id("Ġw")];
-    assert_eq!(tokenizer.encode("<think>hello w").unwrap(), [think, words[0], words[1]]);
+    assert_eq!(
+        tokenizer.encode("<think>hello w").unwrap(),
+        [think, words[0], words[1]]
+    );
     assert_eq!(tokenizer.decode(&[think]), "<think>");
     assert_eq!(tokenizer.decode(&[vocabulary.id("<|im_end|>")]), "");
 }
@@ -159,13 +230,18 @@ fn the_beginning_is_added_once_where_the_file_wants_it() {
     assert_eq!(tokens, [bos, 1]);
     vocabulary.more.pop();
     vocabulary.pre = "llama-bpe";
-    assert!(tokenizer(&vocabulary).adds_bos(), "Llama 3 adds it by default");
+    assert!(
+        tokenizer(&vocabulary).adds_bos(),
+        "Llama 3 adds it by default"
+    );
 }
 
 #[test]
 fn all_texts_that_end_an_answer_do_so_even_if_the_file_names_one() {
     let mut vocabulary = TestVocabulary::chatml();
-    vocabulary.more.push((KEY_EOS, Value::U32(vocabulary.id("<|endoftext|>"))));
+    vocabulary
+        .more
+        .push((KEY_EOS, Value::U32(vocabulary.id("<|endoftext|>"))));
     let tokenizer = tokenizer(&vocabulary);
     assert!(tokenizer.is_end(vocabulary.id("<|im_end|>")));
     assert!(tokenizer.is_end(vocabulary.id("<|endoftext|>")));
@@ -180,7 +256,11 @@ fn a_character_over_several_tokens_comes_out_whole() {
     assert_eq!(stream.push(&llama[1..3]), "");
     assert_eq!(stream.push(&[llama[3], b'!']), "🦙!");
     assert_eq!(stream.push(&[b'a', 0xe2, 0x82]), "a");
-    assert_eq!(stream.push(b"b"), "\u{fffd}b", "the beginning of a character that does not go on");
+    assert_eq!(
+        stream.push(b"b"),
+        "\u{fffd}b",
+        "the beginning of a character that does not go on"
+    );
     assert_eq!(stream.push(&[0xff, b'c', 0xf0]), "\u{fffd}c");
     assert_eq!(stream.finish(), "\u{fffd}");
     assert_eq!(stream.finish(), "");
@@ -234,20 +314,41 @@ proptest! {
 #[ignore = "needs the vocabularies of llama.cpp: COTENANT_LLAMA_VOCABULARIES=<its folder `models`>"]
 fn tokens_are_those_of_llama_cpp() {
     let folder = PathBuf::from(std::env::var("COTENANT_LLAMA_VOCABULARIES").unwrap());
-    for name in ["qwen35", "qwen2", "llama-bpe", "llama-spm", "phi-3", "gpt-2", "starcoder", "refact", "command-r"] {
+    for name in [
+        "qwen35",
+        "qwen2",
+        "llama-bpe",
+        "llama-spm",
+        "phi-3",
+        "gpt-2",
+        "starcoder",
+        "refact",
+        "command-r",
+    ] {
         let file = folder.join(format!("ggml-vocab-{name}.gguf"));
         let tokenizer = Tokenizer::from_header(&Header::read(&file).unwrap()).unwrap();
-        let read = |extension: &str| std::fs::read_to_string(file.with_extension(extension)).unwrap();
+        let read =
+            |extension: &str| std::fs::read_to_string(file.with_extension(extension)).unwrap();
         let (inputs, outputs) = (read("gguf.inp"), read("gguf.out"));
         let inputs: Vec<_> = inputs.split("\n__ggml_vocab_test__\n").collect();
-        let outputs: Vec<Vec<u32>> =
-            outputs.lines().map(|line| line.split_whitespace().map(|id| id.parse().unwrap()).collect()).collect();
+        let outputs: Vec<Vec<u32>> = outputs
+            .lines()
+            .map(|line| {
+                line.split_whitespace()
+                    .map(|id| id.parse().unwrap())
+                    .collect()
+            })
+            .collect();
         assert!(inputs.len() >= 40, "{}", inputs.len());
         for (input, expected) in inputs.iter().zip(&outputs) {
             if name.starts_with("qwen") && composed(input) != *input {
                 continue; // llama.cpp does not compose
             }
-            assert_eq!(&tokenizer.encode(input).unwrap(), expected, "{name}: {input:?}");
+            assert_eq!(
+                &tokenizer.encode(input).unwrap(),
+                expected,
+                "{name}: {input:?}"
+            );
         }
     }
 }

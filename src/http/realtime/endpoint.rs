@@ -31,7 +31,7 @@ use super::{
 
 /// The sessions of one listener: they outlive the connections that they began as.
 #[derive(Clone)]
-pub(in crate::http) struct Sessions {
+pub(crate) struct Sessions {
     tasks: TaskTracker,
     shutdown: CancellationToken,
     ended: CancellationToken,
@@ -39,27 +39,31 @@ pub(in crate::http) struct Sessions {
 
 impl Sessions {
     /// Sessions that end when `shutdown` is cancelled, after what they are at, or when the guard is dropped.
-    pub(in crate::http) fn new(shutdown: &CancellationToken) -> (Self, DropGuard) {
-        let sessions = Self { tasks: TaskTracker::new(), shutdown: shutdown.clone(), ended: CancellationToken::new() };
+    pub(crate) fn new(shutdown: &CancellationToken) -> (Self, DropGuard) {
+        let sessions = Self {
+            tasks: TaskTracker::new(),
+            shutdown: shutdown.clone(),
+            ended: CancellationToken::new(),
+        };
         let guard = sessions.ended.clone().drop_guard();
         (sessions, guard)
     }
 
     /// Waits until all have ended, once there are no more to come.
-    pub(in crate::http) async fn all_ended(&self) {
+    pub(crate) async fn all_ended(&self) {
         self.tasks.close();
         self.tasks.wait().await;
     }
 }
 
 #[derive(Debug, Deserialize)]
-pub(in crate::http) struct Wanted {
+pub(crate) struct Wanted {
     model: Option<String>,
     intent: Option<String>,
 }
 
 /// `GET /v1/realtime`, which becomes a WebSocket.
-pub(in crate::http) async fn realtime(
+pub(crate) async fn realtime(
     State(api): State<Api>,
     Extension(meta): Meta,
     Extension(sessions): Extension<Sessions>,
@@ -68,7 +72,8 @@ pub(in crate::http) async fn realtime(
     wanted: Result<Query<Wanted>, QueryRejection>,
     upgrade: Result<WebSocketUpgrade, WebSocketUpgradeRejection>,
 ) -> Result<Response, Fault> {
-    let Query(wanted) = wanted.map_err(|rejection| Fault::invalid("query", "", rejection.body_text()))?;
+    let Query(wanted) =
+        wanted.map_err(|rejection| Fault::invalid("query", "", rejection.body_text()))?;
     let transcription_only = wanted.intent.as_deref() == Some("transcription");
     let backends = api.backends();
     let model = if transcription_only {

@@ -9,7 +9,7 @@ use super::super::{
     fault::{Fault, shortened},
     numbers::Whole,
 };
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// What a client wants.
 #[derive(Debug)]
@@ -68,7 +68,8 @@ struct Update {
 
 /// Reads one message, which may take up to `max` in memory; beside the event, the id that the client gave it.
 pub(super) fn read(text: &str, max: Bytes) -> (Option<String>, Result<ClientEvent, Fault>) {
-    let map = bounded_tree(text.as_bytes(), max).and_then(|_| parse_json::<Map<String, Value>>(text.as_bytes()));
+    let map = bounded_tree(text.as_bytes(), max)
+        .and_then(|_| parse_json::<Map<String, Value>>(text.as_bytes()));
     let map = match map {
         Ok(map) => map,
         Err(fault) => return (None, Err(fault)),
@@ -88,7 +89,9 @@ fn of(map: Map<String, Value>) -> Result<ClientEvent, Fault> {
         "input_audio_buffer.clear" => ClientEvent::Clear,
         "input_audio_buffer.commit" => ClientEvent::Commit,
         "response.cancel" => ClientEvent::Cancel(fields(map)?),
-        "response.create" => ClientEvent::Respond(fields::<Respond>(map)?.response.unwrap_or_default()),
+        "response.create" => {
+            ClientEvent::Respond(fields::<Respond>(map)?.response.unwrap_or_default())
+        }
         "session.update" => ClientEvent::Update(fields::<Update>(map)?.session),
         _ => {
             return Err(Fault::invalid(
@@ -105,7 +108,11 @@ fn fields<T: DeserializeOwned>(map: Map<String, Value>) -> Result<T, Fault> {
     serde_path_to_error::deserialize(Value::Object(map)).map_err(|error| {
         let path = error.path().to_string();
         let cause = shortened(&error.inner().to_string());
-        let message = if path == "." { cause } else { format!("{path}: {cause}") };
+        let message = if path == "." {
+            cause
+        } else {
+            format!("{path}: {cause}")
+        };
         Fault::request(StatusCode::BAD_REQUEST, "invalid_type", message).of_param(&path)
     })
 }

@@ -10,13 +10,11 @@ use super::{
     super::{api::Api, fault::Fault},
     settings::Turns,
 };
-use crate::{
-    policy::refusal::Refusal,
-    speech::{
-        audio::{ASR_RATE_HZ, TTS_RATE_HZ},
-        resample::{ResampleError, Resampler},
-        voice_activity::{VoiceDetector, VoiceEdge},
-    },
+use cotenant_policy::refusal::Refusal;
+use cotenant_speech::{
+    audio::{ASR_RATE_HZ, TTS_RATE_HZ},
+    resample::{ResampleError, Resampler},
+    voice_activity::{VoiceDetector, VoiceEdge},
 };
 
 /// What a user has said, 16 kHz mono, and the permit for its memory.
@@ -79,8 +77,12 @@ impl Input {
     /// # Errors
     /// When it is none, or there is no room for it. Where turns are found, what was said before is a turn then.
     pub(super) fn append(&mut self, audio: &str, turns: &mut Vec<Turn>) -> Result<(), Fault> {
-        let wrong = |problem: String| Fault::invalid("audio", format!("{} characters", audio.len()), problem);
-        let bytes = BASE64.decode(audio).map_err(|error| wrong(format!("is not base64: {error}")))?;
+        let wrong = |problem: String| {
+            Fault::invalid("audio", format!("{} characters", audio.len()), problem)
+        };
+        let bytes = BASE64
+            .decode(audio)
+            .map_err(|error| wrong(format!("is not base64: {error}")))?;
         let (pairs, odd) = bytes.as_chunks::<2>();
         if !odd.is_empty() {
             return Err(wrong("is not a whole number of 16-bit samples".to_owned()));
@@ -106,7 +108,11 @@ impl Input {
                 self.turn(edge, turns);
             }
         }
-        if self.detector.as_ref().is_some_and(|detector| !detector.is_speaking()) {
+        if self
+            .detector
+            .as_ref()
+            .is_some_and(|detector| !detector.is_speaking())
+        {
             // only what may turn out to belong to the next turn
             let kept = self.prefix + ONSET_SAMPLES;
             self.forget_before(self.end().saturating_sub(kept));
@@ -119,8 +125,15 @@ impl Input {
     /// # Errors
     /// When it is too little; the buffer is unchanged.
     pub(super) fn commit(&mut self) -> Result<Utterance, Fault> {
-        let waits_for_a_turn = self.detector.as_ref().is_some_and(|detector| !detector.is_speaking());
-        let held = if waits_for_a_turn { 0 } else { count(&self.samples) };
+        let waits_for_a_turn = self
+            .detector
+            .as_ref()
+            .is_some_and(|detector| !detector.is_speaking());
+        let held = if waits_for_a_turn {
+            0
+        } else {
+            count(&self.samples)
+        };
         if held < samples_in(COMMIT_MIN) {
             return Err(Fault::request(
                 StatusCode::BAD_REQUEST,
@@ -134,7 +147,11 @@ impl Input {
         }
         if let Some(detector) = &mut self.detector {
             detector.reset();
-        } else if let Some(rest) = self.resampler.take().and_then(|resampler| resampler.finish().ok()) {
+        } else if let Some(rest) = self
+            .resampler
+            .take()
+            .and_then(|resampler| resampler.finish().ok())
+        {
             // the filter's delay: a few milliseconds, within the room that is kept for them
             self.samples.extend(rest);
         }
@@ -160,14 +177,22 @@ impl Input {
     fn turn(&mut self, edge: VoiceEdge, turns: &mut Vec<Turn>) {
         match edge {
             VoiceEdge::Started(at) => {
-                let from = (self.detector_start + at).saturating_sub(self.prefix).max(self.start);
+                let from = (self.detector_start + at)
+                    .saturating_sub(self.prefix)
+                    .max(self.start);
                 self.forget_before(from);
-                turns.push(Turn::Started { at_ms: millis(from) });
+                turns.push(Turn::Started {
+                    at_ms: millis(from),
+                });
             }
             VoiceEdge::Stopped(at) => {
                 let at = self.detector_start + at;
-                let said = self.take(usize::try_from(at.saturating_sub(self.start)).unwrap_or(usize::MAX));
-                turns.push(Turn::Stopped { at_ms: millis(at), said });
+                let said =
+                    self.take(usize::try_from(at.saturating_sub(self.start)).unwrap_or(usize::MAX));
+                turns.push(Turn::Stopped {
+                    at_ms: millis(at),
+                    said,
+                });
             }
         }
     }
@@ -188,23 +213,40 @@ impl Input {
         let taken = mem::replace(&mut self.samples, rest);
         self.start += count(&taken);
         let kept = kib_of(self.samples.len());
-        let excess = self.memory.as_ref().map_or(0, |memory| memory.num_permits().saturating_sub(kept));
-        Utterance { memory: self.memory.as_mut().and_then(|memory| memory.split(excess)), samples: taken }
+        let excess = self
+            .memory
+            .as_ref()
+            .map_or(0, |memory| memory.num_permits().saturating_sub(kept));
+        Utterance {
+            memory: self.memory.as_mut().and_then(|memory| memory.split(excess)),
+            samples: taken,
+        }
     }
 
     fn make_room(&mut self, more: usize) -> Result<(), Fault> {
         let limit = self.api.limits().audio_duration_max;
         let wanted = self.samples.len() + more;
-        if millis(u64::try_from(wanted).unwrap_or(u64::MAX)) > u64::try_from(limit.as_millis()).unwrap_or(u64::MAX) {
+        if millis(u64::try_from(wanted).unwrap_or(u64::MAX))
+            > u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
+        {
             return Err(Fault::invalid(
                 "audio",
                 "the input audio buffer",
-                format!("is at its limit of {} s: commit or clear it", limit.as_secs()),
+                format!(
+                    "is at its limit of {} s: commit or clear it",
+                    limit.as_secs()
+                ),
             ));
         }
-        let held = self.memory.as_ref().map_or(0, OwnedSemaphorePermit::num_permits);
+        let held = self
+            .memory
+            .as_ref()
+            .map_or(0, OwnedSemaphorePermit::num_permits);
         let missing = kib_of(wanted).saturating_sub(held);
-        let more = self.api.audio_memory(u32::try_from(missing).unwrap_or(u32::MAX)).map_err(Fault::from)?;
+        let more = self
+            .api
+            .audio_memory(u32::try_from(missing).unwrap_or(u32::MAX))
+            .map_err(Fault::from)?;
         match &mut self.memory {
             Some(memory) => memory.merge(more),
             none => *none = Some(more),
@@ -231,7 +273,10 @@ const fn millis(samples: u64) -> u64 {
 }
 
 fn samples_in(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX).saturating_mul(ASR_RATE_HZ.into()) / 1000
+    u64::try_from(time.as_millis())
+        .unwrap_or(u64::MAX)
+        .saturating_mul(ASR_RATE_HZ.into())
+        / 1000
 }
 
 /// KiB of memory for so many samples, and for what the resampler still holds of them.

@@ -6,7 +6,9 @@ use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
 use super::super::{backend::ChatMessage, fault::Fault, responses_wire::push_item};
-use crate::{heap, speech::audio::TTS_RATE_HZ, units::Bytes};
+use cotenant_memory::heap;
+use cotenant_speech::audio::TTS_RATE_HZ;
+use cotenant_units::Bytes;
 
 /// Items in their order.
 #[derive(Default)]
@@ -41,23 +43,36 @@ impl Spoken {
 
     /// Milliseconds of all samples, a started one counted.
     fn millis(&self) -> u64 {
-        self.samples.saturating_mul(1000).div_ceil(TTS_RATE_HZ.into())
+        self.samples
+            .saturating_mul(1000)
+            .div_ceil(TTS_RATE_HZ.into())
     }
 
     /// What was heard until then: whole words.
     fn heard_until(&self, millis: u64) -> String {
         let samples = millis.saturating_mul(TTS_RATE_HZ.into()) / 1000;
-        let ends = self.sentences.iter().skip(1).map(|(_, start)| *start).chain([self.samples]);
+        let ends = self
+            .sentences
+            .iter()
+            .skip(1)
+            .map(|(_, start)| *start)
+            .chain([self.samples]);
         let mut heard = Vec::new();
         for ((sentence, start), end) in self.sentences.iter().zip(ends) {
             if end <= samples {
                 heard.push(sentence.as_str());
                 continue;
             }
-            let (part, whole) = (samples.saturating_sub(*start), end.saturating_sub(*start).max(1));
+            let (part, whole) = (
+                samples.saturating_sub(*start),
+                end.saturating_sub(*start).max(1),
+            );
             let chars = u64::try_from(sentence.chars().count()).unwrap_or(u64::MAX);
             let chars = usize::try_from(chars.saturating_mul(part) / whole).unwrap_or(usize::MAX);
-            let cut = sentence.char_indices().nth(chars).map_or(sentence.len(), |(at, _)| at);
+            let cut = sentence
+                .char_indices()
+                .nth(chars)
+                .map_or(sentence.len(), |(at, _)| at);
             let words = sentence.get(..cut).unwrap_or_default();
             heard.push(words.rsplit_once(' ').map_or("", |(words, _)| words));
             break;
@@ -78,32 +93,49 @@ impl Items {
     /// With this code when there is none.
     pub(super) fn get(&self, id: &str, code: &'static str) -> Result<&Value, Fault> {
         let found = self.items.iter().find(|item| item.id == id);
-        found.map(|item| &item.shown).ok_or_else(|| absent(id, code))
+        found
+            .map(|item| &item.shown)
+            .ok_or_else(|| absent(id, code))
     }
 
     /// Adds an item behind another (`root`: before all), or at the end; returns which one it follows.
     ///
     /// # Errors
     /// When there is one of this id, or none that it is to follow.
-    pub(super) fn insert(&mut self, after: Option<&str>, id: &str, shown: Value) -> Result<Option<String>, Fault> {
+    pub(super) fn insert(
+        &mut self,
+        after: Option<&str>,
+        id: &str,
+        shown: Value,
+    ) -> Result<Option<String>, Fault> {
         if self.items.iter().any(|item| item.id == id) {
-            return Err(
-                fault("item_create_duplicate_item_id", &format!("there is an item `{id}` already")).of_param("item.id")
-            );
+            return Err(fault(
+                "item_create_duplicate_item_id",
+                &format!("there is an item `{id}` already"),
+            )
+            .of_param("item.id"));
         }
         let at = match after {
             None => self.items.len(),
             Some("root") => 0,
             Some(after) => {
                 let found = self.items.iter().position(|item| item.id == after);
-                found
-                    .ok_or_else(|| absent(after, "item_create_invalid_previous_item_id").of_param("previous_item_id"))?
-                    + 1
+                found.ok_or_else(|| {
+                    absent(after, "item_create_invalid_previous_item_id")
+                        .of_param("previous_item_id")
+                })? + 1
             }
         };
         let before = at.checked_sub(1).and_then(|before| self.items.get(before));
         let before = before.map(|item| item.id.clone());
-        self.items.insert(at, Item { id: id.to_owned(), shown, spoken: Spoken::default() });
+        self.items.insert(
+            at,
+            Item {
+                id: id.to_owned(),
+                shown,
+                spoken: Spoken::default(),
+            },
+        );
         Ok(before)
     }
 
@@ -138,7 +170,9 @@ impl Items {
 
     /// Takes out the oldest while all together are larger than `max`; returns its id.
     pub(super) fn evict(&mut self, max: Bytes) -> Option<String> {
-        let bytes = self.items.iter().fold(Bytes::ZERO, |sum, item| sum.saturating_add(size(&item.shown)));
+        let bytes = self.items.iter().fold(Bytes::ZERO, |sum, item| {
+            sum.saturating_add(size(&item.shown))
+        });
         if bytes <= max || self.items.len() < 2 {
             return None;
         }
@@ -153,17 +187,29 @@ impl Items {
         let item = self.items.iter_mut().find(|item| item.id == id);
         let item = item.ok_or_else(|| absent(id, "item_truncate_invalid_item_id"))?;
         let length = item.spoken.millis();
-        let part = item.shown.pointer_mut("/content/0").and_then(Value::as_object_mut);
-        let Some(part) = part.filter(|part| part.get("type") == Some(&json!("output_audio"))) else {
-            return Err(fault("item_truncate_invalid_item_id", &format!("`{id}` is not a spoken answer")));
+        let part = item
+            .shown
+            .pointer_mut("/content/0")
+            .and_then(Value::as_object_mut);
+        let Some(part) = part.filter(|part| part.get("type") == Some(&json!("output_audio")))
+        else {
+            return Err(fault(
+                "item_truncate_invalid_item_id",
+                &format!("`{id}` is not a spoken answer"),
+            ));
         };
         if audio_end_ms > length {
             return Err(fault(
                 "item_truncate_invalid_audio_end",
-                &format!("audio_end_ms: `{audio_end_ms}` is above the {length} ms that were sent of `{id}`"),
+                &format!(
+                    "audio_end_ms: `{audio_end_ms}` is above the {length} ms that were sent of `{id}`"
+                ),
             ));
         }
-        part.insert("transcript".to_owned(), json!(item.spoken.heard_until(audio_end_ms)));
+        part.insert(
+            "transcript".to_owned(),
+            json!(item.spoken.heard_until(audio_end_ms)),
+        );
         Ok(())
     }
 
@@ -189,7 +235,9 @@ impl Items {
         }
         // speech without words
         messages.retain(|message| {
-            !message.content.is_empty() || !message.tool_calls.is_empty() || message.tool_call_id.is_some()
+            !message.content.is_empty()
+                || !message.tool_calls.is_empty()
+                || message.tool_call_id.is_some()
         });
         Ok(messages)
     }
@@ -208,7 +256,11 @@ pub(super) fn created(
         None | Some(Value::Null) => fresh(),
         Some(Value::String(id)) if (1..=ID_MAX).contains(&id.len()) && id != "root" => id.clone(),
         Some(other) => {
-            return Err(Fault::invalid("item.id", other, format!("is not a text of 1 to {ID_MAX} bytes")));
+            return Err(Fault::invalid(
+                "item.id",
+                other,
+                format!("is not a text of 1 to {ID_MAX} bytes"),
+            ));
         }
     };
     item.insert("id".to_owned(), json!(id));
@@ -217,9 +269,19 @@ pub(super) fn created(
     let item = Value::Object(item);
     let size = size(&item);
     if size > max {
-        return Err(Fault::invalid("item", size, format!("of memory is above the limit of {max}")));
+        return Err(Fault::invalid(
+            "item",
+            size,
+            format!("of memory is above the limit of {max}"),
+        ));
     }
-    for (index, part) in item.get("content").and_then(Value::as_array).into_iter().flatten().enumerate() {
+    for (index, part) in item
+        .get("content")
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten()
+        .enumerate()
+    {
         let is_audio = part.get("audio").is_some_and(|audio| !audio.is_null());
         if is_audio && part.get("transcript").is_none_or(Value::is_null) {
             return Err(Fault::invalid(
@@ -243,14 +305,23 @@ fn as_text(item: &Value) -> Value {
             Some("audio" | "output_audio") => "output_text",
             _ => continue,
         };
-        let text = part.get("transcript").filter(|text| text.is_string()).cloned();
+        let text = part
+            .get("transcript")
+            .filter(|text| text.is_string())
+            .cloned();
         *part = json!({"type": kind, "text": text.unwrap_or_else(|| json!(""))});
     }
     item
 }
 
 fn absent(id: &str, code: &'static str) -> Fault {
-    fault(code, &format!("there is no item `{}` in the conversation", super::super::fault::shortened(id)))
+    fault(
+        code,
+        &format!(
+            "there is no item `{}` in the conversation",
+            super::super::fault::shortened(id)
+        ),
+    )
 }
 
 fn fault(code: &'static str, message: &str) -> Fault {

@@ -11,7 +11,7 @@ use futures_util::{SinkExt as _, stream::SplitSink};
 use serde_json::{Value, json};
 
 use super::super::{api::Api, fault::Fault};
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// Events that wait to be sent, in their order.
 pub(super) struct Outbox {
@@ -25,7 +25,12 @@ pub(super) struct Outbox {
 
 impl Outbox {
     pub(super) const fn new(api: Api) -> Self {
-        Self { api, waiting: VecDeque::new(), bytes: 0, unsent: false }
+        Self {
+            api,
+            waiting: VecDeque::new(),
+            bytes: 0,
+            unsent: false,
+        }
     }
 
     /// Adds an event of this type.
@@ -48,7 +53,10 @@ impl Outbox {
 
     /// Adds the end of the connection.
     pub(super) fn close(&mut self, code: u16, reason: &'static str) {
-        self.push(Message::Close(Some(CloseFrame { code, reason: Utf8Bytes::from_static(reason) })));
+        self.push(Message::Close(Some(CloseFrame {
+            code,
+            reason: Utf8Bytes::from_static(reason),
+        })));
     }
 
     /// Adds what a client that is there answers.
@@ -80,7 +88,10 @@ impl Outbox {
     ///
     /// # Errors
     /// When the client is gone, or has not read for too long.
-    pub(super) async fn send(&mut self, sink: &mut SplitSink<WebSocket, Message>) -> Result<(), Error> {
+    pub(super) async fn send(
+        &mut self,
+        sink: &mut SplitSink<WebSocket, Message>,
+    ) -> Result<(), Error> {
         while !self.waiting.is_empty() {
             poll_fn(|cx| sink.poll_ready_unpin(cx)).await?;
             if let Some(message) = self.waiting.pop_front() {

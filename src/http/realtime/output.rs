@@ -12,7 +12,7 @@ use super::{
     outbox::Outbox,
     settings::Settings,
 };
-use crate::speech::audio::pcm_bytes;
+use cotenant_speech::audio::pcm_bytes;
 
 /// Where events go, and the conversation that a response becomes part of.
 pub(super) struct Place<'a> {
@@ -90,15 +90,23 @@ impl Output {
 
     /// Whether this item is being given.
     pub(super) fn gives(&self, item: &str) -> bool {
-        self.message.as_ref().is_some_and(|message| message.id == item)
+        self.message
+            .as_ref()
+            .is_some_and(|message| message.id == item)
     }
 
     /// More text, or more of the transcript of what is spoken.
     pub(super) fn text(&mut self, piece: &str, place: &mut Place<'_>) {
         let mut message = self.opened(place);
         message.text.push_str(piece);
-        let kind = if self.spoken { "response.output_audio_transcript.delta" } else { "response.output_text.delta" };
-        place.outbox.event(kind, self.of_part(&message, json!({"delta": piece})));
+        let kind = if self.spoken {
+            "response.output_audio_transcript.delta"
+        } else {
+            "response.output_text.delta"
+        };
+        place
+            .outbox
+            .event(kind, self.of_part(&message, json!({"delta": piece})));
         self.message = Some(message);
     }
 
@@ -115,7 +123,10 @@ impl Output {
         for samples in samples.chunks(AUDIO_SAMPLES_MAX) {
             message.spoken.sent(samples.len());
             let delta = Outbox::base64(&pcm_bytes(samples));
-            place.outbox.event("response.output_audio.delta", self.of_part(&message, json!({"delta": delta})));
+            place.outbox.event(
+                "response.output_audio.delta",
+                self.of_part(&message, json!({"delta": delta})),
+            );
         }
         self.message = Some(message);
     }
@@ -143,10 +154,14 @@ impl Output {
             }
             fields
         };
-        place.outbox.event("response.function_call_arguments.delta", of_call(json!({"delta": arguments})));
-        place
-            .outbox
-            .event("response.function_call_arguments.done", of_call(json!({"name": name, "arguments": arguments})));
+        place.outbox.event(
+            "response.function_call_arguments.delta",
+            of_call(json!({"delta": arguments})),
+        );
+        place.outbox.event(
+            "response.function_call_arguments.done",
+            of_call(json!({"name": name, "arguments": arguments})),
+        );
         // one that its length has cut is no object
         let whole = serde_json::from_str::<Map<String, Value>>(arguments).is_ok();
         let item = item(if whole { "completed" } else { "incomplete" }, arguments);
@@ -158,23 +173,38 @@ impl Output {
         let whole = matches!(end, End::Finished(reason, _) if reason != FinishReason::Length);
         self.close(if whole { "completed" } else { "incomplete" }, place);
         let (status, details, usage) = match end {
-            End::Finished(FinishReason::Length, usage) => {
-                ("incomplete", json!({"type": "incomplete", "reason": "max_output_tokens"}), usage_json(usage))
-            }
+            End::Finished(FinishReason::Length, usage) => (
+                "incomplete",
+                json!({"type": "incomplete", "reason": "max_output_tokens"}),
+                usage_json(usage),
+            ),
             End::Finished(_, usage) => ("completed", Value::Null, usage_json(usage)),
-            End::Cancelled(reason) => ("cancelled", json!({"type": "cancelled", "reason": reason}), Value::Null),
+            End::Cancelled(reason) => (
+                "cancelled",
+                json!({"type": "cancelled", "reason": reason}),
+                Value::Null,
+            ),
             End::Failed(fault) => {
                 let error = fault.to_json().get("error").cloned();
-                ("failed", json!({"type": "failed", "error": error}), Value::Null)
+                (
+                    "failed",
+                    json!({"type": "failed", "error": error}),
+                    Value::Null,
+                )
             }
         };
         let output: Vec<Value> = self.done.into_iter().flatten().collect();
-        for (key, value) in
-            [("status", json!(status)), ("status_details", details), ("output", json!(output)), ("usage", usage)]
-        {
+        for (key, value) in [
+            ("status", json!(status)),
+            ("status_details", details),
+            ("output", json!(output)),
+            ("usage", usage),
+        ] {
             self.shown.insert(key.to_owned(), value);
         }
-        place.outbox.event("response.done", json!({"response": self.shown}));
+        place
+            .outbox
+            .event("response.done", json!({"response": self.shown}));
     }
 
     /// The item that text is added to; announced if it is new.
@@ -192,7 +222,10 @@ impl Output {
         let item = self.item(&message, "in_progress", &[]);
         self.added(&message.id, message.index, &item, place);
         let part = self.part(&message, "text", "audio");
-        place.outbox.event("response.content_part.added", self.of_part(&message, json!({"part": part})));
+        place.outbox.event(
+            "response.content_part.added",
+            self.of_part(&message, json!({"part": part})),
+        );
         message
     }
 
@@ -201,40 +234,63 @@ impl Output {
             return;
         };
         if self.spoken {
-            place.outbox.event("response.output_audio.done", self.of_part(&message, json!({})));
+            place.outbox.event(
+                "response.output_audio.done",
+                self.of_part(&message, json!({})),
+            );
             place.outbox.event(
                 "response.output_audio_transcript.done",
                 self.of_part(&message, json!({"transcript": message.text})),
             );
         } else {
-            place.outbox.event("response.output_text.done", self.of_part(&message, json!({"text": message.text})));
+            place.outbox.event(
+                "response.output_text.done",
+                self.of_part(&message, json!({"text": message.text})),
+            );
         }
         let part = self.part(&message, "text", "audio");
-        place.outbox.event("response.content_part.done", self.of_part(&message, json!({"part": part})));
+        place.outbox.event(
+            "response.content_part.done",
+            self.of_part(&message, json!({"part": part})),
+        );
         let part = self.part(&message, "output_text", "output_audio");
         let item = self.item(&message, status, &[part]);
         self.item_done(&message.id, message.index, item, message.spoken, place);
     }
 
     fn added(&self, id: &str, index: usize, item: &Value, place: &mut Place<'_>) {
-        place
-            .outbox
-            .event("response.output_item.added", json!({"response_id": self.id, "output_index": index, "item": item}));
+        place.outbox.event(
+            "response.output_item.added",
+            json!({"response_id": self.id, "output_index": index, "item": item}),
+        );
         if self.kept
             && let Ok(previous) = place.items.insert(None, id, item.clone())
         {
-            place.outbox.event("conversation.item.added", json!({"previous_item_id": previous, "item": item}));
+            place.outbox.event(
+                "conversation.item.added",
+                json!({"previous_item_id": previous, "item": item}),
+            );
         }
     }
 
-    fn item_done(&mut self, id: &str, index: usize, item: Value, spoken: Spoken, place: &mut Place<'_>) {
+    fn item_done(
+        &mut self,
+        id: &str,
+        index: usize,
+        item: Value,
+        spoken: Spoken,
+        place: &mut Place<'_>,
+    ) {
         if self.kept {
-            place.outbox.event("conversation.item.done", json!({"item": item}));
+            place
+                .outbox
+                .event("conversation.item.done", json!({"item": item}));
             place.items.replace(id, item.clone(), spoken);
         }
-        place
-            .outbox
-            .event("response.output_item.done", json!({"response_id": self.id, "output_index": index, "item": item}));
+        place.outbox.event(
+            "response.output_item.done",
+            json!({"response_id": self.id, "output_index": index, "item": item}),
+        );
         if let Some(done) = self.done.get_mut(index) {
             *done = Some(item);
         }

@@ -16,7 +16,8 @@ use super::super::{
     patience,
     speech::begun,
 };
-use crate::{policy::refusal::Refusal, speech::sentences::Sentences};
+use cotenant_policy::refusal::Refusal;
+use cotenant_speech::sentences::Sentences;
 
 /// What happens while a response is given, in order. It ends after [`ChatEvent::Finished`] and the last sound, or with a
 /// fault.
@@ -45,13 +46,20 @@ impl Run {
     /// Begins the answer to a request.
     pub(super) fn begin(api: &Api, request: ChatRequest, voice: Option<Voice>) -> Self {
         let (sender, steps) = mpsc::channel(STEPS_AHEAD);
-        let work = Work { api: api.clone(), meta: request.meta.clone(), steps: sender };
+        let work = Work {
+            api: api.clone(),
+            meta: request.meta.clone(),
+            steps: sender,
+        };
         let work = tokio::spawn(async move {
             if let Err(Stop::Failed(fault)) = work.answer(request, voice).await {
                 let _gone = work.steps.send(Step::Failed(fault)).await;
             }
         });
-        Self { steps, _work: AbortOnDropHandle::new(work) }
+        Self {
+            steps,
+            _work: AbortOnDropHandle::new(work),
+        }
     }
 
     /// What happens next; `None` after the last. May be dropped and called again.
@@ -111,7 +119,11 @@ impl Work {
         }
     }
 
-    async fn write(&self, request: ChatRequest, sentences: Option<mpsc::Sender<String>>) -> Result<(), Stop> {
+    async fn write(
+        &self,
+        request: ChatRequest,
+        sentences: Option<mpsc::Sender<String>>,
+    ) -> Result<(), Stop> {
         let _place = self.api.place(Kind::Chat)?;
         let mut generation = self.admitted(request).await?;
         let mut pending = Sentences::default();
@@ -119,7 +131,9 @@ impl Work {
         while !ended {
             let event = generation.next().await;
             let whole = match &event {
-                ChatEvent::Part(AnswerPart::Text(piece)) if sentences.is_some() => pending.push(piece),
+                ChatEvent::Part(AnswerPart::Text(piece)) if sentences.is_some() => {
+                    pending.push(piece)
+                }
                 ChatEvent::Failed(refusal) => return Err(refusal.clone().into()),
                 ChatEvent::Finished { .. } => {
                     ended = true;
@@ -141,11 +155,21 @@ impl Work {
     async fn admitted(&self, request: ChatRequest) -> Result<Generation, Stop> {
         let began = Instant::now();
         let backend = llm(&self.api)?;
-        let events = admitted(&*backend, request, self.api.limits().session_patience, may_pass).await?;
+        let events = admitted(
+            &*backend,
+            request,
+            self.api.limits().session_patience,
+            may_pass,
+        )
+        .await?;
         Ok(Generation::new(events, began, &self.api))
     }
 
-    async fn speak(&self, mut sentences: mpsc::Receiver<String>, voice: &Voice) -> Result<(), Stop> {
+    async fn speak(
+        &self,
+        mut sentences: mpsc::Receiver<String>,
+        voice: &Voice,
+    ) -> Result<(), Stop> {
         while let Some(sentence) = sentences.recv().await {
             let Some(backend) = self.api.backends().speech.clone() else {
                 return Err(Stop::from(Refusal::NotConfigured {

@@ -22,8 +22,8 @@ use super::{
     super::{
         api::{Api, Kind},
         backend::{
-            AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation, FinishReason, Prompt,
-            RequestMeta, Role, TranscribeRequest, Usage,
+            AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation,
+            FinishReason, Prompt, RequestMeta, Role, TranscribeRequest, Usage,
         },
         body::bounded_tree,
         chat_wire::ToolChoice,
@@ -40,12 +40,10 @@ use super::{
     run::{Run, Step, Voice, patiently},
     settings::Settings,
 };
-use crate::{
-    policy::refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    speech::audio::{ASR_RATE_HZ, MonoAudio},
-    telemetry::{Span, SpanKind},
-    units::Bytes,
-};
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
+use cotenant_telemetry::{Span, SpanKind};
+use cotenant_units::Bytes;
 
 /// One session.
 pub(super) struct Session {
@@ -156,7 +154,11 @@ impl Session {
             active: None,
             outbox: Outbox::new(api.clone()),
             shutdown,
-            times: Times { seen: now, pinged: false, used: now },
+            times: Times {
+                seen: now,
+                pinged: false,
+                used: now,
+            },
             settings,
             meta,
             api,
@@ -164,9 +166,16 @@ impl Session {
     }
 
     pub(super) async fn run(mut self, socket: WebSocket) {
-        tracing::info!(session = self.id, request = self.meta.id, "a realtime session began");
+        tracing::info!(
+            session = self.id,
+            request = self.meta.id,
+            "a realtime session began"
+        );
         let (mut sink, mut stream) = socket.split();
-        self.outbox.event("session.created", json!({"session": self.settings.shown(&self.id)}));
+        self.outbox.event(
+            "session.created",
+            json!({"session": self.settings.shown(&self.id)}),
+        );
         let mut closing = false;
         let end = loop {
             if closing && self.active.is_none() && self.hearing.is_none() && self.said.is_empty() {
@@ -204,7 +213,12 @@ impl Session {
             }
         };
         tracing::info!(session = self.id, ?end, "a realtime session ends");
-        let Self { mut outbox, active, hearing, .. } = self;
+        let Self {
+            mut outbox,
+            active,
+            hearing,
+            ..
+        } = self;
         drop((active, hearing));
         let farewell = async {
             if let Some((code, reason)) = end {
@@ -240,7 +254,12 @@ impl Session {
 
     /// When a client that says nothing is asked whether it is there, or given up.
     fn deadline(&self) -> Instant {
-        let seen = self.times.seen + if self.times.pinged { GONE_AFTER } else { PING_AFTER };
+        let seen = self.times.seen
+            + if self.times.pinged {
+                GONE_AFTER
+            } else {
+                PING_AFTER
+            };
         seen.min(self.times.used + self.api.limits().session_idle_timeout)
     }
 
@@ -251,7 +270,10 @@ impl Session {
             self.times.used = now;
         }
         if now >= self.times.used + limit {
-            let message = format!("the session ends: it had no event for {} s", limit.as_secs());
+            let message = format!(
+                "the session ends: it had no event for {} s",
+                limit.as_secs()
+            );
             let fault = Fault::request(StatusCode::REQUEST_TIMEOUT, "session_expired", message);
             self.outbox.error(&fault, None);
             return Next::Close(CLOSE_NORMAL, "no event for too long");
@@ -276,7 +298,8 @@ impl Session {
                 tracing::debug!(%error, "a realtime session cannot be read");
                 let limit = self.api.limits().session_message_max;
                 let message = format!("cannot read the message: {error} (the limit is {limit})");
-                let fault = Fault::request(StatusCode::PAYLOAD_TOO_LARGE, "invalid_message", message);
+                let fault =
+                    Fault::request(StatusCode::PAYLOAD_TOO_LARGE, "invalid_message", message);
                 self.outbox.error(&fault, None);
                 Next::Close(CLOSE_TOO_LARGE, "the message cannot be read")
             }
@@ -338,7 +361,10 @@ impl Session {
             ClientEvent::Delete(item) => {
                 self.not_given(&item.item_id)?;
                 self.items.delete(&item.item_id)?;
-                self.outbox.event("conversation.item.deleted", json!({"item_id": item.item_id}));
+                self.outbox.event(
+                    "conversation.item.deleted",
+                    json!({"item_id": item.item_id}),
+                );
                 Ok(())
             }
             ClientEvent::Respond(response) => {
@@ -347,16 +373,18 @@ impl Session {
                 Ok(())
             }
             ClientEvent::Retrieve(item) => {
-                let found = self.items.get(&item.item_id, "item_retrieve_invalid_item_id")?;
-                self.outbox.event("conversation.item.retrieved", json!({"item": found}));
+                let found = self
+                    .items
+                    .get(&item.item_id, "item_retrieve_invalid_item_id")?;
+                self.outbox
+                    .event("conversation.item.retrieved", json!({"item": found}));
                 Ok(())
             }
             ClientEvent::Truncate(cut) => {
                 self.not_given(&cut.item_id)?;
-                let end: u64 = cut
-                    .audio_end_ms
-                    .to()
-                    .ok_or_else(|| Fault::invalid("audio_end_ms", cut.audio_end_ms, "is below the limit of 0"))?;
+                let end: u64 = cut.audio_end_ms.to().ok_or_else(|| {
+                    Fault::invalid("audio_end_ms", cut.audio_end_ms, "is below the limit of 0")
+                })?;
                 self.items.truncate(&cut.item_id, end)?;
                 let index = cut.content_index.map_or(0, Whole::get);
                 self.outbox.event(
@@ -373,7 +401,8 @@ impl Session {
                 if before.turns != self.settings.turns {
                     self.input.detect(self.settings.turns.as_ref());
                 }
-                self.outbox.event("session.updated", json!({"session": shown}));
+                self.outbox
+                    .event("session.updated", json!({"session": shown}));
                 Ok(())
             }
         }
@@ -381,8 +410,15 @@ impl Session {
 
     /// Sets memory aside for what the client has sent, and for what a response makes of it.
     fn set_aside(&self, memory: &RequestMemory, sent: &Value) -> Result<(), Fault> {
-        let tree = bounded_tree(sent.to_string().as_bytes(), self.api.limits().session_tree_max)?;
-        memory.hold(self.api.settings_memory(), "keep the settings", tree.saturating_mul(TREES_MAX))
+        let tree = bounded_tree(
+            sent.to_string().as_bytes(),
+            self.api.limits().session_tree_max,
+        )?;
+        memory.hold(
+            self.api.settings_memory(),
+            "keep the settings",
+            tree.saturating_mul(TREES_MAX),
+        )
     }
 
     /// Refuses to change an item that a response still adds to.
@@ -400,7 +436,9 @@ impl Session {
     fn create(&mut self, create: event::Create) -> Result<(), Fault> {
         let max = self.api.limits().session_items_max;
         let (id, item) = items::created(create.item, || self.api.fresh_id("item_"), max)?;
-        let previous = self.items.insert(create.previous_item_id.as_deref(), &id, item.clone())?;
+        let previous = self
+            .items
+            .insert(create.previous_item_id.as_deref(), &id, item.clone())?;
         self.announced(&item, previous.as_deref());
         Ok(())
     }
@@ -408,14 +446,16 @@ impl Session {
     /// Announces an item that is complete; the oldest makes room for it.
     fn announced(&mut self, item: &Value, previous: Option<&str>) {
         for kind in ["conversation.item.added", "conversation.item.done"] {
-            self.outbox.event(kind, json!({"previous_item_id": previous, "item": item}));
+            self.outbox
+                .event(kind, json!({"previous_item_id": previous, "item": item}));
         }
         self.evict();
     }
 
     fn evict(&mut self) {
         while let Some(item) = self.items.evict(self.api.limits().session_items_max) {
-            self.outbox.event("conversation.item.deleted", json!({"item_id": item}));
+            self.outbox
+                .event("conversation.item.deleted", json!({"item_id": item}));
         }
     }
 
@@ -423,10 +463,17 @@ impl Session {
         match turn {
             Turn::Started { at_ms } => {
                 let item = self.api.fresh_id("item_");
-                self.outbox
-                    .event("input_audio_buffer.speech_started", json!({"audio_start_ms": at_ms, "item_id": item}));
+                self.outbox.event(
+                    "input_audio_buffer.speech_started",
+                    json!({"audio_start_ms": at_ms, "item_id": item}),
+                );
                 self.turn = Some(item);
-                if self.settings.turns.as_ref().is_some_and(|turns| turns.interrupt) {
+                if self
+                    .settings
+                    .turns
+                    .as_ref()
+                    .is_some_and(|turns| turns.interrupt)
+                {
                     // who goes on speaking has not asked yet
                     self.said.iter_mut().for_each(|said| said.respond = false);
                     if let Some(heard) = &mut self.hearing {
@@ -437,18 +484,34 @@ impl Session {
             }
             Turn::Stopped { at_ms, said } => {
                 let item = self.turn.get_or_insert_with(|| self.api.fresh_id("item_"));
-                self.outbox.event("input_audio_buffer.speech_stopped", json!({"audio_end_ms": at_ms, "item_id": item}));
-                let respond = self.settings.turns.as_ref().is_some_and(|turns| turns.respond);
-                self.committed(said, respond && !closing && !self.settings.transcription_only);
+                self.outbox.event(
+                    "input_audio_buffer.speech_stopped",
+                    json!({"audio_end_ms": at_ms, "item_id": item}),
+                );
+                let respond = self
+                    .settings
+                    .turns
+                    .as_ref()
+                    .is_some_and(|turns| turns.respond);
+                self.committed(
+                    said,
+                    respond && !closing && !self.settings.transcription_only,
+                );
             }
         }
     }
 
     /// Makes an item of what was said.
     fn committed(&mut self, utterance: Utterance, respond: bool) {
-        let id = self.turn.take().unwrap_or_else(|| self.api.fresh_id("item_"));
+        let id = self
+            .turn
+            .take()
+            .unwrap_or_else(|| self.api.fresh_id("item_"));
         let previous = self.items.last().map(str::to_owned);
-        self.outbox.event("input_audio_buffer.committed", json!({"previous_item_id": previous, "item_id": id}));
+        self.outbox.event(
+            "input_audio_buffer.committed",
+            json!({"previous_item_id": previous, "item_id": id}),
+        );
         let item = json!({
             "id": id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user",
             "content": [{"type": "input_audio", "transcript": null}],
@@ -456,7 +519,11 @@ impl Session {
         // its id is new
         let _inserted = self.items.insert(None, &id, item.clone());
         self.announced(&item, previous.as_deref());
-        let said = Said { item: id, utterance, respond };
+        let said = Said {
+            item: id,
+            utterance,
+            respond,
+        };
         if self.said.len() < SAID_MAX {
             self.said.push_back(said);
             self.hear();
@@ -505,7 +572,10 @@ impl Session {
             .backends()
             .speech
             .clone()
-            .ok_or_else(|| Refusal::NotConfigured { act: HEAR.to_owned(), what: "speech recogniser".to_owned() })?;
+            .ok_or_else(|| Refusal::NotConfigured {
+                act: HEAR.to_owned(),
+                what: "speech recogniser".to_owned(),
+            })?;
         let place = self.api.place(Kind::Transcription)?;
         let how = |key: &str| {
             let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
@@ -521,19 +591,28 @@ impl Session {
             pieces: Some(pieces),
         };
         let api = self.api.clone();
-        let work = async move { patiently(&api, || backend.transcribe(request.clone())).await }.boxed();
+        let work =
+            async move { patiently(&api, || backend.transcribe(request.clone())).await }.boxed();
         Ok((Hearing::of(work, heard), place))
     }
 
     /// What a part of the session is asked with.
     fn part_meta(&self, span: &Span) -> RequestMeta {
-        RequestMeta { id: self.meta.id.clone(), trace: span.context(), ..RequestMeta::default() }
+        RequestMeta {
+            id: self.meta.id.clone(),
+            trace: span.context(),
+            ..RequestMeta::default()
+        }
     }
 
     /// The span of a turn: a trace of its own, unless the client has begun one for the session.
     fn turn_begins(&self) -> Span {
         let parent = self.meta.trace.filter(|trace| trace.from_caller);
-        let span = self.api.backends().tracer.begin("realtime/turn", SpanKind::Server, parent);
+        let span = self
+            .api
+            .backends()
+            .tracer
+            .begin("realtime/turn", SpanKind::Server, parent);
         span.set("cotenant.request.id", self.meta.id.as_str());
         span.set("gen_ai.conversation.id", self.conversation.as_str());
         span
@@ -605,7 +684,11 @@ impl Session {
         {
             self.outbox.error(&fault, None);
         }
-        if self.active.as_ref().is_some_and(|active| active.run.is_none()) {
+        if self
+            .active
+            .as_ref()
+            .is_some_and(|active| active.run.is_none())
+        {
             self.end(End::Failed(fault));
         } else if self.settings.transcription.is_none() {
             self.outbox.error(&fault, None);
@@ -616,7 +699,11 @@ impl Session {
     fn announce(&mut self, response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
         if self.settings.transcription_only {
             let message = "a session of the type `transcription` gives no responses";
-            return Err(Fault::request(StatusCode::BAD_REQUEST, "invalid_session_type", message));
+            return Err(Fault::request(
+                StatusCode::BAD_REQUEST,
+                "invalid_session_type",
+                message,
+            ));
         }
         if closing {
             return Err(draining().into());
@@ -625,7 +712,10 @@ impl Session {
             return Err(Fault::request(
                 StatusCode::BAD_REQUEST,
                 "conversation_already_has_active_response",
-                format!("the conversation has an active response already: {}", active.output.id),
+                format!(
+                    "the conversation has an active response already: {}",
+                    active.output.id
+                ),
             ));
         }
         let memory = self.memory.other();
@@ -639,13 +729,23 @@ impl Session {
             Some(Value::String(word)) if word == "auto" => true,
             Some(Value::String(word)) if word == "none" => false,
             Some(other) => {
-                return Err(Fault::invalid("response.conversation", other, "is not one of `auto`, `none`"));
+                return Err(Fault::invalid(
+                    "response.conversation",
+                    other,
+                    "is not one of `auto`, `none`",
+                ));
             }
         };
         let input = match response.remove("input") {
             None | Some(Value::Null) => None,
             Some(Value::Array(items)) => Some(items),
-            Some(other) => return Err(Fault::invalid("response.input", other, "is not a list of items")),
+            Some(other) => {
+                return Err(Fault::invalid(
+                    "response.input",
+                    other,
+                    "is not a list of items",
+                ));
+            }
         };
         let metadata = response.get("metadata").cloned();
         let settings = self.settings.of_response(response)?;
@@ -673,7 +773,11 @@ impl Session {
         if self.hearing.is_some() || !self.said.is_empty() {
             return;
         }
-        if self.active.as_ref().is_none_or(|active| active.run.is_some()) {
+        if self
+            .active
+            .as_ref()
+            .is_none_or(|active| active.run.is_some())
+        {
             return;
         }
         let span = self.turn_span.take().unwrap_or_else(|| self.turn_begins());
@@ -699,10 +803,17 @@ impl Session {
         let Active { settings, .. } = active;
         let mut messages = self.items.messages(active.own, &active.input)?;
         if !settings.instructions.is_empty() {
-            messages.insert(0, ChatMessage::new(Role::System, settings.instructions.as_str()));
+            messages.insert(
+                0,
+                ChatMessage::new(Role::System, settings.instructions.as_str()),
+            );
         }
         if messages.is_empty() {
-            return Err(Fault::invalid("conversation", "[]", "is empty, and there are no instructions"));
+            return Err(Fault::invalid(
+                "conversation",
+                "[]",
+                "is empty, and there are no instructions",
+            ));
         }
         let (mut tools, choice) = settings.tools_and_choice("response")?;
         let form = match choice {
@@ -716,14 +827,21 @@ impl Session {
         let request = ChatRequest {
             meta: self.part_meta(&active.span),
             model: settings.model.clone(),
-            prompt: Prompt::Chat(Conversation { messages, tools, ..Conversation::default() }),
+            prompt: Prompt::Chat(Conversation {
+                messages,
+                tools,
+                ..Conversation::default()
+            }),
             max_tokens: settings.max_tokens,
             retention: settings.retention,
             form,
             streamed: true,
             ..ChatRequest::default()
         };
-        let voice = Voice { name: settings.voice(&self.api)?, speed: settings.speed };
+        let voice = Voice {
+            name: settings.voice(&self.api)?,
+            speed: settings.speed,
+        };
         Ok((request, settings.spoken.then_some(voice)))
     }
 
@@ -731,23 +849,33 @@ impl Session {
         let Some(active) = &mut self.active else {
             return;
         };
-        let place = &mut Place { outbox: &mut self.outbox, items: &mut self.items };
+        let place = &mut Place {
+            outbox: &mut self.outbox,
+            items: &mut self.items,
+        };
         match step {
             Some(Step::Chat(ChatEvent::Part(part))) => match part {
                 AnswerPart::Text(text) => active.output.text(&text, place),
-                AnswerPart::ToolCall { name, arguments } => active.output.call(&name, &arguments, place),
+                AnswerPart::ToolCall { name, arguments } => {
+                    active.output.call(&name, &arguments, place);
+                }
                 // the protocol has no word for what is thought
                 AnswerPart::Reasoning(_) => {}
             },
-            Some(Step::Chat(ChatEvent::Finished { reason, usage })) => active.finished = Some((reason, usage)),
-            Some(Step::Chat(ChatEvent::Started { .. } | ChatEvent::Context(_) | ChatEvent::Failed(_))) => {}
+            Some(Step::Chat(ChatEvent::Finished { reason, usage })) => {
+                active.finished = Some((reason, usage));
+            }
+            Some(Step::Chat(
+                ChatEvent::Started { .. } | ChatEvent::Context(_) | ChatEvent::Failed(_),
+            )) => {}
             Some(Step::Sentence(sentence)) => active.output.sentence(sentence, place),
             Some(Step::Audio(samples)) => active.output.audio(&samples, place),
             // Said once: from now on no speed is in force.
             Some(Step::OneSpeed) => {
                 let speed = std::mem::replace(&mut self.settings.speed, 1.0);
                 if (speed - 1.0).abs() > f64::EPSILON {
-                    let fault = Fault::invalid(SPEED, speed, "is not honoured: this voice has one speed");
+                    let fault =
+                        Fault::invalid(SPEED, speed, "is not honoured: this voice has one speed");
                     self.outbox.error(&fault, None);
                 }
             }
@@ -780,7 +908,13 @@ impl Session {
                 End::Finished(..) => {}
             }
             self.times.used = Instant::now();
-            active.output.end(end, &mut Place { outbox: &mut self.outbox, items: &mut self.items });
+            active.output.end(
+                end,
+                &mut Place {
+                    outbox: &mut self.outbox,
+                    items: &mut self.items,
+                },
+            );
             self.evict();
         }
     }
@@ -798,7 +932,10 @@ where
 }
 
 pub(super) fn draining() -> Refusal {
-    Refusal::Draining { act: "give a response".to_owned(), retry_after: RETRY_AFTER_DEFAULT }
+    Refusal::Draining {
+        act: "give a response".to_owned(),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
 }
 
 /// As it reads after "cannot".

@@ -15,7 +15,8 @@ use super::super::{
     responses_wire::{function_choice, function_tools},
     speech::{SPEED_MAX, SPEED_MIN, voice_named},
 };
-use crate::{speech::audio::TTS_RATE_HZ, units::Tokens};
+use cotenant_speech::audio::TTS_RATE_HZ;
+use cotenant_units::Tokens;
 
 /// What the next response and the next turn follow.
 #[derive(Clone, Debug, PartialEq)]
@@ -92,10 +93,18 @@ impl Settings {
         for (key, value) in session {
             let field = format!("session.{key}");
             match (key.as_str(), &value) {
-                ("type", Value::String(kind)) if kind == "realtime" => updated.transcription_only = false,
-                ("type", Value::String(kind)) if kind == "transcription" => updated.transcription_only = true,
+                ("type", Value::String(kind)) if kind == "realtime" => {
+                    updated.transcription_only = false;
+                }
+                ("type", Value::String(kind)) if kind == "transcription" => {
+                    updated.transcription_only = true;
+                }
                 ("type", other) => {
-                    return Err(Fault::invalid(&field, other, "is not one of `realtime`, `transcription`"));
+                    return Err(Fault::invalid(
+                        &field,
+                        other,
+                        "is not one of `realtime`, `transcription`",
+                    ));
                 }
                 ("model", Value::String(model)) => updated.model = model_named(api, Some(model))?,
                 // what sessions are shown with
@@ -129,12 +138,18 @@ impl Settings {
             ("output_modalities", Value::Null) => {}
             ("output_modalities", list) if list == json!(["audio"]) => self.spoken = true,
             ("output_modalities", list) if list == json!(["text"]) => self.spoken = false,
-            ("output_modalities", other) => return wrong(&other, "is neither `[\"audio\"]` nor `[\"text\"]`"),
+            ("output_modalities", other) => {
+                return wrong(&other, "is neither `[\"audio\"]` nor `[\"text\"]`");
+            }
             ("audio", Value::Object(audio)) => {
                 for (key, value) in audio {
                     match (key.as_str(), value) {
-                        ("input", Value::Object(input)) => self.set_input(&format!("{field}.input"), input)?,
-                        ("output", Value::Object(output)) => self.set_output(&format!("{field}.output"), output)?,
+                        ("input", Value::Object(input)) => {
+                            self.set_input(&format!("{field}.input"), input)?;
+                        }
+                        ("output", Value::Object(output)) => {
+                            self.set_output(&format!("{field}.output"), output)?;
+                        }
                         ("input" | "output", Value::Null) => {}
                         (_, value) => {
                             return Err(Fault::invalid(&format!("{field}.{key}"), value, UNKNOWN));
@@ -150,8 +165,8 @@ impl Settings {
             ("max_output_tokens", Value::Null) => self.max_tokens = None,
             ("max_output_tokens", Value::String(word)) if word == "inf" => self.max_tokens = None,
             ("max_output_tokens", ref number @ Value::Number(_)) => {
-                let tokens =
-                    Whole::of(number).ok_or_else(|| Fault::invalid(&field, number, "is not a whole number"))?;
+                let tokens = Whole::of(number)
+                    .ok_or_else(|| Fault::invalid(&field, number, "is not a whole number"))?;
                 self.max_tokens = at_least_one(&field, Some(tokens))?;
             }
             ("truncation", value) => self.retention = retention(&field, &value)?,
@@ -159,7 +174,10 @@ impl Settings {
                 return wrong(&value, "is not supported: there are no kept prompts");
             }
             // known, harmless and not honoured; the session is shown without them
-            ("include" | "metadata" | "parallel_tool_calls" | "prompt" | "reasoning" | "tracing", _) => {}
+            (
+                "include" | "metadata" | "parallel_tool_calls" | "prompt" | "reasoning" | "tracing",
+                _,
+            ) => {}
             ("instructions" | "audio" | "tools" | "max_output_tokens", other) => {
                 return wrong(&other, "is of a wrong type");
             }
@@ -190,8 +208,11 @@ impl Settings {
                 ("format", value) => check_format(&field, &value)?,
                 ("speed", Value::Null) => self.speed = 1.0,
                 ("speed", value) => {
-                    let speed = value.as_f64().ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
-                    self.speed = in_range(&field, Some(speed), SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
+                    let speed = value
+                        .as_f64()
+                        .ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
+                    self.speed =
+                        in_range(&field, Some(speed), SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
                 }
                 ("voice", value) => self.voice = Some(value).filter(|value| !value.is_null()),
                 (_, value) => return Err(Fault::invalid(&field, value, UNKNOWN)),
@@ -278,7 +299,8 @@ impl Settings {
 
     /// A number, or `inf`.
     pub(super) fn max_tokens_shown(&self) -> Value {
-        self.max_tokens.map_or_else(|| json!("inf"), |tokens| json!(tokens.get()))
+        self.max_tokens
+            .map_or_else(|| json!("inf"), |tokens| json!(tokens.get()))
     }
 }
 
@@ -301,7 +323,13 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     let map = match value {
         Value::Null | Value::Bool(false) => return Ok(None),
         Value::Object(map) => map,
-        other => return Err(Fault::invalid(field, other, "is neither an object nor null")),
+        other => {
+            return Err(Fault::invalid(
+                field,
+                other,
+                "is neither an object nor null",
+            ));
+        }
     };
     let mut turns = Turns::default();
     let semantic = match map.get("type").and_then(Value::as_str) {
@@ -322,29 +350,47 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     for (key, value) in map.into_iter().filter(|(_, value)| !value.is_null()) {
         let field = format!("{field}.{key}");
         let number = |min: f64, max: f64| {
-            let number = value.as_f64().ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
+            let number = value
+                .as_f64()
+                .ok_or_else(|| Fault::invalid(&field, &value, "is no number"))?;
             in_range(&field, Some(number), min, max).map(Option::unwrap_or_default)
         };
-        let flag = || value.as_bool().ok_or_else(|| Fault::invalid(&field, &value, "is neither true nor false"));
+        let flag = || {
+            value
+                .as_bool()
+                .ok_or_else(|| Fault::invalid(&field, &value, "is neither true nor false"))
+        };
         match key.as_str() {
             "type" => {}
             "create_response" => turns.respond = flag()?,
             "interrupt_response" => turns.interrupt = flag()?,
             "threshold" if !semantic => turns.threshold = number(0.0, 1.0)?,
-            "prefix_padding_ms" if !semantic => turns.prefix = from_millis(number(0.0, PREFIX_MAX_MS)?),
-            "silence_duration_ms" if !semantic => turns.silence = from_millis(number(SILENCE_MIN_MS, SILENCE_MAX_MS)?),
+            "prefix_padding_ms" if !semantic => {
+                turns.prefix = from_millis(number(0.0, PREFIX_MAX_MS)?);
+            }
+            "silence_duration_ms" if !semantic => {
+                turns.silence = from_millis(number(SILENCE_MIN_MS, SILENCE_MAX_MS)?);
+            }
             "eagerness" if semantic => {
                 turns.silence = match value.as_str() {
                     Some("low") => SEMANTIC_SILENCE * 2,
                     Some("auto" | "medium") => SEMANTIC_SILENCE,
                     Some("high") => SEMANTIC_SILENCE / 2,
                     _ => {
-                        return Err(Fault::invalid(&field, value, "is not one of `low`, `medium`, `high`, `auto`"));
+                        return Err(Fault::invalid(
+                            &field,
+                            value,
+                            "is not one of `low`, `medium`, `high`, `auto`",
+                        ));
                     }
                 };
             }
             "idle_timeout_ms" => {
-                return Err(Fault::invalid(&field, value, "is not supported: only speech ends a silence"));
+                return Err(Fault::invalid(
+                    &field,
+                    value,
+                    "is not supported: only speech ends a silence",
+                ));
             }
             _ => return Err(Fault::invalid(&field, value, UNKNOWN)),
         }
@@ -373,11 +419,23 @@ fn retention(field: &str, value: &Value) -> Result<Option<f64>, Fault> {
 }
 
 fn check_format(field: &str, format: &Value) -> Result<(), Fault> {
-    let kind = format.get("type").and_then(Value::as_str).unwrap_or_default();
-    if format.is_null() || (kind == "audio/pcm" && format.get("rate").is_none_or(|rate| *rate == json!(TTS_RATE_HZ))) {
+    let kind = format
+        .get("type")
+        .and_then(Value::as_str)
+        .unwrap_or_default();
+    if format.is_null()
+        || (kind == "audio/pcm"
+            && format
+                .get("rate")
+                .is_none_or(|rate| *rate == json!(TTS_RATE_HZ)))
+    {
         return Ok(());
     }
-    Err(Fault::invalid(field, format, format!("is not supported: audio is `audio/pcm` at a rate of {TTS_RATE_HZ}")))
+    Err(Fault::invalid(
+        field,
+        format,
+        format!("is not supported: audio is `audio/pcm` at a rate of {TTS_RATE_HZ}"),
+    ))
 }
 
 fn millis(time: Duration) -> u64 {

@@ -7,10 +7,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::Arbiter;
-use crate::{
-    policy::params::{Params, ParamsError},
-    units::Timestamp,
-};
+use crate::params::{Params, ParamsError};
+use cotenant_units::Timestamp;
 
 /// The whole state of an [`Arbiter`] between two events.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -66,7 +64,10 @@ impl Checkpoint {
     pub fn resume(self) -> Result<Arbiter, CheckpointError> {
         let at = self.at();
         let arbiter = *self.0;
-        arbiter.params().validate().map_err(|source| CheckpointError::Params { at, source })?;
+        arbiter
+            .params()
+            .validate()
+            .map_err(|source| CheckpointError::Params { at, source })?;
         match arbiter.broken_invariant() {
             Some(broken) => Err(CheckpointError::Broken { at, broken }),
             None => Ok(arbiter),
@@ -79,12 +80,16 @@ mod tests {
     use std::error::Error as _;
 
     use super::*;
-    use crate::{policy::params::Scope, units::Bytes};
+    use crate::params::Scope;
+    use cotenant_units::Bytes;
 
     fn as_json() -> serde_json::Value {
         let params = Params::for_budget(Bytes::from_gib(1), Bytes::from_mib(128), Scope::Machine);
         let mut arbiter = Arbiter::new(params).unwrap();
-        let _ = arbiter.handle(Timestamp::from_millis(7), crate::policy::event::Event::DrainRequested);
+        let _ = arbiter.handle(
+            Timestamp::from_millis(7),
+            crate::event::Event::DrainRequested,
+        );
         serde_json::to_value(Checkpoint::of(&arbiter)).unwrap()
     }
 
@@ -100,10 +105,16 @@ mod tests {
     fn settings_that_are_not_valid_are_refused() {
         let mut json = as_json();
         json["params"]["pressure"]["fill_rate_mib_per_s"] = 0.into();
-        let error = serde_json::from_value::<Checkpoint>(json).unwrap().resume().unwrap_err();
+        let error = serde_json::from_value::<Checkpoint>(json)
+            .unwrap()
+            .resume()
+            .unwrap_err();
         assert_eq!(
             error.to_string(),
-            format!("cannot go on from the checkpoint of {}: its settings are not valid", Timestamp::from_millis(7))
+            format!(
+                "cannot go on from the checkpoint of {}: its settings are not valid",
+                Timestamp::from_millis(7)
+            )
         );
         assert!(error.source().unwrap().to_string().contains("is zero"));
     }
@@ -114,7 +125,10 @@ mod tests {
         json["ledger"]["entries"] = serde_json::json!([
             [1, { "tenant": "a", "held": Bytes::from_gib(2), "booked_at": 0, "moving": false }]
         ]);
-        let error = serde_json::from_value::<Checkpoint>(json).unwrap().resume().unwrap_err();
+        let error = serde_json::from_value::<Checkpoint>(json)
+            .unwrap()
+            .resume()
+            .unwrap_err();
         assert!(error.to_string().contains("is held of a"), "{error}");
     }
 }

@@ -5,22 +5,20 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    policy::{
-        admission::{Want, WantKind},
-        deadline::Deadline,
-        decision::Decision,
-        denial::{Denial, Problem},
-        event::{Action, Answer, Done},
-        lease::{Class, LeaseId, Ticket},
-        lease_table::{Effect, Lease, LeaseTable, Turn},
-        page_pool::PagePool,
-        pressure::Sample,
-        reason::ReclaimReason,
-        reboot::RebootAdvice,
-        state::State,
-    },
-    units::{Bytes, Timestamp},
+    admission::{Want, WantKind},
+    deadline::Deadline,
+    decision::Decision,
+    denial::{Denial, Problem},
+    event::{Action, Answer, Done},
+    lease::{Class, LeaseId, Ticket},
+    lease_table::{Effect, Lease, LeaseTable, Turn},
+    page_pool::PagePool,
+    pressure::Sample,
+    reason::ReclaimReason,
+    reboot::RebootAdvice,
+    state::State,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// One call of the arbiter: the state that it changes, and the actions that it has decided on.
 #[derive(Debug)]
@@ -65,8 +63,17 @@ pub(super) struct Stats {
 }
 
 impl<'a> Context<'a> {
-    pub(super) const fn new(state: &'a mut State, machine: &'a mut Machine, record: &'a mut Record) -> Self {
-        Self { state, machine, record, out: Vec::new() }
+    pub(super) const fn new(
+        state: &'a mut State,
+        machine: &'a mut Machine,
+        record: &'a mut Record,
+    ) -> Self {
+        Self {
+            state,
+            machine,
+            record,
+            out: Vec::new(),
+        }
     }
 
     pub(super) fn answer(&mut self, ticket: Ticket, answer: Answer) {
@@ -79,7 +86,13 @@ impl<'a> Context<'a> {
 
     pub(super) fn deny(&mut self, ticket: Ticket, denial: Denial) {
         let retry_after = retry_after(self.state, &denial);
-        self.answer(ticket, Answer::Denied { denial, retry_after });
+        self.answer(
+            ticket,
+            Answer::Denied {
+                denial,
+                retry_after,
+            },
+        );
     }
 
     pub(super) fn deny_all(&mut self, tickets: Vec<Ticket>, denial: &Denial) {
@@ -95,15 +108,24 @@ impl<'a> Context<'a> {
 
     /// Decides about a state that lasts, once for each change of its `figures` that is worth a line: by a sixteenth and
     /// 1 MiB at least, or from or to nothing. Our choice: what others use wavers, and a wait may last for hours.
-    pub(super) fn decide_once(&mut self, subject: &str, figures: &[Bytes], decision: impl Into<Decision>) {
+    pub(super) fn decide_once(
+        &mut self,
+        subject: &str,
+        figures: &[Bytes],
+        decision: impl Into<Decision>,
+    ) {
         let is_news = |(before, now): (&Bytes, &Bytes)| {
             let differs = before.max(now).saturating_sub(*before.min(now));
             differs >= Bytes::new(before.get() / 16).max(Bytes::from_mib(1))
                 || (before != now && *before.min(now) == Bytes::ZERO)
         };
         let said = self.record.said.get(subject);
-        if said.is_none_or(|said| said.len() != figures.len() || said.iter().zip(figures).any(is_news)) {
-            self.record.said.insert(subject.to_owned(), figures.to_vec());
+        if said
+            .is_none_or(|said| said.len() != figures.len() || said.iter().zip(figures).any(is_news))
+        {
+            self.record
+                .said
+                .insert(subject.to_owned(), figures.to_vec());
             self.decide(decision);
         }
     }
@@ -114,8 +136,15 @@ impl<'a> Context<'a> {
     }
 
     /// Changes the table, and applies what follows from that, in order.
-    pub(super) fn with_leases<T>(&mut self, change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T) -> T {
-        let mut turn = Turn { now: self.state.now, ledger: &mut self.state.ledger, effects: Vec::new() };
+    pub(super) fn with_leases<T>(
+        &mut self,
+        change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T,
+    ) -> T {
+        let mut turn = Turn {
+            now: self.state.now,
+            ledger: &mut self.state.ledger,
+            effects: Vec::new(),
+        };
         let outcome = change(&mut self.state.leases, &mut turn);
         for effect in turn.effects {
             self.apply(effect);
@@ -158,11 +187,20 @@ impl<'a> Context<'a> {
     /// Asks a holder to come down to `bytes`.
     pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: ReclaimReason) {
         let class = self.state.leases.get(id).map(|lease| lease.class);
-        let span = class.map_or(self.state.params.shed.settle, |class| self.state.params.shed.deadlines.of(class));
+        let span = class.map_or(self.state.params.shed.settle, |class| {
+            self.state.params.shed.deadlines.of(class)
+        });
         let deadline = self.state.now + span;
-        let nonce = self.with_leases(|leases, turn| leases.begin_revocation(id, bytes, deadline, false, turn));
+        let nonce = self
+            .with_leases(|leases, turn| leases.begin_revocation(id, bytes, deadline, false, turn));
         self.refuse_growth_of(id, bytes);
-        self.out.push(Action::SetTarget { lease: id, nonce, bytes, deadline, reason });
+        self.out.push(Action::SetTarget {
+            lease: id,
+            nonce,
+            bytes,
+            deadline,
+            reason,
+        });
     }
 
     /// Denies what waits for a lease or a worker that is gone.
@@ -184,7 +222,9 @@ impl<'a> Context<'a> {
 
     /// Queues something that we want ourselves.
     pub(super) fn queue_own(&mut self, tenant: &str, class: Class, lease: LeaseId, kind: WantKind) {
-        self.state.queue.insert(Want::ours(tenant, class, lease, kind, self.state.now));
+        self.state
+            .queue
+            .insert(Want::ours(tenant, class, lease, kind, self.state.now));
     }
 
     /// Notes that memory came back, by a shed of ours or otherwise.
@@ -208,7 +248,12 @@ impl<'a> Context<'a> {
 /// When a denied request may be worth another try.
 fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
     match denial {
-        Denial::InsufficientMemory { asked, free, reclaimable, .. } => {
+        Denial::InsufficientMemory {
+            asked,
+            free,
+            reclaimable,
+            ..
+        } => {
             if free.saturating_add(*reclaimable) >= *asked {
                 Some(state.params.shed.settle)
             } else {
@@ -218,7 +263,9 @@ fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
         Denial::StaleSample { .. } => Some(state.params.pressure.sample_max),
         Denial::PressureHigh { .. } => Some(state.params.pressure.dwell),
         Denial::QuotaExceeded { .. } => Some(state.params.shed.settle),
-        Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(state.params.pressure.dwell)),
+        Denial::NotGrowing { wait } => {
+            Some(wait.retry_after().unwrap_or(state.params.pressure.dwell))
+        }
         _ => None,
     }
 }

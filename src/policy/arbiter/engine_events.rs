@@ -1,21 +1,19 @@
 //! Events of the engine: inspected, a plan carried out or failed, gone, busy or idle.
 //!
-//! Its state is in [`engine_control`](crate::policy::engine_control); what it is asked for is in `engine_orders`.
+//! Its state is in [`engine_control`](crate::engine_control); what it is asked for is in `engine_orders`.
 
 use super::{context::Context, engine_orders};
 use crate::{
-    policy::{
-        deadline::Deadline,
-        decision::{EngineDecision, NextLoad, StrayPlan},
-        engine_control::{AfterFailure, Applied, Confirmed, KvUse, PlanKind},
-        engine_failure::Cure,
-        params::ENGINE_TENANT,
-        reason::PlanSize,
-        residency::{EnginePlan, ModelShape, PlanLimits},
-        state::State,
-    },
-    units::{Bytes, Tokens},
+    deadline::Deadline,
+    decision::{EngineDecision, NextLoad, StrayPlan},
+    engine_control::{AfterFailure, Applied, Confirmed, KvUse, PlanKind},
+    engine_failure::Cure,
+    params::ENGINE_TENANT,
+    reason::PlanSize,
+    residency::{EnginePlan, ModelShape, PlanLimits},
+    state::State,
 };
+use cotenant_units::{Bytes, Tokens};
 
 pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
     let Some(params) = &cx.state.engine.params else {
@@ -43,9 +41,18 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
     }
 }
 
-pub(super) fn take_applied(cx: &mut Context<'_>, revision: u64, in_force: EnginePlan, applied: &Applied) {
+pub(super) fn take_applied(
+    cx: &mut Context<'_>,
+    revision: u64,
+    in_force: EnginePlan,
+    applied: &Applied,
+) {
     let now = cx.state.now;
-    let (confirmed, id) = match cx.state.engine.confirm(revision, in_force, applied.untouched, now) {
+    let (confirmed, id) = match cx
+        .state
+        .engine
+        .confirm(revision, in_force, applied.untouched, now)
+    {
         Ok(confirmed) => (confirmed, cx.state.engine.lease),
         Err(stray) => return ignore_plan(cx, revision, stray),
     };
@@ -66,22 +73,34 @@ pub(super) fn take_applied(cx: &mut Context<'_>, revision: u64, in_force: Engine
         took: applied.took,
     });
     match confirmed {
-        Confirmed::Repeated => cx.state.pressure.came_back(credited.min(applied.freed), now),
+        Confirmed::Repeated => cx
+            .state
+            .pressure
+            .came_back(credited.min(applied.freed), now),
         Confirmed::Shed(asked) => {
             cx.note_reclaimed(credited, true);
             cx.state.pressure.came_back(credited, now);
             let promised = before.saturating_sub(cx.state.engine.bytes_in(&asked.plan));
             let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
             if promised.per_mille(cx.state.params.shed.verify_per_mille) > given && !is_asked {
-                cx.decide(EngineDecision::Short { promised, credited, freed: applied.freed });
+                cx.decide(EngineDecision::Short {
+                    promised,
+                    credited,
+                    freed: applied.freed,
+                });
             }
         }
-        Confirmed::Grown { asked, without_chunk } => {
+        Confirmed::Grown {
+            asked,
+            without_chunk,
+        } => {
             cx.state.engine.blocked.growth = Some(cx.later(cx.state.params.shed.settle));
             let in_force = cx.state.engine.plans.in_force.as_ref();
             let bytes = in_force.map_or(asked.from, |plan| cx.state.engine.bytes_in(plan));
             let stats = &mut cx.record.stats;
-            stats.regrown_bytes = stats.regrown_bytes.saturating_add(bytes.saturating_sub(asked.from));
+            stats.regrown_bytes = stats
+                .regrown_bytes
+                .saturating_add(bytes.saturating_sub(asked.from));
             // The layers whose place the larger chunk should have taken may come back at once.
             if without_chunk && cx.state.dwell.began_at(asked.asked_at) {
                 cx.state.dwell.end();
@@ -118,14 +137,20 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
     }
     // The plan in force is asked for before anything grows; after a longer time, if that one failed.
     let confirms = cx.state.engine.plans.in_force.as_ref() == Some(&pending.plan);
-    let confirm_at = Deadline::after(cx.state.now, if confirms { settle.max(dwell) } else { settle });
+    let confirm_at = Deadline::after(
+        cx.state.now,
+        if confirms { settle.max(dwell) } else { settle },
+    );
     let grows_at = match pending.kind {
         PlanKind::Regrow => confirm_at.at().max(cx.state.now + dwell),
         PlanKind::Shed | PlanKind::Load => confirm_at.at(),
     };
     cx.state.engine.blocked.growth = cx.state.engine.blocked.growth.max(Some(grows_at));
     // Its finished part is on the book until the engine reports which plan is in force.
-    cx.state.engine.plans.failed(revision, pending.plan, confirm_at);
+    cx.state
+        .engine
+        .plans
+        .failed(revision, pending.plan, confirm_at);
     engine_orders::settle(cx);
     engine_orders::answer_operators(cx, revision, Err(reason));
 }
@@ -134,7 +159,11 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
     if cx.state.engine.params.is_none() {
         return;
     }
-    let freed = cx.state.engine.lease.map_or(Bytes::ZERO, |id| cx.drop_lease(id));
+    let freed = cx
+        .state
+        .engine
+        .lease
+        .map_or(Bytes::ZERO, |id| cx.drop_lease(id));
     match left {
         // No lease holds it, and nothing can be granted of it.
         Some(left) => cx.state.ledger.measure(ENGINE_TENANT, left, cx.state.now),
@@ -142,18 +171,36 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
     }
     cx.state.changed_at = cx.state.now;
     // A retry that fails like the one before is no news.
-    let is_news = cx.state.engine.failure().is_none_or(|before| before.reason != reason);
-    let next = match cx.state.engine.failed(reason, cure, left.is_some(), cx.state.now) {
+    let is_news = cx
+        .state
+        .engine
+        .failure()
+        .is_none_or(|before| before.reason != reason);
+    let next = match cx
+        .state
+        .engine
+        .failed(reason, cure, left.is_some(), cx.state.now)
+    {
         AfterFailure::RetryAt(at) => NextLoad::In(at.saturating_since(cx.state.now)),
         AfterFailure::ReadAt(at) => NextLoad::ReadIn(at.saturating_since(cx.state.now)),
         AfterFailure::NeedsChange => NextLoad::NeedsChange,
         AfterFailure::GivenUp => NextLoad::GivenUp,
-        AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk { left: left.unwrap_or_default() },
+        AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk {
+            left: left.unwrap_or_default(),
+        },
         AfterFailure::NothingToLoad => NextLoad::NothingToLoad,
     };
-    let failure = cx.state.engine.failure().map_or_else(String::new, |failure| failure.to_string());
+    let failure = cx
+        .state
+        .engine
+        .failure()
+        .map_or_else(String::new, |failure| failure.to_string());
     if is_news || matches!(next, NextLoad::GivenUp) {
-        cx.decide(EngineDecision::Gone { reason: failure, freed, next });
+        cx.decide(EngineDecision::Gone {
+            reason: failure,
+            freed,
+            next,
+        });
     }
     engine_orders::answer_operators(cx, u64::MAX, Err(reason));
 }
@@ -161,7 +208,10 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
 pub(super) fn take_activity(cx: &mut Context<'_>, requests: u32, kv: KvUse) {
     let lost = cx.state.engine.activity(requests, kv);
     if lost > 0 {
-        cx.decide(EngineDecision::ContextLost { tokens: lost, in_all: kv.dropped.get() });
+        cx.decide(EngineDecision::ContextLost {
+            tokens: lost,
+            in_all: kv.dropped.get(),
+        });
     }
 }
 

@@ -2,20 +2,18 @@
 
 use super::context::Context;
 use crate::{
-    policy::{
-        decision::EngineDecision,
-        denial::{Denial, Problem},
-        engine_control::{Applied, Pending, PlanKind, WaitingOperator, Wish},
-        engine_supply::Given,
-        event::{Action, Answer, Done, ShedLimit, ShedOutcome},
-        lease::Ticket,
-        params::ENGINE_TENANT,
-        reason::{PlanChange, PlanReason, ReclaimReason},
-        residency::EnginePlan,
-        state::State,
-    },
-    units::{Bytes, Tokens},
+    decision::EngineDecision,
+    denial::{Denial, Problem},
+    engine_control::{Applied, Pending, PlanKind, WaitingOperator, Wish},
+    engine_supply::Given,
+    event::{Action, Answer, Done, ShedLimit, ShedOutcome},
+    lease::Ticket,
+    params::ENGINE_TENANT,
+    reason::{PlanChange, PlanReason, ReclaimReason},
+    residency::EnginePlan,
+    state::State,
 };
+use cotenant_units::{Bytes, Tokens};
 
 /// Asks the engine to give up what was chosen. Returns what it has been asked for.
 pub(super) fn shed(cx: &mut Context<'_>, given: Given, reclaim: ReclaimReason) -> Bytes {
@@ -27,21 +25,51 @@ pub(super) fn shed(cx: &mut Context<'_>, given: Given, reclaim: ReclaimReason) -
         return Bytes::ZERO;
     };
     let change = PlanChange::of(engine.shape(), engine.goal().unwrap_or(&plan), &plan);
-    ask(cx, plan, PlanKind::Shed, Some(PlanReason::Shed { reclaim, gives, change }));
+    ask(
+        cx,
+        plan,
+        PlanKind::Shed,
+        Some(PlanReason::Shed {
+            reclaim,
+            gives,
+            change,
+        }),
+    );
     gives
 }
 
 /// Sends a plan, without a `reason` to load the model with it; growth has been booked.
-pub(super) fn ask(cx: &mut Context<'_>, plan: EnginePlan, kind: PlanKind, reason: Option<PlanReason>) {
+pub(super) fn ask(
+    cx: &mut Context<'_>,
+    plan: EnginePlan,
+    kind: PlanKind,
+    reason: Option<PlanReason>,
+) {
     let revision = cx.state.engine.plans.next_revision();
-    let from = cx.state.engine.goal().map_or(Bytes::ZERO, |goal| cx.state.engine.bytes_in(goal));
+    let from = cx
+        .state
+        .engine
+        .goal()
+        .map_or(Bytes::ZERO, |goal| cx.state.engine.bytes_in(goal));
     if let Some(id) = cx.state.engine.lease {
         cx.state.ledger.set_moving(id, true);
     }
-    cx.state.engine.plans.pending.insert(revision, Pending { plan: plan.clone(), asked_at: cx.state.now, kind, from });
+    cx.state.engine.plans.pending.insert(
+        revision,
+        Pending {
+            plan: plan.clone(),
+            asked_at: cx.state.now,
+            kind,
+            from,
+        },
+    );
     cx.out.push(match reason {
         None => Action::LoadEngine { revision, plan },
-        Some(reason) => Action::ApplyPlan { revision, plan, reason },
+        Some(reason) => Action::ApplyPlan {
+            revision,
+            plan,
+            reason,
+        },
     });
 }
 
@@ -72,14 +100,20 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
 
 /// Credits what a newer measurement of the engine shows.
 pub(super) fn settle(cx: &mut Context<'_>) {
-    let Some(id) = cx.state.engine.lease else { return };
+    let Some(id) = cx.state.engine.lease else {
+        return;
+    };
     if !cx.state.engine.is_ready() {
         return;
     }
     let held = cx.state.ledger.held_by(id);
     let used = cx.state.ledger.used_by(ENGINE_TENANT).unwrap_or(held);
-    cx.state.ledger.lower(id, cx.state.engine.needs().max(used.min(held)));
-    cx.state.ledger.set_moving(id, !cx.state.engine.plans.pending.is_empty());
+    cx.state
+        .ledger
+        .lower(id, cx.state.engine.needs().max(used.min(held)));
+    cx.state
+        .ledger
+        .set_moving(id, !cx.state.engine.plans.pending.is_empty());
 }
 
 /// Why the engine does not give more than it has.
@@ -94,13 +128,24 @@ fn shed_limit(state: &State, held: Bytes) -> ShedLimit {
 }
 
 /// Tells operators what became of what they asked for.
-pub(super) fn answer_operators(cx: &mut Context<'_>, revision: u64, outcome: Result<&Applied, &str>) {
+pub(super) fn answer_operators(
+    cx: &mut Context<'_>,
+    revision: u64,
+    outcome: Result<&Applied, &str>,
+) {
     let held = cx.state.engine_held();
-    let (due, waiting) =
-        std::mem::take(&mut cx.state.engine.operators).into_iter().partition(|operator| operator.revision <= revision);
+    let (due, waiting) = std::mem::take(&mut cx.state.engine.operators)
+        .into_iter()
+        .partition(|operator| operator.revision <= revision);
     cx.state.engine.operators = waiting;
     let due: Vec<WaitingOperator> = due;
-    for WaitingOperator { ticket, revision: asked_as, before, wish } in due {
+    for WaitingOperator {
+        ticket,
+        revision: asked_as,
+        before,
+        wish,
+    } in due
+    {
         match (outcome, wish) {
             (Ok(applied), Wish::KvType { kind }) => cx.done(
                 ticket,
@@ -116,11 +161,20 @@ pub(super) fn answer_operators(cx: &mut Context<'_>, revision: u64, outcome: Res
             (Ok(_), Wish::Shed { asked }) => {
                 let freed = before.saturating_sub(held);
                 let limited_by = (freed < asked).then(|| shed_limit(cx.state, held));
-                let outcome = ShedOutcome { asked, freed, held, limited_by };
+                let outcome = ShedOutcome {
+                    asked,
+                    freed,
+                    held,
+                    limited_by,
+                };
                 cx.answer(ticket, Answer::Shed(outcome));
             }
-            (Err(reason), Wish::KvType { kind }) => deny_unapplied(cx, ticket, "kv_type", &kind, asked_as, reason),
-            (Err(reason), Wish::Shed { .. }) => deny_unapplied(cx, ticket, "plan", &asked_as, asked_as, reason),
+            (Err(reason), Wish::KvType { kind }) => {
+                deny_unapplied(cx, ticket, "kv_type", &kind, asked_as, reason);
+            }
+            (Err(reason), Wish::Shed { .. }) => {
+                deny_unapplied(cx, ticket, "plan", &asked_as, asked_as, reason);
+            }
         }
     }
 }
@@ -135,5 +189,8 @@ fn deny_unapplied(
 ) {
     let reason = reason.to_owned();
     let problem = Problem::NotApplied { revision, reason };
-    cx.deny(ticket, Denial::invalid(ENGINE_TENANT, field, value, problem));
+    cx.deny(
+        ticket,
+        Denial::invalid(ENGINE_TENANT, field, value, problem),
+    );
 }

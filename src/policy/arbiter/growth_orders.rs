@@ -4,20 +4,18 @@
 
 use super::{context::Context, engine_orders, reclaim_orders, serve, worker_orders};
 use crate::{
-    policy::{
-        decision::{EngineDecision, GrowthDecision},
-        engine_control::{PlanKind, bytes_in},
-        event::Done,
-        growth::{self, Load, NextGrowth},
-        growth_wait::GrowthWait,
-        lease::{Class, LeaseKind},
-        lease_table::Lease,
-        params::ENGINE_TENANT,
-        reason::{PlanChange, PlanReason, PlanSize, ReclaimReason},
-        residency::EnginePlan,
-    },
-    units::{Bytes, Tokens},
+    decision::{EngineDecision, GrowthDecision},
+    engine_control::{PlanKind, bytes_in},
+    event::Done,
+    growth::{self, Load, NextGrowth},
+    growth_wait::GrowthWait,
+    lease::{Class, LeaseKind},
+    lease_table::Lease,
+    params::ENGINE_TENANT,
+    reason::{PlanChange, PlanReason, PlanSize, ReclaimReason},
+    residency::EnginePlan,
 };
+use cotenant_units::{Bytes, Tokens};
 
 /// Grows back what was shed, one step at a time.
 pub(super) fn grow_back(cx: &mut Context<'_>) {
@@ -29,7 +27,12 @@ pub(super) fn grow_back(cx: &mut Context<'_>) {
 /// A client's request needs more KV capacity, or would like it: from what may grow now, and what it needs from layers
 /// as well. Dwell, back-off and an operator's shed stay in force; but see [`growth::capacity_plan`] for an answer that
 /// `is_running`.
-pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, needed: Tokens, wanted: Tokens, is_running: bool) {
+pub(super) fn take_capacity_wanted(
+    cx: &mut Context<'_>,
+    needed: Tokens,
+    wanted: Tokens,
+    is_running: bool,
+) {
     let Some(present) = cx.state.engine.goal().map(|plan| plan.kv_capacity) else {
         return;
     };
@@ -42,11 +45,17 @@ pub(super) fn take_capacity_wanted(cx: &mut Context<'_>, needed: Tokens, wanted:
         let change = PlanChange::of(engine.shape(), engine.goal().unwrap_or(&plan), &plan);
         let bytes = cx.state.engine.bytes_in(&plan);
         // It has not begun, so that nothing uses the capacity yet.
-        cx.state.engine.pin_capacity(needed.min(plan.kv_capacity), cx.state.now);
+        cx.state
+            .engine
+            .pin_capacity(needed.min(plan.kv_capacity), cx.state.now);
         grow_engine(cx, plan, bytes, PlanReason::Capacity { wanted, change })
     });
     if let Err(wait) = grown {
-        cx.decide(GrowthDecision::CapacityWithheld { wanted, present, wait });
+        cx.decide(GrowthDecision::CapacityWithheld {
+            wanted,
+            present,
+            wait,
+        });
     }
 }
 
@@ -77,15 +86,27 @@ pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
 }
 
 /// Books a plan that takes more, and asks for it.
-fn grow_engine(cx: &mut Context<'_>, plan: EnginePlan, bytes: Bytes, reason: PlanReason) -> Result<Done, GrowthWait> {
+fn grow_engine(
+    cx: &mut Context<'_>,
+    plan: EnginePlan,
+    bytes: Bytes,
+    reason: PlanReason,
+) -> Result<Done, GrowthWait> {
     let held = cx.state.engine_held();
-    let booked = cx.state.engine.lease.is_some_and(|id| cx.grow_lease(id, bytes.max(held)));
+    let booked = cx
+        .state
+        .engine
+        .lease
+        .is_some_and(|id| cx.grow_lease(id, bytes.max(held)));
     if !booked {
-        return Err(growth::room(cx.state).unwrap_or_default().lacks(bytes.saturating_sub(held)));
+        return Err(growth::room(cx.state)
+            .unwrap_or_default()
+            .lacks(bytes.saturating_sub(held)));
     }
     // KV that an operator wants in a smaller type, put into force with the next growth: that is given up too. So are
     // layers whose place a larger prefill chunk or KV capacity takes.
-    let gives_up = |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
+    let gives_up =
+        |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
     if cx.state.engine.goal().is_some_and(gives_up) {
         cx.state.dwell.begin(cx.state.now);
     }
@@ -98,15 +119,30 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
     match growth::load(cx.state) {
         None => {}
         Some(Load::Fits { plan, kept }) => load_with(cx, plan, kept),
-        Some(Load::Lacks { error, missing, kept, headroom }) => {
+        Some(Load::Lacks {
+            error,
+            missing,
+            kept,
+            headroom,
+        }) => {
             let free = cx.state.ledger.free();
             if let Some(missing) = missing {
-                let reason = ReclaimReason::EngineFloor { missing, floor: error.floor, free };
+                let reason = ReclaimReason::EngineFloor {
+                    missing,
+                    floor: error.floor,
+                    free,
+                };
                 reclaim_orders::reclaim_for(cx, Class::LlmElastic, missing, reason);
             }
             let figures = [error.floor, error.available, free, kept, headroom];
             let watermark = cx.state.params.pressure.elevated_below;
-            let decision = EngineDecision::WaitsForMemory { error, free, kept, headroom, watermark };
+            let decision = EngineDecision::WaitsForMemory {
+                error,
+                free,
+                kept,
+                headroom,
+                watermark,
+            };
             cx.decide_once(WAITS, &figures, decision);
         }
     }
@@ -115,9 +151,16 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
 fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
     let shape = cx.state.engine.shape();
     let bytes = bytes_in(shape, &plan);
-    let full = cx.state.engine.full_plan().map_or(bytes, |full| bytes_in(shape, &full));
+    let full = cx
+        .state
+        .engine
+        .full_plan()
+        .map_or(bytes, |full| bytes_in(shape, &full));
     let size = PlanSize::of(shape, &plan);
-    let (least, generation) = (cx.state.engine.floor_bytes().unwrap_or(bytes), cx.state.leases.next_generation());
+    let (least, generation) = (
+        cx.state.engine.floor_bytes().unwrap_or(bytes),
+        cx.state.leases.next_generation(),
+    );
     let kind = (LeaseKind::Engine, Class::LlmElastic);
     let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), cx.state.now);
     let id = cx.state.leases.next_id();
@@ -126,7 +169,12 @@ fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
     }
     cx.state.engine.load(id, cx.state.now);
     cx.record.said.remove(WAITS);
-    cx.decide(EngineDecision::Loading { plan: size, full, free: cx.state.ledger.free(), kept });
+    cx.decide(EngineDecision::Loading {
+        plan: size,
+        full,
+        free: cx.state.ledger.free(),
+        kept,
+    });
     engine_orders::ask(cx, plan, PlanKind::Load, None);
 }
 

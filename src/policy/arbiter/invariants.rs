@@ -1,7 +1,7 @@
 //! Invariants that end every call.
 
 use super::view::next_deadline;
-use crate::policy::{lease::LeaseId, lease_table::Lease, state::State};
+use crate::{lease::LeaseId, lease_table::Lease, state::State};
 
 /// Asserts of one lease that its time is ahead; ends a renewal, which touches nothing else.
 ///
@@ -11,7 +11,11 @@ use crate::policy::{lease::LeaseId, lease_table::Lease, state::State};
 pub(super) fn assert_lasts(state: &State, id: LeaseId) {
     let past = |lease: &&Lease| lease.expires_at.is_some_and(|at| at <= state.now);
     if state.leases.get(id).is_some_and(|lease| past(&lease)) {
-        panic!("the book is broken at {}: lease {} is past its time", state.now, state.leases.name_of(id));
+        panic!(
+            "the book is broken at {}: lease {} is past its time",
+            state.now,
+            state.leases.name_of(id)
+        );
     }
 }
 
@@ -22,7 +26,11 @@ pub(super) fn assert_lasts(state: &State, id: LeaseId) {
 /// may be at; no deadline that is due has been left unserved.
 pub(super) fn broken(state: &State) -> Option<String> {
     if !state.ledger.is_conserved() {
-        return Some(format!("{} is held of a {} budget", state.ledger.held(), state.ledger.budget()));
+        return Some(format!(
+            "{} is held of a {} budget",
+            state.ledger.held(),
+            state.ledger.budget()
+        ));
     }
     if let Some(id) = state.ledger.differs_from(state.leases.ids()) {
         return Some(format!("lease {} is on one book only", id.0));
@@ -30,7 +38,9 @@ pub(super) fn broken(state: &State) -> Option<String> {
     if let Some(name) = state.leases.past_its_time(state.now) {
         return Some(format!("lease {name} is past its time"));
     }
-    broken_engine(state).or_else(|| broken_worker(state)).or_else(|| unserved_deadline(state))
+    broken_engine(state)
+        .or_else(|| broken_worker(state))
+        .or_else(|| unserved_deadline(state))
 }
 
 fn broken_engine(state: &State) -> Option<String> {
@@ -38,15 +48,25 @@ fn broken_engine(state: &State) -> Option<String> {
     let limits = state.engine.limits()?;
     let shape = state.engine.shape()?;
     // Where memory was refused for layers of the floor, it was loaded with fewer.
-    let loaded = state.engine.plans.in_force.as_ref().map_or(usize::MAX, |plan| plan.resident.len());
+    let loaded = state
+        .engine
+        .plans
+        .in_force
+        .as_ref()
+        .map_or(usize::MAX, |plan| plan.resident.len());
     for (revision, pending) in &state.engine.plans.pending {
         let floor = limits.kv_floor.min(shape.context_max);
-        let least = shape.parts_of(limits.resident_min).min(shape.layers.len()).min(loaded);
+        let least = shape
+            .parts_of(limits.resident_min)
+            .min(shape.layers.len())
+            .min(loaded);
         if pending.plan.kv_capacity < floor || pending.plan.resident.len() < least {
             return Some(format!("plan {revision} is below the engine's floor"));
         }
         if held.is_none_or(|held| held < shape.plan_bytes(&pending.plan)) {
-            return Some(format!("plan {revision} is not covered by the engine's lease"));
+            return Some(format!(
+                "plan {revision} is not covered by the engine's lease"
+            ));
         }
     }
     let lost = state.engine.is_ready() && held.is_none();

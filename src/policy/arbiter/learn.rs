@@ -2,19 +2,22 @@
 
 use super::context::Context;
 use crate::{
-    policy::{
-        death::DeathCertificate,
-        decision::WorkerDecision,
-        event::Action,
-        params::ENGINE_TENANT,
-        worker::{Lesson, Worker},
-    },
-    units::Bytes,
+    death::DeathCertificate,
+    decision::WorkerDecision,
+    event::Action,
+    params::ENGINE_TENANT,
+    worker::{Lesson, Worker},
 };
+use cotenant_units::Bytes;
 
 /// Takes what the kernel remembers of a worker's life.
 pub(super) fn take_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
-    if cx.state.workers.get_mut(name).is_some_and(|worker| worker.peaked(peak)) {
+    if cx
+        .state
+        .workers
+        .get_mut(name)
+        .is_some_and(|worker| worker.peaked(peak))
+    {
         learn_peak(cx, name, peak);
     }
 }
@@ -42,16 +45,27 @@ pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
         return;
     };
     let worker = cx.state.workers.get_mut(name);
-    match worker.and_then(|worker| worker.lesson(measured.at, cx.state.params.shed.settle, cx.state.now)) {
+    match worker
+        .and_then(|worker| worker.lesson(measured.at, cx.state.params.shed.settle, cx.state.now))
+    {
         Some(Lesson::Seen(peak)) => learn_peak(cx, name, peak),
         Some(Lesson::Lived(peak)) => {
             let variant = cx.state.workers.get(name).and_then(Worker::variant);
-            let first = cx.state.peaks.of(name, variant).is_none_or(|peak| peak.lives == 0);
+            let first = cx
+                .state
+                .peaks
+                .of(name, variant)
+                .is_none_or(|peak| peak.lives == 0);
             if cx.state.peaks.lived(name, variant, peak) {
                 if first && worker_is_auto(cx, name) {
                     let (worker, variant) = (name.to_owned(), variant.map(str::to_owned));
                     let reserved = cx.state.configured_peak(name, variant.as_deref());
-                    cx.decide(WorkerDecision::PeakLearned { worker, variant, peak, configured: reserved });
+                    cx.decide(WorkerDecision::PeakLearned {
+                        worker,
+                        variant,
+                        peak,
+                        configured: reserved,
+                    });
                 }
                 store_peaks(cx);
             }
@@ -61,7 +75,10 @@ pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
 }
 
 fn worker_is_auto(cx: &Context<'_>, name: &str) -> bool {
-    cx.state.workers.get(name).is_some_and(|worker| worker.params.rest.auto)
+    cx.state
+        .workers
+        .get(name)
+        .is_some_and(|worker| worker.params.rest.auto)
 }
 
 /// A worker that was killed at the limit of its control group would have used more than was ever seen of it: what it
@@ -76,13 +93,24 @@ pub(super) fn from_oom(cx: &mut Context<'_>, certificate: &DeathCertificate) {
         return;
     }
     let variant = worker.variant();
-    let had = certificate.memory.history.iter().map(|point| point.used).max();
+    let had = certificate
+        .memory
+        .history
+        .iter()
+        .map(|point| point.used)
+        .max();
     let learned = cx.state.peaks.of(name, variant).map(|peak| peak.bytes);
     let had = had.max(certificate.memory.peak_resident).max(learned);
-    let had = had.unwrap_or_default().max(cx.state.configured_peak(name, variant));
+    let had = had
+        .unwrap_or_default()
+        .max(cx.state.configured_peak(name, variant));
     let needs = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
     if cx.state.peaks.seen(name, variant, needs) {
-        cx.decide(WorkerDecision::PeakRaised { worker: name.to_owned(), had, needs });
+        cx.decide(WorkerDecision::PeakRaised {
+            worker: name.to_owned(),
+            had,
+            needs,
+        });
         store_peaks(cx);
     }
 }
@@ -100,7 +128,9 @@ pub(super) fn from_engine(cx: &mut Context<'_>) {
 
 fn store_peaks(cx: &mut Context<'_>) {
     for worker in cx.state.workers.values() {
-        cx.state.peaks.name_model(&worker.params.name, worker.params.model.as_deref());
+        cx.state
+            .peaks
+            .name_model(&worker.params.name, worker.params.model.as_deref());
     }
     let peaks = cx.state.peaks.clone();
     cx.out.push(Action::StorePeaks { peaks });

@@ -4,26 +4,27 @@ use std::mem;
 
 use super::{context::Context, engine_orders, growth_orders, reclaim_orders, serve};
 use crate::{
-    policy::{
-        decision::{AdmissionDecision, MemoryDecision},
-        denial::{Denial, OPERATOR, Problem},
-        engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
-        event::{Action, ChangedKeys, Done},
-        growth,
-        growth_wait::GrowthWait,
-        kv_type::KvType,
-        lease::{Class, Ticket},
-        params::{ENGINE_TENANT, MachineMemory, Params},
-        reason::{PlanChange, PlanReason, ReclaimReason},
-        reclaim,
-        residency::EnginePlan,
-    },
-    units::Bytes,
+    decision::{AdmissionDecision, MemoryDecision},
+    denial::{Denial, OPERATOR, Problem},
+    engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
+    event::{Action, ChangedKeys, Done},
+    growth,
+    growth_wait::GrowthWait,
+    kv_type::KvType,
+    lease::{Class, Ticket},
+    params::{ENGINE_TENANT, MachineMemory, Params},
+    reason::{PlanChange, PlanReason, ReclaimReason},
+    reclaim,
+    residency::EnginePlan,
 };
+use cotenant_units::Bytes;
 
 pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) {
     if bytes == Bytes::ZERO {
-        cx.deny(ticket, Denial::invalid(ENGINE_TENANT, "bytes", &bytes, Problem::Zero));
+        cx.deny(
+            ticket,
+            Denial::invalid(ENGINE_TENANT, "bytes", &bytes, Problem::Zero),
+        );
         return;
     }
     let before = cx.state.engine_held();
@@ -32,10 +33,17 @@ pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) {
     match cx.state.engine.plans.pending.last_key_value() {
         Some((revision, _)) if promised => {
             let (revision, wish) = (*revision, Wish::Shed { asked: bytes });
-            cx.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
+            cx.state.engine.operators.push(WaitingOperator {
+                ticket,
+                revision,
+                before,
+                wish,
+            });
         }
         _ => {
-            let denial = cx.state.insufficient(OPERATOR, None, bytes, Class::AudioRealtime);
+            let denial = cx
+                .state
+                .insufficient(OPERATOR, None, bytes, Class::AudioRealtime);
             cx.deny(ticket, denial);
         }
     }
@@ -50,12 +58,19 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
         return;
     }
     let (floor, full) = (cx.state.engine.floor_bytes(), cx.state.engine.full_plan());
-    let full_bytes = full.as_ref().map(|full| bytes_in(cx.state.engine.shape(), full));
+    let full_bytes = full
+        .as_ref()
+        .map(|full| bytes_in(cx.state.engine.shape(), full));
     if let Some((id, full_bytes)) = cx.state.engine.lease.zip(full_bytes) {
-        cx.state.leases.set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
+        cx.state
+            .leases
+            .set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
     }
-    let (Some(id), Some(shape), Some(goal)) = (cx.state.engine.lease, cx.state.engine.shape(), cx.state.engine.goal())
-    else {
+    let (Some(id), Some(shape), Some(goal)) = (
+        cx.state.engine.lease,
+        cx.state.engine.shape(),
+        cx.state.engine.goal(),
+    ) else {
         cx.done(ticket, Done::KvWhenLoaded(kind));
         return;
     };
@@ -67,7 +82,10 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
         cx.deny(ticket, invalid(Problem::EngineBusy));
         return;
     }
-    let plan = EnginePlan { kv_type: kind, ..goal.clone() };
+    let plan = EnginePlan {
+        kv_type: kind,
+        ..goal.clone()
+    };
     let (before, bytes) = (cx.state.ledger.held_by(id), shape.plan_bytes(&plan));
     let change = PlanChange::of(cx.state.engine.shape(), goal, &plan);
     let smaller = kind < goal.kv_type;
@@ -76,10 +94,20 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
     let no_room = !smaller && !growth::has_room(cx.state, more);
     if no_room || (!smaller && !cx.grow_lease(id, bytes.max(before))) {
         let more = no_room.then_some(more);
-        cx.done(ticket, Done::KvWhenRoom { kv_type: kind, more });
+        cx.done(
+            ticket,
+            Done::KvWhenRoom {
+                kv_type: kind,
+                more,
+            },
+        );
         return;
     }
-    let kind_of_plan = if smaller { PlanKind::Shed } else { PlanKind::Regrow };
+    let kind_of_plan = if smaller {
+        PlanKind::Shed
+    } else {
+        PlanKind::Regrow
+    };
     // A wished shed stays for the dwell, as any shed; a wished growth does not wait.
     if smaller {
         cx.state.dwell.begin(cx.state.now);
@@ -89,12 +117,22 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
     engine_orders::ask(cx, plan, kind_of_plan, Some(PlanReason::KvType { change }));
     if let Some((revision, _)) = cx.state.engine.plans.pending.last_key_value() {
         let (revision, wish) = (*revision, Wish::KvType { kind });
-        cx.state.engine.operators.push(WaitingOperator { ticket, revision, before, wish });
+        cx.state.engine.operators.push(WaitingOperator {
+            ticket,
+            revision,
+            before,
+            wish,
+        });
     }
 }
 
 /// Goes on with other settings, or with none of them changed.
-pub(super) fn take_reconfigured(cx: &mut Context<'_>, ticket: Ticket, params: Params, changes: ChangedKeys) {
+pub(super) fn take_reconfigured(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    params: Params,
+    changes: ChangedKeys,
+) {
     let was_too_large = cx.state.floor_out_of_reach().is_some();
     match cx.state.reconfigure(params) {
         Ok(()) => {
@@ -102,7 +140,12 @@ pub(super) fn take_reconfigured(cx: &mut Context<'_>, ticket: Ticket, params: Pa
             cx.done(ticket, Done::Reconfigured(changes));
         }
         Err(fault) => {
-            let denial = Denial::invalid("operator", &fault.setting, &fault.value, Problem::Text(fault.problem));
+            let denial = Denial::invalid(
+                "operator",
+                &fault.setting,
+                &fault.value,
+                Problem::Text(fault.problem),
+            );
             cx.deny(ticket, denial);
         }
     }
@@ -110,7 +153,11 @@ pub(super) fn take_reconfigured(cx: &mut Context<'_>, ticket: Ticket, params: Pa
 
 /// Goes on with the budget of a machine, or of a control group, that has become larger or smaller. Where there is none, what
 /// runs keeps its settings, and pressure decides by what is left.
-pub(super) fn take_resized(cx: &mut Context<'_>, machine: MachineMemory, params: Result<Box<Params>, String>) {
+pub(super) fn take_resized(
+    cx: &mut Context<'_>,
+    machine: MachineMemory,
+    params: Result<Box<Params>, String>,
+) {
     let was_too_large = cx.state.floor_out_of_reach().is_some();
     let resized = params.and_then(|params| {
         let mut params = *params;
@@ -120,19 +167,33 @@ pub(super) fn take_resized(cx: &mut Context<'_>, machine: MachineMemory, params:
     if let Err(reason) = resized {
         cx.state.params.machine = machine.clone();
         let budget = cx.state.ledger.budget();
-        return cx.decide(MemoryDecision::TooSmall { machine, budget, reason });
+        return cx.decide(MemoryDecision::TooSmall {
+            machine,
+            budget,
+            reason,
+        });
     }
     load_what_fits_now(cx, was_too_large);
-    let (budget, floor) = (cx.state.ledger.budget(), cx.state.engine.keeps().unwrap_or(Bytes::ZERO));
+    let (budget, floor) = (
+        cx.state.ledger.budget(),
+        cx.state.engine.keeps().unwrap_or(Bytes::ZERO),
+    );
     if floor > budget {
         let reason = format!("the LLM keeps its floor of {floor}");
-        cx.decide(MemoryDecision::TooSmall { machine, budget, reason });
+        cx.decide(MemoryDecision::TooSmall {
+            machine,
+            budget,
+            reason,
+        });
     }
 }
 
 /// An operator ends the dwell and the back-off. A regrow that can do nothing is refused with what it waits for.
 pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
-    if let Some(denial) = cx.state.pressure_denial("llm", Class::LlmElastic, Bytes::ZERO) {
+    if let Some(denial) = cx
+        .state
+        .pressure_denial("llm", Class::LlmElastic, Bytes::ZERO)
+    {
         cx.deny(ticket, denial);
         return;
     }
@@ -144,7 +205,9 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
         Ok(done) => cx.done(ticket, done),
         Err(GrowthWait::Sample) if lacks_something => {
             // Something was given back a moment ago. It grows by itself as soon as a sample shows how much there is.
-            cx.out.push(Action::SampleAfter { wait: cx.state.params.pressure.sample_min });
+            cx.out.push(Action::SampleAfter {
+                wait: cx.state.params.pressure.sample_min,
+            });
             cx.done(ticket, Done::GrowsWhenSampled);
         }
         Err(wait) => cx.deny(ticket, Denial::NotGrowing { wait }),

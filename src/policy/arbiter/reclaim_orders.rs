@@ -1,6 +1,6 @@
 //! Orders of reclaim: a set of shrinking holders is asked at once, processes that must be stopped one at a time.
 //!
-//! The choice of holders is made in [`crate::policy::reclaim`].
+//! The choice of holders is made in [`crate::reclaim`].
 
 use super::{
     context::Context,
@@ -8,22 +8,25 @@ use super::{
     worker_orders::{self, Less},
 };
 use crate::{
-    policy::{
-        decision::GrowthDecision,
-        engine_supply::Given,
-        event::Action,
-        lease::Class,
-        reason::{ReclaimReason, StopReason},
-        reclaim::{self, Reclaim, Relief},
-        shedding::{Chosen, Source},
-        stop_or_shed::{Purpose, Urgency},
-        worker::StopCause,
-    },
-    units::Bytes,
+    decision::GrowthDecision,
+    engine_supply::Given,
+    event::Action,
+    lease::Class,
+    reason::{ReclaimReason, StopReason},
+    reclaim::{self, Reclaim, Relief},
+    shedding::{Chosen, Source},
+    stop_or_shed::{Purpose, Urgency},
+    worker::StopCause,
 };
+use cotenant_units::Bytes;
 
 /// Asks back `missing` bytes for a request of `class`; nothing, if not all of it can be had.
-pub(super) fn reclaim_for(cx: &mut Context<'_>, class: Class, missing: Bytes, reason: ReclaimReason) -> bool {
+pub(super) fn reclaim_for(
+    cx: &mut Context<'_>,
+    class: Class,
+    missing: Bytes,
+    reason: ReclaimReason,
+) -> bool {
     let reclaim = reclaim::for_request(cx.state, class, missing, reason);
     reclaim.map(|reclaim| carry_out(cx, reclaim)).is_some()
 }
@@ -31,8 +34,14 @@ pub(super) fn reclaim_for(cx: &mut Context<'_>, class: Class, missing: Bytes, re
 /// Asks back what is held beyond a budget that was lowered, one round for each settle time.
 pub(super) fn come_within_budget(cx: &mut Context<'_>) {
     let settle = cx.state.params.shed.settle;
-    let settling = cx.record.relieved_at.is_some_and(|at| cx.state.now < at + settle);
-    if let Some(reclaim) = (!settling).then(|| reclaim::over_budget(cx.state)).flatten() {
+    let settling = cx
+        .record
+        .relieved_at
+        .is_some_and(|at| cx.state.now < at + settle);
+    if let Some(reclaim) = (!settling)
+        .then(|| reclaim::over_budget(cx.state))
+        .flatten()
+    {
         carry_out(cx, reclaim);
         cx.record.relieved_at = Some(cx.state.now);
     }
@@ -60,31 +69,57 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
     if urgency == Urgency::Warning {
         return cx.decide_once(NOTHING_LEFT, &[], GrowthDecision::EngineSpared { level });
     }
-    let own = cx.machine.sample.as_ref().and_then(|sample| sample.own_used);
+    let own = cx
+        .machine
+        .sample
+        .as_ref()
+        .and_then(|sample| sample.own_used);
     let unaccounted = cx.state.ledger.unaccounted();
-    let decision = GrowthDecision::NothingLeft { level, unaccounted, own };
-    cx.decide_once(NOTHING_LEFT, &[unaccounted, own.unwrap_or_default()], decision);
+    let decision = GrowthDecision::NothingLeft {
+        level,
+        unaccounted,
+        own,
+    };
+    cx.decide_once(
+        NOTHING_LEFT,
+        &[unaccounted, own.unwrap_or_default()],
+        decision,
+    );
 }
 
 /// Asks for what was chosen, and says so. Returns whether a holder has been asked.
 pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
-    let Reclaim { purpose, reason, weighing, chosen } = reclaim;
+    let Reclaim {
+        purpose,
+        reason,
+        weighing,
+        chosen,
+    } = reclaim;
     cx.out.push(Action::Weighed { weighing });
-    if chosen.iter().any(|one| !matches!(one.source, Source::Tenant { .. }))
+    if chosen
+        .iter()
+        .any(|one| !matches!(one.source, Source::Tenant { .. }))
         && let Some(backed_off) = cx.state.dwell.undo(cx.state.now)
     {
         cx.decide(backed_off);
     }
     let mut asked = false;
     let mut given = Given::default();
-    for Chosen { source, units, bytes } in chosen {
+    for Chosen {
+        source,
+        units,
+        bytes,
+    } in chosen
+    {
         match source {
             Source::Tenant { lease: id, .. } => {
                 let held = cx.state.ledger.held_by(id);
                 let from = match (purpose, cx.state.leases.get(id)) {
-                    (Purpose::Pressure(_), Some(lease)) => {
-                        cx.state.ledger.used_by(&lease.holder).map_or(held, |used| used.min(held))
-                    }
+                    (Purpose::Pressure(_), Some(lease)) => cx
+                        .state
+                        .ledger
+                        .used_by(&lease.holder)
+                        .map_or(held, |used| used.min(held)),
                     _ => held,
                 };
                 cx.set_target(id, from.saturating_sub(bytes), reason.clone());
@@ -99,7 +134,15 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
             Source::WorkerStop { worker } => {
                 if !cx.state.workers.is_any_stopping() {
                     let reclaim = reason.clone();
-                    worker_orders::stop(cx, &worker, StopCause::Shed, StopReason::Reclaim { held: bytes, reclaim });
+                    worker_orders::stop(
+                        cx,
+                        &worker,
+                        StopCause::Shed,
+                        StopReason::Reclaim {
+                            held: bytes,
+                            reclaim,
+                        },
+                    );
                     asked = true;
                 }
             }

@@ -7,18 +7,16 @@ use super::{
     serve,
 };
 use crate::{
-    policy::{
-        admission::{Want, WantKind},
-        decision::{AdmissionDecision, Decision, LeaseDecision, LeaseEnd},
-        denial::{Denial, NotHolder, Problem, Quota},
-        event::{Action, Answer, Done},
-        lease::{LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
-        lease_table::{OF_PROCESS, OF_USER, Phase},
-        params::ENGINE_TENANT,
-        state::State,
-    },
-    units::{Bytes, TimeSpan},
+    admission::{Want, WantKind},
+    decision::{AdmissionDecision, Decision, LeaseDecision, LeaseEnd},
+    denial::{Denial, NotHolder, Problem, Quota},
+    event::{Action, Answer, Done},
+    lease::{LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
+    lease_table::{OF_PROCESS, OF_USER, Phase},
+    params::ENGINE_TENANT,
+    state::State,
 };
+use cotenant_units::{Bytes, TimeSpan};
 
 pub(super) fn take_request(cx: &mut Context<'_>, ticket: Ticket, request: LeaseRequest) {
     if let Err(denial) = check_request(cx.state, &request) {
@@ -38,17 +36,26 @@ pub(super) fn take_request(cx: &mut Context<'_>, ticket: Ticket, request: LeaseR
     }
     let (id, wait) = (cx.state.leases.next_id(), request.wait);
     let (tenant, class) = (request.tenant.clone(), request.class);
-    let want = Want::ours(&tenant, class, id, WantKind::Lease(request), cx.state.now).asked(ticket, wait);
+    let want =
+        Want::ours(&tenant, class, id, WantKind::Lease(request), cx.state.now).asked(ticket, wait);
     serve::ask_or_queue(cx, want, wait);
 }
 
 pub(super) fn take_cancellation(cx: &mut Context<'_>, ticket: Ticket) {
     for want in cx.state.queue.cancel(ticket) {
-        cx.decide(AdmissionDecision::Withdrawn { tenant: want.tenant });
+        cx.decide(AdmissionDecision::Withdrawn {
+            tenant: want.tenant,
+        });
     }
 }
 
-pub(super) fn take_renewal(cx: &mut Context<'_>, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
+pub(super) fn take_renewal(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    id: LeaseId,
+    generation: u64,
+    peer: &Peer,
+) {
     if let Err(denial) = cx.state.leases.owned(id, generation, peer) {
         cx.deny(ticket, denial);
         return;
@@ -57,11 +64,21 @@ pub(super) fn take_renewal(cx: &mut Context<'_>, ticket: Ticket, id: LeaseId, ge
     cx.answer_lease(ticket, id);
 }
 
-pub(super) fn take_release(cx: &mut Context<'_>, ticket: Ticket, id: LeaseId, generation: u64, peer: &Peer) {
+pub(super) fn take_release(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    id: LeaseId,
+    generation: u64,
+    peer: &Peer,
+) {
     match cx.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn)) {
         Ok(false) => {}
         Ok(true) => {
-            let owned = cx.state.leases.get(id).is_some_and(|lease| lease.is_owned_by(peer));
+            let owned = cx
+                .state
+                .leases
+                .get(id)
+                .is_some_and(|lease| lease.is_owned_by(peer));
             return decide_for(
                 cx,
                 ticket,
@@ -87,7 +104,10 @@ pub(super) fn take_release(cx: &mut Context<'_>, ticket: Ticket, id: LeaseId, ge
     let lease = cx.state.leases.name_of(id);
     let held = cx.state.ledger.held_by(id);
     if !by_holder {
-        cx.out.push(Action::EndLease { lease: lease.clone(), end: LeaseEnd::ReleasedByOther { uid: peer.uid } });
+        cx.out.push(Action::EndLease {
+            lease: lease.clone(),
+            end: LeaseEnd::ReleasedByOther { uid: peer.uid },
+        });
     }
     // A peer that releases the lease of another answers for it that the holder may not have heard.
     cx.begin_ending(id, Bytes::ZERO);
@@ -123,7 +143,10 @@ pub(super) fn take_resize(
         Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => {
             Err(above_target(&tenant, max, revocation.target.bytes))
         }
-        _ if min > held && cx.state.draining => Err(Denial::Draining { tenant: tenant.clone(), asked: min }),
+        _ if min > held && cx.state.draining => Err(Denial::Draining {
+            tenant: tenant.clone(),
+            asked: min,
+        }),
         _ => Ok(()),
     });
     if let Err(denial) = fault {
@@ -131,7 +154,9 @@ pub(super) fn take_resize(
         return;
     }
     // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
-    let replaced = Denial::Replaced { lease: cx.state.leases.name_of(id).to_string() };
+    let replaced = Denial::Replaced {
+        lease: cx.state.leases.name_of(id).to_string(),
+    };
     cx.forget_wants_of(id, &replaced);
     if min > held {
         let wait = wait.min(cx.state.params.lease.wait_max);
@@ -146,11 +171,18 @@ pub(super) fn take_resize(
         cx.with_leases(|leases, turn| leases.lower_voluntarily(id, max, turn));
     } else {
         // A holder that wanted less may change its mind before that is measured.
-        if cx.state.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
+        if cx
+            .state
+            .leases
+            .get(id)
+            .is_some_and(|lease| lease.wants_less_than(max))
+        {
             cx.state.leases.end_revocation(id, &mut cx.state.ledger);
         }
         if cx.state.none_waits_before(class) {
-            let more = max.saturating_sub(held).min(cx.state.available(class, true));
+            let more = max
+                .saturating_sub(held)
+                .min(cx.state.available(class, true));
             cx.grow_lease(id, held.saturating_add(more));
         }
     }
@@ -163,10 +195,16 @@ fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
         let (bytes, limit) = (text.len(), limits.text_max);
         if Bytes::of_len(bytes).get() > u64::from(limit) {
             let shown: String = text.chars().take(SHOWN_MAX).collect();
-            return Err(Denial::invalid(&shown, field, &shown, Problem::TooLong { bytes, limit }));
+            return Err(Denial::invalid(
+                &shown,
+                field,
+                &shown,
+                Problem::TooLong { bytes, limit },
+            ));
         }
     }
-    let ours = tenant == ENGINE_TENANT || (state.workers.contains(tenant) && !state.asks_for_itself(tenant));
+    let ours = tenant == ENGINE_TENANT
+        || (state.workers.contains(tenant) && !state.asks_for_itself(tenant));
     let problem = if tenant.is_empty() || tenant.chars().any(char::is_control) {
         Some(Problem::Unprintable)
     } else if ours {
@@ -181,7 +219,14 @@ fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
         return Err(Denial::invalid(tenant, "tenant", tenant, problem));
     }
     check_sizes(state, tenant, request.min, request.max)?;
-    let time = |field, value, problem| Err(Denial::invalid(tenant, field, &TimeSpan(value).to_string(), problem));
+    let time = |field, value, problem| {
+        Err(Denial::invalid(
+            tenant,
+            field,
+            &TimeSpan(value).to_string(),
+            problem,
+        ))
+    };
     let (least, most, limit) = (limits.term_min, limits.term_max, limits.wait_max);
     if request.term < least || request.term > most {
         return time("term", request.term, Problem::NotBetween { least, most });
@@ -190,7 +235,10 @@ fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
         return time("wait", request.wait, Problem::AboveLimit { limit });
     }
     if state.draining {
-        return Err(Denial::Draining { tenant: tenant.clone(), asked: request.min });
+        return Err(Denial::Draining {
+            tenant: tenant.clone(),
+            asked: request.min,
+        });
     }
     Ok(())
 }
@@ -200,9 +248,18 @@ fn check_sizes(state: &State, tenant: &str, min: Bytes, max: Bytes) -> Result<()
     if min == Bytes::ZERO {
         Err(Denial::invalid(tenant, "min", &min, Problem::Zero))
     } else if max < min {
-        Err(Denial::invalid(tenant, "max", &max, Problem::BelowMin { min }))
+        Err(Denial::invalid(
+            tenant,
+            "max",
+            &max,
+            Problem::BelowMin { min },
+        ))
     } else if min > budget {
-        Err(Denial::ExceedsBudget { tenant: tenant.to_owned(), asked: min, budget })
+        Err(Denial::ExceedsBudget {
+            tenant: tenant.to_owned(),
+            asked: min,
+            budget,
+        })
     } else {
         Ok(())
     }
@@ -210,20 +267,36 @@ fn check_sizes(state: &State, tenant: &str, min: Bytes, max: Bytes) -> Result<()
 
 fn check_quota(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     let uid = request.peer.uid;
-    let held = state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid).count();
+    let held = state
+        .leases
+        .values()
+        .filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid)
+        .count();
     let waiting = state
         .queue
         .values()
         .filter(|want| matches!(&want.kind, WantKind::Lease(other) if other.peer.uid == uid))
         .count();
-    let tenants = state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant).count();
+    let tenants = state
+        .leases
+        .values()
+        .filter(|lease| lease.kind == LeaseKind::Tenant)
+        .count();
     if tenants + state.queue.values().count() >= LEASES_MAX {
         let (what, limit) = (Quota::Leases, Bytes::of_len(LEASES_MAX).get());
-        return Err(Denial::QuotaExceeded { tenant: request.tenant.clone(), what, limit });
+        return Err(Denial::QuotaExceeded {
+            tenant: request.tenant.clone(),
+            what,
+            limit,
+        });
     }
     let limit = u64::from(state.params.lease.leases_per_uid);
     if Bytes::of_len(held + waiting).get() >= limit {
-        return Err(Denial::QuotaExceeded { tenant: request.tenant.clone(), what: Quota::LeasesOf { uid }, limit });
+        return Err(Denial::QuotaExceeded {
+            tenant: request.tenant.clone(),
+            what: Quota::LeasesOf { uid },
+            limit,
+        });
     }
     Ok(())
 }
@@ -237,19 +310,24 @@ fn answer_repeated(cx: &mut Context<'_>, ticket: Ticket, request: &LeaseRequest)
         return false;
     }
     let same_id = |other: &LeaseRequest| {
-        (&other.tenant, &other.request_id, other.peer.uid) == (&request.tenant, &request.request_id, request.peer.uid)
+        (&other.tenant, &other.request_id, other.peer.uid)
+            == (&request.tenant, &request.request_id, request.peer.uid)
     };
     let granted = cx.state.leases.iter().find_map(|(id, lease)| {
         let other = lease.request.as_ref().filter(|other| same_id(other))?;
         (!lease.is_ending()).then(|| (id, same_content(other, request)))
     });
     let waiting = cx.state.queue.values().find_map(|want| match &want.kind {
-        WantKind::Lease(other) if same_id(other) => Some((want.lease, same_content(other, request), other.peer.pid)),
+        WantKind::Lease(other) if same_id(other) => {
+            Some((want.lease, same_content(other, request), other.peer.pid))
+        }
         _ => None,
     });
     match (granted, waiting) {
         (Some((id, true)), _) => cx.answer_lease(ticket, id),
-        (None, Some((lease, true, pid))) if pid == request.peer.pid => cx.state.queue.join(lease, ticket),
+        (None, Some((lease, true, pid))) if pid == request.peer.pid => {
+            cx.state.queue.join(lease, ticket);
+        }
         (None, Some((lease, true, pid))) => {
             let denial = Denial::NotHolder {
                 lease: format!("{}#{}", request.tenant, lease.0),
@@ -261,26 +339,37 @@ fn answer_repeated(cx: &mut Context<'_>, ticket: Ticket, request: &LeaseRequest)
         (None, None) => return false,
         _ => cx.deny(
             ticket,
-            Denial::RequestIdReused { tenant: request.tenant.clone(), request_id: request.request_id.clone() },
+            Denial::RequestIdReused {
+                tenant: request.tenant.clone(),
+                request_id: request.request_id.clone(),
+            },
         ),
     }
     true
 }
 
 fn answer_validation(cx: &mut Context<'_>, ticket: Ticket, request: &LeaseRequest) {
-    if let Some(denial) = cx.state.admission_denial(&request.tenant, request.class, request.min) {
+    if let Some(denial) = cx
+        .state
+        .admission_denial(&request.tenant, request.class, request.min)
+    {
         cx.deny(ticket, denial);
         return;
     }
     let available = cx.state.available(request.class, true);
     let missing = request.min.saturating_sub(available);
     if missing > cx.state.reclaimable_for(request.class) {
-        let denial = cx.state.insufficient(&request.tenant, None, request.min, request.class);
+        let denial = cx
+            .state
+            .insufficient(&request.tenant, None, request.min, request.class);
         cx.deny(ticket, denial);
     } else {
         cx.answer(
             ticket,
-            Answer::WouldGrant { bytes: request.max.min(available).max(request.min), after_shedding: missing },
+            Answer::WouldGrant {
+                bytes: request.max.min(available).max(request.min),
+                after_shedding: missing,
+            },
         );
     }
 }

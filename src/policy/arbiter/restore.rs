@@ -13,7 +13,7 @@
 //! twice.
 
 use super::{context::Context, worker_orders};
-use crate::policy::{
+use crate::{
     book::{AdoptedWorker, Book, BookedLease, BookedRun, BookedStop, BookedWorker},
     decision::{LeaseDecision, WorkerDecision},
     lease::{LeaseId, LeaseKind, LeaseName},
@@ -39,13 +39,24 @@ pub(super) fn book(state: &State) -> Book {
     for (id, lease) in state.leases.iter() {
         match lease.phase {
             Phase::Granted | Phase::Revoking(_) => leases.extend(booked(id, lease)),
-            Phase::Ending { unacknowledged: Some(_), .. } => ended.extend(booked(id, lease)),
-            Phase::Ending { unacknowledged: None, .. } => {}
+            Phase::Ending {
+                unacknowledged: Some(_),
+                ..
+            } => ended.extend(booked(id, lease)),
+            Phase::Ending {
+                unacknowledged: None,
+                ..
+            } => {}
         }
     }
     let workers = state.workers.values();
     let workers = workers.map(|worker| worker.booked(state.worker_held(&worker.params.name)));
-    Book { last: state.leases.last_numbers(), leases, ended, workers: workers.collect() }
+    Book {
+        last: state.leases.last_numbers(),
+        leases,
+        ended,
+        workers: workers.collect(),
+    }
 }
 
 pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[AdoptedWorker]) {
@@ -62,7 +73,10 @@ pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[Ad
         }
     }
     for worker in adopted {
-        let booked = book.workers.iter().find(|booked| booked.name == worker.worker);
+        let booked = book
+            .workers
+            .iter()
+            .find(|booked| booked.name == worker.worker);
         adopt_worker(cx, worker, booked);
     }
     for lease in book.leases {
@@ -75,7 +89,11 @@ pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[Ad
         cx.begin_ending(id, held);
     }
     cx.state.changed_at = cx.state.now;
-    let tenants = cx.state.leases.values().filter(|lease| lease.kind == LeaseKind::Tenant);
+    let tenants = cx
+        .state
+        .leases
+        .values()
+        .filter(|lease| lease.kind == LeaseKind::Tenant);
     cx.decide(LeaseDecision::TakenOver {
         leases: tenants.count(),
         workers: adopted.len(),
@@ -92,10 +110,16 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
     };
     let run = booked
         .map(|booked| booked.run.clone())
-        .unwrap_or_else(|| BookedRun { variant: adopted.variant.clone(), ..BookedRun::default() });
+        .unwrap_or_else(|| BookedRun {
+            variant: adopted.variant.clone(),
+            ..BookedRun::default()
+        });
     let (id, held) = run.lease.unwrap_or_else(|| {
         // Started, and killed before that was written: it may take all that it needs for its start.
-        (cx.state.leases.next_id(), worker.params.peak_of(run.variant.as_deref()))
+        (
+            cx.state.leases.next_id(),
+            worker.params.peak_of(run.variant.as_deref()),
+        )
     });
     // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
     let fits = held.min(cx.state.ledger.free());
@@ -105,10 +129,19 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
     if let Some(worker) = cx.state.workers.get_mut(name) {
         worker.adopt(&run, id, adopted.pid, cx.state.now);
     }
-    cx.decide(WorkerDecision::TakenOver { worker: name.clone(), pid: adopted.pid, held });
+    cx.decide(WorkerDecision::TakenOver {
+        worker: name.clone(),
+        pid: adopted.pid,
+        held,
+    });
     if fits < held {
         let budget = cx.state.ledger.budget();
-        worker_orders::stop(cx, name, StopCause::Recycle, StopReason::OverBudget { held, budget });
+        worker_orders::stop(
+            cx,
+            name,
+            StopCause::Recycle,
+            StopReason::OverBudget { held, budget },
+        );
     } else if let Some(stop) = run.stop {
         let cause = match stop {
             BookedStop::Again => StopCause::Recycle,
@@ -121,8 +154,18 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
 
 /// A lease goes on for one more term, in which its holder has to come back.
 fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
-    let BookedLease { id, generation, held, min, max, request } = booked;
-    let term = request.term.clamp(cx.state.params.lease.term_min, cx.state.params.lease.term_max);
+    let BookedLease {
+        id,
+        generation,
+        held,
+        min,
+        max,
+        request,
+    } = booked;
+    let term = request.term.clamp(
+        cx.state.params.lease.term_min,
+        cx.state.params.lease.term_max,
+    );
     let tenant = request.tenant.clone();
     if cx.state.workers.contains(&tenant) {
         let lease = LeaseName { id, tenant };

@@ -1,6 +1,6 @@
 //! Service of the queue: what is granted, what waits and why, and what is reclaimed for the first one.
 //!
-//! The order is that of [`admission`](crate::policy::admission).
+//! The order is that of [`admission`](crate::admission).
 
 use std::time::Duration;
 
@@ -10,18 +10,16 @@ use super::{
     worker_orders::{self, out_of_reach},
 };
 use crate::{
-    policy::{
-        admission::{Full, Place, Want, WantKind},
-        decision::AdmissionDecision,
-        denial::{Denial, Holders, Quota},
-        lease::{Class, LeaseId, LeaseRequest},
-        lease_table::Lease,
-        reason::ReclaimReason,
-        reclaim,
-        state::State,
-    },
-    units::Bytes,
+    admission::{Full, Place, Want, WantKind},
+    decision::AdmissionDecision,
+    denial::{Denial, Holders, Quota},
+    lease::{Class, LeaseId, LeaseRequest},
+    lease_table::Lease,
+    reason::ReclaimReason,
+    reclaim,
+    state::State,
 };
+use cotenant_units::Bytes;
 
 /// The outcome of an attempt to serve a want.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,7 +38,11 @@ pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
         return;
     }
     let denial = match full {
-        _ if wait.is_zero() => cx.state.queue.get(place).map(|want| why_not(cx.state, want)),
+        _ if wait.is_zero() => cx
+            .state
+            .queue
+            .get(place)
+            .map(|want| why_not(cx.state, want)),
         Some(full) => Some(quota_of(&tenant, full)),
         None => None,
     };
@@ -50,7 +52,11 @@ pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
         return;
     }
     // It is passed over from now on, so that this is the only time to tell.
-    let hopeless = cx.state.queue.get(place).filter(|want| cx.state.is_out_of_reach(want));
+    let hopeless = cx
+        .state
+        .queue
+        .get(place)
+        .filter(|want| cx.state.is_out_of_reach(want));
     if let Some(denial) = hopeless.map(|want| why_not(cx.state, want)) {
         cx.decide(AdmissionDecision::OutOfReach { tenant, denial });
     }
@@ -92,7 +98,11 @@ fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
         let worker = name.to_owned();
         let mut figures = vec![wait.needs, wait.configured, wait.free, wait.most];
         figures.extend(wait.keepers.iter().map(|(_, bytes)| *bytes));
-        cx.decide_once(&out_of_reach(name), &figures, AdmissionDecision::StartOutOfReach { worker, wait });
+        cx.decide_once(
+            &out_of_reach(name),
+            &figures,
+            AdmissionDecision::StartOutOfReach { worker, wait },
+        );
     }
 }
 
@@ -100,7 +110,12 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     for aged in cx.state.queue.age(cx.state.now) {
         let (tenant, class, waited) = (aged.tenant, aged.class, aged.waited);
         cx.decide(match aged.rank {
-            Some(rank) => AdmissionDecision::Aged { tenant, class, waited, rank },
+            Some(rank) => AdmissionDecision::Aged {
+                tenant,
+                class,
+                waited,
+                rank,
+            },
             None => AdmissionDecision::TurnOver { tenant, class },
         });
     }
@@ -112,7 +127,10 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
 
 pub(super) fn deny_all_waiting(cx: &mut Context<'_>) {
     for want in cx.state.queue.take_all() {
-        let denial = Denial::Draining { asked: cx.state.asked_by(&want), tenant: want.tenant };
+        let denial = Denial::Draining {
+            asked: cx.state.asked_by(&want),
+            tenant: want.tenant,
+        };
         cx.deny_all(want.tickets, &denial);
     }
 }
@@ -129,14 +147,20 @@ fn serve(cx: &mut Context<'_>, place: Place) -> Service {
         return Service::Served;
     };
     let asked = cx.state.asked_by(want);
-    if cx.state.admission_denial(&want.tenant, want.class, asked).is_some() {
+    if cx
+        .state
+        .admission_denial(&want.tenant, want.class, asked)
+        .is_some()
+    {
         return Service::Blocked;
     }
     let ours = want.deadline.is_none();
     // A worker that asks for itself has its peak booked until now.
     let reserved = cx.state.reserved_until_asked(want);
-    let available =
-        cx.state.available(want.class, !ours).saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
+    let available = cx
+        .state
+        .available(want.class, !ours)
+        .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
     if cx.state.needed_by(want) > available {
         return Service::Blocked;
     }
@@ -144,15 +168,25 @@ fn serve(cx: &mut Context<'_>, place: Place) -> Service {
         return Service::Served;
     };
     match want.kind.clone() {
-        WantKind::Lease(request) => grant_lease(cx, want, request, reserved.map(|(from, _)| from), available),
+        WantKind::Lease(request) => {
+            grant_lease(cx, want, request, reserved.map(|(from, _)| from), available);
+        }
         WantKind::Grow { min, max, .. } => grow_for(cx, want, (min, max), available),
         WantKind::WorkerStart => worker_orders::start(cx, &want.tenant, want.lease),
-        WantKind::WorkerVariant { variant } => worker_orders::grow(cx, &want.tenant, variant, want.tickets),
+        WantKind::WorkerVariant { variant } => {
+            worker_orders::grow(cx, &want.tenant, variant, want.tickets);
+        }
     }
     Service::Served
 }
 
-fn grant_lease(cx: &mut Context<'_>, want: Want, request: LeaseRequest, from: Option<LeaseId>, available: Bytes) {
+fn grant_lease(
+    cx: &mut Context<'_>,
+    want: Want,
+    request: LeaseRequest,
+    from: Option<LeaseId>,
+    available: Bytes,
+) {
     let (min, max, term) = (request.min, request.max, request.term);
     let bytes = max.min(available);
     // A worker that asks for itself is measured as the worker.
@@ -164,7 +198,9 @@ fn grant_lease(cx: &mut Context<'_>, want: Want, request: LeaseRequest, from: Op
     let generation = cx.state.leases.next_generation();
     let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.state.now);
     if !cx.with_leases(|leases, turn| leases.grant((want.lease, lease), from, bytes, turn)) {
-        let denial = cx.state.insufficient(&want.tenant, Some(want.lease), min, want.class);
+        let denial = cx
+            .state
+            .insufficient(&want.tenant, Some(want.lease), min, want.class);
         cx.deny_all(want.tickets, &denial);
         return;
     }
@@ -182,7 +218,12 @@ fn grant_lease(cx: &mut Context<'_>, want: Want, request: LeaseRequest, from: Op
 
 fn grow_for(cx: &mut Context<'_>, want: Want, (min, max): (Bytes, Bytes), available: Bytes) {
     let id = want.lease;
-    if cx.state.leases.get(id).is_some_and(|lease| lease.wants_less_than(max)) {
+    if cx
+        .state
+        .leases
+        .get(id)
+        .is_some_and(|lease| lease.wants_less_than(max))
+    {
         cx.state.leases.end_revocation(id, &mut cx.state.ledger);
     }
     let held = cx.state.ledger.held_by(id);
@@ -208,15 +249,26 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
         return;
     };
     let asked = cx.state.asked_by(want);
-    if cx.state.admission_denial(&want.tenant, want.class, asked).is_some() {
+    if cx
+        .state
+        .admission_denial(&want.tenant, want.class, asked)
+        .is_some()
+    {
         return;
     }
     let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
     let own = Some(want.lease);
-    let reserved = cx.state.reserved_until_asked(want).map_or(Bytes::ZERO, |(_, bytes)| bytes);
+    let reserved = cx
+        .state
+        .reserved_until_asked(want)
+        .map_or(Bytes::ZERO, |(_, bytes)| bytes);
     let needed = cx.state.needed_by(want);
     let coming_back = cx.state.coming_back();
-    let expected = cx.state.available(class, !ours).saturating_add(coming_back).saturating_add(reserved);
+    let expected = cx
+        .state
+        .available(class, !ours)
+        .saturating_add(coming_back)
+        .saturating_add(reserved);
     let missing = needed.saturating_sub(expected);
     if missing == Bytes::ZERO {
         return;
@@ -232,14 +284,20 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
     let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
     let asked_for = if has_its_turn {
         let reclaim = reclaim::from_engine(cx.state, missing, reason);
-        reclaim.map(|reclaim| reclaim_orders::carry_out(cx, reclaim)).is_some()
+        reclaim
+            .map(|reclaim| reclaim_orders::carry_out(cx, reclaim))
+            .is_some()
     } else {
         reclaim_orders::reclaim_for(cx, class, missing, reason)
     };
     if !asked_for {
         let denial = cx.state.insufficient(&tenant, own, asked, class);
         let figures = figures_of(&denial);
-        cx.decide_once(FIRST_WAITS, &figures, AdmissionDecision::Waits { tenant, denial });
+        cx.decide_once(
+            FIRST_WAITS,
+            &figures,
+            AdmissionDecision::Waits { tenant, denial },
+        );
     }
 }
 
@@ -248,17 +306,33 @@ fn quota_of(tenant: &str, full: Full) -> Denial {
         Full::All { limit } => (Quota::Queue, limit),
         Full::User { uid, limit } => (Quota::QueueOf { uid }, limit),
     };
-    Denial::QuotaExceeded { tenant: tenant.to_owned(), what, limit: u64::from(limit) }
+    Denial::QuotaExceeded {
+        tenant: tenant.to_owned(),
+        what,
+        limit: u64::from(limit),
+    }
 }
 
 /// The figures of a denial, whose change is worth another decision.
 fn figures_of(denial: &Denial) -> Vec<Bytes> {
     match denial {
         Denial::InsufficientMemory {
-            asked, free, reclaimable, holders: Holders { shares, unaccounted, .. }, ..
+            asked,
+            free,
+            reclaimable,
+            holders:
+                Holders {
+                    shares,
+                    unaccounted,
+                    ..
+                },
+            ..
         } => {
             let shares = shares.iter().flat_map(|share| [share.held, share.gives]);
-            [*asked, *free, *reclaimable, *unaccounted].into_iter().chain(shares).collect()
+            [*asked, *free, *reclaimable, *unaccounted]
+                .into_iter()
+                .chain(shares)
+                .collect()
         }
         _ => Vec::new(),
     }

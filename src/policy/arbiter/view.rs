@@ -5,17 +5,15 @@ use super::{
     worker_events,
 };
 use crate::{
-    policy::{
-        admission::{Want, WantKind},
-        growth,
-        lease::{LeaseKind, LeaseMemory, LeaseOwner, LeaseState, LeaseView},
-        snapshot::{EngineView, MemoryView, PressureView, Snapshot, Totals, WorkerView},
-        state::State,
-    },
-    units::{Bytes, Timestamp},
+    admission::{Want, WantKind},
+    growth,
+    lease::{LeaseKind, LeaseMemory, LeaseOwner, LeaseState, LeaseView},
+    snapshot::{EngineView, MemoryView, PressureView, Snapshot, Totals, WorkerView},
+    state::State,
 };
+use cotenant_units::{Bytes, Timestamp};
 
-/// When [`DeadlineReached`](crate::policy::event::Event::DeadlineReached) is due, if ever; later than the last event.
+/// When [`DeadlineReached`](crate::event::Event::DeadlineReached) is due, if ever; later than the last event.
 pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
     [
         state.leases.next_deadline(),
@@ -32,7 +30,11 @@ pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
 
 /// The state as operators, metrics and tests see it.
 pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapshot {
-    let mut leases: Vec<LeaseView> = state.leases.ids().filter_map(|id| state.lease_view(*id)).collect();
+    let mut leases: Vec<LeaseView> = state
+        .leases
+        .ids()
+        .filter_map(|id| state.lease_view(*id))
+        .collect();
     leases.extend(state.leases.residual_views(&state.ledger));
     leases.extend(state.queue.values().filter_map(waiting_view));
     Snapshot {
@@ -40,7 +42,10 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
         memory: MemoryView {
             budget: state.ledger.budget(),
             held: state.ledger.held(),
-            used: state.ledger.measured_use().saturating_sub(state.engine.kv.untouched),
+            used: state
+                .ledger
+                .measured_use()
+                .saturating_sub(state.engine.kv.untouched),
             unaccounted: state.ledger.unaccounted(),
             free: state.ledger.free(),
             unmanaged: state.ledger.unmanaged(),
@@ -69,7 +74,12 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             state: state.engine.state(),
             shape: state.engine.shape().cloned(),
             in_force: state.engine.plans.in_force.clone(),
-            asked: state.engine.plans.pending.last_key_value().map(|(_, pending)| pending.plan.clone()),
+            asked: state
+                .engine
+                .plans
+                .pending
+                .last_key_value()
+                .map(|(_, pending)| pending.plan.clone()),
             full: state.engine.full_plan(),
             waits: growth::engine_waits(state),
             failure: state.engine.failure(),
@@ -96,7 +106,11 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             .collect(),
         peaks: state.peaks.clone(),
         draining: state.draining,
-        totals: Totals { sheds: stats.sheds, shed_bytes: stats.shed_bytes, regrown_bytes: stats.regrown_bytes },
+        totals: Totals {
+            sheds: stats.sheds,
+            shed_bytes: stats.shed_bytes,
+            regrown_bytes: stats.regrown_bytes,
+        },
         last_release: machine.page_pool.last_release,
         reboot: machine.reboot.reasons().collect(),
     }
@@ -114,10 +128,19 @@ fn waiting_view(want: &Want) -> Option<LeaseView> {
         class: want.class,
         state: LeaseState::Requested,
         generation: 0,
-        memory: LeaseMemory { held: Bytes::ZERO, min: request.min, max: request.max, used: None, used_at: None },
+        memory: LeaseMemory {
+            held: Bytes::ZERO,
+            min: request.min,
+            max: request.max,
+            used: None,
+            used_at: None,
+        },
         target: None,
         granted_at: want.since,
         expires_at: None,
-        owner: LeaseOwner { owner_uid: request.peer.uid, owner_pid: request.peer.pid },
+        owner: LeaseOwner {
+            owner_uid: request.peer.uid,
+            owner_pid: request.peer.pid,
+        },
     })
 }

@@ -1,6 +1,6 @@
 //! Events of workers: ready, gone, changed, measured, due.
 //!
-//! The state of each worker is in [`worker_control`](crate::policy::worker_control). A worker's lease is ours: the peak
+//! The state of each worker is in [`worker_control`](crate::worker_control). A worker's lease is ours: the peak
 //! is booked before it is started, and comes down to the steady size when the worker is measured there. A larger
 //! variant is booked before the worker is asked; a smaller one is credited when it is measured. What a worker is asked
 //! for is in `worker_orders`.
@@ -9,22 +9,20 @@ use std::time::Duration;
 
 use super::{context::Context, learn, reclaim_orders, serve, worker_orders};
 use crate::{
-    policy::{
-        admission::{Want, WantKind},
-        death::{DeathCertificate, DeathClass},
-        decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
-        denial::{Denial, Problem},
-        event::{Action, Done, WorkerCommand, WorkerDone},
-        lease::{Class, Ticket},
-        pressure_level::PressureLevel,
-        reason::{ReclaimReason, StopReason},
-        reclaim,
-        snapshot::WorkerState,
-        state::State,
-        worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
-    },
-    units::{Bytes, Timestamp},
+    admission::{Want, WantKind},
+    death::{DeathCertificate, DeathClass},
+    decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
+    denial::{Denial, Problem},
+    event::{Action, Done, WorkerCommand, WorkerDone},
+    lease::{Class, Ticket},
+    pressure_level::PressureLevel,
+    reason::{ReclaimReason, StopReason},
+    reclaim,
+    snapshot::WorkerState,
+    state::State,
+    worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
 };
+use cotenant_units::{Bytes, Timestamp};
 
 pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
     let now = cx.state.now;
@@ -33,15 +31,28 @@ pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
         return;
     };
     let Some(took) = worker.answered(pid, now) else {
-        let report = StrayReport::Ready { pid, state: worker.state() };
+        let report = StrayReport::Ready {
+            pid,
+            state: worker.state(),
+        };
         ignore(cx, name, report);
         return;
     };
-    let change = worker.run().and_then(|run| run.resizing.as_ref()).map(|resizing| resizing.variant.clone());
+    let change = worker
+        .run()
+        .and_then(|run| run.resizing.as_ref())
+        .map(|resizing| resizing.variant.clone());
     cx.state.changed_at = now;
-    cx.decide(WorkerDecision::Ready { worker: name.to_owned(), pid, took });
+    cx.decide(WorkerDecision::Ready {
+        worker: name.to_owned(),
+        pid,
+        took,
+    });
     if let Some(variant) = change {
-        cx.out.push(Action::ResizeWorker { worker: name.to_owned(), variant });
+        cx.out.push(Action::ResizeWorker {
+            worker: name.to_owned(),
+            variant,
+        });
     }
     worker_orders::set_moving(cx, name);
     measure(cx, name);
@@ -53,7 +64,10 @@ pub(super) fn take_died(cx: &mut Context<'_>, certificate: &DeathCertificate) {
     };
     worker.died(certificate.summary());
     if let Some(remedy) = &certificate.verdict.remedy {
-        cx.decide(WorkerDecision::Died { sentence: certificate.verdict.sentence.clone(), remedy: remedy.clone() });
+        cx.decide(WorkerDecision::Died {
+            sentence: certificate.verdict.sentence.clone(),
+            remedy: remedy.clone(),
+        });
     }
     if certificate.verdict.class == DeathClass::MemcgOom {
         learn::from_oom(cx, certificate);
@@ -68,8 +82,15 @@ pub(super) fn take_unresponsive(cx: &mut Context<'_>, name: &str, pid: u32, evid
     if !worker.is_ready() || worker.run().is_none_or(|run| run.pid != Some(pid)) {
         return;
     }
-    cx.decide(WorkerDecision::Unresponsive { worker: name.to_owned(), pid, evidence: evidence.clone() });
-    cx.out.push(Action::AbortWorker { worker: name.to_owned(), evidence });
+    cx.decide(WorkerDecision::Unresponsive {
+        worker: name.to_owned(),
+        pid,
+        evidence: evidence.clone(),
+    });
+    cx.out.push(Action::AbortWorker {
+        worker: name.to_owned(),
+        evidence,
+    });
 }
 
 pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, cause: &str) {
@@ -87,7 +108,14 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
     cx.state.ledger.forget(name);
     cx.state.changed_at = cx.state.now;
     for ticket in ended.tickets {
-        let denial = Denial::invalid(name, "worker", &name, Problem::Exited { cause: cause.to_owned() });
+        let denial = Denial::invalid(
+            name,
+            "worker",
+            &name,
+            Problem::Exited {
+                cause: cause.to_owned(),
+            },
+        );
         cx.deny(ticket, denial);
     }
     cx.decide(WorkerDecision::Exited {
@@ -115,7 +143,11 @@ fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
     let Some(worker) = cx.state.workers.get(name) else {
         return;
     };
-    let (name, failures, limits) = (name.to_owned(), worker.recent_failures(), worker.params.start.restart);
+    let (name, failures, limits) = (
+        name.to_owned(),
+        worker.recent_failures(),
+        worker.params.start.restart,
+    );
     cx.decide(match failure {
         Failure::RetriesAt(at) => WorkerDecision::Restarting {
             worker: name,
@@ -124,14 +156,23 @@ fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
             intensity: limits.intensity,
             window: limits.window,
         },
-        Failure::GivenUp => WorkerDecision::GivenUp { worker: name, failures, window: limits.window },
+        Failure::GivenUp => WorkerDecision::GivenUp {
+            worker: name,
+            failures,
+            window: limits.window,
+        },
         Failure::NeedsOperator => WorkerDecision::NeedsOperator { worker: name },
     });
 }
 
 pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
     let now = cx.state.now;
-    if cx.state.workers.get_mut(name).is_some_and(|worker| worker.works(requests, now)) {
+    if cx
+        .state
+        .workers
+        .get_mut(name)
+        .is_some_and(|worker| worker.works(requests, now))
+    {
         prepare_for_work(cx, name);
     }
 }
@@ -139,11 +180,19 @@ pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
 /// Books what the last requests of a worker have taken, as far as it is free, and has the engine give the rest if it can:
 /// what this request takes is not missed when it takes it.
 fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
-    let Some(worker) = cx.state.workers.get(name).filter(|worker| worker.is_settled()) else {
+    let Some(worker) = cx
+        .state
+        .workers
+        .get(name)
+        .filter(|worker| worker.is_settled())
+    else {
         return;
     };
     let (need, class) = (worker.breathes_to(), worker.params.class);
-    let Some(id) = worker.lease().filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO) else {
+    let Some(id) = worker
+        .lease()
+        .filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO)
+    else {
         return;
     };
     let held = cx.state.ledger.held_by(id);
@@ -170,12 +219,19 @@ fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
 /// A request needs a worker: one that sleeps is started, one that was made small for being idle grows back.
 pub(super) fn take_wanted(cx: &mut Context<'_>, name: &str) {
     if !cx.state.draining && cx.state.workers.get(name).is_some_and(Worker::can_be_woken) {
-        cx.decide(WorkerDecision::Woken { worker: name.to_owned() });
+        cx.decide(WorkerDecision::Woken {
+            worker: name.to_owned(),
+        });
         worker_orders::want(cx, name);
     }
 }
 
-pub(super) fn take_command(cx: &mut Context<'_>, ticket: Ticket, name: &str, command: WorkerCommand) {
+pub(super) fn take_command(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    name: &str,
+    command: WorkerCommand,
+) {
     cx.record.noted += 1;
     let Some(worker) = cx.state.workers.get_mut(name) else {
         let denial = Denial::invalid(name, "worker", &name, Problem::NotConfigured);
@@ -208,7 +264,13 @@ pub(super) fn take_command(cx: &mut Context<'_>, ticket: Ticket, name: &str, com
     cx.done(ticket, Done::Worker { worker, done });
 }
 
-pub(super) fn take_resize(cx: &mut Context<'_>, ticket: Ticket, name: String, variant: String, wait: Duration) {
+pub(super) fn take_resize(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    name: String,
+    variant: String,
+    wait: Duration,
+) {
     let refuse = |cx: &mut Context<'_>, field, value: &str, problem| {
         cx.deny(ticket, Denial::invalid(&name, field, &value, problem));
     };
@@ -229,7 +291,13 @@ pub(super) fn take_resize(cx: &mut Context<'_>, ticket: Ticket, name: String, va
     }
     if cx.state.draining {
         let asked = cx.state.worker_peak(&name, Some(&variant));
-        cx.deny(ticket, Denial::Draining { tenant: name, asked });
+        cx.deny(
+            ticket,
+            Denial::Draining {
+                tenant: name,
+                asked,
+            },
+        );
         return;
     }
     let class = worker.params.class;
@@ -253,19 +321,33 @@ pub(super) fn take_resize(cx: &mut Context<'_>, ticket: Ticket, name: String, va
     serve::ask_or_queue(cx, want, wait);
 }
 
-pub(super) fn take_resized(cx: &mut Context<'_>, name: &str, variant: &str, used: Option<Bytes>, error: Option<&str>) {
+pub(super) fn take_resized(
+    cx: &mut Context<'_>,
+    name: &str,
+    variant: &str,
+    used: Option<Bytes>,
+    error: Option<&str>,
+) {
     let now = cx.state.now;
     cx.record.noted += 1;
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
-    let believed = cx.state.params.shed.deadlines.of(worker.params.class).max(cx.state.params.shed.settle);
+    let believed = cx
+        .state
+        .params
+        .shed
+        .deadlines
+        .of(worker.params.class)
+        .max(cx.state.params.shed.settle);
     let Some(resizing) = worker.changed(variant, error.is_some(), believed, now) else {
         let variant = variant.to_owned();
         ignore(cx, name, StrayReport::Changed { variant });
         return;
     };
-    let took = resizing.as_ref().map_or(Duration::ZERO, |resizing| now.saturating_since(resizing.asked_at));
+    let took = resizing.as_ref().map_or(Duration::ZERO, |resizing| {
+        now.saturating_since(resizing.asked_at)
+    });
     cx.state.changed_at = now;
     if let Some(used) = used {
         cx.state.ledger.measure(name, used, now);
@@ -274,13 +356,26 @@ pub(super) fn take_resized(cx: &mut Context<'_>, name: &str, variant: &str, used
     let (worker, tickets) = (name.to_owned(), resizing.map(|resizing| resizing.tickets));
     let variant = variant.to_owned();
     let answer = if let Some(error) = error {
-        let kept = Problem::Kept { error: error.to_owned() };
+        let kept = Problem::Kept {
+            error: error.to_owned(),
+        };
         let denial = Denial::invalid(name, "variant", &variant, kept);
-        cx.decide(WorkerDecision::VariantKept { worker, variant, error: error.to_owned(), used });
+        cx.decide(WorkerDecision::VariantKept {
+            worker,
+            variant,
+            error: error.to_owned(),
+            used,
+        });
         Err(denial)
     } else {
         let held = cx.state.worker_held(name);
-        let decision = Decision::from(WorkerDecision::Resized { worker, variant, took, used, held });
+        let decision = Decision::from(WorkerDecision::Resized {
+            worker,
+            variant,
+            took,
+            used,
+            held,
+        });
         cx.decide(decision.clone());
         Ok(Done::Decided(decision))
     };
@@ -295,13 +390,28 @@ pub(super) fn take_resized(cx: &mut Context<'_>, name: &str, variant: &str, used
 
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     while let Some((name, due)) = cx.state.workers.take_due(cx.state.now) {
-        let within = cx.state.workers.get(&name).map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
+        let within = cx
+            .state
+            .workers
+            .get(&name)
+            .map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
         match due {
             Due::Retry => worker_orders::want(cx, &name),
-            Due::NotReady => worker_orders::stop(cx, &name, StopCause::NotReady, StopReason::NotReady { within }),
-            Due::NotStopped => cx.out.push(Action::StopWorker { worker: name, reason: StopReason::NotStopped }),
-            Due::NotChanged(Resizing { variant, tickets, .. }) => {
-                let denial = Denial::invalid(&name, "variant", &variant, Problem::NotAnswered { within });
+            Due::NotReady => worker_orders::stop(
+                cx,
+                &name,
+                StopCause::NotReady,
+                StopReason::NotReady { within },
+            ),
+            Due::NotStopped => cx.out.push(Action::StopWorker {
+                worker: name,
+                reason: StopReason::NotStopped,
+            }),
+            Due::NotChanged(Resizing {
+                variant, tickets, ..
+            }) => {
+                let denial =
+                    Denial::invalid(&name, "variant", &variant, Problem::NotAnswered { within });
                 cx.deny_all(tickets, &denial);
                 // It may still change at any time, to a size that could not be booked by then.
                 let reason = StopReason::NotChanged { variant, within };
@@ -310,10 +420,24 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
             Due::NotSmaller => {
                 let used = cx.state.ledger.used_by(&name);
                 let held = cx.state.worker_held(&name);
-                if cx.state.workers.get(&name).is_some_and(|worker| worker.requests == 0) {
-                    worker_orders::stop(cx, &name, StopCause::Shed, StopReason::NotSmaller { used, held });
+                if cx
+                    .state
+                    .workers
+                    .get(&name)
+                    .is_some_and(|worker| worker.requests == 0)
+                {
+                    worker_orders::stop(
+                        cx,
+                        &name,
+                        StopCause::Shed,
+                        StopReason::NotSmaller { used, held },
+                    );
                 } else {
-                    cx.decide(WorkerDecision::NotSmaller { worker: name, used, held });
+                    cx.decide(WorkerDecision::NotSmaller {
+                        worker: name,
+                        used,
+                        held,
+                    });
                 }
             }
         }
@@ -325,7 +449,11 @@ pub(super) fn serve_rests(cx: &mut Context<'_>) {
     let mut last: Option<String> = None;
     loop {
         let may_rest = |id| !cx.state.draining && !cx.state.queue.waits_for(id);
-        let Some((name, step)) = cx.state.workers.take_rest(last.as_deref(), may_rest, cx.state.now) else {
+        let Some((name, step)) =
+            cx.state
+                .workers
+                .take_rest(last.as_deref(), may_rest, cx.state.now)
+        else {
             return;
         };
         match step {
@@ -353,7 +481,10 @@ pub(super) fn serve_rests(cx: &mut Context<'_>) {
 pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
     let may_rest = |id| !state.draining && !state.queue.waits_for(id);
     let workers = state.workers.next_deadline(may_rest, state.now);
-    [workers, state.engine.holds_workers_until(state.now)].into_iter().flatten().min()
+    [workers, state.engine.holds_workers_until(state.now)]
+        .into_iter()
+        .flatten()
+        .min()
 }
 
 /// Starts the next one whose turn has come.
@@ -361,8 +492,10 @@ pub(super) fn start_in_order(cx: &mut Context<'_>) {
     if cx.state.draining {
         return;
     }
-    let next =
-        cx.state.workers.next_to_start(cx.state.engine.holds_workers_until(cx.state.now).is_none(), cx.state.now);
+    let next = cx.state.workers.next_to_start(
+        cx.state.engine.holds_workers_until(cx.state.now).is_none(),
+        cx.state.now,
+    );
     if let Some(name) = next.map(str::to_owned) {
         worker_orders::want(cx, &name);
     }
@@ -375,27 +508,52 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     };
     // While its memory is there, a worker's lease is what it uses; declared sizes are guesses.
     let up = cx.state.workers.get(name).filter(|worker| worker.is_up());
-    if let Some(id) = up.and_then(Worker::lease).filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO) {
+    if let Some(id) = up
+        .and_then(Worker::lease)
+        .filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO)
+    {
         cx.state.ledger.follow(id);
     }
     watch_growth(cx, name, measured.used);
-    let Some(worker) = cx.state.workers.get_mut(name).filter(|worker| worker.is_settled()) else {
+    let Some(worker) = cx
+        .state
+        .workers
+        .get_mut(name)
+        .filter(|worker| worker.is_settled())
+    else {
         return;
     };
-    let Some(id) = worker.run().filter(|run| measured.at >= run.since).map(|run| run.lease) else {
+    let Some(id) = worker
+        .run()
+        .filter(|run| measured.at >= run.since)
+        .map(|run| run.lease)
+    else {
         return;
     };
     let held = cx.state.ledger.held_by(id);
     let steady = worker.steady();
-    let tolerance =
-        held.saturating_sub(steady).per_mille(1000u32.saturating_sub(cx.state.params.shed.verify_per_mille));
+    let tolerance = held
+        .saturating_sub(steady)
+        .per_mille(1000u32.saturating_sub(cx.state.params.shed.verify_per_mille));
     let is_steady = measured.used <= steady.saturating_add(tolerance);
     let (auto, need) = (worker.params.rest.auto, worker.breathes_to());
-    let stays = if is_steady && !auto && need == Bytes::ZERO { steady } else { measured.used.max(steady) };
+    let stays = if is_steady && !auto && need == Bytes::ZERO {
+        steady
+    } else {
+        measured.used.max(steady)
+    };
     // What its request may still take stays booked until that has ended.
-    let stays = if worker.requests > 0 { stays.max(need.min(held)) } else { stays };
+    let stays = if worker.requests > 0 {
+        stays.max(need.min(held))
+    } else {
+        stays
+    };
     // Pages come and go with each measurement.
-    let stays = if stays < held && held.saturating_sub(stays) < NOTICED { held } else { stays };
+    let stays = if stays < held && held.saturating_sub(stays) < NOTICED {
+        held
+    } else {
+        stays
+    };
     let to_shed = is_steady && worker.take_verified();
     let freed = cx.state.ledger.lower(id, stays);
     worker_orders::set_moving(cx, name);
@@ -440,7 +598,10 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
 fn is_memory_wanted(state: &State) -> bool {
     state.pressure.level() > PressureLevel::Normal
         || !state.queue.is_empty()
-        || state.workers.values().any(|worker| worker.was_shed() || worker.is_waiting())
+        || state
+            .workers
+            .values()
+            .any(|worker| worker.was_shed() || worker.is_waiting())
         || state.ledger.free() < Bytes::new(state.ledger.budget().get() / FREE_SHARE)
 }
 
@@ -448,11 +609,16 @@ fn is_memory_wanted(state: &State) -> bool {
 const FREE_SHARE: u64 = 8;
 
 fn ignore(cx: &mut Context<'_>, name: &str, report: StrayReport) {
-    cx.decide(WorkerDecision::Ignored { worker: name.to_owned(), report });
+    cx.decide(WorkerDecision::Ignored {
+        worker: name.to_owned(),
+        report,
+    });
 }
 
 fn measure(cx: &mut Context<'_>, name: &str) {
-    cx.out.push(Action::Measure { tenant: name.to_owned() });
+    cx.out.push(Action::Measure {
+        tenant: name.to_owned(),
+    });
 }
 
 /// A lease does not come down by less. Our choice, as for a change that a wait is logged for again.

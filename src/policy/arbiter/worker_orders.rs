@@ -10,19 +10,17 @@
 
 use super::context::Context;
 use crate::{
-    policy::{
-        admission::WantKind,
-        decision::{ChangeCause, Decision, WorkerDecision},
-        denial::{Denial, Problem},
-        event::{Action, Done},
-        growth_wait::GrowthWait,
-        lease::{Class, LeaseId, LeaseKind, Ticket},
-        lease_table::{Lease, Phase, Revocation},
-        reason::{IgnoredPressure, ReclaimReason, StopReason},
-        worker::{Resizing, StopCause, Worker},
-    },
-    units::{Bytes, Timestamp},
+    admission::WantKind,
+    decision::{ChangeCause, Decision, WorkerDecision},
+    denial::{Denial, Problem},
+    event::{Action, Done},
+    growth_wait::GrowthWait,
+    lease::{Class, LeaseId, LeaseKind, Ticket},
+    lease_table::{Lease, Phase, Revocation},
+    reason::{IgnoredPressure, ReclaimReason, StopReason},
+    worker::{Resizing, StopCause, Worker},
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// How a worker is asked for less.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -51,7 +49,12 @@ pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
         return;
     };
     if let Some(lease) = worker.lease() {
-        cx.queue_own(name, worker.params.class, lease, WantKind::WorkerVariant { variant });
+        cx.queue_own(
+            name,
+            worker.params.class,
+            lease,
+            WantKind::WorkerVariant { variant },
+        );
     }
 }
 
@@ -86,7 +89,10 @@ pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
         free: cx.state.ledger.free(),
         budget: cx.state.ledger.budget(),
     });
-    cx.out.push(Action::StartWorker { worker: name.to_owned(), variant });
+    cx.out.push(Action::StartWorker {
+        worker: name.to_owned(),
+        variant,
+    });
 }
 
 /// Grants the lease that we hold for a worker. Returns `false` if it does not fit.
@@ -96,9 +102,18 @@ pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) 
     };
     let params = &worker.params;
     let peaks = params.variants.iter().map(|variant| variant.peak);
-    let bounds = (params.steady_of(None), peaks.max().unwrap_or(params.peak_of(None)));
+    let bounds = (
+        params.steady_of(None),
+        peaks.max().unwrap_or(params.peak_of(None)),
+    );
     let kind = (LeaseKind::Worker, params.class);
-    let lease = Lease::of_ours(&params.name, kind, cx.state.leases.next_generation(), bounds, cx.state.now);
+    let lease = Lease::of_ours(
+        &params.name,
+        kind,
+        cx.state.leases.next_generation(),
+        bounds,
+        cx.state.now,
+    );
     let booked = cx.grant(id, bytes, lease);
     if booked {
         cx.state.ledger.set_moving(id, true);
@@ -108,7 +123,12 @@ pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) 
 
 /// Lets a worker change; the caller has made sure that the larger size fits.
 pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: Vec<Ticket>) {
-    let changeable = cx.state.workers.get(name).filter(|worker| worker.is_settled()).and_then(Worker::lease);
+    let changeable = cx
+        .state
+        .workers
+        .get(name)
+        .filter(|worker| worker.is_settled())
+        .and_then(Worker::lease);
     let peak = cx.state.worker_peak(name, Some(&variant));
     if changeable.is_some_and(|id| cx.grow_lease(id, peak)) {
         change(cx, name, variant, tickets, ChangeCause::Asked);
@@ -121,7 +141,12 @@ pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: V
 }
 
 /// Asks a worker for less, to make room. Returns whether it was asked.
-pub(super) fn ask_for_less(cx: &mut Context<'_>, name: &str, less: Less, reason: &ReclaimReason) -> bool {
+pub(super) fn ask_for_less(
+    cx: &mut Context<'_>,
+    name: &str,
+    less: Less,
+    reason: &ReclaimReason,
+) -> bool {
     match less {
         Less::Notification => notify_of_pressure(cx, name, reason),
         Less::Variant(variant) => {
@@ -135,17 +160,35 @@ pub(super) fn ask_for_less(cx: &mut Context<'_>, name: &str, less: Less, reason:
 /// Notifies a worker that memory is short. Returns whether it was notified.
 pub(super) fn notify_of_pressure(cx: &mut Context<'_>, name: &str, reason: &ReclaimReason) -> bool {
     let worker = cx.state.workers.get(name);
-    let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to)) else {
+    let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to))
+    else {
         return false;
     };
-    let class = cx.state.leases.get(id).map_or(Class::Batch, |lease| lease.class);
+    let class = cx
+        .state
+        .leases
+        .get(id)
+        .map_or(Class::Batch, |lease| lease.class);
     let deadline = cx.state.now + cx.state.notified_deadline(class);
-    let nonce = cx.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
-    cx.out.push(Action::SetTarget { lease: id, nonce, bytes: least, deadline, reason: reason.clone() });
+    let nonce =
+        cx.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
+    cx.out.push(Action::SetTarget {
+        lease: id,
+        nonce,
+        bytes: least,
+        deadline,
+        reason: reason.clone(),
+    });
     true
 }
 
-pub(super) fn change(cx: &mut Context<'_>, name: &str, variant: String, tickets: Vec<Ticket>, cause: ChangeCause) {
+pub(super) fn change(
+    cx: &mut Context<'_>,
+    name: &str,
+    variant: String,
+    tickets: Vec<Ticket>,
+    cause: ChangeCause,
+) {
     cx.record.noted += 1;
     let resizing = Resizing {
         variant: variant.clone(),
@@ -155,7 +198,11 @@ pub(super) fn change(cx: &mut Context<'_>, name: &str, variant: String, tickets:
     };
     let worker = name.to_owned();
     if cause != ChangeCause::Asked {
-        cx.decide(WorkerDecision::Changing { worker: worker.clone(), variant: variant.clone(), cause });
+        cx.decide(WorkerDecision::Changing {
+            worker: worker.clone(),
+            variant: variant.clone(),
+            cause,
+        });
     }
     if let Some(worker) = cx.state.workers.get_mut(name) {
         worker.change(resizing);
@@ -166,15 +213,27 @@ pub(super) fn change(cx: &mut Context<'_>, name: &str, variant: String, tickets:
 
 pub(super) fn stop(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
     cx.record.noted += 1;
-    let Some((lease, tickets)) = cx.state.workers.get_mut(name).and_then(|worker| worker.stop(cause, cx.state.now))
+    let Some((lease, tickets)) = cx
+        .state
+        .workers
+        .get_mut(name)
+        .and_then(|worker| worker.stop(cause, cx.state.now))
     else {
         return;
     };
-    let denial = Denial::invalid(name, "worker", &name, Problem::Stopping(Box::new(reason.clone())));
+    let denial = Denial::invalid(
+        name,
+        "worker",
+        &name,
+        Problem::Stopping(Box::new(reason.clone())),
+    );
     cx.deny_all(tickets, &denial);
     cx.forget_wants_of(lease, &denial);
     cx.state.ledger.set_moving(lease, true);
-    cx.out.push(Action::StopWorker { worker: name.to_owned(), reason });
+    cx.out.push(Action::StopWorker {
+        worker: name.to_owned(),
+        reason,
+    });
 }
 
 pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
@@ -182,8 +241,14 @@ pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
         return;
     };
     if let Some(run) = worker.run() {
-        let measured = cx.state.ledger.measurement(name).is_some_and(|measured| measured.at >= run.since);
-        cx.state.ledger.set_moving(run.lease, !(worker.is_settled() && measured));
+        let measured = cx
+            .state
+            .ledger
+            .measurement(name)
+            .is_some_and(|measured| measured.at >= run.since);
+        cx.state
+            .ledger
+            .set_moving(run.lease, !(worker.is_settled() && measured));
     }
 }
 
@@ -194,14 +259,23 @@ pub(super) fn out_of_reach(name: &str) -> String {
 
 /// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not
 /// come down.
-pub(super) fn settle_notified(cx: &mut Context<'_>, name: &str, used: Option<Bytes>, taken_at: Timestamp) -> bool {
+pub(super) fn settle_notified(
+    cx: &mut Context<'_>,
+    name: &str,
+    used: Option<Bytes>,
+    taken_at: Timestamp,
+) -> bool {
     let Some(id) = cx.state.workers.get(name).and_then(Worker::lease) else {
         return false;
     };
-    if !matches!(cx.state.leases.get(id).map(|lease| &lease.phase), Some(Phase::Revoking(_))) {
+    if !matches!(
+        cx.state.leases.get(id).map(|lease| &lease.phase),
+        Some(Phase::Revoking(_))
+    ) {
         return false;
     }
-    if let Some(revocation) = cx.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn)) {
+    if let Some(revocation) = cx.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn))
+    {
         end_notification(cx, id, &revocation);
     }
     true
@@ -209,7 +283,9 @@ pub(super) fn settle_notified(cx: &mut Context<'_>, name: &str, used: Option<Byt
 
 /// The deadline has passed, and the worker has not come down.
 pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &Revocation) {
-    let Some(lease) = cx.state.leases.get(id) else { return };
+    let Some(lease) = cx.state.leases.get(id) else {
+        return;
+    };
     let name = lease.tenant.clone();
     let used = revocation.evidence.used();
     let late = cx.state.now.saturating_since(revocation.target.deadline);
@@ -231,13 +307,22 @@ pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &R
         cx.decide(WorkerDecision::IgnoresPressure(ignored));
     } else {
         let name = ignored.worker.clone();
-        stop(cx, &name, StopCause::Shed, StopReason::IgnoredPressure(ignored));
+        stop(
+            cx,
+            &name,
+            StopCause::Shed,
+            StopReason::IgnoredPressure(ignored),
+        );
     }
 }
 
 /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
 pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done, GrowthWait> {
-    let Some((id, steady)) = cx.state.workers.get(name).and_then(|worker| Some((worker.lease()?, worker.steady())))
+    let Some((id, steady)) = cx
+        .state
+        .workers
+        .get(name)
+        .and_then(|worker| Some((worker.lease()?, worker.steady())))
     else {
         return Err(GrowthWait::Changing);
     };
@@ -250,6 +335,10 @@ pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done,
             cx.decide(decision.clone());
             Ok(Done::Decided(decision))
         }
-        Err(_) => Err(GrowthWait::Budget { needs: steady, free: cx.state.ledger.free(), reserved: Bytes::ZERO }),
+        Err(_) => Err(GrowthWait::Budget {
+            needs: steady,
+            free: cx.state.ledger.free(),
+            reserved: Bytes::ZERO,
+        }),
     }
 }

@@ -4,26 +4,24 @@ use std::time::Duration;
 
 use super::{EngineControl, Pending, PlanKind};
 use crate::{
-    policy::{
-        decision::{PlanOutcome, StrayPlan},
-        residency::EnginePlan,
-    },
-    units::{Bytes, Timestamp, Tokens},
+    decision::{PlanOutcome, StrayPlan},
+    residency::EnginePlan,
 };
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 /// The engine's report of a plan that it carried out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(in crate::policy) struct Applied {
-    pub(in crate::policy) freed: Bytes,
-    pub(in crate::policy) used: Bytes,
-    pub(in crate::policy) untouched: Bytes,
-    pub(in crate::policy) untouched_given: Bytes,
-    pub(in crate::policy) took: Duration,
+pub(crate) struct Applied {
+    pub(crate) freed: Bytes,
+    pub(crate) used: Bytes,
+    pub(crate) untouched: Bytes,
+    pub(crate) untouched_given: Bytes,
+    pub(crate) took: Duration,
 }
 
 /// The meaning of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub(in crate::policy) enum Confirmed {
+pub(crate) enum Confirmed {
     /// The model is loaded, and the engine answers.
     Ready,
     /// Something was given up.
@@ -44,11 +42,19 @@ pub(in crate::policy) enum Confirmed {
 
 impl Confirmed {
     /// The same as it is reported, with what was credited and freed.
-    pub(in crate::policy) const fn outcome(&self, credited: Bytes, applied: &Applied) -> PlanOutcome {
-        let Applied { freed, untouched_given: untouched, .. } = *applied;
+    pub(crate) const fn outcome(&self, credited: Bytes, applied: &Applied) -> PlanOutcome {
+        let Applied {
+            freed,
+            untouched_given: untouched,
+            ..
+        } = *applied;
         match self {
             Self::Ready => PlanOutcome::Ready,
-            Self::Shed(_) => PlanOutcome::Shed { credited, freed, untouched },
+            Self::Shed(_) => PlanOutcome::Shed {
+                credited,
+                freed,
+                untouched,
+            },
             Self::Grown { .. } => PlanOutcome::Grown,
             Self::ChunkEnded => PlanOutcome::ChunkEnded { credited, freed },
             Self::Repeated | Self::Unchanged => PlanOutcome::Confirmed,
@@ -61,7 +67,7 @@ impl EngineControl {
     ///
     /// # Errors
     /// If it answers nothing that is asked of the engine as it is now.
-    pub(in crate::policy) fn confirm(
+    pub(crate) fn confirm(
         &mut self,
         revision: u64,
         in_force: EnginePlan,
@@ -72,7 +78,9 @@ impl EngineControl {
             return Err(StrayPlan::NoLease);
         }
         let asked = self.plans.answered(revision);
-        let loads = asked.as_ref().is_some_and(|asked| asked.kind == PlanKind::Load);
+        let loads = asked
+            .as_ref()
+            .is_some_and(|asked| asked.kind == PlanKind::Load);
         if !self.is_ready() && !loads {
             return Err(StrayPlan::EarlierLoad);
         }
@@ -87,12 +95,17 @@ impl EngineControl {
         let before = self.plans.in_force.take();
         let chunk_was = before.as_ref().map(|plan| plan.prefill_chunk);
         let chunk_is_smaller = chunk_was.is_some_and(|chunk| in_force.prefill_chunk < chunk);
-        if asked.as_ref().is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk) {
+        if asked
+            .as_ref()
+            .is_some_and(|asked| in_force.prefill_chunk > asked.plan.prefill_chunk)
+        {
             self.pin_chunk(now);
         } else if chunk_is_smaller {
             self.blocked.chunk = None;
         }
-        let was = before.as_ref().map_or(Bytes::ZERO, |plan| self.bytes_in(plan));
+        let was = before
+            .as_ref()
+            .map_or(Bytes::ZERO, |plan| self.bytes_in(plan));
         let is = self.bytes_in(&in_force);
         let chunk = in_force.prefill_chunk;
         self.plans.in_force = Some(in_force);
@@ -104,11 +117,18 @@ impl EngineControl {
             None if chunk_is_smaller => Confirmed::ChunkEnded,
             Some(asked) if asked.kind == PlanKind::Shed => {
                 let gives_up = asked.from > self.bytes_in(&asked.plan) || was > is;
-                if gives_up { Confirmed::Shed(asked) } else { Confirmed::Repeated }
+                if gives_up {
+                    Confirmed::Shed(asked)
+                } else {
+                    Confirmed::Repeated
+                }
             }
             Some(asked) if asked.kind == PlanKind::Regrow => {
                 let without_chunk = chunk < asked.plan.prefill_chunk;
-                Confirmed::Grown { asked, without_chunk }
+                Confirmed::Grown {
+                    asked,
+                    without_chunk,
+                }
             }
             Some(_) | None => Confirmed::Unchanged,
         })
@@ -118,7 +138,9 @@ impl EngineControl {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::{engine_failure::Cure, lease::LeaseId, params::EngineParams, residency::small_model};
+    use crate::{
+        engine_failure::Cure, lease::LeaseId, params::EngineParams, residency::small_model,
+    };
 
     /// An engine that was asked to load, and the plan that it was asked for.
     fn loading() -> (EngineControl, EnginePlan) {
@@ -131,14 +153,33 @@ mod tests {
     }
 
     fn ask(engine: &mut EngineControl, plan: EnginePlan, kind: PlanKind) -> u64 {
-        let from = engine.goal().map_or(Bytes::ZERO, |goal| engine.bytes_in(goal));
+        let from = engine
+            .goal()
+            .map_or(Bytes::ZERO, |goal| engine.bytes_in(goal));
         let revision = engine.plans.next_revision();
-        engine.plans.pending.insert(revision, Pending { plan, asked_at: Timestamp::START, kind, from });
+        engine.plans.pending.insert(
+            revision,
+            Pending {
+                plan,
+                asked_at: Timestamp::START,
+                kind,
+                from,
+            },
+        );
         revision
     }
 
-    fn confirm(engine: &mut EngineControl, revision: u64, plan: &EnginePlan) -> Result<Confirmed, StrayPlan> {
-        engine.confirm(revision, plan.clone(), Bytes::ZERO, Timestamp::from_millis(1))
+    fn confirm(
+        engine: &mut EngineControl,
+        revision: u64,
+        plan: &EnginePlan,
+    ) -> Result<Confirmed, StrayPlan> {
+        engine.confirm(
+            revision,
+            plan.clone(),
+            Bytes::ZERO,
+            Timestamp::from_millis(1),
+        )
     }
 
     #[test]
@@ -156,20 +197,34 @@ mod tests {
         let (mut engine, full) = loading();
         assert_eq!(confirm(&mut engine, 1, &full), Ok(Confirmed::Ready));
         let repeated = ask(&mut engine, full.clone(), PlanKind::Shed);
-        assert_eq!(confirm(&mut engine, repeated, &full), Ok(Confirmed::Repeated));
+        assert_eq!(
+            confirm(&mut engine, repeated, &full),
+            Ok(Confirmed::Repeated)
+        );
         let mut less = full.clone();
         less.resident.pop_last();
         let shed = ask(&mut engine, less.clone(), PlanKind::Shed);
-        assert!(matches!(confirm(&mut engine, shed, &less), Ok(Confirmed::Shed(asked)) if asked.plan == less));
+        assert!(
+            matches!(confirm(&mut engine, shed, &less), Ok(Confirmed::Shed(asked)) if asked.plan == less)
+        );
         let grown = ask(&mut engine, full.clone(), PlanKind::Regrow);
-        assert!(matches!(confirm(&mut engine, grown, &full), Ok(Confirmed::Grown { without_chunk: false, .. })));
+        assert!(matches!(
+            confirm(&mut engine, grown, &full),
+            Ok(Confirmed::Grown {
+                without_chunk: false,
+                ..
+            })
+        ));
     }
 
     #[test]
     fn a_capacity_that_a_sequence_needs_is_kept_when_less_was_asked() {
         let (mut engine, full) = loading();
         assert_eq!(confirm(&mut engine, 1, &full), Ok(Confirmed::Ready));
-        let less = EnginePlan { kv_capacity: Tokens::ZERO, ..full.clone() };
+        let less = EnginePlan {
+            kv_capacity: Tokens::ZERO,
+            ..full.clone()
+        };
         let shed = ask(&mut engine, less, PlanKind::Shed);
         assert_eq!(
             confirm(&mut engine, shed, &full).map(|_| engine.kv.pinned.map(|(tokens, _)| tokens)),

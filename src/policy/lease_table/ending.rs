@@ -2,21 +2,21 @@
 
 use std::time::Duration;
 
-use super::{Effect, Lease, LeaseTable, Phase, ResidualUse, Revocation, Turn, Unacknowledged, unknown};
-use crate::{
-    policy::{
-        decision::{LeaseDecision, LeaseEnd},
-        denial::{Denial, NotHolder},
-        event::Action,
-        lease::{LeaseId, LeaseKind, LeaseMemory, LeaseState, LeaseView, Peer},
-        ledger::Ledger,
-    },
-    units::{Bytes, Timestamp},
+use super::{
+    Effect, Lease, LeaseTable, Phase, ResidualUse, Revocation, Turn, Unacknowledged, unknown,
 };
+use crate::{
+    decision::{LeaseDecision, LeaseEnd},
+    denial::{Denial, NotHolder},
+    event::Action,
+    lease::{LeaseId, LeaseKind, LeaseMemory, LeaseState, LeaseView, Peer},
+    ledger::Ledger,
+};
+use cotenant_units::{Bytes, Timestamp};
 
 impl LeaseTable {
     /// The process of a holder is gone: all of its leases end in one step, for it may have as many as its user may.
-    pub(in crate::policy) fn holder_gone(&mut self, id: LeaseId, pid: Option<u32>, turn: &mut Turn<'_>) {
+    pub(crate) fn holder_gone(&mut self, id: LeaseId, pid: Option<u32>, turn: &mut Turn<'_>) {
         let is_holder = |owner: Option<u32>| pid.is_none() || pid == owner;
         let Some(lease) = self.leases.get(&id) else {
             let mut residual = self.residual.values().map(|residual| &residual.lease);
@@ -31,8 +31,12 @@ impl LeaseTable {
             return;
         }
         let (holder, name) = (lease.holder.clone(), self.name_of(id));
-        let of_process = |lease: &Lease| pid.is_some() && lease.kind == LeaseKind::Tenant && lease.owner.1 == pid;
-        let ended = self.iter().filter(|(other, lease)| *other == id || of_process(lease));
+        let of_process = |lease: &Lease| {
+            pid.is_some() && lease.kind == LeaseKind::Tenant && lease.owner.1 == pid
+        };
+        let ended = self
+            .iter()
+            .filter(|(other, lease)| *other == id || of_process(lease));
         let ended: Vec<LeaseId> = ended.map(|(id, _)| id).collect();
         for other in &ended {
             self.remove(*other, turn);
@@ -49,12 +53,18 @@ impl LeaseTable {
 
     /// Begins to end a lease: it cannot be renewed any more, and its bytes stay on the book until a reading shows where
     /// they are. `claimable` is what its holder may still take as far as it knows: zero if it knows of the end.
-    pub(in crate::policy) fn begin_ending(&mut self, id: LeaseId, claimable: Bytes, turn: &mut Turn<'_>) {
+    pub(crate) fn begin_ending(&mut self, id: LeaseId, claimable: Bytes, turn: &mut Turn<'_>) {
         let now = turn.now;
         self.changes += 1;
         if let Some(lease) = self.leases.get_mut(&id) {
-            let until = lease.expires_at.take().filter(|at| *at > now && claimable > Bytes::ZERO);
-            let unacknowledged = until.map(|until| Unacknowledged { bytes: claimable, until });
+            let until = lease
+                .expires_at
+                .take()
+                .filter(|at| *at > now && claimable > Bytes::ZERO);
+            let unacknowledged = until.map(|until| Unacknowledged {
+                bytes: claimable,
+                until,
+            });
             lease.phase = Phase::Ending {
                 since: now,
                 deadline: until.unwrap_or(now) + self.shed.verify_timeout,
@@ -74,7 +84,7 @@ impl LeaseTable {
     ///
     /// # Errors
     /// If it is, and the peer is neither of them.
-    pub(in crate::policy) fn acknowledge_end(
+    pub(crate) fn acknowledge_end(
         &mut self,
         id: LeaseId,
         generation: u64,
@@ -86,7 +96,14 @@ impl LeaseTable {
         let Some(lease) = self.leases.get_mut(&id) else {
             return Ok(false);
         };
-        let Phase::Ending { since, deadline, next_poll, unacknowledged: open @ Some(_), .. } = &mut lease.phase else {
+        let Phase::Ending {
+            since,
+            deadline,
+            next_poll,
+            unacknowledged: open @ Some(_),
+            ..
+        } = &mut lease.phase
+        else {
             return Ok(false);
         };
         let owner = lease.owner.0;
@@ -95,15 +112,23 @@ impl LeaseTable {
             return Err(Denial::NotHolder {
                 lease: name.to_string(),
                 uid: peer.uid,
-                problem: NotHolder::Ended { uid: owner, held: turn.ledger.held_by(id), left },
+                problem: NotHolder::Ended {
+                    uid: owner,
+                    held: turn.ledger.held_by(id),
+                    left,
+                },
             });
         }
         if generation != lease.generation {
             return Ok(false);
         }
         // Its use before the acknowledgement shows nothing.
-        (*since, *deadline, *next_poll, *open) =
-            (now, now + self.shed.verify_timeout, now + self.shed.verify_poll, None);
+        (*since, *deadline, *next_poll, *open) = (
+            now,
+            now + self.shed.verify_timeout,
+            now + self.shed.verify_poll,
+            None,
+        );
         self.changes += 1;
         self.measure(id, turn);
         Ok(true)
@@ -111,18 +136,25 @@ impl LeaseTable {
 
     /// A sample of the scope, newer than the end of an unmeasurable lease, shows what is left of it as unmanaged; so it
     /// does with residual use that cannot be read.
-    pub(in crate::policy) fn close_unmeasurable(&mut self, taken_at: Timestamp, turn: &mut Turn<'_>) {
+    pub(crate) fn close_unmeasurable(&mut self, taken_at: Timestamp, turn: &mut Turn<'_>) {
         if turn.ledger.scope_at() != Some(taken_at) {
             return;
         }
         for id in self.due(|phase| match phase {
-            Phase::Ending { since, unmeasurable: true, unacknowledged, .. } => {
-                *since < taken_at && unacknowledged.is_none_or(|open| open.until <= taken_at)
-            }
+            Phase::Ending {
+                since,
+                unmeasurable: true,
+                unacknowledged,
+                ..
+            } => *since < taken_at && unacknowledged.is_none_or(|open| open.until <= taken_at),
             _ => false,
         }) {
             let name = self.name_of(id);
-            let holder = self.leases.get(&id).map(|lease| lease.holder.clone()).unwrap_or_default();
+            let holder = self
+                .leases
+                .get(&id)
+                .map(|lease| lease.holder.clone())
+                .unwrap_or_default();
             let held = self.close(id, turn);
             turn.ledger.estrange(&holder);
             if self.has_no_lease(&holder) {
@@ -131,7 +163,9 @@ impl LeaseTable {
             turn.decide(LeaseDecision::ClosedUnmeasured { lease: name, held });
         }
         self.residual.retain(|holder, residual| {
-            let shown = residual.unreadable_since.is_some_and(|since| since < taken_at);
+            let shown = residual
+                .unreadable_since
+                .is_some_and(|since| since < taken_at);
             if shown {
                 turn.ledger.estrange(holder);
                 turn.effects.push(Effect::Moved);
@@ -141,33 +175,53 @@ impl LeaseTable {
     }
 
     /// Ends leases that were not renewed within their term.
-    pub(in crate::policy) fn expire(&mut self, turn: &mut Turn<'_>) {
-        let due = self.iter().filter(|(_, lease)| lease.expires_at.is_some_and(|at| at <= turn.now));
+    pub(crate) fn expire(&mut self, turn: &mut Turn<'_>) {
+        let due = self
+            .iter()
+            .filter(|(_, lease)| lease.expires_at.is_some_and(|at| at <= turn.now));
         let due: Vec<LeaseId> = due.map(|(id, _)| id).collect();
         for id in due {
-            let Some(lease) = self.leases.get(&id) else { continue };
-            let term = lease.request.as_ref().map_or(Duration::ZERO, |request| request.term);
-            turn.act(Action::EndLease { lease: self.name_of(id), end: LeaseEnd::Expired { term } });
+            let Some(lease) = self.leases.get(&id) else {
+                continue;
+            };
+            let term = lease
+                .request
+                .as_ref()
+                .map_or(Duration::ZERO, |request| request.term);
+            turn.act(Action::EndLease {
+                lease: self.name_of(id),
+                end: LeaseEnd::Expired { term },
+            });
             self.begin_ending(id, Bytes::ZERO, turn);
         }
     }
 
     /// Closes what could not be measured in time, and asks for the readings that are due.
-    pub(in crate::policy) fn poll(&mut self, turn: &mut Turn<'_>) {
+    pub(crate) fn poll(&mut self, turn: &mut Turn<'_>) {
         let now = turn.now;
-        for id in self.due(|phase| matches!(phase, Phase::Ending { deadline, .. } if *deadline <= now)) {
+        for id in
+            self.due(|phase| matches!(phase, Phase::Ending { deadline, .. } if *deadline <= now))
+        {
             self.give_up_on(id, turn);
         }
         for id in self.due(|phase| match phase {
-            Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => *next_poll <= now,
+            Phase::Revoking(Revocation { next_poll, .. }) | Phase::Ending { next_poll, .. } => {
+                *next_poll <= now
+            }
             Phase::Granted => false,
         }) {
             let (poll, rarely) = (self.shed.verify_poll, self.rarely);
             match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
                 Some(Phase::Revoking(Revocation { next_poll, .. })) => *next_poll = now + poll,
-                Some(Phase::Ending { next_poll, unacknowledged, .. }) => {
+                Some(Phase::Ending {
+                    next_poll,
+                    unacknowledged,
+                    ..
+                }) => {
                     // Nothing is to be seen before its term is over, but that it uses less.
-                    let until = unacknowledged.map(|open| open.until).filter(|until| *until > now);
+                    let until = unacknowledged
+                        .map(|open| open.until)
+                        .filter(|until| *until > now);
                     *next_poll = until.map_or(now + poll, |until| until.min(now + rarely));
                 }
                 Some(Phase::Granted) | None => {}
@@ -184,7 +238,13 @@ impl LeaseTable {
     }
 
     /// Takes a lease that has ended off the book, by a reading of its holder.
-    pub(super) fn close_measured(&mut self, id: LeaseId, holder: &str, used: Bytes, turn: &mut Turn<'_>) {
+    pub(super) fn close_measured(
+        &mut self,
+        id: LeaseId,
+        holder: &str,
+        used: Bytes,
+        turn: &mut Turn<'_>,
+    ) {
         let name = self.name_of(id);
         let view = self.view(id, turn.ledger);
         let held = self.close(id, turn);
@@ -220,7 +280,9 @@ impl LeaseTable {
 
     /// No reading of an ended lease was had in time: its memory is unaccounted, and never credited.
     fn give_up_on(&mut self, id: LeaseId, turn: &mut Turn<'_>) {
-        let Some(lease) = self.leases.get(&id) else { return };
+        let Some(lease) = self.leases.get(&id) else {
+            return;
+        };
         let holder = &lease.holder;
         let known = turn.ledger.used_by(holder).unwrap_or_default();
         let presumed = turn.ledger.held_by_tenant(holder).max(known);
@@ -243,17 +305,25 @@ impl LeaseTable {
         };
         let lease = LeaseView {
             state: LeaseState::Gone,
-            memory: LeaseMemory { held: Bytes::ZERO, ..lease.memory },
+            memory: LeaseMemory {
+                held: Bytes::ZERO,
+                ..lease.memory
+            },
             target: None,
             expires_at: None,
             ..lease
         };
-        let residual = ResidualUse { next_poll: now + self.shed.verify_poll, unreadable_since: None, lease };
-        self.residual.insert(residual.lease.holder.clone(), residual);
+        let residual = ResidualUse {
+            next_poll: now + self.shed.verify_poll,
+            unreadable_since: None,
+            lease,
+        };
+        self.residual
+            .insert(residual.lease.holder.clone(), residual);
     }
 
     /// Residual use is forgotten when its memory is back; what cannot be read is unmanaged from the next sample on.
-    pub(in crate::policy) fn tend_residual(
+    pub(crate) fn tend_residual(
         &mut self,
         holder: &str,
         used: Option<Bytes>,

@@ -5,36 +5,34 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    policy::{
-        decision::{Claim, NotReduced},
-        lease::{Class, LeaseKind, LeaseRequest, Peer, Target, TargetAnswer},
-    },
-    units::{Bytes, Timestamp},
+    decision::{Claim, NotReduced},
+    lease::{Class, LeaseKind, LeaseRequest, Peer, Target, TargetAnswer},
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// A lease in the table.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) struct Lease {
-    pub(in crate::policy) tenant: String,
+pub(crate) struct Lease {
+    pub(crate) tenant: String,
     /// As whom its process is measured: the tenant, unless another process has that name too.
-    pub(in crate::policy) holder: String,
-    pub(in crate::policy) kind: LeaseKind,
-    pub(in crate::policy) class: Class,
-    pub(in crate::policy) generation: u64,
-    pub(in crate::policy) min: Bytes,
-    pub(in crate::policy) max: Bytes,
-    pub(in crate::policy) granted_at: Timestamp,
-    pub(in crate::policy) expires_at: Option<Timestamp>,
+    pub(crate) holder: String,
+    pub(crate) kind: LeaseKind,
+    pub(crate) class: Class,
+    pub(crate) generation: u64,
+    pub(crate) min: Bytes,
+    pub(crate) max: Bytes,
+    pub(crate) granted_at: Timestamp,
+    pub(crate) expires_at: Option<Timestamp>,
     /// User and process that it belongs to; ours where there is no request.
-    pub(in crate::policy) owner: (u32, Option<u32>),
+    pub(crate) owner: (u32, Option<u32>),
     /// The request of a tenant.
-    pub(in crate::policy) request: Option<LeaseRequest>,
-    pub(in crate::policy) phase: Phase,
+    pub(crate) request: Option<LeaseRequest>,
+    pub(crate) phase: Phase,
 }
 
 impl Lease {
     /// The lease that the supervisor holds for a process of its own, or for the engine.
-    pub(in crate::policy) fn of_ours(
+    pub(crate) fn of_ours(
         tenant: &str,
         (kind, class): (LeaseKind, Class),
         generation: u64,
@@ -58,7 +56,7 @@ impl Lease {
     }
 
     /// The lease that a request asks for, granted now; `holder` is the name by which its process is measured.
-    pub(in crate::policy) fn of_tenant(
+    pub(crate) fn of_tenant(
         request: LeaseRequest,
         holder: String,
         generation: u64,
@@ -77,16 +75,16 @@ impl Lease {
         }
     }
 
-    pub(in crate::policy) const fn is_ending(&self) -> bool {
+    pub(crate) const fn is_ending(&self) -> bool {
         matches!(self.phase, Phase::Ending { .. })
     }
 
-    pub(in crate::policy) fn is_owned_by(&self, peer: &Peer) -> bool {
+    pub(crate) fn is_owned_by(&self, peer: &Peer) -> bool {
         self.owner == (peer.uid, peer.pid)
     }
 
     /// The target under way.
-    pub(in crate::policy) const fn revocation(&self) -> Option<&Revocation> {
+    pub(crate) const fn revocation(&self) -> Option<&Revocation> {
         match &self.phase {
             Phase::Revoking(revocation) => Some(revocation),
             Phase::Granted | Phase::Ending { .. } => None,
@@ -94,7 +92,7 @@ impl Lease {
     }
 
     /// The target under way, where the holder itself asked for less and more than that is wanted now.
-    pub(in crate::policy) fn wants_less_than(&self, max: Bytes) -> bool {
+    pub(crate) fn wants_less_than(&self, max: Bytes) -> bool {
         let revocation = self.revocation();
         revocation.is_some_and(|revocation| revocation.voluntary && max > revocation.target.bytes)
     }
@@ -102,7 +100,7 @@ impl Lease {
 
 /// Where a lease is in its life.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) enum Phase {
+pub(crate) enum Phase {
     Granted,
     Revoking(Revocation),
     /// Has ended; its bytes stay on the book until a reading shows where they are.
@@ -119,17 +117,17 @@ pub(in crate::policy) enum Phase {
 
 /// What the holder of a lease that has ended may still take while it has not acknowledged the end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) struct Unacknowledged {
-    pub(in crate::policy) bytes: Bytes,
+pub(crate) struct Unacknowledged {
+    pub(crate) bytes: Bytes,
     /// The end of the term that it was granted last: after it no holder relies on its lease.
-    pub(in crate::policy) until: Timestamp,
+    pub(crate) until: Timestamp,
 }
 
 /// A lower target under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) struct Revocation {
-    pub(in crate::policy) target: Target,
-    pub(in crate::policy) asked_at: Timestamp,
+pub(crate) struct Revocation {
+    pub(crate) target: Target,
+    pub(crate) asked_at: Timestamp,
     /// What the holder was measured to use when it was asked.
     pub(super) used_before: Option<Bytes>,
     pub(super) answered: Option<TargetAnswer>,
@@ -138,16 +136,16 @@ pub(in crate::policy) struct Revocation {
     /// When it first answered that its memory is back.
     pub(super) applied_at: Option<Timestamp>,
     /// What a reading newer than its claim has shown.
-    pub(in crate::policy) evidence: Evidence,
+    pub(crate) evidence: Evidence,
     pub(super) next_poll: Timestamp,
     /// The holder itself lowered its lease: nothing is ended if that does not show.
-    pub(in crate::policy) voluntary: bool,
+    pub(crate) voluntary: bool,
 }
 
 /// What is known of a holder since it answered its target.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
-pub(in crate::policy) enum Evidence {
+pub(crate) enum Evidence {
     /// It has not been read since.
     #[default]
     Missing,
@@ -158,7 +156,7 @@ pub(in crate::policy) enum Evidence {
 }
 
 impl Evidence {
-    pub(in crate::policy) const fn used(self) -> Option<Bytes> {
+    pub(crate) const fn used(self) -> Option<Bytes> {
         match self {
             Self::Above { used } => Some(used),
             Self::Missing | Self::Unmeasurable => None,
@@ -187,7 +185,11 @@ impl Revocation {
     /// How it is known that the holder has not come down.
     pub(super) fn cause(&self) -> NotReduced {
         let claim = match &self.answered {
-            Some(TargetAnswer::Refused { reason }) => return NotReduced::Refused { reason: reason.clone() },
+            Some(TargetAnswer::Refused { reason }) => {
+                return NotReduced::Refused {
+                    reason: reason.clone(),
+                };
+            }
             None if self.answered_at.is_none() => return NotReduced::Unanswered,
             Some(TargetAnswer::Applied) => Claim::Applied,
             Some(TargetAnswer::Deferred { .. }) => Claim::Deferred,

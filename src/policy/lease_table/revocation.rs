@@ -2,18 +2,16 @@
 
 use super::{Effect, Evidence, Lease, LeaseTable, Phase, Revocation, Turn};
 use crate::{
-    policy::{
-        decision::{LeaseDecision, LeaseEnd},
-        event::Action,
-        lease::{LeaseId, LeaseKind, Target, TargetAnswer},
-        ledger::Ledger,
-    },
-    units::{Bytes, Timestamp},
+    decision::{LeaseDecision, LeaseEnd},
+    event::Action,
+    lease::{LeaseId, LeaseKind, Target, TargetAnswer},
+    ledger::Ledger,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 impl LeaseTable {
     /// Begins to ask a holder down to `bytes`. Returns the number of the target.
-    pub(in crate::policy) fn begin_revocation(
+    pub(crate) fn begin_revocation(
         &mut self,
         id: LeaseId,
         bytes: Bytes,
@@ -26,7 +24,11 @@ impl LeaseTable {
         turn.ledger.set_moving(id, true);
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.phase = Phase::Revoking(Revocation {
-                target: Target { nonce, bytes, deadline },
+                target: Target {
+                    nonce,
+                    bytes,
+                    deadline,
+                },
                 asked_at: turn.now,
                 used_before: turn.ledger.used_by(&lease.holder),
                 answered: None,
@@ -41,7 +43,7 @@ impl LeaseTable {
     }
 
     /// Nothing more is reclaimed from the lease.
-    pub(in crate::policy) fn end_revocation(&mut self, id: LeaseId, ledger: &mut Ledger) {
+    pub(crate) fn end_revocation(&mut self, id: LeaseId, ledger: &mut Ledger) {
         if let Some(lease) = self.leases.get_mut(&id) {
             lease.phase = Phase::Granted;
         }
@@ -53,7 +55,7 @@ impl LeaseTable {
     /// It has no more time for what it was asked before: a target that is in force stays so, with its number and its
     /// deadline, and the wish is the answer to it; what it wants less than that follows once the target is measured.
     /// Wishes that follow each other are spared together for [`WISHES`] times the time of one, and not for ever.
-    pub(in crate::policy) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) {
+    pub(crate) fn lower_voluntarily(&mut self, id: LeaseId, bytes: Bytes, turn: &mut Turn<'_>) {
         let (now, timeout) = (turn.now, self.shed.verify_timeout);
         let mut first = now;
         match self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
@@ -68,14 +70,16 @@ impl LeaseTable {
         }
         let deadline = (now + timeout).min(first + timeout * WISHES);
         self.begin_revocation(id, bytes, deadline, true, turn);
-        if let Some(Phase::Revoking(revocation)) = self.leases.get_mut(&id).map(|lease| &mut lease.phase) {
+        if let Some(Phase::Revoking(revocation)) =
+            self.leases.get_mut(&id).map(|lease| &mut lease.phase)
+        {
             revocation.asked_at = first;
         }
         self.measure(id, turn);
     }
 
     /// The holder has answered its target.
-    pub(in crate::policy) fn answer_target(
+    pub(crate) fn answer_target(
         &mut self,
         id: LeaseId,
         nonce: u64,
@@ -92,7 +96,11 @@ impl LeaseTable {
                     Some(Phase::Revoking(revocation)) => Some(revocation.target.nonce),
                     _ => None,
                 };
-                turn.decide(LeaseDecision::AnswerIgnored { lease, nonce, current });
+                turn.decide(LeaseDecision::AnswerIgnored {
+                    lease,
+                    nonce,
+                    current,
+                });
                 return;
             }
         };
@@ -105,20 +113,24 @@ impl LeaseTable {
         revocation.answered = Some(answer.clone());
         revocation.next_poll = now + self.shed.verify_poll;
         if answer != TargetAnswer::Applied || claimed.is_some() {
-            turn.decide(LeaseDecision::Answered { lease, answer, claimed });
+            turn.decide(LeaseDecision::Answered {
+                lease,
+                answer,
+                claimed,
+            });
         }
         self.measure(id, turn);
     }
 
     /// Leases whose target is over, with its grace, and was not seen to be reached.
-    pub(in crate::policy) fn overdue(&self, now: Timestamp) -> Vec<LeaseId> {
+    pub(crate) fn overdue(&self, now: Timestamp) -> Vec<LeaseId> {
         let patience = self.shed.verify_timeout;
         self.due(|phase| matches!(phase, Phase::Revoking(revocation) if revocation.ends_at(patience) <= now))
     }
 
     /// Ends the lease of a tenant that has not come down in time. A worker's lease goes on: its revocation is returned, for
     /// its worker is to be dealt with.
-    pub(in crate::policy) fn escalate(&mut self, id: LeaseId, turn: &mut Turn<'_>) -> Option<Revocation> {
+    pub(crate) fn escalate(&mut self, id: LeaseId, turn: &mut Turn<'_>) -> Option<Revocation> {
         let lease = self.leases.get(&id)?;
         let revocation = lease.revocation()?.clone();
         let kind = lease.kind;
@@ -155,22 +167,38 @@ impl LeaseTable {
     }
 
     /// Takes a reading of a tenant, for all of its leases.
-    pub(in crate::policy) fn settle(
+    pub(crate) fn settle(
         &mut self,
         holder: &str,
         used: Option<Bytes>,
         taken_at: Timestamp,
         turn: &mut Turn<'_>,
     ) {
-        let of_holder = |(_, lease): &(LeaseId, &Lease)| lease.holder == holder && lease.kind == LeaseKind::Tenant;
+        let of_holder = |(_, lease): &(LeaseId, &Lease)| {
+            lease.holder == holder && lease.kind == LeaseKind::Tenant
+        };
         let ids: Vec<LeaseId> = self.iter().filter(of_holder).map(|(id, _)| id).collect();
         for id in ids {
             match (self.leases.get_mut(&id).map(|lease| &mut lease.phase), used) {
                 (Some(Phase::Revoking(_)), _) => {
                     self.verify(id, used, taken_at, turn);
                 }
-                (Some(Phase::Ending { since, unmeasurable, .. }), None) if *since < taken_at => *unmeasurable = true,
-                (Some(Phase::Ending { since, unacknowledged, .. }), Some(used)) if *since < taken_at => {
+                (
+                    Some(Phase::Ending {
+                        since,
+                        unmeasurable,
+                        ..
+                    }),
+                    None,
+                ) if *since < taken_at => *unmeasurable = true,
+                (
+                    Some(Phase::Ending {
+                        since,
+                        unacknowledged,
+                        ..
+                    }),
+                    Some(used),
+                ) if *since < taken_at => {
                     match unacknowledged.filter(|open| taken_at < open.until) {
                         Some(open) => self.credit_beyond(id, open, turn),
                         None => self.close_measured(id, holder, used, turn),
@@ -184,7 +212,7 @@ impl LeaseTable {
     /// Takes a reading of a holder that has a target: one that is newer than its answer shows whether it has come down.
     ///
     /// One that arrives when the deadline is over decides at once, as [`escalate`](Self::escalate) does.
-    pub(in crate::policy) fn verify(
+    pub(crate) fn verify(
         &mut self,
         id: LeaseId,
         used: Option<Bytes>,
@@ -214,12 +242,26 @@ impl LeaseTable {
     }
 
     /// Credits a lower target if the measurement shows it.
-    fn credit_reduced(&mut self, id: LeaseId, revocation: &Revocation, used: Bytes, turn: &mut Turn<'_>) {
+    fn credit_reduced(
+        &mut self,
+        id: LeaseId,
+        revocation: &Revocation,
+        used: Bytes,
+        turn: &mut Turn<'_>,
+    ) {
         let held = turn.ledger.held_by(id);
-        let Some(lease) = self.leases.get(&id) else { return };
-        let others = turn.ledger.held_by_tenant(&lease.holder).saturating_sub(held);
+        let Some(lease) = self.leases.get(&id) else {
+            return;
+        };
+        let others = turn
+            .ledger
+            .held_by_tenant(&lease.holder)
+            .saturating_sub(held);
         let allowed = revocation.target.bytes.saturating_add(others);
-        let promised = revocation.used_before.unwrap_or(used).saturating_sub(allowed);
+        let promised = revocation
+            .used_before
+            .unwrap_or(used)
+            .saturating_sub(allowed);
         let tolerance = promised.per_mille(1000u32.saturating_sub(self.shed.verify_per_mille));
         if used > allowed.saturating_add(tolerance) {
             return;
@@ -229,7 +271,10 @@ impl LeaseTable {
         let stays = revocation.target.bytes.max(used.saturating_sub(others));
         let freed = turn.ledger.lower(id, stays);
         self.end_revocation(id, turn.ledger);
-        turn.effects.push(Effect::Reclaimed { freed, by_shed: !revocation.voluntary });
+        turn.effects.push(Effect::Reclaimed {
+            freed,
+            by_shed: !revocation.voluntary,
+        });
         turn.decide(LeaseDecision::Reduced {
             lease: self.name_of(id),
             stays,

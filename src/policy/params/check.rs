@@ -2,11 +2,12 @@
 
 use std::{collections::BTreeSet, time::Duration};
 
-use super::{ENGINE_TENANT, EngineParams, FILL_RATE_MIB_PER_S, ParamFault, Params, ParamsError, RestartParams};
-use crate::{
-    policy::lease::Class,
-    units::{Bytes, TimeSpan},
+use super::{
+    ENGINE_TENANT, EngineParams, FILL_RATE_MIB_PER_S, ParamFault, Params, ParamsError,
+    RestartParams,
 };
+use crate::lease::Class;
+use cotenant_units::{Bytes, TimeSpan};
 
 /// Adds a fault for each line whose condition holds: `wrong => "setting" = value, "problem with its {limit}";`.
 macro_rules! faults {
@@ -43,11 +44,19 @@ impl Params {
             }
             self.check_workers(&mut faults);
         }
-        if faults.is_empty() { Ok(()) } else { Err(ParamsError { faults }) }
+        if faults.is_empty() {
+            Ok(())
+        } else {
+            Err(ParamsError { faults })
+        }
     }
 
     fn check_pressure(&self, faults: &mut Vec<ParamFault>) {
-        let (it, budget, reclaim) = (&self.pressure, self.budget.bytes(), self.shed.minimum_reclaim);
+        let (it, budget, reclaim) = (
+            &self.pressure,
+            self.budget.bytes(),
+            self.shed.minimum_reclaim,
+        );
         faults! { faults:
             it.elevated_below >= budget =>
                 "pressure.elevated_below", it.elevated_below, "is not below the budget of {budget}";
@@ -75,7 +84,10 @@ impl Params {
 
     fn check_shed(&self, faults: &mut Vec<ParamFault>) {
         let it = &self.shed;
-        let left = self.budget.bytes().saturating_sub(self.pressure.elevated_below);
+        let left = self
+            .budget
+            .bytes()
+            .saturating_sub(self.pressure.elevated_below);
         faults! { faults:
             it.minimum_reclaim >= left =>
                 "shed.minimum_reclaim", it.minimum_reclaim,
@@ -137,7 +149,9 @@ impl Params {
             let mut sizes = vec![(String::new(), worker.steady, worker.peak)];
             if !worker.variants.is_empty() {
                 let variants = worker.variants.iter();
-                sizes = variants.map(|it| (format!(".{}", it.name), it.steady, it.peak)).collect();
+                sizes = variants
+                    .map(|it| (format!(".{}", it.name), it.steady, it.peak))
+                    .collect();
             }
             for (variant, steady, peak) in sizes {
                 let at = format!("worker.{name}{variant}");

@@ -20,8 +20,13 @@ fn params() -> PressureParams {
 }
 
 fn observe(pressure: &mut Pressure, millis: u64, headroom: u64) -> Option<PressureLevel> {
-    let sample = Sample { taken_at: Timestamp::from_millis(millis), ..Sample::default() };
-    pressure.observe(&sample, mib(headroom)).map(|change| change.to)
+    let sample = Sample {
+        taken_at: Timestamp::from_millis(millis),
+        ..Sample::default()
+    };
+    pressure
+        .observe(&sample, mib(headroom))
+        .map(|change| change.to)
 }
 
 #[test]
@@ -29,11 +34,21 @@ fn level_rises_with_the_second_sample_and_falls_only_after_the_dwell_time() {
     let mut pressure = Pressure::new(params());
     assert_eq!(observe(&mut pressure, 0, 131), None);
     assert_eq!(observe(&mut pressure, 1000, 125), None);
-    assert_eq!(observe(&mut pressure, 1010, 125), Some(PressureLevel::Elevated));
+    assert_eq!(
+        observe(&mut pressure, 1010, 125),
+        Some(PressureLevel::Elevated)
+    );
     for second in 2..12 {
-        assert_eq!(observe(&mut pressure, second * 1000, 400), None, "{second} s");
+        assert_eq!(
+            observe(&mut pressure, second * 1000, 400),
+            None,
+            "{second} s"
+        );
     }
-    assert_eq!(observe(&mut pressure, 12_000, 400), Some(PressureLevel::Normal));
+    assert_eq!(
+        observe(&mut pressure, 12_000, 400),
+        Some(PressureLevel::Normal)
+    );
 }
 
 #[test]
@@ -48,7 +63,10 @@ fn a_sample_within_the_hysteresis_starts_the_dwell_again() {
     for second in 11..21 {
         assert_eq!(observe(&mut pressure, second * 1000, 151), None);
     }
-    assert_eq!(observe(&mut pressure, 21_000, 151), Some(PressureLevel::Normal));
+    assert_eq!(
+        observe(&mut pressure, 21_000, 151),
+        Some(PressureLevel::Normal)
+    );
 }
 
 #[test]
@@ -57,7 +75,10 @@ fn one_bad_sample_is_not_believed_but_a_steep_slope_is() {
     observe(&mut pressure, 0, 135);
     assert_eq!(observe(&mut pressure, 1000, 128), None);
     assert_eq!(observe(&mut pressure, 1010, 135), None);
-    assert_eq!(observe(&mut pressure, 1020, 110), Some(PressureLevel::Elevated));
+    assert_eq!(
+        observe(&mut pressure, 1020, 110),
+        Some(PressureLevel::Elevated)
+    );
 }
 
 #[test]
@@ -65,12 +86,19 @@ fn a_confirming_signal_stands_for_the_second_sample() {
     let mut pressure = Pressure::new(params());
     let sample = |millis, stalls| Sample {
         taken_at: Timestamp::from_millis(millis),
-        counters: KernelCounters { allocstalls: Some(stalls), ..KernelCounters::default() },
+        counters: KernelCounters {
+            allocstalls: Some(stalls),
+            ..KernelCounters::default()
+        },
         ..Sample::default()
     };
     assert_eq!(pressure.observe(&sample(0, 7), mib(131)), None);
     let change = pressure.observe(&sample(1000, 9), mib(129)).unwrap();
-    let below = LevelReason::Below { headroom: mib(129), watermark: mib(130), by: Confirmation::Stalls { count: 2 } };
+    let below = LevelReason::Below {
+        headroom: mib(129),
+        watermark: mib(130),
+        by: Confirmation::Stalls { count: 2 },
+    };
     assert_eq!(change.reason, below);
 }
 
@@ -78,7 +106,12 @@ fn a_confirming_signal_stands_for_the_second_sample() {
 fn samples_come_faster_the_nearer_the_watermark_is() {
     let mut pressure = Pressure::new(params());
     assert_eq!(pressure.interval(), Duration::from_millis(10));
-    for (millis, headroom, expected) in [(0, 100_000, 1000), (10, 2178, 341), (20, 131, 10), (30, 66, 10)] {
+    for (millis, headroom, expected) in [
+        (0, 100_000, 1000),
+        (10, 2178, 341),
+        (20, 131, 10),
+        (30, 66, 10),
+    ] {
         observe(&mut pressure, millis, headroom);
         assert_eq!(pressure.interval().as_millis(), expected, "{headroom} MiB");
     }
@@ -116,15 +149,27 @@ fn a_late_sample_changes_nothing() {
 #[test]
 fn available_leaves_out_what_the_gpu_can_never_have() {
     let sample = Sample {
-        memory: MemoryReading { mem_available: mib(1000), ..MemoryReading::default() },
-        gpu: GpuReading { cma_free: Some(mib(200)), nvmap_pool: Some(mib(50)), ..GpuReading::default() },
+        memory: MemoryReading {
+            mem_available: mib(1000),
+            ..MemoryReading::default()
+        },
+        gpu: GpuReading {
+            cma_free: Some(mib(200)),
+            nvmap_pool: Some(mib(50)),
+            ..GpuReading::default()
+        },
         ..Sample::default()
     };
     assert_eq!(sample.available(), mib(850));
 }
 
 /// A sample with the counters `(refaults, stalls)`.
-fn signs(pressure: &mut Pressure, millis: u64, headroom: u64, (refaults, stalls): (u64, u64)) -> Option<LevelChange> {
+fn signs(
+    pressure: &mut Pressure,
+    millis: u64,
+    headroom: u64,
+    (refaults, stalls): (u64, u64),
+) -> Option<LevelChange> {
     let sample = Sample {
         taken_at: Timestamp::from_millis(millis),
         counters: KernelCounters {
@@ -156,7 +201,10 @@ fn contiguous_memory_that_is_refused_is_elevated_where_headroom_is_not_plentiful
         for (millis, failures) in [(0, 3), (200, 3), (400, 5)] {
             let sample = Sample {
                 taken_at: Timestamp::from_millis(millis),
-                counters: KernelCounters { cma_failures: Some(failures), ..KernelCounters::default() },
+                counters: KernelCounters {
+                    cma_failures: Some(failures),
+                    ..KernelCounters::default()
+                },
                 ..Sample::default()
             };
             let change = pressure.observe(&sample, mib(headroom));
@@ -171,10 +219,19 @@ fn stalls_in_two_samples_are_critical_below_the_upper_watermark() {
     let mut pressure = Pressure::new(params());
     assert_eq!(signs(&mut pressure, 0, 200, (0, 1)), None);
     assert_eq!(signs(&mut pressure, 200, 200, (0, 5)), None);
-    assert_eq!(signs(&mut pressure, 400, 200, (0, 9)), None, "plenty is there");
+    assert_eq!(
+        signs(&mut pressure, 400, 200, (0, 9)),
+        None,
+        "plenty is there"
+    );
     let change = signs(&mut pressure, 600, 120, (0, 12)).unwrap();
     assert_eq!(change.to, PressureLevel::Critical);
-    let again = LevelReason::StallsAgain { headroom: mib(120), watermark: mib(130), stalls: 3, scans: 0 };
+    let again = LevelReason::StallsAgain {
+        headroom: mib(120),
+        watermark: mib(130),
+        stalls: 3,
+        scans: 0,
+    };
     assert_eq!(change.reason, again);
     for second in 1..30 {
         signs(&mut pressure, 600 + second * 1000, 400, (0, 12));
@@ -219,7 +276,11 @@ fn elevated_has_a_grace_unless_critical_is_ahead() {
     observe(&mut fast, 0, 400);
     observe(&mut fast, 900, 220);
     assert_eq!(observe(&mut fast, 1800, 100), Some(PressureLevel::Elevated));
-    assert!(!fast.in_grace(Timestamp::from_millis(1801)), "{:?}", fast.losing_per_s());
+    assert!(
+        !fast.in_grace(Timestamp::from_millis(1801)),
+        "{:?}",
+        fast.losing_per_s()
+    );
 }
 
 #[test]
@@ -235,7 +296,10 @@ fn stalls_of_a_machine_with_plenty_say_nothing_of_a_session_on_it() {
                     ..MemoryReading::default()
                 },
                 scope_used: Some(mib(880)),
-                counters: KernelCounters { allocstalls: Some(stalls), ..KernelCounters::default() },
+                counters: KernelCounters {
+                    allocstalls: Some(stalls),
+                    ..KernelCounters::default()
+                },
                 ..Sample::default()
             };
             pressure.observe(&sample, mib(120));
@@ -243,7 +307,11 @@ fn stalls_of_a_machine_with_plenty_say_nothing_of_a_session_on_it() {
         pressure.level()
     };
     assert_eq!(level(1999), PressureLevel::Critical, "the machine is short");
-    assert_eq!(level(2000), PressureLevel::Elevated, "by the session's own headroom");
+    assert_eq!(
+        level(2000),
+        PressureLevel::Elevated,
+        "by the session's own headroom"
+    );
 }
 
 #[test]
@@ -258,11 +326,22 @@ fn a_neighbour_that_takes_what_the_engine_gives_back_is_a_slope() {
         observe(&mut pressure, 1500, 120);
         pressure.came_back(mib(returned), Timestamp::from_millis(at));
         observe(&mut pressure, 2000, 120);
-        (pressure.is_urgent(), pressure.lost_within(Duration::from_secs(1)))
+        (
+            pressure.is_urgent(),
+            pressure.lost_within(Duration::from_secs(1)),
+        )
     };
     assert_eq!(urgent(0, 1500), (false, Bytes::ZERO));
-    assert_eq!(urgent(90, 1500), (true, mib(180)), "taken as soon as it was given");
-    assert_eq!(urgent(90, 2100).1, Bytes::ZERO, "the sample is older than what was given back");
+    assert_eq!(
+        urgent(90, 1500),
+        (true, mib(180)),
+        "taken as soon as it was given"
+    );
+    assert_eq!(
+        urgent(90, 2100).1,
+        Bytes::ZERO,
+        "the sample is older than what was given back"
+    );
 
     let mut pressure = Pressure::new(params());
     let mut lost = |millis, headroom| {
@@ -285,11 +364,27 @@ fn what_was_granted_is_no_slope() {
         observe(&mut pressure, 900, 300);
         pressure.expect(mib(granted));
         let first = observe(&mut pressure, 1000, 100);
-        (first, observe(&mut pressure, 1100, 100), pressure.is_urgent())
+        (
+            first,
+            observe(&mut pressure, 1100, 100),
+            pressure.is_urgent(),
+        )
     };
-    assert_eq!(fall(0), (Some(PressureLevel::Elevated), None, true), "a neighbour");
-    assert_eq!(fall(200), (None, Some(PressureLevel::Elevated), false), "a lease");
-    assert_eq!(fall(20).0, Some(PressureLevel::Elevated), "more than was granted");
+    assert_eq!(
+        fall(0),
+        (Some(PressureLevel::Elevated), None, true),
+        "a neighbour"
+    );
+    assert_eq!(
+        fall(200),
+        (None, Some(PressureLevel::Elevated), false),
+        "a lease"
+    );
+    assert_eq!(
+        fall(20).0,
+        Some(PressureLevel::Elevated),
+        "more than was granted"
+    );
 }
 
 proptest! {

@@ -4,7 +4,7 @@ use super::{
     path::Path,
     shape::{EnginePlan, ModelShape, PlanLimits},
 };
-use crate::units::{Bytes, Tokens};
+use cotenant_units::{Bytes, Tokens};
 
 impl ModelShape {
     /// `from` with a larger prefill chunk, if that is worth what it takes: a chunk reads what is streamed once, so while
@@ -13,7 +13,12 @@ impl ModelShape {
     /// It fits into `bytes`. What is missing for the workspace comes from as few layers as suffice, and only if prompts
     /// gain clearly more than answers lose by that; so speeds that differ a little from those of a moment ago change nothing.
     #[must_use]
-    pub fn rechunked(&self, from: &EnginePlan, bytes: Bytes, limits: &PlanLimits) -> Option<EnginePlan> {
+    pub fn rechunked(
+        &self,
+        from: &EnginePlan,
+        bytes: Bytes,
+        limits: &PlanLimits,
+    ) -> Option<EnginePlan> {
         let streamed = self.bytes_without(&from.resident);
         let twice = |chunk: &Tokens| Some(Tokens::new(chunk.get().saturating_mul(2)));
         let larger = std::iter::successors(twice(&from.prefill_chunk), twice);
@@ -22,12 +27,21 @@ impl ModelShape {
         if streamed == Bytes::ZERO || larger.peek().is_none() {
             return None;
         }
-        let (path, worth, holds) = (Path::new(self, limits), self.worth(limits), self.plan_bytes(from));
+        let (path, worth, holds) = (
+            Path::new(self, limits),
+            self.worth(limits),
+            self.plan_bytes(from),
+        );
         let now = worth.prompts_us(streamed, from.prefill_chunk);
         let givable = path.layers_to_give(from);
         let sound = larger.filter_map(|chunk| {
-            let missing = holds.saturating_add(self.chunk_bytes(from.prefill_chunk, chunk)).saturating_sub(bytes);
-            let mut plan = EnginePlan { prefill_chunk: chunk, ..from.clone() };
+            let missing = holds
+                .saturating_add(self.chunk_bytes(from.prefill_chunk, chunk))
+                .saturating_sub(bytes);
+            let mut plan = EnginePlan {
+                prefill_chunk: chunk,
+                ..from.clone()
+            };
             let mut given = Bytes::ZERO;
             for index in &givable {
                 if given >= missing {
@@ -36,9 +50,11 @@ impl ModelShape {
                 plan.resident.remove(index);
                 given = given.saturating_add(path.layer_bytes(*index));
             }
-            let gained = now.saturating_sub(worth.prompts_us(streamed.saturating_add(given), chunk));
+            let gained =
+                now.saturating_sub(worth.prompts_us(streamed.saturating_add(given), chunk));
             let lost = worth.streaming_us(given);
-            let pays = gained >= now / GAIN_LEAST && gained > lost.saturating_add(lost / GAIN_MARGIN);
+            let pays =
+                gained >= now / GAIN_LEAST && gained > lost.saturating_add(lost / GAIN_MARGIN);
             (given >= missing && pays).then(|| (gained - lost, plan))
         });
         // Of two that are worth the same, the smaller one.
@@ -60,14 +76,19 @@ mod tests {
         super::plans::tests::{MODES, limits, shape},
         *,
     };
-    use crate::policy::{kv_type::KvType, params::ResidencyMode, speed::Speed};
+    use crate::{kv_type::KvType, params::ResidencyMode, speed::Speed};
 
     /// 40 parts of 100 MiB, 200 KiB of workspace for each token of a chunk; half of it streamed.
     fn streaming(prefill_ns_per_mib: u64) -> (ModelShape, EnginePlan, PlanLimits) {
-        let shape =
-            ModelShape { workspace_bytes_per_token: Bytes::from_kib(200), ..shape(&[100 << 20; 40], 24 << 20, 64) };
+        let shape = ModelShape {
+            workspace_bytes_per_token: Bytes::from_kib(200),
+            ..shape(&[100 << 20; 40], 24 << 20, 64)
+        };
         let limits = limits(ResidencyMode::Balanced).with_chunks_up_to(Tokens::new(512));
-        let speed = Speed { prefill_ns_per_mib, ..Speed::FIELD };
+        let speed = Speed {
+            prefill_ns_per_mib,
+            ..Speed::FIELD
+        };
         let half = shape.plan(Bytes::from_mib(2100), &limits).unwrap();
         (shape, half, limits.at_speed(speed))
     }
@@ -79,7 +100,10 @@ mod tests {
             let bytes = shape.plan_bytes(&half) + Bytes::from_mib(bytes_more);
             let plan = shape.rechunked(&half, bytes, &limits)?;
             assert!(shape.plan_bytes(&plan) <= bytes);
-            Some((plan.prefill_chunk.get(), half.resident.len() - plan.resident.len()))
+            Some((
+                plan.prefill_chunk.get(),
+                half.resident.len() - plan.resident.len(),
+            ))
         };
         // 2000 MiB take 976 ms to read; a token takes 2.4 ms on an accelerator: 414 of them.
         assert_eq!(chunk(590, 1000), Some((512, 0)));
@@ -94,10 +118,16 @@ mod tests {
     #[test]
     fn a_chunk_is_not_worth_layers_that_cost_answers_more() {
         let (shape, half, limits) = streaming(590);
-        let dear = ModelShape { workspace_bytes_per_token: Bytes::from_mib(8), ..shape };
+        let dear = ModelShape {
+            workspace_bytes_per_token: Bytes::from_mib(8),
+            ..shape
+        };
         let holds = dear.plan_bytes(&half);
         assert_eq!(dear.rechunked(&half, holds, &limits), None);
-        assert!(dear.rechunked(&half, holds + Bytes::from_gib(4), &limits).is_some());
+        assert!(
+            dear.rechunked(&half, holds + Bytes::from_gib(4), &limits)
+                .is_some()
+        );
     }
 
     #[test]
@@ -107,7 +137,10 @@ mod tests {
             let bytes = shape.plan_bytes(&plan);
             let mut changes = 0;
             for wobble in [0, 30, 0, 30, 15, 0, 30] {
-                let speed = Speed { prefill_ns_per_mib: prefill + prefill * wobble / 1000, ..limits.speed };
+                let speed = Speed {
+                    prefill_ns_per_mib: prefill + prefill * wobble / 1000,
+                    ..limits.speed
+                };
                 if let Some(other) = shape.rechunked(&plan, bytes, &limits.at_speed(speed)) {
                     (plan, changes) = (other, changes + 1);
                 }

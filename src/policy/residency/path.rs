@@ -3,10 +3,8 @@
 use std::collections::BTreeSet;
 
 use super::shape::{EnginePlan, ModelShape, PlanLimits};
-use crate::{
-    policy::kv_type::KvType,
-    units::{Bytes, Tokens},
-};
+use crate::kv_type::KvType;
+use cotenant_units::{Bytes, Tokens};
 
 /// All plans under the same limits, from the smallest to the full one.
 ///
@@ -38,14 +36,19 @@ impl<'a> Path<'a> {
         let floor = limits.kv_floor.get().min(wanted).max(1);
         let blocks_min = floor.max(limits.kv_used.get()).div_ceil(block);
         let blocks_max = (wanted / block).max(blocks_min);
-        let kinds = KvType::ALL.map(|kind| kind.clamp(limits.kv_type_least.min(limits.kv_type), limits.kv_type));
-        let above_layers = shape.worth(limits).capacity_above_layers(shape.kv.bytes_per_token(kinds[0]));
+        let kinds = KvType::ALL
+            .map(|kind| kind.clamp(limits.kv_type_least.min(limits.kv_type), limits.kv_type));
+        let above_layers = shape
+            .worth(limits)
+            .capacity_above_layers(shape.kv.bytes_per_token(kinds[0]));
         let blocks_before_layers = (above_layers.get() / block).clamp(blocks_min, blocks_max);
         let give_up = evenly_spread(shape.layers.len());
         let mut layer_sums = vec![Bytes::ZERO];
         let mut sum = Bytes::ZERO;
         for index in give_up.iter().rev() {
-            let layer = usize::try_from(*index).ok().and_then(|index| shape.layers.get(index));
+            let layer = usize::try_from(*index)
+                .ok()
+                .and_then(|index| shape.layers.get(index));
             sum = sum.saturating_add(layer.map_or(Bytes::ZERO, |layer| layer.resident_bytes));
             layer_sums.push(sum);
         }
@@ -55,7 +58,11 @@ impl<'a> Path<'a> {
             prefill_chunk: limits.prefill_chunk,
             kv_type: limits.kv_type,
         };
-        let ring = if shape.layers.is_empty() { Bytes::ZERO } else { shape.ring_bytes };
+        let ring = if shape.layers.is_empty() {
+            Bytes::ZERO
+        } else {
+            shape.ring_bytes
+        };
         Self {
             shape,
             prefill_chunk: limits.prefill_chunk,
@@ -85,25 +92,42 @@ impl<'a> Path<'a> {
 
     /// Resident layers, KV blocks and their type at a step.
     pub(super) fn at(&self, step: usize) -> (usize, u32, KvType) {
-        let first = usize::try_from(self.blocks_before_layers - self.blocks_min).unwrap_or(usize::MAX);
+        let first =
+            usize::try_from(self.blocks_before_layers - self.blocks_min).unwrap_or(usize::MAX);
         let layers = self.give_up.len() - self.layers_min;
         let blocks_of = |steps: usize| u32::try_from(steps).unwrap_or(u32::MAX);
         let [least, middle, most] = self.kinds;
         if step <= first {
-            (self.layers_min, self.blocks_min.saturating_add(blocks_of(step)), least)
+            (
+                self.layers_min,
+                self.blocks_min.saturating_add(blocks_of(step)),
+                least,
+            )
         } else if step - first <= layers {
-            (self.layers_min + (step - first), self.blocks_before_layers, least)
+            (
+                self.layers_min + (step - first),
+                self.blocks_before_layers,
+                least,
+            )
         } else {
             let more = blocks_of(step - first - layers - usize::from(middle > least));
             let blocks = self.blocks_before_layers.saturating_add(more);
-            let kind = if blocks > self.blocks_max { most } else { middle };
+            let kind = if blocks > self.blocks_max {
+                most
+            } else {
+                middle
+            };
             (self.give_up.len(), blocks.min(self.blocks_max), kind)
         }
     }
 
     pub(super) fn bytes_at(&self, step: usize) -> Bytes {
         let (layers, blocks, kind) = self.at(step);
-        let ring = if layers < self.give_up.len() { self.shape.ring_bytes } else { Bytes::ZERO };
+        let ring = if layers < self.give_up.len() {
+            self.shape.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
         self.base
             .saturating_add(self.layer_sums.get(layers).copied().unwrap_or(Bytes::MAX))
             .saturating_add(self.shape.kv.blocks_bytes(blocks, kind))
@@ -132,12 +156,17 @@ impl<'a> Path<'a> {
     pub(super) fn layers_to_give(&self, from: &EnginePlan) -> Vec<u32> {
         let keeps = self.layers_min.min(from.resident.len());
         let given = from.resident.len() - keeps;
-        let resident = self.give_up.iter().filter(|index| from.resident.contains(index));
+        let resident = self
+            .give_up
+            .iter()
+            .filter(|index| from.resident.contains(index));
         resident.take(given).copied().collect()
     }
 
     pub(super) fn layer_bytes(&self, index: u32) -> Bytes {
-        let layer = usize::try_from(index).ok().and_then(|index| self.shape.layers.get(index));
+        let layer = usize::try_from(index)
+            .ok()
+            .and_then(|index| self.shape.layers.get(index));
         layer.map_or(Bytes::ZERO, |layer| layer.resident_bytes)
     }
 }

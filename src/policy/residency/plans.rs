@@ -6,10 +6,8 @@ use super::{
     path::Path,
     shape::{EnginePlan, FloorError, ModelShape, PlanLimits},
 };
-use crate::{
-    policy::{kv_type::KvType, params::ResidencyMode},
-    units::{Bytes, Layers, Tokens},
-};
+use crate::{kv_type::KvType, params::ResidencyMode};
+use cotenant_units::{Bytes, Layers, Tokens};
 
 impl ModelShape {
     /// The largest plan that fits into `bytes`.
@@ -24,7 +22,8 @@ impl ModelShape {
     /// The arithmetic of the floor, if that does not fit.
     ///
     /// ```
-    /// # use cotenant::{policy::{params::EngineParams, residency::*}, units::{Bytes, Tokens}};
+    /// # use cotenant_policy::{params::EngineParams, residency::*};
+    /// # use cotenant_units::{Bytes, Tokens};
     /// let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::from_mib(10) };
     /// let shape = ModelShape {
     ///     name: "tiny".to_owned(), architecture: "llama".to_owned(), layers: vec![layer; 4],
@@ -41,17 +40,21 @@ impl ModelShape {
     /// ```
     pub fn plan(&self, bytes: Bytes, limits: &PlanLimits) -> Result<EnginePlan, FloorError> {
         let path = Path::new(self, limits);
-        path.steps().rev().find(|step| path.bytes_at(*step) <= bytes).map(|step| path.plan_at(step)).ok_or_else(|| {
-            let floor = self.floor_plan(limits);
-            FloorError {
-                model: self.name.clone(),
-                floor: self.plan_bytes(&floor),
-                resident: Layers::new(self.resident_layers(&floor)),
-                layers: Layers::new(self.layer_count()),
-                kv_tokens: floor.kv_capacity,
-                available: bytes,
-            }
-        })
+        path.steps()
+            .rev()
+            .find(|step| path.bytes_at(*step) <= bytes)
+            .map(|step| path.plan_at(step))
+            .ok_or_else(|| {
+                let floor = self.floor_plan(limits);
+                FloorError {
+                    model: self.name.clone(),
+                    floor: self.plan_bytes(&floor),
+                    resident: Layers::new(self.resident_layers(&floor)),
+                    layers: Layers::new(self.layer_count()),
+                    kv_tokens: floor.kv_capacity,
+                    available: bytes,
+                }
+            })
     }
 
     /// The least that the engine runs with under `limits`.
@@ -106,7 +109,9 @@ impl ModelShape {
             }
             chunks.push(chunk);
             held.push(
-                bytes_of_layers.saturating_add(ring).saturating_add(self.chunk_bytes(limits.prefill_chunk, chunk)),
+                bytes_of_layers
+                    .saturating_add(ring)
+                    .saturating_add(self.chunk_bytes(limits.prefill_chunk, chunk)),
             );
             if let Some(index) = next
                 && resident.insert(index)
@@ -115,7 +120,8 @@ impl ModelShape {
                 streamed = streamed.saturating_sub(path.layer_bytes(index));
             }
         }
-        let kinds = [KvType::Q4, KvType::Q8, KvType::F16].map(|most| from.kv_type.max(most.min(limits.kv_type)));
+        let kinds = [KvType::Q4, KvType::Q8, KvType::F16]
+            .map(|most| from.kv_type.max(most.min(limits.kv_type)));
         let [least, middle, most] = kinds;
         let all_layers = held.len() - 1;
         let steps = (has_blocks..=first)
@@ -125,7 +131,8 @@ impl ModelShape {
             .chain([(all_layers, last, most)]);
         let mut fitting = steps.filter(|(layers, blocks, kind)| {
             let kv = self.kv.blocks_bytes(*blocks, *kind);
-            held.get(*layers).is_some_and(|held| held.saturating_add(kv) <= bytes)
+            held.get(*layers)
+                .is_some_and(|held| held.saturating_add(kv) <= bytes)
         });
         match fitting.next_back() {
             Some((layers, blocks, kv_type)) => EnginePlan {
@@ -155,8 +162,15 @@ impl ModelShape {
         let block = self.kv.block_tokens.get().max(1);
         let blocks = |tokens: Tokens| tokens.get().div_ceil(block).min(path.blocks_max).max(has);
         let least = blocks(needed);
-        let mut plan = EnginePlan { kv_capacity: path.tokens_of(least), ..from.clone() };
-        let givable = if least > has { path.layers_to_give(from) } else { Vec::new() };
+        let mut plan = EnginePlan {
+            kv_capacity: path.tokens_of(least),
+            ..from.clone()
+        };
+        let givable = if least > has {
+            path.layers_to_give(from)
+        } else {
+            Vec::new()
+        };
         for index in givable {
             if self.plan_bytes(&plan) <= bytes {
                 break;
@@ -199,10 +213,18 @@ impl ModelShape {
 
     /// The fewest KV blocks without which `from`, its KV as `kind`, holds `bytes` less than with them, at most `most`.
     #[must_use]
-    pub fn blocks_that_give(&self, from: &EnginePlan, kind: KvType, bytes: Bytes, most: u32) -> u32 {
+    pub fn blocks_that_give(
+        &self,
+        from: &EnginePlan,
+        kind: KvType,
+        bytes: Bytes,
+        most: u32,
+    ) -> u32 {
         let has = from.kv_capacity.get() / self.kv.block_tokens.get().max(1);
         let all = self.kv.blocks_bytes(has, kind);
-        let gives = |blocks: u32| all.saturating_sub(self.kv.blocks_bytes(has.saturating_sub(blocks), kind));
+        let gives = |blocks: u32| {
+            all.saturating_sub(self.kv.blocks_bytes(has.saturating_sub(blocks), kind))
+        };
         let (mut least, mut most) = (0, most.min(has));
         while least < most {
             let middle = least + (most - least) / 2;
@@ -219,7 +241,8 @@ impl ModelShape {
     #[must_use]
     pub fn blocks_to_give(&self, from: &EnginePlan, limits: &PlanLimits) -> u32 {
         let path = Path::new(self, limits);
-        path.blocks_of(from.kv_capacity).saturating_sub(path.blocks_min)
+        path.blocks_of(from.kv_capacity)
+            .saturating_sub(path.blocks_min)
     }
 
     /// Bytes of the layers that `from` can do without, added up, in the order in which they are given. The staging ring
@@ -227,7 +250,11 @@ impl ModelShape {
     #[must_use]
     pub fn layers_give(&self, from: &EnginePlan, limits: &PlanLimits) -> Vec<Bytes> {
         let path = Path::new(self, limits);
-        let ring = if from.resident.len() == self.layers.len() { self.ring_bytes } else { Bytes::ZERO };
+        let ring = if from.resident.len() == self.layers.len() {
+            self.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
         let mut sum = Bytes::ZERO;
         path.layers_to_give(from)
             .into_iter()
@@ -244,16 +271,19 @@ pub(super) mod tests {
     use proptest::prelude::*;
 
     use super::{super::path::evenly_spread, *};
-    use crate::policy::{
+    use crate::{
         params::EngineParams,
         residency::{KvShape, LayerKind, LayerShape, WindowedKv, sample_shape},
         speed::Speed,
     };
 
-    pub(in crate::policy::residency) fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
+    pub(in crate::residency) fn shape(layers: &[u64], ring: u64, block_tokens: u32) -> ModelShape {
         let sample = sample_shape(0, Bytes::ZERO);
-        let layer =
-            |bytes: &u64| LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: Bytes::new(*bytes) };
+        let layer = |bytes: &u64| LayerShape {
+            kind: LayerKind::Attention,
+            part: 0,
+            resident_bytes: Bytes::new(*bytes),
+        };
         ModelShape {
             layers: layers.iter().map(layer).collect(),
             fixed_bytes: Bytes::new(5000),
@@ -273,16 +303,29 @@ pub(super) mod tests {
         }
     }
 
-    pub(in crate::policy::residency) fn limits(mode: ResidencyMode) -> PlanLimits {
-        PlanLimits::new(&EngineParams { mode, ..EngineParams::default() }, Tokens::ZERO)
+    pub(in crate::residency) fn limits(mode: ResidencyMode) -> PlanLimits {
+        PlanLimits::new(
+            &EngineParams {
+                mode,
+                ..EngineParams::default()
+            },
+            Tokens::ZERO,
+        )
     }
 
     fn limits_with(mode: ResidencyMode, kinds: (KvType, KvType)) -> PlanLimits {
-        PlanLimits { kv_type_least: kinds.0.min(kinds.1), kv_type: kinds.1, ..limits(mode) }
+        PlanLimits {
+            kv_type_least: kinds.0.min(kinds.1),
+            kv_type: kinds.1,
+            ..limits(mode)
+        }
     }
 
-    pub(in crate::policy::residency) const MODES: [ResidencyMode; 3] =
-        [ResidencyMode::Balanced, ResidencyMode::MaxContext, ResidencyMode::MaxSpeed];
+    pub(in crate::residency) const MODES: [ResidencyMode; 3] = [
+        ResidencyMode::Balanced,
+        ResidencyMode::MaxContext,
+        ResidencyMode::MaxSpeed,
+    ];
 
     #[test]
     fn streamed_layers_are_spread_through_the_depth() {
@@ -304,35 +347,59 @@ pub(super) mod tests {
     fn the_mode_says_what_goes_first() {
         let shape = shape(&[10_000; 4], 0, 64);
         let full = shape.plan_bytes(&shape.full_plan(&limits(ResidencyMode::Balanced)));
-        let plan = |mode| shape.plan(full - Bytes::new(30_000), &limits(mode)).unwrap();
+        let plan = |mode| {
+            shape
+                .plan(full - Bytes::new(30_000), &limits(mode))
+                .unwrap()
+        };
         let speed = plan(ResidencyMode::MaxSpeed);
         assert_eq!((speed.resident.len(), speed.kv_capacity.get()), (4, 3136));
         let context = plan(ResidencyMode::MaxContext);
-        assert_eq!((context.resident.len(), context.kv_capacity.get()), (1, 4096));
+        assert_eq!(
+            (context.resident.len(), context.kv_capacity.get()),
+            (1, 4096)
+        );
     }
 
     #[test]
     fn balanced_gives_up_what_costs_the_user_less() {
         // 64 MiB of layers and 16 MiB of context: reading a prompt again costs little while the model is small.
         let shape = shape(&[16 << 20; 4], 0, 64);
-        let shape = ModelShape { kv: KvShape { head_dim: 512, ..shape.kv }, ..shape };
+        let shape = ModelShape {
+            kv: KvShape {
+                head_dim: 512,
+                ..shape.kv
+            },
+            ..shape
+        };
         let limits = limits(ResidencyMode::Balanced);
         let full = shape.plan_bytes(&shape.full_plan(&limits));
         let less = shape.plan(full - Bytes::from_mib(8), &limits).unwrap();
         assert_eq!((less.resident.len(), less.kv_capacity.get()), (4, 2048));
         // Where prompts are slow, context is worth more than speed.
-        let slow = limits.at_speed(Speed { prefill_ns_per_mib: 50_000, ..Speed::FIELD });
+        let slow = limits.at_speed(Speed {
+            prefill_ns_per_mib: 50_000,
+            ..Speed::FIELD
+        });
         let less = shape.plan(full - Bytes::from_mib(8), &slow).unwrap();
         assert_eq!((less.resident.len(), less.kv_capacity.get()), (3, 4096));
         // And in between, both give.
-        let even = limits.at_speed(Speed { prefill_ns_per_mib: 2600, ..Speed::FIELD });
+        let even = limits.at_speed(Speed {
+            prefill_ns_per_mib: 2600,
+            ..Speed::FIELD
+        });
         let less = shape.plan(full - Bytes::from_mib(30), &even).unwrap();
-        assert!(less.resident.len() < 4 && (1024..3584).contains(&less.kv_capacity.get()), "{less:?}");
+        assert!(
+            less.resident.len() < 4 && (1024..3584).contains(&less.kv_capacity.get()),
+            "{less:?}"
+        );
     }
 
     #[test]
     fn a_floor_that_does_not_fit_is_an_error_with_its_arithmetic() {
-        let error = shape(&[1000; 4], 100, 64).plan(Bytes::new(6000), &limits(ResidencyMode::Balanced)).unwrap_err();
+        let error = shape(&[1000; 4], 100, 64)
+            .plan(Bytes::new(6000), &limits(ResidencyMode::Balanced))
+            .unwrap_err();
         assert_eq!(
             error.to_string(),
             "cannot fit `tiny`: its floor is 21.4 KiB (0 of 4 layers, 512 KV tokens), the engine may hold 5.8 KiB"

@@ -5,13 +5,11 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    policy::{
-        kv_type::KvType,
-        params::{EngineParams, ResidencyMode},
-        speed::{Speed, Worth},
-    },
-    units::{Bytes, Layers, Tokens},
+    kv_type::KvType,
+    params::{EngineParams, ResidencyMode},
+    speed::{Speed, Worth},
 };
+use cotenant_units::{Bytes, Layers, Tokens};
 
 /// The mixer of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -73,7 +71,8 @@ impl KvShape {
     /// context. Those with windows come on top, as a constant for all but short contexts.
     ///
     /// ```
-    /// # use cotenant::{policy::{kv_type::KvType, residency::{KvShape, WindowedKv}}, units::{Bytes, Tokens}};
+    /// # use cotenant_policy::{kv_type::KvType, residency::{KvShape, WindowedKv}};
+    /// # use cotenant_units::{Bytes, Tokens};
     /// // Qwen3.5-4B: 8 of its 32 layers attend; 4 KV heads of 256 elements.
     /// let shape = KvShape {
     ///     attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, granule: Bytes::ZERO,
@@ -93,7 +92,10 @@ impl KvShape {
     /// ```
     #[must_use]
     pub const fn bytes_per_token(&self, kind: KvType) -> Bytes {
-        self.of_layers(self.attention_layers.saturating_sub(self.windowed_layers()), kind)
+        self.of_layers(
+            self.attention_layers.saturating_sub(self.windowed_layers()),
+            kind,
+        )
     }
 
     const fn of_layers(&self, layers: u32, kind: KvType) -> Bytes {
@@ -113,14 +115,25 @@ impl KvShape {
     /// The layers that keep the whole context, by themselves.
     #[must_use]
     pub const fn whole(&self) -> Self {
-        Self { attention_layers: self.attention_layers.saturating_sub(self.windowed_layers()), windowed: None, ..*self }
+        Self {
+            attention_layers: self.attention_layers.saturating_sub(self.windowed_layers()),
+            windowed: None,
+            ..*self
+        }
     }
 
     /// The layers with windows by themselves, and how many blocks each keeps at most.
     #[must_use]
     pub fn windows(&self) -> Option<(Self, u32)> {
         let windowed = self.windowed.filter(|windowed| windowed.layers > 0)?;
-        Some((Self { attention_layers: windowed.layers, windowed: None, ..*self }, windowed.blocks))
+        Some((
+            Self {
+                attention_layers: windowed.layers,
+                windowed: None,
+                ..*self
+            },
+            windowed.blocks,
+        ))
     }
 
     /// Tokens of a sequence that every layer keeps: more than those are not kept by the layers with windows, so that the
@@ -128,7 +141,9 @@ impl KvShape {
     #[must_use]
     pub const fn cut_back_max(&self) -> Option<Tokens> {
         match self.windowed {
-            Some(windowed) => Some(Tokens::new(windowed.blocks.saturating_mul(self.block_tokens.get()))),
+            Some(windowed) => Some(Tokens::new(
+                windowed.blocks.saturating_mul(self.block_tokens.get()),
+            )),
             None => None,
         }
     }
@@ -145,7 +160,8 @@ impl KvShape {
     /// Memory that one KV block occupies in all attention layers together.
     #[must_use]
     pub const fn block_bytes(&self, kind: KvType) -> Bytes {
-        self.of_layers(self.attention_layers, kind).saturating_mul(self.block_tokens.get() as u64)
+        self.of_layers(self.attention_layers, kind)
+            .saturating_mul(self.block_tokens.get() as u64)
     }
 
     /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
@@ -161,15 +177,26 @@ impl KvShape {
     #[must_use]
     pub const fn blocks_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
         let tokens = self.block_tokens.get() as u64;
-        let whole = self.bytes_per_token(kind).saturating_mul(tokens).saturating_mul(blocks as u64);
+        let whole = self
+            .bytes_per_token(kind)
+            .saturating_mul(tokens)
+            .saturating_mul(blocks as u64);
         let windows = match self.windowed {
             Some(windowed) => {
-                let kept = if blocks < windowed.blocks { blocks } else { windowed.blocks };
-                self.of_layers(windowed.layers, kind).saturating_mul(tokens).saturating_mul(kept as u64)
+                let kept = if blocks < windowed.blocks {
+                    blocks
+                } else {
+                    windowed.blocks
+                };
+                self.of_layers(windowed.layers, kind)
+                    .saturating_mul(tokens)
+                    .saturating_mul(kept as u64)
             }
             None => Bytes::ZERO,
         };
-        whole.round_up(self.granule).saturating_add(windows.round_up(self.granule))
+        whole
+            .round_up(self.granule)
+            .saturating_add(windows.round_up(self.granule))
     }
 
     /// The most blocks at the end of `blocks` that hold no more than `bytes` together.
@@ -281,13 +308,20 @@ impl PlanLimits {
     /// The same with larger chunks while parts are streamed: only for a speed of prompts that was measured.
     #[must_use]
     pub fn with_chunks_up_to(self, most: Tokens) -> Self {
-        Self { prefill_chunk_max: most.max(self.prefill_chunk), ..self }
+        Self {
+            prefill_chunk_max: most.max(self.prefill_chunk),
+            ..self
+        }
     }
 
     /// The same with all plans at one chunk, as it has to be while a prompt may be under way in it.
     #[must_use]
     pub const fn at_chunk(self, chunk: Tokens) -> Self {
-        Self { prefill_chunk: chunk, prefill_chunk_max: chunk, ..self }
+        Self {
+            prefill_chunk: chunk,
+            prefill_chunk_max: chunk,
+            ..self
+        }
     }
 }
 
@@ -315,14 +349,21 @@ impl ModelShape {
     /// What of the layers is not among the `resident` ones.
     #[must_use]
     pub fn bytes_without(&self, resident: &BTreeSet<u32>) -> Bytes {
-        let streamed = self.layers.iter().zip(0u32..).filter(|(_, index)| !resident.contains(index));
+        let streamed = self
+            .layers
+            .iter()
+            .zip(0u32..)
+            .filter(|(_, index)| !resident.contains(index));
         streamed.map(|(layer, _)| layer.resident_bytes).sum()
     }
 
     /// Layers of the model, however many parts they are in.
     #[must_use]
     pub fn layer_count(&self) -> u32 {
-        let firsts = self.layers.iter().filter(|part| part.kind != LayerKind::Head && part.part == 0);
+        let firsts = self
+            .layers
+            .iter()
+            .filter(|part| part.kind != LayerKind::Head && part.part == 0);
         u32::try_from(firsts.count()).unwrap_or(u32::MAX)
     }
 
@@ -343,11 +384,17 @@ impl ModelShape {
 
     /// Parts that `layers` layers amount to.
     #[must_use]
-    pub(in crate::policy) fn parts_of(&self, layers: u32) -> usize {
+    pub(crate) fn parts_of(&self, layers: u32) -> usize {
         let layers_in_all = u64::from(self.layer_count().max(1));
-        let heads = self.layers.iter().filter(|part| part.kind == LayerKind::Head).count();
+        let heads = self
+            .layers
+            .iter()
+            .filter(|part| part.kind == LayerKind::Head)
+            .count();
         let parts = (self.layers.len() - heads) as u64;
-        let parts = u64::from(layers).saturating_mul(parts).div_ceil(layers_in_all);
+        let parts = u64::from(layers)
+            .saturating_mul(parts)
+            .div_ceil(layers_in_all);
         usize::try_from(parts).unwrap_or(usize::MAX)
     }
 
@@ -368,59 +415,31 @@ impl ModelShape {
             self.layers.get(index)
         });
         let resident: Bytes = layers.map(|layer| layer.resident_bytes).sum();
-        let ring = if plan.resident.len() < self.layers.len() { self.ring_bytes } else { Bytes::ZERO };
+        let ring = if plan.resident.len() < self.layers.len() {
+            self.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
         let workspace = self
             .workspace_bytes_per_token
             .saturating_mul(u64::from(plan.prefill_chunk.get()))
             .saturating_add(self.workspace_fixed_bytes);
-        [self.fixed_bytes, self.state_bytes, self.kv.capacity_bytes(plan.kv_capacity, plan.kv_type), workspace, ring]
-            .into_iter()
-            .fold(resident, Bytes::saturating_add)
+        [
+            self.fixed_bytes,
+            self.state_bytes,
+            self.kv.capacity_bytes(plan.kv_capacity, plan.kv_type),
+            workspace,
+            ring,
+        ]
+        .into_iter()
+        .fold(resident, Bytes::saturating_add)
     }
 
     /// What a larger chunk takes more than a smaller one.
     #[must_use]
     pub fn chunk_bytes(&self, smaller: Tokens, larger: Tokens) -> Bytes {
         let more = larger.get().saturating_sub(smaller.get());
-        self.workspace_bytes_per_token.saturating_mul(u64::from(more))
-    }
-}
-
-/// A model with equal attention layers, 8 KiB of KV for each token and nothing else; tests change what they are about.
-#[cfg(test)]
-pub(crate) fn sample_shape(layers: usize, layer_bytes: Bytes) -> ModelShape {
-    let layer = LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: layer_bytes };
-    ModelShape {
-        name: "tiny".to_owned(),
-        architecture: "qwen35".to_owned(),
-        layers: vec![layer; layers],
-        fixed_bytes: Bytes::ZERO,
-        state_bytes: Bytes::ZERO,
-        kv: KvShape {
-            attention_layers: 8,
-            kv_heads: 2,
-            head_dim: 128,
-            element_bytes: 2,
-            granule: Bytes::ZERO,
-            block_tokens: Tokens::new(64),
-            windowed: None,
-        },
-        context_max: Tokens::new(8192),
-        workspace_fixed_bytes: Bytes::ZERO,
-        workspace_bytes_per_token: Bytes::ZERO,
-        ring_bytes: Bytes::ZERO,
-    }
-}
-
-/// 8 layers of 10 MiB, 8 KiB of KV for each token: 80 MiB of layers, 32 MiB of KV at 4096 tokens, 20 MiB of the rest,
-/// 4 MiB of ring while a layer is streamed. In full 132 MiB; the floor with 512 tokens is 28 MiB.
-#[cfg(test)]
-pub(crate) fn small_model() -> ModelShape {
-    ModelShape {
-        fixed_bytes: Bytes::from_mib(16),
-        state_bytes: Bytes::from_mib(1),
-        workspace_fixed_bytes: Bytes::from_mib(3),
-        ring_bytes: Bytes::from_mib(4),
-        ..sample_shape(8, Bytes::from_mib(10))
+        self.workspace_bytes_per_token
+            .saturating_mul(u64::from(more))
     }
 }

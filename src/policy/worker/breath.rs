@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use serde::{Deserialize, Serialize};
 
-use crate::units::Bytes;
+use cotenant_units::Bytes;
 
 /// What one process was measured to use, while it worked and after.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -116,7 +116,15 @@ mod tests {
         let mut breath = Breath::default();
         breath.measured(mib(52), false);
         // Piper: 52 MiB at rest, 316 with a long sentence, and 290 from then on.
-        for (peak, rest) in [(80, 75), (110, 104), (96, 104), (190, 181), (316, 290), (300, 288), (312, 291)] {
+        for (peak, rest) in [
+            (80, 75),
+            (110, 104),
+            (96, 104),
+            (190, 181),
+            (316, 290),
+            (300, 288),
+            (312, 291),
+        ] {
             work(&mut breath, peak, rest);
             assert!(!breath.leaks(), "{peak}");
         }
@@ -141,7 +149,11 @@ mod tests {
                 breath.leaks()
             });
             // What is slower ends like any use, where memory is short.
-            assert_eq!(found.is_some(), step_kib > 256, "{step_kib} KiB for each request");
+            assert_eq!(
+                found.is_some(),
+                step_kib > 256,
+                "{step_kib} KiB for each request"
+            );
         }
     }
 

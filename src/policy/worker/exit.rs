@@ -2,27 +2,25 @@
 
 use super::run::{Stage, StopCause};
 use crate::{
-    policy::{
-        lease::{LeaseId, Ticket},
-        snapshot::Rest,
-    },
-    units::Timestamp,
+    lease::{LeaseId, Ticket},
+    snapshot::Rest,
 };
+use cotenant_units::Timestamp;
 
 /// A process that has ended.
 #[derive(Debug)]
-pub(in crate::policy) struct Ended {
-    pub(in crate::policy) lease: LeaseId,
+pub(crate) struct Ended {
+    pub(crate) lease: LeaseId,
     /// Those who waited for its change of variant.
-    pub(in crate::policy) tickets: Vec<Ticket>,
+    pub(crate) tickets: Vec<Ticket>,
     /// Whether we had asked it to stop.
-    pub(in crate::policy) stopping: bool,
-    pub(in crate::policy) next: AfterExit,
+    pub(crate) stopping: bool,
+    pub(crate) next: AfterExit,
 }
 
 /// The consequence of the end of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::policy) enum AfterExit {
+pub(crate) enum AfterExit {
     /// It stays down.
     Rests,
     /// It was stopped for being idle.
@@ -38,7 +36,7 @@ pub(in crate::policy) enum AfterExit {
 
 /// The consequence of a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(in crate::policy) enum Failure {
+pub(crate) enum Failure {
     RetriesAt(Timestamp),
     /// It failed too often.
     GivenUp,
@@ -47,16 +45,40 @@ pub(in crate::policy) enum Failure {
 }
 
 /// How a worker rests after the exit of a process in `stage`, and what follows; `None` after a failure.
-pub(super) fn consequence(stage: &Stage, intended: bool, wanted: bool) -> Option<(Option<Rest>, AfterExit)> {
+pub(super) fn consequence(
+    stage: &Stage,
+    intended: bool,
+    wanted: bool,
+) -> Option<(Option<Rest>, AfterExit)> {
     match stage {
-        Stage::Stopping { cause: StopCause::Operator, .. } => Some((Some(Rest::Operator), AfterExit::Rests)),
-        Stage::Stopping { cause: StopCause::Idle, .. } => Some((Some(Rest::Idle), AfterExit::Sleeps)),
-        Stage::Stopping { cause: StopCause::Shed, outgrown } => {
+        Stage::Stopping {
+            cause: StopCause::Operator,
+            ..
+        } => Some((Some(Rest::Operator), AfterExit::Rests)),
+        Stage::Stopping {
+            cause: StopCause::Idle,
+            ..
+        } => Some((Some(Rest::Idle), AfterExit::Sleeps)),
+        Stage::Stopping {
+            cause: StopCause::Shed,
+            outgrown,
+        } => {
             let restarts_if_fits = *outgrown && wanted;
-            Some((wanted.then_some(Rest::Shed), AfterExit::Shed { restarts_if_fits }))
+            Some((
+                wanted.then_some(Rest::Shed),
+                AfterExit::Shed { restarts_if_fits },
+            ))
         }
-        Stage::Stopping { cause: StopCause::Recycle, .. } => Some((None, AfterExit::Restarts)),
+        Stage::Stopping {
+            cause: StopCause::Recycle,
+            ..
+        } => Some((None, AfterExit::Restarts)),
         Stage::Starting | Stage::Ready(_) if intended => Some((None, AfterExit::Rests)),
-        Stage::Stopping { cause: StopCause::NotReady, .. } | Stage::Starting | Stage::Ready(_) => None,
+        Stage::Stopping {
+            cause: StopCause::NotReady,
+            ..
+        }
+        | Stage::Starting
+        | Stage::Ready(_) => None,
     }
 }

@@ -3,11 +3,11 @@
 use std::{mem, time::Duration};
 
 use super::{Lesson, Worker, run::Run};
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 impl Worker {
     /// Takes what the kernel remembers as the most that this life has used. Returns whether that is learned at once.
-    pub(in crate::policy) fn peaked(&mut self, peak: Bytes) -> bool {
+    pub(crate) fn peaked(&mut self, peak: Bytes) -> bool {
         if !self.is_up() {
             return false;
         }
@@ -26,14 +26,16 @@ impl Worker {
 
     /// The lesson of its high water when it has come up and is measured at rest, at `measured_at`: the need of a start;
     /// and what it has come to use since, unless it is to end for that.
-    pub(in crate::policy) fn lesson(
+    pub(crate) fn lesson(
         &mut self,
         measured_at: Timestamp,
         settle: Duration,
         now: Timestamp,
     ) -> Option<Lesson> {
         let stays_grown = self.stays_grown(settle, now);
-        let at_rest = |run: &&Run| run.ready().is_some() && run.resizing.is_none() && measured_at >= run.since;
+        let at_rest = |run: &&Run| {
+            run.ready().is_some() && run.resizing.is_none() && measured_at >= run.since
+        };
         let run = self.run().filter(at_rest)?;
         // Without the kernel's high water it is unknown what happened between two measurements.
         let peak = run.peak.seen?;
@@ -68,12 +70,18 @@ impl Worker {
     /// Whether a peak may be one that it has grown to beyond its bounds since it was started, which says nothing of what
     /// a start takes: of a process that was taken over, it is unknown when it was.
     fn may_have_outgrown(&self, peak: Bytes) -> bool {
-        let since_its_start = self.run().is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
+        let since_its_start = self
+            .run()
+            .is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
         let rest = self.params.rest;
-        let may_leak = || self.run().and_then(Run::ready).is_some_and(|ready| ready.breath.may_leak());
-        let above = rest
-            .recycle_above
-            .or_else(|| (rest.recycle_leaks && may_leak()).then(|| self.params.peak_of(self.variant())));
+        let may_leak = || {
+            self.run()
+                .and_then(Run::ready)
+                .is_some_and(|ready| ready.breath.may_leak())
+        };
+        let above = rest.recycle_above.or_else(|| {
+            (rest.recycle_leaks && may_leak()).then(|| self.params.peak_of(self.variant()))
+        });
         since_its_start && above.is_some_and(|above| peak > above)
     }
 }

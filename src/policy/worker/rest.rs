@@ -6,17 +6,21 @@ use super::{
     Phase, RestStep, Worker,
     run::{Stage, StopCause, WindCause, Winding},
 };
-use crate::units::{Bytes, Timestamp};
+use cotenant_units::{Bytes, Timestamp};
 
 impl Worker {
     /// When time brings something to it; `may_rest` unless it waits to become larger, or nothing new is admitted.
-    pub(in crate::policy) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
-        let own = [self.comes_up_by(now), self.next_due(), self.next_rest(may_rest, now)];
+    pub(crate) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
+        let own = [
+            self.comes_up_by(now),
+            self.next_due(),
+            self.next_rest(may_rest, now),
+        ];
         own.into_iter().flatten().min()
     }
 
     /// The step that a ready worker takes by itself, by the time and its work.
-    pub(in crate::policy) fn take_rest(&mut self, may_rest: bool, now: Timestamp) -> Option<RestStep> {
+    pub(crate) fn take_rest(&mut self, may_rest: bool, now: Timestamp) -> Option<RestStep> {
         let (smallest, requests) = (self.smallest().map(str::to_owned), self.requests);
         let (shrinks_at, sleeps_at) = (self.shrinks_at(), self.sleeps_at());
         let Phase::Running(run) = &mut self.phase else {
@@ -55,7 +59,10 @@ impl Worker {
             return Some(RestStep::Work { before_rest });
         }
         if sleeps_at.is_some_and(|at| at <= now) {
-            ready.winding = Some(Winding { cause: WindCause::Idle, since: now });
+            ready.winding = Some(Winding {
+                cause: WindCause::Idle,
+                since: now,
+            });
             return None;
         }
         shrinks_at.filter(|at| *at <= now)?;
@@ -79,7 +86,10 @@ impl Worker {
         if !may_rest || self.requests > 0 || run.resizing.is_some() || ready.verify_by.is_some() {
             return None;
         }
-        [self.shrinks_at(), self.sleeps_at()].into_iter().flatten().min()
+        [self.shrinks_at(), self.sleeps_at()]
+            .into_iter()
+            .flatten()
+            .min()
     }
 
     fn shrinks_at(&self) -> Option<Timestamp> {
@@ -89,7 +99,10 @@ impl Worker {
     }
 
     fn sleeps_at(&self) -> Option<Timestamp> {
-        self.params.rest.idle_stop_after.map(|after| self.idle_since + after)
+        self.params
+            .rest
+            .idle_stop_after
+            .map(|after| self.idle_since + after)
     }
 
     /// The smallest of its variants, when it is not in it.
@@ -108,7 +121,7 @@ impl Worker {
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
     /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end.
-    pub(in crate::policy) fn outgrows(
+    pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
         wanted: bool,
@@ -135,7 +148,10 @@ impl Worker {
         if ready.winding.is_some() || now < since + settle || !may_be_recycled {
             return None;
         }
-        ready.winding = Some(Winding { cause: WindCause::Outgrown, since: now });
+        ready.winding = Some(Winding {
+            cause: WindCause::Outgrown,
+            since: now,
+        });
         self.recycles = self.recycles.saturating_add(1);
         Some(above)
     }

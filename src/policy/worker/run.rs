@@ -6,29 +6,27 @@ use serde::{Deserialize, Serialize};
 
 use super::breath::Breath;
 use crate::{
-    policy::{
-        book::{BookedChange, BookedRun, BookedStop},
-        lease::{LeaseId, Ticket},
-        params::StartParams,
-    },
-    units::{Bytes, Timestamp},
+    book::{BookedChange, BookedRun, BookedStop},
+    lease::{LeaseId, Ticket},
+    params::StartParams,
 };
+use cotenant_units::{Bytes, Timestamp};
 
 /// One life of a worker's process.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) struct Run {
-    pub(in crate::policy) lease: LeaseId,
-    pub(in crate::policy) pid: Option<u32>,
-    pub(in crate::policy) variant: Option<String>,
+pub(crate) struct Run {
+    pub(crate) lease: LeaseId,
+    pub(crate) pid: Option<u32>,
+    pub(crate) variant: Option<String>,
     pub(super) stage: Stage,
     /// When it was started, became ready, changed or was asked to stop.
-    pub(in crate::policy) since: Timestamp,
-    pub(in crate::policy) resizing: Option<Resizing>,
+    pub(crate) since: Timestamp,
+    pub(crate) resizing: Option<Resizing>,
     /// The variant that it had before it was made smaller to make room.
-    pub(in crate::policy) before_shed: Option<String>,
+    pub(crate) before_shed: Option<String>,
     pub(super) peak: RunPeak,
     /// When it was taken over from an earlier run, which says nothing of what it has come to use since.
-    pub(in crate::policy) taken_over_at: Option<Timestamp>,
+    pub(crate) taken_over_at: Option<Timestamp>,
     /// Whether it has shown that it can serve, to us or to the run before.
     pub(super) answered: bool,
     /// It has died in a way that another start would repeat.
@@ -101,8 +99,9 @@ impl RunPeak {
 
     /// Whether a high water is one of the present variant: well above what others have left.
     pub(super) fn is_own(&self, peak: Bytes) -> bool {
-        self.of_others
-            .is_none_or(|others| peak > others.saturating_add(others.per_mille(UNSTEADY_PER_MILLE).max(UNSTEADY)))
+        self.of_others.is_none_or(|others| {
+            peak > others.saturating_add(others.per_mille(UNSTEADY_PER_MILLE).max(UNSTEADY))
+        })
     }
 }
 
@@ -114,15 +113,15 @@ const UNSTEADY_PER_MILLE: u32 = 50;
 
 /// A change of variant under way.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) struct Resizing {
-    pub(in crate::policy) variant: String,
-    pub(in crate::policy) tickets: Vec<Ticket>,
-    pub(in crate::policy) asked_at: Timestamp,
-    pub(in crate::policy) to_shed: bool,
+pub(crate) struct Resizing {
+    pub(crate) variant: String,
+    pub(crate) tickets: Vec<Ticket>,
+    pub(crate) asked_at: Timestamp,
+    pub(crate) to_shed: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub(in crate::policy) enum StopCause {
+pub(crate) enum StopCause {
     Idle,
     Operator,
     Recycle,
@@ -132,7 +131,7 @@ pub(in crate::policy) enum StopCause {
 
 /// A deadline of a worker that has come.
 #[derive(Debug)]
-pub(in crate::policy) enum Due {
+pub(crate) enum Due {
     Retry,
     NotReady,
     NotStopped,
@@ -152,7 +151,12 @@ impl Run {
             since: now,
             resizing: None,
             before_shed: None,
-            peak: RunPeak { seen: None, counted: false, of_others: None, next_is_of_others: false },
+            peak: RunPeak {
+                seen: None,
+                counted: false,
+                of_others: None,
+                next_is_of_others: false,
+            },
             taken_over_at: None,
             answered: false,
             needs_operator: false,
@@ -160,7 +164,13 @@ impl Run {
     }
 
     /// It runs since an earlier run of the supervisor; `resizes` where it has more than one variant.
-    pub(super) fn adopted(booked: &BookedRun, lease: LeaseId, pid: u32, resizes: bool, now: Timestamp) -> Self {
+    pub(super) fn adopted(
+        booked: &BookedRun,
+        lease: LeaseId,
+        pid: u32,
+        resizes: bool,
+        now: Timestamp,
+    ) -> Self {
         let change = booked.change.clone();
         Self {
             pid: Some(pid),
@@ -174,7 +184,10 @@ impl Run {
             }),
             before_shed: booked.variant_before_shed.clone(),
             // It is unknown of which of its sizes its high water is.
-            peak: RunPeak { next_is_of_others: resizes, ..RunPeak::default() },
+            peak: RunPeak {
+                next_is_of_others: resizes,
+                ..RunPeak::default()
+            },
             taken_over_at: Some(now),
             ..Self::new(lease, booked.variant.clone(), now)
         }
@@ -187,7 +200,10 @@ impl Run {
             lease: Some((self.lease, held)),
             ready: self.answered,
             variant: self.variant.clone(),
-            change: change.map(|change| BookedChange { variant: change.variant.clone(), to_shed: change.to_shed }),
+            change: change.map(|change| BookedChange {
+                variant: change.variant.clone(),
+                to_shed: change.to_shed,
+            }),
             stop: self.stopping().map(|cause| match cause {
                 StopCause::Operator => BookedStop::ForGood,
                 // One that was to sleep is started, and sleeps again when it has nothing to do.
@@ -257,7 +273,9 @@ impl Run {
         let outgrown = self.ready().is_some_and(Ready::is_outgrown);
         self.stage = Stage::Stopping { cause, outgrown };
         self.since = now;
-        self.resizing.take().map_or_else(Vec::new, |resizing| resizing.tickets)
+        self.resizing
+            .take()
+            .map_or_else(Vec::new, |resizing| resizing.tickets)
     }
 
     /// It is asked to change.
@@ -314,12 +332,18 @@ impl Run {
                 Some(Due::NotStopped)
             }
             Stage::Ready(ready) => {
-                match self.resizing.take_if(|resizing| resizing.asked_at + start.ready_timeout <= now) {
+                match self
+                    .resizing
+                    .take_if(|resizing| resizing.asked_at + start.ready_timeout <= now)
+                {
                     Some(resizing) => {
                         self.since = now;
                         Some(Due::NotChanged(resizing))
                     }
-                    None => ready.verify_by.take_if(|by| *by <= now).map(|_| Due::NotSmaller),
+                    None => ready
+                        .verify_by
+                        .take_if(|by| *by <= now)
+                        .map(|_| Due::NotSmaller),
                 }
             }
         }
@@ -331,7 +355,10 @@ impl Run {
             Stage::Starting => Some(self.since + start.ready_timeout),
             Stage::Stopping { .. } => Some(self.since + stop_grace + STOP_SLACK),
             Stage::Ready(ready) => {
-                let changed = self.resizing.as_ref().map(|resizing| resizing.asked_at + start.ready_timeout);
+                let changed = self
+                    .resizing
+                    .as_ref()
+                    .map(|resizing| resizing.asked_at + start.ready_timeout);
                 [changed, ready.verify_by].into_iter().flatten().min()
             }
         }
@@ -340,7 +367,8 @@ impl Run {
 
 impl Ready {
     pub(super) fn is_outgrown(&self) -> bool {
-        self.winding.is_some_and(|winding| winding.cause == WindCause::Outgrown)
+        self.winding
+            .is_some_and(|winding| winding.cause == WindCause::Outgrown)
     }
 }
 

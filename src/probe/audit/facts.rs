@@ -10,14 +10,12 @@ use std::{
 use serde::Serialize;
 
 use crate::{
-    probe::{
-        ProbeRoot,
-        board::Board,
-        meminfo::Meminfo,
-        source::{number, read_number, read_optional, words},
-    },
-    units::{Bytes, page},
+    ProbeRoot,
+    board::Board,
+    meminfo::Meminfo,
+    source::{number, read_number, read_optional, words},
 };
+use cotenant_units::{Bytes, page};
 
 /// One finding.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
@@ -88,8 +86,12 @@ impl std::fmt::Display for Version {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let expected = self.expected.as_deref().unwrap_or("not known here");
         match (&self.found, self.belongs) {
-            (Some(found), Some(true)) => write!(f, "{}: {found}, compatible ({expected})", self.name),
-            (Some(found), Some(false)) => write!(f, "{}: {found}, not compatible ({expected})", self.name),
+            (Some(found), Some(true)) => {
+                write!(f, "{}: {found}, compatible ({expected})", self.name)
+            }
+            (Some(found), Some(false)) => {
+                write!(f, "{}: {found}, not compatible ({expected})", self.name)
+            }
             (Some(found), None) => write!(f, "{}: {found} ({expected})", self.name),
             (None, _) => write!(f, "{}: not installed; {expected} belongs here", self.name),
         }
@@ -123,11 +125,21 @@ pub(super) struct Found {
 }
 
 pub(super) fn warning(text: String, cost: Cost, remedy: &'static str) -> Option<Found> {
-    Some(Found { severity: Severity::Warning, text, cost, remedy })
+    Some(Found {
+        severity: Severity::Warning,
+        text,
+        cost,
+        remedy,
+    })
 }
 
 pub(super) fn note(text: String, cost: Cost, remedy: &'static str) -> Option<Found> {
-    Some(Found { severity: Severity::Note, text, cost, remedy })
+    Some(Found {
+        severity: Severity::Note,
+        text,
+        cost,
+        remedy,
+    })
 }
 
 impl<'a> Facts<'a> {
@@ -156,22 +168,38 @@ impl<'a> Facts<'a> {
 
     /// Names in a folder below `/sys`, sorted.
     pub(super) fn sys_names(&self, path: &str) -> Vec<String> {
-        let entries = fs::read_dir(self.root.sys(path)).into_iter().flatten().flatten();
-        let mut names: Vec<_> =
-            entries.take(ENTRIES_MAX).map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
+        let entries = fs::read_dir(self.root.sys(path))
+            .into_iter()
+            .flatten()
+            .flatten();
+        let mut names: Vec<_> = entries
+            .take(ENTRIES_MAX)
+            .map(|entry| entry.file_name().to_string_lossy().into_owned())
+            .collect();
         names.sort_unstable();
         names
     }
 
     /// The files that make up the unit of the supervisor, in the order in which systemd reads them.
     pub(super) fn unit_files(&self) -> Vec<PathBuf> {
-        let folders = [self.root.etc("systemd/system"), self.root.lib("systemd/system")];
+        let folders = [
+            self.root.etc("systemd/system"),
+            self.root.lib("systemd/system"),
+        ];
         // systemd takes the unit from the first folder that has it, and settings beside it from all.
-        let unit = folders.iter().map(|folder| folder.join(UNIT)).find(|unit| unit.exists());
+        let unit = folders
+            .iter()
+            .map(|folder| folder.join(UNIT))
+            .find(|unit| unit.exists());
         let mut beside: Vec<PathBuf> = folders
             .iter()
             .filter_map(|folder| fs::read_dir(folder.join(format!("{UNIT}.d"))).ok())
-            .flat_map(|entries| entries.flatten().take(ENTRIES_MAX).map(|entry| entry.path()))
+            .flat_map(|entries| {
+                entries
+                    .flatten()
+                    .take(ENTRIES_MAX)
+                    .map(|entry| entry.path())
+            })
             .collect();
         // By name, wherever they are; of one name only that of the first folder.
         beside.sort_by(|one, other| one.file_name().cmp(&other.file_name()));
@@ -214,7 +242,10 @@ fn processes(root: &ProbeRoot) -> Vec<Process> {
             let name = text_of(&entry.path().join("comm"))?;
             let statm = read_optional(&entry.path().join("statm"));
             let pages = statm.and_then(|text| words(text.trim_ascii()).nth(1).and_then(number));
-            Some(Process { name, resident: page().saturating_mul(pages.unwrap_or(0)) })
+            Some(Process {
+                name,
+                resident: page().saturating_mul(pages.unwrap_or(0)),
+            })
         })
         .collect()
 }
@@ -244,7 +275,9 @@ fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
 /// Whether a rule wants to know the version of this package.
 fn asks_for(package: &str) -> bool {
     matches!(package, "nvidia-l4t-core" | "nvidia-jetpack")
-        || ["cuda-cudart-", "libnvinfer", "libcudnn"].iter().any(|name| package.starts_with(name))
+        || ["cuda-cudart-", "libnvinfer", "libcudnn"]
+            .iter()
+            .any(|name| package.starts_with(name))
 }
 
 /// The unit of the supervisor.

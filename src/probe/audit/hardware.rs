@@ -25,12 +25,20 @@ fn below(now: u64, most: u64) -> Option<u64> {
 
 fn power_mode(facts: &Facts<'_>) -> Option<Found> {
     let status = text_of(&facts.root.var("lib/nvpmodel/status"))?;
-    let mode: u64 = status.strip_prefix("pmode:")?.split_whitespace().next()?.parse().ok()?;
+    let mode: u64 = status
+        .strip_prefix("pmode:")?
+        .split_whitespace()
+        .next()?
+        .parse()
+        .ok()?;
     let modes = text_of(&facts.root.etc("nvpmodel.conf"))?;
     let names: Vec<(u64, &str)> = modes
         .lines()
         .filter_map(|line| {
-            let line = line.trim().strip_prefix("< POWER_MODEL ID=")?.strip_suffix('>')?;
+            let line = line
+                .trim()
+                .strip_prefix("< POWER_MODEL ID=")?
+                .strip_suffix('>')?;
             let (id, name) = line.split_once("NAME=")?;
             Some((id.trim().parse().ok()?, name.trim()))
         })
@@ -38,14 +46,31 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
     let (_, name) = names.iter().find(|(id, _)| *id == mode)?;
     // An Orin Nano without super mode has no MAXN: its largest is 15W.
     let watts = |name: &str| name.split('W').next()?.parse::<u64>().ok();
-    let rank = |name: &str| if name.starts_with("MAXN") { u64::MAX } else { watts(name).unwrap_or(0) };
+    let rank = |name: &str| {
+        if name.starts_with("MAXN") {
+            u64::MAX
+        } else {
+            watts(name).unwrap_or(0)
+        }
+    };
     let (_, most) = names.iter().max_by_key(|(_, name)| rank(name))?;
     (rank(name) < rank(most)).then_some(())?;
     // 15W of an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz. What other modes of other modules cost, their clocks say.
     let is_measured = Module::of(facts) == Some(Module::OrinNx) && *name == "15W";
     warning(
-        format!("power mode is {name}, not {}", if most.starts_with("MAXN") { "MAXN" } else { *most }),
-        if is_measured { Cost::Speed(33) } else { Cost::Risk },
+        format!(
+            "power mode is {name}, not {}",
+            if most.starts_with("MAXN") {
+                "MAXN"
+            } else {
+                *most
+            }
+        ),
+        if is_measured {
+            Cost::Speed(33)
+        } else {
+            Cost::Risk
+        },
         "`nvpmodel -q --verbose` lists the modes, `nvpmodel -m ID` sets one; where power and cooling allow",
     )
 }
@@ -61,7 +86,9 @@ impl Module {
     fn of(facts: &Facts<'_>) -> Option<Self> {
         let is = |names: &[&str]| {
             let known = &facts.board.compatible;
-            known.iter().any(|known| names.iter().any(|name| known.contains(name)))
+            known
+                .iter()
+                .any(|known| names.iter().any(|name| known.contains(name)))
         };
         if is(&["p3767-0000", "p3767-0001", "p3767-0002"]) {
             Some(Self::OrinNx)
@@ -75,7 +102,10 @@ impl Module {
 
 fn cores_offline(facts: &Facts<'_>) -> Option<Found> {
     let count = |path: &str| facts.sys(path).and_then(|list| count_of(&list));
-    let (online, present) = (count("devices/system/cpu/online")?, count("devices/system/cpu/present")?);
+    let (online, present) = (
+        count("devices/system/cpu/online")?,
+        count("devices/system/cpu/present")?,
+    );
     let percent = below(online, present)?;
     warning(
         format!("{online} of {present} cores are online"),
@@ -108,7 +138,9 @@ fn cpu_governor(facts: &Facts<'_>) -> Option<Found> {
     let governor = facts.sys("devices/system/cpu/cpu0/cpufreq/scaling_governor")?;
     (governor == "powersave" || governor == "conservative").then_some(())?;
     // `powersave` of intel_pstate scales with load.
-    let driver = facts.sys("devices/system/cpu/cpu0/cpufreq/scaling_driver").unwrap_or_default();
+    let driver = facts
+        .sys("devices/system/cpu/cpu0/cpufreq/scaling_driver")
+        .unwrap_or_default();
     (!driver.contains("pstate")).then_some(())?;
     warning(
         format!("the CPU governor is `{governor}`"),
@@ -119,13 +151,22 @@ fn cpu_governor(facts: &Facts<'_>) -> Option<Found> {
 
 fn gpu_clock(facts: &Facts<'_>) -> Option<Found> {
     let names = facts.sys_names("class/devfreq");
-    let gpu = names.iter().find(|name| name.ends_with(".gpu") || name.ends_with(".ga10b"))?;
+    let gpu = names
+        .iter()
+        .find(|name| name.ends_with(".gpu") || name.ends_with(".ga10b"))?;
     let limit = facts.sys_number(&format!("class/devfreq/{gpu}/max_freq"))?;
     let steps = facts.sys(&format!("class/devfreq/{gpu}/available_frequencies"))?;
-    let most = steps.split_whitespace().filter_map(|step| step.parse::<u64>().ok()).max()?;
+    let most = steps
+        .split_whitespace()
+        .filter_map(|step| step.parse::<u64>().ok())
+        .max()?;
     let percent = below(limit, most)?;
     warning(
-        format!("the GPU may run at {} of {} MHz", limit / 1_000_000, most / 1_000_000),
+        format!(
+            "the GPU may run at {} of {} MHz",
+            limit / 1_000_000,
+            most / 1_000_000
+        ),
         Cost::Speed(percent),
         "choose the power mode with the highest limit (`nvpmodel -q --verbose`), then `jetson_clocks`",
     )
@@ -137,7 +178,11 @@ fn memory_clock(facts: &Facts<'_>) -> Option<Found> {
     let percent = below(rate, most)?;
     // A token reads all weights once: the clock of memory bounds it.
     warning(
-        format!("memory runs at {} of {} MHz", rate / 1_000_000, most / 1_000_000),
+        format!(
+            "memory runs at {} of {} MHz",
+            rate / 1_000_000,
+            most / 1_000_000
+        ),
         Cost::Speed(percent),
         "`jetson_clocks` fixes the clock of memory (EMC) at its maximum",
     )
@@ -145,13 +190,18 @@ fn memory_clock(facts: &Facts<'_>) -> Option<Found> {
 
 fn thermal(facts: &Facts<'_>) -> Option<Found> {
     let mut hottest: Option<(i64, String, i64)> = None;
-    for zone in facts.sys_names("class/thermal").iter().filter(|name| name.starts_with("thermal_zone")) {
+    for zone in facts
+        .sys_names("class/thermal")
+        .iter()
+        .filter(|name| name.starts_with("thermal_zone"))
+    {
         let of = |name: &str| facts.sys(&format!("class/thermal/{zone}/{name}"));
         // A disabled zone reads empty.
         let Some(now) = of("temp").and_then(|text| text.parse::<i64>().ok()) else {
             continue;
         };
-        let trips = (0..TRIPS_MAX).filter_map(|trip| of(&format!("trip_point_{trip}_temp"))?.parse::<i64>().ok());
+        let trips = (0..TRIPS_MAX)
+            .filter_map(|trip| of(&format!("trip_point_{trip}_temp"))?.parse::<i64>().ok());
         let Some(trip) = trips.filter(|trip| *trip > SENSIBLE_TRIP).min() else {
             continue;
         };
@@ -163,7 +213,11 @@ fn thermal(facts: &Facts<'_>) -> Option<Found> {
     let (left, name, now) = hottest?;
     (left < MARGIN).then_some(())?;
     warning(
-        format!("{name} has {} °C, {} °C below its first trip point", now / 1000, left / 1000),
+        format!(
+            "{name} has {} °C, {} °C below its first trip point",
+            now / 1000,
+            left / 1000
+        ),
         Cost::Speed(if left <= 0 { 30 } else { 0 }),
         "improve cooling, or choose a lower power mode: clocks fall at the trip point",
     )
@@ -172,14 +226,20 @@ fn thermal(facts: &Facts<'_>) -> Option<Found> {
 fn thermal_unreadable(facts: &Facts<'_>) -> Option<Found> {
     facts.board.is_jetson().then_some(())?;
     let zones = facts.sys_names("class/thermal");
-    let zones: Vec<_> = zones.iter().filter(|name| name.starts_with("thermal_zone")).collect();
+    let zones: Vec<_> = zones
+        .iter()
+        .filter(|name| name.starts_with("thermal_zone"))
+        .collect();
     let readable = |zone: &&&String| {
         let text = facts.sys(&format!("class/thermal/{zone}/temp"));
         text.is_some_and(|text| text.parse::<i64>().is_ok())
     };
     (!zones.is_empty() && !zones.iter().any(|zone| readable(&zone))).then_some(())?;
     note(
-        format!("none of {} thermal zones can be read: throttling shows as slow answers only", zones.len()),
+        format!(
+            "none of {} thermal zones can be read: throttling shows as slow answers only",
+            zones.len()
+        ),
         Cost::Risk,
         "a zone reads empty while it is disabled: look at `/sys/class/thermal/thermal_zone*/mode`",
     )
@@ -197,10 +257,14 @@ fn super_mode(facts: &Facts<'_>) -> Option<Found> {
     (!board.is_super()).then_some(())?;
     // By NVIDIA's data sheets: the GPU of an Orin NX; the memory of an Orin Nano, which bounds an answer.
     let (cost, remedy) = match Module::of(facts)? {
-        Module::OrinNx => (21, "flash with the `-super` configuration: GPU 1173 instead of 918 MHz"),
-        Module::OrinNano => {
-            (33, "flash with the `-super` configuration: memory 102 instead of 68 GB/s, GPU 1020 instead of 625 MHz")
-        }
+        Module::OrinNx => (
+            21,
+            "flash with the `-super` configuration: GPU 1173 instead of 918 MHz",
+        ),
+        Module::OrinNano => (
+            33,
+            "flash with the `-super` configuration: memory 102 instead of 68 GB/s, GPU 1020 instead of 625 MHz",
+        ),
     };
     note(
         format!("L4T {l4t} has a super mode for this module, and the device tree is not of it"),
@@ -210,10 +274,16 @@ fn super_mode(facts: &Facts<'_>) -> Option<Found> {
 }
 
 fn disks(facts: &Facts<'_>) -> Vec<String> {
-    let is_disk = |name: &String| ["nvme", "sd", "mmcblk", "vd"].iter().any(|prefix| name.starts_with(prefix));
+    let is_disk = |name: &String| {
+        ["nvme", "sd", "mmcblk", "vd"]
+            .iter()
+            .any(|prefix| name.starts_with(prefix))
+    };
     let is_part = |name: &String| name.contains("boot") || name.contains("rpmb");
     let names = facts.sys_names("block").into_iter();
-    names.filter(|name| is_disk(name) && !is_part(name)).collect()
+    names
+        .filter(|name| is_disk(name) && !is_part(name))
+        .collect()
 }
 
 fn disk_kind(facts: &Facts<'_>) -> Option<Found> {
@@ -221,15 +291,27 @@ fn disk_kind(facts: &Facts<'_>) -> Option<Found> {
     (!disks.is_empty() && !disks.iter().any(|name| name.starts_with("nvme"))).then_some(())?;
     // A disk of a virtual machine says so as a rule, whatever is behind it.
     let is_virtual = |name: &str| {
-        let model = facts.sys(&format!("block/{name}/device/model")).unwrap_or_default().to_lowercase();
-        name.starts_with("vd") || ["qemu", "virtual", "vbox"].iter().any(|maker| model.contains(maker))
+        let model = facts
+            .sys(&format!("block/{name}/device/model"))
+            .unwrap_or_default()
+            .to_lowercase();
+        name.starts_with("vd")
+            || ["qemu", "virtual", "vbox"]
+                .iter()
+                .any(|maker| model.contains(maker))
     };
     let rotates = |name: &&String| {
-        facts.sys(&format!("block/{name}/queue/rotational")).as_deref() == Some("1") && !is_virtual(name)
+        facts
+            .sys(&format!("block/{name}/queue/rotational"))
+            .as_deref()
+            == Some("1")
+            && !is_virtual(name)
     };
     if let Some(card) = disks.iter().find(|name| name.starts_with("mmcblk")) {
         return warning(
-            format!("{card} is a card or eMMC, and there is no NVMe: some 0.1 to 0.3 GiB/s instead of 2"),
+            format!(
+                "{card} is a card or eMMC, and there is no NVMe: some 0.1 to 0.3 GiB/s instead of 2"
+            ),
             Cost::Streaming(85),
             "put the model on NVMe; streamed layers are read for each token",
         );

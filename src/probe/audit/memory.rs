@@ -1,10 +1,8 @@
 //! Rules about memory: carve-outs, CMA, zram, swap, pools, settings of the kernel.
 
 use super::facts::{Cost, Facts, Found, Rule, note, warning};
-use crate::{
-    probe::{buddyinfo::FreeBlocks, nvmap::Nvmap, swap},
-    units::Bytes,
-};
+use crate::{buddyinfo::FreeBlocks, nvmap::Nvmap, swap};
+use cotenant_units::Bytes;
 
 pub(super) const RULES: &[Rule] = &[
     ("carve_outs", carve_outs),
@@ -44,7 +42,11 @@ const ZRAM_LARGE_PER_MILLE: u32 = 250;
 
 fn carve_outs(facts: &Facts<'_>) -> Option<Found> {
     let module = MODULES.iter().find(|(name, ..)| {
-        facts.board.compatible.iter().any(|known| known.contains(name.trim_start_matches("nvidia,")))
+        facts
+            .board
+            .compatible
+            .iter()
+            .any(|known| known.contains(name.trim_start_matches("nvidia,")))
     });
     let (name, module, stock) = module?;
     let missing = Bytes::from_mib(*stock).saturating_sub(facts.total());
@@ -64,7 +66,9 @@ fn cma_size(facts: &Facts<'_>) -> Option<Found> {
     let total = facts.meminfo?.cma_total?;
     (total > CMA_STOCK).then_some(())?;
     warning(
-        format!("the area for contiguous allocations (CMA) has {total}, which the GPU can never have"),
+        format!(
+            "the area for contiguous allocations (CMA) has {total}, which the GPU can never have"
+        ),
         Cost::Memory(total.saturating_sub(CMA_STOCK)),
         "start with `cma=256M`, unless cameras or encoders need more",
     )
@@ -111,7 +115,10 @@ fn zram_store(facts: &Facts<'_>) -> Option<Found> {
 
 fn zram(facts: &Facts<'_>) -> Bytes {
     let devices = swap::devices(facts.root);
-    let sizes = devices.iter().filter(|device| device.is_zram()).map(|device| device.size);
+    let sizes = devices
+        .iter()
+        .filter(|device| device.is_zram())
+        .map(|device| device.size);
     sizes.fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
@@ -120,7 +127,8 @@ fn swap_missing(facts: &Facts<'_>) -> Option<Found> {
     swap::devices(facts.root).is_empty().then_some(())?;
     let idle = info.anon_pages.unwrap_or_default().per_mille(100);
     note(
-        "no swap: idle pages of other programs stay in memory; of a tenth of them is reckoned here".to_owned(),
+        "no swap: idle pages of other programs stay in memory; of a tenth of them is reckoned here"
+            .to_owned(),
         Cost::Memory(idle),
         "a swap file of some GiB on NVMe takes idle pages; leave it out on SD cards",
     )
@@ -128,9 +136,14 @@ fn swap_missing(facts: &Facts<'_>) -> Option<Found> {
 
 fn swap_on_flash(facts: &Facts<'_>) -> Option<Found> {
     let devices = swap::devices(facts.root);
-    let card = devices.iter().find(|device| device.name.contains("mmcblk"))?;
+    let card = devices
+        .iter()
+        .find(|device| device.name.contains("mmcblk"))?;
     warning(
-        format!("swap is on {}, a card or eMMC: 17 tokens/s fell below 2 when one was used", card.name),
+        format!(
+            "swap is on {}, a card or eMMC: 17 tokens/s fell below 2 when one was used",
+            card.name
+        ),
         Cost::Speed(88),
         "move swap to NVMe, or do without",
     )
@@ -140,22 +153,34 @@ fn nvmap_pool(facts: &Facts<'_>) -> Option<Found> {
     let pool = Nvmap::find(facts.root)?.pool()?.bytes();
     (pool >= Bytes::from_mib(256)).then_some(())?;
     note(
-        format!("nvmap keeps {pool} of freed GPU memory for the next GPU allocation; no CPU program sees it"),
+        format!(
+            "nvmap keeps {pool} of freed GPU memory for the next GPU allocation; no CPU program sees it"
+        ),
         Cost::Memory(pool),
         "before a CPU worker starts, give it back: `echo 1 > /sys/module/nvmap/parameters/shrink_page_pools`",
     )
 }
 
 fn huge_pages_reserved(facts: &Facts<'_>) -> Option<Found> {
-    let count = facts.proc("sys/vm/nr_hugepages")?.parse::<u64>().ok().filter(|count| *count > 0)?;
+    let count = facts
+        .proc("sys/vm/nr_hugepages")?
+        .parse::<u64>()
+        .ok()
+        .filter(|count| *count > 0)?;
     let text = facts.proc("meminfo")?;
     let kib = |key: &str| {
         let line = text.lines().find_map(|line| line.strip_prefix(key))?;
-        line.trim_start_matches(':').split_whitespace().next()?.parse::<u64>().ok()
+        line.trim_start_matches(':')
+            .split_whitespace()
+            .next()?
+            .parse::<u64>()
+            .ok()
     };
     let bytes = Bytes::from_kib(kib("Hugepagesize").unwrap_or(2048)).saturating_mul(count);
     warning(
-        format!("{count} huge pages are reserved; libraries on CUDA take them for all the free memory"),
+        format!(
+            "{count} huge pages are reserved; libraries on CUDA take them for all the free memory"
+        ),
         Cost::Memory(bytes),
         "release them: `sysctl vm.nr_hugepages=0`",
     )
@@ -165,7 +190,8 @@ fn transparent_huge_pages(facts: &Facts<'_>) -> Option<Found> {
     let mode = facts.sys("kernel/mm/transparent_hugepage/enabled")?;
     mode.contains("[never]").then_some(())?;
     warning(
-        "transparent huge pages are off: weights and KV take 512 times the page table entries".to_owned(),
+        "transparent huge pages are off: weights and KV take 512 times the page table entries"
+            .to_owned(),
         Cost::Speed(5),
         "`echo madvise > /sys/kernel/mm/transparent_hugepage/enabled`",
     )
@@ -194,7 +220,9 @@ fn swappiness(facts: &Facts<'_>) -> Option<Found> {
     let value: u64 = facts.proc("sys/vm/swappiness")?.parse().ok()?;
     (value > 100 && !swap::devices(facts.root).is_empty()).then_some(())?;
     note(
-        format!("`vm.swappiness` is {value}: workers are swapped before the page cache is given up"),
+        format!(
+            "`vm.swappiness` is {value}: workers are swapped before the page cache is given up"
+        ),
         Cost::Risk,
         "set `vm.swappiness=10`; speech workers answer late after swap-in",
     )

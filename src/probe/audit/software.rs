@@ -2,24 +2,30 @@
 
 use super::facts::{Cost, Facts, Found, Rule, Version, note, text_of, warning};
 use crate::{
-    probe::{
-        board::L4tRelease,
-        capabilities::{CAP_SYS_RESOURCE, effective_capabilities},
-        cgroup::{Cgroup, CgroupVersion},
-        nvmap::Nvmap,
-    },
-    units::Bytes,
+    board::L4tRelease,
+    capabilities::{CAP_SYS_RESOURCE, effective_capabilities},
+    cgroup::{Cgroup, CgroupVersion},
+    nvmap::Nvmap,
 };
+use cotenant_units::Bytes;
 
 pub(super) const RULES: &[Rule] = &[
     ("l4t_known_fault", l4t_known_fault),
     ("l4t_large_buffers", l4t_large_buffers),
     ("l4t_package", l4t_package),
-    ("jetpack_package", |facts| misfit(facts, "JetPack", OTHER_JETPACK)),
-    ("kernel_release", |facts| misfit(facts, "kernel", OTHER_KERNEL)),
+    ("jetpack_package", |facts| {
+        misfit(facts, "JetPack", OTHER_JETPACK)
+    }),
+    ("kernel_release", |facts| {
+        misfit(facts, "kernel", OTHER_KERNEL)
+    }),
     ("cuda_release", |facts| misfit(facts, "CUDA", OTHER_LIBRARY)),
-    ("tensorrt_release", |facts| misfit(facts, "TensorRT", OTHER_LIBRARY)),
-    ("cudnn_release", |facts| misfit(facts, "cuDNN", OTHER_LIBRARY)),
+    ("tensorrt_release", |facts| {
+        misfit(facts, "TensorRT", OTHER_LIBRARY)
+    }),
+    ("cudnn_release", |facts| {
+        misfit(facts, "cuDNN", OTHER_LIBRARY)
+    }),
     ("psi", psi),
     ("cgroup_memory", cgroup_memory),
     ("cgroup_controllers", cgroup_controllers),
@@ -59,7 +65,14 @@ const RELEASES: [Release; 5] = [
         tensorrt: &["8.2", "8.0", "7.1"],
         cudnn: &["8."],
     },
-    Release { major: 35, jetpack: "5", kernel: "5.10", cuda: &["11.4"], tensorrt: &["8.4", "8.5"], cudnn: &["8."] },
+    Release {
+        major: 35,
+        jetpack: "5",
+        kernel: "5.10",
+        cuda: &["11.4"],
+        tensorrt: &["8.4", "8.5"],
+        cudnn: &["8."],
+    },
     Release {
         major: 36,
         jetpack: "6",
@@ -68,15 +81,31 @@ const RELEASES: [Release; 5] = [
         tensorrt: &["8.6", "10."],
         cudnn: &["8.9", "9."],
     },
-    Release { major: 38, jetpack: "7", kernel: "6.8", cuda: &["13."], tensorrt: &["10."], cudnn: &["9."] },
-    Release { major: 39, jetpack: "7", kernel: "6.8", cuda: &["13."], tensorrt: &["10."], cudnn: &["9."] },
+    Release {
+        major: 38,
+        jetpack: "7",
+        kernel: "6.8",
+        cuda: &["13."],
+        tensorrt: &["10."],
+        cudnn: &["9."],
+    },
+    Release {
+        major: 39,
+        jetpack: "7",
+        kernel: "6.8",
+        cuda: &["13."],
+        tensorrt: &["10."],
+        cudnn: &["9."],
+    },
 ];
 
 fn l4t_known_fault(facts: &Facts<'_>) -> Option<Found> {
     let l4t = facts.board.l4t?;
     l4t.warning()?;
     warning(
-        format!("L4T {l4t} refuses single GPU allocations of a few GiB with gigabytes free (NVIDIA bug 5602402)"),
+        format!(
+            "L4T {l4t} refuses single GPU allocations of a few GiB with gigabytes free (NVIDIA bug 5602402)"
+        ),
         // 4 GiB failed with 5.36 GiB free, 3 GiB succeeded: 2.36 GiB cannot be had in one piece.
         Cost::Memory(Bytes::from_mib(2416)),
         "upgrade to L4T 36.5 or newer; programs that allocate by tensor are not affected",
@@ -108,7 +137,9 @@ fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
 
 /// The software of a Jetson, each part with what belongs to its L4T; empty elsewhere.
 pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
-    let Some(l4t) = facts.board.l4t else { return Vec::new() };
+    let Some(l4t) = facts.board.l4t else {
+        return Vec::new();
+    };
     let release = Release::of(l4t);
     let mut versions = vec![Version {
         name: "L4T",
@@ -117,20 +148,37 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         // A known fault of it is a finding of its own.
         belongs: release.is_some().then_some(true),
     }];
-    let Some(release) = release else { return versions };
+    let Some(release) = release else {
+        return versions;
+    };
     let kernel = facts.proc("sys/kernel/osrelease");
-    versions.push(Version::judged("kernel", kernel, &[release.kernel], |kernel, expected| {
-        kernel.strip_prefix(expected).is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
-    }));
+    versions.push(Version::judged(
+        "kernel",
+        kernel,
+        &[release.kernel],
+        |kernel, expected| {
+            kernel
+                .strip_prefix(expected)
+                .is_some_and(|rest| !rest.starts_with(|c: char| c.is_ascii_digit()))
+        },
+    ));
     let jetpack = facts.packages.get("nvidia-jetpack").cloned();
     let starts = |version: &str, expected: &str| version.starts_with(expected);
-    versions.push(Version::judged("JetPack", jetpack, &[release.jetpack], starts));
+    versions.push(Version::judged(
+        "JetPack",
+        jetpack,
+        &[release.jetpack],
+        starts,
+    ));
     for (name, package, expected) in [
         ("CUDA", "cuda-cudart-", release.cuda),
         ("TensorRT", "libnvinfer", release.tensorrt),
         ("cuDNN", "libcudnn", release.cudnn),
     ] {
-        let installed = facts.packages.iter().filter(|(installed, _)| installed.starts_with(package));
+        let installed = facts
+            .packages
+            .iter()
+            .filter(|(installed, _)| installed.starts_with(package));
         // Of several packages the first that does not belong here, if there is one.
         let belongs = |version: &&String| expected.iter().any(|expected| starts(version, expected));
         let found = installed.map(|(_, version)| version).min_by_key(belongs);
@@ -138,7 +186,8 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
     }
     // Without the list of packages, what is not found may be installed.
     let lists_packages = facts.root.var("lib/dpkg/status").is_file();
-    versions.retain(|version| version.found.is_some() || (lists_packages && version.name != "kernel"));
+    versions
+        .retain(|version| version.found.is_some() || (lists_packages && version.name != "kernel"));
     versions
 }
 
@@ -149,22 +198,34 @@ impl Version {
         expected: &[&str],
         belongs: impl Fn(&str, &str) -> bool,
     ) -> Self {
-        let belongs = found.as_ref().map(|found| expected.iter().any(|expected| belongs(found, expected)));
-        let expected = expected.iter().map(|version| version.trim_end_matches('.')).collect::<Vec<_>>().join(" or ");
-        Self { name, found, expected: Some(expected), belongs }
+        let belongs = found
+            .as_ref()
+            .map(|found| expected.iter().any(|expected| belongs(found, expected)));
+        let expected = expected
+            .iter()
+            .map(|version| version.trim_end_matches('.'))
+            .collect::<Vec<_>>()
+            .join(" or ");
+        Self {
+            name,
+            found,
+            expected: Some(expected),
+            belongs,
+        }
     }
 }
 
 /// The part of this name, where it does not belong to the board's L4T.
 fn misfit(facts: &Facts<'_>, name: &str, remedy: &'static str) -> Option<Found> {
-    let version = versions(facts).into_iter().find(|version| version.name == name && version.belongs == Some(false))?;
+    let version = versions(facts)
+        .into_iter()
+        .find(|version| version.name == name && version.belongs == Some(false))?;
     warning(version.to_string(), Cost::Risk, remedy)
 }
 
 const OTHER_JETPACK: &str = "install the JetPack of this L4T, or flash the L4T of this JetPack";
 const OTHER_KERNEL: &str = "start the kernel of the release; nvmap and nvgpu are built for it";
-const OTHER_LIBRARY: &str =
-    "install the version of this JetPack; another one may fail to open the driver or fall back to the CPU";
+const OTHER_LIBRARY: &str = "install the version of this JetPack; another one may fail to open the driver or fall back to the CPU";
 
 fn psi(facts: &Facts<'_>) -> Option<Found> {
     let readable = facts.proc("pressure/memory").is_some();
@@ -194,7 +255,10 @@ fn cgroup_memory(facts: &Facts<'_>) -> Option<Found> {
 fn cgroup_controllers(facts: &Facts<'_>) -> Option<Found> {
     let listed = facts.sys("fs/cgroup/cgroup.controllers")?;
     let listed: Vec<&str> = listed.split_whitespace().collect();
-    let missing: Vec<&str> = ["memory", "pids", "cpu"].into_iter().filter(|name| !listed.contains(name)).collect();
+    let missing: Vec<&str> = ["memory", "pids", "cpu"]
+        .into_iter()
+        .filter(|name| !listed.contains(name))
+        .collect();
     (!missing.is_empty()).then_some(())?;
     warning(
         format!("control groups are there without {}", missing.join(", ")),
@@ -206,10 +270,17 @@ fn cgroup_controllers(facts: &Facts<'_>) -> Option<Found> {
 fn rights(facts: &Facts<'_>) -> Option<Found> {
     let held = effective_capabilities(facts.root)?;
     let wanted = [
-        (CAP_SYS_RESOURCE, "CAP_SYS_RESOURCE (stalls within 1 s, OOM scores)"),
+        (
+            CAP_SYS_RESOURCE,
+            "CAP_SYS_RESOURCE (stalls within 1 s, OOM scores)",
+        ),
         (CAP_SYSLOG, "CAP_SYSLOG (why a worker was killed)"),
     ];
-    let missing: Vec<&str> = wanted.iter().filter(|(bit, _)| held & (1 << bit) == 0).map(|(_, name)| *name).collect();
+    let missing: Vec<&str> = wanted
+        .iter()
+        .filter(|(bit, _)| held & (1 << bit) == 0)
+        .map(|(_, name)| *name)
+        .collect();
     (!missing.is_empty()).then_some(())?;
     note(
         format!("as run here, without {}", missing.join(" and ")),
@@ -246,19 +317,49 @@ fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
 
 /// A setting, the values that do no harm, and what others do.
 const SANDBOX: [(&str, &[&str], &str); 7] = [
-    ("PrivateDevices", &["no", "false", ""], "hides /dev/nvmap and sound"),
-    ("PrivateUsers", &["no", "false", ""], "hides who a client is"),
-    ("ProtectKernelTunables", &["no", "false", ""], "keeps the GPU's page pool from being emptied"),
-    ("ProtectControlGroups", &["no", "false", ""], "leaves workers without limits"),
-    ("ProtectProc", &["default", ""], "hides the processes that are measured"),
-    ("MemoryMax", &["infinity", ""], "has the kernel kill the LLM at that size"),
-    ("MemoryHigh", &["infinity", ""], "slows the LLM down at that size"),
+    (
+        "PrivateDevices",
+        &["no", "false", ""],
+        "hides /dev/nvmap and sound",
+    ),
+    (
+        "PrivateUsers",
+        &["no", "false", ""],
+        "hides who a client is",
+    ),
+    (
+        "ProtectKernelTunables",
+        &["no", "false", ""],
+        "keeps the GPU's page pool from being emptied",
+    ),
+    (
+        "ProtectControlGroups",
+        &["no", "false", ""],
+        "leaves workers without limits",
+    ),
+    (
+        "ProtectProc",
+        &["default", ""],
+        "hides the processes that are measured",
+    ),
+    (
+        "MemoryMax",
+        &["infinity", ""],
+        "has the kernel kill the LLM at that size",
+    ),
+    (
+        "MemoryHigh",
+        &["infinity", ""],
+        "slows the LLM down at that size",
+    ),
 ];
 
 fn gpu_uncounted(facts: &Facts<'_>) -> Option<Found> {
     let l4t = facts.board.l4t.filter(|l4t| !l4t.uses_nvmap())?;
     note(
-        format!("GPU memory of L4T {l4t} is not in nvmap and not in /proc: that of workers counts as unaccounted"),
+        format!(
+            "GPU memory of L4T {l4t} is not in nvmap and not in /proc: that of workers counts as unaccounted"
+        ),
         Cost::Risk,
         "give each GPU worker its whole size as `memory.peak`; `nvidia-smi --query-compute-apps` shows it",
     )
@@ -268,7 +369,9 @@ fn nvmap_access(facts: &Facts<'_>) -> Option<Found> {
     let l4t = facts.board.l4t.filter(|l4t| l4t.uses_nvmap())?;
     Nvmap::find(facts.root).is_none().then_some(())?;
     note(
-        format!("GPU memory of L4T {l4t} is in nvmap, whose counters this user cannot read; it is estimated"),
+        format!(
+            "GPU memory of L4T {l4t} is in nvmap, whose counters this user cannot read; it is estimated"
+        ),
         Cost::Risk,
         "run as root, or mount debugfs for the supervisor (`mount -t debugfs none /sys/kernel/debug`)",
     )
@@ -322,7 +425,9 @@ fn container_runtime(facts: &Facts<'_>) -> Option<Found> {
 fn other_oom_policy(facts: &Facts<'_>) -> Option<Found> {
     let (names, bytes) = facts.running(&["earlyoom", "systemd-oomd", "nohang", "oomd", "lmkd"])?;
     warning(
-        format!("{names} ends processes under pressure too, by a floor of its own that may lie above ours"),
+        format!(
+            "{names} ends processes under pressure too, by a floor of its own that may lie above ours"
+        ),
         Cost::Memory(bytes),
         "exempt cotenant's unit (`ManagedOOMPreference=omit`, `earlyoom --avoid`), set its floor below \
          `pressure.critical_below`, or disable it",

@@ -136,8 +136,16 @@ impl Event {
         let (kind, data) = (self.kind().to_owned(), object(&self));
         match self {
             Self::Other(frame) => frame,
-            Self::AudioChunk(chunk) => Frame { kind, data, payload: chunk.audio },
-            _ => Frame { kind, data, payload: Vec::new() },
+            Self::AudioChunk(chunk) => Frame {
+                kind,
+                data,
+                payload: chunk.audio,
+            },
+            _ => Frame {
+                kind,
+                data,
+                payload: Vec::new(),
+            },
         }
     }
 }
@@ -157,7 +165,11 @@ impl AudioFormat {
     /// Mono, 16 bits, little-endian: what speech workers take and give.
     #[must_use]
     pub const fn mono_16_bit(rate: u32) -> Self {
-        Self { rate, width: 2, channels: 1 }
+        Self {
+            rate,
+            width: 2,
+            channels: 1,
+        }
     }
 }
 
@@ -345,8 +357,10 @@ struct Fields {
 
 impl Fields {
     fn parse<T: DeserializeOwned>(&self) -> Result<T, EventError> {
-        serde_json::from_value(Value::Object(self.data.clone()))
-            .map_err(|source| EventError { kind: self.kind.clone(), source })
+        serde_json::from_value(Value::Object(self.data.clone())).map_err(|source| EventError {
+            kind: self.kind.clone(),
+            source,
+        })
     }
 }
 
@@ -367,8 +381,14 @@ mod tests {
     use super::*;
 
     fn frame(kind: &str, data: Value) -> Frame {
-        let Value::Object(data) = data else { panic!("an object") };
-        Frame { kind: kind.to_owned(), data, payload: Vec::new() }
+        let Value::Object(data) = data else {
+            panic!("an object")
+        };
+        Frame {
+            kind: kind.to_owned(),
+            data,
+            payload: Vec::new(),
+        }
     }
 
     #[test]
@@ -378,14 +398,28 @@ mod tests {
             json!({"rate": 16000, "width": 2, "channels": 1, "timestamp": null, "more": {}}),
         ))
         .unwrap();
-        assert_eq!(event, Event::AudioStart(AudioStart { format: AudioFormat::mono_16_bit(16_000), timestamp: None }));
         assert_eq!(
-            Event::from_frame(frame("transcribe", json!({"name": null, "language": null}))).unwrap(),
+            event,
+            Event::AudioStart(AudioStart {
+                format: AudioFormat::mono_16_bit(16_000),
+                timestamp: None
+            })
+        );
+        assert_eq!(
+            Event::from_frame(frame("transcribe", json!({"name": null, "language": null})))
+                .unwrap(),
             Event::Transcribe(Transcribe::default())
         );
         assert_eq!(
-            Event::from_frame(frame("synthesize", json!({"text": "hello", "voice": {"name": null}}))).unwrap(),
-            Event::Synthesize(Synthesize { text: "hello".into(), voice: Some(Voice::default()) })
+            Event::from_frame(frame(
+                "synthesize",
+                json!({"text": "hello", "voice": {"name": null}})
+            ))
+            .unwrap(),
+            Event::Synthesize(Synthesize {
+                text: "hello".into(),
+                voice: Some(Voice::default())
+            })
         );
     }
 
@@ -438,7 +472,10 @@ mod tests {
     fn a_missing_field_is_named_with_its_event() {
         let error = Event::from_frame(frame("audio-start", json!({"rate": 16000}))).unwrap_err();
         assert!(error.to_string().contains("`audio-start`"), "{error}");
-        assert_eq!(std::error::Error::source(&error).unwrap().to_string(), "missing field `width`");
+        assert_eq!(
+            std::error::Error::source(&error).unwrap().to_string(),
+            "missing field `width`"
+        );
     }
 
     proptest! {

@@ -6,7 +6,8 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 
-use crate::{heap, units::Bytes};
+use cotenant_memory::heap;
+use cotenant_units::Bytes;
 
 /// One message: a type, a JSON object and raw bytes.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -23,7 +24,10 @@ impl Frame {
     /// A message without fields and bytes.
     #[must_use]
     pub fn new(kind: impl Into<String>) -> Self {
-        Self { kind: kind.into(), ..Self::default() }
+        Self {
+            kind: kind.into(),
+            ..Self::default()
+        }
     }
 
     /// The bytes that stand for it.
@@ -34,8 +38,11 @@ impl Frame {
     /// # Errors
     /// When the type is so long that the header line would pass [`FrameLimits::header`] of the default limits.
     pub fn encode(&self) -> Result<Vec<u8>, FrameError> {
-        let data =
-            if self.data.is_empty() { Vec::new() } else { serde_json::to_vec(&self.data).map_err(FrameError::Data)? };
+        let data = if self.data.is_empty() {
+            Vec::new()
+        } else {
+            serde_json::to_vec(&self.data).map_err(FrameError::Data)?
+        };
         let header = HeaderOut {
             kind: &self.kind,
             version: VERSION,
@@ -72,7 +79,12 @@ impl Default for FrameLimits {
     /// 64 KiB is the limit of the reference implementation's `readline`; a large `info` has some 100 KiB; 1 MiB of
     /// payload is 32 s of speech in one message, where clients send 20 … 128 ms. Common JSON takes six times its text.
     fn default() -> Self {
-        Self { header: 64 << 10, data: 1 << 20, payload: 1 << 20, tree: Bytes::from_mib(6) }
+        Self {
+            header: 64 << 10,
+            data: 1 << 20,
+            payload: 1 << 20,
+            tree: Bytes::from_mib(6),
+        }
     }
 }
 
@@ -93,7 +105,9 @@ pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> 
     let window = bytes.get(..limits.header).unwrap_or(bytes);
     let Some(end) = window.iter().position(|&byte| byte == b'\n') else {
         if window.len() >= limits.header {
-            return Err(FrameError::HeaderTooLong { limit: limits.header });
+            return Err(FrameError::HeaderTooLong {
+                limit: limits.header,
+            });
         }
         return Ok(Decoded::Incomplete(bytes.len() + 1));
     };
@@ -104,18 +118,24 @@ pub fn decode(bytes: &[u8], limits: FrameLimits) -> Result<Decoded, FrameError> 
     let data_length = bounded("data_length", header.data_length, limits.data)?;
     let payload_length = bounded("payload_length", header.payload_length, limits.payload)?;
     let total = end + 1 + data_length + payload_length;
-    let (Some(data_bytes), Some(payload)) =
-        (rest.get(..data_length), rest.get(data_length..data_length + payload_length))
-    else {
+    let (Some(data_bytes), Some(payload)) = (
+        rest.get(..data_length),
+        rest.get(data_length..data_length + payload_length),
+    ) else {
         return Ok(Decoded::Incomplete(total));
     };
     let mut data = header.data.unwrap_or_default();
     if !data_bytes.is_empty() {
         check_tree("data", data_bytes, limits.tree)?;
-        let more: Option<Map<String, Value>> = serde_json::from_slice(data_bytes).map_err(FrameError::Data)?;
+        let more: Option<Map<String, Value>> =
+            serde_json::from_slice(data_bytes).map_err(FrameError::Data)?;
         data.extend(more.unwrap_or_default());
     }
-    let frame = Frame { kind: header.kind, data, payload: payload.to_vec() };
+    let frame = Frame {
+        kind: header.kind,
+        data,
+        payload: payload.to_vec(),
+    };
     Ok(Decoded::Frame(Box::new(frame), total))
 }
 
@@ -132,7 +152,12 @@ pub struct FrameReader<R> {
 impl<R: AsyncRead + Unpin> FrameReader<R> {
     /// A reader with the given limits.
     pub const fn new(inner: R, limits: FrameLimits) -> Self {
-        Self { inner, limits, buffer: Vec::new(), needed: 1 }
+        Self {
+            inner,
+            limits,
+            buffer: Vec::new(),
+            needed: 1,
+        }
     }
 
     /// The next message; `None` when the peer closed the stream between two messages.
@@ -163,7 +188,9 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                 if self.buffer.is_empty() {
                     return Ok(None);
                 }
-                return Err(FrameError::Truncated { received: self.buffer.len() });
+                return Err(FrameError::Truncated {
+                    received: self.buffer.len(),
+                });
             }
         }
     }
@@ -186,7 +213,10 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
 ///
 /// # Errors
 /// When it cannot be encoded or the stream fails.
-pub async fn write_frame<W: AsyncWrite + Unpin>(writer: &mut W, frame: &Frame) -> Result<(), FrameError> {
+pub async fn write_frame<W: AsyncWrite + Unpin>(
+    writer: &mut W,
+    frame: &Frame,
+) -> Result<(), FrameError> {
     writer.write_all(&frame.encode()?).await?;
     writer.flush().await?;
     Ok(())
@@ -275,7 +305,11 @@ fn bounded(field: &'static str, announced: Option<u64>, limit: usize) -> Result<
     let announced = announced.unwrap_or(0);
     match usize::try_from(announced) {
         Ok(length) if length <= limit => Ok(length),
-        _ => Err(FrameError::TooLong { field, announced, limit }),
+        _ => Err(FrameError::TooLong {
+            field,
+            announced,
+            limit,
+        }),
     }
 }
 
@@ -295,11 +329,22 @@ mod tests {
 
     use super::*;
 
-    const SMALL: FrameLimits = FrameLimits { header: 256, data: 128, payload: 64, tree: Bytes::from_mib(1) };
+    const SMALL: FrameLimits = FrameLimits {
+        header: 256,
+        data: 128,
+        payload: 64,
+        tree: Bytes::from_mib(1),
+    };
 
     fn frame(kind: &str, data: Value, payload: &[u8]) -> Frame {
-        let Value::Object(data) = data else { panic!("an object") };
-        Frame { kind: kind.to_owned(), data, payload: payload.to_vec() }
+        let Value::Object(data) = data else {
+            panic!("an object")
+        };
+        Frame {
+            kind: kind.to_owned(),
+            data,
+            payload: payload.to_vec(),
+        }
     }
 
     fn whole(bytes: &[u8]) -> Frame {
@@ -316,7 +361,10 @@ mod tests {
     fn data_behind_the_header_wins_over_data_within() {
         let bytes =
             b"{\"type\":\"x\",\"data\":{\"a\":1,\"b\":2},\"data_length\":13,\"payload_length\":3}\n{\"b\":3,\"c\":4}abc";
-        assert_eq!(whole(bytes), frame("x", serde_json::json!({"a": 1, "b": 3, "c": 4}), b"abc"));
+        assert_eq!(
+            whole(bytes),
+            frame("x", serde_json::json!({"a": 1, "b": 3, "c": 4}), b"abc")
+        );
     }
 
     #[test]
@@ -324,7 +372,10 @@ mod tests {
         let bytes =
             b"{\"type\":\"describe\",\"data\":null,\"data_length\":null,\"payload_length\":null,\"version\":null,\"new\":[]}\n";
         assert_eq!(whole(bytes), Frame::new("describe"));
-        assert_eq!(whole(b"{\"type\":\"x\",\"data_length\":4}\nnull"), Frame::new("x"));
+        assert_eq!(
+            whole(b"{\"type\":\"x\",\"data_length\":4}\nnull"),
+            Frame::new("x")
+        );
     }
 
     #[test]
@@ -351,14 +402,29 @@ mod tests {
                 "{\"type\":\"x\",\"payload_length\":-1}\n",
                 "header of a Wyoming message is not a JSON object with a `type`",
             ),
-            ("{\"no\":\"type\"}\n", "header of a Wyoming message is not a JSON object with a `type`"),
-            ("HTTP/1.1 400 Bad Request\r\n", "header of a Wyoming message is not a JSON object with a `type`"),
-            ("{\"type\":\"x\",\"data_length\":2}\n[]", "data of a Wyoming message is not a JSON object"),
+            (
+                "{\"no\":\"type\"}\n",
+                "header of a Wyoming message is not a JSON object with a `type`",
+            ),
+            (
+                "HTTP/1.1 400 Bad Request\r\n",
+                "header of a Wyoming message is not a JSON object with a `type`",
+            ),
+            (
+                "{\"type\":\"x\",\"data_length\":2}\n[]",
+                "data of a Wyoming message is not a JSON object",
+            ),
         ] {
-            assert_eq!(decode(bytes.as_bytes(), SMALL).unwrap_err().to_string(), expected);
+            assert_eq!(
+                decode(bytes.as_bytes(), SMALL).unwrap_err().to_string(),
+                expected
+            );
         }
         let endless = vec![b'{'; 256];
-        assert!(matches!(decode(&endless, SMALL), Err(FrameError::HeaderTooLong { limit: 256 })));
+        assert!(matches!(
+            decode(&endless, SMALL),
+            Err(FrameError::HeaderTooLong { limit: 256 })
+        ));
     }
 
     #[test]
@@ -366,12 +432,17 @@ mod tests {
         let mut bytes = b"{\"type\":\"x\",\"data\":".to_vec();
         bytes.extend(vec![b'['; 60_000]);
         bytes.push(b'\n');
-        assert!(matches!(decode(&bytes, FrameLimits::default()), Err(FrameError::Header(_))));
+        assert!(matches!(
+            decode(&bytes, FrameLimits::default()),
+            Err(FrameError::Header(_))
+        ));
     }
 
     #[tokio::test]
     async fn a_stream_that_ends_within_a_message_is_not_a_clean_end() {
-        let bytes = frame("x", serde_json::json!({"a": 1}), b"abc").encode().unwrap();
+        let bytes = frame("x", serde_json::json!({"a": 1}), b"abc")
+            .encode()
+            .unwrap();
         for cut in 0..=bytes.len() {
             let mut reader = FrameReader::new(&bytes[..cut], SMALL);
             let result = reader.next().await;
@@ -381,7 +452,9 @@ mod tests {
                 assert!(matches!(result, Ok(Some(_))));
                 assert!(matches!(reader.next().await, Ok(None)));
             } else {
-                assert!(matches!(result, Err(FrameError::Truncated { received }) if received == cut));
+                assert!(
+                    matches!(result, Err(FrameError::Truncated { received }) if received == cut)
+                );
             }
         }
     }
@@ -394,7 +467,10 @@ mod tests {
         )
             .prop_map(|(kind, data, payload)| Frame {
                 kind,
-                data: data.into_iter().map(|(key, text)| (key, Value::String(text))).collect(),
+                data: data
+                    .into_iter()
+                    .map(|(key, text)| (key, Value::String(text)))
+                    .collect(),
                 payload,
             })
     }

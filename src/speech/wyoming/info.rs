@@ -139,12 +139,20 @@ pub struct Speaker {
 /// Those that can be read; models of recognisers may have something else of this name.
 fn speakers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Speaker>, D::Error> {
     let value = Option::<Value>::deserialize(deserializer)?;
-    let listed = value.as_ref().and_then(Value::as_array).into_iter().flatten();
-    Ok(listed.filter_map(|speaker| Speaker::deserialize(speaker).ok()).collect())
+    let listed = value
+        .as_ref()
+        .and_then(Value::as_array)
+        .into_iter()
+        .flatten();
+    Ok(listed
+        .filter_map(|speaker| Speaker::deserialize(speaker).ok())
+        .collect())
 }
 
 /// An explicit null is the same as a missing field.
-fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(deserializer: D) -> Result<T, D::Error> {
+fn or_default<'de, D: Deserializer<'de>, T: Deserialize<'de> + Default>(
+    deserializer: D,
+) -> Result<T, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or_default())
 }
 
@@ -157,7 +165,10 @@ mod tests {
     #[test]
     fn what_the_reference_client_needs_is_always_written() {
         let info = Info {
-            tts: vec![TtsProgram { voices: vec![Model::default()], ..TtsProgram::default() }],
+            tts: vec![TtsProgram {
+                voices: vec![Model::default()],
+                ..TtsProgram::default()
+            }],
             ..Info::default()
         };
         assert_eq!(
@@ -186,8 +197,15 @@ mod tests {
         assert_eq!(info.asr[0].artifact.name, "whisper");
         assert_eq!(info.asr[0].models[0].artifact.name, "tiny");
         assert!(info.asr[0].models[0].speakers.is_empty());
-        let voice: Model = serde_json::from_value(json!({"name": "libri", "speakers": [{"name": "p1"}, 7]})).unwrap();
-        assert_eq!(voice.speakers, [Speaker { name: "p1".to_owned() }]);
+        let voice: Model =
+            serde_json::from_value(json!({"name": "libri", "speakers": [{"name": "p1"}, 7]}))
+                .unwrap();
+        assert_eq!(
+            voice.speakers,
+            [Speaker {
+                name: "p1".to_owned()
+            }]
+        );
         assert!(info.tts.is_empty());
     }
 }

@@ -9,7 +9,9 @@ use super::{
 
 /// Files of a folder of captures, with their text, in their order.
 fn captures(folder: &str) -> Vec<(String, String)> {
-    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/jetson").join(folder);
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../../tests/fixtures/jetson")
+        .join(folder);
     let entries = fs::read_dir(folder).unwrap().flatten();
     let mut found: Vec<_> = entries
         .map(|entry| {
@@ -24,12 +26,18 @@ fn captures(folder: &str) -> Vec<(String, String)> {
 #[test]
 fn the_last_words_of_each_program_name_the_allocator_that_refused() {
     let expected = [
-        ("cudarc_driver_error.RECONSTRUCTED.txt", Some(Allocator::Cuda)),
+        (
+            "cudarc_driver_error.RECONSTRUCTED.txt",
+            Some(Allocator::Cuda),
+        ),
         // A table of codes, checked below.
         ("exit_codes.tsv", None),
         ("ggml_cuda_lines.txt", Some(Allocator::Cuda)),
         ("ggml_vmm_pool_lines.txt", Some(Allocator::Cuda)),
-        ("llama_cpp_cuda0_fail.RECONSTRUCTED.txt", Some(Allocator::NvMap)),
+        (
+            "llama_cpp_cuda0_fail.RECONSTRUCTED.txt",
+            Some(Allocator::NvMap),
+        ),
         ("llama_cpp_load_fail_lines.txt", Some(Allocator::Host)),
         ("matx_oom_orin.txt", Some(Allocator::Cuda)),
         ("nvmap_error_decode.tsv", None),
@@ -41,14 +49,27 @@ fn the_last_words_of_each_program_name_the_allocator_that_refused() {
     ];
     let found = captures("errors");
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, expected.map(|(name, _)| name), "each capture has its meaning here");
+    assert_eq!(
+        names,
+        expected.map(|(name, _)| name),
+        "each capture has its meaning here"
+    );
     for ((name, text), (_, allocator)) in found.iter().zip(expected) {
         let lines: Vec<String> = text.lines().map(str::to_owned).collect();
         // Each line has been the last one for a moment, and a program may end there.
-        let found: Vec<_> = (1..=lines.len()).flat_map(|last| quotes(&lines[..last])).collect();
-        let said: Vec<_> = found.iter().filter(|quote| quote.is_final).map(|quote| quote.said.clone()).collect();
+        let found: Vec<_> = (1..=lines.len())
+            .flat_map(|last| quotes(&lines[..last]))
+            .collect();
+        let said: Vec<_> = found
+            .iter()
+            .filter(|quote| quote.is_final)
+            .map(|quote| quote.said.clone())
+            .collect();
         match allocator {
-            Some(allocator) => assert!(said.contains(&Said::Allocation(allocator)), "{name}: {said:?}"),
+            Some(allocator) => assert!(
+                said.contains(&Said::Allocation(allocator)),
+                "{name}: {said:?}"
+            ),
             None if name.ends_with(".tsv") => {}
             None => assert_eq!(said, [], "{name}"),
         }
@@ -57,16 +78,28 @@ fn the_last_words_of_each_program_name_the_allocator_that_refused() {
 
 #[test]
 fn a_code_of_nvmap_is_that_of_its_allocation() {
-    let (_, text) = captures("errors").into_iter().find(|(name, _)| name == "nvmap_error_decode.tsv").unwrap();
+    let (_, text) = captures("errors")
+        .into_iter()
+        .find(|(name, _)| name == "nvmap_error_decode.tsv")
+        .unwrap();
     for line in text.lines().skip(1) {
         let cells: Vec<&str> = line.split('\t').collect();
         let number: u64 = cells[0].parse().unwrap();
         assert_eq!(format!("{number:#x}"), cells[1]);
         // _IOW('N', 3, size): direction 1, size, 'N', 3
-        assert_eq!((number >> 30, number >> 8 & 0xff, number & 0xff), (1, u64::from(b'N'), 3));
-        assert!(cells[2].contains(&format!("{} bytes", number >> 16 & 0x3fff)), "{line}");
+        assert_eq!(
+            (number >> 30, number >> 8 & 0xff, number & 0xff),
+            (1, u64::from(b'N'), 3)
+        );
+        assert!(
+            cells[2].contains(&format!("{} bytes", number >> 16 & 0x3fff)),
+            "{line}"
+        );
         let message = format!("NvMapMemAllocInternalTagged: {number} error {}", cells[3]);
-        assert_eq!(quotes(&[message])[0].said, Said::Allocation(Allocator::NvMap));
+        assert_eq!(
+            quotes(&[message])[0].said,
+            Said::Allocation(Allocator::NvMap)
+        );
     }
 }
 
@@ -79,12 +112,30 @@ fn each_record_of_the_kernel_log_names_its_process() {
         ("oom_global_drive-thor_truncated.txt", &[]),
         (
             "oom_global_orin-nx-16g.RECONSTRUCTED.txt",
-            &[(902_394, "llama-server", false), (902_394, "llama-server", false)],
+            &[
+                (902_394, "llama-server", false),
+                (902_394, "llama-server", false),
+            ],
         ),
-        ("oom_global_orin-nx_truncated.txt", &[(204_356, "tensorrt-edgell", false)]),
-        ("oom_memcg_full_x86_5.8.txt", &[(19_289, "memcg_process", true), (19_289, "memcg_process", true)]),
-        ("oom_memcg_k8s_java.txt", &[(50_624, "java", true), (50_624, "java", true)]),
-        ("oom_memcg_orin-nx-16g.RECONSTRUCTED.txt", &[(341_226, "asr-worker", true), (341_226, "asr-worker", true)]),
+        (
+            "oom_global_orin-nx_truncated.txt",
+            &[(204_356, "tensorrt-edgell", false)],
+        ),
+        (
+            "oom_memcg_full_x86_5.8.txt",
+            &[
+                (19_289, "memcg_process", true),
+                (19_289, "memcg_process", true),
+            ],
+        ),
+        (
+            "oom_memcg_k8s_java.txt",
+            &[(50_624, "java", true), (50_624, "java", true)],
+        ),
+        (
+            "oom_memcg_orin-nx-16g.RECONSTRUCTED.txt",
+            &[(341_226, "asr-worker", true), (341_226, "asr-worker", true)],
+        ),
     ];
     let mut found = captures("dmesg");
     // Lines of systemd's journal, and none of the kernel.
@@ -92,7 +143,11 @@ fn each_record_of_the_kernel_log_names_its_process() {
     assert_eq!(systemd, "systemd_unit_oom_lines.RECONSTRUCTED.txt");
     assert!(text.lines().all(|line| kernel_log::parse(line).is_none()));
     let names: Vec<_> = found.iter().map(|(name, _)| name.as_str()).collect();
-    assert_eq!(names, expected.map(|(name, _)| name), "each capture has its meaning here");
+    assert_eq!(
+        names,
+        expected.map(|(name, _)| name),
+        "each capture has its meaning here"
+    );
     for ((name, text), (_, expected)) in found.iter().zip(expected) {
         let records: Vec<_> = text.lines().filter_map(kernel_log::parse).collect();
         let said: Vec<_> = records

@@ -16,18 +16,16 @@ use super::{
     evidence::{CPU_TIME, Counters, Gathered, GroupCounters, Limits},
     kernel_log::KernelLog,
 };
-use crate::{
-    probe::{
-        ProbeRoot,
-        cgroup::{self, Cgroup},
-        processes,
-    },
-    units::Bytes,
+use cotenant_probe::{
+    ProbeRoot,
+    cgroup::{self, Cgroup},
+    processes,
 };
+use cotenant_units::Bytes;
 
 /// What is noted of one start, to be compared at its end.
 #[derive(Debug)]
-pub(in crate::worker) struct Life {
+pub(crate) struct Life {
     roots: ProbeRoot,
     log: KernelLog,
     before: Counters,
@@ -57,10 +55,13 @@ pub(super) struct Questions {
 
 impl Life {
     /// To be called before the process is there.
-    pub(in crate::worker) fn before_start(roots: &ProbeRoot) -> Self {
+    pub(crate) fn before_start(roots: &ProbeRoot) -> Self {
         Self {
             log: KernelLog::from_now(&roots.dev.join("kmsg")),
-            before: Counters { machine_kills: machine_kills(&roots.proc), group: None },
+            before: Counters {
+                machine_kills: machine_kills(&roots.proc),
+                group: None,
+            },
             group: None,
             available: available(&roots.proc),
             inherited: processes::resident(&roots.proc, std::process::id()),
@@ -69,8 +70,11 @@ impl Life {
     }
 
     /// To be called when the process is there and in its group, and again whenever it may have changed its group.
-    pub(in crate::worker) fn look_at_group(&mut self, pid: u32) {
-        let (path, own) = (cgroup::path_of(&self.roots, &pid.to_string()), cgroup::path_of(&self.roots, "self"));
+    pub(crate) fn look_at_group(&mut self, pid: u32) {
+        let (path, own) = (
+            cgroup::path_of(&self.roots, &pid.to_string()),
+            cgroup::path_of(&self.roots, "self"),
+        );
         let known = self.before.group.as_ref().map(|group| &group.path);
         // A group that is also ours tells nothing of the worker.
         if path != own
@@ -85,7 +89,13 @@ impl Life {
 
     /// Everything at the end; the process has ended and is not reaped yet. Each thing is put into `found` as soon as it is
     /// known, what the output asks for first, so that a caller whose time is up has what there was until then.
-    pub(super) fn gather(mut self, pid: u32, pidfd: Option<&OwnedFd>, questions: &Questions, found: &Mutex<Gathered>) {
+    pub(super) fn gather(
+        mut self,
+        pid: u32,
+        pidfd: Option<&OwnedFd>,
+        questions: &Questions,
+        found: &Mutex<Gathered>,
+    ) {
         let proc = self.roots.proc.clone();
         let note = |set: &mut dyn FnMut(&mut Gathered)| set(&mut held(found));
         if let Some((library, folders)) = &questions.library {
@@ -104,7 +114,11 @@ impl Life {
         let after = || Counters {
             machine_kills: machine_kills(&proc),
             // Version 1 does not tell the group of a process that has ended.
-            group: self.before.group.as_ref().map(|group| group_counters(group.path.clone(), self.group.as_ref())),
+            group: self
+                .before
+                .group
+                .as_ref()
+                .map(|group| group_counters(group.path.clone(), self.group.as_ref())),
         };
         let deadline = Instant::now() + LOG_TIME;
         let mut log = self.log.read(deadline);
@@ -134,14 +148,16 @@ impl Life {
         });
         let usage = pidfd.and_then(usage);
         let limits = limits(&proc, pid);
-        let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory")).is_ok_and(|mode| mode.trim() == "2");
+        let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory"))
+            .is_ok_and(|mode| mode.trim() == "2");
         // Read before it is noted, as everything: a caller whose time is up takes the lock.
         let available = available(&proc);
         note(&mut |found| {
             found.limits = limits.clone();
             found.cpu_time = usage.map(|(_, cpu)| cpu);
-            found.peak_resident =
-                usage.map(|(peak, _)| peak).filter(|peak| self.inherited.is_none_or(|ours| *peak > ours));
+            found.peak_resident = usage
+                .map(|(peak, _)| peak)
+                .filter(|peak| self.inherited.is_none_or(|ours| *peak > ours));
             found.available = available;
             found.strict_overcommit = strict;
         });
@@ -153,28 +169,40 @@ impl Life {
 }
 
 /// `MemAvailable` now.
-pub(in crate::worker) fn available(proc: &Path) -> Option<Bytes> {
+pub(crate) fn available(proc: &Path) -> Option<Bytes> {
     let text = fs::read_to_string(proc.join("meminfo")).ok()?;
-    let value = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let value = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
     let kib = value.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
     Some(Bytes::from_kib(kib))
 }
 
 fn machine_kills(proc: &Path) -> Option<u64> {
     let text = fs::read_to_string(proc.join("vmstat")).ok()?;
-    text.lines().find_map(|line| line.strip_prefix("oom_kill "))?.trim().parse().ok()
+    text.lines()
+        .find_map(|line| line.strip_prefix("oom_kill "))?
+        .trim()
+        .parse()
+        .ok()
 }
 
 /// Whether process numbers here are those of the kernel's log: in the initial namespace alone.
 fn names_are_global(proc: &Path) -> bool {
     // `PROC_PID_INIT_INO` of the kernel, 0xEFFFFFFC.
-    fs::read_link(proc.join("self/ns/pid")).is_ok_and(|link| link.as_os_str() == OsStr::new("pid:[4026531836]"))
+    fs::read_link(proc.join("self/ns/pid"))
+        .is_ok_and(|link| link.as_os_str() == OsStr::new("pid:[4026531836]"))
 }
 
 /// Counters of a group, as far as it can be seen.
 fn group_counters(path: String, group: Option<&Cgroup>) -> GroupCounters {
     let memory = group.map(Cgroup::memory).unwrap_or_default();
-    GroupCounters { path, kills: memory.oom_kills, hits: memory.limit_hits, limit: memory.limit }
+    GroupCounters {
+        path,
+        kills: memory.oom_kills,
+        hits: memory.limit_hits,
+        limit: memory.limit,
+    }
 }
 
 /// `/proc/PID/limits`: name, soft and hard limit in columns of fixed width.
@@ -185,7 +213,9 @@ fn limits(proc: &Path, pid: u32) -> Limits {
         let (Some(name), Some(rest)) = (line.get(..LIMIT_NAME), line.get(LIMIT_NAME..)) else {
             continue;
         };
-        let mut columns = rest.split_ascii_whitespace().map(|column| column.parse::<u64>().ok());
+        let mut columns = rest
+            .split_ascii_whitespace()
+            .map(|column| column.parse::<u64>().ok());
         let (soft, hard) = (columns.next().flatten(), columns.next().flatten());
         if let Some(soft) = soft {
             limits.finite.insert(name.trim().to_owned(), soft);
@@ -201,7 +231,8 @@ fn limits(proc: &Path, pid: u32) -> Limits {
 /// waited for.
 fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
     // SAFETY: all zeroes are a valid `siginfo_t` and a valid `rusage`.
-    let (mut info, mut usage): (libc::siginfo_t, libc::rusage) = unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
+    let (mut info, mut usage): (libc::siginfo_t, libc::rusage) =
+        unsafe { (std::mem::zeroed(), std::mem::zeroed()) };
     // SAFETY: both are valid for writes, and the descriptor is open; the C library's `waitid` lacks the fifth argument.
     let result = unsafe {
         libc::syscall(
@@ -218,7 +249,10 @@ fn usage(pidfd: &OwnedFd) -> Option<(Bytes, Duration)> {
         return None;
     }
     let time = |time: libc::timeval| {
-        let (seconds, micros) = (u64::try_from(time.tv_sec).ok()?, u64::try_from(time.tv_usec).ok()?);
+        let (seconds, micros) = (
+            u64::try_from(time.tv_sec).ok()?,
+            u64::try_from(time.tv_usec).ok()?,
+        );
         Some(Duration::from_secs(seconds) + Duration::from_micros(micros))
     };
     let peak = Bytes::from_kib(u64::try_from(usage.ru_maxrss).ok()?);
@@ -231,7 +265,9 @@ fn killers(proc: &Path) -> Vec<String> {
         .iter()
         .filter_map(|process| {
             let comm = fs::read_to_string(proc.join(process.pid.to_string()).join("comm")).ok()?;
-            KILLERS.contains(&comm.trim_end()).then(|| format!("{} (pid {})", comm.trim_end(), process.pid))
+            KILLERS
+                .contains(&comm.trim_end())
+                .then(|| format!("{} (pid {})", comm.trim_end(), process.pid))
         })
         .collect();
     found.sort();
@@ -239,7 +275,7 @@ fn killers(proc: &Path) -> Vec<String> {
 }
 
 /// Files of other versions of a library: `libcudart.so.11.0` for `libcudart.so.12`.
-pub(in crate::worker) fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> {
+pub(crate) fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> {
     let Some((stem, _)) = library.split_once(".so") else {
         return Vec::new();
     };
@@ -259,16 +295,28 @@ pub(in crate::worker) fn other_versions(library: &str, folders: &[PathBuf]) -> V
 }
 
 /// What is wrong with a file as a program; `None` when it looks like one of this machine, or cannot be read.
-pub(in crate::worker) fn unfit(program: &Path) -> Option<String> {
+pub(crate) fn unfit(program: &Path) -> Option<String> {
     let mut head = Vec::new();
-    File::open(program).ok()?.take(HEAD_BYTES).read_to_end(&mut head).ok()?;
+    File::open(program)
+        .ok()?
+        .take(HEAD_BYTES)
+        .read_to_end(&mut head)
+        .ok()?;
     let shown = program.display();
     if head.starts_with(b"\x7fELF") {
         let machine = u16::from_le_bytes([*head.get(18)?, *head.get(19)?]);
-        let ours = if cfg!(target_arch = "aarch64") { MACHINE_AARCH64 } else { MACHINE_X86_64 };
+        let ours = if cfg!(target_arch = "aarch64") {
+            MACHINE_AARCH64
+        } else {
+            MACHINE_X86_64
+        };
         let known = cfg!(any(target_arch = "aarch64", target_arch = "x86_64"));
         return (known && machine != ours).then(|| {
-            format!("`{shown}` was built for {}, and this machine is {}", machine_name(machine), machine_name(ours))
+            format!(
+                "`{shown}` was built for {}, and this machine is {}",
+                machine_name(machine),
+                machine_name(ours)
+            )
         });
     }
     if head.starts_with(b"#!") {
@@ -282,7 +330,7 @@ pub(in crate::worker) fn unfit(program: &Path) -> Option<String> {
 }
 
 /// The processor of an ELF file, in words.
-pub(in crate::worker) fn machine_name(machine: u16) -> String {
+pub(crate) fn machine_name(machine: u16) -> String {
     match machine {
         3 => "x86 (32 bit)".to_owned(),
         40 => "ARM (32 bit)".to_owned(),
@@ -294,10 +342,10 @@ pub(in crate::worker) fn machine_name(machine: u16) -> String {
 }
 
 /// `EM_X86_64` of elf.h.
-pub(in crate::worker) const MACHINE_X86_64: u16 = 62;
+pub(crate) const MACHINE_X86_64: u16 = 62;
 
 /// `EM_AARCH64` of elf.h.
-pub(in crate::worker) const MACHINE_AARCH64: u16 = 183;
+pub(crate) const MACHINE_AARCH64: u16 = 183;
 
 /// Enough for the head of an ELF file and for `#!`.
 const HEAD_BYTES: u64 = 64;
@@ -315,7 +363,14 @@ const LOG_LOOKS: u32 = 10;
 const LOG_PAUSE: Duration = Duration::from_millis(1);
 
 /// Processes that kill others when memory is short.
-const KILLERS: [&str; 6] = ["earlyoom", "lmkd", "nohang", "oomd", "systemd-oomd", "systemd-oomd.s"];
+const KILLERS: [&str; 6] = [
+    "earlyoom",
+    "lmkd",
+    "nohang",
+    "oomd",
+    "systemd-oomd",
+    "systemd-oomd.s",
+];
 
 /// Folders looked through for other versions of a library, entries of each, and versions that are named.
 const FOLDERS_MAX: usize = 16;
@@ -350,22 +405,39 @@ mod tests {
             ("proc/self/cgroup", "0::/user.slice\n"),
             ("proc/7/cgroup", "0::/cotenant/asr\n"),
             ("sys/fs/cgroup/cotenant/asr/memory.stat", "anon 0\n"),
-            ("sys/fs/cgroup/cotenant/asr/memory.events", "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\n"),
+            (
+                "sys/fs/cgroup/cotenant/asr/memory.events",
+                "low 0\nhigh 0\nmax 41\noom 3\noom_kill 2\n",
+            ),
             ("sys/fs/cgroup/cotenant/asr/memory.max", "67108864\n"),
         ]);
         let path = "/cotenant/asr".to_owned();
-        let counted = GroupCounters { path, kills: Some(2), hits: Some(41), limit: Some(Bytes::from_mib(64)) };
+        let counted = GroupCounters {
+            path,
+            kills: Some(2),
+            hits: Some(41),
+            limit: Some(Bytes::from_mib(64)),
+        };
         assert_eq!(seen, Some(counted));
 
         // A container that shows the paths of the host, and at the top of the mount its own group.
         let named = group_of_7(&[
             ("proc/self/cgroup", "4:memory:/docker/0123\n0::/\n"),
-            ("proc/7/cgroup", "9:name=systemd:/\n4:cpu,memory:/docker/0123/asr\n0::/\n"),
+            (
+                "proc/7/cgroup",
+                "9:name=systemd:/\n4:cpu,memory:/docker/0123/asr\n0::/\n",
+            ),
             ("sys/fs/cgroup/memory/memory.usage_in_bytes", "0\n"),
             ("sys/fs/cgroup/memory/memory.failcnt", "36\n"),
         ]);
         let path = "/docker/0123/asr".to_owned();
-        assert_eq!(named, Some(GroupCounters { path, ..GroupCounters::default() }));
+        assert_eq!(
+            named,
+            Some(GroupCounters {
+                path,
+                ..GroupCounters::default()
+            })
+        );
     }
 
     #[test]
@@ -390,16 +462,27 @@ mod tests {
         assert_eq!(limits.cpu_hard, Some(10));
         assert_eq!(limits.of("Max address space"), Some(268_435_456));
         assert_eq!(limits.of("Max data size"), None);
-        assert_eq!(limits.lines(), ["Max address space: 256 MiB", "Max cpu time: 5 s"]);
+        assert_eq!(
+            limits.lines(),
+            ["Max address space: 256 MiB", "Max cpu time: 5 s"]
+        );
     }
 
     #[test]
     fn other_versions_of_a_library_are_found() {
         let dir = tempfile::tempdir().unwrap();
-        for name in ["libcudart.so.11.0", "libcudart.so.12", "libcudart_static.a", "libcudart.so"] {
+        for name in [
+            "libcudart.so.11.0",
+            "libcudart.so.12",
+            "libcudart_static.a",
+            "libcudart.so",
+        ] {
             fs::write(dir.path().join(name), "").unwrap();
         }
-        assert_eq!(other_versions("libcudart.so.12", &[dir.path().to_owned()]), ["libcudart.so.11.0"]);
+        assert_eq!(
+            other_versions("libcudart.so.12", &[dir.path().to_owned()]),
+            ["libcudart.so.11.0"]
+        );
     }
 
     #[test]
@@ -413,9 +496,17 @@ mod tests {
         let mut foreign = b"\x7fELF\x02\x01\x01".to_vec();
         foreign.resize(64, 0);
         foreign[18] = 243;
-        assert!(unfit(&file("riscv", &foreign)).unwrap().contains("built for RISC-V"));
+        assert!(
+            unfit(&file("riscv", &foreign))
+                .unwrap()
+                .contains("built for RISC-V")
+        );
         assert!(unfit(&file("empty", b"")).unwrap().ends_with("is empty"));
-        assert!(unfit(&file("text", b"hello")).unwrap().contains("neither a program"));
+        assert!(
+            unfit(&file("text", b"hello"))
+                .unwrap()
+                .contains("neither a program")
+        );
         assert_eq!(unfit(&file("script", b"#!/bin/sh\n")), None);
         assert_eq!(unfit(Path::new("/proc/self/exe")), None);
     }
@@ -423,7 +514,14 @@ mod tests {
     #[test]
     fn the_counters_of_this_machine_are_read() {
         let life = Life::before_start(&ProbeRoot::default());
-        assert!(life.available.is_some_and(|available| available > Bytes::ZERO));
-        assert!(limits(Path::new("/proc"), std::process::id()).finite.contains_key("Max open files"));
+        assert!(
+            life.available
+                .is_some_and(|available| available > Bytes::ZERO)
+        );
+        assert!(
+            limits(Path::new("/proc"), std::process::id())
+                .finite
+                .contains_key("Max open files")
+        );
     }
 }

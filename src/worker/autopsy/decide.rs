@@ -11,11 +11,9 @@ use super::{
     kernel_log::{KernelRecord, RecordKind},
     words::{Allocator, LOADER, Quote, Said, asked_for, quotes, shortened},
 };
-use crate::{
-    policy::death::{Confidence, DeathClass, DeathVerdict, Finding},
-    units::Bytes,
-    worker::report::{ExitStatus, Intent, signal_name},
-};
+use crate::report::{ExitStatus, Intent, signal_name};
+use cotenant_policy::death::{Confidence, DeathClass, DeathVerdict, Finding};
+use cotenant_units::Bytes;
 
 /// What one rule says: the class, how sure it is, what happened as the rest of a sentence, and the remedy.
 struct Ruling {
@@ -28,7 +26,13 @@ struct Ruling {
 
 impl Ruling {
     fn new(class: DeathClass, confidence: Confidence, what: impl Into<String>) -> Self {
-        Self { class, confidence, what: what.into(), remedy: None, needs_operator: false }
+        Self {
+            class,
+            confidence,
+            what: what.into(),
+            remedy: None,
+            needs_operator: false,
+        }
     }
 
     fn remedy(mut self, remedy: impl Into<String>) -> Self {
@@ -52,15 +56,27 @@ pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     if let Some(asked) = &evidence.asked {
         findings.push(Finding::new("supervisor", asked_in_words(asked)));
     }
-    findings.extend(words.iter().take(QUOTES_SHOWN).map(|quote| Finding::new("output", &quote.line)));
+    findings.extend(
+        words
+            .iter()
+            .take(QUOTES_SHOWN)
+            .map(|quote| Finding::new("output", &quote.line)),
+    );
     if let Some(available) = evidence.available {
         findings.push(Finding::new("memory", format!("{available} was available")));
     }
     for killer in &evidence.found.killers {
-        findings.push(Finding::new("processes", format!("{killer} runs here and kills for memory")));
+        findings.push(Finding::new(
+            "processes",
+            format!("{killer} runs here and kills for memory"),
+        ));
     }
     let lived = evidence.lived.as_secs_f64();
-    let never = if evidence.was_ready { "" } else { ", never ready" };
+    let never = if evidence.was_ready {
+        ""
+    } else {
+        ", never ready"
+    };
     DeathVerdict {
         class: ruling.class,
         confidence: ruling.confidence,
@@ -89,9 +105,11 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
         return ruling;
     }
     match evidence.status {
-        ExitStatus::Unknown => {
-            Ruling::new(DeathClass::Unknown, Confidence::Low, "has ended, and its exit status was not ours to read")
-        }
+        ExitStatus::Unknown => Ruling::new(
+            DeathClass::Unknown,
+            Confidence::Low,
+            "has ended, and its exit status was not ours to read",
+        ),
         ExitStatus::Signal { signal, .. } => by_signal(evidence, words, signal),
         ExitStatus::Code(code) => by_code(evidence, words, code),
     }
@@ -99,17 +117,27 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
 
 /// A kill by the kernel's killer, where the kernel says so.
 fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
-    let named = evidence.found.log.records.iter().rev().find_map(|record| match &record.kind {
-        RecordKind::Oom { memcg, .. } if names(evidence, record) => Some((*memcg, record)),
-        _ => None,
-    });
+    let named = evidence
+        .found
+        .log
+        .records
+        .iter()
+        .rev()
+        .find_map(|record| match &record.kind {
+            RecordKind::Oom { memcg, .. } if names(evidence, record) => Some((*memcg, record)),
+            _ => None,
+        });
     if let Some((memcg, record)) = named
         && !evidence.counters_deny_kills(memcg)
     {
         // A name that differs may have been changed by the program itself; the id was its own all the time.
-        let same_name = evidence.found.comm.is_empty() || cut(&evidence.found.comm) == cut(&record.comm);
+        let same_name =
+            evidence.found.comm.is_empty() || cut(&evidence.found.comm) == cut(&record.comm);
         let counted = evidence.machine_kills().is_some_and(|kills| kills > 0);
-        let confidence = match (evidence.found.pid_is_global && same_name && counted, evidence.status) {
+        let confidence = match (
+            evidence.found.pid_is_global && same_name && counted,
+            evidence.status,
+        ) {
             (true, ExitStatus::Signal { .. }) => Confidence::Certain,
             _ => Confidence::Likely,
         };
@@ -128,15 +156,18 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
         });
     }
     // Without the record the group's own counter still says that one of its few processes was killed.
-    let blind =
-        evidence.found.log.unreadable.is_some() || evidence.found.log.incomplete || !evidence.found.pid_is_global;
+    let blind = evidence.found.log.unreadable.is_some()
+        || evidence.found.log.incomplete
+        || !evidence.found.pid_is_global;
     let counted = evidence.group_kills().is_some_and(|kills| kills > 0);
     (blind && counted).then(|| memcg_oom(evidence, Confidence::Likely))
 }
 
 fn memcg_oom(evidence: &Evidence, confidence: Confidence) -> Ruling {
     let group = evidence.group().filter(|group| group.limit.is_some());
-    let limit = group.and_then(|group| group.limit).map_or_else(String::new, |limit| format!(" of {limit}"));
+    let limit = group
+        .and_then(|group| group.limit)
+        .map_or_else(String::new, |limit| format!(" of {limit}"));
     Ruling::new(
         DeathClass::MemcgOom,
         confidence,
@@ -158,12 +189,16 @@ fn names(evidence: &Evidence, record: &KernelRecord) -> bool {
     };
     !evidence.found.comm.is_empty()
         && cut(&record.comm) == cut(&evidence.found.comm)
-        && own_group.zip(task_group).is_some_and(|(own, reported)| reported.ends_with(own) && own != "/")
+        && own_group
+            .zip(task_group)
+            .is_some_and(|(own, reported)| reported.ends_with(own) && own != "/")
 }
 
 /// The kernel cuts names to 15 characters.
 fn cut(name: &str) -> &str {
-    name.char_indices().nth(15).map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
+    name.char_indices()
+        .nth(15)
+        .map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
 }
 
 /// An end that we asked for; `None` when it ended of something else while we asked.
@@ -179,11 +214,17 @@ fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
     if !ours {
         return None;
     }
-    let why = if asked.why.is_empty() { String::new() } else { format!(": {}", asked.why) };
+    let why = if asked.why.is_empty() {
+        String::new()
+    } else {
+        format!(": {}", asked.why)
+    };
     let how = match status {
         ExitStatus::Code(code) => format!("exited with code {code} {}", asked.intent),
         ExitStatus::Unknown => format!("ended {}", asked.intent),
-        ExitStatus::Signal { signal, .. } => format!("was killed by {} {}", signal_name(signal), asked.intent),
+        ExitStatus::Signal { signal, .. } => {
+            format!("was killed by {} {}", signal_name(signal), asked.intent)
+        }
     };
     Some(match asked.intent {
         Intent::Hung => Ruling::new(DeathClass::Hang, Confidence::Certain, format!("hung and {how}{why}"))
@@ -210,7 +251,10 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
                     .map_or_else(String::new, |at| format!(" {at}"))
             });
             let after = match words.iter().find(|quote| quote.is_final) {
-                Some(Quote { said: Said::Allocation(_), .. }) => " after an allocation was refused",
+                Some(Quote {
+                    said: Said::Allocation(_),
+                    ..
+                }) => " after an allocation was refused",
                 _ => "",
             };
             Ruling::new(
@@ -227,13 +271,19 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         libc::SIGBUS => Ruling::new(
             DeathClass::BusError,
             Confidence::Certain,
-            format!("died of {name}: a page of a mapped file or of shared memory could not be had{}", core(evidence)),
+            format!(
+                "died of {name}: a page of a mapped file or of shared memory could not be had{}",
+                core(evidence)
+            ),
         )
         .remedy("a file that it maps was cut short or its disk failed, or /dev/shm is full"),
         libc::SIGILL => Ruling::new(
             DeathClass::IllegalInstruction,
             Confidence::Certain,
-            format!("died of {name}: an instruction that this processor does not have, or a trap{}", core(evidence)),
+            format!(
+                "died of {name}: an instruction that this processor does not have, or a trap{}",
+                core(evidence)
+            ),
         )
         .remedy("use a build for this processor, or look for a failed check that ends in a trap")
         .lasting(),
@@ -255,13 +305,17 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => {
             killed_externally(evidence, &name)
         }
-        _ => Ruling::new(DeathClass::OtherSignal, Confidence::Certain, format!("died of {name}{}", core(evidence)))
-            .remedy(match signal {
-                libc::SIGPIPE => "it wrote to a pipe or socket without a reader",
-                libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
-                libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
-                _ => "the program does not handle this signal; its output may say who sends it",
-            }),
+        _ => Ruling::new(
+            DeathClass::OtherSignal,
+            Confidence::Certain,
+            format!("died of {name}{}", core(evidence)),
+        )
+        .remedy(match signal {
+            libc::SIGPIPE => "it wrote to a pipe or socket without a reader",
+            libc::SIGXFSZ => "it wrote a file larger than its limit `Max file size`",
+            libc::SIGFPE => "it divided by zero, or the like: a fault of the program",
+            _ => "the program does not handle this signal; its output may say who sends it",
+        }),
     }
 }
 
@@ -296,7 +350,9 @@ fn killed_externally(evidence: &Evidence, name: &str) -> Ruling {
 
 fn spent_its_time(evidence: &Evidence) -> bool {
     let limit = evidence.found.limits.cpu_hard;
-    limit.zip(evidence.found.cpu_time).is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
+    limit
+        .zip(evidence.found.cpu_time)
+        .is_some_and(|(limit, used)| used.as_secs_f64() + CPU_SLACK_S >= seconds(limit))
 }
 
 /// Limits of processor time are a few years at most; beyond that they do not matter.
@@ -305,7 +361,11 @@ fn seconds(limit: u64) -> f64 {
 }
 
 fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
-    let limit = evidence.found.limits.of(CPU_TIME).map_or_else(String::new, |limit| format!(" of {limit} s"));
+    let limit = evidence
+        .found
+        .limits
+        .of(CPU_TIME)
+        .map_or_else(String::new, |limit| format!(" of {limit} s"));
     Ruling::new(
         DeathClass::CpuTimeLimit,
         Confidence::Certain,
@@ -316,7 +376,10 @@ fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
 
 fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
     let mut finals = words.iter().filter(|quote| quote.is_final);
-    if let Some(quote) = finals.clone().find(|quote| matches!(quote.said, Said::Allocation(_))) {
+    if let Some(quote) = finals
+        .clone()
+        .find(|quote| matches!(quote.said, Said::Allocation(_)))
+    {
         return allocation(evidence, quote, "aborted");
     }
     if let Some(quote) = finals.find(|quote| quote.said == Said::CudaMismatch) {
@@ -363,9 +426,13 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
     // The latest line was nearest to the end. A line that is no runtime's own message decides nothing.
     for quote in words.iter().filter(|quote| quote.is_final) {
         match &quote.said {
-            Said::Allocation(_) => return allocation(evidence, quote, &format!("exited with code {code}")),
+            Said::Allocation(_) => {
+                return allocation(evidence, quote, &format!("exited with code {code}"));
+            }
             Said::CudaMismatch => return cuda_mismatch(quote),
-            Said::MissingLibrary { library } => return missing_library(evidence, code, library, quote),
+            Said::MissingLibrary { library } => {
+                return missing_library(evidence, code, library, quote);
+            }
             Said::UnfitLibrary => return unfit_library(evidence, code, quote),
             // A program goes on without locked memory unless it says otherwise by the same words.
             Said::Lock | Said::Assertion => {}
@@ -389,7 +456,10 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
 }
 
 fn code_remedy(code: i32, child_killed: bool, lines: &[String]) -> String {
-    if lines.iter().any(|line| line.contains("Address already in use") || line.contains("EADDRINUSE")) {
+    if lines
+        .iter()
+        .any(|line| line.contains("Address already in use") || line.contains("EADDRINUSE"))
+    {
         return "another program has its port: give it `${PORT}`, or end the other one".to_owned();
     }
     match code {
@@ -425,12 +495,17 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     if allocator == Allocator::Host
         && let Some((name, limit)) = limit
     {
-        let refused =
-            format!("{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)", quote.line);
-        let remedy = format!("raise or remove the limit `{name}`; it counts address space, not memory");
+        let refused = format!(
+            "{how}: an allocation{size} was refused by its own limit `{name}` of {limit} (`{}`)",
+            quote.line
+        );
+        let remedy =
+            format!("raise or remove the limit `{name}`; it counts address space, not memory");
         // Its words alone keep no worker down: the kernel has counted nearly as much, or another start may go well.
         return if evidence.had_come_near(limit) {
-            Ruling::new(DeathClass::RlimitMemory, Confidence::Likely, refused).remedy(remedy).lasting()
+            Ruling::new(DeathClass::RlimitMemory, Confidence::Likely, refused)
+                .remedy(remedy)
+                .lasting()
         } else {
             Ruling::new(DeathClass::RlimitMemory, Confidence::Low, refused).remedy(remedy)
         };
@@ -467,7 +542,10 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::new(
         DeathClass::CudaMismatch,
         Confidence::Likely,
-        format!("could not use CUDA: its runtime and the driver do not fit (`{}`)", quote.line),
+        format!(
+            "could not use CUDA: its runtime and the driver do not fit (`{}`)",
+            quote.line
+        ),
     )
     .remedy("use a build for the CUDA version of this driver; `cotenant check` shows both")
 }
@@ -476,15 +554,26 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
 /// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before its
 /// first instruction, so that it never was ready, its message is the last line, and little time was computed.
 fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
-    let is_last = evidence.recent_lines().last().is_some_and(|line| shortened(line) == quote.line);
-    if evidence.was_ready || !is_last || evidence.found.cpu_time.is_some_and(|time| time > LOADER_TIME_MAX) {
+    let is_last = evidence
+        .recent_lines()
+        .last()
+        .is_some_and(|line| shortened(line) == quote.line);
+    if evidence.was_ready
+        || !is_last
+        || evidence
+            .found
+            .cpu_time
+            .is_some_and(|time| time > LOADER_TIME_MAX)
+    {
         return false;
     }
     let Some((program, message)) = quote.line.split_once(": ") else {
         return false;
     };
     match code {
-        LOADER_EXIT => LOADER.iter().any(|(start, rest)| message.starts_with(start) && message.contains(rest)),
+        LOADER_EXIT => LOADER
+            .iter()
+            .any(|(start, rest)| message.starts_with(start) && message.contains(rest)),
         // glibc returns 1 instead of 127 where a version is missing, and names the program before and after it.
         1 => message
             .rsplit_once(" not found (required by ")
@@ -502,7 +591,11 @@ fn unfit_library(evidence: &Evidence, code: i32, quote: &Quote) -> Ruling {
         )
         .remedy("install the version that it was built with; `cotenant check` shows which file is found")
     };
-    if loader_refused(evidence, code, quote) { ruling(Confidence::Likely).lasting() } else { ruling(Confidence::Low) }
+    if loader_refused(evidence, code, quote) {
+        ruling(Confidence::Likely).lasting()
+    } else {
+        ruling(Confidence::Low)
+    }
 }
 
 fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote) -> Ruling {
@@ -510,10 +603,16 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
         return Ruling::new(
             DeathClass::MissingLibrary,
             // It ran without the library until now, so the line need not be about its end.
-            if evidence.was_ready { Confidence::Low } else { Confidence::Likely },
+            if evidence.was_ready {
+                Confidence::Low
+            } else {
+                Confidence::Likely
+            },
             format!("exited with code {code}, saying `{}`", quote.line),
         )
-        .remedy(format!("if it needs `{library}`, install it; its output says more"));
+        .remedy(format!(
+            "if it needs `{library}`, install it; its output says more"
+        ));
     }
     let is_cuda = CUDA_LIBRARIES.iter().any(|stem| library.starts_with(stem));
     if is_cuda && !evidence.found.other_versions.is_empty() {
@@ -542,16 +641,35 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
 /// A record of a kill for memory in its group that is about another process.
 fn child_killed(evidence: &Evidence) -> Option<&KernelRecord> {
     let own = evidence.group()?.path.as_str();
-    evidence.found.log.records.iter().rev().find(|record| match &record.kind {
-        RecordKind::Oom { task_group: Some(group), .. } => {
-            own != "/" && group.ends_with(own) && !(evidence.found.pid_is_global && record.pid == evidence.pid)
-        }
-        _ => false,
-    })
+    evidence
+        .found
+        .log
+        .records
+        .iter()
+        .rev()
+        .find(|record| match &record.kind {
+            RecordKind::Oom {
+                task_group: Some(group),
+                ..
+            } => {
+                own != "/"
+                    && group.ends_with(own)
+                    && !(evidence.found.pid_is_global && record.pid == evidence.pid)
+            }
+            _ => false,
+        })
 }
 
 fn own_record<'a>(evidence: &'a Evidence, kind: &RecordKind) -> Option<&'a KernelRecord> {
-    let records = || evidence.found.log.records.iter().rev().filter(|record| record.kind == *kind);
+    let records = || {
+        evidence
+            .found
+            .log
+            .records
+            .iter()
+            .rev()
+            .filter(|record| record.kind == *kind)
+    };
     if !evidence.found.pid_is_global {
         return None;
     }
@@ -559,7 +677,9 @@ fn own_record<'a>(evidence: &'a Evidence, kind: &RecordKind) -> Option<&'a Kerne
         .find(|record| record.pid == evidence.pid)
         // Faults name the thread, whose number may be another one.
         .or_else(|| {
-            records().find(|record| cut(&record.comm) == cut(&evidence.found.comm) && !evidence.found.comm.is_empty())
+            records().find(|record| {
+                cut(&record.comm) == cut(&evidence.found.comm) && !evidence.found.comm.is_empty()
+            })
         })
 }
 
@@ -581,8 +701,15 @@ fn log_findings(evidence: &Evidence) -> Vec<Finding> {
     if let Some(reason) = &evidence.found.log.unreadable {
         findings.push(Finding::new("kernel log", format!("unreadable: {reason}")));
     } else if findings.is_empty() {
-        let gap = if evidence.found.log.incomplete { ", with a gap" } else { "" };
-        findings.push(Finding::new("kernel log", format!("read{gap}: no record names this process")));
+        let gap = if evidence.found.log.incomplete {
+            ", with a gap"
+        } else {
+            ""
+        };
+        findings.push(Finding::new(
+            "kernel log",
+            format!("read{gap}: no record names this process"),
+        ));
     }
     if !evidence.found.pid_is_global {
         findings.push(Finding::new(
@@ -596,18 +723,27 @@ fn log_findings(evidence: &Evidence) -> Vec<Finding> {
 fn counter_findings(evidence: &Evidence) -> Vec<Finding> {
     let mut findings = Vec::new();
     if let Some(group) = evidence.group() {
-        let kills = evidence
-            .group_kills()
-            .map_or_else(|| "kills unknown".to_owned(), |kills| format!("{kills} killed for memory meanwhile"));
+        let kills = evidence.group_kills().map_or_else(
+            || "kills unknown".to_owned(),
+            |kills| format!("{kills} killed for memory meanwhile"),
+        );
         let hits = evidence
             .found
             .after
             .group
             .as_ref()
             .and_then(|group| group.hits)
-            .map_or_else(String::new, |hits| format!(", limit reached {hits} times in all"));
-        let limit = group.limit.map_or_else(|| ", no limit".to_owned(), |limit| format!(", limit {limit}"));
-        findings.push(Finding::new("counters", format!("group `{}`: {kills}{hits}{limit}", group.path)));
+            .map_or_else(String::new, |hits| {
+                format!(", limit reached {hits} times in all")
+            });
+        let limit = group.limit.map_or_else(
+            || ", no limit".to_owned(),
+            |limit| format!(", limit {limit}"),
+        );
+        findings.push(Finding::new(
+            "counters",
+            format!("group `{}`: {kills}{hits}{limit}", group.path),
+        ));
     }
     findings.push(Finding::new(
         "counters",
@@ -622,7 +758,10 @@ fn counter_findings(evidence: &Evidence) -> Vec<Finding> {
 fn status_in_words(status: ExitStatus) -> String {
     match status {
         ExitStatus::Code(code) => format!("exited with code {code}"),
-        ExitStatus::Signal { signal, core_dumped } => format!(
+        ExitStatus::Signal {
+            signal,
+            core_dumped,
+        } => format!(
             "killed by signal {signal} ({}){}",
             signal_name(signal),
             if core_dumped { ", core dumped" } else { "" }
@@ -638,20 +777,29 @@ fn asked_in_words(asked: &Asked) -> String {
         Intent::Hung => "we had ended it as hung",
         Intent::Abandoned => "we had let go of it",
     };
-    let why = if asked.why.is_empty() { String::new() } else { format!(": {}", asked.why) };
+    let why = if asked.why.is_empty() {
+        String::new()
+    } else {
+        format!(": {}", asked.why)
+    };
     format!("{what}{why}")
 }
 
 fn core(evidence: &Evidence) -> &'static str {
     match evidence.status {
-        ExitStatus::Signal { core_dumped: true, .. } => ", core dumped",
+        ExitStatus::Signal {
+            core_dumped: true, ..
+        } => ", core dumped",
         _ => "",
     }
 }
 
 /// The line that says best why a program ended: the last one that speaks of an error, else the last one.
 fn last_words(lines: &[String]) -> Option<String> {
-    let error = lines.iter().rev().find(|line| line.to_lowercase().contains("error"));
+    let error = lines
+        .iter()
+        .rev()
+        .find(|line| line.to_lowercase().contains("error"));
     let line = error.or(lines.last())?.trim();
     (!line.is_empty()).then(|| line.chars().take(LAST_WORDS_MAX).collect())
 }

@@ -18,7 +18,10 @@ const MEMCG: &str = "oom-kill:constraint=CONSTRAINT_MEMCG,nodemask=(null),cpuset
 const GLOBAL: &str = "Out of memory: Killed process 341226 (asr-worker) total-vm:23640880kB, anon-rss:2788352kB, file-rss:5023744kB, shmem-rss:0kB, UID:1000 pgtables:16096kB oom_score_adj:0";
 
 fn killed(signal: i32) -> ExitStatus {
-    ExitStatus::Signal { signal, core_dumped: false }
+    ExitStatus::Signal {
+        signal,
+        core_dumped: false,
+    }
 }
 
 fn group(kills: u64) -> Counters {
@@ -35,7 +38,10 @@ fn group(kills: u64) -> Counters {
 
 /// A worker that ended in some way on a machine on which all can be read and nothing else happened.
 fn evidence(status: ExitStatus) -> Evidence {
-    let machine = Counters { machine_kills: Some(0), group: None };
+    let machine = Counters {
+        machine_kills: Some(0),
+        group: None,
+    };
     Evidence {
         worker: "asr".to_owned(),
         pid: PID,
@@ -70,7 +76,10 @@ fn said(status: ExitStatus, lines: &[&str]) -> DeathVerdict {
 }
 
 fn logged(lines: &[&str]) -> KernelLogTail {
-    KernelLogTail { records: lines.iter().filter_map(|line| parse(line)).collect(), ..KernelLogTail::default() }
+    KernelLogTail {
+        records: lines.iter().filter_map(|line| parse(line)).collect(),
+        ..KernelLogTail::default()
+    }
 }
 
 /// A record of the kernel, and the counter that the kernel raises with it.
@@ -80,7 +89,11 @@ fn recorded(evidence: &mut Evidence, record: &str) {
 }
 
 fn asked(intent: Intent, killed: bool) -> Option<Asked> {
-    Some(Asked { intent, why: "2 GiB are needed for `llm`".to_owned(), killed })
+    Some(Asked {
+        intent,
+        why: "2 GiB are needed for `llm`".to_owned(),
+        killed,
+    })
 }
 
 #[test]
@@ -89,18 +102,36 @@ fn a_full_group_is_named_with_its_limit() {
         (evidence.found.before, evidence.found.after) = (group(0), group(1));
         evidence.found.log = logged(&[MEMCG]);
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Certain));
-    assert!(verdict.sentence.contains("memory limit of 1 GiB"), "{}", verdict.sentence);
-    assert!(verdict.evidence.iter().any(|found| found.text.contains("1 killed for memory")));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Certain)
+    );
+    assert!(
+        verdict.sentence.contains("memory limit of 1 GiB"),
+        "{}",
+        verdict.sentence
+    );
+    assert!(
+        verdict
+            .evidence
+            .iter()
+            .any(|found| found.text.contains("1 killed for memory"))
+    );
 }
 
 #[test]
 fn a_group_above_its_own_may_be_the_one_that_was_full() {
-    let line = MEMCG.replace("oom_memcg=/app.slice/asr-worker.service", "oom_memcg=/app.slice");
+    let line = MEMCG.replace(
+        "oom_memcg=/app.slice/asr-worker.service",
+        "oom_memcg=/app.slice",
+    );
     let verdict = with(killed(9), |evidence| {
         recorded(evidence, &line);
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Certain));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Certain)
+    );
 }
 
 #[test]
@@ -108,7 +139,10 @@ fn a_machine_without_memory_is_named() {
     let verdict = with(killed(9), |evidence| {
         recorded(evidence, GLOBAL);
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::GlobalOom, Confidence::Certain));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::GlobalOom, Confidence::Certain)
+    );
 }
 
 #[test]
@@ -129,7 +163,10 @@ fn a_record_that_the_counters_deny_proves_nothing() {
         evidence.found.after = Counters::default();
         evidence.found.log = logged(&[MEMCG]);
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
 }
 
 #[test]
@@ -143,9 +180,17 @@ fn a_line_from_long_before_the_end_explains_nothing() {
     assert!(!verdict.needs_operator);
     assert!(!verdict.sentence.contains("libfoo"), "{}", verdict.sentence);
     // A worker that ran without the library until now is started again.
-    let verdict =
-        said(ExitStatus::Code(1), &["Traceback (most recent call last):", &format!("ImportError: {warning}")]);
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MissingLibrary, Confidence::Low));
+    let verdict = said(
+        ExitStatus::Code(1),
+        &[
+            "Traceback (most recent call last):",
+            &format!("ImportError: {warning}"),
+        ],
+    );
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MissingLibrary, Confidence::Low)
+    );
     assert!(!verdict.needs_operator);
 }
 
@@ -159,16 +204,29 @@ fn a_worker_that_wrote_nothing_has_no_output_to_read() {
 fn a_name_that_is_cut_to_fifteen_characters_is_the_same() {
     let verdict = with(killed(9), |evidence| {
         evidence.found.comm = "tensorrt-edgellm".to_owned();
-        recorded(evidence, "Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ...");
+        recorded(
+            evidence,
+            "Out of memory: Killed process 341226 (tensorrt-edgell) total-vm:21684408kB ...",
+        );
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::GlobalOom, Confidence::Certain));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::GlobalOom, Confidence::Certain)
+    );
 }
 
 #[test]
 fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
     let verdict = with(killed(9), |_| {});
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::KilledExternally, Confidence::Likely));
-    assert!(verdict.sentence.contains("was killed by SIGKILL, sender unknown"));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::KilledExternally, Confidence::Likely)
+    );
+    assert!(
+        verdict
+            .sentence
+            .contains("was killed by SIGKILL, sender unknown")
+    );
 
     // A record of another process's death, and a counter that rose for it.
     let verdict = with(killed(9), |evidence| {
@@ -181,20 +239,36 @@ fn sigkill_without_a_record_is_of_an_unknown_sender_and_never_out_of_memory() {
 #[test]
 fn a_log_that_cannot_be_read_lowers_the_confidence_and_is_reported() {
     let unreadable = |evidence: &mut Evidence| {
-        evidence.found.log.unreadable = Some("cannot read `/dev/kmsg`: Operation not permitted".to_owned());
+        evidence.found.log.unreadable =
+            Some("cannot read `/dev/kmsg`: Operation not permitted".to_owned());
         evidence.found.after.machine_kills = Some(1);
     };
     let verdict = with(killed(9), unreadable);
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::KilledExternally, Confidence::Low));
-    assert!(verdict.sentence.contains("cannot be read"), "{}", verdict.sentence);
-    assert!(verdict.evidence.iter().any(|found| found.text.contains("Operation not permitted")));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::KilledExternally, Confidence::Low)
+    );
+    assert!(
+        verdict.sentence.contains("cannot be read"),
+        "{}",
+        verdict.sentence
+    );
+    assert!(
+        verdict
+            .evidence
+            .iter()
+            .any(|found| found.text.contains("Operation not permitted"))
+    );
 
     // The group's own counter is the kernel's word too, if a weaker one.
     let verdict = with(killed(9), |evidence| {
         unreadable(evidence);
         (evidence.found.before, evidence.found.after) = (group(0), group(1));
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
     // With a log that can be read and names another process, the counter counted that one.
     let verdict = with(killed(9), |evidence| {
         (evidence.found.before, evidence.found.after) = (group(0), group(1));
@@ -216,7 +290,10 @@ fn numbers_of_another_namespace_are_not_compared() {
         (evidence.found.before, evidence.found.after) = (group(0), group(1));
         evidence.found.log = logged(&[&MEMCG.replace("341226", "77")]);
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
 }
 
 const fn is_oom(class: DeathClass) -> bool {
@@ -232,7 +309,10 @@ fn out_of_memory_beside_an_exit_belongs_to_a_child() {
         });
         assert!(!is_oom(verdict.class), "{code}: {}", verdict.sentence);
         assert!(
-            verdict.evidence.iter().any(|found| found.text.starts_with("another process of it: oom-kill")),
+            verdict
+                .evidence
+                .iter()
+                .any(|found| found.text.starts_with("another process of it: oom-kill")),
             "{:?}",
             verdict.evidence
         );
@@ -243,10 +323,25 @@ fn out_of_memory_beside_an_exit_belongs_to_a_child() {
 fn a_code_of_137_is_a_code() {
     // A process grew from 5 to 13.4 GB by its allocator, and something returned 137 for it.
     let verdict = said(ExitStatus::Code(137), &["allocating", "Killed"]);
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::ExitCode, Confidence::Certain));
-    assert!(verdict.remedy.unwrap().contains("does not prove that memory ran out"));
-    let verdict = said(ExitStatus::Code(137), &["Memory cgroup out of memory: Killed process 341226 (asr-worker)"]);
-    assert_eq!(verdict.class, DeathClass::ExitCode, "what a program prints proves nothing");
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::ExitCode, Confidence::Certain)
+    );
+    assert!(
+        verdict
+            .remedy
+            .unwrap()
+            .contains("does not prove that memory ran out")
+    );
+    let verdict = said(
+        ExitStatus::Code(137),
+        &["Memory cgroup out of memory: Killed process 341226 (asr-worker)"],
+    );
+    assert_eq!(
+        verdict.class,
+        DeathClass::ExitCode,
+        "what a program prints proves nothing"
+    );
 }
 
 #[test]
@@ -254,20 +349,43 @@ fn our_own_hand_is_named_with_its_reason() {
     for (status, intent, by_force, class) in [
         (killed(15), Intent::Stop, false, DeathClass::KilledByUs),
         (killed(9), Intent::Stop, true, DeathClass::KilledByUs),
-        (ExitStatus::Code(0), Intent::Stop, false, DeathClass::KilledByUs),
-        (ExitStatus::Code(143), Intent::Stop, false, DeathClass::KilledByUs),
-        (killed(15), Intent::NotReady, false, DeathClass::StartTimeout),
+        (
+            ExitStatus::Code(0),
+            Intent::Stop,
+            false,
+            DeathClass::KilledByUs,
+        ),
+        (
+            ExitStatus::Code(143),
+            Intent::Stop,
+            false,
+            DeathClass::KilledByUs,
+        ),
+        (
+            killed(15),
+            Intent::NotReady,
+            false,
+            DeathClass::StartTimeout,
+        ),
         (killed(9), Intent::NotReady, true, DeathClass::StartTimeout),
         (killed(6), Intent::Hung, false, DeathClass::Hang),
         (killed(9), Intent::Hung, true, DeathClass::Hang),
         (ExitStatus::Code(1), Intent::Hung, false, DeathClass::Hang),
         // It died of something else while we asked.
-        (killed(11), Intent::Stop, false, DeathClass::SegmentationFault),
+        (
+            killed(11),
+            Intent::Stop,
+            false,
+            DeathClass::SegmentationFault,
+        ),
         (killed(9), Intent::Stop, false, DeathClass::KilledExternally),
     ] {
         let verdict = with(status, |evidence| evidence.asked = asked(intent, by_force));
         assert_eq!(verdict.class, class, "{status:?} {intent:?}");
-        let reported = verdict.evidence.iter().any(|found| found.text.contains("2 GiB are needed"));
+        let reported = verdict
+            .evidence
+            .iter()
+            .any(|found| found.text.contains("2 GiB are needed"));
         assert!(reported, "{:?}", verdict.evidence);
     }
 }
@@ -305,10 +423,18 @@ fn signals_have_their_classes() {
 fn a_fault_is_reported_with_its_address() {
     let line = "asr-worker[341226]: segfault at 6b015ee0 ip 00007fd450365d0f sp 00007fff43b9c470 error 4 in libggml-base.so.0.25.3[32d0f,7fd45034a000+8e000] likely on CPU 3 (core 3, socket 0)";
     let verdict = with(killed(11), |evidence| evidence.found.log = logged(&[line]));
-    assert!(verdict.sentence.contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"), "{}", verdict.sentence);
+    assert!(
+        verdict
+            .sentence
+            .contains("SIGSEGV at 6b015ee0 ip 00007fd450365d0f"),
+        "{}",
+        verdict.sentence
+    );
     // The kernel names the thread.
     let of_thread = line.replace("341226", "341230");
-    let verdict = with(killed(11), |evidence| evidence.found.log = logged(&[&of_thread]));
+    let verdict = with(killed(11), |evidence| {
+        evidence.found.log = logged(&[&of_thread]);
+    });
     assert!(verdict.sentence.contains("6b015ee0"));
 }
 
@@ -327,7 +453,10 @@ fn refused_allocations_with_memory_free_are_no_kill() {
         // Drive Thor: 115 GB free.
         (
             killed(6),
-            vec!["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"],
+            vec![
+                "terminate called after throwing an instance of 'std::bad_alloc'",
+                "  what():  std::bad_alloc",
+            ],
             Confidence::Likely,
         ),
         (
@@ -339,11 +468,22 @@ fn refused_allocations_with_memory_free_are_no_kill() {
             ],
             Confidence::Low,
         ),
-        (ExitStatus::Code(1), vec!["Traceback (most recent call last):", "MemoryError"], Confidence::Likely),
+        (
+            ExitStatus::Code(1),
+            vec!["Traceback (most recent call last):", "MemoryError"],
+            Confidence::Likely,
+        ),
     ] {
         let verdict = said(status, &lines);
-        assert_eq!((verdict.class, verdict.confidence), (DeathClass::AllocationFailed, confidence));
-        assert!(verdict.sentence.contains("6 GiB available"), "{}", verdict.sentence);
+        assert_eq!(
+            (verdict.class, verdict.confidence),
+            (DeathClass::AllocationFailed, confidence)
+        );
+        assert!(
+            verdict.sentence.contains("6 GiB available"),
+            "{}",
+            verdict.sentence
+        );
     }
     let verdict = said(
         ExitStatus::Code(1),
@@ -351,7 +491,11 @@ fn refused_allocations_with_memory_free_are_no_kill() {
             "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory",
         ],
     );
-    assert!(verdict.sentence.contains("an allocation of 4096.00 MiB"), "{}", verdict.sentence);
+    assert!(
+        verdict.sentence.contains("an allocation of 4096.00 MiB"),
+        "{}",
+        verdict.sentence
+    );
 }
 
 /// Outputs of real programs under a limit of address space of 256 MiB, and how each ended: Python 3.11, `NumPy` 2, C++ with
@@ -381,8 +525,14 @@ const REFUSED: [(&[&str], ExitStatus); 5] = [
         ExitStatus::Code(1),
     ),
     (
-        &["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"],
-        ExitStatus::Signal { signal: libc::SIGABRT, core_dumped: false },
+        &[
+            "terminate called after throwing an instance of 'std::bad_alloc'",
+            "  what():  std::bad_alloc",
+        ],
+        ExitStatus::Signal {
+            signal: libc::SIGABRT,
+            core_dumped: false,
+        },
     ),
     (&["malloc: Cannot allocate memory"], ExitStatus::Code(1)),
     (
@@ -391,7 +541,10 @@ const REFUSED: [(&[&str], ExitStatus); 5] = [
             "stack backtrace:",
             "note: Some details are omitted, run with `RUST_BACKTRACE=full` for a verbose backtrace.",
         ],
-        ExitStatus::Signal { signal: libc::SIGABRT, core_dumped: false },
+        ExitStatus::Signal {
+            signal: libc::SIGABRT,
+            core_dumped: false,
+        },
     ),
 ];
 
@@ -399,7 +552,11 @@ const REFUSED: [(&[&str], ExitStatus); 5] = [
 fn limited(lines: &[&str], status: ExitStatus, peak: Option<Bytes>) -> DeathVerdict {
     with(status, |evidence| {
         evidence.lines = lines.iter().map(|&line| line.to_owned()).collect();
-        evidence.found.limits.finite.insert(ADDRESS_SPACE.to_owned(), 256 << 20);
+        evidence
+            .found
+            .limits
+            .finite
+            .insert(ADDRESS_SPACE.to_owned(), 256 << 20);
         evidence.found.peak_resident = peak;
     })
 }
@@ -409,25 +566,48 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
     for (lines, status) in REFUSED {
         let verdict = limited(lines, status, Some(Bytes::from_mib(230)));
         let found = (verdict.class, verdict.confidence, verdict.needs_operator);
-        assert_eq!(found, (DeathClass::RlimitMemory, Confidence::Likely, true), "{lines:?}: {}", verdict.sentence);
-        assert!(verdict.sentence.contains("`Max address space` of 256 MiB"), "{}", verdict.sentence);
+        assert_eq!(
+            found,
+            (DeathClass::RlimitMemory, Confidence::Likely, true),
+            "{lines:?}: {}",
+            verdict.sentence
+        );
+        assert!(
+            verdict.sentence.contains("`Max address space` of 256 MiB"),
+            "{}",
+            verdict.sentence
+        );
         // The kernel counted little, or nothing that differs from our own: the next start may go well.
         for peak in [None, Some(Bytes::from_kib(4400))] {
             let verdict = limited(lines, status, peak);
             let found = (verdict.class, verdict.confidence, verdict.needs_operator);
-            assert_eq!(found, (DeathClass::RlimitMemory, Confidence::Low, false), "{lines:?}");
+            assert_eq!(
+                found,
+                (DeathClass::RlimitMemory, Confidence::Low, false),
+                "{lines:?}"
+            );
         }
     }
     // It does not bound what the GPU's allocator gives.
-    let cuda = limited(&["CUDA error: out of memory"], ExitStatus::Code(1), Some(Bytes::from_mib(250)));
-    assert_eq!((cuda.class, cuda.needs_operator), (DeathClass::AllocationFailed, false));
+    let cuda = limited(
+        &["CUDA error: out of memory"],
+        ExitStatus::Code(1),
+        Some(Bytes::from_mib(250)),
+    );
+    assert_eq!(
+        (cuda.class, cuda.needs_operator),
+        (DeathClass::AllocationFailed, false)
+    );
 }
 
 /// What people say, what is logged of others, and words without the form of a runtime's message decide nothing, however
 /// near the worker came to its limit.
 #[test]
 fn a_programs_own_words_decide_nothing() {
-    let abort = ExitStatus::Signal { signal: libc::SIGABRT, core_dumped: false };
+    let abort = ExitStatus::Signal {
+        signal: libc::SIGABRT,
+        core_dumped: false,
+    };
     for line in [
         "INFO transcript: my phone is out of memory",
         "INFO transcript: out of memory",
@@ -460,18 +640,32 @@ fn a_programs_own_words_decide_nothing() {
                     evidence.was_ready = was_ready;
                     evidence.found.peak_resident = Some(Bytes::from_mib(250));
                     for name in [ADDRESS_SPACE, LOCKED] {
-                        evidence.found.limits.finite.insert(name.to_owned(), 256 << 20);
+                        evidence
+                            .found
+                            .limits
+                            .finite
+                            .insert(name.to_owned(), 256 << 20);
                     }
                 });
-                assert_eq!((verdict.class, verdict.needs_operator), (class, false), "{status:?}: {line}");
+                assert_eq!(
+                    (verdict.class, verdict.needs_operator),
+                    (class, false),
+                    "{status:?}: {line}"
+                );
             }
         }
     }
     // An exception whose text comes from a user is an exception.
-    let lines =
-        ["Traceback (most recent call last):", "  File \"a.py\", line 1", "ValueError: the user said out of memory"];
+    let lines = [
+        "Traceback (most recent call last):",
+        "  File \"a.py\", line 1",
+        "ValueError: the user said out of memory",
+    ];
     let verdict = limited(&lines, ExitStatus::Code(1), Some(Bytes::from_mib(250)));
-    assert_eq!((verdict.class, verdict.needs_operator), (DeathClass::ExitCode, false));
+    assert_eq!(
+        (verdict.class, verdict.needs_operator),
+        (DeathClass::ExitCode, false)
+    );
 }
 
 proptest! {
@@ -496,7 +690,10 @@ fn libraries_that_are_missing_or_of_another_cuda_are_reported_apart() {
         evidence.lines = vec![missing.to_owned()];
         evidence.was_ready = false;
     });
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MissingLibrary, Confidence::Certain));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MissingLibrary, Confidence::Certain)
+    );
     assert!(verdict.needs_operator);
     let verdict = with(ExitStatus::Code(127), |evidence| {
         evidence.lines = vec![missing.to_owned()];
@@ -505,17 +702,22 @@ fn libraries_that_are_missing_or_of_another_cuda_are_reported_apart() {
     });
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
     assert!(verdict.sentence.contains("libcudart.so.11.0"));
-    let verdict =
-        said(ExitStatus::Code(1), &["CUDA error: CUDA driver version is insufficient for CUDA runtime version"]);
+    let verdict = said(
+        ExitStatus::Code(1),
+        &["CUDA error: CUDA driver version is insufficient for CUDA runtime version"],
+    );
     assert_eq!(verdict.class, DeathClass::CudaMismatch);
 }
 
 /// A slow start, a warning about something optional, and an end of another cause: only the loader's own end is lasting.
 #[test]
 fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it() {
-    const OPTIONAL: &str = "warning: libfoo.so.1: cannot open shared object file: No such file or directory";
-    const VERSION: &str = "/opt/asr: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/asr)";
-    const IMPORT: &str = "ImportError: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/x.so)";
+    const OPTIONAL: &str =
+        "warning: libfoo.so.1: cannot open shared object file: No such file or directory";
+    const VERSION: &str =
+        "/opt/asr: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/asr)";
+    const IMPORT: &str =
+        "ImportError: /lib/libc.so.6: version `GLIBC_2.99' not found (required by /opt/x.so)";
     const CUDA: &str = "CUDA driver version is insufficient for CUDA runtime version";
     const SYMBOL: &str = "/opt/asr: symbol lookup error: /opt/asr: undefined symbol: vosk_new";
     const LOADER: &str = "/opt/asr: error while loading shared libraries: libvosk.so: cannot open shared object file: No such file or directory";
@@ -527,22 +729,98 @@ fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it()
         })
     };
     for (lines, code, class, confidence, lasting) in [
-        (vec![OPTIONAL], 1, DeathClass::ExitCode, Confidence::Certain, false),
-        (vec![OPTIONAL], 127, DeathClass::ExitCode, Confidence::Certain, false),
-        (vec![LOADER], 127, DeathClass::MissingLibrary, Confidence::Certain, true),
-        (vec![LOADER, "cannot open model.bin"], 127, DeathClass::MissingLibrary, Confidence::Likely, false),
-        (vec![LOADER], 1, DeathClass::MissingLibrary, Confidence::Likely, false),
-        (vec![VERSION], 1, DeathClass::MissingLibrary, Confidence::Likely, true),
-        (vec![VERSION, "cannot open model.bin"], 1, DeathClass::MissingLibrary, Confidence::Low, false),
-        (vec![VERSION], 2, DeathClass::MissingLibrary, Confidence::Low, false),
-        (vec!["Traceback (most recent call last):", IMPORT], 1, DeathClass::MissingLibrary, Confidence::Low, false),
-        (vec![SYMBOL], 127, DeathClass::MissingLibrary, Confidence::Likely, true),
-        (vec![SYMBOL], 1, DeathClass::MissingLibrary, Confidence::Low, false),
-        (vec![CUDA], 1, DeathClass::CudaMismatch, Confidence::Likely, false),
+        (
+            vec![OPTIONAL],
+            1,
+            DeathClass::ExitCode,
+            Confidence::Certain,
+            false,
+        ),
+        (
+            vec![OPTIONAL],
+            127,
+            DeathClass::ExitCode,
+            Confidence::Certain,
+            false,
+        ),
+        (
+            vec![LOADER],
+            127,
+            DeathClass::MissingLibrary,
+            Confidence::Certain,
+            true,
+        ),
+        (
+            vec![LOADER, "cannot open model.bin"],
+            127,
+            DeathClass::MissingLibrary,
+            Confidence::Likely,
+            false,
+        ),
+        (
+            vec![LOADER],
+            1,
+            DeathClass::MissingLibrary,
+            Confidence::Likely,
+            false,
+        ),
+        (
+            vec![VERSION],
+            1,
+            DeathClass::MissingLibrary,
+            Confidence::Likely,
+            true,
+        ),
+        (
+            vec![VERSION, "cannot open model.bin"],
+            1,
+            DeathClass::MissingLibrary,
+            Confidence::Low,
+            false,
+        ),
+        (
+            vec![VERSION],
+            2,
+            DeathClass::MissingLibrary,
+            Confidence::Low,
+            false,
+        ),
+        (
+            vec!["Traceback (most recent call last):", IMPORT],
+            1,
+            DeathClass::MissingLibrary,
+            Confidence::Low,
+            false,
+        ),
+        (
+            vec![SYMBOL],
+            127,
+            DeathClass::MissingLibrary,
+            Confidence::Likely,
+            true,
+        ),
+        (
+            vec![SYMBOL],
+            1,
+            DeathClass::MissingLibrary,
+            Confidence::Low,
+            false,
+        ),
+        (
+            vec![CUDA],
+            1,
+            DeathClass::CudaMismatch,
+            Confidence::Likely,
+            false,
+        ),
     ] {
         let verdict = ends(&lines, code);
         let found = (verdict.class, verdict.confidence, verdict.needs_operator);
-        assert_eq!(found, (class, confidence, lasting), "code {code}: {lines:?}");
+        assert_eq!(
+            found,
+            (class, confidence, lasting),
+            "code {code}: {lines:?}"
+        );
     }
     // It computed for longer than the loader does: it ran.
     let verdict = with(ExitStatus::Code(127), |evidence| {
@@ -557,25 +835,41 @@ fn a_worker_that_never_was_ready_is_started_again_unless_the_loader_refused_it()
         evidence.found.other_versions = vec!["libcudart.so.11.0".to_owned()];
         evidence.was_ready = false;
     });
-    assert_eq!((verdict.confidence, verdict.needs_operator), (Confidence::Likely, false));
+    assert_eq!(
+        (verdict.confidence, verdict.needs_operator),
+        (Confidence::Likely, false)
+    );
 }
 
 #[test]
 fn a_silent_exit_and_an_abort_say_what_they_are() {
     let verdict = said(ExitStatus::Code(0), &["bye"]);
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::SilentExit, Confidence::Certain));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::SilentExit, Confidence::Certain)
+    );
     let verdict = said(killed(6), &["GGML_ASSERT: ggml.c:7: n > 0", "Aborted"]);
     assert_eq!(verdict.class, DeathClass::Abort);
-    assert!(verdict.sentence.contains("GGML_ASSERT"), "{}", verdict.sentence);
+    assert!(
+        verdict.sentence.contains("GGML_ASSERT"),
+        "{}",
+        verdict.sentence
+    );
 }
 
 #[test]
 fn an_end_that_is_not_ours_to_read_is_unknown_unless_the_kernel_names_it() {
     // 113 of 2034 weights, no record, no status: the cause is unknown.
     let verdict = said(ExitStatus::Unknown, &["Loading weights: 113/2034"]);
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::Unknown, Confidence::Low));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::Unknown, Confidence::Low)
+    );
     let verdict = with(ExitStatus::Unknown, |evidence| recorded(evidence, MEMCG));
-    assert_eq!((verdict.class, verdict.confidence), (DeathClass::MemcgOom, Confidence::Likely));
+    assert_eq!(
+        (verdict.class, verdict.confidence),
+        (DeathClass::MemcgOom, Confidence::Likely)
+    );
 }
 
 #[test]
@@ -584,13 +878,21 @@ fn a_machine_without_a_rival_and_one_with_are_reported_apart() {
         evidence.found.killers = vec!["earlyoom (pid 812)".to_owned()];
     });
     assert_eq!(verdict.class, DeathClass::KilledExternally);
-    assert!(verdict.remedy.unwrap().starts_with("earlyoom (pid 812) may have sent it"));
+    assert!(
+        verdict
+            .remedy
+            .unwrap()
+            .starts_with("earlyoom (pid 812) may have sent it")
+    );
 }
 
 fn statuses() -> impl Strategy<Value = ExitStatus> {
     prop_oneof![
         (0i32..256).prop_map(ExitStatus::Code),
-        (1i32..65, any::<bool>()).prop_map(|(signal, core_dumped)| ExitStatus::Signal { signal, core_dumped }),
+        (1i32..65, any::<bool>()).prop_map(|(signal, core_dumped)| ExitStatus::Signal {
+            signal,
+            core_dumped
+        }),
         Just(ExitStatus::Unknown),
     ]
 }

@@ -3,10 +3,8 @@
 use std::{collections::BTreeMap, time::Duration};
 
 use super::kernel_log::KernelLogTail;
-use crate::{
-    units::Bytes,
-    worker::report::{ExitStatus, Intent},
-};
+use crate::report::{ExitStatus, Intent};
+use cotenant_units::Bytes;
 
 /// Everything that is known of the end of one process.
 #[derive(Clone, Debug)]
@@ -137,23 +135,46 @@ impl Evidence {
 
     /// How many processes of its own group were killed for memory meanwhile; `None` when that is not known.
     pub(super) fn group_kills(&self) -> Option<u64> {
-        let after = self.found.after.group.as_ref().or(self.found.before.group.as_ref())?.kills?;
-        let before = self.found.before.group.as_ref().and_then(|group| group.kills).unwrap_or(0);
+        let after = self
+            .found
+            .after
+            .group
+            .as_ref()
+            .or(self.found.before.group.as_ref())?
+            .kills?;
+        let before = self
+            .found
+            .before
+            .group
+            .as_ref()
+            .and_then(|group| group.kills)
+            .unwrap_or(0);
         Some(after.saturating_sub(before))
     }
 
     /// How many processes of the machine were killed for memory meanwhile.
     pub(super) fn machine_kills(&self) -> Option<u64> {
-        Some(self.found.after.machine_kills?.saturating_sub(self.found.before.machine_kills?))
+        Some(
+            self.found
+                .after
+                .machine_kills?
+                .saturating_sub(self.found.before.machine_kills?),
+        )
     }
 
     /// Whether the kernel has counted at least half of `limit` as resident in it. Our choice: a limit of address space also
     /// counts what is reserved and never used, some hundred MiB of stacks and arenas.
     pub(super) fn had_come_near(&self, limit: Bytes) -> bool {
-        self.found.peak_resident.is_some_and(|peak| peak.get() >= limit.get() / 2)
+        self.found
+            .peak_resident
+            .is_some_and(|peak| peak.get() >= limit.get() / 2)
     }
 
     pub(super) fn group(&self) -> Option<&GroupCounters> {
-        self.found.after.group.as_ref().or(self.found.before.group.as_ref())
+        self.found
+            .after
+            .group
+            .as_ref()
+            .or(self.found.before.group.as_ref())
     }
 }

@@ -9,11 +9,13 @@ use std::{
 };
 
 use super::collect::unfit;
-use crate::policy::death::{Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding, ProcessEnd};
+use cotenant_policy::death::{
+    Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding, ProcessEnd,
+};
 
 /// A certificate for a start that gave no process. `error` is the cause with its causes in words, `source` the kernel's
 /// answer to the attempt to execute, where it was that, or what else the kernel refused on the way there.
-pub(in crate::worker) fn not_started(
+pub(crate) fn not_started(
     worker: &str,
     start: u64,
     program: &str,
@@ -93,7 +95,11 @@ pub(in crate::worker) fn not_started(
             error.contains("has no value") || error.contains("argv is empty") || error.contains("has no `}`"),
         ),
     };
-    let class = if source.is_some_and(is_for_want) { DeathClass::SpawnFailed } else { DeathClass::ExecFailed };
+    let class = if source.is_some_and(is_for_want) {
+        DeathClass::SpawnFailed
+    } else {
+        DeathClass::ExecFailed
+    };
     DeathCertificate {
         worker: worker.to_owned(),
         start,
@@ -106,25 +112,33 @@ pub(in crate::worker) fn not_started(
             remedy: Some(remedy),
             needs_operator,
         },
-        end: ProcessEnd { ended_unix_us: unix_us(), ..ProcessEnd::default() },
+        end: ProcessEnd {
+            ended_unix_us: unix_us(),
+            ..ProcessEnd::default()
+        },
         ..DeathCertificate::default()
     }
 }
 
 /// Whether the kernel refused something that it may have another time.
 fn is_for_want(error: &io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE))
+    matches!(
+        error.raw_os_error(),
+        Some(libc::ENOMEM | libc::EAGAIN | libc::EMFILE | libc::ENFILE)
+    )
 }
 
 /// Now, as certificates have it.
 pub(super) fn unix_us() -> u64 {
     SystemTime::now()
         .duration_since(SystemTime::UNIX_EPOCH)
-        .map_or(0, |since| u64::try_from(since.as_micros()).unwrap_or(u64::MAX))
+        .map_or(0, |since| {
+            u64::try_from(since.as_micros()).unwrap_or(u64::MAX)
+        })
 }
 
 /// The file that `program` names, as execvp(3) looks it up.
-pub(in crate::worker) fn find_program(program: &str, env: &BTreeMap<String, String>) -> Option<PathBuf> {
+pub(crate) fn find_program(program: &str, env: &BTreeMap<String, String>) -> Option<PathBuf> {
     if program.is_empty() {
         return None;
     }
@@ -133,14 +147,22 @@ pub(in crate::worker) fn find_program(program: &str, env: &BTreeMap<String, Stri
         return path.exists().then_some(path);
     }
     let path = env.get("PATH").cloned().or_else(|| env::var("PATH").ok())?;
-    let candidates: Vec<PathBuf> = env::split_paths(&path).map(|folder| folder.join(program)).collect();
-    let executable =
-        |path: &&PathBuf| fs::metadata(path).is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0);
-    candidates.iter().find(executable).or_else(|| candidates.iter().find(|path| path.is_file())).cloned()
+    let candidates: Vec<PathBuf> = env::split_paths(&path)
+        .map(|folder| folder.join(program))
+        .collect();
+    let executable = |path: &&PathBuf| {
+        fs::metadata(path)
+            .is_ok_and(|meta| meta.is_file() && meta.permissions().mode() & 0o111 != 0)
+    };
+    candidates
+        .iter()
+        .find(executable)
+        .or_else(|| candidates.iter().find(|path| path.is_file()))
+        .cloned()
 }
 
 /// What a script names in its first line, or the dynamic linker that an ELF file names.
-pub(in crate::worker) fn interpreter(program: &Path) -> Option<String> {
+pub(crate) fn interpreter(program: &Path) -> Option<String> {
     let bytes = read_head(program)?;
     if let Some(line) = bytes.strip_prefix(b"#!") {
         let line = line.split(|&byte| byte == b'\n').next()?;
@@ -148,7 +170,9 @@ pub(in crate::worker) fn interpreter(program: &Path) -> Option<String> {
         return line.split_ascii_whitespace().next().map(str::to_owned);
     }
     // The path of the linker stands in the first page in practice, NUL-terminated.
-    let at = bytes.windows(LINKER.len()).position(|window| window == LINKER)?;
+    let at = bytes
+        .windows(LINKER.len())
+        .position(|window| window == LINKER)?;
     let begin = bytes.get(..at)?.iter().rposition(|&byte| byte == 0)? + 1;
     let path = bytes.get(begin..)?.split(|&byte| byte == 0).next()?;
     let path = String::from_utf8_lossy(path);
@@ -158,7 +182,11 @@ pub(in crate::worker) fn interpreter(program: &Path) -> Option<String> {
 fn read_head(path: &Path) -> Option<Vec<u8>> {
     use std::io::Read;
     let mut bytes = Vec::new();
-    fs::File::open(path).ok()?.take(HEAD_BYTES).read_to_end(&mut bytes).ok()?;
+    fs::File::open(path)
+        .ok()?
+        .take(HEAD_BYTES)
+        .read_to_end(&mut bytes)
+        .ok()?;
     Some(bytes)
 }
 
@@ -174,7 +202,14 @@ mod tests {
 
     fn certificate(program: &str, errno: i32) -> DeathCertificate {
         let error = io::Error::from_raw_os_error(errno);
-        not_started("asr", 3, program, &BTreeMap::new(), &error.to_string(), Some(&error))
+        not_started(
+            "asr",
+            3,
+            program,
+            &BTreeMap::new(),
+            &error.to_string(),
+            Some(&error),
+        )
     }
 
     #[test]
@@ -184,16 +219,40 @@ mod tests {
         fs::write(&script, "#!/nowhere/python3 -u\nprint(1)\n").unwrap();
         let script = script.to_str().unwrap();
         for (program, errno, words, lasting) in [
-            ("/nowhere/asr", libc::ENOENT, "there is no program `/nowhere/asr`", true),
-            (script, libc::ENOENT, "what it needs to run, `/nowhere/python3`, is not", true),
+            (
+                "/nowhere/asr",
+                libc::ENOENT,
+                "there is no program `/nowhere/asr`",
+                true,
+            ),
+            (
+                script,
+                libc::ENOENT,
+                "what it needs to run, `/nowhere/python3`, is not",
+                true,
+            ),
             (script, libc::EACCES, "may not be executed", true),
-            ("/bin/sh", libc::ENOEXEC, "not a program of this machine", true),
+            (
+                "/bin/sh",
+                libc::ENOEXEC,
+                "not a program of this machine",
+                true,
+            ),
             (script, libc::EAGAIN, "may have no more processes", false),
             (script, libc::EMFILE, "may open no more files", false),
-            (script, libc::ENOMEM, "had no memory for another process", false),
+            (
+                script,
+                libc::ENOMEM,
+                "had no memory for another process",
+                false,
+            ),
         ] {
             let certificate = certificate(program, errno);
-            let class = if lasting { DeathClass::ExecFailed } else { DeathClass::SpawnFailed };
+            let class = if lasting {
+                DeathClass::ExecFailed
+            } else {
+                DeathClass::SpawnFailed
+            };
             let verdict = certificate.verdict;
             assert_eq!(verdict.class, class);
             assert!(verdict.sentence.contains(words), "{}", verdict.sentence);

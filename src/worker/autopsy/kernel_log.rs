@@ -64,7 +64,9 @@ impl KernelLog {
             .custom_flags(libc::O_NONBLOCK | libc::O_CLOEXEC)
             .open(path)
             .and_then(|mut file| file.seek(SeekFrom::End(0)).map(|_| file));
-        Self { file: opened.map_err(|error| format!("cannot read `{}`: {error}", path.display())) }
+        Self {
+            file: opened.map_err(|error| format!("cannot read `{}`: {error}", path.display())),
+        }
     }
 
     /// What has been added since, up to a bound. Never waits.
@@ -88,7 +90,9 @@ impl KernelLog {
                 Ok(0) => break,
                 Ok(length) => {
                     // A record comes whole from the kernel; a line of a file may come in two pieces.
-                    rest.push_str(&String::from_utf8_lossy(buffer.get(..length).unwrap_or_default()));
+                    rest.push_str(&String::from_utf8_lossy(
+                        buffer.get(..length).unwrap_or_default(),
+                    ));
                     while let Some((line, after)) = rest.split_once('\n') {
                         tail.records.extend(parse(line));
                         rest = after.to_owned();
@@ -114,9 +118,16 @@ impl KernelLog {
 /// A line of the log, with the head of `/dev/kmsg`, that of `dmesg`, or none; `None` when it explains no end.
 pub(super) fn parse(line: &str) -> Option<KernelRecord> {
     let text = text_of(line.trim())?;
-    let (pid, comm, kind) =
-        parse_oom(text).or_else(|| parse_killed(text)).or_else(|| parse_seccomp(text)).or_else(|| parse_fault(text))?;
-    Some(KernelRecord { pid, comm: comm.to_owned(), kind, text: text.chars().take(TEXT_MAX).collect() })
+    let (pid, comm, kind) = parse_oom(text)
+        .or_else(|| parse_killed(text))
+        .or_else(|| parse_seccomp(text))
+        .or_else(|| parse_fault(text))?;
+    Some(KernelRecord {
+        pid,
+        comm: comm.to_owned(),
+        kind,
+        text: text.chars().take(TEXT_MAX).collect(),
+    })
 }
 
 /// The text behind the head; `None` for a line that a program wrote to `/dev/kmsg`.
@@ -125,7 +136,12 @@ pub(super) fn parse(line: &str) -> Option<KernelRecord> {
 /// by a program (`devkmsg_write` in Linux's `kernel/printk/printk.c`).
 fn text_of(line: &str) -> Option<&str> {
     let line = match line.split_once(';') {
-        Some((head, text)) if head.split(',').take(3).all(|part| part.parse::<u64>().is_ok()) => {
+        Some((head, text))
+            if head
+                .split(',')
+                .take(3)
+                .all(|part| part.parse::<u64>().is_ok()) =>
+        {
             let priority: u64 = head.split(',').next()?.parse().ok()?;
             if priority >= LEVELS {
                 return None;
@@ -138,7 +154,10 @@ fn text_of(line: &str) -> Option<&str> {
 }
 
 fn without_time(line: &str) -> &str {
-    match line.strip_prefix('[').and_then(|rest| rest.split_once("] ")) {
+    match line
+        .strip_prefix('[')
+        .and_then(|rest| rest.split_once("] "))
+    {
         Some((time, text)) if time.trim().parse::<f64>().is_ok() => text.trim_start(),
         _ => line,
     }
@@ -174,33 +193,51 @@ fn parse_killed(text: &str) -> Option<(u32, &str, RecordKind)> {
     let (_, rest) = text.split_once(" process ")?;
     let (pid, rest) = rest.split_once(' ')?;
     let comm = name_in_parentheses(rest)?;
-    let kind = RecordKind::Oom { memcg, group: None, task_group: None };
+    let kind = RecordKind::Oom {
+        memcg,
+        group: None,
+        task_group: None,
+    };
     Some((pid.parse().ok()?, comm, kind))
 }
 
 /// The name in `(name) total-vm:…`; it may hold parentheses itself.
 fn name_in_parentheses(text: &str) -> Option<&str> {
     let rest = text.strip_prefix('(')?;
-    let end = rest.find(") total-vm").or_else(|| rest.find(") ")).or_else(|| rest.rfind(')'))?;
+    let end = rest
+        .find(") total-vm")
+        .or_else(|| rest.find(") "))
+        .or_else(|| rest.rfind(')'))?;
     rest.get(..end)
 }
 
 /// `audit: type=1326 … pid=7 comm="name" … sig=31 … syscall=…`
 fn parse_seccomp(text: &str) -> Option<(u32, &str, RecordKind)> {
-    let rest = text.strip_prefix("audit: ").filter(|rest| rest.contains("type=1326"))?;
+    let rest = text
+        .strip_prefix("audit: ")
+        .filter(|rest| rest.contains("type=1326"))?;
     if !rest.contains(" sig=31") {
         return None;
     }
     let (_, after) = rest.split_once(" pid=")?;
     let (pid, after) = after.split_once(' ')?;
-    let comm = after.split_once("comm=\"").and_then(|(_, name)| name.split_once('"')).map_or("", |(name, _)| name);
+    let comm = after
+        .split_once("comm=\"")
+        .and_then(|(_, name)| name.split_once('"'))
+        .map_or("", |(name, _)| name);
     Some((pid.parse().ok()?, comm, RecordKind::Seccomp))
 }
 
 /// `name[7]: segfault at …`, `traps: name[7] trap invalid opcode …`, `name[7]: unhandled exception: …`
 fn parse_fault(text: &str) -> Option<(u32, &str, RecordKind)> {
     let text = text.strip_prefix("traps: ").unwrap_or(text);
-    let marks = ["]: segfault at ", "] trap ", "] general protection", "]: unhandled ", "]: bad frame"];
+    let marks = [
+        "]: segfault at ",
+        "] trap ",
+        "] general protection",
+        "]: unhandled ",
+        "]: bad frame",
+    ];
     let at = marks.iter().find_map(|mark| text.find(mark))?;
     let (comm, pid) = text.get(..at)?.rsplit_once('[')?;
     Some((pid.parse().ok()?, comm, RecordKind::Fault))
@@ -262,7 +299,10 @@ mod tests {
             Out of memory: Killed process 204356 (tensorrt-edgell) total-vm:21684408kB ...\n\
             Out of memory: Kill process 31 (a (b) c) score 900 or sacrifice child\n\
             3,429,12513578767,-;Out of memory (oom_kill_allocating_task): Killed process 8 (x) total-vm:1kB";
-        let found: Vec<_> = records(text).iter().map(|r| (r.pid, r.comm.clone(), oom(r).0)).collect();
+        let found: Vec<_> = records(text)
+            .iter()
+            .map(|r| (r.pid, r.comm.clone(), oom(r).0))
+            .collect();
         assert_eq!(
             found,
             [
@@ -283,7 +323,10 @@ mod tests {
             asr[79]: unhandled exception: DABT (lower EL), ESR 0x92000046, level 2 translation fault\n\
             audit: type=1326 audit(1.2:3): auid=0 uid=0 gid=0 ses=1 pid=80 comm=\"tts\" exe=\"/tts\" sig=31 arch=c000003e syscall=169 compat=0 ip=0x7f code=0x80000000\n\
             audit: type=1326 audit(1.2:3): pid=81 comm=\"x\" sig=0 arch=c000003e syscall=169 code=0x7ffc0000";
-        let found: Vec<_> = records(text).into_iter().map(|record| (record.pid, record.comm, record.kind)).collect();
+        let found: Vec<_> = records(text)
+            .into_iter()
+            .map(|record| (record.pid, record.comm, record.kind))
+            .collect();
         assert_eq!(
             found,
             [
@@ -301,17 +344,28 @@ mod tests {
         let text = "Out of memory: Killed process 8 (x) total-vm:1kB";
         assert!(parse(&format!("3,429,12513578767,-;{text}")).is_some());
         assert_eq!(parse(&format!("11,430,12513578768,-;{text}")), None);
-        assert_eq!(parse(&format!("12,431,12513578769,-,caller=T7;{text}")), None);
+        assert_eq!(
+            parse(&format!("12,431,12513578769,-,caller=T7;{text}")),
+            None
+        );
     }
 
     #[test]
     fn only_what_is_added_later_is_read() {
         let mut file = tempfile::NamedTempFile::new().unwrap();
-        writeln!(file, "Out of memory: Killed process 1 (before) total-vm:1kB").unwrap();
+        writeln!(
+            file,
+            "Out of memory: Killed process 1 (before) total-vm:1kB"
+        )
+        .unwrap();
         let mut log = KernelLog::from_now(file.path());
         let soon = || Instant::now() + Duration::from_secs(5);
         assert_eq!(log.read(soon()), KernelLogTail::default());
-        writeln!(file, "noise\nOut of memory: Killed process 2 (after) total-vm:1kB").unwrap();
+        writeln!(
+            file,
+            "noise\nOut of memory: Killed process 2 (after) total-vm:1kB"
+        )
+        .unwrap();
         let tail = log.read(soon());
         assert_eq!(tail.records.len(), 1);
         assert_eq!(tail.records[0].pid, 2);

@@ -36,10 +36,8 @@ use super::{
     log::LogLine,
     report::{ExitStatus, Intent},
 };
-use crate::{
-    policy::death::{DeathCertificate, DeathMemory, MemoryPoint, ProcessEnd},
-    units::Bytes,
-};
+use cotenant_policy::death::{DeathCertificate, DeathMemory, MemoryPoint, ProcessEnd};
+use cotenant_units::Bytes;
 
 pub(super) use self::{
     collect::{Life, available, other_versions, unfit},
@@ -70,15 +68,33 @@ pub(super) struct Case {
 
 /// Writes the certificate of one end.
 pub(super) async fn certify(case: Case) -> DeathCertificate {
-    let Case { pid, pidfd, life, status, .. } = case;
+    let Case {
+        pid,
+        pidfd,
+        life,
+        status,
+        ..
+    } = case;
     // What the program was for itself is in stderr; stdout may be anything, such as what people said.
-    let lines = if case.stderr.is_empty() { case.stdout } else { case.stderr };
-    let recent = lines.iter().filter(|line| case.exited_at.saturating_duration_since(line.at) <= RECENT).count();
+    let lines = if case.stderr.is_empty() {
+        case.stdout
+    } else {
+        case.stderr
+    };
+    let recent = lines
+        .iter()
+        .filter(|line| case.exited_at.saturating_duration_since(line.at) <= RECENT)
+        .count();
     let lines: Vec<String> = lines.into_iter().map(|line| line.text).collect();
     let lived = case.exited_at.saturating_duration_since(case.started_at);
     let questions = Questions {
-        killers: matches!(status, ExitStatus::Signal { signal: libc::SIGKILL | libc::SIGTERM, .. })
-            && case.intent.is_none(),
+        killers: matches!(
+            status,
+            ExitStatus::Signal {
+                signal: libc::SIGKILL | libc::SIGTERM,
+                ..
+            }
+        ) && case.intent.is_none(),
         library: missing_library(&lines).map(|library| (library, library_folders(&case.env))),
         program: (lived < PROGRAM_DOUBT && matches!(status, ExitStatus::Code(2 | 126 | 127)))
             .then(|| find_program(&case.program, &case.env))
@@ -93,7 +109,9 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
     }));
     if let Some(life) = life {
         let found = Arc::clone(&found);
-        let gathering = tokio::task::spawn_blocking(move || life.gather(pid, pidfd.as_ref(), &questions, &found));
+        let gathering = tokio::task::spawn_blocking(move || {
+            life.gather(pid, pidfd.as_ref(), &questions, &found);
+        });
         // What is not there by then stays unknown.
         let _ = tokio::time::timeout(GATHER_MAX, gathering).await;
     }
@@ -105,7 +123,11 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         worker: case.worker.clone(),
         pid,
         status,
-        asked: case.intent.map(|intent| Asked { intent, why: case.why, killed: case.killed }),
+        asked: case.intent.map(|intent| Asked {
+            intent,
+            why: case.why,
+            killed: case.killed,
+        }),
         available: alive.or(gathered.available_before).or(gathered.available),
         lived,
         was_ready: case.ready_at.is_some(),
@@ -115,12 +137,18 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
     };
     let verdict = decide::decide(&evidence);
     let mut limits = evidence.found.limits.lines();
-    if let Some((group, limit)) = evidence.group().and_then(|group| Some((group, group.limit?))) {
+    if let Some((group, limit)) = evidence
+        .group()
+        .and_then(|group| Some((group, group.limit?)))
+    {
         limits.push(format!("Memory of group `{}`: {limit}", group.path));
     }
     let (exit_code, signal, core_dumped) = match status {
         ExitStatus::Code(code) => (Some(code), None, false),
-        ExitStatus::Signal { signal, core_dumped } => (None, Some(signal), core_dumped),
+        ExitStatus::Signal {
+            signal,
+            core_dumped,
+        } => (None, Some(signal), core_dumped),
         ExitStatus::Unknown => (None, None, false),
     };
     let last_lines = evidence.lines.len().saturating_sub(LAST_LINES);
@@ -129,7 +157,12 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         start: case.start,
         pid: Some(pid),
         load_progress: progress::load_progress(evidence.lines.iter().map(String::as_str)),
-        last_lines: evidence.lines.iter().skip(last_lines).map(|line| words::shortened(line)).collect(),
+        last_lines: evidence
+            .lines
+            .iter()
+            .skip(last_lines)
+            .map(|line| words::shortened(line))
+            .collect(),
         took_us: u64::try_from(case.exited_at.elapsed().as_micros()).unwrap_or(u64::MAX),
         verdict,
         end: ProcessEnd {
@@ -142,7 +175,9 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
             }),
             ended_unix_us: unix_us(),
             lived_ms: millis(lived),
-            ready_after_ms: case.ready_at.map(|at| millis(at.saturating_duration_since(case.started_at))),
+            ready_after_ms: case
+                .ready_at
+                .map(|at| millis(at.saturating_duration_since(case.started_at))),
         },
         memory: DeathMemory {
             peak_resident: evidence.found.peak_resident,
@@ -172,7 +207,11 @@ impl History {
         if self.points.len() >= HISTORY {
             self.points.pop_front();
         }
-        self.points.push_back(Point { at: Instant::now(), used, available });
+        self.points.push_back(Point {
+            at: Instant::now(),
+            used,
+            available,
+        });
     }
 
     fn before(&self, end: Instant) -> Vec<MemoryPoint> {
@@ -188,17 +227,27 @@ impl History {
 }
 
 fn missing_library(lines: &[String]) -> Option<String> {
-    words::quotes(lines).into_iter().find_map(|quote| match quote.said {
-        Said::MissingLibrary { library } => Some(library),
-        _ => None,
-    })
+    words::quotes(lines)
+        .into_iter()
+        .find_map(|quote| match quote.said {
+            Said::MissingLibrary { library } => Some(library),
+            _ => None,
+        })
 }
 
 /// Where the libraries of CUDA lie: the worker's own path, and those of the distributions and of JetPack.
 pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
-    let own = env.get("LD_LIBRARY_PATH").cloned().or_else(|| std::env::var("LD_LIBRARY_PATH").ok()).unwrap_or_default();
-    let own = own.split(':').filter(|part| !part.is_empty()).map(PathBuf::from);
-    own.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from)).collect()
+    let own = env
+        .get("LD_LIBRARY_PATH")
+        .cloned()
+        .or_else(|| std::env::var("LD_LIBRARY_PATH").ok())
+        .unwrap_or_default();
+    let own = own
+        .split(':')
+        .filter(|part| !part.is_empty())
+        .map(PathBuf::from);
+    own.chain(LIBRARY_FOLDERS.iter().map(PathBuf::from))
+        .collect()
 }
 
 fn millis(span: Duration) -> u64 {

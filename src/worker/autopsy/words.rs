@@ -45,19 +45,32 @@ pub(super) struct Quote {
 /// What the last lines say, the latest first.
 pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
     let first = lines.len().saturating_sub(LINES_MAX);
-    let quoted = lines.iter().enumerate().skip(first).rev().filter_map(|(at, line)| {
-        let said = said(line)?;
-        let earlier = lines.get(first..at).unwrap_or_default();
-        let is_final = lines.len().saturating_sub(at + 1) <= LINES_AFTER_MAX && is_runtimes_own(line.trim(), earlier);
-        Some(Quote { said, line: shortened(line), is_final })
-    });
+    let quoted = lines
+        .iter()
+        .enumerate()
+        .skip(first)
+        .rev()
+        .filter_map(|(at, line)| {
+            let said = said(line)?;
+            let earlier = lines.get(first..at).unwrap_or_default();
+            let is_final = lines.len().saturating_sub(at + 1) <= LINES_AFTER_MAX
+                && is_runtimes_own(line.trim(), earlier);
+            Some(Quote {
+                said,
+                line: shortened(line),
+                is_final,
+            })
+        });
     quoted.collect()
 }
 
 /// Whether a line is a message of a runtime, a driver or the dynamic loader: it begins as theirs do. Lines of a log begin
 /// with the log's own fields, and so does what a log says of others.
 fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
-    if RUNTIMES.iter().any(|(start, rest)| line.strip_prefix(start).is_some_and(|after| after.contains(rest))) {
+    if RUNTIMES.iter().any(|(start, rest)| {
+        line.strip_prefix(start)
+            .is_some_and(|after| after.contains(rest))
+    }) {
         return true;
     }
     // What the C library says of the call: `malloc: Cannot allocate memory`, `malloc of 12 bytes: Cannot allocate memory`.
@@ -66,23 +79,40 @@ fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
         return true;
     }
     // `PROGRAM: message`, with a program whose name has no blanks.
-    let named = line.split_once(": ").filter(|(program, _)| !program.contains(char::is_whitespace));
+    let named = line
+        .split_once(": ")
+        .filter(|(program, _)| !program.contains(char::is_whitespace));
     if named.is_some_and(|(_, message)| {
-        LOADER.iter().any(|(start, rest)| message.starts_with(start) && message.contains(rest))
+        LOADER
+            .iter()
+            .any(|(start, rest)| message.starts_with(start) && message.contains(rest))
     }) {
         return true;
     }
     // `package.KindOfError: message` is an exception that ended a Python program where a traceback stands before it.
     let (kind, message) = line.split_once(": ").unwrap_or((line, ""));
-    let is_name = kind.chars().all(|c| c.is_alphanumeric() || matches!(c, '.' | '_'));
-    if !is_name || earlier.iter().all(|line| line.trim() != "Traceback (most recent call last):") {
+    let is_name = kind
+        .chars()
+        .all(|c| c.is_alphanumeric() || matches!(c, '.' | '_'));
+    if !is_name
+        || earlier
+            .iter()
+            .all(|line| line.trim() != "Traceback (most recent call last):")
+    {
         return false;
     }
-    let marks = HOST_ALLOCATION.iter().chain(&CUDA_ALLOCATION).chain(&CUDA_MISMATCH).chain(&EXCEPTIONS);
+    let marks = HOST_ALLOCATION
+        .iter()
+        .chain(&CUDA_ALLOCATION)
+        .chain(&CUDA_MISMATCH)
+        .chain(&EXCEPTIONS);
     kind.ends_with("MemoryError")
         || kind.ends_with("OutOfMemoryError")
         || marks.into_iter().any(|mark| message.starts_with(mark))
-        || message.split(' ').next().is_some_and(|word| word.contains(".so"))
+        || message
+            .split(' ')
+            .next()
+            .is_some_and(|word| word.contains(".so"))
 }
 
 /// A line without its indentation and with a bounded length.
@@ -104,7 +134,9 @@ pub(super) fn asked_for(line: &str) -> Option<String> {
         let Some((_, rest)) = line.split_once(mark) else {
             continue;
         };
-        let end = rest.find(|c: char| !(c.is_ascii_digit() || c == '.')).unwrap_or(rest.len());
+        let end = rest
+            .find(|c: char| !(c.is_ascii_digit() || c == '.'))
+            .unwrap_or(rest.len());
         let (figure, after) = rest.split_at(end);
         if !figure.is_empty() && after.starts_with(unit) {
             let unit = if unit.is_empty() { " bytes" } else { unit };
@@ -132,12 +164,20 @@ fn said(line: &str) -> Option<Said> {
     if has(&LOCK) {
         return Some(Said::Lock);
     }
-    if has(&["failed to map segment from shared object", "cannot allocate memory in static TLS block"]) {
+    if has(&[
+        "failed to map segment from shared object",
+        "cannot allocate memory in static TLS block",
+    ]) {
         return Some(Said::Allocation(Allocator::Host));
     }
     if let Some((before, _)) = line.split_once(": cannot open shared object file") {
-        let library = before.rsplit([' ', '\'', '"', '(']).next().unwrap_or(before);
-        return Some(Said::MissingLibrary { library: library.rsplit('/').next().unwrap_or(library).to_owned() });
+        let library = before
+            .rsplit([' ', '\'', '"', '('])
+            .next()
+            .unwrap_or(before);
+        return Some(Said::MissingLibrary {
+            library: library.rsplit('/').next().unwrap_or(library).to_owned(),
+        });
     }
     if has(&UNFIT_LIBRARY) {
         return Some(Said::UnfitLibrary);
@@ -230,17 +270,32 @@ const RUNTIMES: [(&str, &str); 31] = [
     ("Fail: Unexpected error: matxException (", ""),
     ("RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED", ""),
     ("RuntimeError: CUDA", ""),
-    ("RuntimeError: The NVIDIA driver on your system is too old", ""),
+    (
+        "RuntimeError: The NVIDIA driver on your system is too old",
+        "",
+    ),
     ("torch.OutOfMemoryError: CUDA", ""),
     ("torch.cuda.OutOfMemoryError: CUDA", ""),
 ];
 
 /// Calls that fail with ENOMEM.
-const ALLOCATORS: [&str; 8] =
-    ["aligned_alloc", "brk", "calloc", "malloc", "mmap", "mremap", "posix_memalign", "realloc"];
+const ALLOCATORS: [&str; 8] = [
+    "aligned_alloc",
+    "brk",
+    "calloc",
+    "malloc",
+    "mmap",
+    "mremap",
+    "posix_memalign",
+    "realloc",
+];
 
 /// Beginnings of further messages of Python exceptions: the C library, PyTorch, ONNX Runtime.
-const EXCEPTIONS: [&str; 3] = ["[Errno 12] Cannot allocate memory", "[enforce fail at alloc_cpu", "[ONNXRuntimeError]"];
+const EXCEPTIONS: [&str; 3] = [
+    "[Errno 12] Cannot allocate memory",
+    "[enforce fail at alloc_cpu",
+    "[ONNXRuntimeError]",
+];
 
 /// Messages of the dynamic loader behind the name of the program: their beginning, and text of the rest.
 pub(super) const LOADER: [(&str, &str); 4] = [
@@ -262,7 +317,12 @@ const UNFIT_LIBRARY: [&str; 7] = [
 ];
 
 /// Messages about locking memory.
-const LOCK: [&str; 4] = ["failed to mlock", "mlock failed", "mlockall failed", "cannot lock memory"];
+const LOCK: [&str; 4] = [
+    "failed to mlock",
+    "mlock failed",
+    "mlockall failed",
+    "cannot lock memory",
+];
 
 /// Messages of programs that give themselves up: assert(3), ggml, PyTorch, the C++ runtime, Rust, glibc's checks of the
 /// heap and the stack, Python.
@@ -306,42 +366,91 @@ mod tests {
     fn messages_of_the_field_are_understood() {
         for (line, expected) in [
             // llama.cpp and the driver on an Orin; PyTorch, cudarc and MatX there.
-            ("NvMapMemAllocInternalTagged: 1075072515 error 12", Said::Allocation(Allocator::NvMap)),
-            ("NvMapMemAllocInternalTagged: error 12", Said::Allocation(Allocator::NvMap)),
-            ("cudaMalloc failed: out of memory", Said::Allocation(Allocator::Cuda)),
-            ("CUDA error: out of memory", Said::Allocation(Allocator::Cuda)),
+            (
+                "NvMapMemAllocInternalTagged: 1075072515 error 12",
+                Said::Allocation(Allocator::NvMap),
+            ),
+            (
+                "NvMapMemAllocInternalTagged: error 12",
+                Said::Allocation(Allocator::NvMap),
+            ),
+            (
+                "cudaMalloc failed: out of memory",
+                Said::Allocation(Allocator::Cuda),
+            ),
+            (
+                "CUDA error: out of memory",
+                Said::Allocation(Allocator::Cuda),
+            ),
             (
                 "llama_model_load: error loading model: unable to allocate CUDA0 buffer",
                 Said::Allocation(Allocator::Cuda),
             ),
-            ("RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at", Said::Allocation(Allocator::Cuda)),
-            ("Error: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")", Said::Allocation(Allocator::Cuda)),
+            (
+                "RuntimeError: NVML_SUCCESS == r INTERNAL ASSERT FAILED at",
+                Said::Allocation(Allocator::Cuda),
+            ),
+            (
+                "Error: DriverError(CUDA_ERROR_OUT_OF_MEMORY, \"out of memory\")",
+                Said::Allocation(Allocator::Cuda),
+            ),
             (
                 "ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 437944320",
                 Said::Allocation(Allocator::Host),
             ),
-            ("  what():  std::bad_alloc", Said::Allocation(Allocator::Host)),
+            (
+                "  what():  std::bad_alloc",
+                Said::Allocation(Allocator::Host),
+            ),
             ("MemoryError", Said::Allocation(Allocator::Host)),
-            ("memory allocation of 1073741824 bytes failed", Said::Allocation(Allocator::Host)),
-            ("fatal error: runtime: out of memory", Said::Allocation(Allocator::Host)),
+            (
+                "memory allocation of 1073741824 bytes failed",
+                Said::Allocation(Allocator::Host),
+            ),
+            (
+                "fatal error: runtime: out of memory",
+                Said::Allocation(Allocator::Host),
+            ),
             (
                 "asr: error while loading shared libraries: libc.so.6: failed to map segment from shared object",
                 Said::Allocation(Allocator::Host),
             ),
             (
                 "./asr: error while loading shared libraries: libvosk.so.1: cannot open shared object file: No such file or directory",
-                Said::MissingLibrary { library: "libvosk.so.1".to_owned() },
+                Said::MissingLibrary {
+                    library: "libvosk.so.1".to_owned(),
+                },
             ),
             (
                 "OSError: /opt/x/libcudart.so.12: cannot open shared object file: No such file or directory",
-                Said::MissingLibrary { library: "libcudart.so.12".to_owned() },
+                Said::MissingLibrary {
+                    library: "libcudart.so.12".to_owned(),
+                },
             ),
-            ("./a: symbol lookup error: ./a: undefined symbol: vosk_new", Said::UnfitLibrary),
-            ("./a: /lib/libc.so.6: version `GLIBC_2.38' not found (required by ./a)", Said::UnfitLibrary),
-            ("CUDA driver version is insufficient for CUDA runtime version", Said::CudaMismatch),
-            ("RuntimeError: The NVIDIA driver on your system is too old (found version 11040).", Said::CudaMismatch),
-            ("a.out: a.c:3: main: Assertion `x == 1' failed.", Said::Assertion),
-            ("GGML_ASSERT: ggml-cuda.cu:256: !\"CUDA error\"", Said::Assertion),
+            (
+                "./a: symbol lookup error: ./a: undefined symbol: vosk_new",
+                Said::UnfitLibrary,
+            ),
+            (
+                "./a: /lib/libc.so.6: version `GLIBC_2.38' not found (required by ./a)",
+                Said::UnfitLibrary,
+            ),
+            (
+                "CUDA driver version is insufficient for CUDA runtime version",
+                Said::CudaMismatch,
+            ),
+            (
+                "RuntimeError: The NVIDIA driver on your system is too old (found version 11040).",
+                Said::CudaMismatch,
+            ),
+            (
+                "a.out: a.c:3: main: Assertion `x == 1' failed.",
+                Said::Assertion,
+            ),
+            (
+                "GGML_ASSERT: ggml-cuda.cu:256: !\"CUDA error\"",
+                Said::Assertion,
+            ),
             ("warning: failed to mlock 1234-byte buffer", Said::Lock),
         ] {
             assert_eq!(one(line), Some(expected), "{line}");
@@ -363,10 +472,19 @@ mod tests {
     #[test]
     fn the_size_of_a_refused_allocation_is_quoted() {
         for (line, size) in [
-            ("alloc_buffer: allocating 2493.32 MiB on device 0: cudaMalloc failed", Some("2493.32 MiB")),
-            ("failed to allocate CUDA0 buffer of size 4294967296", Some("4294967296 bytes")),
+            (
+                "alloc_buffer: allocating 2493.32 MiB on device 0: cudaMalloc failed",
+                Some("2493.32 MiB"),
+            ),
+            (
+                "failed to allocate CUDA0 buffer of size 4294967296",
+                Some("4294967296 bytes"),
+            ),
             ("memory allocation of 12 bytes failed", Some("12 bytes")),
-            ("CUDA out of memory. Tried to allocate 2.00 GiB.", Some("2.00 GiB")),
+            (
+                "CUDA out of memory. Tried to allocate 2.00 GiB.",
+                Some("2.00 GiB"),
+            ),
             ("cudaMalloc failed", None),
         ] {
             assert_eq!(asked_for(line).as_deref(), size, "{line}");

@@ -14,13 +14,11 @@ use std::{
 };
 
 use super::settings::Measure;
-use crate::{
-    probe::{
-        ProbeRoot,
-        cgroup::{Cgroup, CgroupVersion},
-    },
-    units::Bytes,
+use cotenant_probe::{
+    ProbeRoot,
+    cgroup::{Cgroup, CgroupVersion},
 };
+use cotenant_units::Bytes;
 
 /// Where the groups of workers are made.
 #[derive(Clone, Debug)]
@@ -32,7 +30,9 @@ impl Groups {
     /// No worker has a group.
     #[must_use]
     pub fn none(reason: &str) -> Self {
-        Self { parent: Err(reason.to_owned()) }
+        Self {
+            parent: Err(reason.to_owned()),
+        }
     }
 
     /// Makes the supervisor's own group one in which workers can have theirs, if it can be.
@@ -55,10 +55,16 @@ impl Groups {
     pub fn look(roots: &ProbeRoot) -> Self {
         let parent = own(roots).and_then(|parent| {
             let folder = parent.folder();
-            let writable = OpenOptions::new().write(true).open(folder.join("cgroup.procs"));
+            let writable = OpenOptions::new()
+                .write(true)
+                .open(folder.join("cgroup.procs"));
             match (parent.version(), writable) {
-                (_, Err(error)) => Err(format!("`{}` cannot be changed: {error}", folder.display())),
-                (CgroupVersion::V2, Ok(_)) if !hands_down(folder) => shared(folder).map_or(Ok(parent), Err),
+                (_, Err(error)) => {
+                    Err(format!("`{}` cannot be changed: {error}", folder.display()))
+                }
+                (CgroupVersion::V2, Ok(_)) if !hands_down(folder) => {
+                    shared(folder).map_or(Ok(parent), Err)
+                }
                 _ => Ok(parent),
             }
         });
@@ -66,8 +72,10 @@ impl Groups {
     }
 
     /// The processes in each group of a supervisor that does not run any more.
-    pub(in crate::worker) fn of_the_gone(&self, roots: &ProbeRoot) -> Vec<Vec<u32>> {
-        let Ok(parent) = &self.parent else { return Vec::new() };
+    pub(crate) fn of_the_gone(&self, roots: &ProbeRoot) -> Vec<Vec<u32>> {
+        let Ok(parent) = &self.parent else {
+            return Vec::new();
+        };
         let gone = of_the_gone(parent.folder(), roots);
         gone.iter().map(|folder| members(folder)).collect()
     }
@@ -89,19 +97,19 @@ impl Groups {
 
 /// The control group of one worker, empty or not; removed when this is dropped.
 #[derive(Debug)]
-pub(in crate::worker) struct WorkerGroup {
+pub(crate) struct WorkerGroup {
     folder: PathBuf,
     procs: File,
 }
 
 impl WorkerGroup {
     /// Its folder.
-    pub(in crate::worker) fn folder(&self) -> &Path {
+    pub(crate) fn folder(&self) -> &Path {
         &self.folder
     }
 
     /// The processes in it.
-    pub(in crate::worker) fn members(&self) -> Vec<u32> {
+    pub(crate) fn members(&self) -> Vec<u32> {
         members(&self.folder)
     }
 
@@ -109,9 +117,16 @@ impl WorkerGroup {
     ///
     /// In version 2 the unit takes the memory controller back when a supervisor has ended, since the group that hands it
     /// down takes no process, also not the next supervisor. Limits end with it.
-    pub(in crate::worker) fn reopened(folder: PathBuf, limit: Option<Bytes>) -> Option<Self> {
-        let procs = OpenOptions::new().write(true).open(folder.join("cgroup.procs")).ok()?;
-        let version = if folder.join("memory.max").exists() { CgroupVersion::V2 } else { CgroupVersion::V1 };
+    pub(crate) fn reopened(folder: PathBuf, limit: Option<Bytes>) -> Option<Self> {
+        let procs = OpenOptions::new()
+            .write(true)
+            .open(folder.join("cgroup.procs"))
+            .ok()?;
+        let version = if folder.join("memory.max").exists() {
+            CgroupVersion::V2
+        } else {
+            CgroupVersion::V1
+        };
         if let Err(error) = limit_memory(version, &folder, limit) {
             tracing::warn!(folder = %folder.display(), %error, "a worker taken over has no limit of memory");
         }
@@ -122,7 +137,11 @@ impl WorkerGroup {
     pub(super) fn enter(&self) -> io::Result<()> {
         // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 stands for the caller.
         let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
-        if written == 1 { Ok(()) } else { Err(io::Error::last_os_error()) }
+        if written == 1 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 }
 
@@ -137,7 +156,11 @@ impl Drop for WorkerGroup {
 }
 
 /// Makes the group of a worker, and says what is in force.
-pub(super) fn create(groups: &Groups, worker: &str, limit: Option<Bytes>) -> (Option<WorkerGroup>, Measure) {
+pub(super) fn create(
+    groups: &Groups,
+    worker: &str,
+    limit: Option<Bytes>,
+) -> (Option<WorkerGroup>, Measure) {
     let asked = limit.is_some();
     let what = if asked { LIMIT } else { GROUP };
     let measure = |state| Measure { what, state, asked };
@@ -147,13 +170,22 @@ pub(super) fn create(groups: &Groups, worker: &str, limit: Option<Bytes>) -> (Op
     };
     // A number of its own: the group of the start before may be on its way out still, and must not take this one along.
     let number = STARTS.fetch_add(1, Ordering::Relaxed);
-    let folder = parent.folder().join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
+    let folder = parent
+        .folder()
+        .join(format!("{PREFIX}{}-{number}-{worker}", process::id()));
     let made = make(&folder).and_then(|procs| {
-        limit_memory(parent.version(), &folder, limit).map(|words| (WorkerGroup { folder, procs }, words))
+        limit_memory(parent.version(), &folder, limit)
+            .map(|words| (WorkerGroup { folder, procs }, words))
     });
     match made {
         Ok((group, words)) => (Some(group), measure(Ok(words))),
-        Err(error) => (None, measure(Err(format!("no group below `{}`: {error}", parent.folder().display())))),
+        Err(error) => (
+            None,
+            measure(Err(format!(
+                "no group below `{}`: {error}",
+                parent.folder().display()
+            ))),
+        ),
     }
 }
 
@@ -175,7 +207,9 @@ fn make(folder: &Path) -> io::Result<File> {
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => other?,
     }
-    OpenOptions::new().write(true).open(folder.join("cgroup.procs"))
+    OpenOptions::new()
+        .write(true)
+        .open(folder.join("cgroup.procs"))
 }
 
 /// Sets the limit, and that nothing is swapped: `memory.max` alone let a unit of 2 GB have 3.1 GB.
@@ -196,7 +230,9 @@ fn limit_memory(version: CgroupVersion, folder: &Path, limit: Option<Bytes>) -> 
             if let Some(limit) = &limit_text {
                 write("memory.limit_in_bytes", limit)?;
             }
-            let both = limit_text.as_ref().map(|limit| write("memory.memsw.limit_in_bytes", limit));
+            let both = limit_text
+                .as_ref()
+                .map(|limit| write("memory.memsw.limit_in_bytes", limit));
             match both {
                 Some(Ok(())) => Ok(()),
                 _ => write("memory.swappiness", "0"),
@@ -218,7 +254,12 @@ fn limit_memory(version: CgroupVersion, folder: &Path, limit: Option<Bytes>) -> 
 fn own(roots: &ProbeRoot) -> Result<Cgroup, String> {
     let group = Cgroup::own(roots).filter(|group| members(group.folder()).contains(&process::id()));
     let mount = roots.sys("fs/cgroup");
-    group.ok_or_else(|| format!("no group of ours with a memory controller below `{}`", mount.display()))
+    group.ok_or_else(|| {
+        format!(
+            "no group of ours with a memory controller below `{}`",
+            mount.display()
+        )
+    })
 }
 
 fn members(folder: &Path) -> Vec<u32> {
@@ -233,9 +274,16 @@ fn hands_down(folder: &Path) -> bool {
 
 /// Why a group of version 2 cannot hand its controllers down: it is not ours alone.
 fn shared(folder: &Path) -> Option<String> {
-    let others = members(folder).iter().filter(|pid| **pid != process::id()).count();
-    (others > 0)
-        .then(|| format!("`{}` holds {others} other processes; run as a unit with `Delegate=memory`", folder.display()))
+    let others = members(folder)
+        .iter()
+        .filter(|pid| **pid != process::id())
+        .count();
+    (others > 0).then(|| {
+        format!(
+            "`{}` holds {others} other processes; run as a unit with `Delegate=memory`",
+            folder.display()
+        )
+    })
 }
 
 /// Lets a group of version 2 hand the memory controller to its children, and moves us out of the way for that.
@@ -275,7 +323,10 @@ fn of_the_gone(folder: &Path, roots: &ProbeRoot) -> Vec<PathBuf> {
         let pid = owner.and_then(|owner| owner.split('-').next()?.parse::<u32>().ok());
         pid.is_some_and(|pid| pid != process::id() && !roots.proc.join(pid.to_string()).exists())
     };
-    entries.filter(is_of_the_gone).map(|entry| entry.path()).collect()
+    entries
+        .filter(is_of_the_gone)
+        .map(|entry| entry.path())
+        .collect()
 }
 
 const LIMIT: &str = "memory limit";
@@ -309,17 +360,29 @@ mod tests {
 
     #[test]
     fn a_unit_of_its_own_hands_down_and_a_shared_group_is_left_alone() {
-        let unit =
-            [("u/memory.stat", "anon 0\n"), ("u/cgroup.procs", "SELF\n"), ("u/cgroup.subtree_control", "memory\n")];
+        let unit = [
+            ("u/memory.stat", "anon 0\n"),
+            ("u/cgroup.procs", "SELF\n"),
+            ("u/cgroup.subtree_control", "memory\n"),
+        ];
         let (_dir, roots) = tree("0::/u\n", &unit);
         let place = Groups::look(&roots).describe().unwrap();
-        assert!(place.starts_with("version 2, below") && place.ends_with("/u`"), "{place}");
+        assert!(
+            place.starts_with("version 2, below") && place.ends_with("/u`"),
+            "{place}"
+        );
 
-        let session =
-            [("s/memory.stat", "anon 0\n"), ("s/cgroup.procs", "SELF\n1\n2\n"), ("s/cgroup.subtree_control", "")];
+        let session = [
+            ("s/memory.stat", "anon 0\n"),
+            ("s/cgroup.procs", "SELF\n1\n2\n"),
+            ("s/cgroup.subtree_control", ""),
+        ];
         let (_dir, roots) = tree("0::/s\n", &session);
         let reason = Groups::look(&roots).describe().unwrap_err();
-        assert!(reason.ends_with("holds 2 other processes; run as a unit with `Delegate=memory`"), "{reason}");
+        assert!(
+            reason.ends_with("holds 2 other processes; run as a unit with `Delegate=memory`"),
+            "{reason}"
+        );
     }
 
     #[test]
@@ -335,21 +398,36 @@ mod tests {
         // A plain folder has no `cgroup.procs` of its own: what the kernel would refuse is reported, not left out.
         let (group, measure) = create(&groups, "asr", Some(Bytes::from_mib(64)));
         assert!(group.is_none() && measure.asked);
-        assert!(measure.to_string().contains("memory limit: not in force: no group below"), "{measure}");
+        assert!(
+            measure
+                .to_string()
+                .contains("memory limit: not in force: no group below"),
+            "{measure}"
+        );
     }
 
     #[test]
     fn without_a_group_of_ours_the_reason_is_reported() {
-        let (_dir, roots) = tree("0::/\n", &[("memory.stat", "anon 0\n"), ("cgroup.procs", "1\n")]);
+        let (_dir, roots) = tree(
+            "0::/\n",
+            &[("memory.stat", "anon 0\n"), ("cgroup.procs", "1\n")],
+        );
         let reason = Groups::open(&roots).describe().unwrap_err();
-        assert!(reason.starts_with("no group of ours with a memory controller"), "{reason}");
+        assert!(
+            reason.starts_with("no group of ours with a memory controller"),
+            "{reason}"
+        );
     }
 
     #[test]
     fn groups_of_supervisors_that_are_gone_are_swept() {
         let (_dir, roots) = tree("", &[]);
         let parent = roots.sys("fs/cgroup/p");
-        for name in ["cotenant-worker-999999999-asr", "cotenant-worker-7-tts", "other"] {
+        for name in [
+            "cotenant-worker-999999999-asr",
+            "cotenant-worker-7-tts",
+            "other",
+        ] {
             fs::create_dir_all(parent.join(name)).unwrap();
         }
         fs::create_dir_all(roots.proc.join("7")).unwrap();

@@ -25,11 +25,22 @@ pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError
     }
     let user = confinement.user.as_deref().map(user_of).transpose()?;
     let group = confinement.group.as_deref().map(group_of).transpose()?;
-    let uid = user.as_ref().map_or_else(nix::unistd::geteuid, |user| user.0);
-    let gid = group.or_else(|| user.as_ref().and_then(|user| user.1)).unwrap_or_else(nix::unistd::getegid);
-    let named = user.as_ref().and_then(|user| CString::new(user.2.as_str()).ok());
-    let others = named.and_then(|name| getgrouplist(&name, gid).ok()).unwrap_or_default();
-    let name = confinement.user.clone().or_else(|| confinement.group.clone());
+    let uid = user
+        .as_ref()
+        .map_or_else(nix::unistd::geteuid, |user| user.0);
+    let gid = group
+        .or_else(|| user.as_ref().and_then(|user| user.1))
+        .unwrap_or_else(nix::unistd::getegid);
+    let named = user
+        .as_ref()
+        .and_then(|user| CString::new(user.2.as_str()).ok());
+    let others = named
+        .and_then(|name| getgrouplist(&name, gid).ok())
+        .unwrap_or_default();
+    let name = confinement
+        .user
+        .clone()
+        .or_else(|| confinement.group.clone());
     let name = name.unwrap_or_default();
     if uid == nix::unistd::geteuid() && gid == nix::unistd::getegid() {
         return Ok(None);
@@ -38,7 +49,11 @@ pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError
         let needed = bit == CAP_SETGID || uid != nix::unistd::geteuid();
         if needed && !has_capability(bit) {
             let own = nix::unistd::geteuid().as_raw();
-            return Err(ConfineError::Identity { name, own, capability });
+            return Err(ConfineError::Identity {
+                name,
+                own,
+                capability,
+            });
         }
     }
     Ok(Some(Ids {
@@ -51,13 +66,21 @@ pub(super) fn ids(confinement: &Confinement) -> Result<Option<Ids>, ConfineError
 
 impl Ids {
     pub(super) fn measure(&self) -> Measure {
-        Measure { what: "user", state: Ok(self.words.clone()), asked: true }
+        Measure {
+            what: "user",
+            state: Ok(self.words.clone()),
+            asked: true,
+        }
     }
 
     /// Becomes them permanently. Between fork and exec: system calls only.
     pub(super) fn become_them(&self) -> io::Result<()> {
         let done = |result: libc::c_int| {
-            if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+            if result == 0 {
+                Ok(())
+            } else {
+                Err(io::Error::last_os_error())
+            }
         };
         // SAFETY: the list is as long as is said and lives on; the new process has this one thread.
         done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
@@ -72,24 +95,42 @@ impl Ids {
 /// the change from one user to another when neither is root (capabilities(7)). Between fork and exec: a system call only.
 pub(super) fn drop_ambient() -> io::Result<()> {
     // SAFETY: four numbers, of which the last three are not used.
-    if unsafe { libc::prctl(libc::PR_CAP_AMBIENT, libc::PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0) } == 0 {
+    if unsafe {
+        libc::prctl(
+            libc::PR_CAP_AMBIENT,
+            libc::PR_CAP_AMBIENT_CLEAR_ALL,
+            0,
+            0,
+            0,
+        )
+    } == 0
+    {
         return Ok(());
     }
     let error = io::Error::last_os_error();
     // Before Linux 4.3 there are none.
-    if error.raw_os_error() == Some(libc::EINVAL) { Ok(()) } else { Err(error) }
+    if error.raw_os_error() == Some(libc::EINVAL) {
+        Ok(())
+    } else {
+        Err(error)
+    }
 }
 
 /// Uid, its own group, and its name, when it has one.
 type Known = (Uid, Option<Gid>, String);
 
 fn user_of(name: &str) -> Result<Known, ConfineError> {
-    let unknown = || ConfineError::Unknown { kind: "user", name: name.to_owned() };
+    let unknown = || ConfineError::Unknown {
+        kind: "user",
+        name: name.to_owned(),
+    };
     let found = match name.parse::<u32>() {
         Ok(number) => {
             let uid = Uid::from_raw(number);
             let user = User::from_uid(uid).ok().flatten();
-            return Ok(user.map_or((uid, None, String::new()), |user| (uid, Some(user.gid), user.name)));
+            return Ok(user.map_or((uid, None, String::new()), |user| {
+                (uid, Some(user.gid), user.name)
+            }));
         }
         Err(_) => User::from_name(name).ok().flatten(),
     };
@@ -102,7 +143,12 @@ fn group_of(name: &str) -> Result<Gid, ConfineError> {
         return Ok(Gid::from_raw(number));
     }
     let found = Group::from_name(name).ok().flatten();
-    found.map(|group| group.gid).ok_or_else(|| ConfineError::Unknown { kind: "group", name: name.to_owned() })
+    found
+        .map(|group| group.gid)
+        .ok_or_else(|| ConfineError::Unknown {
+            kind: "group",
+            name: name.to_owned(),
+        })
 }
 
 /// The limits as the kernel takes them.
@@ -116,8 +162,10 @@ pub(super) fn limits(
         .iter()
         .map(|(resource, limit)| {
             let wanted = limit.unwrap_or(libc::RLIM_INFINITY);
-            let hard =
-                hard_limit(*resource).map_err(|source| ConfineError::System { what: "resource limits", source })?;
+            let hard = hard_limit(*resource).map_err(|source| ConfineError::System {
+                what: "resource limits",
+                source,
+            })?;
             if wanted > hard && !has_capability(CAP_SYS_RESOURCE) {
                 return Err(ConfineError::Resource {
                     resource: resource.name(),
@@ -132,7 +180,10 @@ pub(super) fn limits(
 
 /// Sets soft and hard limit of the calling process: one system call.
 pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<()> {
-    let both = libc::rlimit { rlim_cur: limit, rlim_max: limit };
+    let both = libc::rlimit {
+        rlim_cur: limit,
+        rlim_max: limit,
+    };
     // SAFETY: `both` is valid for reads.
     if unsafe { libc::setrlimit(number_of(resource), &raw const both) } == 0 {
         Ok(())
@@ -142,7 +193,10 @@ pub(super) fn set_limit(resource: Resource, limit: libc::rlim_t) -> io::Result<(
 }
 
 fn hard_limit(resource: Resource) -> io::Result<libc::rlim_t> {
-    let mut both = libc::rlimit { rlim_cur: 0, rlim_max: 0 };
+    let mut both = libc::rlimit {
+        rlim_cur: 0,
+        rlim_max: 0,
+    };
     // SAFETY: `both` is valid for writes.
     if unsafe { libc::getrlimit(number_of(resource), &raw mut both) } == 0 {
         Ok(both.rlim_max)
@@ -185,16 +239,30 @@ mod tests {
 
     #[test]
     fn who_does_not_exist_is_named() {
-        let confinement = Confinement { user: Some("no-such-user".to_owned()), ..Confinement::default() };
-        assert_eq!(ids(&confinement).unwrap_err().to_string(), "user `no-such-user` does not exist");
-        let confinement = Confinement { group: Some("no-such-group".to_owned()), ..Confinement::default() };
-        assert_eq!(ids(&confinement).unwrap_err().to_string(), "group `no-such-group` does not exist");
+        let confinement = Confinement {
+            user: Some("no-such-user".to_owned()),
+            ..Confinement::default()
+        };
+        assert_eq!(
+            ids(&confinement).unwrap_err().to_string(),
+            "user `no-such-user` does not exist"
+        );
+        let confinement = Confinement {
+            group: Some("no-such-group".to_owned()),
+            ..Confinement::default()
+        };
+        assert_eq!(
+            ids(&confinement).unwrap_err().to_string(),
+            "group `no-such-group` does not exist"
+        );
     }
 
     #[test]
     fn another_user_needs_the_right_and_says_which() {
-        let confinement =
-            Confinement { user: Some((nix::unistd::geteuid().as_raw() + 4321).to_string()), ..Confinement::default() };
+        let confinement = Confinement {
+            user: Some((nix::unistd::geteuid().as_raw() + 4321).to_string()),
+            ..Confinement::default()
+        };
         match ids(&confinement) {
             Ok(ids) => assert!(ids.is_some() && has_capability(CAP_SETUID)),
             Err(error) => {

@@ -21,7 +21,7 @@ pub(super) use group::WorkerGroup;
 pub(super) use settings::Surroundings;
 pub use settings::{ConfineError, Measure};
 
-pub use crate::config::{Confinement, FileAccess, Resource, SyscallFilter};
+pub use cotenant_config::{Confinement, FileAccess, Resource, SyscallFilter};
 
 /// A confinement that the new process puts into force.
 #[derive(Debug)]
@@ -47,7 +47,13 @@ pub fn survey(
     program: &str,
     working_dir: Option<&std::path::Path>,
 ) -> Result<Vec<Measure>, ConfineError> {
-    let around = Surroundings { worker: "", program, working_dir, socket_dir: None, watched: None };
+    let around = Surroundings {
+        worker: "",
+        program,
+        working_dir,
+        socket_dir: None,
+        watched: None,
+    };
     let mut measures = vec![group::foresee(groups, confinement.memory)];
     identity::limits(&confinement.resources)?;
     measures.extend(limits_measure(confinement));
@@ -86,8 +92,20 @@ impl Prepared {
                 None
             }
         };
-        let (steps, step) = io::pipe().map_err(|source| ConfineError::System { what: "a pipe", source })?;
-        Ok(Self { group, limits, ids, ruleset, filter, steps, step, measures })
+        let (steps, step) = io::pipe().map_err(|source| ConfineError::System {
+            what: "a pipe",
+            source,
+        })?;
+        Ok(Self {
+            group,
+            limits,
+            ids,
+            ruleset,
+            filter,
+            steps,
+            step,
+            measures,
+        })
     }
 
     /// Puts into force what needs the supervisor's rights: group, limits, user. To be called between fork and exec.
@@ -136,7 +154,12 @@ impl Prepared {
 
     /// What the new process was doing when it failed, and the group that is left. To be called once it is there or not.
     pub(super) fn finish(self) -> (Option<WorkerGroup>, Option<&'static str>) {
-        let Self { mut steps, step, group, .. } = self;
+        let Self {
+            mut steps,
+            step,
+            group,
+            ..
+        } = self;
         drop(step);
         let mut done = Vec::new();
         // Both ends were close-on-exec, and ours is closed: this ends at once.
@@ -191,13 +214,21 @@ fn limits_measure(confinement: &Confinement) -> Option<Measure> {
             None => format!("{} unlimited", resource.name()),
         })
         .collect();
-    Some(Measure { what: "resource limits", state: Ok(words.join(", ")), asked: true })
+    Some(Measure {
+        what: "resource limits",
+        state: Ok(words.join(", ")),
+        asked: true,
+    })
 }
 
 fn required(confinement: &Confinement, measures: &[Measure]) -> Result<(), ConfineError> {
-    let missing = measures.iter().find(|measure| measure.asked && measure.state.is_err());
+    let missing = measures
+        .iter()
+        .find(|measure| measure.asked && measure.state.is_err());
     match missing {
-        Some(measure) if confinement.required => Err(ConfineError::Required { measure: measure.to_string() }),
+        Some(measure) if confinement.required => Err(ConfineError::Required {
+            measure: measure.to_string(),
+        }),
         _ => Ok(()),
     }
 }

@@ -8,8 +8,8 @@ use std::{
 };
 
 use landlock::{
-    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, PathFd, Ruleset, RulesetAttr as _,
-    RulesetCreatedAttr as _,
+    ABI, Access as _, AccessFs, CompatLevel, Compatible as _, PathBeneath, PathFd, Ruleset,
+    RulesetAttr as _, RulesetCreatedAttr as _,
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
@@ -19,9 +19,20 @@ use super::{
 };
 
 /// Builds the walls around files, and says what is in force.
-pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (Option<OwnedFd>, Option<Measure>) {
-    let Some(access) = access else { return (None, None) };
-    let measure = |state| Some(Measure { what: "files", state, asked: true });
+pub(super) fn files(
+    access: Option<&FileAccess>,
+    around: &Surroundings<'_>,
+) -> (Option<OwnedFd>, Option<Measure>) {
+    let Some(access) = access else {
+        return (None, None);
+    };
+    let measure = |state| {
+        Some(Measure {
+            what: "files",
+            state,
+            asked: true,
+        })
+    };
     let version = landlock_version();
     if version < 1 {
         return (None, measure(Err("this kernel has no Landlock".to_owned())));
@@ -35,7 +46,10 @@ pub(super) fn files(access: Option<&FileAccess>, around: &Surroundings<'_>) -> (
             );
             (Some(fd), measure(Ok(words)))
         }
-        Ok(None) => (None, measure(Err("this kernel has Landlock switched off".to_owned()))),
+        Ok(None) => (
+            None,
+            measure(Err("this kernel has Landlock switched off".to_owned())),
+        ),
         Err(reason) => (None, measure(Err(reason))),
     }
 }
@@ -71,8 +85,14 @@ fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<Owne
             Err(_) => continue,
         };
         // Rights that only folders have are refused for a file.
-        let rights = if path.is_dir() { rights } else { rights & AccessFs::from_file(abi) };
-        ruleset = ruleset.add_rule(PathBeneath::new(fd, rights)).map_err(|error| words(&error))?;
+        let rights = if path.is_dir() {
+            rights
+        } else {
+            rights & AccessFs::from_file(abi)
+        };
+        ruleset = ruleset
+            .add_rule(PathBeneath::new(fd, rights))
+            .map_err(|error| words(&error))?;
     }
     Ok(ruleset.into())
 }
@@ -82,7 +102,9 @@ fn program_dir(program: &str) -> Option<PathBuf> {
     let path = if program.contains('/') {
         PathBuf::from(program)
     } else {
-        env::split_paths(&env::var_os("PATH")?).map(|folder| folder.join(program)).find(|path| path.is_file())?
+        env::split_paths(&env::var_os("PATH")?)
+            .map(|folder| folder.join(program))
+            .find(|path| path.is_file())?
     };
     path.canonicalize().ok()?.parent().map(Path::to_path_buf)
 }
@@ -120,7 +142,8 @@ pub(super) fn process_wall() -> Result<OwnedFd, String> {
         .handle_access(AccessFs::MakeBlock)
         .and_then(Ruleset::create)
         .map_err(|error| error.to_string())?;
-    Option::<OwnedFd>::from(ruleset).ok_or_else(|| "this kernel has Landlock switched off".to_owned())
+    Option::<OwnedFd>::from(ruleset)
+        .ok_or_else(|| "this kernel has Landlock switched off".to_owned())
 }
 
 /// Keeps others of our user from this process's memory where Landlock does not keep workers from it. Not from root.
@@ -143,9 +166,18 @@ pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measur
     if filter == SyscallFilter::All {
         return (None, None);
     }
-    let measure = |state| Some(Measure { what: "system calls", state, asked: true });
+    let measure = |state| {
+        Some(Measure {
+            what: "system calls",
+            state,
+            asked: true,
+        })
+    };
     if !has_seccomp() {
-        return (None, measure(Err("this kernel has no seccomp filters".to_owned())));
+        return (
+            None,
+            measure(Err("this kernel has no seccomp filters".to_owned())),
+        );
     }
     match program() {
         Ok(program) => {
@@ -161,7 +193,9 @@ pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measur
 }
 
 fn program() -> Result<BpfProgram, String> {
-    let arch: TargetArch = env::consts::ARCH.try_into().map_err(|error| format!("{error}"))?;
+    let arch: TargetArch = env::consts::ARCH
+        .try_into()
+        .map_err(|error| format!("{error}"))?;
     let rules: BTreeMap<i64, Vec<_>> = REFUSED.iter().map(|number| (*number, Vec::new())).collect();
     let refuse = SeccompAction::Errno(libc::EPERM.unsigned_abs());
     SeccompFilter::new(rules, SeccompAction::Allow, refuse, arch)
@@ -173,20 +207,40 @@ fn program() -> Result<BpfProgram, String> {
 fn has_seccomp() -> bool {
     let action: u32 = libc::SECCOMP_RET_ERRNO;
     // SAFETY: `action` is valid for reads, and the flags must be 0.
-    let result =
-        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_GET_ACTION_AVAIL, 0, std::ptr::from_ref(&action)) };
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_GET_ACTION_AVAIL,
+            0,
+            std::ptr::from_ref(&action),
+        )
+    };
     result == 0
 }
 
 /// Puts the filter into force, for the calling process and all that it starts: system calls only.
 pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
     no_new_privileges()?;
-    let length = libc::c_ushort::try_from(program.len()).map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
-    let filter = libc::sock_fprog { len: length, filter: program.as_ptr().cast_mut().cast() };
+    let length = libc::c_ushort::try_from(program.len())
+        .map_err(|_| io::Error::from_raw_os_error(libc::E2BIG))?;
+    let filter = libc::sock_fprog {
+        len: length,
+        filter: program.as_ptr().cast_mut().cast(),
+    };
     // SAFETY: `filter` points to `len` instructions of the kernel's own layout, which the kernel only reads.
-    let result =
-        unsafe { libc::syscall(libc::SYS_seccomp, libc::SECCOMP_SET_MODE_FILTER, 0, std::ptr::from_ref(&filter)) };
-    if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    let result = unsafe {
+        libc::syscall(
+            libc::SYS_seccomp,
+            libc::SECCOMP_SET_MODE_FILTER,
+            0,
+            std::ptr::from_ref(&filter),
+        )
+    };
+    if result == 0 {
+        Ok(())
+    } else {
+        Err(io::Error::last_os_error())
+    }
 }
 
 /// Neither wall may be put up by a process that could gain rights by executing a program.
@@ -200,7 +254,17 @@ fn no_new_privileges() -> io::Result<()> {
 }
 
 /// What programs and their libraries read. What is not there is left out.
-const SYSTEM_READ: [&str; 9] = ["/usr", "/lib", "/lib64", "/bin", "/sbin", "/etc", "/proc", "/sys", "/opt/nvidia"];
+const SYSTEM_READ: [&str; 9] = [
+    "/usr",
+    "/lib",
+    "/lib64",
+    "/bin",
+    "/sbin",
+    "/etc",
+    "/proc",
+    "/sys",
+    "/opt/nvidia",
+];
 
 /// Devices; their own modes and groups still hold. CUDA on a Jetson opens a dozen below `/dev`, and shared memory is
 /// in `/dev/shm`.
@@ -268,8 +332,17 @@ mod tests {
 
     #[test]
     fn a_path_that_is_not_there_is_named_and_not_left_out() {
-        let access = FileAccess { read: vec!["/nowhere/models".into()], write: Vec::new() };
-        let around = Surroundings { worker: "asr", program: "sh", working_dir: None, socket_dir: None, watched: None };
+        let access = FileAccess {
+            read: vec!["/nowhere/models".into()],
+            write: Vec::new(),
+        };
+        let around = Surroundings {
+            worker: "asr",
+            program: "sh",
+            working_dir: None,
+            socket_dir: None,
+            watched: None,
+        };
         let (fd, measure) = files(Some(&access), &around);
         let measure = measure.unwrap();
         assert!(fd.is_none() && measure.state.is_err());

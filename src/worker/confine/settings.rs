@@ -23,14 +23,14 @@ impl fmt::Display for Measure {
 }
 
 /// What a start needs to know beside the confinement itself.
-pub(in crate::worker) struct Surroundings<'a> {
-    pub(in crate::worker) worker: &'a str,
-    pub(in crate::worker) program: &'a str,
-    pub(in crate::worker) working_dir: Option<&'a Path>,
+pub(crate) struct Surroundings<'a> {
+    pub(crate) worker: &'a str,
+    pub(crate) program: &'a str,
+    pub(crate) working_dir: Option<&'a Path>,
     /// Folder in which it makes its socket.
-    pub(in crate::worker) socket_dir: Option<&'a Path>,
+    pub(crate) socket_dir: Option<&'a Path>,
     /// What it watches for memory pressure.
-    pub(in crate::worker) watched: Option<&'a Path>,
+    pub(crate) watched: Option<&'a Path>,
 }
 
 /// Why a worker cannot be confined as it must be.
@@ -46,7 +46,9 @@ pub enum ConfineError {
         name: String,
     },
     /// The supervisor may not become another user.
-    #[error("cannot run as user `{name}`: the supervisor runs as uid {own} and lacks `{capability}`")]
+    #[error(
+        "cannot run as user `{name}`: the supervisor runs as uid {own} and lacks `{capability}`"
+    )]
     Identity {
         /// As configured.
         name: String,
@@ -56,7 +58,9 @@ pub enum ConfineError {
         capability: &'static str,
     },
     /// A resource limit is above what the supervisor itself may have.
-    #[error("cannot set `limits.{resource}` to {wanted}: the supervisor's own hard limit is {hard}")]
+    #[error(
+        "cannot set `limits.{resource}` to {wanted}: the supervisor's own hard limit is {hard}"
+    )]
     Resource {
         /// Its name in the configuration.
         resource: &'static str,

@@ -15,19 +15,19 @@ use super::{
     pocketsphinx::{Decoder, ModelFiles, Pocketsphinx, Search, SphinxError},
     serve::{EngineThread, ListenArgs, artifact, keep_large_blocks_apart, own_rss, serve, trim},
 };
-use crate::{
-    speech::{
-        audio::{ASR_RATE_HZ, MonoAudio, PcmDecoder},
-        resample::Resampler,
-        server::{Activity, BAD_REQUEST, BUSY, Refusal, Reply, Service, Session, SessionError, TOO_LONG},
-        wyoming::{
-            AudioFormat, Event, Info,
-            event::{Resized, Text, Transcript, TranscriptStart},
-            info::{AsrProgram, Model},
-        },
+use cotenant_speech::{
+    audio::{ASR_RATE_HZ, MonoAudio, PcmDecoder},
+    resample::Resampler,
+    server::{
+        Activity, BAD_REQUEST, BUSY, Refusal, Reply, Service, Session, SessionError, TOO_LONG,
     },
-    units::Bytes,
+    wyoming::{
+        AudioFormat, Event, Info,
+        event::{Resized, Text, Transcript, TranscriptStart},
+        info::{AsrProgram, Model},
+    },
 };
+use cotenant_units::Bytes;
 
 /// Options of `cotenant worker asr`.
 #[derive(Clone, Debug, clap::Args)]
@@ -62,7 +62,9 @@ impl Vocabulary {
     /// The vocabulary with this name.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
-        [Self::Grammar, Self::Open].into_iter().find(|known| known.name() == name)
+        [Self::Grammar, Self::Open]
+            .into_iter()
+            .find(|known| known.name() == name)
     }
 
     /// Its name as a variant.
@@ -107,7 +109,13 @@ impl Recogniser {
         let make = move || {
             let engine = Pocketsphinx::load().map_err(|error| VerbError::Asr(error.into()))?;
             let files = ModelFiles::find(folder.as_deref()).map_err(VerbError::Asr)?;
-            let mut engine = Engine { engine, files, grammar, vocabulary, decoder: None };
+            let mut engine = Engine {
+                engine,
+                files,
+                grammar,
+                vocabulary,
+                decoder: None,
+            };
             engine.switch(vocabulary).map_err(VerbError::Asr)?;
             Ok(engine)
         };
@@ -120,7 +128,10 @@ impl Recogniser {
                 let _ = reply.send(engine.resize(vocabulary));
             }
         })?;
-        Ok(Self { engine, room: Arc::new(Semaphore::new(RECORDED_SAMPLES_MAX)) })
+        Ok(Self {
+            engine,
+            room: Arc::new(Semaphore::new(RECORDED_SAMPLES_MAX)),
+        })
     }
 }
 
@@ -129,7 +140,12 @@ impl Service for Recogniser {
 
     fn info(&self) -> Info {
         let english = |name: &str, description: &str| Model {
-            artifact: artifact(name, description, "CMU Sphinx", "https://cmusphinx.github.io"),
+            artifact: artifact(
+                name,
+                description,
+                "CMU Sphinx",
+                "https://cmusphinx.github.io",
+            ),
             languages: vec!["en".to_owned(), "en-US".to_owned()],
             speakers: Vec::new(),
         };
@@ -152,7 +168,11 @@ impl Service for Recogniser {
     }
 
     fn session(&self) -> Hearing {
-        Hearing { engine: self.engine.clone(), room: Arc::clone(&self.room), recording: None }
+        Hearing {
+            engine: self.engine.clone(),
+            room: Arc::clone(&self.room),
+            recording: None,
+        }
     }
 }
 
@@ -195,17 +215,25 @@ impl Recording {
             Some(resampler) => resampler.push(&samples).map_err(|error| bad(&error))?,
         };
         if self.samples.len() + samples.len() > RECORDING_SAMPLES_MAX {
-            let text = format!("recording is longer than the limit of {} s", RECORDING_MAX.as_secs());
+            let text = format!(
+                "recording is longer than the limit of {} s",
+                RECORDING_MAX.as_secs()
+            );
             return Err(Refusal::new(TOO_LONG, text));
         }
         if self.samples.capacity() < self.samples.len() + samples.len() {
             // Doubling would take twice of what there is in the end.
             let step = RECORDING_STEP.max(samples.len());
             let permits = u32::try_from(step).unwrap_or(u32::MAX);
-            let held = Arc::clone(&self.room).try_acquire_many_owned(permits).map_err(|_full| {
-                let text = format!("other recordings leave no room of {} s", RECORDED_SAMPLES_MAX / RATE);
-                Refusal::new(BUSY, text)
-            })?;
+            let held = Arc::clone(&self.room)
+                .try_acquire_many_owned(permits)
+                .map_err(|_full| {
+                    let text = format!(
+                        "other recordings leave no room of {} s",
+                        RECORDED_SAMPLES_MAX / RATE
+                    );
+                    Refusal::new(BUSY, text)
+                })?;
             self.held.push(held);
             self.samples.reserve_exact(step);
         }
@@ -216,7 +244,8 @@ impl Recording {
     /// The samples, and what is held for them.
     fn finish(mut self) -> Result<(Vec<i16>, Vec<OwnedSemaphorePermit>), Refusal> {
         if let Some(resampler) = self.resampler {
-            self.samples.extend(resampler.finish().map_err(|error| bad(&error))?);
+            self.samples
+                .extend(resampler.finish().map_err(|error| bad(&error))?);
         }
         Ok((self.samples, self.held))
     }
@@ -230,14 +259,15 @@ impl Session for Hearing {
                 Ok(())
             }
             Event::AudioChunk(chunk) => {
-                let recording = self
-                    .recording
-                    .as_mut()
-                    .ok_or_else(|| Refusal::new(BAD_REQUEST, "`audio-chunk` without `audio-start`"))?;
+                let recording = self.recording.as_mut().ok_or_else(|| {
+                    Refusal::new(BAD_REQUEST, "`audio-chunk` without `audio-start`")
+                })?;
                 if chunk.format != recording.decoder.format() {
-                    return Err(
-                        Refusal::new(BAD_REQUEST, "`audio-chunk` differs in format from its `audio-start`").into()
-                    );
+                    return Err(Refusal::new(
+                        BAD_REQUEST,
+                        "`audio-chunk` differs in format from its `audio-start`",
+                    )
+                    .into());
                 }
                 Ok(recording.push(&chunk.audio)?)
             }
@@ -246,19 +276,28 @@ impl Session for Hearing {
                 // Nothing recorded is nothing said.
                 let (samples, _held) = recording.map_or(Ok(<_>::default()), Recording::finish)?;
                 let text = hear(&self.engine, &samples, reply).await?;
-                let transcript = Event::Transcript(Transcript { text, language: Some("en".to_owned()), context: None });
+                let transcript = Event::Transcript(Transcript {
+                    text,
+                    language: Some("en".to_owned()),
+                    context: None,
+                });
                 Ok(reply.send(transcript).await?)
             }
             Event::Resize(wanted) => {
                 let vocabulary = Vocabulary::named(&wanted.variant).ok_or_else(|| {
-                    let text = format!("no variant `{}`; there are `grammar` and `open`", wanted.variant);
+                    let text = format!(
+                        "no variant `{}`; there are `grammar` and `open`",
+                        wanted.variant
+                    );
                     Refusal::new(BAD_REQUEST, text)
                 })?;
                 let ask = |reply| Job::Resize { vocabulary, reply };
                 let rss = self.engine.ask(ask).await.ok_or_else(busy)?;
                 let rss = rss.map_err(|error| Refusal::new("cannot-resize", error.to_string()))?;
-                let resized =
-                    Event::Resized(Resized { variant: vocabulary.name().to_owned(), rss_bytes: rss.map(Bytes::get) });
+                let resized = Event::Resized(Resized {
+                    variant: vocabulary.name().to_owned(),
+                    rss_bytes: rss.map(Bytes::get),
+                });
                 Ok(reply.send(resized).await?)
             }
             _ => Ok(()),
@@ -275,11 +314,17 @@ impl Session for Hearing {
 
 /// The words of a recording. A long one is heard in parts, each followed by a piece of the transcript: a sign of life, and
 /// what others have recorded is heard in between.
-async fn hear(engine: &EngineThread<Job>, samples: &[i16], reply: &Reply) -> Result<String, SessionError> {
+async fn hear(
+    engine: &EngineThread<Job>,
+    samples: &[i16],
+    reply: &Reply,
+) -> Result<String, SessionError> {
     if samples.len() <= PART_MAX {
         return Ok(hear_part(engine, samples).await?);
     }
-    reply.send(Event::TranscriptStart(TranscriptStart::default())).await?;
+    reply
+        .send(Event::TranscriptStart(TranscriptStart::default()))
+        .await?;
     let mut text = String::new();
     for part in parts_of(samples) {
         let mut heard = hear_part(engine, part).await?;
@@ -287,7 +332,9 @@ async fn hear(engine: &EngineThread<Job>, samples: &[i16], reply: &Reply) -> Res
             heard.insert(0, ' ');
         }
         text.push_str(&heard);
-        reply.send(Event::TranscriptChunk(Text { text: heard })).await?;
+        reply
+            .send(Event::TranscriptChunk(Text { text: heard }))
+            .await?;
     }
     Ok(text)
 }
@@ -300,12 +347,19 @@ async fn hear_part(engine: &EngineThread<Job>, samples: &[i16]) -> Result<String
     audio.pad(PAD_BEFORE, PAD_AFTER);
     let samples = audio.samples;
     let heard = engine.ask(|reply| Job::Hear { samples, reply }).await;
-    heard.ok_or_else(busy)?.map_err(|error| Refusal::new("engine-failed", error.to_string()))
+    heard
+        .ok_or_else(busy)?
+        .map_err(|error| Refusal::new("engine-failed", error.to_string()))
 }
 
 /// Cuts a long recording in its pauses, and where there is none in so long a time, where it is quietest.
 fn parts_of(samples: &[i16]) -> Vec<&[i16]> {
-    let level = |frame: &[i16]| frame.iter().map(|sample| u64::from(sample.unsigned_abs())).sum::<u64>();
+    let level = |frame: &[i16]| {
+        frame
+            .iter()
+            .map(|sample| u64::from(sample.unsigned_abs()))
+            .sum::<u64>()
+    };
     let levels: Vec<u64> = samples.chunks(FRAME).map(level).collect();
     let mut sorted = levels.clone();
     sorted.sort_unstable();
@@ -354,8 +408,14 @@ fn busy() -> Refusal {
 
 /// What the engine's thread is asked.
 enum Job {
-    Hear { samples: Vec<i16>, reply: oneshot::Sender<Result<String, SphinxError>> },
-    Resize { vocabulary: Vocabulary, reply: oneshot::Sender<Result<Option<Bytes>, SphinxError>> },
+    Hear {
+        samples: Vec<i16>,
+        reply: oneshot::Sender<Result<String, SphinxError>>,
+    },
+    Resize {
+        vocabulary: Vocabulary,
+        reply: oneshot::Sender<Result<Option<Bytes>, SphinxError>>,
+    },
 }
 
 /// The decoder and what is needed to load another.
@@ -373,7 +433,9 @@ impl Engine {
         if self.decoder.is_none() {
             self.switch(self.vocabulary)?;
         }
-        self.decoder.as_mut().map_or(Ok(String::new()), |decoder| decoder.hear(samples))
+        self.decoder
+            .as_mut()
+            .map_or(Ok(String::new()), |decoder| decoder.hear(samples))
     }
 
     /// Takes another size; returns the resident set afterwards.
@@ -409,13 +471,22 @@ impl Engine {
 }
 
 fn read_grammar(path: &Path) -> Result<String, VerbError> {
-    let failed = |source| VerbError::Grammar { path: path.to_owned(), source };
+    let failed = |source| VerbError::Grammar {
+        path: path.to_owned(),
+        source,
+    };
     let file = fs::File::open(path).map_err(failed)?;
     let mut text = String::new();
-    file.take(GRAMMAR_MAX.get() + 1).read_to_string(&mut text).map_err(failed)?;
+    file.take(GRAMMAR_MAX.get() + 1)
+        .read_to_string(&mut text)
+        .map_err(failed)?;
     let bytes = Bytes::of_len(text.len());
     if bytes > GRAMMAR_MAX {
-        return Err(VerbError::GrammarTooLong { path: path.to_owned(), bytes, most: GRAMMAR_MAX });
+        return Err(VerbError::GrammarTooLong {
+            path: path.to_owned(),
+            bytes,
+            most: GRAMMAR_MAX,
+        });
     }
     Ok(text)
 }
@@ -457,7 +528,8 @@ mod tests {
 
     #[test]
     fn a_long_recording_is_cut_in_its_pauses_and_nothing_of_it_is_lost() {
-        let spoken = |seconds: usize| (0..seconds * RATE).map(|at| if at % 80 < 40 { 4000 } else { -4000 });
+        let spoken =
+            |seconds: usize| (0..seconds * RATE).map(|at| if at % 80 < 40 { 4000 } else { -4000 });
         let silence = |tenths: usize| std::iter::repeat_n(3i16, tenths * RATE / 10);
         let mut samples: Vec<i16> = silence(10).chain(spoken(3)).chain(silence(20)).collect();
         samples.extend(spoken(4).chain(silence(5)).chain(spoken(40)));
@@ -465,10 +537,18 @@ mod tests {
         assert_eq!(parts.concat(), samples);
         assert!(parts.iter().all(|part| part.len() <= PART_MAX));
         let first = parts[0].len();
-        assert!((4 * RATE..5 * RATE).contains(&first), "cut in the first pause: {first}");
+        assert!(
+            (4 * RATE..5 * RATE).contains(&first),
+            "cut in the first pause: {first}"
+        );
         // Half a second is no pause; what has none is cut nevertheless.
         assert!(parts[1].len() > 10 * RATE, "{}", parts[1].len());
-        assert_eq!(parts.len(), 6, "{:?}", parts.iter().map(|part| part.len()).collect::<Vec<_>>());
+        assert_eq!(
+            parts.len(),
+            6,
+            "{:?}",
+            parts.iter().map(|part| part.len()).collect::<Vec<_>>()
+        );
         assert_eq!(parts_of(&vec![0; 40 * RATE]).concat().len(), 40 * RATE);
     }
 }

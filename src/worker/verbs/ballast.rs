@@ -16,7 +16,8 @@ use super::{
     error::VerbError,
     lifeline::{left_alone, tell_ready},
 };
-use crate::{config::parse_size, units::Bytes};
+use cotenant_config::parse_size;
+use cotenant_units::Bytes;
 
 /// Options of `cotenant worker ballast`.
 #[derive(Clone, Debug, clap::Args)]
@@ -45,9 +46,15 @@ fn size(text: &str) -> Result<Bytes, String> {
 /// When the memory cannot be mapped, or a rate is too slow to take a page a minute.
 pub fn run_ballast(options: &BallastOptions) -> Result<(), VerbError> {
     if options.rate.is_some_and(|rate| rate < Bytes::of_len(PAGE)) {
-        return Err(VerbError::Options(format!("a rate below {} per second takes nothing", Bytes::of_len(PAGE))));
+        return Err(VerbError::Options(format!(
+            "a rate below {} per second takes nothing",
+            Bytes::of_len(PAGE)
+        )));
     }
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(VerbError::Runtime)?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .map_err(VerbError::Runtime)?;
     runtime.block_on(async {
         let mut terminate = signal(SignalKind::terminate()).map_err(VerbError::Runtime)?;
         let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
@@ -101,23 +108,42 @@ struct Ballast {
 impl Ballast {
     fn map(bytes: Bytes) -> Result<Self, VerbError> {
         let Some(length) = NonZeroUsize::new(bytes.as_len()) else {
-            return Ok(Self { start: None, length: 0 });
+            return Ok(Self {
+                start: None,
+                length: 0,
+            });
         };
-        let failed = |error: nix::Error| VerbError::Map { bytes, source: error.into() };
+        let failed = |error: nix::Error| VerbError::Map {
+            bytes,
+            source: error.into(),
+        };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
         // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing of ours.
-        let start = unsafe { mman::mmap_anonymous(None, length, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE, flags) }
-            .map_err(failed)?;
+        let start = unsafe {
+            mman::mmap_anonymous(
+                None,
+                length,
+                ProtFlags::PROT_READ | ProtFlags::PROT_WRITE,
+                flags,
+            )
+        }
+        .map_err(failed)?;
         // Huge pages would take 2 MiB for each page touched. A kernel without them refuses, which is as good.
         // SAFETY: the range is the mapping just made; the advice does not change its content.
         let _ = unsafe { mman::madvise(start, length.get(), MmapAdvise::MADV_NOHUGEPAGE) };
-        Ok(Self { start: Some(start), length: length.get() })
+        Ok(Self {
+            start: Some(start),
+            length: length.get(),
+        })
     }
 
     /// Writes to every page of a range. Each gets a content of its own, so that no deduplication takes it back.
     fn touch(&mut self, from: Bytes, bytes: Bytes) {
         let Some(start) = self.start else { return };
-        let end = from.as_len().saturating_add(bytes.as_len()).min(self.length);
+        let end = from
+            .as_len()
+            .saturating_add(bytes.as_len())
+            .min(self.length);
         for offset in (from.as_len()..end).step_by(PAGE) {
             // SAFETY: the offset is below the length of the mapping, which is writable and ours alone; a page is
             // aligned for any integer, but the last one may be cut, so a single byte is written, and volatile keeps

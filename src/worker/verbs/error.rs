@@ -3,7 +3,8 @@
 use std::{io, path::PathBuf};
 
 use super::{flite::FliteError, pocketsphinx::SphinxError};
-use crate::{speech::client::Endpoint, units::Bytes};
+use cotenant_speech::client::Endpoint;
+use cotenant_units::Bytes;
 
 /// Why a worker of this program ended.
 #[derive(Debug, thiserror::Error)]
@@ -71,10 +72,14 @@ impl VerbError {
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
-            Self::NoGrammar => Some("name a JSGF file with `--grammar`, or choose `--vocabulary open`"),
+            Self::NoGrammar => {
+                Some("name a JSGF file with `--grammar`, or choose `--vocabulary open`")
+            }
             Self::Asr(error) => error.hint(),
             Self::Flite(FliteError::Library(error)) => Some(error.hint()),
-            Self::Espeak(_) => Some("install it with `apt-get install espeak-ng`, or choose `--engine flite`"),
+            Self::Espeak(_) => {
+                Some("install it with `apt-get install espeak-ng`, or choose `--engine flite`")
+            }
             _ => None,
         }
     }

@@ -6,7 +6,7 @@ use std::{
 };
 
 use super::library::{Library, LibraryError};
-use crate::speech::audio::MonoAudio;
+use cotenant_speech::audio::MonoAudio;
 
 /// The voice `slt` of flite. Not shared between threads: the library keeps state in globals.
 pub(super) struct Flite {
@@ -68,15 +68,23 @@ impl Flite {
 /// # Safety
 /// `samples` of the wave must point to as many samples as it says.
 unsafe fn copied(wave: &Wave) -> Option<MonoAudio> {
-    let rate = u32::try_from(wave.sample_rate).ok().filter(|&rate| rate > 0)?;
+    let rate = u32::try_from(wave.sample_rate)
+        .ok()
+        .filter(|&rate| rate > 0)?;
     let frames = usize::try_from(wave.num_samples).ok()?;
-    let channels = usize::try_from(wave.num_channels).ok().filter(|&channels| channels > 0)?;
+    let channels = usize::try_from(wave.num_channels)
+        .ok()
+        .filter(|&channels| channels > 0)?;
     if wave.samples.is_null() {
         return (frames == 0).then(|| MonoAudio::new(rate, Vec::new()));
     }
     // SAFETY: as the caller promises.
-    let samples = unsafe { std::slice::from_raw_parts(wave.samples, frames.checked_mul(channels)?) };
-    Some(MonoAudio::new(rate, samples.iter().copied().step_by(channels).collect()))
+    let samples =
+        unsafe { std::slice::from_raw_parts(wave.samples, frames.checked_mul(channels)?) };
+    Some(MonoAudio::new(
+        rate,
+        samples.iter().copied().step_by(channels).collect(),
+    ))
 }
 
 /// Why flite did not speak.

@@ -24,8 +24,17 @@ impl Library {
         // what they link to) are C libraries of the distribution whose initialisers have no preconditions.
         let opened = unsafe { UnixLibrary::open(Some(OsStr::new(name)), RTLD_NOW | RTLD_GLOBAL) };
         match opened {
-            Ok(library) => Ok(Self { inner: Box::leak(Box::new(library)), name, remedy }),
-            Err(source) => Err(LibraryError { library: name, symbol: None, remedy, source }),
+            Ok(library) => Ok(Self {
+                inner: Box::leak(Box::new(library)),
+                name,
+                remedy,
+            }),
+            Err(source) => Err(LibraryError {
+                library: name,
+                symbol: None,
+                remedy,
+                source,
+            }),
         }
     }
 
@@ -36,7 +45,10 @@ impl Library {
     ///
     /// # Errors
     /// When the library has no such function.
-    pub(super) unsafe fn function<F: Copy + 'static>(self, symbol: &'static str) -> Result<F, LibraryError> {
+    pub(super) unsafe fn function<F: Copy + 'static>(
+        self,
+        symbol: &'static str,
+    ) -> Result<F, LibraryError> {
         // SAFETY: the caller vouches for the type; the library is never closed, so the address stays valid.
         let found: Result<Symbol<F>, _> = unsafe { self.inner.get(symbol.as_bytes()) };
         found.map(|symbol| *symbol).map_err(|source| LibraryError {

@@ -29,11 +29,16 @@ pub(super) async fn left_alone() {
     let Some(lock) = env::var_os(LOCK_VARIABLE).map(PathBuf::from) else {
         return std::future::pending().await;
     };
-    let term = env::var(TERM_VARIABLE).ok().and_then(|text| text.parse().ok());
+    let term = env::var(TERM_VARIABLE)
+        .ok()
+        .and_then(|text| text.parse().ok());
     let term = term.map_or(TERM, Duration::from_millis);
     without(&lock, term).await;
     // There may be no reader left, which is no reason to stay.
-    let words = format!("no supervisor for {:.0} s: giving the memory back\n", term.as_secs_f64());
+    let words = format!(
+        "no supervisor for {:.0} s: giving the memory back\n",
+        term.as_secs_f64()
+    );
     let _ = io::stderr().write_all(words.as_bytes());
 }
 
@@ -64,7 +69,13 @@ fn is_held(path: &Path) -> io::Result<bool> {
     };
     let short = |number| libc::c_short::try_from(number).map_err(io::Error::other);
     let (read, unlocked) = (short(libc::F_RDLCK)?, short(libc::F_UNLCK)?);
-    let mut asked = libc::flock { l_type: read, l_whence: short(libc::SEEK_SET)?, l_start: 0, l_len: 0, l_pid: 0 };
+    let mut asked = libc::flock {
+        l_type: read,
+        l_whence: short(libc::SEEK_SET)?,
+        l_start: 0,
+        l_len: 0,
+        l_pid: 0,
+    };
     // SAFETY: the descriptor is open, and `asked` is a valid `flock` that the kernel reads and writes.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut asked) } != 0 {
         return Err(io::Error::last_os_error());

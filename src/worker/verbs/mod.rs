@@ -15,5 +15,6 @@ mod pocketsphinx;
 mod serve;
 
 pub use self::{
-    error::VerbError, flite::FliteError, library::LibraryError, pocketsphinx::SphinxError, serve::ListenArgs,
+    error::VerbError, flite::FliteError, library::LibraryError, pocketsphinx::SphinxError,
+    serve::ListenArgs,
 };

@@ -56,14 +56,23 @@ impl Pocketsphinx {
     }
 
     /// Loads a model.
-    pub(super) fn decoder(self, model: &ModelFiles, search: &Search) -> Result<Decoder, SphinxError> {
-        let mut words =
-            vec![c_string("-hmm")?, path_string(&model.acoustic)?, c_string("-dict")?, path_string(&model.dictionary)?];
+    pub(super) fn decoder(
+        self,
+        model: &ModelFiles,
+        search: &Search,
+    ) -> Result<Decoder, SphinxError> {
+        let mut words = vec![
+            c_string("-hmm")?,
+            path_string(&model.acoustic)?,
+            c_string("-dict")?,
+            path_string(&model.dictionary)?,
+        ];
         if let Search::Open(language_model) = search {
             words.push(c_string("-lm")?);
             words.push(path_string(language_model)?);
         }
-        let mut pointers: Vec<*mut c_char> = words.iter().map(|word| word.as_ptr().cast_mut()).collect();
+        let mut pointers: Vec<*mut c_char> =
+            words.iter().map(|word| word.as_ptr().cast_mut()).collect();
         let count = c_int::try_from(pointers.len()).map_err(|_| SphinxError::Configuration)?;
         // SAFETY: `ps_args` has no preconditions; the words live through the call, which copies them.
         let config = unsafe {
@@ -83,15 +92,24 @@ impl Pocketsphinx {
         // SAFETY: gives back our reference.
         unsafe { (self.functions.cmd_ln_free_r)(config) };
         if raw.is_null() {
-            return Err(SphinxError::Model { model: model.acoustic.clone() });
+            return Err(SphinxError::Model {
+                model: model.acoustic.clone(),
+            });
         }
-        let decoder = Decoder { functions: self.functions, raw };
+        let decoder = Decoder {
+            functions: self.functions,
+            raw,
+        };
         if let Search::Grammar(text) = search
             && let Err(error) = decoder.listen_for(text)
         {
             // It says only that it failed; a word it cannot pronounce is the usual reason.
             let words = unknown_words(text, &model.dictionary);
-            return Err(if words.is_empty() { error } else { SphinxError::Words { words } });
+            return Err(if words.is_empty() {
+                error
+            } else {
+                SphinxError::Words { words }
+            });
         }
         Ok(decoder)
     }
@@ -117,7 +135,9 @@ impl Decoder {
         let mut failed = false;
         for block in samples.chunks(BLOCK) {
             // SAFETY: the block is valid for reads of its length.
-            failed |= unsafe { (functions.ps_process_raw)(self.raw, block.as_ptr(), block.len(), 0, 0) } < 0;
+            failed |=
+                unsafe { (functions.ps_process_raw)(self.raw, block.as_ptr(), block.len(), 0, 0) }
+                    < 0;
         }
         // SAFETY: an utterance has been started.
         failed |= unsafe { (functions.ps_end_utt)(self.raw) } < 0;
@@ -131,13 +151,17 @@ impl Decoder {
             return Ok(String::new());
         }
         // SAFETY: the text ends with a NUL and belongs to the decoder, which is not called before it is copied.
-        Ok(unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned())
+        Ok(unsafe { CStr::from_ptr(text) }
+            .to_string_lossy()
+            .into_owned())
     }
 
     fn listen_for(&self, grammar: &str) -> Result<(), SphinxError> {
         let text = c_string(grammar)?;
         // SAFETY: the decoder is valid and copies both texts.
-        let set = unsafe { (self.functions.ps_set_jsgf_string)(self.raw, SEARCH.as_ptr(), text.as_ptr()) };
+        let set = unsafe {
+            (self.functions.ps_set_jsgf_string)(self.raw, SEARCH.as_ptr(), text.as_ptr())
+        };
         // SAFETY: as above.
         if set < 0 || unsafe { (self.functions.ps_set_search)(self.raw, SEARCH.as_ptr()) } < 0 {
             return Err(SphinxError::Grammar);
@@ -173,7 +197,11 @@ impl ModelFiles {
             dictionary: folder.join("cmudict-en-us.dict"),
             language: folder.join("en-us.lm.bin"),
         };
-        for path in [&files.acoustic.join("mdef"), &files.dictionary, &files.language] {
+        for path in [
+            &files.acoustic.join("mdef"),
+            &files.dictionary,
+            &files.language,
+        ] {
             if !path.is_file() {
                 return Err(SphinxError::MissingModel { path: path.clone() });
             }
@@ -245,7 +273,11 @@ fn unknown_words(grammar: &str, dictionary: &Path) -> String {
             words.remove(known);
         }
     }
-    words.into_iter().take(WORDS_NAMED).collect::<Vec<_>>().join("`, `")
+    words
+        .into_iter()
+        .take(WORDS_NAMED)
+        .collect::<Vec<_>>()
+        .join("`, `")
 }
 
 /// The words on the right-hand sides of a JSGF grammar, without rule names, tags, weights and comments.
@@ -287,7 +319,13 @@ fn path_string(path: &Path) -> Result<CString, SphinxError> {
 
 #[derive(Clone, Copy)]
 struct Functions {
-    cmd_ln_parse_r: unsafe extern "C" fn(*mut c_void, *const c_void, c_int, *mut *mut c_char, c_int) -> *mut c_void,
+    cmd_ln_parse_r: unsafe extern "C" fn(
+        *mut c_void,
+        *const c_void,
+        c_int,
+        *mut *mut c_char,
+        c_int,
+    ) -> *mut c_void,
     cmd_ln_free_r: unsafe extern "C" fn(*mut c_void) -> c_int,
     err_set_logfp: unsafe extern "C" fn(*mut c_void),
     ps_args: unsafe extern "C" fn() -> *const c_void,
@@ -323,8 +361,7 @@ mod tests {
 
     #[test]
     fn words_of_a_grammar_are_found_among_its_signs() {
-        let text =
-            "#JSGF V1.0;\ngrammar x;\npublic <a> = turn (on | off) [the] <dev> {tag; x};\n<dev> = /2/ lamp | o'clock*;";
+        let text = "#JSGF V1.0;\ngrammar x;\npublic <a> = turn (on | off) [the] <dev> {tag; x};\n<dev> = /2/ lamp | o'clock*;";
         let words: Vec<_> = grammar_words(text).into_iter().collect();
         assert_eq!(words, ["lamp", "o'clock", "off", "on", "the", "turn"]);
     }

@@ -17,14 +17,12 @@ use super::{
     error::VerbError,
     lifeline::{left_alone, tell_ready},
 };
-use crate::{
-    speech::{
-        client::Endpoint,
-        server::{Server, ServerLimits, Service},
-        wyoming::info::{Artifact, Attribution},
-    },
-    units::Bytes,
+use cotenant_speech::{
+    client::Endpoint,
+    server::{Server, ServerLimits, Service},
+    wyoming::info::{Artifact, Attribution},
 };
+use cotenant_units::Bytes;
 
 /// Where a worker listens.
 #[derive(Clone, Debug, clap::Args)]
@@ -42,7 +40,9 @@ impl ListenArgs {
     /// The one that is named.
     pub(super) fn endpoint(&self) -> Endpoint {
         // clap demands one of the two.
-        self.uri.clone().unwrap_or_else(|| Endpoint::Unix(self.socket.clone().unwrap_or_default()))
+        self.uri
+            .clone()
+            .unwrap_or_else(|| Endpoint::Unix(self.socket.clone().unwrap_or_default()))
     }
 }
 
@@ -65,7 +65,10 @@ pub(super) fn serve<S: Service>(
         let mut interrupt = signal(SignalKind::interrupt()).map_err(VerbError::Runtime)?;
         let server = Server::bind(endpoint, ServerLimits::default())
             .await
-            .map_err(|source| VerbError::Listen { endpoint: endpoint.clone(), source })?;
+            .map_err(|source| VerbError::Listen {
+                endpoint: endpoint.clone(),
+                source,
+            })?;
         let service = make()?;
         tracing::info!(%endpoint, "serving");
         tell_ready();
@@ -91,7 +94,9 @@ pub(super) struct EngineThread<J> {
 
 impl<J> Clone for EngineThread<J> {
     fn clone(&self) -> Self {
-        Self { jobs: self.jobs.clone() }
+        Self {
+            jobs: self.jobs.clone(),
+        }
     }
 }
 
@@ -121,7 +126,8 @@ impl<J: Send + 'static> EngineThread<J> {
                 }
             })
             .map_err(VerbError::Runtime)?;
-        made.recv().map_err(|_| VerbError::Runtime(io::Error::other("the engine's thread ended")))??;
+        made.recv()
+            .map_err(|_| VerbError::Runtime(io::Error::other("the engine's thread ended")))??;
         Ok(Self { jobs })
     }
 
@@ -137,7 +143,10 @@ impl<J: Send + 'static> EngineThread<J> {
 pub(super) fn artifact(name: &str, description: &str, author: &str, url: &str) -> Artifact {
     Artifact {
         name: name.to_owned(),
-        attribution: Attribution { name: author.to_owned(), url: url.to_owned() },
+        attribution: Attribution {
+            name: author.to_owned(),
+            url: url.to_owned(),
+        },
         installed: true,
         description: Some(description.to_owned()),
         version: Some(env!("CARGO_PKG_VERSION").to_owned()),
@@ -148,7 +157,9 @@ pub(super) fn artifact(name: &str, description: &str, author: &str, url: &str) -
 pub(super) fn own_rss() -> Option<Bytes> {
     let text = fs::read_to_string(Path::new("/proc/self/status")).ok()?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
-    Some(Bytes::from_kib(line.trim().strip_suffix("kB")?.trim().parse().ok()?))
+    Some(Bytes::from_kib(
+        line.trim().strip_suffix("kB")?.trim().parse().ok()?,
+    ))
 }
 
 /// Keeps large allocations in mappings of their own, which go back to the kernel the moment they are freed.

@@ -14,10 +14,12 @@ use super::{
     flite::{Flite, FliteError},
     serve::{EngineThread, ListenArgs, artifact, serve},
 };
-use crate::speech::{
+use cotenant_speech::{
     audio::{AudioError, MonoAudio, parse_wav, pcm_bytes},
     sentences::Sentences,
-    server::{Activity, BAD_REQUEST, Refusal, Reply, Service, Session, SessionError, check_text_length},
+    server::{
+        Activity, BAD_REQUEST, Refusal, Reply, Service, Session, SessionError, check_text_length,
+    },
     wyoming::{
         AudioFormat, Event, Info,
         event::{AudioChunk, AudioStart, AudioStop},
@@ -59,7 +61,9 @@ pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     if let (TtsEngine::Flite, Some(voice)) = (options.engine, options.voice.as_deref())
         && voice != FLITE_VOICE
     {
-        return Err(VerbError::Options(format!("flite has no voice `{voice}`, only `{FLITE_VOICE}`")));
+        return Err(VerbError::Options(format!(
+            "flite has no voice `{voice}`, only `{FLITE_VOICE}`"
+        )));
     }
     serve(&options.listen.endpoint(), || Speaker::load(options))
 }
@@ -82,7 +86,9 @@ impl Speaker {
         let make = move || match kind {
             TtsEngine::Flite => Ok(Engine::Flite(Flite::load().map_err(VerbError::Flite)?)),
             TtsEngine::EspeakNg => {
-                let engine = EspeakNg { voice: espeak_voice };
+                let engine = EspeakNg {
+                    voice: espeak_voice,
+                };
                 engine.speak("ready").map_err(VerbError::Espeak)?;
                 Ok(Engine::EspeakNg(engine))
             }
@@ -91,7 +97,11 @@ impl Speaker {
             // A client that went away does not want to hear it.
             let _ = job.reply.send(engine.speak(&job.sentence));
         })?;
-        Ok(Self { thread, engine: kind, voice })
+        Ok(Self {
+            thread,
+            engine: kind,
+            voice,
+        })
     }
 }
 
@@ -100,7 +110,11 @@ impl Service for Speaker {
 
     fn info(&self) -> Info {
         let (name, author, url) = match self.engine {
-            TtsEngine::EspeakNg => ("espeak-ng", "eSpeak NG", "https://github.com/espeak-ng/espeak-ng"),
+            TtsEngine::EspeakNg => (
+                "espeak-ng",
+                "eSpeak NG",
+                "https://github.com/espeak-ng/espeak-ng",
+            ),
             TtsEngine::Flite => ("flite", "CMU Flite", "http://www.festvox.org/flite"),
         };
         Info {
@@ -118,7 +132,10 @@ impl Service for Speaker {
     }
 
     fn session(&self) -> Speaking {
-        Speaking { thread: self.thread.clone(), streaming: None }
+        Speaking {
+            thread: self.thread.clone(),
+            streaming: None,
+        }
     }
 }
 
@@ -151,7 +168,11 @@ impl Session for Speaking {
                 check_text_length(request.text.len())?;
                 let mut speech = Speech::default();
                 let mut sentences = Sentences::default();
-                for sentence in sentences.push(&request.text).into_iter().chain(sentences.finish()) {
+                for sentence in sentences
+                    .push(&request.text)
+                    .into_iter()
+                    .chain(sentences.finish())
+                {
                     self.speak(sentence, &mut speech, reply).await?;
                 }
                 speech.stop(reply).await
@@ -162,7 +183,11 @@ impl Session for Speaking {
             }
             Event::SynthesizeChunk(piece) => {
                 let Some(mut streaming) = self.streaming.take() else {
-                    return Err(Refusal::new(BAD_REQUEST, "`synthesize-chunk` without `synthesize-start`").into());
+                    return Err(Refusal::new(
+                        BAD_REQUEST,
+                        "`synthesize-chunk` without `synthesize-start`",
+                    )
+                    .into());
                 };
                 streaming.bytes += piece.text.len();
                 check_text_length(streaming.bytes)?;
@@ -174,7 +199,11 @@ impl Session for Speaking {
             }
             Event::SynthesizeStop => {
                 let Some(mut streaming) = self.streaming.take() else {
-                    return Err(Refusal::new(BAD_REQUEST, "`synthesize-stop` without `synthesize-start`").into());
+                    return Err(Refusal::new(
+                        BAD_REQUEST,
+                        "`synthesize-stop` without `synthesize-start`",
+                    )
+                    .into());
                 };
                 if let Some(sentence) = streaming.sentences.finish() {
                     self.speak(sentence, &mut streaming.speech, reply).await?;
@@ -195,7 +224,12 @@ impl Session for Speaking {
 }
 
 impl Speaking {
-    async fn speak(&self, sentence: String, speech: &mut Speech, reply: &Reply) -> Result<(), SessionError> {
+    async fn speak(
+        &self,
+        sentence: String,
+        speech: &mut Speech,
+        reply: &Reply,
+    ) -> Result<(), SessionError> {
         let spoken = self.thread.ask(|reply| Job { sentence, reply }).await;
         let audio = spoken
             .ok_or_else(|| Refusal::new("busy", "too many requests wait for the voice"))?
@@ -206,27 +240,41 @@ impl Speaking {
 
 impl Speech {
     async fn send(&mut self, audio: &MonoAudio, reply: &Reply) -> Result<(), SessionError> {
-        let format = self.start(AudioFormat::mono_16_bit(audio.sample_rate_hz), reply).await?;
+        let format = self
+            .start(AudioFormat::mono_16_bit(audio.sample_rate_hz), reply)
+            .await?;
         for samples in audio.samples.chunks(CHUNK_SAMPLES) {
-            let chunk = AudioChunk { format, timestamp: None, audio: pcm_bytes(samples) };
+            let chunk = AudioChunk {
+                format,
+                timestamp: None,
+                audio: pcm_bytes(samples),
+            };
             reply.send(Event::AudioChunk(chunk)).await?;
         }
         Ok(())
     }
 
-    async fn start(&mut self, format: AudioFormat, reply: &Reply) -> Result<AudioFormat, SessionError> {
+    async fn start(
+        &mut self,
+        format: AudioFormat,
+        reply: &Reply,
+    ) -> Result<AudioFormat, SessionError> {
         if let Some(format) = self.format {
             return Ok(format);
         }
         self.format = Some(format);
-        let start = AudioStart { format, timestamp: None };
+        let start = AudioStart {
+            format,
+            timestamp: None,
+        };
         reply.send(Event::AudioStart(start)).await?;
         Ok(format)
     }
 
     /// A text without words is a start and a stop.
     async fn stop(&mut self, reply: &Reply) -> Result<(), SessionError> {
-        self.start(AudioFormat::mono_16_bit(SILENT_RATE_HZ), reply).await?;
+        self.start(AudioFormat::mono_16_bit(SILENT_RATE_HZ), reply)
+            .await?;
         Ok(reply.send(Event::AudioStop(AudioStop::default())).await?)
     }
 }

@@ -18,7 +18,11 @@ use crate::{http::client::get, support::PATIENCE};
 fn asks(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
-    write!(stream, "GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").unwrap();
+    write!(
+        stream,
+        "GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    )
+    .unwrap();
     stream
 }
 
@@ -44,7 +48,10 @@ async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuse
     let daemon = installation.start().await;
     assert_eq!(answer(early), "HTTP/1.1 200 OK");
     assert_eq!(daemon.http, address);
-    assert!(!daemon.status().await.boot_id.is_empty(), "gRPC is served on its socket");
+    assert!(
+        !daemon.status().await.boot_id.is_empty(),
+        "gRPC is served on its socket"
+    );
 
     // Killed, and ended as it should: whatever connects meanwhile is served by the next one.
     daemon.kill();
@@ -53,7 +60,10 @@ async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuse
     assert_eq!(answer(meanwhile), "HTTP/1.1 200 OK");
     daemon.signal(Signal::SIGTERM);
     assert!(daemon.ends().success());
-    assert!(grpc.exists() && wyoming.exists(), "the files belong to the one who listens");
+    assert!(
+        grpc.exists() && wyoming.exists(),
+        "the files belong to the one who listens"
+    );
     let meanwhile = asks(address);
     let daemon = installation.start().await;
     assert_eq!(answer(meanwhile), "HTTP/1.1 200 OK");
@@ -69,10 +79,17 @@ async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuse
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn passed_sockets_that_the_configuration_does_not_name_are_reported() {
     let mut installation = Installation::new(&budget(64));
-    let (other, unknown) = (TcpListener::bind("127.0.0.1:0").unwrap(), TcpListener::bind("127.0.0.1:0").unwrap());
-    let (other_address, unknown_address) = (other.local_addr().unwrap(), unknown.local_addr().unwrap());
+    let (other, unknown) = (
+        TcpListener::bind("127.0.0.1:0").unwrap(),
+        TcpListener::bind("127.0.0.1:0").unwrap(),
+    );
+    let (other_address, unknown_address) =
+        (other.local_addr().unwrap(), unknown.local_addr().unwrap());
     // The configuration wants HTTP on a socket of its own.
-    let own = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let own = TcpListener::bind("127.0.0.1:0")
+        .unwrap()
+        .local_addr()
+        .unwrap();
     installation.configure_with_http(&budget(64), &own.to_string());
     installation.passed = vec![("http", other.into()), ("smtp", unknown.into())];
     let daemon = installation.start().await;
@@ -80,9 +97,12 @@ async fn passed_sockets_that_the_configuration_does_not_name_are_reported() {
         assert_eq!(get(address, "/v1/models").await.status, 200, "{address}");
     }
     let log = installation.log();
-    let named = format!("systemd's socket `http` listens on {other_address}, which `http.listen` does not name");
+    let named = format!(
+        "systemd's socket `http` listens on {other_address}, which `http.listen` does not name"
+    );
     assert!(log.contains(&named), "{log}");
-    let refused = format!("systemd's socket `smtp` on {unknown_address} is not served: no API has this name");
+    let refused =
+        format!("systemd's socket `smtp` on {unknown_address} is not served: no API has this name");
     assert!(log.contains(&refused), "{log}");
     daemon.end().await;
 }

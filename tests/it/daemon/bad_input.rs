@@ -4,9 +4,9 @@ use std::{io::Read as _, os::unix::net::UnixStream};
 
 use cotenant::{
     rpc::v1::{
-        CreateLeaseRequest, Engine, EngineState, HoldLeaseRequest, LeaseClass, ReleaseLeaseRequest, RenewLeaseRequest,
-        TargetState, WatchEventsRequest, WorkerState, lease_service_client::LeaseServiceClient,
-        operator_service_client::OperatorServiceClient,
+        CreateLeaseRequest, Engine, EngineState, HoldLeaseRequest, LeaseClass, ReleaseLeaseRequest,
+        RenewLeaseRequest, TargetState, WatchEventsRequest, WorkerState,
+        lease_service_client::LeaseServiceClient, operator_service_client::OperatorServiceClient,
     },
     speech::wyoming::{Event, event::Synthesize},
     units::Bytes,
@@ -35,20 +35,32 @@ fn good(request_id: &str) -> CreateLeaseRequest {
         tenant: "camera".to_owned(),
         lease_class: LeaseClass::Interactive.into(),
         min_bytes: 8 * MIB,
-        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        term: Some(prost_types::Duration {
+            seconds: 60,
+            nanos: 0,
+        }),
         ..CreateLeaseRequest::default()
     }
 }
 
 fn reason(status: &Status) -> (Code, String) {
     let info = status.get_details_error_info();
-    (status.code(), info.map(|info| info.reason).unwrap_or_default())
+    (
+        status.code(),
+        info.map(|info| info.reason).unwrap_or_default(),
+    )
 }
 
 /// What is on the book; not how long it may stay there, nor what was measured.
 fn book(installation: &Installation) -> Vec<(Value, Value, Value)> {
     let leases = installation.json(&["leases"]);
-    let of = |lease: &Value| (lease["name"].clone(), lease["state"].clone(), lease["heldBytes"].clone());
+    let of = |lease: &Value| {
+        (
+            lease["name"].clone(),
+            lease["state"].clone(),
+            lease["heldBytes"].clone(),
+        )
+    };
     leases.as_array().unwrap().iter().map(of).collect()
 }
 
@@ -65,27 +77,57 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let mut sizes = bad_requests(&good("two"));
     sizes.retain(|(_, request)| request.tenant != "asr");
     sizes.extend([
-        ("more than there are addresses", CreateLeaseRequest { min_bytes: 1 << 60, ..good("two") }),
-        ("a name of a megabyte", CreateLeaseRequest { tenant: "a".repeat(1 << 20), ..good("two") }),
+        (
+            "more than there are addresses",
+            CreateLeaseRequest {
+                min_bytes: 1 << 60,
+                ..good("two")
+            },
+        ),
+        (
+            "a name of a megabyte",
+            CreateLeaseRequest {
+                tenant: "a".repeat(1 << 20),
+                ..good("two")
+            },
+        ),
     ]);
     for (what, request) in sizes {
         let status = client.create_lease(request).await.expect_err(what);
         let (code, reason) = reason(&status);
         assert!(
-            matches!(code, Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange),
+            matches!(
+                code,
+                Code::InvalidArgument | Code::FailedPrecondition | Code::OutOfRange
+            ),
             "{what}: {status:?}"
         );
-        assert!(!reason.is_empty() || code == Code::OutOfRange, "{what}: {status:?}");
-        assert!(status.message().len() < 1000, "{what}: a message of bounded length");
+        assert!(
+            !reason.is_empty() || code == Code::OutOfRange,
+            "{what}: {status:?}"
+        );
+        assert!(
+            status.message().len() < 1000,
+            "{what}: a message of bounded length"
+        );
     }
     assert_eq!(book(&installation), before);
 
     // The same request again is the same lease; with another content it is refused.
     let again = granted(&mut client, good("one")).await;
-    assert_eq!((again.name, again.generation), (lease.name.clone(), lease.generation));
-    let other = CreateLeaseRequest { min_bytes: 9 * MIB, ..good("one") };
+    assert_eq!(
+        (again.name, again.generation),
+        (lease.name.clone(), lease.generation)
+    );
+    let other = CreateLeaseRequest {
+        min_bytes: 9 * MIB,
+        ..good("one")
+    };
     let status = client.create_lease(other).await.unwrap_err();
-    assert_eq!(reason(&status), (Code::AlreadyExists, "REQUEST_ID_REUSED".to_owned()));
+    assert_eq!(
+        reason(&status),
+        (Code::AlreadyExists, "REQUEST_ID_REUSED".to_owned())
+    );
 
     let renew = |name: &str, generation: u64, boot_id: &str| RenewLeaseRequest {
         name: name.to_owned(),
@@ -93,12 +135,25 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         generation,
     };
     for (asked, expected) in [
-        (renew("camera#999", 1, &lease.boot_id), (Code::NotFound, "UNKNOWN_LEASE")),
-        (renew(&lease.name, lease.generation + 7, &lease.boot_id), (Code::FailedPrecondition, "STALE_GENERATION")),
-        (renew(&lease.name, lease.generation, "another run"), (Code::FailedPrecondition, "BOOT_ID_CHANGED")),
+        (
+            renew("camera#999", 1, &lease.boot_id),
+            (Code::NotFound, "UNKNOWN_LEASE"),
+        ),
+        (
+            renew(&lease.name, lease.generation + 7, &lease.boot_id),
+            (Code::FailedPrecondition, "STALE_GENERATION"),
+        ),
+        (
+            renew(&lease.name, lease.generation, "another run"),
+            (Code::FailedPrecondition, "BOOT_ID_CHANGED"),
+        ),
     ] {
         let status = client.renew_lease(asked).await.unwrap_err();
-        assert_eq!(reason(&status), (expected.0, expected.1.to_owned()), "{status:?}");
+        assert_eq!(
+            reason(&status),
+            (expected.0, expected.1.to_owned()),
+            "{status:?}"
+        );
     }
     assert_eq!(book(&installation), before);
 
@@ -114,15 +169,29 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
         used_bytes: Some(0),
         error_detail: String::new(),
     };
-    let opening = HoldLeaseRequest { nonce: 0, target_bytes: 0, state: 0, used_bytes: None, ..answer(0) };
+    let opening = HoldLeaseRequest {
+        nonce: 0,
+        target_bytes: 0,
+        state: 0,
+        used_bytes: None,
+        ..answer(0)
+    };
     say.send(opening).await.unwrap();
     for nonce in [1, 1, u64::MAX, 7] {
         say.send(answer(nonce)).await.unwrap();
     }
-    let mut heard = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
+    let mut heard = client
+        .hold_lease(ReceiverStream::new(said))
+        .await
+        .unwrap()
+        .into_inner();
     let reported = heard.message().await;
     assert!(reported.is_ok(), "{reported:?}");
-    assert_eq!(book(&installation), before, "what was not asked for credits nothing");
+    assert_eq!(
+        book(&installation),
+        before,
+        "what was not asked for credits nothing"
+    );
     drop((say, heard));
     assert!(installation.tell(&["status"]).contains("held 8 MiB"));
     daemon.end().await;
@@ -132,7 +201,8 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothing() {
     // This process is the holder that is measured; nothing ends its lease for being late.
-    let installation = Installation::new(&budget(768).replace("8MiB}", "8MiB, deadlines: {batch: 60s}}"));
+    let installation =
+        Installation::new(&budget(768).replace("8MiB}", "8MiB, deadlines: {batch: 60s}}"));
     let daemon = installation.start().await;
     let mut client = daemon.leases();
     let batch = CreateLeaseRequest {
@@ -151,7 +221,10 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
             tenant: "wake".to_owned(),
             lease_class: LeaseClass::AudioRealtime.into(),
             min_bytes: 400 * MIB,
-            max_wait: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+            max_wait: Some(prost_types::Duration {
+                seconds: 30,
+                nanos: 0,
+            }),
             ..good("wake")
         };
         other.create_lease(asks).await
@@ -163,8 +236,18 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
-        (nonce + 1, bytes, TargetState::Applied, TargetState::Conflict),
-        (nonce, bytes - 1, TargetState::Applied, TargetState::Conflict),
+        (
+            nonce + 1,
+            bytes,
+            TargetState::Applied,
+            TargetState::Conflict,
+        ),
+        (
+            nonce,
+            bytes - 1,
+            TargetState::Applied,
+            TargetState::Conflict,
+        ),
         (nonce, 0, TargetState::Applied, TargetState::Conflict),
     ] {
         held.answer(nonce, bytes, said, used).await;
@@ -173,7 +256,11 @@ async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothin
     assert_eq!(book(&installation), before, "nothing is credited");
     assert!(!urgent.is_finished());
     urgent.abort();
-    let release = ReleaseLeaseRequest { name: lease.name, boot_id: lease.boot_id, generation: lease.generation };
+    let release = ReleaseLeaseRequest {
+        name: lease.name,
+        boot_id: lease.boot_id,
+        generation: lease.generation,
+    };
     client.release_lease(release).await.unwrap();
     daemon.end().await;
     let journal = std::fs::read_to_string(installation.path("journal.ndjson")).unwrap();
@@ -230,12 +317,23 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
 
     // More events than the window of a connection takes, and no client that reads them.
     for number in 0..300 {
-        let asked = CreateLeaseRequest { tenant: "t".repeat(63), validate_only: true, ..good(&format!("r{number}")) };
+        let asked = CreateLeaseRequest {
+            tenant: "t".repeat(63),
+            validate_only: true,
+            ..good(&format!("r{number}"))
+        };
         client.create_lease(asked).await.unwrap();
     }
-    let narrow =
-        tonic::transport::Endpoint::from_shared(format!("unix://{}", installation.socket().display())).unwrap();
-    let narrow = narrow.initial_stream_window_size(65_535).connect().await.unwrap();
+    let narrow = tonic::transport::Endpoint::from_shared(format!(
+        "unix://{}",
+        installation.socket().display()
+    ))
+    .unwrap();
+    let narrow = narrow
+        .initial_stream_window_size(65_535)
+        .connect()
+        .await
+        .unwrap();
     let mut narrow = OperatorServiceClient::new(narrow);
     let unread = narrow.watch_events(WatchEventsRequest::default());
     let mut unread = unread.await.unwrap().into_inner();
@@ -261,15 +359,26 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
             boot_id: lease.boot_id.clone(),
             generation: lease.generation,
         };
-        timeout(PATIENCE, client.renew_lease(renew)).await.unwrap().unwrap();
+        timeout(PATIENCE, client.renew_lease(renew))
+            .await
+            .unwrap()
+            .unwrap();
         renewals += 1;
     }
-    assert_eq!(crowd.await.unwrap(), 10_000 - 6, "closed at once, without a byte");
+    assert_eq!(
+        crowd.await.unwrap(),
+        10_000 - 6,
+        "closed at once, without a byte"
+    );
     assert!(renewals > 0);
     // Its place is free again once it was given up.
     let mut operator = daemon.operator();
     let free_again = async {
-        while operator.watch_events(WatchEventsRequest::default()).await.is_err() {
+        while operator
+            .watch_events(WatchEventsRequest::default())
+            .await
+            .is_err()
+        {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
         }
     };
@@ -280,7 +389,10 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
             Err(status) => break status,
         }
     };
-    assert_eq!(reason(&status), (Code::Aborted, "READER_STALLED".to_owned()));
+    assert_eq!(
+        reason(&status),
+        (Code::Aborted, "READER_STALLED".to_owned())
+    );
     assert!(installation.tell(&["status"]).contains("held 8 MiB"));
     daemon.end().await;
 }
@@ -290,12 +402,17 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
 async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
     // It fits the budget, and not beside the least that the LLM runs with.
     let voice = tts().replace("peak: 16MiB", "peak: 62MiB");
-    let installation = Installation::new(&format!("{}{}workers:\n{voice}{LISTENER}", budget(64), demo_model(1024)));
+    let installation = Installation::new(&format!(
+        "{}{}workers:\n{voice}{LISTENER}",
+        budget(64),
+        demo_model(1024)
+    ));
     let daemon = installation.start().await;
     daemon
         .until("the LLM runs", |status| {
             let state = status.engine.as_ref().map(Engine::state);
-            state == Some(EngineState::Ready) && status.workers[0].state() == WorkerState::AwaitingMemory
+            state == Some(EngineState::Ready)
+                && status.workers[0].state() == WorkerState::AwaitingMemory
         })
         .await;
     let answer = timeout(PATIENCE, daemon.speak("good night")).await.unwrap();
@@ -303,10 +420,18 @@ async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
     let error: Value = serde_json::from_str(answer.text()).unwrap();
     assert_eq!(error["error"]["code"], "memory_pressure", "{error}");
     let message = error["error"]["message"].as_str().unwrap();
-    assert!(message.contains("62 MiB") && message.contains("budget"), "{message}");
+    assert!(
+        message.contains("62 MiB") && message.contains("budget"),
+        "{message}"
+    );
 
     let mut client = Client::connect(&installation).await;
-    client.say(Event::Synthesize(Synthesize { text: "good night".to_owned(), voice: None })).await;
+    client
+        .say(Event::Synthesize(Synthesize {
+            text: "good night".to_owned(),
+            voice: None,
+        }))
+        .await;
     let (code, text) = timeout(PATIENCE, client.refusal()).await.unwrap();
     assert_eq!(code, "memory-pressure", "{text}");
     assert!(text.contains("62 MiB"), "{text}");
@@ -320,16 +445,29 @@ async fn a_setting_that_no_token_could_be_chosen_with_is_refused_with_its_limits
     let daemon = installation.start().await;
     daemon.whole().await;
     let messages = json!([{"role": "user", "content": "hello"}]);
-    let refused = daemon.chat(json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-46 })).await;
+    let refused = daemon
+        .chat(json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-46 }))
+        .await;
     assert_eq!(refused.status, 400, "{}", refused.text());
     let error: Value = serde_json::from_str(refused.text()).unwrap();
     let message = error["error"]["message"].as_str().unwrap();
-    assert!(message.contains("top_p: `1e-46` is not between 1e-30 and 1"), "{message}");
-    let body = json!({ "model": "demo", "messages": messages, "options": { "repeat_penalty": 2e-38 } });
+    assert!(
+        message.contains("top_p: `1e-46` is not between 1e-30 and 1"),
+        "{message}"
+    );
+    let body =
+        json!({ "model": "demo", "messages": messages, "options": { "repeat_penalty": 2e-38 } });
     let refused = post_json(daemon.http, "/api/chat", &body).await;
     assert_eq!(refused.status, 400, "{}", refused.text());
-    assert!(refused.text().contains("repeat_penalty: `2e-38` is not between 0.01 and 10"), "{}", refused.text());
-    let least = json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-30, "max_tokens": 3 });
+    assert!(
+        refused
+            .text()
+            .contains("repeat_penalty: `2e-38` is not between 0.01 and 10"),
+        "{}",
+        refused.text()
+    );
+    let least =
+        json!({ "messages": messages, "temperature": 1.0, "top_p": 1e-30, "max_tokens": 3 });
     let answer = daemon.chat(least).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
     daemon.end().await;

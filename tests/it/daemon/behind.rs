@@ -41,15 +41,27 @@ fn installation_with(answer_timeout: &str) -> Installation {
             fixture("wyoming_worker.py").display()
         )
     };
-    Installation::new(&format!("{}{LISTENER}workers:\n{}{}", budget(128), entry("ears", "asr"), entry("mouth", "tts")))
+    Installation::new(&format!(
+        "{}{LISTENER}workers:\n{}{}",
+        budget(128),
+        entry("ears", "asr"),
+        entry("mouth", "tts")
+    ))
 }
 
 fn speaks(text: &str, voice: Option<Voice>) -> Event {
-    Event::Synthesize(Synthesize { text: text.to_owned(), voice })
+    Event::Synthesize(Synthesize {
+        text: text.to_owned(),
+        voice,
+    })
 }
 
 fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
-    Some(Voice { name: name.map(str::to_owned), speaker: Some(speaker.to_owned()), language: None })
+    Some(Voice {
+        name: name.map(str::to_owned),
+        speaker: Some(speaker.to_owned()),
+        language: None,
+    })
 }
 
 /// A tenth of a second, as Wyoming sends it.
@@ -59,11 +71,16 @@ fn voice() -> Vec<u8> {
 
 /// A tenth of a second, as a WAV file.
 fn speech() -> Vec<u8> {
-    cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(1600)).to_wav().unwrap()
+    cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(1600))
+        .to_wav()
+        .unwrap()
 }
 
 /// Waits until the listener says of its workers what they have said to it.
-async fn reported(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool) {
+async fn reported(
+    client: &mut Client,
+    wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool,
+) {
     loop {
         client.say(Event::Describe).await;
         let info = client.until("info").await.pop().unwrap();
@@ -78,7 +95,12 @@ async fn reported(client: &mut Client, wanted: impl Fn(&serde_json::Map<String, 
 async fn hears(daemon: &Daemon<'_>) {
     let spoken = speech();
     let heard = daemon.hear(&spoken).await;
-    assert_eq!((heard.status, &heard.json()["text"]), (200, &"turn on".into()), "{}", heard.text());
+    assert_eq!(
+        (heard.status, &heard.json()["text"]),
+        (200, &"turn on".into()),
+        "{}",
+        heard.text()
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -99,10 +121,18 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
     assert!(text.contains("did not synthesize within 0.5 s"), "{text}");
     hears(&daemon).await;
     let answer = daemon.speak("stick").await;
-    assert!(!answer.complete || answer.status == 503, "{}", answer.status);
+    assert!(
+        !answer.complete || answer.status == 503,
+        "{}",
+        answer.status
+    );
     assert_eq!(daemon.speak("hello").await.status, 200);
     let status = daemon.status().await;
-    assert_eq!(worker(&status, "mouth").pid, worker(&before, "mouth").pid, "it answers others");
+    assert_eq!(
+        worker(&status, "mouth").pid,
+        worker(&before, "mouth").pid,
+        "it answers others"
+    );
 
     // All of it stands still: it is ended, and the certificate says why.
     let mut client = Client::connect(&installation).await;
@@ -117,9 +147,15 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
         .await;
     assert_eq!(worker(&status, "ears").pid, worker(&before, "ears").pid);
     let certificate = installation.json(&["postmortem", "mouth"]);
-    assert!(certificate.to_string().contains("\"hang\""), "{certificate}");
+    assert!(
+        certificate.to_string().contains("\"hang\""),
+        "{certificate}"
+    );
     let words = installation.tell(&["postmortem", "mouth"]);
-    assert!(words.contains("3 questions after it went unanswered"), "{words}");
+    assert!(
+        words.contains("3 questions after it went unanswered"),
+        "{words}"
+    );
     assert_eq!(daemon.speak("hello").await.status, 200);
     daemon.end_after(&["worker does not respond"]).await;
 }
@@ -154,9 +190,16 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     }
     assert_eq!(worker(&daemon.status().await, "mouth").starts, 1);
     assert_eq!(daemon.speak("hang").await.status, 503);
-    daemon.until("another one is ready", |status| workers_ready(status) && worker(status, "mouth").starts == 2).await;
+    daemon
+        .until("another one is ready", |status| {
+            workers_ready(status) && worker(status, "mouth").starts == 2
+        })
+        .await;
     let words = installation.tell(&["postmortem", "mouth"]);
-    assert!(words.contains("none of the last 3 requests was answered"), "{words}");
+    assert!(
+        words.contains("none of the last 3 requests was answered"),
+        "{words}"
+    );
     assert_eq!(daemon.speak("hello").await.status, 200);
     daemon.end_after(&["worker does not respond"]).await;
 }
@@ -174,7 +217,10 @@ async fn what_a_worker_sends_wrong_is_reported_to_that_client_alone() {
         client.say(speaks(text, None)).await;
         let (code, said) = client.refusal().await;
         assert_eq!(code, "worker-lost");
-        assert!(said.starts_with("worker `mouth` failed: ") && said.contains(problem), "{said}");
+        assert!(
+            said.starts_with("worker `mouth` failed: ") && said.contains(problem),
+            "{said}"
+        );
         let mut next = Client::connect(&installation).await;
         next.say(speaks("hello", None)).await;
         next.until("audio-stop").await;
@@ -182,12 +228,20 @@ async fn what_a_worker_sends_wrong_is_reported_to_that_client_alone() {
     }
     // And a client that sends half a frame, and goes.
     let mut client = Client::connect(&installation).await;
-    client.writer.write_all(b"{\"type\":\"audio-chunk\",\"payload_length\":640}\n\0\0").await.unwrap();
+    client
+        .writer
+        .write_all(b"{\"type\":\"audio-chunk\",\"payload_length\":640}\n\0\0")
+        .await
+        .unwrap();
     drop(client);
     hears(&daemon).await;
     let after = daemon.status().await;
     for name in ["ears", "mouth"] {
-        assert_eq!(worker(&after, name).pid, worker(&before, name).pid, "{name}");
+        assert_eq!(
+            worker(&after, name).pid,
+            worker(&before, name).pid,
+            "{name}"
+        );
     }
     daemon.end().await;
 }
@@ -201,16 +255,35 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
     let mut client = Client::connect(&installation).await;
-    reported(&mut client, |info| info["asr"][0]["supports_transcript_streaming"] == true).await;
+    reported(&mut client, |info| {
+        info["asr"][0]["supports_transcript_streaming"] == true
+    })
+    .await;
     let format = AudioFormat::mono_16_bit(16_000);
     for _ in 0..2 {
-        client.say(Event::AudioStart(AudioStart { format, timestamp: None })).await;
-        client.say(Event::AudioChunk(AudioChunk { format, timestamp: None, audio: voice() })).await;
+        client
+            .say(Event::AudioStart(AudioStart {
+                format,
+                timestamp: None,
+            }))
+            .await;
+        client
+            .say(Event::AudioChunk(AudioChunk {
+                format,
+                timestamp: None,
+                audio: voice(),
+            }))
+            .await;
         client.say(Event::AudioStop(AudioStop::default())).await;
         let frames = client.until("transcript-stop").await;
         let reported: Vec<_> = frames
             .iter()
-            .map(|frame| (frame.kind.as_str(), frame.data.get("text").and_then(|text| text.as_str())))
+            .map(|frame| {
+                (
+                    frame.kind.as_str(),
+                    frame.data.get("text").and_then(|text| text.as_str()),
+                )
+            })
             .collect();
         assert_eq!(
             reported,
@@ -225,17 +298,33 @@ async fn a_transcript_that_comes_in_pieces_is_passed_on_in_pieces() {
     }
     // Over HTTP the same pieces are deltas.
     let spoken = speech();
-    let fields = [("model", None, &b"whisper-1"[..]), ("stream", None, b"true"), ("file", Some("a.wav"), &spoken)];
-    let answer = crate::http::client::post_form(daemon.http, "/v1/audio/transcriptions", &fields).await;
+    let fields = [
+        ("model", None, &b"whisper-1"[..]),
+        ("stream", None, b"true"),
+        ("file", Some("a.wav"), &spoken),
+    ];
+    let answer =
+        crate::http::client::post_form(daemon.http, "/v1/audio/transcriptions", &fields).await;
     let payloads: Vec<serde_json::Value> = answer
         .text()
         .lines()
         .filter_map(|line| line.strip_prefix("data: "))
         .filter_map(|line| serde_json::from_str(line).ok())
         .collect();
-    let reported: Vec<_> =
-        payloads.iter().map(|payload| payload["delta"].as_str().or_else(|| payload["text"].as_str())).collect();
-    assert_eq!(reported, [Some("turn"), Some(" on"), Some("turn on")], "{}", answer.text());
+    let reported: Vec<_> = payloads
+        .iter()
+        .map(|payload| {
+            payload["delta"]
+                .as_str()
+                .or_else(|| payload["text"].as_str())
+        })
+        .collect();
+    assert_eq!(
+        reported,
+        [Some("turn"), Some(" on"), Some("turn on")],
+        "{}",
+        answer.text()
+    );
     daemon.end().await;
 }
 
@@ -248,7 +337,10 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
     let mut client = Client::connect(&installation).await;
-    reported(&mut client, |info| info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass").await;
+    reported(&mut client, |info| {
+        info["tts"][0]["voices"][0]["speakers"][1]["name"] == "bass"
+    })
+    .await;
     for (voice, sample) in [
         (None, 0),
         (speaker(Some("choir"), "alto"), 1),
@@ -262,15 +354,24 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
         assert_eq!(frames[1].payload[..2], [sample, 0]);
     }
     for (voice, problem) in [
-        (speaker(Some("choir"), "tenor"), "the voice `choir` knows 2 people: `alto`, `bass`"),
-        (speaker(Some("solo"), "alto"), "the voice `solo` is of one person"),
+        (
+            speaker(Some("choir"), "tenor"),
+            "the voice `choir` knows 2 people: `alto`, `bass`",
+        ),
+        (
+            speaker(Some("solo"), "alto"),
+            "the voice `solo` is of one person",
+        ),
         (speaker(None, "tenor"), "no voice here knows it"),
         (speaker(Some("alloy"), "tenor"), "no voice here knows it"),
     ] {
         let mut client = Client::connect(&installation).await;
         client.say(speaks("hello", voice)).await;
         let (code, text) = client.refusal().await;
-        assert!(code == "bad-request" && text.contains(problem), "{code}: {text}");
+        assert!(
+            code == "bad-request" && text.contains(problem),
+            "{code}: {text}"
+        );
     }
     daemon.end().await;
 }
@@ -288,11 +389,21 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
     let say = async |text: &str, format: &str, patience: Option<&str>| {
         let mut headers = vec![("content-type", "application/json")];
         headers.extend(patience.map(|patience| ("x-stainless-read-timeout", patience)));
-        let body = json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": format });
-        post(daemon.http, "/v1/audio/speech", &headers, body.to_string().as_bytes()).await
+        let body =
+            json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": format });
+        post(
+            daemon.http,
+            "/v1/audio/speech",
+            &headers,
+            body.to_string().as_bytes(),
+        )
+        .await
     };
     let refused = |answer: &Answer| {
-        assert_eq!((answer.status, answer.error_code().as_str()), (503, "deadline_unreachable"));
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (503, "deadline_unreachable")
+        );
         assert_eq!(answer.header("x-should-retry"), "true");
     };
     let short = "Slowly spoken.";
@@ -300,9 +411,18 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
 
     let long = [short; 8].join(" ");
     refused(&say(&long, "wav", Some("1")).await);
-    for (format, patience) in [("pcm", Some("1")), ("flac", Some("1")), ("wav", Some("60")), ("wav", None)] {
+    for (format, patience) in [
+        ("pcm", Some("1")),
+        ("flac", Some("1")),
+        ("wav", Some("60")),
+        ("wav", None),
+    ] {
         let answer = say(&long, format, patience).await;
-        assert!(answer.status == 200 && answer.complete, "{format}: {}", answer.status);
+        assert!(
+            answer.status == 200 && answer.complete,
+            "{format}: {}",
+            answer.status
+        );
     }
 
     // It would wait for others, and is taken when they are done.
@@ -318,7 +438,11 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
         }
     };
     let (others, ()) = tokio::join!(others, behind);
-    assert!(others.iter().all(|answer| answer.status == 200 && answer.complete));
+    assert!(
+        others
+            .iter()
+            .all(|answer| answer.status == 200 && answer.complete)
+    );
     assert_eq!(say(short, "pcm", Some("1")).await.status, 200);
     daemon.end().await;
 }

@@ -34,9 +34,18 @@ fn python(venv: &OsStr) -> Command {
 }
 
 async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output {
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
-    let run = tokio::process::Command::from(interpreter).arg(script).args(arguments).kill_on_drop(true).output();
-    let output = tokio::time::timeout(CLIENT_PATIENCE, run).await.expect("the client hangs").unwrap();
+    let script = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/clients")
+        .join(script);
+    let run = tokio::process::Command::from(interpreter)
+        .arg(script)
+        .args(arguments)
+        .kill_on_drop(true)
+        .output();
+    let output = tokio::time::timeout(CLIENT_PATIENCE, run)
+        .await
+        .expect("the client hangs")
+        .unwrap();
     println!("{}", said(&output));
     output
 }
@@ -78,7 +87,10 @@ async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_sh
     let daemon = installation.start().await;
     daemon.whole().await;
     let scripts = [
-        ("anthropic_client.py", vec![format!("http://{}", daemon.http)]),
+        (
+            "anthropic_client.py",
+            vec![format!("http://{}", daemon.http)],
+        ),
         ("openai_client.py", vec![url(&daemon), "--text".to_owned()]),
     ];
     for (script, arguments) in &scripts {
@@ -90,14 +102,21 @@ async fn anthropic_and_openais_responses_work_unmodified_also_while_memory_is_sh
     let over = AtomicBool::new(false);
     let sheds = shed_until(&installation, &over);
     let clients = async {
-        let [anthropic, openai] = scripts.each_ref().map(|(script, arguments)| client(script, arguments));
+        let [anthropic, openai] = scripts
+            .each_ref()
+            .map(|(script, arguments)| client(script, arguments));
         let outputs = tokio::join!(anthropic, openai);
         over.store(true, Ordering::Relaxed);
         outputs
     };
     let ((anthropic, openai), ()) = tokio::join!(clients, sheds);
     for output in [anthropic.unwrap(), openai.unwrap()] {
-        assert!(output.status.success(), "{}\n{}", said(&output), installation.events());
+        assert!(
+            output.status.success(),
+            "{}\n{}",
+            said(&output),
+            installation.events()
+        );
     }
     let sheds = daemon.status().await.engine.unwrap().sheds;
     println!("{sheds} sheds");
@@ -116,9 +135,17 @@ async fn openai_ollama_wyoming_and_grpcio_work_unmodified() {
     let say = ["--say".to_owned(), "turn on the kitchen light".to_owned()];
     let mut openai = vec![url(&daemon)];
     openai.extend(say.clone());
-    let worker = |name: &str| installation.path(&format!("run/{name}.sock")).display().to_string();
+    let worker = |name: &str| {
+        installation
+            .path(&format!("run/{name}.sock"))
+            .display()
+            .to_string()
+    };
     let wyoming = vec![worker("tts"), worker("asr"), say[1].clone()];
-    let grpc = vec![installation.socket().display().to_string(), installation.abstract_name()];
+    let grpc = vec![
+        installation.socket().display().to_string(),
+        installation.abstract_name(),
+    ];
     let ollama = vec![format!("http://{}", daemon.http)];
     for (script, arguments) in [
         ("openai_client.py", openai),
@@ -143,10 +170,17 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
     let Some(output) = client("deadline_client.py", &[url(&daemon)]).await else {
         return;
     };
-    assert!(output.status.success(), "{}\n{}", said(&output), installation.log());
-    for (route, code, count) in
-        [("/v1/chat/completions", 503, 2.0), ("/v1/responses", 503, 1.0), ("/v1/messages", 529, 1.0)]
-    {
+    assert!(
+        output.status.success(),
+        "{}\n{}",
+        said(&output),
+        installation.log()
+    );
+    for (route, code, count) in [
+        ("/v1/chat/completions", 503, 2.0),
+        ("/v1/responses", 503, 1.0),
+        ("/v1/messages", 529, 1.0),
+    ] {
         let series = format!("cotenant_request_seconds_count{{route=\"{route}\",code=\"{code}\"}}");
         assert_eq!(daemon.metric(&series).await, Some(count), "{series}");
     }
@@ -157,7 +191,12 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
 const FRAMEWORKS: [(&str, &[&str]); 3] = [
     (
         "COTENANT_FRAMEWORKS_VENV",
-        &["litellm_client.py", "langchain_client.py", "livekit_client.py", "pipecat_client.py"],
+        &[
+            "litellm_client.py",
+            "langchain_client.py",
+            "livekit_client.py",
+            "pipecat_client.py",
+        ],
     ),
     ("COTENANT_INSTRUCTOR_VENV", &["instructor_client.py"]),
     ("COTENANT_NODE_CLIENTS", &["node_client.mjs"]),
@@ -165,8 +204,13 @@ const FRAMEWORKS: [(&str, &[&str]); 3] = [
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn frameworks_work_unmodified_also_while_memory_is_shed() {
-    if FRAMEWORKS.iter().any(|(variable, _)| std::env::var_os(variable).is_none()) {
-        println!("left out: COTENANT_FRAMEWORKS_VENV is not set; `tests/run clients` prepares it and the others");
+    if FRAMEWORKS
+        .iter()
+        .any(|(variable, _)| std::env::var_os(variable).is_none())
+    {
+        println!(
+            "left out: COTENANT_FRAMEWORKS_VENV is not set; `tests/run clients` prepares it and the others"
+        );
         return;
     }
     if !speech_is_installed() {
@@ -180,9 +224,18 @@ async fn frameworks_work_unmodified_also_while_memory_is_shed() {
         for (variable, scripts) in FRAMEWORKS {
             let folder = std::env::var_os(variable).unwrap();
             for script in scripts {
-                let interpreter = if script.ends_with(".mjs") { Command::new("node") } else { python(&folder) };
+                let interpreter = if script.ends_with(".mjs") {
+                    Command::new("node")
+                } else {
+                    python(&folder)
+                };
                 let output = run(interpreter, script, &arguments).await;
-                assert!(output.status.success(), "{script}: {}\n{}", said(&output), installation.events());
+                assert!(
+                    output.status.success(),
+                    "{script}: {}\n{}",
+                    said(&output),
+                    installation.events()
+                );
             }
         }
     };
@@ -216,14 +269,24 @@ async fn the_page_is_readable_in_a_browser_and_follows_the_next_daemon() {
     let mut browser = tokio::process::Command::from(python(&venv));
     browser.arg(script).arg(format!("http://{address}/"));
     browser.args(std::env::var_os("COTENANT_SCREENSHOTS"));
-    let mut browser = browser.stdout(Stdio::piped()).kill_on_drop(true).spawn().unwrap();
+    let mut browser = browser
+        .stdout(Stdio::piped())
+        .kill_on_drop(true)
+        .spawn()
+        .unwrap();
     let mut lines = BufReader::new(browser.stdout.take().unwrap()).lines();
-    assert_eq!(lines.next_line().await.unwrap().as_deref(), Some("watching"));
+    assert_eq!(
+        lines.next_line().await.unwrap().as_deref(),
+        Some("watching")
+    );
     daemon.end().await;
     assert_eq!(lines.next_line().await.unwrap().as_deref(), Some("lost"));
     installation.configure_with_http(&sections, &address);
     let daemon = installation.start().await;
     let seen = tokio::time::timeout(CLIENT_PATIENCE, browser.wait()).await;
-    assert!(seen.expect("the browser hangs").unwrap().success(), "its output is above");
+    assert!(
+        seen.expect("the browser hangs").unwrap().success(),
+        "its output is above"
+    );
     daemon.end().await;
 }

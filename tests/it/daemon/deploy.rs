@@ -51,30 +51,48 @@ fn the_unit_file_is_understood_by_systemd() {
         .unwrap();
     let shown = String::from_utf8_lossy(&exposure.stdout);
     // systemd before 250 cannot rate a file.
-    assert!(exposure.status.success() || !shown.contains("Overall exposure"), "{shown}");
+    assert!(
+        exposure.status.success() || !shown.contains("Overall exposure"),
+        "{shown}"
+    );
 }
 
 #[test]
 fn the_unit_file_gives_what_workers_need_and_no_more() {
     let unit = std::fs::read_to_string(repository("deploy/cotenant.service")).unwrap();
     let of = |key: &str| -> Vec<Vec<String>> {
-        let lines = unit.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
-        lines.map(|line| line.split_whitespace().map(str::to_owned).collect()).collect()
+        let lines = unit
+            .lines()
+            .filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
+        lines
+            .map(|line| line.split_whitespace().map(str::to_owned).collect())
+            .collect()
     };
     // Groups of workers with limits of memory, processes and processor time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
     // A group that hands the memory controller down takes no process, also not the next daemon beside living workers.
-    assert!(unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"), "restarts fail in version 2");
+    assert!(
+        unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"),
+        "restarts fail in version 2"
+    );
     // Memory that is measured is measured with this setting.
     let (name, value) = cotenant::cli::stage::ALLOCATOR;
     assert_eq!(of("Environment"), [[format!("{name}={value}")]]);
     let container = std::fs::read_to_string(repository("deploy/Containerfile")).unwrap();
-    assert!(container.contains(&format!("\nENV {name}={value}\n")), "{container}");
+    assert!(
+        container.contains(&format!("\nENV {name}={value}\n")),
+        "{container}"
+    );
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [["CAP_SYS_RESOURCE", "CAP_SYSLOG"]], "{key}");
     }
     // Would hide GPU devices, control groups, other processes, or the kernel log.
-    for key in ["PrivateDevices", "PrivateUsers", "ProtectProc", "ProtectKernelLogs"] {
+    for key in [
+        "PrivateDevices",
+        "PrivateUsers",
+        "ProtectProc",
+        "ProtectKernelLogs",
+    ] {
         assert!(of(key).is_empty(), "{key}");
     }
     for key in ["ProtectControlGroups", "ProtectKernelTunables"] {
@@ -85,7 +103,10 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
 #[test]
 fn the_documented_configuration_is_accepted_as_it_is() {
     let installation = Installation::new("");
-    let check = installation.run(&["check", repository("deploy/cotenant.yaml").to_str().unwrap()]);
+    let check = installation.run(&[
+        "check",
+        repository("deploy/cotenant.yaml").to_str().unwrap(),
+    ]);
     assert!(check.status.success(), "{}", said(&check));
 }
 
@@ -104,7 +125,11 @@ fn configurations_in_documents_are_accepted() {
         "docs/clients/ollama.md",
     ] {
         let text = std::fs::read_to_string(repository(document)).unwrap();
-        for example in text.split("```yaml\n").skip(1).filter_map(|rest| rest.split("```").next()) {
+        for example in text
+            .split("```yaml\n")
+            .skip(1)
+            .filter_map(|rest| rest.split("```").next())
+        {
             examples += 1;
             std::fs::write(&file, example).unwrap();
             if let Err(error) = cotenant::config::load(&file) {
@@ -134,13 +159,39 @@ async fn alerts_and_metrics_are_what_promtool_accepts() {
     let url = format!("http://{}/metrics", daemon.http);
     let metrics = installation.tell(&["metrics", "--url", &url]);
     let textfile = installation.path("cotenant.prom");
-    installation.tell(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
-    assert!(std::fs::read_to_string(&textfile).unwrap().contains("cotenant_budget_bytes "));
-    assert!(installation.json(&["metrics", "--url", &url]).as_array().unwrap().len() > 20);
+    installation.tell(&[
+        "metrics",
+        "--url",
+        &url,
+        "--textfile",
+        textfile.to_str().unwrap(),
+    ]);
+    assert!(
+        std::fs::read_to_string(&textfile)
+            .unwrap()
+            .contains("cotenant_budget_bytes ")
+    );
+    assert!(
+        installation
+            .json(&["metrics", "--url", &url])
+            .as_array()
+            .unwrap()
+            .len()
+            > 20
+    );
     daemon.end().await;
-    let refused = installation.run(&["metrics", "--url", &url, "--textfile", textfile.to_str().unwrap()]);
+    let refused = installation.run(&[
+        "metrics",
+        "--url",
+        &url,
+        "--textfile",
+        textfile.to_str().unwrap(),
+    ]);
     assert_eq!(refused.status.code(), Some(3), "{}", said(&refused));
-    assert!(textfile.exists(), "the file of a daemon that has ended keeps its age");
+    assert!(
+        textfile.exists(),
+        "the file of a daemon that has ended keeps its age"
+    );
     let runs: [(&[&str], &str); 3] = [
         (&["check", "rules", "cotenant.rules.yml"], ""),
         (&["test", "rules", "cotenant.rules.test.yml"], ""),
@@ -151,10 +202,20 @@ async fn alerts_and_metrics_are_what_promtool_accepts() {
             println!("left out: `promtool` cannot be run; `deploy/setup` installs it");
             return;
         };
-        assert!(output.status.success() && output.stderr.is_empty(), "{arguments:?}: {}", said(&output));
+        assert!(
+            output.status.success() && output.stderr.is_empty(),
+            "{arguments:?}: {}",
+            said(&output)
+        );
     }
-    let rules = std::fs::read_to_string(repository("deploy/prometheus/cotenant.rules.yml")).unwrap();
-    let count = |what: &str| rules.lines().filter(|line| line.trim().starts_with(what)).count();
+    let rules =
+        std::fs::read_to_string(repository("deploy/prometheus/cotenant.rules.yml")).unwrap();
+    let count = |what: &str| {
+        rules
+            .lines()
+            .filter(|line| line.trim().starts_with(what))
+            .count()
+    };
     assert_eq!(count("- alert: "), count("labels: {severity: "));
     assert_eq!(count("- alert: "), count("runbook_url: "));
 }
@@ -164,11 +225,18 @@ fn the_container_makes_each_folder_that_the_daemon_writes_to() {
     let file = std::fs::read_to_string(repository("deploy/Containerfile")).unwrap();
     let (before, _) = file.split_once("\nUSER cotenant\n").unwrap();
     let runtime = cotenant::config::Config::parse("").unwrap().runtime_dir;
-    assert!(before.contains(&format!("-o cotenant -g cotenant {}\n", runtime.display())), "{file}");
+    assert!(
+        before.contains(&format!("-o cotenant -g cotenant {}\n", runtime.display())),
+        "{file}"
+    );
     // The state is made by the package, through systemd-tmpfiles.
     let made = std::fs::read_to_string(repository("deploy/cotenant.tmpfiles")).unwrap();
     let state = cotenant::config::Config::parse("").unwrap().state_dir;
-    assert!(made.lines().any(|line| line.starts_with(&format!("d {} ", state.display()))), "{made}");
+    assert!(
+        made.lines()
+            .any(|line| line.starts_with(&format!("d {} ", state.display()))),
+        "{made}"
+    );
 }
 
 #[test]
@@ -180,12 +248,18 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     let folder = tempfile::tempdir().unwrap();
     let run = |program: &str, arguments: &[&str]| {
         let output = Command::new(program).args(arguments).output().unwrap();
-        assert!(output.status.success(), "{program} {arguments:?}: {}", said(&output));
+        assert!(
+            output.status.success(),
+            "{program} {arguments:?}: {}",
+            said(&output)
+        );
         String::from_utf8_lossy(&output.stdout).into_owned()
     };
     let out = folder.path().to_str().unwrap();
-    let packed =
-        run(repository("deploy/package").to_str().unwrap(), &["--program", super::installation::PROGRAM, "--out", out]);
+    let packed = run(
+        repository("deploy/package").to_str().unwrap(),
+        &["--program", super::installation::PROGRAM, "--out", out],
+    );
     let deb = packed.lines().find(|line| line.ends_with(".deb")).unwrap();
     let listed = run("dpkg-deb", &["-c", deb]);
     for file in [
@@ -208,29 +282,46 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/doc/cotenant/runbook.md",
         "/etc/cotenant/cotenant.yaml",
     ] {
-        assert!(listed.lines().any(|line| line.ends_with(&format!(".{file}"))), "{file}: {listed}");
+        assert!(
+            listed
+                .lines()
+                .any(|line| line.ends_with(&format!(".{file}"))),
+            "{file}: {listed}"
+        );
     }
-    assert!(listed.lines().all(|line| line.contains(" root/root ")), "{listed}");
+    assert!(
+        listed.lines().all(|line| line.contains(" root/root ")),
+        "{listed}"
+    );
     let control = folder.path().join("control");
     run("dpkg-deb", &["-e", deb, control.to_str().unwrap()]);
     for script in ["postinst", "prerm", "postrm"] {
         run("sh", &["-n", control.join(script).to_str().unwrap()]);
     }
     let prerm = std::fs::read_to_string(control.join("prerm")).unwrap();
-    assert!(prerm.contains("[ \"$1\" = remove ] || exit 0"), "an upgrade leaves daemon and workers running");
+    assert!(
+        prerm.contains("[ \"$1\" = remove ] || exit 0"),
+        "an upgrade leaves daemon and workers running"
+    );
     let conffiles = std::fs::read_to_string(control.join("conffiles")).unwrap();
     assert_eq!(conffiles, "/etc/cotenant/cotenant.yaml\n");
 
     let root = folder.path().join("root");
     run("dpkg-deb", &["-x", deb, root.to_str().unwrap()]);
     let unit = std::fs::read_to_string(root.join("lib/systemd/system/cotenant.service")).unwrap();
-    assert!(unit.contains("ExecStart=/usr/bin/cotenant serve --config /etc/cotenant/cotenant.yaml"));
+    assert!(
+        unit.contains("ExecStart=/usr/bin/cotenant serve --config /etc/cotenant/cotenant.yaml")
+    );
     let config = std::fs::read_to_string(root.join("etc/cotenant/cotenant.yaml")).unwrap();
     let demo = root.join("usr/share/cotenant/demo.gguf");
     assert!(config.contains("path: /usr/share/cotenant/demo.gguf"));
     let installation = Installation::new("");
     let here = folder.path().join("here.yaml");
-    std::fs::write(&here, config.replace("/usr/share/cotenant/demo.gguf", demo.to_str().unwrap())).unwrap();
+    std::fs::write(
+        &here,
+        config.replace("/usr/share/cotenant/demo.gguf", demo.to_str().unwrap()),
+    )
+    .unwrap();
     let check = installation.run(&["check", here.to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
 }

@@ -7,7 +7,8 @@ use serde_json::json;
 use tonic::Code;
 
 use super::installation::{
-    Installation, anonymous, ballast, budget, chat_body, content, demo_model, long_form, said, whole, worker,
+    Installation, anonymous, ballast, budget, chat_body, content, demo_model, long_form, said,
+    whole, worker,
 };
 use crate::{
     http::client::{Connection, request},
@@ -43,7 +44,10 @@ fn a_configuration_with_several_faults_is_refused_with_all_of_them() {
             "workers[0].name",
             "workers[0].argv",
         ] {
-            assert!(text.contains(fault), "{fault} is not among the faults: {text}");
+            assert!(
+                text.contains(fault),
+                "{fault} is not among the faults: {text}"
+            );
         }
         assert!(text.contains("hint: "), "{text}");
     }
@@ -72,7 +76,9 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
     let daemon = installation.start().await;
     let status = daemon
         .until("both have been given up", |status| {
-            ["mute", "gone"].iter().all(|name| worker(status, name).state() == WorkerState::Degraded)
+            ["mute", "gone"]
+                .iter()
+                .all(|name| worker(status, name).state() == WorkerState::Degraded)
                 && worker(status, "ballast").state() == WorkerState::Ready
                 && whole(status)
         })
@@ -80,19 +86,28 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
     let mute = worker(&status, "mute");
     assert_eq!(mute.starts, 2);
     assert!(
-        mute.last_exit.contains("not ready within 0.2 s") && mute.last_exit.contains("`ready.timeout`"),
+        mute.last_exit.contains("not ready within 0.2 s")
+            && mute.last_exit.contains("`ready.timeout`"),
         "{}",
         mute.last_exit
     );
     let gone = worker(&status, "gone");
-    assert!(gone.last_exit.contains("cannot execute `/nowhere/program`"), "{}", gone.last_exit);
+    assert!(
+        gone.last_exit.contains("cannot execute `/nowhere/program`"),
+        "{}",
+        gone.last_exit
+    );
 
     assert!(!content(&daemon.ask("hello").await).is_empty());
     let refused = daemon.hear(b"RIFF").await;
     assert!([400, 503].contains(&refused.status), "{}", refused.text());
     // An operator may try again.
     installation.tell(&["start", "mute"]);
-    daemon.until("it was tried again", |status| worker(status, "mute").starts > 2).await;
+    daemon
+        .until("it was tried again", |status| {
+            worker(status, "mute").starts > 2
+        })
+        .await;
     daemon.end().await;
 }
 
@@ -107,7 +122,10 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
         lease_class: LeaseClass::Interactive.into(),
         min_bytes: mib * MIB,
         max_bytes: mib * MIB,
-        term: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
+        term: Some(prost_types::Duration {
+            seconds: 30,
+            nanos: 0,
+        }),
         max_wait: None,
         ..CreateLeaseRequest::default()
     };
@@ -119,7 +137,14 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
         "{denied}"
     );
     assert_ne!(denied.code(), Code::Internal);
-    let granted = daemon.leases().create_lease(ask(16)).await.unwrap().into_inner().lease.unwrap();
+    let granted = daemon
+        .leases()
+        .create_lease(ask(16))
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap();
     assert_eq!(granted.held_bytes, 16 * MIB);
     assert!(installation.tell(&["leases"]).contains("camera"));
     installation.tell(&["leases", "release", &granted.name]);
@@ -147,7 +172,12 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
 
     // Beyond what it holds at the moment. The lease leaves it no more than its floor.
     let status = daemon.status().await;
-    let floor = status.leases.iter().find(|lease| lease.tenant == "llm").unwrap().min_bytes;
+    let floor = status
+        .leases
+        .iter()
+        .find(|lease| lease.tenant == "llm")
+        .unwrap()
+        .min_bytes;
     let long = "turn on the kitchen light ".repeat(40);
     let lease = daemon
         .leases()
@@ -157,8 +187,14 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
             lease_class: LeaseClass::AudioRealtime.into(),
             min_bytes: 128 * MIB - floor,
             max_bytes: 128 * MIB - floor,
-            term: Some(prost_types::Duration { seconds: 30, nanos: 0 }),
-            max_wait: Some(prost_types::Duration { seconds: 5, nanos: 0 }),
+            term: Some(prost_types::Duration {
+                seconds: 30,
+                nanos: 0,
+            }),
+            max_wait: Some(prost_types::Duration {
+                seconds: 5,
+                nanos: 0,
+            }),
             ..CreateLeaseRequest::default()
         })
         .await
@@ -194,7 +230,14 @@ async fn a_client_that_goes_away_ends_its_generation() {
     let head = [("content-type", "application/json")];
     for _ in 0..3 {
         let mut connection = Connection::open(daemon.http).await;
-        connection.send(&request("POST", "/v1/chat/completions", &head, body.as_bytes())).await;
+        connection
+            .send(&request(
+                "POST",
+                "/v1/chat/completions",
+                &head,
+                body.as_bytes(),
+            ))
+            .await;
         connection.wait_for("\"content\":").await;
         drop(connection);
     }
@@ -216,13 +259,22 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
         let mut fields = json!({
             "temperature": 2.0, "seed": 3, "messages": [{"role": "user", "content": "tell me a story"}], "max_tokens": null,
         });
-        fields.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        fields
+            .as_object_mut()
+            .unwrap()
+            .extend(more.as_object().unwrap().clone());
         fields
     };
     let ended = |answer: &crate::http::client::Answer| {
         let value: serde_json::Value = serde_json::from_str(answer.text()).unwrap();
         let tokens = value["usage"]["completion_tokens"].as_u64().unwrap();
-        (value["choices"][0]["finish_reason"].as_str().unwrap().to_owned(), tokens)
+        (
+            value["choices"][0]["finish_reason"]
+                .as_str()
+                .unwrap()
+                .to_owned(),
+            tokens,
+        )
     };
     let short = daemon.chat(story(json!({}))).await;
     assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
@@ -231,9 +283,17 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     installation.configure(&limited("answer_time_max: 1s"));
     let daemon = installation.start().await;
     daemon.whole().await;
-    let long = daemon.chat(story(json!({ "max_tokens": 8000, "response_format": long_form() }))).await;
+    let long = daemon
+        .chat(story(
+            json!({ "max_tokens": 8000, "response_format": long_form() }),
+        ))
+        .await;
     let (reason, tokens) = ended(&long);
-    assert!(reason == "length" && tokens < 7900, "{reason} after {tokens}: {}", long.text());
+    assert!(
+        reason == "length" && tokens < 7900,
+        "{reason} after {tokens}: {}",
+        long.text()
+    );
     daemon.end().await;
 }
 
@@ -249,11 +309,24 @@ async fn a_long_answer_ends_for_one_that_waits() {
     }));
     let mut long = Connection::open(daemon.http).await;
     let head = [("content-type", "application/json")];
-    long.send(&request("POST", "/v1/chat/completions", &head, story.to_string().as_bytes())).await;
+    long.send(&request(
+        "POST",
+        "/v1/chat/completions",
+        &head,
+        story.to_string().as_bytes(),
+    ))
+    .await;
     long.wait_for("\"content\":").await;
-    assert!(!content(&daemon.ask("hello").await).is_empty(), "the answer that waited");
+    assert!(
+        !content(&daemon.ask("hello").await).is_empty(),
+        "the answer that waited"
+    );
     let (events, _) = long.answer().await.events();
-    let last = events.iter().rev().find(|event| event.contains("finish_reason")).unwrap();
+    let last = events
+        .iter()
+        .rev()
+        .find(|event| event.contains("finish_reason"))
+        .unwrap();
     assert!(last.contains("\"finish_reason\":\"length\""), "{last}");
     let parts = events.len();
     assert!(parts < 7900, "{parts} parts of an answer of 8000 tokens");
@@ -273,16 +346,27 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
         "type": "object", "properties": {"n": schema}, "required": ["n"],
     }}});
     let asked = [
-        ("/v1/chat/completions", json!({"model": "demo", "messages": question, "response_format": form})),
+        (
+            "/v1/chat/completions",
+            json!({"model": "demo", "messages": question, "response_format": form}),
+        ),
         (
             "/v1/chat/completions",
             json!({"model": "demo", "messages": question, "tools": [tool], "tool_choice": "required"}),
         ),
-        ("/api/chat", json!({"model": "demo", "messages": question, "format": schema})),
+        (
+            "/api/chat",
+            json!({"model": "demo", "messages": question, "format": schema}),
+        ),
     ];
     // Once, so that what a first answer and a first form take is there already.
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    assert_eq!(crate::http::client::post_json(daemon.http, asked[0].0, &asked[0].1).await.status, 400);
+    assert_eq!(
+        crate::http::client::post_json(daemon.http, asked[0].0, &asked[0].1)
+            .await
+            .status,
+        400
+    );
     let before = anonymous(daemon.pid());
     for (path, body) in &asked {
         let answer = crate::http::client::post_json(daemon.http, path, body).await;
@@ -292,13 +376,18 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
     let head = [("content-type", "application/json")];
     for (path, body) in &asked {
         let mut connection = Connection::open(daemon.http).await;
-        connection.send(&request("POST", path, &head, body.to_string().as_bytes())).await;
+        connection
+            .send(&request("POST", path, &head, body.to_string().as_bytes()))
+            .await;
         drop(connection);
     }
     // Nothing is in the way of the next one, and nothing is kept: no job of the helper, and no memory.
     assert!(!content(&daemon.ask("hello").await).is_empty());
     let helpers = children(daemon.pid());
-    assert!(!helpers.is_empty(), "grammars are computed by a process of their own");
+    assert!(
+        !helpers.is_empty(),
+        "grammars are computed by a process of their own"
+    );
     while helpers.iter().any(|&helper| !children(helper).is_empty()) {
         tokio::time::sleep(Duration::from_millis(5)).await;
     }
@@ -325,8 +414,14 @@ async fn what_belongs_to_another_is_not_taken_away() {
     other.configure_with_http(&budget(64), &address);
     let (status, text) = other.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(text.contains(&format!("cannot open `http.listen: {address}`")) && text.contains("hint: "), "{text}");
-    assert!(!other.socket().exists(), "a start that failed leaves no socket");
+    assert!(
+        text.contains(&format!("cannot open `http.listen: {address}`")) && text.contains("hint: "),
+        "{text}"
+    );
+    assert!(
+        !other.socket().exists(),
+        "a start that failed leaves no socket"
+    );
     drop(taken);
     other.start().await.end().await;
 

@@ -21,7 +21,11 @@ pub(super) fn openssl_is_there() -> bool {
 }
 
 fn openssl(folder: &Path, arguments: &str) {
-    let made = Command::new("openssl").args(arguments.split_whitespace()).current_dir(folder).output().unwrap();
+    let made = Command::new("openssl")
+        .args(arguments.split_whitespace())
+        .current_dir(folder)
+        .output()
+        .unwrap();
     assert!(made.status.success(), "{arguments}: {}", said(&made));
 }
 
@@ -50,7 +54,11 @@ impl Ca {
                 "x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -out {name}.pem -days {days} -extfile names"
             ),
         );
-        fs::set_permissions(self.file(&format!("{name}.key")), fs::Permissions::from_mode(0o600)).unwrap();
+        fs::set_permissions(
+            self.file(&format!("{name}.key")),
+            fs::Permissions::from_mode(0o600),
+        )
+        .unwrap();
     }
 
     pub(super) fn file(&self, name: &str) -> PathBuf {
@@ -76,8 +84,16 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
         return;
     }
     let installation = Installation::new("");
-    let (fleet, other) = (Ca::new(installation.path("fleet")), Ca::new(installation.path("other")));
-    for (ca, name, days) in [(&fleet, "box", 2), (&fleet, "desk", 2), (&fleet, "old", -1), (&other, "outsider", 2)] {
+    let (fleet, other) = (
+        Ca::new(installation.path("fleet")),
+        Ca::new(installation.path("other")),
+    );
+    for (ca, name, days) in [
+        (&fleet, "box", 2),
+        (&fleet, "desk", 2),
+        (&fleet, "old", -1),
+        (&other, "outsider", 2),
+    ] {
         ca.issue(name, days);
     }
     let folder = fleet.0.display();
@@ -89,32 +105,52 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     // Files that do not fit, and a key that every user may read, are errors of the start.
     installation.configure_grpc(&budget(64), &tcp("desk.key"));
     let (status, text) = installation.refuses_to_start();
-    assert!(status.code() == Some(1) && text.contains("must belong together"), "{text}");
+    assert!(
+        status.code() == Some(1) && text.contains("must belong together"),
+        "{text}"
+    );
     fs::set_permissions(fleet.file("box.key"), fs::Permissions::from_mode(0o644)).unwrap();
     installation.configure_grpc(&budget(64), &tcp("box.key"));
     let (status, text) = installation.refuses_to_start();
-    assert!(status.code() == Some(78) && text.contains("mode 0644"), "{text}");
+    assert!(
+        status.code() == Some(78) && text.contains("mode 0644"),
+        "{text}"
+    );
     fs::set_permissions(fleet.file("box.key"), fs::Permissions::from_mode(0o600)).unwrap();
 
     let daemon = installation.start().await;
     let log = installation.log();
     let at = log.rfind("https://127.0.0.1:").unwrap();
-    let url: String = log[at..].chars().take_while(|c| c.is_ascii_alphanumeric() || ":/.".contains(*c)).collect();
+    let url: String = log[at..]
+        .chars()
+        .take_while(|c| c.is_ascii_alphanumeric() || ":/.".contains(*c))
+        .collect();
     let url = url.as_str();
     let shown = cotenant(url, &["status"], Some((&fleet, "desk", &fleet)));
-    assert!(shown.status.success() && said(&shown).contains("budget"), "{}", said(&shown));
+    assert!(
+        shown.status.success() && said(&shown).contains("budget"),
+        "{}",
+        said(&shown)
+    );
     let health = cotenant(url, &["health"], Some((&fleet, "desk", &fleet)));
     assert_eq!(health.status.code(), Some(0), "{}", said(&health));
 
     // The role is that of the setting, and leases are for processes of this machine.
     let regrow = cotenant(url, &["regrow"], Some((&fleet, "desk", &fleet)));
-    assert!(regrow.status.code() == Some(4) && said(&regrow).contains("not open to this client"), "{}", said(&regrow));
+    assert!(
+        regrow.status.code() == Some(4) && said(&regrow).contains("not open to this client"),
+        "{}",
+        said(&regrow)
+    );
     let leases = cotenant(url, &["leases"], Some((&fleet, "desk", &fleet)));
     assert!(!leases.status.success(), "{}", said(&leases));
 
     for (identity, words) in [
         (None, "needs a certificate, its key and the CA"),
-        (Some((&fleet, "old", &fleet)), "refuses this client's certificate: it has expired"),
+        (
+            Some((&fleet, "old", &fleet)),
+            "refuses this client's certificate: it has expired",
+        ),
         (
             Some((&other, "outsider", &fleet)),
             "refuses this client's certificate: its CA is not that of `grpc.tcp.client_ca`",
@@ -123,7 +159,10 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     ] {
         let refused = cotenant(url, &["status"], identity);
         let text = said(&refused);
-        assert!([Some(3), Some(4)].contains(&refused.status.code()), "{text}");
+        assert!(
+            [Some(3), Some(4)].contains(&refused.status.code()),
+            "{text}"
+        );
         // Where the connection is reset before the alert is read, its reason is lost.
         let named = text.contains(words) || text.contains("may refuse this client's certificate");
         assert!(named && text.contains("hint: "), "{words}: {text}");

@@ -14,7 +14,9 @@ impl Frozen {
         let tid: libc::pid_t = fs::read_dir(format!("/proc/{pid}/task"))
             .unwrap()
             .flatten()
-            .find(|task| fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.trim() == name))
+            .find(|task| {
+                fs::read_to_string(task.path().join("comm")).is_ok_and(|comm| comm.trim() == name)
+            })
             .and_then(|task| task.file_name().to_str()?.parse().ok())
             .unwrap();
         let (thaw, thawed) = std::sync::mpsc::channel();
@@ -24,7 +26,11 @@ impl Frozen {
             let mut status = 0;
             // SAFETY: these requests read and write no memory of either process.
             unsafe {
-                assert_eq!(libc::ptrace(libc::PTRACE_SEIZE, tid, none, none), 0, "may it be traced?");
+                assert_eq!(
+                    libc::ptrace(libc::PTRACE_SEIZE, tid, none, none),
+                    0,
+                    "may it be traced?"
+                );
                 assert_eq!(libc::ptrace(libc::PTRACE_INTERRUPT, tid, none, none), 0);
                 assert_eq!(libc::waitpid(tid, &raw mut status, libc::__WALL), tid);
             }
@@ -32,7 +38,8 @@ impl Frozen {
             // A thread whose process ends meanwhile is reaped here: its process cannot be reaped before.
             while thawed.recv_timeout(REAP_EVERY) == Err(RecvTimeoutError::Timeout) {
                 // SAFETY: `status` outlives the call.
-                let changed = unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | libc::WNOHANG) };
+                let changed =
+                    unsafe { libc::waitpid(tid, &raw mut status, libc::__WALL | libc::WNOHANG) };
                 if changed == tid && (libc::WIFSIGNALED(status) || libc::WIFEXITED(status)) {
                     return;
                 }

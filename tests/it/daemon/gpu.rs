@@ -33,21 +33,33 @@ const ANSWER_MAX: Duration = Duration::from_secs(310);
 
 async fn ask(daemon: &Daemon<'_>, question: &str) -> Answer {
     let messages = json!([{"role": "user", "content": question}]);
-    daemon.chat_within(ANSWER_MAX, json!({ "messages": messages, "max_tokens": TOKENS_MAX })).await
+    daemon
+        .chat_within(
+            ANSWER_MAX,
+            json!({ "messages": messages, "max_tokens": TOKENS_MAX }),
+        )
+        .await
 }
 
 /// Builds the imitated driver where that was not done before; the folder that it lies in.
 fn driver() -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
     let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build");
-    let built = Command::new(build).arg(&out).arg("driver").output().unwrap();
+    let built = Command::new(build)
+        .arg(&out)
+        .arg("driver")
+        .output()
+        .unwrap();
     assert!(built.status.success(), "g++ is needed: {built:?}");
     out.join("driver")
 }
 
 /// The demo model on `device`. What is asked fits the least context: an answer that outgrows it may be cut short by a shed.
 fn sections(device: &str) -> String {
-    let model = demo_model(16_384).replace("kv_floor: 128", &format!("kv_floor: 1024, device: {device}"));
+    let model = demo_model(16_384).replace(
+        "kv_floor: 128",
+        &format!("kv_floor: 1024, device: {device}"),
+    );
     format!("{}{model}", budget(256))
 }
 
@@ -58,7 +70,9 @@ fn with_driver(installation: &mut Installation, settings: &[(&str, &str)]) -> Pa
         ("LD_LIBRARY_PATH".to_owned(), driver().display().to_string()),
         ("FAKE_CUDA_LOG".to_owned(), log.display().to_string()),
     ];
-    let settings = settings.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
+    let settings = settings
+        .iter()
+        .map(|(name, value)| ((*name).to_owned(), (*value).to_owned()));
     installation.environment.extend(settings);
     log
 }
@@ -68,7 +82,9 @@ async fn answers(daemon: &Daemon<'_>) -> (Vec<String>, u64) {
     let (mut texts, mut tokens) = (Vec::new(), 0);
     for question in QUESTIONS {
         let answer = ask(daemon, question).await;
-        tokens += answer.json()["usage"]["completion_tokens"].as_u64().unwrap_or(0);
+        tokens += answer.json()["usage"]["completion_tokens"]
+            .as_u64()
+            .unwrap_or(0);
         texts.push(content(&answer));
     }
     (texts, tokens)
@@ -77,13 +93,19 @@ async fn answers(daemon: &Daemon<'_>) -> (Vec<String>, u64) {
 /// What the driver has written of a process that has ended: nothing is left, and nothing was done wrongly.
 fn clean_exit(log: &Path) -> Value {
     let text = fs::read_to_string(log).unwrap();
-    let notes: Vec<Value> = text.lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    let notes: Vec<Value> = text
+        .lines()
+        .map(|line| serde_json::from_str(line).unwrap())
+        .collect();
     for note in &notes {
         let left = note["left"].as_object();
         let is_empty = left.is_none_or(|left| left.values().all(|count| count == 0));
         assert!(is_empty && note["event"] != "finding", "{text}");
     }
-    let exit = notes.into_iter().find(|note| note["event"] == "exit").unwrap();
+    let exit = notes
+        .into_iter()
+        .find(|note| note["event"] == "exit")
+        .unwrap();
     assert_eq!(exit["contexts_left"], 0, "{text}");
     exit
 }
@@ -125,16 +147,27 @@ async fn answers_as_on_the_cpu(settings: &[(&str, &str)]) {
     tokio::task::block_in_place(|| installation.run(&["shed", "64MiB"]));
     let engine = daemon.status().await.engine.unwrap();
     assert!(engine.layers_resident < engine.layers_total, "{engine:?}");
-    assert_eq!(content(&ask(&daemon, QUESTIONS[1]).await), expected[1], "streamed");
+    assert_eq!(
+        content(&ask(&daemon, QUESTIONS[1]).await),
+        expected[1],
+        "streamed"
+    );
     tokio::task::block_in_place(|| installation.run(&["regrow"]));
     daemon.until("grown back", whole).await;
     for kind in ["q8", "q4", "f16"] {
         tokio::task::block_in_place(|| installation.tell(&["kv-type", kind]));
-        assert_eq!(content(&ask(&daemon, QUESTIONS[3]).await), expected[3], "{kind}");
+        assert_eq!(
+            content(&ask(&daemon, QUESTIONS[3]).await),
+            expected[3],
+            "{kind}"
+        );
     }
     daemon.end().await;
     let exit = clean_exit(&log);
-    println!("{settings:?}: {tokens} tokens, {sheds} sheds, {} kernels", exit["executed"]);
+    println!(
+        "{settings:?}: {tokens} tokens, {sheds} sheds, {} kernels",
+        exit["executed"]
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -167,11 +200,20 @@ async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
         }
     }
     let lost = lost.expect("the GPU has not broken");
-    assert!(lost.text().contains("CUDA_ERROR_LAUNCH_FAILED"), "{}", lost.text());
+    assert!(
+        lost.text().contains("CUDA_ERROR_LAUNCH_FAILED"),
+        "{}",
+        lost.text()
+    );
     let mut after = ask(&daemon, QUESTIONS[1]).await;
     let deadline = Instant::now() + PATIENCE;
     while after.status != 200 {
-        assert!(Instant::now() < deadline, "{}\n{}", after.text(), installation.log());
+        assert!(
+            Instant::now() < deadline,
+            "{}\n{}",
+            after.text(),
+            installation.log()
+        );
         tokio::time::sleep(Duration::from_millis(100)).await;
         after = ask(&daemon, QUESTIONS[1]).await;
     }
@@ -179,7 +221,9 @@ async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
     // It is retried by itself, which is a warning and no error.
     daemon.end().await;
     let log = installation.log();
-    let warned = log.lines().any(|line| line.contains("\"level\":\"WARN\"") && line.contains("the LLM has failed"));
+    let warned = log
+        .lines()
+        .any(|line| line.contains("\"level\":\"WARN\"") && line.contains("the LLM has failed"));
     assert!(warned, "{log}");
     (before, after)
 }
@@ -188,11 +232,19 @@ async fn broken_in_an_answer(installation: &Installation) -> (String, String) {
 async fn a_gpu_that_breaks_costs_an_answer_and_is_used_again() {
     let mut installation = Installation::new(&sections("cuda"));
     installation.prefer_release();
-    let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "kernel@5000=719!")];
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "hopper"),
+        ("FAKE_CUDA_FAULTS", "kernel@5000=719!"),
+    ];
     let log = with_driver(&mut installation, &settings);
     let (before, after) = broken_in_an_answer(&installation).await;
     assert_eq!(before, after);
-    assert_eq!(installation.log().matches("cuda (Imitated hopper").count(), 2, "{}", installation.log());
+    assert_eq!(
+        installation.log().matches("cuda (Imitated hopper").count(),
+        2,
+        "{}",
+        installation.log()
+    );
     assert!(fs::read_to_string(&log).unwrap().contains("\"code\":719"));
 }
 
@@ -200,11 +252,17 @@ async fn a_gpu_that_breaks_costs_an_answer_and_is_used_again() {
 async fn the_cpu_answers_when_the_gpu_is_lost() {
     let mut installation = Installation::new(&sections("auto"));
     installation.prefer_release();
-    let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "kernel@5000=719!!")];
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "hopper"),
+        ("FAKE_CUDA_FAULTS", "kernel@5000=719!!"),
+    ];
     with_driver(&mut installation, &settings);
     let (before, after) = broken_in_an_answer(&installation).await;
     assert_eq!(before, after);
-    eventually("the CPU takes over", || installation.log().contains("the LLM computes on the CPU")).await;
+    eventually("the CPU takes over", || {
+        installation.log().contains("the LLM computes on the CPU")
+    })
+    .await;
 }
 
 /// One that passes its trial would be chosen again otherwise, and fail again.
@@ -212,13 +270,20 @@ async fn the_cpu_answers_when_the_gpu_is_lost() {
 async fn a_gpu_that_passes_its_trial_and_does_not_start_is_not_tried_again_by_itself() {
     let mut installation = Installation::new(&sections("auto"));
     installation.prefer_release();
-    let settings = [("FAKE_CUDA_DEVICE", "hopper"), ("FAKE_CUDA_FAULTS", "cuModuleLoadData@2=2")];
+    let settings = [
+        ("FAKE_CUDA_DEVICE", "hopper"),
+        ("FAKE_CUDA_FAULTS", "cuModuleLoadData@2=2"),
+    ];
     with_driver(&mut installation, &settings);
     let daemon = installation.start().await;
     daemon.whole().await;
     assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
     let log = installation.log();
-    for message in ["the GPU that was chosen does not start", "the LLM computes on the CPU", "cpu ("] {
+    for message in [
+        "the GPU that was chosen does not start",
+        "the LLM computes on the CPU",
+        "cpu (",
+    ] {
         assert!(log.contains(message), "{message}: {log}");
     }
     assert!(!log.contains("cuda (Imitated"), "{log}");
@@ -226,7 +291,8 @@ async fn a_gpu_that_passes_its_trial_and_does_not_start_is_not_tried_again_by_it
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_context_is_on_the_book() {
+async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_context_is_on_the_book()
+{
     let mut installation = Installation::new(&sections("cuda"));
     installation.prefer_release();
     let log = with_driver(
@@ -245,7 +311,10 @@ async fn a_gpu_that_did_not_compute_is_tried_again_for_an_operator_and_its_conte
         })
         .await;
     let failure = status.engine.unwrap().failure;
-    assert!(failure.contains("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"), "{failure}");
+    assert!(
+        failure.contains("cuModuleLoadData: CUDA_ERROR_OUT_OF_MEMORY"),
+        "{failure}"
+    );
     tokio::task::block_in_place(|| installation.tell(&["load"]));
     daemon.whole().await;
     assert!(!content(&ask(&daemon, QUESTIONS[1]).await).is_empty());
@@ -276,13 +345,22 @@ async fn a_gpu_is_measured_by_the_first_start_and_again_when_an_operator_wants_i
     fs::write(&file, other.to_string()).unwrap();
     let check = |more: &[&str]| {
         let mut check = Command::new(env!("CARGO_BIN_EXE_cotenant"));
-        let check =
-            check.arg("check").args(more).arg(installation.config()).envs(installation.environment.iter().cloned());
+        let check = check
+            .arg("check")
+            .args(more)
+            .arg(installation.config())
+            .envs(installation.environment.iter().cloned());
         String::from_utf8_lossy(&check.output().unwrap().stdout).into_owned()
     };
     let reported = check(&[]);
-    assert!(reported.contains("in one piece and 77 MiB in several may be had"), "{reported}");
+    assert!(
+        reported.contains("in one piece and 77 MiB in several may be had"),
+        "{reported}"
+    );
     let again = check(&["--reprobe"]);
-    assert!(again.contains("in one piece and") && !again.contains("77 MiB in several"), "{again}");
+    assert!(
+        again.contains("in one piece and") && !again.contains("77 MiB in several"),
+        "{again}"
+    );
     assert!(stored()["room"]["sumBytes"].as_u64() >= stored()["room"]["largestBytes"].as_u64());
 }

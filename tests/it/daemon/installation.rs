@@ -87,13 +87,17 @@ pub(super) fn demo_model(context: u32) -> String {
 
 /// `llm:` with any model.
 pub(super) fn model(path: &Path, context: u32) -> String {
-    format!("llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n", path.display())
+    format!(
+        "llm: {{path: {}, name: demo, threads: 1, context: {context}, kv_floor: 128}}\n",
+        path.display()
+    )
 }
 
 /// `response_format` of an answer that has thousands of tokens.
 pub(super) fn long_form() -> Value {
     // Many texts of one form: what may follow is worked out once for all of them.
-    let schema = json!({"type": "array", "minItems": 160, "items": {"type": "string", "minLength": 60}});
+    let schema =
+        json!({"type": "array", "minItems": 160, "items": {"type": "string", "minLength": 60}});
     json!({"type": "json_schema", "json_schema": {"name": "long", "schema": schema}})
 }
 
@@ -188,7 +192,11 @@ impl Installation {
     pub(super) fn configure_grpc(&self, sections: &str, more: &str) {
         self.configure(sections);
         let text = fs::read_to_string(self.config()).unwrap();
-        fs::write(self.config(), text.replace("grpc: {", &format!("grpc: {{{more}, "))).unwrap();
+        fs::write(
+            self.config(),
+            text.replace("grpc: {", &format!("grpc: {{{more}, ")),
+        )
+        .unwrap();
     }
 
     pub(super) fn path(&self, name: &str) -> PathBuf {
@@ -216,7 +224,11 @@ impl Installation {
 
     /// Starts a daemon without waiting for anything.
     pub(super) fn spawn(&self) -> Child {
-        let log = fs::OpenOptions::new().create(true).append(true).open(self.path("daemon.log")).unwrap();
+        let log = fs::OpenOptions::new()
+            .create(true)
+            .append(true)
+            .open(self.path("daemon.log"))
+            .unwrap();
         let mut command = match self.neighbour {
             None if !self.passed.is_empty() => {
                 let mut command = Command::new("sh");
@@ -249,7 +261,9 @@ impl Installation {
             self.passed.iter().map(|(_, fd)| unsafe { OwnedFd::from_raw_fd(above(fd)) }).collect();
         if !passed.is_empty() {
             let names: Vec<&str> = self.passed.iter().map(|(name, _)| *name).collect();
-            command.env("LISTEN_FDS", passed.len().to_string()).env("LISTEN_FDNAMES", names.join(":"));
+            command
+                .env("LISTEN_FDS", passed.len().to_string())
+                .env("LISTEN_FDNAMES", names.join(":"));
         }
         // SAFETY: `setsid` and `dup2` are async-signal-safe and touch no memory of the parent.
         unsafe {
@@ -260,7 +274,9 @@ impl Installation {
                         return Err(std::io::Error::last_os_error());
                     }
                 }
-                nix::unistd::setsid().map(drop).map_err(std::io::Error::from)
+                nix::unistd::setsid()
+                    .map(drop)
+                    .map_err(std::io::Error::from)
             });
         }
         self.join_group(&mut command);
@@ -284,12 +300,23 @@ impl Installation {
         let deadline = Instant::now() + PATIENCE;
         let http = loop {
             let log = self.log();
-            if let Some(ready) = log[before..].lines().find(|line| line.contains("cotenant is ready")) {
+            if let Some(ready) = log[before..]
+                .lines()
+                .find(|line| line.contains("cotenant is ready"))
+            {
                 let ready: Value = serde_json::from_str(ready).unwrap();
                 break ready["http"].as_str().unwrap().parse().ok();
             }
-            assert!(child.0.try_wait().unwrap().is_none(), "it ended: {}", self.log());
-            assert!(Instant::now() < deadline, "not ready within {PATIENCE:?}: {}", self.log());
+            assert!(
+                child.0.try_wait().unwrap().is_none(),
+                "it ended: {}",
+                self.log()
+            );
+            assert!(
+                Instant::now() < deadline,
+                "not ready within {PATIENCE:?}: {}",
+                self.log()
+            );
             tokio::time::sleep(LOOK_AGAIN_AFTER).await;
         };
         let channel = Endpoint::Path(self.socket()).connect().await.unwrap();
@@ -306,7 +333,10 @@ impl Installation {
         let mut command = Command::new(&self.program);
         command
             .args(arguments)
-            .env("COTENANT_ENDPOINT", format!("unix://{}", self.socket().display()))
+            .env(
+                "COTENANT_ENDPOINT",
+                format!("unix://{}", self.socket().display()),
+            )
             .current_dir(self.folder.path());
         self.join_group(&mut command);
         command.output().unwrap()
@@ -318,9 +348,11 @@ impl Installation {
         let procs = fs::OpenOptions::new().write(true).open(group).unwrap();
         // SAFETY: a system call on a descriptor that stays open; `0` stands for the process that writes.
         unsafe {
-            command.pre_exec(move || match libc::write(procs.as_raw_fd(), c"0".as_ptr().cast(), 1) {
-                1 => Ok(()),
-                _ => Err(std::io::Error::last_os_error()),
+            command.pre_exec(move || {
+                match libc::write(procs.as_raw_fd(), c"0".as_ptr().cast(), 1) {
+                    1 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
             });
         }
     }
@@ -347,9 +379,17 @@ impl Installation {
     /// Replays all that was ever journalled here: every decision has to be the same again.
     pub(super) fn replay(&self) -> String {
         let output = self.run(&["replay", "journal.ndjson"]);
-        assert!(output.status.success(), "the journal does not replay: {}", said(&output));
+        assert!(
+            output.status.success(),
+            "the journal does not replay: {}",
+            said(&output)
+        );
         let text = String::from_utf8(output.stdout).unwrap();
-        assert!(text.lines().all(|line| line.ends_with("the same decisions")), "{text}");
+        assert!(
+            text.lines()
+                .all(|line| line.ends_with("the same decisions")),
+            "{text}"
+        );
         text
     }
 }
@@ -359,7 +399,11 @@ impl Drop for Installation {
     fn drop(&mut self) {
         let sessions = self.sessions.get_mut().unwrap();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
-            let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else {
+            let Some(pid) = entry
+                .file_name()
+                .to_str()
+                .and_then(|name| name.parse().ok())
+            else {
                 continue;
             };
             let session = nix::unistd::getsid(Some(Pid::from_raw(pid)));
@@ -385,11 +429,17 @@ impl Daemon<'_> {
 
     pub(super) async fn status(&self) -> GetStatusResponse {
         let answer = self.operator().get_status(GetStatusRequest {}).await;
-        answer.unwrap_or_else(|status| panic!("{status}: {}", self.installation.log())).into_inner()
+        answer
+            .unwrap_or_else(|status| panic!("{status}: {}", self.installation.log()))
+            .into_inner()
     }
 
     /// Waits for a state.
-    pub(super) async fn until(&self, what: &str, wanted: impl Fn(&GetStatusResponse) -> bool) -> GetStatusResponse {
+    pub(super) async fn until(
+        &self,
+        what: &str,
+        wanted: impl Fn(&GetStatusResponse) -> bool,
+    ) -> GetStatusResponse {
         let deadline = Instant::now() + PATIENCE;
         loop {
             let status = self.status().await;
@@ -407,12 +457,14 @@ impl Daemon<'_> {
 
     /// Waits until the engine has all it wants and every worker serves.
     pub(super) async fn whole(&self) -> GetStatusResponse {
-        self.until("whole", |status| whole(status) && workers_ready(status)).await
+        self.until("whole", |status| whole(status) && workers_ready(status))
+            .await
     }
 
     /// A greedy answer to one question.
     pub(super) async fn ask(&self, question: &str) -> Answer {
-        self.chat(json!({ "messages": [{"role": "user", "content": question}] })).await
+        self.chat(json!({ "messages": [{"role": "user", "content": question}] }))
+            .await
     }
 
     /// `/v1/chat/completions` with these fields; greedy, unless they say otherwise.
@@ -424,27 +476,43 @@ impl Daemon<'_> {
     pub(super) async fn chat_within(&self, silence_max: Duration, fields: Value) -> Answer {
         let body = chat_body(fields).to_string();
         let headers = [("content-type", "application/json")];
-        let mut connection = Connection::open(self.http).await.with_silence_max(silence_max);
-        connection.send_lossy(&request("POST", "/v1/chat/completions", &headers, body.as_bytes())).await;
+        let mut connection = Connection::open(self.http)
+            .await
+            .with_silence_max(silence_max);
+        connection
+            .send_lossy(&request(
+                "POST",
+                "/v1/chat/completions",
+                &headers,
+                body.as_bytes(),
+            ))
+            .await;
         connection.answer().await
     }
 
     /// Speech of a text.
     pub(super) async fn speak(&self, text: &str) -> Answer {
-        let body = json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": "wav" });
+        let body =
+            json!({ "model": "tts-1", "voice": "alloy", "input": text, "response_format": "wav" });
         post_json(self.http, "/v1/audio/speech", &body).await
     }
 
     /// Text of a WAV file.
     pub(super) async fn hear(&self, wav: &[u8]) -> Answer {
-        let fields = [("model", None, &b"whisper-1"[..]), ("file", Some("a.wav"), wav)];
+        let fields = [
+            ("model", None, &b"whisper-1"[..]),
+            ("file", Some("a.wav"), wav),
+        ];
         post_form(self.http, "/v1/audio/transcriptions", &fields).await
     }
 
     /// The value of a metric, labels included in `name`.
     pub(super) async fn metric(&self, name: &str) -> Option<f64> {
         let answer = get(self.http, "/metrics").await;
-        let line = answer.text().lines().find_map(|line| line.strip_prefix(name));
+        let line = answer
+            .text()
+            .lines()
+            .find_map(|line| line.strip_prefix(name));
         line.map(|value| value.trim().parse().unwrap())
     }
 
@@ -469,11 +537,17 @@ impl Daemon<'_> {
             assert!(!runs(pid), "worker {pid} has outlived its supervisor");
         }
         assert!(!log.contains("panicked"), "{log}");
-        let errors = || log.lines().filter(|line| line.contains("\"level\":\"ERROR\""));
+        let errors = || {
+            log.lines()
+                .filter(|line| line.contains("\"level\":\"ERROR\""))
+        };
         let planted = |line: &str| faults.iter().any(|fault| line.contains(fault));
         assert!(errors().all(planted), "{log}");
         for fault in faults {
-            assert!(errors().any(|line| line.contains(fault)), "no error `{fault}`: {log}");
+            assert!(
+                errors().any(|line| line.contains(fault)),
+                "no error `{fault}`: {log}"
+            );
         }
         self.installation.replay();
     }
@@ -526,14 +600,19 @@ fn ended(child: &mut Child) -> Option<ExitStatus> {
 /// The body of a chat request: `fields`, with what makes the answer the same each time.
 pub(super) fn chat_body(mut fields: Value) -> Value {
     let mut body = json!({ "model": "demo", "temperature": 0, "max_tokens": 200 });
-    body.as_object_mut().unwrap().append(fields.as_object_mut().unwrap());
+    body.as_object_mut()
+        .unwrap()
+        .append(fields.as_object_mut().unwrap());
     body
 }
 
 /// The text of a chat answer in one piece.
 pub(super) fn content(answer: &Answer) -> String {
     assert_eq!(answer.status, 200, "{}", answer.text());
-    answer.json()["choices"][0]["message"]["content"].as_str().unwrap().to_owned()
+    answer.json()["choices"][0]["message"]["content"]
+        .as_str()
+        .unwrap()
+        .to_owned()
 }
 
 /// Whether the engine has all it wants.
@@ -549,16 +628,27 @@ pub(super) fn whole(status: &GetStatusResponse) -> bool {
 /// Whether every worker serves.
 pub(super) fn workers_ready(status: &GetStatusResponse) -> bool {
     use cotenant::rpc::v1::WorkerState;
-    status.workers.iter().all(|worker| worker.state() == WorkerState::Ready)
+    status
+        .workers
+        .iter()
+        .all(|worker| worker.state() == WorkerState::Ready)
 }
 
 pub(super) fn worker<'status>(status: &'status GetStatusResponse, name: &str) -> &'status Worker {
-    status.workers.iter().find(|worker| worker.name == name).unwrap()
+    status
+        .workers
+        .iter()
+        .find(|worker| worker.name == name)
+        .unwrap()
 }
 
 /// Processes of the workers.
 pub(super) fn pids(status: &GetStatusResponse) -> Vec<u32> {
-    status.workers.iter().filter_map(|worker| worker.pid).collect()
+    status
+        .workers
+        .iter()
+        .filter_map(|worker| worker.pid)
+        .collect()
 }
 
 pub(super) fn pid_of(pid: u32) -> Pid {
@@ -581,7 +671,18 @@ pub(super) fn said(output: &Output) -> String {
 /// and the tests beside this one are such processes.
 pub(super) fn anonymous(pid: u32) -> u64 {
     let mut text = String::new();
-    fs::File::open(format!("/proc/{pid}/smaps_rollup")).unwrap().read_to_string(&mut text).unwrap();
-    let line = text.lines().find_map(|line| line.strip_prefix("Anonymous:")).unwrap();
-    line.trim().trim_end_matches("kB").trim().parse::<u64>().unwrap() * 1024
+    fs::File::open(format!("/proc/{pid}/smaps_rollup"))
+        .unwrap()
+        .read_to_string(&mut text)
+        .unwrap();
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("Anonymous:"))
+        .unwrap();
+    line.trim()
+        .trim_end_matches("kB")
+        .trim()
+        .parse::<u64>()
+        .unwrap()
+        * 1024
 }

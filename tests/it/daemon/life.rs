@@ -8,13 +8,17 @@ use std::{
 
 use cotenant::rpc::{
     Endpoint,
-    v1::{CreateLeaseRequest, GetStatusResponse, LeaseClass, SequenceState, lease_service_client::LeaseServiceClient},
+    v1::{
+        CreateLeaseRequest, GetStatusResponse, LeaseClass, SequenceState,
+        lease_service_client::LeaseServiceClient,
+    },
 };
 use nix::sys::signal::{Signal, kill};
 use serde_json::{Value, json};
 
 use super::installation::{
-    Installation, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker, workers_ready,
+    Installation, PROGRAM, asr, ballast, budget, content, demo_model, pid_of, pids, said, worker,
+    workers_ready,
 };
 use crate::{
     http::client::{get, post},
@@ -32,19 +36,31 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
     let daemon = installation.start().await;
     daemon.until("the worker is ready", workers_ready).await;
     let answer = daemon.ask("hello").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"), "{}", answer.text());
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "model_not_found"),
+        "{}",
+        answer.text()
+    );
     let generate = installation.run(&["generate", "hello"]);
     assert_eq!(generate.status.code(), Some(4));
     let health = said(&installation.run(&["health", "--service", "nope"]));
     assert!(
-        health.contains("hint: services: `cotenant.engine`") && health.contains("`cotenant.worker.ballast`"),
+        health.contains("hint: services: `cotenant.engine`")
+            && health.contains("`cotenant.worker.ballast`"),
         "{health}"
     );
     let resize = said(&installation.run(&["resize", "ballast", "large"]));
-    assert!(resize.contains("cannot be had: the worker has no variants"), "{resize}");
+    assert!(
+        resize.contains("cannot be had: the worker has no variants"),
+        "{resize}"
+    );
     let term = said(&installation.run(&["hold", "vision", "--min", "1MiB", "--term", "1h"]));
     assert!(term.contains("`1 h` is not between "), "{term}");
-    assert!(term.contains("hint: `leases.term_min` and `leases.term_max`"), "{term}");
+    assert!(
+        term.contains("hint: `leases.term_min` and `leases.term_max`"),
+        "{term}"
+    );
     let status = installation.json(&["status"]);
     assert_eq!(status["engine"]["state"], "ENGINE_STATE_ABSENT");
     daemon.end().await;
@@ -53,15 +69,21 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
 /// Processes that have `word` among their arguments.
 fn all_with(word: &str) -> Vec<u32> {
     let has = |pid: &u32| {
-        std::fs::read(format!("/proc/{pid}/cmdline"))
-            .is_ok_and(|line| line.split(|byte| *byte == 0).any(|argument| argument == word.as_bytes()))
+        std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
+            line.split(|byte| *byte == 0)
+                .any(|argument| argument == word.as_bytes())
+        })
     };
     let entries = std::fs::read_dir("/proc").unwrap().flatten();
-    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).filter(has).collect()
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(has)
+        .collect()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_orderly_end_leaves_nothing() {
+async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_orderly_end_leaves_nothing()
+ {
     let mark = format!("1000.{}", std::process::id());
     let installation = Installation::new(&format!(
         "{}{}workers:\n{}  - {{name: family, role: other, argv: [sh, -c, 'setsid sleep {mark} & exec sleep 1000'], memory: {{steady: 8MiB}}}}\n",
@@ -81,28 +103,55 @@ async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_order
 
     let daemon = installation.start().await;
     let status = daemon.whole().await;
-    assert_eq!(pids(&status), workers, "the same processes: {}", installation.log());
-    assert!(status.workers.iter().all(|worker| worker.starts == 1), "{status:#?}");
-    assert!(hidden.iter().all(|pid| runs(*pid)), "a child of a worker that goes on");
+    assert_eq!(
+        pids(&status),
+        workers,
+        "the same processes: {}",
+        installation.log()
+    );
+    assert!(
+        status.workers.iter().all(|worker| worker.starts == 1),
+        "{status:#?}"
+    );
+    assert!(
+        hidden.iter().all(|pid| runs(*pid)),
+        "a child of a worker that goes on"
+    );
     assert_eq!(content(&daemon.ask("hello").await), answer);
     daemon.end().await;
-    eventually("the hidden child has ended", || !hidden.iter().any(|pid| runs(*pid))).await;
+    eventually("the hidden child has ended", || {
+        !hidden.iter().any(|pid| runs(*pid))
+    })
+    .await;
     // And once more, after an orderly end.
     let daemon = installation.start().await;
     daemon.whole().await;
     daemon.end().await;
-    assert_eq!(installation.replay().lines().count(), 3, "three runs in one journal");
+    assert_eq!(
+        installation.replay().lines().count(),
+        3,
+        "three runs in one journal"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_signal_ends_it_in_the_middle_of_an_answer() {
-    let installation = Installation::new(&format!("{}{}workers:\n{}", budget(128), demo_model(4096), ballast()));
+    let installation = Installation::new(&format!(
+        "{}{}workers:\n{}",
+        budget(128),
+        demo_model(4096),
+        ballast()
+    ));
     let daemon = installation.start().await;
     daemon.whole().await;
     let pid = daemon.pid();
     let (answer, ()) = tokio::join!(daemon.ask("tell me a story"), async {
         let deadline = Instant::now() + PATIENCE;
-        while daemon.metric("cotenant_kv_used_bytes").await.is_none_or(|bytes| bytes == 0.0) {
+        while daemon
+            .metric("cotenant_kv_used_bytes")
+            .await
+            .is_none_or(|bytes| bytes == 0.0)
+        {
             assert!(Instant::now() < deadline, "it does not generate");
         }
         daemon.signal(Signal::SIGTERM);
@@ -130,8 +179,17 @@ async fn a_worker_that_another_user_kills_comes_back_and_the_events_say_why() {
         .await;
     let asr = worker(&status, "asr");
     assert_eq!((asr.starts, asr.failures), (2, 1));
-    assert!(asr.last_exit.contains("was killed by SIGKILL, sender unknown"), "{}", asr.last_exit);
-    assert!(installation.events().contains("was killed by SIGKILL, sender unknown"));
+    assert!(
+        asr.last_exit
+            .contains("was killed by SIGKILL, sender unknown"),
+        "{}",
+        asr.last_exit
+    );
+    assert!(
+        installation
+            .events()
+            .contains("was killed by SIGKILL, sender unknown")
+    );
     let table = in_one_line(&installation.tell(&["status"]));
     assert!(table.contains("was killed by SIGKILL"), "{table}");
     daemon.end().await;
@@ -145,8 +203,16 @@ async fn a_daemon_that_drains_admits_nothing_new() {
     assert_eq!(installation.run(&["health"]).status.code(), Some(0));
     installation.tell(&["drain"]);
     let answer = daemon.ask("hello").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "draining"), "{}", answer.text());
-    assert_eq!(installation.run(&["generate", "hello"]).status.code(), Some(4));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "draining"),
+        "{}",
+        answer.text()
+    );
+    assert_eq!(
+        installation.run(&["generate", "hello"]).status.code(),
+        Some(4)
+    );
     assert_eq!(installation.run(&["health"]).status.code(), Some(4));
     assert!(installation.tell(&["status"]).contains("draining"));
     daemon.end().await;
@@ -172,22 +238,43 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
         installation.tell(&["shed", "512KiB"]);
         let pid = daemon.pid();
         // What was decided has to come before the end does.
-        daemon.until("shed", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds == 1)).await;
+        daemon
+            .until("shed", |status| {
+                status
+                    .engine
+                    .as_ref()
+                    .is_some_and(|engine| engine.sheds == 1)
+            })
+            .await;
         // Nothing can be reported after a SIGKILL, so the line has to be there before.
         let text = || std::fs::read_to_string(printed.path()).unwrap();
-        eventually("the decision is reported", || text().contains("an operator asked for 512 KiB")).await;
+        eventually("the decision is reported", || {
+            text().contains("an operator asked for 512 KiB")
+        })
+        .await;
         daemon.signal(signal);
         eventually("it ends", || !runs(pid)).await;
         let complaint = || std::fs::read_to_string(complaints.path()).unwrap();
-        eventually("it is reported", || complaint().contains("the supervisor has gone")).await;
-        assert!(text().contains("an operator asked for 512 KiB"), "{signal}: {}", text());
+        eventually("it is reported", || {
+            complaint().contains("the supervisor has gone")
+        })
+        .await;
+        assert!(
+            text().contains("an operator asked for 512 KiB"),
+            "{signal}: {}",
+            text()
+        );
         // The next one goes on in the same output.
         drop(daemon);
         let daemon = installation.start().await;
         eventually("it goes on", || complaint().contains("connected again")).await;
         installation.tell(&["drain"]);
         eventually("what happens next is reported", || text().contains("drain")).await;
-        assert!(!complaint().contains("missing"), "{signal}: {}", complaint());
+        assert!(
+            !complaint().contains("missing"),
+            "{signal}: {}",
+            complaint()
+        );
         follow.kill().unwrap();
         follow.wait().unwrap();
         daemon.end().await;
@@ -211,7 +298,10 @@ async fn no_client_is_answered_before_the_machine_was_read() {
                 };
                 // It is asked as soon as the socket is there, which is before anybody looks at it.
                 if let Ok(channel) = Endpoint::Path(installation.socket()).connect().await
-                    && LeaseServiceClient::new(channel).create_lease(request).await.is_ok()
+                    && LeaseServiceClient::new(channel)
+                        .create_lease(request)
+                        .await
+                        .is_ok()
                 {
                     break;
                 }
@@ -251,7 +341,10 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     let systemd = UnixDatagram::bind(installation.path("notify")).unwrap();
     systemd.set_nonblocking(true).unwrap();
     let wrapper = installation.path("as-a-service");
-    let script = format!("#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n", installation.path("notify").display());
+    let script = format!(
+        "#!/bin/sh\nNOTIFY_SOCKET={} exec {PROGRAM} \"$@\"\n",
+        installation.path("notify").display()
+    );
     std::fs::write(&wrapper, script).unwrap();
     std::fs::set_permissions(&wrapper, std::fs::Permissions::from_mode(0o755)).unwrap();
     installation.program = wrapper.to_str().unwrap().to_owned();
@@ -268,19 +361,37 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         .replace("ballast, 2MiB", "ballast, 3MiB")
         .replace("filter: info", "filter: debug")
         .replace("journal.ndjson}", "journal.ndjson, max_size: 1MiB}");
-    std::fs::write(installation.config(), changed.replace("reclaim_min: 8MiB", "reclaim_min: 8")).unwrap();
+    std::fs::write(
+        installation.config(),
+        changed.replace("reclaim_min: 8MiB", "reclaim_min: 8"),
+    )
+    .unwrap();
     let refused = installation.run(&["reload"]);
     assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
     let words = said(&refused);
-    assert!(words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "), "{words}");
+    assert!(
+        words.contains("shedding.reclaim_min: `8` has no unit") && words.contains("hint: "),
+        "{words}"
+    );
     let refusal = "configuration not reloaded, nothing is changed";
-    eventually("the refusal is logged", || installation.log().contains(refusal)).await;
+    eventually("the refusal is logged", || {
+        installation.log().contains(refusal)
+    })
+    .await;
 
     // So does a budget in which the workers could never run.
-    std::fs::write(installation.config(), changed.replace("total: 160MiB", "total: 72MiB")).unwrap();
+    std::fs::write(
+        installation.config(),
+        changed.replace("total: 160MiB", "total: 72MiB"),
+    )
+    .unwrap();
     let refused = installation.run(&["reload"]);
     assert_eq!(refused.status.code(), Some(78), "{}", said(&refused));
-    assert!(said(&refused).contains("is above the whole budget of 8 MiB"), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("is above the whole budget of 8 MiB"),
+        "{}",
+        said(&refused)
+    );
 
     std::fs::write(installation.config(), &changed).unwrap();
     let done = installation.json(&["reload"]);
@@ -292,10 +403,17 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         )
     );
     let reported = notified(&systemd).join("\n");
-    let (begun, ended) = (reported.rfind("RELOADING=1\nMONOTONIC_USEC="), reported.rfind("READY=1"));
+    let (begun, ended) = (
+        reported.rfind("RELOADING=1\nMONOTONIC_USEC="),
+        reported.rfind("READY=1"),
+    );
     assert!(begun.is_some() && begun < ended, "{reported}");
     assert!(installation.log().contains("\"level\":\"DEBUG\""));
-    assert!(installation.events().contains("applied: budget.dwell, workers.ballast.argv, log.filter"));
+    assert!(
+        installation
+            .events()
+            .contains("applied: budget.dwell, workers.ballast.argv, log.filter")
+    );
 
     // The worker runs on, and is another one after its next start.
     let argument = |status: &GetStatusResponse| {
@@ -305,14 +423,26 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     let status = daemon.status().await;
     assert!(argument(&status).contains("2MiB") && worker(&status, "ballast").starts == 1);
     installation.tell(&["recycle", "ballast"]);
-    let status =
-        daemon.until("started again", |status| workers_ready(status) && worker(status, "ballast").starts == 2).await;
+    let status = daemon
+        .until("started again", |status| {
+            workers_ready(status) && worker(status, "ballast").starts == 2
+        })
+        .await;
     assert!(argument(&status).contains("3MiB"));
 
     // systemd's own way.
-    std::fs::write(installation.config(), changed.replace("dwell: 450ms", "dwell: 500ms")).unwrap();
+    std::fs::write(
+        installation.config(),
+        changed.replace("dwell: 450ms", "dwell: 500ms"),
+    )
+    .unwrap();
     daemon.signal(Signal::SIGHUP);
-    eventually("the signal is obeyed", || installation.events().contains("applied: budget.dwell; needs")).await;
+    eventually("the signal is obeyed", || {
+        installation
+            .events()
+            .contains("applied: budget.dwell; needs")
+    })
+    .await;
     daemon.end_after(&["configuration not reloaded"]).await;
     installation.replay();
 }
@@ -325,15 +455,24 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
     let printed = installation.json(&["status"]);
     let mut shown = get(daemon.http, "/status.json").await.json();
     let events = shown.as_object_mut().unwrap().remove("events").unwrap();
-    let fields = |document: &Value| -> Vec<String> { document.as_object().unwrap().keys().cloned().collect() };
+    let fields = |document: &Value| -> Vec<String> {
+        document.as_object().unwrap().keys().cloned().collect()
+    };
     assert_eq!(fields(&shown), fields(&printed));
     for part in ["budget", "engine"] {
         assert_eq!(fields(&shown[part]), fields(&printed[part]), "{part}");
     }
-    assert_eq!(shown["engine"]["layersResident"], printed["engine"]["layersResident"]);
+    assert_eq!(
+        shown["engine"]["layersResident"],
+        printed["engine"]["layersResident"]
+    );
     let events = events.as_array().unwrap();
     assert!((2..=40).contains(&events.len()), "{events:?}");
-    assert!(events.iter().all(|event| event["name"] != "sampled" && event.get("body").is_none()));
+    assert!(
+        events
+            .iter()
+            .all(|event| event["name"] != "sampled" && event.get("body").is_none())
+    );
     daemon.end().await;
 }
 
@@ -357,14 +496,31 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
         let engine = kept.await.engine.unwrap();
         let sequence = &engine.sequences[0];
         assert_eq!(sequence.lease_class(), LeaseClass::Interactive);
-        let figures = [sequence.prompt_tokens, sequence.generated_tokens, sequence.reused_tokens];
-        let answered = ["/prompt_tokens", "/completion_tokens", "/prompt_tokens_details/cached_tokens"];
-        assert_eq!(figures.map(u64::from), answered.map(|at| usage.pointer(at).unwrap().as_u64().unwrap()));
+        let figures = [
+            sequence.prompt_tokens,
+            sequence.generated_tokens,
+            sequence.reused_tokens,
+        ];
+        let answered = [
+            "/prompt_tokens",
+            "/completion_tokens",
+            "/prompt_tokens_details/cached_tokens",
+        ];
+        assert_eq!(
+            figures.map(u64::from),
+            answered.map(|at| usage.pointer(at).unwrap().as_u64().unwrap())
+        );
         assert_eq!(sequence.reused_tokens > 100, turn > 0, "{sequence:?}");
         assert!(sequence.kv_tokens >= sequence.prompt_tokens, "{sequence:?}");
-        assert_eq!(sequence.kv_blocks, sequence.kv_tokens.div_ceil(engine.kv_block_tokens));
+        assert_eq!(
+            sequence.kv_blocks,
+            sequence.kv_tokens.div_ceil(engine.kv_block_tokens)
+        );
         // 2 KiB each, whole blocks.
-        assert!(sequence.kv_bytes >= u64::from(sequence.kv_tokens) * 2048, "{sequence:?}");
+        assert!(
+            sequence.kv_bytes >= u64::from(sequence.kv_tokens) * 2048,
+            "{sequence:?}"
+        );
         let shown = &installation.json(&["status"])["engine"]["sequences"][0];
         assert_eq!(shown["kvTokens"], sequence.kv_tokens);
     }
@@ -380,7 +536,14 @@ async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
     daemon.end().await;
     let journal = installation.path("journal.ndjson").display().to_string();
     let svg = installation.path("memory.svg");
-    installation.tell(&["plot", &journal, "--since", "1h", "--svg", &svg.display().to_string()]);
+    installation.tell(&[
+        "plot",
+        &journal,
+        "--since",
+        "1h",
+        "--svg",
+        &svg.display().to_string(),
+    ]);
     let svg = std::fs::read_to_string(svg).unwrap();
     for text in ["budget 128 MiB", "unaccounted", "llm", "shed "] {
         assert!(svg.contains(text), "{text} is not in the picture");
@@ -389,14 +552,27 @@ async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
     let held = |point: &Value| point["heldBytes"]["llm"].as_u64().unwrap_or(0);
     let held: Vec<u64> = points.as_array().unwrap().iter().map(held).collect();
     let most = *held.iter().max().unwrap();
-    assert!(held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most, "{held:?}");
-    assert!(installation.tell(&["plot", &journal]).contains("budget 128 MiB"));
+    assert!(
+        held[0] == 0 && most > 8 << 20 && held.last().unwrap() + (8 << 20) <= most,
+        "{held:?}"
+    );
+    assert!(
+        installation
+            .tell(&["plot", &journal])
+            .contains("budget 128 MiB")
+    );
     // From now, and not from the last line.
-    let old = std::fs::read_to_string(&journal).unwrap().replace("\"unix_us\":1", "\"unix_us\":");
+    let old = std::fs::read_to_string(&journal)
+        .unwrap()
+        .replace("\"unix_us\":1", "\"unix_us\":");
     let before = installation.path("old.ndjson");
     std::fs::write(&before, old).unwrap();
     let refused = installation.run(&["plot", &before.display().to_string(), "--since", "1h"]);
-    assert!(said(&refused).contains("nothing happened since then"), "{}", said(&refused));
+    assert!(
+        said(&refused).contains("nothing happened since then"),
+        "{}",
+        said(&refused)
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -409,25 +585,50 @@ async fn api_keys_are_read_again_and_never_shown() {
     };
     let text = std::fs::read_to_string(installation.config()).unwrap();
     let text = text
-        .replace("http: {", &format!("http: {{keys_file: {}, ", keys.display()))
+        .replace(
+            "http: {",
+            &format!("http: {{keys_file: {}, ", keys.display()),
+        )
         .replace("dwell: 300ms", "dwell: 10m");
     std::fs::write(installation.config(), text).unwrap();
-    write("clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n", 0o644);
+    write(
+        "clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n",
+        0o644,
+    );
     let (status, complaint) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(78), "{complaint}");
-    assert!(complaint.contains("mode 0644") && complaint.contains("chmod 600"), "{complaint}");
+    assert!(
+        complaint.contains("mode 0644") && complaint.contains("chmod 600"),
+        "{complaint}"
+    );
 
-    write("clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n", 0o600);
+    write(
+        "clients: [{name: kitchen, key: first-key-of-kitchen, tokens_max: 3}]\n",
+        0o600,
+    );
     let daemon = installation.start().await;
     daemon.whole().await;
     let ask = async |key: &str, body: &str| {
         let header = format!("Bearer {key}");
-        post(daemon.http, "/v1/chat/completions", &[("authorization", header.as_str())], body.as_bytes()).await
+        post(
+            daemon.http,
+            "/v1/chat/completions",
+            &[("authorization", header.as_str())],
+            body.as_bytes(),
+        )
+        .await
     };
     let body = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 50}"#;
     let answer = ask("first-key-of-kitchen", body).await;
     assert_eq!(answer.status, 200, "{}", answer.text());
-    assert!(answer.json()["usage"]["completion_tokens"].as_u64().unwrap() <= 3, "{}", answer.text());
+    assert!(
+        answer.json()["usage"]["completion_tokens"]
+            .as_u64()
+            .unwrap()
+            <= 3,
+        "{}",
+        answer.text()
+    );
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 401);
 
     // A context beyond the KV capacity in force: the event names whose wish it is.
@@ -438,22 +639,53 @@ async fn api_keys_are_read_again_and_never_shown() {
     let wish = r#"{"model": "demo", "messages": [{"role": "user", "content": "hello"}], "stream": false,
         "options": {"num_ctx": 1024, "num_predict": 2}}"#;
     let key = ("authorization", "Bearer first-key-of-kitchen");
-    assert_eq!(post(daemon.http, "/api/chat", &[key], wish.as_bytes()).await.status, 200);
-    eventually("the event names the client", || installation.events().contains("a request of client `kitchen` wants"))
-        .await;
+    assert_eq!(
+        post(daemon.http, "/api/chat", &[key], wish.as_bytes())
+            .await
+            .status,
+        200
+    );
+    eventually("the event names the client", || {
+        installation
+            .events()
+            .contains("a request of client `kitchen` wants")
+    })
+    .await;
     // It is no operator's command: the shed and its dwell stay.
     assert_eq!(capacity().await, shed);
-    assert!(daemon.status().await.engine.unwrap().growth_waits.contains("the dwell after the last shed"));
-    assert!(!installation.events().contains("an operator allows"), "{}", installation.events());
+    assert!(
+        daemon
+            .status()
+            .await
+            .engine
+            .unwrap()
+            .growth_waits
+            .contains("the dwell after the last shed")
+    );
+    assert!(
+        !installation.events().contains("an operator allows"),
+        "{}",
+        installation.events()
+    );
 
-    write("clients: [{name: kitchen, key: second-key-of-kitchen}]\n", 0o600);
+    write(
+        "clients: [{name: kitchen, key: second-key-of-kitchen}]\n",
+        0o600,
+    );
     assert_eq!(installation.tell(&["reload"]), "applied: http.keys_file\n");
     assert_eq!(installation.tell(&["reload"]), "nothing has changed\n");
     assert_eq!(ask("first-key-of-kitchen", body).await.status, 401);
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 200);
-    write("clients: [{name: kitchen, key: third-key-of-kitchen}]\n", 0o640);
+    write(
+        "clients: [{name: kitchen, key: third-key-of-kitchen}]\n",
+        0o640,
+    );
     assert_eq!(installation.run(&["reload"]).status.code(), Some(78));
-    assert_eq!(ask("second-key-of-kitchen", body).await.status, 200, "what runs stays");
+    assert_eq!(
+        ask("second-key-of-kitchen", body).await.status,
+        200,
+        "what runs stays"
+    );
     let shown = installation.json(&["events"]).to_string()
         + &installation.log()
         + &said(&installation.run(&["check", installation.config().to_str().unwrap()]));
@@ -485,19 +717,35 @@ wyoming: {listen: [\"tcp://127.0.0.1:0\"], wait_max: 1m, audio_max: 10m, connect
         let installation = Installation::new(&sections.replace("MODEL", model));
         let text = std::fs::read_to_string(installation.config()).unwrap();
         let text = text
-            .replace("journal.ndjson}", &format!("journal.ndjson, max_size: {journal}}}"))
-            .replace("crashes: 0", if grows { "crashes: 0, within: 1s" } else { "crashes: 100, within: 1d" });
+            .replace(
+                "journal.ndjson}",
+                &format!("journal.ndjson, max_size: {journal}}}"),
+            )
+            .replace(
+                "crashes: 0",
+                if grows {
+                    "crashes: 0, within: 1s"
+                } else {
+                    "crashes: 100, within: 1d"
+                },
+            );
         std::fs::write(installation.config(), text).unwrap();
         let daemon = installation.start().await;
         let loaded = daemon.until("all that fits is there", |status| {
             let engine = status.engine.as_ref().unwrap();
-            engine.layers_resident == engine.layers_total && engine.layers_total > 0 && workers_ready(status)
+            engine.layers_resident == engine.layers_total
+                && engine.layers_total > 0
+                && workers_ready(status)
         });
         let full = loaded.await.engine.unwrap().plan_bytes;
         assert_eq!(daemon.ask("hello").await.status, 200);
         installation.tell(&["shed", "1MiB"]);
         if grows {
-            daemon.until("it has grown back", |status| status.engine.as_ref().unwrap().plan_bytes == full).await;
+            daemon
+                .until("it has grown back", |status| {
+                    status.engine.as_ref().unwrap().plan_bytes == full
+                })
+                .await;
         }
         daemon.end().await;
     }
@@ -505,9 +753,18 @@ wyoming: {listen: [\"tcp://127.0.0.1:0\"], wait_max: 1m, audio_max: 10m, connect
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn after_three_crashes_the_llm_stays_off_and_an_operator_loads_it() {
-    let installation = Installation::new(&format!("{}{}workers:\n{}", budget(128), demo_model(1024), ballast()));
+    let installation = Installation::new(&format!(
+        "{}{}workers:\n{}",
+        budget(128),
+        demo_model(1024),
+        ballast()
+    ));
     let text = std::fs::read_to_string(installation.config()).unwrap();
-    std::fs::write(installation.config(), text.replace("crashes: 0", "crashes: 3")).unwrap();
+    std::fs::write(
+        installation.config(),
+        text.replace("crashes: 0", "crashes: 3"),
+    )
+    .unwrap();
     installation.start().await.end().await;
     for _ in 0..3 {
         installation.start().await.kill();
@@ -515,16 +772,32 @@ async fn after_three_crashes_the_llm_stays_off_and_an_operator_loads_it() {
     let daemon = installation.start().await;
     let status = daemon
         .until("the worker is ready and the LLM off", |status| {
-            workers_ready(status) && status.engine.as_ref().is_some_and(|engine| !engine.failure.is_empty())
+            workers_ready(status)
+                && status
+                    .engine
+                    .as_ref()
+                    .is_some_and(|engine| !engine.failure.is_empty())
         })
         .await;
     let failure = status.engine.unwrap().failure;
-    assert!(failure.starts_with("safe profile: the daemon crashed 3 times"), "{failure}");
+    assert!(
+        failure.starts_with("safe profile: the daemon crashed 3 times"),
+        "{failure}"
+    );
     let events = installation.events();
     let words: Vec<&str> = events.split_whitespace().collect();
-    assert!(words.join(" ").contains("safe profile: the daemon crashed 3 times"), "{events}");
+    assert!(
+        words
+            .join(" ")
+            .contains("safe profile: the daemon crashed 3 times"),
+        "{events}"
+    );
     let health = get(daemon.http, "/health").await;
-    assert!(health.status == 503 && health.text().contains("safe profile"), "{}", health.text());
+    assert!(
+        health.status == 503 && health.text().contains("safe profile"),
+        "{}",
+        health.text()
+    );
     assert_eq!(daemon.metric("cotenant_safe_profile").await, Some(1.0));
     assert_eq!(daemon.ask("hello").await.status, 500);
     installation.tell(&["load"]);

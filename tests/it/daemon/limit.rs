@@ -22,10 +22,17 @@ struct Limited {
 impl Limited {
     /// A group beside this process's own, where this user may make one.
     fn new(mib: u64) -> Result<Self, String> {
-        let own = Cgroup::own(&ProbeRoot::default()).ok_or("no group of ours with a memory controller")?;
-        let folder = own.folder().join(format!("cotenant-limit-{}", std::process::id()));
-        fs::create_dir(&folder).map_err(|error| format!("no group of ours with a memory controller: {error}"))?;
-        let group = Self { folder, version: own.version() };
+        let own = Cgroup::own(&ProbeRoot::default())
+            .ok_or("no group of ours with a memory controller")?;
+        let folder = own
+            .folder()
+            .join(format!("cotenant-limit-{}", std::process::id()));
+        fs::create_dir(&folder)
+            .map_err(|error| format!("no group of ours with a memory controller: {error}"))?;
+        let group = Self {
+            folder,
+            version: own.version(),
+        };
         if !group.file().exists() {
             return Err("no group of ours with a memory controller below it".to_owned());
         }
@@ -49,7 +56,11 @@ impl Limited {
     }
 
     fn name(&self) -> String {
-        self.folder.file_name().unwrap().to_string_lossy().into_owned()
+        self.folder
+            .file_name()
+            .unwrap()
+            .to_string_lossy()
+            .into_owned()
     }
 }
 
@@ -59,7 +70,8 @@ impl Drop for Limited {
     }
 }
 
-const BUDGET: &str = "budget: {dwell: 300ms, sample_max: 100ms, hysteresis: 4MiB}\nshedding: {reclaim_min: 8MiB}\n";
+const BUDGET: &str =
+    "budget: {dwell: 300ms, sample_max: 100ms, hysteresis: 4MiB}\nshedding: {reclaim_min: 8MiB}\n";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_limit_of_a_control_group_is_the_budget_and_is_followed_while_it_changes() {
@@ -75,16 +87,26 @@ async fn the_limit_of_a_control_group_is_the_budget_and_is_followed_while_it_cha
     let check = installation.run(&["check", installation.config().to_str().unwrap()]);
     assert!(check.status.success(), "{}", said(&check));
     let printed = said(&check);
-    assert!(printed.contains("limited to 900 MiB by the control group `"), "{printed}");
+    assert!(
+        printed.contains("limited to 900 MiB by the control group `"),
+        "{printed}"
+    );
 
     let daemon = installation.start().await;
     let status = daemon.until("the LLM is ready", |status| {
-        status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Ready)
+        status
+            .engine
+            .as_ref()
+            .is_some_and(|engine| engine.state() == EngineState::Ready)
     });
     let status = status.await;
     let budget = status.budget.unwrap();
     assert_eq!(budget.total_bytes, 900 << 20);
-    assert!(status.limited_by.ends_with(&group.name()), "{}", status.limited_by);
+    assert!(
+        status.limited_by.ends_with(&group.name()),
+        "{}",
+        status.limited_by
+    );
     // 8 % and at least 128 MiB stay free.
     assert_eq!(budget.budget_bytes, 772 << 20);
 
@@ -92,17 +114,28 @@ async fn the_limit_of_a_control_group_is_the_budget_and_is_followed_while_it_cha
         group.limit(mib);
         let total = |total: u64| {
             daemon.until("the budget follows the limit", move |status| {
-                status.budget.as_ref().is_some_and(|budget| budget.total_bytes == total)
+                status
+                    .budget
+                    .as_ref()
+                    .is_some_and(|budget| budget.total_bytes == total)
             })
         };
         let budget = total(mib << 20).await.budget.unwrap();
         assert_eq!(budget.budget_bytes, (mib - 128) << 20);
         let events = installation.events();
-        assert!(events.contains(&format!("{mib} MiB that the control group `")), "{events}");
+        assert!(
+            events.contains(&format!("{mib} MiB that the control group `")),
+            "{events}"
+        );
     }
     let shown = installation.tell(&["status"]);
     let words: Vec<&str> = shown.split_whitespace().collect();
-    assert!(words.join(" ").contains("limited to 700 MiB by the control group `"), "{shown}");
+    assert!(
+        words
+            .join(" ")
+            .contains("limited to 700 MiB by the control group `"),
+        "{shown}"
+    );
     daemon.end().await;
     installation.replay();
 }
@@ -123,7 +156,10 @@ fn a_total_above_the_limit_is_refused_with_the_group_by_check_and_serve() {
     let (status, log) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(78));
     for said in [said(&check), log] {
-        assert!(said.contains("is above the 400 MiB that the control group `"), "{said}");
+        assert!(
+            said.contains("is above the 400 MiB that the control group `"),
+            "{said}"
+        );
         assert!(said.contains(&group.name()), "{said}");
     }
 }

@@ -26,17 +26,24 @@ const STORY: &str = "tell me a story";
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     // A dwell that does not end by itself within this test.
-    let installation =
-        Installation::new(&format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"));
+    let installation = Installation::new(
+        &format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"),
+    );
     let daemon = installation.start().await;
     daemon.whole().await;
     let answer = content(&daemon.ask(COMMAND).await);
     // How prompts are read, and how long the engine took no command: nothing streams, so no chunk is larger.
     let engine = &installation.json(&["status"])["engine"];
     assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
-    assert!(engine["commandGapMaxMs"].as_f64().unwrap() > 0.0, "{engine}");
+    assert!(
+        engine["commandGapMaxMs"].as_f64().unwrap() > 0.0,
+        "{engine}"
+    );
     let shown = super::life::in_one_line(&installation.tell(&["status"]));
-    assert!(shown.contains("prompts by 128 tokens") && shown.contains("commands within"), "{shown}");
+    assert!(
+        shown.contains("prompts by 128 tokens") && shown.contains("commands within"),
+        "{shown}"
+    );
     let gap = daemon.metric("cotenant_llm_command_gap_max_seconds").await;
     assert!(gap > Some(0.0), "{gap:?}");
     let before = anonymous(daemon.pid());
@@ -60,7 +67,9 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let applied = |field: &str| -> u64 {
         let events = events.as_array().unwrap().iter();
         let applied = events.filter(|event| event["name"] == "engine_applied");
-        applied.map(|event| event["body"][field].as_u64().unwrap_or(0)).sum()
+        applied
+            .map(|event| event["body"][field].as_u64().unwrap_or(0))
+            .sum()
     };
     let (untouched, freed) = (applied("untouched_given"), applied("freed"));
     assert!(untouched > 0 && freed > 0, "{events}");
@@ -73,19 +82,41 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     let lease = &installation.json(&["leases"])[0];
     assert_eq!(lease["heldBytes"], engine["planBytes"]);
     assert!(lease["usedBytes"].as_u64().unwrap() <= lease["heldBytes"].as_u64().unwrap());
-    assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer with less");
+    assert_eq!(
+        content(&daemon.ask(COMMAND).await),
+        answer,
+        "the same answer with less"
+    );
 
     installation.tell(&["regrow"]);
     let status = daemon.whole().await;
     assert!(status.engine.unwrap().regrown_bytes >= claimed);
-    assert_eq!(content(&daemon.ask(COMMAND).await), answer, "the same answer again");
+    assert_eq!(
+        content(&daemon.ask(COMMAND).await),
+        answer,
+        "the same answer again"
+    );
     let events = installation.json(&["events"]);
-    let names: Vec<&str> = events.as_array().unwrap().iter().map(|event| event["name"].as_str().unwrap()).collect();
-    for name in ["start", "engine_inspected", "load_engine", "apply_plan", "engine_applied"] {
+    let names: Vec<&str> = events
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|event| event["name"].as_str().unwrap())
+        .collect();
+    for name in [
+        "start",
+        "engine_inspected",
+        "load_engine",
+        "apply_plan",
+        "engine_applied",
+    ] {
         assert!(names.contains(&name), "{name} is missing: {names:?}");
     }
     let text = installation.events();
-    assert!(text.contains("an operator asked for 64 MiB") && text.contains("verified back"), "{text}");
+    assert!(
+        text.contains("an operator asked for 64 MiB") && text.contains("verified back"),
+        "{text}"
+    );
     daemon.end().await;
 }
 
@@ -96,10 +127,17 @@ async fn the_text_of_a_daemon_with_an_llm_is_locked_as_it_is_in_memory_and_not_d
     daemon.whole().await;
     let before = resident_text(daemon.pid());
     let of_program = |line: &String| line.starts_with("the program");
-    daemon.until("the program is locked", |status| status.locked.iter().any(of_program)).await;
+    daemon
+        .until("the program is locked", |status| {
+            status.locked.iter().any(of_program)
+        })
+        .await;
     let after = resident_text(daemon.pid());
     // Text that is dropped comes back page by page; a little of what nothing locks may go by itself.
-    assert!(after > 0 && after >= before / 10 * 9, "{before} became {after}");
+    assert!(
+        after > 0 && after >= before / 10 * 9,
+        "{before} became {after}"
+    );
     daemon.end().await;
 }
 
@@ -128,7 +166,9 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     let question = "the light in the kitchen was on all day long. ".repeat(30) + COMMAND;
     let count = |answer: &Answer| {
         let usage = answer.json()["usage"].clone();
-        let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap();
+        let cached = usage["prompt_tokens_details"]["cached_tokens"]
+            .as_u64()
+            .unwrap();
         (usage["prompt_tokens"].as_u64().unwrap(), cached)
     };
     let first = daemon.ask(&question).await;
@@ -143,7 +183,10 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     let second = daemon.chat(next.clone()).await;
     let (all, cached) = count(&second);
     // A mark lies within 72 tokens of the end of a prompt, whatever the template makes of the answer.
-    assert!(cached + 72 >= read && all > read, "{cached} cached of {read}, then {all}");
+    assert!(
+        cached + 72 >= read && all > read,
+        "{cached} cached of {read}, then {all}"
+    );
 
     // Something else in between, and all of it is read again: the answer is the same.
     daemon.ask(STORY).await;
@@ -151,7 +194,9 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     let (_, cached) = count(&again);
     assert!(cached < 64, "{cached}");
     assert_eq!(content(&second), content(&again));
-    let counted = daemon.metric("cotenant_tokens_total{kind=\"cached\"}").await;
+    let counted = daemon
+        .metric("cotenant_tokens_total{kind=\"cached\"}")
+        .await;
     assert!(counted.is_some_and(|tokens| tokens >= 200.0), "{counted:?}");
     daemon.end().await;
 }
@@ -175,7 +220,10 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
             lease_class: LeaseClass::AudioRealtime.into(),
             min_bytes: SMALL * MIB,
             max_bytes: SMALL * MIB,
-            term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+            term: Some(prost_types::Duration {
+                seconds: 60,
+                nanos: 0,
+            }),
             max_wait: None,
             ..CreateLeaseRequest::default()
         })
@@ -194,11 +242,20 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
             generation: lease.generation,
             min_bytes: mib * MIB,
             max_bytes: mib * MIB,
-            max_wait: Some(prost_types::Duration { seconds: 10, nanos: 0 }),
+            max_wait: Some(prost_types::Duration {
+                seconds: 10,
+                nanos: 0,
+            }),
         };
         let mut leases = leases.clone();
         let granted = async move {
-            let granted = leases.update_lease(update).await.unwrap().into_inner().lease.unwrap();
+            let granted = leases
+                .update_lease(update)
+                .await
+                .unwrap()
+                .into_inner()
+                .lease
+                .unwrap();
             tokio::time::sleep(Duration::from_millis(50)).await; // a moment of the answer between two changes
             assert!(granted.held_bytes >= mib * MIB, "{granted:?}");
             granted
@@ -217,7 +274,13 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
     assert!(grants >= 1, "the answer was over before the first grant");
     let status = daemon.status().await;
     assert!(status.engine.as_ref().unwrap().sheds >= 1, "{status:#?}");
-    assert!(installation.events().contains("`asr` (audio-realtime) needs"), "{}", installation.events());
+    assert!(
+        installation
+            .events()
+            .contains("`asr` (audio-realtime) needs"),
+        "{}",
+        installation.events()
+    );
     // The tenant goes; the engine takes back what it had.
     let name = installation
         .json(&["leases"])
@@ -244,14 +307,21 @@ async fn pressure_by_another_user_takes_optional_memory_and_gives_it_back() {
     let answer = content(&daemon.ask("hello").await);
     installation.tell(&["start", "process"]);
     daemon
-        .until("shed", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds > 0 && !engine.changing))
+        .until("shed", |status| {
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.sheds > 0 && !engine.changing)
+        })
         .await;
     assert_eq!(content(&daemon.ask("hello").await), answer);
     installation.tell(&["stop", "process"]);
     daemon.until("grown back", whole).await;
     let metrics = crate::http::client::get(daemon.http, "/metrics").await;
     assert!(metrics.text().contains("cotenant_"), "{}", metrics.text());
-    let chat = daemon.chat(json!({ "messages": [{"role": "user", "content": "hello"}], "stream": true })).await;
+    let chat = daemon
+        .chat(json!({ "messages": [{"role": "user", "content": "hello"}], "stream": true }))
+        .await;
     assert_eq!(chat.status, 200);
     daemon.end().await;
 }
@@ -275,10 +345,23 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     assert_eq!(short["choices"][0]["finish_reason"], "length", "{short}");
     // The last token that is chosen has no place any more, and needs none.
     assert_eq!(short["usage"]["total_tokens"], 193, "{short}");
-    assert!(long["usage"]["total_tokens"].as_u64().unwrap() > 193, "{long}");
-    assert_eq!(long["usage"]["kv_dropped_tokens"].as_u64().unwrap() % 64, 0, "{long}");
-    assert!(long["usage"]["kv_dropped_tokens"].as_u64().unwrap() > 0, "{long}");
-    assert!(content(&gone_on).starts_with(&content(&ended)), "{short} {long}");
+    assert!(
+        long["usage"]["total_tokens"].as_u64().unwrap() > 193,
+        "{long}"
+    );
+    assert_eq!(
+        long["usage"]["kv_dropped_tokens"].as_u64().unwrap() % 64,
+        0,
+        "{long}"
+    );
+    assert!(
+        long["usage"]["kv_dropped_tokens"].as_u64().unwrap() > 0,
+        "{long}"
+    );
+    assert!(
+        content(&gone_on).starts_with(&content(&ended)),
+        "{short} {long}"
+    );
     let text = installation.events();
     assert!(text.contains("has lost 64 tokens of its context"), "{text}");
     daemon.end().await;
@@ -298,7 +381,13 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
         min_bytes: MIB,
         ..CreateLeaseRequest::default()
     };
-    let lease = client.create_lease(asked).await.unwrap().into_inner().lease.unwrap();
+    let lease = client
+        .create_lease(asked)
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap();
     let stalled = Frozen::thread(daemon.pid(), "journal");
     // More events than the reserve has blocks of the size of a line.
     for _ in 0..1500 {
@@ -333,9 +422,15 @@ async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     ));
     let daemon = installation.start().await;
     let own = |status: &cotenant::rpc::v1::GetStatusResponse| {
-        status.budget.as_ref().and_then(|budget| budget.supervisor_bytes).unwrap_or_default()
+        status
+            .budget
+            .as_ref()
+            .and_then(|budget| budget.supervisor_bytes)
+            .unwrap_or_default()
     };
-    let before = own(&daemon.until("measured", |status| whole(status) && own(status) > 0).await);
+    let before = own(&daemon
+        .until("measured", |status| whole(status) && own(status) > 0)
+        .await);
     // Of an upload that never ends.
     let head = format!(
         "POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n\
@@ -343,8 +438,14 @@ async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
         24 * MIB
     );
     let mut upload = Connection::open(daemon.http).await;
-    upload.send(&[head.as_bytes(), &vec![b'a'; 20 << 20]].concat()).await;
-    let status = daemon.until("the body is seen", |status| own(status) >= before + 12 * MIB).await;
+    upload
+        .send(&[head.as_bytes(), &vec![b'a'; 20 << 20]].concat())
+        .await;
+    let status = daemon
+        .until("the body is seen", |status| {
+            own(status) >= before + 12 * MIB
+        })
+        .await;
     let unaccounted = status.budget.as_ref().unwrap().unaccounted_bytes;
     assert!(unaccounted < 8 * MIB, "{unaccounted}");
     assert!(installation.tell(&["status"]).contains("supervisor"));

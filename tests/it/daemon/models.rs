@@ -12,16 +12,23 @@ use cotenant::{
     rpc::v1::{EngineState, GetStatusResponse, WorkerState},
 };
 
-use super::installation::{Installation, ballast, budget, content, demo_model, model, said, worker};
+use super::installation::{
+    Installation, ballast, budget, content, demo_model, model, said, worker,
+};
 
 /// Writes a small model of a real family.
 fn write(path: &Path) {
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7).write(path).unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(path)
+        .unwrap();
 }
 
 /// Where `text` is in `bytes`.
 fn find(bytes: &[u8], text: &[u8]) -> usize {
-    bytes.windows(text.len()).position(|window| window == text).unwrap()
+    bytes
+        .windows(text.len())
+        .position(|window| window == text)
+        .unwrap()
 }
 
 /// Starts a daemon on a bad model: the status, the APIs, `check` and the events have to name what is wrong with the
@@ -30,23 +37,39 @@ async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     let installation = Installation::new("");
     let path = installation.path("bad.gguf");
     break_it(&path);
-    installation.configure(&format!("{}{}workers:\n{}", budget(256), model(&path, 1024), ballast()));
+    installation.configure(&format!(
+        "{}{}workers:\n{}",
+        budget(256),
+        model(&path, 1024),
+        ballast()
+    ));
     let daemon = installation.start().await;
     let status = daemon
         .until("the engine has failed and the worker is ready", |status| {
-            status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed)
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.state() == EngineState::Failed)
                 && worker(status, "ballast").state() == WorkerState::Ready
         })
         .await;
     let failure = status.engine.unwrap().failure;
     let chat = daemon.ask("hello").await;
-    assert_eq!((chat.status, chat.error_code().as_str()), (500, "model_failed"), "{}", chat.text());
+    assert_eq!(
+        (chat.status, chat.error_code().as_str()),
+        (500, "model_failed"),
+        "{}",
+        chat.text()
+    );
     let check = installation.run(&["check", installation.config().to_str().unwrap()]);
     assert_eq!(check.status.code(), Some(78), "{}", said(&check));
     for (place, text) in [
         ("the status", failure.clone()),
         ("the answer", chat.text().to_owned()),
-        ("the check", String::from_utf8_lossy(&check.stderr).into_owned()),
+        (
+            "the check",
+            String::from_utf8_lossy(&check.stderr).into_owned(),
+        ),
         ("the events", installation.events()),
     ] {
         for word in expected {
@@ -75,7 +98,9 @@ async fn a_truncated_model_is_named() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_foreign_file_is_named() {
-    let foreign = |path: &Path| fs::write(path, "PK\u{3}\u{4} this is an archive, and no model at all").unwrap();
+    let foreign = |path: &Path| {
+        fs::write(path, "PK\u{3}\u{4} this is an archive, and no model at all").unwrap();
+    };
     is_refused(foreign, &["bad.gguf", "GGUF"]).await;
 }
 
@@ -111,7 +136,11 @@ struct Shut(fs::File);
 impl Shut {
     /// `None` where the file system knows no such thing.
     fn new(path: &Path) -> Option<Self> {
-        let file = fs::OpenOptions::new().read(true).write(true).open(path).unwrap();
+        let file = fs::OpenOptions::new()
+            .read(true)
+            .write(true)
+            .open(path)
+            .unwrap();
         // The kernel notifies the owner of the lease that a process waits, by a signal that is ignored.
         // SAFETY: two calls on a descriptor of our own, with numbers for arguments.
         let taken = unsafe {
@@ -129,7 +158,11 @@ const F_SETSIG: libc::c_int = 10;
 async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answers() {
     let installation = Installation::new("");
     let path = installation.path("model.gguf");
-    fs::copy(Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf"), &path).unwrap();
+    fs::copy(
+        Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf"),
+        &path,
+    )
+    .unwrap();
     let Some(shut) = Shut::new(&path) else {
         eprintln!("left out: this file system has no leases");
         return;
@@ -143,13 +176,22 @@ async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answe
         })
         .await;
     let failure = status.engine.unwrap().failure;
-    for word in ["model.gguf", "the disk has not answered for 4", "at most 4000 ms", "hint: "] {
+    for word in [
+        "model.gguf",
+        "the disk has not answered for 4",
+        "at most 4000 ms",
+        "hint: ",
+    ] {
         assert!(failure.contains(word), "{failure}");
     }
     // The daemon lives, and says so.
     assert_eq!(daemon.ask("hello").await.error_code(), "engine_lost");
     assert!(installation.tell(&["status"]).contains("failed"));
-    assert!(installation.events().contains("it is inspected again when the disk has answered"));
+    assert!(
+        installation
+            .events()
+            .contains("it is inspected again when the disk has answered")
+    );
     drop(shut.0);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
@@ -165,7 +207,12 @@ async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
     installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
     let daemon = installation.start().await;
     daemon
-        .until("failed", |status| status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed))
+        .until("failed", |status| {
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.state() == EngineState::Failed)
+        })
         .await;
     daemon.end_after(&["the LLM has failed"]).await;
     installation.configure(&format!("{}{}", budget(256), demo_model(1024)));
@@ -181,12 +228,26 @@ async fn failed_for_want_of_a_file(installation: &Installation) -> super::instal
     let daemon = installation.start().await;
     daemon
         .until("the engine has failed", |status| {
-            status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed)
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.state() == EngineState::Failed)
         })
         .await;
     let chat = daemon.ask("hello").await;
-    assert_eq!((chat.status, chat.error_code().as_str()), (500, "model_failed"), "{}", chat.text());
-    assert!(installation.run(&["health", "--service", "cotenant.engine"]).status.code() != Some(0));
+    assert_eq!(
+        (chat.status, chat.error_code().as_str()),
+        (500, "model_failed"),
+        "{}",
+        chat.text()
+    );
+    assert!(
+        installation
+            .run(&["health", "--service", "cotenant.engine"])
+            .status
+            .code()
+            != Some(0)
+    );
     daemon
 }
 
@@ -207,7 +268,13 @@ async fn a_model_that_was_missing_is_loaded_when_its_file_appears() {
     put_in_place(&path);
     daemon.whole().await;
     assert!(!content(&daemon.ask("hello").await).is_empty());
-    assert_eq!(installation.run(&["health", "--service", "cotenant.engine"]).status.code(), Some(0));
+    assert_eq!(
+        installation
+            .run(&["health", "--service", "cotenant.engine"])
+            .status
+            .code(),
+        Some(0)
+    );
     daemon.end_after(&["the LLM has failed"]).await;
     assert_eq!(installation.replay().lines().count(), 1);
 }
@@ -227,7 +294,11 @@ async fn a_model_that_was_missing_is_loaded_by_a_command() {
 
 /// Lines of the log that say that the LLM has failed.
 fn failures(installation: &Installation) -> usize {
-    installation.log().lines().filter(|line| line.contains("the LLM has failed")).count()
+    installation
+        .log()
+        .lines()
+        .filter(|line| line.contains("the LLM has failed"))
+        .count()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -241,32 +312,75 @@ async fn a_model_that_is_cut_while_it_answers_fails_permanently_and_comes_back_w
     assert_eq!(get(daemon.http, "/health").await.status, 200);
     installation.tell(&["shed", "1GiB"]);
     // In place: the daemon has the file open.
-    fs::File::options().write(true).open(&path).unwrap().set_len(0).unwrap();
+    fs::File::options()
+        .write(true)
+        .open(&path)
+        .unwrap()
+        .set_len(0)
+        .unwrap();
     assert_ne!(daemon.ask("hello").await.status, 200);
-    let failed = |status: &GetStatusResponse| status.engine.as_ref().is_some_and(|engine| engine.failed_permanently);
+    let failed = |status: &GetStatusResponse| {
+        status
+            .engine
+            .as_ref()
+            .is_some_and(|engine| engine.failed_permanently)
+    };
     let status = daemon.until("failed permanently", failed).await;
     let failure = status.engine.unwrap().failure;
-    assert!(failure.contains("it is empty: it has 0 bytes (hint: "), "{failure}");
+    assert!(
+        failure.contains("it is empty: it has 0 bytes (hint: "),
+        "{failure}"
+    );
     let lines = failures(&installation);
     for _ in 0..8 {
         let chat = daemon.ask("hello").await;
-        assert_eq!((chat.status, chat.error_code().as_str()), (500, "model_failed"), "{}", chat.text());
+        assert_eq!(
+            (chat.status, chat.error_code().as_str()),
+            (500, "model_failed"),
+            "{}",
+            chat.text()
+        );
         assert_eq!(chat.header("x-should-retry"), "false");
     }
-    assert_eq!(failures(&installation), lines, "a request that fails is no news: {}", installation.log());
-    assert!(lines <= 2, "the read that failed, and what is left of the file: {}", installation.log());
+    assert_eq!(
+        failures(&installation),
+        lines,
+        "a request that fails is no news: {}",
+        installation.log()
+    );
+    assert!(
+        lines <= 2,
+        "the read that failed, and what is left of the file: {}",
+        installation.log()
+    );
     let health = get(daemon.http, "/health").await;
-    assert_eq!((health.status, health.json()["llm"]["permanent"].as_bool()), (503, Some(true)), "{}", health.text());
+    assert_eq!(
+        (health.status, health.json()["llm"]["permanent"].as_bool()),
+        (503, Some(true)),
+        "{}",
+        health.text()
+    );
     assert_eq!(get(daemon.http, "/health?live").await.status, 200);
-    assert_eq!(daemon.metric("cotenant_llm_state{state=\"failed\"}").await, Some(1.0));
+    assert_eq!(
+        daemon.metric("cotenant_llm_state{state=\"failed\"}").await,
+        Some(1.0)
+    );
     let shown = installation.tell(&["status"]);
     let words: Vec<&str> = shown.split_whitespace().collect();
-    assert!(words.join(" ").contains("not tried again before that has changed"), "{shown}");
+    assert!(
+        words
+            .join(" ")
+            .contains("not tried again before that has changed"),
+        "{shown}"
+    );
     put_in_place(&path);
     daemon.whole().await;
     assert_eq!(daemon.ask("hello").await.status, 200);
     assert_eq!(get(daemon.http, "/health").await.status, 200);
-    assert_eq!(daemon.metric("cotenant_llm_state{state=\"ready\"}").await, Some(1.0));
+    assert_eq!(
+        daemon.metric("cotenant_llm_state{state=\"ready\"}").await,
+        Some(1.0)
+    );
     daemon.end_after(&["the LLM has failed"]).await;
     assert_eq!(installation.replay().lines().count(), 1);
 }
@@ -279,8 +393,12 @@ async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
     std::os::unix::fs::symlink(&path, &path).unwrap();
     installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
     let daemon = installation.start().await;
-    let failed =
-        |status: &GetStatusResponse| status.engine.as_ref().is_some_and(|engine| engine.state() == EngineState::Failed);
+    let failed = |status: &GetStatusResponse| {
+        status
+            .engine
+            .as_ref()
+            .is_some_and(|engine| engine.state() == EngineState::Failed)
+    };
     let status = daemon.until("failed", failed).await;
     assert!(!status.engine.unwrap().failed_permanently);
     let again = |status: &GetStatusResponse| {
@@ -290,7 +408,12 @@ async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
     };
     daemon.until("tried again", again).await;
     let chat = daemon.ask("hello").await;
-    assert_eq!((chat.status, chat.error_code().as_str()), (503, "engine_lost"), "{}", chat.text());
+    assert_eq!(
+        (chat.status, chat.error_code().as_str()),
+        (503, "engine_lost"),
+        "{}",
+        chat.text()
+    );
     assert_eq!(chat.header("x-should-retry"), "true");
     assert_eq!(failures(&installation), 1, "{}", installation.log());
     fs::remove_file(&path).unwrap();
@@ -303,9 +426,17 @@ async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_empty_file_and_a_pointer_of_git_lfs_are_named() {
-    is_refused(|path| fs::write(path, "").unwrap(), &["bad.gguf", "it is empty"]).await;
+    is_refused(
+        |path| fs::write(path, "").unwrap(),
+        &["bad.gguf", "it is empty"],
+    )
+    .await;
     let pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 12345\n";
-    is_refused(|path| fs::write(path, pointer).unwrap(), &["bad.gguf", "Git LFS", "git lfs pull"]).await;
+    is_refused(
+        |path| fs::write(path, pointer).unwrap(),
+        &["bad.gguf", "Git LFS", "git lfs pull"],
+    )
+    .await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -317,5 +448,9 @@ async fn a_file_that_ends_in_zeros_is_named() {
         file.set_len(bytes * 2 / 3).unwrap();
         file.set_len(bytes).unwrap();
     };
-    is_refused(zeros, &["bad.gguf", "ends in zeros", "fetch the file again"]).await;
+    is_refused(
+        zeros,
+        &["bad.gguf", "ends in zeros", "fetch the file again"],
+    )
+    .await;
 }

@@ -15,7 +15,8 @@ use super::{
 use crate::support::speech_is_installed;
 
 /// A budget in which the neighbour only fits when the engine gives way: all but the reserve is in use without it.
-const BUDGET: &str = "budget: {total: 380MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, \
+const BUDGET: &str =
+    "budget: {total: 380MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, \
                       sample_max: 100ms, fill_rate_max: 400MiB}
 shedding: {reclaim_min: 8MiB}
 ";
@@ -40,22 +41,45 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
     let before = daemon.whole().await;
     fs::write(installation.path("come"), "").unwrap();
     daemon
-        .until("the engine has given way", |status| status.engine.as_ref().is_some_and(|engine| engine.sheds > 0))
+        .until("the engine has given way", |status| {
+            status
+                .engine
+                .as_ref()
+                .is_some_and(|engine| engine.sheds > 0)
+        })
         .await;
 
     let url = format!("http://{}", daemon.http);
     let listener = format!("unix://{}", installation.path("wyoming.sock").display());
-    let words = |words: &[&str]| words.iter().map(|word| (*word).to_owned()).collect::<Vec<_>>();
+    let words = |words: &[&str]| {
+        words
+            .iter()
+            .map(|word| (*word).to_owned())
+            .collect::<Vec<_>>()
+    };
     // Its Realtime part included.
-    let openai = words(&[&format!("{url}/v1"), "--brief", "--say", "turn on the kitchen light"]);
+    let openai = words(&[
+        &format!("{url}/v1"),
+        "--brief",
+        "--say",
+        "turn on the kitchen light",
+    ]);
     let metrics = words(&[&url]);
     let ollama = words(&[&url, "--rounds", "2"]);
     let anthropic = words(&[&url]);
     let wyoming = words(&[&listener]);
-    let grpc = words(&[&installation.socket().display().to_string(), &installation.abstract_name(), "--work", "3"]);
+    let grpc = words(&[
+        &installation.socket().display().to_string(),
+        &installation.abstract_name(),
+        "--work",
+        "3",
+    ]);
     let over = AtomicBool::new(false);
     let describe = async {
-        let client = WyomingClient::new(listener.parse::<Endpoint>().unwrap(), ClientTimeouts::default());
+        let client = WyomingClient::new(
+            listener.parse::<Endpoint>().unwrap(),
+            ClientTimeouts::default(),
+        );
         let mut slowest = Duration::ZERO;
         while !over.load(Ordering::Relaxed) {
             let began = Instant::now();
@@ -79,7 +103,9 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         outputs
     };
     let (outputs, slowest) = tokio::join!(clients, describe);
-    let (Some(openai), Some(ollama), Some(anthropic), Some(wyoming), Some(grpc), Some(metrics)) = outputs else {
+    let (Some(openai), Some(ollama), Some(anthropic), Some(wyoming), Some(grpc), Some(metrics)) =
+        outputs
+    else {
         return;
     };
     for (name, output) in [
@@ -90,7 +116,12 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         ("grpcio", grpc),
         ("prometheus_client", metrics),
     ] {
-        assert!(output.status.success(), "{name}: {}\n{}", said(&output), installation.events());
+        assert!(
+            output.status.success(),
+            "{name}: {}\n{}",
+            said(&output),
+            installation.events()
+        );
     }
     let after = daemon.status().await;
     let sheds = after.engine.as_ref().unwrap().sheds - before.engine.as_ref().unwrap().sheds;
@@ -100,11 +131,18 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         assert_eq!(worker.failures, 0, "{worker:?}");
     }
     for route in ["/v1/chat/completions", "/api/chat", "wyoming/talk"] {
-        let of = |code: &str| format!("cotenant_request_seconds_count{{route=\"{route}\",code=\"{code}\"}}");
+        let of = |code: &str| {
+            format!("cotenant_request_seconds_count{{route=\"{route}\",code=\"{code}\"}}")
+        };
         assert_eq!(daemon.metric(&of("500")).await, None, "{route}");
-        println!("{route}: {:?} refused for now, and tried again by their client", daemon.metric(&of("503")).await);
+        println!(
+            "{route}: {:?} refused for now, and tried again by their client",
+            daemon.metric(&of("503")).await
+        );
     }
-    let aloud = daemon.metric("cotenant_time_to_first_audio_seconds_count").await;
+    let aloud = daemon
+        .metric("cotenant_time_to_first_audio_seconds_count")
+        .await;
     assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
     // It leaves and does not return, and everything is as before.
     fs::remove_file(installation.path("come")).unwrap();

@@ -5,14 +5,16 @@ use std::path::Path;
 use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::engine::{
+    Model,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
+    text::TextSide,
 };
 use serde_json::json;
 
 use super::installation::{Installation, anonymous, model, whole};
 
-/// Some hundred MiB, without weights: zeros are as large as others.
+/// Some hundred MiB.
 fn shapes() -> Vec<(&'static str, Synthetic)> {
     let of = |architecture, types| Synthetic {
         layers: 16,
@@ -32,12 +34,27 @@ fn shapes() -> Vec<(&'static str, Synthetic)> {
         ..Synthetic::tiny(architecture, types, 1)
     };
     vec![
-        ("qwen35", of(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0))),
+        (
+            "qwen35",
+            of(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0)),
+        ),
         ("qwen3", of(Architecture::Qwen3, TypeMix::Q4KM)),
-        ("qwen2", of(Architecture::Qwen2, TypeMix::All(GgmlDType::Q5K))),
-        ("llama", of(Architecture::Llama, TypeMix::All(GgmlDType::Q6K))),
-        ("gemma3", of(Architecture::Gemma3, TypeMix::All(GgmlDType::Q8_0))),
-        ("phi3", of(Architecture::Phi3, TypeMix::All(GgmlDType::Q5_0))),
+        (
+            "qwen2",
+            of(Architecture::Qwen2, TypeMix::All(GgmlDType::Q5K)),
+        ),
+        (
+            "llama",
+            of(Architecture::Llama, TypeMix::All(GgmlDType::Q6K)),
+        ),
+        (
+            "gemma3",
+            of(Architecture::Gemma3, TypeMix::All(GgmlDType::Q8_0)),
+        ),
+        (
+            "phi3",
+            of(Architecture::Phi3, TypeMix::All(GgmlDType::Q5_0)),
+        ),
     ]
 }
 
@@ -59,12 +76,17 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
     for (name, shape) in shapes() {
         let path = folder.path().join(format!("{name}.gguf"));
         shape.write(&path).unwrap();
+        let helper = TextSide::helper_bytes_max(&Model::inspect(&path, 1).unwrap().1).get();
         for context in [1024, 4096, 16_384] {
             let installation = Installation::new(&configuration(&path, context));
             let config = installation.config().display().to_string();
             let planned = installation.json(&["plan", "--config", &config]);
             let forecast = &planned["forecast"];
-            assert_eq!(planned["verdict"].as_str().unwrap().split(':').next(), Some("fits"), "{planned}");
+            assert_eq!(
+                planned["verdict"].as_str().unwrap().split(':').next(),
+                Some("fits"),
+                "{planned}"
+            );
             let predicted = forecast["llm"]["total"].as_u64().unwrap();
             assert_eq!(forecast["rehearsal"]["peak"], json!(predicted));
 
@@ -72,10 +94,17 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             // KV is memory at once, and a load finds the memory of everything else.
             let status = daemon.until("the whole model", whole).await;
             let held: u64 = status.leases.iter().map(|lease| lease.held_bytes).sum();
-            assert_eq!(held, predicted, "{name}, {context} tokens: planned and held");
+            assert_eq!(
+                held, predicted,
+                "{name}, {context} tokens: planned and held"
+            );
             let measured = anonymous(daemon.pid()).saturating_sub(own);
+            // What is reserved for a process that starts with the first form of an answer.
+            let predicted = predicted - helper;
             let off = measured.abs_diff(predicted) * 1000 / predicted;
-            println!("{name}, {context} tokens: predicted {predicted}, measured {measured}, {off} per mille apart");
+            println!(
+                "{name}, {context} tokens: predicted {predicted}, measured {measured}, {off} per mille apart"
+            );
             assert!(
                 off <= 30,
                 "{name}, {context} tokens: predicted {predicted}, measured {measured}\n{}",

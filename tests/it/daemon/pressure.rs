@@ -14,9 +14,17 @@ const SPARE: u64 = 80;
 
 /// Builds the program; `false` where there is no C compiler.
 pub(super) fn compiled(at: &Path) -> bool {
-    let source = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/pressure_worker.c");
+    let source = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/clients/pressure_worker.c"
+    );
     let mut command = Command::new("cc");
-    match command.args(["-O1", "-Wall", "-Werror", "-o"]).arg(at).arg(source).status() {
+    match command
+        .args(["-O1", "-Wall", "-Werror", "-o"])
+        .arg(at)
+        .arg(source)
+        .status()
+    {
         Ok(status) => {
             assert!(status.success(), "cc: {status}");
             true
@@ -66,8 +74,14 @@ async fn ask(daemon: &Daemon<'_>) -> Lease {
         tenant: "camera".to_owned(),
         lease_class: LeaseClass::Interactive.into(),
         min_bytes: 100 * MIB,
-        max_wait: Some(prost_types::Duration { seconds: 20, nanos: 0 }),
-        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        max_wait: Some(prost_types::Duration {
+            seconds: 20,
+            nanos: 0,
+        }),
+        term: Some(prost_types::Duration {
+            seconds: 60,
+            nanos: 0,
+        }),
         ..CreateLeaseRequest::default()
     };
     let granted = daemon.leases().create_lease(asked).await.unwrap();
@@ -75,7 +89,9 @@ async fn ask(daemon: &Daemon<'_>) -> Lease {
 }
 
 async fn sheds_when_it_is_notified(watch: &str) {
-    let Some(installation) = installation(watch, "") else { return };
+    let Some(installation) = installation(watch, "") else {
+        return;
+    };
     let daemon = installation.start().await;
     let pid = ready(&daemon).await;
     assert!(anonymous(pid) >= (KEPT + SPARE) * MIB);
@@ -84,7 +100,11 @@ async fn sheds_when_it_is_notified(watch: &str) {
     assert!(anonymous(pid) < (KEPT + 8) * MIB, "{}", anonymous(pid));
     let status = daemon.status().await;
     assert_eq!(worker(&status, "cache").pid(), pid, "it was not stopped");
-    let cache = status.leases.iter().find(|lease| lease.tenant == "cache").unwrap();
+    let cache = status
+        .leases
+        .iter()
+        .find(|lease| lease.tenant == "cache")
+        .unwrap();
     assert!(cache.held_bytes <= 32 * MIB, "{cache:?}");
     assert!(
         installation.events().contains("cache#") && installation.events().contains("verified"),
@@ -100,7 +120,11 @@ async fn sheds_when_it_is_notified(watch: &str) {
         })
         .await;
     daemon.end().await;
-    assert!(installation.replay().contains("same"), "{}", installation.replay());
+    assert!(
+        installation.replay().contains("same"),
+        "{}",
+        installation.replay()
+    );
     assert!(!installation.path("run/cache.pressure").exists());
 }
 
@@ -116,16 +140,23 @@ async fn a_c_program_that_watches_a_socket_sheds_when_it_is_notified() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn one_that_gives_nothing_back_is_named_never_credited_and_stopped() {
-    let Some(installation) = installation("fifo", ", deaf") else { return };
+    let Some(installation) = installation("fifo", ", deaf") else {
+        return;
+    };
     let daemon = installation.start().await;
     let pid = ready(&daemon).await;
     let lease = ask(&daemon).await;
     assert_eq!(lease.held_bytes, 100 * MIB);
     let events = installation.events();
-    let named = events.lines().find(|line| line.contains("has not come down"));
+    let named = events
+        .lines()
+        .find(|line| line.contains("has not come down"));
     let named = named.unwrap_or_else(|| panic!("it is not named: {events}"));
     assert!(named.contains(&format!("(pid {pid})")), "{named}");
-    assert!(!events.contains("verified"), "nothing was credited: {events}");
+    assert!(
+        !events.contains("verified"),
+        "nothing was credited: {events}"
+    );
     let status = daemon.status().await;
     assert_ne!(worker(&status, "cache").pid, Some(pid), "it was stopped");
     daemon.end().await;

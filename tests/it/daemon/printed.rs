@@ -57,16 +57,31 @@ fn a_supervisor_that_does_not_run() {
 #[test]
 fn a_configuration_that_is_checked() {
     let installation = Installation::new("");
-    installation.configure(&format!("{}{}workers:\n{}{}", budget(512), synthetic(&installation, 4096), tts(), asr()));
+    installation.configure(&format!(
+        "{}{}workers:\n{}{}",
+        budget(512),
+        synthetic(&installation, 4096),
+        tts(),
+        asr()
+    ));
     let check = installation.run(&["check", "cotenant.yaml"]);
     assert!(check.status.success(), "{}", said(&check));
     let text = String::from_utf8(check.stdout).unwrap();
     let (machine, rest) = text.split_once("budget\n").unwrap();
-    assert!(machine.starts_with("this machine\n") && machine.contains("  cuda: "), "{machine}");
+    assert!(
+        machine.starts_with("this machine\n") && machine.contains("  cuda: "),
+        "{machine}"
+    );
     // What this machine has at the moment is another figure each time.
     let rest: String = rest
         .lines()
-        .map(|line| if line.trim_start().starts_with("available now") { "  available now  …" } else { line })
+        .map(|line| {
+            if line.trim_start().starts_with("available now") {
+                "  available now  …"
+            } else {
+                line
+            }
+        })
         .map(|line| format!("{line}\n"))
         .collect();
     insta::assert_snapshot!(rest);
@@ -85,7 +100,11 @@ fn configurations_that_hardly_or_never_work() {
     let verdicts: Vec<String> = [(157, &speech), (127, &twice), (100, &twice)]
         .into_iter()
         .map(|(mib, workers)| {
-            installation.configure(&small(format!("{}{}{workers}", budget(mib), synthetic(&installation, 65_536))));
+            installation.configure(&small(format!(
+                "{}{}{workers}",
+                budget(mib),
+                synthetic(&installation, 65_536)
+            )));
             let output = installation.run(&["check", "cotenant.yaml"]);
             let text = String::from_utf8(output.stdout).unwrap();
             let verdict = text.lines().last().unwrap_or_default();
@@ -129,8 +148,11 @@ async fn every_verb_that_prints_data_prints_json() {
         for form in ["json", "ndjson"] {
             let output = installation.run(&[verb.as_slice(), &["-o", form]].concat());
             let values: Result<Vec<serde_json::Value>, _> =
-                serde_json::Deserializer::from_slice(&output.stdout).into_iter().collect();
-            let values = values.unwrap_or_else(|error| panic!("{verb:?} -o {form}: {error}: {}", said(&output)));
+                serde_json::Deserializer::from_slice(&output.stdout)
+                    .into_iter()
+                    .collect();
+            let values = values
+                .unwrap_or_else(|error| panic!("{verb:?} -o {form}: {error}: {}", said(&output)));
             // 4: reached and refused, or there is nothing to explain; why is said on stderr.
             let least = match output.status.code() {
                 Some(0) => 1,

@@ -15,7 +15,10 @@ const RSS_MAX_KIB: u64 = 12 * 1024;
 
 fn rss_kib(pid: u32) -> u64 {
     let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
+    let line = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmRSS:"))
+        .unwrap();
     line.trim().trim_end_matches("kB").trim().parse().unwrap()
 }
 
@@ -39,7 +42,12 @@ async fn resident(program: &str) -> (u64, u64) {
     }
     for _ in 0..20 {
         installation.tell(&["status"]);
-        assert_eq!(crate::http::client::get(daemon.http, "/metrics").await.status, 200);
+        assert_eq!(
+            crate::http::client::get(daemon.http, "/metrics")
+                .await
+                .status,
+            200
+        );
         assert_eq!(daemon.ask("hello").await.status, 404);
     }
     let served = rss_kib(daemon.pid());
@@ -51,7 +59,9 @@ async fn resident(program: &str) -> (u64, u64) {
 fn release() -> Option<String> {
     let release = std::env::var("COTENANT_RELEASE_BIN").ok();
     if release.is_none() {
-        println!("left out: COTENANT_RELEASE_BIN is not set; `tests/run` sets it to the release build");
+        println!(
+            "left out: COTENANT_RELEASE_BIN is not set; `tests/run` sets it to the release build"
+        );
     }
     release
 }
@@ -72,21 +82,35 @@ fn a_model_with_a_whole_vocabulary_is_planned_within_100_ms() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     let model = Synthetic::qwen35_4b(TypeMix::Q4KM, 1);
-    model.write_hollow(fs::File::create(&path).unwrap()).unwrap();
+    model
+        .write_hollow(fs::File::create(&path).unwrap())
+        .unwrap();
     assert!(fs::metadata(&path).unwrap().len() > 2_650_000_000);
     let took = quickest(5, || {
-        let output = Command::new(&release).args(["plan", "--device", "orin-nx-16g"]).arg(&path).output().unwrap();
+        let output = Command::new(&release)
+            .args(["plan", "--device", "orin-nx-16g"])
+            .arg(&path)
+            .output()
+            .unwrap();
         assert!(output.status.success(), "{}", said(&output));
     });
     println!("release build: planned in {took:?}");
-    assert!(took <= Duration::from_millis(100), "{took:?}, 100 ms are promised");
+    assert!(
+        took <= Duration::from_millis(100),
+        "{took:?}, 100 ms are promised"
+    );
 }
 
 /// Ticks of 10 ms that a process has computed for.
 fn ticks(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let (_, fields) = stat.rsplit_once(") ").unwrap();
-    let fields: Vec<u64> = fields.split(' ').skip(11).take(2).map(|field| field.parse().unwrap()).collect();
+    let fields: Vec<u64> = fields
+        .split(' ')
+        .skip(11)
+        .take(2)
+        .map(|field| field.parse().unwrap())
+        .collect();
     fields.iter().sum()
 }
 
@@ -119,7 +143,10 @@ async fn the_status_comes_within_50_ms_while_memory_is_shed() {
     for _ in 0..5 {
         let mut shed = Command::new(&installation.program)
             .args(["shed", "4MiB"])
-            .env("COTENANT_ENDPOINT", format!("unix://{}", installation.socket().display()))
+            .env(
+                "COTENANT_ENDPOINT",
+                format!("unix://{}", installation.socket().display()),
+            )
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
@@ -133,7 +160,10 @@ async fn the_status_comes_within_50_ms_while_memory_is_shed() {
     longest = longest.max(quickest(3, || drop(installation.tell(&["status"]))));
     daemon.end().await;
     println!("release build: a status in at most {longest:?} while memory is shed");
-    assert!(longest <= Duration::from_millis(50), "{longest:?}, 50 ms are promised");
+    assert!(
+        longest <= Duration::from_millis(50),
+        "{longest:?}, 50 ms are promised"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -145,5 +175,8 @@ async fn a_daemon_without_a_model_is_small() {
     assert!(version.status.success(), "`{release}` does not run");
     let (idle, served) = resident(&release).await;
     println!("release build: {idle} KiB resident, {served} KiB after 60 requests");
-    assert!(idle <= RSS_MAX_KIB, "{idle} KiB resident, {RSS_MAX_KIB} KiB are promised");
+    assert!(
+        idle <= RSS_MAX_KIB,
+        "{idle} KiB resident, {RSS_MAX_KIB} KiB are promised"
+    );
 }

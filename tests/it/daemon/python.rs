@@ -74,9 +74,15 @@ fn python(installation: &Installation) -> Option<Command> {
     };
     let mut command = Command::new(Path::new(&venv).join("bin/python"));
     command
-        .env("PYTHONPATH", concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/python"))
+        .env(
+            "PYTHONPATH",
+            concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/python"),
+        )
         .env("PYTHONDONTWRITEBYTECODE", "1")
-        .env("COTENANT_ENDPOINT", format!("unix://{}", installation.socket().display()))
+        .env(
+            "COTENANT_ENDPOINT",
+            format!("unix://{}", installation.socket().display()),
+        )
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .kill_on_drop(true);
@@ -84,36 +90,74 @@ fn python(installation: &Installation) -> Option<Command> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_readmes_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_stays_away() {
-    assert!(README.contains(EXAMPLE), "the README shows another example than the one that is tested");
+async fn the_readmes_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_stays_away()
+{
+    assert!(
+        README.contains(EXAMPLE),
+        "the README shows another example than the one that is tested"
+    );
     let installation = Installation::new(&budget(220));
-    let (Some(mut short), Some(mut example)) = (python(&installation), python(&installation)) else {
+    let (Some(mut short), Some(mut example)) = (python(&installation), python(&installation))
+    else {
         return;
     };
     let daemon = installation.start().await;
     let output = tokio::time::timeout(PATIENCE, short.args(["-c", SHORT]).output()).await;
     let output = output.unwrap().unwrap();
-    assert_eq!(String::from_utf8_lossy(&output.stdout), "EXCEEDS_BUDGET None\n4194304 6291456 None\ngiven back\n");
-    daemon.until("its leases are gone", |status| status.leases.is_empty()).await;
+    assert_eq!(
+        String::from_utf8_lossy(&output.stdout),
+        "EXCEEDS_BUDGET None\n4194304 6291456 None\ngiven back\n"
+    );
+    daemon
+        .until("its leases are gone", |status| status.leases.is_empty())
+        .await;
 
-    example.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/lease_example.py"));
+    example.arg(concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/clients/lease_example.py"
+    ));
     let mut example = example.spawn().unwrap();
     let mut lines = BufReader::new(example.stdout.take().unwrap()).lines();
-    let mut next = async || tokio::time::timeout(PATIENCE, lines.next_line()).await.unwrap().unwrap().unwrap();
+    let mut next = async || {
+        tokio::time::timeout(PATIENCE, lines.next_line())
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap()
+    };
     assert_eq!(next().await, format!("holds {}", 140 * MIB));
     // It holds on for more than a term, by its stream.
-    daemon.until("it is measured", |status| status.leases.iter().any(|lease| lease.used_bytes() > 75 * MIB)).await;
+    daemon
+        .until("it is measured", |status| {
+            status
+                .leases
+                .iter()
+                .any(|lease| lease.used_bytes() > 75 * MIB)
+        })
+        .await;
     let asked = CreateLeaseRequest {
         request_id: "camera".to_owned(),
         tenant: "camera".to_owned(),
         lease_class: LeaseClass::Interactive.into(),
         min_bytes: 130 * MIB,
-        max_wait: Some(prost_types::Duration { seconds: 10, nanos: 0 }),
+        max_wait: Some(prost_types::Duration {
+            seconds: 10,
+            nanos: 0,
+        }),
         ..CreateLeaseRequest::default()
     };
-    let granted = daemon.leases().create_lease(asked).await.unwrap().into_inner();
+    let granted = daemon
+        .leases()
+        .create_lease(asked)
+        .await
+        .unwrap()
+        .into_inner();
     assert_eq!(granted.lease.unwrap().held_bytes, 130 * MIB);
-    assert!(next().await.starts_with(&format!("shrink to {} since ", 90 * MIB)));
+    assert!(
+        next()
+            .await
+            .starts_with(&format!("shrink to {} since ", 90 * MIB))
+    );
     daemon.kill();
     let away = "the supervisor has been away for longer than the term of 2 s";
     assert_eq!(next().await, format!("shrink to 0 since {away}"));
@@ -124,7 +168,9 @@ async fn the_readmes_lease_in_python_shrinks_when_reported_and_ends_when_the_sup
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_in_python_is_over_with_its_term_and_not_at_the_next_renewal() {
     let installation = Installation::new(&budget(64));
-    let Some(mut away) = python(&installation) else { return };
+    let Some(mut away) = python(&installation) else {
+        return;
+    };
     let output = tokio::time::timeout(PATIENCE, away.args(["-c", AWAY]).output()).await;
     assert_eq!(
         String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
@@ -136,7 +182,12 @@ async fn a_lease_in_python_is_over_with_its_term_and_not_at_the_next_renewal() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lease_in_python_has_one_pulse_however_many_streams_it_has_tried() {
     let installation = Installation::new(&budget(64));
-    let Some(mut away) = python(&installation) else { return };
+    let Some(mut away) = python(&installation) else {
+        return;
+    };
     let output = tokio::time::timeout(PATIENCE, away.args(["-c", STREAMS]).output()).await;
-    assert_eq!(String::from_utf8_lossy(&output.unwrap().unwrap().stdout), "4 1\nenough\n");
+    assert_eq!(
+        String::from_utf8_lossy(&output.unwrap().unwrap().stdout),
+        "4 1\nenough\n"
+    );
 }

@@ -19,7 +19,10 @@ fn a_runtime_dir_that_others_can_change_is_refused_with_its_remedy() {
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
     let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(text.contains("every user may write to it (mode 0777)"), "{text}");
+    assert!(
+        text.contains("every user may write to it (mode 0777)"),
+        "{text}"
+    );
     assert!(text.contains("hint: chmod o-w "), "{text}");
 
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o755)).unwrap();
@@ -30,7 +33,10 @@ fn a_runtime_dir_that_others_can_change_is_refused_with_its_remedy() {
     chown(&folder, Some(65534), None).unwrap();
     let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
-    assert!(text.contains("it belongs to uid 65534, and the supervisor runs as uid 0"), "{text}");
+    assert!(
+        text.contains("it belongs to uid 65534, and the supervisor runs as uid 0"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -43,7 +49,10 @@ fn files_of_the_daemon_that_are_symbolic_links_are_refused_and_what_they_lead_to
         symlink(&victim, installation.path(name)).unwrap();
         let (status, text) = installation.refuses_to_start();
         assert_eq!(status.code(), Some(1), "{text}");
-        assert!(text.contains(name) && text.contains("is a symbolic link"), "{name}: {text}");
+        assert!(
+            text.contains(name) && text.contains("is a symbolic link"),
+            "{name}: {text}"
+        );
         assert_eq!(fs::read_to_string(&victim).unwrap(), "precious\n");
     }
 }
@@ -61,17 +70,23 @@ async fn what_systemd_tells_the_daemon_of_itself_is_not_passed_to_workers() {
         budget(64)
     ));
     let wrapper = installation.path("as-a-service");
-    let script =
-        format!("#!/bin/sh\nCREDENTIALS_DIRECTORY=/creds INVOCATION_ID=7 HF_HOME=/models exec {PROGRAM} \"$@\"\n");
+    let script = format!(
+        "#!/bin/sh\nCREDENTIALS_DIRECTORY=/creds INVOCATION_ID=7 HF_HOME=/models exec {PROGRAM} \"$@\"\n"
+    );
     fs::write(&wrapper, script).unwrap();
     fs::set_permissions(&wrapper, fs::Permissions::from_mode(0o755)).unwrap();
     installation.program = wrapper.to_str().unwrap().to_owned();
     let daemon = installation.start().await;
-    daemon.until("it has reported its environment", workers_ready).await;
+    daemon
+        .until("it has reported its environment", workers_ready)
+        .await;
     daemon.end().await;
     let log = installation.log();
     assert!(log.contains("has HF_HOME=/models"), "{log}");
-    assert!(!log.contains("has CREDENTIALS_DIRECTORY") && !log.contains("has INVOCATION_ID"), "{log}");
+    assert!(
+        !log.contains("has CREDENTIALS_DIRECTORY") && !log.contains("has INVOCATION_ID"),
+        "{log}"
+    );
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -81,8 +96,14 @@ async fn a_listener_for_every_network_is_warned_of() {
     let daemon = installation.start().await;
     daemon.end().await;
     let log = installation.log();
-    let line = log.lines().find(|line| line.contains("every network")).unwrap_or_default();
-    assert!(line.contains("WARN") && line.contains("http.listen"), "{log}");
+    let line = log
+        .lines()
+        .find(|line| line.contains("every network"))
+        .unwrap_or_default();
+    assert!(
+        line.contains("WARN") && line.contains("http.listen"),
+        "{log}"
+    );
 }
 
 #[test]
@@ -106,8 +127,12 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
         // SAFETY: a system call on numbers.
         unsafe {
             command.pre_exec(move || {
-                nix::sys::resource::setrlimit(nix::sys::resource::Resource::RLIMIT_NPROC, threads, threads)
-                    .map_err(Into::into)
+                nix::sys::resource::setrlimit(
+                    nix::sys::resource::Resource::RLIMIT_NPROC,
+                    threads,
+                    threads,
+                )
+                .map_err(Into::into)
             });
         }
         let mut child = command.spawn().unwrap();
@@ -120,9 +145,16 @@ fn too_few_threads_are_an_error_with_a_remedy_and_no_panic() {
         let text = String::from_utf8_lossy(&output.stderr);
         assert!(!text.contains("panicked"), "{threads}: {text}");
         if output.status.code() == Some(1) {
-            assert!(text.contains("threads") && text.contains("hint: "), "{threads}: {text}");
+            assert!(
+                text.contains("threads") && text.contains("hint: "),
+                "{threads}: {text}"
+            );
         } else {
-            assert!(text.contains("cotenant is ready"), "{threads}: {:?} {text}", output.status);
+            assert!(
+                text.contains("cotenant is ready"),
+                "{threads}: {:?} {text}",
+                output.status
+            );
         }
         assert_eq!(fs::metadata(&root).unwrap().uid(), OTHER_UID);
     }

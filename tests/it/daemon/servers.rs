@@ -15,8 +15,16 @@ const SERVERS: [(&str, &str, &str); 4] = [
         "asr",
         "--uri, \"unix://${SOCKET}\", --model, {MODEL}, --language, en, --device, cpu, --data-dir, {DATA}, --local-files-only",
     ),
-    ("wyoming-piper", "tts", "--uri, \"unix://${SOCKET}\", --voice, en_US-lessac-medium, --data-dir, {DATA}"),
-    ("wyoming-openwakeword", "other", "--uri, \"unix://${SOCKET}\""),
+    (
+        "wyoming-piper",
+        "tts",
+        "--uri, \"unix://${SOCKET}\", --voice, en_US-lessac-medium, --data-dir, {DATA}",
+    ),
+    (
+        "wyoming-openwakeword",
+        "other",
+        "--uri, \"unix://${SOCKET}\"",
+    ),
     ("wyoming_porcupine1", "other", "--uri, \"unix://${SOCKET}\""),
 ];
 
@@ -46,9 +54,16 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
     let (data, whisper) = (installation.path("data"), installation.path("whisper"));
     let mut commands = BTreeMap::new();
     for venv in venvs.split(':') {
-        if PathBuf::from(venv).join("bin/wyoming-faster-whisper").is_file() {
+        if PathBuf::from(venv)
+            .join("bin/wyoming-faster-whisper")
+            .is_file()
+        {
             let made = std::process::Command::new(PathBuf::from(venv).join("bin/python"))
-                .args(["-B".as_ref(), fixture("tiny_whisper.py").as_os_str(), whisper.as_os_str()])
+                .args([
+                    "-B".as_ref(),
+                    fixture("tiny_whisper.py").as_os_str(),
+                    whisper.as_os_str(),
+                ])
                 .status();
             assert!(made.unwrap().success(), "there is no model for Whisper");
         }
@@ -81,16 +96,26 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
     let status = daemon.until("all ready", workers_ready).await;
     for name in commands.keys() {
         let socket = Endpoint::Unix(installation.path(&format!("run/{name}.sock")));
-        let info = WyomingClient::new(socket, ClientTimeouts::default()).describe().await.unwrap();
+        let info = WyomingClient::new(socket, ClientTimeouts::default())
+            .describe()
+            .await
+            .unwrap();
         let said = serde_json::to_value(&info).unwrap();
         let programs = ["asr", "tts", "handle", "wake"].map(|kind| &said[kind][0]);
-        let program = programs.into_iter().find(|program| program["name"].is_string()).unwrap();
+        let program = programs
+            .into_iter()
+            .find(|program| program["name"].is_string())
+            .unwrap();
         let worker = super::installation::worker(&status, name);
-        println!("{name}: {} {}, pid {:?}", program["name"], program["version"], worker.pid);
+        println!(
+            "{name}: {} {}, pid {:?}",
+            program["name"], program["version"], worker.pid
+        );
     }
     // What it hears with random weights is anything; that it hears is what counts.
     if commands.contains_key("wyoming-faster-whisper") {
-        let silence = cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000));
+        let silence =
+            cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000));
         let heard = daemon.hear(&silence.to_wav().unwrap()).await;
         assert_eq!(heard.status, 200, "{}", heard.text());
         assert!(heard.json()["text"].is_string(), "{}", heard.text());

@@ -52,7 +52,10 @@ impl TraceService for Collector {
 }
 
 fn spans_of(batch: &ExportTraceServiceRequest) -> Vec<Span> {
-    let scopes = batch.resource_spans.iter().flat_map(|resource| &resource.scope_spans);
+    let scopes = batch
+        .resource_spans
+        .iter()
+        .flat_map(|resource| &resource.scope_spans);
     scopes.flat_map(|scope| scope.spans.clone()).collect()
 }
 
@@ -74,8 +77,11 @@ fn attributes(attributes: &[cotenant::telemetry::otlp::v1::KeyValue]) -> BTreeMa
 
 fn spoken_to(listener: &TcpListener, scheme: &str, more: &str) -> (Installation, SocketAddr) {
     let address = listener.local_addr().unwrap();
-    let sections =
-        format!("{}{}telemetry: {{otlp: \"{scheme}://{address}\"}}\n{more}", budget(192), demo_model(16_384));
+    let sections = format!(
+        "{}{}telemetry: {{otlp: \"{scheme}://{address}\"}}\n{more}",
+        budget(192),
+        demo_model(16_384)
+    );
     (Installation::new(&sections), address)
 }
 
@@ -103,23 +109,42 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     let body = chat_body(json!({
         "messages": [{"role": "user", "content": "tell me all about the house"}], "stream": true, "max_tokens": 400,
     }));
-    let headers = [("content-type", "application/json"), ("traceparent", parent.as_str())];
+    let headers = [
+        ("content-type", "application/json"),
+        ("traceparent", parent.as_str()),
+    ];
     let mut spans: Vec<Span> = Vec::new();
     // An answer may be over before the shed is.
     let chat = 'shed: loop {
         let mut connection = Connection::open(daemon.http).await;
-        connection.send(&request("POST", "/v1/chat/completions", &headers, body.to_string().as_bytes())).await;
+        connection
+            .send(&request(
+                "POST",
+                "/v1/chat/completions",
+                &headers,
+                body.to_string().as_bytes(),
+            ))
+            .await;
         connection.wait_for("data: ").await;
         installation.tell(&["shed", "1MiB"]);
         assert_eq!(connection.answer().await.status, 200);
         loop {
-            let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
+            let batch = timeout(PATIENCE, batches.recv())
+                .await
+                .expect("no spans come")
+                .unwrap();
             let resource = batch.resource_spans[0].resource.clone().unwrap();
             assert_eq!(attributes(&resource.attributes)["service.name"], "cotenant");
             spans.extend(spans_of(&batch));
             let mut chats = spans.iter().filter(|span| span.name == "chat demo");
-            let Some(chat) = chats.next_back() else { continue };
-            if chat.events.iter().any(|event| event.name == "cotenant.shed") {
+            let Some(chat) = chats.next_back() else {
+                continue;
+            };
+            if chat
+                .events
+                .iter()
+                .any(|event| event.name == "cotenant.shed")
+            {
                 break 'shed chat.clone();
             }
             if spans.iter().any(|span| span.span_id == chat.parent_span_id) {
@@ -130,14 +155,36 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
         }
     };
     while !spans.iter().any(|span| span.span_id == chat.parent_span_id) {
-        spans.extend(spans_of(&timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap()));
+        spans.extend(spans_of(
+            &timeout(PATIENCE, batches.recv())
+                .await
+                .expect("no spans come")
+                .unwrap(),
+        ));
     }
-    let root = spans.iter().find(|span| span.span_id == chat.parent_span_id).unwrap();
-    let hex = |bytes: &[u8]| bytes.iter().map(|byte| format!("{byte:02x}")).collect::<String>();
-    assert_eq!((hex(&root.trace_id), hex(&chat.trace_id)), (trace.to_owned(), trace.to_owned()));
+    let root = spans
+        .iter()
+        .find(|span| span.span_id == chat.parent_span_id)
+        .unwrap();
+    let hex = |bytes: &[u8]| {
+        bytes
+            .iter()
+            .map(|byte| format!("{byte:02x}"))
+            .collect::<String>()
+    };
+    assert_eq!(
+        (hex(&root.trace_id), hex(&chat.trace_id)),
+        (trace.to_owned(), trace.to_owned())
+    );
     assert_eq!(hex(&root.parent_span_id), "00f067aa0ba902b7");
-    assert_eq!((root.name.as_str(), root.kind()), ("POST /v1/chat/completions", SpanKind::Server));
-    assert_eq!(attributes(&root.attributes)["http.response.status_code"], "200");
+    assert_eq!(
+        (root.name.as_str(), root.kind()),
+        ("POST /v1/chat/completions", SpanKind::Server)
+    );
+    assert_eq!(
+        attributes(&root.attributes)["http.response.status_code"],
+        "200"
+    );
     assert!(root.start_time_unix_nano <= chat.start_time_unix_nano);
     assert!(chat.end_time_unix_nano <= root.end_time_unix_nano);
 
@@ -145,24 +192,62 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     assert_eq!(known["gen_ai.operation.name"], "chat");
     assert_eq!(known["gen_ai.request.model"], "demo");
     assert_eq!(known["gen_ai.response.finish_reasons"], "1 values");
-    assert!(known["gen_ai.usage.input_tokens"].parse::<u32>().unwrap() > 5, "{known:?}");
-    assert!(known["gen_ai.usage.output_tokens"].parse::<u32>().unwrap() > 1, "{known:?}");
-    let names: Vec<&str> = chat.events.iter().map(|event| event.name.as_str()).collect();
-    let at = |name: &str| names.iter().position(|known| *known == name).unwrap_or_else(|| panic!("{name}: {names:?}"));
-    assert!(at("started") < at("first_token") && at("first_token") < at("cotenant.shed"), "{names:?}");
+    assert!(
+        known["gen_ai.usage.input_tokens"].parse::<u32>().unwrap() > 5,
+        "{known:?}"
+    );
+    assert!(
+        known["gen_ai.usage.output_tokens"].parse::<u32>().unwrap() > 1,
+        "{known:?}"
+    );
+    let names: Vec<&str> = chat
+        .events
+        .iter()
+        .map(|event| event.name.as_str())
+        .collect();
+    let at = |name: &str| {
+        names
+            .iter()
+            .position(|known| *known == name)
+            .unwrap_or_else(|| panic!("{name}: {names:?}"))
+    };
+    assert!(
+        at("started") < at("first_token") && at("first_token") < at("cotenant.shed"),
+        "{names:?}"
+    );
     let shed = attributes(&chat.events[at("cotenant.shed")].attributes);
     assert_eq!(shed["cotenant.shed.reason"], "operator");
-    assert!(shed["cotenant.bytes"].parse::<u64>().unwrap() >= 1 << 16, "{shed:?}");
+    assert!(
+        shed["cotenant.bytes"].parse::<u64>().unwrap() >= 1 << 16,
+        "{shed:?}"
+    );
     // Another client's trace is another one, and what only looks is none.
     assert_eq!(daemon.ask("hello").await.status, 200);
     let mut later = Vec::new();
-    while !later.iter().any(|span: &Span| span.parent_span_id.is_empty()) {
-        later.extend(spans_of(&timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap()));
+    while !later
+        .iter()
+        .any(|span: &Span| span.parent_span_id.is_empty())
+    {
+        later.extend(spans_of(
+            &timeout(PATIENCE, batches.recv())
+                .await
+                .expect("no spans come")
+                .unwrap(),
+        ));
     }
     assert!(later.iter().all(|span| hex(&span.trace_id) != trace));
-    assert!(later.iter().chain(&spans).all(|span| !span.name.starts_with("GET ")), "{later:?}");
+    assert!(
+        later
+            .iter()
+            .chain(&spans)
+            .all(|span| !span.name.starts_with("GET ")),
+        "{later:?}"
+    );
     until_metric(&daemon, "cotenant_spans_exported_total", 4.0).await;
-    assert_eq!(daemon.metric("cotenant_spans_dropped_total").await, Some(0.0));
+    assert_eq!(
+        daemon.metric("cotenant_spans_dropped_total").await,
+        Some(0.0)
+    );
     daemon.end().await;
     serving.abort();
 }
@@ -185,7 +270,9 @@ async fn the_stages_of_a_turn_are_spans_of_its_trace() {
     let trace = [0x4b; 16];
     let parent = format!("00-{}-00f067aa0ba902b7-01", "4b".repeat(16));
     let recording = form(&[("model", None, b"asr"), ("file", Some("a.wav"), &question)]);
-    let chat = chat_body(json!({"messages": [{"role": "user", "content": "turn on the kitchen light"}]})).to_string();
+    let chat =
+        chat_body(json!({"messages": [{"role": "user", "content": "turn on the kitchen light"}]}))
+            .to_string();
     let speech = json!({"model": "tts", "input": "It is done. Good night."}).to_string();
     for (path, kind, body) in [
         ("/v1/audio/transcriptions", FORM, recording.as_slice()),
@@ -197,15 +284,31 @@ async fn the_stages_of_a_turn_are_spans_of_its_trace() {
         assert_eq!(answer.status, 200, "{path}: {}", answer.text());
     }
     let mut stages: Vec<Span> = Vec::new();
-    while !["transcribe", "chat demo", "speak"].iter().all(|name| stages.iter().any(|span| span.name == *name)) {
-        let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
-        stages.extend(spans_of(&batch).into_iter().filter(|span| span.trace_id == trace));
+    while !["transcribe", "chat demo", "speak"]
+        .iter()
+        .all(|name| stages.iter().any(|span| span.name == *name))
+    {
+        let batch = timeout(PATIENCE, batches.recv())
+            .await
+            .expect("no spans come")
+            .unwrap();
+        stages.extend(
+            spans_of(&batch)
+                .into_iter()
+                .filter(|span| span.trace_id == trace),
+        );
     }
     let of = |name: &str| stages.iter().find(|span| span.name == name).unwrap();
     assert!(of("transcribe").end_time_unix_nano <= of("chat demo").start_time_unix_nano);
     assert!(of("chat demo").end_time_unix_nano <= of("speak").start_time_unix_nano);
-    assert_eq!(attributes(&of("transcribe").attributes)["gen_ai.request.model"], "asr");
-    assert_eq!(attributes(&of("speak").attributes)["cotenant.text.characters"], "23");
+    assert_eq!(
+        attributes(&of("transcribe").attributes)["gen_ai.request.model"],
+        "asr"
+    );
+    assert_eq!(
+        attributes(&of("speak").attributes)["cotenant.text.characters"],
+        "23"
+    );
     daemon.end().await;
     serving.abort();
 }
@@ -221,8 +324,16 @@ async fn a_collector_that_is_away_costs_its_spans_and_one_line() {
         assert_eq!(daemon.ask("hello").await.status, 200);
         until_metric(&daemon, "cotenant_spans_dropped_total", dropped).await;
     }
-    assert_eq!(installation.log().matches("cannot export spans").count(), 1, "{}", installation.log());
-    assert_eq!(daemon.metric("cotenant_spans_exported_total").await, Some(0.0));
+    assert_eq!(
+        installation.log().matches("cannot export spans").count(),
+        1,
+        "{}",
+        installation.log()
+    );
+    assert_eq!(
+        daemon.metric("cotenant_spans_exported_total").await,
+        Some(0.0)
+    );
     daemon.end().await;
 }
 
@@ -232,21 +343,32 @@ async fn spans_go_by_tls_to_a_collector_of_the_named_ca_and_to_no_other() {
         return;
     }
     let folder = tempfile::tempdir().unwrap();
-    let (named, other) = (Ca::new(folder.path().join("named")), Ca::new(folder.path().join("other")));
+    let (named, other) = (
+        Ca::new(folder.path().join("named")),
+        Ca::new(folder.path().join("other")),
+    );
     named.issue("collector", 2);
     let read = |name: &str| fs::read(named.file(name)).unwrap();
     for (scheme, ca) in [("grpcs", &named), ("https", &named), ("grpcs", &other)] {
         let (sender, mut batches) = mpsc::unbounded_channel();
         let posts = sender.clone();
         let post = axum::routing::post(async move |body: axum::body::Bytes| {
-            posts.send(ExportTraceServiceRequest::decode(body).unwrap()).unwrap();
+            posts
+                .send(ExportTraceServiceRequest::decode(body).unwrap())
+                .unwrap();
         });
         let service = Routes::new(TraceServiceServer::new(Collector(sender)));
         let routes = Routes::from(service.into_axum_router().route("/v1/traces", post));
-        let tls = ServerTlsConfig::new().identity(Identity::from_pem(read("collector.pem"), read("collector.key")));
+        let tls = ServerTlsConfig::new().identity(Identity::from_pem(
+            read("collector.pem"),
+            read("collector.key"),
+        ));
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
         let address = listener.local_addr().unwrap();
-        let server = Server::builder().tls_config(tls).unwrap().add_routes(routes);
+        let server = Server::builder()
+            .tls_config(tls)
+            .unwrap()
+            .add_routes(routes);
         let serving = tokio::spawn(server.serve_with_incoming(TcpListenerStream::new(listener)));
         let installation = Installation::new(&format!(
             "{}{}telemetry: {{otlp: \"{scheme}://{address}\", otlp_ca: {}}}\n",
@@ -258,15 +380,27 @@ async fn spans_go_by_tls_to_a_collector_of_the_named_ca_and_to_no_other() {
         daemon.whole().await;
         assert_eq!(daemon.ask("hello").await.status, 200);
         if std::ptr::eq(ca, &named) {
-            let batch = timeout(PATIENCE, batches.recv()).await.expect("no spans come").unwrap();
+            let batch = timeout(PATIENCE, batches.recv())
+                .await
+                .expect("no spans come")
+                .unwrap();
             assert!(!spans_of(&batch).is_empty(), "{scheme}");
             until_metric(&daemon, "cotenant_spans_exported_total", 2.0).await;
-            assert_eq!(daemon.metric("cotenant_spans_dropped_total").await, Some(0.0));
+            assert_eq!(
+                daemon.metric("cotenant_spans_dropped_total").await,
+                Some(0.0)
+            );
         } else {
             until_metric(&daemon, "cotenant_spans_dropped_total", 2.0).await;
             let log = installation.log();
-            assert!(log.contains("cannot export spans") && log.contains("certificate"), "{log}");
-            assert!(batches.try_recv().is_err(), "a collector of another CA got spans");
+            assert!(
+                log.contains("cannot export spans") && log.contains("certificate"),
+                "{log}"
+            );
+            assert!(
+                batches.try_recv().is_err(),
+                "a collector of another CA got spans"
+            );
         }
         daemon.end().await;
         serving.abort();
@@ -302,21 +436,43 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
 
     // It takes the batch and says nothing.
     assert_eq!(daemon.ask("hello").await.status, 200);
-    let (mut hung, _) = timeout(PATIENCE, listener.accept()).await.expect("no connection").unwrap();
+    let (mut hung, _) = timeout(PATIENCE, listener.accept())
+        .await
+        .expect("no connection")
+        .unwrap();
     posted(&mut hung).await;
-    assert_eq!(daemon.metric("cotenant_spans_dropped_total").await, Some(0.0));
-    assert_eq!(daemon.ask("hello again").await.status, 200, "while the exporter waits");
+    assert_eq!(
+        daemon.metric("cotenant_spans_dropped_total").await,
+        Some(0.0)
+    );
+    assert_eq!(
+        daemon.ask("hello again").await.status,
+        200,
+        "while the exporter waits"
+    );
     until_metric(&daemon, "cotenant_spans_dropped_total", 2.0).await;
 
-    let (mut refusing, _) = timeout(PATIENCE, listener.accept()).await.expect("no connection").unwrap();
+    let (mut refusing, _) = timeout(PATIENCE, listener.accept())
+        .await
+        .expect("no connection")
+        .unwrap();
     posted(&mut refusing).await;
-    refusing.write_all(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+    refusing
+        .write_all(b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\n\r\n")
+        .await
+        .unwrap();
     until_metric(&daemon, "cotenant_spans_dropped_total", 4.0).await;
 
     assert_eq!(daemon.ask("hello").await.status, 200);
-    let (mut taking, _) = timeout(PATIENCE, listener.accept()).await.expect("no connection").unwrap();
+    let (mut taking, _) = timeout(PATIENCE, listener.accept())
+        .await
+        .expect("no connection")
+        .unwrap();
     let batch = ExportTraceServiceRequest::decode(posted(&mut taking).await.as_slice()).unwrap();
-    taking.write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n").await.unwrap();
+    taking
+        .write_all(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        .await
+        .unwrap();
     assert!(spans_of(&batch).iter().any(|span| span.name == "chat demo"));
     until_metric(&daemon, "cotenant_spans_exported_total", 2.0).await;
     let log = installation.log();

@@ -3,15 +3,16 @@
 use std::fs;
 
 use cotenant::rpc::v1::{
-    CreateLeaseRequest, Lease, LeaseClass, LeaseKind, LeaseState, ListLeasesRequest, ReleaseLeaseRequest,
-    RenewLeaseRequest,
+    CreateLeaseRequest, Lease, LeaseClass, LeaseKind, LeaseState, ListLeasesRequest,
+    ReleaseLeaseRequest, RenewLeaseRequest,
 };
 use nix::sys::signal::{Signal, kill};
 use tonic::Code;
 
 use super::frozen::Frozen;
 use super::installation::{
-    Daemon, Installation, anonymous, ballast, budget, demo_model, pid_of, pids, worker, workers_ready,
+    Daemon, Installation, anonymous, ballast, budget, demo_model, pid_of, pids, worker,
+    workers_ready,
 };
 use crate::support::{PATIENCE, eventually, runs};
 
@@ -27,16 +28,29 @@ async fn lease(daemon: &Daemon<'_>, tenant: &str, mib: u64, seconds: i64) -> Lea
         kind: LeaseKind::Unspecified.into(),
         validate_only: false,
     };
-    let granted = daemon.leases().create_lease(asked).await.unwrap().into_inner();
+    let granted = daemon
+        .leases()
+        .create_lease(asked)
+        .await
+        .unwrap()
+        .into_inner();
     granted.lease.unwrap()
 }
 
 fn renewal(lease: &Lease) -> RenewLeaseRequest {
-    RenewLeaseRequest { name: lease.name.clone(), boot_id: lease.boot_id.clone(), generation: lease.generation }
+    RenewLeaseRequest {
+        name: lease.name.clone(),
+        boot_id: lease.boot_id.clone(),
+        generation: lease.generation,
+    }
 }
 
 async fn held(daemon: &Daemon<'_>) -> Vec<(String, u64)> {
-    let listed = daemon.leases().list_leases(ListLeasesRequest::default()).await.unwrap();
+    let listed = daemon
+        .leases()
+        .list_leases(ListLeasesRequest::default())
+        .await
+        .unwrap();
     let leases = listed.into_inner().leases.into_iter();
     leases
         .filter(|lease| lease.state() != LeaseState::Gone)
@@ -61,19 +75,60 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
 
     let daemon = installation.start().await;
     // From the first answer on: what was promised before is not promised again.
-    assert_eq!(held(&daemon).await, [("kept".to_owned(), 24), ("silent".to_owned(), 8)]);
-    let renewed = daemon.leases().renew_lease(renewal(&kept)).await.unwrap().into_inner();
+    assert_eq!(
+        held(&daemon).await,
+        [("kept".to_owned(), 24), ("silent".to_owned(), 8)]
+    );
+    let renewed = daemon
+        .leases()
+        .renew_lease(renewal(&kept))
+        .await
+        .unwrap()
+        .into_inner();
     let renewed = renewed.lease.unwrap();
-    assert_eq!((&renewed.name, renewed.generation), (&kept.name, kept.generation));
-    assert_ne!(renewed.boot_id, kept.boot_id, "from now on it belongs to this run");
-    for (what, lease) in [("released", &released), ("unknown", &Lease { name: "kept#77".to_owned(), ..kept.clone() })] {
-        let refused = daemon.leases().renew_lease(renewal(lease)).await.unwrap_err();
+    assert_eq!(
+        (&renewed.name, renewed.generation),
+        (&kept.name, kept.generation)
+    );
+    assert_ne!(
+        renewed.boot_id, kept.boot_id,
+        "from now on it belongs to this run"
+    );
+    for (what, lease) in [
+        ("released", &released),
+        (
+            "unknown",
+            &Lease {
+                name: "kept#77".to_owned(),
+                ..kept.clone()
+            },
+        ),
+    ] {
+        let refused = daemon
+            .leases()
+            .renew_lease(renewal(lease))
+            .await
+            .unwrap_err();
         assert_eq!(refused.code(), Code::NotFound, "{what}: {refused}");
     }
-    let stale = Lease { generation: kept.generation + 1, ..kept.clone() };
-    daemon.leases().renew_lease(renewal(&stale)).await.unwrap_err();
-    let foreign = Lease { boot_id: "another".to_owned(), ..kept.clone() };
-    let refused = daemon.leases().renew_lease(renewal(&foreign)).await.unwrap_err();
+    let stale = Lease {
+        generation: kept.generation + 1,
+        ..kept.clone()
+    };
+    daemon
+        .leases()
+        .renew_lease(renewal(&stale))
+        .await
+        .unwrap_err();
+    let foreign = Lease {
+        boot_id: "another".to_owned(),
+        ..kept.clone()
+    };
+    let refused = daemon
+        .leases()
+        .renew_lease(renewal(&foreign))
+        .await
+        .unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
     // The one that is not renewed ends by its term, and does not come back.
     tokio::time::timeout(PATIENCE, async {
@@ -83,21 +138,35 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     })
     .await
     .unwrap();
-    daemon.leases().renew_lease(renewal(&silent)).await.unwrap_err();
+    daemon
+        .leases()
+        .renew_lease(renewal(&silent))
+        .await
+        .unwrap_err();
     // The same request again is the same lease, also in the second run after it was granted.
     daemon.kill();
     let daemon = installation.start().await;
     let again = lease(&daemon, "kept", 24, 20).await;
-    assert_eq!((&again.name, again.generation), (&kept.name, kept.generation));
+    assert_eq!(
+        (&again.name, again.generation),
+        (&kept.name, kept.generation)
+    );
     daemon.leases().renew_lease(renewal(&kept)).await.unwrap();
-    daemon.leases().renew_lease(renewal(&silent)).await.unwrap_err();
+    daemon
+        .leases()
+        .renew_lease(renewal(&silent))
+        .await
+        .unwrap_err();
     // New ones get new numbers.
     let new = lease(&daemon, "new", 4, 20).await;
     assert!(new.generation > kept.generation && new.name != silent.name);
     daemon.end().await;
     // An orderly end does not take from a tenant what it holds.
     let daemon = installation.start().await;
-    assert_eq!(held(&daemon).await, [("kept".to_owned(), 24), ("new".to_owned(), 4)]);
+    assert_eq!(
+        held(&daemon).await,
+        [("kept".to_owned(), 24), ("new".to_owned(), 4)]
+    );
     daemon.end().await;
 }
 
@@ -110,10 +179,20 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
     kill(pid_of(before[0]), Signal::SIGKILL).unwrap();
-    let status = daemon.until("another one is ready", |status| workers_ready(status) && pids(status) != before).await;
+    let status = daemon
+        .until("another one is ready", |status| {
+            workers_ready(status) && pids(status) != before
+        })
+        .await;
     let ballast = worker(&status, "ballast");
     assert_eq!((ballast.starts, ballast.failures), (2, 1));
-    assert!(ballast.last_exit.contains("its exit status was not ours to read"), "{}", ballast.last_exit);
+    assert!(
+        ballast
+            .last_exit
+            .contains("its exit status was not ours to read"),
+        "{}",
+        ballast.last_exit
+    );
     // Its certificate is written as soon as that of any other.
     let certificates = installation.json(&["postmortem", "ballast"]);
     let certificate = &certificates[0];
@@ -130,7 +209,11 @@ async fn a_worker_whose_configuration_has_changed_is_ended_and_started_again() {
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
     assert!(runs(before[0]));
-    installation.configure(&format!("{}workers:\n{}", budget(64), ballast().replace("2MiB]", "3MiB]")));
+    installation.configure(&format!(
+        "{}workers:\n{}",
+        budget(64),
+        ballast().replace("2MiB]", "3MiB]")
+    ));
     let daemon = installation.start().await;
     eventually("the one before has ended", || !runs(before[0])).await;
     let status = daemon.until("ready", workers_ready).await;
@@ -151,15 +234,21 @@ async fn a_worker_writes_on_while_its_output_is_not_read_and_the_next_supervisor
     let daemon = installation.start().await;
     // Ready at once, though its line was read by the supervisor before.
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
-    eventually("it is heard again", || installation.log()[log..].contains("tick")).await;
+    eventually("it is heard again", || {
+        installation.log()[log..].contains("tick")
+    })
+    .await;
     assert_eq!(pids(&daemon.status().await), before);
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_want_of_it() {
-    let installation =
-        Installation::new(&format!("{}workers:\n{}", budget(64), ballast().replace("timeout: 20s", "timeout: 2s")));
+    let installation = Installation::new(&format!(
+        "{}workers:\n{}",
+        budget(64),
+        ballast().replace("timeout: 20s", "timeout: 2s")
+    ));
     let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
@@ -167,13 +256,21 @@ async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_wan
     fs::remove_file(installation.path("run/book")).unwrap();
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
-    eventually("it counts as ready", || installation.log().contains("so it counts as ready")).await;
+    eventually("it counts as ready", || {
+        installation.log().contains("so it counts as ready")
+    })
+    .await;
     daemon.end().await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
-    let installation = Installation::new(&format!("{}{}workers:\n{}", budget(128), demo_model(16_384), ballast()));
+    let installation = Installation::new(&format!(
+        "{}{}workers:\n{}",
+        budget(128),
+        demo_model(16_384),
+        ballast()
+    ));
     let daemon = installation.start().await;
     let workers = pids(&daemon.whole().await);
     // While the engine measures itself, it has given up a part of its layers.
@@ -186,12 +283,24 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
     // A loop that comes back in time goes on, and grows back what was shed.
     let frozen = Frozen::thread(pid, "control");
-    eventually("the stall is noticed", || installation.log().contains("has not run for 1.75 s")).await;
+    eventually("the stall is noticed", || {
+        installation.log().contains("has not run for 1.75 s")
+    })
+    .await;
     // Its layers; the KV cache has hardly been touched.
-    eventually("the engine has shed without the loop", || anonymous(pid) + (3 << 20) < full).await;
-    assert!(!installation.log().contains("runs again"), "the loop had no part in it");
+    eventually("the engine has shed without the loop", || {
+        anonymous(pid) + (3 << 20) < full
+    })
+    .await;
+    assert!(
+        !installation.log().contains("runs again"),
+        "the loop had no part in it"
+    );
     frozen.thaw();
-    eventually("it runs again", || installation.log().contains("runs again")).await;
+    eventually("it runs again", || {
+        installation.log().contains("runs again")
+    })
+    .await;
     daemon.whole().await;
     // One that does not come back ends the daemon, and nothing else.
     let frozen = Frozen::thread(pid, "control");
@@ -206,8 +315,11 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
-    let installation =
-        Installation::new(&format!("{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n", budget(64), ballast()));
+    let installation = Installation::new(&format!(
+        "{}workers:\n{}    env: {{COTENANT_ALONE_MS: '300'}}\n",
+        budget(64),
+        ballast()
+    ));
     let daemon = installation.start().await;
     let workers = pids(&daemon.until("ready", workers_ready).await);
     // A daemon in between keeps it.
@@ -215,5 +327,8 @@ async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), workers);
     daemon.kill();
-    eventually("it has ended by itself", || !workers.iter().any(|pid| runs(*pid))).await;
+    eventually("it has ended by itself", || {
+        !workers.iter().any(|pid| runs(*pid))
+    })
+    .await;
 }

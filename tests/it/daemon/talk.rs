@@ -2,7 +2,9 @@
 
 use serde_json::{Value, json};
 
-use super::installation::{Installation, asr, budget, content, demo_model, tts, whole, worker, workers_ready};
+use super::installation::{
+    Installation, asr, budget, content, demo_model, tts, whole, worker, workers_ready,
+};
 use crate::{http::client::post_json, support::speech_is_installed};
 
 const COMMAND: &str = "turn on the kitchen light";
@@ -14,20 +16,28 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
     daemon.whole().await;
     let whole = content(&daemon.ask(COMMAND).await);
     assert!(whole.contains("kitchen"), "not a sensible answer: {whole}");
-    let stream = daemon.chat(json!({ "messages": [{"role": "user", "content": COMMAND}], "stream": true })).await;
+    let stream = daemon
+        .chat(json!({ "messages": [{"role": "user", "content": COMMAND}], "stream": true }))
+        .await;
     assert_eq!(stream.status, 200);
     let (payloads, _) = stream.events();
     assert_eq!(payloads.last().unwrap(), "[DONE]");
     let mut text = String::new();
     for payload in &payloads[..payloads.len() - 1] {
         let chunk: Value = serde_json::from_str(payload).unwrap();
-        text.push_str(chunk["choices"][0]["delta"]["content"].as_str().unwrap_or_default());
+        text.push_str(
+            chunk["choices"][0]["delta"]["content"]
+                .as_str()
+                .unwrap_or_default(),
+        );
     }
     assert_eq!(text, whole);
     // And over gRPC, with the command line.
     let generated = installation.json(&["generate", COMMAND, "--temperature", "0"]);
     assert_eq!(generated["text"], whole.as_str());
-    let counted = daemon.metric("cotenant_tokens_total{kind=\"completion\"}").await;
+    let counted = daemon
+        .metric("cotenant_tokens_total{kind=\"completion\"}")
+        .await;
     assert!(counted.is_some_and(|tokens| tokens > 0.0), "{counted:?}");
     daemon.end().await;
 }
@@ -39,8 +49,7 @@ async fn an_answer_differs_each_time_and_repeats_with_its_seed() {
     daemon.whole().await;
     // The small model is sure of what it was taught; of these letters it is not.
     let openai = json!({"model": "demo", "prompt": "zq ", "max_tokens": 12});
-    let ollama =
-        json!({"model": "demo", "prompt": "zq ", "raw": true, "stream": false, "options": {"num_predict": 12}});
+    let ollama = json!({"model": "demo", "prompt": "zq ", "raw": true, "stream": false, "options": {"num_predict": 12}});
     for (path, body, text, seed) in [
         ("/v1/completions", &openai, "/choices/0/text", "/seed"),
         ("/api/generate", &ollama, "/response", "/options/seed"),
@@ -50,19 +59,31 @@ async fn an_answer_differs_each_time_and_repeats_with_its_seed() {
             let answer = post_json(daemon.http, path, body).await;
             assert_eq!(answer.status, 200, "{path}: {}", answer.text());
             let words = answer.json().pointer(text).unwrap().clone();
-            said.push((words, answer.header("x-cotenant-seed").parse::<u64>().unwrap()));
+            said.push((
+                words,
+                answer.header("x-cotenant-seed").parse::<u64>().unwrap(),
+            ));
         }
-        assert!(said.iter().any(|(words, _)| *words != said[0].0), "{path}: the same words three times: {said:?}");
+        assert!(
+            said.iter().any(|(words, _)| *words != said[0].0),
+            "{path}: the same words three times: {said:?}"
+        );
         let mut again = body.clone();
-        let place = again.pointer_mut(seed.strip_suffix("/seed").unwrap()).unwrap();
+        let place = again
+            .pointer_mut(seed.strip_suffix("/seed").unwrap())
+            .unwrap();
         place["seed"] = json!(said[0].1);
         let repeated = post_json(daemon.http, path, &again).await.json();
         assert_eq!(repeated.pointer(text), Some(&said[0].0), "{path}");
     }
     // And over gRPC, where the likeliest token is taken unless a temperature is asked for.
-    let generate =
-        |more: &[&str]| installation.json(&[&["generate", "zq ", "--raw", "--max-tokens", "12"], more].concat());
-    assert_eq!(generate(&[])["text"], generate(&["--temperature", "0"])["text"]);
+    let generate = |more: &[&str]| {
+        installation.json(&[&["generate", "zq ", "--raw", "--max-tokens", "12"], more].concat())
+    };
+    assert_eq!(
+        generate(&[])["text"],
+        generate(&["--temperature", "0"])["text"]
+    );
     let first = generate(&["--temperature", "1"]);
     let again = generate(&["--temperature", "1", "--seed", &first["seed"].to_string()]);
     assert_eq!(again["text"], first["text"]);
@@ -75,7 +96,13 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
         return;
     }
     // Room for everything but the large vocabulary beside the whole engine.
-    let installation = Installation::new(&format!("{}{}workers:\n{}{}", budget(192), demo_model(32_768), tts(), asr()));
+    let installation = Installation::new(&format!(
+        "{}{}workers:\n{}{}",
+        budget(192),
+        demo_model(32_768),
+        tts(),
+        asr()
+    ));
     let daemon = installation.start().await;
     daemon.whole().await;
     let spoken = daemon.speak(COMMAND).await;
@@ -99,20 +126,42 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     assert_eq!(content(&disturbed), answer);
     let status = daemon.status().await;
     assert_eq!(worker(&status, "asr").variant, "open");
-    assert!(!whole(&status), "there was room for everything: {status:#?}");
+    assert!(
+        !whole(&status),
+        "there was room for everything: {status:#?}"
+    );
     assert!(status.engine.unwrap().sheds > 0);
     let heard = daemon.hear(&spoken.body).await;
     assert_eq!(heard.status, 200, "{}", heard.text());
     assert!(heard.text().contains("kitchen"), "{}", heard.text());
 
-    installation.tell(&["resize", "asr", "grammar", "--wait", "15s", "--timeout", "20s"]);
-    let status = daemon.until("grown back", |status| whole(status) && workers_ready(status)).await;
+    installation.tell(&[
+        "resize",
+        "asr",
+        "grammar",
+        "--wait",
+        "15s",
+        "--timeout",
+        "20s",
+    ]);
+    let status = daemon
+        .until("grown back", |status| {
+            whole(status) && workers_ready(status)
+        })
+        .await;
     assert_eq!(worker(&status, "asr").variant, "grammar");
-    assert_eq!(worker(&status, "asr").starts, 1, "it was not started again for it");
+    assert_eq!(
+        worker(&status, "asr").starts,
+        1,
+        "it was not started again for it"
+    );
     assert_eq!(daemon.hear(&spoken.body).await.json()["text"], COMMAND);
     assert_eq!(content(&daemon.ask(COMMAND).await), answer);
     let events = installation.events();
-    for words in ["worker `asr` may become `open`", "worker `asr` may become `grammar`"] {
+    for words in [
+        "worker `asr` may become `open`",
+        "worker `asr` may become `grammar`",
+    ] {
         assert!(events.contains(words), "{words}: {events}");
     }
     daemon.end().await;

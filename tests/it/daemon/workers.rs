@@ -58,7 +58,9 @@ fn state_of(status: &GetStatusResponse, name: &str) -> (WorkerState, String) {
 }
 
 fn second_of_speech() -> Vec<u8> {
-    cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000)).to_wav().unwrap()
+    cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000))
+        .to_wav()
+        .unwrap()
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -66,8 +68,18 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
     if !python_is_there() {
         return;
     }
-    let own = ("whisper-server", "piper-http", "", "response_format=json, temperature=0.0");
-    let openai = ("openai-http", "openai-http", "    model: base\n", "model=base, response_format=json");
+    let own = (
+        "whisper-server",
+        "piper-http",
+        "",
+        "response_format=json, temperature=0.0",
+    );
+    let openai = (
+        "openai-http",
+        "openai-http",
+        "    model: base\n",
+        "model=base, response_format=json",
+    );
     for (ears, mouth, model, fields) in [own, openai] {
         let installation = Installation::new(&format!(
             "{}workers:\n{}{}",
@@ -79,21 +91,43 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
         daemon.until("ready", workers_ready).await;
         let heard = daemon.hear(&second_of_speech()).await;
         assert_eq!(heard.status, 200, "{}", heard.text());
-        assert_eq!(heard.json()["text"], format!("16000 frames at 16000; {fields}"));
+        assert_eq!(
+            heard.json()["text"],
+            format!("16000 frames at 16000; {fields}")
+        );
         let spoken = daemon.speak("hello").await;
-        assert_eq!((spoken.status, spoken.header("content-type")), (200, "audio/wav"));
+        assert_eq!(
+            (spoken.status, spoken.header("content-type")),
+            (200, "audio/wav")
+        );
         // The tone is 0.1 s of 22 050 Hz and comes in the listener's own rate, which is higher; no byte of it is lost.
-        assert!(spoken.body.len() > 22_050 / 10 * 2, "{} bytes", spoken.body.len());
+        assert!(
+            spoken.body.len() > 22_050 / 10 * 2,
+            "{} bytes",
+            spoken.body.len()
+        );
 
         // What goes wrong with one request is asked to its client, and the next is served.
-        for (text, reason) in [("fail", "no memory for that voice"), ("garbage", "its audio is not WAV")] {
+        for (text, reason) in [
+            ("fail", "no memory for that voice"),
+            ("garbage", "its audio is not WAV"),
+        ] {
             let answer = daemon.speak(text).await;
-            assert_eq!((answer.status, answer.error_code().as_str()), (503, "worker_lost"), "{text}");
+            assert_eq!(
+                (answer.status, answer.error_code().as_str()),
+                (503, "worker_lost"),
+                "{text}"
+            );
             assert!(answer.text().contains(reason), "{}", answer.text());
         }
         // Audio that breaks off is not taken for its end.
         let cut = daemon.speak("cut").await;
-        assert!(cut.status == 503 || !cut.complete, "{}: {} bytes", cut.status, cut.body.len());
+        assert!(
+            cut.status == 503 || !cut.complete,
+            "{}: {} bytes",
+            cut.status,
+            cut.body.len()
+        );
         assert_eq!(daemon.speak("hello").await.status, 200);
         daemon.end().await;
     }
@@ -102,7 +136,11 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
 /// An installation whose voice sleeps when it has had nothing to do for a second.
 fn sleepy_installation() -> Installation {
     let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
-    Installation::new(&format!("{}workers:\n{}", budget(128), http_worker("mouth", "tts", "piper-http", rest)))
+    Installation::new(&format!(
+        "{}workers:\n{}",
+        budget(128),
+        http_worker("mouth", "tts", "piper-http", rest)
+    ))
 }
 
 fn asleep(status: &GetStatusResponse) -> bool {
@@ -129,10 +167,23 @@ async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
 
     installation.tell(&["stop", "mouth"]);
     let answer = daemon.speak("hello").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "stopped"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "stopped")
+    );
     assert_eq!(answer.header("x-should-retry"), "false");
-    assert!(answer.text().contains("an operator has stopped worker `mouth`"), "{}", answer.text());
-    assert!(installation.tell(&["status"]).contains("stopped (operator)"));
+    assert!(
+        answer
+            .text()
+            .contains("an operator has stopped worker `mouth`"),
+        "{}",
+        answer.text()
+    );
+    assert!(
+        installation
+            .tell(&["status"])
+            .contains("stopped (operator)")
+    );
     installation.tell(&["start", "mouth"]);
     daemon.until("ready", workers_ready).await;
     assert_eq!(daemon.speak("hello").await.status, 200);
@@ -152,9 +203,17 @@ async fn a_worker_that_outgrows_its_bounds_is_started_again() {
 "
     ));
     let daemon = installation.start().await;
-    let status = daemon.until("it was started again", |status| worker(status, "ratchet").starts >= 2).await;
+    let status = daemon
+        .until("it was started again", |status| {
+            worker(status, "ratchet").starts >= 2
+        })
+        .await;
     assert_eq!(worker(&status, "ratchet").failures, 0, "that is no failure");
-    assert!(installation.tell(&["events"]).contains("where it is recycled"));
+    assert!(
+        installation
+            .tell(&["events"])
+            .contains("where it is recycled")
+    );
     daemon.end().await;
     installation.replay();
 }
@@ -174,12 +233,17 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
         ),
     ));
     let daemon = installation.start().await;
-    let status =
-        daemon.until("the reader is ready", |status| worker(status, "reader").state() == WorkerState::Ready).await;
+    let status = daemon
+        .until("the reader is ready", |status| {
+            worker(status, "reader").state() == WorkerState::Ready
+        })
+        .await;
     let before = worker(&status, "reader").pid.unwrap();
     installation.tell(&["start", "neighbour"]);
     daemon
-        .until("the neighbour has its memory", |status| worker(status, "neighbour").state() == WorkerState::Ready)
+        .until("the neighbour has its memory", |status| {
+            worker(status, "neighbour").state() == WorkerState::Ready
+        })
         .await;
     // It may have been stopped for the pressure already; else it dies now, as by a failed allocation.
     let _ = kill(pid_of(before), Signal::SIGKILL);
@@ -201,16 +265,27 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
     assert!(failures <= 1, "{failures} failures");
 
     installation.tell(&["stop", "neighbour"]);
-    let status = daemon.until("it is back", |status| worker(status, "reader").state() == WorkerState::Ready).await;
+    let status = daemon
+        .until("it is back", |status| {
+            worker(status, "reader").state() == WorkerState::Ready
+        })
+        .await;
     let reader = worker(&status, "reader");
-    assert_eq!((reader.starts, reader.failures), (starts + 1, failures), "by one start");
+    assert_eq!(
+        (reader.starts, reader.failures),
+        (starts + 1, failures),
+        "by one start"
+    );
     daemon.end().await;
     installation.replay();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_order_of_starts_is_that_of_the_file() {
-    for (llm_after, expected) in [("", ["llm", "asr", "tts"]), ("after: [tts]", ["tts", "llm", "asr"])] {
+    for (llm_after, expected) in [
+        ("", ["llm", "asr", "tts"]),
+        ("after: [tts]", ["tts", "llm", "asr"]),
+    ] {
         let model = demo_model(512).replace("name: demo", &format!("name: demo, {llm_after}"));
         let installation = Installation::new(&format!(
             "{}{}workers:\n{}{}",
@@ -227,7 +302,11 @@ async fn the_order_of_starts_is_that_of_the_file() {
             let who = if line.contains("\"load_engine\"") {
                 "llm"
             } else if line.contains("\"start_worker\"") {
-                if line.contains("\"asr\"") { "asr" } else { "tts" }
+                if line.contains("\"asr\"") {
+                    "asr"
+                } else {
+                    "tts"
+                }
             } else {
                 continue;
             };
@@ -260,18 +339,37 @@ async fn check_shows_each_worker_as_it_would_be_started() {
         budget(64)
     ));
     let shown: serde_json::Value = installation.json(&["check", "cotenant.yaml"]);
-    let [asr, mouth] = shown["workers"].as_array().unwrap().as_slice() else { panic!("{shown}") };
+    let [asr, mouth] = shown["workers"].as_array().unwrap().as_slice() else {
+        panic!("{shown}")
+    };
     let socket = installation.path("run/asr.sock").display().to_string();
     assert_eq!(asr["argv"][4], format!("unix://{socket}"));
-    assert_eq!((&asr["protocol"], &asr["endpoint"]), (&"wyoming".into(), &format!("unix://{socket}").into()));
+    assert_eq!(
+        (&asr["protocol"], &asr["endpoint"]),
+        (&"wyoming".into(), &format!("unix://{socket}").into())
+    );
     let confinement = asr["confinement"].to_string();
-    for what in ["memory limit: ", "resource limits: open_files 100", "files: ", "system calls: "] {
+    for what in [
+        "memory limit: ",
+        "resource limits: open_files 100",
+        "files: ",
+        "system calls: ",
+    ] {
         assert!(confinement.contains(what), "{what} is not in {confinement}");
     }
     assert_eq!(mouth["argv"][4], port.to_string());
     let warning = mouth["warnings"][0].as_str().unwrap();
-    assert!(warning.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")), "{warning}");
-    assert!(shown["verdict"].as_str().unwrap().contains("everything fits"), "{shown}");
+    assert!(
+        warning.starts_with(&format!("port {port} of 127.0.0.1 is taken by `")),
+        "{warning}"
+    );
+    assert!(
+        shown["verdict"]
+            .as_str()
+            .unwrap()
+            .contains("everything fits"),
+        "{shown}"
+    );
     assert!(!Path::new(&socket).exists(), "nothing was started");
 
     // What cannot be started is reported, with an exit code.
@@ -282,7 +380,10 @@ async fn check_shows_each_worker_as_it_would_be_started() {
     let output = installation.run(&["check", "cotenant.yaml"]);
     assert_eq!(output.status.code(), Some(78), "{}", said(&output));
     let text = String::from_utf8(output.stdout).unwrap();
-    assert!(text.contains("cannot start: user `no-such-user` does not exist"), "{text}");
+    assert!(
+        text.contains("cannot start: user `no-such-user` does not exist"),
+        "{text}"
+    );
     assert!(Path::new(PROGRAM).exists());
 }
 
@@ -294,7 +395,10 @@ fn asks(tenant: &str, class: LeaseClass, mib: u64, seconds: i64) -> CreateLeaseR
         lease_class: class.into(),
         min_bytes: mib << 20,
         max_bytes: mib << 20,
-        term: Some(prost_types::Duration { seconds: 60, nanos: 0 }),
+        term: Some(prost_types::Duration {
+            seconds: 60,
+            nanos: 0,
+        }),
         max_wait: Some(prost_types::Duration { seconds, nanos: 0 }),
         ..CreateLeaseRequest::default()
     }
@@ -310,13 +414,24 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     daemon.until("it sleeps", asleep).await;
     // 60 MiB are its peak: 100 of 128 would take its way back, and 40 do not.
     let mut leases = daemon.leases();
-    let denied = leases.create_lease(asks("thief", LeaseClass::Batch, 100, 0)).await.unwrap_err();
+    let denied = leases
+        .create_lease(asks("thief", LeaseClass::Batch, 100, 0))
+        .await
+        .unwrap_err();
     assert_eq!(denied.code(), tonic::Code::ResourceExhausted, "{denied}");
-    leases.create_lease(asks("guest", LeaseClass::Batch, 40, 0)).await.unwrap();
+    leases
+        .create_lease(asks("guest", LeaseClass::Batch, 40, 0))
+        .await
+        .unwrap();
     let began = std::time::Instant::now();
     let answer = daemon.speak("hello").await;
     let took = began.elapsed();
-    assert_eq!(answer.status, 200, "within its `wake_timeout`: {}", answer.text());
+    assert_eq!(
+        answer.status,
+        200,
+        "within its `wake_timeout`: {}",
+        answer.text()
+    );
     println!("it was woken and had answered after {took:?}");
     daemon.end().await;
     installation.replay();
@@ -327,19 +442,41 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
     if !crate::support::speech_is_installed() {
         return;
     }
-    let installation = Installation::new(&format!("{}workers:\n{}    class: batch\n", budget(160), asr()));
+    let installation = Installation::new(&format!(
+        "{}workers:\n{}    class: batch\n",
+        budget(160),
+        asr()
+    ));
     let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
     installation.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]);
     // 116 MiB of 160 are held: 80 come of its vocabulary, and then no more but of its end.
     let mut leases = daemon.leases();
-    leases.create_lease(asks("voice", LeaseClass::Interactive, 80, 15)).await.unwrap();
-    let status = daemon.until("it is smaller", |status| worker(status, "asr").variant == "grammar").await;
+    leases
+        .create_lease(asks("voice", LeaseClass::Interactive, 80, 15))
+        .await
+        .unwrap();
+    let status = daemon
+        .until("it is smaller", |status| {
+            worker(status, "asr").variant == "grammar"
+        })
+        .await;
     let smaller = worker(&status, "asr");
-    assert_eq!((smaller.state(), smaller.starts), (WorkerState::Ready, 1), "{smaller:?}");
+    assert_eq!(
+        (smaller.state(), smaller.starts),
+        (WorkerState::Ready, 1),
+        "{smaller:?}"
+    );
     assert_eq!(smaller.pid, worker(&before, "asr").pid);
-    leases.create_lease(asks("second", LeaseClass::Interactive, 60, 15)).await.unwrap();
-    daemon.until("it is stopped", |status| state_of(status, "asr").0 == WorkerState::Stopped).await;
+    leases
+        .create_lease(asks("second", LeaseClass::Interactive, 60, 15))
+        .await
+        .unwrap();
+    daemon
+        .until("it is stopped", |status| {
+            state_of(status, "asr").0 == WorkerState::Stopped
+        })
+        .await;
     assert_eq!(worker(&daemon.status().await, "asr").failures, 0);
     daemon.end().await;
     installation.replay();
@@ -379,7 +516,12 @@ async fn a_worker_with_a_lease_of_its_own_is_the_only_one_to_ask_for_it() {
             .filter(|held| *held > 0)
             .collect::<Vec<_>>()
     };
-    assert_eq!(held(), [90], "one lease, and it is its own: {}", installation.json(&["leases"]));
+    assert_eq!(
+        held(),
+        [90],
+        "one lease, and it is its own: {}",
+        installation.json(&["leases"])
+    );
 
     // Another process of the same user asks by its name.
     let denied = denied_the_name(&daemon, "vision").await;
@@ -389,7 +531,9 @@ async fn a_worker_with_a_lease_of_its_own_is_the_only_one_to_ask_for_it() {
     // With it goes its lease; the next one asks again.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let status = daemon
-        .until("another one is ready", |status| workers_ready(status) && worker(status, "vision").pid != Some(pid))
+        .until("another one is ready", |status| {
+            workers_ready(status) && worker(status, "vision").pid != Some(pid)
+        })
         .await;
     assert_eq!(held(), [90], "{status:?}");
     daemon.end().await;
@@ -406,13 +550,22 @@ async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
             budget(150),
             model.replace(", ,", ","),
             taker("tts", 4, "{steady: 14MiB, peak: 18MiB}", ""),
-            taker("asr", 20, "{steady: 30MiB, peak: 42MiB}", "    after: [tts]\n"),
+            taker(
+                "asr",
+                20,
+                "{steady: 30MiB, peak: 42MiB}",
+                "    after: [tts]\n"
+            ),
         ));
         let daemon = installation.start().await;
         let status = daemon.whole().await;
         for name in ["tts", "asr"] {
             let worker = worker(&status, name);
-            assert_eq!((worker.starts, worker.failures), (1, 0), "{after}: {worker:?}");
+            assert_eq!(
+                (worker.starts, worker.failures),
+                (1, 0),
+                "{after}: {worker:?}"
+            );
         }
         let budget = status.budget.unwrap();
         assert!(budget.held_bytes <= budget.budget_bytes, "{budget:?}");
@@ -445,22 +598,37 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
         demo_model(32_768)
     ));
     let daemon = installation.start().await;
-    let status = daemon.until("the voice is up", |status| worker(status, "tts").state() == WorkerState::Ready).await;
+    let status = daemon
+        .until("the voice is up", |status| {
+            worker(status, "tts").state() == WorkerState::Ready
+        })
+        .await;
     let pid = worker(&status, "tts").pid.unwrap();
     // No supervisor is there to see it grow.
     daemon.kill();
-    crate::support::eventually("it has grown far beyond its lease", || super::installation::anonymous(pid) > 100 << 20)
-        .await;
+    crate::support::eventually("it has grown far beyond its lease", || {
+        super::installation::anonymous(pid) > 100 << 20
+    })
+    .await;
 
     let daemon = installation.start().await;
     // Either may be first: the LLM back, or the voice found to be far too large.
     let status = daemon
-        .until("the LLM is whole, beside a voice that was started again", |status| {
-            super::installation::whole(status) && workers_ready(status) && worker(status, "tts").starts > 1
-        })
+        .until(
+            "the LLM is whole, beside a voice that was started again",
+            |status| {
+                super::installation::whole(status)
+                    && workers_ready(status)
+                    && worker(status, "tts").starts > 1
+            },
+        )
         .await;
     let voice = worker(&status, "tts");
-    assert_eq!((voice.starts, voice.failures), (2, 0), "it was started again, once: {voice:?}");
+    assert_eq!(
+        (voice.starts, voice.failures),
+        (2, 0),
+        "it was started again, once: {voice:?}"
+    );
     assert_ne!(voice.pid, Some(pid));
     assert_eq!(daemon.ask("hello").await.status, 200);
     daemon.end().await;
@@ -478,7 +646,7 @@ async fn denied_the_name(daemon: &Daemon<'_>, worker: &str) -> String {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_one_by_the_name_of_a_worker_that_starts()
-{
+ {
     let installation = Installation::new("");
     installation.configure(&format!(
         "{}workers:
@@ -503,14 +671,29 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_on
     let daemon = installation.start().await;
     let status = daemon
         .until("the first is ready and the second starts", |status| {
-            state_of(status, "nest").0 == WorkerState::Ready && state_of(status, "vision").0 == WorkerState::Starting
+            state_of(status, "nest").0 == WorkerState::Ready
+                && state_of(status, "vision").0 == WorkerState::Starting
         })
         .await;
     let refused = std::fs::read_to_string(installation.path("refused")).unwrap();
-    assert_eq!(std::fs::read_to_string(installation.path("code")).unwrap().trim(), "4", "{refused}");
+    assert_eq!(
+        std::fs::read_to_string(installation.path("code"))
+            .unwrap()
+            .trim(),
+        "4",
+        "{refused}"
+    );
     let pid = worker(&status, "nest").pid.unwrap();
-    assert!(refused.contains(&format!("is of worker `nest`, process {pid}, and is measured with it")), "{refused}");
-    assert!(status.leases.iter().all(|lease| lease.tenant != "extra"), "{status:?}");
+    assert!(
+        refused.contains(&format!(
+            "is of worker `nest`, process {pid}, and is measured with it"
+        )),
+        "{refused}"
+    );
+    assert!(
+        status.leases.iter().all(|lease| lease.tenant != "extra"),
+        "{status:?}"
+    );
 
     // It is not ready, and its name is its own all the same.
     let denied = denied_the_name(&daemon, "vision").await;

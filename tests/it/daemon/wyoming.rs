@@ -19,11 +19,17 @@ use super::wyoming_client::{Client, LISTENER, wyoming_socket};
 use crate::support::{PATIENCE, speech_is_installed};
 
 fn asks(text: &str) -> Event {
-    Event::Transcript(Transcript { text: text.to_owned(), ..Transcript::default() })
+    Event::Transcript(Transcript {
+        text: text.to_owned(),
+        ..Transcript::default()
+    })
 }
 
 fn speaks(text: &str) -> Event {
-    Event::Synthesize(Synthesize { text: text.to_owned(), voice: None })
+    Event::Synthesize(Synthesize {
+        text: text.to_owned(),
+        voice: None,
+    })
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -32,16 +38,24 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
     let daemon = installation.start().await;
     daemon.whole().await;
     let mut client = Client::connect(&installation).await;
-    let wanted = RunPipeline { start_stage: "asr".to_owned(), end_stage: "handle".to_owned() };
+    let wanted = RunPipeline {
+        start_stage: "asr".to_owned(),
+        end_stage: "handle".to_owned(),
+    };
     client.say(Event::RunPipeline(wanted)).await;
     // Should it be reported before it can be interrupted, the next one is.
     for _ in 0..20 {
         client.say(asks("tell me a story")).await;
         client.until("handled-chunk").await;
-        let start = AudioStart { format: AudioFormat::mono_16_bit(16_000), timestamp: None };
+        let start = AudioStart {
+            format: AudioFormat::mono_16_bit(16_000),
+            timestamp: None,
+        };
         client.say(Event::AudioStart(start)).await;
         client.until("handled-stop").await;
-        let interrupted = daemon.metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}").await;
+        let interrupted = daemon
+            .metric("cotenant_request_seconds_count{route=\"wyoming/handle\",code=\"499\"}")
+            .await;
         if interrupted.is_some() {
             // Far from its end, for the engine answers the next one now.
             let started = Instant::now();
@@ -72,7 +86,10 @@ async fn describe_is_answered_while_no_worker_is_up() {
         model.display(),
     ));
     let daemon = installation.start().await;
-    let client = WyomingClient::new(Endpoint::Unix(wyoming_socket(&installation)), ClientTimeouts::default());
+    let client = WyomingClient::new(
+        Endpoint::Unix(wyoming_socket(&installation)),
+        ClientTimeouts::default(),
+    );
     let mut slowest = Duration::ZERO;
     for _ in 0..50 {
         let began = Instant::now();
@@ -83,7 +100,10 @@ async fn describe_is_answered_while_no_worker_is_up() {
         assert!(info.tts.is_empty());
     }
     println!("describe took {slowest:?} at most");
-    assert!(slowest < Duration::from_secs(1), "Home Assistant gives up after 1 s: {slowest:?}");
+    assert!(
+        slowest < Duration::from_secs(1),
+        "Home Assistant gives up after 1 s: {slowest:?}"
+    );
     drop(daemon);
 }
 
@@ -104,7 +124,9 @@ async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_i
         socket.display()
     ));
     let daemon = installation.start().await;
-    daemon.until("ready", super::installation::workers_ready).await;
+    daemon
+        .until("ready", super::installation::workers_ready)
+        .await;
     let start = b"{\"type\":\"audio-start\",\"data\":{\"rate\":8000,\"width\":2,\"channels\":1}}\n";
     let chunk =
         b"{\"type\":\"audio-chunk\",\"data\":{\"rate\":8000,\"width\":2,\"channels\":1},\"payload_length\":4}\n";
@@ -143,9 +165,15 @@ async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_i
         assert_eq!(error.data["code"], "worker-lost", "{error:?}");
         let text = error.data["text"].as_str().unwrap();
         assert!(text.starts_with("worker `misreporting` failed: "), "{text}");
-        assert!(client.reader.next().await.unwrap().is_none(), "it is not closed");
+        assert!(
+            client.reader.next().await.unwrap().is_none(),
+            "it is not closed"
+        );
         // A listener that was lied to is open.
-        let listener = WyomingClient::new(Endpoint::Unix(wyoming_socket(&installation)), ClientTimeouts::default());
+        let listener = WyomingClient::new(
+            Endpoint::Unix(wyoming_socket(&installation)),
+            ClientTimeouts::default(),
+        );
         listener.ping().await.unwrap();
     }
     misreporting.abort();
@@ -157,26 +185,60 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
     if !speech_is_installed() {
         return;
     }
-    let installation =
-        Installation::new(&format!("{}{}{LISTENER}workers:\n{}{}", budget(256), demo_model(4096), tts(), asr()));
+    let installation = Installation::new(&format!(
+        "{}{}{LISTENER}workers:\n{}{}",
+        budget(256),
+        demo_model(4096),
+        tts(),
+        asr()
+    ));
     let daemon = installation.start().await;
     daemon.whole().await;
     let recording = daemon.speak("turn on the kitchen light").await.body;
     std::fs::write(installation.path("question.wav"), &recording).unwrap();
-    std::fs::write(installation.path("broken.wav"), &recording[..recording.len() / 2]).unwrap();
+    std::fs::write(
+        installation.path("broken.wav"),
+        &recording[..recording.len() / 2],
+    )
+    .unwrap();
     let uri = format!("unix://{}", wyoming_socket(&installation).display());
-    let talk = |file: &str| installation.run(&["talk", file, "--uri", &uri, "--out", "answer.wav", "-o", "json"]);
+    let talk = |file: &str| {
+        installation.run(&[
+            "talk",
+            file,
+            "--uri",
+            &uri,
+            "--out",
+            "answer.wav",
+            "-o",
+            "json",
+        ])
+    };
     let output = tokio::task::block_in_place(|| talk("question.wav"));
     assert!(output.status.success(), "{}", said(&output));
     let spoken: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(spoken["heard"], "turn on the kitchen light");
-    assert!(spoken["answer"].as_str().unwrap().contains("kitchen"), "{spoken}");
-    assert!(spoken["firstAudioMs"].as_u64() <= spoken["doneMs"].as_u64(), "{spoken}");
+    assert!(
+        spoken["answer"].as_str().unwrap().contains("kitchen"),
+        "{spoken}"
+    );
+    assert!(
+        spoken["firstAudioMs"].as_u64() <= spoken["doneMs"].as_u64(),
+        "{spoken}"
+    );
     let answer = std::fs::read(installation.path("answer.wav")).unwrap();
     let answer = cotenant::speech::audio::parse_wav(&answer, PATIENCE).unwrap();
-    assert!(answer.duration() > Duration::from_millis(300), "{:?}", answer.duration());
+    assert!(
+        answer.duration() > Duration::from_millis(300),
+        "{:?}",
+        answer.duration()
+    );
     let output = tokio::task::block_in_place(|| talk("broken.wav"));
-    assert!(!output.status.success() && said(&output).contains("cut short"), "{}", said(&output));
+    assert!(
+        !output.status.success() && said(&output).contains("cut short"),
+        "{}",
+        said(&output)
+    );
     daemon.end().await;
 }
 
@@ -187,10 +249,17 @@ async fn idle_connections_by_the_dozen_do_not_delay_describe() {
     // More than there are places.
     let mut idle = Vec::new();
     for _ in 0..40 {
-        idle.push(tokio::net::UnixStream::connect(wyoming_socket(&installation)).await.unwrap());
+        idle.push(
+            tokio::net::UnixStream::connect(wyoming_socket(&installation))
+                .await
+                .unwrap(),
+        );
     }
     // Its own limit is the second that Home Assistant gives it.
-    let client = WyomingClient::new(Endpoint::Unix(wyoming_socket(&installation)), ClientTimeouts::default());
+    let client = WyomingClient::new(
+        Endpoint::Unix(wyoming_socket(&installation)),
+        ClientTimeouts::default(),
+    );
     for _ in 0..20 {
         client.describe().await.unwrap();
     }

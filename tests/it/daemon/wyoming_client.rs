@@ -30,18 +30,29 @@ pub(super) struct Client {
 
 impl Client {
     pub(super) async fn connect(installation: &Installation) -> Self {
-        let (reader, writer) = UnixStream::connect(wyoming_socket(installation)).await.unwrap().into_split();
-        Self { reader: FrameReader::new(reader, FrameLimits::default()), writer }
+        let (reader, writer) = UnixStream::connect(wyoming_socket(installation))
+            .await
+            .unwrap()
+            .into_split();
+        Self {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
     }
 
     pub(super) async fn say(&mut self, event: Event) {
-        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+        write_frame(&mut self.writer, &event.into_frame())
+            .await
+            .unwrap();
     }
 
     pub(super) async fn until(&mut self, kind: &str) -> Vec<Frame> {
         let mut frames: Vec<Frame> = Vec::new();
         while frames.last().is_none_or(|frame| frame.kind != kind) {
-            let frame = timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap();
+            let frame = timeout(PATIENCE, self.reader.next())
+                .await
+                .expect("no answer")
+                .unwrap();
             frames.push(frame.unwrap_or_else(|| panic!("closed after {frames:?}")));
         }
         frames
@@ -50,7 +61,10 @@ impl Client {
     /// The error that ends the connection.
     pub(super) async fn refusal(&mut self) -> (String, String) {
         let error = self.until("error").await.pop().unwrap();
-        assert!(self.reader.next().await.unwrap().is_none(), "it is not closed");
+        assert!(
+            self.reader.next().await.unwrap().is_none(),
+            "it is not closed"
+        );
         let field = |name: &str| error.data[name].as_str().unwrap().to_owned();
         (field("code"), field("text"))
     }

@@ -43,18 +43,30 @@ fn shed_and_grow(path: &Path, threads: usize) {
 
     for round in 0..3 {
         let report = model.apply(&plan([0, 1], 64, 16)).unwrap();
-        let given: Bytes = shape.layers[2..].iter().map(|layer| layer.resident_bytes).sum();
+        let given: Bytes = shape.layers[2..]
+            .iter()
+            .map(|layer| layer.resident_bytes)
+            .sum();
         let kv = shape.kv.capacity_bytes(Tokens::new(1024), KvType::F16)
             - shape.kv.capacity_bytes(Tokens::new(64), KvType::F16);
         assert_eq!(report.asked, given + kv, "round {round}");
-        assert_eq!(report.freed, given, "round {round}: all that had been in memory");
-        assert_eq!(report.untouched, kv, "round {round}: eleven tokens need one block");
+        assert_eq!(
+            report.freed, given,
+            "round {round}: all that had been in memory"
+        );
+        assert_eq!(
+            report.untouched, kv,
+            "round {round}: eleven tokens need one block"
+        );
         assert_eq!(report.grown, shape.ring_bytes, "round {round}");
         check_book(&model, &shape);
 
         let report = model.apply(&plan(all.clone(), 1024, 16)).unwrap();
         assert_eq!(report.grown, given + kv, "round {round}");
-        assert_eq!(report.freed, shape.ring_bytes, "round {round}: the ring is not needed any more");
+        assert_eq!(
+            report.freed, shape.ring_bytes,
+            "round {round}: the ring is not needed any more"
+        );
         check_book(&model, &shape);
     }
 }
@@ -65,20 +77,30 @@ fn check_book(model: &Model, shape: &ModelShape) {
     let planned = shape.plan_bytes(model.plan());
     // Stated rounding: activation buffers are whole pages, and the header is counted to the byte.
     let rounding = Bytes::from_kib(15 * 4);
-    assert!(held.total <= planned && planned <= held.total + rounding, "{planned} planned, {held:?}");
+    assert!(
+        held.total <= planned && planned <= held.total + rounding,
+        "{planned} planned, {held:?}"
+    );
     assert_eq!(held.kv_untouched, model.untouched());
     let resident = model.kernel_resident();
     // A block whose first tokens are there has pages that they do not reach.
     let last = shape.kv.block_bytes(KvType::F16).round_up(shape.kv.granule);
     let used = held.used() - held.header;
-    assert!(resident <= used && used <= resident + last, "{used} used, {resident} by the kernel");
+    assert!(
+        resident <= used && used <= resident + last,
+        "{used} used, {resident} by the kernel"
+    );
 }
 
 #[test]
-fn a_model_computes_the_same_while_memory_is_found_for_its_ring_and_is_on_the_book_when_it_has_settled() {
+fn a_model_computes_the_same_while_memory_is_found_for_its_ring_and_is_on_the_book_when_it_has_settled()
+ {
     let file = tiny(Architecture::Qwen35, GgmlDType::Q8_0);
     let nothing = plan([], 64, 4);
-    let expected = open(&file.path, &plan(0..5, 64, 4), 2).forward(&PROMPT, &mut go()).unwrap().to_vec();
+    let expected = open(&file.path, &plan(0..5, 64, 4), 2)
+        .forward(&PROMPT, &mut go())
+        .unwrap()
+        .to_vec();
     for settles_first in [false, true] {
         let mut model = Model::begin(&file.path, &nothing, &options(2)).unwrap();
         if settles_first {
@@ -111,28 +133,48 @@ fn kv_capacity_is_leased_at_once_touched_by_tokens_and_given_back_in_whole_pages
     let file = write(&model);
     let mut model = open_long(&file.path, &plan(0..4, 64, 256), 2);
     let kv = model.shape().kv;
-    assert_eq!((kv.block_bytes(KvType::F16), kv.granule), (Bytes::from_kib(512), Bytes::from_mib(2)));
+    assert_eq!(
+        (kv.block_bytes(KvType::F16), kv.granule),
+        (Bytes::from_kib(512), Bytes::from_mib(2))
+    );
     let before = model.kernel_resident();
     let report = model.apply(&plan(0..4, 4096, 256)).unwrap();
-    assert_eq!(report.grown, Bytes::from_mib(30), "64 blocks, of which one page was there");
+    assert_eq!(
+        report.grown,
+        Bytes::from_mib(30),
+        "64 blocks, of which one page was there"
+    );
     assert_eq!(model.kernel_resident(), before, "nothing was touched");
     assert_eq!(report.held_untouched, Bytes::from_mib(32));
 
     let mut tokens = vec![3; 300];
     let held = model.breakdown().total;
     model.forward(&tokens, &mut go()).unwrap();
-    assert_eq!(model.breakdown().total, held, "the lease does not change as tokens come");
+    assert_eq!(
+        model.breakdown().total,
+        held,
+        "the lease does not change as tokens come"
+    );
     let used = kv.capacity_bytes(Tokens::new(300), KvType::F16);
     assert_eq!(used, Bytes::from_mib(4), "five blocks in two huge pages");
     assert_eq!(model.untouched(), Bytes::from_mib(32) - used);
     let resident = model.kernel_resident() - before;
-    assert!(resident <= used && resident + Bytes::from_mib(2) > used, "{resident}");
+    assert!(
+        resident <= used && resident + Bytes::from_mib(2) > used,
+        "{resident}"
+    );
 
     let report = model.apply(&plan(0..4, 0, 256)).unwrap();
-    assert_eq!((report.asked, report.untouched), (Bytes::from_mib(28), Bytes::from_mib(28)));
+    assert_eq!(
+        (report.asked, report.untouched),
+        (Bytes::from_mib(28), Bytes::from_mib(28))
+    );
     model.reset();
     let report = model.apply(&plan(0..4, 64, 256)).unwrap();
-    assert_eq!((report.asked, report.untouched), (Bytes::from_mib(2), Bytes::ZERO));
+    assert_eq!(
+        (report.asked, report.untouched),
+        (Bytes::from_mib(2), Bytes::ZERO)
+    );
     assert!(report.freed <= report.asked && report.freed > Bytes::ZERO);
 
     // What comes back is empty, and counts from the start.
@@ -149,12 +191,22 @@ fn capacity_is_not_shrunk_below_what_the_sequence_uses() {
     let mut model = open(&file.path, &plan(0..5, 256, 8), 1);
     let next = greedy(&model.forward(&PROMPT, &mut go()).unwrap());
     let report = model.apply(&plan(0..5, 0, 8)).unwrap();
-    assert_eq!(report.plan.kv_capacity, Tokens::new(64), "one block holds the eleven tokens");
-    assert_eq!((report.freed, report.untouched), (Bytes::ZERO, report.asked));
+    assert_eq!(
+        report.plan.kv_capacity,
+        Tokens::new(64),
+        "one block holds the eleven tokens"
+    );
+    assert_eq!(
+        (report.freed, report.untouched),
+        (Bytes::ZERO, report.asked)
+    );
     assert!(model.forward(&[next], &mut go()).unwrap()[..] == expected[1]);
 
     let error = model.forward(&[1; 60], &mut go()).unwrap_err();
-    assert!(matches!(error, ForwardError::KvFull { capacity, needed: 72 } if capacity == Tokens::new(64)), "{error}");
+    assert!(
+        matches!(error, ForwardError::KvFull { capacity, needed: 72 } if capacity == Tokens::new(64)),
+        "{error}"
+    );
     // Nothing was computed, so the sequence is as it was.
     assert_eq!(model.position(), 12);
     model.forward(&[1; 52], &mut go()).unwrap();
@@ -167,7 +219,10 @@ fn the_workspace_does_not_depend_on_the_prompt() {
     let before = model.breakdown();
     model.forward(&vec![9; 200], &mut go()).unwrap();
     let after = model.breakdown();
-    assert_eq!((before.workspace, before.total), (after.workspace, after.total));
+    assert_eq!(
+        (before.workspace, before.total),
+        (after.workspace, after.total)
+    );
 }
 
 /// Pages of a file that the kernel keeps.
@@ -178,7 +233,14 @@ fn cached_pages(path: &Path) -> usize {
     // SAFETY: a new mapping of an open file, whose pages are not touched; `mincore` writes one byte for each page of it;
     // and it is unmapped with the length that it was mapped with.
     unsafe {
-        let map = libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_READ, libc::MAP_SHARED, file.as_raw_fd(), 0);
+        let map = libc::mmap(
+            std::ptr::null_mut(),
+            bytes,
+            libc::PROT_READ,
+            libc::MAP_SHARED,
+            file.as_raw_fd(),
+            0,
+        );
         assert_ne!(map, libc::MAP_FAILED);
         assert_eq!(libc::mincore(map, bytes, flags.as_mut_ptr()), 0);
         assert_eq!(libc::munmap(map, bytes), 0);
@@ -190,10 +252,19 @@ fn cached_pages(path: &Path) -> usize {
 fn nothing_of_the_models_file_stays_in_the_page_cache() {
     let file = tiny(Architecture::Qwen35, GgmlDType::F32);
     std::fs::File::open(&file.path).unwrap().sync_all().unwrap();
-    assert!(cached_pages(&file.path) > 0, "what was just written is there: the check can fail");
-    let direct = OpenOptions::new().read(true).custom_flags(libc::O_DIRECT).open(&file.path);
+    assert!(
+        cached_pages(&file.path) > 0,
+        "what was just written is there: the check can fail"
+    );
+    let direct = OpenOptions::new()
+        .read(true)
+        .custom_flags(libc::O_DIRECT)
+        .open(&file.path);
     if direct.is_err() {
-        eprintln!("left out: no direct reads on the file system of {}", file.path.display());
+        eprintln!(
+            "left out: no direct reads on the file system of {}",
+            file.path.display()
+        );
         return;
     }
     let mut model = open(&file.path, &plan([1], 64, 4), 2);

@@ -32,7 +32,10 @@ impl Parts {
             let tensor = content.tensor(&mut reader, name, &Device::Cpu).unwrap();
             (name.clone(), tensor)
         });
-        Self { tensors: tensors.collect(), entries: content.metadata.into_iter().collect() }
+        Self {
+            tensors: tensors.collect(),
+            entries: content.metadata.into_iter().collect(),
+        }
     }
 
     fn rename_key(&mut self, from: &str, to: &str) {
@@ -47,18 +50,32 @@ impl Parts {
 
     fn add(&mut self, name: &str, dims: &[usize]) {
         let bytes = dims.iter().product::<usize>() * 4;
-        self.tensors.insert(name.to_owned(), tensor(vec![0; bytes], GgmlDType::F32, dims));
+        self.tensors.insert(
+            name.to_owned(),
+            tensor(vec![0; bytes], GgmlDType::F32, dims),
+        );
     }
 
     fn write(self) -> File {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         let mut out = BufWriter::new(fs::File::create(&path).unwrap());
-        let entries: Vec<_> = self.entries.iter().map(|(key, value)| (key.as_str(), value)).collect();
-        let tensors: Vec<_> = self.tensors.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+        let entries: Vec<_> = self
+            .entries
+            .iter()
+            .map(|(key, value)| (key.as_str(), value))
+            .collect();
+        let tensors: Vec<_> = self
+            .tensors
+            .iter()
+            .map(|(name, tensor)| (name.as_str(), tensor))
+            .collect();
         gguf_file::write(&mut out, &entries, &tensors).unwrap();
         drop(out);
-        File { _folder: folder, path }
+        File {
+            _folder: folder,
+            path,
+        }
     }
 }
 
@@ -72,7 +89,10 @@ fn unused(path: &Path) -> Vec<String> {
 }
 
 fn refused(file: &File) -> String {
-    Model::inspect(&file.path, 1).unwrap_err().kind().to_string()
+    Model::inspect(&file.path, 1)
+        .unwrap_err()
+        .kind()
+        .to_string()
 }
 
 #[test]
@@ -87,9 +107,16 @@ fn ollamas_file_of_qwen_3_5_is_read_as_llama_cpps_and_its_pictures_stay_in_it() 
     }
     parts.list("qwen35.attention.head_count_kv", &[0, 0, 0, 2]);
     parts.list("qwen35.rope.dimension_sections", &[4, 2, 2]);
-    parts.entries.remove("qwen35.full_attention_interval").unwrap();
-    parts.entries.insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(true));
-    parts.entries.insert("qwen35.vision.block_count".to_owned(), Value::U32(1));
+    parts
+        .entries
+        .remove("qwen35.full_attention_interval")
+        .unwrap();
+    parts
+        .entries
+        .insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(true));
+    parts
+        .entries
+        .insert("qwen35.vision.block_count".to_owned(), Value::U32(1));
     for (name, dims) in [
         ("v.blk.0.attn_q.weight", [64, 64]),
         ("v.merger.linear_fc1.weight", [128, 64]),
@@ -101,10 +128,15 @@ fn ollamas_file_of_qwen_3_5_is_read_as_llama_cpps_and_its_pictures_stay_in_it() 
     }
     let theirs = parts.write();
     assert_eq!(reference(&theirs.path, 2), reference(&file.path, 2));
-    assert_eq!(unused(&theirs.path), ["multi-token prediction (80 KiB)", "vision (56 KiB)"]);
+    assert_eq!(
+        unused(&theirs.path),
+        ["multi-token prediction (80 KiB)", "vision (56 KiB)"]
+    );
 
     let mut other = Parts::of(&file);
-    other.entries.insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(false));
+    other
+        .entries
+        .insert("qwen35.ssm.v_head_reordered".to_owned(), Value::Bool(false));
     assert_eq!(
         refused(&other.write()),
         "metadata `qwen35.ssm.v_head_reordered`: value heads in the publisher's order are not supported"
@@ -116,12 +148,25 @@ fn ollamas_file_of_gemma_3_is_read_as_llama_cpps() {
     let file = tiny(Architecture::Gemma3, GgmlDType::Q8_0);
     let mut parts = Parts::of(&file);
     parts.rename_key("gemma3.rope.freq_base", "gemma3.rope.global.freq_base");
-    parts.entries.insert("gemma3.rope.local.freq_base".to_owned(), Value::F32(10_000.0));
-    parts.entries.remove("gemma3.attention.layer_norm_rms_epsilon").unwrap();
+    parts.entries.insert(
+        "gemma3.rope.local.freq_base".to_owned(),
+        Value::F32(10_000.0),
+    );
+    parts
+        .entries
+        .remove("gemma3.attention.layer_norm_rms_epsilon")
+        .unwrap();
     parts.add("v.patch_embedding.weight", &[64, 64]);
     // A token that stands for a picture, without a row in the embedding.
-    for (key, item) in [("tokens", Value::String("<image_soft_token>".to_owned())), ("token_type", Value::I32(4))] {
-        match parts.entries.get_mut(&format!("tokenizer.ggml.{key}")).unwrap() {
+    for (key, item) in [
+        ("tokens", Value::String("<image_soft_token>".to_owned())),
+        ("token_type", Value::I32(4)),
+    ] {
+        match parts
+            .entries
+            .get_mut(&format!("tokenizer.ggml.{key}"))
+            .unwrap()
+        {
             Value::Array(list) => list.push(item),
             other => panic!("{other:?}"),
         }
@@ -138,7 +183,10 @@ fn ollamas_file_of_mistral_3_is_read_as_llama_cpps() {
     for (ours, theirs) in [
         ("rope.scaling.yarn_beta_fast", "rope.scaling.beta_fast"),
         ("rope.scaling.yarn_beta_slow", "rope.scaling.beta_slow"),
-        ("rope.scaling.yarn_log_multiplier", "rope.scaling.mscale_all_dim"),
+        (
+            "rope.scaling.yarn_log_multiplier",
+            "rope.scaling.mscale_all_dim",
+        ),
         ("attention.temperature_scale", "rope.scaling_beta"),
     ] {
         parts.rename_key(&format!("mistral3.{ours}"), &format!("mistral3.{theirs}"));
@@ -150,12 +198,19 @@ fn ollamas_file_of_mistral_3_is_read_as_llama_cpps() {
 fn the_text_part_of_qwen3_vl_is_qwen3() {
     let file = tiny(Architecture::Qwen3Vl, GgmlDType::Q8_0);
     let mut parts = Parts::of(&file);
-    let keys: Vec<String> = parts.entries.keys().filter(|key| key.starts_with("qwen3vl.")).cloned().collect();
+    let keys: Vec<String> = parts
+        .entries
+        .keys()
+        .filter(|key| key.starts_with("qwen3vl."))
+        .cloned()
+        .collect();
     for key in keys {
         parts.rename_key(&key, &key.replace("qwen3vl.", "qwen3."));
     }
     let name = Value::String("qwen3".to_owned());
-    parts.entries.insert("general.architecture".to_owned(), name);
+    parts
+        .entries
+        .insert("general.architecture".to_owned(), name);
     assert_eq!(reference(&parts.write().path, 2), reference(&file.path, 2));
 }
 
@@ -176,32 +231,57 @@ fn numbers_may_be_given_for_each_layer_and_axes_of_one_element_at_the_end_count_
     assert_eq!(reference(&parts.write().path, 2), reference(&file.path, 2));
 
     for (key, numbers, problem) in [
-        ("attention.head_count_kv", [2, 1, 2, 2], "it differs by layer: 2 and 1"),
-        ("feed_forward_length", [256, 256, 128, 256], "it differs by layer: 256 and 128"),
+        (
+            "attention.head_count_kv",
+            [2, 1, 2, 2],
+            "it differs by layer: 2 and 1",
+        ),
+        (
+            "feed_forward_length",
+            [256, 256, 128, 256],
+            "it differs by layer: 256 and 128",
+        ),
         ("attention.head_count", [0; 4], "it is 0"),
     ] {
         let mut parts = Parts::of(&file);
         let key = format!("llama.{key}");
         parts.list(&key, &numbers);
-        assert_eq!(refused(&parts.write()), format!("metadata `{key}`: {problem}"));
+        assert_eq!(
+            refused(&parts.write()),
+            format!("metadata `{key}`: {problem}")
+        );
     }
     let mut parts = Parts::of(&file);
-    parts.entries.insert("llama.block_count".to_owned(), Value::String("four".to_owned()));
-    assert_eq!(refused(&parts.write()), "metadata `llama.block_count`: `four` is not a whole number");
+    parts.entries.insert(
+        "llama.block_count".to_owned(),
+        Value::String("four".to_owned()),
+    );
+    assert_eq!(
+        refused(&parts.write()),
+        "metadata `llama.block_count`: `four` is not a whole number"
+    );
 }
 
 #[test]
 fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() {
     let file = tiny(Architecture::Qwen3, GgmlDType::Q8_0);
     for (name, hint) in [
-        ("clip", "it is the vision part of a model: name the file of the model itself, without `mmproj`"),
+        (
+            "clip",
+            "it is the vision part of a model: name the file of the model itself, without `mmproj`",
+        ),
         ("gemma3n", "use Gemma 3, for example gemma-3-4b-it Q4_K_M"),
         ("qwen35moe", "use a dense Qwen3.5, for example 4B Q4_K_M"),
-        ("gpt-oss", "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M"),
+        (
+            "gpt-oss",
+            "use a dense model of about the same size: Qwen3.5, Llama 3.2 or Gemma 3 in Q4_K_M",
+        ),
     ] {
         let mut parts = Parts::of(&file);
         let value = Value::String(name.to_owned());
-        parts.entries.insert("general.architecture".to_owned(), value);
+        parts
+            .entries
+            .insert("general.architecture".to_owned(), value);
         let error = Model::inspect(&parts.write().path, 1).unwrap_err();
         assert_eq!(
             error.kind().to_string(),
@@ -213,20 +293,35 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         assert_eq!(error.hint(), Some(hint));
     }
     let mut parts = Parts::of(&file);
-    parts.entries.insert("qwen3.expert_count".to_owned(), Value::U32(128));
+    parts
+        .entries
+        .insert("qwen3.expert_count".to_owned(), Value::U32(128));
     let error = Model::inspect(&parts.write().path, 1).unwrap_err();
     let experts = "metadata `qwen3.expert_count`: a mixture of 128 experts is not supported";
     assert_eq!(error.kind().to_string(), experts);
-    assert_eq!(error.hint(), Some("use a dense Qwen3.5, for example 4B Q4_K_M"));
+    assert_eq!(
+        error.hint(),
+        Some("use a dense Qwen3.5, for example 4B Q4_K_M")
+    );
     for (number, name, hint) in [
         (23u32, "IQ4_XS", "take the Q4_K_M file of the same model"),
         (18, "IQ3_XXS", "take the Q3_K_M file of the same model"),
         (16, "IQ2_XXS", "take the Q2_K file of the same model"),
-        (39, "MXFP4", "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M"),
+        (
+            39,
+            "MXFP4",
+            "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M",
+        ),
     ] {
         let mut bytes = fs::read(&file.path).unwrap();
         let tensor = b"blk.2.ffn_up.weight";
-        let at = bytes.windows(tensor.len()).position(|part| part == tensor).unwrap() + tensor.len() + 4 + 16;
+        let at = bytes
+            .windows(tensor.len())
+            .position(|part| part == tensor)
+            .unwrap()
+            + tensor.len()
+            + 4
+            + 16;
         bytes[at..at + 4].copy_from_slice(&number.to_le_bytes());
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
@@ -234,7 +329,9 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         let error = Model::inspect(&path, 1).unwrap_err();
         let reported = error.kind().to_string();
         assert!(
-            reported.starts_with(&format!("tensor `blk.2.ffn_up.weight` has type {name}; supported are F32")),
+            reported.starts_with(&format!(
+                "tensor `blk.2.ffn_up.weight` has type {name}; supported are F32"
+            )),
             "{reported}"
         );
         assert_eq!(error.hint(), Some(hint));
@@ -260,13 +357,30 @@ fn sections_of_rotation_that_do_not_cover_a_head_are_refused() {
 #[test]
 fn biases_change_the_logits_wherever_they_are() {
     for (architecture, names) in [
-        (Architecture::Granite, &["attn_output.bias", "ffn_gate.bias", "ffn_up.bias", "ffn_down.bias"][..]),
-        (Architecture::Qwen2, &["attn_q.bias", "attn_k.bias", "attn_v.bias"]),
+        (
+            Architecture::Granite,
+            &[
+                "attn_output.bias",
+                "ffn_gate.bias",
+                "ffn_up.bias",
+                "ffn_down.bias",
+            ][..],
+        ),
+        (
+            Architecture::Qwen2,
+            &["attn_q.bias", "attn_k.bias", "attn_v.bias"],
+        ),
     ] {
-        let file = write(&Synthetic::tiny(architecture, TypeMix::All(GgmlDType::F32), 7));
+        let file = write(&Synthetic::tiny(
+            architecture,
+            TypeMix::All(GgmlDType::F32),
+            7,
+        ));
         let whole = reference(&file.path, 0);
         let without = names.iter().map(|name| format!("blk.1.{name}"));
-        for name in without.chain((architecture == Architecture::Qwen2).then(|| "output.bias".to_owned())) {
+        for name in
+            without.chain((architecture == Architecture::Qwen2).then(|| "output.bias".to_owned()))
+        {
             let mut parts = Parts::of(&file);
             parts.tensors.remove(&name).unwrap();
             assert_ne!(reference(&parts.write().path, 0), whole, "{name}");

@@ -31,11 +31,19 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     let bytes = std::fs::read(&file.path).unwrap();
     handle.set_len(bytes.len() as u64 / 2).unwrap();
     // What was read ahead is still there, so an error may take a pass or two.
-    let error = (0..20).find_map(|_| model.forward(&PROMPT[..1], &mut go()).err()).expect("half of the file is gone");
+    let error = (0..20)
+        .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
+        .expect("half of the file is gone");
     let error = error.to_string();
     let reported = ["the file ends", "was written to after it was opened"];
-    assert!(reported.iter().any(|problem| error.contains(problem)), "{error}");
-    assert!(matches!(model.forward(&[1], &mut go()), Err(ForwardError::SequenceLost)));
+    assert!(
+        reported.iter().any(|problem| error.contains(problem)),
+        "{error}"
+    );
+    assert!(matches!(
+        model.forward(&[1], &mut go()),
+        Err(ForwardError::SequenceLost)
+    ));
 
     // The file comes back, with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
@@ -64,7 +72,9 @@ fn a_file_that_is_touched_copied_over_or_appended_to_is_read_on() {
             later += std::time::Duration::from_secs(1);
             handle.set_modified(later).unwrap();
             for _ in 0..2 {
-                let logits = model.forward(&PROMPT, &mut go()).map(|logits| logits.to_vec());
+                let logits = model
+                    .forward(&PROMPT, &mut go())
+                    .map(|logits| logits.to_vec());
                 assert!(logits.unwrap() == expected[0], "{architecture:?}, {change}");
                 model.reset();
             }
@@ -79,7 +89,11 @@ fn a_file_that_is_touched_copied_over_or_appended_to_is_read_on() {
 fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_another() {
     let file = tiny(Architecture::Qwen35, GgmlDType::F32);
     let expected = reference(&file.path, 0);
-    let other = write(&Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::F32), 8));
+    let other = write(&Synthetic::tiny(
+        Architecture::Qwen35,
+        TypeMix::All(GgmlDType::F32),
+        8,
+    ));
     let other = std::fs::read(&other.path).unwrap();
     let bytes = std::fs::read(&file.path).unwrap();
 
@@ -100,13 +114,23 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     let opened = handle.metadata().unwrap().modified().unwrap();
     std::os::unix::fs::FileExt::write_all_at(&handle, &bytes, 0).unwrap();
     // The kernel's stamps are some milliseconds apart.
-    handle.set_modified(opened + std::time::Duration::from_secs(1)).unwrap();
+    handle
+        .set_modified(opened + std::time::Duration::from_secs(1))
+        .unwrap();
     let error = (0..20)
         .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
         .expect("what is read now is another model's");
-    assert!(error.to_string().contains("was written to after it was opened"), "{error}");
+    assert!(
+        error
+            .to_string()
+            .contains("was written to after it was opened"),
+        "{error}"
+    );
     let grown = model.apply(&plan(0..5, 64, 16)).unwrap_err().to_string();
-    assert!(grown.contains("was written to after it was opened"), "{grown}");
+    assert!(
+        grown.contains("was written to after it was opened"),
+        "{grown}"
+    );
 
     // What is all in memory is the model that was opened, and goes on.
     whole.reset();
@@ -126,13 +150,20 @@ fn damaged_weights_are_an_error_and_not_an_answer() {
     std::fs::write(&file.path, bytes).unwrap();
     let mut model = open(&file.path, &plan(0..5, 64, 16), 1);
     let error = model.forward(&PROMPT, &mut go()).unwrap_err();
-    assert_eq!(error.to_string(), "results at position 0 are not finite: the weights are damaged");
+    assert_eq!(
+        error.to_string(),
+        "results at position 0 are not finite: the weights are damaged"
+    );
 }
 
 #[test]
 fn damaged_weights_of_every_type_are_found_whatever_the_cache_is_stored_in() {
     for dtype in SUPPORTED {
-        for name in ["blk.2.ffn_up.weight", "blk.1.attn_k.weight", "blk.0.attn_v.weight"] {
+        for name in [
+            "blk.2.ffn_up.weight",
+            "blk.1.attn_k.weight",
+            "blk.0.attn_v.weight",
+        ] {
             for kv_type in [KvType::F16, KvType::Q8, KvType::Q4] {
                 let file = tiny(Architecture::Qwen3, dtype);
                 let header = Header::read(&file.path).unwrap();
@@ -142,7 +173,10 @@ fn damaged_weights_of_every_type_are_found_whatever_the_cache_is_stored_in() {
                 // All scales are the bits of no number.
                 bytes[start..start + tensor.bytes.as_len()].fill(0xff);
                 std::fs::write(&file.path, bytes).unwrap();
-                let plan = EnginePlan { kv_type, ..plan(0..5, 64, 16) };
+                let plan = EnginePlan {
+                    kv_type,
+                    ..plan(0..5, 64, 16)
+                };
                 let mut model = open(&file.path, &plan, 1);
                 let error = model.forward(&PROMPT, &mut go()).map(|logits| logits[0]);
                 let error = error.map_or_else(|error| error.to_string(), |logit| logit.to_string());
@@ -160,7 +194,10 @@ fn an_embedding_without_a_row_for_each_token_is_refused() {
     let file = tiny(Architecture::Qwen3, GgmlDType::Q8_0);
     let mut bytes = std::fs::read(&file.path).unwrap();
     let name = b"token_embd.weight";
-    let at = bytes.windows(name.len()).position(|part| part == name).unwrap();
+    let at = bytes
+        .windows(name.len())
+        .position(|part| part == name)
+        .unwrap();
     // Behind the name the number of dimensions, and the first of them.
     let rows = at + name.len() + 4 + 8;
     assert_eq!(bytes[rows..rows + 8], 320u64.to_le_bytes());
@@ -181,7 +218,10 @@ fn kind_of(bytes: &[u8]) -> String {
     match Model::inspect(&path, 1) {
         Ok(_) => "fine".to_owned(),
         Err(error) => {
-            assert!(error.to_string().starts_with("cannot load model `"), "{error}");
+            assert!(
+                error.to_string().starts_with("cannot load model `"),
+                "{error}"
+            );
             error.kind().to_string()
         }
     }
@@ -208,30 +248,54 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let good = std::fs::read(&file.path).unwrap();
     assert_eq!(kind_of(&good), "fine");
     assert_eq!(kind_of(b""), "it is empty: it has 0 bytes");
-    assert_eq!(kind_of(b"PK\x03\x04 a zip"), r"it is not GGUF: it starts with `PK\x03\x04` instead of `GGUF`");
-    assert_eq!(kind_of(b"GGUF\x01\0\0\0"), "it is GGUF version 1; versions 2 and 3 are supported");
+    assert_eq!(
+        kind_of(b"PK\x03\x04 a zip"),
+        r"it is not GGUF: it starts with `PK\x03\x04` instead of `GGUF`"
+    );
+    assert_eq!(
+        kind_of(b"GGUF\x01\0\0\0"),
+        "it is GGUF version 1; versions 2 and 3 are supported"
+    );
     assert_eq!(
         kind_of(b"GGUF\0\0\0\x03"),
         "it is GGUF version 3 for big-endian processors; little-endian files are supported"
     );
-    assert_eq!(kind_of(b"GGUF\x30\0\0\0"), "it is GGUF version 48; versions 2 and 3 are supported");
+    assert_eq!(
+        kind_of(b"GGUF\x30\0\0\0"),
+        "it is GGUF version 48; versions 2 and 3 are supported"
+    );
 
     let end = good.len() - 1;
     let tail = kind_of(&good[..end]);
     assert!(tail.contains(&format!("the file has {end}")), "{tail}");
     let middle = kind_of(&good[..700]);
-    assert!(middle.contains("at byte") || middle.contains("at most"), "{middle}");
+    assert!(
+        middle.contains("at byte") || middle.contains("at most"),
+        "{middle}"
+    );
 
     // A header that lies: of tensors, of metadata, of the length of a text.
     let mut lies = good.clone();
     lies[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
-    assert!(kind_of(&lies).starts_with("tensor count is 18446744073709551615, at most"), "{}", kind_of(&lies));
+    assert!(
+        kind_of(&lies).starts_with("tensor count is 18446744073709551615, at most"),
+        "{}",
+        kind_of(&lies)
+    );
     lies = good.clone();
     lies[16..24].copy_from_slice(&(1u64 << 40).to_le_bytes());
-    assert!(kind_of(&lies).starts_with("metadata count is 1099511627776"), "{}", kind_of(&lies));
+    assert!(
+        kind_of(&lies).starts_with("metadata count is 1099511627776"),
+        "{}",
+        kind_of(&lies)
+    );
     lies = good.clone();
     lies[24..32].copy_from_slice(&(1u64 << 33).to_le_bytes());
-    assert!(kind_of(&lies).starts_with("metadata key is 8589934592"), "{}", kind_of(&lies));
+    assert!(
+        kind_of(&lies).starts_with("metadata key is 8589934592"),
+        "{}",
+        kind_of(&lies)
+    );
 
     let renamed = replaced(&good, b"qwen35", b"gemma9");
     assert_eq!(
@@ -248,14 +312,24 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let mut unknown = good.clone();
     unknown[at..at + 4].copy_from_slice(&23u32.to_le_bytes());
     let message = kind_of(&unknown);
-    assert!(message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ4_XS; supported are"), "{message}");
+    assert!(
+        message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ4_XS; supported are"),
+        "{message}"
+    );
     let mut outside = good.clone();
     outside[at + 4..at + 12].copy_from_slice(&(1u64 << 40).to_le_bytes());
-    assert!(kind_of(&outside).starts_with("tensor `blk.2.ffn_up.weight` ends at byte 1099"), "{}", kind_of(&outside));
+    assert!(
+        kind_of(&outside).starts_with("tensor `blk.2.ffn_up.weight` ends at byte 1099"),
+        "{}",
+        kind_of(&outside)
+    );
     // Where the tensor behind it in the file lies as well, or a little before its end.
     let place = |bytes: &[u8], name: &[u8]| {
         let at = find(bytes, name) + name.len() + 4 + 16 + 4;
-        (at, u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()))
+        (
+            at,
+            u64::from_le_bytes(bytes[at..at + 8].try_into().unwrap()),
+        )
     };
     let (up, _) = place(&good, name);
     let (_, down) = place(&good, b"blk.2.ffn_down.weight");
@@ -264,8 +338,18 @@ fn bad_files_are_refused_with_what_is_wrong() {
         within[up..up + 8].copy_from_slice(&offset.to_le_bytes());
         let message = kind_of(&within);
         let (inner, outer) = message.split_once(", inside tensor ").unwrap();
-        assert!([inner, outer].iter().any(|text| text.contains("`blk.2.ffn_up.weight`")), "{message}");
-        assert!([inner, outer].iter().any(|text| text.contains("`blk.2.ffn_down.weight`")), "{message}");
+        assert!(
+            [inner, outer]
+                .iter()
+                .any(|text| text.contains("`blk.2.ffn_up.weight`")),
+            "{message}"
+        );
+        assert!(
+            [inner, outer]
+                .iter()
+                .any(|text| text.contains("`blk.2.ffn_down.weight`")),
+            "{message}"
+        );
     }
 
     // The number of a key follows its name and its type.
@@ -274,8 +358,14 @@ fn bad_files_are_refused_with_what_is_wrong() {
     for (tokens, expected) in [
         (1 << 20, "fine"),
         (1 << 24, "fine"),
-        ((1 << 24) + 1, "qwen35.context_length is 16777217, at most 16777216 is possible"),
-        (u32::MAX, "qwen35.context_length is 4294967295, at most 16777216 is possible"),
+        (
+            (1 << 24) + 1,
+            "qwen35.context_length is 16777217, at most 16777216 is possible",
+        ),
+        (
+            u32::MAX,
+            "qwen35.context_length is 4294967295, at most 16777216 is possible",
+        ),
         (0, "metadata `qwen35.context_length`: it is 0"),
     ] {
         let mut long = good.clone();
@@ -284,11 +374,18 @@ fn bad_files_are_refused_with_what_is_wrong() {
     }
     let mut wide = good;
     wide[at - 16..at - 8].copy_from_slice(&(1u64 << 62).to_le_bytes());
-    assert!(kind_of(&wide).starts_with("tensor `blk.2.ffn_up.weight` has dimensions"), "{}", kind_of(&wide));
+    assert!(
+        kind_of(&wide).starts_with("tensor `blk.2.ffn_up.weight` has dimensions"),
+        "{}",
+        kind_of(&wide)
+    );
 }
 
 fn find(bytes: &[u8], wanted: &[u8]) -> usize {
-    bytes.windows(wanted.len()).position(|window| window == wanted).unwrap()
+    bytes
+        .windows(wanted.len())
+        .position(|window| window == wanted)
+        .unwrap()
 }
 
 fn replaced(bytes: &[u8], from: &[u8], to: &[u8]) -> Vec<u8> {
@@ -310,27 +407,39 @@ fn a_missing_file_and_a_folder_are_refused() {
 #[test]
 fn a_plan_for_another_model_is_refused() {
     let file = tiny(Architecture::Llama, GgmlDType::Q8_0);
-    let error = Model::open(&file.path, &plan(0..9, 64, 8), &options(1)).err().unwrap();
+    let error = Model::open(&file.path, &plan(0..9, 64, 8), &options(1))
+        .err()
+        .unwrap();
     assert_eq!(
         error.kind().to_string(),
         "the plan does not fit it: the plan names part 8 of the weights, the model has 5"
     );
     let mut model = open(&file.path, &plan(0..5, 64, 8), 1);
     let error = model.apply(&plan(0..5, 64, 0)).unwrap_err();
-    assert_eq!(error.to_string(), "cannot work with a prefill chunk of 0 tokens: it must be 1 to 4096");
+    assert_eq!(
+        error.to_string(),
+        "cannot work with a prefill chunk of 0 tokens: it must be 1 to 4096"
+    );
 }
 
 #[test]
 fn blocks_for_multi_token_prediction_are_left_alone() {
-    let with = Synthetic { nextn: 1, ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7) };
+    let with = Synthetic {
+        nextn: 1,
+        ..Synthetic::tiny(Architecture::Qwen35, TypeMix::All(GgmlDType::Q8_0), 7)
+    };
     let file = write(&with);
     let (shape, _) = Model::inspect(&file.path, 1).unwrap();
     assert_eq!((shape.layer_count(), shape.layers.len()), (4, 5));
     let inspected = Engine::inspect_with(&file.path, None, 1).unwrap();
     assert_eq!(inspected.shape.layer_count(), 4);
-    let [unused] = &inspected.unused[..] else { panic!("{:?}", inspected.unused) };
+    let [unused] = &inspected.unused[..] else {
+        panic!("{:?}", inspected.unused)
+    };
     assert!(unused.starts_with("multi-token prediction ("), "{unused}");
-    open(&file.path, &plan(0..5, 64, 8), 1).forward(&PROMPT, &mut go()).unwrap();
+    open(&file.path, &plan(0..5, 64, 8), 1)
+        .forward(&PROMPT, &mut go())
+        .unwrap();
 }
 
 proptest! {
@@ -360,7 +469,11 @@ fn a_model_in_several_files_is_the_same_model() {
         assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     }
 
-    let part = |number: u32| folder.path().join(format!("model-{number:05}-of-00003.gguf"));
+    let part = |number: u32| {
+        folder
+            .path()
+            .join(format!("model-{number:05}-of-00003.gguf"))
+    };
     let refused = |path: &Path, expected: &[&str]| {
         let text = in_one_line(&Model::inspect(path, 1).unwrap_err());
         for expected in expected {
@@ -387,11 +500,18 @@ fn write_parts(model: &Synthetic, folder: &Path, parts: u16) -> PathBuf {
     let path = |part: usize| folder.join(format!("model-{part:05}-of-{parts:05}.gguf"));
     let mut random = Random(model.seed);
     for (number, some) in tensors.chunks(each).enumerate() {
-        let mut entries = if number == 0 { model.metadata() } else { Vec::new() };
+        let mut entries = if number == 0 {
+            model.metadata()
+        } else {
+            Vec::new()
+        };
         let list = [
             ("split.no", Entry::Short(u16::try_from(number).unwrap())),
             ("split.count", Entry::Short(parts)),
-            ("split.tensors.count", Entry::Int(i32::try_from(tensors.len()).unwrap())),
+            (
+                "split.tensors.count",
+                Entry::Int(i32::try_from(tensors.len()).unwrap()),
+            ),
         ];
         entries.extend(list.map(|(key, value)| (key.to_owned(), value)));
         write_part(&path(number + 1), &entries, some, &mut random).unwrap();

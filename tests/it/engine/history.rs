@@ -15,7 +15,9 @@ use cotenant::{
 };
 use proptest::{prelude::*, test_runner::TestRunner};
 
-use super::{PROMPT, expected, go, greedy, open, open_long, plan, reference, schedules, tiny, write};
+use super::{
+    PROMPT, expected, go, greedy, open, open_long, plan, reference, schedules, tiny, write,
+};
 
 /// What may be changed before a token.
 #[derive(Clone, Debug)]
@@ -28,8 +30,18 @@ struct Step {
 
 /// Changes for a model of so many layers; its output head is one part more.
 fn step(layers: u32) -> impl Strategy<Value = Step> {
-    (prop::collection::btree_set(0..=layers, 0..=layers as usize + 1), 0u32..400, 1u32..20, any::<bool>())
-        .prop_map(|(resident, kv, chunk, in_the_pass)| Step { resident, kv, chunk, in_the_pass })
+    (
+        prop::collection::btree_set(0..=layers, 0..=layers as usize + 1),
+        0u32..400,
+        1u32..20,
+        any::<bool>(),
+    )
+        .prop_map(|(resident, kv, chunk, in_the_pass)| Step {
+            resident,
+            kv,
+            chunk,
+            in_the_pass,
+        })
 }
 
 /// A model, and what happens to it.
@@ -109,11 +121,19 @@ fn run(history: &History, dtype: GgmlDType) -> Bytes {
     let file = write(&history.model(dtype));
     let expected = expected(&file.path, history.layers, history.steps.len());
     let first = &history.steps[0];
-    let mut model = open(&file.path, &plan(first.resident.clone(), 64, first.chunk), history.threads);
+    let mut model = open(
+        &file.path,
+        &plan(first.resident.clone(), 64, first.chunk),
+        history.threads,
+    );
     let mut next: Vec<u32> = PROMPT.to_vec();
     for (turn, step) in history.steps.iter().enumerate() {
         let wanted = plan(step.resident.clone(), step.kv, step.chunk);
-        let mut checkpoint = Apply { countdown: step.kv % (history.layers + 1), plan: None, reports: Vec::new() };
+        let mut checkpoint = Apply {
+            countdown: step.kv % (history.layers + 1),
+            plan: None,
+            reports: Vec::new(),
+        };
         if step.in_the_pass {
             checkpoint.plan = Some(wanted);
         } else {
@@ -123,14 +143,20 @@ fn run(history: &History, dtype: GgmlDType) -> Bytes {
         }
         let needed = model.position() + u32::try_from(next.len()).unwrap();
         if model.plan().kv_capacity.get() < needed {
-            let grown = EnginePlan { kv_capacity: Tokens::new(needed), ..model.plan().clone() };
+            let grown = EnginePlan {
+                kv_capacity: Tokens::new(needed),
+                ..model.plan().clone()
+            };
             model.apply(&grown).unwrap();
         }
         let logits = model.forward(&next, &mut checkpoint).unwrap();
         assert!(logits[..] == expected[turn], "turn {turn} differs");
         next = vec![greedy(&logits)];
         let held = model.breakdown();
-        assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+        assert!(
+            held.total <= model.shape().plan_bytes(model.plan()),
+            "{held:?}"
+        );
     }
     model.shape().ring_bytes
 }
@@ -144,8 +170,11 @@ fn logits_are_bit_identical_under_any_history_of_residency_and_capacity() {
     for dtype in [GgmlDType::F32, GgmlDType::Q4K, GgmlDType::Q8_0] {
         let cases = schedules(FEW);
         let rings = RefCell::new(BTreeSet::new());
-        let mut runner =
-            TestRunner::new(ProptestConfig { cases, failure_persistence: None, ..ProptestConfig::default() });
+        let mut runner = TestRunner::new(ProptestConfig {
+            cases,
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        });
         runner
             .run(&History::any(cases <= FEW), |history| {
                 rings.borrow_mut().insert(run(&history, dtype));
@@ -196,8 +225,22 @@ struct Turn {
 }
 
 fn turn() -> impl Strategy<Value = Turn> {
-    (0usize..200, prop::collection::vec(0u32..320, 1..90), 0usize..4, step(4), 0u32..80, 0u32..80)
-        .prop_map(|(shared, fresh, answer, plan, mark, fork)| Turn { shared, fresh, answer, plan, mark, fork })
+    (
+        0usize..200,
+        prop::collection::vec(0u32..320, 1..90),
+        0usize..4,
+        step(4),
+        0u32..80,
+        0u32..80,
+    )
+        .prop_map(|(shared, fresh, answer, plan, mark, fork)| Turn {
+            shared,
+            fresh,
+            answer,
+            plan,
+            mark,
+            fork,
+        })
 }
 
 fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
@@ -206,8 +249,17 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
     let mut sequence: Vec<u32> = Vec::new();
     let mut reused = 0;
     for turn in turns {
-        let prompt: Vec<u32> = sequence.iter().take(turn.shared).chain(&turn.fresh).copied().collect();
-        let common = sequence.iter().zip(&prompt).take_while(|(one, other)| one == other).count();
+        let prompt: Vec<u32> = sequence
+            .iter()
+            .take(turn.shared)
+            .chain(&turn.fresh)
+            .copied()
+            .collect();
+        let common = sequence
+            .iter()
+            .zip(&prompt)
+            .take_while(|(one, other)| one == other)
+            .count();
         let common = u32::try_from(common.min(prompt.len() - 1)).unwrap();
         let kept = model.keep(common);
         assert!(kept <= common && kept == model.position());
@@ -215,8 +267,20 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
         reused += kept;
         // Whatever is shed and grown, what was kept is used or read again, and never wrong.
         let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
-        model.apply(&plan(turn.plan.resident.clone(), turn.plan.kv, turn.plan.chunk)).unwrap();
-        model.apply(&plan(turn.plan.resident.clone(), turn.plan.kv.max(needed), turn.plan.chunk)).unwrap();
+        model
+            .apply(&plan(
+                turn.plan.resident.clone(),
+                turn.plan.kv,
+                turn.plan.chunk,
+            ))
+            .unwrap();
+        model
+            .apply(&plan(
+                turn.plan.resident.clone(),
+                turn.plan.kv.max(needed),
+                turn.plan.chunk,
+            ))
+            .unwrap();
         fresh.reset();
         let expected = fresh.forward(&prompt, &mut go()).unwrap().to_vec();
         let rest = &prompt[kept as usize..];
@@ -234,7 +298,10 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
         let held = model.breakdown();
         assert!(held.kv_marks + model.untouched() <= held.kv);
         assert!(model.kernel_resident() <= held.used(), "{held:?}");
-        assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+        assert!(
+            held.total <= model.shape().plan_bytes(model.plan()),
+            "{held:?}"
+        );
     }
     reused
 }
@@ -264,12 +331,19 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
         model.forward(&prompt, &mut go()).unwrap();
         let held = model.breakdown();
         assert_eq!(held.kv_marks > Bytes::ZERO, model.needs_marks());
-        assert_eq!(model.keep(197), if model.needs_marks() { 192 } else { 197 }, "{architecture:?}");
+        assert_eq!(
+            model.keep(197),
+            if model.needs_marks() { 192 } else { 197 },
+            "{architecture:?}"
+        );
 
         // A capacity that has no place for the copy takes it first, and says so.
         let report = model.apply(&plan(0..4, 256, 64)).unwrap();
         assert_eq!(report.asked, report.freed + report.untouched);
-        assert_eq!(report.freed, held.kv_marks, "no other page had been touched");
+        assert_eq!(
+            report.freed, held.kv_marks,
+            "no other page had been touched"
+        );
         assert_eq!(
             (model.breakdown().kv_marks, model.position()),
             (Bytes::ZERO, if model.needs_marks() { 192 } else { 197 })
@@ -285,12 +359,19 @@ fn cancelling_between_layers_loses_the_sequence_and_nothing_else() {
     let mut polls = 0;
     let mut stop = || {
         polls += 1;
-        if polls == 7 { Flow::Stop } else { Flow::Continue }
+        if polls == 7 {
+            Flow::Stop
+        } else {
+            Flow::Continue
+        }
     };
     let error = model.forward(&PROMPT, &mut stop).unwrap_err();
     // Where it stops depends on the disk: a forward pass that waits for a streamed layer asks as well.
     assert!(matches!(error, ForwardError::Cancelled { .. }), "{error}");
-    assert!(matches!(model.forward(&[1], &mut go()), Err(ForwardError::SequenceLost)));
+    assert!(matches!(
+        model.forward(&[1], &mut go()),
+        Err(ForwardError::SequenceLost)
+    ));
     model.reset();
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
 }
@@ -301,9 +382,18 @@ fn prompts_that_cannot_be_computed_are_refused_before_anything_is() {
     let mut model = open(&file.path, &plan(0..5, 64, 4), 1);
     let mut error = |tokens: &[u32]| model.forward(tokens, &mut go()).unwrap_err().to_string();
     assert_eq!(error(&[]), "cannot compute 0 tokens");
-    assert_eq!(error(&[3, 320]), "token 320 is not in the vocabulary of 320");
-    assert_eq!(error(&[3; 65]), "cannot hold 65 tokens: the KV capacity is 64");
-    assert_eq!(error(&vec![3; 1_000_000]), "cannot hold 1000000 tokens: the model was made for 4096");
+    assert_eq!(
+        error(&[3, 320]),
+        "token 320 is not in the vocabulary of 320"
+    );
+    assert_eq!(
+        error(&[3; 65]),
+        "cannot hold 65 tokens: the KV capacity is 64"
+    );
+    assert_eq!(
+        error(&vec![3; 1_000_000]),
+        "cannot hold 1000000 tokens: the model was made for 4096"
+    );
     assert_eq!(model.position(), 0);
     model.forward(&PROMPT, &mut go()).unwrap();
 }

@@ -12,11 +12,16 @@ use cotenant::engine::{
 use super::{go, greedy, open, plan, write};
 
 /// "what is the time now" in a synthetic vocabulary.
-const QUESTION: [u32; 18] = [119, 104, 97, 116, 32, 105, 115, 256, 104, 101, 256, 105, 109, 101, 32, 110, 111, 119];
+const QUESTION: [u32; 18] = [
+    119, 104, 97, 116, 32, 105, 115, 256, 104, 101, 256, 105, 109, 101, 32, 110, 111, 119,
+];
 
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
-    a.iter().zip(b).map(|(x, y)| (x - y).abs()).fold(0.0, f32::max)
+    a.iter()
+        .zip(b)
+        .map(|(x, y)| (x - y).abs())
+        .fold(0.0, f32::max)
 }
 
 /// The types beside the three that every architecture is compared with.
@@ -46,25 +51,44 @@ fn odd() -> Synthetic {
 #[test]
 fn logits_are_as_close_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference-synthetic");
-    let three = [(TypeMix::All(GgmlDType::F32), "f32"), (TypeMix::All(GgmlDType::Q8_0), "q8"), (TypeMix::Q4KM, "q4km")];
-    let by_architecture =
-        Architecture::ALL.into_iter().flat_map(|architecture| three.map(|(types, mix)| (architecture, types, mix)));
+    let three = [
+        (TypeMix::All(GgmlDType::F32), "f32"),
+        (TypeMix::All(GgmlDType::Q8_0), "q8"),
+        (TypeMix::Q4KM, "q4km"),
+    ];
+    let by_architecture = Architecture::ALL
+        .into_iter()
+        .flat_map(|architecture| three.map(|(types, mix)| (architecture, types, mix)));
     let by_type = OTHER_TYPES.map(|(dtype, mix)| (Architecture::Qwen3, TypeMix::All(dtype), mix));
     let tiny = by_architecture.chain(by_type);
-    let tiny = tiny.map(|(architecture, types, mix)| (Synthetic::tiny(architecture, types, 7), mix));
+    let tiny =
+        tiny.map(|(architecture, types, mix)| (Synthetic::tiny(architecture, types, 7), mix));
     for (model, mix) in tiny.chain([(odd(), "q5_0-odd")]) {
         let name = model.architecture.name();
         let file = write(&model);
         let reference = |attention: &str| -> Vec<f32> {
-            let bytes = std::fs::read(folder.join(format!("{name}-{mix}-fa-{attention}.f32"))).unwrap();
-            bytes.chunks_exact(4).map(|x| f32::from_le_bytes(x.try_into().unwrap())).collect()
+            let bytes =
+                std::fs::read(folder.join(format!("{name}-{mix}-fa-{attention}.f32"))).unwrap();
+            bytes
+                .chunks_exact(4)
+                .map(|x| f32::from_le_bytes(x.try_into().unwrap()))
+                .collect()
         };
         let (on, off) = (reference("on"), reference("off"));
         let mut model = open(&file.path, &plan([0, 2], 64, 8), 2);
         let logits = model.forward(&QUESTION, &mut go()).unwrap();
-        let (ours, spread) = (distance(&logits, &on).max(distance(&logits, &off)), distance(&on, &off));
-        println!("{name} {mix}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}", ours / spread);
-        assert!(ours <= 2.0 * spread, "{name} {mix}: {ours} against {spread}");
+        let (ours, spread) = (
+            distance(&logits, &on).max(distance(&logits, &off)),
+            distance(&on, &off),
+        );
+        println!(
+            "{name} {mix}: {ours:.5}, llama.cpp with itself {spread:.5}: {:.2}",
+            ours / spread
+        );
+        assert!(
+            ours <= 2.0 * spread,
+            "{name} {mix}: {ours} against {spread}"
+        );
         assert_eq!(greedy(&logits), greedy(&on), "{name} {mix}");
     }
 }

@@ -31,7 +31,10 @@ fn write(model: &Synthetic) -> File {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     model.write(&path).unwrap();
-    File { _folder: folder, path }
+    File {
+        _folder: folder,
+        path,
+    }
 }
 
 fn tiny(architecture: Architecture, dtype: GgmlDType) -> File {
@@ -51,8 +54,12 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EngineP
 /// each of its others.
 fn use_instructions_of_environment() {
     if let Ok(name) = std::env::var("COTENANT_TEST_INSTRUCTIONS") {
-        backend::cpu::use_instructions(&name)
-            .unwrap_or_else(|known| panic!("COTENANT_TEST_INSTRUCTIONS: `{name}` is none of {}", known.join(", ")));
+        backend::cpu::use_instructions(&name).unwrap_or_else(|known| {
+            panic!(
+                "COTENANT_TEST_INSTRUCTIONS: `{name}` is none of {}",
+                known.join(", ")
+            )
+        });
     }
 }
 
@@ -74,7 +81,10 @@ fn open(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
 
 /// A model whose capacity may grow to 4096 tokens.
 fn open_long(path: &Path, plan: &EnginePlan, threads: usize) -> Model {
-    let options = ModelOptions { context: Some(Tokens::new(4096)), ..options(threads) };
+    let options = ModelOptions {
+        context: Some(Tokens::new(4096)),
+        ..options(threads)
+    };
     Model::open(path, plan, &options).unwrap()
 }
 

@@ -21,12 +21,23 @@ const KEY: (&str, &str) = ("authorization", "Bearer key-of-the-kitchen");
 
 async fn with_keys(keyless: Keyless) -> Open {
     let client = |name, key: &str, class, tokens| {
-        Arc::new(Client::new((name, Key::new(key.to_owned())), class, 1, tokens, None))
+        Arc::new(Client::new(
+            (name, Key::new(key.to_owned())),
+            class,
+            1,
+            tokens,
+            None,
+        ))
     };
     let access = Access {
         hosts: vec!["box.example".to_owned()],
         clients: Some(vec![
-            client("kitchen", "key-of-the-kitchen", Class::Batch, Some(Tokens::new(7))),
+            client(
+                "kitchen",
+                "key-of-the-kitchen",
+                Class::Batch,
+                Some(Tokens::new(7)),
+            ),
             client("study", "key-of-the-study", Class::Interactive, None),
         ]),
         keyless,
@@ -35,41 +46,83 @@ async fn with_keys(keyless: Keyless) -> Open {
 }
 
 fn question() -> Vec<u8> {
-    json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9}).to_string().into_bytes()
+    json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 9})
+        .to_string()
+        .into_bytes()
 }
 
 #[tokio::test]
 async fn without_a_known_key_each_protocol_refuses_in_its_own_form() {
     let open = with_keys(Keyless::default()).await;
-    for headers in [&[][..], &[("authorization", "Bearer key-of-the-kitche")], &[("x-api-key", "no")]] {
+    for headers in [
+        &[][..],
+        &[("authorization", "Bearer key-of-the-kitche")],
+        &[("x-api-key", "no")],
+    ] {
         let openai = post(open.address, CHAT, headers, &question()).await;
-        assert_eq!((openai.status, openai.error_code().as_str()), (401, "invalid_api_key"));
+        assert_eq!(
+            (openai.status, openai.error_code().as_str()),
+            (401, "invalid_api_key")
+        );
         assert_eq!(openai.json()["error"]["type"], "invalid_request_error");
         assert_eq!(openai.header("www-authenticate"), "Bearer");
         assert_eq!(openai.header("x-should-retry"), "false");
         let anthropic = post(open.address, "/v1/messages", headers, b"{}").await;
-        assert_eq!((anthropic.status, &anthropic.json()["type"]), (401, &json!("error")));
+        assert_eq!(
+            (anthropic.status, &anthropic.json()["type"]),
+            (401, &json!("error"))
+        );
         assert_eq!(anthropic.json()["error"]["type"], "authentication_error");
         let ollama = post(open.address, "/api/chat", headers, b"{}").await;
         assert_eq!(ollama.status, 401);
-        assert!(ollama.json()["error"].as_str().unwrap().contains("API key"), "{ollama:?}");
-        for path in ["/v1/models", "/health", "/metrics", "/status.json", "/", "/v1/realtime", "/nothing"] {
+        assert!(
+            ollama.json()["error"].as_str().unwrap().contains("API key"),
+            "{ollama:?}"
+        );
+        for path in [
+            "/v1/models",
+            "/health",
+            "/metrics",
+            "/status.json",
+            "/",
+            "/v1/realtime",
+            "/nothing",
+        ] {
             assert_eq!(get(open.address, path).await.status, 401, "{path}");
         }
     }
     assert!(open.script.chats.lock().unwrap().is_empty());
-    assert_eq!(post(open.address, CHAT, &[KEY], &question()).await.status, 200);
+    assert_eq!(
+        post(open.address, CHAT, &[KEY], &question()).await.status,
+        200
+    );
     let key = ("x-api-key", "key-of-the-study");
-    assert_eq!(post(open.address, CHAT, &[key], &question()).await.status, 200);
+    assert_eq!(
+        post(open.address, CHAT, &[key], &question()).await.status,
+        200
+    );
     let asked = open.script.chats.lock().unwrap();
-    let clients: Vec<_> = asked.iter().map(|chat| chat.meta.client.as_ref().unwrap()).collect();
-    assert_eq!((&*clients[0].name, clients[0].class), ("kitchen", Class::Batch));
-    assert_eq!((clients[0].tokens_max, &*clients[1].name), (Some(Tokens::new(7)), "study"));
+    let clients: Vec<_> = asked
+        .iter()
+        .map(|chat| chat.meta.client.as_ref().unwrap())
+        .collect();
+    assert_eq!(
+        (&*clients[0].name, clients[0].class),
+        ("kitchen", Class::Batch)
+    );
+    assert_eq!(
+        (clients[0].tokens_max, &*clients[1].name),
+        (Some(Tokens::new(7)), "study")
+    );
 }
 
 #[tokio::test]
 async fn health_and_metrics_are_open_where_the_setting_says_so() {
-    let open = with_keys(Keyless { health: true, metrics: true }).await;
+    let open = with_keys(Keyless {
+        health: true,
+        metrics: true,
+    })
+    .await;
     assert_eq!(get(open.address, "/health").await.status, 200);
     assert_eq!(get(open.address, "/metrics").await.status, 200);
     assert_eq!(get(open.address, "/v1/models").await.status, 401);
@@ -78,17 +131,33 @@ async fn health_and_metrics_are_open_where_the_setting_says_so() {
 #[tokio::test]
 async fn a_client_has_so_many_requests_at_once_and_others_have_their_own() {
     let open = with_keys(Keyless::default()).await;
-    open.script.answer([started(), Step::Gate, delta("done"), finished()]);
+    open.script
+        .answer([started(), Step::Gate, delta("done"), finished()]);
     let mut first = Connection::open(open.address).await;
-    first.send(&request("POST", CHAT, &[KEY], &question())).await;
+    first
+        .send(&request("POST", CHAT, &[KEY], &question()))
+        .await;
     while open.script.chats.lock().unwrap().is_empty() {
         tokio::task::yield_now().await;
     }
     let second = post(open.address, CHAT, &[KEY], &question()).await;
-    assert_eq!((second.status, second.error_code().as_str()), (429, "rate_limit_exceeded"));
-    assert!(second.text().contains("client `kitchen`"), "{}", second.text());
+    assert_eq!(
+        (second.status, second.error_code().as_str()),
+        (429, "rate_limit_exceeded")
+    );
+    assert!(
+        second.text().contains("client `kitchen`"),
+        "{}",
+        second.text()
+    );
     open.script.answer([started(), delta("done"), finished()]);
-    let other = post(open.address, CHAT, &[("x-api-key", "key-of-the-study")], &question()).await;
+    let other = post(
+        open.address,
+        CHAT,
+        &[("x-api-key", "key-of-the-study")],
+        &question(),
+    )
+    .await;
     assert_eq!(other.status, 200);
 }
 
@@ -97,16 +166,31 @@ async fn a_realtime_session_needs_a_key_in_a_header_or_as_browsers_send_it() {
     let open = with_keys(Keyless::default()).await;
     for (header, value, opens) in [
         ("authorization", "Bearer key-of-the-study", true),
-        ("sec-websocket-protocol", "realtime, openai-insecure-api-key.key-of-the-kitchen", true),
-        ("sec-websocket-protocol", "realtime, openai-insecure-api-key.wrong", false),
+        (
+            "sec-websocket-protocol",
+            "realtime, openai-insecure-api-key.key-of-the-kitchen",
+            true,
+        ),
+        (
+            "sec-websocket-protocol",
+            "realtime, openai-insecure-api-key.wrong",
+            false,
+        ),
         ("x-nothing", "1", false),
     ] {
         let stream = TcpStream::connect(open.address).await.unwrap();
         let url = format!("ws://{}/v1/realtime?model=tiny", open.address);
         let mut handshake = url.into_client_request().unwrap();
-        handshake.headers_mut().insert(header, value.parse().unwrap());
+        handshake
+            .headers_mut()
+            .insert(header, value.parse().unwrap());
         let opened = client_async(handshake, stream).await;
-        assert_eq!(opened.is_ok(), opens, "{header}: {value}: {:?}", opened.err());
+        assert_eq!(
+            opened.is_ok(),
+            opens,
+            "{header}: {value}: {:?}",
+            opened.err()
+        );
     }
 }
 
@@ -116,27 +200,56 @@ async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
     let open = with_keys(Keyless::default()).await;
     let ask = async |method: &'static str, headers: &[(&str, &str)]| {
         let mut connection = Connection::open(open.address).await;
-        connection.send(&request(method, CHAT, headers, &question())).await;
+        connection
+            .send(&request(method, CHAT, headers, &question()))
+            .await;
         connection.answer().await
     };
     let origin = ("origin", "https://box.example");
-    let wanted = [("access-control-request-method", "POST"), ("access-control-request-headers", "authorization,x-a")];
+    let wanted = [
+        ("access-control-request-method", "POST"),
+        ("access-control-request-headers", "authorization,x-a"),
+    ];
     let answer = ask("OPTIONS", &[origin, wanted[0], wanted[1]]).await;
     assert_eq!(answer.status, 204, "{answer:?}");
-    assert_eq!(answer.header("access-control-allow-origin"), "https://box.example");
-    assert_eq!(answer.header("access-control-allow-headers"), "authorization,x-a");
-    assert!(answer.header("access-control-allow-methods").contains("POST"));
-    for (headers, status) in [(&[origin, ("sec-fetch-site", "cross-site"), KEY][..], 200), (&[origin], 401)] {
+    assert_eq!(
+        answer.header("access-control-allow-origin"),
+        "https://box.example"
+    );
+    assert_eq!(
+        answer.header("access-control-allow-headers"),
+        "authorization,x-a"
+    );
+    assert!(
+        answer
+            .header("access-control-allow-methods")
+            .contains("POST")
+    );
+    for (headers, status) in [
+        (&[origin, ("sec-fetch-site", "cross-site"), KEY][..], 200),
+        (&[origin], 401),
+    ] {
         let answer = ask("POST", headers).await;
         assert_eq!(answer.status, status, "{answer:?}");
-        assert_eq!(answer.header("access-control-allow-origin"), "https://box.example");
+        assert_eq!(
+            answer.header("access-control-allow-origin"),
+            "https://box.example"
+        );
         assert!(answer.header("vary").contains("origin"));
     }
     for foreign in ["https://evil.example", "null"] {
         for method in ["OPTIONS", "POST"] {
             let answer = ask(method, &[("origin", foreign), wanted[0], KEY]).await;
-            assert_eq!((answer.status, answer.error_code().as_str()), (403, "origin_not_allowed"), "{answer:?}");
-            assert!(answer.text().contains("`http.allowed_hosts`"), "{}", answer.text());
+            assert_eq!(
+                (answer.status, answer.error_code().as_str()),
+                (403, "origin_not_allowed"),
+                "{answer:?}"
+            );
+            assert!(
+                answer.text().contains("`http.allowed_hosts`"),
+                "{}",
+                answer.text()
+            );
             assert_eq!(answer.header("access-control-allow-origin"), "");
         }
     }
@@ -148,7 +261,10 @@ async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
 async fn what_a_proxy_with_tls_sends_is_served_under_its_host_name() {
     let open = with_keys(Keyless::default()).await;
     let document = include_str!("../../../docs/operating.md");
-    let set: Vec<&str> = document.lines().filter_map(|line| line.trim().strip_prefix("proxy_set_header ")).collect();
+    let set: Vec<&str> = document
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("proxy_set_header "))
+        .collect();
     let value = |value: &str| match value.trim_end_matches(';') {
         "$host" => "box.example".to_owned(),
         "$remote_addr" => "203.0.113.7".to_owned(),
@@ -161,11 +277,25 @@ async fn what_a_proxy_with_tls_sends_is_served_under_its_host_name() {
         .map(|(name, text)| (name, value(text)))
         .filter(|(_, value)| !value.is_empty())
         .collect();
-    assert!(headers.iter().any(|(name, value)| *name == "Host" && value == "box.example"), "{headers:?}");
-    let mut sent: Vec<(&str, &str)> = headers.iter().map(|(name, value)| (*name, value.as_str())).collect();
+    assert!(
+        headers
+            .iter()
+            .any(|(name, value)| *name == "Host" && value == "box.example"),
+        "{headers:?}"
+    );
+    let mut sent: Vec<(&str, &str)> = headers
+        .iter()
+        .map(|(name, value)| (*name, value.as_str()))
+        .collect();
     sent.push(KEY);
-    assert_eq!(post(open.address, CHAT, &sent, &question()).await.status, 200);
+    assert_eq!(
+        post(open.address, CHAT, &sent, &question()).await.status,
+        200
+    );
     sent.retain(|(name, _)| *name != "Host");
     sent.push(("Host", "other.example"));
-    assert_eq!(post(open.address, CHAT, &sent, &question()).await.status, 421);
+    assert_eq!(
+        post(open.address, CHAT, &sent, &question()).await.status,
+        421
+    );
 }

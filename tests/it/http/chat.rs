@@ -18,8 +18,11 @@ use super::{
 const PATH: &str = "/v1/chat/completions";
 
 fn question(more: &Value) -> Value {
-    let mut body = json!({"model": "tiny", "messages": [{"role": "user", "content": "turn on the light"}]});
-    body.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    let mut body =
+        json!({"model": "tiny", "messages": [{"role": "user", "content": "turn on the light"}]});
+    body.as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     body
 }
 
@@ -35,13 +38,19 @@ fn short_of_memory() -> Refusal {
 }
 
 fn kv_reclaimed() -> Refusal {
-    Refusal::KvReclaimed { generated: Tokens::new(2), retry_after: Duration::from_millis(50) }
+    Refusal::KvReclaimed {
+        generated: Tokens::new(2),
+        retry_after: Duration::from_millis(50),
+    }
 }
 
 fn chunks(answer: &Answer) -> Vec<Value> {
     let (mut payloads, _) = answer.events();
     assert_eq!(payloads.pop().as_deref(), Some("[DONE]"));
-    payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect()
+    payloads
+        .iter()
+        .map(|payload| serde_json::from_str(payload).unwrap())
+        .collect()
 }
 
 #[tokio::test]
@@ -61,7 +70,10 @@ async fn an_answer_in_one_piece_has_openais_shape() {
     body["id"] = json!("chatcmpl-…");
     body["created"] = json!(0);
     let fingerprint = body["system_fingerprint"].take();
-    assert!(fingerprint.as_str().unwrap().starts_with("fp_"), "{fingerprint}");
+    assert!(
+        fingerprint.as_str().unwrap().starts_with("fp_"),
+        "{fingerprint}"
+    );
     assert_eq!(
         body,
         json!({
@@ -81,7 +93,10 @@ async fn an_answer_in_one_piece_has_openais_shape() {
     assert_eq!(asked.prompt.messages()[0].role, Role::User);
     assert_eq!(answer.header("x-cotenant-seed"), "7");
     let sampling = asked.sampling.asked;
-    assert_eq!((sampling.seed, sampling.temperature, sampling.top_p), (Some(7), Some(0.0), Some(0.9)));
+    assert_eq!(
+        (sampling.seed, sampling.temperature, sampling.top_p),
+        (Some(7), Some(0.0), Some(0.9))
+    );
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
     assert_eq!(asked.stop, ["\n"]);
     assert_eq!(asked.meta.patience, None);
@@ -90,9 +105,12 @@ async fn an_answer_in_one_piece_has_openais_shape() {
 #[tokio::test]
 async fn a_stream_comes_in_order_with_the_usage_last() {
     let open = open().await;
-    let answer =
-        post_json(open.address, PATH, &question(&json!({"stream": true, "stream_options": {"include_usage": true}})))
-            .await;
+    let answer = post_json(
+        open.address,
+        PATH,
+        &question(&json!({"stream": true, "stream_options": {"include_usage": true}})),
+    )
+    .await;
     assert_eq!(answer.status, 200);
     assert!(answer.complete);
     assert_eq!(answer.header("cache-control"), "no-cache");
@@ -142,11 +160,18 @@ async fn an_unknown_model_is_404_and_names_those_that_are_there() {
         assert_eq!(answer.json()["error"]["param"], "model");
         assert_eq!(answer.json()["error"]["type"], "invalid_request_error");
         assert_eq!(answer.header("x-should-retry"), "false");
-        assert!(answer.text().contains("`tiny`, `org/other`"), "{}", answer.text());
+        assert!(
+            answer.text().contains("`tiny`, `org/other`"),
+            "{}",
+            answer.text()
+        );
     }
     let mut body = question(&json!({}));
     body.as_object_mut().unwrap().remove("model");
-    assert_eq!(post_json(open.address, PATH, &body).await.json()["model"], "tiny");
+    assert_eq!(
+        post_json(open.address, PATH, &body).await.json()["model"],
+        "tiny"
+    );
 }
 
 #[tokio::test]
@@ -161,7 +186,12 @@ async fn a_refusal_before_the_first_byte_is_a_status_with_retry_headers() {
         assert_eq!(answer.header("retry-after"), "1");
         assert_eq!(answer.header("x-should-retry"), "true");
         assert!(!answer.header("x-request-id").is_empty());
-        assert_eq!(post_json(open.address, PATH, &question(&json!({}))).await.status, 200);
+        assert_eq!(
+            post_json(open.address, PATH, &question(&json!({})))
+                .await
+                .status,
+            200
+        );
     }
     open.script.refuse([Refusal::ContextLengthExceeded {
         model: "tiny".to_owned(),
@@ -176,7 +206,12 @@ async fn a_refusal_before_the_first_byte_is_a_status_with_retry_headers() {
 #[tokio::test]
 async fn a_failure_after_the_first_byte_is_an_error_object_and_the_end() {
     let open = open().await;
-    open.script.answer([started(), delta("It "), failed(engine_lost()), delta("never")]);
+    open.script.answer([
+        started(),
+        delta("It "),
+        failed(engine_lost()),
+        delta("never"),
+    ]);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     assert_eq!((answer.status, answer.complete), (200, true));
     let (payloads, _) = answer.events();
@@ -187,7 +222,10 @@ async fn a_failure_after_the_first_byte_is_an_error_object_and_the_end() {
     assert_eq!(error["error"]["param"], Value::Null);
 
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "engine_lost"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "engine_lost")
+    );
 }
 
 #[tokio::test]
@@ -195,13 +233,17 @@ async fn a_backend_that_ends_without_a_word_is_an_engine_that_is_lost() {
     let open = open().await;
     open.script.answer([started(), delta("It ")]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "engine_lost"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "engine_lost")
+    );
 }
 
 #[tokio::test]
 async fn reclaimed_kv_cuts_an_answer_short_and_refuses_one_that_has_not_begun() {
     let open = open().await;
-    open.script.answer([started(), delta("It is"), failed(kv_reclaimed())]);
+    open.script
+        .answer([started(), delta("It is"), failed(kv_reclaimed())]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
     assert_eq!(answer.status, 200);
     let body = answer.json();
@@ -209,19 +251,35 @@ async fn reclaimed_kv_cuts_an_answer_short_and_refuses_one_that_has_not_begun() 
     assert_eq!(body["choices"][0]["message"]["content"], "It is");
     assert_eq!(body["usage"]["total_tokens"], 14);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
-    assert_eq!(chunks(&answer).last().unwrap()["choices"][0]["finish_reason"], "length");
+    assert_eq!(
+        chunks(&answer).last().unwrap()["choices"][0]["finish_reason"],
+        "length"
+    );
 
     open.script.answer([started(), failed(kv_reclaimed())]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "kv_reclaimed"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "kv_reclaimed")
+    );
 }
 
 #[tokio::test]
 async fn a_stalled_stream_is_kept_alive_by_comments() {
-    let limits = Limits { keepalive: Duration::from_millis(20), ..Limits::default() };
+    let limits = Limits {
+        keepalive: Duration::from_millis(20),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let stall = || Step::Stall(Duration::from_millis(200));
-    open.script.answer([started(), stall(), delta("It is "), stall(), delta("done."), finished()]);
+    open.script.answer([
+        started(),
+        stall(),
+        delta("It is "),
+        stall(),
+        delta("done."),
+        finished(),
+    ]);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     assert!(answer.events().1 >= 4, "{}", answer.text());
     assert_eq!(chunks(&answer).len(), 4);
@@ -254,7 +312,11 @@ async fn the_clients_own_deadline_and_id_reach_the_backend() {
     let answer = post(
         open.address,
         PATH,
-        &[("x-stainless-read-timeout", "10.0"), ("x-request-id", "my-id"), ("authorization", "Bearer anything")],
+        &[
+            ("x-stainless-read-timeout", "10.0"),
+            ("x-request-id", "my-id"),
+            ("authorization", "Bearer anything"),
+        ],
         question(&json!({})).to_string().as_bytes(),
     )
     .await;
@@ -265,9 +327,25 @@ async fn the_clients_own_deadline_and_id_reach_the_backend() {
 
     for odd in ["-1", "nan", "inf", "1e99", "soon"] {
         let body = question(&json!({})).to_string();
-        let answer = post(open.address, PATH, &[("x-stainless-read-timeout", odd)], body.as_bytes()).await;
+        let answer = post(
+            open.address,
+            PATH,
+            &[("x-stainless-read-timeout", odd)],
+            body.as_bytes(),
+        )
+        .await;
         assert_eq!(answer.status, 200);
-        assert_eq!(open.script.chats.lock().unwrap().pop().unwrap().meta.patience, None);
+        assert_eq!(
+            open.script
+                .chats
+                .lock()
+                .unwrap()
+                .pop()
+                .unwrap()
+                .meta
+                .patience,
+            None
+        );
     }
 }
 
@@ -277,7 +355,9 @@ async fn fields_that_are_not_honoured_are_named() {
     let answer = post_json(
         open.address,
         PATH,
-        &question(&json!({"logit_bias": {"7": 1}, "frequency_penalty": 0.5, "presence_penalty": 0})),
+        &question(
+            &json!({"logit_bias": {"7": 1}, "frequency_penalty": 0.5, "presence_penalty": 0}),
+        ),
     )
     .await;
     assert_eq!(answer.status, 200);
@@ -285,7 +365,9 @@ async fn fields_that_are_not_honoured_are_named() {
 }
 
 fn thought() -> Step {
-    Step::Event(ChatEvent::Part(AnswerPart::Reasoning("It is dark.".to_owned())))
+    Step::Event(ChatEvent::Part(AnswerPart::Reasoning(
+        "It is dark.".to_owned(),
+    )))
 }
 
 fn call(name: &str) -> Step {
@@ -296,14 +378,25 @@ fn call(name: &str) -> Step {
 }
 
 fn finished_by_calls() -> Step {
-    Step::Event(ChatEvent::Finished { reason: FinishReason::ToolCalls, usage: Usage::default() })
+    Step::Event(ChatEvent::Finished {
+        reason: FinishReason::ToolCalls,
+        usage: Usage::default(),
+    })
 }
 
 #[tokio::test]
 async fn thoughts_and_calls_have_places_of_their_own_in_an_answer() {
     let open = open().await;
-    open.script.answer([started(), thought(), call("light"), call("fan"), finished_by_calls()]);
-    let answer = post_json(open.address, PATH, &question(&json!({}))).await.json();
+    open.script.answer([
+        started(),
+        thought(),
+        call("light"),
+        call("fan"),
+        finished_by_calls(),
+    ]);
+    let answer = post_json(open.address, PATH, &question(&json!({})))
+        .await
+        .json();
     let choice = &answer["choices"][0];
     assert_eq!(choice["finish_reason"], "tool_calls");
     let message = &choice["message"];
@@ -317,17 +410,34 @@ async fn thoughts_and_calls_have_places_of_their_own_in_an_answer() {
     );
     assert_ne!(calls[0]["id"], calls[1]["id"]);
 
-    let (payloads, _) = post_json(open.address, PATH, &question(&json!({"stream": true}))).await.events();
+    let (payloads, _) = post_json(open.address, PATH, &question(&json!({"stream": true})))
+        .await
+        .events();
     let deltas: Vec<Value> = payloads[..payloads.len() - 1]
         .iter()
         .map(|payload| serde_json::from_str::<Value>(payload).unwrap()["choices"][0].clone())
         .collect();
-    assert_eq!(deltas[1]["delta"], json!({"reasoning_content": "It is dark."}));
-    let pieces: Vec<&Value> = deltas.iter().map(|choice| &choice["delta"]["tool_calls"][0]).collect();
-    assert_eq!((&pieces[2]["index"], &pieces[2]["function"]["name"]), (&json!(0), &json!("light")));
+    assert_eq!(
+        deltas[1]["delta"],
+        json!({"reasoning_content": "It is dark."})
+    );
+    let pieces: Vec<&Value> = deltas
+        .iter()
+        .map(|choice| &choice["delta"]["tool_calls"][0])
+        .collect();
+    assert_eq!(
+        (&pieces[2]["index"], &pieces[2]["function"]["name"]),
+        (&json!(0), &json!("light"))
+    );
     assert_eq!(pieces[2]["function"]["arguments"], "");
-    assert_eq!(*pieces[3], json!({"index": 0, "function": {"arguments": "{\"room\":\"hall\"}"}}));
-    assert_eq!((&pieces[4]["index"], &pieces[4]["function"]["name"]), (&json!(1), &json!("fan")));
+    assert_eq!(
+        *pieces[3],
+        json!({"index": 0, "function": {"arguments": "{\"room\":\"hall\"}"}})
+    );
+    assert_eq!(
+        (&pieces[4]["index"], &pieces[4]["function"]["name"]),
+        (&json!(1), &json!("fan"))
+    );
     assert_eq!(deltas.last().unwrap()["finish_reason"], "tool_calls");
 }
 
@@ -337,7 +447,9 @@ async fn a_client_that_goes_away_cancels_its_generation() {
     open.script.answer([started(), delta("It is "), Step::Hang]);
     let mut connection = Connection::open(open.address).await;
     let body = question(&json!({"stream": true})).to_string();
-    connection.send(&request("POST", PATH, &[], body.as_bytes())).await;
+    connection
+        .send(&request("POST", PATH, &[], body.as_bytes()))
+        .await;
     connection.wait_for("It is ").await;
     drop(connection);
     open.script.all_dropped().await;
@@ -347,7 +459,9 @@ async fn a_client_that_goes_away_cancels_its_generation() {
         *open.script.admission.lock().unwrap() = admission;
         let mut connection = Connection::open(open.address).await;
         let body = question(&json!({})).to_string();
-        connection.send(&request("POST", PATH, &[], body.as_bytes())).await;
+        connection
+            .send(&request("POST", PATH, &[], body.as_bytes()))
+            .await;
         while open.script.chats.lock().unwrap().is_empty() {
             tokio::task::yield_now().await;
         }
@@ -363,7 +477,9 @@ async fn two_requests_share_a_connection() {
     let mut connection = Connection::open(open.address).await;
     let body = question(&json!({})).to_string();
     for _ in 0..2 {
-        connection.send(&request("POST", PATH, &[], body.as_bytes())).await;
+        connection
+            .send(&request("POST", PATH, &[], body.as_bytes()))
+            .await;
         assert_eq!(connection.answer().await.status, 200);
     }
 }
@@ -371,10 +487,18 @@ async fn two_requests_share_a_connection() {
 #[tokio::test]
 async fn the_first_text_is_sent_at_once_and_not_with_the_rest() {
     let open = open().await;
-    open.script.answer([started(), delta("It is "), Step::Gate, delta("done."), finished()]);
+    open.script.answer([
+        started(),
+        delta("It is "),
+        Step::Gate,
+        delta("done."),
+        finished(),
+    ]);
     let mut connection = Connection::open(open.address).await;
     let body = question(&json!({"stream": true})).to_string();
-    connection.send(&request("POST", PATH, &[], body.as_bytes())).await;
+    connection
+        .send(&request("POST", PATH, &[], body.as_bytes()))
+        .await;
     let began = Instant::now();
     connection.wait_for("It is ").await;
     assert!(began.elapsed() < Duration::from_secs(5));
@@ -391,15 +515,30 @@ async fn a_wrong_request_is_400_and_names_its_field() {
         (json!([]), "invalid_type", ""),
         (json!({}), "invalid_type", ""),
         (question(&json!({"n": 3})), "invalid_value", "n"),
-        (question(&json!({"temperature": 9})), "invalid_value", "temperature"),
+        (
+            question(&json!({"temperature": 9})),
+            "invalid_value",
+            "temperature",
+        ),
         (question(&json!({"stop": 1})), "invalid_value", "stop"),
     ] {
         let answer = post_json(open.address, PATH, &body).await;
-        assert_eq!((answer.status, answer.error_code().as_str()), (400, code), "{body}");
-        assert_eq!(answer.json()["error"]["param"].as_str().unwrap_or(""), param, "{body}");
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (400, code),
+            "{body}"
+        );
+        assert_eq!(
+            answer.json()["error"]["param"].as_str().unwrap_or(""),
+            param,
+            "{body}"
+        );
     }
     let answer = post(open.address, PATH, &[], b"{\"model\": ").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_json"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "invalid_json")
+    );
     assert!(open.script.chats.lock().unwrap().is_empty());
 }
 
@@ -407,5 +546,8 @@ async fn a_wrong_request_is_400_and_names_its_field() {
 async fn without_a_model_chat_is_404() {
     let open = open_with(Limits::default(), false).await;
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (404, "not_configured"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "not_configured")
+    );
 }

@@ -38,7 +38,9 @@ impl Answer {
     /// `error.code` of the body, whose shape is checked.
     pub(crate) fn error_code(&self) -> String {
         let body = self.json();
-        let error = body["error"].as_object().unwrap_or_else(|| panic!("no error in {body}"));
+        let error = body["error"]
+            .as_object()
+            .unwrap_or_else(|| panic!("no error in {body}"));
         let mut names: Vec<&str> = error.keys().map(String::as_str).collect();
         names.sort_unstable();
         assert_eq!(names, ["code", "message", "param", "type"]);
@@ -52,7 +54,9 @@ impl Answer {
         let (mut payloads, mut comments) = (Vec::new(), 0);
         for block in self.text().split("\n\n").filter(|block| !block.is_empty()) {
             // some APIs name their events
-            let named = block.strip_prefix("event: ").and_then(|block| block.split_once('\n'));
+            let named = block
+                .strip_prefix("event: ")
+                .and_then(|block| block.split_once('\n'));
             let data = named.map_or(block, |(_name, data)| data);
             if let Some(payload) = data.strip_prefix("data: ") {
                 payloads.push(payload.to_owned());
@@ -66,11 +70,20 @@ impl Answer {
 
     /// Events with names, which have to agree with their types.
     pub(crate) fn named_events(&self) -> Vec<Value> {
-        let named = self.text().lines().filter_map(|line| line.strip_prefix("event: "));
+        let named = self
+            .text()
+            .lines()
+            .filter_map(|line| line.strip_prefix("event: "));
         let named: Vec<&str> = named.collect();
         let payloads = self.events().0;
-        let events: Vec<Value> = payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect();
-        let types: Vec<&str> = events.iter().map(|event| event["type"].as_str().unwrap()).collect();
+        let events: Vec<Value> = payloads
+            .iter()
+            .map(|payload| serde_json::from_str(payload).unwrap())
+            .collect();
+        let types: Vec<&str> = events
+            .iter()
+            .map(|event| event["type"].as_str().unwrap())
+            .collect();
         assert_eq!(named, types);
         events
     }
@@ -78,7 +91,10 @@ impl Answer {
 
 /// A JSON object with more fields.
 pub(crate) fn with(mut object: Value, more: &Value) -> Value {
-    object.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+    object
+        .as_object_mut()
+        .unwrap()
+        .extend(more.as_object().unwrap().clone());
     object
 }
 
@@ -97,12 +113,19 @@ impl Connection {
 
 impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
     pub(crate) const fn over(io: T) -> Self {
-        Self { io, seen: Vec::new(), silence_max: HANG }
+        Self {
+            io,
+            seen: Vec::new(),
+            silence_max: HANG,
+        }
     }
 
     /// The same with another limit on the silence of the server.
     pub(crate) fn with_silence_max(self, silence_max: Duration) -> Self {
-        Self { silence_max, ..self }
+        Self {
+            silence_max,
+            ..self
+        }
     }
 
     pub(crate) async fn send(&mut self, bytes: &[u8]) {
@@ -117,7 +140,11 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
     /// Waits until the answer so far contains `text`.
     pub(crate) async fn wait_for(&mut self, text: &str) {
         while !String::from_utf8_lossy(&self.seen).contains(text) {
-            assert!(self.more().await, "closed before `{text}`: {:?}", String::from_utf8_lossy(&self.seen));
+            assert!(
+                self.more().await,
+                "closed before `{text}`: {:?}",
+                String::from_utf8_lossy(&self.seen)
+            );
         }
     }
 
@@ -131,12 +158,23 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
             if let Some(at) = find(&self.seen, b"\r\n\r\n") {
                 break at;
             }
-            assert!(self.more().await, "closed without an answer: {:?}", String::from_utf8_lossy(&self.seen));
+            assert!(
+                self.more().await,
+                "closed without an answer: {:?}",
+                String::from_utf8_lossy(&self.seen)
+            );
         };
         let head = String::from_utf8(self.seen[..end].to_vec()).unwrap();
         self.seen.drain(..end + 4);
         let mut lines = head.split("\r\n");
-        let status = lines.next().unwrap().split(' ').nth(1).unwrap().parse().unwrap();
+        let status = lines
+            .next()
+            .unwrap()
+            .split(' ')
+            .nth(1)
+            .unwrap()
+            .parse()
+            .unwrap();
         let headers: BTreeMap<String, String> = lines
             .map(|line| line.split_once(':').unwrap())
             .map(|(name, value)| (name.to_ascii_lowercase(), value.trim().to_owned()))
@@ -144,13 +182,23 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         if status == 100 {
             return Box::pin(self.answer()).await;
         }
-        let (body, complete) = if headers.get("transfer-encoding").is_some_and(|value| value == "chunked") {
+        let (body, complete) = if headers
+            .get("transfer-encoding")
+            .is_some_and(|value| value == "chunked")
+        {
             self.chunked().await
         } else {
-            let length: usize = headers.get("content-length").map_or(0, |length| length.parse().unwrap());
+            let length: usize = headers
+                .get("content-length")
+                .map_or(0, |length| length.parse().unwrap());
             self.exactly(length).await
         };
-        Answer { status, headers, body, complete }
+        Answer {
+            status,
+            headers,
+            body,
+            complete,
+        }
     }
 
     async fn chunked(&mut self) -> (Vec<u8>, bool) {
@@ -164,7 +212,8 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
                     return (body, false);
                 }
             };
-            let length = usize::from_str_radix(std::str::from_utf8(&self.seen[..end]).unwrap(), 16).unwrap();
+            let length =
+                usize::from_str_radix(std::str::from_utf8(&self.seen[..end]).unwrap(), 16).unwrap();
             self.seen.drain(..end + 2);
             let (piece, complete) = self.exactly(length + 2).await;
             if !complete {
@@ -188,7 +237,9 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
 
     async fn more(&mut self) -> bool {
         let mut buffer = [0; 16 * 1024];
-        let read = timeout(self.silence_max, self.io.read(&mut buffer)).await.expect("the server hangs");
+        let read = timeout(self.silence_max, self.io.read(&mut buffer))
+            .await
+            .expect("the server hangs");
         let read = read.unwrap_or(0);
         self.seen.extend_from_slice(&buffer[..read]);
         read > 0
@@ -196,13 +247,18 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
 }
 
 fn find(haystack: &[u8], needle: &[u8]) -> Option<usize> {
-    haystack.windows(needle.len()).position(|window| window == needle)
+    haystack
+        .windows(needle.len())
+        .position(|window| window == needle)
 }
 
 /// A request as bytes.
 pub(crate) fn request(method: &str, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Vec<u8> {
     let mut head = format!("{method} {path} HTTP/1.1\r\n");
-    if headers.iter().all(|(name, _)| !name.eq_ignore_ascii_case("host")) {
+    if headers
+        .iter()
+        .all(|(name, _)| !name.eq_ignore_ascii_case("host"))
+    {
         head.push_str("host: localhost\r\n");
     }
     for (name, value) in headers {
@@ -224,17 +280,34 @@ pub(crate) async fn get(address: SocketAddr, path: &str) -> Answer {
 }
 
 pub(crate) async fn post_json(address: SocketAddr, path: &str, body: &Value) -> Answer {
-    post(address, path, &[("content-type", "application/json")], body.to_string().as_bytes()).await
+    post(
+        address,
+        path,
+        &[("content-type", "application/json")],
+        body.to_string().as_bytes(),
+    )
+    .await
 }
 
-pub(crate) async fn post(address: SocketAddr, path: &str, headers: &[(&str, &str)], body: &[u8]) -> Answer {
+pub(crate) async fn post(
+    address: SocketAddr,
+    path: &str,
+    headers: &[(&str, &str)],
+    body: &[u8],
+) -> Answer {
     let mut connection = Connection::open(address).await;
-    connection.send_lossy(&request("POST", path, headers, body)).await;
+    connection
+        .send_lossy(&request("POST", path, headers, body))
+        .await;
     connection.answer().await
 }
 
 /// Sends a form with these fields; a field with a file name is a file.
-pub(crate) async fn post_form(address: SocketAddr, path: &str, fields: &[(&str, Option<&str>, &[u8])]) -> Answer {
+pub(crate) async fn post_form(
+    address: SocketAddr,
+    path: &str,
+    fields: &[(&str, Option<&str>, &[u8])],
+) -> Answer {
     post(address, path, &[("content-type", FORM)], &form(fields)).await
 }
 
@@ -245,9 +318,12 @@ pub(crate) const FORM: &str = "multipart/form-data; boundary=BOUNDARY";
 pub(crate) fn form(fields: &[(&str, Option<&str>, &[u8])]) -> Vec<u8> {
     let mut body = Vec::new();
     for (name, file, value) in fields {
-        let file = file.map_or_else(String::new, |file| format!("; filename=\"{file}\"\r\ncontent-type: audio/wav"));
+        let file = file.map_or_else(String::new, |file| {
+            format!("; filename=\"{file}\"\r\ncontent-type: audio/wav")
+        });
         body.extend_from_slice(
-            format!("--BOUNDARY\r\ncontent-disposition: form-data; name=\"{name}\"{file}\r\n\r\n").as_bytes(),
+            format!("--BOUNDARY\r\ncontent-disposition: form-data; name=\"{name}\"{file}\r\n\r\n")
+                .as_bytes(),
         );
         body.extend_from_slice(value);
         body.extend_from_slice(b"\r\n");

@@ -13,16 +13,25 @@ async fn run_client(script: &str, arguments: &[&str]) -> Option<()> {
         eprintln!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");
         return None;
     };
-    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(script);
+    let script = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("tests/clients")
+        .join(script);
     let run = Command::new(Path::new(&venv).join("bin/python"))
         .arg("-B")
         .arg(script)
         .args(arguments)
         .kill_on_drop(true)
         .output();
-    let output = tokio::time::timeout(Duration::from_secs(120), run).await.expect("the client hangs").unwrap();
+    let output = tokio::time::timeout(Duration::from_secs(120), run)
+        .await
+        .expect("the client hangs")
+        .unwrap();
     let said = String::from_utf8_lossy(&output.stdout);
-    assert!(output.status.success(), "{said}\n{}", String::from_utf8_lossy(&output.stderr));
+    assert!(
+        output.status.success(),
+        "{said}\n{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
     eprintln!("{said}");
     Some(())
 }
@@ -46,8 +55,16 @@ async fn the_openai_package_works_unmodified_over_a_unix_socket() {
     let open = open().await;
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("http.sock");
-    let serving = tokio::spawn(serve(UnixListener::bind(&path).unwrap(), open.api.clone(), open.shutdown.clone()));
+    let serving = tokio::spawn(serve(
+        UnixListener::bind(&path).unwrap(),
+        open.api.clone(),
+        open.shutdown.clone(),
+    ));
     let uds = path.to_str().unwrap();
-    run_client("openai_client.py", &["http://localhost/v1", "--uds", uds, "--scripted"]).await;
+    run_client(
+        "openai_client.py",
+        &["http://localhost/v1", "--uds", uds, "--scripted"],
+    )
+    .await;
     serving.abort();
 }

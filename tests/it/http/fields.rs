@@ -44,8 +44,14 @@ async fn a_whole_number_may_have_a_fraction_of_zero_and_any_other_is_refused_by_
         (COMPLETIONS, "max_tokens seed n best_of top_k"),
         (MESSAGES, "max_tokens top_k"),
         (RESPONSES, "max_output_tokens"),
-        (OLLAMA_CHAT, "options.num_ctx options.num_predict options.top_k options.seed options.num_keep"),
-        (OLLAMA_GENERATE, "options.num_ctx options.num_predict options.top_k options.seed options.num_keep"),
+        (
+            OLLAMA_CHAT,
+            "options.num_ctx options.num_predict options.top_k options.seed options.num_keep",
+        ),
+        (
+            OLLAMA_GENERATE,
+            "options.num_ctx options.num_predict options.top_k options.seed options.num_keep",
+        ),
     ] {
         for field in fields.split(' ') {
             let set = |value: f64| match field.strip_prefix("options.") {
@@ -62,16 +68,31 @@ async fn a_whole_number_may_have_a_fraction_of_zero_and_any_other_is_refused_by_
                 "{}",
                 answer.text()
             );
-            assert!(answer.text().contains("`1.5`, expected a whole number"), "{}", answer.text());
+            assert!(
+                answer.text().contains("`1.5`, expected a whole number"),
+                "{}",
+                answer.text()
+            );
         }
     }
     open.script.chats.lock().unwrap().clear();
     let asked = ask(&open, COMPLETIONS, &json!({"prompt": [1.0, 2]})).await;
     assert_eq!(asked.status, 200, "{}", asked.text());
-    let asked = ask(&open, OLLAMA_CHAT, &json!({"options": {"num_ctx": 8192.0, "num_predict": 4.0}})).await;
+    let asked = ask(
+        &open,
+        OLLAMA_CHAT,
+        &json!({"options": {"num_ctx": 8192.0, "num_predict": 4.0}}),
+    )
+    .await;
     assert_eq!(asked.status, 200, "{}", asked.text());
     let request = open.script.chats.lock().unwrap().pop().unwrap();
-    assert_eq!((request.context_wanted.unwrap().get(), request.max_tokens.unwrap().get()), (8192, 4));
+    assert_eq!(
+        (
+            request.context_wanted.unwrap().get(),
+            request.max_tokens.unwrap().get()
+        ),
+        (8192, 4)
+    );
     let asked = ask(&open, "/detokenize", &json!({"tokens": [104.0, 105]})).await;
     assert_eq!(asked.json(), json!({"content": "hi"}));
 }
@@ -84,7 +105,14 @@ async fn a_request_is_held_while_memory_is_short_for_a_moment() {
         level: PressureLevel::Critical,
         retry_after: Duration::from_millis(50),
     };
-    for path in [CHAT, COMPLETIONS, MESSAGES, RESPONSES, OLLAMA_CHAT, OLLAMA_GENERATE] {
+    for path in [
+        CHAT,
+        COMPLETIONS,
+        MESSAGES,
+        RESPONSES,
+        OLLAMA_CHAT,
+        OLLAMA_GENERATE,
+    ] {
         for streamed in [false, true] {
             open.script.refuse([pressure(), pressure()]);
             let answer = ask(&open, path, &json!({"stream": streamed})).await;
@@ -93,10 +121,18 @@ async fn a_request_is_held_while_memory_is_short_for_a_moment() {
         }
     }
     open.script.refuse([pressure(), pressure()]);
-    let answer = post_json(open.address, "/v1/audio/speech", &json!({"input": "hi", "response_format": "pcm"})).await;
+    let answer = post_json(
+        open.address,
+        "/v1/audio/speech",
+        &json!({"input": "hi", "response_format": "pcm"}),
+    )
+    .await;
     assert_eq!((answer.status, answer.body.len()), (200, 48_000));
     // What does not pass by itself is refused at once.
-    open.script.refuse([Refusal::Draining { act: "answer".to_owned(), retry_after: Duration::from_millis(50) }]);
+    open.script.refuse([Refusal::Draining {
+        act: "answer".to_owned(),
+        retry_after: Duration::from_millis(50),
+    }]);
     assert_eq!(ask(&open, OLLAMA_CHAT, &json!({})).await.status, 503);
 }
 
@@ -115,12 +151,37 @@ async fn fields_that_are_absent_are_as_each_api_has_them() {
         assert_eq!(answer.status, 200, "{path}: {}", answer.text());
         let sampling = open.script.chats.lock().unwrap().pop().unwrap().sampling;
         let defaults = sampling.defaults;
-        assert_eq!((defaults.temperature, defaults.top_p, defaults.top_k), (Some(temperature), top_p, top_k), "{path}");
-        assert_eq!(sampling.asked.temperature, None, "{path}: what the model's file recommends goes before");
-        assert_eq!(answer.header("x-cotenant-seed"), sampling.asked.seed.unwrap().to_string(), "{path}");
+        assert_eq!(
+            (defaults.temperature, defaults.top_p, defaults.top_k),
+            (Some(temperature), top_p, top_k),
+            "{path}"
+        );
+        assert_eq!(
+            sampling.asked.temperature, None,
+            "{path}: what the model's file recommends goes before"
+        );
+        assert_eq!(
+            answer.header("x-cotenant-seed"),
+            sampling.asked.seed.unwrap().to_string(),
+            "{path}"
+        );
         let streamed = ask(&open, path, &json!({"stream": true})).await;
-        let seed = open.script.chats.lock().unwrap().pop().unwrap().sampling.asked.seed.unwrap();
-        assert_eq!(streamed.header("x-cotenant-seed"), seed.to_string(), "{path}");
+        let seed = open
+            .script
+            .chats
+            .lock()
+            .unwrap()
+            .pop()
+            .unwrap()
+            .sampling
+            .asked
+            .seed
+            .unwrap();
+        assert_eq!(
+            streamed.header("x-cotenant-seed"),
+            seed.to_string(),
+            "{path}"
+        );
         assert_ne!(Some(seed), sampling.asked.seed, "{path}");
     }
 }

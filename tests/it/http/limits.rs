@@ -19,7 +19,9 @@ use super::{
 const CHAT: &str = "/v1/chat/completions";
 
 fn question() -> Vec<u8> {
-    json!({"messages": [{"role": "user", "content": "hi"}]}).to_string().into_bytes()
+    json!({"messages": [{"role": "user", "content": "hi"}]})
+        .to_string()
+        .into_bytes()
 }
 
 #[tokio::test]
@@ -27,7 +29,9 @@ async fn a_header_line_of_1_mib_is_431_and_others_go_on() {
     let open = open().await;
     let mut connection = Connection::open(open.address).await;
     let line = "a".repeat(1 << 20);
-    connection.send_lossy(&request("GET", "/health", &[("x-long", &line)], b"")).await;
+    connection
+        .send_lossy(&request("GET", "/health", &[("x-long", &line)], b""))
+        .await;
     assert_eq!(connection.answer().await.status, 431);
     assert!(connection.closed().await);
     assert_eq!(get(open.address, "/v1/models").await.status, 200);
@@ -47,7 +51,9 @@ async fn a_page_of_another_site_cannot_make_a_browser_ask() {
 async fn what_is_not_http_is_400() {
     let open = open().await;
     let mut connection = Connection::open(open.address).await;
-    connection.send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n").await;
+    connection
+        .send(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03 hello\r\n\r\n")
+        .await;
     assert_eq!(connection.answer().await.status, 400);
 }
 
@@ -56,12 +62,24 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
     let open = open().await;
     let huge = vec![b' '; (1 << 20) + 1];
     let answer = post(open.address, CHAT, &[], &huge).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (413, "request_too_large"));
-    assert!(answer.text().contains("the limit is 1 MiB"), "{}", answer.text());
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
+    assert!(
+        answer.text().contains("the limit is 1 MiB"),
+        "{}",
+        answer.text()
+    );
 
     let mut connection = Connection::open(open.address).await;
     connection
-        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n").as_bytes())
+        .send(
+            format!(
+                "POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n"
+            )
+            .as_bytes(),
+        )
         .await;
     let piece = vec![b' '; 1 << 16];
     for _ in 0..17 {
@@ -70,7 +88,10 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
         connection.send_lossy(b"\r\n").await;
     }
     let answer = connection.answer().await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (413, "request_too_large"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
     // 26 MiB of audio
     let answer = post(
         open.address,
@@ -84,19 +105,31 @@ async fn a_body_beyond_its_limit_is_413_whether_announced_or_not() {
 
 #[tokio::test]
 async fn a_body_that_stops_coming_is_408() {
-    let limits = Limits { body_idle_timeout: Duration::from_millis(50), ..Limits::default() };
+    let limits = Limits {
+        body_idle_timeout: Duration::from_millis(50),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut connection = Connection::open(open.address).await;
     connection
-        .send(format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{").as_bytes())
+        .send(
+            format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100\r\n\r\n{{")
+                .as_bytes(),
+        )
         .await;
     let answer = connection.answer().await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (408, "request_timeout"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (408, "request_timeout")
+    );
 }
 
 #[tokio::test]
 async fn slow_bodies_of_one_client_keep_no_other_from_its_place_and_end() {
-    let limits = Limits { body_grace: Duration::from_millis(300), ..Limits::default() };
+    let limits = Limits {
+        body_grace: Duration::from_millis(300),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut slow = Vec::new();
     for _ in 0..32 {
@@ -111,23 +144,41 @@ async fn slow_bodies_of_one_client_keep_no_other_from_its_place_and_end() {
     assert_eq!(post(open.address, CHAT, &[], &question()).await.status, 200);
     for mut connection in slow {
         let answer = connection.answer().await;
-        assert_eq!((answer.status, answer.error_code().as_str()), (408, "request_timeout"));
+        assert_eq!(
+            (answer.status, answer.error_code().as_str()),
+            (408, "request_timeout")
+        );
         assert!(answer.text().contains("16 KiB/s"), "{}", answer.text());
     }
 }
 
 #[tokio::test]
 async fn one_address_has_half_of_the_connections() {
-    let limits = Limits { connections_max: 4, ..Limits::default() };
+    let limits = Limits {
+        connections_max: 4,
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
-    let mut held = [Connection::open(open.address).await, Connection::open(open.address).await];
+    let mut held = [
+        Connection::open(open.address).await,
+        Connection::open(open.address).await,
+    ];
     for connection in &mut held {
         connection.send(&request("GET", "/health", &[], b"")).await;
         assert_eq!(connection.answer().await.status, 200);
     }
     let answer = Connection::open(open.address).await.answer().await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "too_many_connections"));
-    assert!(answer.text().contains("2 are open, which is the limit of one client"), "{}", answer.text());
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "too_many_connections")
+    );
+    assert!(
+        answer
+            .text()
+            .contains("2 are open, which is the limit of one client"),
+        "{}",
+        answer.text()
+    );
     // from another address
     let socket = TcpSocket::new_v4().unwrap();
     socket.bind("127.0.0.2:0".parse().unwrap()).unwrap();
@@ -138,13 +189,17 @@ async fn one_address_has_half_of_the_connections() {
 
 #[tokio::test]
 async fn a_body_that_drips_for_too_long_is_408() {
-    let limits = Limits { body_timeout: Duration::from_millis(100), ..Limits::default() };
+    let limits = Limits {
+        body_timeout: Duration::from_millis(100),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let stream = TcpStream::connect(open.address).await.unwrap();
     let (read, mut write) = tokio::io::split(stream);
     let dripping = tokio::spawn(async move {
         use tokio::io::AsyncWriteExt;
-        let head = format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n");
+        let head =
+            format!("POST {CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-length: 100000\r\n\r\n");
         write.write_all(head.as_bytes()).await.unwrap();
         let mut tick = tokio::time::interval(Duration::from_millis(5));
         while write.write_all(b" ").await.is_ok() {
@@ -158,7 +213,10 @@ async fn a_body_that_drips_for_too_long_is_408() {
 
 #[tokio::test]
 async fn a_head_that_never_ends_is_given_up() {
-    let limits = Limits { head_timeout: Duration::from_millis(50), ..Limits::default() };
+    let limits = Limits {
+        head_timeout: Duration::from_millis(50),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut connection = Connection::open(open.address).await;
     connection.send(b"GET /health HTTP/1.1\r\nhost: ").await;
@@ -167,22 +225,36 @@ async fn a_head_that_never_ends_is_given_up() {
 
 #[tokio::test]
 async fn one_request_too_many_is_429_and_room_comes_back() {
-    let limits = Limits { requests_max: 1, ..Limits::default() };
+    let limits = Limits {
+        requests_max: 1,
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
-    open.script.answer([started(), delta("It"), Step::Gate, finished()]);
+    open.script
+        .answer([started(), delta("It"), Step::Gate, finished()]);
     let mut first = Connection::open(open.address).await;
     let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
-    first.send(&request("POST", CHAT, &[], body.to_string().as_bytes())).await;
+    first
+        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
+        .await;
     first.wait_for("It").await;
 
     let answer = post_json(open.address, CHAT, &body).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (429, "rate_limit_exceeded"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (429, "rate_limit_exceeded")
+    );
     assert_eq!(answer.header("x-should-retry"), "true");
     assert!(answer.text().contains("limit of 1"), "{}", answer.text());
     // looking is not working
     assert_eq!(get(open.address, "/health").await.status, 200);
     // and a chat does not take a place of speech
-    let speech = post_json(open.address, "/v1/audio/speech", &json!({"input": "hi", "response_format": "pcm"})).await;
+    let speech = post_json(
+        open.address,
+        "/v1/audio/speech",
+        &json!({"input": "hi", "response_format": "pcm"}),
+    )
+    .await;
     assert_eq!(speech.status, 200, "{}", speech.text());
 
     open.script.gate.notify_one();
@@ -203,12 +275,19 @@ async fn of_64_clients_at_once_none_waits_for_the_limit_of_another_kind() {
         tokio::spawn(async move {
             let (kind, answer) = match number % 4 {
                 0 => {
-                    let fields: [(&str, Option<&str>, &[u8]); 1] = [("file", Some("a.wav"), SILENT_WAV)];
-                    ("transcription", post_form(address, "/v1/audio/transcriptions", &fields).await)
+                    let fields: [(&str, Option<&str>, &[u8]); 1] =
+                        [("file", Some("a.wav"), SILENT_WAV)];
+                    (
+                        "transcription",
+                        post_form(address, "/v1/audio/transcriptions", &fields).await,
+                    )
                 }
                 1 => {
                     let body = json!({"input": "hi", "response_format": "pcm"});
-                    ("speech", post_json(address, "/v1/audio/speech", &body).await)
+                    (
+                        "speech",
+                        post_json(address, "/v1/audio/speech", &body).await,
+                    )
                 }
                 _ => ("chat", post(address, CHAT, &[], &question()).await),
             };
@@ -221,10 +300,17 @@ async fn of_64_clients_at_once_none_waits_for_the_limit_of_another_kind() {
         let (kind, answer) = answered.recv().await.unwrap();
         *counts.entry((kind, answer.status)).or_insert(0) += 1;
         if answer.status == 429 {
-            assert!(!answer.header("retry-after").is_empty() && !answer.header("retry-after-ms").is_empty());
+            assert!(
+                !answer.header("retry-after").is_empty()
+                    && !answer.header("retry-after-ms").is_empty()
+            );
         }
     }
-    let expected = [(("chat", 429), 16), (("speech", 200), 16), (("transcription", 200), 16)];
+    let expected = [
+        (("chat", 429), 16),
+        (("speech", 200), 16),
+        (("transcription", 200), 16),
+    ];
     assert_eq!(counts, expected.into());
     for _ in 0..16 {
         open.script.gate.notify_one();
@@ -234,35 +320,58 @@ async fn of_64_clients_at_once_none_waits_for_the_limit_of_another_kind() {
 }
 
 /// The header of a WAV file, and no samples.
-const SILENT_WAV: &[u8] = b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x80\x3e\0\0\0\x7d\0\0\x02\0\x10\0data\0\0\0\0";
+const SILENT_WAV: &[u8] =
+    b"RIFF\x24\0\0\0WAVEfmt \x10\0\0\0\x01\0\x01\0\x80\x3e\0\0\0\x7d\0\0\x02\0\x10\0data\0\0\0\0";
 
 #[tokio::test]
 async fn one_connection_too_many_is_503() {
-    let limits = Limits { connections_max: 1, ..Limits::default() };
+    let limits = Limits {
+        connections_max: 1,
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut first = Connection::open(open.address).await;
     first.send(&request("GET", "/health", &[], b"")).await;
     assert_eq!(first.answer().await.status, 200);
     let mut second = Connection::open(open.address).await;
     let answer = second.answer().await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (503, "too_many_connections"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (503, "too_many_connections")
+    );
     first.send(&request("GET", "/health", &[], b"")).await;
     assert_eq!(first.answer().await.status, 200);
 }
 
 #[tokio::test]
 async fn bodies_together_have_a_limit_too() {
-    let limits = Limits { requests_memory_max: Bytes::from_kib(16), ..Limits::default() };
+    let limits = Limits {
+        requests_memory_max: Bytes::from_kib(16),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
-    let body = format!(r#"{{"messages": [{{"role": "user", "content": "{}"}}], "stream": true}}"#, "a".repeat(900));
-    open.script.answer([started(), delta("It"), Step::Gate, finished()]);
+    let body = format!(
+        r#"{{"messages": [{{"role": "user", "content": "{}"}}], "stream": true}}"#,
+        "a".repeat(900)
+    );
+    open.script
+        .answer([started(), delta("It"), Step::Gate, finished()]);
     let mut first = Connection::open(open.address).await;
-    first.send(&request("POST", CHAT, &[], body.as_bytes())).await;
+    first
+        .send(&request("POST", CHAT, &[], body.as_bytes()))
+        .await;
     // it is being answered, and keeps its memory until it is
     first.wait_for("It").await;
     let answer = post(open.address, CHAT, &[], body.as_bytes()).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (429, "rate_limit_exceeded"));
-    assert!(answer.text().contains("memory for requests"), "{}", answer.text());
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (429, "rate_limit_exceeded")
+    );
+    assert!(
+        answer.text().contains("memory for requests"),
+        "{}",
+        answer.text()
+    );
     drop(first);
     open.script.answer([started(), finished()]);
     while post(open.address, CHAT, &[], &question()).await.status != 200 {
@@ -273,10 +382,13 @@ async fn bodies_together_have_a_limit_too() {
 #[tokio::test]
 async fn shutdown_lets_the_running_answer_end_and_takes_nothing_new() {
     let mut open = open().await;
-    open.script.answer([started(), delta("It"), Step::Gate, finished()]);
+    open.script
+        .answer([started(), delta("It"), Step::Gate, finished()]);
     let mut first = Connection::open(open.address).await;
     let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
-    first.send(&request("POST", CHAT, &[], body.to_string().as_bytes())).await;
+    first
+        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
+        .await;
     first.wait_for("It").await;
     open.shutdown.cancel();
     while TcpStream::connect(open.address).await.is_ok() {
@@ -290,12 +402,17 @@ async fn shutdown_lets_the_running_answer_end_and_takes_nothing_new() {
 
 #[tokio::test]
 async fn shutdown_drops_what_does_not_end_in_time() {
-    let limits = Limits { drain_timeout: Duration::from_millis(50), ..Limits::default() };
+    let limits = Limits {
+        drain_timeout: Duration::from_millis(50),
+        ..Limits::default()
+    };
     let mut open = open_with(limits, true).await;
     open.script.answer([started(), delta("It"), Step::Hang]);
     let mut first = Connection::open(open.address).await;
     let body = json!({"messages": [{"role": "user", "content": "hi"}], "stream": true});
-    first.send(&request("POST", CHAT, &[], body.to_string().as_bytes())).await;
+    first
+        .send(&request("POST", CHAT, &[], body.to_string().as_bytes()))
+        .await;
     first.wait_for("It").await;
     open.shutdown.cancel();
     (&mut open.serving).await.unwrap();
@@ -310,9 +427,14 @@ async fn the_same_endpoints_are_served_on_a_unix_socket() {
     let listener = UnixListener::bind(&path).unwrap();
     let serving = tokio::spawn(serve(listener, open.api.clone(), open.shutdown.clone()));
     let mut connection = Connection::over(UnixStream::connect(&path).await.unwrap());
-    connection.send(&request("POST", CHAT, &[], &question())).await;
+    connection
+        .send(&request("POST", CHAT, &[], &question()))
+        .await;
     let answer = connection.answer().await;
-    assert_eq!((answer.status, &answer.json()["model"]), (200, &json!("tiny")));
+    assert_eq!(
+        (answer.status, &answer.json()["model"]),
+        (200, &json!("tiny"))
+    );
     drop(connection);
     open.shutdown.cancel();
     serving.await.unwrap();
@@ -320,19 +442,31 @@ async fn the_same_endpoints_are_served_on_a_unix_socket() {
 
 #[test]
 fn any_body_gets_an_answer_in_shape() {
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
     let open = runtime.block_on(open());
-    let mut runner = TestRunner::new(Config { cases: 200, failure_persistence: None, ..Config::default() });
+    let mut runner = TestRunner::new(Config {
+        cases: 200,
+        failure_persistence: None,
+        ..Config::default()
+    });
     let paths = prop::sample::select(vec![CHAT, "/v1/audio/speech", "/v1/audio/transcriptions"]);
     let body = prop_oneof![
         prop::collection::vec(any::<u8>(), 0..200),
         r#"\{"(messages|input|voice|stream|stop)": ?(null|1|-1e400|"[a-z]{0,9}"|\[\]|\{\}|\[\{"role": ?"user"\}\])\}"#
             .prop_map(String::into_bytes),
     ];
-    let kind = prop::sample::select(vec!["application/json", "multipart/form-data; boundary=B", "x"]);
+    let kind = prop::sample::select(vec![
+        "application/json",
+        "multipart/form-data; boundary=B",
+        "x",
+    ]);
     runner
         .run(&(paths, body, kind), |(path, body, kind)| {
-            let answer = runtime.block_on(post(open.address, path, &[("content-type", kind)], &body));
+            let answer =
+                runtime.block_on(post(open.address, path, &[("content-type", kind)], &body));
             prop_assert!(answer.complete);
             if answer.status != 200 {
                 prop_assert_eq!(answer.status, 400);

@@ -57,7 +57,9 @@ async fn send_all(open: &Open, bodies: &[(&str, Vec<u8>)]) -> Vec<u16> {
     let mut statuses = Vec::new();
     for together in bodies.chunks(16) {
         let headers = [("content-type", "application/json")];
-        let asked = together.iter().map(|(path, body)| post(open.address, path, &headers, body));
+        let asked = together
+            .iter()
+            .map(|(path, body)| post(open.address, path, &headers, body));
         statuses.extend(join_all(asked).await.iter().map(|answer| answer.status));
         open.script.chats.lock().unwrap().clear();
         open.script.speeches.lock().unwrap().clear();
@@ -70,7 +72,10 @@ async fn back_to(before: Bytes) {
     let deadline = Instant::now() + Duration::from_secs(20);
     let mut now = process_resident();
     while now > before.saturating_add(Bytes::from_mib(8)) {
-        assert!(Instant::now() < deadline, "{now} stay resident, of {before} before");
+        assert!(
+            Instant::now() < deadline,
+            "{now} stay resident, of {before} before"
+        );
         tokio::time::sleep(Duration::from_millis(20)).await;
         now = process_resident();
     }
@@ -81,7 +86,10 @@ async fn back_to(before: Bytes) {
 async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_and_give_it_back() {
     heap::return_early();
     let open = open().await;
-    let warm: Vec<_> = FIELDS.iter().map(|(path, field)| (*path, body_of(field, "[]"))).collect();
+    let warm: Vec<_> = FIELDS
+        .iter()
+        .map(|(path, field)| (*path, body_of(field, "[]")))
+        .collect();
     send_all(&open, &warm).await;
     heap::trim();
     let before = process_resident();
@@ -91,7 +99,10 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
         // Each field has a third of the shapes.
         let fields: Vec<_> = FIELDS.iter().skip(turn % 3).step_by(3).collect();
         for together in fields.chunks(16) {
-            let bodies: Vec<_> = together.iter().map(|(path, field)| (*path, body_of(field, shape))).collect();
+            let bodies: Vec<_> = together
+                .iter()
+                .map(|(path, field)| (*path, body_of(field, shape)))
+                .collect();
             for status in send_all(&open, &bodies).await {
                 assert!([200, 400, 413, 429].contains(&status), "{status}");
             }
@@ -100,7 +111,10 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
     let most = watched.end();
     // 16 bodies twice, here and there, what may be made of them at once, and the shapes of this test.
     let grown = most.saturating_sub(before);
-    assert!(grown < Bytes::from_mib(40 + 2 * 16 + 12 + 24), "{grown} more at most");
+    assert!(
+        grown < Bytes::from_mib(40 + 2 * 16 + 12 + 24),
+        "{grown} more at most"
+    );
     back_to(before).await;
 }
 
@@ -110,7 +124,10 @@ async fn requests_that_fit_alone_are_bounded_together() {
     heap::return_early();
     let open = open().await;
     // Code and tables of each path are resident from its first request on.
-    let warm: Vec<_> = FIELDS.iter().map(|(path, field)| (*path, body_of(field, "[]"))).collect();
+    let warm: Vec<_> = FIELDS
+        .iter()
+        .map(|(path, field)| (*path, body_of(field, "[]")))
+        .collect();
     send_all(&open, &warm).await;
     heap::trim();
     let before = process_resident();
@@ -131,7 +148,10 @@ async fn requests_that_fit_alone_are_bounded_together() {
         }
     }
     let grown = watched.end().saturating_sub(before);
-    assert!(taken > 4 && refused > 16, "{taken} taken, {refused} refused");
+    assert!(
+        taken > 4 && refused > 16,
+        "{taken} taken, {refused} refused"
+    );
     // Their memory, the bodies here and there, and the pages of this program that were not needed before.
     assert!(grown < Bytes::from_mib(40 + 56), "{grown} more at most");
     back_to(before).await;
@@ -142,15 +162,25 @@ async fn a_tree_that_does_not_fit_is_refused_with_its_size_and_the_limit() {
     let open = open().await;
     let body = body_of(FIELDS[0].1, &shapes(1 << 19)[0]);
     let answer = post(open.address, CHAT, &[], &body).await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (413, "request_too_large"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (413, "request_too_large")
+    );
     let text = answer.text();
-    assert!(text.contains("take") && text.contains("the limit is 8 MiB"), "{text}");
+    assert!(
+        text.contains("take") && text.contains("the limit is 8 MiB"),
+        "{text}"
+    );
     // What common tools are has room: a megabyte of them.
     let tool = r#"{"type":"function","function":{"name":"set_light","description":"Sets the brightness of a light in the house, in percent.","parameters":{"type":"object","properties":{"entity":{"type":"string","description":"The light, as the house names it."},"brightness":{"type":"integer","minimum":0,"maximum":100,"description":"0 switches it off."}},"required":["entity","brightness"]}}}"#;
     let tools = vec![tool; 128].join(",");
     let text = "A sentence of the kind that is said. ".repeat(20_000);
-    let body = format!(r#"{{"messages":[{{"role":"user","content":"{text}"}}],"tools":[{tools}]}}"#);
-    assert_eq!(post(open.address, CHAT, &[], body.as_bytes()).await.status, 200);
+    let body =
+        format!(r#"{{"messages":[{{"role":"user","content":"{text}"}}],"tools":[{tools}]}}"#);
+    assert_eq!(
+        post(open.address, CHAT, &[], body.as_bytes()).await.status,
+        200
+    );
 }
 
 /// The measure that all of this rests on.
@@ -166,10 +196,16 @@ fn a_tree_is_never_larger_than_it_was_measured() {
         let taken = process_resident().saturating_sub(before);
         drop(tree);
         let head: String = shape.chars().take(24).collect();
-        assert!(taken <= measured.saturating_add(Bytes::from_mib(4)), "{head}: {taken} taken, {measured} measured");
+        assert!(
+            taken <= measured.saturating_add(Bytes::from_mib(4)),
+            "{head}: {taken} taken, {measured} measured"
+        );
         // A bound that is far off would refuse what is harmless. Texts that look like arguments are parsed later.
         let is_text = shape.starts_with('"');
         let loose = measured > taken.saturating_mul(3).saturating_add(Bytes::from_mib(2));
-        assert!(is_text || !loose, "{head}: {taken} taken, {measured} measured");
+        assert!(
+            is_text || !loose,
+            "{head}: {taken} taken, {measured} measured"
+        );
     }
 }

@@ -21,13 +21,20 @@ const PATH: &str = "/v1/messages";
 
 fn question(more: &Value) -> Value {
     let messages = json!([{"role": "user", "content": "turn on the light"}]);
-    with(json!({"model": "tiny", "max_tokens": 64, "messages": messages}), more)
+    with(
+        json!({"model": "tiny", "max_tokens": 64, "messages": messages}),
+        more,
+    )
 }
 
 fn ended(reason: FinishReason) -> Step {
     Step::Event(ChatEvent::Finished {
         reason,
-        usage: Usage { prompt_tokens: Tokens::new(12), completion_tokens: Tokens::new(3), ..Usage::default() },
+        usage: Usage {
+            prompt_tokens: Tokens::new(12),
+            completion_tokens: Tokens::new(3),
+            ..Usage::default()
+        },
     })
 }
 
@@ -36,7 +43,10 @@ fn part(part: AnswerPart) -> Step {
 }
 
 fn call(arguments: &str) -> Step {
-    part(AnswerPart::ToolCall { name: "light".to_owned(), arguments: arguments.to_owned() })
+    part(AnswerPart::ToolCall {
+        name: "light".to_owned(),
+        arguments: arguments.to_owned(),
+    })
 }
 
 #[tokio::test]
@@ -46,7 +56,9 @@ async fn an_answer_in_one_piece_has_anthropics_shape() {
         open.address,
         PATH,
         &[("anthropic-version", "2023-06-01"), ("x-api-key", "unused")],
-        question(&json!({"system": "be brief", "stop_sequences": ["\n"]})).to_string().as_bytes(),
+        question(&json!({"system": "be brief", "stop_sequences": ["\n"]}))
+            .to_string()
+            .as_bytes(),
     )
     .await;
     assert_eq!(answer.status, 200, "{}", answer.text());
@@ -66,7 +78,10 @@ async fn an_answer_in_one_piece_has_anthropics_shape() {
     );
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "be brief");
-    assert_eq!((asked.max_tokens, asked.stop), (Some(Tokens::new(64)), vec!["\n".to_owned()]));
+    assert_eq!(
+        (asked.max_tokens, asked.stop),
+        (Some(Tokens::new(64)), vec!["\n".to_owned()])
+    );
 }
 
 #[tokio::test]
@@ -110,7 +125,10 @@ async fn thoughts_words_and_calls_are_blocks_of_their_own() {
     ]);
     let thinking = json!({"thinking": {"type": "enabled", "budget_tokens": 1024}});
     let answer = post_json(open.address, PATH, &question(&thinking)).await;
-    assert_eq!(answer.header("x-cotenant-ignored"), "thinking.budget_tokens");
+    assert_eq!(
+        answer.header("x-cotenant-ignored"),
+        "thinking.budget_tokens"
+    );
     let body = answer.json();
     let id = body["content"][2]["id"].clone();
     assert!(id.as_str().unwrap().starts_with("toolu_"));
@@ -127,8 +145,10 @@ async fn thoughts_words_and_calls_are_blocks_of_their_own() {
     // thoughts are reported to those who ask for them
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     let events = answer.named_events();
-    let blocks: Vec<(&str, &Value)> =
-        events.iter().filter_map(|event| Some((event["type"].as_str()?, event.get("index")?))).collect();
+    let blocks: Vec<(&str, &Value)> = events
+        .iter()
+        .filter_map(|event| Some((event["type"].as_str()?, event.get("index")?)))
+        .collect();
     assert_eq!(
         blocks,
         [
@@ -141,20 +161,42 @@ async fn thoughts_words_and_calls_are_blocks_of_their_own() {
         ]
     );
     assert_eq!(events[4]["content_block"]["input"], json!({}));
-    assert_eq!(events[5]["delta"], json!({"type": "input_json_delta", "partial_json": "{\"room\":\"hall\"}"}));
+    assert_eq!(
+        events[5]["delta"],
+        json!({"type": "input_json_delta", "partial_json": "{\"room\":\"hall\"}"})
+    );
 }
 
 #[tokio::test]
 async fn the_end_says_what_ended_it_and_a_call_that_is_cut_is_left_out() {
     let open = open().await;
-    open.script.answer([started(), delta("one"), ended(FinishReason::StopText(1))]);
-    let body = post_json(open.address, PATH, &question(&json!({"stop_sequences": ["a", "b"]}))).await.json();
-    assert_eq!((&body["stop_reason"], &body["stop_sequence"]), (&json!("stop_sequence"), &json!("b")));
-    open.script.answer([started(), delta("I"), call(r#"{"room":"ha"#), ended(FinishReason::Length)]);
+    open.script
+        .answer([started(), delta("one"), ended(FinishReason::StopText(1))]);
+    let body = post_json(
+        open.address,
+        PATH,
+        &question(&json!({"stop_sequences": ["a", "b"]})),
+    )
+    .await
+    .json();
+    assert_eq!(
+        (&body["stop_reason"], &body["stop_sequence"]),
+        (&json!("stop_sequence"), &json!("b"))
+    );
+    open.script.answer([
+        started(),
+        delta("I"),
+        call(r#"{"room":"ha"#),
+        ended(FinishReason::Length),
+    ]);
     for stream in [false, true] {
         let answer = post_json(open.address, PATH, &question(&json!({"stream": stream}))).await;
         assert!(!answer.text().contains("tool_use"), "{}", answer.text());
-        assert!(answer.text().contains(r#""stop_reason":"max_tokens""#), "{}", answer.text());
+        assert!(
+            answer.text().contains(r#""stop_reason":"max_tokens""#),
+            "{}",
+            answer.text()
+        );
     }
 }
 
@@ -163,7 +205,14 @@ async fn a_refusal_has_anthropics_status_type_and_the_retry_headers() {
     let open = open().await;
     let retry_after = Duration::from_millis(50);
     for (refusal, status, kind) in [
-        (Refusal::KvReclaimed { generated: Tokens::ZERO, retry_after }, 529, "overloaded_error"),
+        (
+            Refusal::KvReclaimed {
+                generated: Tokens::ZERO,
+                retry_after,
+            },
+            529,
+            "overloaded_error",
+        ),
         (
             Refusal::QuotaExceeded {
                 act: "start an answer".to_owned(),
@@ -182,9 +231,13 @@ async fn a_refusal_has_anthropics_status_type_and_the_retry_headers() {
         assert_eq!(answer.header("retry-after-ms"), "50");
         assert_eq!(answer.header("x-should-retry"), "true");
         let body = answer.json();
-        assert_eq!((&body["type"], &body["error"]["type"]), (&json!("error"), &json!(kind)));
+        assert_eq!(
+            (&body["type"], &body["error"]["type"]),
+            (&json!("error"), &json!(kind))
+        );
     }
-    open.script.answer([started(), delta("It "), failed(engine_lost())]);
+    open.script
+        .answer([started(), delta("It "), failed(engine_lost())]);
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     let events = answer.named_events();
     assert_eq!(events.last().unwrap()["error"]["type"], "api_error");
@@ -195,36 +248,82 @@ async fn a_refusal_has_anthropics_status_type_and_the_retry_headers() {
 async fn a_wrong_request_is_refused_in_anthropics_form() {
     let open = open().await;
     for (body, status, kind, field) in [
-        (question(&json!({"messages": "hi"})), 400, "invalid_request_error", "messages"),
-        (question(&json!({"max_tokens": null})), 400, "invalid_request_error", "max_tokens"),
-        (question(&json!({"model": "gpt-9"})), 404, "not_found_error", "gpt-9"),
         (
-            question(&json!({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]})),
+            question(&json!({"messages": "hi"})),
+            400,
+            "invalid_request_error",
+            "messages",
+        ),
+        (
+            question(&json!({"max_tokens": null})),
+            400,
+            "invalid_request_error",
+            "max_tokens",
+        ),
+        (
+            question(&json!({"model": "gpt-9"})),
+            404,
+            "not_found_error",
+            "gpt-9",
+        ),
+        (
+            question(
+                &json!({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}),
+            ),
             400,
             "invalid_request_error",
             "messages[0].content[0].type",
         ),
     ] {
         let answer = post_json(open.address, PATH, &body).await;
-        assert_eq!((answer.status, &answer.json()["error"]["type"]), (status, &json!(kind)));
-        let message = answer.json()["error"]["message"].as_str().unwrap().to_owned();
+        assert_eq!(
+            (answer.status, &answer.json()["error"]["type"]),
+            (status, &json!(kind))
+        );
+        let message = answer.json()["error"]["message"]
+            .as_str()
+            .unwrap()
+            .to_owned();
         assert!(message.contains(field), "{message}");
         assert_eq!(answer.header("x-should-retry"), "false");
     }
     let answer = post(open.address, PATH, &[], b"{\"model\": ").await;
-    assert_eq!((answer.status, &answer.json()["type"]), (400, &json!("error")));
+    assert_eq!(
+        (answer.status, &answer.json()["type"]),
+        (400, &json!("error"))
+    );
     let body = question(&json!({})).to_string();
-    let answer = post(open.address, PATH, &[("anthropic-version", "2030-01-01")], body.as_bytes()).await;
+    let answer = post(
+        open.address,
+        PATH,
+        &[("anthropic-version", "2030-01-01")],
+        body.as_bytes(),
+    )
+    .await;
     assert_eq!(answer.status, 400);
     assert!(answer.text().contains("2023-06-01"), "{}", answer.text());
-    let limits = Limits { json_max: cotenant::units::Bytes::from_kib(1), ..Limits::default() };
+    let limits = Limits {
+        json_max: cotenant::units::Bytes::from_kib(1),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
-    let answer = post_json(open.address, PATH, &question(&json!({"system": "x".repeat(2000)}))).await;
-    assert_eq!((answer.status, &answer.json()["error"]["type"]), (413, &json!("request_too_large")));
+    let answer = post_json(
+        open.address,
+        PATH,
+        &question(&json!({"system": "x".repeat(2000)})),
+    )
+    .await;
+    assert_eq!(
+        (answer.status, &answer.json()["error"]["type"]),
+        (413, &json!("request_too_large"))
+    );
     let open = open_with(Limits::default(), false).await;
     for path in [PATH, "/v1/messages/count_tokens"] {
         let answer = post_json(open.address, path, &question(&json!({}))).await;
-        assert_eq!((answer.status, &answer.json()["error"]["type"]), (404, &json!("not_found_error")));
+        assert_eq!(
+            (answer.status, &answer.json()["error"]["type"]),
+            (404, &json!("not_found_error"))
+        );
     }
 }
 
@@ -234,7 +333,10 @@ async fn tokens_are_counted_before_they_are_sent() {
     let mut body = question(&json!({"system": "brief"}));
     body.as_object_mut().unwrap().remove("max_tokens");
     let answer = post_json(open.address, "/v1/messages/count_tokens", &body).await;
-    assert_eq!(answer.json(), json!({"input_tokens": "turn on the lightbrief".len()}));
+    assert_eq!(
+        answer.json(),
+        json!({"input_tokens": "turn on the lightbrief".len()})
+    );
     assert!(open.script.chats.lock().unwrap().is_empty());
     open.script.answer([started(), finished()]);
 }
@@ -249,6 +351,15 @@ async fn a_prompt_beyond_the_context_is_refused_in_anthropics_words() {
     }]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
     let error = &answer.json()["error"];
-    assert_eq!((answer.status, &error["type"]), (400, &json!("invalid_request_error")));
-    assert!(error["message"].as_str().unwrap().starts_with("prompt is too long: "), "{error}");
+    assert_eq!(
+        (answer.status, &error["type"]),
+        (400, &json!("invalid_request_error"))
+    );
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .starts_with("prompt is too long: "),
+        "{error}"
+    );
 }

@@ -7,7 +7,9 @@ use cotenant::{
     heap,
     http::{
         Limits,
-        backend::{AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage, VoiceWish},
+        backend::{
+            AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage, VoiceWish,
+        },
     },
     policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
     units::{Bytes, Tokens},
@@ -56,19 +58,27 @@ impl Client {
     /// The same, updated by this.
     async fn with(open: &Open, session: Value) -> Self {
         let mut client = Self::open(open).await;
-        client.send(&json!({"type": "session.update", "session": session})).await;
+        client
+            .send(&json!({"type": "session.update", "session": session}))
+            .await;
         assert_eq!(client.next().await["type"], "session.updated");
         client
     }
 
     async fn send(&mut self, event: &Value) {
-        self.socket.send(Message::text(event.to_string())).await.unwrap();
+        self.socket
+            .send(Message::text(event.to_string()))
+            .await
+            .unwrap();
     }
 
     /// What comes next, but for pings.
     async fn message(&mut self) -> Option<Message> {
         loop {
-            match timeout(HANG, self.socket.next()).await.expect("the server hangs") {
+            match timeout(HANG, self.socket.next())
+                .await
+                .expect("the server hangs")
+            {
                 Some(Ok(Message::Ping(_))) => {}
                 Some(Ok(message)) => return Some(message),
                 Some(Err(_)) | None => return None,
@@ -109,14 +119,16 @@ impl Client {
 
     async fn append(&mut self, samples: &[i16]) {
         for piece in samples.chunks(2400) {
-            self.send(&json!({"type": "input_audio_buffer.append", "audio": encoded(piece)})).await;
+            self.send(&json!({"type": "input_audio_buffer.append", "audio": encoded(piece)}))
+                .await;
         }
     }
 
     async fn say(&mut self, text: &str) {
         let content = json!([{"type": "input_text", "text": text}]);
         let item = json!({"type": "message", "role": "user", "content": content});
-        self.send(&json!({"type": "conversation.item.create", "item": item})).await;
+        self.send(&json!({"type": "conversation.item.create", "item": item}))
+            .await;
         self.until("conversation.item.done").await;
     }
 
@@ -134,7 +146,10 @@ impl Client {
 }
 
 fn encoded(samples: &[i16]) -> String {
-    let bytes: Vec<u8> = samples.iter().flat_map(|sample| sample.to_le_bytes()).collect();
+    let bytes: Vec<u8> = samples
+        .iter()
+        .flat_map(|sample| sample.to_le_bytes())
+        .collect();
     BASE64.encode(bytes)
 }
 
@@ -149,11 +164,17 @@ fn quiet(millis: usize) -> Vec<i16> {
 }
 
 fn types(events: &[Value]) -> Vec<&str> {
-    events.iter().map(|event| event["type"].as_str().unwrap()).collect()
+    events
+        .iter()
+        .map(|event| event["type"].as_str().unwrap())
+        .collect()
 }
 
 fn of_type<'a>(events: &'a [Value], kind: &str) -> Vec<&'a Value> {
-    events.iter().filter(|event| event["type"] == kind).collect()
+    events
+        .iter()
+        .filter(|event| event["type"] == kind)
+        .collect()
 }
 
 fn text_only() -> Value {
@@ -199,22 +220,39 @@ async fn a_written_conversation_comes_in_order() {
             "response.done",
         ]
     );
-    let mut ids: Vec<&str> = events.iter().map(|event| event["event_id"].as_str().unwrap()).collect();
+    let mut ids: Vec<&str> = events
+        .iter()
+        .map(|event| event["event_id"].as_str().unwrap())
+        .collect();
     ids.sort_unstable();
     ids.dedup();
     assert_eq!(ids.len(), events.len());
     assert_eq!(events[0]["response"]["metadata"], json!({"a": "b"}));
     assert_eq!(events[6]["text"], "It is done.");
     let response = &events[10]["response"];
-    assert_eq!((&response["status"], &response["status_details"]), (&json!("completed"), &Value::Null));
+    assert_eq!(
+        (&response["status"], &response["status_details"]),
+        (&json!("completed"), &Value::Null)
+    );
     assert_eq!(response["output"][0], events[9]["item"]);
-    assert_eq!(response["output"][0]["content"], json!([{"type": "output_text", "text": "It is done."}]));
+    assert_eq!(
+        response["output"][0]["content"],
+        json!([{"type": "output_text", "text": "It is done."}])
+    );
     let usage = &response["usage"];
-    assert_eq!((&usage["input_tokens"], &usage["output_tokens"]), (&json!(12), &json!(3)));
+    assert_eq!(
+        (&usage["input_tokens"], &usage["output_tokens"]),
+        (&json!(12), &json!(3))
+    );
     assert_eq!(usage["input_token_details"]["cached_tokens"], 8);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
-    let roles: Vec<Role> = asked.prompt.messages().iter().map(|message| message.role).collect();
+    let roles: Vec<Role> = asked
+        .prompt
+        .messages()
+        .iter()
+        .map(|message| message.role)
+        .collect();
     assert_eq!(roles, [Role::System, Role::User]);
 
     // the answer is part of the conversation then
@@ -222,9 +260,23 @@ async fn a_written_conversation_comes_in_order() {
     client.respond().await;
     client.until("response.done").await;
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    assert_eq!(contents(&asked), ["be brief", "turn on the light", "It is done.", "and now off"]);
-    assert_eq!(open.script.ended.lock().unwrap().pop(), Some(("/v1/realtime".to_owned(), 101)));
-    let end = CloseFrame { code: CloseCode::Normal, reason: "".into() };
+    assert_eq!(
+        contents(&asked),
+        [
+            "be brief",
+            "turn on the light",
+            "It is done.",
+            "and now off"
+        ]
+    );
+    assert_eq!(
+        open.script.ended.lock().unwrap().pop(),
+        Some(("/v1/realtime".to_owned(), 101))
+    );
+    let end = CloseFrame {
+        code: CloseCode::Normal,
+        reason: "".into(),
+    };
     client.socket.close(Some(end)).await.unwrap();
     assert_eq!(client.closed().await, 1000);
 }
@@ -241,7 +293,10 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     let events = client.until("response.done").await;
     let mut order = types(&events);
     order.dedup();
-    let order: Vec<&str> = order.into_iter().filter(|kind| !kind.ends_with("audio.delta")).collect();
+    let order: Vec<&str> = order
+        .into_iter()
+        .filter(|kind| !kind.ends_with("audio.delta"))
+        .collect();
     assert_eq!(
         order,
         [
@@ -266,23 +321,40 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
         ]
     );
     let item = &events[0]["item_id"];
-    for kind in ["input_audio_buffer.speech_stopped", "input_audio_buffer.committed"] {
+    for kind in [
+        "input_audio_buffer.speech_stopped",
+        "input_audio_buffer.committed",
+    ] {
         assert_eq!(of_type(&events, kind)[0]["item_id"], *item, "{kind}");
     }
     assert_eq!(
-        of_type(&events, "conversation.item.input_audio_transcription.completed")[0]["transcript"],
+        of_type(
+            &events,
+            "conversation.item.input_audio_transcription.completed"
+        )[0]["transcript"],
         "turn on the light"
     );
     let (start, end) = (&events[0]["audio_start_ms"], &events[1]["audio_end_ms"]);
-    assert!(start.as_u64().unwrap() <= 200 && (1200..1500).contains(&end.as_u64().unwrap()), "{start} {end}");
+    assert!(
+        start.as_u64().unwrap() <= 200 && (1200..1500).contains(&end.as_u64().unwrap()),
+        "{start} {end}"
+    );
     // one second at 16 kHz is one at 24 kHz
     let bytes: usize = of_type(&events, "response.output_audio.delta")
         .iter()
-        .map(|event| BASE64.decode(event["delta"].as_str().unwrap()).unwrap().len())
+        .map(|event| {
+            BASE64
+                .decode(event["delta"].as_str().unwrap())
+                .unwrap()
+                .len()
+        })
         .sum();
     assert_eq!(bytes, 2 * 24_000);
     let response = &events.last().unwrap()["response"];
-    assert_eq!(response["output"][0]["content"], json!([{"type": "output_audio", "transcript": "It is done."}]));
+    assert_eq!(
+        response["output"][0]["content"],
+        json!([{"type": "output_audio", "transcript": "It is done."}])
+    );
 
     let heard = open.script.transcriptions.lock().unwrap().pop().unwrap();
     assert_eq!(heard.language.as_deref(), Some("en"));
@@ -291,7 +363,10 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "turn on the light");
     let spoken = open.script.speeches.lock().unwrap().pop().unwrap();
-    assert_eq!((spoken.text.as_str(), spoken.voice), ("It is done.", VoiceWish::Known("kal".to_owned())));
+    assert_eq!(
+        (spoken.text.as_str(), spoken.voice),
+        ("It is done.", VoiceWish::Known("kal".to_owned()))
+    );
 
     // what was heard of the answer is what stays of it
     let id = response["output"][0]["id"].clone();
@@ -300,8 +375,13 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     client.error("item_truncate_invalid_audio_end", None).await;
     client.send(&truncate(600)).await;
     assert_eq!(client.next().await["type"], "conversation.item.truncated");
-    client.send(&json!({"type": "conversation.item.retrieve", "item_id": id})).await;
-    assert_eq!(client.next().await["item"]["content"][0]["transcript"], "It is");
+    client
+        .send(&json!({"type": "conversation.item.retrieve", "item_id": id}))
+        .await;
+    assert_eq!(
+        client.next().await["item"]["content"][0]["transcript"],
+        "It is"
+    );
 }
 
 #[tokio::test]
@@ -314,7 +394,9 @@ async fn a_user_who_speaks_cancels_the_answer_and_so_does_the_client() {
     client.until("response.output_audio_transcript.delta").await;
     assert_eq!(open.script.live.load(Ordering::SeqCst), 1);
     client.respond().await;
-    client.error("conversation_already_has_active_response", None).await;
+    client
+        .error("conversation_already_has_active_response", None)
+        .await;
     client.append(&loud(300)).await;
     let events = client.until("response.done").await;
     assert_eq!(events[0]["type"], "input_audio_buffer.speech_started");
@@ -328,30 +410,43 @@ async fn a_user_who_speaks_cancels_the_answer_and_so_does_the_client() {
 
     client.append(&quiet(700)).await;
     client.until("response.output_audio_transcript.delta").await;
-    client.send(&json!({"type": "response.cancel", "response_id": "resp_other"})).await;
+    client
+        .send(&json!({"type": "response.cancel", "response_id": "resp_other"}))
+        .await;
     client.error("response_cancel_not_active", None).await;
     client.send(&json!({"type": "response.cancel"})).await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(done["response"]["status_details"]["reason"], "client_cancelled");
+    assert_eq!(
+        done["response"]["status_details"]["reason"],
+        "client_cancelled"
+    );
     open.script.all_dropped().await;
     client.send(&json!({"type": "response.cancel"})).await;
     let error = client.error("response_cancel_not_active", None).await;
-    assert!(error["error"]["message"].as_str().unwrap().starts_with("Cancellation failed"));
+    assert!(
+        error["error"]["message"]
+            .as_str()
+            .unwrap()
+            .starts_with("Cancellation failed")
+    );
 }
 
 #[tokio::test]
 async fn turns_of_the_clients_own_wait_for_the_recogniser() {
     let open = open().await;
     *open.script.transcript_after.lock().unwrap() = Some(Duration::from_millis(100));
-    let session =
-        json!({"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": null}}});
+    let session = json!({"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": null}}});
     let mut client = Client::with(&open, session).await;
     client.append(&loud(50)).await;
-    client.send(&json!({"type": "input_audio_buffer.commit", "event_id": "mine"})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit", "event_id": "mine"}))
+        .await;
     let error = client.error("input_audio_buffer_commit_empty", None).await;
     assert_eq!(error["error"]["event_id"], "mine");
     client.append(&loud(950)).await;
-    client.send(&json!({"type": "input_audio_buffer.commit"})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
     client.respond().await;
     let events = client.until("response.done").await;
     assert_eq!(
@@ -369,9 +464,13 @@ async fn turns_of_the_clients_own_wait_for_the_recogniser() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt.messages()[0].content, "turn on the light");
     client.append(&loud(200)).await;
-    client.send(&json!({"type": "input_audio_buffer.clear"})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.clear"}))
+        .await;
     assert_eq!(client.next().await["type"], "input_audio_buffer.cleared");
-    client.send(&json!({"type": "input_audio_buffer.commit"})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
     client.error("input_audio_buffer_commit_empty", None).await;
 }
 
@@ -379,7 +478,11 @@ async fn turns_of_the_clients_own_wait_for_the_recogniser() {
 #[tokio::test]
 async fn a_speed_that_the_voice_does_not_honour_is_named_once() {
     let open = open().await;
-    let mut client = Client::with(&open, json!({"type": "realtime", "audio": {"output": {"speed": 1.25}}})).await;
+    let mut client = Client::with(
+        &open,
+        json!({"type": "realtime", "audio": {"output": {"speed": 1.25}}}),
+    )
+    .await;
     for errors in [1, 0] {
         client.say("turn on the light").await;
         client.respond().await;
@@ -395,8 +498,14 @@ async fn a_speed_that_the_voice_does_not_honour_is_named_once() {
             );
         }
     }
-    client.send(&json!({"type": "session.update", "session": {"type": "realtime"}})).await;
-    assert_eq!(client.next().await["session"]["audio"]["output"]["speed"], 1.0, "what is in force");
+    client
+        .send(&json!({"type": "session.update", "session": {"type": "realtime"}}))
+        .await;
+    assert_eq!(
+        client.next().await["session"]["audio"]["output"]["speed"],
+        1.0,
+        "what is in force"
+    );
 }
 
 #[tokio::test]
@@ -405,7 +514,9 @@ async fn a_session_of_transcription_writes_down_and_answers_nothing() {
     let mut client = Client::connect(open.address, "?intent=transcription").await;
     assert_eq!(client.next().await["session"]["type"], "transcription");
     let session = json!({"type": "transcription", "audio": {"input": {"transcription": {"model": "pocketsphinx"}}}});
-    client.send(&json!({"type": "session.update", "session": session})).await;
+    client
+        .send(&json!({"type": "session.update", "session": session}))
+        .await;
     client.next().await;
     client.append(&[loud(400), quiet(700)].concat()).await;
     let kind = "conversation.item.input_audio_transcription.completed";
@@ -425,10 +536,22 @@ async fn tools_are_called_and_their_outcomes_go_back() {
     session["tools"] = json!([tool]);
     let mut client = Client::with(&open, session).await;
     let call = |arguments: &str| {
-        Step::Event(ChatEvent::Part(AnswerPart::ToolCall { name: "light".to_owned(), arguments: arguments.to_owned() }))
+        Step::Event(ChatEvent::Part(AnswerPart::ToolCall {
+            name: "light".to_owned(),
+            arguments: arguments.to_owned(),
+        }))
     };
-    let ended = |reason| Step::Event(ChatEvent::Finished { reason, usage: Usage::default() });
-    open.script.answer([started(), call("{\"on\":true}"), ended(FinishReason::ToolCalls)]);
+    let ended = |reason| {
+        Step::Event(ChatEvent::Finished {
+            reason,
+            usage: Usage::default(),
+        })
+    };
+    open.script.answer([
+        started(),
+        call("{\"on\":true}"),
+        ended(FinishReason::ToolCalls),
+    ]);
     client.say("turn on the light").await;
     client
         .send(&json!({"type": "response.create", "response": {"tool_choice": {"type": "function", "name": "light"}}}))
@@ -449,19 +572,36 @@ async fn tools_are_called_and_their_outcomes_go_back() {
     let called = &events.last().unwrap()["response"]["output"][0];
     assert_eq!(called["arguments"], "{\"on\":true}");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    assert!(matches!(asked.form, Some(AnswerForm::ToolCall { name: Some(name) }) if name == "light"));
+    assert!(
+        matches!(asked.form, Some(AnswerForm::ToolCall { name: Some(name) }) if name == "light")
+    );
 
-    let item = json!({"type": "function_call_output", "call_id": called["call_id"], "output": "it is on"});
-    client.send(&json!({"type": "conversation.item.create", "item": item})).await;
-    open.script.answer([started(), call("{\"on\":"), ended(FinishReason::Length)]);
+    let item =
+        json!({"type": "function_call_output", "call_id": called["call_id"], "output": "it is on"});
+    client
+        .send(&json!({"type": "conversation.item.create", "item": item}))
+        .await;
+    open.script
+        .answer([started(), call("{\"on\":"), ended(FinishReason::Length)]);
     client.respond().await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(done["response"]["status_details"]["reason"], "max_output_tokens");
+    assert_eq!(
+        done["response"]["status_details"]["reason"],
+        "max_output_tokens"
+    );
     assert_eq!(done["response"]["output"][0]["status"], "incomplete");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    let [.., calling, outcome] = asked.prompt.messages() else { panic!("{:?}", asked.prompt) };
-    assert_eq!((calling.tool_calls.len(), calling.role), (1, Role::Assistant));
-    assert_eq!((outcome.content.as_str(), outcome.name.as_deref()), ("it is on", Some("light")));
+    let [.., calling, outcome] = asked.prompt.messages() else {
+        panic!("{:?}", asked.prompt)
+    };
+    assert_eq!(
+        (calling.tool_calls.len(), calling.role),
+        (1, Role::Assistant)
+    );
+    assert_eq!(
+        (outcome.content.as_str(), outcome.name.as_deref()),
+        ("it is on", Some("light"))
+    );
 }
 
 #[tokio::test]
@@ -474,13 +614,41 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
     let respond = |response: Value| json!({"type": "response.create", "response": response});
     for (event, code, param) in [
         (json!({}), "invalid_value", "type"),
-        (json!({"type": "conversation.item.invent"}), "invalid_value", "type"),
-        (json!({"type": "input_audio_buffer.append"}), "invalid_type", ""),
-        (json!({"type": "input_audio_buffer.append", "audio": "?"}), "invalid_value", "audio"),
-        (json!({"type": "input_audio_buffer.append", "audio": "AAAA"}), "invalid_value", "audio"),
-        (json!({"type": "input_audio_buffer.commit"}), "input_audio_buffer_commit_empty", ""),
-        (json!({"type": "conversation.item.delete", "item_id": "x"}), "item_delete_invalid_item_id", ""),
-        (json!({"type": "conversation.item.retrieve", "item_id": "x"}), "item_retrieve_invalid_item_id", ""),
+        (
+            json!({"type": "conversation.item.invent"}),
+            "invalid_value",
+            "type",
+        ),
+        (
+            json!({"type": "input_audio_buffer.append"}),
+            "invalid_type",
+            "",
+        ),
+        (
+            json!({"type": "input_audio_buffer.append", "audio": "?"}),
+            "invalid_value",
+            "audio",
+        ),
+        (
+            json!({"type": "input_audio_buffer.append", "audio": "AAAA"}),
+            "invalid_value",
+            "audio",
+        ),
+        (
+            json!({"type": "input_audio_buffer.commit"}),
+            "input_audio_buffer_commit_empty",
+            "",
+        ),
+        (
+            json!({"type": "conversation.item.delete", "item_id": "x"}),
+            "item_delete_invalid_item_id",
+            "",
+        ),
+        (
+            json!({"type": "conversation.item.retrieve", "item_id": "x"}),
+            "item_retrieve_invalid_item_id",
+            "",
+        ),
         (
             json!({"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": 1}),
             "item_truncate_invalid_item_id",
@@ -491,15 +659,51 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
             "invalid_value",
             "audio_end_ms",
         ),
-        (update(json!({"model": "gpt-9"})), "model_not_found", "model"),
-        (update(json!({"colour": "red"})), "invalid_value", "session.colour"),
-        (update(json!({"type": "video"})), "invalid_value", "session.type"),
-        (update(json!({"output_modalities": ["text", "audio"]})), "invalid_value", "session.output_modalities"),
-        (update(json!({"tools": [{"type": "web_search"}]})), "invalid_value", "session.tools[0].type"),
-        (update(json!({"max_output_tokens": 0})), "invalid_value", "session.max_output_tokens"),
-        (update(json!({"prompt": {"id": "x"}})), "invalid_value", "session.prompt"),
-        (input(json!({"format": {"type": "audio/pcmu"}})), "invalid_value", "session.audio.input.format"),
-        (input(json!({"format": {"type": "audio/pcm", "rate": 16000}})), "invalid_value", "session.audio.input.format"),
+        (
+            update(json!({"model": "gpt-9"})),
+            "model_not_found",
+            "model",
+        ),
+        (
+            update(json!({"colour": "red"})),
+            "invalid_value",
+            "session.colour",
+        ),
+        (
+            update(json!({"type": "video"})),
+            "invalid_value",
+            "session.type",
+        ),
+        (
+            update(json!({"output_modalities": ["text", "audio"]})),
+            "invalid_value",
+            "session.output_modalities",
+        ),
+        (
+            update(json!({"tools": [{"type": "web_search"}]})),
+            "invalid_value",
+            "session.tools[0].type",
+        ),
+        (
+            update(json!({"max_output_tokens": 0})),
+            "invalid_value",
+            "session.max_output_tokens",
+        ),
+        (
+            update(json!({"prompt": {"id": "x"}})),
+            "invalid_value",
+            "session.prompt",
+        ),
+        (
+            input(json!({"format": {"type": "audio/pcmu"}})),
+            "invalid_value",
+            "session.audio.input.format",
+        ),
+        (
+            input(json!({"format": {"type": "audio/pcm", "rate": 16000}})),
+            "invalid_value",
+            "session.audio.input.format",
+        ),
         (
             input(json!({"turn_detection": {"type": "server_vad", "threshold": 2}})),
             "invalid_value",
@@ -510,15 +714,27 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
             "invalid_value",
             "session.audio.input.turn_detection.idle_timeout_ms",
         ),
-        (create(json!({"type": "message", "role": "robot"})), "invalid_value", "item.role"),
-        (create(json!({"type": "message", "role": "user", "id": "root"})), "invalid_value", "item.id"),
         (
-            create(json!({"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "x"}]})),
+            create(json!({"type": "message", "role": "robot"})),
+            "invalid_value",
+            "item.role",
+        ),
+        (
+            create(json!({"type": "message", "role": "user", "id": "root"})),
+            "invalid_value",
+            "item.id",
+        ),
+        (
+            create(
+                json!({"type": "message", "role": "user", "content": [{"type": "input_image", "image_url": "x"}]}),
+            ),
             "invalid_value",
             "item.content[0].type",
         ),
         (
-            create(json!({"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": "AAAA"}]})),
+            create(
+                json!({"type": "message", "role": "user", "content": [{"type": "input_audio", "audio": "AAAA"}]}),
+            ),
             "invalid_value",
             "item.content[0].audio",
         ),
@@ -527,33 +743,55 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
             "item_create_invalid_previous_item_id",
             "previous_item_id",
         ),
-        (respond(json!({"conversation": "other"})), "invalid_value", "response.conversation"),
-        (respond(json!({"input": [{"type": "item_reference", "id": "x"}]})), "item_reference_invalid_item_id", ""),
-        (respond(json!({"tool_choice": {"type": "function", "name": "f"}})), "invalid_value", "tool_choice"),
+        (
+            respond(json!({"conversation": "other"})),
+            "invalid_value",
+            "response.conversation",
+        ),
+        (
+            respond(json!({"input": [{"type": "item_reference", "id": "x"}]})),
+            "item_reference_invalid_item_id",
+            "",
+        ),
+        (
+            respond(json!({"tool_choice": {"type": "function", "name": "f"}})),
+            "invalid_value",
+            "tool_choice",
+        ),
     ] {
         let mut event = event;
         event["event_id"] = json!("mine");
         client.send(&event).await;
-        let error = client.error(code, Some(param).filter(|param| !param.is_empty())).await;
+        let error = client
+            .error(code, Some(param).filter(|param| !param.is_empty()))
+            .await;
         assert_eq!(error["error"]["event_id"], "mine");
     }
     client.socket.send(Message::text("{")).await.unwrap();
     client.error("invalid_json", None).await;
-    client.socket.send(Message::binary(vec![1, 2])).await.unwrap();
+    client
+        .socket
+        .send(Message::binary(vec![1, 2]))
+        .await
+        .unwrap();
     client.error("invalid_message", None).await;
-    let item =
-        json!({"id": "own", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]});
+    let item = json!({"id": "own", "type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]});
     client.send(&create(item.clone())).await;
     client.until("conversation.item.done").await;
     client.send(&create(item)).await;
-    client.error("item_create_duplicate_item_id", Some("item.id")).await;
+    client
+        .error("item_create_duplicate_item_id", Some("item.id"))
+        .await;
     client.respond().await;
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(done["response"]["status"], "completed");
     let empty = json!({"conversation": "none", "input": [], "instructions": ""});
     client.send(&respond(empty)).await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(done["response"]["status_details"]["error"]["param"], "conversation");
+    assert_eq!(
+        done["response"]["status_details"]["error"]["param"],
+        "conversation"
+    );
 }
 
 #[tokio::test]
@@ -575,7 +813,10 @@ async fn a_response_beside_the_conversation_leaves_it_as_it_is() {
 
 #[tokio::test]
 async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
-    let limits = Limits { session_patience: Duration::ZERO, ..Limits::default() };
+    let limits = Limits {
+        session_patience: Duration::ZERO,
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut client = Client::open(&open).await;
     client.say("turn on the light").await;
@@ -584,16 +825,24 @@ async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(done["response"]["status"], "failed");
     let error = &done["response"]["status_details"]["error"];
-    assert_eq!((&error["code"], &error["type"]), (&json!("memory_pressure"), &json!("server_error")));
+    assert_eq!(
+        (&error["code"], &error["type"]),
+        (&json!("memory_pressure"), &json!("server_error"))
+    );
 
-    open.script.answer([started(), delta("It "), failed(engine_lost())]);
+    open.script
+        .answer([started(), delta("It "), failed(engine_lost())]);
     client.respond().await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(done["response"]["status_details"]["error"]["code"], "engine_lost");
+    assert_eq!(
+        done["response"]["status_details"]["error"]["code"],
+        "engine_lost"
+    );
     assert_eq!(done["response"]["output"][0]["status"], "incomplete");
 
     // the voice fails in the middle
-    open.script.answer([started(), delta("It is done."), finished()]);
+    open.script
+        .answer([started(), delta("It is done."), finished()]);
     *open.script.speech.lock().unwrap() = vec![Ok(vec![1000; 8000]), Err(pressure())];
     client.respond().await;
     let events = client.until("response.done").await;
@@ -609,7 +858,10 @@ async fn pressure_that_stays_is_a_failed_response_and_the_next_one_is_given() {
     open.script.refuse([pressure()]);
     client.append(&[loud(400), quiet(700)].concat()).await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(done["response"]["status_details"]["error"]["code"], "memory_pressure");
+    assert_eq!(
+        done["response"]["status_details"]["error"]["code"],
+        "memory_pressure"
+    );
 }
 
 #[tokio::test]
@@ -646,48 +898,96 @@ async fn a_conversation_longer_than_the_context_loses_its_oldest_where_it_may() 
     assert_eq!(done["response"]["status"], "completed");
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     let messages = asked.prompt.messages();
-    assert_eq!((messages[0].role, messages.last().unwrap().content.as_str()), (Role::System, "this is message 7"));
+    assert_eq!(
+        (messages[0].role, messages.last().unwrap().content.as_str()),
+        (Role::System, "this is message 7")
+    );
     assert!((3..5).contains(&messages.len()), "{messages:?}");
 
-    client.send(&json!({"type": "session.update", "session": {"truncation": "disabled"}})).await;
+    client
+        .send(&json!({"type": "session.update", "session": {"truncation": "disabled"}}))
+        .await;
     client.next().await;
     open.script.refuse([too_long()]);
     client.respond().await;
     let done = client.until("response.done").await.pop().unwrap();
-    assert_eq!(done["response"]["status_details"]["error"]["code"], "context_length_exceeded");
+    assert_eq!(
+        done["response"]["status_details"]["error"]["code"],
+        "context_length_exceeded"
+    );
 }
 
 #[tokio::test]
 async fn what_cannot_be_a_session_is_refused_before_it_is_one() {
-    let open = open_with(Limits { sessions_max: 1, ..Limits::default() }, true).await;
-    async fn refused(open: &Open, query: &str, headers: &[(&'static str, &'static str)]) -> (u16, String) {
+    let open = open_with(
+        Limits {
+            sessions_max: 1,
+            ..Limits::default()
+        },
+        true,
+    )
+    .await;
+    async fn refused(
+        open: &Open,
+        query: &str,
+        headers: &[(&'static str, &'static str)],
+    ) -> (u16, String) {
         let stream = TcpStream::connect(open.address).await.unwrap();
-        let mut request = format!("ws://{}/v1/realtime{query}", open.address).into_client_request().unwrap();
+        let mut request = format!("ws://{}/v1/realtime{query}", open.address)
+            .into_client_request()
+            .unwrap();
         for (name, value) in headers {
             request.headers_mut().insert(*name, value.parse().unwrap());
         }
         match client_async(request, stream).await {
             Err(WsError::Http(response)) => {
-                let code = response.headers().get("x-should-retry").unwrap().to_str().unwrap().to_owned();
+                let code = response
+                    .headers()
+                    .get("x-should-retry")
+                    .unwrap()
+                    .to_str()
+                    .unwrap()
+                    .to_owned();
                 (response.status().as_u16(), code)
             }
             other => panic!("{other:?}"),
         }
     }
-    assert_eq!(refused(&open, "?model=gpt-9", &[]).await, (404, "false".to_owned()));
-    assert_eq!(refused(&open, "?model=flite", &[]).await, (404, "false".to_owned()));
+    assert_eq!(
+        refused(&open, "?model=gpt-9", &[]).await,
+        (404, "false".to_owned())
+    );
+    assert_eq!(
+        refused(&open, "?model=flite", &[]).await,
+        (404, "false".to_owned())
+    );
     let foreign = [("origin", "https://evil.example")];
-    assert_eq!(refused(&open, "", &foreign).await, (403, "false".to_owned()));
-    assert_eq!(refused(&open, "", &[("host", "evil.example")]).await, (421, "false".to_owned()));
+    assert_eq!(
+        refused(&open, "", &foreign).await,
+        (403, "false".to_owned())
+    );
+    assert_eq!(
+        refused(&open, "", &[("host", "evil.example")]).await,
+        (421, "false".to_owned())
+    );
     let cross = [("sec-fetch-site", "cross-site")];
     assert_eq!(refused(&open, "", &cross).await, (403, "false".to_owned()));
     let answer = get(open.address, "/v1/realtime").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (400, "websocket_required"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "websocket_required")
+    );
 
     let client = Client::open(&open).await;
-    assert_eq!(refused(&open, "?model=tiny", &[]).await, (429, "true".to_owned()));
+    assert_eq!(
+        refused(&open, "?model=tiny", &[]).await,
+        (429, "true".to_owned())
+    );
     drop(client);
-    let draining = Snapshot { draining: true, ..Snapshot::default() };
+    let draining = Snapshot {
+        draining: true,
+        ..Snapshot::default()
+    };
     *open.script.snapshot.lock().unwrap() = draining;
     loop {
         match refused(&open, "?model=tiny", &[]).await {
@@ -705,12 +1005,17 @@ async fn a_message_beyond_its_limit_ends_the_session_with_a_reason() {
     let open = open().await;
     let mut client = Client::open(&open).await;
     let audio = "A".repeat(1 << 20);
-    client.send(&json!({"type": "input_audio_buffer.append", "audio": audio})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.append", "audio": audio}))
+        .await;
     client.error("invalid_message", None).await;
     assert_eq!(client.closed().await, 1009);
-    let answer =
-        post_json(open.address, "/v1/chat/completions", &json!({"messages": [{"role": "user", "content": "hi"}]}))
-            .await;
+    let answer = post_json(
+        open.address,
+        "/v1/chat/completions",
+        &json!({"messages": [{"role": "user", "content": "hi"}]}),
+    )
+    .await;
     assert_eq!(answer.status, 200);
 }
 
@@ -722,33 +1027,51 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
         ..Limits::default()
     };
     let open = open_with(limits, true).await;
-    let session =
-        json!({"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": null}}});
+    let session = json!({"type": "realtime", "output_modalities": ["text"], "audio": {"input": {"turn_detection": null}}});
     let mut client = Client::with(&open, session.clone()).await;
     client.append(&loud(900)).await;
     client.append(&loud(200)).await;
     let error = client.error("invalid_value", Some("audio")).await;
-    assert!(error["error"]["message"].as_str().unwrap().contains("limit of 1 s"), "{error}");
+    assert!(
+        error["error"]["message"]
+            .as_str()
+            .unwrap()
+            .contains("limit of 1 s"),
+        "{error}"
+    );
     // and the audio of all sessions together has a limit too
     let mut other = Client::with(&open, session).await;
     other.append(&loud(500)).await;
     other.error("rate_limit_exceeded", None).await;
-    client.send(&json!({"type": "input_audio_buffer.commit"})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
     client.respond().await;
     client.until("response.done").await;
     let heard = open.script.transcriptions.lock().unwrap().pop().unwrap();
-    assert!(heard.audio.samples.len() >= 900 * 16, "{}", heard.audio.samples.len());
+    assert!(
+        heard.audio.samples.len() >= 900 * 16,
+        "{}",
+        heard.audio.samples.len()
+    );
     drop(heard);
-    other.send(&json!({"type": "input_audio_buffer.clear"})).await;
+    other
+        .send(&json!({"type": "input_audio_buffer.clear"}))
+        .await;
     other.until("input_audio_buffer.cleared").await;
     other.append(&loud(500)).await;
-    other.send(&json!({"type": "input_audio_buffer.commit"})).await;
+    other
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
     other.until("input_audio_buffer.committed").await;
 }
 
 #[tokio::test]
 async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
-    let limits = Limits { session_items_max: Bytes::from_kib(6), ..Limits::default() };
+    let limits = Limits {
+        session_items_max: Bytes::from_kib(6),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut client = Client::with(&open, text_only()).await;
     client.say(&"a".repeat(2000)).await;
@@ -760,7 +1083,9 @@ async fn a_conversation_has_a_limit_and_its_oldest_items_are_deleted() {
     assert!(asked.prompt.messages()[1].content.starts_with('b'));
     let content = json!([{"type": "input_text", "text": "c".repeat(5000)}]);
     let item = json!({"type": "message", "role": "user", "content": content});
-    client.send(&json!({"type": "conversation.item.create", "item": item})).await;
+    client
+        .send(&json!({"type": "conversation.item.create", "item": item}))
+        .await;
     client.error("invalid_value", Some("item")).await;
 }
 
@@ -776,25 +1101,51 @@ async fn the_settings_of_sessions_take_bounded_memory() {
     let mut sessions = Vec::new();
     for _ in 0..8 {
         let mut session = Client::open(&open).await;
-        session.socket.send(Message::text(tools(100_000))).await.unwrap();
+        session
+            .socket
+            .send(Message::text(tools(100_000)))
+            .await
+            .unwrap();
         let refused = session.error("request_too_large", None).await;
-        assert!(refused["error"]["message"].as_str().unwrap().contains("the limit is 2 MiB"), "{refused}");
+        assert!(
+            refused["error"]["message"]
+                .as_str()
+                .unwrap()
+                .contains("the limit is 2 MiB"),
+            "{refused}"
+        );
         sessions.push(session);
     }
     // Each of them fits, and not all together.
     let large = tools(4000);
     let tree = heap::tree_bytes(large.as_bytes());
-    assert!((Bytes::from_kib(1500)..Bytes::from_kib(2000)).contains(&tree), "{tree}");
+    assert!(
+        (Bytes::from_kib(1500)..Bytes::from_kib(2000)).contains(&tree),
+        "{tree}"
+    );
     let mut kinds = Vec::new();
     for session in &mut sessions {
-        session.socket.send(Message::text(large.clone())).await.unwrap();
+        session
+            .socket
+            .send(Message::text(large.clone()))
+            .await
+            .unwrap();
         let event = session.next().await;
-        kinds.push(event["error"]["code"].as_str().unwrap_or("updated").to_owned());
+        kinds.push(
+            event["error"]["code"]
+                .as_str()
+                .unwrap_or("updated")
+                .to_owned(),
+        );
     }
     assert_eq!(kinds[0], "updated");
     assert_eq!(kinds[1..], ["rate_limit_exceeded"; 7]);
     // What is set before stays in force, and less makes room.
-    sessions[0].socket.send(Message::text(tools(1))).await.unwrap();
+    sessions[0]
+        .socket
+        .send(Message::text(tools(1)))
+        .await
+        .unwrap();
     assert_eq!(sessions[0].next().await["type"], "session.updated");
     sessions[1].socket.send(Message::text(large)).await.unwrap();
     assert_eq!(sessions[1].next().await["type"], "session.updated");
@@ -802,14 +1153,20 @@ async fn the_settings_of_sessions_take_bounded_memory() {
 
 #[tokio::test]
 async fn a_session_that_does_not_read_is_given_up_and_its_answer_with_it() {
-    let limits = Limits { write_stall_timeout: Duration::from_millis(200), sessions_max: 1, ..Limits::default() };
+    let limits = Limits {
+        write_stall_timeout: Duration::from_millis(200),
+        sessions_max: 1,
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut client = Client::open(&open).await;
     let mut steps = vec![started()];
     steps.extend((0..20_000).map(|_| delta(&"word ".repeat(200))));
     steps.push(Step::Hang);
     open.script.answer(steps);
-    client.send(&json!({"type": "session.update", "session": text_only()})).await;
+    client
+        .send(&json!({"type": "session.update", "session": text_only()}))
+        .await;
     client.say("turn on the light").await;
     client.respond().await;
     client.until("response.created").await;
@@ -819,7 +1176,10 @@ async fn a_session_that_does_not_read_is_given_up_and_its_answer_with_it() {
 
 #[tokio::test]
 async fn a_session_without_an_event_ends_with_a_reason() {
-    let limits = Limits { session_idle_timeout: Duration::from_millis(300), ..Limits::default() };
+    let limits = Limits {
+        session_idle_timeout: Duration::from_millis(300),
+        ..Limits::default()
+    };
     let open = open_with(limits, true).await;
     let mut client = Client::open(&open).await;
     client.error("session_expired", None).await;
@@ -831,13 +1191,21 @@ async fn shutdown_lets_the_answer_end_and_closes_the_session() {
     let open = open().await;
     let mut idle = Client::open(&open).await;
     let mut client = Client::with(&open, text_only()).await;
-    open.script.answer([started(), delta("It is "), Step::Gate, delta("done."), finished()]);
+    open.script.answer([
+        started(),
+        delta("It is "),
+        Step::Gate,
+        delta("done."),
+        finished(),
+    ]);
     client.say("turn on the light").await;
     client.respond().await;
     client.until("response.output_text.delta").await;
     open.shutdown.cancel();
     assert_eq!(idle.closed().await, 1001);
-    client.send(&json!({"type": "input_audio_buffer.commit"})).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
     client.error("input_audio_buffer_commit_empty", None).await;
     open.script.gate.notify_one();
     let done = client.until("response.done").await.pop().unwrap();
@@ -860,6 +1228,8 @@ async fn a_session_ends_with_its_listener() {
         Ok(stream) => Connection::over(stream),
         Err(_refused) => return,
     };
-    connection.send_lossy(&request("GET", "/health", &[], b"")).await;
+    connection
+        .send_lossy(&request("GET", "/health", &[], b""))
+        .await;
     assert!(connection.closed().await);
 }

@@ -1,6 +1,8 @@
 //! OpenAI's Responses and completions, and llama.cpp's tokenization, with scripted backends.
 
-use cotenant::http::backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, Prompt, Role, Usage};
+use cotenant::http::backend::{
+    AnswerForm, AnswerPart, ChatEvent, FinishReason, Prompt, Role, Usage,
+};
 use serde_json::{Value, json};
 
 use super::{
@@ -24,15 +26,24 @@ fn events(answer: &Answer) -> Vec<Value> {
 }
 
 fn types(events: &[Value]) -> Vec<&str> {
-    events.iter().map(|event| event["type"].as_str().unwrap()).collect()
+    events
+        .iter()
+        .map(|event| event["type"].as_str().unwrap())
+        .collect()
 }
 
 fn ended(reason: FinishReason) -> Step {
-    Step::Event(ChatEvent::Finished { reason, usage: Usage::default() })
+    Step::Event(ChatEvent::Finished {
+        reason,
+        usage: Usage::default(),
+    })
 }
 
 fn call(arguments: &str) -> Step {
-    Step::Event(ChatEvent::Part(AnswerPart::ToolCall { name: "light".to_owned(), arguments: arguments.to_owned() }))
+    Step::Event(ChatEvent::Part(AnswerPart::ToolCall {
+        name: "light".to_owned(),
+        arguments: arguments.to_owned(),
+    }))
 }
 
 #[tokio::test]
@@ -78,7 +89,12 @@ async fn a_response_in_one_piece_has_openais_shape() {
         }])
     );
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    let roles: Vec<Role> = asked.prompt.messages().iter().map(|message| message.role).collect();
+    let roles: Vec<Role> = asked
+        .prompt
+        .messages()
+        .iter()
+        .map(|message| message.role)
+        .collect();
     assert_eq!(roles, [Role::System, Role::User]);
 }
 
@@ -113,16 +129,30 @@ async fn a_stream_comes_in_order() {
 async fn calls_are_items_and_what_its_length_cuts_is_incomplete() {
     let open = open().await;
     let thought = Step::Event(ChatEvent::Part(AnswerPart::Reasoning("hm".to_owned())));
-    open.script.answer([started(), thought, call(r#"{"a":1}"#), ended(FinishReason::ToolCalls)]);
-    let body = post_json(open.address, PATH, &question(&json!({}))).await.json();
+    open.script.answer([
+        started(),
+        thought,
+        call(r#"{"a":1}"#),
+        ended(FinishReason::ToolCalls),
+    ]);
+    let body = post_json(open.address, PATH, &question(&json!({})))
+        .await
+        .json();
     assert_eq!(body["output"][0]["type"], "reasoning");
     assert_eq!(body["output"][0]["content"][0]["text"], "hm");
     let called = &body["output"][1];
-    assert_eq!((&called["type"], &called["status"]), (&json!("function_call"), &json!("completed")));
-    assert_eq!((&called["name"], &called["arguments"]), (&json!("light"), &json!("{\"a\":1}")));
+    assert_eq!(
+        (&called["type"], &called["status"]),
+        (&json!("function_call"), &json!("completed"))
+    );
+    assert_eq!(
+        (&called["name"], &called["arguments"]),
+        (&json!("light"), &json!("{\"a\":1}"))
+    );
     assert!(called["call_id"].as_str().unwrap().starts_with("call_"));
 
-    open.script.answer([started(), call(r#"{"a":"#), ended(FinishReason::Length)]);
+    open.script
+        .answer([started(), call(r#"{"a":"#), ended(FinishReason::Length)]);
     let events = events(&post_json(open.address, PATH, &question(&json!({"stream": true}))).await);
     assert_eq!(
         types(&events)[2..],
@@ -135,33 +165,68 @@ async fn calls_are_items_and_what_its_length_cuts_is_incomplete() {
         ]
     );
     let response = &events.last().unwrap()["response"];
-    assert_eq!(response["incomplete_details"], json!({"reason": "max_output_tokens"}));
+    assert_eq!(
+        response["incomplete_details"],
+        json!({"reason": "max_output_tokens"})
+    );
     assert_eq!(response["output"][0]["status"], "incomplete");
 }
 
 #[tokio::test]
 async fn a_form_and_a_tool_reach_the_engine() {
     let open = open().await;
-    let format = json!({"type": "json_schema", "name": "x", "schema": {"type": "null"}, "strict": true});
-    let answer = post_json(open.address, PATH, &question(&json!({"text": {"format": format}}))).await;
+    let format =
+        json!({"type": "json_schema", "name": "x", "schema": {"type": "null"}, "strict": true});
+    let answer = post_json(
+        open.address,
+        PATH,
+        &question(&json!({"text": {"format": format}})),
+    )
+    .await;
     assert_eq!(answer.json()["text"]["format"], format);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
-    assert!(matches!(asked.form, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"})));
+    assert!(
+        matches!(asked.form, Some(AnswerForm::JsonSchema { schema, .. }) if schema == json!({"type": "null"}))
+    );
     let tool = json!({"type": "function", "name": "f", "parameters": {"type": "object"}});
-    post_json(open.address, PATH, &question(&json!({"tools": [tool], "tool_choice": "none"}))).await;
-    assert!(open.script.chats.lock().unwrap().pop().unwrap().prompt.tools().is_empty());
+    post_json(
+        open.address,
+        PATH,
+        &question(&json!({"tools": [tool], "tool_choice": "none"})),
+    )
+    .await;
+    assert!(
+        open.script
+            .chats
+            .lock()
+            .unwrap()
+            .pop()
+            .unwrap()
+            .prompt
+            .tools()
+            .is_empty()
+    );
 }
 
 #[tokio::test]
 async fn a_failure_after_the_first_byte_is_reported_in_both_ways_that_clients_look_for() {
     let open = open().await;
-    open.script.answer([started(), delta("It "), failed(engine_lost())]);
+    open.script
+        .answer([started(), delta("It "), failed(engine_lost())]);
     let events = events(&post_json(open.address, PATH, &question(&json!({"stream": true}))).await);
-    let [.., response, error] = &events[..] else { panic!("{events:?}") };
-    assert_eq!((&response["type"], &response["response"]["status"]), (&json!("response.failed"), &json!("failed")));
+    let [.., response, error] = &events[..] else {
+        panic!("{events:?}")
+    };
+    assert_eq!(
+        (&response["type"], &response["response"]["status"]),
+        (&json!("response.failed"), &json!("failed"))
+    );
     assert_eq!(response["response"]["error"]["code"], "server_error");
     assert_eq!(response["response"]["output"][0]["status"], "incomplete");
-    assert_eq!((&error["type"], &error["code"]), (&json!("error"), &json!("engine_lost")));
+    assert_eq!(
+        (&error["type"], &error["code"]),
+        (&json!("error"), &json!("engine_lost"))
+    );
     assert_eq!(error["error"]["code"], "engine_lost");
 }
 
@@ -170,8 +235,16 @@ async fn a_wrong_request_names_its_field() {
     let open = open().await;
     for (more, code, param) in [
         (json!({"input": []}), "invalid_value", "input"),
-        (json!({"max_output_tokens": "x"}), "invalid_type", "max_output_tokens"),
-        (json!({"previous_response_id": "resp_1"}), "invalid_value", "previous_response_id"),
+        (
+            json!({"max_output_tokens": "x"}),
+            "invalid_type",
+            "max_output_tokens",
+        ),
+        (
+            json!({"previous_response_id": "resp_1"}),
+            "invalid_value",
+            "previous_response_id",
+        ),
         (
             json!({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
             "invalid_value",
@@ -183,15 +256,27 @@ async fn a_wrong_request_names_its_field() {
         assert_eq!(answer.error_code(), code, "{more}");
         assert_eq!(answer.json()["error"]["param"], param);
     }
-    open.script.refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
-        model: "tiny".to_owned(),
-        prompt: cotenant::units::Tokens::new(9000),
-        limit: cotenant::units::Tokens::new(4096),
-    }]);
+    open.script
+        .refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
+            model: "tiny".to_owned(),
+            prompt: cotenant::units::Tokens::new(9000),
+            limit: cotenant::units::Tokens::new(4096),
+        }]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
-    assert_eq!((answer.status, answer.json()["error"]["param"].clone()), (400, json!("input")));
-    let answer = post_json(open.address, "/v1/responses/input_tokens", &question(&json!({}))).await;
-    assert_eq!(answer.json(), json!({"object": "response.input_tokens", "input_tokens": 17}));
+    assert_eq!(
+        (answer.status, answer.json()["error"]["param"].clone()),
+        (400, json!("input"))
+    );
+    let answer = post_json(
+        open.address,
+        "/v1/responses/input_tokens",
+        &question(&json!({})),
+    )
+    .await;
+    assert_eq!(
+        answer.json(),
+        json!({"object": "response.input_tokens", "input_tokens": 17})
+    );
 }
 
 #[tokio::test]
@@ -199,11 +284,15 @@ async fn a_completion_goes_on_with_a_text_without_a_template() {
     let open = open().await;
     let path = "/v1/completions";
     let body = |more: Value| with(json!({"model": "tiny", "prompt": "once "}), &more);
-    let asked = json!({"max_tokens": 9, "echo": true, "stop": ".", "min_p": 0.1, "ignore_eos": true});
+    let asked =
+        json!({"max_tokens": 9, "echo": true, "stop": ".", "min_p": 0.1, "ignore_eos": true});
     let answer = post_json(open.address, path, &body(asked)).await;
     assert_eq!(answer.header("x-cotenant-ignored"), "ignore_eos");
     let mut answered = answer.json();
-    assert!(answered["id"].as_str().unwrap().starts_with("cmpl-"), "{answered}");
+    assert!(
+        answered["id"].as_str().unwrap().starts_with("cmpl-"),
+        "{answered}"
+    );
     (answered["id"], answered["created"]) = (json!(""), json!(0));
     assert!(answered["system_fingerprint"].take().is_string());
     assert_eq!(
@@ -220,11 +309,20 @@ async fn a_completion_goes_on_with_a_text_without_a_template() {
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.prompt, Prompt::Text("once ".to_owned()));
 
-    let streamed = json!({"prompt": [[1, 2]], "stream": true, "stream_options": {"include_usage": true}});
-    let (mut payloads, _) = post_json(open.address, path, &body(streamed)).await.events();
+    let streamed =
+        json!({"prompt": [[1, 2]], "stream": true, "stream_options": {"include_usage": true}});
+    let (mut payloads, _) = post_json(open.address, path, &body(streamed))
+        .await
+        .events();
     assert_eq!(payloads.pop().as_deref(), Some("[DONE]"));
-    let chunks: Vec<Value> = payloads.iter().map(|payload| serde_json::from_str(payload).unwrap()).collect();
-    let text: String = chunks.iter().filter_map(|chunk| chunk["choices"][0]["text"].as_str()).collect();
+    let chunks: Vec<Value> = payloads
+        .iter()
+        .map(|payload| serde_json::from_str(payload).unwrap())
+        .collect();
+    let text: String = chunks
+        .iter()
+        .filter_map(|chunk| chunk["choices"][0]["text"].as_str())
+        .collect();
     assert_eq!(text, "It is done.");
     assert_eq!(chunks.last().unwrap()["usage"]["total_tokens"], 15);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
@@ -263,13 +361,20 @@ async fn texts_are_tokenized_and_tokens_are_texts_again() {
     assert_eq!(text.json(), json!({"content": "hi"}));
     for (path, body, param) in [
         ("/tokenize", json!({}), ""),
-        ("/tokenize", json!({"content": "x".repeat(300 << 10)}), "content"),
+        (
+            "/tokenize",
+            json!({"content": "x".repeat(300 << 10)}),
+            "content",
+        ),
         ("/detokenize", json!({"tokens": ["a"]}), "tokens[0]"),
         ("/detokenize", json!({"tokens": vec![1; 200_000]}), "tokens"),
     ] {
         let answer = post_json(open.address, path, &body).await;
         assert_eq!(answer.status, 400, "{path}");
-        assert_eq!(answer.json()["error"]["param"].as_str().unwrap_or_default(), param);
+        assert_eq!(
+            answer.json()["error"]["param"].as_str().unwrap_or_default(),
+            param
+        );
     }
 }
 
@@ -277,6 +382,13 @@ async fn texts_are_tokenized_and_tokens_are_texts_again() {
 async fn translations_are_refused_by_name() {
     let open = open().await;
     let answer = post(open.address, "/v1/audio/translations", &[], b"").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (404, "not_supported"));
-    assert!(answer.text().contains("/v1/audio/transcriptions"), "{}", answer.text());
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "not_supported")
+    );
+    assert!(
+        answer.text().contains("/v1/audio/transcriptions"),
+        "{}",
+        answer.text()
+    );
 }

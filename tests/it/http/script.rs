@@ -13,9 +13,10 @@ use cotenant::{
     http::{
         Access, Api, Limits,
         backend::{
-            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, ModelInfo, ModelKind,
-            Prompt, SpeechBackend, SpeechRequest, SpeechStream, StatusBackend, TokenizerBackend, TranscribeRequest,
-            Transcript, Usage, Voice, VoiceWish, Weights,
+            AnswerPart, Backends, ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason,
+            ModelInfo, ModelKind, Prompt, SpeechBackend, SpeechRequest, SpeechStream,
+            StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice,
+            VoiceWish, Weights,
         },
         serve,
     },
@@ -120,7 +121,10 @@ impl Drop for Live {
 }
 
 pub(super) fn started() -> Step {
-    Step::Event(ChatEvent::Started { prompt_tokens: Tokens::new(12), cached_tokens: Tokens::new(8) })
+    Step::Event(ChatEvent::Started {
+        prompt_tokens: Tokens::new(12),
+        cached_tokens: Tokens::new(8),
+    })
 }
 
 pub(super) fn delta(text: &str) -> Step {
@@ -144,7 +148,10 @@ pub(super) fn failed(refusal: Refusal) -> Step {
 }
 
 pub(super) fn engine_lost() -> Refusal {
-    Refusal::EngineLost { reason: "its thread ended".to_owned(), retry_after: Duration::from_millis(50) }
+    Refusal::EngineLost {
+        reason: "its thread ended".to_owned(),
+        retry_after: Duration::from_millis(50),
+    }
 }
 
 struct Scripted(Arc<Script>);
@@ -155,7 +162,10 @@ impl ChatBackend for Scripted {
         let live = Live::begin(&script);
         let said = match &request.prompt {
             Prompt::Raw(text) | Prompt::Text(text) => text.as_str(),
-            prompt => prompt.messages().last().map_or("", |message| &message.content),
+            prompt => prompt
+                .messages()
+                .last()
+                .map_or("", |message| &message.content),
         };
         let steps = said_in_prompt(&script, said);
         script.chats.lock().unwrap().push(request);
@@ -169,17 +179,19 @@ impl ChatBackend for Scripted {
             }
             let steps = steps.unwrap_or_else(|| script.steps.lock().unwrap().clone());
             let state = (steps.into_iter(), script, live);
-            Ok(stream::unfold(state, |(mut steps, script, live)| async move {
-                loop {
-                    match steps.next()? {
-                        Step::Event(event) => return Some((event, (steps, script, live))),
-                        Step::Stall(time) => tokio::time::sleep(time).await,
-                        Step::Gate => script.gate.notified().await,
-                        Step::Hang => std::future::pending().await,
+            Ok(
+                stream::unfold(state, |(mut steps, script, live)| async move {
+                    loop {
+                        match steps.next()? {
+                            Step::Event(event) => return Some((event, (steps, script, live))),
+                            Step::Stall(time) => tokio::time::sleep(time).await,
+                            Step::Gate => script.gate.notified().await,
+                            Step::Hang => std::future::pending().await,
+                        }
                     }
-                }
-            })
-            .boxed())
+                })
+                .boxed(),
+            )
         }
         .boxed()
     }
@@ -188,11 +200,20 @@ impl ChatBackend for Scripted {
 /// A token for each byte; 0 begins a sequence.
 impl TokenizerBackend for Scripted {
     fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>> {
-        let bytes: usize = prompt.messages().iter().map(|message| message.content.len()).sum();
+        let bytes: usize = prompt
+            .messages()
+            .iter()
+            .map(|message| message.content.len())
+            .sum();
         async move { Ok(Tokens::new(u32::try_from(bytes).unwrap())) }.boxed()
     }
 
-    fn tokenize(&self, text: String, begin: bool, _control: bool) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
+    fn tokenize(
+        &self,
+        text: String,
+        begin: bool,
+        _control: bool,
+    ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>> {
         let begun = begin.then_some(0).into_iter();
         let tokens = begun.chain(text.bytes().map(u32::from)).collect();
         async move { Ok(tokens) }.boxed()
@@ -230,7 +251,14 @@ fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
         "stall" => {
             // longer than the client waits for a byte
             let stall = || Step::Stall(Duration::from_millis(1600));
-            Some(vec![started(), stall(), delta("It is "), stall(), delta("done."), finished()])
+            Some(vec![
+                started(),
+                stall(),
+                delta("It is "),
+                stall(),
+                delta("done."),
+                finished(),
+            ])
         }
         other => panic!("no such script: {other}"),
     }
@@ -247,7 +275,10 @@ impl SpeechBackend for Scripted {
             }
             match script.refusal() {
                 Some(refusal) => Err(refusal),
-                None => Ok(Transcript { text: "turn on the light".to_owned(), language: Some("en".to_owned()) }),
+                None => Ok(Transcript {
+                    text: "turn on the light".to_owned(),
+                    language: Some("en".to_owned()),
+                }),
             }
         }
         .boxed()
@@ -255,7 +286,11 @@ impl SpeechBackend for Scripted {
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
         // As a voice that has one speed.
-        let ignored: &[_] = if request.speed == 1.0 { &[] } else { &["speed"] };
+        let ignored: &[_] = if request.speed == 1.0 {
+            &[]
+        } else {
+            &["speed"]
+        };
         // As a worker that announces the voice of `amy`.
         let voice = match request.voice.clone() {
             VoiceWish::Any => None,
@@ -313,11 +348,18 @@ impl StatusBackend for ScriptedStatus {
         ]
         .map(|(id, kind)| ModelInfo {
             id: id.to_owned(),
-            aliases: if id == "tiny" { vec!["gpt-small".to_owned()] } else { Vec::new() },
+            aliases: if id == "tiny" {
+                vec!["gpt-small".to_owned()]
+            } else {
+                Vec::new()
+            },
             kind,
             created: 1_700_000_000,
             bytes: Bytes::from_mib(5),
-            weights: (id == "tiny").then(|| Weights { parameters: 4_650_000, quantization: "Q8_0".to_owned() }),
+            weights: (id == "tiny").then(|| Weights {
+                parameters: 4_650_000,
+                quantization: "Q8_0".to_owned(),
+            }),
         })
         .to_vec()
     }
@@ -328,13 +370,23 @@ impl StatusBackend for ScriptedStatus {
 
     fn voices(&self) -> Vec<Voice> {
         vec![
-            Voice { name: "slt".to_owned(), aliases: vec!["alloy".to_owned(), "nova".to_owned()] },
-            Voice { name: "kal".to_owned(), aliases: vec!["echo".to_owned()] },
+            Voice {
+                name: "slt".to_owned(),
+                aliases: vec!["alloy".to_owned(), "nova".to_owned()],
+            },
+            Voice {
+                name: "kal".to_owned(),
+                aliases: vec!["echo".to_owned()],
+            },
         ]
     }
 
     fn request_ended(&self, route: &str, code: u16, _took: Duration) {
-        self.script.ended.lock().unwrap().push((route.to_owned(), code));
+        self.script
+            .ended
+            .lock()
+            .unwrap()
+            .push((route.to_owned(), code));
         self.script.request_ended.notify_one();
     }
 
@@ -364,7 +416,14 @@ impl Drop for Open {
 
 /// APIs that refuse at once what is refused.
 pub(super) async fn open() -> Open {
-    open_with(Limits { memory_patience: Duration::ZERO, ..Limits::default() }, true).await
+    open_with(
+        Limits {
+            memory_patience: Duration::ZERO,
+            ..Limits::default()
+        },
+        true,
+    )
+    .await
 }
 
 pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
@@ -382,13 +441,25 @@ pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -
         tokenizer: with_models.then(|| Arc::clone(&scripted) as Arc<dyn TokenizerBackend>),
         decoder: Decoder::new(env!("CARGO_BIN_EXE_cotenant").into()),
         speech: with_models.then_some(scripted as Arc<dyn SpeechBackend>),
-        status: Arc::new(ScriptedStatus { script: Arc::clone(&script) }),
+        status: Arc::new(ScriptedStatus {
+            script: Arc::clone(&script),
+        }),
         tracer: Tracer::default(),
     };
-    let api = Api::with_access(backends, limits, watch::Sender::new(Arc::new(access)).subscribe());
+    let api = Api::with_access(
+        backends,
+        limits,
+        watch::Sender::new(Arc::new(access)).subscribe(),
+    );
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.unwrap();
     let address = listener.local_addr().unwrap();
     let shutdown = CancellationToken::new();
     let serving = tokio::spawn(serve(listener, api.clone(), shutdown.clone()));
-    Open { address, script, api, shutdown, serving }
+    Open {
+        address,
+        script,
+        api,
+        shutdown,
+        serving,
+    }
 }

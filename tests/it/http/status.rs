@@ -32,10 +32,19 @@ async fn models_are_listed_and_found_by_id() {
     (tiny["id"], tiny["display_name"]) = (json!("gpt-small"), json!("gpt-small"));
     assert_eq!(list["data"][1], tiny);
     assert_eq!(get(open.address, "/v1/models/gpt-small").await.json(), tiny);
-    assert_eq!(get(open.address, "/v1/models/org/other").await.json()["id"], "org/other");
-    assert_eq!(get(open.address, "/v1/models/org%2Fother").await.json()["id"], "org/other");
+    assert_eq!(
+        get(open.address, "/v1/models/org/other").await.json()["id"],
+        "org/other"
+    );
+    assert_eq!(
+        get(open.address, "/v1/models/org%2Fother").await.json()["id"],
+        "org/other"
+    );
     let answer = get(open.address, "/v1/models/gpt-9").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (404, "model_not_found"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "model_not_found")
+    );
     assert_eq!(answer.json()["error"]["param"], "model");
 }
 
@@ -43,12 +52,18 @@ async fn models_are_listed_and_found_by_id() {
 async fn an_alias_is_answered_by_its_model_in_every_api() {
     let open = open().await;
     let said = json!([{"role": "user", "content": "hi"}]);
-    for (path, model) in
-        [("/v1/chat/completions", "gpt-small"), ("/v1/messages", "gpt-small"), ("/api/chat", "gpt-small:latest")]
-    {
+    for (path, model) in [
+        ("/v1/chat/completions", "gpt-small"),
+        ("/v1/messages", "gpt-small"),
+        ("/api/chat", "gpt-small:latest"),
+    ] {
         let body = json!({"model": model, "messages": said, "max_tokens": 9, "stream": false});
         let answer = post_json(open.address, path, &body).await;
-        assert_eq!((answer.status, &answer.json()["model"]), (200, &json!("tiny")), "{path}");
+        assert_eq!(
+            (answer.status, &answer.json()["model"]),
+            (200, &json!("tiny")),
+            "{path}"
+        );
     }
     let tags = get(open.address, "/api/tags").await.json();
     assert_eq!(tags["models"][1]["name"], "gpt-small");
@@ -63,20 +78,44 @@ async fn a_page_of_a_foreign_site_reaches_nothing() {
         connection.send(request.as_bytes()).await;
         connection.answer().await
     };
-    for (path, code) in [("/v1/models", "host_not_allowed"), ("/status.json", "host_not_allowed")] {
+    for (path, code) in [
+        ("/v1/models", "host_not_allowed"),
+        ("/status.json", "host_not_allowed"),
+    ] {
         let answer = ask(path, "host: evil.example:8410\r\n").await;
         assert_eq!((answer.status, answer.error_code().as_str()), (421, code));
-        assert!(answer.text().contains("http.allowed_hosts"), "{}", answer.text());
+        assert!(
+            answer.text().contains("http.allowed_hosts"),
+            "{}",
+            answer.text()
+        );
     }
     let answer = ask("/api/tags", "host: evil.example\r\n").await;
     assert!(answer.json()["error"].is_string(), "{}", answer.text());
-    let answer = ask("/v1/models", "host: localhost\r\norigin: https://evil.example\r\n").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (403, "origin_not_allowed"));
+    let answer = ask(
+        "/v1/models",
+        "host: localhost\r\norigin: https://evil.example\r\n",
+    )
+    .await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (403, "origin_not_allowed")
+    );
     let answer = ask("/v1/models", "host: localhost\r\nhost: evil.example\r\n").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_host"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "invalid_host")
+    );
     let answer = ask("/v1/models", "accept: */*\r\n").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (400, "invalid_host"));
-    let answer = ask("/v1/models", "host: localhost\r\norigin: http://localhost:3000\r\n").await;
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (400, "invalid_host")
+    );
+    let answer = ask(
+        "/v1/models",
+        "host: localhost\r\norigin: http://localhost:3000\r\n",
+    )
+    .await;
     assert_eq!(answer.status, 200);
 }
 
@@ -84,7 +123,10 @@ async fn a_page_of_a_foreign_site_reaches_nothing() {
 async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
     let open = open().await;
     let answer = get(open.address, "/v1/nothing").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (404, "unknown_url"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (404, "unknown_url")
+    );
     assert!(!answer.header("x-request-id").is_empty());
     for (path, instead) in [
         ("/v1/nothing", "/v1/chat/completions"),
@@ -98,7 +140,10 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
         assert!(answer.text().contains(instead), "{path}: {}", answer.text());
     }
     let answer = get(open.address, "/v1/chat/completions").await;
-    assert_eq!((answer.status, answer.error_code().as_str()), (405, "method_not_supported"));
+    assert_eq!(
+        (answer.status, answer.error_code().as_str()),
+        (405, "method_not_supported")
+    );
     let answer = post(open.address, "/health", &[], b"").await;
     assert_eq!(answer.status, 405);
 }
@@ -107,7 +152,10 @@ async fn an_unknown_place_and_a_wrong_method_answer_in_shape() {
 async fn health_says_whether_a_request_would_be_taken() {
     let open = open().await;
     let answer = get(open.address, "/health").await;
-    assert_eq!((answer.status, answer.json()), (200, json!({"status": "ok", "pressure": "normal"})));
+    assert_eq!(
+        (answer.status, answer.json()),
+        (200, json!({"status": "ok", "pressure": "normal"}))
+    );
     for (state, status, says) in [
         (EngineState::Loading, 503, "loading model"),
         (EngineState::Ready, 200, "ok"),
@@ -115,22 +163,39 @@ async fn health_says_whether_a_request_would_be_taken() {
     ] {
         open.script.snapshot.lock().unwrap().engine.state = state;
         let answer = get(open.address, "/health").await;
-        assert_eq!((answer.status, answer.json()["status"].as_str().unwrap()), (status, says));
+        assert_eq!(
+            (answer.status, answer.json()["status"].as_str().unwrap()),
+            (status, says)
+        );
     }
-    let next = NextTry::Never { remedy: "fetch the file again".to_owned() };
-    let failure = EngineFailure { reason: "it ends at byte 7".to_owned(), next };
+    let next = NextTry::Never {
+        remedy: "fetch the file again".to_owned(),
+    };
+    let failure = EngineFailure {
+        reason: "it ends at byte 7".to_owned(),
+        next,
+    };
     open.script.snapshot.lock().unwrap().engine.failure = Some(failure);
     let answer = get(open.address, "/health").await;
-    let llm =
-        json!({"state": "failed", "reason": "it ends at byte 7", "permanent": true, "remedy": "fetch the file again"});
+    let llm = json!({"state": "failed", "reason": "it ends at byte 7", "permanent": true, "remedy": "fetch the file again"});
     assert_eq!((answer.status, &answer.json()["llm"]), (503, &llm));
-    assert_eq!(answer.json()["status"], "engine failed: it ends at byte 7 (hint: fetch the file again)");
+    assert_eq!(
+        answer.json()["status"],
+        "engine failed: it ends at byte 7 (hint: fetch the file again)"
+    );
     for live in ["/health?live", "/health?live=1", "/health?x=1&live"] {
         let answer = get(open.address, live).await;
-        assert_eq!((answer.status, answer.json()), (200, json!({"status": "alive"})), "{live}");
+        assert_eq!(
+            (answer.status, answer.json()),
+            (200, json!({"status": "alive"})),
+            "{live}"
+        );
     }
     open.script.snapshot.lock().unwrap().draining = true;
-    assert_eq!(get(open.address, "/health").await.json()["status"], "draining");
+    assert_eq!(
+        get(open.address, "/health").await.json()["status"],
+        "draining"
+    );
 }
 
 #[tokio::test]
@@ -139,10 +204,17 @@ async fn running_names_the_engine_and_the_workers() {
     {
         let mut snapshot = open.script.snapshot.lock().unwrap();
         snapshot.engine.state = EngineState::Ready;
-        for (name, state) in
-            [("asr", WorkerState::Ready), ("tts", WorkerState::BackingOff), ("x", WorkerState::Stopped)]
-        {
-            snapshot.workers.push(WorkerView { name: name.to_owned(), state, pid: Some(7), ..WorkerView::default() });
+        for (name, state) in [
+            ("asr", WorkerState::Ready),
+            ("tts", WorkerState::BackingOff),
+            ("x", WorkerState::Stopped),
+        ] {
+            snapshot.workers.push(WorkerView {
+                name: name.to_owned(),
+                state,
+                pid: Some(7),
+                ..WorkerView::default()
+            });
         }
     }
     let body = get(open.address, "/running").await.json();
@@ -150,9 +222,22 @@ async fn running_names_the_engine_and_the_workers() {
         .as_array()
         .unwrap()
         .iter()
-        .map(|running| (running["model"].as_str().unwrap(), running["state"].as_str().unwrap()))
+        .map(|running| {
+            (
+                running["model"].as_str().unwrap(),
+                running["state"].as_str().unwrap(),
+            )
+        })
         .collect();
-    assert_eq!(states, [("tiny", "ready"), ("org/other", "ready"), ("asr", "ready"), ("tts", "starting")]);
+    assert_eq!(
+        states,
+        [
+            ("tiny", "ready"),
+            ("org/other", "ready"),
+            ("asr", "ready"),
+            ("tts", "starting")
+        ]
+    );
 }
 
 #[tokio::test]
@@ -160,26 +245,51 @@ async fn requests_are_measured_by_route_and_code() {
     let open = open().await;
     // Prometheus's text unless the client accepts OpenMetrics
     let answer = get(open.address, "/metrics").await;
-    assert!(answer.header("content-type").starts_with("text/plain; version=0.0.4"));
+    assert!(
+        answer
+            .header("content-type")
+            .starts_with("text/plain; version=0.0.4")
+    );
     assert!(!answer.text().contains("# EOF"));
     assert_eq!(open.script.next_ended().await, ("/metrics".to_owned(), 200));
-    let accept = [("accept", "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.3")];
+    let accept = [(
+        "accept",
+        "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;q=0.3",
+    )];
     let mut connection = Connection::open(open.address).await;
-    connection.send(&request("GET", "/metrics", &accept, b"")).await;
+    connection
+        .send(&request("GET", "/metrics", &accept, b""))
+        .await;
     let answer = connection.answer().await;
-    assert!(answer.header("content-type").starts_with("application/openmetrics-text"));
+    assert!(
+        answer
+            .header("content-type")
+            .starts_with("application/openmetrics-text")
+    );
     assert!(answer.text().ends_with("# EOF\n"));
     assert_eq!(open.script.next_ended().await, ("/metrics".to_owned(), 200));
     get(open.address, "/v1/models/tiny").await;
-    assert_eq!(open.script.next_ended().await, ("/v1/models/{*id}".to_owned(), 200));
+    assert_eq!(
+        open.script.next_ended().await,
+        ("/v1/models/{*id}".to_owned(), 200)
+    );
     get(open.address, "/nowhere").await;
-    assert_eq!(open.script.next_ended().await, ("unmatched".to_owned(), 404));
+    assert_eq!(
+        open.script.next_ended().await,
+        ("unmatched".to_owned(), 404)
+    );
 
     let question = json!({"messages": [{"role": "user", "content": "hi"}]});
     post_json(open.address, "/v1/chat/completions", &question).await;
-    assert_eq!(open.script.next_ended().await, ("/v1/chat/completions".to_owned(), 200));
+    assert_eq!(
+        open.script.next_ended().await,
+        ("/v1/chat/completions".to_owned(), 200)
+    );
     assert_eq!(open.script.first_tokens.load(Ordering::SeqCst), 1);
-    assert_eq!(open.script.usages.lock().unwrap()[0].completion_tokens, Tokens::new(3));
+    assert_eq!(
+        open.script.usages.lock().unwrap()[0].completion_tokens,
+        Tokens::new(3)
+    );
 }
 
 #[tokio::test]
@@ -188,12 +298,22 @@ async fn a_request_whose_client_went_away_is_measured_as_499() {
     open.script.answer([Step::Hang]);
     let mut connection = Connection::open(open.address).await;
     let question = json!({"messages": [{"role": "user", "content": "hi"}]}).to_string();
-    connection.send(&request("POST", "/v1/chat/completions", &[], question.as_bytes())).await;
+    connection
+        .send(&request(
+            "POST",
+            "/v1/chat/completions",
+            &[],
+            question.as_bytes(),
+        ))
+        .await;
     while open.script.chats.lock().unwrap().is_empty() {
         tokio::task::yield_now().await;
     }
     drop(connection);
-    assert_eq!(open.script.next_ended().await, ("/v1/chat/completions".to_owned(), 499));
+    assert_eq!(
+        open.script.next_ended().await,
+        ("/v1/chat/completions".to_owned(), 499)
+    );
 }
 
 #[tokio::test]
@@ -202,7 +322,11 @@ async fn the_page_needs_nothing_from_elsewhere() {
     let answer = get(open.address, "/").await;
     assert_eq!(answer.status, 200);
     assert!(answer.header("content-type").starts_with("text/html"));
-    assert!(answer.header("content-security-policy").contains("default-src 'none'"));
+    assert!(
+        answer
+            .header("content-security-policy")
+            .contains("default-src 'none'")
+    );
     let page = answer.text();
     for foreign in ["http://", "https://", "src=", "@import", "url("] {
         assert!(!page.contains(foreign), "the page has {foreign}");
@@ -223,7 +347,10 @@ async fn the_page_runs_its_own_script_and_style_only() {
         let (text, rest) = rest.split_once(&format!("</{tag}>")).unwrap();
         assert!(!rest.contains(&format!("<{tag}")), "one {tag}");
         let hash = BASE64.encode(digest(&SHA256, text.as_bytes()));
-        assert!(policy.contains(&format!("{tag}-src 'sha256-{hash}'")), "{tag} is {hash}: {policy}");
+        assert!(
+            policy.contains(&format!("{tag}-src 'sha256-{hash}'")),
+            "{tag} is {hash}: {policy}"
+        );
     }
     assert!(!page.contains(" style=") && !page.contains(" onclick="));
 }

@@ -22,7 +22,10 @@ trait Audited {
         self.audit().iter().map(|finding| finding.rule).collect()
     }
     fn found(&self, rule: &str) -> Finding {
-        let found = self.audit().into_iter().find(|finding| finding.rule == rule);
+        let found = self
+            .audit()
+            .into_iter()
+            .find(|finding| finding.rule == rule);
         found.unwrap_or_else(|| panic!("no {rule} in {:?}", self.rules()))
     }
 }
@@ -30,7 +33,10 @@ trait Audited {
 impl Audited for Machine {
     fn process(self, pid: u32, name: &str, pages: u64) -> Self {
         self.with(&format!("proc/{pid}/comm"), format!("{name}\n"))
-            .with(&format!("proc/{pid}/statm"), format!("9999999 {pages} 1 1 0 1 0\n"))
+            .with(
+                &format!("proc/{pid}/statm"),
+                format!("9999999 {pages} 1 1 0 1 0\n"),
+            )
     }
 
     fn audit(&self) -> Vec<Finding> {
@@ -40,11 +46,23 @@ impl Audited for Machine {
 
 fn orin_nx() -> Machine {
     Machine::new()
-        .with_capture("proc/meminfo", "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt")
-        .with_capture("proc/device-tree/model", "device-tree/orin-nx-16g.model.RECONSTRUCTED.bin")
-        .with_capture("proc/device-tree/compatible", "device-tree/orin-nx-16g.compatible.RECONSTRUCTED.bin")
+        .with_capture(
+            "proc/meminfo",
+            "meminfo/orin-nx-16g_r36.4_idle.RECONSTRUCTED.txt",
+        )
+        .with_capture(
+            "proc/device-tree/model",
+            "device-tree/orin-nx-16g.model.RECONSTRUCTED.bin",
+        )
+        .with_capture(
+            "proc/device-tree/compatible",
+            "device-tree/orin-nx-16g.compatible.RECONSTRUCTED.bin",
+        )
         .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
-        .with_capture("proc/swaps", "zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt")
+        .with_capture(
+            "proc/swaps",
+            "zram/proc_swaps_orin-nx-16g.RECONSTRUCTED.txt",
+        )
         .with("proc/sys/kernel/osrelease", "5.15.148-tegra\n")
 }
 
@@ -57,22 +75,43 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
         .process(12, "ollama", 2560)
         .process(13, "dockerd", 2560)
         .process(14, "systemd-oomd", 256)
-        .with("etc/nvpmodel.conf", "< POWER_MODEL ID=0 NAME=MAXN >\nCPU 1\n< POWER_MODEL ID=2 NAME=15W >\n")
+        .with(
+            "etc/nvpmodel.conf",
+            "< POWER_MODEL ID=0 NAME=MAXN >\nCPU 1\n< POWER_MODEL ID=2 NAME=15W >\n",
+        )
         .with("var/lib/nvpmodel/status", "pmode:0002\nfmode:fanNull\n")
         .with("sys/devices/system/cpu/online", "0-3\n")
         .with("sys/devices/system/cpu/present", "0-7\n")
-        .with("sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq", "1420800\n")
-        .with("sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq", "1984000\n")
+        .with(
+            "sys/devices/system/cpu/cpu0/cpufreq/scaling_max_freq",
+            "1420800\n",
+        )
+        .with(
+            "sys/devices/system/cpu/cpu0/cpufreq/cpuinfo_max_freq",
+            "1984000\n",
+        )
         .with("sys/class/devfreq/17000000.gpu/max_freq", "612000000\n")
-        .with("sys/class/devfreq/17000000.gpu/available_frequencies", "306000000 612000000 918000000\n")
+        .with(
+            "sys/class/devfreq/17000000.gpu/available_frequencies",
+            "306000000 612000000 918000000\n",
+        )
         .with("sys/kernel/debug/bpmp/debug/clk/emc/rate", "2133000000\n")
-        .with("sys/kernel/debug/bpmp/debug/clk/emc/max_rate", "3199000000\n")
+        .with(
+            "sys/kernel/debug/bpmp/debug/clk/emc/max_rate",
+            "3199000000\n",
+        )
         .with("sys/class/thermal/thermal_zone0/temp", "97000\n")
         .with("sys/class/thermal/thermal_zone0/type", "tj-thermal\n")
-        .with("sys/class/thermal/thermal_zone0/trip_point_0_temp", "99000\n")
+        .with(
+            "sys/class/thermal/thermal_zone0/trip_point_0_temp",
+            "99000\n",
+        )
         .with("sys/class/thermal/thermal_zone1/temp", "")
         .with("sys/block/mmcblk0/queue/rotational", "0\n")
-        .with("sys/kernel/mm/transparent_hugepage/enabled", "always madvise [never]\n")
+        .with(
+            "sys/kernel/mm/transparent_hugepage/enabled",
+            "always madvise [never]\n",
+        )
         .with("proc/sys/vm/overcommit_memory", "2\n")
         .with("proc/sys/vm/nr_hugepages", "100\n")
         .with("proc/sys/vm/min_free_kbytes", "999999\n")
@@ -81,14 +120,31 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
         .with("sys/fs/cgroup/cgroup.procs", "1\n")
         .with("sys/kernel/debug/README", "not nvmap\n");
     assert_eq!(board.found("l4t_known_fault").severity, Severity::Warning);
-    assert_eq!(board.found("desktop").cost, Cost::Memory(Bytes::from_mib(300)));
-    assert_eq!(board.found("zram_store").cost, Cost::Memory(Bytes::new(1_048_576_000)));
+    assert_eq!(
+        board.found("desktop").cost,
+        Cost::Memory(Bytes::from_mib(300))
+    );
+    assert_eq!(
+        board.found("zram_store").cost,
+        Cost::Memory(Bytes::new(1_048_576_000))
+    );
     assert_eq!(board.found("cores_offline").cost, Cost::Speed(50));
     assert_eq!(board.found("gpu_clock").cost, Cost::Speed(33));
     assert_eq!(board.found("memory_clock").cost, Cost::Speed(33));
-    assert_eq!(board.found("power_mode").text, "power mode is 15W, not MAXN");
-    assert!(board.found("thermal").text.starts_with("tj-thermal has 97 °C, 2 °C"));
-    assert_eq!(board.found("huge_pages_reserved").cost, Cost::Memory(Bytes::from_mib(200)));
+    assert_eq!(
+        board.found("power_mode").text,
+        "power mode is 15W, not MAXN"
+    );
+    assert!(
+        board
+            .found("thermal")
+            .text
+            .starts_with("tj-thermal has 97 °C, 2 °C")
+    );
+    assert_eq!(
+        board.found("huge_pages_reserved").cost,
+        Cost::Memory(Bytes::from_mib(200))
+    );
     let rules = board.rules();
     for rule in [
         "zram_size",
@@ -109,7 +165,13 @@ fn a_stock_orin_nx_has_what_memory_audits_name_with_figures() {
         assert!(rules.contains(rule), "{rule} in {rules:?}");
     }
     assert!(rules.len() >= 20, "{rules:?}");
-    for rule in ["carve_outs", "cma_size", "kernel_release", "l4t_package", "cuda_release"] {
+    for rule in [
+        "carve_outs",
+        "cma_size",
+        "kernel_release",
+        "l4t_package",
+        "cuda_release",
+    ] {
         assert!(!rules.contains(rule), "{rule}");
     }
 }
@@ -123,17 +185,40 @@ fn versions_that_do_not_belong_together_are_named_and_those_that_do_are_not() {
              Package: nvidia-jetpack\nVersion: {jetpack}\n"
         )
     };
-    let versions =
-        ["l4t_package", "cuda_release", "tensorrt_release", "cudnn_release", "jetpack_package", "kernel_release"];
+    let versions = [
+        "l4t_package",
+        "cuda_release",
+        "tensorrt_release",
+        "cudnn_release",
+        "jetpack_package",
+        "kernel_release",
+    ];
     let fine = orin_nx().with(
         "var/lib/dpkg/status",
-        status("36.4.7-20250918154033", "12.6.68-1", "10.3.0.30-1+cuda12.5", "9.3.0.75-1+cuda12.6", "6.2.1+b38"),
+        status(
+            "36.4.7-20250918154033",
+            "12.6.68-1",
+            "10.3.0.30-1+cuda12.5",
+            "9.3.0.75-1+cuda12.6",
+            "6.2.1+b38",
+        ),
     );
-    assert!(versions.iter().all(|rule| !fine.rules().contains(rule)), "{:?}", fine.rules());
+    assert!(
+        versions.iter().all(|rule| !fine.rules().contains(rule)),
+        "{:?}",
+        fine.rules()
+    );
     let mixed = orin_nx()
-        .with("var/lib/dpkg/status", status("36.5.0-20260101", "11.4.1", "8.5.2", "8.6.0", "5.1.2"))
+        .with(
+            "var/lib/dpkg/status",
+            status("36.5.0-20260101", "11.4.1", "8.5.2", "8.6.0", "5.1.2"),
+        )
         .with("proc/sys/kernel/osrelease", "5.10.104-tegra");
-    assert!(versions.iter().all(|rule| mixed.rules().contains(rule)), "{:?}", mixed.rules());
+    assert!(
+        versions.iter().all(|rule| mixed.rules().contains(rule)),
+        "{:?}",
+        mixed.rules()
+    );
 }
 
 #[test]
@@ -169,9 +254,14 @@ fn settings_of_the_unit_that_take_something_from_the_daemon_are_named() {
         edited.found("unit_sandbox").text,
         "the unit of cotenant has PrivateDevices=yes hides /dev/nvmap and sound; MemoryMax=4G has the kernel kill the LLM at that size"
     );
-    let undone = edited
-        .with("etc/systemd/system/cotenant.service.d/z.conf", "[Service]\nPrivateDevices=no\nMemoryMax=infinity\n");
-    assert!(!undone.rules().contains("unit_sandbox"), "the last setting counts");
+    let undone = edited.with(
+        "etc/systemd/system/cotenant.service.d/z.conf",
+        "[Service]\nPrivateDevices=no\nMemoryMax=infinity\n",
+    );
+    assert!(
+        !undone.rules().contains("unit_sandbox"),
+        "the last setting counts"
+    );
 }
 
 #[test]
@@ -179,14 +269,26 @@ fn the_unit_of_a_package_is_read_where_etc_has_none() {
     let unit = include_str!("../../../deploy/cotenant.service");
     let packaged = orin_nx().with("usr/lib/systemd/system/cotenant.service", unit);
     // The folder was not there when the tree was named.
-    let packaged = Machine { root: ProbeRoot::at(packaged.folder.path()), ..packaged };
+    let packaged = Machine {
+        root: ProbeRoot::at(packaged.folder.path()),
+        ..packaged
+    };
     assert!(!packaged.rules().contains("unit_sandbox"));
-    let edited = packaged.with("usr/lib/systemd/system/cotenant.service.d/a.conf", "[Service]\nPrivateDevices=yes\n");
+    let edited = packaged.with(
+        "usr/lib/systemd/system/cotenant.service.d/a.conf",
+        "[Service]\nPrivateDevices=yes\n",
+    );
     assert!(edited.rules().contains("unit_sandbox"));
     // A file of the same name in /etc replaces it, and so does a unit.
-    let replaced = edited.with("etc/systemd/system/cotenant.service.d/a.conf", "[Service]\nPrivateDevices=no\n");
+    let replaced = edited.with(
+        "etc/systemd/system/cotenant.service.d/a.conf",
+        "[Service]\nPrivateDevices=no\n",
+    );
     assert!(!replaced.rules().contains("unit_sandbox"));
-    let own = replaced.with("etc/systemd/system/cotenant.service", "[Service]\nMemoryMax=1G\n");
+    let own = replaced.with(
+        "etc/systemd/system/cotenant.service",
+        "[Service]\nMemoryMax=1G\n",
+    );
     assert!(own.found("unit_sandbox").text.contains("MemoryMax=1G"));
 }
 
@@ -195,7 +297,10 @@ fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
     let packages = "Package: cuda-cudart-12-6\nVersion: 12.6.68-1\n\nPackage: libcudnn8\nVersion: 8.4.1\n\n\
                     Package: nvidia-jetpack\nVersion: 6.1+b123\n";
     let board = orin_nx().with("var/lib/dpkg/status", packages);
-    let shown: Vec<String> = audit::versions(&board.root).iter().map(ToString::to_string).collect();
+    let shown: Vec<String> = audit::versions(&board.root)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert_eq!(
         shown,
         [
@@ -209,10 +314,25 @@ fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
     );
     assert_eq!(audit::versions(&Machine::new().root), []);
     // Without the list of packages nothing is known of them.
-    let shown: Vec<String> = audit::versions(&orin_nx().root).iter().map(ToString::to_string).collect();
-    assert_eq!(shown, ["L4T: 36.4.7, compatible (JetPack 6)", "kernel: 5.15.148-tegra, compatible (5.15)"]);
-    let next = Machine::new().with("etc/nv_tegra_release", "# R40 (release), REVISION: 1.0, GCID: 1\n");
-    assert_eq!(audit::versions(&next.root)[0].to_string(), "L4T: 40.1.0 (not known here)");
+    let shown: Vec<String> = audit::versions(&orin_nx().root)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
+    assert_eq!(
+        shown,
+        [
+            "L4T: 36.4.7, compatible (JetPack 6)",
+            "kernel: 5.15.148-tegra, compatible (5.15)"
+        ]
+    );
+    let next = Machine::new().with(
+        "etc/nv_tegra_release",
+        "# R40 (release), REVISION: 1.0, GCID: 1\n",
+    );
+    assert_eq!(
+        audit::versions(&next.root)[0].to_string(),
+        "L4T: 40.1.0 (not known here)"
+    );
 }
 
 #[test]
@@ -229,10 +349,19 @@ fn what_confines_a_supervisor_that_runs_is_read_from_its_status() {
             .with(&format!("proc/{pid}/cmdline"), words.replace(' ', "\0"))
             .with(&format!("proc/{pid}/status"), status(bounding))
     };
-    let machine = process(Machine::new(), 7, "/usr/bin/cotenant serve --config x", "0000000401000000");
+    let machine = process(
+        Machine::new(),
+        7,
+        "/usr/bin/cotenant serve --config x",
+        "0000000401000000",
+    );
     let machine = process(machine, 9, "cotenant hold serve-er", "0");
-    let machine = process(machine, 12, "cotenant serve", "000001ffffffffff").with("proc/13/comm", "cotenant\n");
-    let shown: Vec<String> = Sandbox::of_daemons(&machine.root).iter().map(ToString::to_string).collect();
+    let machine = process(machine, 12, "cotenant serve", "000001ffffffffff")
+        .with("proc/13/comm", "cotenant\n");
+    let shown: Vec<String> = Sandbox::of_daemons(&machine.root)
+        .iter()
+        .map(ToString::to_string)
+        .collect();
     assert_eq!(
         shown,
         [
@@ -248,15 +377,27 @@ fn what_confines_a_supervisor_that_runs_is_read_from_its_status() {
 fn controllers_that_are_missing_are_named_and_rights_of_a_copy_are_not() {
     let board = |capabilities: &str, controllers: &str| {
         orin_nx()
-            .with("proc/self/status", format!("Name:\tcotenant\nCapEff:\t{capabilities}\n"))
-            .with("sys/fs/cgroup/cgroup.controllers", format!("{controllers}\n"))
+            .with(
+                "proc/self/status",
+                format!("Name:\tcotenant\nCapEff:\t{capabilities}\n"),
+            )
+            .with(
+                "sys/fs/cgroup/cgroup.controllers",
+                format!("{controllers}\n"),
+            )
     };
     // Bits 24 and 34.
     let all = board("0000000401000000", "cpuset cpu io memory hugetlb pids");
     assert!(!all.rules().contains("cgroup_controllers"));
     let some = board("0000000001000000", "cpuset cpu io");
-    assert!(!some.rules().contains("rights"), "the rights of the process that made the copy are not the daemon's");
-    assert_eq!(some.found("cgroup_controllers").text, "control groups are there without memory, pids");
+    assert!(
+        !some.rules().contains("rights"),
+        "the rights of the process that made the copy are not the daemon's"
+    );
+    assert_eq!(
+        some.found("cgroup_controllers").text,
+        "control groups are there without memory, pids"
+    );
 }
 
 /// One board for each generation, as far as captures go: what each has the audit name, and at what cost.
@@ -268,16 +409,26 @@ fn each_board_has_its_findings() {
     };
     let module = |part: &str| format!("nvidia,{part}\0nvidia,tegra234\0");
     let packages = |all: &[(&str, &str)]| -> String {
-        let stanzas = all.iter().map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
+        let stanzas = all
+            .iter()
+            .map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
         stanzas.collect()
     };
     // `MemTotal` of boards whose meminfo has not been captured, by their line of tegrastats.
     let memory = |mib: u64| {
-        format!("MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n", mib << 10, mib << 9)
+        format!(
+            "MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n",
+            mib << 10,
+            mib << 9
+        )
     };
     let zram = |devices: u64, mib: u64| {
-        let lines = (0..devices).map(|device| format!("/dev/zram{device} partition {} 0 5\n", mib << 10));
-        format!("Filename Type Size Used Priority\n{}", lines.collect::<String>())
+        let lines =
+            (0..devices).map(|device| format!("/dev/zram{device} partition {} 0 5\n", mib << 10));
+        format!(
+            "Filename Type Size Used Priority\n{}",
+            lines.collect::<String>()
+        )
     };
     let jetpack_7 = packages(&[
         ("libnvinfer10", "10.13.3"),
@@ -289,7 +440,10 @@ fn each_board_has_its_findings() {
         (
             "Nano 4 GB, L4T 32.7, under pressure",
             Machine::new()
-                .with_capture("proc/meminfo", "meminfo/nano-4g_r32.7_4.9.253_pressured.txt")
+                .with_capture(
+                    "proc/meminfo",
+                    "meminfo/nano-4g_r32.7_4.9.253_pressured.txt",
+                )
                 .with("etc/nv_tegra_release", release("32.7.1"))
                 .with("proc/sys/kernel/osrelease", "4.9.253-tegra")
                 .with("sys/block/mmcblk0/queue/rotational", "0"),
@@ -323,7 +477,10 @@ fn each_board_has_its_findings() {
             Machine::new()
                 .with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt")
                 .with("proc/device-tree/compatible", module("p3767-0005"))
-                .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.4_fields.RECONSTRUCTED.txt")
+                .with_capture(
+                    "etc/nv_tegra_release",
+                    "nv_tegra_release/r36.4.4_fields.RECONSTRUCTED.txt",
+                )
                 .with("proc/sys/kernel/osrelease", "5.15.148-tegra")
                 .with("proc/swaps", zram(6, 635)),
         ),
@@ -331,7 +488,10 @@ fn each_board_has_its_findings() {
             "Orin NX 16 GB, L4T 36.4.7, full voice stack",
             Machine::orin_nx("orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED", 500_999)
                 .with("proc/sys/kernel/osrelease", "5.15.148-tegra")
-                .with_capture("proc/buddyinfo", "vmstat/buddyinfo_orin-nx-16g_lfb-1x2MB.RECONSTRUCTED.txt"),
+                .with_capture(
+                    "proc/buddyinfo",
+                    "vmstat/buddyinfo_orin-nx-16g_lfb-1x2MB.RECONSTRUCTED.txt",
+                ),
         ),
         (
             "AGX Orin 64 GB, L4T 36.4.7",
@@ -354,7 +514,10 @@ fn each_board_has_its_findings() {
             "AGX Thor 128 GB, L4T 38.4, kernel of another release",
             Machine::new()
                 .with("proc/meminfo", memory(125_772))
-                .with("proc/device-tree/compatible", "nvidia,p3834-0008\0nvidia,tegra264\0")
+                .with(
+                    "proc/device-tree/compatible",
+                    "nvidia,p3834-0008\0nvidia,tegra264\0",
+                )
                 .with_capture("etc/nv_tegra_release", "nv_tegra_release/r38.4.0_thor.txt")
                 .with("proc/sys/kernel/osrelease", "6.14.0-37-generic")
                 .with("var/lib/dpkg/status", &jetpack_7),
@@ -364,7 +527,11 @@ fn each_board_has_its_findings() {
     for (name, board) in &boards {
         let _ = writeln!(shown, "{name}");
         for finding in board.audit() {
-            let _ = writeln!(shown, "  {:<24}{}; {}", finding.rule, finding.cost, finding.text);
+            let _ = writeln!(
+                shown,
+                "  {:<24}{}; {}",
+                finding.rule, finding.cost, finding.text
+            );
             assert!(!finding.remedy.is_empty());
         }
     }
@@ -375,19 +542,41 @@ fn each_board_has_its_findings() {
 fn what_was_not_copied_is_no_finding_and_neither_is_the_process_that_copied() {
     let bare = orin_nx().with("proc/self/status", "Name:\tcp\nCapEff:\t0000000000000000\n");
     let rules = bare.rules();
-    for rule in ["psi", "cgroup_memory", "nvmap_access", "thermal_unreadable", "rights"] {
+    for rule in [
+        "psi",
+        "cgroup_memory",
+        "nvmap_access",
+        "thermal_unreadable",
+        "rights",
+    ] {
         assert!(!rules.contains(rule), "{rule} in {rules:?}");
     }
     let said = Capabilities::of_copy(&bare.root).lines().join("\n");
-    for word in ["CAP_SYS_RESOURCE", "smaps_rollup", "control group", "no trigger"] {
+    for word in [
+        "CAP_SYS_RESOURCE",
+        "smaps_rollup",
+        "control group",
+        "no trigger",
+    ] {
         assert!(!said.contains(word), "{word}: {said}");
     }
-    assert!(said.contains("nothing is known of it: psi, vmstat, nvmap"), "{said}");
+    assert!(
+        said.contains("nothing is known of it: psi, vmstat, nvmap"),
+        "{said}"
+    );
     // A file that was copied stays as it is: no trigger is written into it.
     let counted = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
     let copied = orin_nx().with("proc/pressure/memory", counted);
-    assert!(Capabilities::of_copy(&copied.root).lines().iter().any(|line| line.starts_with("psi: counted")));
-    assert_eq!(std::fs::read_to_string(copied.root.proc("pressure/memory")).unwrap(), counted);
+    assert!(
+        Capabilities::of_copy(&copied.root)
+            .lines()
+            .iter()
+            .any(|line| line.starts_with("psi: counted"))
+    );
+    assert_eq!(
+        std::fs::read_to_string(copied.root.proc("pressure/memory")).unwrap(),
+        counted
+    );
 }
 
 #[test]
@@ -395,21 +584,44 @@ fn an_orin_nano_is_judged_by_its_own_figures_and_a_virtual_disk_does_not_rotate(
     let nano = |mode: u32| {
         Machine::new()
             .with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt")
-            .with("proc/device-tree/compatible", "nvidia,p3768-0000+p3767-0005\0nvidia,p3767-0005\0nvidia,tegra234\0")
-            .with("etc/nv_tegra_release", "# R36 (release), REVISION: 4.4, GCID: 1\n")
-            .with("etc/nvpmodel.conf", "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=1 NAME=7W >\n")
-            .with("var/lib/nvpmodel/status", format!("pmode:{mode:04}\n").as_str())
+            .with(
+                "proc/device-tree/compatible",
+                "nvidia,p3768-0000+p3767-0005\0nvidia,p3767-0005\0nvidia,tegra234\0",
+            )
+            .with(
+                "etc/nv_tegra_release",
+                "# R36 (release), REVISION: 4.4, GCID: 1\n",
+            )
+            .with(
+                "etc/nvpmodel.conf",
+                "< POWER_MODEL ID=0 NAME=15W >\n< POWER_MODEL ID=1 NAME=7W >\n",
+            )
+            .with(
+                "var/lib/nvpmodel/status",
+                format!("pmode:{mode:04}\n").as_str(),
+            )
     };
-    assert!(!nano(0).rules().contains("power_mode"), "15W is the most that it has");
+    assert!(
+        !nano(0).rules().contains("power_mode"),
+        "15W is the most that it has"
+    );
     let low = nano(1);
     assert_eq!(low.found("power_mode").text, "power mode is 7W, not 15W");
     assert_eq!(low.found("power_mode").cost, Cost::Risk);
     assert_eq!(low.found("super_mode").cost, Cost::Speed(33));
-    for (name, model, rotates) in [("vda", "", false), ("sda", "QEMU HARDDISK", false), ("sda", "ST2000DM008", true)] {
+    for (name, model, rotates) in [
+        ("vda", "", false),
+        ("sda", "QEMU HARDDISK", false),
+        ("sda", "ST2000DM008", true),
+    ] {
         let machine = Machine::new()
             .with_capture("proc/meminfo", "meminfo/orin-nano-8g_r36.4.x_5.15.148.txt")
             .with(&format!("sys/block/{name}/queue/rotational"), "1\n")
             .with(&format!("sys/block/{name}/device/model"), model);
-        assert_eq!(machine.rules().contains("disk_kind"), rotates, "{name} {model}");
+        assert_eq!(
+            machine.rules().contains("disk_kind"),
+            rotates,
+            "{name} {model}"
+        );
     }
 }

@@ -17,11 +17,16 @@ async fn run(daemon: &Daemon, arguments: &[&str]) -> Output {
 async fn run_as(daemon: &Daemon, uid: Option<u32>, arguments: &[&str]) -> Output {
     use std::os::unix::process::CommandExt;
     let mut command = Command::new(env!("CARGO_BIN_EXE_cotenant"));
-    command.args(arguments).env("COTENANT_ENDPOINT", format!("unix-abstract:{}", daemon.abstract_name));
+    command.args(arguments).env(
+        "COTENANT_ENDPOINT",
+        format!("unix-abstract:{}", daemon.abstract_name),
+    );
     if let Some(uid) = uid {
         command.uid(uid).gid(uid);
     }
-    tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap()
+    tokio::task::spawn_blocking(move || command.output().unwrap())
+        .await
+        .unwrap()
 }
 
 fn code(output: &Output) -> i32 {
@@ -63,14 +68,23 @@ async fn status_leases_and_events_tell_what_is_there_and_what_happened() {
 
     let events = run(&daemon, &["events"]).await;
     assert_eq!(code(&events), 0, "{events:?}");
-    assert!(stdout(&events).contains("`camera` (interactive) asks for 100 MiB"), "{}", stdout(&events));
+    assert!(
+        stdout(&events).contains("`camera` (interactive) asks for 100 MiB"),
+        "{}",
+        stdout(&events)
+    );
 
     let released = run(&daemon, &["leases", "release", &lease.name]).await;
     assert_eq!(code(&released), 0, "{released:?}");
-    daemon.state(|snapshot| !snapshot.leases.iter().any(|view| view.tenant == "camera")).await;
+    daemon
+        .state(|snapshot| !snapshot.leases.iter().any(|view| view.tenant == "camera"))
+        .await;
     let unknown = run(&daemon, &["leases", "release", &lease.name]).await;
     assert_eq!(code(&unknown), 4);
-    assert!(stderr(&unknown).contains("hint: `cotenant leases` lists them"), "{unknown:?}");
+    assert!(
+        stderr(&unknown).contains("hint: `cotenant leases` lists them"),
+        "{unknown:?}"
+    );
     daemon.end().await;
 }
 
@@ -98,8 +112,15 @@ async fn a_pipe_that_closes_early_is_no_error() {
 async fn generate_streams_the_text_to_stdout() {
     let daemon = Daemon::start().await;
     let said = run(&daemon, &["generate", "turn on the light", "--seed", "1"]).await;
-    assert_eq!((code(&said), stdout(&said).as_str()), (0, "turn on the light\n"), "{said:?}");
-    assert!(stderr(&said).starts_with("4 prompt and 4 completion tokens"), "{said:?}");
+    assert_eq!(
+        (code(&said), stdout(&said).as_str()),
+        (0, "turn on the light\n"),
+        "{said:?}"
+    );
+    assert!(
+        stderr(&said).starts_with("4 prompt and 4 completion tokens"),
+        "{said:?}"
+    );
     let json = run(&daemon, &["generate", "hello you", "-o", "json"]).await;
     let json: serde_json::Value = serde_json::from_str(&stdout(&json)).unwrap();
     assert_eq!(json["text"], "hello you");
@@ -124,7 +145,10 @@ async fn exit_codes_tell_refused_from_unreachable_from_misused() {
         (&["shed"], 2),
         (&["status", "--endpoint", "http://localhost:1"], 2),
         (&["status", "--endpoint", "unix:///nonexistent.sock"], 3),
-        (&["status", "--endpoint", "unix-abstract:no-listener-here"], 3),
+        (
+            &["status", "--endpoint", "unix-abstract:no-listener-here"],
+            3,
+        ),
         (&["replay", "/nonexistent"], 1),
         (&["--help"], 0),
         (&["completions", "bash"], 0),
@@ -146,7 +170,11 @@ async fn exit_codes_tell_refused_from_unreachable_from_misused() {
             assert_eq!(stdout(&output), "");
         }
     }
-    let unreachable = run(&daemon, &["status", "--endpoint", "unix:///nonexistent.sock"]).await;
+    let unreachable = run(
+        &daemon,
+        &["status", "--endpoint", "unix:///nonexistent.sock"],
+    )
+    .await;
     insta::assert_snapshot!(stderr(&unreachable), @r"
     error: cannot reach the supervisor at `unix:///nonexistent.sock`
       caused by: No such file or directory (os error 2)
@@ -161,7 +189,11 @@ async fn health_waits_until_it_serves() {
     let asks = run(&daemon, &["health", "--wait", "--timeout", "20s"]);
     let sets = async { daemon.health.set(cotenant::rpc::health::OVERALL, true) };
     let (asked, ()) = tokio::join!(asks, sets);
-    assert_eq!((code(&asked), stdout(&asked).as_str()), (0, "SERVING\n"), "{asked:?}");
+    assert_eq!(
+        (code(&asked), stdout(&asked).as_str()),
+        (0, "SERVING\n"),
+        "{asked:?}"
+    );
     daemon.end().await;
 }
 
@@ -170,11 +202,16 @@ async fn a_journal_replays_from_the_command_line_and_a_forged_one_does_not() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
     granted(&mut client, request("one", "camera", 100)).await;
-    let _ = client.create_lease(request("two", "radio", 5000)).await.unwrap_err();
+    let _ = client
+        .create_lease(request("two", "radio", 5000))
+        .await
+        .unwrap_err();
     let kept = tempfile::tempdir().unwrap();
     let journal = daemon.folder.path().join("journal.ndjson");
     let copy = kept.path().join("journal.ndjson");
-    daemon.state(|snapshot| snapshot.leases.iter().any(|view| view.tenant == "camera")).await;
+    daemon
+        .state(|snapshot| snapshot.leases.iter().any(|view| view.tenant == "camera"))
+        .await;
     // The writer flushes when it has nothing to do; the denial is the last thing that matters here.
     let mut text = String::new();
     while !text.contains("exceeds_budget") {
@@ -188,7 +225,10 @@ async fn a_journal_replays_from_the_command_line_and_a_forged_one_does_not() {
 
     // The record claims that 1 MiB more was granted.
     let held = Bytes::from_mib(100).get();
-    let forged = text.replace(&format!("\"held\":{held}"), &format!("\"held\":{}", held + (1 << 20)));
+    let forged = text.replace(
+        &format!("\"held\":{held}"),
+        &format!("\"held\":{}", held + (1 << 20)),
+    );
     assert_ne!(forged, text);
     std::fs::write(&copy, forged).unwrap();
     let other = run(&daemon, &["replay", copy.to_str().unwrap()]).await;
@@ -213,12 +253,19 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         println!("left out: the program cannot be run by another user here");
         return;
     }
-    for (others, status, shed, release) in
-        [(None, 4, 4, 4), (Some(Role::Viewer), 0, 4, 4), (Some(Role::Tenant), 0, 4, 4), (Some(Role::Operator), 0, 0, 0)]
-    {
+    for (others, status, shed, release) in [
+        (None, 4, 4, 4),
+        (Some(Role::Viewer), 0, 4, 4),
+        (Some(Role::Tenant), 0, 4, 4),
+        (Some(Role::Operator), 0, 0, 0),
+    ] {
         let mut roles = Roles::new(0);
         roles.others = others;
-        let daemon = Daemon::start_with(Settings { roles, ..Settings::default() }).await;
+        let daemon = Daemon::start_with(Settings {
+            roles,
+            ..Settings::default()
+        })
+        .await;
         let mut client = daemon.leases().await;
         let lease = granted(&mut client, request("one", "camera", 100)).await;
         daemon.state(|snapshot| snapshot.leases.len() == 2).await;
@@ -226,14 +273,25 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         assert_eq!(code(&reported), status, "{others:?}: {reported:?}");
         let reported = run_as(&daemon, Some(OTHER_UID), &["stop", "asr"]).await;
         assert_eq!(code(&reported), shed, "{others:?}: {reported:?}");
-        let reported = run_as(&daemon, Some(OTHER_UID), &["leases", "release", &lease.name]).await;
+        let reported = run_as(
+            &daemon,
+            Some(OTHER_UID),
+            &["leases", "release", &lease.name],
+        )
+        .await;
         assert_eq!(code(&reported), release, "{others:?}: {reported:?}");
         if others == Some(Role::Tenant) {
             // A tenant may release leases, and this one is not its own.
-            assert!(stderr(&reported).contains("it belongs to uid 0"), "{reported:?}");
+            assert!(
+                stderr(&reported).contains("it belongs to uid 0"),
+                "{reported:?}"
+            );
         }
         if others.is_none() {
-            assert!(stderr(&reported).contains("uid 65534 (no role)"), "{reported:?}");
+            assert!(
+                stderr(&reported).contains("uid 65534 (no role)"),
+                "{reported:?}"
+            );
         }
         daemon.end().await;
     }

@@ -14,10 +14,15 @@ async fn unmodified_grpcio_does_what_a_tenant_does() {
     daemon.health.set(cotenant::rpc::health::OVERALL, true);
     let mut command = Command::new(Path::new(&venv).join("bin/python"));
     command
-        .arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/clients/grpc_client.py"))
+        .arg(concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/tests/clients/grpc_client.py"
+        ))
         .arg(daemon.socket())
         .arg(&daemon.abstract_name);
-    let output = tokio::task::spawn_blocking(move || command.output().unwrap()).await.unwrap();
+    let output = tokio::task::spawn_blocking(move || command.output().unwrap())
+        .await
+        .unwrap();
     println!("{}", String::from_utf8_lossy(&output.stdout));
     assert!(
         output.status.success(),

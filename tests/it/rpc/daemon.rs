@@ -26,8 +26,8 @@ use cotenant::{
         snapshot::Snapshot,
     },
     rpc::{
-        Bounds, Endpoint, GenerateEvent, GenerateRequest, Generator, Health, Limits, Notice, Roles, Server, Sockets,
-        Supervisor,
+        Bounds, Endpoint, GenerateEvent, GenerateRequest, Generator, Health, Limits, Notice, Roles,
+        Server, Sockets, Supervisor,
         v1::{
             self, lease_service_client::LeaseServiceClient, llm_service_client::LlmServiceClient,
             operator_service_client::OperatorServiceClient,
@@ -47,12 +47,16 @@ pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
 pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
 
 /// How a text ends whose last word is `reclaim`.
-const KV_RECLAIMED: fn() -> Refusal =
-    || Refusal::KvReclaimed { generated: cotenant::units::Tokens::new(2), retry_after: Duration::from_millis(50) };
+const KV_RECLAIMED: fn() -> Refusal = || Refusal::KvReclaimed {
+    generated: cotenant::units::Tokens::new(2),
+    retry_after: Duration::from_millis(50),
+};
 
 /// How a text ends whose last word is `break`.
-const ENGINE_LOST: fn() -> Refusal =
-    || Refusal::EngineLost { reason: "it panicked".into(), retry_after: Duration::from_millis(50) };
+const ENGINE_LOST: fn() -> Refusal = || Refusal::EngineLost {
+    reason: "it panicked".into(),
+    retry_after: Duration::from_millis(50),
+};
 
 /// Says a text word by word, and counts the generations that run.
 #[derive(Default)]
@@ -62,7 +66,10 @@ pub(super) struct Parrot {
 }
 
 impl Generator for Parrot {
-    fn generate(&self, request: GenerateRequest) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>> {
+    fn generate(
+        &self,
+        request: GenerateRequest,
+    ) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>> {
         use cotenant::{
             conversation::{FinishReason, Usage},
             rpc::llm::{Input, Times},
@@ -90,23 +97,45 @@ impl Generator for Parrot {
             running.send_modify(|running| *running += 1);
             tokio::spawn(async move {
                 let talk = async {
-                    let started = GenerateEvent::Started { model: "parrot".into(), prompt: words, seed: 7 };
+                    let started = GenerateEvent::Started {
+                        model: "parrot".into(),
+                        prompt: words,
+                        seed: 7,
+                    };
                     events.send(started).await.ok()?;
                     // Asked to talk for ever, it does.
-                    for word in text.split_inclusive(' ').cycle().take(if text == "forever" {
-                        usize::MAX
-                    } else {
-                        text.split_inclusive(' ').count()
-                    }) {
-                        events.send(GenerateEvent::Delta { text: word.into() }).await.ok()?;
+                    for word in text
+                        .split_inclusive(' ')
+                        .cycle()
+                        .take(if text == "forever" {
+                            usize::MAX
+                        } else {
+                            text.split_inclusive(' ').count()
+                        })
+                    {
+                        events
+                            .send(GenerateEvent::Delta { text: word.into() })
+                            .await
+                            .ok()?;
                     }
                     if let Some(refusal) = fails {
                         return events.send(GenerateEvent::Failed(refusal)).await.ok();
                     }
-                    let usage = Usage { prompt_tokens: words, completion_tokens: words, ..Usage::default() };
+                    let usage = Usage {
+                        prompt_tokens: words,
+                        completion_tokens: words,
+                        ..Usage::default()
+                    };
                     let reason = FinishReason::Stop;
                     let times = Times::default();
-                    events.send(GenerateEvent::Finished { reason, usage, times }).await.ok()
+                    events
+                        .send(GenerateEvent::Finished {
+                            reason,
+                            usage,
+                            times,
+                        })
+                        .await
+                        .ok()
                 };
                 talk.await;
                 running.send_modify(|running| *running -= 1);
@@ -126,7 +155,11 @@ pub(super) struct Settings {
 
 impl Default for Settings {
     fn default() -> Self {
-        Self { limits: Limits::default(), roles: Roles::new(nix::unistd::getuid().as_raw()), events_kept: 1000 }
+        Self {
+            limits: Limits::default(),
+            roles: Roles::new(nix::unistd::getuid().as_raw()),
+            events_kept: 1000,
+        }
     }
 }
 
@@ -151,14 +184,23 @@ impl Daemon {
 
     pub(super) async fn start_with(settings: Settings) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let unique = folder.path().file_name().unwrap().to_str().unwrap().to_owned();
+        let unique = folder
+            .path()
+            .file_name()
+            .unwrap()
+            .to_str()
+            .unwrap()
+            .to_owned();
         let abstract_name = format!("cotenant-test-{}-{unique}", std::process::id());
         let mut sockets = Sockets::new();
-        sockets.bind_path(&folder.path().join("cotenant.sock"), 0o666).unwrap();
+        sockets
+            .bind_path(&folder.path().join("cotenant.sock"), 0o666)
+            .unwrap();
         sockets.bind_abstract(&abstract_name).unwrap();
 
         let (clock, boot_id) = (MonotonicClock::start(), format!("boot-{unique}"));
-        let (handle, mut inbox) = ControlHandle::new(boot_id, Vec::new(), clock, settings.events_kept);
+        let (handle, mut inbox) =
+            ControlHandle::new(boot_id, Vec::new(), clock, settings.events_kept);
         let uses = Arc::<Mutex<BTreeMap<String, Bytes>>>::default();
         let (interval, wanted) = watch::channel(Duration::ZERO);
         let device = Device {
@@ -180,7 +222,10 @@ impl Daemon {
         });
         // The first sample has been taken, so that requests are judged by it.
         let mut snapshots = handle.snapshot();
-        snapshots.wait_for(|snapshot| snapshot.pressure.sample.is_some()).await.unwrap();
+        snapshots
+            .wait_for(|snapshot| snapshot.pressure.sample.is_some())
+            .await
+            .unwrap();
 
         let parrot = Arc::<Parrot>::default();
         let server = Server::new(
@@ -215,7 +260,12 @@ impl Daemon {
     }
 
     pub(super) async fn channel(&self) -> Channel {
-        self.endpoint().parse::<Endpoint>().unwrap().connect().await.unwrap()
+        self.endpoint()
+            .parse::<Endpoint>()
+            .unwrap()
+            .connect()
+            .await
+            .unwrap()
     }
 
     /// A connection that takes no more than 64 KiB before it is read.
@@ -249,7 +299,11 @@ impl Daemon {
     pub(super) async fn state(&self, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
         let mut snapshots = self.handle.snapshot();
         let waiting = snapshots.wait_for(|snapshot| fits(snapshot));
-        tokio::time::timeout(PATIENCE, waiting).await.expect("the state never came").unwrap().clone()
+        tokio::time::timeout(PATIENCE, waiting)
+            .await
+            .expect("the state never came")
+            .unwrap()
+            .clone()
     }
 
     /// Waits until the journal has a line behind number `sequence`.
@@ -271,12 +325,20 @@ impl Daemon {
     pub(super) async fn end(self) {
         let (socket, journal) = (self.socket(), self.folder.path().join("journal.ndjson"));
         self.stop.cancel();
-        tokio::time::timeout(PATIENCE, self.server).await.expect("the server does not end").unwrap();
+        tokio::time::timeout(PATIENCE, self.server)
+            .await
+            .expect("the server does not end")
+            .unwrap();
         self.control_loop.await.unwrap();
         assert!(!socket.exists(), "the socket is left behind");
         let contents = journal::read(&journal).unwrap();
         for run in journal::replay(&contents.entries) {
-            assert_eq!(run.outcome, journal::Outcome::Same, "after {} events", run.events);
+            assert_eq!(
+                run.outcome,
+                journal::Outcome::Same,
+                "after {} events",
+                run.events
+            );
             assert!(run.events > 0);
         }
     }
@@ -329,7 +391,11 @@ fn open_journal(handle: &Arc<ControlHandle>, path: PathBuf) -> Journal {
         });
     })
     .unwrap();
-    journal.record(Timestamp::START, SystemTime::now(), Content::start(params()));
+    journal.record(
+        Timestamp::START,
+        SystemTime::now(),
+        Content::start(params()),
+    );
     journal
 }
 
@@ -372,12 +438,14 @@ impl Perform for Device {
             let checkpoint = Content::Checkpoint(Box::new(Checkpoint::of(arbiter)));
             self.journal.record(now, SystemTime::now(), checkpoint);
         }
-        self.journal.record(now, SystemTime::now(), Content::Event(event.clone()));
+        self.journal
+            .record(now, SystemTime::now(), Content::Event(event.clone()));
     }
 
     fn record_actions(&mut self, now: Timestamp, actions: &[Action]) {
         for action in actions {
-            self.journal.record(now, SystemTime::now(), Content::Action(action.clone()));
+            self.journal
+                .record(now, SystemTime::now(), Content::Action(action.clone()));
         }
     }
 
@@ -390,20 +458,49 @@ impl Perform for Device {
     fn perform(&mut self, action: Action) {
         let submit = |event| self.handle.submit(event, None).unwrap();
         match action {
-            Action::SetTarget { lease, nonce, bytes, deadline, reason } => {
-                self.handle.notify(Notice::Target { lease, nonce, bytes, deadline, reason: reason.to_string() });
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                deadline,
+                reason,
+            } => {
+                self.handle.notify(Notice::Target {
+                    lease,
+                    nonce,
+                    bytes,
+                    deadline,
+                    reason: reason.to_string(),
+                });
             }
             Action::EndLease { lease, end } => {
-                self.handle.notify(Notice::Ended { lease: lease.id, reason: render_lease_end(&lease, &end) });
+                self.handle.notify(Notice::Ended {
+                    lease: lease.id,
+                    reason: render_lease_end(&lease, &end),
+                });
             }
             Action::Measure { tenant } => {
-                let used = self.uses.lock().unwrap().get(&tenant).copied().unwrap_or_default();
-                submit(Event::Measured { tenant, used: Some(used), taken_at: self.handle.now().0 });
+                let used = self
+                    .uses
+                    .lock()
+                    .unwrap()
+                    .get(&tenant)
+                    .copied()
+                    .unwrap_or_default();
+                submit(Event::Measured {
+                    tenant,
+                    used: Some(used),
+                    taken_at: self.handle.now().0,
+                });
             }
             Action::SampleAfter { wait } => drop(self.interval.send_replace(wait)),
             Action::StartWorker { worker, .. } => submit(Event::WorkerReady { worker, pid: 4242 }),
             Action::StopWorker { worker, .. } => {
-                submit(Event::WorkerExited { worker, intended: true, cause: "exit code 0".into() });
+                submit(Event::WorkerExited {
+                    worker,
+                    intended: true,
+                    cause: "exit code 0".into(),
+                });
             }
             _ => {}
         }
@@ -426,20 +523,41 @@ pub(super) fn seconds(seconds: i64) -> Option<prost_types::Duration> {
 }
 
 /// Creates a lease that must be granted.
-pub(crate) async fn granted(client: &mut LeaseServiceClient<Channel>, request: v1::CreateLeaseRequest) -> v1::Lease {
-    client.create_lease(request).await.unwrap().into_inner().lease.unwrap()
+pub(crate) async fn granted(
+    client: &mut LeaseServiceClient<Channel>,
+    request: v1::CreateLeaseRequest,
+) -> v1::Lease {
+    client
+        .create_lease(request)
+        .await
+        .unwrap()
+        .into_inner()
+        .lease
+        .unwrap()
 }
 
 /// The code and the reason of an error that must have both.
 pub(super) fn reason(status: &Status) -> (Code, String) {
-    let info = status.get_details_error_info().unwrap_or_else(|| panic!("no ErrorInfo in {status:?}"));
+    let info = status
+        .get_details_error_info()
+        .unwrap_or_else(|| panic!("no ErrorInfo in {status:?}"));
     assert_eq!(info.domain, "cotenant");
-    assert!(info.reason.len() <= 63 && info.reason.bytes().all(|byte| byte.is_ascii_uppercase() || byte == b'_'));
+    assert!(
+        info.reason.len() <= 63
+            && info
+                .reason
+                .bytes()
+                .all(|byte| byte.is_ascii_uppercase() || byte == b'_')
+    );
     (status.code(), info.reason)
 }
 
 /// Bounds that no test reaches.
-pub(super) const WIDE: Bounds = Bounds { per_process: 10_000, per_user: 10_000, total: 10_000 };
+pub(super) const WIDE: Bounds = Bounds {
+    per_process: 10_000,
+    per_user: 10_000,
+    total: 10_000,
+};
 
 impl Daemon {
     /// How many events or actions of a name there have been, once the journal shows `after`.
@@ -449,13 +567,20 @@ impl Daemon {
         let counting = async {
             loop {
                 let page = events.after(0, usize::MAX);
-                let named = |name: &str| page.records.iter().filter(|record| record.name == name).count();
+                let named = |name: &str| {
+                    page.records
+                        .iter()
+                        .filter(|record| record.name == name)
+                        .count()
+                };
                 if named(after) > 0 {
                     return named(name);
                 }
                 last.changed().await.unwrap();
             }
         };
-        tokio::time::timeout(PATIENCE, counting).await.unwrap_or_else(|_| panic!("{after} never came"))
+        tokio::time::timeout(PATIENCE, counting)
+            .await
+            .unwrap_or_else(|_| panic!("{after} never came"))
     }
 }

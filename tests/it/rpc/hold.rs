@@ -1,7 +1,9 @@
 //! The stream of a holder.
 
 use cotenant::{
-    rpc::v1::{self, TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient},
+    rpc::v1::{
+        self, TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient,
+    },
     units::Bytes,
 };
 use tokio::sync::mpsc;
@@ -20,7 +22,11 @@ pub(crate) struct Held {
 impl Held {
     pub(crate) async fn open(client: &mut LeaseServiceClient<Channel>, lease: v1::Lease) -> Self {
         let (say, said) = mpsc::channel(16);
-        let hear = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
+        let hear = client
+            .hold_lease(ReceiverStream::new(said))
+            .await
+            .unwrap()
+            .into_inner();
         let mut held = Self { say, hear, lease };
         held.renew().await;
         assert!(matches!(held.next().await, Message::Renewed(_)));
@@ -40,7 +46,13 @@ impl Held {
         self.say.send(self.message()).await.unwrap();
     }
 
-    pub(crate) async fn answer(&self, nonce: u64, target_bytes: u64, state: TargetState, used: Bytes) {
+    pub(crate) async fn answer(
+        &self,
+        nonce: u64,
+        target_bytes: u64,
+        state: TargetState,
+        used: Bytes,
+    ) {
         let message = v1::HoldLeaseRequest {
             nonce,
             target_bytes,
@@ -110,19 +122,39 @@ async fn a_target_is_reported_answered_and_credited_once_it_is_measured() {
     let daemon = Daemon::start().await;
     let (mut held, target, urgent) = with_a_target(&daemon).await;
     assert!(target.target_bytes < Bytes::from_mib(800).get());
-    assert!(target.deadline_in.is_some() && !target.reason.is_empty(), "{target:?}");
+    assert!(
+        target.deadline_in.is_some() && !target.reason.is_empty(),
+        "{target:?}"
+    );
 
     // Says so and does nothing: not credited.
-    held.answer(target.nonce, target.target_bytes, TargetState::Applied, Bytes::new(target.target_bytes)).await;
-    assert_eq!(held.receipt().await, (target.nonce, TargetState::Applied, String::new()));
+    held.answer(
+        target.nonce,
+        target.target_bytes,
+        TargetState::Applied,
+        Bytes::new(target.target_bytes),
+    )
+    .await;
+    assert_eq!(
+        held.receipt().await,
+        (target.nonce, TargetState::Applied, String::new())
+    );
     assert!(!urgent.is_finished());
     daemon
-        .state(|snapshot| snapshot.leases.iter().any(|lease| lease.tenant == "index" && lease.memory.used.is_some()))
+        .state(|snapshot| {
+            snapshot
+                .leases
+                .iter()
+                .any(|lease| lease.tenant == "index" && lease.memory.used.is_some())
+        })
         .await;
     assert!(!urgent.is_finished(), "granted on the holder's word");
 
     daemon.set_used("index", Bytes::new(target.target_bytes));
-    let granted = tokio::time::timeout(PATIENCE, urgent).await.unwrap().unwrap();
+    let granted = tokio::time::timeout(PATIENCE, urgent)
+        .await
+        .unwrap()
+        .unwrap();
     assert_eq!(granted.held_bytes, Bytes::from_mib(400).get());
     daemon.end().await;
 }
@@ -135,8 +167,18 @@ async fn replayed_stale_and_forged_answers_change_nothing() {
     for (nonce, bytes, state, expected) in [
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
         (nonce, bytes, TargetState::Deferred, TargetState::Deferred),
-        (nonce + 1, bytes, TargetState::Applied, TargetState::Conflict),
-        (nonce, bytes - 1, TargetState::Applied, TargetState::Conflict),
+        (
+            nonce + 1,
+            bytes,
+            TargetState::Applied,
+            TargetState::Conflict,
+        ),
+        (
+            nonce,
+            bytes - 1,
+            TargetState::Applied,
+            TargetState::Conflict,
+        ),
     ] {
         held.answer(nonce, bytes, state, Bytes::from_mib(700)).await;
         assert_eq!(held.receipt().await.1, expected);
@@ -152,7 +194,10 @@ async fn replayed_stale_and_forged_answers_change_nothing() {
         .await
         .unwrap();
     let passed_on = daemon.count("target_answered", "lease_released").await;
-    assert_eq!(passed_on, 1, "the replayed and the forged ones stay outside");
+    assert_eq!(
+        passed_on, 1,
+        "the replayed and the forged ones stay outside"
+    );
     urgent.abort();
     daemon.end().await;
 }
@@ -166,7 +211,10 @@ async fn a_stream_that_is_lost_leaves_the_lease_and_its_target() {
     let mut client = daemon.leases().await;
     let mut again = Held::open(&mut client, lease).await;
     let reported = again.target().await;
-    assert_eq!((reported.nonce, reported.target_bytes), (target.nonce, target.target_bytes));
+    assert_eq!(
+        (reported.nonce, reported.target_bytes),
+        (target.nonce, target.target_bytes)
+    );
     urgent.abort();
     daemon.end().await;
 }
@@ -175,15 +223,31 @@ async fn a_stream_that_is_lost_leaves_the_lease_and_its_target() {
 async fn the_end_of_a_lease_is_reported_on_its_stream() {
     let daemon = Daemon::start().await;
     let mut client = daemon.leases().await;
-    let lease = granted(&mut client, v1::CreateLeaseRequest { term: seconds(2), ..request("one", "camera", 10) }).await;
+    let lease = granted(
+        &mut client,
+        v1::CreateLeaseRequest {
+            term: seconds(2),
+            ..request("one", "camera", 10)
+        },
+    )
+    .await;
     // It is not renewed after the opening, and its term is two seconds.
     let mut held = Held::open(&mut client, lease.clone()).await;
-    let Message::Ended(ended) = held.next().await else { panic!("not the end") };
+    let Message::Ended(ended) = held.next().await else {
+        panic!("not the end")
+    };
     assert_eq!(ended.name, lease.name);
-    assert!(held.hear.message().await.unwrap().is_none(), "the stream ends with the lease");
+    assert!(
+        held.hear.message().await.unwrap().is_none(),
+        "the stream ends with the lease"
+    );
     let mut held = {
         let (say, said) = mpsc::channel(1);
-        let hear = client.hold_lease(ReceiverStream::new(said)).await.unwrap().into_inner();
+        let hear = client
+            .hold_lease(ReceiverStream::new(said))
+            .await
+            .unwrap()
+            .into_inner();
         Held { say, hear, lease }
     };
     held.renew().await;
@@ -199,23 +263,48 @@ async fn a_stream_keeps_one_lease_and_refuses_what_makes_no_sense() {
     let one = granted(&mut client, request("one", "camera", 10)).await;
     let two = granted(&mut client, request("two", "radio", 10)).await;
     for (break_it, expected) in [
-        (v1::HoldLeaseRequest { name: two.name.clone(), ..v1::HoldLeaseRequest::default() }, "name"),
         (
-            v1::HoldLeaseRequest { nonce: 1, state: TargetState::Stale.into(), ..v1::HoldLeaseRequest::default() },
+            v1::HoldLeaseRequest {
+                name: two.name.clone(),
+                ..v1::HoldLeaseRequest::default()
+            },
+            "name",
+        ),
+        (
+            v1::HoldLeaseRequest {
+                nonce: 1,
+                state: TargetState::Stale.into(),
+                ..v1::HoldLeaseRequest::default()
+            },
             "state",
         ),
         (
-            v1::HoldLeaseRequest { nonce: 1, state: TargetState::Deferred.into(), ..v1::HoldLeaseRequest::default() },
+            v1::HoldLeaseRequest {
+                nonce: 1,
+                state: TargetState::Deferred.into(),
+                ..v1::HoldLeaseRequest::default()
+            },
             "used_bytes",
         ),
     ] {
         let mut held = Held::open(&mut client, one.clone()).await;
-        let name = if break_it.name.is_empty() { one.name.clone() } else { break_it.name.clone() };
-        let message =
-            v1::HoldLeaseRequest { name, boot_id: one.boot_id.clone(), generation: one.generation, ..break_it };
+        let name = if break_it.name.is_empty() {
+            one.name.clone()
+        } else {
+            break_it.name.clone()
+        };
+        let message = v1::HoldLeaseRequest {
+            name,
+            boot_id: one.boot_id.clone(),
+            generation: one.generation,
+            ..break_it
+        };
         held.say.send(message).await.unwrap();
         let status = held.hear.message().await.unwrap_err();
-        assert_eq!(reason(&status), (Code::InvalidArgument, "INVALID_FIELD".into()));
+        assert_eq!(
+            reason(&status),
+            (Code::InvalidArgument, "INVALID_FIELD".into())
+        );
         assert!(status.message().starts_with(expected), "{status:?}");
     }
     // All that did the leases no harm.
@@ -227,7 +316,14 @@ async fn a_stream_keeps_one_lease_and_refuses_what_makes_no_sense() {
 async fn a_holder_that_never_reads_stops_being_heard_and_loses_the_lease_at_its_term() {
     let daemon = Daemon::start().await;
     let mut client = LeaseServiceClient::new(daemon.narrow_channel().await);
-    let lease = granted(&mut client, v1::CreateLeaseRequest { term: seconds(2), ..request("one", "camera", 10) }).await;
+    let lease = granted(
+        &mut client,
+        v1::CreateLeaseRequest {
+            term: seconds(2),
+            ..request("one", "camera", 10)
+        },
+    )
+    .await;
     let held = Held::open(&mut client, lease).await;
     let flood = async {
         // The supervisor stops taking messages once its own are not read; then sending waits.

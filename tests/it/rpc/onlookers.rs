@@ -9,7 +9,10 @@ use cotenant::{
     policy::lease::LeaseState,
     rpc::{
         Endpoint,
-        v1::{self, TargetState, hold_lease_response::Message, lease_service_client::LeaseServiceClient},
+        v1::{
+            self, TargetState, hold_lease_response::Message,
+            lease_service_client::LeaseServiceClient,
+        },
     },
     units::Bytes,
 };
@@ -33,7 +36,9 @@ async fn child_client() -> LeaseServiceClient<Channel> {
 
 fn child(daemon: &Daemon, test: &str) -> Command {
     let mut command = Command::new(std::env::current_exe().unwrap());
-    command.args(["--exact", test, "--ignored", "--nocapture"]).env("COTENANT_ENDPOINT", daemon.endpoint());
+    command
+        .args(["--exact", test, "--ignored", "--nocapture"])
+        .env("COTENANT_ENDPOINT", daemon.endpoint());
     command
 }
 
@@ -65,7 +70,10 @@ impl Holder {
             let mut process = command.spawn().unwrap();
             let lines = BufReader::new(process.stdout.as_mut().unwrap()).lines();
             // The harness may print on the same line before.
-            let said = lines.map(Result::unwrap).find(|line| line.contains(MARK)).unwrap();
+            let said = lines
+                .map(Result::unwrap)
+                .find(|line| line.contains(MARK))
+                .unwrap();
             let lease = lease_in(said.split_once(MARK).unwrap().1);
             Self { process, lease }
         })
@@ -83,7 +91,10 @@ impl Holder {
 async fn state_of(daemon: &Daemon, lease: &v1::Lease, fits: impl Fn(Option<LeaseState>) -> bool) {
     daemon
         .state(|snapshot| {
-            let found = snapshot.leases.iter().find(|view| view.name() == lease.name);
+            let found = snapshot
+                .leases
+                .iter()
+                .find(|view| view.name() == lease.name);
             fits(found.map(|view| view.state))
         })
         .await;
@@ -101,7 +112,14 @@ async fn a_process_that_looks_on_neither_speaks_for_the_holder_nor_ends_its_leas
     assert!(output.status.success(), "{output:?}");
     // Its end is known by that of its own lease.
     assert_eq!(daemon.count("holder_lost", "holder_lost").await, 1);
-    daemon.state(|snapshot| !snapshot.leases.iter().any(|lease| lease.tenant == "onlooker")).await;
+    daemon
+        .state(|snapshot| {
+            !snapshot
+                .leases
+                .iter()
+                .any(|lease| lease.tenant == "onlooker")
+        })
+        .await;
     let mut held = Held::open(&mut client, lease).await;
     held.renew().await;
     assert!(matches!(held.next().await, Message::Renewed(_)));
@@ -115,7 +133,10 @@ async fn child_that_looks_on_and_ends() {
     let mut client = child_client().await;
     let lease = lease_in(&std::env::var(LEASE).unwrap());
     let refused = |status: &Status| {
-        assert_eq!(reason(status), (Code::PermissionDenied, "NOT_HOLDER".into()));
+        assert_eq!(
+            reason(status),
+            (Code::PermissionDenied, "NOT_HOLDER".into())
+        );
         let holder = format!("process {}", std::os::unix::process::parent_id());
         assert!(status.message().contains(&holder), "{status:?}");
     };
@@ -132,7 +153,12 @@ async fn child_that_looks_on_and_ends() {
         ..v1::UpdateLeaseRequest::default()
     };
     refused(&client.update_lease(less).await.unwrap_err());
-    refused(&client.create_lease(request("one", "camera", 100)).await.unwrap_err());
+    refused(
+        &client
+            .create_lease(request("one", "camera", 100))
+            .await
+            .unwrap_err(),
+    );
     let looking = Held::open(&mut client, lease).await;
     granted(&mut client, request("own", "onlooker", 10)).await;
     drop(looking);
@@ -188,5 +214,9 @@ async fn child_that_takes_a_lease_and_waits() {
     let lease = granted(&mut child_client().await, asks).await;
     println!("{MARK}{}", text_of(&lease));
     let waiting = tokio::task::spawn_blocking(|| std::io::stdin().read_to_end(&mut Vec::new()));
-    tokio::time::timeout(PATIENCE * 3, waiting).await.unwrap().unwrap().unwrap();
+    tokio::time::timeout(PATIENCE * 3, waiting)
+        .await
+        .unwrap()
+        .unwrap()
+        .unwrap();
 }

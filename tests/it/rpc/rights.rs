@@ -41,20 +41,33 @@ async fn said(channel: &Channel, uid: u32) -> [String; 6] {
         input: Some(v1::generate_request::Input::Prompt("hello".into())),
         ..v1::GenerateRequest::default()
     };
-    let asked = v1::CreateLeaseRequest { validate_only: true, ..request(&format!("r{uid}"), &format!("t{uid}"), 10) };
+    let asked = v1::CreateLeaseRequest {
+        validate_only: true,
+        ..request(&format!("r{uid}"), &format!("t{uid}"), 10)
+    };
     [
         word(operator.get_status(v1::GetStatusRequest {}).await),
         word(leases.list_leases(v1::ListLeasesRequest::default()).await),
         word(leases.create_lease(asked).await),
         word(llm.generate(prompt).await),
-        word(operator.shed(v1::ShedRequest { shed_bytes: 1 << 20 }).await),
+        word(
+            operator
+                .shed(v1::ShedRequest {
+                    shed_bytes: 1 << 20,
+                })
+                .await,
+        ),
         word(operator.regrow(v1::RegrowRequest {}).await),
     ]
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn each_role_does_what_it_may_and_another_user_nothing() {
-    let daemon = Daemon::start_with(Settings { roles: roles(), ..Settings::default() }).await;
+    let daemon = Daemon::start_with(Settings {
+        roles: roles(),
+        ..Settings::default()
+    })
+    .await;
     let (ok, no) = ("ok", "ROLE_MISSING");
     // What else a call is refused for, as a shed without a model, is not for who asks.
     for (uid, [status, list, create, generate, shed, regrow]) in [
@@ -70,14 +83,22 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
         let said = said(&channel, uid).await;
         let expected = [status, list, create, generate, shed, regrow];
         for (said, expected) in said.iter().zip(expected) {
-            assert_eq!(said == no, expected == no, "uid {uid}: {said:?}, expected {expected}");
+            assert_eq!(
+                said == no,
+                expected == no,
+                "uid {uid}: {said:?}, expected {expected}"
+            );
         }
     }
     // A right for all users is one for unmanaged processes as well.
     daemon.end().await;
     let mut roles = roles();
     roles.others = Some(Role::Viewer);
-    let daemon = Daemon::start_with(Settings { roles, ..Settings::default() }).await;
+    let daemon = Daemon::start_with(Settings {
+        roles,
+        ..Settings::default()
+    })
+    .await;
     let channel = channel_of(&daemon.abstract_name, OTHER_UID).await.unwrap();
     let mut operator = OperatorServiceClient::new(channel);
     operator.get_status(v1::GetStatusRequest {}).await.unwrap();
@@ -86,22 +107,39 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_tenant_touches_its_own_leases_only() {
-    let daemon = Daemon::start_with(Settings { roles: roles(), ..Settings::default() }).await;
-    let (Some(one), Some(other)) =
-        (channel_of(&daemon.abstract_name, TENANT).await, channel_of(&daemon.abstract_name, NEIGHBOUR).await)
-    else {
+    let daemon = Daemon::start_with(Settings {
+        roles: roles(),
+        ..Settings::default()
+    })
+    .await;
+    let (Some(one), Some(other)) = (
+        channel_of(&daemon.abstract_name, TENANT).await,
+        channel_of(&daemon.abstract_name, NEIGHBOUR).await,
+    ) else {
         println!("left out: becoming another user needs CAP_SETUID");
         return;
     };
-    let lease = granted(&mut LeaseServiceClient::new(one.clone()), request("one", "camera", 10)).await;
+    let lease = granted(
+        &mut LeaseServiceClient::new(one.clone()),
+        request("one", "camera", 10),
+    )
+    .await;
     assert_eq!(lease.owner_uid, TENANT);
     let held = daemon.held();
     let mut thief = LeaseServiceClient::new(other.clone());
     let (name, boot_id, generation) = (lease.name.clone(), lease.boot_id.clone(), lease.generation);
     let refused = |status: Status| {
-        assert_eq!(reason(&status), (Code::PermissionDenied, "NOT_HOLDER".into()), "{status:?}");
+        assert_eq!(
+            reason(&status),
+            (Code::PermissionDenied, "NOT_HOLDER".into()),
+            "{status:?}"
+        );
     };
-    let renew = v1::RenewLeaseRequest { name: name.clone(), boot_id: boot_id.clone(), generation };
+    let renew = v1::RenewLeaseRequest {
+        name: name.clone(),
+        boot_id: boot_id.clone(),
+        generation,
+    };
     refused(thief.renew_lease(renew.clone()).await.unwrap_err());
     let update = v1::UpdateLeaseRequest {
         name: name.clone(),
@@ -111,10 +149,23 @@ async fn a_tenant_touches_its_own_leases_only() {
         ..v1::UpdateLeaseRequest::default()
     };
     refused(thief.update_lease(update).await.unwrap_err());
-    let release = v1::ReleaseLeaseRequest { name: name.clone(), boot_id: boot_id.clone(), generation };
+    let release = v1::ReleaseLeaseRequest {
+        name: name.clone(),
+        boot_id: boot_id.clone(),
+        generation,
+    };
     refused(thief.release_lease(release.clone()).await.unwrap_err());
-    let hold = v1::HoldLeaseRequest { name, boot_id, generation, ..v1::HoldLeaseRequest::default() };
-    let mut stream = thief.hold_lease(tokio_stream::once(hold)).await.unwrap().into_inner();
+    let hold = v1::HoldLeaseRequest {
+        name,
+        boot_id,
+        generation,
+        ..v1::HoldLeaseRequest::default()
+    };
+    let mut stream = thief
+        .hold_lease(tokio_stream::once(hold))
+        .await
+        .unwrap()
+        .into_inner();
     refused(stream.message().await.unwrap_err());
     // The same id from another user is another request, and the book shows the one lease that there was.
     let theirs = granted(&mut thief, request("one", "radio", 5)).await;
@@ -127,7 +178,10 @@ async fn a_tenant_touches_its_own_leases_only() {
         })
         .await
         .unwrap();
-    LeaseServiceClient::new(one.clone()).renew_lease(renew).await.unwrap();
+    LeaseServiceClient::new(one.clone())
+        .renew_lease(renew)
+        .await
+        .unwrap();
     daemon.state(|snapshot| snapshot.memory.held == held).await;
     // An operator may end it.
     daemon.leases().await.release_lease(release).await.unwrap();

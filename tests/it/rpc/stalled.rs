@@ -17,7 +17,10 @@ use cotenant::{
     rpc::{
         DeathLog, Endpoint, EventLog, Limits, Notice, Roles, Server, Sockets, Supervisor,
         supervisor::SubmitError,
-        v1::{self, lease_service_client::LeaseServiceClient, operator_service_client::OperatorServiceClient},
+        v1::{
+            self, lease_service_client::LeaseServiceClient,
+            operator_service_client::OperatorServiceClient,
+        },
     },
     units::Timestamp,
 };
@@ -51,7 +54,11 @@ impl Supervisor for Stalled {
         Ticket(self.tickets.fetch_add(1, Ordering::Relaxed))
     }
 
-    fn submit(&self, event: Event, answer: Option<(Ticket, oneshot::Sender<Answer>)>) -> Result<(), SubmitError> {
+    fn submit(
+        &self,
+        event: Event,
+        answer: Option<(Ticket, oneshot::Sender<Answer>)>,
+    ) -> Result<(), SubmitError> {
         if self.full.load(Ordering::Relaxed) {
             return Err(SubmitError::Full);
         }
@@ -110,8 +117,14 @@ async fn a_call_ends_at_its_deadline_and_the_state_is_still_reported() {
     asks.set_timeout(Duration::from_secs(2));
     let begun = Instant::now();
     let status = client.create_lease(asks).await.unwrap_err();
-    assert_eq!(reason(&status), (Code::DeadlineExceeded, "DEADLINE_PASSED".into()));
-    assert!(begun.elapsed() >= Duration::from_millis(1750), "not before its time");
+    assert_eq!(
+        reason(&status),
+        (Code::DeadlineExceeded, "DEADLINE_PASSED".into())
+    );
+    assert!(
+        begun.elapsed() >= Duration::from_millis(1750),
+        "not before its time"
+    );
     {
         let taken = stalled.taken.lock().unwrap();
         let events: Vec<_> = taken.iter().map(|(event, _)| event).collect();
@@ -124,10 +137,16 @@ async fn a_call_ends_at_its_deadline_and_the_state_is_still_reported() {
             "{events:?}"
         );
     }
-    OperatorServiceClient::new(channel).get_status(v1::GetStatusRequest {}).await.unwrap();
+    OperatorServiceClient::new(channel)
+        .get_status(v1::GetStatusRequest {})
+        .await
+        .unwrap();
 
     stalled.full.store(true, Ordering::Relaxed);
-    let status = client.create_lease(request("two", "camera", 1)).await.unwrap_err();
+    let status = client
+        .create_lease(request("two", "camera", 1))
+        .await
+        .unwrap_err();
     assert_eq!(reason(&status), (Code::Unavailable, "OVERLOADED".into()));
     stop.cancel();
     serving.await.unwrap().unwrap();

@@ -23,19 +23,31 @@ pub(crate) struct Again {
 impl Checker for Again {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         match step.event {
-            Event::EngineApplied { revision, in_force, .. } => {
-                let asked = self.asked.remove(revision).filter(|asked| asked != in_force);
+            Event::EngineApplied {
+                revision, in_force, ..
+            } => {
+                let asked = self
+                    .asked
+                    .remove(revision)
+                    .filter(|asked| asked != in_force);
                 self.answered = asked.map(|asked| (step.now, asked));
                 self.asked.retain(|other, _| other > revision);
             }
             // What it can give up may be another thing now.
-            Event::EngineActivity { .. } | Event::EngineApplyFailed { .. } | Event::EngineFailed { .. } => {
+            Event::EngineActivity { .. }
+            | Event::EngineApplyFailed { .. }
+            | Event::EngineFailed { .. } => {
                 self.answered = None;
             }
             _ => {}
         }
         for action in step.actions {
-            let Action::ApplyPlan { revision, plan, reason } = action else {
+            let Action::ApplyPlan {
+                revision,
+                plan,
+                reason,
+            } = action
+            else {
                 continue;
             };
             if let Some((at, answered)) = &self.answered
@@ -43,7 +55,9 @@ impl Checker for Again {
                 && step.now.saturating_since(*at) < ANSWER_HOLDS
                 && !matches!(reason, PlanReason::Confirm | PlanReason::Unanswered)
             {
-                return Err(format!("asked again: what was answered at {at} is asked for: {plan:?} ({reason})"));
+                return Err(format!(
+                    "asked again: what was answered at {at} is asked for: {plan:?} ({reason})"
+                ));
             }
             self.asked.insert(*revision, plan.clone());
         }

@@ -1,6 +1,8 @@
 //! A worker is not ended for its size while it works, nor while free memory has no other claim.
 
-use cotenant::policy::{event::Action, pressure::PressureLevel, reason::StopReason, snapshot::WorkerState};
+use cotenant::policy::{
+    event::Action, pressure::PressureLevel, reason::StopReason, snapshot::WorkerState,
+};
 
 use super::{Checker, Step};
 
@@ -9,11 +11,17 @@ pub(crate) struct Breathing;
 impl Checker for Breathing {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         for action in step.actions {
-            let Action::StopWorker { worker, reason: StopReason::Outgrown } = action else {
+            let Action::StopWorker {
+                worker,
+                reason: StopReason::Outgrown,
+            } = action
+            else {
                 continue;
             };
             if step.busy.contains(worker) {
-                return Err(format!("worker `{worker}` is ended in its work for its size"));
+                return Err(format!(
+                    "worker `{worker}` is ended in its work for its size"
+                ));
             }
             let settings = step.params.worker(worker);
             if settings.is_some_and(|settings| settings.rest.recycle_above.is_some()) {
@@ -22,11 +30,22 @@ impl Checker for Breathing {
             // It winds down for some time after memory was wanted, which may be over by then.
             let began = step.before.workers.iter().find(|view| view.name == *worker);
             if began.is_none_or(|view| !view.winding_up) {
-                return Err(format!("worker `{worker}` is ended for its size without having wound down"));
+                return Err(format!(
+                    "worker `{worker}` is ended for its size without having wound down"
+                ));
             }
         }
-        for view in step.after.workers.iter().filter(|view| view.winding_up && view.state == WorkerState::Ready) {
-            let before = step.before.workers.iter().find(|before| before.name == view.name);
+        for view in step
+            .after
+            .workers
+            .iter()
+            .filter(|view| view.winding_up && view.state == WorkerState::Ready)
+        {
+            let before = step
+                .before
+                .workers
+                .iter()
+                .find(|before| before.name == view.name);
             let begins = before.is_some_and(|before| !before.winding_up);
             let settings = step.params.worker(&view.name);
             let for_rest = settings.is_none_or(|settings| {
@@ -36,9 +55,16 @@ impl Checker for Breathing {
             let wanted = step.after.pressure.level > PressureLevel::Normal
                 || free.get() < step.after.memory.budget.get() / 4
                 || step.before.waiting > 0
-                || step.after.workers.iter().any(|other| other.state != WorkerState::Ready);
+                || step
+                    .after
+                    .workers
+                    .iter()
+                    .any(|other| other.state != WorkerState::Ready);
             if begins && !for_rest && !wanted {
-                return Err(format!("worker `{}` is to end for its size while {free} is free", view.name));
+                return Err(format!(
+                    "worker `{}` is to end for its size while {free} is free",
+                    view.name
+                ));
             }
         }
         Ok(())

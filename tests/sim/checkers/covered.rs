@@ -17,7 +17,9 @@ impl Checker for Covered {
                 .map(|lease| lease.memory.held)
                 .sum();
             if held < *used {
-                return Err(format!("no book covers `{tenant}`: it really uses {used} and holds {held}"));
+                return Err(format!(
+                    "no book covers `{tenant}`: it really uses {used} and holds {held}"
+                ));
             }
         }
         Ok(())

@@ -14,13 +14,20 @@ const SLACK: Bytes = Bytes::from_mib(1);
 impl Checker for Credited {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         for before in &step.before.leases {
-            let Some(target) = before.target.as_ref().filter(|_| before.state == LeaseState::Revoking) else {
+            let Some(target) = before
+                .target
+                .as_ref()
+                .filter(|_| before.state == LeaseState::Revoking)
+            else {
                 continue;
             };
             let Some(after) = step.after.leases.iter().find(|after| after.id == before.id) else {
                 continue;
             };
-            let Some(used) = step.word_use.get(&(before.tenant.clone(), before.owner.owner_pid)) else {
+            let Some(used) = step
+                .word_use
+                .get(&(before.tenant.clone(), before.owner.owner_pid))
+            else {
                 continue;
             };
             let credited = before.memory.held.saturating_sub(after.memory.held);
@@ -28,13 +35,20 @@ impl Checker for Credited {
                 continue;
             }
             let leaves_open = 1000 - step.params.shed.verify_per_mille;
-            let open = before.memory.held.max(*used).saturating_sub(target.bytes).per_mille(leaves_open);
+            let open = before
+                .memory
+                .held
+                .max(*used)
+                .saturating_sub(target.bytes)
+                .per_mille(leaves_open);
             // A holder may have other leases: one whose request was given up by its caller, and that runs out.
             let held: Bytes = step
                 .after
                 .leases
                 .iter()
-                .filter(|lease| lease.tenant == before.tenant && lease.owner.owner_pid == before.owner.owner_pid)
+                .filter(|lease| {
+                    lease.tenant == before.tenant && lease.owner.owner_pid == before.owner.owner_pid
+                })
                 .map(|lease| lease.memory.held)
                 .sum();
             if *used > held.saturating_add(open).saturating_add(SLACK) {

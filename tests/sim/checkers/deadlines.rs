@@ -39,7 +39,12 @@ impl Deadlines {
         for (lease, nonce) in step.before.leases.iter().filter_map(pending) {
             let key = (lease.id, nonce);
             let claim = match step.event {
-                Event::TargetAnswered { lease: id, nonce: of, answer, .. } if (*id, *of) == key => match answer {
+                Event::TargetAnswered {
+                    lease: id,
+                    nonce: of,
+                    answer,
+                    ..
+                } if (*id, *of) == key => match answer {
                     TargetAnswer::Refused { .. } => None,
                     answer => Some(*answer == TargetAnswer::Applied),
                 },
@@ -50,7 +55,11 @@ impl Deadlines {
             if let Some(applied) = claim
                 && known.as_ref().is_none_or(|known| applied && !known.applied)
             {
-                let claimed = Claimed { at: step.now, applied, read_at: None };
+                let claimed = Claimed {
+                    at: step.now,
+                    applied,
+                    read_at: None,
+                };
                 self.claims.insert(key, claimed);
             } else if let Event::Measured { tenant, taken_at, .. } = step.event
                 && let Some(known) = known
@@ -64,7 +73,11 @@ impl Deadlines {
         // A worker cannot answer: it counts as having claimed it when it was asked.
         for (lease, nonce) in step.after.leases.iter().filter_map(pending) {
             if lease.kind == LeaseKind::Worker {
-                self.claims.entry((lease.id, nonce)).or_insert(Claimed { at: step.now, applied: true, read_at: None });
+                self.claims.entry((lease.id, nonce)).or_insert(Claimed {
+                    at: step.now,
+                    applied: true,
+                    read_at: None,
+                });
             }
         }
     }
@@ -72,15 +85,20 @@ impl Deadlines {
     /// By when a lease with this target has to be granted again, or ended.
     fn due(&self, step: &Step<'_>, id: LeaseId, nonce: u64, deadline: Timestamp) -> Timestamp {
         let claimed = self.claims.get(&(id, nonce));
-        deadline.max(
-            claimed.map_or(deadline, |claimed| claimed.read_at.unwrap_or(claimed.at + step.params.shed.verify_timeout)),
-        )
+        deadline.max(claimed.map_or(deadline, |claimed| {
+            claimed
+                .read_at
+                .unwrap_or(claimed.at + step.params.shed.verify_timeout)
+        }))
     }
 }
 
 /// A lease whose holder has been asked for less, and the number of its target.
 fn pending(lease: &LeaseView) -> Option<(&LeaseView, u64)> {
-    let target = lease.target.as_ref().filter(|_| lease.state == LeaseState::Revoking)?;
+    let target = lease
+        .target
+        .as_ref()
+        .filter(|_| lease.state == LeaseState::Revoking)?;
     Some((lease, target.nonce))
 }
 
@@ -99,10 +117,14 @@ impl Checker for Deadlines {
         }
         for lease in &step.after.leases {
             if lease.expires_at.is_some_and(|at| at <= step.now) {
-                return Err(format!("a deadline was not served: {} has expired", lease.name()));
+                return Err(format!(
+                    "a deadline was not served: {} has expired",
+                    lease.name()
+                ));
             }
             if let (LeaseState::Revoking, Some(target)) = (lease.state, &lease.target)
-                && self.due(step, lease.id, target.nonce, target.deadline) + ESCALATED_WITHIN < step.now
+                && self.due(step, lease.id, target.nonce, target.deadline) + ESCALATED_WITHIN
+                    < step.now
             {
                 return Err(format!(
                     "a deadline was neither kept nor escalated: {} was to be at {} by {}, it is {}",

@@ -21,11 +21,15 @@ impl Checker for Flapping {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let dwell = step.params.pressure.dwell;
         // What an operator wants back is not waited for.
-        if matches!(step.event, Event::OperatorRegrow { .. } | Event::OperatorKvType { .. }) {
+        if matches!(
+            step.event,
+            Event::OperatorRegrow { .. } | Event::OperatorKvType { .. }
+        ) {
             self.shed_at = None;
         }
         // Nor are layers that made room for a larger chunk, which a prompt under way has kept from coming.
-        if let (Event::EngineApplied { in_force, .. }, Some(asked)) = (step.event, &step.before.engine.asked)
+        if let (Event::EngineApplied { in_force, .. }, Some(asked)) =
+            (step.event, &step.before.engine.asked)
             && in_force.prefill_chunk < asked.prefill_chunk
         {
             self.shed_at = None;
@@ -34,11 +38,17 @@ impl Checker for Flapping {
             match action {
                 Action::LevelChanged { from, to, reason } if to < from => {
                     // A sample that comes late tells of the time when it was taken.
-                    let at = if let Event::Sampled(sample) = step.event { sample.taken_at } else { step.now };
+                    let at = if let Event::Sampled(sample) = step.event {
+                        sample.taken_at
+                    } else {
+                        step.now
+                    };
                     if let Some(last) = self.fell_at.replace(at)
                         && at.saturating_since(last) < dwell
                     {
-                        return Err(format!("flapping: the level fell at {last} and at {at}: {reason}"));
+                        return Err(format!(
+                            "flapping: the level fell at {last} and at {at}: {reason}"
+                        ));
                     }
                 }
                 Action::SetTarget { .. } => self.shed_at = Some(step.now),

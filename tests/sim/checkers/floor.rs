@@ -23,10 +23,21 @@ impl Checker for Floor {
                 continue;
             };
             // Where memory was refused for layers of the floor, it was loaded with fewer.
-            let loaded = [step.before, step.after].into_iter().filter_map(|book| book.engine.in_force.as_ref());
-            let least = loaded.map(|plan| plan.resident.len()).min().unwrap_or(usize::MAX);
-            let least = shape.layers.len().min(engine.resident_min as usize).min(least);
-            if plan.kv_capacity < engine.kv_floor.min(shape.context_max) || plan.resident.len() < least {
+            let loaded = [step.before, step.after]
+                .into_iter()
+                .filter_map(|book| book.engine.in_force.as_ref());
+            let least = loaded
+                .map(|plan| plan.resident.len())
+                .min()
+                .unwrap_or(usize::MAX);
+            let least = shape
+                .layers
+                .len()
+                .min(engine.resident_min as usize)
+                .min(least);
+            if plan.kv_capacity < engine.kv_floor.min(shape.context_max)
+                || plan.resident.len() < least
+            {
                 return Err(format!("below the floor: {plan:?}"));
             }
             if plan.kv_capacity.get() % shape.kv.block_tokens.get() != 0 {
@@ -34,29 +45,54 @@ impl Checker for Floor {
             }
             // Larger chunks take the place of something, and none is left in the full plan, with KV cells as they are kept by then.
             let full = step.after.engine.full.clone();
-            let full = full.map(|full| EnginePlan { kv_type: full.kv_type.max(plan.kv_type), ..full });
-            let most = full.map_or(Bytes::ZERO, |full| shape.plan_bytes(&full)).max(step.engine_goal());
-            // But for the blocks that the running answer needs beyond what it has.
-            let before = step.before.engine.asked.as_ref().or(step.before.engine.in_force.as_ref());
-            let blocks = before.filter(|_| step.is_for_the_answer(plan, shape)).map_or(Bytes::ZERO, |before| {
-                let tokens = plan.kv_capacity.get().saturating_sub(before.kv_capacity.get());
-                shape.kv.capacity_bytes(Tokens::new(tokens), plan.kv_type)
+            let full = full.map(|full| EnginePlan {
+                kv_type: full.kv_type.max(plan.kv_type),
+                ..full
             });
+            let most = full
+                .map_or(Bytes::ZERO, |full| shape.plan_bytes(&full))
+                .max(step.engine_goal());
+            // But for the blocks that the running answer needs beyond what it has.
+            let before = step
+                .before
+                .engine
+                .asked
+                .as_ref()
+                .or(step.before.engine.in_force.as_ref());
+            let blocks = before
+                .filter(|_| step.is_for_the_answer(plan, shape))
+                .map_or(Bytes::ZERO, |before| {
+                    let tokens = plan
+                        .kv_capacity
+                        .get()
+                        .saturating_sub(before.kv_capacity.get());
+                    shape.kv.capacity_bytes(Tokens::new(tokens), plan.kv_type)
+                });
             // An operator's type of cells comes beside a chunk that is under way, with what it takes more.
             let is_ordered = matches!(step.event, Event::OperatorKvType { .. });
             let cells = |plan: &EnginePlan| shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
-            let ordered =
-                before.filter(|_| is_ordered).map_or(Bytes::ZERO, |was| cells(plan).saturating_sub(cells(was)));
-            if plan.prefill_chunk > engine.prefill_chunk && shape.plan_bytes(plan) > most + blocks + ordered {
+            let ordered = before
+                .filter(|_| is_ordered)
+                .map_or(Bytes::ZERO, |was| cells(plan).saturating_sub(cells(was)));
+            if plan.prefill_chunk > engine.prefill_chunk
+                && shape.plan_bytes(plan) > most + blocks + ordered
+            {
                 return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
             // A deadline may ask, and the event that follows in the same call says that the engine is gone.
             let gone = matches!(step.event, Event::EngineFailed { .. });
             let book = if gone { step.before } else { step.after };
-            let held: Bytes =
-                book.leases.iter().filter(|lease| lease.tenant == "llm").map(|lease| lease.memory.held).sum();
+            let held: Bytes = book
+                .leases
+                .iter()
+                .filter(|lease| lease.tenant == "llm")
+                .map(|lease| lease.memory.held)
+                .sum();
             if shape.plan_bytes(plan) > held {
-                return Err(format!("above what is held: {} of {held}", shape.plan_bytes(plan)));
+                return Err(format!(
+                    "above what is held: {} of {held}",
+                    shape.plan_bytes(plan)
+                ));
             }
         }
         Ok(())

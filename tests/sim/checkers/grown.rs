@@ -17,7 +17,9 @@ impl Checker for Grown {
         if let Event::Sampled(sample) = step.event {
             self.sampled_at = self.sampled_at.max(sample.taken_at.min(step.now));
         }
-        let (Some(shape), Some(headroom)) = (&step.after.engine.shape, step.after.pressure.headroom) else {
+        let (Some(shape), Some(headroom)) =
+            (&step.after.engine.shape, step.after.pressure.headroom)
+        else {
             return Ok(());
         };
         for action in step.actions {
@@ -27,7 +29,9 @@ impl Checker for Grown {
             let more = shape.plan_bytes(plan).saturating_sub(step.engine_goal());
             let unused = step.engine.unused_at(self.sampled_at);
             let pressure = &step.params.pressure;
-            if more > Bytes::ZERO && headroom < more + unused + pressure.elevated_below + pressure.hysteresis {
+            if more > Bytes::ZERO
+                && headroom < more + unused + pressure.elevated_below + pressure.hysteresis
+            {
                 return Err(format!(
                     "growth of {more} into a headroom of {headroom}, of which {} stay free and the engine may use {unused}: \
                      {reason}",

@@ -30,14 +30,20 @@ impl Checker for Kept {
                 .before
                 .leases
                 .iter()
-                .filter(|other| other.owner.owner_pid == ended.owner.owner_pid && other.id != ended.id)
+                .filter(|other| {
+                    other.owner.owner_pid == ended.owner.owner_pid && other.id != ended.id
+                })
                 .map(|other| other.memory.held)
                 .sum();
             let claimed = matches!(
                 end,
                 LeaseEnd::NotReduced {
-                    cause: NotReduced::Measured { claim: Claim::Applied, .. }
-                        | NotReduced::Unmeasurable { claim: Claim::Applied },
+                    cause: NotReduced::Measured {
+                        claim: Claim::Applied,
+                        ..
+                    } | NotReduced::Unmeasurable {
+                        claim: Claim::Applied
+                    },
                     ..
                 }
             );

@@ -12,12 +12,17 @@ impl Checker for Learned {
             let Action::StorePeaks { peaks } = action else {
                 continue;
             };
-            let of_variant = |peak: &&LearnedPeak| peak.variant.is_some() && peak.holder != ENGINE_TENANT;
+            let of_variant =
+                |peak: &&LearnedPeak| peak.variant.is_some() && peak.holder != ENGINE_TENANT;
             for peak in peaks.iter().filter(of_variant) {
-                let used = step.used_most.get(&(peak.holder.clone(), peak.variant.clone()));
+                let used = step
+                    .used_most
+                    .get(&(peak.holder.clone(), peak.variant.clone()));
                 let used = used.copied().unwrap_or_default();
                 if peak.bytes > used {
-                    return Err(format!("learned from another variant: {peak:?}, which has used {used} at most"));
+                    return Err(format!(
+                        "learned from another variant: {peak:?}, which has used {used} at most"
+                    ));
                 }
             }
         }

@@ -72,7 +72,10 @@ impl Step<'_> {
             Event::EngineApplied { in_force, .. } => Some(in_force),
             _ => None,
         };
-        let sizes = [goal, kept].into_iter().flatten().map(|plan| shape.plan_bytes(plan));
+        let sizes = [goal, kept]
+            .into_iter()
+            .flatten()
+            .map(|plan| shape.plan_bytes(plan));
         sizes.max().unwrap_or(Bytes::ZERO)
     }
 
@@ -80,7 +83,12 @@ impl Step<'_> {
     /// request for capacity never adds layers.
     fn is_for_the_answer(&self, plan: &EnginePlan, shape: &ModelShape) -> bool {
         let block = shape.kv.block_tokens.get();
-        let Event::CapacityWanted { needed, is_running: true, .. } = self.event else {
+        let Event::CapacityWanted {
+            needed,
+            is_running: true,
+            ..
+        } = self.event
+        else {
             return false;
         };
         plan.kv_capacity.get() <= needed.get().next_multiple_of(block)

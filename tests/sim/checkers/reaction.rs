@@ -35,7 +35,10 @@ impl Checker for Reaction {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let after = step.after;
         let short = after.pressure.level == PressureLevel::Critical
-            && after.pressure.headroom.is_some_and(|headroom| headroom < after.pressure.critical_below);
+            && after
+                .pressure
+                .headroom
+                .is_some_and(|headroom| headroom < after.pressure.critical_below);
         let can_give = after.engine.state == EngineState::Ready
             && after.engine.asked.is_none()
             && gives_something(step).unwrap_or(false);
@@ -44,13 +47,18 @@ impl Checker for Reaction {
             return Ok(());
         }
         if matches!(step.event, Event::Sampled(_)) {
-            let silent = self.sampled_at.is_some_and(|at| step.now.saturating_since(at) > SILENT);
+            let silent = self
+                .sampled_at
+                .is_some_and(|at| step.now.saturating_since(at) > SILENT);
             if silent {
                 *self = Self::default();
             }
             self.samples += 1;
             self.sampled_at = Some(step.now);
-        } else if self.sampled_at.is_none_or(|at| step.now.saturating_since(at) > SILENT) {
+        } else if self
+            .sampled_at
+            .is_none_or(|at| step.now.saturating_since(at) > SILENT)
+        {
             // Without a recent sample the policy has nothing to act on.
             return Ok(());
         }

@@ -8,7 +8,8 @@ pub(crate) struct Reserved;
 
 impl Checker for Reserved {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
-        let (Some(shape), EngineState::Ready) = (&step.after.engine.shape, step.after.engine.state) else {
+        let (Some(shape), EngineState::Ready) = (&step.after.engine.shape, step.after.engine.state)
+        else {
             return Ok(());
         };
         let goal = step.engine_goal();
@@ -16,7 +17,8 @@ impl Checker for Reserved {
             let Action::ApplyPlan { plan, reason, .. } = action else {
                 continue;
             };
-            if shape.plan_bytes(plan) > goal && step.after.memory.free < step.after.memory.returning {
+            if shape.plan_bytes(plan) > goal && step.after.memory.free < step.after.memory.returning
+            {
                 return Err(format!(
                     "growth into reserved space: {} is free and {} is kept for workers that come back: {reason}",
                     step.after.memory.free, step.after.memory.returning

@@ -15,12 +15,22 @@ pub(crate) struct ShedBeforeKill;
 impl Checker for ShedBeforeKill {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         for action in step.actions {
-            let Action::StopWorker { worker, reason: StopReason::Reclaim { reclaim: reason, .. } } = action else {
+            let Action::StopWorker {
+                worker,
+                reason:
+                    StopReason::Reclaim {
+                        reclaim: reason, ..
+                    },
+            } = action
+            else {
                 continue;
             };
             let critical = step.after.pressure.level == PressureLevel::Critical;
-            let last_resort =
-                step.after.pressure.headroom.is_some_and(|headroom| headroom < step.params.pressure.last_resort_below);
+            let last_resort = step
+                .after
+                .pressure
+                .headroom
+                .is_some_and(|headroom| headroom < step.params.pressure.last_resort_below);
             if step.busy.contains(worker) && !(critical && last_resort) {
                 return Err(format!("busy worker `{worker}` is stopped: {reason}"));
             }
@@ -31,7 +41,8 @@ impl Checker for ShedBeforeKill {
                     let mut leases = step.after.leases.iter();
                     asker.is_some_and(|asker| Some(asker) < class)
                         || leases.any(|lease| {
-                            let waits = lease.state == LeaseState::Requested || lease.tenant == *tenant;
+                            let waits =
+                                lease.state == LeaseState::Requested || lease.tenant == *tenant;
                             waits && Some(lease.class) < class
                         })
                 }

@@ -22,7 +22,11 @@ enum State {
 impl Tickets {
     /// Those that still wait.
     pub(crate) fn open(&self) -> Vec<Ticket> {
-        self.0.iter().filter(|(_, state)| **state == State::Open).map(|(ticket, _)| *ticket).collect()
+        self.0
+            .iter()
+            .filter(|(_, state)| **state == State::Open)
+            .map(|(ticket, _)| *ticket)
+            .collect()
     }
 }
 

@@ -14,16 +14,26 @@ impl Checker for Weighed {
             match action {
                 Action::Weighed { weighing } => {
                     reported = true;
-                    let chosen: Bytes = weighing.candidates.iter().filter_map(|weighed| weighed.chosen).sum();
+                    let chosen: Bytes = weighing
+                        .candidates
+                        .iter()
+                        .filter_map(|weighed| weighed.chosen)
+                        .sum();
                     if chosen < weighing.need.min(weighing.reclaimable) {
                         return Err(format!("too little was chosen: {weighing}"));
                     }
-                    if weighing.candidates.iter().any(|weighed| weighed.chosen > Some(weighed.bytes)) {
+                    if weighing
+                        .candidates
+                        .iter()
+                        .any(|weighed| weighed.chosen > Some(weighed.bytes))
+                    {
                         return Err(format!("more was chosen than there is: {weighing}"));
                     }
                 }
                 Action::SetTarget { reason, .. } if !reported => {
-                    return Err(format!("asked for memory without a comparison of costs: {reason}"));
+                    return Err(format!(
+                        "asked for memory without a comparison of costs: {reason}"
+                    ));
                 }
                 _ => {}
             }

@@ -136,7 +136,14 @@ fn shape() -> ModelShape {
     ModelShape {
         name: "sim".to_owned(),
         architecture: "qwen35".to_owned(),
-        layers: vec![LayerShape { kind: LayerKind::Attention, part: 0, resident_bytes: mib(12) }; 4],
+        layers: vec![
+            LayerShape {
+                kind: LayerKind::Attention,
+                part: 0,
+                resident_bytes: mib(12)
+            };
+            4
+        ],
         fixed_bytes: mib(5),
         state_bytes: mib(1),
         kv: KvShape {
@@ -172,8 +179,14 @@ impl Home {
             steady: WORKER_STEADY,
             peak: WORKER_PEAK,
             stop_grace: MOMENT,
-            start: StartParams { ready_timeout: Duration::from_secs(2), ..StartParams::default() },
-            rest: RestParams { idle_stop_after: Some(Duration::from_millis(1500)), ..RestParams::default() },
+            start: StartParams {
+                ready_timeout: Duration::from_secs(2),
+                ..StartParams::default()
+            },
+            rest: RestParams {
+                idle_stop_after: Some(Duration::from_millis(1500)),
+                ..RestParams::default()
+            },
             ..WorkerParams::default()
         }];
         let mut home = Self {
@@ -220,11 +233,13 @@ impl Home {
         let seen = self.arbiter.snapshot();
         seen.engine.state == EngineState::Ready
             && self.orders.is_empty()
-            && self
-                .in_force
-                .as_ref()
-                .is_some_and(|plan| plan.resident.len() == self.shape.layers.len() && plan.kv_capacity.get() == 2048)
-            && seen.workers.iter().all(|worker| worker.state == WorkerState::Ready)
+            && self.in_force.as_ref().is_some_and(|plan| {
+                plan.resident.len() == self.shape.layers.len() && plan.kv_capacity.get() == 2048
+            })
+            && seen
+                .workers
+                .iter()
+                .all(|worker| worker.state == WorkerState::Ready)
     }
 
     fn ago(&self) -> Timestamp {
@@ -234,11 +249,17 @@ impl Home {
     /// What was used then.
     fn used_at(&self, then: Timestamp) -> Use {
         let before = self.history.iter().rev().find(|(from, _)| *from <= then);
-        before.or(self.history.front()).map_or(self.used, |(_, used)| *used)
+        before
+            .or(self.history.front())
+            .map_or(self.used, |(_, used)| *used)
     }
 
     fn note_use(&mut self) {
-        if self.history.back().is_none_or(|(_, used)| *used != self.used) {
+        if self
+            .history
+            .back()
+            .is_none_or(|(_, used)| *used != self.used)
+        {
             self.history.push_back((self.now, self.used));
         }
         let ago = self.ago();
@@ -268,7 +289,10 @@ impl Home {
     }
 
     fn happens(&mut self, letter: Letter) -> Result<(), String> {
-        let peer = Peer { uid: 1, ..Peer::default() };
+        let peer = Peer {
+            uid: 1,
+            ..Peer::default()
+        };
         match letter {
             Letter::Ask(class) => {
                 self.asked = true;
@@ -292,7 +316,12 @@ impl Home {
                 let (lease, generation) = self.lease.take().unwrap();
                 (self.used.tenant, self.target) = (Bytes::ZERO, None);
                 let ticket = self.ticket();
-                self.tell(Event::LeaseReleased { ticket, lease, generation, peer })
+                self.tell(Event::LeaseReleased {
+                    ticket,
+                    lease,
+                    generation,
+                    peer,
+                })
             }
             Letter::Leave => {
                 let (lease, _) = self.lease.take().unwrap();
@@ -312,7 +341,9 @@ impl Home {
             Letter::Apply | Letter::Pretend => {
                 let (revision, mut plan) = self.orders.pop_front().unwrap();
                 let before = self.used.engine;
-                let kept = self.kv_used.next_multiple_of(self.shape.kv.block_tokens.get());
+                let kept = self
+                    .kv_used
+                    .next_multiple_of(self.shape.kv.block_tokens.get());
                 plan.kv_capacity = plan.kv_capacity.max(Tokens::new(kept));
                 let bytes = self.shape.plan_bytes(&plan);
                 if letter == Letter::Apply || bytes > before {
@@ -331,15 +362,25 @@ impl Home {
             }
             Letter::FailOrder => {
                 let (revision, _) = self.orders.pop_front().unwrap();
-                self.tell(Event::EngineApplyFailed { revision, reason: "cannot".to_owned() })
+                self.tell(Event::EngineApplyFailed {
+                    revision,
+                    reason: "cannot".to_owned(),
+                })
             }
             Letter::EngineDies => {
                 self.orders.clear();
                 (self.used.engine, self.in_force, self.kv_used) = (Bytes::ZERO, None, 0);
-                self.tell(Event::EngineFailed { reason: "dies".to_owned(), cure: Cure::Reload, left: None })
+                self.tell(Event::EngineFailed {
+                    reason: "dies".to_owned(),
+                    cure: Cure::Reload,
+                    left: None,
+                })
             }
             Letter::Talk | Letter::Hush => {
-                let capacity = self.in_force.as_ref().map_or(0, |plan| plan.kv_capacity.get());
+                let capacity = self
+                    .in_force
+                    .as_ref()
+                    .map_or(0, |plan| plan.kv_capacity.get());
                 self.kv_used = if letter == Letter::Talk { capacity } else { 0 };
                 self.tell(Event::EngineActivity {
                     requests: u32::from(letter == Letter::Talk),
@@ -355,18 +396,31 @@ impl Home {
             Letter::WorkerReady => {
                 self.worker = Life::Ready;
                 self.used.worker = WORKER_STEADY;
-                self.tell(Event::WorkerReady { worker: WORKER.to_owned(), pid: 1 })
+                self.tell(Event::WorkerReady {
+                    worker: WORKER.to_owned(),
+                    pid: 1,
+                })
             }
             Letter::WorkerEnds => {
                 let intended = mem::take(&mut self.stopping);
                 (self.worker, self.works, self.used.worker) = (Life::Gone, false, Bytes::ZERO);
-                self.tell(Event::WorkerExited { worker: WORKER.to_owned(), intended, cause: "exit code 0".to_owned() })
+                self.tell(Event::WorkerExited {
+                    worker: WORKER.to_owned(),
+                    intended,
+                    cause: "exit code 0".to_owned(),
+                })
             }
             Letter::WorkerWorks | Letter::WorkerRests => {
                 self.works = letter == Letter::WorkerWorks;
-                self.tell(Event::WorkerActivity { worker: WORKER.to_owned(), requests: u32::from(self.works) })
+                self.tell(Event::WorkerActivity {
+                    worker: WORKER.to_owned(),
+                    requests: u32::from(self.works),
+                })
             }
-            Letter::WorkerWanted => self.tell(Event::WorkerWanted { worker: WORKER.to_owned(), client: None }),
+            Letter::WorkerWanted => self.tell(Event::WorkerWanted {
+                worker: WORKER.to_owned(),
+                client: None,
+            }),
             Letter::Measure(name) => self.measured(name, self.now),
             Letter::MeasureLate(name) => self.measured(name, self.ago()),
             Letter::Sample => self.tell(self.sample(self.now)),
@@ -387,7 +441,11 @@ impl Home {
 
     fn measured(&mut self, name: &str, taken_at: Timestamp) -> Result<(), String> {
         let used = Some(self.used_at(taken_at).of(name));
-        self.tell(Event::Measured { tenant: name.to_owned(), used, taken_at })
+        self.tell(Event::Measured {
+            tenant: name.to_owned(),
+            used,
+            taken_at,
+        })
     }
 
     /// Lets time pass with every deadline at its instant; where `good`, every holder does what it should.
@@ -450,7 +508,10 @@ impl Home {
     /// What is held fits, is what each may really use, and no busy worker is stopped while the engine could give.
     fn check(&self, seen: &Snapshot) -> Result<(), String> {
         if seen.memory.held > BUDGET {
-            return Err(format!("over-commit: {} is held of {BUDGET}", seen.memory.held));
+            return Err(format!(
+                "over-commit: {} is held of {BUDGET}",
+                seen.memory.held
+            ));
         }
         for name in HOLDERS {
             let held: Bytes = seen
@@ -461,7 +522,9 @@ impl Home {
                 .sum();
             let used = self.used.of(name);
             if held < used {
-                return Err(format!("no book covers {name}: it really uses {used} and holds {held}"));
+                return Err(format!(
+                    "no book covers {name}: it really uses {used} and holds {held}"
+                ));
             }
         }
         Ok(())
@@ -480,10 +543,17 @@ impl Home {
                     self.term_ends = lease.expires_at.unwrap();
                 }
             }
-            Action::SetTarget { lease, nonce, bytes, .. } if self.lease.is_some_and(|(mine, _)| mine == lease) => {
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                ..
+            } if self.lease.is_some_and(|(mine, _)| mine == lease) => {
                 self.target = Some((nonce, bytes));
             }
-            Action::EndLease { lease, .. } if self.lease.is_some_and(|(mine, _)| mine == lease.id) => {
+            Action::EndLease { lease, .. }
+                if self.lease.is_some_and(|(mine, _)| mine == lease.id) =>
+            {
                 (self.lease, self.target, self.used.tenant) = (None, None, Bytes::ZERO);
             }
             Action::LoadEngine { revision, plan } => {
@@ -539,7 +609,12 @@ impl Book for Home {
             letters.extend([Letter::Ask(Class::AudioRealtime), Letter::Ask(Class::Batch)]);
         }
         if self.lease.is_some() {
-            letters.extend([Letter::Release, Letter::Leave, Letter::Measure(TENANT), Letter::MeasureLate(TENANT)]);
+            letters.extend([
+                Letter::Release,
+                Letter::Leave,
+                Letter::Measure(TENANT),
+                Letter::MeasureLate(TENANT),
+            ]);
         }
         if self.target.is_some() {
             letters.push(Letter::Obey);
@@ -552,14 +627,26 @@ impl Book for Home {
         }
         if self.in_force.is_some() {
             letters.push(Letter::EngineDies);
-            letters.push(if self.kv_used == 0 { Letter::Talk } else { Letter::Hush });
+            letters.push(if self.kv_used == 0 {
+                Letter::Talk
+            } else {
+                Letter::Hush
+            });
         }
         match self.worker {
             Life::Gone => letters.push(Letter::WorkerWanted),
             Life::Starting => letters.extend([Letter::WorkerReady, Letter::WorkerEnds]),
             Life::Ready => {
-                letters.extend([Letter::WorkerEnds, Letter::Measure(WORKER), Letter::MeasureLate(WORKER)]);
-                letters.push(if self.works { Letter::WorkerRests } else { Letter::WorkerWorks });
+                letters.extend([
+                    Letter::WorkerEnds,
+                    Letter::Measure(WORKER),
+                    Letter::MeasureLate(WORKER),
+                ]);
+                letters.push(if self.works {
+                    Letter::WorkerRests
+                } else {
+                    Letter::WorkerWorks
+                });
             }
         }
         letters
@@ -618,7 +705,12 @@ impl Book for Home {
         let seen = self.arbiter.snapshot();
         Err(format!(
             "not settled after {PATIENCE_S} s: {:?} wait; pressure is {}; the engine is {:?} with {:?}; the worker is {:?}; {:?}",
-            self.open, seen.pressure.level, seen.engine.state, self.in_force, seen.workers[0].state, seen.leases
+            self.open,
+            seen.pressure.level,
+            seen.engine.state,
+            self.in_force,
+            seen.workers[0].state,
+            seen.leases
         ))
     }
 
@@ -626,11 +718,32 @@ impl Book for Home {
         let mut hasher = DefaultHasher::new();
         serde_json::to_writer(
             Hashed(&mut hasher),
-            &(&self.arbiter, &self.in_force, &self.orders, self.lease, self.target),
+            &(
+                &self.arbiter,
+                &self.in_force,
+                &self.orders,
+                self.lease,
+                self.target,
+            ),
         )
         .unwrap();
-        (self.now, self.used, &self.history, self.kv_used, self.worker).hash(&mut hasher);
-        (self.stopping, self.works, self.term_ends, self.asked, &self.open, &self.to_measure).hash(&mut hasher);
+        (
+            self.now,
+            self.used,
+            &self.history,
+            self.kv_used,
+            self.worker,
+        )
+            .hash(&mut hasher);
+        (
+            self.stopping,
+            self.works,
+            self.term_ends,
+            self.asked,
+            &self.open,
+            &self.to_measure,
+        )
+            .hash(&mut hasher);
         hasher.finish()
     }
 }

@@ -63,7 +63,10 @@ impl Search {
 
     /// Different states so far.
     pub(super) fn states(&self) -> usize {
-        self.seen.iter().map(|part| part.lock().unwrap().len()).sum()
+        self.seen
+            .iter()
+            .map(|part| part.lock().unwrap().len())
+            .sum()
     }
 
     /// Different states after the last letter, which came to rest.
@@ -72,8 +75,16 @@ impl Search {
     }
 
     /// Tries all orders of `steps` letters from a book that came about by `path`.
-    pub(super) fn run<B: Book>(&self, book: B, path: &[B::Letter], steps: u64) -> Result<(), String> {
-        let mut roots = vec![Root { book, path: path.to_vec() }];
+    pub(super) fn run<B: Book>(
+        &self,
+        book: B,
+        path: &[B::Letter],
+        steps: u64,
+    ) -> Result<(), String> {
+        let mut roots = vec![Root {
+            book,
+            path: path.to_vec(),
+        }];
         // The first letters alone, so that there is something to hand out.
         let first = steps.min(HANDED_OUT_AFTER);
         for left in (steps - first + 1..=steps).rev() {
@@ -81,7 +92,10 @@ impl Search {
             for root in roots {
                 if self.is_new(root.book.fingerprint(), left) {
                     self.each(&root.book, &root.path, |book, path| {
-                        next.push(Root { book, path: path.to_vec() });
+                        next.push(Root {
+                            book,
+                            path: path.to_vec(),
+                        });
                         Ok(())
                     })?;
                 }
@@ -101,7 +115,10 @@ impl Search {
         thread::scope(|scope| {
             let others: Vec<_> = (1..self.threads).map(|_| scope.spawn(work)).collect();
             let mine = work();
-            others.into_iter().map(|thread| thread.join().unwrap()).fold(mine, Result::and)
+            others
+                .into_iter()
+                .map(|thread| thread.join().unwrap())
+                .fold(mine, Result::and)
         })
     }
 
@@ -122,15 +139,26 @@ impl Search {
         }
     }
 
-    fn enter<B: Book>(&self, book: &B, path: &[B::Letter], left: u64, stopped: &AtomicBool) -> Result<(), String> {
+    fn enter<B: Book>(
+        &self,
+        book: &B,
+        path: &[B::Letter],
+        left: u64,
+        stopped: &AtomicBool,
+    ) -> Result<(), String> {
         if stopped.load(Ordering::Relaxed) || !self.is_new(book.fingerprint(), left) {
             return Ok(());
         }
         if left == 0 {
             self.orders.fetch_add(1, Ordering::Relaxed);
-            return book.clone().settles().map_err(|problem| tell(&problem, path));
+            return book
+                .clone()
+                .settles()
+                .map_err(|problem| tell(&problem, path));
         }
-        self.each(book, path, |book, path| self.enter(&book, path, left - 1, stopped))
+        self.each(book, path, |book, path| {
+            self.enter(&book, path, left - 1, stopped)
+        })
     }
 
     /// The book after each letter that can happen to it now.

@@ -41,7 +41,11 @@ impl World {
         }
         let tenant = &mut self.tenants[index];
         let again = tenant.hasty && !tenant.asking.is_empty() && tenant.lease.is_some();
-        let again = again && self.letters.as_mut().is_some_and(|letters| letters.random_bool(0.4));
+        let again = again
+            && self
+                .letters
+                .as_mut()
+                .is_some_and(|letters| letters.random_bool(0.4));
         if (!tenant.asking.is_empty() && !again) || self.leaving.contains(&index) {
             return None;
         }
@@ -58,7 +62,12 @@ impl World {
             self.tenants[index].lease = None;
             self.tenants[index].may_use = Bytes::ZERO;
             let ticket = self.ticket();
-            return Some(Event::LeaseReleased { ticket, lease: lease.id, generation: lease.generation, peer });
+            return Some(Event::LeaseReleased {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+            });
         }
         if self.tenants[index].manners == Manners::Silent && self.rng.random_bool(0.5) {
             return None;
@@ -66,7 +75,9 @@ impl World {
         let ticket = self.ticket();
         if again || (self.rng.random_bool(0.25) && lease.target.is_none()) {
             let budget = self.device.params.budget.bytes();
-            let mut min = self.rng.random_range(1..=lease.memory.max.min(budget).get());
+            let mut min = self
+                .rng
+                .random_range(1..=lease.memory.max.min(budget).get());
             let mut max = self.rng.random_range(min..=min * 2);
             let may_use = self.tenants[index].may_use;
             if self.tenants[index].hasty && Bytes::ZERO < may_use && may_use < lease.memory.held {
@@ -97,7 +108,8 @@ impl World {
         Some(Event::LeaseRenewed {
             ticket,
             lease: lease.id,
-            generation: lease.generation + u64::from(self.faults.strange_requests.strikes(&mut self.rng, 0.02)),
+            generation: lease.generation
+                + u64::from(self.faults.strange_requests.strikes(&mut self.rng, 0.02)),
             peer,
         })
     }
@@ -108,7 +120,11 @@ impl World {
         let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.2);
         let tenant = &mut self.tenants[index];
         tenant.requests += 1;
-        let most = if self.rng.random_bool(0.1) { budget * 2 } else { budget / 3 };
+        let most = if self.rng.random_bool(0.1) {
+            budget * 2
+        } else {
+            budget / 3
+        };
         let min = self.rng.random_range(1..most);
         let mut request = LeaseRequest {
             tenant: tenant.name.clone(),
@@ -121,7 +137,11 @@ impl World {
             min: Bytes::new(min),
             max: Bytes::new(self.rng.random_range(min..=min * 3)),
             term: millis(&mut self.rng, 2000, 5000),
-            wait: if self.rng.random_bool(0.3) { Duration::ZERO } else { millis(&mut self.rng, 1, 6000) },
+            wait: if self.rng.random_bool(0.3) {
+                Duration::ZERO
+            } else {
+                millis(&mut self.rng, 1, 6000)
+            },
             validate_only: self.rng.random_bool(0.05),
         };
         if strange {
@@ -137,7 +157,10 @@ impl World {
         tenant.asking.insert(ticket);
         if self.faults.cancelled_requests.strikes(&mut self.rng, 0.2) {
             let wait = millis(&mut self.rng, 1, 1000);
-            self.after(wait, Happening::Deliver(Box::new(Event::LeaseRequestCancelled { ticket })));
+            self.after(
+                wait,
+                Happening::Deliver(Box::new(Event::LeaseRequestCancelled { ticket })),
+            );
             // Its caller is gone: a lease that is granted all the same runs out.
             self.tenants[index].asking.clear();
         }
@@ -153,8 +176,9 @@ impl World {
         tenant.asking.remove(&ticket);
         match answer {
             Answer::Lease { lease } => {
-                tenant.may_use =
-                    lease.target.as_ref().map_or(lease.memory.held, |target| target.bytes.min(lease.memory.held));
+                tenant.may_use = lease.target.as_ref().map_or(lease.memory.held, |target| {
+                    target.bytes.min(lease.memory.held)
+                });
                 if tenant.manners == Manners::Honest {
                     tenant.come_down(lease.memory.held);
                     if lease.memory.max < lease.memory.held {
@@ -166,12 +190,16 @@ impl World {
                 tenant.lease = Some(lease.clone());
             }
             // What it asked for its lease is refused since that has ended.
-            Answer::Denied { denial: Denial::UnknownLease { .. }, .. }
-                if tenant.lease.is_some() && !self.leaving.contains(&index) =>
-            {
+            Answer::Denied {
+                denial: Denial::UnknownLease { .. },
+                ..
+            } if tenant.lease.is_some() && !self.leaving.contains(&index) => {
                 self.tenant_hears_end(index);
             }
-            Answer::Denied { .. } | Answer::Done { .. } | Answer::Shed(_) | Answer::WouldGrant { .. } => {}
+            Answer::Denied { .. }
+            | Answer::Done { .. }
+            | Answer::Shed(_)
+            | Answer::WouldGrant { .. } => {}
         }
     }
 
@@ -185,22 +213,50 @@ impl World {
             let wait = millis(&mut self.rng, 20, 4000);
             let answers = true;
             self.tenants[index].deaf_to = Some(id);
-            self.after(wait, Happening::TenantObeys { index, lease: id, nonce, bytes, answers });
+            self.after(
+                wait,
+                Happening::TenantObeys {
+                    index,
+                    lease: id,
+                    nonce,
+                    bytes,
+                    answers,
+                },
+            );
             return;
         }
         let (wait, answers) = match self.tenants[index].manners {
-            Manners::Honest | Manners::Misreporting | Manners::Greedy => (millis(&mut self.rng, 1, 30), true),
+            Manners::Honest | Manners::Misreporting | Manners::Greedy => {
+                (millis(&mut self.rng, 1, 30), true)
+            }
             Manners::Slow => {
                 let wait = millis(&mut self.rng, 1, 30);
-                let target = Target { nonce, bytes, deadline: self.now };
-                let happening = Happening::TenantDefers { index, target, lease: id };
+                let target = Target {
+                    nonce,
+                    bytes,
+                    deadline: self.now,
+                };
+                let happening = Happening::TenantDefers {
+                    index,
+                    target,
+                    lease: id,
+                };
                 self.after(wait, happening);
                 (millis(&mut self.rng, 1000, 6000), true)
             }
             Manners::Silent => return,
         };
         let answers = answers && !(self.faults.lost_answers.strikes(&mut self.rng, 0.3));
-        self.after(wait, Happening::TenantObeys { index, lease: id, nonce, bytes, answers });
+        self.after(
+            wait,
+            Happening::TenantObeys {
+                index,
+                lease: id,
+                nonce,
+                bytes,
+                answers,
+            },
+        );
     }
 
     /// Comes down as its manners are, and answers over its stream: late, with its own words, or for another target.
@@ -214,7 +270,11 @@ impl World {
     ) -> Option<Event> {
         let strange = self.faults.strange_requests.strikes(&mut self.rng, 0.3);
         let draw = self.rng.random_range(0..6);
-        let target = Target { nonce, bytes, deadline: self.now };
+        let target = Target {
+            nonce,
+            bytes,
+            deadline: self.now,
+        };
         let tenant = &mut self.tenants[index];
         if !tenant.is_lease(lease) {
             return None;
@@ -234,8 +294,13 @@ impl World {
         }
         let stream = tenant.stream_of(lease);
         stream.learn(Some(&target));
-        let answer =
-            if refuses { TargetAnswer::Refused { reason: "sim: will not".to_owned() } } else { TargetAnswer::Applied };
+        let answer = if refuses {
+            TargetAnswer::Refused {
+                reason: "sim: will not".to_owned(),
+            }
+        } else {
+            TargetAnswer::Applied
+        };
         let (nonce, said) = match draw {
             0 | 1 if strange => (nonce.saturating_sub(1), bytes),
             2 | 3 if strange => (nonce + 1, bytes),
@@ -245,14 +310,31 @@ impl World {
         let receipt = stream.receive(nonce, said, answer.clone());
         *self.verdicts.entry(receipt.verdict).or_default() += 1;
         let without_effect = matches!(receipt.verdict, Verdict::Stale | Verdict::Conflict);
-        assert!(!without_effect || receipt.pass_on.is_none(), "{receipt:?} is passed on");
+        assert!(
+            !without_effect || receipt.pass_on.is_none(),
+            "{receipt:?} is passed on"
+        );
         // Another stream of the same holder may not know better, and passes on what it is given.
-        let passes = if strange && draw == 5 { Some(answer) } else { receipt.pass_on };
-        passes.map(|answer| Event::TargetAnswered { lease, nonce, answer, claimed: Some(bytes) })
+        let passes = if strange && draw == 5 {
+            Some(answer)
+        } else {
+            receipt.pass_on
+        };
+        passes.map(|answer| Event::TargetAnswered {
+            lease,
+            nonce,
+            answer,
+            claimed: Some(bytes),
+        })
     }
 
     /// Says at once that it needs longer.
-    pub(super) fn tenant_defers(&mut self, index: usize, lease: LeaseId, target: &Target) -> Option<Event> {
+    pub(super) fn tenant_defers(
+        &mut self,
+        index: usize,
+        lease: LeaseId,
+        target: &Target,
+    ) -> Option<Event> {
         let tenant = &mut self.tenants[index];
         if !tenant.is_lease(lease) {
             return None;
@@ -260,9 +342,18 @@ impl World {
         let overage = tenant.used.saturating_sub(target.bytes);
         let stream = tenant.stream_of(lease);
         stream.learn(Some(target));
-        let receipt = stream.receive(target.nonce, target.bytes, TargetAnswer::Deferred { overage });
+        let receipt = stream.receive(
+            target.nonce,
+            target.bytes,
+            TargetAnswer::Deferred { overage },
+        );
         *self.verdicts.entry(receipt.verdict).or_default() += 1;
-        receipt.pass_on.map(|answer| Event::TargetAnswered { lease, nonce: target.nonce, answer, claimed: None })
+        receipt.pass_on.map(|answer| Event::TargetAnswered {
+            lease,
+            nonce: target.nonce,
+            answer,
+            claimed: None,
+        })
     }
 
     pub(super) fn take_end(&mut self, id: LeaseId) {
@@ -275,7 +366,12 @@ impl World {
             let peer = self.tenants[index].peer();
             let ticket = self.ticket();
             let wait = millis(&mut self.rng, 0, 100);
-            let event = Event::LeaseRenewed { ticket, lease: lease.id, generation: lease.generation, peer };
+            let event = Event::LeaseRenewed {
+                ticket,
+                lease: lease.id,
+                generation: lease.generation,
+                peer,
+            };
             self.after(wait, Happening::Deliver(Box::new(event)));
         }
         if self.tenants[index].is_deaf() || self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
@@ -322,14 +418,21 @@ impl World {
         tenant.may_use = Bytes::ZERO;
         let lease = tenant.lease.take().filter(|_| says_so)?;
         let peer = tenant.peer();
-        Some(Event::LeaseReleased { ticket: self.ticket(), lease: lease.id, generation: lease.generation, peer })
+        Some(Event::LeaseReleased {
+            ticket: self.ticket(),
+            lease: lease.id,
+            generation: lease.generation,
+            peer,
+        })
     }
 
     /// Its process ends, and with it all that it was.
     pub(super) fn kill_tenant(&mut self, index: usize) {
         let process = self.tenants[index].pid;
         for other in 0..self.tenants.len() {
-            let same = process.is_some() && self.tenants[other].pid == process && self.tenants[other].alive;
+            let same = process.is_some()
+                && self.tenants[other].pid == process
+                && self.tenants[other].alive;
             if other == index || same {
                 self.end_tenant(other);
             }
@@ -345,7 +448,13 @@ impl World {
         let reported = self.calm || !self.rng.random_bool(0.1);
         if let Some(lease) = lease.filter(|_| reported) {
             let wait = millis(&mut self.rng, 1, 50);
-            self.after(wait, Happening::Deliver(Box::new(Event::HolderLost { lease: lease.id, pid: process })));
+            self.after(
+                wait,
+                Happening::Deliver(Box::new(Event::HolderLost {
+                    lease: lease.id,
+                    pid: process,
+                })),
+            );
         }
     }
 }

@@ -23,13 +23,19 @@ impl CountLru {
 
 impl Rival for CountLru {
     fn name(&self) -> &'static str {
-        if self.most == Self::DEFAULT { "count-lru, 4 models" } else { "count-lru, as many as fit" }
+        if self.most == Self::DEFAULT {
+            "count-lru, 4 models"
+        } else {
+            "count-lru, as many as fit"
+        }
     }
 
     fn make_room(&mut self, view: &View, _: &Wanted) -> Room {
         let oldest = least_recent(view.residents.iter());
         match oldest {
-            Some(Resident { name, .. }) if view.residents.len() >= self.most => Room::Evict(vec![name.clone()]),
+            Some(Resident { name, .. }) if view.residents.len() >= self.most => {
+                Room::Evict(vec![name.clone()])
+            }
             _ => Room::Load,
         }
     }

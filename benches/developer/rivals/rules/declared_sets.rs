@@ -27,10 +27,17 @@ impl Rival for DeclaredSets {
 
     fn make_room(&mut self, view: &View, wanted: &Wanted) -> Room {
         let outside = |set: &BTreeSet<String>| -> Vec<Resident> {
-            let others = view.residents.iter().filter(|resident| !set.contains(&resident.name));
+            let others = view
+                .residents
+                .iter()
+                .filter(|resident| !set.contains(&resident.name));
             others.cloned().collect()
         };
-        let fitting = self.sets.iter().filter(|set| set.contains(&wanted.name)).map(outside);
+        let fitting = self
+            .sets
+            .iter()
+            .filter(|set| set.contains(&wanted.name))
+            .map(outside);
         let Some(evicted) = fitting.min_by_key(Vec::len) else {
             // In no set: runs alone.
             return evict(view.residents.clone());
@@ -53,6 +60,11 @@ fn evict(residents: Vec<Resident>) -> Room {
     } else if residents.iter().any(|resident| resident.busy) {
         Room::Wait
     } else {
-        Room::Evict(residents.into_iter().map(|resident| resident.name).collect())
+        Room::Evict(
+            residents
+                .into_iter()
+                .map(|resident| resident.name)
+                .collect(),
+        )
     }
 }

@@ -22,9 +22,13 @@ impl Rival for KeepAliveOrder {
 
     fn make_room(&mut self, view: &View, wanted: &Wanted) -> Room {
         let free = view.total.saturating_sub(view.used);
-        let fits = wanted.bytes <= free.per_mille(FORECAST_PER_MILLE) && view.residents.len() < MODELS_MAX;
+        let fits =
+            wanted.bytes <= free.per_mille(FORECAST_PER_MILLE) && view.residents.len() < MODELS_MAX;
         // All have the same keep-alive, so the name decides; one without work is taken first, as its own code does.
-        let first = view.residents.iter().min_by_key(|resident| (resident.busy, &resident.name));
+        let first = view
+            .residents
+            .iter()
+            .min_by_key(|resident| (resident.busy, &resident.name));
         match first {
             Some(resident) if !fits && resident.busy => Room::Wait,
             Some(resident) if !fits => Room::Evict(vec![resident.name.clone()]),
@@ -33,10 +37,9 @@ impl Rival for KeepAliveOrder {
     }
 
     fn poll(&mut self, now: Timestamp, view: &View) -> Vec<String> {
-        let expired = view
-            .residents
-            .iter()
-            .filter(|resident| !resident.busy && now.saturating_since(resident.used_at) >= KEEP_ALIVE);
+        let expired = view.residents.iter().filter(|resident| {
+            !resident.busy && now.saturating_since(resident.used_at) >= KEEP_ALIVE
+        });
         expired.map(|resident| resident.name.clone()).collect()
     }
 

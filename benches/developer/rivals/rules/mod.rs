@@ -9,7 +9,8 @@ mod keep_alive;
 mod threshold_lru;
 
 pub(crate) use self::{
-    count_lru::CountLru, declared_sets::DeclaredSets, keep_alive::KeepAliveOrder, threshold_lru::ThresholdLru,
+    count_lru::CountLru, declared_sets::DeclaredSets, keep_alive::KeepAliveOrder,
+    threshold_lru::ThresholdLru,
 };
 
 use std::time::Duration;
@@ -127,11 +128,19 @@ pub(crate) mod tests {
     }
 
     fn view(used_mib: u64, residents: &[Resident]) -> View {
-        View { total: Bytes::from_mib(1000), used: Bytes::from_mib(used_mib), residents: residents.to_vec() }
+        View {
+            total: Bytes::from_mib(1000),
+            used: Bytes::from_mib(used_mib),
+            residents: residents.to_vec(),
+        }
     }
 
     fn wanted(mib: u64) -> Wanted {
-        Wanted { name: "new".to_owned(), kind: Kind::Llm, bytes: Bytes::from_mib(mib) }
+        Wanted {
+            name: "new".to_owned(),
+            kind: Kind::Llm,
+            bytes: Bytes::from_mib(mib),
+        }
     }
 
     fn evict(name: &str) -> Room {
@@ -139,15 +148,28 @@ pub(crate) mod tests {
     }
 
     fn count_lru_looks_at_the_count_alone_and_not_at_work() {
-        let full = view(999, &[resident("a", Kind::Llm, 5, false), resident("b", Kind::Asr, 3, true)]);
+        let full = view(
+            999,
+            &[
+                resident("a", Kind::Llm, 5, false),
+                resident("b", Kind::Asr, 3, true),
+            ],
+        );
         assert_eq!(CountLru::new(3).make_room(&full, &wanted(900)), Room::Load);
         assert_eq!(CountLru::new(2).make_room(&full, &wanted(1)), evict("b"));
     }
 
     fn declared_sets_evict_least_and_wait_for_work() {
         let set = |names: &[&str]| names.iter().map(|name| (*name).to_owned()).collect();
-        let mut sets = DeclaredSets::new(vec![set(&["new", "a"]), set(&["new", "b", "c"]), set(&["a", "b", "c"])]);
-        let mut loaded = view(0, &["a", "b", "c"].map(|name| resident(name, Kind::Tts, 0, false)));
+        let mut sets = DeclaredSets::new(vec![
+            set(&["new", "a"]),
+            set(&["new", "b", "c"]),
+            set(&["a", "b", "c"]),
+        ]);
+        let mut loaded = view(
+            0,
+            &["a", "b", "c"].map(|name| resident(name, Kind::Tts, 0, false)),
+        );
         assert_eq!(sets.make_room(&loaded, &wanted(1)), evict("a"));
         loaded.residents[0].busy = true;
         assert_eq!(sets.make_room(&loaded, &wanted(1)), Room::Wait);
@@ -155,9 +177,13 @@ pub(crate) mod tests {
 
     fn threshold_lru_stops_one_idle_model_with_each_poll_above_its_threshold() {
         let mut local = ThresholdLru::local_ai();
-        let residents =
-            [resident("a", Kind::Llm, 1, true), resident("b", Kind::Asr, 2, false), resident("c", Kind::Tts, 3, false)];
-        let at = |millis| Timestamp::START + Duration::from_secs(10) + Duration::from_millis(millis);
+        let residents = [
+            resident("a", Kind::Llm, 1, true),
+            resident("b", Kind::Asr, 2, false),
+            resident("c", Kind::Tts, 3, false),
+        ];
+        let at =
+            |millis| Timestamp::START + Duration::from_secs(10) + Duration::from_millis(millis);
         assert!(local.poll(at(0), &view(800, &residents)).is_empty());
         assert_eq!(local.poll(at(500), &view(801, &residents)), ["b"]);
         assert!(local.poll(at(990), &view(801, &residents)).is_empty());
@@ -166,7 +192,13 @@ pub(crate) mod tests {
 
     fn lemonade_gives_up_what_is_idle_for_300_s_and_has_one_slot_for_each_kind() {
         let mut lemonade = ThresholdLru::lemonade();
-        let idle = view(10, &[resident("a", Kind::Llm, 0, false), resident("b", Kind::Tts, 200, false)]);
+        let idle = view(
+            10,
+            &[
+                resident("a", Kind::Llm, 0, false),
+                resident("b", Kind::Tts, 200, false),
+            ],
+        );
         let at = |secs| Timestamp::START + Duration::from_secs(secs);
         assert!(lemonade.poll(at(299), &idle).is_empty());
         assert_eq!(lemonade.poll(at(304), &idle), ["a"]);
@@ -175,7 +207,13 @@ pub(crate) mod tests {
 
     fn keep_alive_order_takes_the_shortest_when_the_forecast_is_above_80_percent_of_what_is_free() {
         let mut ollama = KeepAliveOrder;
-        let one = view(500, &[resident("a", Kind::Llm, 0, false), resident("b", Kind::Tts, 9, false)]);
+        let one = view(
+            500,
+            &[
+                resident("a", Kind::Llm, 0, false),
+                resident("b", Kind::Tts, 9, false),
+            ],
+        );
         assert_eq!(ollama.make_room(&one, &wanted(400)), Room::Load);
         assert_eq!(ollama.make_room(&one, &wanted(401)), evict("a"));
         // The first load beside foreign memory is not checked at all.

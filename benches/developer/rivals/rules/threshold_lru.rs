@@ -68,7 +68,10 @@ impl Rival for ThresholdLru {
     }
 
     fn make_room(&mut self, view: &View, wanted: &Wanted) -> Room {
-        let same = view.residents.iter().filter(|resident| resident.kind == wanted.kind);
+        let same = view
+            .residents
+            .iter()
+            .filter(|resident| resident.kind == wanted.kind);
         match least_recent(same) {
             Some(resident) if self.scored && resident.busy => Room::Wait,
             Some(resident) if self.scored => Room::Evict(vec![resident.name.clone()]),
@@ -82,7 +85,10 @@ impl Rival for ThresholdLru {
         }
         self.next = now + self.every;
         let idle = view.residents.iter().filter(|resident| {
-            !resident.busy && self.idle.is_some_and(|limit| now.saturating_since(resident.used_at) >= limit)
+            !resident.busy
+                && self
+                    .idle
+                    .is_some_and(|limit| now.saturating_since(resident.used_at) >= limit)
         });
         let mut stopped: Vec<String> = idle.map(|resident| resident.name.clone()).collect();
         if stopped.is_empty() && view.used > view.total.per_mille(self.above_per_mille) {

@@ -8,18 +8,16 @@ use std::{
 };
 
 use super::subject::{Bench, count, mib, percent, spread};
-use crate::{
-    causes::in_one_line,
-    cli::bench::report::median,
-    engine::{
-        ApplyError, ApplyReport, Checkpoint, Flow,
-        arena::{Backing, Mapping},
-        model::{GROWERS, raw_read},
-        reader::WeightFile,
-    },
-    policy::residency::EnginePlan,
-    units::Bytes,
+use crate::bench::report::median;
+use cotenant_engine::{
+    ApplyError, ApplyReport, Checkpoint, Flow,
+    arena::{Backing, Mapping},
+    model::{GROWERS, raw_read},
+    reader::WeightFile,
 };
+use cotenant_policy::residency::EnginePlan;
+use cotenant_units::Bytes;
+use cotenant_units::causes::in_one_line;
 
 /// Orders a plan at some time that the engine does not choose, and notes how it went.
 struct Order {
@@ -31,7 +29,12 @@ struct Order {
 
 impl Order {
     fn of(plan: EnginePlan) -> Self {
-        Self { at: Arc::default(), plan, given: None, done: None }
+        Self {
+            at: Arc::default(),
+            plan,
+            given: None,
+            done: None,
+        }
     }
 
     /// Gives the order at some time within `most`, which differs from turn to turn.
@@ -47,13 +50,21 @@ impl Order {
 
     /// Takes back an order that was not seen.
     fn forget(&self) {
-        self.at.lock().unwrap_or_else(PoisonError::into_inner).take();
+        self.at
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take();
     }
 }
 
 impl Checkpoint for Order {
     fn poll(&mut self) -> Flow {
-        match self.at.lock().unwrap_or_else(PoisonError::into_inner).take() {
+        match self
+            .at
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .take()
+        {
             Some(at) => {
                 self.given = Some(at);
                 Flow::Apply(self.plan.clone())
@@ -86,7 +97,9 @@ impl Bench<'_> {
             let bell = order.ring_within(turn, FEW_TOKENS);
             while order.done.is_none() {
                 let token = self.tokens(turn + 1, 1);
-                self.model.forward(&token, &mut order).map_err(|error| in_one_line(&error))?;
+                self.model
+                    .forward(&token, &mut order)
+                    .map_err(|error| in_one_line(&error))?;
             }
             bell.join().ok();
             if let Some(done) = order.done.take() {
@@ -96,7 +109,11 @@ impl Bench<'_> {
                     "ms",
                     took.as_secs_f64() * 1e3,
                 );
-                self.values.add("shed: pages gone, over asked", "%", percent(report.freed.get(), report.asked.get()));
+                self.values.add(
+                    "shed: pages gone, over asked",
+                    "%",
+                    percent(report.freed.get(), report.asked.get()),
+                );
                 self.values.add(
                     "shed: resident set fallen, over asked less the ring",
                     "%",
@@ -115,12 +132,23 @@ impl Bench<'_> {
                 }
                 _ => None,
             };
-            let report = self.model.apply(&all).map_err(|error| in_one_line(&error))?;
+            let report = self
+                .model
+                .apply(&all)
+                .map_err(|error| in_one_line(&error))?;
             if let Some(rest) = rest {
                 let raw = self.read_raw(&order.plan)?;
                 let took = report.took.as_secs_f64();
-                self.values.add(format!("regrow over reading alone{rest}"), "ratio", took / raw);
-                self.values.add(format!("regrow of {:.0} MiB{rest}", mib(report.grown)), "ms", took * 1e3);
+                self.values.add(
+                    format!("regrow over reading alone{rest}"),
+                    "ratio",
+                    took / raw,
+                );
+                self.values.add(
+                    format!("regrow of {:.0} MiB{rest}", mib(report.grown)),
+                    "ms",
+                    took * 1e3,
+                );
                 self.values.add("reading that alone", "ms", raw * 1e3);
                 if turn % 10 == 0 {
                     self.values.add(
@@ -147,12 +175,19 @@ impl Bench<'_> {
                 let started = Instant::now();
                 let logits = self.model.forward(&prompt, &mut || Flow::Continue);
                 expected = logits.map_err(|error| in_one_line(&error))?.to_vec();
-                self.values.add("prompt without an order", "ms", started.elapsed().as_secs_f64() * 1e3);
+                self.values.add(
+                    "prompt without an order",
+                    "ms",
+                    started.elapsed().as_secs_f64() * 1e3,
+                );
                 continue;
             }
             // Somewhere in the first layers of its first chunk, or of the second.
             let bell = order.ring_within(turn, FEW_LAYERS);
-            let logits = self.model.forward(&prompt, &mut order).map_err(|error| in_one_line(&error))?;
+            let logits = self
+                .model
+                .forward(&prompt, &mut order)
+                .map_err(|error| in_one_line(&error))?;
             if logits[..] != expected[..] {
                 return Err("a shed in the middle of a prompt has changed the logits".to_owned());
             }
@@ -162,15 +197,25 @@ impl Bench<'_> {
                 let (took, report) = done.map_err(|error| in_one_line(&error))?;
                 let ms = |time: Duration| time.as_secs_f64() * 1e3;
                 let shed = report.asked.whole_mib();
-                self.values.add(format!("shed of {shed} MiB in a prompt, from the order"), "ms", ms(took));
-                self.values.add("of this until the order was seen", "ms", ms(took.saturating_sub(report.took)));
+                self.values.add(
+                    format!("shed of {shed} MiB in a prompt, from the order"),
+                    "ms",
+                    ms(took),
+                );
+                self.values.add(
+                    "of this until the order was seen",
+                    "ms",
+                    ms(took.saturating_sub(report.took)),
+                );
                 self.values.add(
                     "shed in a prompt: pages gone, over asked",
                     "%",
                     percent(report.freed.get(), report.asked.get()),
                 );
             }
-            self.model.apply(&all).map_err(|error| in_one_line(&error))?;
+            self.model
+                .apply(&all)
+                .map_err(|error| in_one_line(&error))?;
         }
         Ok(())
     }
@@ -187,14 +232,21 @@ impl Bench<'_> {
                 .map(|(_, part)| part.resident_bytes)
                 .sum()
         };
-        let share = (0..100).rev().find(|&share| given(share) >= wanted).unwrap_or(0);
-        EnginePlan { resident: spread(parts, share), ..all.clone() }
+        let share = (0..100)
+            .rev()
+            .find(|&share| given(share) >= wanted)
+            .unwrap_or(0);
+        EnginePlan {
+            resident: spread(parts, share),
+            ..all.clone()
+        }
     }
 
     /// Seconds in which what `plan` leaves out is read as growing reads it, into memory that has been touched before: the
     /// middle one of three.
     fn read_raw(&self, plan: &EnginePlan) -> Result<f64, String> {
-        let file = WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?;
+        let file =
+            WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?;
         let parts: Vec<_> = (0u32..)
             .zip(&self.layout.parts)
             .filter(|(index, _)| !plan.resident.contains(index))
@@ -213,9 +265,13 @@ fn first_touch(bytes: Bytes) -> Result<f64, String> {
     let share = Bytes::new(bytes.get() / GROWERS as u64);
     let started = Instant::now();
     let found = thread::scope(|scope| {
-        let threads: Vec<_> = (0..GROWERS).map(|_| scope.spawn(move || Mapping::new(share, Backing::Now))).collect();
+        let threads: Vec<_> = (0..GROWERS)
+            .map(|_| scope.spawn(move || Mapping::new(share, Backing::Now)))
+            .collect();
         let found = threads.into_iter().map(|thread| {
-            let mapping = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+            let mapping = thread
+                .join()
+                .unwrap_or_else(|panic| std::panic::resume_unwind(panic));
             mapping.map_err(|error| in_one_line(&error))
         });
         found.collect::<Result<Vec<_>, String>>()

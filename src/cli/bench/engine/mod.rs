@@ -20,12 +20,12 @@ pub use self::{
     subject::{Bench, TOKENS, count, file_bytes, mib, percent, spread},
 };
 use super::load::Reading;
-pub use crate::causes::in_one_line;
-use crate::cli::{
+use crate::{
     Output,
     exit::{self, CliError},
     progress::Progress,
 };
+pub use cotenant_units::causes::in_one_line;
 
 /// What to measure, and how.
 #[derive(Clone, Debug, clap::Args)]
@@ -79,7 +79,9 @@ pub(super) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
             for round in 1..=bench.settings.rounds {
                 progress.show(u64::from(round - 1), rounds, "measuring");
                 let reading = Reading::now();
-                sections.iter().try_for_each(|section| measure(&mut bench, *section))?;
+                sections
+                    .iter()
+                    .try_for_each(|section| measure(&mut bench, *section))?;
                 bench.end_round(round, &reading);
             }
             if sections.contains(&Section::Workspace) {

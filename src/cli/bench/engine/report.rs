@@ -5,13 +5,11 @@ use std::collections::BTreeMap;
 use serde::Serialize;
 
 use crate::{
-    cli::{
-        Output,
-        exit::CliError,
-        output::{self, Column, Table},
-    },
-    units::Bytes,
+    Output,
+    exit::CliError,
+    output::{self, Column, Table},
 };
+use cotenant_units::Bytes;
 
 /// Everything that was measured.
 #[derive(Debug, Serialize)]
@@ -100,7 +98,11 @@ impl Report {
             Column::Text("RANGE"),
         ]);
         let number = |value: f64| {
-            if value < 10.0 { format!("{value:.2}") } else { format!("{value:.1}") }
+            if value < 10.0 {
+                format!("{value:.2}")
+            } else {
+                format!("{value:.1}")
+            }
         };
         for figure in &self.figures {
             table.row([
@@ -111,13 +113,21 @@ impl Report {
                 number(figure.ninety_ninth),
                 number(figure.most),
                 figure.unit.to_owned(),
-                figure.peer.as_ref().map(|peer| number(peer.median)).unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| number(peer.median))
+                    .unwrap_or_default(),
                 figure
                     .peer
                     .as_ref()
                     .map(|peer| if peer.repack { "repacked" } else { "plain" }.to_owned())
                     .unwrap_or_default(),
-                figure.peer.as_ref().map(|peer| format!("{:.2}", peer.ratio)).unwrap_or_default(),
+                figure
+                    .peer
+                    .as_ref()
+                    .map(|peer| format!("{:.2}", peer.ratio))
+                    .unwrap_or_default(),
                 figure
                     .peer
                     .as_ref()

@@ -2,16 +2,16 @@
 
 use std::path::{Path, PathBuf};
 
-use crate::{
-    causes::in_one_line,
-    cli::exit::{self, CliError},
-    engine::{LoadError, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::use_instructions},
-    policy::{
-        compute::{Compute, DeviceChoice, DeviceSettings},
-        residency::EnginePlan,
-    },
-    probe::{ProbeRoot, cores::usable_cores},
+use crate::exit::{self, CliError};
+use cotenant_engine::{
+    LoadError, Model, ModelOptions, Sayable, arena::Backing, backend::cpu::use_instructions,
 };
+use cotenant_policy::{
+    compute::{Compute, DeviceChoice, DeviceSettings},
+    residency::EnginePlan,
+};
+use cotenant_probe::{ProbeRoot, cores::usable_cores};
+use cotenant_units::causes::in_one_line;
 
 /// As many as the daemon and `calibrate` take without a setting.
 fn threads_here() -> u16 {
@@ -66,10 +66,15 @@ impl EngineSettings {
     /// # Errors
     /// When this machine has none of that name.
     pub fn use_instructions(&self) -> Result<(), CliError> {
-        let Some(name) = &self.instructions else { return Ok(()) };
+        let Some(name) = &self.instructions else {
+            return Ok(());
+        };
         use_instructions(name).map_err(|names| {
             CliError::plain(
-                format!("cannot use the instructions `{name}`: this machine has kernels for {}", names.join(", ")),
+                format!(
+                    "cannot use the instructions `{name}`: this machine has kernels for {}",
+                    names.join(", ")
+                ),
                 exit::FAILED,
             )
         })
@@ -77,8 +82,18 @@ impl EngineSettings {
 
     /// What computes.
     fn compute(&self) -> Compute {
-        let choice = if self.cuda { DeviceChoice::Cuda } else { DeviceChoice::Cpu };
-        Compute { threads: usize::from(self.threads), device: DeviceSettings { choice, ..DeviceSettings::default() } }
+        let choice = if self.cuda {
+            DeviceChoice::Cuda
+        } else {
+            DeviceChoice::Cpu
+        };
+        Compute {
+            threads: usize::from(self.threads),
+            device: DeviceSettings {
+                choice,
+                ..DeviceSettings::default()
+            },
+        }
     }
 
     /// Opens a model with a context as long as the capacity of its plan; its memory is used as tokens come.

@@ -3,14 +3,12 @@
 use std::{sync::Arc, time::Instant};
 
 use super::subject::{Bench, TOKENS};
-use crate::{
-    causes::in_one_line,
-    engine::{
-        arena::Backing,
-        backend::{Device as _, Limits, cpu::CpuDevice},
-        reader::{Extent, Source, Stream, WeightFile},
-    },
+use cotenant_engine::{
+    arena::Backing,
+    backend::{Device as _, Limits, cpu::CpuDevice},
+    reader::{Extent, Source, Stream, WeightFile},
 };
+use cotenant_units::causes::in_one_line;
 
 impl Bench<'_> {
     /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are taken
@@ -26,7 +24,10 @@ impl Bench<'_> {
             self.forward(&first)?;
             // In turns: a disk that is shared has another speed a second later.
             let (mut seconds, mut reading, mut turns) = (0.0, 0.0, 0u32);
-            while turns == 0 || (turns < STREAMED_TURNS && seconds * f64::from(STREAMED_TOKENS) < STREAMED_SECONDS) {
+            while turns == 0
+                || (turns < STREAMED_TURNS
+                    && seconds * f64::from(STREAMED_TOKENS) < STREAMED_SECONDS)
+            {
                 seconds += self.decode(STREAMED_TOKENS)?;
                 reading += self.read_streamed()?;
                 turns += 1;
@@ -39,9 +40,15 @@ impl Bench<'_> {
             let after = self.decode(self.settings.generate)?;
             let compute = f64::midpoint(before, after);
             before = after;
-            self.values.add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
-            self.values.add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
-            self.values.add(format!("computing alone beside {share} %"), TOKENS, 1.0 / compute);
+            self.values
+                .add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
+            self.values
+                .add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
+            self.values.add(
+                format!("computing alone beside {share} %"),
+                TOKENS,
+                1.0 / compute,
+            );
             self.values.add(
                 format!("streaming efficiency at {share} %"),
                 "of max(io, compute)",
@@ -57,16 +64,22 @@ impl Bench<'_> {
     /// When the file cannot be read.
     pub fn read_streamed(&self) -> Result<f64, String> {
         let schedule: Arc<[Extent]> = self.streamed().into();
-        let file: Arc<dyn Source> =
-            Arc::new(WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?);
+        let file: Arc<dyn Source> = Arc::new(
+            WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?,
+        );
         let pieces = schedule.len();
-        let backend = CpuDevice(1).start(&Limits::default()).map_err(|error| in_one_line(&error))?;
+        let backend = CpuDevice(1)
+            .start(&Limits::default())
+            .map_err(|error| in_one_line(&error))?;
         let ring = backend.ring(self.layout.ring, Backing::Now);
-        let stream =
-            ring.and_then(|ring| Stream::start(file, ring, schedule, 0)).map_err(|error| in_one_line(&error))?;
+        let stream = ring
+            .and_then(|ring| Stream::start(file, ring, schedule, 0))
+            .map_err(|error| in_one_line(&error))?;
         let turn = || {
             for piece in 0..pieces {
-                stream.pass(piece, &mut || true).map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
+                stream
+                    .pass(piece, &mut || true)
+                    .map_err(|missing| format!("the reader alone failed: {missing:?}"))?;
             }
             Ok::<(), String>(())
         };

@@ -10,18 +10,16 @@ use super::{
     report::{Figure, Peer, Report, Values},
     settings::{EngineSettings, OpenModel},
 };
-use crate::{
-    causes::in_one_line,
-    cli::bench::{
-        load::Reading,
-        peer::{PeerFigure, PeerJob},
-        report::{at, median},
-    },
-    engine::{ApplyReport, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec},
-    heap,
-    policy::{kv_type::KvType, residency::EnginePlan},
-    units::{Bytes, Tokens},
+use crate::bench::{
+    load::Reading,
+    peer::{PeerFigure, PeerJob},
+    report::{at, median},
 };
+use cotenant_engine::{ApplyReport, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec};
+use cotenant_memory::heap;
+use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
+use cotenant_units::causes::in_one_line;
+use cotenant_units::{Bytes, Tokens};
 
 /// A model under measurement.
 pub struct Bench<'settings> {
@@ -60,7 +58,8 @@ impl<'settings> Bench<'settings> {
         drop(header);
         let layout = Layout::of(&spec);
         heap::trim();
-        let (rss_before, files_before) = (arena::process_resident(), arena::process_file_resident());
+        let (rss_before, files_before) =
+            (arena::process_resident(), arena::process_file_resident());
         let layers = count(layout.parts.len());
         let plan = EnginePlan {
             resident: (0..layers).collect(),
@@ -90,7 +89,8 @@ impl<'settings> Bench<'settings> {
         self.gate()?;
         self.memory();
         if self.settings.peer.is_none() {
-            self.notes.push("no peer was given (--peer), so there are no ratios".to_owned());
+            self.notes
+                .push("no peer was given (--peer), so there are no ratios".to_owned());
         }
         Ok(())
     }
@@ -99,10 +99,14 @@ impl<'settings> Bench<'settings> {
     pub fn end_round(&mut self, round: u32, reading: &Reading) {
         match reading.foreign_percent() {
             Some(percent) if percent > FOREIGN_MAX_PERCENT => {
-                self.notes.push(format!("round {round}: other processes used {percent:.0} % of the processors"));
+                self.notes.push(format!(
+                    "round {round}: other processes used {percent:.0} % of the processors"
+                ));
             }
             Some(_) => {}
-            None => self.notes.push(format!("round {round}: use by other processes is unknown")),
+            None => self
+                .notes
+                .push(format!("round {round}: use by other processes is unknown")),
         }
     }
 
@@ -112,14 +116,21 @@ impl<'settings> Bench<'settings> {
         self.apply(0)?;
         let streamed = self.sample()?;
         self.apply(100)?;
-        let same = |a: &[f32], b: &[f32]| a.iter().map(|x| x.to_bits()).eq(b.iter().map(|x| x.to_bits()));
+        let same = |a: &[f32], b: &[f32]| {
+            a.iter()
+                .map(|x| x.to_bits())
+                .eq(b.iter().map(|x| x.to_bits()))
+        };
         if resident.iter().any(|logit| !logit.is_finite()) {
             return Err("the model's logits are not finite".to_owned());
         }
         if same(&resident, &streamed) {
             Ok(())
         } else {
-            Err("logits differ between resident and streamed layers; nothing was measured".to_owned())
+            Err(
+                "logits differ between resident and streamed layers; nothing was measured"
+                    .to_owned(),
+            )
         }
     }
 
@@ -144,19 +155,48 @@ impl<'settings> Bench<'settings> {
         let book = held.used();
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();
-        self.values.add("book, all resident", "MiB", mib(held.total));
-        self.values.add("of this context that no token has needed", "MiB", mib(held.kv_untouched));
-        self.values.add("of this the header with its vocabulary, on the heap", "MiB", mib(held.header));
-        self.values.add("mappings in memory, as the kernel has it", "MiB", mib(pages));
-        self.values.add("resident set since opening", "MiB", mib(rss));
+        self.values
+            .add("book, all resident", "MiB", mib(held.total));
+        self.values.add(
+            "of this context that no token has needed",
+            "MiB",
+            mib(held.kv_untouched),
+        );
+        self.values.add(
+            "of this the header with its vocabulary, on the heap",
+            "MiB",
+            mib(held.header),
+        );
+        self.values.add(
+            "mappings in memory, as the kernel has it",
+            "MiB",
+            mib(pages),
+        );
+        self.values
+            .add("resident set since opening", "MiB", mib(rss));
         let files = arena::process_file_resident().saturating_sub(self.files_before);
-        self.values.add("of this text and constants of the program", "MiB", mib(files));
-        self.values.add("book without the untouched, over resident set", "%", percent(book.get(), rss.get()));
+        self.values.add(
+            "of this text and constants of the program",
+            "MiB",
+            mib(files),
+        );
+        self.values.add(
+            "book without the untouched, over resident set",
+            "%",
+            percent(book.get(), rss.get()),
+        );
         let shape = self.model.shape();
         let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
-        let kv = shape.kv.capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
-        let bound = Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
-        self.values.add("resident set over 1.03 x weights + state + KV + 64 MiB", "%", percent(rss.get(), bound.get()));
+        let kv = shape
+            .kv
+            .capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
+        let bound =
+            Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
+        self.values.add(
+            "resident set over 1.03 x weights + state + KV + 64 MiB",
+            "%",
+            percent(rss.get(), bound.get()),
+        );
     }
 
     pub(super) fn speed(&mut self) -> Result<(), String> {
@@ -168,7 +208,11 @@ impl<'settings> Bench<'settings> {
             let tokens = self.tokens(0, prompt);
             let started = Instant::now();
             self.forward(&tokens)?;
-            self.values.add(format!("prefill {prompt}"), TOKENS, f64::from(prompt) / started.elapsed().as_secs_f64());
+            self.values.add(
+                format!("prefill {prompt}"),
+                TOKENS,
+                f64::from(prompt) / started.elapsed().as_secs_f64(),
+            );
         }
         let depth = self.depth();
         if depth > 0 {
@@ -176,16 +220,22 @@ impl<'settings> Bench<'settings> {
             let tokens = self.tokens(0, depth);
             self.forward(&tokens)?;
             let seconds = self.decode(self.settings.generate)?;
-            self.values.add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
+            self.values
+                .add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
         }
         self.model.reset();
         let first = self.tokens(0, 1);
         self.forward(&first)?;
         let compute = self.decode(self.settings.generate)?;
-        self.values.add("decode, 100 % resident", TOKENS, 1.0 / compute);
+        self.values
+            .add("decode, 100 % resident", TOKENS, 1.0 / compute);
         for together in [2, 4, 8] {
             let seconds = self.decode_together(together)?;
-            self.values.add(format!("time of {together} tokens over one"), "x", seconds / compute);
+            self.values.add(
+                format!("time of {together} tokens over one"),
+                "x",
+                seconds / compute,
+            );
         }
         Ok(())
     }
@@ -217,22 +267,48 @@ impl<'settings> Bench<'settings> {
     /// Half of the layers given up and read again; KV capacity given up and taken back.
     pub(super) fn elasticity(&mut self) -> Result<(), String> {
         let report = self.apply(50)?;
-        self.values.add("shed of half the layers", "ms", report.took.as_secs_f64() * 1e3);
-        self.values.add("shed: freed, as the kernel has it", "MiB", mib(report.freed));
-        self.values.add("shed: freed over asked", "%", percent(report.freed.get(), report.asked.get()));
+        self.values.add(
+            "shed of half the layers",
+            "ms",
+            report.took.as_secs_f64() * 1e3,
+        );
+        self.values.add(
+            "shed: freed, as the kernel has it",
+            "MiB",
+            mib(report.freed),
+        );
+        self.values.add(
+            "shed: freed over asked",
+            "%",
+            percent(report.freed.get(), report.asked.get()),
+        );
         let report = self.apply(100)?;
-        self.values.add("regrow of half the layers", "ms", report.took.as_secs_f64() * 1e3);
+        self.values.add(
+            "regrow of half the layers",
+            "ms",
+            report.took.as_secs_f64() * 1e3,
+        );
         let kv = self.model.shape().kv;
         let small = self.model.plan().kv_capacity;
-        let more = Bytes::from_mib(self.settings.kv_mib).get().div_ceil(kv.block_bytes(KvType::F16).get().max(1));
-        let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get()))).unwrap_or(u32::MAX);
+        let more = Bytes::from_mib(self.settings.kv_mib)
+            .get()
+            .div_ceil(kv.block_bytes(KvType::F16).get().max(1));
+        let more = u32::try_from(more.saturating_mul(u64::from(kv.block_tokens.get())))
+            .unwrap_or(u32::MAX);
         let large = Tokens::new(small.get().saturating_add(more));
         for (name, capacity) in [("grow", large), ("shrink", small)] {
             let mut plan = self.model.plan().clone();
             plan.kv_capacity = capacity;
-            let report = self.model.apply(&plan).map_err(|error| in_one_line(&error))?;
+            let report = self
+                .model
+                .apply(&plan)
+                .map_err(|error| in_one_line(&error))?;
             let moved = report.grown.max(report.freed);
-            self.values.add(format!("KV {name} of {} MiB", moved.whole_mib()), "ms", report.took.as_secs_f64() * 1e3);
+            self.values.add(
+                format!("KV {name} of {} MiB", moved.whole_mib()),
+                "ms",
+                report.took.as_secs_f64() * 1e3,
+            );
         }
         Ok(())
     }
@@ -240,7 +316,9 @@ impl<'settings> Bench<'settings> {
     /// The most that prompts of several lengths hold beside weights, state and KV.
     pub fn workspace(&mut self) -> Result<(), String> {
         let lengths = std::iter::successors(Some(128u32), |length| length.checked_mul(4));
-        for length in lengths.take_while(|&length| length <= self.settings.prompt_max.min(PROMPT_MAX)) {
+        for length in
+            lengths.take_while(|&length| length <= self.settings.prompt_max.min(PROMPT_MAX))
+        {
             if length > self.model.plan().kv_capacity.get() {
                 break;
             }
@@ -251,11 +329,20 @@ impl<'settings> Bench<'settings> {
                 peak = peak.max(arena::process_resident());
                 Flow::Continue
             };
-            self.model.forward(&tokens, &mut watch).map_err(|error| in_one_line(&error))?;
+            self.model
+                .forward(&tokens, &mut watch)
+                .map_err(|error| in_one_line(&error))?;
             let held = self.model.breakdown();
             // With the context that the prompt has touched, and no more.
-            let other = held.used().saturating_sub(held.workspace).saturating_add(self.rss_before);
-            self.values.add(format!("prefill workspace, prompt of {length}"), "MiB on the book", mib(held.workspace));
+            let other = held
+                .used()
+                .saturating_sub(held.workspace)
+                .saturating_add(self.rss_before);
+            self.values.add(
+                format!("prefill workspace, prompt of {length}"),
+                "MiB on the book",
+                mib(held.workspace),
+            );
             self.values.add(
                 format!("resident beside weights, state and KV, prompt of {length}"),
                 "MiB",
@@ -308,7 +395,10 @@ impl<'settings> Bench<'settings> {
                 generate: self.settings.generate,
                 depth: 0,
             };
-            let rates = job.run(repack)?.into_iter().map(|figure| figure.tokens_per_s);
+            let rates = job
+                .run(repack)?
+                .into_iter()
+                .map(|figure| figure.tokens_per_s);
             best = rates.chain(best).max_by(f64::total_cmp);
         }
         Ok(best)
@@ -326,14 +416,24 @@ impl<'settings> Bench<'settings> {
                 .peer
                 .iter()
                 .filter(|run| run.repack == repack)
-                .filter_map(|run| run.figures.iter().find(|figure| figure.prompt == prompt && figure.depth == depth))
+                .filter_map(|run| {
+                    run.figures
+                        .iter()
+                        .find(|figure| figure.prompt == prompt && figure.depth == depth)
+                })
                 .map(|figure| figure.tokens_per_s)
                 .collect();
             Some((repack, median(&values)?, values))
         };
-        let (repack, middle, values) =
-            [of(false), of(true)].into_iter().flatten().max_by(|one, other| one.1.total_cmp(&other.1))?;
-        let ratios: Vec<f64> = ours.iter().zip(&values).map(|(ours, peer)| ours / peer).collect();
+        let (repack, middle, values) = [of(false), of(true)]
+            .into_iter()
+            .flatten()
+            .max_by(|one, other| one.1.total_cmp(&other.1))?;
+        let ratios: Vec<f64> = ours
+            .iter()
+            .zip(&values)
+            .map(|(ours, peer)| ours / peer)
+            .collect();
         Some(Peer {
             repack,
             median: middle,
@@ -383,7 +483,9 @@ impl<'settings> Bench<'settings> {
     /// # Errors
     /// When the pass fails.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
-        self.model.forward(tokens, &mut || Flow::Continue).map_err(|error| in_one_line(&error))
+        self.model
+            .forward(tokens, &mut || Flow::Continue)
+            .map_err(|error| in_one_line(&error))
     }
 
     /// Opens the same file a second time, under another plan.
@@ -404,12 +506,23 @@ impl<'settings> Bench<'settings> {
     /// `count` tokens from place `from` of a text without meaning.
     pub fn tokens(&self, from: u32, count: u32) -> Vec<u32> {
         let vocabulary = self.model.vocabulary().max(1);
-        (from..from.saturating_add(count)).map(|place| place.wrapping_mul(7919) % vocabulary).collect()
+        (from..from.saturating_add(count))
+            .map(|place| place.wrapping_mul(7919) % vocabulary)
+            .collect()
     }
 
     fn depth(&self) -> u32 {
-        let room = self.model.plan().kv_capacity.get().saturating_sub(self.settings.generate);
-        if self.settings.depth <= room { self.settings.depth } else { 0 }
+        let room = self
+            .model
+            .plan()
+            .kv_capacity
+            .get()
+            .saturating_sub(self.settings.generate);
+        if self.settings.depth <= room {
+            self.settings.depth
+        } else {
+            0
+        }
     }
 }
 
@@ -426,7 +539,9 @@ fn capacity(settings: &EngineSettings, context_max: u32) -> u32 {
 
 /// `share` percent of `layers` layers, spread evenly.
 pub fn spread(layers: u32, share: u32) -> BTreeSet<u32> {
-    (0..layers).filter(|layer| (layer + 1) * share / 100 > layer * share / 100).collect()
+    (0..layers)
+        .filter(|layer| (layer + 1) * share / 100 > layer * share / 100)
+        .collect()
 }
 
 /// Size of a file; zero where it cannot be read.

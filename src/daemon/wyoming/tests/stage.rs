@@ -26,26 +26,24 @@ use super::super::{
     listen::INFO_FILE,
     shared::{Api, Backends},
 };
-use crate::{
-    config::WyomingConfig,
-    http::backend::{
-        AnswerPart, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason, SpeechBackend,
-        SpeechRequest, SpeechStream, TranscribeRequest, Transcript, Usage,
-    },
-    policy::refusal::Refusal,
-    speech::{
-        client::Endpoint,
-        server::{Server, ServerLimits},
-        wyoming::{
-            AudioFormat, Event, Frame, FrameLimits, FrameReader, Info,
-            event::{AudioChunk, AudioStart, AudioStop, RunPipeline, Transcript as Written},
-            info::{Artifact, Model, TtsProgram},
-            write_frame,
-        },
-    },
-    telemetry::{Metrics, Tracer},
-    units::{Bytes, Tokens},
+use cotenant_config::WyomingConfig;
+use cotenant_http::backend::{
+    AnswerPart, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason,
+    SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript, Usage,
 };
+use cotenant_policy::refusal::Refusal;
+use cotenant_speech::{
+    client::Endpoint,
+    server::{Server, ServerLimits},
+    wyoming::{
+        AudioFormat, Event, Frame, FrameLimits, FrameReader, Info,
+        event::{AudioChunk, AudioStart, AudioStop, RunPipeline, Transcript as Written},
+        info::{Artifact, Model, TtsProgram},
+        write_frame,
+    },
+};
+use cotenant_telemetry::{Metrics, Tracer};
+use cotenant_units::{Bytes, Tokens};
 
 /// Longest wait for anything; only a failing test waits for it.
 pub(super) const PATIENCE: Duration = Duration::from_secs(30);
@@ -86,7 +84,11 @@ impl SpeechBackend for Script {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
         self.heard.lock().unwrap().push(request);
         let language = None;
-        Box::pin(async move { next_turn(&self.transcripts).await.map(|text| Transcript { text, language }) })
+        Box::pin(async move {
+            next_turn(&self.transcripts)
+                .await
+                .map(|text| Transcript { text, language })
+        })
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
@@ -100,7 +102,12 @@ impl SpeechBackend for Script {
                 Some(Turn::Give(chunks)) => chunks,
                 Some(Turn::Refuse(refusal)) => return Err(refusal),
             };
-            Ok(SpeechStream { rate: 16_000, voice: None, ignored: &[], chunks: stream::iter(chunks).boxed() })
+            Ok(SpeechStream {
+                rate: 16_000,
+                voice: None,
+                ignored: &[],
+                chunks: stream::iter(chunks).boxed(),
+            })
         })
     }
 }
@@ -134,7 +141,10 @@ impl ChatBackend for Script {
             };
             self.generating.fetch_add(1, Ordering::SeqCst);
             let alive = Alive(Arc::clone(&self.generating), Arc::clone(&self.dropped));
-            let end = ChatEvent::Finished { reason: FinishReason::Stop, usage: Usage::default() };
+            let end = ChatEvent::Finished {
+                reason: FinishReason::Stop,
+                usage: Usage::default(),
+            };
             Ok(stream::iter(steps)
                 .then(|step| async {
                     match step {
@@ -186,7 +196,10 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
     let metrics = Arc::new(Metrics::new());
     let backends = Backends {
         speech: Some(Arc::clone(&script) as Arc<dyn SpeechBackend>),
-        chat: Some((Arc::clone(&script) as Arc<dyn ChatBackend>, "demo".to_owned())),
+        chat: Some((
+            Arc::clone(&script) as Arc<dyn ChatBackend>,
+            "demo".to_owned(),
+        )),
         asr: None,
         tts: None,
         metrics: Arc::clone(&metrics),
@@ -196,33 +209,55 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
     // What the voice said of itself in an earlier run.
     let voice = TtsProgram {
         voices: vec![Model {
-            artifact: Artifact { name: "slt".to_owned(), installed: true, ..Artifact::default() },
+            artifact: Artifact {
+                name: "slt".to_owned(),
+                installed: true,
+                ..Artifact::default()
+            },
             languages: vec!["en-US".to_owned()],
             speakers: Vec::new(),
         }],
         ..TtsProgram::default()
     };
-    let said = Info { tts: vec![voice], ..Info::default() };
+    let said = Info {
+        tts: vec![voice],
+        ..Info::default()
+    };
     let path = folder.path().join(INFO_FILE);
     std::fs::write(&path, json!({ "tts": said }).to_string()).unwrap();
-    let parts =
-        info_cache::Parts { tts: Some("tts".to_owned()), llm: Some("demo".to_owned()), ..info_cache::Parts::default() };
+    let parts = info_cache::Parts {
+        tts: Some("tts".to_owned()),
+        llm: Some("demo".to_owned()),
+        ..info_cache::Parts::default()
+    };
     let aliases = BTreeMap::from([("alloy".to_owned(), "slt".to_owned())]);
     let (mut api, _) = Api::new(backends, settings, aliases, None);
     let (cache, _) = InfoCache::open(parts, Some(path));
     Arc::get_mut(&mut api.0).unwrap().cache = cache;
     let endpoint = Endpoint::Unix(folder.path().join("api.sock"));
-    let server = Server::bind(&endpoint, ServerLimits::default()).await.unwrap();
+    let server = Server::bind(&endpoint, ServerLimits::default())
+        .await
+        .unwrap();
     let stop = CancellationToken::new();
     tokio::spawn(server.run(api, stop.clone()));
-    Served { folder, script, metrics, stop }
+    Served {
+        folder,
+        script,
+        metrics,
+        stop,
+    }
 }
 
 impl Served {
     pub(super) async fn connect(&self) -> Client {
-        let stream = UnixStream::connect(self.folder.path().join("api.sock")).await.unwrap();
+        let stream = UnixStream::connect(self.folder.path().join("api.sock"))
+            .await
+            .unwrap();
         let (reader, writer) = stream.into_split();
-        Client { reader: FrameReader::new(reader, FrameLimits::default()), writer }
+        Client {
+            reader: FrameReader::new(reader, FrameLimits::default()),
+            writer,
+        }
     }
 
     pub(super) fn hears(&self, text: &str) {
@@ -231,14 +266,21 @@ impl Served {
     }
 
     pub(super) fn answers(&self, steps: Vec<Step>) {
-        self.script.chats.lock().unwrap().push_back(Turn::Give(steps));
+        self.script
+            .chats
+            .lock()
+            .unwrap()
+            .push_back(Turn::Give(steps));
     }
 
     /// What the LLM was asked last, without its roles.
     pub(super) fn asked(&self) -> Vec<String> {
         let asked = self.script.asked.lock().unwrap();
         let messages = asked.last().unwrap().prompt.messages();
-        messages.iter().map(|message: &ChatMessage| message.content.clone()).collect()
+        messages
+            .iter()
+            .map(|message: &ChatMessage| message.content.clone())
+            .collect()
     }
 }
 
@@ -249,18 +291,26 @@ pub(super) struct Client {
 
 impl Client {
     pub(super) async fn say(&mut self, event: Event) {
-        write_frame(&mut self.writer, &event.into_frame()).await.unwrap();
+        write_frame(&mut self.writer, &event.into_frame())
+            .await
+            .unwrap();
     }
 
     pub(super) async fn next(&mut self) -> Option<Frame> {
-        timeout(PATIENCE, self.reader.next()).await.expect("no answer").unwrap()
+        timeout(PATIENCE, self.reader.next())
+            .await
+            .expect("no answer")
+            .unwrap()
     }
 
     /// Everything up to an event of this kind.
     pub(super) async fn until(&mut self, kind: &str) -> Vec<Frame> {
         let mut frames = Vec::new();
         loop {
-            let frame = self.next().await.unwrap_or_else(|| panic!("closed after {frames:?}"));
+            let frame = self
+                .next()
+                .await
+                .unwrap_or_else(|| panic!("closed after {frames:?}"));
             let found = frame.kind == kind;
             frames.push(frame);
             if found {
@@ -292,11 +342,18 @@ impl Client {
 }
 
 pub(super) fn audio_start(format: AudioFormat) -> Event {
-    Event::AudioStart(AudioStart { format, timestamp: None })
+    Event::AudioStart(AudioStart {
+        format,
+        timestamp: None,
+    })
 }
 
 pub(super) fn chunk(format: AudioFormat, audio: Vec<u8>) -> Event {
-    Event::AudioChunk(AudioChunk { format, timestamp: None, audio })
+    Event::AudioChunk(AudioChunk {
+        format,
+        timestamp: None,
+        audio,
+    })
 }
 
 pub(super) fn asks(text: &str, conversation: Option<&str>) -> Event {
@@ -308,7 +365,10 @@ pub(super) fn asks(text: &str, conversation: Option<&str>) -> Event {
 }
 
 pub(super) fn pipeline(start: &str, end: &str) -> Event {
-    Event::RunPipeline(RunPipeline { start_stage: start.to_owned(), end_stage: end.to_owned() })
+    Event::RunPipeline(RunPipeline {
+        start_stage: start.to_owned(),
+        end_stage: end.to_owned(),
+    })
 }
 
 pub(super) fn kinds(frames: &[Frame]) -> Vec<&str> {

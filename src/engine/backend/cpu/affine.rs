@@ -11,7 +11,10 @@ use super::{
 /// Product of a row of Q4_1 blocks with a row of Q8_0 blocks.
 pub(crate) fn dot_q4_1(weight: &[u8], copy: &[u8]) -> f32 {
     let mut total = 0f32;
-    for (x, y) in weight.chunks_exact(Q4_1_BYTES).zip(copy.chunks_exact(Q8_0_BYTES)) {
+    for (x, y) in weight
+        .chunks_exact(Q4_1_BYTES)
+        .zip(copy.chunks_exact(Q8_0_BYTES))
+    {
         let mut quants = [0u8; BLOCK];
         let (low, high) = quants.split_at_mut(BLOCK / 2);
         for ((low, high), byte) in low.iter_mut().zip(high).zip(&x[4..]) {
@@ -26,7 +29,10 @@ pub(crate) fn dot_q4_1(weight: &[u8], copy: &[u8]) -> f32 {
 /// Product of a row of Q5_1 blocks with a row of Q8_0 blocks.
 pub(crate) fn dot_q5_1(weight: &[u8], copy: &[u8]) -> f32 {
     let mut total = 0f32;
-    for (x, y) in weight.chunks_exact(Q5_1_BYTES).zip(copy.chunks_exact(Q8_0_BYTES)) {
+    for (x, y) in weight
+        .chunks_exact(Q5_1_BYTES)
+        .zip(copy.chunks_exact(Q8_0_BYTES))
+    {
         let fifth = u32::from_le_bytes([x[4], x[5], x[6], x[7]]);
         let mut quants = [0u8; BLOCK];
         let (low, high) = quants.split_at_mut(BLOCK / 2);
@@ -50,7 +56,10 @@ fn add_block(total: f32, x: &[u8], quants: &[u8; BLOCK], y: &[u8]) -> f32 {
         sum += y;
     }
     let scale = half(y);
-    (products as f32).mul_add(half(x) * scale, (sum as f32).mul_add(half(&x[2..]) * scale, total))
+    (products as f32).mul_add(
+        half(x) * scale,
+        (sum as f32).mul_add(half(&x[2..]) * scale, total),
+    )
 }
 
 /// Scale, minimum, 32 quants of four bits.

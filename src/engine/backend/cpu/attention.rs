@@ -13,13 +13,11 @@ use super::{
     share::Share,
 };
 use crate::{
-    engine::{
-        backend::{Attend, DeviceError, Part, memory::Access, offset_in_block},
-        reserve::Reserve,
-        spec::{AttentionSpec, Pairing},
-    },
-    units::Bytes,
+    backend::{Attend, DeviceError, Part, memory::Access, offset_in_block},
+    reserve::Reserve,
+    spec::{AttentionSpec, Pairing},
 };
+use cotenant_units::Bytes;
 
 /// Elements that one thread needs for an item: a block's keys, values and scores, and queries that are turned back.
 const fn scratch_elements(dim: usize) -> usize {
@@ -78,19 +76,35 @@ pub(crate) fn attend<'op>(
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
         // SAFETY: each row is one item.
         let queries = unsafe { query.slice(row * query_row, query_row) };
-        let factor = job.temperature.map_or(1.0, |temperature| temperature.at(position + row));
+        let factor = job
+            .temperature
+            .map_or(1.0, |temperature| temperature.at(position + row));
         for value in queries.iter_mut().filter(|_| factor != 1.0) {
             *value *= factor;
         }
         add_bias(queries, query_bias);
         for head in queries.chunks_exact_mut(query_step) {
-            ready_head(isa, &mut head[..dim], query_norm, epsilon, angles, spec.pairing == Pairing::Adjacent);
+            ready_head(
+                isa,
+                &mut head[..dim],
+                query_norm,
+                epsilon,
+                angles,
+                spec.pairing == Pairing::Adjacent,
+            );
         }
         // SAFETY: each row is one item.
         let keys = unsafe { key.slice(row * key_row, key_row) };
         add_bias(keys, key_bias);
         for head in keys.chunks_exact_mut(dim) {
-            ready_head(isa, head, key_norm, epsilon, angles, spec.pairing == Pairing::Adjacent);
+            ready_head(
+                isa,
+                head,
+                key_norm,
+                epsilon,
+                angles,
+                spec.pairing == Pairing::Adjacent,
+            );
         }
         let token = position + row;
         let Some(block) = cache.block(token / block_tokens) else {
@@ -99,14 +113,16 @@ pub(crate) fn attend<'op>(
         for head in 0..kv_heads {
             let values = &value[row * key_row + head * dim..][..dim];
             let value_bias = value_bias.map(|bias| &bias[head * dim..][..dim]);
-            for (part, source, bias) in
-                [(Part::Key, &keys[head * dim..][..dim], None), (Part::Value, values, value_bias)]
-            {
+            for (part, source, bias) in [
+                (Part::Key, &keys[head * dim..][..dim], None),
+                (Part::Value, values, value_bias),
+            ] {
                 let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
                     // SAFETY: each token has a place of its own in the block, this row's item alone writes it, none
                     // reads it before all items are done, and one operation is executed at a time.
-                    let target = unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
+                    let target =
+                        unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
                     cells::store(isa, kind, source, bias, target);
                 }
             }
@@ -120,7 +136,11 @@ pub(crate) fn attend<'op>(
     let group = heads / kv_heads;
     let rows_per_item = (QUERIES_PER_ITEM / group).max(1);
     let tiles = rows.div_ceil(rows_per_item);
-    let together = if tiles * kv_heads >= pool.threads() { group.min(QUERIES_PER_ITEM) } else { 1 };
+    let together = if tiles * kv_heads >= pool.threads() {
+        group.min(QUERIES_PER_ITEM)
+    } else {
+        1
+    };
     let parts = group.div_ceil(together);
     let scratch_of = scratch_elements(dim);
     pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
@@ -128,7 +148,10 @@ pub(crate) fn attend<'op>(
         let scratch = unsafe { scratch.slice(thread * scratch_of, scratch_of) };
         let (scratch, turned) = scratch.split_at_mut(scratch_of - QUERIES_PER_ITEM * dim);
         let mut scratch = Scratch::new(scratch, dim);
-        let (tile, rest) = (tiles - 1 - item / (kv_heads * parts), item % (kv_heads * parts));
+        let (tile, rest) = (
+            tiles - 1 - item / (kv_heads * parts),
+            item % (kv_heads * parts),
+        );
         let (kv_head, part) = (rest / parts, rest % parts);
         let first_row = tile * rows_per_item;
         let these = rows_per_item.min(rows - first_row);
@@ -154,9 +177,20 @@ pub(crate) fn attend<'op>(
         let unseen = (position + first_row + 1).saturating_sub(window) / block_tokens;
         let gap = gap.filter(|gap| unseen < gap.after / block_tokens);
         if let Some(gap) = gap {
-            for (index, (walk, turned)) in walks.iter_mut().zip(turned.chunks_exact_mut(dim)).enumerate() {
+            for (index, (walk, turned)) in walks
+                .iter_mut()
+                .zip(turned.chunks_exact_mut(dim))
+                .enumerate()
+            {
                 turned.copy_from_slice(&queries_of(index)[..dim]);
-                ready_head(isa, turned, None, epsilon, &gap.back, spec.pairing == Pairing::Adjacent);
+                ready_head(
+                    isa,
+                    turned,
+                    None,
+                    epsilon,
+                    &gap.back,
+                    spec.pairing == Pairing::Adjacent,
+                );
                 walk.query = turned;
             }
         }
@@ -174,15 +208,26 @@ pub(crate) fn attend<'op>(
                 let part = |block: Block<'op>, at: usize, tokens: usize| {
                     block.slice(at, tokens * row_bytes).unwrap_or_default()
                 };
-                let ahead = cache.block(index + 1).filter(|_| start + block_tokens < end);
+                let ahead = cache
+                    .block(index + 1)
+                    .filter(|_| start + block_tokens < end);
                 let cells = Cells {
                     kind,
                     dim,
                     keys: part(block, key_at + from * row_bytes, count),
                     values: part(block, value_at + from * row_bytes, count),
-                    ahead: ahead.map(|block| part(block, key_at, TOKENS_MAX.min(block_tokens))).unwrap_or_default(),
+                    ahead: ahead
+                        .map(|block| part(block, key_at, TOKENS_MAX.min(block_tokens)))
+                        .unwrap_or_default(),
                 };
-                flash::step(&mut scratch, isa, cells, spec.scale, start + from..start + from + count, &mut walks);
+                flash::step(
+                    &mut scratch,
+                    isa,
+                    cells,
+                    spec.scale,
+                    start + from..start + from + count,
+                    &mut walks,
+                );
             }
         }
         for walk in walks {
@@ -212,7 +257,11 @@ struct Block<'op> {
 
 impl<'op> Blocks<'op> {
     fn block(&self, index: usize) -> Option<Block<'op>> {
-        Some(Block { space: self.space, start: self.places.get(index)? * self.len, len: self.len })
+        Some(Block {
+            space: self.space,
+            start: self.places.get(index)? * self.len,
+            len: self.len,
+        })
     }
 }
 

@@ -78,13 +78,23 @@ macro_rules! super_rows {
             ///
             /// As above; there are `count` blocks at `weight`, and in a copy of a token at `copy`.
             #[inline]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-            unsafe fn group(weight: *const u8, copy: *const u8, count: usize, lanes: &mut [__m128; 2]) {
+            #[target_feature(
+                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
+            )]
+            unsafe fn group(
+                weight: *const u8,
+                copy: *const u8,
+                count: usize,
+                lanes: &mut [__m128; 2],
+            ) {
                 let part = |lane: usize| {
                     if lane >= count {
                         return (_mm512_setzero_si512(), _mm256_setzero_si256());
                     }
-                    let (block, y) = (weight.wrapping_add(lane * $bytes), copy.wrapping_add(lane * Q8K_BYTES + 4));
+                    let (block, y) = (
+                        weight.wrapping_add(lane * $bytes),
+                        copy.wrapping_add(lane * Q8K_BYTES + 4),
+                    );
                     // Where a core is limited by memory alone, asking only gets in the way of the machine's own prefetch.
                     if $fetch {
                         fetch::<$bytes>(block.wrapping_add(FETCH_AHEAD));
@@ -92,14 +102,22 @@ macro_rules! super_rows {
                     // SAFETY: a block of the row, and one of the copy of this token.
                     unsafe { total::<$separate_mins>(&$unpack(block), y) }
                 };
-                let ((a, low_a), (b, low_b), (c, low_c), (d, low_d)) = (part(0), part(1), part(2), part(3));
+                let ((a, low_a), (b, low_b), (c, low_c), (d, low_d)) =
+                    (part(0), part(1), part(2), part(3));
                 // The last block stands in for those that are not there, whose totals are zero.
                 let at = |lane: usize| lane.min(count - 1);
                 let at = [0, at(1), at(2), at(3)];
                 // SAFETY: the heads of blocks of this row and of this copy.
                 let ((scales, min_scales), factors) = unsafe {
-                    let factor = |lane: usize| copy.wrapping_add(at[lane] * Q8K_BYTES).cast::<f32>().read_unaligned();
-                    ($heads(weight, $bytes, at), _mm_set_ps(factor(3), factor(2), factor(1), factor(0)))
+                    let factor = |lane: usize| {
+                        copy.wrapping_add(at[lane] * Q8K_BYTES)
+                            .cast::<f32>()
+                            .read_unaligned()
+                    };
+                    (
+                        $heads(weight, $bytes, at),
+                        _mm_set_ps(factor(3), factor(2), factor(1), factor(0)),
+                    )
                 };
                 let total = _mm_cvtepi32_ps(sixteen_sums(a, b, c, d));
                 lanes[0] = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), lanes[0]);
@@ -125,7 +143,10 @@ macro_rules! super_rows {
                 while left >= LANES {
                     // SAFETY: as many blocks are left of the row, and of the copy of the token.
                     unsafe { group(block, copy, LANES, &mut lanes) };
-                    (block, copy) = (block.wrapping_add(LANES * $bytes), copy.wrapping_add(LANES * Q8K_BYTES));
+                    (block, copy) = (
+                        block.wrapping_add(LANES * $bytes),
+                        copy.wrapping_add(LANES * Q8K_BYTES),
+                    );
                     left -= LANES;
                 }
                 if left > 0 {
@@ -133,7 +154,15 @@ macro_rules! super_rows {
                     unsafe { group(block, copy, left, &mut lanes) };
                 }
                 let [sums, mins] = lanes;
-                rows.put(0, index, if $separate_mins { last_sum(sums) - last_sum(mins) } else { last_sum(sums) });
+                rows.put(
+                    0,
+                    index,
+                    if $separate_mins {
+                        last_sum(sums) - last_sum(mins)
+                    } else {
+                        last_sum(sums)
+                    },
+                );
             }
         }
     };
@@ -158,12 +187,19 @@ unsafe fn total<const SEPARATE_MINS: bool>(block: &Block, y: *const u8) -> (__m5
         _mm512_setzero_si512()
     } else {
         // 32 times what Q6_K subtracts from each quant, exactly, since these are whole numbers.
-        _mm512_zextsi256_si512(_mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32::<5>(min)))
+        _mm512_zextsi256_si512(_mm256_sub_epi32(
+            _mm256_setzero_si256(),
+            _mm256_slli_epi32::<5>(min),
+        ))
     };
     for part in 0..4 {
         // SAFETY: 256 bytes.
         let y = unsafe { _mm512_loadu_si512(y.add(64 * part).cast()) };
-        sum = add_pairs(sum, _mm512_maddubs_epi16(block.quants[part], y), block.scales[part]);
+        sum = add_pairs(
+            sum,
+            _mm512_maddubs_epi16(block.quants[part], y),
+            block.scales[part],
+        );
     }
     (sum, min)
 }
@@ -197,8 +233,14 @@ unsafe fn heads(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128, __
     // SAFETY: two halves are the head of a block.
     let head = |lane: usize| unsafe { row.add(at[lane] * bytes).cast::<i32>().read_unaligned() };
     let both = _mm256_cvtph_ps(_mm_set_epi32(head(3), head(2), head(1), head(0)));
-    let (low, high) = (_mm256_castps256_ps128(both), _mm256_extractf128_ps::<1>(both));
-    (_mm_shuffle_ps::<0b10_00_10_00>(low, high), _mm_shuffle_ps::<0b11_01_11_01>(low, high))
+    let (low, high) = (
+        _mm256_castps256_ps128(both),
+        _mm256_extractf128_ps::<1>(both),
+    );
+    (
+        _mm_shuffle_ps::<0b10_00_10_00>(low, high),
+        _mm_shuffle_ps::<0b11_01_11_01>(low, high),
+    )
 }
 
 /// Scales of some Q6_K blocks of a row.
@@ -244,8 +286,14 @@ pub(super) fn sixteen_sums(a: __m512i, b: __m512i, c: __m512i, d: __m512i) -> __
     let pair = |x, y| _mm512_add_epi32(_mm512_unpacklo_epi32(x, y), _mm512_unpackhi_epi32(x, y));
     let (ab, cd) = (pair(a, b), pair(c, d));
     let all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
-    let all = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64::<1>(all));
-    _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all))
+    let all = _mm256_add_epi32(
+        _mm512_castsi512_si256(all),
+        _mm512_extracti64x4_epi64::<1>(all),
+    );
+    _mm_add_epi32(
+        _mm256_castsi256_si128(all),
+        _mm256_extracti128_si256::<1>(all),
+    )
 }
 
 /// The sums of all lanes of each of four registers.
@@ -255,7 +303,10 @@ fn four_sums(a: __m256i, b: __m256i, c: __m256i, d: __m256i) -> __m128i {
     let pair = |x, y| _mm256_add_epi32(_mm256_unpacklo_epi32(x, y), _mm256_unpackhi_epi32(x, y));
     let (ab, cd) = (pair(a, b), pair(c, d));
     let all = _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
-    _mm_add_epi32(_mm256_castsi256_si128(all), _mm256_extracti128_si256::<1>(all))
+    _mm_add_epi32(
+        _mm256_castsi256_si128(all),
+        _mm256_extracti128_si256::<1>(all),
+    )
 }
 
 /// # Safety
@@ -269,8 +320,10 @@ unsafe fn unpack_q4k(block: *const u8) -> Block {
     for half in 0..2 {
         // SAFETY: 128 bytes of quants follow the 16 bytes of scales.
         let both = unsafe { _mm512_loadu_si512(block.add(16 + 64 * half).cast()) };
-        [quants[2 * half], quants[2 * half + 1]] =
-            in_order(_mm512_and_si512(both, low), _mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
+        [quants[2 * half], quants[2 * half + 1]] = in_order(
+            _mm512_and_si512(both, low),
+            _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+        );
     }
     // SAFETY: the block's head.
     unsafe { with_head(block, quants) }
@@ -290,13 +343,21 @@ unsafe fn unpack_q5k(block: *const u8) -> Block {
         // SAFETY: 128 bytes of quants follow.
         let both = unsafe { _mm512_loadu_si512(block.add(48 + 64 * half).cast()) };
         // Bit j of a byte belongs to the j-th run of 32 weights: runs 4h and 4h+2 here, 4h+1 and 4h+3 below.
-        let shift =
-            _mm512_add_epi64(_mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0), _mm512_set1_epi64(4 * i64::from(half == 1)));
+        let shift = _mm512_add_epi64(
+            _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0),
+            _mm512_set1_epi64(4 * i64::from(half == 1)),
+        );
         let even = _mm512_and_si512(_mm512_srlv_epi64(fifth, shift), one);
-        let odd = _mm512_and_si512(_mm512_srlv_epi64(fifth, _mm512_add_epi64(shift, _mm512_set1_epi64(1))), one);
+        let odd = _mm512_and_si512(
+            _mm512_srlv_epi64(fifth, _mm512_add_epi64(shift, _mm512_set1_epi64(1))),
+            one,
+        );
         [quants[2 * half], quants[2 * half + 1]] = in_order(
             _mm512_or_si512(_mm512_and_si512(both, low), _mm512_slli_epi16::<4>(even)),
-            _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low), _mm512_slli_epi16::<4>(odd)),
+            _mm512_or_si512(
+                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+                _mm512_slli_epi16::<4>(odd),
+            ),
         );
     }
     // SAFETY: the block's head.
@@ -307,7 +368,10 @@ unsafe fn unpack_q5k(block: *const u8) -> Block {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn in_order(even: __m512i, odd: __m512i) -> [__m512i; 2] {
-    [_mm512_shuffle_i64x2::<0x44>(even, odd), _mm512_shuffle_i64x2::<0xee>(even, odd)]
+    [
+        _mm512_shuffle_i64x2::<0x44>(even, odd),
+        _mm512_shuffle_i64x2::<0xee>(even, odd),
+    ]
 }
 
 /// Scales and minimums of Q4_K and Q5_K: eight of six bits each in twelve bytes.
@@ -323,14 +387,21 @@ unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
     let scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_set_epi64x(0, scales.cast_signed())));
     let mins = _mm_cvtepu8_epi16(_mm_set_epi64x(0, mins.cast_signed()));
     // Each minimum twice: sums are of 16, minimums of 32.
-    let mins = _mm256_set_m128i(_mm_unpackhi_epi16(mins, mins), _mm_unpacklo_epi16(mins, mins));
+    let mins = _mm256_set_m128i(
+        _mm_unpackhi_epi16(mins, mins),
+        _mm_unpacklo_epi16(mins, mins),
+    );
     let pick = |first: i16| {
         _mm512_permutexvar_epi16(
             _mm512_inserti64x4::<1>(_mm512_set1_epi16(first), _mm256_set1_epi16(first + 1)),
             scales,
         )
     };
-    Block { quants, scales: [pick(0), pick(2), pick(4), pick(6)], mins }
+    Block {
+        quants,
+        scales: [pick(0), pick(2), pick(4), pick(6)],
+        mins,
+    }
 }
 
 /// # Safety
@@ -341,7 +412,8 @@ unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
 unsafe fn unpack_q6k(block: *const u8) -> Block {
     let (low, six) = (_mm512_set1_epi8(15), _mm512_set1_epi8(63));
     // Four bits from `quants`, two from `high`: the third truth table takes the second where the first is set.
-    let join = |quants, high| _mm512_and_si512(_mm512_ternarylogic_epi64::<0xca>(low, quants, high), six);
+    let join =
+        |quants, high| _mm512_and_si512(_mm512_ternarylogic_epi64::<0xca>(low, quants, high), six);
     let mut quants = [_mm512_setzero_si512(); 4];
     for half in 0..2 {
         // SAFETY: 128 bytes of low bits, then 64 of high bits.
@@ -366,7 +438,11 @@ unsafe fn unpack_q6k(block: *const u8) -> Block {
         let index = _mm512_inserti32x4::<2>(index, quarter(2));
         _mm512_permutexvar_epi16(_mm512_inserti32x4::<3>(index, quarter(3)), wide)
     };
-    Block { quants, scales: [pick(0), pick(4), pick(8), pick(12)], mins: scales }
+    Block {
+        quants,
+        scales: [pick(0), pick(4), pick(8), pick(12)],
+        mins: scales,
+    }
 }
 
 macro_rules! small_rows {
@@ -385,7 +461,9 @@ macro_rules! small_rows {
             /// As above; there are `count` blocks at `weight`, and in a copy of a token at `copy`, where their factors and
             /// what makes up for the 128 are at `behind`.
             #[inline]
-            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+            #[target_feature(
+                enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
+            )]
             unsafe fn group(
                 weight: *const u8,
                 copy: *const u8,
@@ -397,10 +475,17 @@ macro_rules! small_rows {
                     if lane >= count {
                         return _mm256_setzero_si256();
                     }
-                    let (block, y) = (weight.wrapping_add(lane * $bytes + 2), copy.wrapping_add(lane * Q8_0_BYTES + 2));
+                    let (block, y) = (
+                        weight.wrapping_add(lane * $bytes + 2),
+                        copy.wrapping_add(lane * Q8_0_BYTES + 2),
+                    );
                     // SAFETY: inside the row, and inside the copy of this token.
                     let (quants, y) = unsafe { ($unpack(block), _mm256_loadu_si256(y.cast())) };
-                    _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_xor_si256(quants, _mm256_set1_epi8(-128)), y)
+                    _mm256_dpbusd_epi32(
+                        _mm256_setzero_si256(),
+                        _mm256_xor_si256(quants, _mm256_set1_epi8(-128)),
+                        y,
+                    )
                 };
                 let (a, b, c, d) = (part(0), part(1), part(2), part(3));
                 // The last block stands in for those that are not there, whose totals are zero.
@@ -410,7 +495,10 @@ macro_rules! small_rows {
                 let mask = 0b1111_u8 >> (LANES - count);
                 // SAFETY: the mask keeps inside.
                 let (factors, starts) = unsafe {
-                    (_mm_maskz_loadu_ps(mask, behind[0].cast()), _mm_maskz_loadu_epi32(mask, behind[1].cast()))
+                    (
+                        _mm_maskz_loadu_ps(mask, behind[0].cast()),
+                        _mm_maskz_loadu_epi32(mask, behind[1].cast()),
+                    )
                 };
                 let total = _mm_cvtepi32_ps(_mm_add_epi32(four_sums(a, b, c, d), starts));
                 *lanes = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), *lanes);
@@ -446,7 +534,10 @@ macro_rules! small_rows {
                         blocks[row] = blocks[row].wrapping_add(LANES * $bytes);
                     }
                     copy = copy.wrapping_add(LANES * Q8_0_BYTES);
-                    behind = [behind[0].wrapping_add(4 * LANES), behind[1].wrapping_add(4 * LANES)];
+                    behind = [
+                        behind[0].wrapping_add(4 * LANES),
+                        behind[1].wrapping_add(4 * LANES),
+                    ];
                     left -= LANES;
                 }
                 for row in 0..(count - first).min($together) {

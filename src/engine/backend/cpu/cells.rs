@@ -11,15 +11,19 @@ use super::{
     pool::Pool,
 };
 use crate::{
-    engine::{
-        backend::{Convert, DeviceError},
-        reserve::Reserve,
-    },
-    policy::kv_type::{KvType, SHARE_A_SCALE},
+    backend::{Convert, DeviceError},
+    reserve::Reserve,
 };
+use cotenant_policy::kv_type::{KvType, SHARE_A_SCALE};
 
 /// Stores one head's keys or values of one token, plus `bias` where there is one.
-pub(super) fn store(isa: Isa, kind: KvType, source: &[f32], bias: Option<&[f32]>, target: &mut [u8]) {
+pub(super) fn store(
+    isa: Isa,
+    kind: KvType,
+    source: &[f32],
+    bias: Option<&[f32]>,
+    target: &mut [u8],
+) {
     match (kind, bias) {
         (KvType::F16, None) => {
             for (target, source) in target.chunks_exact_mut(2).zip(source) {
@@ -31,7 +35,9 @@ pub(super) fn store(isa: Isa, kind: KvType, source: &[f32], bias: Option<&[f32]>
                 target.copy_from_slice(&to_half(*source + *bias).to_ne_bytes());
             }
         }
-        (KvType::Q8 | KvType::Q4, bias) => store_groups(isa, kind, source, bias.unwrap_or_default(), target),
+        (KvType::Q8 | KvType::Q4, bias) => {
+            store_groups(isa, kind, source, bias.unwrap_or_default(), target);
+        }
     }
 }
 
@@ -104,12 +110,19 @@ kernel! {
 ///
 /// Rows that become smaller move towards the start, so that the first is converted first; as many at once as their new
 /// places reach to the first old one that is still needed. Rows that become larger go the other way.
-pub(super) fn convert(pool: &mut Pool, isa: Isa, job: &Convert, space: &Reserve) -> Result<(), DeviceError> {
+pub(super) fn convert(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &Convert,
+    space: &Reserve,
+) -> Result<(), DeviceError> {
     let (from, to, dim) = (job.from, job.to, job.elements);
     let (old, new) = (row_bytes(from, dim), row_bytes(to, dim));
     let len = job.rows.saturating_mul(old.max(new));
     let Some(start) = space.range(0, len) else {
-        return Err(DeviceError::new("what is converted of the cache is closed".to_owned()));
+        return Err(DeviceError::new(
+            "what is converted of the cache is closed".to_owned(),
+        ));
     };
     let start = Address(start.as_ptr());
     let some = |first: usize, count: usize| {
@@ -189,14 +202,25 @@ kernel! {
 /// # Safety
 ///
 /// As many rows as are named lie at `start` and no other thread uses them or their new places.
-unsafe fn convert_some(isa: Isa, kinds: (KvType, KvType), dim: usize, start: *mut u8, first: usize, count: usize) {
+unsafe fn convert_some(
+    isa: Isa,
+    kinds: (KvType, KvType),
+    dim: usize,
+    start: *mut u8,
+    first: usize,
+    count: usize,
+) {
     convert_rows(isa, kinds, dim, start, first, count);
 }
 
 pub(super) fn row_bytes(kind: KvType, dim: usize) -> usize {
     let rest = dim % SHARE_A_SCALE;
     let whole = dim / SHARE_A_SCALE * group_bytes(kind, SHARE_A_SCALE);
-    if rest == 0 { whole } else { whole + group_bytes(kind, rest) }
+    if rest == 0 {
+        whole
+    } else {
+        whole + group_bytes(kind, rest)
+    }
 }
 
 #[inline(always)]
@@ -212,9 +236,13 @@ fn group_bytes(kind: KvType, elements: usize) -> usize {
 fn read_group(kind: KvType, bytes: &[u8], floats: &mut [f32]) {
     match kind {
         KvType::F16 => {
-            if let (Ok(bytes), Ok(floats)) = (<&[u8; 64]>::try_from(bytes), <&mut Group>::try_from(&mut *floats)) {
+            if let (Ok(bytes), Ok(floats)) = (
+                <&[u8; 64]>::try_from(bytes),
+                <&mut Group>::try_from(&mut *floats),
+            ) {
                 for at in 0..SHARE_A_SCALE {
-                    floats[at] = half_to_float(u16::from_ne_bytes([bytes[2 * at], bytes[2 * at + 1]]));
+                    floats[at] =
+                        half_to_float(u16::from_ne_bytes([bytes[2 * at], bytes[2 * at + 1]]));
                 }
                 return;
             }
@@ -253,7 +281,10 @@ type Group = [f32; SHARE_A_SCALE];
 #[inline(always)]
 fn read_q8(bytes: &[u8], floats: &mut [f32]) {
     let scale = half_to_float(u16::from_ne_bytes([bytes[0], bytes[1]]));
-    if let (Ok(bytes), Ok(floats)) = (<&[u8; 34]>::try_from(bytes), <&mut Group>::try_from(&mut *floats)) {
+    if let (Ok(bytes), Ok(floats)) = (
+        <&[u8; 34]>::try_from(bytes),
+        <&mut Group>::try_from(&mut *floats),
+    ) {
         for at in 0..SHARE_A_SCALE {
             floats[at] = f32::from(bytes[2 + at].cast_signed()) * scale;
         }
@@ -283,7 +314,10 @@ fn write_q8(floats: &Group, bytes: &mut [u8]) {
 #[inline(always)]
 fn read_q4(bytes: &[u8], floats: &mut [f32]) {
     let scale = half_to_float(u16::from_ne_bytes([bytes[0], bytes[1]]));
-    if let (Ok(bytes), Ok(floats)) = (<&[u8; 18]>::try_from(bytes), <&mut Group>::try_from(&mut *floats)) {
+    if let (Ok(bytes), Ok(floats)) = (
+        <&[u8; 18]>::try_from(bytes),
+        <&mut Group>::try_from(&mut *floats),
+    ) {
         for at in 0..SHARE_A_SCALE / 2 {
             floats[at] = (f32::from(bytes[2 + at] & 15) - 8.0) * scale;
             floats[at + SHARE_A_SCALE / 2] = (f32::from(bytes[2 + at] >> 4) - 8.0) * scale;
@@ -374,9 +408,15 @@ pub(super) fn to_half(x: f32) -> u16 {
     let magnitude = bits & 0x7fff_ffff;
     let odd = (magnitude >> 13) & 1;
     let normal = magnitude.wrapping_sub(112 << 23).wrapping_add(0xfff + odd) >> 13;
-    let small = (f32::from_bits(magnitude) + f32::from_bits(SUBNORMAL)).to_bits().wrapping_sub(SUBNORMAL);
+    let small = (f32::from_bits(magnitude) + f32::from_bits(SUBNORMAL))
+        .to_bits()
+        .wrapping_sub(SUBNORMAL);
     let half = if magnitude < NORMAL { small } else { normal };
-    let half = if magnitude > 0x7f80_0000 { 0x7e00 } else { half };
+    let half = if magnitude > 0x7f80_0000 {
+        0x7e00
+    } else {
+        half
+    };
     let [low, high, ..] = (half | ((bits >> 16) & 0x8000)).to_le_bytes();
     u16::from_le_bytes([low, high])
 }
@@ -391,10 +431,8 @@ mod tests {
     use candle_core::quantized::k_quants::{BlockQ4_0, BlockQ8_0, GgmlType};
 
     use super::{super::test_numbers, *};
-    use crate::{
-        engine::backend::memory::{Access, Owner},
-        units::{Bytes, page},
-    };
+    use crate::backend::memory::{Access, Owner};
+    use cotenant_units::{Bytes, page};
 
     fn numbers(len: usize, seed: u32) -> Vec<f32> {
         let numbers = test_numbers::numbers(len, seed);
@@ -420,14 +458,23 @@ mod tests {
     fn what_is_stored_comes_back_within_its_step_and_with_the_same_bits_on_any_set() {
         for dim in [8, 24, 64, 80, 96, 128, 256] {
             let source = numbers(5 * dim, 1);
-            for (kind, steps) in [(KvType::F16, 2047.0), (KvType::Q8, 253.0), (KvType::Q4, 15.9)] {
-                assert_eq!(row_bytes(kind, dim) as u64, kind.row_bytes(u32::try_from(dim).unwrap()));
+            for (kind, steps) in [
+                (KvType::F16, 2047.0),
+                (KvType::Q8, 253.0),
+                (KvType::Q4, 15.9),
+            ] {
+                assert_eq!(
+                    row_bytes(kind, dim) as u64,
+                    kind.row_bytes(u32::try_from(dim).unwrap())
+                );
                 let reference = stored(Isa::Baseline, kind, dim, &source);
                 let floats = read(Isa::Baseline, kind, dim, &reference);
                 for (group, back) in source
                     .chunks_exact(dim)
                     .zip(floats.chunks_exact(dim))
-                    .flat_map(|(row, back)| row.chunks(SHARE_A_SCALE).zip(back.chunks(SHARE_A_SCALE)))
+                    .flat_map(|(row, back)| {
+                        row.chunks(SHARE_A_SCALE).zip(back.chunks(SHARE_A_SCALE))
+                    })
                 {
                     let largest = group.iter().fold(0f32, |most, x| most.max(x.abs()));
                     for (x, y) in group.iter().zip(back) {
@@ -437,8 +484,16 @@ mod tests {
                     }
                 }
                 for &isa in Isa::available() {
-                    assert_eq!(stored(isa, kind, dim, &source), reference, "{isa:?} {kind} {dim}");
-                    assert_eq!(read(isa, kind, dim, &reference), floats, "{isa:?} {kind} {dim}");
+                    assert_eq!(
+                        stored(isa, kind, dim, &source),
+                        reference,
+                        "{isa:?} {kind} {dim}"
+                    );
+                    assert_eq!(
+                        read(isa, kind, dim, &reference),
+                        floats,
+                        "{isa:?} {kind} {dim}"
+                    );
                 }
             }
         }
@@ -446,13 +501,29 @@ mod tests {
 
     #[test]
     fn halves_are_made_as_the_half_crate_makes_them() {
-        let special = [0.0, -0.0, 1.0, 65504.0, 65519.0, 6.1e-5, 6.0e-8, 2.9e-8, 2.98e-8, 1e-30, f32::MIN_POSITIVE];
-        let spread = (0u32..200_000).map(|at| f32::from_bits(at.wrapping_mul(21_503) % 0x4780_0000));
+        let special = [
+            0.0,
+            -0.0,
+            1.0,
+            65504.0,
+            65519.0,
+            6.1e-5,
+            6.0e-8,
+            2.9e-8,
+            2.98e-8,
+            1e-30,
+            f32::MIN_POSITIVE,
+        ];
+        let spread =
+            (0u32..200_000).map(|at| f32::from_bits(at.wrapping_mul(21_503) % 0x4780_0000));
         for x in special.into_iter().chain(spread).flat_map(|x| [x, -x]) {
             let right = half::f16::from_f32(x.clamp(-HALF_MAX, HALF_MAX)).to_bits();
             assert_eq!(to_half(x), right, "{x}");
         }
-        assert!(half::f16::from_bits(to_half(f32::NAN)).is_nan() && to_half(f32::INFINITY) == to_half(HALF_MAX));
+        assert!(
+            half::f16::from_bits(to_half(f32::NAN)).is_nan()
+                && to_half(f32::INFINITY) == to_half(HALF_MAX)
+        );
     }
 
     #[test]
@@ -476,8 +547,16 @@ mod tests {
                 }
                 let mut source = numbers(64, 5);
                 source[40] = value;
-                let back = read(Isa::detect(), kind, 64, &stored(Isa::detect(), kind, 64, &source));
-                assert!(back.iter().all(|x| x.is_finite()), "{kind} {value}: {back:?}");
+                let back = read(
+                    Isa::detect(),
+                    kind,
+                    64,
+                    &stored(Isa::detect(), kind, 64, &source),
+                );
+                assert!(
+                    back.iter().all(|x| x.is_finite()),
+                    "{kind} {value}: {back:?}"
+                );
             }
         }
     }
@@ -487,9 +566,17 @@ mod tests {
         for dim in [24, 64, 80] {
             for rows in [1, 2, 3, 100, 1500] {
                 let source = numbers(rows * dim, 7);
-                for (from, to) in KvType::ALL.into_iter().flat_map(|from| KvType::ALL.map(|to| (from, to))) {
+                for (from, to) in KvType::ALL
+                    .into_iter()
+                    .flat_map(|from| KvType::ALL.map(|to| (from, to)))
+                {
                     let before = stored(Isa::detect(), from, dim, &source);
-                    let expected = stored(Isa::detect(), to, dim, &read(Isa::detect(), from, dim, &before));
+                    let expected = stored(
+                        Isa::detect(),
+                        to,
+                        dim,
+                        &read(Isa::detect(), from, dim, &before),
+                    );
                     for threads in [1, 3] {
                         let mut space = Reserve::new(Bytes::from_mib(1), page()).unwrap();
                         space.set_open(Bytes::from_mib(1)).unwrap();
@@ -497,15 +584,26 @@ mod tests {
                         let space = owner.region(space);
                         let start = space.range(0, 1 << 20).unwrap().as_ptr();
                         // SAFETY: open, and no other thread has it.
-                        unsafe { std::ptr::copy_nonoverlapping(before.as_ptr(), start, before.len()) };
+                        unsafe {
+                            std::ptr::copy_nonoverlapping(before.as_ptr(), start, before.len());
+                        };
                         let mut pool = Pool::new(threads).unwrap();
-                        let job = Convert { space, rows, elements: dim, from, to };
+                        let job = Convert {
+                            space,
+                            rows,
+                            elements: dim,
+                            from,
+                            to,
+                        };
                         let access = Access::new(&mut owner);
                         let space = access.region(&job.space).unwrap();
                         convert(&mut pool, Isa::detect(), &job, space).unwrap();
                         // SAFETY: as above.
                         let after = unsafe { std::slice::from_raw_parts(start, expected.len()) };
-                        assert!(after == expected, "{from} to {to}, {rows} rows of {dim}, {threads} threads");
+                        assert!(
+                            after == expected,
+                            "{from} to {to}, {rows} rows of {dim}, {threads} threads"
+                        );
                     }
                 }
             }

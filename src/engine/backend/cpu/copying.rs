@@ -10,7 +10,7 @@ use super::{
     quant::{self, Format},
     share::Share,
 };
-use crate::engine::backend::{DeviceError, Prepare, memory::Access};
+use crate::backend::{DeviceError, Prepare, memory::Access};
 
 /// Copies of rows in the formats that products need.
 pub(super) struct Copying<'op> {
@@ -38,8 +38,16 @@ impl<'op> Copying<'op> {
             let (start, step) = matmul::place(copies, format, columns);
             wanted.then_some((format, start + prepare.first * step, step))
         });
-        let memory = if places.iter().any(Option::is_some) { access.write_bytes(&copies.memory)? } else { &mut [] };
-        Ok(Self { isa, memory: Share::new(memory), places })
+        let memory = if places.iter().any(Option::is_some) {
+            access.write_bytes(&copies.memory)?
+        } else {
+            &mut []
+        };
+        Ok(Self {
+            isa,
+            memory: Share::new(memory),
+            places,
+        })
     }
 
     /// # Safety

@@ -13,7 +13,7 @@ use super::{
     pool::Pool,
     share::Share,
 };
-use crate::engine::backend::{Delta, DeviceError, memory::Access};
+use crate::backend::{Delta, DeviceError, memory::Access};
 
 /// Returns what came of the rows.
 pub(crate) fn delta<'op>(
@@ -37,7 +37,11 @@ pub(crate) fn delta<'op>(
         let from = item * CHANNELS_PER_ITEM;
         let count = CHANNELS_PER_ITEM.min(channels - from);
         let mut weights = [[0f32; CHANNELS_PER_ITEM]; TAPS_MAX];
-        for (channel, taps) in convolution[from * taps..].chunks_exact(taps).take(count).enumerate() {
+        for (channel, taps) in convolution[from * taps..]
+            .chunks_exact(taps)
+            .take(count)
+            .enumerate()
+        {
             for (tap, weight) in taps.iter().enumerate() {
                 weights[tap][channel] = *weight;
             }
@@ -73,7 +77,11 @@ pub(crate) fn delta<'op>(
     });
 
     let state = Share::new(access.write(&job.state)?);
-    let (alpha, beta, gate) = (access.read(&job.alpha)?, access.read(&job.beta)?, access.read(&job.gate)?);
+    let (alpha, beta, gate) = (
+        access.read(&job.alpha)?,
+        access.read(&job.beta)?,
+        access.read(&job.gate)?,
+    );
     let (decays, biases) = (access.read(&job.decay)?, access.read(&job.decay_bias)?);
     let norm = access.read(&job.norm)?;
     pool.run(value_heads, &|head| {
@@ -90,12 +98,15 @@ pub(crate) fn delta<'op>(
                 unsafe { scratch.view(row * channels + from, dim) }
             };
             let (mut decayed, mut strengths) = ([0f32; TOKENS_TOGETHER], [0f32; TOKENS_TOGETHER]);
-            for (row, (decay, strength)) in (first..rows).zip(decayed.iter_mut().zip(&mut strengths)) {
+            for (row, (decay, strength)) in
+                (first..rows).zip(decayed.iter_mut().zip(&mut strengths))
+            {
                 let at = row * value_heads + head;
                 *decay = (decays[head] * softplus(alpha[at] + biases[head])).exp();
                 *strength = sigmoid(beta[at]);
             }
-            let queries: [&[f32]; TOKENS_TOGETHER] = std::array::from_fn(|at| part(first + at, source * dim));
+            let queries: [&[f32]; TOKENS_TOGETHER] =
+                std::array::from_fn(|at| part(first + at, source * dim));
             let keys: [&[f32]; TOKENS_TOGETHER] =
                 std::array::from_fn(|at| part(first + at, (key_heads + source) * dim));
             let values_of: [&[f32]; TOKENS_TOGETHER] =
@@ -108,11 +119,19 @@ pub(crate) fn delta<'op>(
                 strengths: &strengths,
             };
             // SAFETY: each head of each row is written by one item; the inputs that were here are used up.
-            apply(isa, state, &steps, |at| unsafe { mixed.slice((from + first + at) * values + head * dim, dim) });
+            apply(isa, state, &steps, |at| unsafe {
+                mixed.slice((from + first + at) * values + head * dim, dim)
+            });
             for row in first..first + count {
                 // SAFETY: as above.
                 let out = unsafe { mixed.slice((from + row) * values + head * dim, dim) };
-                gated_norm(isa, out, norm, epsilon, &gate[row * values + head * dim..][..dim]);
+                gated_norm(
+                    isa,
+                    out,
+                    norm,
+                    epsilon,
+                    &gate[row * values + head * dim..][..dim],
+                );
             }
         }
     });
@@ -120,7 +139,12 @@ pub(crate) fn delta<'op>(
 }
 
 /// The delta rule for some tokens of one head, one after the other for each row of the state.
-fn apply<'out>(isa: Isa, state: &mut [f32], steps: &Steps<'_>, out: impl Fn(usize) -> &'out mut [f32]) {
+fn apply<'out>(
+    isa: Isa,
+    state: &mut [f32],
+    steps: &Steps<'_>,
+    out: impl Fn(usize) -> &'out mut [f32],
+) {
     if let Some(apply) = Kernels::of(isa).delta
         && steps.keys.iter().all(|key| key.len() == DIM)
     {
@@ -216,7 +240,11 @@ mod tests {
     /// State and outputs after `tokens` tokens, of which `together` are handed over at once.
     fn run(isa: Isa, dim: usize, tokens: usize, together: usize) -> (Vec<f32>, Vec<f32>) {
         let mut state = numbers(dim * dim, 1);
-        let (queries, keys, values) = (numbers(tokens * dim, 2), numbers(tokens * dim, 3), numbers(tokens * dim, 4));
+        let (queries, keys, values) = (
+            numbers(tokens * dim, 2),
+            numbers(tokens * dim, 3),
+            numbers(tokens * dim, 4),
+        );
         let mut out = vec![0.0; tokens * dim];
         for first in (0..tokens).step_by(together) {
             let some = first * dim..tokens.min(first + together) * dim;
@@ -232,7 +260,9 @@ mod tests {
             };
             let share = Share::new(&mut out);
             // SAFETY: one token after the other.
-            apply(isa, &mut state, &steps, |at| unsafe { share.slice((first + at) * dim, dim) });
+            apply(isa, &mut state, &steps, |at| unsafe {
+                share.slice((first + at) * dim, dim)
+            });
         }
         (state, out)
     }
@@ -243,7 +273,11 @@ mod tests {
             let reference = run(Isa::Baseline, dim, 21, 1);
             for &isa in Isa::available() {
                 for together in [1, 2, 16] {
-                    assert_eq!(run(isa, dim, 21, together), reference, "{isa:?} {dim} {together}");
+                    assert_eq!(
+                        run(isa, dim, 21, together),
+                        reference,
+                        "{isa:?} {dim} {together}"
+                    );
                 }
             }
         }

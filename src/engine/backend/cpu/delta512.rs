@@ -16,8 +16,19 @@ const PARTS: usize = DIM / 16;
 ///
 /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); keys and queries have [`DIM`] elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-pub(super) unsafe fn apply(state: &mut [f32], steps: &Steps<'_>, out: &mut [[f32; DIM]; TOKENS_TOGETHER]) {
-    assert_in_tests!(state.len() == DIM * DIM && steps.queries.iter().chain(steps.keys).all(|part| part.len() == DIM));
+pub(super) unsafe fn apply(
+    state: &mut [f32],
+    steps: &Steps<'_>,
+    out: &mut [[f32; DIM]; TOKENS_TOGETHER],
+) {
+    assert_in_tests!(
+        state.len() == DIM * DIM
+            && steps
+                .queries
+                .iter()
+                .chain(steps.keys)
+                .all(|part| part.len() == DIM)
+    );
     for (pair, rows) in state.chunks_exact_mut(2 * DIM).enumerate() {
         let rows = rows.as_mut_ptr();
         let mut first = [_mm512_setzero_ps(); PARTS];
@@ -35,7 +46,8 @@ pub(super) unsafe fn apply(state: &mut [f32], steps: &Steps<'_>, out: &mut [[f32
             let value = &steps.values[token][2 * pair..];
             // SAFETY: a key and a query.
             let known = unsafe { dots(key, &first, &second) };
-            let change = |value: f32, known: f32| _mm512_set1_ps(strength * (value - known * decay));
+            let change =
+                |value: f32, known: f32| _mm512_set1_ps(strength * (value - known * decay));
             let (one, two) = (change(value[0], known.0), change(value[1], known.1));
             let factor = _mm512_set1_ps(decay);
             for part in 0..PARTS {
@@ -64,7 +76,11 @@ pub(super) unsafe fn apply(state: &mut [f32], steps: &Steps<'_>, out: &mut [[f32
 /// `vector` has [`DIM`] elements.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn dots(vector: *const f32, first: &[__m512; PARTS], second: &[__m512; PARTS]) -> (f32, f32) {
+unsafe fn dots(
+    vector: *const f32,
+    first: &[__m512; PARTS],
+    second: &[__m512; PARTS],
+) -> (f32, f32) {
     let zero = _mm512_setzero_ps();
     let (mut a, mut b) = ([zero; 2], [zero; 2]);
     for part in 0..PARTS {
@@ -76,11 +92,20 @@ unsafe fn dots(vector: *const f32, first: &[__m512; PARTS], second: &[__m512; PA
     // By halves: 32 lanes, 16, 8; then both rows in one register.
     let eight = |lanes: [__m512; 2]| {
         let all = _mm512_add_ps(lanes[0], lanes[1]);
-        _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps::<1>(all))
+        _mm256_add_ps(
+            _mm512_castps512_ps256(all),
+            _mm512_extractf32x8_ps::<1>(all),
+        )
     };
     let (a, b) = (eight(a), eight(b));
-    let four = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
+    let four = _mm256_add_ps(
+        _mm256_permute2f128_ps::<0x20>(a, b),
+        _mm256_permute2f128_ps::<0x31>(a, b),
+    );
     let two = _mm256_add_ps(four, _mm256_permute_ps::<0b11_10>(four));
     let one = _mm256_add_ps(two, _mm256_movehdup_ps(two));
-    (_mm256_cvtss_f32(one), _mm_cvtss_f32(_mm256_extractf128_ps::<1>(one)))
+    (
+        _mm256_cvtss_f32(one),
+        _mm_cvtss_f32(_mm256_extractf128_ps::<1>(one)),
+    )
 }

@@ -14,7 +14,7 @@ use super::{
     isa::{Isa, kernel},
     kernels::Kernels,
 };
-use crate::policy::kv_type::KvType;
+use cotenant_policy::kv_type::KvType;
 
 impl Walk<'_> {
     pub(crate) fn finish(self, isa: Isa) {
@@ -73,12 +73,18 @@ pub(crate) fn step(
 ) {
     let (start, count) = (tokens.start, tokens.len().min(TOKENS_MAX));
     let Cells { kind, dim, .. } = cells;
-    let Scratch { wide, keys: turned, scores } = scratch;
+    let Scratch {
+        wide,
+        keys: turned,
+        scores,
+    } = scratch;
     let (wide, turned) = (&mut wide[..count * dim], &mut turned[..TOKENS_MAX * dim]);
     ask_for(cells.values);
     match Kernels::of(isa).turn_halves {
         Some(turn) if kind == KvType::F16 && dim.is_multiple_of(LANES) => {
-            let keys = cells::halves(cells.keys).get(..count * dim).unwrap_or_default();
+            let keys = cells::halves(cells.keys)
+                .get(..count * dim)
+                .unwrap_or_default();
             // SAFETY: the set is only chosen where the machine has it.
             unsafe { turn(keys, dim, turned) };
         }
@@ -87,8 +93,15 @@ pub(crate) fn step(
             turn(isa, wide, dim, turned);
         }
     }
-    for (walks, scores) in walks.chunks(QUERIES_TOGETHER).zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX)) {
-        let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
+    for (walks, scores) in walks
+        .chunks(QUERIES_TOGETHER)
+        .zip(scores.chunks_mut(QUERIES_TOGETHER * TOKENS_MAX))
+    {
+        let reach = walks
+            .iter()
+            .map(|walk| walk.reach(start, count))
+            .max()
+            .unwrap_or(0);
         score(isa, walks, turned, reach, scores);
     }
     for (walk, scores) in walks.iter_mut().zip(scores.chunks_exact_mut(TOKENS_MAX)) {
@@ -100,22 +113,47 @@ pub(crate) fn step(
         }
         // Nothing was seen before the first block, and `exp` does not reach zero.
         let fresh = start <= walk.seen.start;
-        soften(isa, scores, scale, first, end, fresh, &mut walk.max, &mut walk.weight, walk.sum);
+        soften(
+            isa,
+            scores,
+            scale,
+            first,
+            end,
+            fresh,
+            &mut walk.max,
+            &mut walk.weight,
+            walk.sum,
+        );
     }
     ask_for(cells.ahead);
-    if let (true, KvType::F16, Some((weigh, multiple))) =
-        (walks.len() <= QUERIES_TOGETHER, kind, Kernels::of(isa).weigh_halves)
-        && dim.is_multiple_of(multiple)
+    if let (true, KvType::F16, Some((weigh, multiple))) = (
+        walks.len() <= QUERIES_TOGETHER,
+        kind,
+        Kernels::of(isa).weigh_halves,
+    ) && dim.is_multiple_of(multiple)
     {
-        let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
-        let values = cells::halves(cells.values).get(..reach * dim).unwrap_or_default();
+        let reach = walks
+            .iter()
+            .map(|walk| walk.reach(start, count))
+            .max()
+            .unwrap_or(0);
+        let values = cells::halves(cells.values)
+            .get(..reach * dim)
+            .unwrap_or_default();
         // SAFETY: the set is only chosen where the machine has it.
         unsafe { weigh(walks, values, scores) };
         return;
     }
     cells::widen(isa, kind, dim, cells.values, wide);
-    for (walks, scores) in walks.chunks_mut(QUERIES_TOGETHER).zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX)) {
-        let reach = walks.iter().map(|walk| walk.reach(start, count)).max().unwrap_or(0);
+    for (walks, scores) in walks
+        .chunks_mut(QUERIES_TOGETHER)
+        .zip(scores.chunks(QUERIES_TOGETHER * TOKENS_MAX))
+    {
+        let reach = walks
+            .iter()
+            .map(|walk| walk.reach(start, count))
+            .max()
+            .unwrap_or(0);
         weigh(isa, walks, &wide[..reach * dim], scores);
     }
 }
@@ -128,7 +166,9 @@ fn ask_for(bytes: &[u8]) {
         // SAFETY: an instruction that every machine of the target has, and that needs no memory to be there.
         unsafe {
             #[cfg(target_arch = "x86_64")]
-            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(line.as_ptr().cast());
+            std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(
+                line.as_ptr().cast(),
+            );
             #[cfg(target_arch = "aarch64")]
             std::arch::asm!("prfm pldl2keep, [{}]", in(reg) line.as_ptr(), options(nostack, readonly, preserves_flags));
         }
@@ -160,7 +200,9 @@ fn score(isa: Isa, walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut 
 /// Adds the weighted values of the tokens in `values` to the sum of each query.
 fn weigh(isa: Isa, walks: &mut [Walk<'_>], values: &[f32], scores: &[f32]) {
     if let Some((weigh, multiple)) = Kernels::of(isa).weigh
-        && walks.iter().all(|walk| walk.sum.len().is_multiple_of(multiple))
+        && walks
+            .iter()
+            .all(|walk| walk.sum.len().is_multiple_of(multiple))
     {
         // SAFETY: the set is only chosen where the machine has it.
         unsafe { weigh(walks, values, scores) };
@@ -291,7 +333,10 @@ mod tests {
     fn kept(kind: KvType, dim: usize, rows: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let row_bytes = cells::row_bytes(kind, dim);
         let (mut bytes, mut read) = (vec![0; rows.len() / dim * row_bytes], vec![0.0; rows.len()]);
-        for (row, bytes) in rows.chunks_exact(dim).zip(bytes.chunks_exact_mut(row_bytes)) {
+        for (row, bytes) in rows
+            .chunks_exact(dim)
+            .zip(bytes.chunks_exact_mut(row_bytes))
+        {
             cells::store(Isa::Baseline, kind, row, None, bytes);
         }
         cells::widen(Isa::Baseline, kind, dim, &bytes, &mut read);
@@ -299,7 +344,14 @@ mod tests {
     }
 
     /// Attention of the queries whose indices are given, each of which sees the tokens up to its own, at most `window`.
-    fn attend(isa: Isa, kind: KvType, dim: usize, total: usize, window: usize, which: Range<usize>) -> Vec<Vec<f32>> {
+    fn attend(
+        isa: Isa,
+        kind: KvType,
+        dim: usize,
+        total: usize,
+        window: usize,
+        which: Range<usize>,
+    ) -> Vec<Vec<f32>> {
         let queries = numbers(total * dim, 1);
         let [keys, values] = [2, 3].map(|seed| kept(kind, dim, &numbers(total * dim, seed)).0);
         let mut outs = vec![vec![0.0; dim]; which.len()];
@@ -317,7 +369,13 @@ mod tests {
             let tokens = start..end.min(start + TOKENS_MAX);
             let row_bytes = cells::row_bytes(kind, dim);
             let bytes = start * row_bytes..tokens.end * row_bytes;
-            let cells = Cells { kind, dim, keys: &keys[bytes.clone()], values: &values[bytes], ahead: &[] };
+            let cells = Cells {
+                kind,
+                dim,
+                keys: &keys[bytes.clone()],
+                values: &values[bytes],
+                ahead: &[],
+            };
             step(&mut scratch, isa, cells, 0.5, tokens, &mut walks);
         }
         for walk in walks {
@@ -334,8 +392,11 @@ mod tests {
         let weights: Vec<f64> = seen
             .clone()
             .map(|token| {
-                let dot: f64 =
-                    (0..dim).map(|at| f64::from(queries[row * dim + at]) * f64::from(keys[token * dim + at])).sum();
+                let dot: f64 = (0..dim)
+                    .map(|at| {
+                        f64::from(queries[row * dim + at]) * f64::from(keys[token * dim + at])
+                    })
+                    .sum();
                 (0.5 * dot).exp()
             })
             .collect();
@@ -367,13 +428,20 @@ mod tests {
             let reference = attend(Isa::Baseline, kind, dim, total, window, 0..total);
             for (row, out) in reference.iter().enumerate() {
                 for (got, right) in out.iter().zip(expected(kind, dim, total, window, row)) {
-                    assert!((f64::from(*got) - right).abs() < 2e-5, "{kind} {dim} {row}: {got} {right}");
+                    assert!(
+                        (f64::from(*got) - right).abs() < 2e-5,
+                        "{kind} {dim} {row}: {got} {right}"
+                    );
                 }
             }
             for &isa in Isa::available() {
                 for which in [0..total, 0..1, 63..65, 100..101, 64..128, 140..150, 3..8] {
                     let got = attend(isa, kind, dim, total, window, which.clone());
-                    assert_eq!(got, reference[which.clone()], "{isa:?} {kind} {dim} {which:?}");
+                    assert_eq!(
+                        got,
+                        reference[which.clone()],
+                        "{isa:?} {kind} {dim} {which:?}"
+                    );
                 }
             }
         }

@@ -15,13 +15,17 @@ use super::{
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
     let count = wide.len() / dim;
-    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    assert_in_tests!(
+        dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX
+    );
     for token in (0..count).step_by(LANES) {
         for element in (0..dim).step_by(LANES) {
             let mut rows = [_mm512_setzero_si512(); LANES];
             for (ahead, row) in rows.iter_mut().enumerate().take(count - token) {
                 // SAFETY: sixteen elements of a token that is there.
-                *row = unsafe { _mm512_loadu_si512(wide.as_ptr().add((token + ahead) * dim + element).cast()) };
+                *row = unsafe {
+                    _mm512_loadu_si512(wide.as_ptr().add((token + ahead) * dim + element).cast())
+                };
             }
             for (ahead, column) in square(rows).into_iter().enumerate() {
                 // SAFETY: sixteen of the tokens of an element.
@@ -42,7 +46,9 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32]) {
     let count = halves.len() / dim;
-    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    assert_in_tests!(
+        dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX
+    );
     for token in (0..count).step_by(LANES) {
         for element in (0..dim).step_by(LANES) {
             let mut rows = [_mm256_setzero_si256(); LANES];
@@ -56,13 +62,18 @@ pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32])
                     *row = load(ahead);
                 }
             }
-            let ([first, second], []) = rows.as_chunks::<8>() else { continue };
+            let ([first, second], []) = rows.as_chunks::<8>() else {
+                continue;
+            };
             let eights = half_squares(*first).into_iter().zip(half_squares(*second));
             for (ahead, (first, second)) in eights.enumerate() {
                 // SAFETY: sixteen of the tokens of an element, and of the eighth after it.
                 unsafe {
                     let target = turned.as_mut_ptr().add(place(dim, element + ahead, token));
-                    _mm512_storeu_ps(target, _mm512_cvtph_ps(_mm256_permute2x128_si256::<0x20>(first, second)));
+                    _mm512_storeu_ps(
+                        target,
+                        _mm512_cvtph_ps(_mm256_permute2x128_si256::<0x20>(first, second)),
+                    );
                     let high = _mm256_permute2x128_si256::<0x31>(first, second);
                     _mm512_storeu_ps(target.add(8 * LANES), _mm512_cvtph_ps(high));
                 }
@@ -93,8 +104,14 @@ pub(super) fn square(rows: [__m512i; 16]) -> [__m512i; 16] {
     for column in 0..4 {
         let (a, b) = (quads[column], quads[4 + column]);
         let (c, d) = (quads[8 + column], quads[12 + column]);
-        let (low, high) = (_mm512_shuffle_i32x4::<0x88>(a, b), _mm512_shuffle_i32x4::<0xdd>(a, b));
-        let (low2, high2) = (_mm512_shuffle_i32x4::<0x88>(c, d), _mm512_shuffle_i32x4::<0xdd>(c, d));
+        let (low, high) = (
+            _mm512_shuffle_i32x4::<0x88>(a, b),
+            _mm512_shuffle_i32x4::<0xdd>(a, b),
+        );
+        let (low2, high2) = (
+            _mm512_shuffle_i32x4::<0x88>(c, d),
+            _mm512_shuffle_i32x4::<0xdd>(c, d),
+        );
         columns[column] = _mm512_shuffle_i32x4::<0x88>(low, low2);
         columns[4 + column] = _mm512_shuffle_i32x4::<0x88>(high, high2);
         columns[8 + column] = _mm512_shuffle_i32x4::<0xdd>(low, low2);
@@ -112,14 +129,19 @@ pub(super) fn square(rows: [__m512i; 16]) -> [__m512i; 16] {
 pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
     let dim = keys.len() / TOKENS_MAX;
     let groups = reach.div_ceil(LANES).min(TOKENS_MAX / LANES);
-    assert_in_tests!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
+    assert_in_tests!(
+        scores.len() >= walks.len() * TOKENS_MAX
+            && walks.iter().all(|walk| walk.query.len() == dim)
+    );
     let (mut at, scores) = (0, scores.as_mut_ptr());
     while at < walks.len() {
         // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores.
         at += unsafe {
             let (walks, scores) = (&walks[at..], scores.add(at * TOKENS_MAX));
             match walks.len() {
-                QUERIES_TOGETHER.. => score_tile::<QUERIES_TOGETHER>(walks, keys, dim, groups, scores),
+                QUERIES_TOGETHER.. => {
+                    score_tile::<QUERIES_TOGETHER>(walks, keys, dim, groups, scores)
+                }
                 4.. => score_tile::<4>(walks, keys, dim, groups, scores),
                 2.. => score_tile::<2>(walks, keys, dim, groups, scores),
                 _ => score_tile::<1>(walks, keys, dim, groups, scores),
@@ -151,7 +173,12 @@ unsafe fn score_tile<const N: usize>(
         } else {
             for group in 0..groups {
                 let ahead = group * LANES;
-                score_part::<N, 1>(queries, keys.as_ptr().add(ahead * dim), dim, scores.add(ahead));
+                score_part::<N, 1>(
+                    queries,
+                    keys.as_ptr().add(ahead * dim),
+                    dim,
+                    scores.add(ahead),
+                );
             }
         }
     }
@@ -187,7 +214,12 @@ unsafe fn score_part<const N: usize, const G: usize>(
     for (number, sums) in sums.into_iter().enumerate() {
         for (group, sum) in sums.into_iter().enumerate() {
             // SAFETY: a row of scores.
-            unsafe { _mm512_storeu_ps(scores.wrapping_add(number * TOKENS_MAX + group * LANES), sum) };
+            unsafe {
+                _mm512_storeu_ps(
+                    scores.wrapping_add(number * TOKENS_MAX + group * LANES),
+                    sum,
+                );
+            };
         }
     }
 }
@@ -221,7 +253,11 @@ pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], wei
 /// There are `N` queries and as many rows of weights; `values` are whole tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-unsafe fn weigh_tile<const N: usize, T: Element>(walks: &mut [Walk<'_>], values: &[T], weights: &[f32]) -> usize {
+unsafe fn weigh_tile<const N: usize, T: Element>(
+    walks: &mut [Walk<'_>],
+    values: &[T],
+    weights: &[f32],
+) -> usize {
     let dim = walks.first().map_or(1, |walk| walk.sum.len());
     let count = values.len() / dim;
     let mut sums = [std::ptr::null_mut::<f32>(); N];
@@ -275,7 +311,8 @@ unsafe fn weigh_part<const N: usize, const G: usize, T: Element>(
         }
         for (number, totals) in totals.iter_mut().enumerate() {
             // SAFETY: a weight of this query.
-            let weight = unsafe { _mm512_set1_ps(*weights.wrapping_add(number * TOKENS_MAX + token)) };
+            let weight =
+                unsafe { _mm512_set1_ps(*weights.wrapping_add(number * TOKENS_MAX + token)) };
             for (total, row) in totals.iter_mut().zip(row) {
                 *total = _mm512_fmadd_ps(row, weight, *total);
             }
@@ -328,7 +365,12 @@ pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
     let (from, to) = (halves.as_ptr(), floats.as_mut_ptr());
     for at in (0..len / LANES).map(|group| group * LANES) {
         // SAFETY: a group of both.
-        unsafe { _mm512_storeu_ps(to.add(at), _mm512_cvtph_ps(_mm256_loadu_si256(from.add(at).cast()))) };
+        unsafe {
+            _mm512_storeu_ps(
+                to.add(at),
+                _mm512_cvtph_ps(_mm256_loadu_si256(from.add(at).cast())),
+            );
+        };
     }
     let (rest, mask) = (len - len % LANES, !(u16::MAX << (len % LANES)));
     // SAFETY: as many elements of both as are left.

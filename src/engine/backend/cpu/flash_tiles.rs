@@ -36,17 +36,28 @@ type Group = [Native; PARTS];
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
     let count = wide.len() / dim;
-    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    assert_in_tests!(
+        dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX
+    );
     for token in (0..count.next_multiple_of(LANES)).step_by(WIDTH) {
         for element in (0..dim).step_by(WIDTH) {
             let mut rows = [zero(); WIDTH];
-            for (ahead, row) in rows.iter_mut().enumerate().take(count.saturating_sub(token)) {
+            for (ahead, row) in rows
+                .iter_mut()
+                .enumerate()
+                .take(count.saturating_sub(token))
+            {
                 // SAFETY: elements of a token that is there.
                 *row = unsafe { f32::load(wide.as_ptr().add((token + ahead) * dim + element)) };
             }
             for (ahead, column) in square(rows).into_iter().enumerate() {
                 // SAFETY: some of the tokens of an element.
-                unsafe { store(turned.as_mut_ptr().add(place(dim, element + ahead, token)), column) };
+                unsafe {
+                    store(
+                        turned.as_mut_ptr().add(place(dim, element + ahead, token)),
+                        column,
+                    );
+                };
             }
         }
     }
@@ -61,15 +72,23 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32]) {
     let count = halves.len() / dim;
-    assert_in_tests!(dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX);
+    assert_in_tests!(
+        dim.is_multiple_of(LANES) && count <= TOKENS_MAX && turned.len() >= dim * TOKENS_MAX
+    );
     for token in (0..count.next_multiple_of(LANES)).step_by(HALF_ROWS) {
         for element in (0..dim).step_by(HALVES) {
             let tokens = count.saturating_sub(token);
             // SAFETY: elements of the tokens that are there.
-            let columns = unsafe { half_columns(halves.as_ptr().add(token * dim + element), dim, tokens) };
+            let columns =
+                unsafe { half_columns(halves.as_ptr().add(token * dim + element), dim, tokens) };
             for (ahead, column) in columns.iter().enumerate() {
                 // SAFETY: some of the tokens of an element.
-                unsafe { store_halves(turned.as_mut_ptr().add(place(dim, element + ahead, token)), *column) };
+                unsafe {
+                    store_halves(
+                        turned.as_mut_ptr().add(place(dim, element + ahead, token)),
+                        *column,
+                    );
+                };
             }
         }
     }
@@ -88,7 +107,10 @@ pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
         // SAFETY: a register of numbers.
         unsafe { store(floats.as_mut_ptr(), u16::load(halves.as_ptr())) };
     }
-    for (half, float) in rest.iter().zip(floats.iter_mut().skip(groups.len() * WIDTH)) {
+    for (half, float) in rest
+        .iter()
+        .zip(floats.iter_mut().skip(groups.len() * WIDTH))
+    {
         *float = half_to_float(*half);
     }
 }
@@ -154,11 +176,20 @@ macro_rules! for_groups {
 pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
     let dim = keys.len() / TOKENS_MAX;
     let groups = reach.div_ceil(LANES).min(TOKENS_MAX / LANES);
-    assert_in_tests!(scores.len() >= walks.len() * TOKENS_MAX && walks.iter().all(|walk| walk.query.len() == dim));
+    assert_in_tests!(
+        scores.len() >= walks.len() * TOKENS_MAX
+            && walks.iter().all(|walk| walk.query.len() == dim)
+    );
     let (keys, scores) = (keys.as_ptr(), scores.as_mut_ptr());
     // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores; the groups of tokens are there.
     unsafe {
-        for_queries!(walks.len(), |at| score_groups(&walks[at..], keys, dim, groups, scores.add(at * TOKENS_MAX)));
+        for_queries!(walks.len(), |at| score_groups(
+            &walks[at..],
+            keys,
+            dim,
+            groups,
+            scores.add(at * TOKENS_MAX)
+        ));
     }
 }
 
@@ -180,7 +211,12 @@ unsafe fn score_groups<const N: usize>(
     }
     // SAFETY: the caller's promise.
     unsafe {
-        for_groups!(N, groups, |at| score_tile(&queries, keys.add(at * dim * LANES), dim, scores.add(at * LANES)));
+        for_groups!(N, groups, |at| score_tile(
+            &queries,
+            keys.add(at * dim * LANES),
+            dim,
+            scores.add(at * LANES)
+        ));
     }
 }
 
@@ -228,7 +264,12 @@ pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], wei
     let (values, weights) = ((values.as_ptr(), values.len() / dim), weights.as_ptr());
     // SAFETY: as many queries as said, and rows of weights for them.
     unsafe {
-        for_queries!(walks.len(), |at| weigh_groups(&mut walks[at..], values, dim, weights.add(at * TOKENS_MAX)));
+        for_queries!(walks.len(), |at| weigh_groups(
+            &mut walks[at..],
+            values,
+            dim,
+            weights.add(at * TOKENS_MAX)
+        ));
     }
 }
 
@@ -457,7 +498,8 @@ unsafe fn half_columns(from: *const u16, step: usize, tokens: usize) -> [HalfCol
     let doubles = |of| vreinterpretq_u64_u16(of);
     for at in 0..4 {
         columns[at] = vreinterpretq_u16_u64(vtrn1q_u64(doubles(quads[at]), doubles(quads[at + 4])));
-        columns[at + 4] = vreinterpretq_u16_u64(vtrn2q_u64(doubles(quads[at]), doubles(quads[at + 4])));
+        columns[at + 4] =
+            vreinterpretq_u16_u64(vtrn2q_u64(doubles(quads[at]), doubles(quads[at + 4])));
     }
     columns
 }
@@ -509,7 +551,8 @@ pub(super) fn half_squares(rows: [__m256i; HALF_ROWS]) -> [__m256i; HALF_ROWS] {
         }
         for two in [0, 2] {
             columns[high + two] = _mm256_unpacklo_epi64(quads[high + two], quads[high + two + 1]);
-            columns[high + two + 1] = _mm256_unpackhi_epi64(quads[high + two], quads[high + two + 1]);
+            columns[high + two + 1] =
+                _mm256_unpackhi_epi64(quads[high + two], quads[high + two + 1]);
         }
     }
     columns
@@ -527,7 +570,10 @@ unsafe fn store_halves(to: *mut f32, column: HalfColumn) {
         #[cfg(target_arch = "aarch64")]
         {
             vst1q_f32(to, super::neon_unpack::widened(vget_low_u16(column)));
-            vst1q_f32(to.add(4), super::neon_unpack::widened(vget_high_u16(column)));
+            vst1q_f32(
+                to.add(4),
+                super::neon_unpack::widened(vget_high_u16(column)),
+            );
         }
         #[cfg(target_arch = "x86_64")]
         _mm256_storeu_ps(to, _mm256_cvtph_ps(column));
@@ -558,9 +604,14 @@ pub(super) fn square(rows: [Native; WIDTH]) -> [Native; WIDTH] {
     let (mut quads, mut columns) = ([zero(); WIDTH], [zero(); WIDTH]);
     for half in 0..2 {
         let at = 4 * half;
-        let (low, high) = (_mm256_unpacklo_ps(rows[at], rows[at + 1]), _mm256_unpackhi_ps(rows[at], rows[at + 1]));
-        let (low2, high2) =
-            (_mm256_unpacklo_ps(rows[at + 2], rows[at + 3]), _mm256_unpackhi_ps(rows[at + 2], rows[at + 3]));
+        let (low, high) = (
+            _mm256_unpacklo_ps(rows[at], rows[at + 1]),
+            _mm256_unpackhi_ps(rows[at], rows[at + 1]),
+        );
+        let (low2, high2) = (
+            _mm256_unpacklo_ps(rows[at + 2], rows[at + 3]),
+            _mm256_unpackhi_ps(rows[at + 2], rows[at + 3]),
+        );
         // Half h of number c is column 4 h + c of four rows.
         quads[at] = _mm256_shuffle_ps::<0x44>(low, low2);
         quads[at + 1] = _mm256_shuffle_ps::<0xee>(low, low2);

@@ -14,9 +14,21 @@ pub(crate) struct Walk<'out> {
 }
 
 impl<'out> Walk<'out> {
-    pub(crate) fn new(query: &'out [f32], gate: &'out [f32], seen: Range<usize>, sum: &'out mut [f32]) -> Self {
+    pub(crate) fn new(
+        query: &'out [f32],
+        gate: &'out [f32],
+        seen: Range<usize>,
+        sum: &'out mut [f32],
+    ) -> Self {
         sum.fill(0.0);
-        Self { query, gate, seen, max: f32::NEG_INFINITY, weight: 0.0, sum }
+        Self {
+            query,
+            gate,
+            seen,
+            max: f32::NEG_INFINITY,
+            weight: 0.0,
+            sum,
+        }
     }
 }
 

@@ -85,7 +85,9 @@ pub(crate) fn exp(x: f32) -> f32 {
     // Cephes' polynomial for e^r on |r| ≤ ln 2 / 2.
     let series = [1.398_2e-3, 8.333_452e-3, 4.166_579_6e-2, 0.166_666_65, 0.5]
         .into_iter()
-        .fold(1.987_569_1e-4, |sum: f32, factor: f32| sum.mul_add(rest, factor));
+        .fold(1.987_569_1e-4, |sum: f32, factor: f32| {
+            sum.mul_add(rest, factor)
+        });
     let value = series.mul_add(rest * rest, rest) + 1.0;
     value * f32::from_bits((rounded.to_bits() << 23).wrapping_add(0x3f80_0000))
 }
@@ -118,7 +120,9 @@ pub(crate) fn softplus(x: f32) -> f32 {
 /// Whether none is infinite or not a number; in stretches, so that looking at a large vocabulary takes some µs.
 pub(crate) fn all_finite(values: &[f32]) -> bool {
     let magnitude = |x: &f32| x.to_bits() & 0x7fff_ffff;
-    values.chunks(1024).all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
+    values
+        .chunks(1024)
+        .all(|part| part.iter().map(magnitude).fold(0, u32::max) < f32::INFINITY.to_bits())
 }
 
 kernel! {
@@ -188,7 +192,11 @@ mod tests {
         }
         assert!(worst < 3e-7, "{worst}");
         assert_eq!(exp(0.0), 1.0);
-        assert!(exp(f32::INFINITY).is_finite() && exp(f32::NEG_INFINITY) < 1e-37 && exp(f32::NAN).is_nan());
+        assert!(
+            exp(f32::INFINITY).is_finite()
+                && exp(f32::NEG_INFINITY) < 1e-37
+                && exp(f32::NAN).is_nan()
+        );
         let (gate, up) = (numbers(1000, 4), numbers(1000, 5));
         let gate: Vec<f32> = gate.iter().map(|x| x * 20.0).collect();
         let mut reference = gate.clone();
@@ -208,7 +216,10 @@ mod tests {
             let inner = (2.0 / std::f64::consts::PI).sqrt() * x * (1.0 + 0.044_715 * x * x);
             let right = 0.5 * x * (1.0 + inner.tanh());
             let ours = f64::from(gelu(single));
-            assert!((ours - right).abs() <= 1e-6 * x.abs().max(1e-3), "{x}: {ours} {right}");
+            assert!(
+                (ours - right).abs() <= 1e-6 * x.abs().max(1e-3),
+                "{x}: {ours} {right}"
+            );
         }
         let (gate, up) = (numbers(1000, 6), numbers(1000, 7));
         let mut reference = gate.clone();
@@ -225,7 +236,11 @@ mod tests {
         for bits in 0..=u16::MAX {
             let expected = half::f16::from_bits(bits).to_f32();
             if expected.is_finite() {
-                assert_eq!(half_to_float(bits).to_bits(), expected.to_bits(), "{bits:04x}");
+                assert_eq!(
+                    half_to_float(bits).to_bits(),
+                    expected.to_bits(),
+                    "{bits:04x}"
+                );
             }
         }
     }

@@ -68,7 +68,10 @@ fn blocks(columns: usize) -> (impl Iterator<Item = Block> + Clone, usize) {
     let count = turns.div_ceil(TURNS_MAX);
     let blocks = (0..count).map(move |number| {
         let first = number * turns / count;
-        Block { start: first * TURN, turns: (number + 1) * turns / count - first }
+        Block {
+            start: first * TURN,
+            turns: (number + 1) * turns / count - first,
+        }
     });
     (blocks, turns * TURN)
 }
@@ -84,7 +87,8 @@ pub(super) fn dot<T: Copy>(weight: &[T], input: &[f32], widen: impl Fn(T) -> f32
             for turn in 0..turns {
                 let from = start + turn * TURN + chain * AT_ONCE;
                 for at in 0..AT_ONCE {
-                    sums[at % LANES] = widen(weight[from + at]).mul_add(input[from + at], sums[at % LANES]);
+                    sums[at % LANES] =
+                        widen(weight[from + at]).mul_add(input[from + at], sums[at % LANES]);
                 }
             }
             total += float::sum(&mut sums);
@@ -123,11 +127,11 @@ macro_rules! products {
         pub(super) mod $set {
             use std::{arch::$arch::*, array::from_fn, mem::MaybeUninit};
 
-            use crate::engine::backend::cpu::floats::{
-                AHEAD, AT_ONCE, BF16, Block, CHAIN_MAX, CHAINS, F16, LANES, ROWS, TOKENS, TURN, Widened, add_last,
-                blocks, bytes_of, outputs, token, token_step,
+            use crate::backend::cpu::floats::{
+                AHEAD, AT_ONCE, BF16, Block, CHAIN_MAX, CHAINS, F16, LANES, ROWS, TOKENS, TURN,
+                Widened, add_last, blocks, bytes_of, outputs, token, token_step,
             };
-            use crate::engine::backend::cpu::rows::Rows;
+            use crate::backend::cpu::rows::Rows;
 
             /// Registers of the lanes of a row.
             const PARTS: usize = $parts;
@@ -163,7 +167,9 @@ macro_rules! products {
             ///
             /// As for `rows`.
             #[target_feature(enable = $features)]
-            unsafe fn few<const KIND: u8, const N: usize, const R: usize, const C: usize>(rows: &Rows<'_>) {
+            unsafe fn few<const KIND: u8, const N: usize, const R: usize, const C: usize>(
+                rows: &Rows<'_>,
+            ) {
                 let count = rows.weights.len() / rows.row_bytes;
                 let tokens: [_; N] = from_fn(|at| token::<KIND>(rows, at));
                 let (blocks, whole) = blocks(rows.columns);
@@ -176,7 +182,9 @@ macro_rules! products {
                             // Several rows side by side are no stream that the machine's own prefetch would follow.
                             let ahead = if R > 1 { R * rows.row_bytes } else { AHEAD };
                             // SAFETY: the columns of these turns are there.
-                            let sums = unsafe { chains::<KIND, N, R, C>(weights, tokens, column, turns, ahead) };
+                            let sums = unsafe {
+                                chains::<KIND, N, R, C>(weights, tokens, column, turns, ahead)
+                            };
                             for token in 0..N {
                                 for row in 0..R {
                                     for chain in 0..C {
@@ -215,7 +223,10 @@ macro_rules! products {
                     for chain in 0..C {
                         let from = column + turn * TURN + chain * AT_ONCE;
                         for row in 0..R {
-                            $ask(weights[row].wrapping_add(ahead + from * bytes_of(KIND)), false);
+                            $ask(
+                                weights[row].wrapping_add(ahead + from * bytes_of(KIND)),
+                                false,
+                            );
                         }
                         for at in (0..AT_ONCE).step_by(WIDTH) {
                             let (place, part) = (from + at, at % LANES / WIDTH);
@@ -228,7 +239,8 @@ macro_rules! products {
                                 // SAFETY: as above.
                                 let x = unsafe { register::<KIND>(weights[row], place) };
                                 for token in 0..N {
-                                    sums[token][row][chain][part] = $fma(sums[token][row][chain][part], x, ys[token]);
+                                    sums[token][row][chain][part] =
+                                        $fma(sums[token][row][chain][part], x, ys[token]);
                                 }
                             }
                         }
@@ -262,9 +274,11 @@ macro_rules! products {
                     for block in blocks.clone() {
                         for first in (0..count).step_by(ROWS) {
                             for row in 0..ROWS {
-                                let weight = &rows.weights[(first + row).min(count - 1) * rows.row_bytes..];
+                                let weight =
+                                    &rows.weights[(first + row).min(count - 1) * rows.row_bytes..];
                                 let group = row / TOGETHER * TOGETHER;
-                                let to = wide.wrapping_add(group * CHAIN_MAX + (row - group) * LANES);
+                                let to =
+                                    wide.wrapping_add(group * CHAIN_MAX + (row - group) * LANES);
                                 // SAFETY: the columns of these turns are there, and so is the place of the row's lanes.
                                 unsafe { widen::<KIND>(weight.as_ptr(), block, to) };
                             }
@@ -293,8 +307,10 @@ macro_rules! products {
                 // The rows that are widened next are prefetched meanwhile: they lie in short pieces.
                 let lines = turns * TURN * bytes_of(KIND) / 64;
                 let at_once = (ROWS * lines).div_ceil(CHAINS * here.div_ceil($tokens));
-                let mut next =
-                    rows.weights.as_ptr().wrapping_add((first + ROWS) * rows.row_bytes + start * bytes_of(KIND));
+                let mut next = rows
+                    .weights
+                    .as_ptr()
+                    .wrapping_add((first + ROWS) * rows.row_bytes + start * bytes_of(KIND));
                 let (mut of_row, mut of_all) = (lines, ROWS * lines);
                 let (step, stride) = (token_step::<KIND>(rows), rows.stride);
                 for chain in 0..CHAINS {
@@ -323,7 +339,10 @@ macro_rules! products {
                                 _ => tiles::<$tokens>(weights, tokens, turns, sums, together),
                             }
                         }
-                        (token, out) = (token.wrapping_add(count * step), out.wrapping_add(count * stride));
+                        (token, out) = (
+                            token.wrapping_add(count * step),
+                            out.wrapping_add(count * stride),
+                        );
                         left -= count;
                     }
                 }
@@ -393,10 +412,14 @@ macro_rules! products {
                             }
                             for row in 0..$rows {
                                 let lanes = at / LANES * LANES * TOGETHER + at % LANES;
-                                let x = $aligned(weights.add((row * CHAIN_MAX + turn * AT_ONCE) * TOGETHER + lanes));
+                                let x = $aligned(
+                                    weights
+                                        .add((row * CHAIN_MAX + turn * AT_ONCE) * TOGETHER + lanes),
+                                );
                                 for token in 0..N {
                                     let part = at % LANES / WIDTH;
-                                    sums[token][row][part] = $fmas(sums[token][row][part], x, ys[token]);
+                                    sums[token][row][part] =
+                                        $fmas(sums[token][row][part], x, ys[token]);
                                 }
                             }
                         }
@@ -434,15 +457,29 @@ macro_rules! products {
             /// There are these columns at `from`, and place for them at `to`.
             #[inline]
             #[target_feature(enable = $features)]
-            unsafe fn widen<const KIND: u8>(from: *const u8, Block { start, turns }: Block, to: *mut f32) {
+            unsafe fn widen<const KIND: u8>(
+                from: *const u8,
+                Block { start, turns }: Block,
+                to: *mut f32,
+            ) {
                 for turn in 0..turns {
                     for chain in 0..CHAINS {
                         for at in (0..AT_ONCE).step_by(WIDTH) {
                             let lanes = at / LANES * LANES * TOGETHER + at % LANES;
                             // SAFETY: a register of columns, and its place.
                             unsafe {
-                                let x = register::<KIND>(from, start + turn * TURN + chain * AT_ONCE + at);
-                                $store(to.add(chain * ROWS * CHAIN_MAX + turn * AT_ONCE * TOGETHER + lanes), x);
+                                let x = register::<KIND>(
+                                    from,
+                                    start + turn * TURN + chain * AT_ONCE + at,
+                                );
+                                $store(
+                                    to.add(
+                                        chain * ROWS * CHAIN_MAX
+                                            + turn * AT_ONCE * TOGETHER
+                                            + lanes,
+                                    ),
+                                    x,
+                                );
                             }
                         }
                     }
@@ -469,10 +506,18 @@ const fn token_step<const KIND: u8>(rows: &Rows<'_>) -> usize {
 }
 
 /// The products of all rows with `token`.
-#[expect(clippy::mut_from_ref, reason = "the thread that has these rows has their outputs alone, one at a time")]
+#[expect(
+    clippy::mut_from_ref,
+    reason = "the thread that has these rows has their outputs alone, one at a time"
+)]
 fn outputs<'job>(rows: &'job Rows<'_>, token: usize) -> &'job mut [f32] {
     // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
-    unsafe { rows.out.slice(token * rows.stride + rows.first, rows.weights.len() / rows.row_bytes) }
+    unsafe {
+        rows.out.slice(
+            token * rows.stride + rows.first,
+            rows.weights.len() / rows.row_bytes,
+        )
+    }
 }
 
 /// Adds the products of the columns from `whole` on, with the instructions of the caller's set.
@@ -483,14 +528,21 @@ fn add_last<const KIND: u8>(rows: &Rows<'_>, tokens: Range<usize>, whole: usize)
     }
     for at in tokens {
         // SAFETY: a token has so many columns.
-        let input = unsafe { std::slice::from_raw_parts(token::<KIND>(rows, at).add(whole), rows.columns - whole) };
-        for (out, row) in outputs(rows, at).iter_mut().zip(rows.weights.chunks_exact(rows.row_bytes)) {
+        let input = unsafe {
+            std::slice::from_raw_parts(token::<KIND>(rows, at).add(whole), rows.columns - whole)
+        };
+        for (out, row) in outputs(rows, at)
+            .iter_mut()
+            .zip(rows.weights.chunks_exact(rows.row_bytes))
+        {
             let row = &row[whole * bytes_of(KIND)..];
             *out += match KIND {
-                F16 => last(row.as_chunks().0, input, |bits| float::half_to_float(u16::from_le_bytes(bits))),
-                BF16 => {
-                    last(row.as_chunks().0, input, |bits| f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16))
-                }
+                F16 => last(row.as_chunks().0, input, |bits| {
+                    float::half_to_float(u16::from_le_bytes(bits))
+                }),
+                BF16 => last(row.as_chunks().0, input, |bits| {
+                    f32::from_bits(u32::from(u16::from_le_bytes(bits)) << 16)
+                }),
                 _ => last(row.as_chunks().0, input, f32::from_le_bytes),
             };
         }
@@ -510,12 +562,18 @@ pub(super) unsafe fn round_to_f16(input: &[f32], out: &mut [u8]) {
     for (numbers, place) in numbers.iter().zip(&mut *places) {
         // SAFETY: eight numbers either way.
         unsafe {
-            let half = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(numbers.as_ptr()));
+            let half =
+                _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(numbers.as_ptr()));
             _mm256_storeu_ps(place.as_mut_ptr().cast(), _mm256_cvtph_ps(half));
         }
     }
-    let behind = places[numbers.len()..].as_flattened_mut().iter_mut().chain(behind);
-    let rest = rest.iter().flat_map(|x| half::f16::from_f32(*x).to_f32().to_ne_bytes());
+    let behind = places[numbers.len()..]
+        .as_flattened_mut()
+        .iter_mut()
+        .chain(behind);
+    let rest = rest
+        .iter()
+        .flat_map(|x| half::f16::from_f32(*x).to_f32().to_ne_bytes());
     for (to, byte) in behind.zip(rest) {
         *to = byte;
     }
@@ -537,12 +595,24 @@ const fn bytes_of(kind: u8) -> usize {
 fn four(sums: [__m256; 4]) -> [f32; 4] {
     // Of two registers each: lanes 0 to 3 plus 4 to 7.
     let [a, b, c, d] = sums;
-    let ab = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(a, b), _mm256_permute2f128_ps::<0x31>(a, b));
-    let cd = _mm256_add_ps(_mm256_permute2f128_ps::<0x20>(c, d), _mm256_permute2f128_ps::<0x31>(c, d));
+    let ab = _mm256_add_ps(
+        _mm256_permute2f128_ps::<0x20>(a, b),
+        _mm256_permute2f128_ps::<0x31>(a, b),
+    );
+    let cd = _mm256_add_ps(
+        _mm256_permute2f128_ps::<0x20>(c, d),
+        _mm256_permute2f128_ps::<0x31>(c, d),
+    );
     // Then 0 and 1 plus 2 and 3: a a c c b b d d. Then these two.
-    let pairs = _mm256_add_ps(_mm256_shuffle_ps::<0x44>(ab, cd), _mm256_shuffle_ps::<0xee>(ab, cd));
+    let pairs = _mm256_add_ps(
+        _mm256_shuffle_ps::<0x44>(ab, cd),
+        _mm256_shuffle_ps::<0xee>(ab, cd),
+    );
     let sums = _mm256_add_ps(pairs, _mm256_movehdup_ps(pairs));
-    let (ac, bd) = (_mm256_castps256_ps128(sums), _mm256_extractf128_ps::<1>(sums));
+    let (ac, bd) = (
+        _mm256_castps256_ps128(sums),
+        _mm256_extractf128_ps::<1>(sums),
+    );
     let abcd = _mm_movelh_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
     // SAFETY: four numbers either way.
     unsafe { transmute(abcd) }
@@ -555,10 +625,19 @@ fn four(sums: [__m256; 4]) -> [f32; 4] {
 fn eight(sums: [__m512; 4]) -> [f32; 8] {
     // Quarters: a a b b and c c d d become a b c d.
     let [ab, cd, ef, gh] = sums;
-    let low = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ab, cd), _mm512_shuffle_f32x4::<0xdd>(ab, cd));
-    let high = _mm512_add_ps(_mm512_shuffle_f32x4::<0x88>(ef, gh), _mm512_shuffle_f32x4::<0xdd>(ef, gh));
+    let low = _mm512_add_ps(
+        _mm512_shuffle_f32x4::<0x88>(ab, cd),
+        _mm512_shuffle_f32x4::<0xdd>(ab, cd),
+    );
+    let high = _mm512_add_ps(
+        _mm512_shuffle_f32x4::<0x88>(ef, gh),
+        _mm512_shuffle_f32x4::<0xdd>(ef, gh),
+    );
     // Then a a e e b b f f c c g g d d h h.
-    let pairs = _mm512_add_ps(_mm512_shuffle_ps::<0x44>(low, high), _mm512_shuffle_ps::<0xee>(low, high));
+    let pairs = _mm512_add_ps(
+        _mm512_shuffle_ps::<0x44>(low, high),
+        _mm512_shuffle_ps::<0xee>(low, high),
+    );
     let sums = _mm512_add_ps(pairs, _mm512_movehdup_ps(pairs));
     let order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
     // SAFETY: eight numbers either way.
@@ -572,7 +651,10 @@ fn eight(sums: [__m512; 4]) -> [f32; 8] {
 fn four(sums: &[[float32x4_t; 2]; 4]) -> [f32; 4] {
     let lanes = |row: usize| vaddq_f32(sums[row][0], sums[row][1]);
     let pairs = |a: float32x4_t, b: float32x4_t| {
-        vcombine_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a)), vadd_f32(vget_low_f32(b), vget_high_f32(b)))
+        vcombine_f32(
+            vadd_f32(vget_low_f32(a), vget_high_f32(a)),
+            vadd_f32(vget_low_f32(b), vget_high_f32(b)),
+        )
     };
     let abcd = vpaddq_f32(pairs(lanes(0), lanes(1)), pairs(lanes(2), lanes(3)));
     // SAFETY: four numbers either way.
@@ -595,7 +677,7 @@ products!(
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
-        |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
+        |sum: &[__m256; 1]| crate::backend::cpu::rows256::total(sum[0]),
     ),
     (__m256, 1, 4, 3),
     (
@@ -603,7 +685,7 @@ products!(
         |from: *const f32| _mm256_load_ps(from),
         |from: *const f32| _mm256_loadu_ps(from),
         |sum, x, y| _mm256_fmadd_ps(x, y, sum),
-        |sums: &[[__m256; 1]; 4]| crate::engine::backend::cpu::floats::four([
+        |sums: &[[__m256; 1]; 4]| crate::backend::cpu::floats::four([
             sums[0][0], sums[1][0], sums[2][0], sums[3][0]
         ]),
         |line: *const u8, far: bool| if far {
@@ -630,7 +712,7 @@ products!(
             let wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(from.cast()));
             _mm256_castsi256_ps(_mm256_slli_epi32::<16>(wide))
         },
-        |sum: &[__m256; 1]| crate::engine::backend::cpu::rows256::total(sum[0]),
+        |sum: &[__m256; 1]| crate::backend::cpu::rows256::total(sum[0]),
     ),
     (__m512, 2, 4, 6),
     (
@@ -638,7 +720,7 @@ products!(
         |from: *const f32| _mm512_load_ps(from),
         |from: *const f32| _mm512_broadcast_f32x8(_mm256_loadu_ps(from)),
         |sum, x, y| _mm512_fmadd_ps(x, y, sum),
-        |sums: &[[__m512; 1]; 4]| crate::engine::backend::cpu::floats::eight([
+        |sums: &[[__m512; 1]; 4]| crate::backend::cpu::floats::eight([
             sums[0][0], sums[1][0], sums[2][0], sums[3][0]
         ]),
         |line: *const u8, far: bool| if far {
@@ -660,7 +742,7 @@ products!(
         |from: *const f32| vld1q_f32(from),
         |to: *mut f32, value| vst1q_f32(to, value),
         |sum, x, y| vfmaq_f32(sum, x, y),
-        |from: *const u16| crate::engine::backend::cpu::neon_unpack::widened(vld1_u16(from)),
+        |from: *const u16| crate::backend::cpu::neon_unpack::widened(vld1_u16(from)),
         |from: *const u16| vreinterpretq_f32_u32(vshll_n_u16::<16>(vld1_u16(from))),
         |sum: &[float32x4_t; 2]| {
             let four = vaddq_f32(sum[0], sum[1]);
@@ -674,7 +756,7 @@ products!(
         |from: *const f32| vld1q_f32(from),
         |from: *const f32| vld1q_f32(from),
         |sum, x, y| vfmaq_f32(sum, x, y),
-        |sums: &[[float32x4_t; 2]; 4]| crate::engine::backend::cpu::floats::four(sums),
+        |sums: &[[float32x4_t; 2]; 4]| crate::backend::cpu::floats::four(sums),
         |_line: *const u8, _far: bool| (),
     ),
 );

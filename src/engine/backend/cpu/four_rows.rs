@@ -73,7 +73,10 @@ impl Constants {
         let lower = _mm512_srlv_epi32(_mm512_shuffle_epi32::<0b11_11_11_11>(heads), self.third);
         let last = _mm512_or_si512(_mm512_and_si512(lower, self.low), upper);
         let mins = _mm512_unpackhi_epi32(first, last);
-        (_mm512_unpacklo_epi32(first, last), _mm512_unpacklo_epi8(mins, _mm512_setzero_si512()))
+        (
+            _mm512_unpacklo_epi32(first, last),
+            _mm512_unpacklo_epi8(mins, _mm512_setzero_si512()),
+        )
     }
 
     /// The total of one block, in sixteen lanes. `scales` are those of its row in each 128 bits.
@@ -120,9 +123,12 @@ pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
         let four: [_; ROWS] = rows.starts(first);
         let ahead = four[0].wrapping_add(ROWS * rows.row_bytes);
         // SAFETY: whole rows, and the copy of the token.
-        let products = unsafe { products(&constants, four, ahead, rows.copy(0), rows.columns / SUPER) };
+        let products =
+            unsafe { products(&constants, four, ahead, rows.copy(0), rows.columns / SUPER) };
         // SAFETY: four numbers either way.
-        rows.put_lanes(0, first, count, unsafe { transmute::<__m128, [f32; ROWS]>(products) });
+        rows.put_lanes(0, first, count, unsafe {
+            transmute::<__m128, [f32; ROWS]>(products)
+        });
     }
 }
 
@@ -169,7 +175,8 @@ unsafe fn products(
             _mm512_shuffle_i64x2::<0xee>(token[2], token[3]),
         ];
         // SAFETY: 128 bytes of quants follow the head of a block.
-        let total = |row: usize, scales| unsafe { constants.total(four[row].add(16), scales, token) };
+        let total =
+            |row: usize, scales| unsafe { constants.total(four[row].add(16), scales, token) };
         let total = sixteen_sums(
             total(0, _mm512_shuffle_i32x4::<0x00>(scales, scales)),
             total(1, _mm512_shuffle_i32x4::<0x55>(scales, scales)),
@@ -182,9 +189,14 @@ unsafe fn products(
         let firsts = |of| _mm512_castsi512_si128(_mm512_permutexvar_epi32(constants.firsts, of));
         // The first word of a head is the scale of its scales and that of its minimums, in halves.
         let both = _mm256_cvtph_ps(firsts(heads));
-        let (low, high) = (_mm256_castps256_ps128(both), _mm256_extractf128_ps::<1>(both));
-        let (scale, min_scale) =
-            (_mm_shuffle_ps::<0b10_00_10_00>(low, high), _mm_shuffle_ps::<0b11_01_11_01>(low, high));
+        let (low, high) = (
+            _mm256_castps256_ps128(both),
+            _mm256_extractf128_ps::<1>(both),
+        );
+        let (scale, min_scale) = (
+            _mm_shuffle_ps::<0b10_00_10_00>(low, high),
+            _mm_shuffle_ps::<0b11_01_11_01>(low, high),
+        );
         // The sums of each fourth block, in turn.
         let next = |sums: [__m128; 4], total, scale| {
             let sum = _mm_fmadd_ps(_mm_cvtepi32_ps(total), _mm_mul_ps(scale, factor), sums[0]);
@@ -196,6 +208,7 @@ unsafe fn products(
         (y, sums_of_32) = (y.wrapping_add(Q8K_BYTES), sums_of_32.wrapping_add(Q8K_SUMS));
     }
     // Wherever the turns ended, those of even and those of odd blocks are added first, as the lanes of a row are elsewhere.
-    let last = |sums: [__m128; 4]| _mm_add_ps(_mm_add_ps(sums[0], sums[2]), _mm_add_ps(sums[1], sums[3]));
+    let last =
+        |sums: [__m128; 4]| _mm_add_ps(_mm_add_ps(sums[0], sums[2]), _mm_add_ps(sums[1], sums[3]));
     _mm_sub_ps(last(sums), last(mins))
 }

@@ -72,7 +72,8 @@ impl Isa {
     /// The sets that the processor reports and whose instructions `survive`.
     fn usable(is_reported: impl Fn(Self) -> bool, survive: impl Fn(fn()) -> bool) -> Vec<Self> {
         let sets = Self::ALL.iter().copied();
-        sets.filter(|set| is_reported(*set) && set.instructions().is_none_or(&survive)).collect()
+        sets.filter(|set| is_reported(*set) && set.instructions().is_none_or(&survive))
+            .collect()
     }
 
     /// Whether the processor reports all instructions of the set.
@@ -82,7 +83,9 @@ impl Isa {
             #[cfg(target_arch = "aarch64")]
             Self::Dotprod => std::arch::is_aarch64_feature_detected!("dotprod"),
             #[cfg(target_arch = "aarch64")]
-            Self::I8mm => Self::Dotprod.is_reported() && std::arch::is_aarch64_feature_detected!("i8mm"),
+            Self::I8mm => {
+                Self::Dotprod.is_reported() && std::arch::is_aarch64_feature_detected!("i8mm")
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx2 => {
                 std::arch::is_x86_feature_detected!("avx2")
@@ -90,7 +93,9 @@ impl Isa {
                     && std::arch::is_x86_feature_detected!("f16c")
             }
             #[cfg(target_arch = "x86_64")]
-            Self::AvxVnni => Self::Avx2.is_reported() && std::arch::is_x86_feature_detected!("avxvnni"),
+            Self::AvxVnni => {
+                Self::Avx2.is_reported() && std::arch::is_x86_feature_detected!("avxvnni")
+            }
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => {
                 Self::Avx2.is_reported()
@@ -101,7 +106,9 @@ impl Isa {
                     && std::arch::is_x86_feature_detected!("avx512vnni")
             }
             #[cfg(target_arch = "x86_64")]
-            Self::Avx512Bf16 => Self::Avx512.is_reported() && std::arch::is_x86_feature_detected!("avx512bf16"),
+            Self::Avx512Bf16 => {
+                Self::Avx512.is_reported() && std::arch::is_x86_feature_detected!("avx512bf16")
+            }
         }
     }
 
@@ -115,7 +122,9 @@ impl Isa {
                 #[target_feature(enable = "dotprod")]
                 fn sdot() {
                     // SAFETY: an instruction on registers alone; a machine without it ends the process that tries it.
-                    unsafe { asm!("sdot v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack)) };
+                    unsafe {
+                        asm!("sdot v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack))
+                    };
                 }
                 // SAFETY: as above.
                 unsafe { sdot() };
@@ -143,7 +152,9 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::AvxVnni => Some(|| {
                 // SAFETY: as above.
-                unsafe { asm!("{{vex}} vpdpbusd ymm0, ymm0, ymm0", out("ymm0") _, options(nomem, nostack)) };
+                unsafe {
+                    asm!("{{vex}} vpdpbusd ymm0, ymm0, ymm0", out("ymm0") _, options(nomem, nostack));
+                };
             }),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Some(|| {
@@ -163,7 +174,9 @@ impl Isa {
             #[cfg(target_arch = "x86_64")]
             Self::Avx512Bf16 => Some(|| {
                 // SAFETY: as above.
-                unsafe { asm!("vdpbf16ps zmm0, zmm0, zmm0", out("xmm0") _, options(nomem, nostack)) };
+                unsafe {
+                    asm!("vdpbf16ps zmm0, zmm0, zmm0", out("xmm0") _, options(nomem, nostack));
+                };
             }),
         }
     }
@@ -209,7 +222,8 @@ fn survive_on(instructions: fn(), arrive: fn(usize)) -> bool {
             let mut all: libc::cpu_set_t = std::mem::zeroed();
             libc::sched_getaffinity(0, size_of_val(&all), &raw mut all);
             instructions();
-            for number in (0..8 * size_of_val(&all)).filter(|number| libc::CPU_ISSET(*number, &all)) {
+            for number in (0..8 * size_of_val(&all)).filter(|number| libc::CPU_ISSET(*number, &all))
+            {
                 let mut one: libc::cpu_set_t = std::mem::zeroed();
                 libc::CPU_SET(number, &mut one);
                 if libc::sched_setaffinity(0, size_of_val(&one), &raw const one) == 0 {
@@ -247,7 +261,7 @@ macro_rules! kernel {
         $(#[$meta])*
         #[expect(clippy::too_many_arguments, clippy::allow_attributes, reason = "kernels take plain numbers")]
         #[allow(clippy::too_many_arguments, unfulfilled_lint_expectations, reason = "only some kernels have many")]
-        pub(crate) fn $name(isa: $crate::engine::backend::cpu::isa::Isa, $($arg: $kind),*) $(-> $result)? {
+        pub(crate) fn $name(isa: $crate::backend::cpu::isa::Isa, $($arg: $kind),*) $(-> $result)? {
             #[inline(always)]
             #[allow(clippy::too_many_arguments, clippy::allow_attributes, reason = "only some kernels have many")]
             fn body($($arg: $kind),*) $(-> $result)? $body
@@ -260,20 +274,20 @@ macro_rules! kernel {
             #[allow(clippy::too_many_arguments, clippy::allow_attributes, reason = "only some kernels have many")]
             fn avx512($($arg: $kind),*) $(-> $result)? { body($($arg),*) }
             match isa {
-                $crate::engine::backend::cpu::isa::Isa::Baseline => body($($arg),*),
+                $crate::backend::cpu::isa::Isa::Baseline => body($($arg),*),
                 #[cfg(target_arch = "aarch64")]
                 // Nothing in a body gains by them: what products of bytes are for has kernels by hand.
-                $crate::engine::backend::cpu::isa::Isa::Dotprod | $crate::engine::backend::cpu::isa::Isa::I8mm => {
+                $crate::backend::cpu::isa::Isa::Dotprod | $crate::backend::cpu::isa::Isa::I8mm => {
                     body($($arg),*)
                 }
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: these sets are only chosen where the machine has them (`Isa::available`).
-                $crate::engine::backend::cpu::isa::Isa::Avx2 | $crate::engine::backend::cpu::isa::Isa::AvxVnni => unsafe {
+                $crate::backend::cpu::isa::Isa::Avx2 | $crate::backend::cpu::isa::Isa::AvxVnni => unsafe {
                     avx2($($arg),*)
                 },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                $crate::engine::backend::cpu::isa::Isa::Avx512 | $crate::engine::backend::cpu::isa::Isa::Avx512Bf16 => unsafe {
+                $crate::backend::cpu::isa::Isa::Avx512 | $crate::backend::cpu::isa::Isa::Avx512Bf16 => unsafe {
                     avx512($($arg),*)
                 },
             }
@@ -309,10 +323,16 @@ mod tests {
 
     #[test]
     fn a_set_that_is_hidden_or_trapped_is_left_out_and_the_others_stay() {
-        let [first, rest @ ..] = Isa::ALL else { panic!("a target has a set") };
+        let [first, rest @ ..] = Isa::ALL else {
+            panic!("a target has a set")
+        };
         assert_eq!(Isa::usable(|_| true, |_| true), Isa::ALL);
         for hidden in rest {
-            let others: Vec<Isa> = Isa::ALL.iter().copied().filter(|set| set != hidden).collect();
+            let others: Vec<Isa> = Isa::ALL
+                .iter()
+                .copied()
+                .filter(|set| set != hidden)
+                .collect();
             assert_eq!(Isa::usable(|set| set != *hidden, |_| true), others);
         }
         // All of a machine's instructions beyond its base may be trapped.

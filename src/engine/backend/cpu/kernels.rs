@@ -119,7 +119,10 @@ static DOTPROD: Kernels = Kernels {
 };
 
 #[cfg(target_arch = "aarch64")]
-static I8MM: Kernels = Kernels { products: &products_neon!(true), ..DOTPROD };
+static I8MM: Kernels = Kernels {
+    products: &products_neon!(true),
+    ..DOTPROD
+};
 
 /// Products of every quantised type in registers of 256 bits, with the instructions of a set.
 #[cfg(target_arch = "x86_64")]
@@ -157,7 +160,10 @@ static AVX2: Kernels = Kernels {
 };
 
 #[cfg(target_arch = "x86_64")]
-static AVX_VNNI: Kernels = Kernels { products: &products256!(u::AvxVnni), ..AVX2 };
+static AVX_VNNI: Kernels = Kernels {
+    products: &products256!(u::AvxVnni),
+    ..AVX2
+};
 
 /// Products of every type in registers of 512 bits, those of `bf16` by a function of its own.
 #[cfg(target_arch = "x86_64")]
@@ -195,4 +201,7 @@ static AVX512: Kernels = Kernels {
 };
 
 #[cfg(target_arch = "x86_64")]
-static AVX512_BF16: Kernels = Kernels { products: &products512!(pairs512::rows), ..AVX512 };
+static AVX512_BF16: Kernels = Kernels {
+    products: &products512!(pairs512::rows),
+    ..AVX512
+};

@@ -3,13 +3,16 @@
 use candle_core::quantized::{
     GgmlDType,
     k_quants::{
-        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
-        BlockQ8_1, BlockQ8K, GgmlType,
+        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K,
+        BlockQ6K, BlockQ8_0, BlockQ8_1, BlockQ8K, GgmlType,
     },
 };
 
-use super::{affine, float, floats, isa::Isa, kernels::Kernels, pool::Pool, quant::Format, rows::Rows, share::Share};
-use crate::engine::backend::{Copies, DeviceError, Product};
+use super::{
+    affine, float, floats, isa::Isa, kernels::Kernels, pool::Pool, quant::Format, rows::Rows,
+    share::Share,
+};
+use crate::backend::{Copies, DeviceError, Product};
 
 /// Where the copy of some format starts in the memory of `copies`, and how far its rows are apart there.
 pub(crate) fn place(copies: &Copies, format: Format, columns: usize) -> (usize, usize) {
@@ -70,13 +73,22 @@ impl<'job> Task<'job> {
         (floats, copied, copies): (&'job [f32], &'job [u8], &Copies),
         tokens: usize,
     ) -> Result<Self, DeviceError> {
-        let &Product { dtype, rows, columns, .. } = product;
+        let &Product {
+            dtype,
+            rows,
+            columns,
+            ..
+        } = product;
         let row_bytes = columns / dtype.block_size() * dtype.type_size();
         let (start, copy_step) = place(copies, Format::of(dtype), columns);
         let copied = copied.get(start..start + tokens * copy_step);
-        let (Some(copied), true) = (copied, weights.len() >= rows * row_bytes && floats.len() >= tokens * columns)
-        else {
-            return Err(DeviceError::new("a weight or an activation is cut".to_owned()));
+        let (Some(copied), true) = (
+            copied,
+            weights.len() >= rows * row_bytes && floats.len() >= tokens * columns,
+        ) else {
+            return Err(DeviceError::new(
+                "a weight or an activation is cut".to_owned(),
+            ));
         };
         Ok(Self {
             dtype,
@@ -138,11 +150,19 @@ impl Rows<'_> {
         let columns = self.columns;
         let copy = &self.copies[token * self.copy_step..][..self.copy_step];
         match dtype {
-            GgmlDType::F32 => floats::dot(cast::<f32>(weight), &self.floats[token * columns..][..columns], |x| x),
+            GgmlDType::F32 => floats::dot(
+                cast::<f32>(weight),
+                &self.floats[token * columns..][..columns],
+                |x| x,
+            ),
             GgmlDType::F16 => floats::dot(cast::<u16>(weight), cast(copy), float::half_to_float),
             GgmlDType::BF16 => {
                 let widen = |bits: u16| f32::from_bits(u32::from(bits) << 16);
-                floats::dot(cast::<u16>(weight), cast(&copy[..columns * size_of::<f32>()]), widen)
+                floats::dot(
+                    cast::<u16>(weight),
+                    cast(&copy[..columns * size_of::<f32>()]),
+                    widen,
+                )
             }
             GgmlDType::Q8_0 => blocks::<BlockQ8_0>(columns, weight, copy),
             GgmlDType::Q4_0 => blocks::<BlockQ4_0>(columns, weight, copy),
@@ -163,7 +183,11 @@ impl Rows<'_> {
 /// Candle's dot product of two rows of blocks: the portable one where its own for arm64 has an instruction (`sdot`) that the
 /// machine lacks, which candle does not ask for when it runs, and of Q5_0, whose own is the same but for a demand that blocks
 /// come in pairs.
-fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(columns: usize, weight: &[u8], copy: &[u8]) -> f32 {
+fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(
+    columns: usize,
+    weight: &[u8],
+    copy: &[u8],
+) -> f32 {
     let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
     let (weight, copy) = (cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]));
     if T::DTYPE == GgmlDType::Q5_0 || cfg!(target_arch = "aarch64") {
@@ -189,8 +213,8 @@ macro_rules! plain {
     };
 }
 plain!(
-    f32, u16, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
-    BlockQ8_1, BlockQ8K
+    f32, u16, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K,
+    BlockQ6K, BlockQ8_0, BlockQ8_1, BlockQ8K
 );
 
 /// The blocks or numbers in `bytes`.
@@ -201,7 +225,10 @@ plain!(
 pub(crate) fn cast<T: Plain>(bytes: &[u8]) -> &[T] {
     // SAFETY: every bit pattern is a value of the type.
     let (head, blocks, tail) = unsafe { bytes.align_to::<T>() };
-    assert!(head.is_empty() && tail.is_empty(), "a row is misaligned or cut");
+    assert!(
+        head.is_empty() && tail.is_empty(),
+        "a row is misaligned or cut"
+    );
     blocks
 }
 
@@ -236,23 +263,29 @@ mod tests {
         super::{
             copying::round_to_f16,
             dequantize,
-            quant::{Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k, round_to_bf16},
+            quant::{
+                Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k, round_to_bf16,
+            },
             test_numbers::numbers,
         },
         *,
     };
     use crate::{
-        engine::{
-            arena::{Backing, Mapping},
-            backend::memory::{Access, Owner},
-            gguf::SUPPORTED,
-        },
-        units::Bytes,
+        arena::{Backing, Mapping},
+        backend::memory::{Access, Owner},
+        gguf::SUPPORTED,
     };
+    use cotenant_units::Bytes;
 
     /// Products of `rows` rows with `tokens` tokens, by a kernel: near what the portable loops make of them, and for each token
     /// with the same bits as alone.
-    fn products(isa: Isa, dtype: GgmlDType, columns: usize, rows: usize, tokens: usize) -> Vec<u32> {
+    fn products(
+        isa: Isa,
+        dtype: GgmlDType,
+        columns: usize,
+        rows: usize,
+        tokens: usize,
+    ) -> Vec<u32> {
         let weights = numbers(rows * columns, 1);
         let bytes = stored(dtype, &weights, columns);
         let input = numbers(tokens * columns, 2);
@@ -261,19 +294,33 @@ mod tests {
             let input = &input[token * columns..][..columns];
             let alone = multiplied(isa, dtype, &bytes, input, columns, 1);
             for row in 0..rows {
-                assert_eq!(out[row].to_bits(), alone[row].to_bits(), "{isa:?} {dtype:?} row {row} token {token}");
+                assert_eq!(
+                    out[row].to_bits(),
+                    alone[row].to_bits(),
+                    "{isa:?} {dtype:?} row {row} token {token}"
+                );
             }
             let expected = multiplied(Isa::Baseline, dtype, &bytes, input, columns, 1);
             for (row, (got, expected)) in out.iter().zip(expected).enumerate() {
                 let near = (got - expected).abs() <= 2e-6 * (columns as f32).sqrt();
-                assert!(near, "{isa:?} {dtype:?} row {row} token {token}: {got} and {expected}");
+                assert!(
+                    near,
+                    "{isa:?} {dtype:?} row {row} token {token}: {got} and {expected}"
+                );
             }
         }
         out.into_iter().map(f32::to_bits).collect()
     }
 
     /// Products of rows in `bytes` with the tokens of `input`, without what lies beside them.
-    fn multiplied(isa: Isa, dtype: GgmlDType, bytes: &[u8], input: &[f32], columns: usize, tokens: usize) -> Vec<f32> {
+    fn multiplied(
+        isa: Isa,
+        dtype: GgmlDType,
+        bytes: &[u8],
+        input: &[f32],
+        columns: usize,
+        tokens: usize,
+    ) -> Vec<f32> {
         let rows = bytes.len() / (columns / dtype.block_size() * dtype.type_size());
         let format = Format::of(dtype);
         let step = format.row_bytes(columns);
@@ -315,14 +362,19 @@ mod tests {
         let from = (input, copied, &copies);
         let task = Task::new(&product, bytes, Share::new(&mut out), from, tokens).unwrap();
         project(&mut Pool::new(2).unwrap(), isa, &[task], tokens);
-        out.chunks(rows + 3).flat_map(|out| out[2..rows + 2].to_vec()).collect()
+        out.chunks(rows + 3)
+            .flat_map(|out| out[2..rows + 2].to_vec())
+            .collect()
     }
 
     /// Rows as a file has them, with all scales in use.
     fn stored(dtype: GgmlDType, weights: &[f32], columns: usize) -> Vec<u8> {
         fn blocks<T: GgmlType>(weights: &[f32], columns: usize) -> Vec<u8> {
             let mut blocks = vec![T::zeros(); weights.len() / T::BLCK_SIZE];
-            for (row, blocks) in weights.chunks(columns).zip(blocks.chunks_mut(columns / T::BLCK_SIZE)) {
+            for (row, blocks) in weights
+                .chunks(columns)
+                .zip(blocks.chunks_mut(columns / T::BLCK_SIZE))
+            {
                 T::from_float(row, blocks);
             }
             let len = size_of_val(blocks.as_slice());
@@ -331,8 +383,14 @@ mod tests {
         }
         match dtype {
             GgmlDType::F32 => weights.iter().flat_map(|x| x.to_le_bytes()).collect(),
-            GgmlDType::F16 => weights.iter().flat_map(|x| half::f16::from_f32(*x).to_le_bytes()).collect(),
-            GgmlDType::BF16 => weights.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect(),
+            GgmlDType::F16 => weights
+                .iter()
+                .flat_map(|x| half::f16::from_f32(*x).to_le_bytes())
+                .collect(),
+            GgmlDType::BF16 => weights
+                .iter()
+                .flat_map(|x| half::bf16::from_f32(*x).to_le_bytes())
+                .collect(),
             GgmlDType::Q4_0 => blocks::<BlockQ4_0>(weights, columns),
             GgmlDType::Q4_1 => blocks::<BlockQ4_1>(weights, columns),
             GgmlDType::Q5_0 => blocks::<BlockQ5_0>(weights, columns),
@@ -357,12 +415,27 @@ mod tests {
                 continue;
             }
             let known = before.get_or_insert_with(|| now.clone());
-            assert!(now == *known, "{isa:?} {dtype:?}, {rows} rows of {columns}, {tokens} tokens");
+            assert!(
+                now == *known,
+                "{isa:?} {dtype:?}, {rows} rows of {columns}, {tokens} tokens"
+            );
         }
     }
 
-    const SUPERS: [GgmlDType; 5] = [GgmlDType::Q2K, GgmlDType::Q3K, GgmlDType::Q4K, GgmlDType::Q5K, GgmlDType::Q6K];
-    const SMALL: [GgmlDType; 5] = [GgmlDType::Q4_0, GgmlDType::Q4_1, GgmlDType::Q5_0, GgmlDType::Q5_1, GgmlDType::Q8_0];
+    const SUPERS: [GgmlDType; 5] = [
+        GgmlDType::Q2K,
+        GgmlDType::Q3K,
+        GgmlDType::Q4K,
+        GgmlDType::Q5K,
+        GgmlDType::Q6K,
+    ];
+    const SMALL: [GgmlDType; 5] = [
+        GgmlDType::Q4_0,
+        GgmlDType::Q4_1,
+        GgmlDType::Q5_0,
+        GgmlDType::Q5_1,
+        GgmlDType::Q8_0,
+    ];
     const FLOATS: [GgmlDType; 3] = [GgmlDType::F16, GgmlDType::BF16, GgmlDType::F32];
 
     /// Of all sets of the target, whether this machine has them or not.
@@ -370,15 +443,24 @@ mod tests {
     fn every_supported_type_has_a_kernel_in_each_set() {
         for &isa in Isa::ALL.iter().filter(|isa| **isa != Isa::Baseline) {
             for dtype in SUPPORTED {
-                assert!(Kernels::of(isa).product(dtype).is_some(), "{isa:?} has no kernel for {dtype:?}");
+                assert!(
+                    Kernels::of(isa).product(dtype).is_some(),
+                    "{isa:?} has no kernel for {dtype:?}"
+                );
             }
         }
         let tested = SUPERS.into_iter().chain(SMALL).chain(FLOATS);
-        assert!(SUPPORTED.into_iter().all(|dtype| tested.clone().any(|of| of == dtype)), "a type is in no test");
+        assert!(
+            SUPPORTED
+                .into_iter()
+                .all(|dtype| tested.clone().any(|of| of == dtype)),
+            "a type is in no test"
+        );
     }
 
     #[test]
-    fn products_agree_with_the_portable_loops_for_any_number_of_tokens_and_have_the_same_bits_in_each_set() {
+    fn products_agree_with_the_portable_loops_for_any_number_of_tokens_and_have_the_same_bits_in_each_set()
+     {
         // With 128 tokens that go by together, and the rest by fours, twos and ones.
         for tokens in [1, 2, 3, 4, 5, 8, 17, 41, 133] {
             for dtype in SUPERS {
@@ -427,7 +509,9 @@ mod tests {
                         GgmlDType::Q6K => (208, 1),
                         GgmlDType::Q3K => (108, 1),
                         GgmlDType::Q2K => (80, 2),
-                        GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q4_1 | GgmlDType::Q5_1 => (0, 2),
+                        GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q4_1 | GgmlDType::Q5_1 => {
+                            (0, 2)
+                        }
                         _ => (0, 1),
                     };
                     for half in 0..halves {
@@ -453,7 +537,10 @@ mod tests {
     fn the_portable_loops_multiply_the_numbers_that_weights_stand_for() {
         let (columns, rows) = (512, 3);
         // Of whole numbers whose furthest from zero in each block of 32 is -127, copies in all formats are exact.
-        let mut input: Vec<f32> = numbers(columns, 2).into_iter().map(|x| (126.0 * x).round()).collect();
+        let mut input: Vec<f32> = numbers(columns, 2)
+            .into_iter()
+            .map(|x| (126.0 * x).round())
+            .collect();
         input.iter_mut().step_by(32).for_each(|x| *x = -127.0);
         for dtype in SUPERS.into_iter().chain(SMALL).chain(FLOATS) {
             let bytes = stored(dtype, &numbers(rows * columns, 1), columns);
@@ -461,9 +548,17 @@ mod tests {
             for (row, got) in bytes.chunks(bytes.len() / rows).zip(out) {
                 let mut weights = vec![0.0; columns];
                 dequantize(dtype, row, &mut weights);
-                let terms = weights.iter().zip(&input).map(|(x, y)| f64::from(*x) * f64::from(*y));
-                let (expected, size) = terms.fold((0.0, 0.0), |(sum, size), term| (sum + term, size + term.abs()));
-                assert!((f64::from(got) - expected).abs() <= 1e-6 * size, "{dtype:?}: {got} and {expected}");
+                let terms = weights
+                    .iter()
+                    .zip(&input)
+                    .map(|(x, y)| f64::from(*x) * f64::from(*y));
+                let (expected, size) = terms.fold((0.0, 0.0), |(sum, size), term| {
+                    (sum + term, size + term.abs())
+                });
+                assert!(
+                    (f64::from(got) - expected).abs() <= 1e-6 * size,
+                    "{dtype:?}: {got} and {expected}"
+                );
             }
         }
     }
@@ -489,7 +584,8 @@ mod tests {
                     let mut copy = vec![0u8; Format::Q8_0.row_bytes(512)];
                     quantize_q8_0(isa, &input, &mut copy);
                     let block = at / 32 * Q8_0_BYTES;
-                    let scale = half::f16::from_bits(u16::from_le_bytes([copy[block], copy[block + 1]]));
+                    let scale =
+                        half::f16::from_bits(u16::from_le_bytes([copy[block], copy[block + 1]]));
                     assert!(!scale.is_finite(), "{isa:?} {bad} at {at}");
                 }
             }
@@ -498,10 +594,16 @@ mod tests {
 
     #[test]
     fn activations_are_rounded_to_half_precision_with_the_same_bits_in_each_set() {
-        let input: Vec<f32> = numbers(93, 9).into_iter().chain([f32::INFINITY, f32::MAX, -0.0, 1e-7, 1e-40]).collect();
+        let input: Vec<f32> = numbers(93, 9)
+            .into_iter()
+            .chain([f32::INFINITY, f32::MAX, -0.0, 1e-7, 1e-40])
+            .collect();
         let mut expected = vec![0u8; Format::F16.row_bytes(input.len())];
         round_to_f16(&input, &mut expected);
-        for round in Isa::available().iter().filter_map(|&isa| Kernels::of(isa).round) {
+        for round in Isa::available()
+            .iter()
+            .filter_map(|&isa| Kernels::of(isa).round)
+        {
             let mut copy = vec![0u8; expected.len()];
             // SAFETY: the machine has the set.
             unsafe { round(&input, &mut copy) };
@@ -511,16 +613,33 @@ mod tests {
 
     #[test]
     fn activations_are_rounded_to_brain_floating_point_to_the_nearest() {
-        let odd = [f32::NAN, -f32::NAN, f32::INFINITY, f32::MAX, -0.0, 1e-40, 1.003_906_2, 1.011_718_7];
+        let odd = [
+            f32::NAN,
+            -f32::NAN,
+            f32::INFINITY,
+            f32::MAX,
+            -0.0,
+            1e-40,
+            1.003_906_2,
+            1.011_718_7,
+        ];
         let input: Vec<f32> = numbers(93, 9).into_iter().chain(odd).collect();
         for &isa in Isa::available() {
             let mut copy = vec![0u8; Format::Bf16.row_bytes(input.len())];
             round_to_bf16(isa, &input, &mut copy);
             let (wide, short) = copy.split_at(4 * input.len());
-            for ((x, wide), short) in input.iter().zip(wide.chunks_exact(4)).zip(short.chunks_exact(2)) {
+            for ((x, wide), short) in input
+                .iter()
+                .zip(wide.chunks_exact(4))
+                .zip(short.chunks_exact(2))
+            {
                 let expected = half::bf16::from_f32(*x);
                 assert_eq!(short, expected.to_bits().to_ne_bytes(), "{isa:?} {x}");
-                assert_eq!(wide, expected.to_f32().to_bits().to_ne_bytes(), "{isa:?} {x}");
+                assert_eq!(
+                    wide,
+                    expected.to_f32().to_bits().to_ne_bytes(),
+                    "{isa:?} {x}"
+                );
             }
         }
     }
@@ -535,9 +654,18 @@ mod tests {
             GgmlType::from_float(&input, &mut theirs);
             let (blocks, wide) = ours.split_at(2 * Q8K_BYTES);
             assert!(cast::<BlockQ8K>(blocks) == theirs.as_slice(), "{isa:?}");
-            for (block, wide) in blocks.chunks_exact(Q8K_BYTES).zip(wide.chunks_exact(Q8K_SUMS)) {
-                for (quants, sum) in block[4..4 + SUPER].chunks_exact(32).zip(wide.chunks_exact(2)) {
-                    let expected: i16 = quants.iter().map(|quant| i16::from(quant.cast_signed())).sum();
+            for (block, wide) in blocks
+                .chunks_exact(Q8K_BYTES)
+                .zip(wide.chunks_exact(Q8K_SUMS))
+            {
+                for (quants, sum) in block[4..4 + SUPER]
+                    .chunks_exact(32)
+                    .zip(wide.chunks_exact(2))
+                {
+                    let expected: i16 = quants
+                        .iter()
+                        .map(|quant| i16::from(quant.cast_signed()))
+                        .sum();
                     assert_eq!(i16::from_le_bytes([sum[0], sum[1]]), expected, "{isa:?}");
                 }
             }
@@ -550,7 +678,10 @@ mod tests {
             let four = |at: usize| [behind[at], behind[at + 1], behind[at + 2], behind[at + 3]];
             for (at, block) in blocks.chunks_exact(Q8_0_BYTES).enumerate() {
                 let scale = half::f16::from_bits(u16::from_le_bytes([block[0], block[1]]));
-                let sum: i32 = block[2..].iter().map(|quant| i32::from(quant.cast_signed())).sum();
+                let sum: i32 = block[2..]
+                    .iter()
+                    .map(|quant| i32::from(quant.cast_signed()))
+                    .sum();
                 assert_eq!(f32::from_ne_bytes(four(4 * at)), scale.to_f32(), "{isa:?}");
                 assert_eq!(i32::from_ne_bytes(four(64 + 4 * at)), -128 * sum, "{isa:?}");
             }

@@ -17,27 +17,25 @@ use std::{io, ops::Range};
 use candle_core::quantized::{
     GgmlDType,
     k_quants::{
-        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K, BlockQ8_0,
-        GgmlType,
+        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K,
+        BlockQ6K, BlockQ8_0, GgmlType,
     },
 };
 
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
-    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm, Operation, Region,
-    RowBytes, View, Widen,
+    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm,
+    Operation, Region, RowBytes, View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
-    engine::{
-        arena::{Backing, Mapping},
-        error::LoadErrorKind,
-        reserve::Reserve,
-        spec::{Activation, AttentionSpec},
-    },
-    heap,
-    units::Bytes,
+    arena::{Backing, Mapping},
+    error::LoadErrorKind,
+    reserve::Reserve,
+    spec::{Activation, AttentionSpec},
 };
+use cotenant_memory::heap;
+use cotenant_units::Bytes;
 
 /// An assertion of unit tests and debug builds: unlike `debug_assert`, tests with all optimisation have it too.
 macro_rules! assert_in_tests {
@@ -101,7 +99,11 @@ mod unpack256;
 ///
 /// The names of those that this machine has, when it has none of this name, or another one was asked for before.
 pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
-    if Isa::choose(name) { Ok(()) } else { Err(Isa::available().iter().map(|set| set.name()).collect()) }
+    if Isa::choose(name) {
+        Ok(())
+    } else {
+        Err(Isa::available().iter().map(|set| set.name()).collect())
+    }
 }
 
 /// The CPU with so many threads, of which the one that calls is one; at least 1.
@@ -141,7 +143,11 @@ impl Cpu {
     ///
     /// When a thread cannot be started.
     pub fn new(threads: usize) -> io::Result<Self> {
-        Ok(Self { isa: Isa::chosen(), pool: Pool::new(threads)?, owner: Owner::new() })
+        Ok(Self {
+            isa: Isa::chosen(),
+            pool: Pool::new(threads)?,
+            owner: Owner::new(),
+        })
     }
 }
 
@@ -173,7 +179,9 @@ unsafe impl Backend for Cpu {
         match &operation {
             Operation::Activate(job) => activate(pool, isa, job, &mut Access::new(owner)),
             Operation::Attend(job) => attention::attend(pool, isa, job, &mut Access::new(owner)),
-            Operation::Convert(job) => cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?),
+            Operation::Convert(job) => {
+                cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?)
+            }
             Operation::Copy { from, to } => {
                 let mut access = Access::new(owner);
                 let (from, to) = (access.read(from)?, access.write(to)?);
@@ -189,12 +197,18 @@ unsafe impl Backend for Cpu {
             Operation::Finish(job) => finish(isa, job, &mut Access::new(owner)),
             Operation::Move { from, to, len } => {
                 let access = Access::new(owner);
-                move_block((access.region(&from.0)?, from.1), (access.region(&to.0)?, to.1), *len)
+                move_block(
+                    (access.region(&from.0)?, from.1),
+                    (access.region(&to.0)?, to.1),
+                    *len,
+                )
             }
             Operation::Multiply(job) => {
                 multiply(pool, isa, job, &mut Access::new(owner))?;
                 let then = job.activate.as_ref();
-                then.map_or(Ok(()), |job| activate(pool, isa, job, &mut Access::new(owner)))
+                then.map_or(Ok(()), |job| {
+                    activate(pool, isa, job, &mut Access::new(owner))
+                })
             }
             Operation::Norm(job) => norm(pool, isa, job, &mut Access::new(owner)),
             Operation::Rotate(job) => {
@@ -221,12 +235,21 @@ unsafe impl Backend for Cpu {
         Ok(())
     }
 
-    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+    fn read<'a>(
+        &'a mut self,
+        from: &'a Buffer,
+        floats: Range<usize>,
+    ) -> Result<&'a [f32], DeviceError> {
         self.owner.read(from, floats)
     }
 }
 
-fn norm<'op>(pool: &mut Pool, isa: Isa, job: &'op Norm, access: &mut Access<'op>) -> Result<(), DeviceError> {
+fn norm<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Norm,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
     let weight = access.read(&job.weight)?;
     let width = weight.len().max(1);
     let (stream, normed) = (access.write(&job.stream)?, access.write(&job.normed)?);
@@ -274,10 +297,13 @@ fn multiply<'op>(
     let mut before: Option<(&View, usize)> = None;
     for product in job.products.iter() {
         let end = product.first + product.rows;
-        let fits = end <= product.stride && (job.rows.max(1) - 1) * product.stride + end <= product.out.len() / 4;
+        let fits = end <= product.stride
+            && (job.rows.max(1) - 1) * product.stride + end <= product.out.len() / 4;
         let shares = before.filter(|(out, _)| out.is_same(&product.out));
         if !fits || shares.is_some_and(|(_, end)| product.first < end) {
-            return Err(DeviceError::new("a product has no place for its result".to_owned()));
+            return Err(DeviceError::new(
+                "a product has no place for its result".to_owned(),
+            ));
         }
         outs.push(match (shares, outs.last()) {
             (Some(_), Some(out)) => *out,
@@ -285,17 +311,31 @@ fn multiply<'op>(
         });
         before = Some((&product.out, end));
     }
-    let (input, copies) = (access.read(&job.input)?, access.read_bytes(&job.copies.memory)?);
+    let (input, copies) = (
+        access.read(&job.input)?,
+        access.read_bytes(&job.copies.memory)?,
+    );
     let mut tasks = Vec::with_capacity(outs.len());
     for (product, out) in job.products.iter().zip(outs) {
         let weights = access.weight(&product.weight)?;
-        tasks.push(matmul::Task::new(product, weights, out, (input, copies, &job.copies), job.rows)?);
+        tasks.push(matmul::Task::new(
+            product,
+            weights,
+            out,
+            (input, copies, &job.copies),
+            job.rows,
+        )?);
     }
     matmul::project(pool, isa, &tasks, job.rows);
     Ok(())
 }
 
-fn delta_layer<'op>(pool: &mut Pool, isa: Isa, job: &'op Delta, access: &mut Access<'op>) -> Result<(), DeviceError> {
+fn delta_layer<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Delta,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
     let made = delta::delta(pool, isa, job, access)?;
     let values = job.spec.values();
     let copying = Copying::new(isa, &job.prepare, (job.rows.len(), values), access)?;
@@ -303,12 +343,18 @@ fn delta_layer<'op>(pool: &mut Pool, isa: Isa, job: &'op Delta, access: &mut Acc
     Ok(())
 }
 
-fn activate<'op>(pool: &mut Pool, isa: Isa, job: &'op Activate, access: &mut Access<'op>) -> Result<(), DeviceError> {
+fn activate<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Activate,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
     let (gate, up) = (access.write(&job.gate)?, access.write(&job.up)?);
     let (len, width) = (same_len(gate, up)?, job.width.max(1));
     for (bias, rows) in [(&job.gate_bias, &mut *gate), (&job.up_bias, &mut *up)] {
         if let Some(bias) = access.read_some(bias.as_ref())? {
-            rows.chunks_exact_mut(width).for_each(|row| float::add(isa, row, bias));
+            rows.chunks_exact_mut(width)
+                .for_each(|row| float::add(isa, row, bias));
         }
     }
     let copying = Copying::new(isa, &job.prepare, (len / width, width), access)?;
@@ -328,17 +374,25 @@ fn activate<'op>(pool: &mut Pool, isa: Isa, job: &'op Activate, access: &mut Acc
     Ok(())
 }
 
-fn finish<'op>(isa: Isa, job: &'op Finish<'_>, access: &mut Access<'op>) -> Result<(), DeviceError> {
+fn finish<'op>(
+    isa: Isa,
+    job: &'op Finish<'_>,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
     let (all, found) = (access.write(&job.logits)?, access.write(&job.found)?);
     let [greatest, _, broken] = found else {
-        return Err(DeviceError::new("there is no room for what is found".to_owned()));
+        return Err(DeviceError::new(
+            "there is no room for what is found".to_owned(),
+        ));
     };
     // Who needs it reads all of them where they lie.
     *greatest = f32::from_bits(u32::MAX);
     let bias = access.read_some(job.bias.as_ref())?;
     for rows in job.said.iter() {
         let Some(logits) = all.get_mut(rows.clone()) else {
-            return Err(DeviceError::new("there are fewer logits than rows of the head".to_owned()));
+            return Err(DeviceError::new(
+                "there are fewer logits than rows of the head".to_owned(),
+            ));
         };
         if let Some(bias) = bias.and_then(|bias| bias.get(rows.clone())) {
             float::add(isa, logits, bias);
@@ -347,7 +401,9 @@ fn finish<'op>(isa: Isa, job: &'op Finish<'_>, access: &mut Access<'op>) -> Resu
             logits.iter_mut().for_each(|logit| *logit /= job.scale);
         }
         if let Some(cap) = job.cap {
-            logits.iter_mut().for_each(|logit| *logit = cap * (*logit / cap).tanh());
+            logits
+                .iter_mut()
+                .for_each(|logit| *logit = cap * (*logit / cap).tanh());
         }
         if !float::all_finite(logits) {
             *broken = 1.0;
@@ -376,7 +432,7 @@ fn widen_rows(job: &Widen<'_>, owner: &mut Owner) -> Result<(), DeviceError> {
 }
 
 /// A row of the file's type as floats.
-pub(in crate::engine) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
+pub(crate) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
     match dtype {
         GgmlDType::F32 => out.copy_from_slice(matmul::cast(row)),
         GgmlDType::F16 => widen(row, out, float::half_to_float),
@@ -397,9 +453,15 @@ pub(in crate::engine) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32
 }
 
 /// Copies `len` bytes of open address space.
-fn move_block(from: (&Reserve, usize), to: (&Reserve, usize), len: usize) -> Result<(), DeviceError> {
+fn move_block(
+    from: (&Reserve, usize),
+    to: (&Reserve, usize),
+    len: usize,
+) -> Result<(), DeviceError> {
     let (Some(from), Some(to)) = (from.0.range(from.1, len), to.0.range(to.1, len)) else {
-        return Err(DeviceError::new("a block of the cache is closed".to_owned()));
+        return Err(DeviceError::new(
+            "a block of the cache is closed".to_owned(),
+        ));
     };
     // SAFETY: both are open, and one operation is executed at a time.
     unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), len) };
@@ -410,7 +472,11 @@ fn same_len(one: &[f32], other: &[f32]) -> Result<usize, DeviceError> {
     if one.len() == other.len() {
         Ok(one.len())
     } else {
-        Err(DeviceError::new(format!("{} floats meet {}", one.len(), other.len())))
+        Err(DeviceError::new(format!(
+            "{} floats meet {}",
+            one.len(),
+            other.len()
+        )))
     }
 }
 

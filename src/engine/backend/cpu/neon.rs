@@ -13,9 +13,10 @@ use std::{
 use super::{
     neon_tile::{self, TOKENS_MIN},
     neon_unpack::{
-        Four, PER_START, SUMS, add_scaled, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, halves_of_four,
-        heads_of_six_bits, heads_q2k, heads_q3k, heads_q6k, moved, nibbles, pair, pairs_of_four, products_of,
-        quants_q4_1, quants_q5_1, quants_q8_0, signed, widened, with_fifth,
+        Four, PER_START, SUMS, add_scaled, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k,
+        halves_of_four, heads_of_six_bits, heads_q2k, heads_q3k, heads_q6k, moved, nibbles, pair,
+        pairs_of_four, products_of, quants_q4_1, quants_q5_1, quants_q8_0, signed, widened,
+        with_fifth,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
@@ -46,7 +47,8 @@ macro_rules! rows {
             for first in 0..stretch {
                 let row = |at: usize| at * stretch + first;
                 // The last row stands in for those that are not there.
-                let start = |at: usize| rows.weights[row(at).min(count - 1) * rows.row_bytes..].as_ptr();
+                let start =
+                    |at: usize| rows.weights[row(at).min(count - 1) * rows.row_bytes..].as_ptr();
                 // Hidden from the compiler, which would compute them again for every block.
                 let four = hint::black_box([start(0), start(1), start(2), start(3)]);
                 // SAFETY: whole rows, and the copy of a token.
@@ -54,7 +56,11 @@ macro_rules! rows {
                 let mut lanes = [0f32; ROWS];
                 // SAFETY: four numbers.
                 unsafe { vst1q_f32(lanes.as_mut_ptr(), products) };
-                for (at, product) in lanes.into_iter().enumerate().take_while(|(at, _)| row(*at) < count) {
+                for (at, product) in lanes
+                    .into_iter()
+                    .enumerate()
+                    .take_while(|(at, _)| row(*at) < count)
+                {
                     rows.put(0, row(at), product);
                 }
             }
@@ -144,7 +150,11 @@ macro_rules! supers {
                 let (mut sum, mut total) = (*running, *products);
                 let low = |of: int16x8_t| vmovl_s16(vget_low_s16(of));
                 if $sub == 32 {
-                    let scales = if HALF == 0 { low(scales[0]) } else { vmovl_high_s16(scales[0]) };
+                    let scales = if HALF == 0 {
+                        low(scales[0])
+                    } else {
+                        vmovl_high_s16(scales[0])
+                    };
                     sum = dot(dot(sum, a[0], ys[0]), a[1], ys[1]);
                     total = add_scaled::<0>(total, sum, scales);
                     sum = dot(dot(sum, b[0], ys[2]), b[1], ys[3]);
@@ -182,9 +192,13 @@ macro_rules! supers {
                 // SAFETY: inside rows and copy; behind the copy's blocks lie their sums of 32.
                 unsafe {
                     let y = copy.add(index * Q8K_BYTES);
-                    let activations =
-                        if $sub == 32 { copy.add(blocks * Q8K_BYTES + index * Q8K_SUMS) } else { y.add(4 + SUPER) };
-                    let (mut products, mut running, mut lows) = ([zero; ROWS], [zero; ROWS], [zero; ROWS]);
+                    let activations = if $sub == 32 {
+                        copy.add(blocks * Q8K_BYTES + index * Q8K_SUMS)
+                    } else {
+                        y.add(4 + SUPER)
+                    };
+                    let (mut products, mut running, mut lows) =
+                        ([zero; ROWS], [zero; ROWS], [zero; ROWS]);
                     let mut scales = [[zeros; 2]; ROWS];
                     for row in 0..ROWS {
                         let (own, mins) = $heads(four[row]);
@@ -192,7 +206,11 @@ macro_rules! supers {
                         for part in 0..few.len() {
                             let of = vld1q_s16(activations.cast::<i16>().add(8 * part));
                             lows[row] = products_of(lows[row], mins[part], of);
-                            let next = if part + 1 < few.len() { own[part + 1] } else { zeros };
+                            let next = if part + 1 < few.len() {
+                                own[part + 1]
+                            } else {
+                                zeros
+                            };
                             scales[row][part] = steps(own[part], next);
                         }
                     }
@@ -245,18 +263,31 @@ macro_rules! supers {
                     let factor = y.cast::<f32>().read_unaligned();
                     let (total, low) = (side_by_side(products), side_by_side(lows));
                     if let Some(shift) = less {
-                        let total = vcvtq_f32_s32(vsubq_s32(total, vshlq_s32(low, vdupq_n_s32(shift))));
+                        let total =
+                            vcvtq_f32_s32(vsubq_s32(total, vshlq_s32(low, vdupq_n_s32(shift))));
                         let scale = widened(halves_of_four(moved(four, $scale_at)));
                         sums = vfmaq_f32(sums, total, vmulq_n_f32(scale, factor));
                     } else {
                         let (scale, min_scale) = pairs_of_four(moved(four, $scale_at));
-                        sums = vfmaq_f32(sums, vcvtq_f32_s32(total), vmulq_n_f32(widened(scale), factor));
-                        low_sums = vfmaq_f32(low_sums, vcvtq_f32_s32(low), vmulq_n_f32(widened(min_scale), factor));
+                        sums = vfmaq_f32(
+                            sums,
+                            vcvtq_f32_s32(total),
+                            vmulq_n_f32(widened(scale), factor),
+                        );
+                        low_sums = vfmaq_f32(
+                            low_sums,
+                            vcvtq_f32_s32(low),
+                            vmulq_n_f32(widened(min_scale), factor),
+                        );
                     }
                 }
                 four = moved(four, $bytes);
             }
-            if less.is_some() { sums } else { vsubq_f32(sums, low_sums) }
+            if less.is_some() {
+                sums
+            } else {
+                vsubq_f32(sums, low_sums)
+            }
         }
     };
 }
@@ -314,7 +345,11 @@ macro_rules! small {
                     } else {
                         halves_of_four(four)
                     };
-                    vfmaq_f32(sums, vcvtq_f32_s32(total), vmulq_n_f32(widened(scales), factor))
+                    vfmaq_f32(
+                        sums,
+                        vcvtq_f32_s32(total),
+                        vmulq_n_f32(widened(scales), factor),
+                    )
                 }
             }
             let mut y = copy.wrapping_add(2);
@@ -331,7 +366,10 @@ macro_rules! small {
                 }
                 four = moved(four, SUMS * $bytes);
                 y = y.wrapping_add(SUMS * Q8_0_BYTES);
-                behind = [behind[0].wrapping_add(4 * SUMS), behind[1].wrapping_add(4 * SUMS)];
+                behind = [
+                    behind[0].wrapping_add(4 * SUMS),
+                    behind[1].wrapping_add(4 * SUMS),
+                ];
             }
             for number in 0..blocks % SUMS {
                 // SAFETY: as above.
@@ -348,7 +386,13 @@ macro_rules! small {
 small!(q8_0, Q8_0_BYTES, |block| quants_q8_0(block), None, false);
 small!(q4_0, 18, |block| nibbles(block.add(2)), Some(3), false);
 small!(q4_1, 20, |block| quants_q4_1(block), None, true);
-small!(q5_0, 22, |block| with_fifth(nibbles(block.add(6)), block.add(2)), Some(4), false);
+small!(
+    q5_0,
+    22,
+    |block| with_fifth(nibbles(block.add(6)), block.add(2)),
+    Some(4),
+    false
+);
 small!(q5_1, 24, |block| quants_q5_1(block), None, true);
 
 /// The sums of the lanes of four rows' products, side by side.

@@ -22,9 +22,9 @@ use std::{
 
 use super::{
     neon_unpack::{
-        PER_START, SUMS, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, halves_of_four, heads_of_six_bits,
-        heads_q2k, heads_q3k, heads_q6k, moved, pairs_of_four, quants_q4_0, quants_q4_1, quants_q5_0, quants_q5_1,
-        quants_q8_0, widened,
+        PER_START, SUMS, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, halves_of_four,
+        heads_of_six_bits, heads_q2k, heads_q3k, heads_q6k, moved, pairs_of_four, quants_q4_0,
+        quants_q4_1, quants_q5_0, quants_q5_1, quants_q8_0, widened,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
@@ -121,7 +121,12 @@ fn side_by_side(rows: [int16x8_t; LANES]) -> [int16x4_t; 8] {
 fn turn<const MATRIX: bool>(rows: [int8x16_t; LANES], turned: &mut [int8x16_t; COLUMNS / 4]) {
     let [a, b, c, d] = rows;
     if MATRIX {
-        *turned = [eights::<0>(a, b), eights::<1>(a, b), eights::<0>(c, d), eights::<1>(c, d)];
+        *turned = [
+            eights::<0>(a, b),
+            eights::<1>(a, b),
+            eights::<0>(c, d),
+            eights::<1>(c, d),
+        ];
         return;
     }
     let [a, b, c, d] = rows.map(|row| vreinterpretq_s32_s8(row));
@@ -134,7 +139,11 @@ fn turn<const MATRIX: bool>(rows: [int8x16_t; LANES], turned: &mut [int8x16_t; C
 #[target_feature(enable = "neon")]
 fn eights<const HALF: usize>(a: int8x16_t, b: int8x16_t) -> int8x16_t {
     let (a, b) = (vreinterpretq_s64_s8(a), vreinterpretq_s64_s8(b));
-    vreinterpretq_s8_s64(if HALF == 0 { vzip1q_s64(a, b) } else { vzip2q_s64(a, b) })
+    vreinterpretq_s8_s64(if HALF == 0 {
+        vzip1q_s64(a, b)
+    } else {
+        vzip2q_s64(a, b)
+    })
 }
 
 /// Calls a tile function for as many tokens as there are left, at most [`STEP`], until none is.
@@ -273,13 +282,22 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MAT
             // SAFETY: as many as a block has, and the quants of as many columns of a token.
             unsafe {
                 let columns = unpacked.quants.get_unchecked(at);
-                add_columns::<N, MATRIX>(columns, &copies, place.0 + 4 + COLUMNS * at, &mut products);
+                add_columns::<N, MATRIX>(
+                    columns,
+                    &copies,
+                    place.0 + 4 + COLUMNS * at,
+                    &mut products,
+                );
             }
         }
         for part in 0..PARTS {
             // SAFETY: one for each.
             let scale = unsafe { unpacked.scales.get_unchecked(sub) }[part];
-            let scales = if MATRIX { [vzip1q_s32(scale, scale), vzip2q_s32(scale, scale)] } else { [scale; 2] };
+            let scales = if MATRIX {
+                [vzip1q_s32(scale, scale), vzip2q_s32(scale, scale)]
+            } else {
+                [scale; 2]
+            };
             for at in 0..registers::<N, MATRIX>() {
                 totals[at][part] = vmlaq_s32(totals[at][part], products[at][part], scales[at % 2]);
             }
@@ -292,7 +310,11 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MAT
         // SAFETY: the block's factor.
         let factor = unsafe { copies[ahead].add(place.0).cast::<f32>().read_unaligned() };
         // The block's sums: of 16 at its own end, or of 32 behind all blocks.
-        let at = if SUB == 16 { place.0 + 4 + SUPER } else { place.1 };
+        let at = if SUB == 16 {
+            place.0 + 4 + SUPER
+        } else {
+            place.1
+        };
         for (part, [sum, low]) in sums.iter_mut().enumerate() {
             let scale = vmulq_n_f32(unpacked.scale[part], factor);
             *sum = vfmaq_f32(*sum, vcvtq_f32_s32(totals[ahead][part]), scale);
@@ -312,7 +334,11 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MAT
                     total = vmlal_lane_s16::<2>(total, min(6), last);
                     total = vmlal_lane_s16::<3>(total, min(7), last);
                 }
-                *low = vfmaq_f32(*low, vcvtq_f32_s32(total), vmulq_n_f32(unpacked.min_scale[part], factor));
+                *low = vfmaq_f32(
+                    *low,
+                    vcvtq_f32_s32(total),
+                    vmulq_n_f32(unpacked.min_scale[part], factor),
+                );
             }
         }
     }
@@ -408,7 +434,11 @@ unsafe fn add_columns<const N: usize, const MATRIX: bool>(
 /// Adds the products of four of sixteen columns.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
-fn add_four<const FOUR: usize, const N: usize>(columns: &Columns, y: &[int8x16_t; N], products: &mut Products) {
+fn add_four<const FOUR: usize, const N: usize>(
+    columns: &Columns,
+    y: &[int8x16_t; N],
+    products: &mut Products,
+) {
     for part in 0..PARTS {
         let weights = columns[part][FOUR];
         for (products, y) in products.iter_mut().zip(y) {
@@ -567,7 +597,10 @@ unsafe fn multiply_small<const N: usize, const MINIMUM: bool, const MATRIX: bool
                 // SAFETY: the block's factor, and -128 times its sum.
                 let (factor, start) = unsafe {
                     let behind = copies[ahead].add(place.1 + 4 * at);
-                    (behind.cast::<f32>().read_unaligned(), behind.add(place.2).cast::<i32>().read_unaligned())
+                    (
+                        behind.cast::<f32>().read_unaligned(),
+                        behind.add(place.2).cast::<i32>().read_unaligned(),
+                    )
                 };
                 for part in 0..PARTS {
                     if MINIMUM {
@@ -576,7 +609,11 @@ unsafe fn multiply_small<const N: usize, const MINIMUM: bool, const MATRIX: bool
                         running[ahead][part] = vfmaq_f32(running[ahead][part], y, min);
                     }
                     let scale = vmulq_n_f32(unpacked.scales[at][part], factor);
-                    running[ahead][part] = vfmaq_f32(running[ahead][part], vcvtq_f32_s32(products[ahead][part]), scale);
+                    running[ahead][part] = vfmaq_f32(
+                        running[ahead][part],
+                        vcvtq_f32_s32(products[ahead][part]),
+                        scale,
+                    );
                 }
             }
         }

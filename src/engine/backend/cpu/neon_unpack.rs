@@ -24,8 +24,18 @@ type Half = [[int8x16_t; 2]; 4];
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn half_q4k(block: *const u8, half: usize) -> Half {
     // SAFETY: 128 bytes of quants follow the 16 of the head.
-    let (first, last) = unsafe { (pair(block.add(16 + 64 * half)), pair(block.add(48 + 64 * half))) };
-    [signed(low(first)), signed(high(first)), signed(low(last)), signed(high(last))]
+    let (first, last) = unsafe {
+        (
+            pair(block.add(16 + 64 * half)),
+            pair(block.add(48 + 64 * half)),
+        )
+    };
+    [
+        signed(low(first)),
+        signed(high(first)),
+        signed(low(last)),
+        signed(high(last)),
+    ]
 }
 
 /// # Safety
@@ -35,10 +45,20 @@ pub(super) unsafe fn half_q4k(block: *const u8, half: usize) -> Half {
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn half_q5k(block: *const u8, half: usize) -> Half {
     // SAFETY: 32 bytes of fifth bits follow the 16 of the head, and then 128 bytes of quants.
-    let (fifth, first, last) =
-        unsafe { (pair(block.add(16)), pair(block.add(48 + 64 * half)), pair(block.add(80 + 64 * half))) };
+    let (fifth, first, last) = unsafe {
+        (
+            pair(block.add(16)),
+            pair(block.add(48 + 64 * half)),
+            pair(block.add(80 + 64 * half)),
+        )
+    };
     let with = |four: [uint8x16_t; 2], run: usize| join_bit(four, fifth, 4 * half + run, 4);
-    [with(low(first), 0), with(high(first), 1), with(low(last), 2), with(high(last), 3)]
+    [
+        with(low(first), 0),
+        with(high(first), 1),
+        with(low(last), 2),
+        with(high(last), 3),
+    ]
 }
 
 /// Of a Q6_K block, with 32 added, so from 0 to 63.
@@ -51,8 +71,13 @@ pub(super) unsafe fn half_q5k(block: *const u8, half: usize) -> Half {
 pub(super) unsafe fn half_q6k(block: *const u8, half: usize) -> Half {
     let (low, two) = (vdupq_n_u8(15), vdupq_n_u8(0b11_0000));
     // SAFETY: 128 bytes of low bits, then 64 of high bits.
-    let (top, first, last) =
-        unsafe { (pair(block.add(128 + 32 * half)), pair(block.add(64 * half)), pair(block.add(64 * half + 32))) };
+    let (top, first, last) = unsafe {
+        (
+            pair(block.add(128 + 32 * half)),
+            pair(block.add(64 * half)),
+            pair(block.add(64 * half + 32)),
+        )
+    };
     let mut quants = [[vdupq_n_s8(0); 2]; 4];
     for part in 0..2 {
         let top = top[part];
@@ -110,7 +135,12 @@ fn shift_in(mut bits: uint8x16_t, quants: uint8x16_t) -> uint8x16_t {
 pub(super) unsafe fn half_q2k(block: *const u8, half: usize) -> Half {
     // SAFETY: 64 bytes of quants follow the 16 of the head.
     let runs = unsafe { two_bits(block.add(16 + 32 * half)) };
-    [signed(runs[0]), signed(runs[1]), signed(runs[2]), signed(runs[3])]
+    [
+        signed(runs[0]),
+        signed(runs[1]),
+        signed(runs[2]),
+        signed(runs[3]),
+    ]
 }
 
 /// Of a Q3_K block, with 4 added, so from 0 to 7.
@@ -149,8 +179,17 @@ unsafe fn two_bits(from: *const u8) -> [[uint8x16_t; 2]; 4] {
 /// With bit `from` of each byte of `bits` as bit `to`, which is not set.
 #[inline]
 #[target_feature(enable = "neon")]
-fn join_bit(quants: [uint8x16_t; 2], bits: [uint8x16_t; 2], from: usize, to: usize) -> [int8x16_t; 2] {
-    #[expect(clippy::cast_possible_truncation, clippy::cast_possible_wrap, reason = "numbers of bits in a byte")]
+fn join_bit(
+    quants: [uint8x16_t; 2],
+    bits: [uint8x16_t; 2],
+    from: usize,
+    to: usize,
+) -> [int8x16_t; 2] {
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_possible_wrap,
+        reason = "numbers of bits in a byte"
+    )]
     let (shift, bit) = (vdupq_n_s8(to as i8 - from as i8), vdupq_n_u8(1 << to));
     let placed = bits.map(|bits| vandq_u8(vshlq_u8(bits, shift), bit));
     signed(join(quants, placed))
@@ -206,7 +245,10 @@ pub(super) unsafe fn heads_q3k(block: *const u8) -> (Sixteen, Sixteen) {
     let [a, b, c] = words.map(u32::from_le);
     let scale = |four: u32, from: u32| (four & 0x0f0f_0f0f) | (((c >> from) & 0x0303_0303) << 4);
     let join = |low: u32, high: u32| vcreate_u8(u64::from(low) | (u64::from(high) << 32));
-    let bytes = vcombine_u8(join(scale(a, 0), scale(b, 2)), join(scale(a >> 4, 4), scale(b >> 4, 6)));
+    let bytes = vcombine_u8(
+        join(scale(a, 0), scale(b, 2)),
+        join(scale(a >> 4, 4), scale(b >> 4, 6)),
+    );
     let scales = widened_bytes(vsubq_s8(vreinterpretq_s8_u8(bytes), vdupq_n_s8(32)));
     (scales, scales)
 }
@@ -242,7 +284,10 @@ pub(super) unsafe fn quants_q4_1(block: *const u8) -> [int8x16_t; 2] {
 pub(super) unsafe fn quants_q5_0(block: *const u8) -> [int8x16_t; 2] {
     // SAFETY: four bytes of fifth bits and 16 of quants behind the scale.
     let quants = unsafe { with_fifth(nibbles(block.add(6)), block.add(2)) };
-    [vsubq_s8(quants[0], vdupq_n_s8(16)), vsubq_s8(quants[1], vdupq_n_s8(16))]
+    [
+        vsubq_s8(quants[0], vdupq_n_s8(16)),
+        vsubq_s8(quants[1], vdupq_n_s8(16)),
+    ]
 }
 
 /// # Safety
@@ -315,7 +360,11 @@ pub(super) unsafe fn quants_q4_0(block: *const u8) -> [int8x16_t; 2] {
 /// scale by itself, since it sees where they come from.
 #[inline]
 #[target_feature(enable = "neon")]
-pub(super) fn add_scaled<const LANE: usize>(mut sum: int32x4_t, product: int32x4_t, scales: int32x4_t) -> int32x4_t {
+pub(super) fn add_scaled<const LANE: usize>(
+    mut sum: int32x4_t,
+    product: int32x4_t,
+    scales: int32x4_t,
+) -> int32x4_t {
     // SAFETY: one instruction that every machine of the target has, on registers alone.
     unsafe {
         asm!(
@@ -401,7 +450,12 @@ pub(super) fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
 /// calls it.
 #[inline]
 pub(super) const fn moved(four: Four, bytes: usize) -> Four {
-    [four[0].wrapping_add(bytes), four[1].wrapping_add(bytes), four[2].wrapping_add(bytes), four[3].wrapping_add(bytes)]
+    [
+        four[0].wrapping_add(bytes),
+        four[1].wrapping_add(bytes),
+        four[2].wrapping_add(bytes),
+        four[3].wrapping_add(bytes),
+    ]
 }
 
 /// The halves at four addresses. They are joined outside of the vector units, which are busy.
@@ -413,7 +467,11 @@ pub(super) const fn moved(four: Four, bytes: usize) -> Four {
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn halves_of_four(four: Four) -> uint16x4_t {
     // SAFETY: the caller's promise.
-    let half = |row: usize| u64::from(u16::from_le(unsafe { four[row].cast::<u16>().read_unaligned() }));
+    let half = |row: usize| {
+        u64::from(u16::from_le(unsafe {
+            four[row].cast::<u16>().read_unaligned()
+        }))
+    };
     vcreate_u16((half(0) | (half(1) << 16)) | ((half(2) | (half(3) << 16)) << 32))
 }
 
@@ -426,8 +484,15 @@ pub(super) unsafe fn halves_of_four(four: Four) -> uint16x4_t {
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn pairs_of_four(four: Four) -> (uint16x4_t, uint16x4_t) {
     // SAFETY: the caller's promise.
-    let pair = |row: usize| u64::from(u32::from_le(unsafe { four[row].cast::<u32>().read_unaligned() }));
-    let all = vcombine_u64(vcreate_u64(pair(0) | (pair(1) << 32)), vcreate_u64(pair(2) | (pair(3) << 32)));
+    let pair = |row: usize| {
+        u64::from(u32::from_le(unsafe {
+            four[row].cast::<u32>().read_unaligned()
+        }))
+    };
+    let all = vcombine_u64(
+        vcreate_u64(pair(0) | (pair(1) << 32)),
+        vcreate_u64(pair(2) | (pair(3) << 32)),
+    );
     let all = vreinterpretq_u32_u64(all);
     (vmovn_u32(all), vshrn_n_u32::<16>(all))
 }

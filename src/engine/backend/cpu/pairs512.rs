@@ -53,7 +53,10 @@ pub(super) unsafe fn rows(rows: &Rows<'_>) {
 unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
     let count = rows.weights.len() / rows.row_bytes;
     // Behind the widened numbers of a copy lie the same as `bf16`.
-    let tokens: [_; N] = from_fn(|at| rows.copy(first + at).wrapping_add(rows.columns * size_of::<f32>()));
+    let tokens: [_; N] = from_fn(|at| {
+        rows.copy(first + at)
+            .wrapping_add(rows.columns * size_of::<f32>())
+    });
     for row in (0..count).step_by(HEIGHT) {
         let weights: [_; HEIGHT] = rows.starts(row);
         let mut sums = [[_mm512_setzero_ps(); HEIGHT]; N];
@@ -73,7 +76,9 @@ unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
         }
         for token in 0..N {
             // SAFETY: four numbers either way.
-            rows.put_lanes(first + token, row, count, unsafe { transmute::<__m128, [f32; HEIGHT]>(four(sums[token])) });
+            rows.put_lanes(first + token, row, count, unsafe {
+                transmute::<__m128, [f32; HEIGHT]>(four(sums[token]))
+            });
         }
     }
     N
@@ -98,12 +103,20 @@ unsafe fn tile<const R: usize, const N: usize>(
             _mm_prefetch::<_MM_HINT_T0>(weights[0].wrapping_add(at + AHEAD).cast());
         }
         // SAFETY: a register of columns.
-        unsafe { meet(&mut sums, weights, tokens, |from| _mm512_loadu_si512(from.add(at).cast())) };
+        unsafe {
+            meet(&mut sums, weights, tokens, |from| {
+                _mm512_loadu_si512(from.add(at).cast())
+            });
+        };
     }
     if !columns.is_multiple_of(WIDTH) {
         let lanes = u32::MAX >> (WIDTH - columns % WIDTH);
         // SAFETY: as many columns as the mask has.
-        unsafe { meet(&mut sums, weights, tokens, |from| _mm512_maskz_loadu_epi16(lanes, from.add(whole).cast())) };
+        unsafe {
+            meet(&mut sums, weights, tokens, |from| {
+                _mm512_maskz_loadu_epi16(lanes, from.add(whole).cast())
+            });
+        };
     }
     sums
 }
@@ -147,6 +160,12 @@ fn four(sums: [__m512; HEIGHT]) -> __m128 {
     let (ab, cd) = (_mm512_castps_pd(ab), _mm512_castps_pd(cd));
     let (low, high) = (_mm512_unpacklo_pd(ab, cd), _mm512_unpackhi_pd(ab, cd));
     let abcd = _mm512_add_ps(_mm512_castpd_ps(low), _mm512_castpd_ps(high));
-    let halves = _mm256_add_ps(_mm512_castps512_ps256(abcd), _mm512_extractf32x8_ps::<1>(abcd));
-    _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves))
+    let halves = _mm256_add_ps(
+        _mm512_castps512_ps256(abcd),
+        _mm512_extractf32x8_ps::<1>(abcd),
+    );
+    _mm_add_ps(
+        _mm256_castps256_ps128(halves),
+        _mm256_extractf128_ps::<1>(halves),
+    )
 }

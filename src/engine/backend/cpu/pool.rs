@@ -97,7 +97,8 @@ impl Stretch {
     /// Notes that it has an item of job `number`, and where.
     fn begin(&self, number: u32) {
         let processor = processors::current().unwrap_or(usize::MAX) as u64 & u64::from(u32::MAX);
-        self.seen.store((u64::from(number) << 32) | processor, Ordering::Relaxed);
+        self.seen
+            .store((u64::from(number) << 32) | processor, Ordering::Relaxed);
         self.busy.store(true, Ordering::SeqCst);
     }
 
@@ -115,7 +116,11 @@ impl Stretch {
         }
     }
 
-    fn relocate_locked(home: &mut Option<CpuSet>, thread: &AtomicI32, how: impl FnOnce(i32) -> Option<CpuSet>) {
+    fn relocate_locked(
+        home: &mut Option<CpuSet>,
+        thread: &AtomicI32,
+        how: impl FnOnce(i32) -> Option<CpuSet>,
+    ) {
         let thread = thread.load(Ordering::Relaxed);
         if thread != 0 && home.is_none() {
             *home = how(thread);
@@ -166,12 +171,17 @@ impl Pool {
             stop: AtomicBool::new(false),
             panicked: AtomicBool::new(false),
         });
-        let mut pool =
-            Self { shared, threads: Vec::new(), present: Vec::with_capacity(threads.max(1)), apart_until: None };
+        let mut pool = Self {
+            shared,
+            threads: Vec::new(),
+            present: Vec::with_capacity(threads.max(1)),
+            apart_until: None,
+        };
         for index in 1..threads.max(1) {
             let shared = Arc::clone(&pool.shared);
-            let thread =
-                thread::Builder::new().name(format!("cotenant-cpu-{index}")).spawn(move || shared.work(index))?;
+            let thread = thread::Builder::new()
+                .name(format!("cotenant-cpu-{index}"))
+                .spawn(move || shared.work(index))?;
             pool.threads.push(thread);
         }
         Ok(pool)
@@ -198,9 +208,15 @@ impl Pool {
     /// # Panics
     ///
     /// As there.
-    #[expect(clippy::panic, reason = "a panic of a kernel must not be lost on a thread that is not joined")]
+    #[expect(
+        clippy::panic,
+        reason = "a panic of a kernel must not be lost on a thread that is not joined"
+    )]
     pub(crate) fn run_by_thread(&mut self, total: usize, work: &Work<'_>) {
-        if self.apart_until.is_some_and(|until| Instant::now() >= until) {
+        if self
+            .apart_until
+            .is_some_and(|until| Instant::now() >= until)
+        {
             self.come_back();
         }
         // Asked once: a thread that still looks after the job before may leave itself out at any moment.
@@ -227,10 +243,14 @@ impl Pool {
         shared.total.store(items, Ordering::Relaxed);
         shared.number.fetch_add(1, Ordering::Relaxed);
         if let Some(own) = shared.stretches.first() {
-            own.thread.store(processors::this_thread(), Ordering::Relaxed);
+            own.thread
+                .store(processors::this_thread(), Ordering::Relaxed);
         }
         let threads = self.present.len() as u64;
-        let present = self.present.iter().filter_map(|index| shared.stretches.get(*index));
+        let present = self
+            .present
+            .iter()
+            .filter_map(|index| shared.stretches.get(*index));
         for (number, stretch) in (0u64..).zip(present) {
             let from = u64::from(items) * number / threads;
             let end = u64::from(items) * (number + 1) / threads;
@@ -266,11 +286,15 @@ impl Pool {
     fn come_back(&mut self) {
         self.apart_until = None;
         let shared = &*self.shared;
-        let (apart, present): (Vec<&Stretch>, Vec<&Stretch>) =
-            shared.stretches.iter().partition(|stretch| stretch.apart.load(Ordering::SeqCst));
+        let (apart, present): (Vec<&Stretch>, Vec<&Stretch>) = shared
+            .stretches
+            .iter()
+            .partition(|stretch| stretch.apart.load(Ordering::SeqCst));
         for stretch in apart {
             let taken = present.iter().map(|stretch| stretch.processor());
-            stretch.relocate(|thread| processors::keep_off(thread, taken.chain(processors::current())));
+            stretch.relocate(|thread| {
+                processors::keep_off(thread, taken.chain(processors::current()))
+            });
             stretch.apart.store(false, Ordering::SeqCst);
         }
         shared.rejoin.fetch_add(1, Ordering::SeqCst);
@@ -310,8 +334,13 @@ impl Shared {
                 if next >= end {
                     return None;
                 }
-                let (item, left) = if ahead == 0 { (next, seen + 1) } else { (end - 1, seen - (1 << 32)) };
-                match stretch.compare_exchange_weak(seen, left, Ordering::AcqRel, Ordering::Acquire) {
+                let (item, left) = if ahead == 0 {
+                    (next, seen + 1)
+                } else {
+                    (end - 1, seen - (1 << 32))
+                };
+                match stretch.compare_exchange_weak(seen, left, Ordering::AcqRel, Ordering::Acquire)
+                {
                     Ok(_) => return Some(item),
                     Err(now) => seen = now,
                 }
@@ -352,7 +381,9 @@ impl Shared {
 
     /// What each thread of the pool does.
     fn work(&self, own: usize) {
-        self.stretches[own].thread.store(processors::this_thread(), Ordering::Relaxed);
+        self.stretches[own]
+            .thread
+            .store(processors::this_thread(), Ordering::Relaxed);
         loop {
             self.claim_and_do(own);
             self.stretches[own].settle();
@@ -366,7 +397,9 @@ impl Shared {
                 }
                 continue;
             }
-            if self.spin_for(|| self.has_work() || self.stretches[own].apart.load(Ordering::Relaxed)) {
+            if self
+                .spin_for(|| self.has_work() || self.stretches[own].apart.load(Ordering::Relaxed))
+            {
                 continue;
             }
             if !self.finished() {
@@ -401,7 +434,9 @@ impl Shared {
             hint::spin_loop();
         }
         for (index, stretch, before) in busy {
-            let had = time(stretch).zip(before).map(|(now, before)| now.saturating_sub(before));
+            let had = time(stretch)
+                .zip(before)
+                .map(|(now, before)| now.saturating_sub(before));
             if had.is_none_or(|had| had > STALL / 4) || !stretch.busy.load(Ordering::SeqCst) {
                 continue;
             }
@@ -478,7 +513,13 @@ fn futex_wait(word: &AtomicU32, seen: u32, limit: Option<Duration>) {
     // SAFETY: the word outlives the call, and so does the limit. A failure means that the word changed or the time is over,
     // and every caller looks again anyway.
     unsafe {
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG, seen, limit);
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+            seen,
+            limit,
+        );
     }
 }
 
@@ -486,7 +527,12 @@ fn futex_wake(word: &AtomicU32, count: u32) {
     let count = i32::try_from(count).unwrap_or(i32::MAX);
     // SAFETY: the word outlives the call.
     unsafe {
-        libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, count);
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG,
+            count,
+        );
     }
 }
 
@@ -512,7 +558,12 @@ mod tests {
             pool.run(total, &|index| {
                 counts[index].fetch_add(1, Ordering::Relaxed);
             });
-            assert!(counts.iter().all(|count| count.load(Ordering::Relaxed) == 1), "round {round}");
+            assert!(
+                counts
+                    .iter()
+                    .all(|count| count.load(Ordering::Relaxed) == 1),
+                "round {round}"
+            );
         }
     }
 
@@ -541,14 +592,20 @@ mod tests {
         pool.apart_until = Some(Instant::now() + Duration::from_secs(3600));
         for _ in 0..50 {
             pool.run(64, &|_| {
-                others.fetch_add(u32::from(thread::current().id() != caller), Ordering::Relaxed);
+                others.fetch_add(
+                    u32::from(thread::current().id() != caller),
+                    Ordering::Relaxed,
+                );
             });
         }
         assert_eq!(others.load(Ordering::Relaxed), 0);
         pool.apart_until = Some(Instant::now());
         while others.load(Ordering::Relaxed) == 0 {
             pool.run(64, &|_| {
-                others.fetch_add(u32::from(thread::current().id() != caller), Ordering::Relaxed);
+                others.fetch_add(
+                    u32::from(thread::current().id() != caller),
+                    Ordering::Relaxed,
+                );
                 thread::yield_now();
             });
         }
@@ -558,7 +615,9 @@ mod tests {
     fn threads_started_after_a_job_may_run_on_all_processors() {
         let pool = Pool::new(2).unwrap();
         let stretch = &pool.shared.stretches[0];
-        stretch.thread.store(processors::this_thread(), Ordering::Relaxed);
+        stretch
+            .thread
+            .store(processors::this_thread(), Ordering::Relaxed);
         let all = || nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).unwrap();
         let before = all();
         let confine = || {
@@ -586,7 +645,10 @@ mod tests {
         assert!(pool.apart_until.is_some());
         while others.load(Ordering::Relaxed) == 0 {
             pool.run(64, &|_| {
-                others.fetch_add(u32::from(thread::current().id() != caller), Ordering::Relaxed);
+                others.fetch_add(
+                    u32::from(thread::current().id() != caller),
+                    Ordering::Relaxed,
+                );
                 thread::yield_now();
             });
         }
@@ -646,6 +708,9 @@ mod tests {
             });
             assert_eq!(finished.load(Ordering::Acquire), 64);
         }
-        assert!(helped.load(Ordering::Relaxed) > 0, "a thread that was held up was never helped");
+        assert!(
+            helped.load(Ordering::Relaxed) > 0,
+            "a thread that was held up was never helped"
+        );
     }
 }

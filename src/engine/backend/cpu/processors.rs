@@ -28,12 +28,18 @@ pub(super) fn time_of(thread: i32) -> Option<Duration> {
     // The kernel's number of a thread's processor clock (`CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED` of its
     // `include/linux/posix-timers_types.h`), which is what `pthread_getcpuclockid` makes.
     let clock = (!thread << 3) | 6;
-    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    let mut time = libc::timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     // SAFETY: a value to be written to.
     if unsafe { libc::clock_gettime(clock, &raw mut time) } != 0 {
         return None;
     }
-    let (seconds, nanoseconds) = (u64::try_from(time.tv_sec).ok()?, u64::try_from(time.tv_nsec).ok()?);
+    let (seconds, nanoseconds) = (
+        u64::try_from(time.tv_sec).ok()?,
+        u64::try_from(time.tv_nsec).ok()?,
+    );
     Some(Duration::from_secs(seconds) + Duration::from_nanos(nanoseconds))
 }
 

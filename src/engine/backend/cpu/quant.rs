@@ -36,9 +36,12 @@ impl Format {
             | GgmlDType::Q5_1
             | GgmlDType::Q8_0
             | GgmlDType::Q8_1 => Self::Q8_0,
-            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => {
-                Self::Q8K
-            }
+            GgmlDType::Q2K
+            | GgmlDType::Q3K
+            | GgmlDType::Q4K
+            | GgmlDType::Q5K
+            | GgmlDType::Q6K
+            | GgmlDType::Q8K => Self::Q8K,
         }
     }
 
@@ -175,7 +178,10 @@ fn greater(known: f32, other: f32) -> f32 {
 }
 
 /// Nearest whole number, the even one of two, from -127 to 127 by construction.
-#[expect(clippy::cast_possible_truncation, reason = "the lowest byte is the number")]
+#[expect(
+    clippy::cast_possible_truncation,
+    reason = "the lowest byte is the number"
+)]
 #[inline(always)]
 fn to_byte(x: f32) -> u8 {
     /// 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits. A cast would do the same one element

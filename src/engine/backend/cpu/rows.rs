@@ -36,19 +36,30 @@ impl Rows<'_> {
     #[inline(always)]
     pub(super) fn starts<const N: usize>(&self, first: usize) -> [*const u8; N] {
         let last = self.weights.len() - self.row_bytes;
-        std::array::from_fn(|lane| self.weights[((first + lane) * self.row_bytes).min(last)..].as_ptr())
+        std::array::from_fn(|lane| {
+            self.weights[((first + lane) * self.row_bytes).min(last)..].as_ptr()
+        })
     }
 
     /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
-    pub(super) fn put_lanes<const N: usize>(&self, token: usize, first: usize, count: usize, lanes: [f32; N]) {
+    pub(super) fn put_lanes<const N: usize>(
+        &self,
+        token: usize,
+        first: usize,
+        count: usize,
+        lanes: [f32; N],
+    ) {
         let len = count.saturating_sub(first).min(N);
         if len == 0 {
             return;
         }
         // SAFETY: as in `put`.
-        let out = unsafe { self.out.slice(token * self.stride + self.first + first, len) };
+        let out = unsafe {
+            self.out
+                .slice(token * self.stride + self.first + first, len)
+        };
         // All at once where they are there, without a loop.
         if let Some(out) = out.first_chunk_mut() {
             *out = lanes;
@@ -72,7 +83,13 @@ pub(super) unsafe fn six_bit_head(block: *const u8) -> (u64, u64) {
     let [a, b, c] = unsafe { block.add(4).cast::<[u32; 3]>().read_unaligned() };
     let (a, b, c) = (u32::from_le(a), u32::from_le(b), u32::from_le(c));
     let join = |low: u32, high: u32| u64::from(low) | (u64::from(high) << 32);
-    let scales = join(a & 0x3f3f_3f3f, (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4));
-    let mins = join(b & 0x3f3f_3f3f, ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4));
+    let scales = join(
+        a & 0x3f3f_3f3f,
+        (c & 0x0f0f_0f0f) | (((a >> 6) & 0x0303_0303) << 4),
+    );
+    let mins = join(
+        b & 0x3f3f_3f3f,
+        ((c >> 4) & 0x0f0f_0f0f) | (((b >> 6) & 0x0303_0303) << 4),
+    );
     (scales, mins)
 }

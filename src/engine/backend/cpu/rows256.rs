@@ -16,7 +16,10 @@ use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
     tile256,
-    unpack256::{Dot, Four, Heads, ROWS, Set, Small, Super, add_bytes, add_words, less, pieces, runs_of_chunk},
+    unpack256::{
+        Dot, Four, Heads, ROWS, Set, Small, Super, add_bytes, add_words, less, pieces,
+        runs_of_chunk,
+    },
 };
 
 /// Blocks whose sums are kept apart.
@@ -106,7 +109,11 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
     }
     for first in (0..rows.weights.len() / rows.row_bytes.max(1)).step_by(ROWS) {
         // SAFETY: rows, and tokens, that are there.
-        unsafe { for_tokens!(rows.tokens, |token| super_four::<S, T>(&Job::new(rows, first, token))) };
+        unsafe {
+            for_tokens!(rows.tokens, |token| super_four::<S, T>(&Job::new(
+                rows, first, token
+            )));
+        };
     }
 }
 
@@ -122,7 +129,10 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
     let places: &Places = hint::black_box(&PLACES);
     let blocks = job.rows.columns / SUPER;
     let mut sums = [[_mm256_setzero_ps(); N]; SUMS];
-    let (mut ys, mut sums_of_32) = (job.copies, job.copies.map(|copy| copy.wrapping_add(blocks * Q8K_BYTES)));
+    let (mut ys, mut sums_of_32) = (
+        job.copies,
+        job.copies.map(|copy| copy.wrapping_add(blocks * Q8K_BYTES)),
+    );
     for index in 0..blocks {
         fetch(&mut ahead, ROWS * T::BYTES);
         let (mut totals, mut lows) = ([zero; N], [zero; N]);
@@ -134,9 +144,14 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
             add_columns::<S, T, N, 2>(four, &heads, &ys, places, &mut totals);
             add_columns::<S, T, N, 3>(four, &heads, &ys, places, &mut totals);
             for ahead in 0..N {
-                let sums = if T::SUB == 32 { sums_of_32[ahead] } else { ys[ahead].add(4 + SUPER) };
+                let sums = if T::SUB == 32 {
+                    sums_of_32[ahead]
+                } else {
+                    ys[ahead].add(4 + SUPER)
+                };
                 for (number, mins) in heads.mins.into_iter().enumerate().take(SUPER / T::SUB / 4) {
-                    lows[ahead] = add_words::<S>(lows[ahead], mins, eight_bytes(sums.add(8 * number)));
+                    lows[ahead] =
+                        add_words::<S>(lows[ahead], mins, eight_bytes(sums.add(8 * number)));
                 }
             }
             heads.scale
@@ -162,9 +177,16 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
         let sum = _mm256_add_ps(_mm256_add_ps(sum(0), sum(2)), _mm256_add_ps(sum(1), sum(3)));
         let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
         let (sum, low) = (_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
-        let sum = if T::MINIMUMS { _mm_sub_ps(sum, low) } else { sum };
+        let sum = if T::MINIMUMS {
+            _mm_sub_ps(sum, low)
+        } else {
+            sum
+        };
         // SAFETY: four numbers either way.
-        job.rows.put_lanes(job.token + ahead, job.first, job.count, unsafe { transmute::<__m128, [f32; ROWS]>(sum) });
+        job.rows
+            .put_lanes(job.token + ahead, job.first, job.count, unsafe {
+                transmute::<__m128, [f32; ROWS]>(sum)
+            });
     }
 }
 
@@ -258,7 +280,11 @@ pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
     }
     for first in (0..rows.weights.len() / rows.row_bytes.max(1)).step_by(ROWS) {
         // SAFETY: rows, and tokens, that are there.
-        unsafe { for_tokens!(rows.tokens, |token| small_four::<S, T>(&Job::new(rows, first, token))) };
+        unsafe {
+            for_tokens!(rows.tokens, |token| small_four::<S, T>(&Job::new(
+                rows, first, token
+            )));
+        };
     }
 }
 
@@ -277,20 +303,37 @@ unsafe fn small_four<S: Set, T: Small, const N: usize>(job: &Job<'_, N>) {
     for index in (0..blocks / 2 * 2).step_by(2) {
         fetch(&mut ahead, 2 * ROWS * T::BYTES);
         // SAFETY: two blocks of each row, and of each copy.
-        unsafe { small_pair::<S, T, N, true>(four, &job.copies, (index, blocks), &mut sums[index / 2 % 2]) };
+        unsafe {
+            small_pair::<S, T, N, true>(
+                four,
+                &job.copies,
+                (index, blocks),
+                &mut sums[index / 2 % 2],
+            );
+        };
         four = four.map(|row| row.wrapping_add(2 * T::BYTES));
     }
     if !blocks.is_multiple_of(2) {
         let index = blocks - 1;
         // SAFETY: the last block.
-        unsafe { small_pair::<S, T, N, false>(four, &job.copies, (index, blocks), &mut sums[index / 2 % 2]) };
+        unsafe {
+            small_pair::<S, T, N, false>(
+                four,
+                &job.copies,
+                (index, blocks),
+                &mut sums[index / 2 % 2],
+            );
+        };
     }
     for ahead in 0..N {
         let sum = _mm256_add_ps(sums[0][ahead], sums[1][ahead]);
         let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
         let sum = _mm_add_ps(_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
         // SAFETY: four numbers either way.
-        job.rows.put_lanes(job.token + ahead, job.first, job.count, unsafe { transmute::<__m128, [f32; ROWS]>(sum) });
+        job.rows
+            .put_lanes(job.token + ahead, job.first, job.count, unsafe {
+                transmute::<__m128, [f32; ROWS]>(sum)
+            });
     }
 }
 
@@ -323,7 +366,11 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
     let (scales, mins) = unsafe {
         (
             eight_halves(four, second),
-            if T::MINIMUM { eight_halves(four.map(|row| row.wrapping_add(2)), second) } else { _mm256_setzero_ps() },
+            if T::MINIMUM {
+                eight_halves(four.map(|row| row.wrapping_add(2)), second)
+            } else {
+                _mm256_setzero_ps()
+            },
         )
     };
     for ahead in 0..N {
@@ -333,7 +380,8 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
             if BOTH {
                 (eight_bytes(behind), eight_bytes(behind.add(4 * blocks)))
             } else {
-                let four_bytes = |at: *const u8| _mm_cvtsi32_si128(at.cast::<i32>().read_unaligned());
+                let four_bytes =
+                    |at: *const u8| _mm_cvtsi32_si128(at.cast::<i32>().read_unaligned());
                 let one = |at| _mm256_broadcastq_epi64(four_bytes(at));
                 (one(behind), one(behind.add(4 * blocks)))
             }
@@ -349,7 +397,11 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
         if let Some(shift) = less::<S, T>() {
             total = _mm256_add_epi32(total, _mm256_sra_epi32(starts, _mm_cvtsi32_si128(shift)));
         }
-        *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scales, factors), *sum);
+        *sum = _mm256_fmadd_ps(
+            _mm256_cvtepi32_ps(total),
+            _mm256_mul_ps(scales, factors),
+            *sum,
+        );
     }
 }
 
@@ -397,10 +449,15 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
 unsafe fn eight_halves(four: Four, second: usize) -> __m256 {
     let half = |row: usize, at: usize| {
         // SAFETY: the caller's promise.
-        i64::from(u16::from_le(unsafe { four[row].add(at).cast::<u16>().read_unaligned() }))
+        i64::from(u16::from_le(unsafe {
+            four[row].add(at).cast::<u16>().read_unaligned()
+        }))
     };
     let both = |row: usize| {
-        half(row, 0) | (half(row + 1, 0) << 16) | (half(row, second) << 32) | (half(row + 1, second) << 48)
+        half(row, 0)
+            | (half(row + 1, 0) << 16)
+            | (half(row, second) << 32)
+            | (half(row + 1, second) << 48)
     };
     _mm256_cvtph_ps(_mm_set_epi64x(both(2), both(0)))
 }
@@ -409,7 +466,10 @@ unsafe fn eight_halves(four: Four, second: usize) -> __m256 {
 #[inline]
 #[target_feature(enable = "avx2")]
 pub(super) fn total(lanes: __m256) -> f32 {
-    let four = _mm_add_ps(_mm256_castps256_ps128(lanes), _mm256_extractf128_ps::<1>(lanes));
+    let four = _mm_add_ps(
+        _mm256_castps256_ps128(lanes),
+        _mm256_extractf128_ps::<1>(lanes),
+    );
     let halves = _mm_add_ps(four, _mm_movehl_ps(four, four));
     _mm_cvtss_f32(_mm_add_ss(halves, _mm_movehdup_ps(halves)))
 }
@@ -490,7 +550,8 @@ mod tests {
             let row_bytes = columns / block * bytes;
             // All values of a byte, and the least and the largest alone, with scales of one.
             for fill in [None, Some(0xff), Some(0x80), Some(0x7f), Some(0)] {
-                let byte = |at: usize| fill.unwrap_or_else(|| u8::try_from(at * 151 % 256).unwrap());
+                let byte =
+                    |at: usize| fill.unwrap_or_else(|| u8::try_from(at * 151 % 256).unwrap());
                 let mut rows: Vec<u8> = (0..5 * row_bytes).map(byte).collect();
                 for block in rows.chunks_mut(bytes) {
                     for &at in halves {
@@ -498,10 +559,16 @@ mod tests {
                     }
                 }
                 for tokens in [1, 3, 9, 41] {
-                    for input in
-                        [numbers(tokens * columns, 3), vec![1.0; tokens * columns], vec![-1.0; tokens * columns]]
-                    {
-                        let format = if block == SUPER { Format::Q8K } else { Format::Q8_0 };
+                    for input in [
+                        numbers(tokens * columns, 3),
+                        vec![1.0; tokens * columns],
+                        vec![-1.0; tokens * columns],
+                    ] {
+                        let format = if block == SUPER {
+                            Format::Q8K
+                        } else {
+                            Format::Q8_0
+                        };
                         let mut copies = vec![0u8; tokens * format.row_bytes(columns)];
                         let step = format.row_bytes(columns);
                         for (input, copy) in input.chunks(columns).zip(copies.chunks_mut(step)) {
@@ -513,7 +580,10 @@ mod tests {
                         }
                         let shape = (columns, row_bytes);
                         let one = products(pairs, shape, &rows, &copies, tokens);
-                        assert!(one == products(fours, shape, &rows, &copies, tokens), "{name} {fill:?} {tokens}");
+                        assert!(
+                            one == products(fours, shape, &rows, &copies, tokens),
+                            "{name} {fill:?} {tokens}"
+                        );
                     }
                 }
             }

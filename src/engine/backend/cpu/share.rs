@@ -38,7 +38,10 @@ impl<'slice, T> Share<'slice, T> {
     /// # Safety
     ///
     /// While the result is in use, no other thread uses a part that overlaps it, unless both only read.
-    #[expect(clippy::mut_from_ref, reason = "this is what the type is for; the callers promise exclusion")]
+    #[expect(
+        clippy::mut_from_ref,
+        reason = "this is what the type is for; the callers promise exclusion"
+    )]
     pub(crate) unsafe fn slice(&self, from: usize, len: usize) -> &mut [T] {
         if from.checked_add(len).is_none_or(|end| end > self.len) {
             assert_in_tests!(false, "a kernel reaches beyond its slice");

@@ -72,7 +72,11 @@ impl Line {
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn add_product(&mut self, total: __m512, scale: __m512, first: bool) {
-        let before = if first { _mm512_setzero_ps() } else { self.floats() };
+        let before = if first {
+            _mm512_setzero_ps()
+        } else {
+            self.floats()
+        };
         self.store_floats(_mm512_fmadd_ps(total, scale, before));
     }
 }
@@ -110,7 +114,10 @@ impl Turned {
         }
         for (pair, line) in self.mins.iter_mut().enumerate() {
             let even = _mm512_and_si512(min(2 * pair), _mm512_set1_epi32(0xffff));
-            line.store(_mm512_or_si512(even, _mm512_slli_epi32::<16>(min(2 * pair + 1))));
+            line.store(_mm512_or_si512(
+                even,
+                _mm512_slli_epi32::<16>(min(2 * pair + 1)),
+            ));
         }
     }
 }
@@ -123,7 +130,11 @@ type Sums = [[[Line; PAIR]; TOKENS]; BLOCKS];
 #[target_feature(enable = "avx512f")]
 fn last_sum(sums: &Sums, token: usize, part: usize, blocks: usize) -> __m512 {
     let sum = |block: usize| {
-        if block < blocks { sums[block][token][part].floats() } else { _mm512_setzero_ps() }
+        if block < blocks {
+            sums[block][token][part].floats()
+        } else {
+            _mm512_setzero_ps()
+        }
     };
     _mm512_add_ps(_mm512_add_ps(sum(0), sum(2)), _mm512_add_ps(sum(1), sum(3)))
 }
@@ -245,7 +256,13 @@ super_tiles!(rows_q2k, 84, turn_q2k, 16, true, 0);
 /// `copy` gives the Q8_K block of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPARATE_MINS: bool, const LESS: u32>(
+unsafe fn multiply<
+    const N: usize,
+    const G: usize,
+    const SUB: usize,
+    const SEPARATE_MINS: bool,
+    const LESS: u32,
+>(
     turned: &[Turned; PAIR],
     copy: impl Fn(usize) -> *const u8,
     (index, blocks): (usize, usize),
@@ -286,8 +303,11 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
         }
     }
     // The block's sums: of 32 behind all blocks, or of 16 at its own end.
-    let (pairs, place) =
-        if SUB == BLOCK { (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS) } else { (8, 4 + SUPER) };
+    let (pairs, place) = if SUB == BLOCK {
+        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
+    } else {
+        (8, 4 + SUPER)
+    };
     let mut mins = [[zero; G]; N];
     for pair in 0..hint::black_box(pairs) {
         for ahead in 0..N {
@@ -300,7 +320,10 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
             }
         }
     }
-    let (values, lows) = (&mut values[index % BLOCKS][token..token + N], &mut lows[index % BLOCKS][token..token + N]);
+    let (values, lows) = (
+        &mut values[index % BLOCKS][token..token + N],
+        &mut lows[index % BLOCKS][token..token + N],
+    );
     for ahead in 0..N {
         // SAFETY: the block's head.
         let factor = _mm512_castsi512_ps(unsafe { everywhere(copies[ahead]) });
@@ -308,7 +331,11 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
             let mut total = totals[ahead][part];
             if SEPARATE_MINS {
                 let scale = _mm512_mul_ps(turned[part].min_scale.floats(), factor);
-                lows[ahead][part].add_product(_mm512_cvtepi32_ps(mins[ahead][part]), scale, index < BLOCKS);
+                lows[ahead][part].add_product(
+                    _mm512_cvtepi32_ps(mins[ahead][part]),
+                    scale,
+                    index < BLOCKS,
+                );
             } else {
                 total = _mm512_sub_epi32(total, _mm512_slli_epi32::<LESS>(mins[ahead][part]));
             }
@@ -327,7 +354,9 @@ unsafe fn multiply<const N: usize, const G: usize, const SUB: usize, const SEPAR
 #[target_feature(enable = "avx512f")]
 unsafe fn dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m512i; 16] {
     // SAFETY: the caller's promise.
-    square(std::array::from_fn(|lane| unsafe { _mm512_loadu_si512(start(lane).add(offset).cast()) }))
+    square(std::array::from_fn(|lane| unsafe {
+        _mm512_loadu_si512(start(lane).add(offset).cast())
+    }))
 }
 
 /// Four dwords at `offset` of sixteen rows, turned.
@@ -341,7 +370,8 @@ unsafe fn four_dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m
     // Quarter q of number i has row 4 q + i.
     let rows = |ahead: usize| {
         // SAFETY: the caller's promise.
-        let quarter = |row: usize| unsafe { _mm_loadu_si128(start(row + ahead).add(offset).cast()) };
+        let quarter =
+            |row: usize| unsafe { _mm_loadu_si128(start(row + ahead).add(offset).cast()) };
         let low = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(quarter(0)), quarter(4));
         _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(low, quarter(8)), quarter(12))
     };
@@ -372,7 +402,8 @@ fn low_halves(dwords: __m512i) -> __m512 {
 #[target_feature(enable = "avx512f")]
 unsafe fn halves(start: impl Fn(usize) -> *const u8) -> __m512 {
     // SAFETY: the caller's promise.
-    let bits: [i16; LANES] = std::array::from_fn(|lane| unsafe { start(lane).cast::<i16>().read_unaligned() });
+    let bits: [i16; LANES] =
+        std::array::from_fn(|lane| unsafe { start(lane).cast::<i16>().read_unaligned() });
     // SAFETY: 32 bytes.
     _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) })
 }
@@ -388,15 +419,23 @@ unsafe fn turn_head(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
     // SAFETY: sixteen bytes are the head of a block.
     let [both, a, b, c] = unsafe { four_dwords(start, 0) };
     turned.scale.store_floats(low_halves(both));
-    turned.min_scale.store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
-    let (six, four, two) =
-        (_mm512_set1_epi32(0x3f3f_3f3f), _mm512_set1_epi32(0x0f0f_0f0f), _mm512_set1_epi32(0x0303_0303));
+    turned
+        .min_scale
+        .store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
+    let (six, four, two) = (
+        _mm512_set1_epi32(0x3f3f_3f3f),
+        _mm512_set1_epi32(0x0f0f_0f0f),
+        _mm512_set1_epi32(0x0303_0303),
+    );
     let upper = |low: __m512i, high: __m512i| {
         let high = _mm512_slli_epi32::<4>(_mm512_and_si512(_mm512_srli_epi32::<6>(high), two));
         _mm512_or_si512(_mm512_and_si512(low, four), high)
     };
     let scales = [_mm512_and_si512(a, six), upper(c, a)];
-    let mins = [_mm512_and_si512(b, six), upper(_mm512_srli_epi32::<4>(c), b)];
+    let mins = [
+        _mm512_and_si512(b, six),
+        upper(_mm512_srli_epi32::<4>(c), b),
+    ];
     let byte = _mm512_set1_epi32(0xff);
     let pick = |bytes: __m512i, number: usize| {
         let count = _mm_set_epi64x(0, i64::try_from(8 * number).unwrap_or(0));
@@ -427,7 +466,8 @@ unsafe fn turn_q4k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
         for (at, both) in raw.into_iter().enumerate() {
             let (run, group) = (2 * half + at / 8, at % 8);
             turned.quants[16 * run + group].store(_mm512_and_si512(both, low));
-            turned.quants[16 * run + 8 + group].store(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
+            turned.quants[16 * run + 8 + group]
+                .store(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
         }
     }
 }
@@ -452,9 +492,12 @@ unsafe fn turn_q5k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
                 let shift = _mm_set_epi64x(0, i64::try_from(number).unwrap_or(0));
                 _mm512_slli_epi16::<4>(_mm512_and_si512(_mm512_srl_epi16(fifth[group], shift), one))
             };
-            turned.quants[16 * run + group].store(_mm512_or_si512(_mm512_and_si512(both, low), bit(2 * run)));
-            turned.quants[16 * run + 8 + group]
-                .store(_mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low), bit(2 * run + 1)));
+            turned.quants[16 * run + group]
+                .store(_mm512_or_si512(_mm512_and_si512(both, low), bit(2 * run)));
+            turned.quants[16 * run + 8 + group].store(_mm512_or_si512(
+                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
+                bit(2 * run + 1),
+            ));
         }
     }
 }
@@ -486,11 +529,16 @@ unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
             let (first, second) = (raw[half][group], raw[half][8 + group]);
             let base = 32 * half + group;
             let quants = &mut turned.quants;
-            let join = |four, two| _mm512_or_si512(_mm512_and_si512(four, low), _mm512_and_si512(two, high));
+            let join = |four, two| {
+                _mm512_or_si512(_mm512_and_si512(four, low), _mm512_and_si512(two, high))
+            };
             quants[base].store(join(first, _mm512_slli_epi16::<4>(bits)));
             quants[base + 8].store(join(second, _mm512_slli_epi16::<2>(bits)));
             quants[base + 16].store(join(_mm512_srli_epi16::<4>(first), bits));
-            quants[base + 24].store(join(_mm512_srli_epi16::<4>(second), _mm512_srli_epi16::<2>(bits)));
+            quants[base + 24].store(join(
+                _mm512_srli_epi16::<4>(second),
+                _mm512_srli_epi16::<2>(bits),
+            ));
         }
     }
 }
@@ -507,11 +555,20 @@ fn byte(dwords: __m512i, number: usize) -> __m512i {
 /// of four columns in it.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw")]
-fn turn_two_bits(raw: [__m512i; 16], turned: &mut Turned, join: impl Fn(__m512i, usize, usize) -> __m512i) {
+fn turn_two_bits(
+    raw: [__m512i; 16],
+    turned: &mut Turned,
+    join: impl Fn(__m512i, usize, usize) -> __m512i,
+) {
     let two = _mm512_set1_epi8(3);
     for (at, four) in raw.into_iter().enumerate() {
         let (half, group) = (at / 8, at % 8);
-        let runs = [four, _mm512_srli_epi16::<2>(four), _mm512_srli_epi16::<4>(four), _mm512_srli_epi16::<6>(four)];
+        let runs = [
+            four,
+            _mm512_srli_epi16::<2>(four),
+            _mm512_srli_epi16::<4>(four),
+            _mm512_srli_epi16::<6>(four),
+        ];
         for (run, bits) in runs.into_iter().enumerate() {
             let run = 4 * half + run;
             turned.quants[8 * run + group].store(join(_mm512_and_si512(bits, two), run, group));
@@ -527,9 +584,17 @@ fn turn_two_bits(raw: [__m512i; 16], turned: &mut Turned, join: impl Fn(__m512i,
 unsafe fn turn_q2k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
     // SAFETY: sixteen bytes of which the lower half is a scale and the upper one a minimum, 64 of quants, and two halves, which
     // end the 16 bytes from 68 on.
-    let (heads, raw, [.., both]) = unsafe { (four_dwords(start, 0), dwords(start, 16), four_dwords(start, 68)) };
+    let (heads, raw, [.., both]) = unsafe {
+        (
+            four_dwords(start, 0),
+            dwords(start, 16),
+            four_dwords(start, 68),
+        )
+    };
     turned.scale.store_floats(low_halves(both));
-    turned.min_scale.store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
+    turned
+        .min_scale
+        .store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
     let head = |sub: usize| byte(heads[sub / 4], sub % 4);
     turned.store_sixteen(
         |sub| _mm512_and_si512(head(sub), _mm512_set1_epi32(15)),
@@ -545,9 +610,17 @@ unsafe fn turn_q2k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn turn_q3k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
     // SAFETY: 32 bytes of third bits, 64 of quants, twelve of scales and a half, which end the 16 bytes from 94 on.
-    let (third, raw, last) = unsafe { (dwords(start, 0), dwords(start, 32), four_dwords(start, 94)) };
-    turned.scale.store_floats(low_halves(_mm512_srli_epi32::<16>(last[3])));
-    let word = |at: usize| _mm512_or_si512(_mm512_srli_epi32::<16>(last[at]), _mm512_slli_epi32::<16>(last[at + 1]));
+    let (third, raw, last) =
+        unsafe { (dwords(start, 0), dwords(start, 32), four_dwords(start, 94)) };
+    turned
+        .scale
+        .store_floats(low_halves(_mm512_srli_epi32::<16>(last[3])));
+    let word = |at: usize| {
+        _mm512_or_si512(
+            _mm512_srli_epi32::<16>(last[at]),
+            _mm512_slli_epi32::<16>(last[at + 1]),
+        )
+    };
     // Of eight bytes both halves are the lower bits, the last four have the upper ones.
     let (a, b, c) = (word(0), word(1), word(2));
     let join = |low: __m512i, upper: __m512i| {
@@ -560,7 +633,8 @@ unsafe fn turn_q3k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turne
         join(_mm512_srli_epi32::<4>(a), _mm512_srli_epi32::<4>(c)),
         join(_mm512_srli_epi32::<4>(b), _mm512_srli_epi32::<6>(c)),
     ];
-    let scale = |sub: usize| _mm512_sub_epi32(byte(scales[sub / 4], sub % 4), _mm512_set1_epi32(32));
+    let scale =
+        |sub: usize| _mm512_sub_epi32(byte(scales[sub / 4], sub % 4), _mm512_set1_epi32(32));
     turned.store_sixteen(scale, scale);
     turn_two_bits(raw, turned, |bits, run, group| {
         let shift = _mm_set_epi64x(0, i64::try_from(run).unwrap_or(0));
@@ -577,7 +651,10 @@ struct TurnedSmall {
 }
 
 impl TurnedSmall {
-    const ZERO: Self = Self { quants: [Line::ZERO; GROUPS], scales: [Line::ZERO; 8] };
+    const ZERO: Self = Self {
+        quants: [Line::ZERO; GROUPS],
+        scales: [Line::ZERO; 8],
+    };
 }
 
 macro_rules! small_tiles {
@@ -652,17 +729,22 @@ unsafe fn multiply_small<const N: usize, const G: usize>(
         let mut parts = [[_mm512_setzero_si512(); G]; N];
         for ahead in 0..N {
             // SAFETY: behind the blocks come their factors, then what makes up for the 128.
-            parts[ahead] = [unsafe { everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index)) }; G];
+            parts[ahead] = [unsafe {
+                everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index))
+            }; G];
         }
         for group in 0..groups {
             let mut weights = [_mm512_setzero_si512(); G];
             for part in 0..G {
                 // SAFETY: eight lines for each block.
-                weights[part] = unsafe { turned[part].quants.get_unchecked(8 * block + group) }.load();
+                weights[part] =
+                    unsafe { turned[part].quants.get_unchecked(8 * block + group) }.load();
             }
             for ahead in 0..N {
                 // SAFETY: the block's quants.
-                let y = unsafe { everywhere(copies[ahead].wrapping_add(index * Q8_0_BYTES + 2 + 4 * group)) };
+                let y = unsafe {
+                    everywhere(copies[ahead].wrapping_add(index * Q8_0_BYTES + 2 + 4 * group))
+                };
                 for part in 0..G {
                     parts[ahead][part] = _mm512_dpbusd_epi32(parts[ahead][part], weights[part], y);
                 }
@@ -671,10 +753,18 @@ unsafe fn multiply_small<const N: usize, const G: usize>(
         let sums = &mut sums[block % BLOCKS][token..token + N];
         for ahead in 0..N {
             // SAFETY: the block's factor.
-            let factor = unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
+            let factor =
+                unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
             for part in 0..G {
-                let scale = _mm512_mul_ps(turned[part].scales[block].floats(), _mm512_castsi512_ps(factor));
-                sums[ahead][part].add_product(_mm512_cvtepi32_ps(parts[ahead][part]), scale, index < BLOCKS);
+                let scale = _mm512_mul_ps(
+                    turned[part].scales[block].floats(),
+                    _mm512_castsi512_ps(factor),
+                );
+                sums[ahead][part].add_product(
+                    _mm512_cvtepi32_ps(parts[ahead][part]),
+                    scale,
+                    index < BLOCKS,
+                );
             }
         }
     }
@@ -685,7 +775,11 @@ unsafe fn multiply_small<const N: usize, const G: usize>(
 /// `start` gives `blocks` Q8_0 blocks of each of sixteen rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q8_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, turned: &mut TurnedSmall) {
+unsafe fn turn_q8_0(
+    start: impl Fn(usize) -> *const u8 + Copy,
+    blocks: usize,
+    turned: &mut TurnedSmall,
+) {
     let unsigned = _mm512_set1_epi8(i8::MIN);
     for block in (0..blocks).step_by(2) {
         let next = (block + 1).min(blocks - 1);
@@ -693,7 +787,10 @@ unsafe fn turn_q8_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, tu
             // SAFETY: 32 bytes of each of two blocks.
             let (low, high) = unsafe {
                 let row = start(lane);
-                (_mm256_loadu_si256(row.add(block * 34 + 2).cast()), _mm256_loadu_si256(row.add(next * 34 + 2).cast()))
+                (
+                    _mm256_loadu_si256(row.add(block * 34 + 2).cast()),
+                    _mm256_loadu_si256(row.add(next * 34 + 2).cast()),
+                )
             };
             _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
         });
@@ -712,7 +809,11 @@ unsafe fn turn_q8_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, tu
 /// `start` gives `blocks` Q4_0 blocks of each of sixteen rows.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q4_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, turned: &mut TurnedSmall) {
+unsafe fn turn_q4_0(
+    start: impl Fn(usize) -> *const u8 + Copy,
+    blocks: usize,
+    turned: &mut TurnedSmall,
+) {
     let low = _mm512_set1_epi8(15);
     // From 0 to 15 that stand for -8 to 7, to the same plus 128.
     let ahead = _mm512_set1_epi8(120);
@@ -721,10 +822,13 @@ unsafe fn turn_q4_0(start: impl Fn(usize) -> *const u8 + Copy, blocks: usize, tu
         let raw = unsafe { four_dwords(start, block * 18 + 2) };
         for (group, both) in raw.into_iter().enumerate() {
             let (first, second) = (both, _mm512_srli_epi16::<4>(both));
-            turned.quants[8 * block + group].store(_mm512_add_epi8(_mm512_and_si512(first, low), ahead));
-            turned.quants[8 * block + 4 + group].store(_mm512_add_epi8(_mm512_and_si512(second, low), ahead));
+            turned.quants[8 * block + group]
+                .store(_mm512_add_epi8(_mm512_and_si512(first, low), ahead));
+            turned.quants[8 * block + 4 + group]
+                .store(_mm512_add_epi8(_mm512_and_si512(second, low), ahead));
         }
         // SAFETY: the block's head.
-        turned.scales[block].store_floats(unsafe { halves(|lane| start(lane).wrapping_add(block * 18)) });
+        turned.scales[block]
+            .store_floats(unsafe { halves(|lane| start(lane).wrapping_add(block * 18)) });
     }
 }

@@ -103,7 +103,8 @@ unsafe fn everywhere(address: *const u8) -> __m256i {
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn eight_halves(at: impl Fn(usize) -> *const u8) -> __m256 {
     // SAFETY: the caller's promise.
-    let bits: [u16; LANES] = std::array::from_fn(|lane| unsafe { at(lane).cast::<u16>().read_unaligned() });
+    let bits: [u16; LANES] =
+        std::array::from_fn(|lane| unsafe { at(lane).cast::<u16>().read_unaligned() });
     // SAFETY: 16 bytes.
     _mm256_cvtph_ps(unsafe { _mm_loadu_si128(bits.as_ptr().cast()) })
 }
@@ -130,7 +131,13 @@ fn square_words(rows: [__m256i; LANES]) -> [__m256i; LANES] {
 /// The machine has AVX2.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn put(rows: &Rows<'_>, (from, tokens): (usize, usize), first: usize, sums: &Sums, lows: Option<&Sums>) {
+unsafe fn put(
+    rows: &Rows<'_>,
+    (from, tokens): (usize, usize),
+    first: usize,
+    sums: &Sums,
+    lows: Option<&Sums>,
+) {
     let count = rows.weights.len() / rows.row_bytes;
     let last = |sums: &Sums, token: usize, part: usize| {
         let sum = |number: usize| sums[number][token][part];
@@ -147,7 +154,9 @@ unsafe fn put(rows: &Rows<'_>, (from, tokens): (usize, usize), first: usize, sum
                 value = _mm256_sub_ps(value, last(lows, token, part));
             }
             // SAFETY: eight numbers either way.
-            rows.put_lanes(from + token, first, count, unsafe { transmute::<__m256, [f32; LANES]>(value) });
+            rows.put_lanes(from + token, first, count, unsafe {
+                transmute::<__m256, [f32; LANES]>(value)
+            });
         }
     }
 }
@@ -170,7 +179,10 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
     let mut turned = [none; PAIR];
     let mut values: Sums = [[[_mm256_setzero_ps(); PAIR]; TOKENS]; SUMS];
     let mut lows = values;
-    let (count, blocks) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns / SUPER);
+    let (count, blocks) = (
+        rows.weights.len() / rows.row_bytes.max(1),
+        rows.columns / SUPER,
+    );
     for from in (0..rows.tokens).step_by(TOKENS) {
         let tokens = TOKENS.min(rows.tokens - from);
         for first in (0..count).step_by(PAIR * LANES) {
@@ -198,7 +210,15 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
                 }
             }
             // SAFETY: the machine has the set.
-            unsafe { put(rows, (from, tokens), first, &values, T::MINIMUMS.then_some(&lows)) };
+            unsafe {
+                put(
+                    rows,
+                    (from, tokens),
+                    first,
+                    &values,
+                    T::MINIMUMS.then_some(&lows),
+                );
+            };
         }
     }
 }
@@ -227,13 +247,21 @@ unsafe fn turn<S: Set, T: Super>(starts: &[*const u8; LANES], place: usize, turn
     // SAFETY: the caller's promise.
     let (left, right) = unsafe { (T::heads([a, b, c, d]), T::heads([e, f, g, h])) };
     for number in 0..SUPER / T::SUB / 4 {
-        turned.mins[2 * number..2 * number + 2].copy_from_slice(&pairs(left.mins[number], right.mins[number]));
-        for (pair, both) in pairs(left.scales[number], right.scales[number]).into_iter().enumerate() {
+        turned.mins[2 * number..2 * number + 2]
+            .copy_from_slice(&pairs(left.mins[number], right.mins[number]));
+        for (pair, both) in pairs(left.scales[number], right.scales[number])
+            .into_iter()
+            .enumerate()
+        {
             let (low, high) = (_mm256_slli_epi32::<16>(both), _mm256_srai_epi32::<16>(both));
             let scales = if S::DOT == Dot::Pairs {
-                let (low_half, high_half) = (_mm256_srli_epi32::<16>(low), _mm256_slli_epi32::<16>(high));
+                let (low_half, high_half) =
+                    (_mm256_srli_epi32::<16>(low), _mm256_slli_epi32::<16>(high));
                 let high = _mm256_srli_epi32::<16>(high_half);
-                [_mm256_or_si256(low, low_half), _mm256_or_si256(high_half, high)]
+                [
+                    _mm256_or_si256(low, low_half),
+                    _mm256_or_si256(high_half, high),
+                ]
             } else {
                 [_mm256_srai_epi32::<16>(low), high]
             };
@@ -260,7 +288,10 @@ fn pairs(left: __m256i, right: __m256i) -> [__m256i; 2] {
 #[target_feature(enable = "avx2")]
 fn pairs_of_words(left: __m256i, right: __m256i) -> [__m256i; 2] {
     let order = _mm256_set_epi32(7, 6, 3, 2, 5, 4, 1, 0);
-    let both = [_mm256_unpacklo_epi64(left, right), _mm256_unpackhi_epi64(left, right)];
+    let both = [
+        _mm256_unpacklo_epi64(left, right),
+        _mm256_unpackhi_epi64(left, right),
+    ];
     both.map(|both| _mm256_permutevar8x32_epi32(both, order))
 }
 
@@ -279,13 +310,20 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
     lows: &mut [[__m256; PAIR]],
 ) {
     let zero = _mm256_setzero_si256();
-    let copies: [*const u8; N] = std::array::from_fn(|ahead| rows.copy(token + ahead).wrapping_add(index * Q8K_BYTES));
+    let copies: [*const u8; N] =
+        std::array::from_fn(|ahead| rows.copy(token + ahead).wrapping_add(index * Q8K_BYTES));
     let mut totals = [[zero; G]; N];
     // Loops that are not unrolled: their sums stay in registers.
     for sub in 0..hint::black_box(SUPER / T::SUB) {
         // SAFETY: groups and scales of the block.
         unsafe {
-            let quants = std::array::from_fn(|part| turned.get_unchecked(part).quants.as_ptr().add(sub * T::SUB / 4));
+            let quants = std::array::from_fn(|part| {
+                turned
+                    .get_unchecked(part)
+                    .quants
+                    .as_ptr()
+                    .add(sub * T::SUB / 4)
+            });
             let ys = copies.map(|copy| copy.wrapping_add(4 + sub * T::SUB));
             let mut scales = [zero; G];
             for part in 0..G {
@@ -293,12 +331,20 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
             }
             if S::DOT == Dot::Pairs {
                 let groups = T::SUB / 4;
-                let groups = if T::PAIRS > 2 { hint::black_box(groups) } else { groups };
+                let groups = if T::PAIRS > 2 {
+                    hint::black_box(groups)
+                } else {
+                    groups
+                };
                 for first in (0..groups).step_by(T::PAIRS) {
                     let sums = sums_of_pairs::<N, G>(quants, ys, first, T::PAIRS.min(T::SUB / 4));
                     for ahead in 0..N {
                         for part in 0..G {
-                            totals[ahead][part] = add_words::<S>(totals[ahead][part], sums[ahead][part], scales[part]);
+                            totals[ahead][part] = add_words::<S>(
+                                totals[ahead][part],
+                                sums[ahead][part],
+                                scales[part],
+                            );
                         }
                     }
                 }
@@ -315,8 +361,11 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
         }
     }
     // The block's sums: of 32 behind all blocks, or of 16 at its own end.
-    let (pairs, place) =
-        if T::SUB == 32 { (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS) } else { (8, 4 + SUPER) };
+    let (pairs, place) = if T::SUB == 32 {
+        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
+    } else {
+        (8, 4 + SUPER)
+    };
     let mut mins = [[zero; G]; N];
     for pair in 0..hint::black_box(pairs) {
         for ahead in 0..N {
@@ -336,10 +385,18 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
         for part in 0..G {
             let mut total = totals[ahead][part];
             let add = |total, scale, sum: &mut __m256| {
-                *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(total), _mm256_mul_ps(scale, factor), *sum);
+                *sum = _mm256_fmadd_ps(
+                    _mm256_cvtepi32_ps(total),
+                    _mm256_mul_ps(scale, factor),
+                    *sum,
+                );
             };
             if T::MINIMUMS {
-                add(mins[ahead][part], turned[part].min_scale, &mut lows[ahead][part]);
+                add(
+                    mins[ahead][part],
+                    turned[part].min_scale,
+                    &mut lows[ahead][part],
+                );
             } else {
                 let less = _mm256_sll_epi32(mins[ahead][part], _mm_cvtsi32_si128(T::LESS));
                 total = _mm256_sub_epi32(total, less);
@@ -364,7 +421,11 @@ unsafe fn sums_of_pairs<const N: usize, const G: usize>(
 ) -> [[__m256i; G]; N] {
     let mut sums = [[_mm256_setzero_si256(); G]; N];
     // Long loops are not unrolled: sums would not stay in registers.
-    let end = if count > 2 { hint::black_box(first + count) } else { first + count };
+    let end = if count > 2 {
+        hint::black_box(first + count)
+    } else {
+        first + count
+    };
     for group in first..end {
         let mut weights = [_mm256_setzero_si256(); G];
         for part in 0..G {
@@ -429,7 +490,10 @@ pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
     };
     let mut turned = [none; PAIR];
     let mut sums: Sums = [[[_mm256_setzero_ps(); PAIR]; TOKENS]; SUMS];
-    let (count, all) = (rows.weights.len() / rows.row_bytes.max(1), rows.columns / BLOCK);
+    let (count, all) = (
+        rows.weights.len() / rows.row_bytes.max(1),
+        rows.columns / BLOCK,
+    );
     for from in (0..rows.tokens).step_by(TOKENS) {
         let tokens = TOKENS.min(rows.tokens - from);
         for first in (0..count).step_by(PAIR * LANES) {
@@ -475,7 +539,9 @@ unsafe fn turn_small<S: Set, T: Small>(
     turned: &mut TurnedSmall,
 ) {
     for block in 0..blocks {
-        let at = |byte: usize| move |lane: usize| starts[lane].wrapping_add((first + block) * T::BYTES + byte);
+        let at = |byte: usize| {
+            move |lane: usize| starts[lane].wrapping_add((first + block) * T::BYTES + byte)
+        };
         // SAFETY: the caller's promise.
         unsafe {
             let mut quants = [_mm256_setzero_si256(); LANES];
@@ -517,14 +583,18 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
         let mut starts = [zero; N];
         for ahead in 0..N {
             // SAFETY: behind the blocks come their factors, then -128 times their sums.
-            starts[ahead] = unsafe { everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index)) };
+            starts[ahead] = unsafe {
+                everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index))
+            };
             if let Some(shift) = less::<S, T>() {
                 totals[ahead] = [_mm256_sra_epi32(starts[ahead], _mm_cvtsi32_si128(shift)); G];
             }
         }
         // SAFETY: eight groups of the block; the machine has the set.
         unsafe {
-            let quants = std::array::from_fn(|part| turned.get_unchecked(part).quants.as_ptr().add(8 * block));
+            let quants = std::array::from_fn(|part| {
+                turned.get_unchecked(part).quants.as_ptr().add(8 * block)
+            });
             let ys = copies.map(|copy| copy.wrapping_add(index * Q8_0_BYTES + 2));
             if S::DOT != Dot::Pairs {
                 sums_of_fours::<S, N, G>(quants, ys, 0, 8, &mut totals);
@@ -536,7 +606,8 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
                     for ahead in 0..N {
                         for part in 0..G {
                             let ones = _mm256_set1_epi16(1);
-                            totals[ahead][part] = add_words::<S>(totals[ahead][part], sums[ahead][part], ones);
+                            totals[ahead][part] =
+                                add_words::<S>(totals[ahead][part], sums[ahead][part], ones);
                         }
                     }
                 }
@@ -545,13 +616,18 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
         let sums = &mut sums[index % SUMS][number..number + N];
         for ahead in 0..N {
             // SAFETY: the block's factor.
-            let factor = unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
+            let factor =
+                unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
             let factor = _mm256_castsi256_ps(factor);
             for part in 0..G {
                 let sum = &mut sums[ahead][part];
                 if T::MINIMUM {
-                    let ys = _mm256_mul_ps(_mm256_cvtepi32_ps(starts[ahead]), _mm256_set1_ps(-1.0 / 128.0));
-                    *sum = _mm256_fmadd_ps(ys, _mm256_mul_ps(turned[part].mins[block], factor), *sum);
+                    let ys = _mm256_mul_ps(
+                        _mm256_cvtepi32_ps(starts[ahead]),
+                        _mm256_set1_ps(-1.0 / 128.0),
+                    );
+                    *sum =
+                        _mm256_fmadd_ps(ys, _mm256_mul_ps(turned[part].mins[block], factor), *sum);
                 }
                 let scale = _mm256_mul_ps(turned[part].scales[block], factor);
                 *sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(totals[ahead][part]), scale, *sum);

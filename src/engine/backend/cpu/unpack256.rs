@@ -81,7 +81,14 @@ pub(super) unsafe fn add_words<S: Set>(mut sum: __m256i, a: __m256i, b: __m256i)
     if !matches!(S::DOT, Dot::Vex | Dot::Evex) {
         return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
     }
-    dot!("{{vex}} vpdpwssd {0}, {1}, {2}", "{{evex}} vpdpwssd {0}, {1}, {2}", S, sum, a, b);
+    dot!(
+        "{{vex}} vpdpwssd {0}, {1}, {2}",
+        "{{evex}} vpdpwssd {0}, {1}, {2}",
+        S,
+        sum,
+        a,
+        b
+    );
     sum
 }
 
@@ -92,7 +99,11 @@ pub(super) unsafe fn add_words<S: Set>(mut sum: __m256i, a: __m256i, b: __m256i)
 /// The machine has the set.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) unsafe fn add_bytes<S: Set>(mut sum: __m256i, unsigned: __m256i, signed: __m256i) -> __m256i {
+pub(super) unsafe fn add_bytes<S: Set>(
+    mut sum: __m256i,
+    unsigned: __m256i,
+    signed: __m256i,
+) -> __m256i {
     if S::DOT == Dot::Pairs {
         let pairs = _mm256_maddubs_epi16(unsigned, signed);
         return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -101,7 +112,14 @@ pub(super) unsafe fn add_bytes<S: Set>(mut sum: __m256i, unsigned: __m256i, sign
     if S::DOT == Dot::Emulated {
         return emulated_bytes(sum, unsigned, signed);
     }
-    dot!("{{vex}} vpdpbusd {0}, {1}, {2}", "{{evex}} vpdpbusd {0}, {1}, {2}", S, sum, unsigned, signed);
+    dot!(
+        "{{vex}} vpdpbusd {0}, {1}, {2}",
+        "{{evex}} vpdpbusd {0}, {1}, {2}",
+        S,
+        sum,
+        unsigned,
+        signed
+    );
     sum
 }
 
@@ -110,8 +128,17 @@ pub(super) unsafe fn add_bytes<S: Set>(mut sum: __m256i, unsigned: __m256i, sign
 #[target_feature(enable = "avx2")]
 fn emulated_bytes(sum: __m256i, unsigned: __m256i, signed: __m256i) -> __m256i {
     let half = |high: bool| {
-        let of = |bytes| if high { _mm256_extracti128_si256::<1>(bytes) } else { _mm256_castsi256_si128(bytes) };
-        _mm256_madd_epi16(_mm256_cvtepu8_epi16(of(unsigned)), _mm256_cvtepi8_epi16(of(signed)))
+        let of = |bytes| {
+            if high {
+                _mm256_extracti128_si256::<1>(bytes)
+            } else {
+                _mm256_castsi256_si128(bytes)
+            }
+        };
+        _mm256_madd_epi16(
+            _mm256_cvtepu8_epi16(of(unsigned)),
+            _mm256_cvtepi8_epi16(of(signed)),
+        )
     };
     // Pairs of neighbours: the first and third 64 bits are of the lower half.
     let fours = _mm256_hadd_epi32(half(false), half(true));
@@ -197,7 +224,10 @@ pub(super) unsafe fn unpack<T: Super>(block: *const u8) -> [__m256i; RUNS] {
 pub(super) unsafe fn pieces(four: Four, at: usize) -> [__m256i; 2] {
     // SAFETY: the caller's promise.
     let (even, odd) = unsafe { even_and_odd(four, at) };
-    [_mm256_unpacklo_epi64(even, odd), _mm256_unpackhi_epi64(even, odd)]
+    [
+        _mm256_unpacklo_epi64(even, odd),
+        _mm256_unpackhi_epi64(even, odd),
+    ]
 }
 
 /// Sixteen bytes from `at` on of rows 0 and 2, and of rows 1 and 3.
@@ -210,7 +240,10 @@ pub(super) unsafe fn pieces(four: Four, at: usize) -> [__m256i; 2] {
 unsafe fn even_and_odd(four: Four, at: usize) -> (__m256i, __m256i) {
     // SAFETY: the caller's promise.
     let half = |row: usize| unsafe { _mm_loadu_si128(four[row].add(at).cast()) };
-    (_mm256_set_m128i(half(2), half(0)), _mm256_set_m128i(half(3), half(1)))
+    (
+        _mm256_set_m128i(half(2), half(0)),
+        _mm256_set_m128i(half(3), half(1)),
+    )
 }
 
 /// A type with blocks of 32 columns, whose quants follow a half that is their scale.
@@ -279,8 +312,11 @@ fn bits(bytes: __m256i, from: usize, mask: i8) -> __m256i {
 #[target_feature(enable = "avx2")]
 fn bit(bytes: __m256i, from: usize, to: usize) -> __m256i {
     let count = |bits: usize| _mm_cvtsi64_si128(i64::try_from(bits).unwrap_or(0));
-    let shifted =
-        if from < to { _mm256_sll_epi16(bytes, count(to - from)) } else { _mm256_srl_epi16(bytes, count(from - to)) };
+    let shifted = if from < to {
+        _mm256_sll_epi16(bytes, count(to - from))
+    } else {
+        _mm256_srl_epi16(bytes, count(from - to))
+    };
     _mm256_and_si256(shifted, _mm256_set1_epi8(1 << to))
 }
 
@@ -306,8 +342,12 @@ unsafe fn heads_of_six_bits(four: Four) -> Heads {
     let (even, odd) = unsafe { even_and_odd(four, 0) };
     // Words 1 and 2 are the first four scales and minimums in six bits each, and above them two bits of the last four, of which
     // word 3 has the lower four bits.
-    let (low, high) = (_mm256_unpacklo_epi32(even, odd), _mm256_unpackhi_epi32(even, odd));
-    let both = _mm256_shuffle_ps::<0b01_00_11_10>(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high));
+    let (low, high) = (
+        _mm256_unpacklo_epi32(even, odd),
+        _mm256_unpackhi_epi32(even, odd),
+    );
+    let both =
+        _mm256_shuffle_ps::<0b01_00_11_10>(_mm256_castsi256_ps(low), _mm256_castsi256_ps(high));
     let both = _mm256_castps_si256(both);
     let third = _mm256_shuffle_epi32::<0b11_10_11_10>(high);
     let third = _mm256_srlv_epi32(third, _mm256_set_epi32(4, 4, 0, 0, 4, 4, 0, 0));
@@ -317,8 +357,18 @@ unsafe fn heads_of_six_bits(four: Four) -> Heads {
     let zero = _mm256_setzero_si256();
     let halves = _mm256_permute4x64_epi64::<0b10_00>(_mm256_unpacklo_epi16(even, odd));
     Heads {
-        scales: [_mm256_unpacklo_epi8(first, zero), _mm256_unpacklo_epi8(last, zero), zero, zero],
-        mins: [_mm256_unpackhi_epi8(first, zero), _mm256_unpackhi_epi8(last, zero), zero, zero],
+        scales: [
+            _mm256_unpacklo_epi8(first, zero),
+            _mm256_unpacklo_epi8(last, zero),
+            zero,
+            zero,
+        ],
+        mins: [
+            _mm256_unpackhi_epi8(first, zero),
+            _mm256_unpackhi_epi8(last, zero),
+            zero,
+            zero,
+        ],
         scale: _mm256_cvtph_ps(_mm256_castsi256_si128(halves)),
     }
 }
@@ -331,7 +381,11 @@ fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
     for (bytes, words) in bytes.into_iter().zip(words.chunks_exact_mut(2)) {
         let bytes = _mm256_shuffle_epi32::<0b11_01_10_00>(bytes);
         let zero = _mm256_setzero_si256();
-        let above = if SIGNED { _mm256_cmpgt_epi8(zero, bytes) } else { zero };
+        let above = if SIGNED {
+            _mm256_cmpgt_epi8(zero, bytes)
+        } else {
+            zero
+        };
         words[0] = _mm256_unpacklo_epi8(bytes, above);
         words[1] = _mm256_unpackhi_epi8(bytes, above);
     }
@@ -348,7 +402,9 @@ fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
 unsafe fn halves(four: Four, at: usize) -> __m256 {
     let half = |row: usize| {
         // SAFETY: the caller's promise.
-        i64::from(u16::from_le(unsafe { four[row].add(at).cast::<u16>().read_unaligned() }))
+        i64::from(u16::from_le(unsafe {
+            four[row].add(at).cast::<u16>().read_unaligned()
+        }))
     };
     let two = |row: usize| half(row) | (half(row + 1) << 16);
     _mm256_cvtph_ps(_mm_set_epi64x(two(2), two(0)))
@@ -392,7 +448,12 @@ impl Super for Q5K {
         let (fifth, both) = (load(16), load(48 + 32 * chunk));
         let bit = |run: usize| bit(fifth, 2 * chunk + run, 4);
         let (low, high) = (low_nibbles(both), high_nibbles(both));
-        [_mm256_or_si256(low, bit(0)), _mm256_or_si256(high, bit(1)), both, both]
+        [
+            _mm256_or_si256(low, bit(0)),
+            _mm256_or_si256(high, bit(1)),
+            both,
+            both,
+        ]
     }
 
     #[inline]
@@ -431,7 +492,11 @@ impl Super for Q6K {
         // SAFETY: 16 scales follow the 192 bytes of quants, and then a half.
         let (scales, scale) = unsafe { (words::<true>(pieces(four, 192)), halves(four, 208)) };
         let mins = scales;
-        Heads { scales, mins, scale }
+        Heads {
+            scales,
+            mins,
+            scale,
+        }
     }
 }
 
@@ -448,7 +513,12 @@ impl Super for Q2K {
     unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
         // 64 bytes of quants follow the 16 of the head.
         let four = load(16 + 32 * chunk);
-        [bits(four, 0, 3), bits(four, 2, 3), bits(four, 4, 3), bits(four, 6, 3)]
+        [
+            bits(four, 0, 3),
+            bits(four, 2, 3),
+            bits(four, 4, 3),
+            bits(four, 6, 3),
+        ]
     }
 
     #[inline]
@@ -457,7 +527,10 @@ impl Super for Q2K {
         // SAFETY: sixteen bytes are the head: of each the lower half is a scale and the upper one a minimum. Two halves are the end.
         let (both, pair) = unsafe {
             let pair = |row: usize| four[row].add(80).cast::<i32>().read_unaligned();
-            (pieces(four, 0), _mm_set_epi32(pair(3), pair(2), pair(1), pair(0)))
+            (
+                pieces(four, 0),
+                _mm_set_epi32(pair(3), pair(2), pair(1), pair(0)),
+            )
         };
         let order = _mm_set_epi8(15, 14, 11, 10, 13, 12, 9, 8, 7, 6, 3, 2, 5, 4, 1, 0);
         Heads {
@@ -480,7 +553,8 @@ impl Super for Q3K {
     unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
         // 32 bytes of third bits are the start, 64 bytes of quants follow.
         let (third, four) = (load(0), load(32 + 32 * chunk));
-        let join = |run: usize| _mm256_or_si256(bits(four, 2 * run, 3), bit(third, 4 * chunk + run, 2));
+        let join =
+            |run: usize| _mm256_or_si256(bits(four, 2 * run, 3), bit(third, 4 * chunk + run, 2));
         [join(0), join(1), join(2), join(3)]
     }
 
@@ -495,13 +569,27 @@ impl Super for Q3K {
         let third = _mm256_unpackhi_epi32(even, odd);
         let third = _mm256_unpacklo_epi64(third, third);
         let upper = |shifted| _mm256_and_si256(shifted, _mm256_set1_epi8(0x30));
-        let first = upper(_mm256_sllv_epi32(third, _mm256_set_epi32(2, 2, 4, 4, 2, 2, 4, 4)));
-        let last = upper(_mm256_srlv_epi32(third, _mm256_set_epi32(2, 2, 0, 0, 2, 2, 0, 0)));
-        let signed = |low, upper| _mm256_sub_epi8(_mm256_or_si256(low, upper), _mm256_set1_epi8(32));
+        let first = upper(_mm256_sllv_epi32(
+            third,
+            _mm256_set_epi32(2, 2, 4, 4, 2, 2, 4, 4),
+        ));
+        let last = upper(_mm256_srlv_epi32(
+            third,
+            _mm256_set_epi32(2, 2, 0, 0, 2, 2, 0, 0),
+        ));
+        let signed =
+            |low, upper| _mm256_sub_epi8(_mm256_or_si256(low, upper), _mm256_set1_epi8(32));
         let order = |bytes| _mm256_shuffle_epi32::<0b11_01_10_00>(bytes);
-        let scales = words::<true>([order(signed(low_nibbles(low), first)), order(signed(high_nibbles(low), last))]);
+        let scales = words::<true>([
+            order(signed(low_nibbles(low), first)),
+            order(signed(high_nibbles(low), last)),
+        ]);
         let mins = scales;
-        Heads { scales, mins, scale }
+        Heads {
+            scales,
+            mins,
+            scale,
+        }
     }
 }
 
@@ -545,7 +633,12 @@ unsafe fn fifth_bits(at: *const u8) -> __m256i {
 unsafe fn nibbles_of_four(four: Four, at: usize) -> [__m256i; 4] {
     // SAFETY: the caller's promise.
     let [first, last] = unsafe { pieces(four, at) };
-    [low_nibbles(first), low_nibbles(last), high_nibbles(first), high_nibbles(last)]
+    [
+        low_nibbles(first),
+        low_nibbles(last),
+        high_nibbles(first),
+        high_nibbles(last),
+    ]
 }
 
 /// The same with 32 bits of each row at `bits` as fifth ones.
@@ -559,13 +652,19 @@ unsafe fn with_fifth_bits(four: Four, bits: usize, at: usize) -> [__m256i; 4] {
     // SAFETY: the caller's promise.
     let (mut quants, bits) = unsafe {
         let word = |row: usize| four[row].add(bits).cast::<i32>().read_unaligned();
-        (nibbles_of_four(four, at), _mm256_set_epi32(0, 0, word(3), word(2), 0, 0, word(1), word(0)))
+        (
+            nibbles_of_four(four, at),
+            _mm256_set_epi32(0, 0, word(3), word(2), 0, 0, word(1), word(0)),
+        )
     };
     let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
     // A byte of each row eight times, of which each keeps another bit.
     let mut places = _mm256_set_epi64x(EIGHT * 4, 0, EIGHT * 4, 0);
     for quants in &mut quants {
-        let set = _mm256_cmpeq_epi8(_mm256_and_si256(_mm256_shuffle_epi8(bits, places), bit), bit);
+        let set = _mm256_cmpeq_epi8(
+            _mm256_and_si256(_mm256_shuffle_epi8(bits, places), bit),
+            bit,
+        );
         *quants = _mm256_or_si256(*quants, _mm256_and_si256(set, _mm256_set1_epi8(16)));
         places = _mm256_add_epi8(places, _mm256_set1_epi8(1));
     }
@@ -613,9 +712,33 @@ macro_rules! small {
     };
 }
 
-small!(Q8_0, 34, 128, 1, false, |block| load(block.add(2)), bytes_of_four(2));
-small!(Q4_0, 18, 8, 8, false, |block| nibbles(block.add(2)), nibbles_of_four(2));
-small!(Q4_1, 20, 0, 8, true, |block| nibbles(block.add(4)), nibbles_of_four(4));
+small!(
+    Q8_0,
+    34,
+    128,
+    1,
+    false,
+    |block| load(block.add(2)),
+    bytes_of_four(2)
+);
+small!(
+    Q4_0,
+    18,
+    8,
+    8,
+    false,
+    |block| nibbles(block.add(2)),
+    nibbles_of_four(2)
+);
+small!(
+    Q4_1,
+    20,
+    0,
+    8,
+    true,
+    |block| nibbles(block.add(4)),
+    nibbles_of_four(4)
+);
 small!(
     Q5_0,
     22,

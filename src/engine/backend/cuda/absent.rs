@@ -2,10 +2,8 @@
 
 use std::{path::Path, sync::Arc};
 
-use crate::{
-    engine::{backend::Device, error::Unavailable},
-    policy::compute::Compute,
-};
+use crate::{backend::Device, error::Unavailable};
+use cotenant_policy::compute::Compute;
 
 /// No GPU.
 ///
@@ -14,7 +12,10 @@ use crate::{
 /// Always.
 pub fn find(_: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     let reason = "CUDA was left out of this build";
-    Err(Unavailable::new(reason, "build with the feature `cuda`, or set `llm.device: cpu`"))
+    Err(Unavailable::new(
+        reason,
+        "build with the feature `cuda`, or set `llm.device: cpu`",
+    ))
 }
 
 /// Nothing to keep.

@@ -29,7 +29,10 @@ impl Slice {
         let tiles = of_key_head.div_ceil(if is_few { 4 } else { 16 });
         let context = position + rows;
         let places = (scratch_floats(1, dim) - rows * dim) / (dim + 2) / rows.max(1);
-        let (parts, spans) = (context.div_ceil(PART_TOKENS), context.div_ceil(PART_TOKENS * SPAN_PARTS));
+        let (parts, spans) = (
+            context.div_ceil(PART_TOKENS),
+            context.div_ceil(PART_TOKENS * SPAN_PARTS),
+        );
         let (groups, run) = if kv_heads * tiles >= 2 * processors {
             (1, 0)
         } else if parts <= places {
@@ -40,7 +43,13 @@ impl Slice {
         } else {
             (1, 0)
         };
-        Self { rows, tiles, groups, run, is_few }
+        Self {
+            rows,
+            tiles,
+            groups,
+            run,
+            is_few,
+        }
     }
 }
 
@@ -75,16 +84,28 @@ mod tests {
 
     #[test]
     fn what_attention_writes_fits_its_memory_and_is_of_the_whole_context() {
-        for (heads, kv_heads, dim) in [(16, 4, 256), (16, 8, 128), (32, 8, 64), (20, 1, 24), (7, 1, 128)] {
+        for (heads, kv_heads, dim) in [
+            (16, 4, 256),
+            (16, 8, 128),
+            (32, 8, 64),
+            (20, 1, 24),
+            (7, 1, 128),
+        ] {
             for left in [1, 2, 3, 8, 63, 64, 65, 127, 128, 512] {
                 for position in [0, 63, 255, 1023, 15_999, 16_600, 40_000, 131_000, 1_000_000] {
                     for processors in [8, 132] {
-                        let Slice { rows, groups, run, .. } =
-                            Slice::of((heads, kv_heads, dim), left, position, processors);
+                        let Slice {
+                            rows, groups, run, ..
+                        } = Slice::of((heads, kv_heads, dim), left, position, processors);
                         let used = rows * heads * (groups * (dim + 2) + dim);
-                        assert!(used <= scratch_floats(heads, dim), "{left} rows behind {position}: {used}");
+                        assert!(
+                            used <= scratch_floats(heads, dim),
+                            "{left} rows behind {position}: {used}"
+                        );
                         let parts = (position + rows).div_ceil(PART_TOKENS);
-                        assert!(rows > 0 && groups > 0 && (run == 0 || groups * run as usize >= parts));
+                        assert!(
+                            rows > 0 && groups > 0 && (run == 0 || groups * run as usize >= parts)
+                        );
                     }
                 }
             }
@@ -97,7 +118,13 @@ mod tests {
             let slice = Slice::of((16, 4, 256), 1, position, 132);
             (slice.groups, slice.run)
         };
-        assert_eq!([3, 255, 256, 1023].map(one), [(4, 1), (4, 1), (8, 1), (16, 1)]);
-        assert_eq!([20_000, 1_000_000].map(one), [(20_001_usize.div_ceil(512), SPAN), (1, 0)]);
+        assert_eq!(
+            [3, 255, 256, 1023].map(one),
+            [(4, 1), (4, 1), (8, 1), (16, 1)]
+        );
+        assert_eq!(
+            [20_000, 1_000_000].map(one),
+            [(20_001_usize.div_ceil(512), SPAN), (1, 0)]
+        );
     }
 }

@@ -17,17 +17,15 @@ use super::{
     trial::{Trial, refused},
 };
 use crate::{
-    engine::{
-        backend::{Backend, Device, Limits, cpu::CpuDevice},
-        error::{LoadErrorKind, Unavailable},
-        spec::{AttentionSpec, Spec},
-    },
-    policy::{
-        compute::{Compute, CudaKernels, CudaMemory, DeviceChoice},
-        residency::KvShape,
-    },
-    units::Bytes,
+    backend::{Backend, Device, Limits, cpu::CpuDevice},
+    error::{LoadErrorKind, Unavailable},
+    spec::{AttentionSpec, Spec},
 };
+use cotenant_policy::{
+    compute::{Compute, CudaKernels, CudaMemory, DeviceChoice},
+    residency::KvShape,
+};
+use cotenant_units::Bytes;
 
 /// The GPU, for which a trial has shown that it computes.
 #[derive(Clone, Debug)]
@@ -61,15 +59,26 @@ impl CudaDevice {
         let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
         let trial = verdict.get_or_insert_with(Trial::run).clone()?;
         let is_asked = compute.device.memory == CudaMemory::Auto && is_integrated();
-        let probe = if is_asked { Probe::of_device(trial.graphs).ok() } else { None };
-        Ok(Self { compute, trial, probe })
+        let probe = if is_asked {
+            Probe::of_device(trial.graphs).ok()
+        } else {
+            None
+        };
+        Ok(Self {
+            compute,
+            trial,
+            probe,
+        })
     }
 
     /// Whether weights lie in mappings that the device reads.
     fn mapped(&self) -> bool {
         match self.compute.device.memory {
             // What could not be measured, for want of memory, decides nothing.
-            CudaMemory::Auto => self.probe.as_ref().map_or_else(is_integrated, |probe| probe.speed.prefers_mapped()),
+            CudaMemory::Auto => self
+                .probe
+                .as_ref()
+                .map_or_else(is_integrated, |probe| probe.speed.prefers_mapped()),
             CudaMemory::Mapped => true,
             CudaMemory::Device => false,
         }
@@ -83,17 +92,27 @@ impl CudaDevice {
         let gpu = Gpu::open()?;
         let graphs = self.trial.graphs && are_graphs_allowed();
         gpu.set_graphs(graphs).map_err(|error| refused(&error))?;
-        let kernels = if self.plain() { ", without tensor cores" } else { "" };
+        let kernels = if self.plain() {
+            ", without tensor cores"
+        } else {
+            ""
+        };
         let graphs = if graphs { "" } else { ", without graphs" };
         let memory = if self.mapped() { "mapped" } else { "device" };
-        let name = format!("cuda ({}, {}, {memory} memory{kernels}{graphs})", gpu.driver.name, gpu.image);
+        let name = format!(
+            "cuda ({}, {}, {memory} memory{kernels}{graphs})",
+            gpu.driver.name, gpu.image
+        );
         Cuda::new(&gpu, name, self.mapped(), self.plain(), limits).map_err(|error| refused(&error))
     }
 }
 
 impl Device for CudaDevice {
     fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes {
-        Bytes::of_len(copies_stride(formats_of(types.iter().copied().collect()), columns))
+        Bytes::of_len(copies_stride(
+            formats_of(types.iter().copied().collect()),
+            columns,
+        ))
     }
 
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes {
@@ -109,7 +128,11 @@ impl Device for CudaDevice {
     }
 
     fn ring_bytes(&self, ring: Bytes) -> Bytes {
-        if self.mapped() || is_integrated() { ring } else { staged_bytes(ring) }
+        if self.mapped() || is_integrated() {
+            ring
+        } else {
+            staged_bytes(ring)
+        }
     }
 
     fn instead(&self, spec: &Spec, kv: &KvShape) -> Result<Option<Arc<dyn Device>>, LoadErrorKind> {
@@ -143,15 +166,25 @@ pub fn describe() -> String {
     };
     let (major, minor) = driver.capability;
     let memory = Bytes::of_len(driver.memory);
-    let facts = format!("{}, {memory}, compute capability {major}.{minor}", driver.name);
+    let facts = format!(
+        "{}, {memory}, compute capability {major}.{minor}",
+        driver.name
+    );
     let device = match CudaDevice::find(Compute::from(1)) {
         Ok(device) => device,
         Err(error) => return format!("{facts}; {error}: the LLM computes on the CPU"),
     };
     let context = device.context_bytes(&Limits::default());
     let facts = format!("{facts}; its context takes {context}");
-    let facts = device.probe.as_ref().map_or(facts.clone(), |probe| format!("{facts}; {probe}"));
-    let tensor_cores = if device.plain() { "; tensor cores are not used: they compute something else" } else { "" };
+    let facts = device
+        .probe
+        .as_ref()
+        .map_or(facts.clone(), |probe| format!("{facts}; {probe}"));
+    let tensor_cores = if device.plain() {
+        "; tensor cores are not used: they compute something else"
+    } else {
+        ""
+    };
     let graphs = if device.trial.graphs {
         ""
     } else {
@@ -168,7 +201,9 @@ fn is_integrated() -> bool {
 fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     let matrices = spec.layers.iter().flat_map(|layer| &layer.matrices);
     let matrices = matrices.map(|matrix| (&matrix.tensor, matrix.columns));
-    for (tensor, columns) in matrices.chain([(&spec.head, spec.width), (&spec.embedding, spec.width)]) {
+    for (tensor, columns) in
+        matrices.chain([(&spec.head, spec.width), (&spec.embedding, spec.width)])
+    {
         let dtype = tensor.dtype;
         if kind_of(dtype).is_none() {
             return Some(format!("tensor `{}` has type {dtype:?}", tensor.name));
@@ -176,33 +211,49 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
         let whole = if is_plain(dtype) { 8 } else { 32 };
         if columns % whole != 0 {
             let name = &tensor.name;
-            return Some(format!("tensor `{name}` has rows of {columns} elements, no multiple of {whole}"));
+            return Some(format!(
+                "tensor `{name}` has rows of {columns} elements, no multiple of {whole}"
+            ));
         }
         let aligned = alignment(dtype);
         if tensor.offset % aligned != 0 {
             let (name, offset) = (&tensor.name, tensor.offset);
-            return Some(format!("tensor `{name}` starts at byte {offset}, no multiple of {aligned}"));
+            return Some(format!(
+                "tensor `{name}` starts at byte {offset}, no multiple of {aligned}"
+            ));
         }
     }
     let attention = &spec.attention;
     let dim = attention.head_dim;
     if spec.attention_layers() > 0 {
         if dim > 256 || !dim.is_multiple_of(8) {
-            return Some(format!("heads have {dim} elements: at most 256, a multiple of 8"));
+            return Some(format!(
+                "heads have {dim} elements: at most 256, a multiple of 8"
+            ));
         }
         if kv.block_tokens.get() != 64 {
-            return Some(format!("blocks of its cache have {} tokens instead of 64", kv.block_tokens));
+            return Some(format!(
+                "blocks of its cache have {} tokens instead of 64",
+                kv.block_tokens
+            ));
         }
     }
     let recurrent = spec.recurrent?;
     if !matches!(recurrent.head_dim, 32 | 64 | 128) {
-        return Some(format!("recurrent heads have {} elements: 32, 64 or 128", recurrent.head_dim));
+        return Some(format!(
+            "recurrent heads have {} elements: 32, 64 or 128",
+            recurrent.head_dim
+        ));
     }
     if recurrent.taps > TAPS_MAX {
-        return Some(format!("its convolution has {} taps, at most {TAPS_MAX}", recurrent.taps));
+        return Some(format!(
+            "its convolution has {} taps, at most {TAPS_MAX}",
+            recurrent.taps
+        ));
     }
     let counters = recurrent.key_heads + recurrent.values().div_ceil(256);
-    (counters > DELTA_COUNTERS_MAX).then(|| format!("it has {} recurrent heads", recurrent.value_heads))
+    (counters > DELTA_COUNTERS_MAX)
+        .then(|| format!("it has {} recurrent heads", recurrent.value_heads))
 }
 
 /// Whether a type has no quants.

@@ -10,11 +10,11 @@ use cudarc::driver::{
     sys::{self, CUdevice_attribute as Attribute},
 };
 pub(super) use sys::{
-    CUcontext as Context, CUdeviceptr as Address, CUevent as Event, CUfunction as Function, CUgraph as Graph,
-    CUgraphExec as GraphExec, CUmodule as Module, CUstream as Stream,
+    CUcontext as Context, CUdeviceptr as Address, CUevent as Event, CUfunction as Function,
+    CUgraph as Graph, CUgraphExec as GraphExec, CUmodule as Module, CUstream as Stream,
 };
 
-use crate::engine::error::{DeviceError, Unavailable};
+use crate::error::{DeviceError, Unavailable};
 
 /// A call that the driver refused, with its own name for the reason.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
@@ -26,14 +26,19 @@ pub(super) struct CudaError {
 
 fn name_of(code: &sys::CUresult) -> String {
     let name = DriverError(*code);
-    let name = name.error_name().map(|name| name.to_string_lossy().into_owned());
+    let name = name
+        .error_name()
+        .map(|name| name.to_string_lossy().into_owned());
     name.unwrap_or_else(|_| format!("{code:?}"))
 }
 
 impl CudaError {
     #[cfg(test)]
     pub(super) const fn out_of_memory() -> Self {
-        Self { call: "", code: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY }
+        Self {
+            call: "",
+            code: sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY,
+        }
     }
 
     pub(super) const fn is_not_ready(&self) -> bool {
@@ -143,7 +148,10 @@ pub(super) fn properties_on(device: c_int) -> sys::CUmemAllocationProp {
     // SAFETY: numbers and a pointer, all of which may be zero.
     let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
-    properties.location = sys::CUmemLocation { type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id: device };
+    properties.location = sys::CUmemLocation {
+        type_: sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
+        id: device,
+    };
     properties
 }
 
@@ -171,7 +179,8 @@ impl Functions {
     pub(super) fn attribute(self, device: c_int, attribute: sys::CUdevice_attribute) -> c_int {
         let mut value = 0;
         // SAFETY: a place for the number.
-        unsafe { self.cuDeviceGetAttribute(&raw mut value, attribute, device) }.map_or(0, |()| value)
+        unsafe { self.cuDeviceGetAttribute(&raw mut value, attribute, device) }
+            .map_or(0, |()| value)
     }
 }
 
@@ -207,10 +216,16 @@ impl Driver {
             ));
         }
         let functions = Functions::find().map_err(|name| {
-            Unavailable::new(format!("the driver has no function `{name}`"), "install a driver for CUDA 12.2 or later")
+            Unavailable::new(
+                format!("the driver has no function `{name}`"),
+                "install a driver for CUDA 12.2 or later",
+            )
         })?;
         let starts = |error: CudaError| {
-            Unavailable::new(format!("the driver does not start: {error}"), "see `dmesg` and the rights of /dev/nv*")
+            Unavailable::new(
+                format!("the driver does not start: {error}"),
+                "see `dmesg` and the rights of /dev/nv*",
+            )
         };
         // SAFETY: the only flags that there are.
         unsafe { functions.cuInit(0) }.map_err(starts)?;
@@ -223,12 +238,18 @@ impl Driver {
                 version_text(version),
                 version_text(VERSION_LEAST)
             );
-            return Err(Unavailable::new(reason, "update the driver, or JetPack to 6.0 or later"));
+            return Err(Unavailable::new(
+                reason,
+                "update the driver, or JetPack to 6.0 or later",
+            ));
         }
         // SAFETY: a place for the number.
         unsafe { functions.cuDeviceGetCount(&raw mut count) }.map_err(starts)?;
         if count < 1 {
-            return Err(Unavailable::new("the driver has no device", "see `nvidia-smi`"));
+            return Err(Unavailable::new(
+                "the driver has no device",
+                "see `nvidia-smi`",
+            ));
         }
         // SAFETY: a place for the number.
         unsafe { functions.cuDeviceGet(&raw mut device, 0) }.map_err(starts)?;
@@ -242,14 +263,24 @@ impl Driver {
         unsafe { functions.cuDeviceTotalMem_v2(&raw mut memory, device) }.map_err(starts)?;
         Ok(Self {
             device,
-            name: named.map_or_else(|_| "a GPU".to_owned(), |()| text.to_string_lossy().into_owned()),
+            name: named.map_or_else(
+                |_| "a GPU".to_owned(),
+                |()| text.to_string_lossy().into_owned(),
+            ),
             version,
             capability: (
-                functions.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR),
-                functions.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR),
+                functions.attribute(
+                    device,
+                    Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR,
+                ),
+                functions.attribute(
+                    device,
+                    Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR,
+                ),
             ),
             integrated: functions.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_INTEGRATED) != 0,
-            processors: functions.attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            processors: functions
+                .attribute(device, Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
             memory,
             functions,
         })

@@ -10,13 +10,14 @@ use cudarc::driver::sys;
 
 use super::{
     driver::{
-        Address, Context, CudaError, Driver, Event, Function, Functions, GraphExec, Module, Stream, properties_on,
+        Address, Context, CudaError, Driver, Event, Function, Functions, GraphExec, Module, Stream,
+        properties_on,
     },
     images,
     parameters::{Kernel, tiles_bytes},
     segments::{self, Command, Launches, Segments, Tables},
 };
-use crate::engine::{error::Unavailable, gguf::SUPPORTED};
+use crate::{error::Unavailable, gguf::SUPPORTED};
 
 /// A context, alive as long as anything in it is.
 pub(super) struct Gpu {
@@ -54,7 +55,12 @@ impl Observer {
         let driver = Driver::open()?;
         let mut context = ptr::null_mut();
         // SAFETY: a place for the handle.
-        unsafe { driver.functions.cuCtxCreate_v2(&raw mut context, 0, driver.device) }.map_err(lost)?;
+        unsafe {
+            driver
+                .functions
+                .cuCtxCreate_v2(&raw mut context, 0, driver.device)
+        }
+        .map_err(lost)?;
         Ok(Self { driver, context })
     }
 
@@ -64,7 +70,11 @@ impl Observer {
         // SAFETY: a context that is there.
         unsafe { self.driver.functions.cuCtxSetCurrent(self.context) }?;
         // SAFETY: places for the numbers.
-        unsafe { self.driver.functions.cuMemGetInfo_v2(&raw mut free, &raw mut total) }?;
+        unsafe {
+            self.driver
+                .functions
+                .cuMemGetInfo_v2(&raw mut free, &raw mut total)
+        }?;
         Ok(free)
     }
 }
@@ -114,7 +124,11 @@ impl Gpu {
             // SAFETY: a place for the handle, and a text that ends with a zero.
             unsafe { calls.cuModuleGetFunction(place, self.module, name.as_ptr()) }?;
         }
-        let tiles = SUPPORTED.into_iter().map(tiles_bytes).max().unwrap_or_default();
+        let tiles = SUPPORTED
+            .into_iter()
+            .map(tiles_bytes)
+            .max()
+            .unwrap_or_default();
         let tiles = c_int::try_from(tiles).unwrap_or(c_int::MAX);
         for (kernel, most) in [
             (Kernel::Attend128, ATTEND_SHARED_MAX),
@@ -128,11 +142,20 @@ impl Gpu {
         }
         let properties = properties_on(self.driver.device);
         // SAFETY: a place for the number, and properties of the driver's layout.
-        unsafe { calls.cuMemGetAllocationGranularity(&raw mut self.granule, &raw const properties, GRANULE_LEAST) }
+        unsafe {
+            calls.cuMemGetAllocationGranularity(
+                &raw mut self.granule,
+                &raw const properties,
+                GRANULE_LEAST,
+            )
+        }
     }
 
     fn function(&self, kernel: Kernel) -> Function {
-        self.kernels.get(kernel as usize).copied().unwrap_or(ptr::null_mut())
+        self.kernels
+            .get(kernel as usize)
+            .copied()
+            .unwrap_or(ptr::null_mut())
     }
 
     /// Bytes that may be allocated on the device.
@@ -202,17 +225,30 @@ impl Gpu {
     unsafe fn issue_on(&self, stream: Stream, command: &Command) -> Result<(), CudaError> {
         let calls = self.driver.functions;
         match command {
-            Command::Launch { kernel, grid: (x, y, z), shared, job } => {
+            Command::Launch {
+                kernel,
+                grid: (x, y, z),
+                shared,
+                job,
+            } => {
                 let (mut places, none) = (job.places(), ptr::null_mut());
                 let (function, threads) = (self.function(*kernel), kernel.threads());
                 let places = places.as_mut_ptr();
                 // SAFETY: the caller's.
-                unsafe { calls.cuLaunchKernel(function, *x, *y, *z, threads, 1, 1, *shared, stream, places, none) }
+                unsafe {
+                    calls.cuLaunchKernel(
+                        function, *x, *y, *z, threads, 1, 1, *shared, stream, places, none,
+                    )
+                }
             }
             // SAFETY: the caller's.
-            Command::Set { to, word, count } => unsafe { calls.cuMemsetD32Async(*to, *word, *count, stream) },
+            Command::Set { to, word, count } => unsafe {
+                calls.cuMemsetD32Async(*to, *word, *count, stream)
+            },
             // SAFETY: the caller's.
-            Command::Copy { from, to, bytes } => unsafe { calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, stream) },
+            Command::Copy { from, to, bytes } => unsafe {
+                calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, stream)
+            },
         }
     }
 
@@ -226,7 +262,8 @@ impl Gpu {
         self.segments().submit(self)?;
         let bytes = size_of_val(to);
         // SAFETY: the caller's, and `to` is borrowed until the stream has come to its end.
-        let queued = unsafe { calls.cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, bytes, self.stream) };
+        let queued =
+            unsafe { calls.cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, bytes, self.stream) };
         // Also after a failure: the copy may be under way.
         queued.and(self.synchronize())
     }
@@ -239,7 +276,9 @@ impl Gpu {
     pub(super) unsafe fn bring(&self, to: Address, from: &[u8]) -> Result<(), CudaError> {
         let calls = self.calls()?;
         // SAFETY: the caller's; the source is borrowed until the stream has come to its end.
-        let queued = unsafe { calls.cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.copies) };
+        let queued = unsafe {
+            calls.cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.copies)
+        };
         // SAFETY: a stream of this context.
         queued.and(unsafe { calls.cuStreamSynchronize(self.copies) })
     }
@@ -291,14 +330,17 @@ impl Launches for Gpu {
         // SAFETY: a stream of this context, which has nothing else.
         unsafe { calls.cuStreamBeginCapture_v2(self.captures, OF_THIS_THREAD) }?;
         // SAFETY: nothing is executed.
-        let issued = commands.iter().try_for_each(|command| unsafe { self.issue_on(self.captures, command) });
+        let issued = commands
+            .iter()
+            .try_for_each(|command| unsafe { self.issue_on(self.captures, command) });
         // SAFETY: a place for the handle.
         let mut end = || unsafe { calls.cuStreamEndCapture(self.captures, &raw mut graph) };
         // Once more where that fails, so that the next capture can begin.
         let ended = end().inspect_err(|_| drop(end()));
         // SAFETY: a place for the handle, and a graph that was captured just now.
-        let captured =
-            issued.and(ended).and_then(|()| unsafe { calls.cuGraphInstantiateWithFlags(&raw mut made, graph, 0) });
+        let captured = issued
+            .and(ended)
+            .and_then(|()| unsafe { calls.cuGraphInstantiateWithFlags(&raw mut made, graph, 0) });
         if !graph.is_null() {
             // SAFETY: as above; what was made of it needs it no more.
             unsafe { calls.cuGraphDestroy(graph) }.ok();
@@ -348,7 +390,11 @@ impl Commands {
     /// Launches what is held back where some of it reads this, which may be written then.
     pub(super) fn before_writing(&self, tables: Tables) -> Result<(), CudaError> {
         let mut segments = self.0.segments();
-        if segments.reads(tables) { segments.submit(&*self.0) } else { Ok(()) }
+        if segments.reads(tables) {
+            segments.submit(&*self.0)
+        } else {
+            Ok(())
+        }
     }
 
     /// Queues a command behind those that are held back: one of a segment that reads so many bytes of weights, or one that is launched at once.
@@ -356,7 +402,11 @@ impl Commands {
     /// # Safety
     ///
     /// As [`Gpu::issue`].
-    pub(super) unsafe fn queue(&self, command: &Command, weights: Option<usize>) -> Result<(), CudaError> {
+    pub(super) unsafe fn queue(
+        &self,
+        command: &Command,
+        weights: Option<usize>,
+    ) -> Result<(), CudaError> {
         let mut segments = self.0.segments();
         match weights {
             // SAFETY: the caller's.
@@ -374,7 +424,12 @@ impl Commands {
     /// # Safety
     ///
     /// Both are there, and the source is not written, until it has been executed; the thread is bound.
-    pub(super) unsafe fn send(&self, to: Address, from: *const c_void, bytes: usize) -> Result<(), CudaError> {
+    pub(super) unsafe fn send(
+        &self,
+        to: Address,
+        from: *const c_void,
+        bytes: usize,
+    ) -> Result<(), CudaError> {
         // SAFETY: the caller's.
         unsafe { (self.0.driver.functions).cuMemcpyHtoDAsync_v2(to, from, bytes, self.0.stream) }
     }
@@ -440,7 +495,12 @@ impl Drop for Gpu {
             }
         }
         // SAFETY: retained once, by `open`.
-        unsafe { self.driver.functions.cuDevicePrimaryCtxRelease_v2(self.driver.device) }.ok();
+        unsafe {
+            self.driver
+                .functions
+                .cuDevicePrimaryCtxRelease_v2(self.driver.device)
+        }
+        .ok();
     }
 }
 
@@ -462,7 +522,8 @@ fn lost(error: CudaError) -> Unavailable {
 const NON_BLOCKING: u32 = 1;
 const WITHOUT_TIME: u32 = 2;
 /// Readers bring weights from other threads meanwhile.
-const OF_THIS_THREAD: sys::CUstreamCaptureMode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+const OF_THIS_THREAD: sys::CUstreamCaptureMode =
+    sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 const SHARED_MAX: sys::CUfunction_attribute =
     sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 const GRANULE_LEAST: sys::CUmemAllocationGranularity_flags =

@@ -4,16 +4,19 @@ use std::{ffi::c_int, io::Read as _};
 
 use flate2::read::GzDecoder;
 
-use crate::engine::error::Unavailable;
+use crate::error::Unavailable;
 
 /// The kernels for a device with such a capability, as `cuModuleLoadData` takes them, and what they are.
-pub(super) fn for_capability(capability: (c_int, c_int)) -> Result<(Vec<u8>, &'static str), Unavailable> {
+pub(super) fn for_capability(
+    capability: (c_int, c_int),
+) -> Result<(Vec<u8>, &'static str), Unavailable> {
     let (packed, name) = match capability {
         (8, 7) => (SM_87, "sm_87"),
         (9, 0) => (SM_90, "sm_90"),
         (8.., _) => (COMPUTE_80, "PTX"),
         (major, minor) => {
-            let reason = format!("the GPU has compute capability {major}.{minor}, at least 8.0 is needed");
+            let reason =
+                format!("the GPU has compute capability {major}.{minor}, at least 8.0 is needed");
             return Err(Unavailable::new(reason, "set `llm.device: cpu`"));
         }
     };
@@ -44,13 +47,21 @@ mod tests {
 
     #[test]
     fn each_capability_has_its_image_and_older_ones_have_none() {
-        for (capability, name) in [((8, 7), "sm_87"), ((9, 0), "sm_90"), ((8, 6), "PTX"), ((12, 0), "PTX")] {
+        for (capability, name) in [
+            ((8, 7), "sm_87"),
+            ((9, 0), "sm_90"),
+            ((8, 6), "PTX"),
+            ((12, 0), "PTX"),
+        ] {
             let (image, found) = for_capability(capability).unwrap();
             assert_eq!(found, name);
             assert_eq!(image.starts_with(b"\x7fELF"), name != "PTX");
         }
         let refused = for_capability((7, 5)).unwrap_err();
-        assert!(refused.to_string().contains("compute capability 7.5"), "{refused}");
+        assert!(
+            refused.to_string().contains("compute capability 7.5"),
+            "{refused}"
+        );
     }
 
     #[test]

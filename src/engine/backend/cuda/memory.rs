@@ -11,13 +11,11 @@ use super::{
     gpu::Gpu,
 };
 use crate::{
-    engine::{
-        arena::{Backing, DeviceMemory, Mapping, SharedMapping},
-        backend::memory::DeviceSpace,
-        reader::READERS,
-    },
-    units::Bytes,
+    arena::{Backing, DeviceMemory, Mapping, SharedMapping},
+    backend::memory::DeviceSpace,
+    reader::READERS,
 };
+use cotenant_units::Bytes;
 
 /// Memory of the device. Dropping it waits for all that is queued, and gives it back.
 #[derive(Debug)]
@@ -43,7 +41,11 @@ impl Allocation {
         let mut address = 0;
         // SAFETY: a place for the address.
         unsafe { calls.cuMemAlloc_v2(&raw mut address, bytes) }?;
-        Ok(Self { gpu: Arc::clone(gpu), address, bytes })
+        Ok(Self {
+            gpu: Arc::clone(gpu),
+            address,
+            bytes,
+        })
     }
 }
 
@@ -75,7 +77,10 @@ impl DeviceMemory for Allocation {
         }
         self.gpu.drain();
         // SAFETY: had by `new`; what was queued has been executed, or never will be.
-        self.gpu.calls().and_then(|calls| unsafe { calls.cuMemFree_v2(address) }).is_ok()
+        self.gpu
+            .calls()
+            .and_then(|calls| unsafe { calls.cuMemFree_v2(address) })
+            .is_ok()
     }
 }
 
@@ -97,7 +102,13 @@ pub(super) fn staged(gpu: &Arc<Gpu>, bytes: usize) -> io::Result<SharedMapping> 
     let memory = Allocation::unwritten(gpu, bytes)?;
     let staging = staged_bytes(memory.bytes()).saturating_sub(memory.bytes());
     let staging = registered(gpu, Mapping::new(staging, Backing::Now)?)?;
-    Ok(SharedMapping::of_device(Box::new(Staged { memory, staging: Some(staging) }), None))
+    Ok(SharedMapping::of_device(
+        Box::new(Staged {
+            memory,
+            staging: Some(staging),
+        }),
+        None,
+    ))
 }
 
 impl DeviceMemory for Staged {
@@ -123,7 +134,10 @@ impl DeviceMemory for Staged {
 
     fn release(&mut self) -> bool {
         let freed = self.memory.release();
-        let unlocked = self.staging.take().is_some_and(|staging| staging.release() > Bytes::ZERO);
+        let unlocked = self
+            .staging
+            .take()
+            .is_some_and(|staging| staging.release() > Bytes::ZERO);
         freed && unlocked
     }
 }
@@ -150,7 +164,12 @@ pub(super) fn registered(gpu: &Arc<Gpu>, mapping: Mapping) -> io::Result<SharedM
     let calls = gpu.calls()?;
     // SAFETY: whole pages of our own mapping, which stays mapped for longer than it is registered.
     unsafe { calls.cuMemHostRegister_v2(start, bytes, DEVICE_MAP) }?;
-    let mut memory = Registered { gpu: Arc::clone(gpu), start, address: 0, bytes };
+    let mut memory = Registered {
+        gpu: Arc::clone(gpu),
+        start,
+        address: 0,
+        bytes,
+    };
     // SAFETY: a place for the address of what was registered just now.
     unsafe { calls.cuMemHostGetDevicePointer_v2(&raw mut memory.address, start, 0) }?;
     Ok(SharedMapping::of_device(Box::new(memory), Some(mapping)))
@@ -181,7 +200,10 @@ impl DeviceMemory for Registered {
         }
         self.gpu.drain();
         // SAFETY: registered once; what was queued has been executed, or never will be.
-        self.gpu.calls().and_then(|calls| unsafe { calls.cuMemHostUnregister(start) }).is_ok()
+        self.gpu
+            .calls()
+            .and_then(|calls| unsafe { calls.cuMemHostUnregister(start) })
+            .is_ok()
     }
 }
 
@@ -207,8 +229,17 @@ impl Space {
         let bytes = bytes.next_multiple_of(gpu.granule).max(gpu.granule);
         let mut start = 0;
         // SAFETY: a place for the address.
-        unsafe { gpu.calls()?.cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0) }?;
-        Ok(Self { gpu: Arc::clone(gpu), start, bytes, granules: Vec::new(), lost: 0 })
+        unsafe {
+            gpu.calls()?
+                .cuMemAddressReserve(&raw mut start, bytes, 0, 0, 0)
+        }?;
+        Ok(Self {
+            gpu: Arc::clone(gpu),
+            start,
+            bytes,
+            granules: Vec::new(),
+            lost: 0,
+        })
     }
 
     fn place(&self, granule: usize) -> Address {
@@ -309,13 +340,19 @@ impl Drop for Space {
 /// What a ring of so many bytes takes with what it is staged in, for each reader: no more than one read asks for, and of a small
 /// ring a quarter of it.
 pub(super) fn staged_bytes(ring: Bytes) -> Bytes {
-    let staging = Bytes::new(ring.get() / 4).min(STAGING_MAX).round_up(Bytes::of_len(PAGE));
+    let staging = Bytes::new(ring.get() / 4)
+        .min(STAGING_MAX)
+        .round_up(Bytes::of_len(PAGE));
     ring.saturating_add(staging.saturating_mul(READERS as u64))
 }
 
 /// What is allocated for so many bytes.
 pub(super) const fn allocated_bytes(bytes: usize) -> usize {
-    if bytes > PAGE { bytes.next_multiple_of(PAGE) } else { PAGE }
+    if bytes > PAGE {
+        bytes.next_multiple_of(PAGE)
+    } else {
+        PAGE
+    }
 }
 
 /// `CU_MEMHOSTREGISTER_DEVICEMAP` of `cuda.h`.
@@ -331,6 +368,9 @@ mod tests {
     #[test]
     fn a_ring_is_staged_in_whole_pages_of_at_most_one_read() {
         let staging = |ring: u64| (staged_bytes(Bytes::from_kib(ring)).get() >> 10) - ring;
-        assert_eq!((staging(16), staging(100), staging(64 << 10)), (2 * 4, 2 * 28, 2 * 4096));
+        assert_eq!(
+            (staging(16), staging(100), staging(64 << 10)),
+            (2 * 4, 2 * 28, 2 * 4096)
+        );
     }
 }

@@ -8,27 +8,25 @@ use super::{
     gpu::{Commands, Gpu},
     memory::{Allocation, allocated_bytes},
     parameters::{
-        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FILE_PAGE, FinishJob, HeadsJob, Job, JoinJob,
-        Kernel, Matrix, NormJob, Products, cell_kind, copies_stride, format_of, formats_of, kind_of, narrow_bytes,
-        tiles_bytes,
+        ActivateJob, AttendJob, ConvertJob, CopiesTo, DeltaJob, EmbedJob, FILE_PAGE, FinishJob,
+        HeadsJob, Job, JoinJob, Kernel, Matrix, NormJob, Products, cell_kind, copies_stride,
+        format_of, formats_of, kind_of, narrow_bytes, tiles_bytes,
     },
     segments::{Command, Tables},
     staging::{STAGING_BYTES, Staging, Table},
 };
 use crate::{
-    engine::{
-        arena::DeviceMemory as _,
-        backend::{
-            Activate, Attend, Convert, Delta, DeviceError, Finish, Limits, Multiply, Norm, Operation, Part, Prepare,
-            Product, Rotate, RowBytes, View, Widen,
-            cpu::dequantize,
-            memory::{Cells, Owner},
-            offset_in_block,
-        },
-        spec::{Activation, Pairing},
+    arena::DeviceMemory as _,
+    backend::{
+        Activate, Attend, Convert, Delta, DeviceError, Finish, Limits, Multiply, Norm, Operation,
+        Part, Prepare, Product, Rotate, RowBytes, View, Widen,
+        cpu::dequantize,
+        memory::{Cells, Owner},
+        offset_in_block,
     },
-    policy::kv_type::KvType,
+    spec::{Activation, Pairing},
 };
+use cotenant_policy::kv_type::KvType;
 
 /// Turns operations into launches.
 pub(super) struct Launcher {
@@ -59,7 +57,12 @@ pub(super) struct Launcher {
 
 impl Launcher {
     /// With memory for all operations within `limits`.
-    pub(super) fn new(gpu: &Arc<Gpu>, owner: Owner, plain: bool, limits: &Limits) -> io::Result<Self> {
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        owner: Owner,
+        plain: bool,
+        limits: &Limits,
+    ) -> io::Result<Self> {
         let [parts, blocks, growth, back, said] = table_places(limits);
         let table = |blocks| Table::new(gpu, Some(Tables::Cache), blocks);
         Ok(Self {
@@ -93,18 +96,30 @@ impl Launcher {
             Operation::Convert(job) => self.convert(job),
             Operation::Copy { from, to } => {
                 self.fits(to, from.len())?;
-                self.command(&Command::Copy { from: self.at(from)?, to: self.at(to)?, bytes: from.len() })
+                self.command(&Command::Copy {
+                    from: self.at(from)?,
+                    to: self.at(to)?,
+                    bytes: from.len(),
+                })
             }
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let (to, count) = (self.at(floats)?, floats.len() / 4);
-                self.command(&Command::Set { to, word: value.to_bits(), count })
+                self.command(&Command::Set {
+                    to,
+                    word: value.to_bits(),
+                    count,
+                })
             }
             Operation::Finish(job) => self.finish(job),
             Operation::Move { from, to, len } => {
                 let from = self.owner.device_range(&from.0, from.1, *len)?;
                 let to = self.owner.device_range(&to.0, to.1, *len)?;
-                self.command(&Command::Copy { from, to, bytes: *len })
+                self.command(&Command::Copy {
+                    from,
+                    to,
+                    bytes: *len,
+                })
             }
             Operation::Multiply(job) => self.multiply(job),
             Operation::Norm(job) => self.norm(job),
@@ -130,8 +145,19 @@ impl Launcher {
         }
     }
 
-    fn launch(&self, kernel: Kernel, grid: (u32, u32, u32), shared: u32, job: Job) -> Result<(), DeviceError> {
-        self.command(&Command::Launch { kernel, grid, shared, job })
+    fn launch(
+        &self,
+        kernel: Kernel,
+        grid: (u32, u32, u32),
+        shared: u32,
+        job: Job,
+    ) -> Result<(), DeviceError> {
+        self.command(&Command::Launch {
+            kernel,
+            grid,
+            shared,
+            job,
+        })
     }
 
     fn command(&self, command: &Command) -> Result<(), DeviceError> {
@@ -141,7 +167,10 @@ impl Launcher {
     /// A command that reads so many bytes of weights.
     fn command_with(&self, command: &Command, weights: usize) -> Result<(), DeviceError> {
         // SAFETY: parameters of the kernel, with addresses of buffers, which wait for what is queued before they are given up.
-        Ok(unsafe { self.commands.queue(command, self.of_token.then_some(weights)) }?)
+        Ok(unsafe {
+            self.commands
+                .queue(command, self.of_token.then_some(weights))
+        }?)
     }
 
     fn counter(&self, place: usize) -> Address {
@@ -149,7 +178,12 @@ impl Launcher {
     }
 
     /// Where copies of rows of `columns` elements go, from row `prepare.first` on.
-    fn prepare(&mut self, prepare: &Prepare, rows: usize, columns: usize) -> Result<CopiesTo, DeviceError> {
+    fn prepare(
+        &mut self,
+        prepare: &Prepare,
+        rows: usize,
+        columns: usize,
+    ) -> Result<CopiesTo, DeviceError> {
         let formats = formats_of(prepare.types);
         let stride = copies_stride(formats, columns);
         self.fits(&prepare.copies.memory, (prepare.first + rows) * stride)?;
@@ -161,7 +195,10 @@ impl Launcher {
             unused: 0,
         };
         self.copied_in = self.copied.base;
-        Ok(CopiesTo { base: self.copied.base + (prepare.first * stride) as u64, ..self.copied })
+        Ok(CopiesTo {
+            base: self.copied.base + (prepare.first * stride) as u64,
+            ..self.copied
+        })
     }
 
     /// Adds `bias` to each of `rows` rows of as many elements.
@@ -170,7 +207,10 @@ impl Launcher {
         let job = NormJob {
             stream: to,
             other: self.at(bias)?,
-            to: CopiesTo { columns: word(bias.len() / 4)?, ..CopiesTo::default() },
+            to: CopiesTo {
+                columns: word(bias.len() / 4)?,
+                ..CopiesTo::default()
+            },
             scale: 1.0,
             ..NormJob::default()
         };
@@ -202,7 +242,9 @@ impl Launcher {
 
     fn multiply(&mut self, job: &Multiply<'_>) -> Result<(), DeviceError> {
         if self.copied_in != self.at(&job.copies.memory)? {
-            return Err(DeviceError::new("an input was not copied for its products".to_owned()));
+            return Err(DeviceError::new(
+                "an input was not copied for its products".to_owned(),
+            ));
         }
         let Some(activate) = &job.activate else {
             return self.products(job, None);
@@ -218,14 +260,27 @@ impl Launcher {
 
     /// Where the copies of one token's activation go when it is launched with the products that it is made of: beside those of their
     /// input, which other blocks still read. Nothing where it is launched alone.
-    fn pair_copies(&self, job: &Multiply<'_>, activate: &Activate) -> Result<Option<CopiesTo>, DeviceError> {
-        let Prepare { copies, types, first } = &activate.prepare;
+    fn pair_copies(
+        &self,
+        job: &Multiply<'_>,
+        activate: &Activate,
+    ) -> Result<Option<CopiesTo>, DeviceError> {
+        let Prepare {
+            copies,
+            types,
+            first,
+        } = &activate.prepare;
         let is_whole = |product: &Product, out: &View| {
             product.rows == activate.width && product.first == 0 && product.out.is_same(out)
         };
-        let [gate, up] = &*job.products else { return Ok(None) };
+        let [gate, up] = &*job.products else {
+            return Ok(None);
+        };
         let start = self.at(&copies.memory)?;
-        let (formats, half) = (formats_of(*types), copies.memory.len() / 2 / COPIES_ALIGN * COPIES_ALIGN);
+        let (formats, half) = (
+            formats_of(*types),
+            copies.memory.len() / 2 / COPIES_ALIGN * COPIES_ALIGN,
+        );
         let stride = copies_stride(formats, activate.width);
         let fits = job.rows == 1
             && *first == 0
@@ -244,7 +299,11 @@ impl Launcher {
     }
 
     /// Products, with what becomes of two of them and where its copies go.
-    fn products(&mut self, job: &Multiply<'_>, pair: Option<(&Activate, CopiesTo)>) -> Result<(), DeviceError> {
+    fn products(
+        &mut self,
+        job: &Multiply<'_>,
+        pair: Option<(&Activate, CopiesTo)>,
+    ) -> Result<(), DeviceError> {
         let (kernel, rows, tokens) = match job.rows {
             0 => return Ok(()),
             1 if pair.is_none() && self.is_narrow(job) => (Kernel::ProductNarrow, 8, 1),
@@ -257,16 +316,27 @@ impl Launcher {
         let parts = self.parts_of(&job.products)?;
         let mut left = &*job.products;
         while !left.is_empty() {
-            let mut launched = Products { parts, input: self.copied, tokens: word(job.rows)?, ..Products::default() };
+            let mut launched = Products {
+                parts,
+                input: self.copied,
+                tokens: word(job.rows)?,
+                ..Products::default()
+            };
             let (mut blocks, mut weights, mut shared) = (0, 0, 0);
             while let Some((product, others)) = left.split_first() {
-                let Some(matrix) = launched.matrix.get_mut(launched.matrices as usize) else { break };
+                let Some(matrix) = launched.matrix.get_mut(launched.matrices as usize) else {
+                    break;
+                };
                 *matrix = self.matrix(product, job.rows, blocks)?;
                 left = others;
                 if kernel == Kernel::Product1 {
                     left = self.add_tiles(matrix, product, others)?;
                 }
-                let tile = if matrix.tiles == 0 { matrix.rows } else { matrix.tiles / FILE_PAGE };
+                let tile = if matrix.tiles == 0 {
+                    matrix.rows
+                } else {
+                    matrix.tiles / FILE_PAGE
+                };
                 let last = matrix.rows - (matrix.parts() - 1) * tile;
                 blocks += (matrix.parts() - 1) * tile.div_ceil(rows) + last.div_ceil(rows);
                 weights += product.weight.len() / product.rows.max(1) * matrix.rows as usize;
@@ -288,7 +358,15 @@ impl Launcher {
             let grid = (blocks, word(job.rows.div_ceil(tokens))?, 1);
             let job = Job::Products(launched);
             let shared = word(shared)?;
-            self.command_with(&Command::Launch { kernel, grid, shared, job }, weights)?;
+            self.command_with(
+                &Command::Launch {
+                    kernel,
+                    grid,
+                    shared,
+                    job,
+                },
+                weights,
+            )?;
         }
         Ok(())
     }
@@ -300,7 +378,9 @@ impl Launcher {
         first: &Product,
         mut others: &'p [Product],
     ) -> Result<&'p [Product], DeviceError> {
-        let (Some(part), page) = (first.part, u64::from(FILE_PAGE)) else { return Ok(others) };
+        let (Some(part), page) = (first.part, u64::from(FILE_PAGE)) else {
+            return Ok(others);
+        };
         let (tile, bytes) = (matrix.rows, first.weight.len() as u64 % page);
         if tile > u32::MAX / FILE_PAGE || matrix.offset >= page {
             return Ok(others);
@@ -313,7 +393,8 @@ impl Launcher {
                 && next.part == Some(part + number as usize)
                 && next.first == first.first + matrix.rows as usize
                 && offset == (matrix.offset + u64::from(number) * bytes) % page
-                && (next.dtype, next.columns, next.stride) == (first.dtype, first.columns, first.stride)
+                && (next.dtype, next.columns, next.stride)
+                    == (first.dtype, first.columns, first.stride)
                 && next.out.is_same(&first.out);
             if !follows {
                 break;
@@ -328,8 +409,16 @@ impl Launcher {
 
     /// Matrices with quants for which blocks of 32 rows leave multiprocessors idle.
     fn is_narrow(&self, job: &Multiply<'_>) -> bool {
-        let blocks: usize = job.products.iter().map(|product| product.rows.div_ceil(32)).sum();
-        blocks <= self.commands.processors() && job.products.iter().all(|product| narrow_bytes(product.dtype) > 0)
+        let blocks: usize = job
+            .products
+            .iter()
+            .map(|product| product.rows.div_ceil(32))
+            .sum();
+        blocks <= self.commands.processors()
+            && job
+                .products
+                .iter()
+                .all(|product| narrow_bytes(product.dtype) > 0)
     }
 
     /// The table of parts, with those of these products.
@@ -339,30 +428,46 @@ impl Launcher {
             let Some(number) = product.part else { continue };
             let (place, _) = self.owner.device_place(&product.weight)?;
             let known = self.places.get_mut(number + 1);
-            let known = known.ok_or_else(|| DeviceError::new(format!("there is no part {number}")))?;
+            let known =
+                known.ok_or_else(|| DeviceError::new(format!("there is no part {number}")))?;
             if mem::replace(known, place) != place {
-                self.commands.before_writing(Tables::Part(word(number + 1)?))?;
+                self.commands
+                    .before_writing(Tables::Part(word(number + 1)?))?;
                 is_same = false;
             }
         }
         if is_same {
             return Ok(self.parts.address());
         }
-        self.parts.put(&mut self.staging, self.places.iter().copied().map(Ok))
+        self.parts
+            .put(&mut self.staging, self.places.iter().copied().map(Ok))
     }
 
-    fn matrix(&self, product: &Product, tokens: usize, first_block: u32) -> Result<Matrix, DeviceError> {
+    fn matrix(
+        &self,
+        product: &Product,
+        tokens: usize,
+        first_block: u32,
+    ) -> Result<Matrix, DeviceError> {
         let dtype = product.dtype;
-        let kind = kind_of(dtype).ok_or_else(|| DeviceError::new(format!("there is no kernel for {dtype:?}")))?;
+        let kind = kind_of(dtype)
+            .ok_or_else(|| DeviceError::new(format!("there is no kernel for {dtype:?}")))?;
         let row_bytes = product.columns / dtype.block_size() * dtype.type_size();
         self.fits(&product.weight, product.rows * row_bytes)?;
         let end = product.first + product.rows;
         self.fits(&product.out, ((tokens - 1) * product.stride + end) * 4)?;
-        if product.columns != self.copied.columns as usize || format_of(dtype) & self.copied.formats == 0 {
-            return Err(DeviceError::new("an input was copied for other products".to_owned()));
+        if product.columns != self.copied.columns as usize
+            || format_of(dtype) & self.copied.formats == 0
+        {
+            return Err(DeviceError::new(
+                "an input was copied for other products".to_owned(),
+            ));
         }
         let (part, offset) = match product.part {
-            Some(number) => (word(number + 1)?, self.owner.device_place(&product.weight)?.1),
+            Some(number) => (
+                word(number + 1)?,
+                self.owner.device_place(&product.weight)?.1,
+            ),
             None => (0, self.at(&product.weight)?),
         };
         Ok(Matrix {
@@ -455,12 +560,19 @@ impl Launcher {
     }
 
     /// The table of the cache's blocks, each of which is open.
-    fn table(&mut self, cells: &Cells<'_>, is_windowed: bool, tokens: usize) -> Result<Address, DeviceError> {
+    fn table(
+        &mut self,
+        cells: &Cells<'_>,
+        is_windowed: bool,
+        tokens: usize,
+    ) -> Result<Address, DeviceError> {
         let len = cells.shape.block_bytes(cells.kind).as_len();
         let used = tokens.div_ceil(cells.shape.block_tokens.get().max(1) as usize);
         let places = cells.places.iter().take(used);
         if places.len() < used {
-            return Err(DeviceError::new("the cache has no room for its tokens".to_owned()));
+            return Err(DeviceError::new(
+                "the cache has no room for its tokens".to_owned(),
+            ));
         }
         let addresses = places.map(|place| self.owner.device_range(&cells.space, place * len, len));
         let [whole, windows] = &mut self.blocks;
@@ -473,23 +585,37 @@ impl Launcher {
         let (dim, query) = (spec.head_dim, spec.heads * spec.head_dim);
         let step = if spec.gated { 2 * dim } else { dim };
         let (query_row, key_row) = (spec.heads * step, spec.kv_heads * dim);
-        for (view, row) in [(&job.query, query_row), (&job.key, key_row), (&job.value, key_row), (&job.out, query)] {
+        for (view, row) in [
+            (&job.query, query_row),
+            (&job.key, key_row),
+            (&job.value, key_row),
+            (&job.out, query),
+        ] {
             self.fits(view, job.rows * row * 4)?;
         }
-        let (queries, keys, values) = (self.at(&job.query)?, self.at(&job.key)?, self.at(&job.value)?);
+        let (queries, keys, values) = (
+            self.at(&job.query)?,
+            self.at(&job.key)?,
+            self.at(&job.value)?,
+        );
         self.add_bias(queries, job.rows, job.query_bias.as_ref())?;
         self.add_bias(keys, job.rows, job.key_bias.as_ref())?;
         self.add_bias(values, job.rows, job.value_bias.as_ref())?;
-        let offset = |part| offset_in_block(&job.cells.shape, job.cells.kind, job.layer, part, 0) as u64;
+        let offset =
+            |part| offset_in_block(&job.cells.shape, job.cells.kind, job.layer, part, 0) as u64;
         let (key_offset, value_offset) = (offset(Part::Key), offset(Part::Value));
         let blocks = self.table(&job.cells, job.window.is_some(), job.position + job.rows)?;
         let back = match &job.gap {
-            Some(gap) => self.back.put(&mut self.staging, gap.back.iter().copied().map(Ok))?,
+            Some(gap) => self
+                .back
+                .put(&mut self.staging, gap.back.iter().copied().map(Ok))?,
             None => 0,
         };
         let kind = cell_kind(job.cells.kind);
         if dim > HEAD_DIM_MAX {
-            return Err(DeviceError::new(format!("heads of {dim} elements are too long")));
+            return Err(DeviceError::new(format!(
+                "heads of {dim} elements are too long"
+            )));
         }
         self.fits(&job.scratch, scratch_floats(spec.heads, dim) * 4)?;
         let partial = self.at(&job.scratch)?;
@@ -498,15 +624,27 @@ impl Launcher {
         while first < job.rows {
             let position = job.position + first;
             let shape = (spec.heads, spec.kv_heads, dim);
-            let Slice { rows, tiles, groups, run, is_few } =
-                Slice::of(shape, job.rows - first, position, self.commands.processors());
-            let turned_back = partial + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
+            let Slice {
+                rows,
+                tiles,
+                groups,
+                run,
+                is_few,
+            } = Slice::of(
+                shape,
+                job.rows - first,
+                position,
+                self.commands.processors(),
+            );
+            let turned_back =
+                partial + ((scratch_floats(spec.heads, dim) - rows * spec.heads * dim) * 4) as u64;
             let of_rows = |start: Address, row: usize| start + (first * row * 4) as u64;
             let query_floats = of_rows(queries, query_row);
             let position_at = self.set_position(position)?;
             let growth = match &job.temperature {
                 Some(temperature) => {
-                    let growth = (position..position + rows).map(|position| temperature.at(position));
+                    let growth =
+                        (position..position + rows).map(|position| temperature.at(position));
                     self.growth.put(&mut self.staging, growth.map(Ok))?
                 }
                 None => 0,
@@ -541,7 +679,12 @@ impl Launcher {
                 ..HeadsJob::default()
             };
             let all_heads = word((spec.heads + 2 * spec.kv_heads).div_ceil(4))?;
-            self.launch(Kernel::Heads, (all_heads, word(rows)?, 1), 0, Job::Heads(heads))?;
+            self.launch(
+                Kernel::Heads,
+                (all_heads, word(rows)?, 1),
+                0,
+                Job::Heads(heads),
+            )?;
             let attend = AttendJob {
                 query: turned,
                 query_back: if back == 0 { 0 } else { turned_back },
@@ -566,8 +709,15 @@ impl Launcher {
             self.launch(kernel, grid, shared, Job::Attend(attend))?;
             let join = JoinJob {
                 partial,
-                gate: if spec.gated { query_floats + 4 * dim as u64 } else { 0 },
-                to: CopiesTo { base: to.base + (first as u64) * u64::from(to.stride), ..to },
+                gate: if spec.gated {
+                    query_floats + 4 * dim as u64
+                } else {
+                    0
+                },
+                to: CopiesTo {
+                    base: to.base + (first as u64) * u64::from(to.stride),
+                    ..to
+                },
                 position: position_at,
                 heads: word(spec.heads)?,
                 dim: word(dim)?,
@@ -588,12 +738,26 @@ impl Launcher {
         let elements = u32::try_from(job.elements).unwrap_or(u32::MAX);
         let bytes = |kind: KvType| usize::try_from(kind.row_bytes(elements)).unwrap_or(usize::MAX);
         let (had, has) = (bytes(job.from), bytes(job.to));
-        let memory = self.owner.device_range(&job.space, 0, job.rows * had.max(has))?;
+        let memory = self
+            .owner
+            .device_range(&job.space, 0, job.rows * had.max(has))?;
         let wave = |first: usize, end: usize| {
             let count = word(end - first)?;
             let (from, to) = (cell_kind(job.from), cell_kind(job.to));
-            let launched = ConvertJob { memory, first: first as u64, count, dim: elements, from, to };
-            self.launch(Kernel::Convert, (count.div_ceil(4), 1, 1), 0, Job::Convert(launched))
+            let launched = ConvertJob {
+                memory,
+                first: first as u64,
+                count,
+                dim: elements,
+                from,
+                to,
+            };
+            self.launch(
+                Kernel::Convert,
+                (count.div_ceil(4), 1, 1),
+                0,
+                Job::Convert(launched),
+            )
         };
         // In waves that write where rows of later ones have been, and no row of the same wave that another block reads.
         if has <= had {
@@ -618,10 +782,29 @@ impl Launcher {
         let spec = &job.spec;
         let (rows, channels, values) = (job.rows.len(), spec.channels(), spec.values());
         let [of_one, of_inputs, of_chunk, of_results] = match spec.head_dim {
-            32 => [Kernel::Delta32, Kernel::DeltaInputs32, Kernel::DeltaChunk32, Kernel::DeltaResults32],
-            64 => [Kernel::Delta64, Kernel::DeltaInputs64, Kernel::DeltaChunk64, Kernel::DeltaResults64],
-            128 => [Kernel::Delta128, Kernel::DeltaInputs128, Kernel::DeltaChunk128, Kernel::DeltaResults128],
-            other => return Err(DeviceError::new(format!("there is no kernel for a state of {other}"))),
+            32 => [
+                Kernel::Delta32,
+                Kernel::DeltaInputs32,
+                Kernel::DeltaChunk32,
+                Kernel::DeltaResults32,
+            ],
+            64 => [
+                Kernel::Delta64,
+                Kernel::DeltaInputs64,
+                Kernel::DeltaChunk64,
+                Kernel::DeltaResults64,
+            ],
+            128 => [
+                Kernel::Delta128,
+                Kernel::DeltaInputs128,
+                Kernel::DeltaChunk128,
+                Kernel::DeltaResults128,
+            ],
+            other => {
+                return Err(DeviceError::new(format!(
+                    "there is no kernel for a state of {other}"
+                )));
+            }
         };
         self.fits(&job.mixed, job.rows.end * channels * 4)?;
         self.fits(&job.gate, rows * values * 4)?;
@@ -660,12 +843,18 @@ impl Launcher {
         }
         // Until there are copies, what the rule takes for each value head lies in their place.
         if launched.to.stride / DELTA_SCALARS < heads {
-            return Err(DeviceError::new("a layer with a state makes no copies of its result".to_owned()));
+            return Err(DeviceError::new(
+                "a layer with a state makes no copies of its result".to_owned(),
+            ));
         }
         let inputs = (keys + heads, word(rows.div_ceil(DELTA_TILE))?, 1);
         self.launch(of_inputs, inputs, 0, Job::Delta(launched))?;
         self.launch(of_chunk, blocks, 0, Job::Delta(launched))?;
-        let results = (word(values.div_ceil(256))?, word(rows.div_ceil(DELTA_WARPS))?, 1);
+        let results = (
+            word(values.div_ceil(256))?,
+            word(rows.div_ceil(DELTA_WARPS))?,
+            1,
+        );
         self.launch(of_results, results, 0, Job::Delta(launched))
     }
 
@@ -674,11 +863,16 @@ impl Launcher {
         let found = self.at(&job.found)?;
         self.fits(&job.found, 12)?;
         self.add_bias(logits, 1, job.bias.as_ref())?;
-        let ranges = job.said.iter().map(|rows| Ok([word(rows.start)?, word(rows.end)?]));
+        let ranges = job
+            .said
+            .iter()
+            .map(|rows| Ok([word(rows.start)?, word(rows.end)?]));
         let vocabulary = job.logits.len() / 4;
         let blocks = vocabulary.div_ceil(1024);
         if blocks > FINISH_BLOCKS_MAX {
-            return Err(DeviceError::new(format!("a vocabulary of {vocabulary} is too large")));
+            return Err(DeviceError::new(format!(
+                "a vocabulary of {vocabulary} is too large"
+            )));
         }
         let launched = FinishJob {
             logits,
@@ -691,8 +885,17 @@ impl Launcher {
             scale: job.scale,
             cap: job.cap.unwrap_or(0.0),
         };
-        self.launch(Kernel::Finish, (word(blocks)?, 1, 1), 0, Job::Finish(launched))?;
-        self.command(&Command::Copy { from: self.counter(RESULT), to: found, bytes: 12 })
+        self.launch(
+            Kernel::Finish,
+            (word(blocks)?, 1, 1),
+            0,
+            Job::Finish(launched),
+        )?;
+        self.command(&Command::Copy {
+            from: self.counter(RESULT),
+            to: found,
+            bytes: 12,
+        })
     }
 }
 
@@ -703,7 +906,9 @@ fn is_of_token(operation: &Operation<'_>) -> bool {
         Operation::Attend(job) => job.rows == 1,
         Operation::Delta(job) => job.rows.len() == 1,
         Operation::Finish(_) => true,
-        Operation::Multiply(job) => job.rows == 1 && job.products.iter().all(|product| product.part.is_some()),
+        Operation::Multiply(job) => {
+            job.rows == 1 && job.products.iter().all(|product| product.part.is_some())
+        }
         Operation::Norm(job) => job.stream.len() == job.weight.len(),
         Operation::Convert(_)
         | Operation::Copy { .. }
@@ -723,7 +928,8 @@ const fn number_of(activation: Activation) -> u32 {
 }
 
 fn word(number: usize) -> Result<u32, DeviceError> {
-    u32::try_from(number).map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
+    u32::try_from(number)
+        .map_err(|_| DeviceError::new(format!("{number} is more than a kernel counts")))
 }
 
 // Places among the counters:
@@ -747,15 +953,31 @@ const COUNTERS_BYTES: usize = PAIR + 4 * PAIR_COUNTERS_MAX;
 
 /// Places in the tables of a launcher: of parts, blocks, growth of queries, cosines and sines of a gap, and rows that are said.
 fn table_places(limits: &Limits) -> [usize; 5] {
-    let blocks = usize::try_from(limits.context).unwrap_or(usize::MAX).div_ceil(BLOCK_TOKENS);
-    [1 + limits.parts, blocks, SCRATCH_ROWS, HEAD_DIM_MAX, limits.said]
+    let blocks = usize::try_from(limits.context)
+        .unwrap_or(usize::MAX)
+        .div_ceil(BLOCK_TOKENS);
+    [
+        1 + limits.parts,
+        blocks,
+        SCRATCH_ROWS,
+        HEAD_DIM_MAX,
+        limits.said,
+    ]
 }
 
 /// What a launcher takes for itself: counters, tables, and what is staged for them.
 pub(super) fn own_bytes(limits: &Limits) -> usize {
     let [parts, blocks, growth, back, said] = table_places(limits);
-    let pages =
-        [COUNTERS_BYTES, parts * 8, blocks * 8, blocks * 8, growth * 4, back * 4, said * 8].map(allocated_bytes);
+    let pages = [
+        COUNTERS_BYTES,
+        parts * 8,
+        blocks * 8,
+        blocks * 8,
+        growth * 4,
+        back * 4,
+        said * 8,
+    ]
+    .map(allocated_bytes);
     pages.into_iter().sum::<usize>() + STAGING_BYTES
 }
 /// Rows of a gate that are activated together: `pair_of` of `products.cu`.

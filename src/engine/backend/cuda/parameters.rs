@@ -8,10 +8,8 @@ use std::{
 use candle_core::quantized::GgmlDType;
 
 use super::driver::Address;
-use crate::{
-    engine::{backend::Types, gguf::SUPPORTED},
-    policy::kv_type::KvType,
-};
+use crate::{backend::Types, gguf::SUPPORTED};
+use cotenant_policy::kv_type::KvType;
 
 /// Kernels: each by its name in the module, with the threads of a block that it was compiled for.
 macro_rules! kernels {
@@ -69,7 +67,10 @@ kernels! {
 
 /// The parameters of a launch.
 #[derive(Clone, Copy, Debug, PartialEq)]
-#[expect(clippy::large_enum_variant, reason = "products are most of what is launched")]
+#[expect(
+    clippy::large_enum_variant,
+    reason = "products are most of what is launched"
+)]
 pub(super) enum Job {
     Activate(ActivateJob),
     Attend(AttendJob),
@@ -90,16 +91,33 @@ impl Job {
             ptr::from_ref(parameter).cast_mut().cast()
         }
         let one = |place: *mut c_void| {
-            [place, ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut(), ptr::null_mut()]
+            [
+                place,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+            ]
         };
         match self {
-            Self::Activate(job) => {
-                [at(&job.gate), at(&job.up), at(&job.stride), at(&job.activation), at(&job.to), ptr::null_mut()]
-            }
+            Self::Activate(job) => [
+                at(&job.gate),
+                at(&job.up),
+                at(&job.stride),
+                at(&job.activation),
+                at(&job.to),
+                ptr::null_mut(),
+            ],
             Self::Attend(job) => one(at(job)),
-            Self::Convert(job) => {
-                [at(&job.memory), at(&job.first), at(&job.count), at(&job.dim), at(&job.from), at(&job.to)]
-            }
+            Self::Convert(job) => [
+                at(&job.memory),
+                at(&job.first),
+                at(&job.count),
+                at(&job.dim),
+                at(&job.from),
+                at(&job.to),
+            ],
             Self::Delta(job) => one(at(job)),
             Self::Embed(job) => one(at(job)),
             Self::Finish(job) => one(at(job)),
@@ -163,7 +181,11 @@ pub(super) struct Matrix {
 impl Matrix {
     /// Parts that its rows lie in, one behind the other from `part` on.
     pub(super) const fn parts(&self) -> u32 {
-        if self.tiles == 0 { 1 } else { self.rows.div_ceil(self.tiles / FILE_PAGE) }
+        if self.tiles == 0 {
+            1
+        } else {
+            self.rows.div_ceil(self.tiles / FILE_PAGE)
+        }
     }
 }
 
@@ -334,7 +356,9 @@ pub(super) struct FinishJob {
 
 /// Dynamic shared memory of `product_narrow` for weights of a type: two stages of 32 segments, and what a round of steps adds to eight rows.
 pub(super) fn narrow_bytes(dtype: GgmlDType) -> usize {
-    let Some(step) = step_bytes(dtype) else { return 0 };
+    let Some(step) = step_bytes(dtype) else {
+        return 0;
+    };
     let together = match step {
         211.. => 1,
         111.. => 2,
@@ -351,7 +375,9 @@ pub(super) fn narrow_bytes(dtype: GgmlDType) -> usize {
 
 /// Dynamic shared memory of `product_tiles` for weights of a type: two stages of 64 rows and 32 tokens, and what is made of one.
 pub(super) fn tiles_bytes(dtype: GgmlDType) -> usize {
-    let Some(step) = step_bytes(dtype) else { return 0 };
+    let Some(step) = step_bytes(dtype) else {
+        return 0;
+    };
     let scales = if dtype.block_size() == 256 { 4 } else { 32 };
     2 * (64 * odd_units(step) + 32 * (272 + 32 + scales)) + 64 * 64 + 32 * 32
 }
@@ -372,7 +398,10 @@ const fn odd_units(bytes: usize) -> usize {
 /// Number of a weight type among `Type` of `weights.cuh`, whose order is that of [`SUPPORTED`]; none of those that
 /// there is no kernel for.
 pub(super) fn kind_of(dtype: GgmlDType) -> Option<u32> {
-    SUPPORTED.iter().position(|known| *known == dtype).and_then(|number| u32::try_from(number).ok())
+    SUPPORTED
+        .iter()
+        .position(|known| *known == dtype)
+        .and_then(|number| u32::try_from(number).ok())
 }
 
 /// The format of activations that a product with weights of a type takes: one of `Format` of `copies.cuh`.
@@ -381,14 +410,22 @@ pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
         GgmlDType::F32 => F32,
         GgmlDType::F16 => F16,
         GgmlDType::BF16 => BF16,
-        GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K | GgmlDType::Q8K => Q8K,
+        GgmlDType::Q2K
+        | GgmlDType::Q3K
+        | GgmlDType::Q4K
+        | GgmlDType::Q5K
+        | GgmlDType::Q6K
+        | GgmlDType::Q8K => Q8K,
         _ => Q8_0,
     }
 }
 
 /// All formats that products with weights of these types take.
 pub(super) fn formats_of(types: Types) -> u32 {
-    FORMATS.into_iter().filter(|format| types.any(|dtype| format_of(dtype) == *format)).sum()
+    FORMATS
+        .into_iter()
+        .filter(|format| types.any(|dtype| format_of(dtype) == *format))
+        .sum()
 }
 
 /// Bytes of a token's copies in all of `formats`, as `format_bytes` of `copies.cuh` has them.

@@ -16,10 +16,8 @@ use super::{
     memory::Allocation,
     trial::{Speed, refused},
 };
-use crate::{
-    engine::{arena::DeviceMemory as _, error::Unavailable},
-    units::Bytes,
-};
+use crate::{arena::DeviceMemory as _, error::Unavailable};
+use cotenant_units::Bytes;
 
 /// What was measured of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -62,7 +60,10 @@ struct Known {
     folder: Option<PathBuf>,
 }
 
-static KNOWN: Mutex<Known> = Mutex::new(Known { probe: None, folder: None });
+static KNOWN: Mutex<Known> = Mutex::new(Known {
+    probe: None,
+    folder: None,
+});
 
 /// Has probes read from a folder and kept there.
 pub fn keep_probe_in(folder: &Path) {
@@ -92,7 +93,10 @@ impl Probe {
         }
         let of = Measured::now(Driver::open()?);
         let file = known.folder.as_deref().map(|folder| folder.join(FILE));
-        let kept = file.as_deref().and_then(read).filter(|probe| probe.of == of);
+        let kept = file
+            .as_deref()
+            .and_then(read)
+            .filter(|probe| probe.of == of);
         let probe = match kept {
             Some(probe) => probe,
             None => {
@@ -135,27 +139,45 @@ impl Room {
         let (before, available) = (gpu.free()?, available());
         let began = Instant::now();
         let mut pieces = Vec::new();
-        while largest > 0 && (pieces.len() + 1) * largest <= half.min(SUM_MAX) && began.elapsed() < ALLOCATING_MAX {
+        while largest > 0
+            && (pieces.len() + 1) * largest <= half.min(SUM_MAX)
+            && began.elapsed() < ALLOCATING_MAX
+        {
             let Ok(piece) = Allocation::unwritten(&gpu, largest) else {
                 break;
             };
             pieces.push(piece);
         }
-        let sum = pieces.iter().map(|piece| piece.bytes().as_len()).sum::<usize>();
+        let sum = pieces
+            .iter()
+            .map(|piece| piece.bytes().as_len())
+            .sum::<usize>();
         let (held, held_available) = (gpu.free()?, self::available());
         let taken = before.saturating_sub(held);
-        let taken_available = available.zip(held_available).map_or(0, |(before, held)| before.saturating_sub(held));
+        let taken_available = available
+            .zip(held_available)
+            .map_or(0, |(before, held)| before.saturating_sub(held));
         drop(pieces);
         let freed = Instant::now();
-        let driver_us = until(freed, || Ok(gpu.free()?.saturating_sub(held) >= most_of(taken)))?;
+        let driver_us = until(freed, || {
+            Ok(gpu.free()?.saturating_sub(held) >= most_of(taken))
+        })?;
         // Of a discrete device, or of one whose driver keeps a pool, the system counts nothing.
         let system_us = if taken_available >= sum / 2 && sum > 0 {
             let held = held_available.unwrap_or_default();
-            until(freed, || Ok(self::available().unwrap_or_default().saturating_sub(held) >= most_of(taken_available)))?
+            until(freed, || {
+                Ok(self::available().unwrap_or_default().saturating_sub(held)
+                    >= most_of(taken_available))
+            })?
         } else {
             None
         };
-        Ok(Self { largest_bytes: largest, sum_bytes: sum, driver_us, system_us })
+        Ok(Self {
+            largest_bytes: largest,
+            sum_bytes: sum,
+            driver_us,
+            system_us,
+        })
     }
 }
 
@@ -168,7 +190,11 @@ fn largest(gpu: &Arc<Gpu>, most: usize) -> usize {
     let (mut least, mut most) = (0, most);
     while most - least > STEP {
         let middle = least.midpoint(most);
-        if fits(middle) { least = middle } else { most = middle }
+        if fits(middle) {
+            least = middle;
+        } else {
+            most = middle;
+        }
     }
     least
 }
@@ -193,8 +219,14 @@ const fn most_of(bytes: usize) -> usize {
 /// `MemAvailable`, in bytes.
 fn available() -> Option<usize> {
     let text = fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
-    line.split_ascii_whitespace().next()?.parse::<usize>().ok()?.checked_mul(1024)
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    line.split_ascii_whitespace()
+        .next()?
+        .parse::<usize>()
+        .ok()?
+        .checked_mul(1024)
 }
 
 fn read(file: &Path) -> Option<Probe> {
@@ -216,15 +248,20 @@ impl std::fmt::Display for Probe {
             gigabytes(speed.device),
             gigabytes(speed.mapped),
             speed.launch.as_secs_f64() * 1e6,
-            speed
-                .in_graph
-                .map_or_else(String::new, |took| format!(" and in a graph in {:.1} us", took.as_secs_f64() * 1e6)),
+            speed.in_graph.map_or_else(String::new, |took| format!(
+                " and in a graph in {:.1} us",
+                took.as_secs_f64() * 1e6
+            )),
             Bytes::of_len(room.largest_bytes),
             Bytes::of_len(room.sum_bytes),
         )?;
         for (us, whose) in [(room.driver_us, "driver"), (room.system_us, "system")] {
             if let Some(us) = us {
-                write!(formatter, ", free for the {whose} after {} ms", us.div_ceil(1000))?;
+                write!(
+                    formatter,
+                    ", free for the {whose} after {} ms",
+                    us.div_ceil(1000)
+                )?;
             }
         }
         Ok(())

@@ -9,13 +9,11 @@ use super::{
     operations::Launcher,
 };
 use crate::{
-    engine::{
-        arena::{Backing, Mapping, SharedMapping},
-        backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, memory::Owner},
-    },
-    heap,
-    units::Bytes,
+    arena::{Backing, Mapping, SharedMapping},
+    backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, memory::Owner},
 };
+use cotenant_memory::heap;
+use cotenant_units::Bytes;
 
 /// A GPU that computes a model.
 pub(super) struct Cuda {
@@ -42,7 +40,13 @@ pub(super) struct Cuda {
 unsafe impl Send for Cuda {}
 
 impl Cuda {
-    pub(super) fn new(gpu: &Arc<Gpu>, name: String, mapped: bool, plain: bool, limits: &Limits) -> io::Result<Self> {
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        name: String,
+        mapped: bool,
+        plain: bool,
+        limits: &Limits,
+    ) -> io::Result<Self> {
         Ok(Self {
             name,
             gpu: Arc::clone(gpu),
@@ -112,7 +116,13 @@ impl Cuda {
         };
         let calls = self.gpu().calls()?;
         // SAFETY: an event of this context.
-        let result = unsafe { if wait { calls.cuEventSynchronize(event) } else { calls.cuEventQuery(event) } };
+        let result = unsafe {
+            if wait {
+                calls.cuEventSynchronize(event)
+            } else {
+                calls.cuEventQuery(event)
+            }
+        };
         match result {
             Ok(()) => {
                 self.executed = at;
@@ -152,7 +162,10 @@ unsafe impl Backend for Cuda {
         if self.mapped || self.gpu.driver.integrated {
             return self.mapping(bytes);
         }
-        Ok(self.launcher.owner.buffer(staged(self.gpu(), bytes.as_len())?))
+        Ok(self
+            .launcher
+            .owner
+            .buffer(staged(self.gpu(), bytes.as_len())?))
     }
 
     fn reserve(&self, bytes: Bytes, _: Bytes) -> io::Result<Region> {
@@ -213,7 +226,11 @@ unsafe impl Backend for Cuda {
         Ok(())
     }
 
-    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+    fn read<'a>(
+        &'a mut self,
+        from: &'a Buffer,
+        floats: Range<usize>,
+    ) -> Result<&'a [f32], DeviceError> {
         self.sound().map_err(Clone::clone)?;
         let count = floats.len();
         let address = self.launcher.owner.device_address(&from.view(floats))?;
@@ -237,7 +254,12 @@ impl Drop for Cuda {
     fn drop(&mut self) {
         self.gpu().synchronize().ok();
         if let Ok(calls) = self.gpu().calls() {
-            for event in self.marks.drain(..).map(|(_, event)| event).chain(self.spare.drain(..)) {
+            for event in self
+                .marks
+                .drain(..)
+                .map(|(_, event)| event)
+                .chain(self.spare.drain(..))
+            {
                 // SAFETY: nothing waits for it any more.
                 unsafe { calls.cuEventDestroy_v2(event) }.ok();
             }

@@ -50,17 +50,22 @@ pub(super) enum Tables {
 
 impl Command {
     fn reads(&self, tables: Tables) -> bool {
-        let Self::Launch { job, .. } = self else { return false };
+        let Self::Launch { job, .. } = self else {
+            return false;
+        };
         match job {
             Job::Products(job) => match tables {
-                Tables::Part(part) => {
-                    job.matrix.iter().any(|matrix| (matrix.part..matrix.part + matrix.parts()).contains(&part))
-                }
+                Tables::Part(part) => job
+                    .matrix
+                    .iter()
+                    .any(|matrix| (matrix.part..matrix.part + matrix.parts()).contains(&part)),
                 Tables::Cache | Tables::Said => false,
             },
             Job::Heads(_) | Job::Attend(_) | Job::Join(_) => tables == Tables::Cache,
             Job::Finish(_) => tables == Tables::Said,
-            Job::Activate(_) | Job::Convert(_) | Job::Delta(_) | Job::Embed(_) | Job::Norm(_) => false,
+            Job::Activate(_) | Job::Convert(_) | Job::Delta(_) | Job::Embed(_) | Job::Norm(_) => {
+                false
+            }
         }
     }
 }
@@ -187,23 +192,42 @@ impl Segments {
         self.failed.get_or_insert(error);
     }
 
-    fn launch(&mut self, stream: &impl Launches, commands: &[Command], ends: bool) -> Result<(), CudaError> {
+    fn launch(
+        &mut self,
+        stream: &impl Launches,
+        commands: &[Command],
+        ends: bool,
+    ) -> Result<(), CudaError> {
         let is_segment = ends && self.graphs && commands.len() >= SEGMENT_MIN;
-        let graph = if is_segment { self.graph_of(stream, commands) } else { None };
+        let graph = if is_segment {
+            self.graph_of(stream, commands)
+        } else {
+            None
+        };
         match graph {
             // SAFETY: captured from these commands, whose memory is there by the contract of `hold`.
             Some(graph) => unsafe { stream.launch(graph) },
             // SAFETY: as above.
-            None => commands.iter().try_for_each(|command| unsafe { stream.issue(command) }),
+            None => commands
+                .iter()
+                .try_for_each(|command| unsafe { stream.issue(command) }),
         }
     }
 
     /// The graph of a segment, which is captured when it comes for the second time.
     fn graph_of(&mut self, stream: &impl Launches, commands: &[Command]) -> Option<GraphExec> {
         self.clock += 1;
-        let Some(known) = self.known.iter_mut().find(|known| known.commands == commands) else {
+        let Some(known) = self
+            .known
+            .iter_mut()
+            .find(|known| known.commands == commands)
+        else {
             self.make_room(stream, commands.len());
-            self.known.push(Known { commands: commands.to_vec(), graph: None, used: self.clock });
+            self.known.push(Known {
+                commands: commands.to_vec(),
+                graph: None,
+                used: self.clock,
+            });
             return None;
         };
         known.used = self.clock;
@@ -222,7 +246,11 @@ impl Segments {
     /// Forgets those that were not launched for the longest time, until there is room for so many commands.
     fn make_room(&mut self, stream: &impl Launches, commands: usize) {
         while !self.has_room(commands) {
-            let oldest = self.known.iter().enumerate().min_by_key(|(_, known)| known.used);
+            let oldest = self
+                .known
+                .iter()
+                .enumerate()
+                .min_by_key(|(_, known)| known.used);
             let Some((oldest, _)) = oldest else { return };
             self.known.swap_remove(oldest).forget(stream);
         }
@@ -245,7 +273,12 @@ impl Segments {
     /// Captures the last segment again and again, until there are as many graphs as there may be; says whether that is so.
     pub(super) fn fill_up(&mut self, stream: &impl Launches) -> bool {
         let graphs = |known: &Known| known.graph.is_some();
-        let Some(commands) = self.known.iter().rfind(|known| graphs(known)).map(|known| known.commands.clone()) else {
+        let Some(commands) = self
+            .known
+            .iter()
+            .rfind(|known| graphs(known))
+            .map(|known| known.commands.clone())
+        else {
             return false;
         };
         while self.graphs && self.has_room(commands.len()) {
@@ -253,7 +286,11 @@ impl Segments {
                 self.set_graphs(stream, false);
                 break;
             };
-            self.known.push(Known { commands: commands.clone(), graph: Some(graph), used: 0 });
+            self.known.push(Known {
+                commands: commands.clone(),
+                graph: Some(graph),
+                used: 0,
+            });
         }
         self.graphs
     }
@@ -318,7 +355,11 @@ mod tests {
             self.call("capture");
             let left = *self.failures.borrow();
             *self.failures.borrow_mut() = left.saturating_sub(1);
-            if left > 0 { Err(CudaError::out_of_memory()) } else { Ok(ptr::null_mut()) }
+            if left > 0 {
+                Err(CudaError::out_of_memory())
+            } else {
+                Ok(ptr::null_mut())
+            }
         }
 
         unsafe fn launch(&self, _: GraphExec) -> Result<(), CudaError> {
@@ -334,11 +375,27 @@ mod tests {
     fn held(segments: &mut Segments, stream: &Noted, first: u64, count: u64) {
         for to in first..first + count {
             // SAFETY: nothing is executed.
-            unsafe { segments.hold(stream, Command::Set { to, word: 0, count: 1 }, 0) }.unwrap();
+            unsafe {
+                segments.hold(
+                    stream,
+                    Command::Set {
+                        to,
+                        word: 0,
+                        count: 1,
+                    },
+                    0,
+                )
+            }
+            .unwrap();
         }
     }
 
-    fn submitted(segments: &mut Segments, stream: &Noted, first: u64, count: u64) -> Vec<&'static str> {
+    fn submitted(
+        segments: &mut Segments,
+        stream: &Noted,
+        first: u64,
+        count: u64,
+    ) -> Vec<&'static str> {
         held(segments, stream, first, count);
         segments.submit(stream).unwrap();
         stream.taken()
@@ -349,7 +406,10 @@ mod tests {
         let (mut segments, stream) = (Segments::default(), Noted::default());
         segments.set_graphs(&stream, true);
         assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
-        assert_eq!(submitted(&mut segments, &stream, 0, 4), ["capture", "launch"]);
+        assert_eq!(
+            submitted(&mut segments, &stream, 0, 4),
+            ["capture", "launch"]
+        );
         assert_eq!(submitted(&mut segments, &stream, 0, 4), ["launch"]);
         // Another one, one that is too short, and one that is cut, as often as they come.
         assert_eq!(submitted(&mut segments, &stream, 1, 4), ["issue"]);
@@ -374,16 +434,28 @@ mod tests {
         }
         assert_eq!(segments.known.len(), KNOWN_MAX);
         assert_eq!(submitted(&mut segments, &stream, 0, 4), ["launch"]);
-        assert_eq!(submitted(&mut segments, &stream, 10, 4), ["forget", "issue"]);
+        assert_eq!(
+            submitted(&mut segments, &stream, 10, 4),
+            ["forget", "issue"]
+        );
     }
 
     #[test]
     fn three_captures_that_fail_are_the_end_of_graphs() {
-        let (mut segments, stream) = (Segments::default(), Noted { failures: RefCell::new(3), ..Noted::default() });
+        let (mut segments, stream) = (
+            Segments::default(),
+            Noted {
+                failures: RefCell::new(3),
+                ..Noted::default()
+            },
+        );
         segments.set_graphs(&stream, true);
         assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
         for _ in 0..3 {
-            assert_eq!(submitted(&mut segments, &stream, 0, 4), ["capture", "issue"]);
+            assert_eq!(
+                submitted(&mut segments, &stream, 0, 4),
+                ["capture", "issue"]
+            );
         }
         assert_eq!(submitted(&mut segments, &stream, 0, 4), ["issue"]);
     }
@@ -394,8 +466,14 @@ mod tests {
         held(&mut segments, &stream, 0, 4);
         segments.fail(CudaError::out_of_memory());
         assert!(segments.submit(&stream).is_err() && segments.submit_cut(&stream).is_err());
+        let set = Command::Set {
+            to: 0,
+            word: 0,
+            count: 1,
+        };
         // SAFETY: nothing is executed.
-        assert!(unsafe { segments.hold(&stream, Command::Set { to: 0, word: 0, count: 1 }, 0) }.is_err());
+        let is_lost = unsafe { segments.hold(&stream, set, 0) }.is_err();
+        assert!(is_lost);
         assert!(stream.taken().is_empty());
     }
 }

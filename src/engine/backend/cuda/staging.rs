@@ -9,12 +9,10 @@ use super::{
     segments::Tables,
 };
 use crate::{
-    engine::{
-        arena::{Backing, DeviceMemory as _, Mapping, SharedMapping},
-        backend::DeviceError,
-    },
-    units::Bytes,
+    arena::{Backing, DeviceMemory as _, Mapping, SharedMapping},
+    backend::DeviceError,
 };
+use cotenant_units::Bytes;
 
 /// Page-locked memory in slots that are filled one behind the other. Copies in the stream read it later, so that a slot is written
 /// again only when the event behind them has passed.
@@ -38,9 +36,23 @@ struct Slot {
 
 impl Staging {
     pub(super) fn new(gpu: &Arc<Gpu>) -> io::Result<Self> {
-        let memory = registered(gpu, Mapping::new(Bytes::of_len(STAGING_BYTES), Backing::Now)?)?;
-        let slots = [const { Slot { event: ptr::null_mut(), in_flight: false } }; SLOTS];
-        let mut staging = Self { commands: Commands::on(gpu), memory, slots, current: 0, filled: 0 };
+        let memory = registered(
+            gpu,
+            Mapping::new(Bytes::of_len(STAGING_BYTES), Backing::Now)?,
+        )?;
+        let slots = [const {
+            Slot {
+                event: ptr::null_mut(),
+                in_flight: false,
+            }
+        }; SLOTS];
+        let mut staging = Self {
+            commands: Commands::on(gpu),
+            memory,
+            slots,
+            current: 0,
+            filled: 0,
+        };
         for slot in &mut staging.slots {
             slot.event = gpu.event()?;
         }
@@ -52,19 +64,33 @@ impl Staging {
     /// # Safety
     ///
     /// There is room on the device until it has been executed, and nothing that is held back uses it; the thread is bound.
-    pub(super) unsafe fn send<T: Copy>(&mut self, mut to: Address, values: &[T]) -> Result<(), CudaError> {
+    pub(super) unsafe fn send<T: Copy>(
+        &mut self,
+        mut to: Address,
+        values: &[T],
+    ) -> Result<(), CudaError> {
         for values in values.chunks((SLOT_BYTES / size_of::<T>().max(1)).max(1)) {
             let bytes = size_of_val(values);
             if self.filled + bytes > SLOT_BYTES {
                 self.next()?;
             }
-            let Some(place) = self.memory.range(self.current * SLOT_BYTES + self.filled, bytes) else {
+            let Some(place) = self
+                .memory
+                .range(self.current * SLOT_BYTES + self.filled, bytes)
+            else {
                 continue;
             };
             // SAFETY: a part of our own mapping which no copy in flight reads.
-            unsafe { place.as_ptr().copy_from_nonoverlapping(values.as_ptr().cast(), bytes) };
+            unsafe {
+                place
+                    .as_ptr()
+                    .copy_from_nonoverlapping(values.as_ptr().cast(), bytes);
+            };
             // SAFETY: the caller's; nothing is written there before an event behind the copy has passed.
-            unsafe { self.commands.send(to, place.as_ptr().cast::<c_void>(), bytes) }?;
+            unsafe {
+                self.commands
+                    .send(to, place.as_ptr().cast::<c_void>(), bytes)
+            }?;
             self.filled = (self.filled + bytes).next_multiple_of(SEND_ALIGN);
             to += bytes as u64;
         }
@@ -126,9 +152,18 @@ pub(super) struct Table<T> {
 }
 
 impl<T: Copy + PartialEq> Table<T> {
-    pub(super) fn new(gpu: &Arc<Gpu>, kind: Option<Tables>, places: usize) -> Result<Self, CudaError> {
+    pub(super) fn new(
+        gpu: &Arc<Gpu>,
+        kind: Option<Tables>,
+        places: usize,
+    ) -> Result<Self, CudaError> {
         let memory = Allocation::new(gpu, places * size_of::<T>())?;
-        Ok(Self { memory, kind, places, last: Vec::with_capacity(places) })
+        Ok(Self {
+            memory,
+            kind,
+            places,
+            last: Vec::with_capacity(places),
+        })
     }
 
     pub(super) fn address(&self) -> Address {
@@ -152,7 +187,12 @@ impl<T: Copy + PartialEq> Table<T> {
                     self.last.push(value);
                     is_same = false;
                 }
-                None => return Err(DeviceError::new(format!("a table has room for {} values only", self.places))),
+                None => {
+                    return Err(DeviceError::new(format!(
+                        "a table has room for {} values only",
+                        self.places
+                    )));
+                }
             }
             count += 1;
         }

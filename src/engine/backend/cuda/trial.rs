@@ -15,17 +15,15 @@ use super::{
     queue::Cuda,
 };
 use crate::{
-    engine::{
-        arena::Backing,
-        backend::{
-            Backend as _, Buffer, Copies, DeviceError, Finish, Limits, Multiply, Norm, Operation, Prepare, Product,
-            Row, RowBytes, Types, Widen,
-        },
-        error::Unavailable,
-        shape::FLAGS,
+    arena::Backing,
+    backend::{
+        Backend as _, Buffer, Copies, DeviceError, Finish, Limits, Multiply, Norm, Operation,
+        Prepare, Product, Row, RowBytes, Types, Widen,
     },
-    units::Bytes,
+    error::Unavailable,
+    shape::FLAGS,
 };
+use cotenant_units::Bytes;
 
 /// What a trial has shown.
 #[derive(Clone, Copy, Debug)]
@@ -98,7 +96,11 @@ impl Speed {
                 device: reading(&gpu, false)?,
                 mapped: reading(&gpu, true)?,
                 launch: launching(&gpu, false)?,
-                in_graph: if graphs { Some(launching(&gpu, true)?) } else { None },
+                in_graph: if graphs {
+                    Some(launching(&gpu, true)?)
+                } else {
+                    None
+                },
             })
         };
         measured().map_err(|error| refused(&error))
@@ -118,7 +120,17 @@ pub(super) fn refused(error: &dyn std::error::Error) -> Unavailable {
 }
 
 fn cuda(gpu: &Arc<Gpu>, mapped: bool, plain: bool) -> io::Result<Cuda> {
-    Cuda::new(gpu, String::new(), mapped, plain, &Limits { parts: 1, said: 1, ..Limits::default() })
+    Cuda::new(
+        gpu,
+        String::new(),
+        mapped,
+        plain,
+        &Limits {
+            parts: 1,
+            said: 1,
+            ..Limits::default()
+        },
+    )
 }
 
 fn failed(error: DeviceError) -> io::Error {
@@ -137,21 +149,35 @@ struct Input {
 impl Input {
     fn new(cuda: &mut Cuda, rows: usize, columns: usize, types: Types) -> io::Result<Self> {
         let floats = |count: usize| cuda.allocate(Bytes::of_len(count * 4), Backing::Now);
-        let (stream, normed, weight) = (floats(rows * columns)?, floats(rows * columns)?, floats(columns)?);
+        let (stream, normed, weight) = (
+            floats(rows * columns)?,
+            floats(rows * columns)?,
+            floats(columns)?,
+        );
         let bytes = copies_stride(formats_of(types), columns) * rows;
         let copies = Copies {
-            memory: cuda.allocate(Bytes::of_len(bytes), Backing::Now)?.view_bytes(0, bytes),
+            memory: cuda
+                .allocate(Bytes::of_len(bytes), Backing::Now)?
+                .view_bytes(0, bytes),
             rows,
             columns,
             types,
         };
         let numbers = |count: usize, scale: f32| {
-            let numbers = (0..count).map(|at| f32::from(u8::try_from(at * 37 % 251).unwrap_or(0)) * scale - 1.0);
+            let numbers = (0..count)
+                .map(|at| f32::from(u8::try_from(at * 37 % 251).unwrap_or(0)) * scale - 1.0);
             numbers.flat_map(f32::to_le_bytes).collect::<Vec<u8>>()
         };
         for (to, count, scale) in [(&stream, rows * columns, 0.008), (&weight, columns, 0.01)] {
-            let row = Row { from: RowBytes::Host(numbers(count, scale).into()), to: to.view(0..count) };
-            let widen = Widen { rows: std::slice::from_ref(&row).into(), dtype: GgmlDType::F32, scale: 1.0 };
+            let row = Row {
+                from: RowBytes::Host(numbers(count, scale).into()),
+                to: to.view(0..count),
+            };
+            let widen = Widen {
+                rows: std::slice::from_ref(&row).into(),
+                dtype: GgmlDType::F32,
+                scale: 1.0,
+            };
             cuda.queue(Operation::Widen(widen)).map_err(failed)?;
         }
         let norm = Norm {
@@ -160,15 +186,26 @@ impl Input {
             residual: None,
             weight: weight.view(0..columns),
             epsilon: 1e-6,
-            prepare: Prepare { copies: copies.clone(), types, first: 0 },
+            prepare: Prepare {
+                copies: copies.clone(),
+                types,
+                first: 0,
+            },
         };
-        let input = Self { norm, normed, copies, rows, columns };
+        let input = Self {
+            norm,
+            normed,
+            copies,
+            rows,
+            columns,
+        };
         input.norm(cuda)?;
         Ok(input)
     }
 
     fn norm(&self, cuda: &mut Cuda) -> io::Result<()> {
-        cuda.queue(Operation::Norm(self.norm.clone())).map_err(failed)
+        cuda.queue(Operation::Norm(self.norm.clone()))
+            .map_err(failed)
     }
 
     fn multiply(&self, cuda: &mut Cuda, products: &[Product]) -> io::Result<()> {
@@ -188,7 +225,10 @@ fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
     let input = Input::new(cuda, TOKENS, COLUMNS, TRIED.into_iter().collect())?;
     let each = TOKENS * ROWS;
     let out = cuda.allocate(Bytes::of_len(TRIED.len() * each * 4), Backing::Now)?;
-    let weights: Vec<Buffer> = TRIED.into_iter().map(|dtype| weights(cuda, dtype)).collect::<io::Result<_>>()?;
+    let weights: Vec<Buffer> = TRIED
+        .into_iter()
+        .map(|dtype| weights(cuda, dtype))
+        .collect::<io::Result<_>>()?;
     let products = TRIED.into_iter().zip(&weights).enumerate();
     let products: Vec<Product> = products
         .map(|(number, (dtype, weights))| Product {
@@ -218,9 +258,16 @@ fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
             (at_block, _) => u8::try_from((at + 7 * at_block) % 253).unwrap_or(0),
         })
         .collect();
-    let place = memory.shared().range(0, bytes).ok_or(io::ErrorKind::InvalidData)?;
+    let place = memory
+        .shared()
+        .range(0, bytes)
+        .ok_or(io::ErrorKind::InvalidData)?;
     // SAFETY: a mapping that was made just now, which nothing else has.
-    unsafe { place.as_ptr().copy_from_nonoverlapping(numbers.as_ptr(), bytes) };
+    unsafe {
+        place
+            .as_ptr()
+            .copy_from_nonoverlapping(numbers.as_ptr(), bytes);
+    };
     Ok(memory)
 }
 
@@ -242,7 +289,10 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     let input = Input::new(cuda, 1, WIDE, [dtype].into_iter().collect())?;
     let rows = bytes / row_bytes(dtype, WIDE);
     let bytes = rows * row_bytes(dtype, WIDE);
-    let (weights, out) = (cuda.part(Bytes::of_len(bytes))?, cuda.allocate(Bytes::of_len(rows * 4), Backing::Now)?);
+    let (weights, out) = (
+        cuda.part(Bytes::of_len(bytes))?,
+        cuda.allocate(Bytes::of_len(rows * 4), Backing::Now)?,
+    );
     let product = Product {
         weight: weights.view_bytes(0, bytes),
         part: None,
@@ -255,7 +305,9 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     };
     let mut shortest = Duration::MAX;
     for _ in 0..TURNS {
-        shortest = shortest.min(timed(cuda, |cuda| input.multiply(cuda, std::slice::from_ref(&product)))?);
+        shortest = shortest.min(timed(cuda, |cuda| {
+            input.multiply(cuda, std::slice::from_ref(&product))
+        })?);
     }
     Ok((bytes, shortest))
 }
@@ -282,13 +334,22 @@ fn small_products(cuda: &Cuda, count: usize) -> io::Result<(Vec<Product>, Buffer
 /// there will ever be, so that it is seen what they take.
 fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
     let mut cuda = cuda(gpu, true, true)?;
-    let input = Input::new(&mut cuda, 1, COLUMNS, [GgmlDType::Q8_0].into_iter().collect())?;
+    let input = Input::new(
+        &mut cuda,
+        1,
+        COLUMNS,
+        [GgmlDType::Q8_0].into_iter().collect(),
+    )?;
     let (products, out) = small_products(&cuda, 8)?;
     let floats = 0..products.len() * FEW_ROWS + FLAGS;
     gpu.set_graphs(true)?;
     let mut results = Vec::new();
     for _ in 0..3 {
-        cuda.queue(Operation::Fill { floats: out.view(floats.clone()), value: 0.0 }).map_err(failed)?;
+        cuda.queue(Operation::Fill {
+            floats: out.view(floats.clone()),
+            value: 0.0,
+        })
+        .map_err(failed)?;
         for product in &products {
             input.norm(&mut cuda)?;
             input.multiply(&mut cuda, std::slice::from_ref(product))?;
@@ -304,7 +365,11 @@ fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
         }))
         .map_err(failed)?;
         let made = cuda.read(&out, floats.clone()).map_err(failed)?;
-        results.push(made.iter().map(|number| number.to_bits()).collect::<Vec<u32>>());
+        results.push(
+            made.iter()
+                .map(|number| number.to_bits())
+                .collect::<Vec<u32>>(),
+        );
     }
     Ok(gpu.fill_up()? && results.windows(2).all(|two| two.first() == two.last()))
 }
@@ -312,12 +377,19 @@ fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
 /// Time of a launch when several are queued, each of a product with 32 rows.
 fn launching(gpu: &Arc<Gpu>, in_graph: bool) -> io::Result<Duration> {
     let mut cuda = cuda(gpu, true, true)?;
-    let input = Input::new(&mut cuda, 1, COLUMNS, [GgmlDType::Q8_0].into_iter().collect())?;
+    let input = Input::new(
+        &mut cuda,
+        1,
+        COLUMNS,
+        [GgmlDType::Q8_0].into_iter().collect(),
+    )?;
     let (product, _) = small_products(&cuda, 1)?;
     gpu.set_graphs(in_graph)?;
     let mut took = Vec::new();
     for _ in 0..2 + TURNS {
-        took.push(timed(&mut cuda, |cuda| (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, &product)))?);
+        took.push(timed(&mut cuda, |cuda| {
+            (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, &product))
+        })?);
     }
     // With the first it is no graph yet, and with the second it is captured.
     Ok(took.into_iter().skip(2).min().unwrap_or_default() / LAUNCHES)
@@ -375,7 +447,12 @@ mod tests {
 
     #[test]
     fn mapped_memory_is_preferred_where_it_is_read_as_fast() {
-        let speed = |mapped| Speed { device: 60_000_000_000, mapped, launch: Duration::ZERO, in_graph: None };
+        let speed = |mapped| Speed {
+            device: 60_000_000_000,
+            mapped,
+            launch: Duration::ZERO,
+            in_graph: None,
+        };
         assert!(speed(58_200_000_000).prefers_mapped() && speed(70_000_000_000).prefers_mapped());
         assert!(!speed(58_000_000_000).prefers_mapped());
     }

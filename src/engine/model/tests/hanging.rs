@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::*;
-use crate::engine::{
+use crate::{
     disk::DiskTimeout,
     error::ReadError,
     reader::{Extent, ReadProgress, Source},
@@ -23,7 +23,11 @@ pub(super) struct Disk {
 impl Disk {
     /// One that hangs.
     pub(super) fn hanging(file: Arc<dyn Source>) -> Arc<Self> {
-        Arc::new(Self { file, hangs: AtomicBool::new(true), hanging: AtomicUsize::new(0) })
+        Arc::new(Self {
+            file,
+            hangs: AtomicBool::new(true),
+            hanging: AtomicUsize::new(0),
+        })
     }
 
     /// Takes the place of the model's disk, for which it waits so long.
@@ -52,7 +56,12 @@ impl Disk {
 }
 
 impl Source for Disk {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
+    unsafe fn read(
+        &self,
+        extent: &Extent,
+        target: NonNull<u8>,
+        progress: &ReadProgress,
+    ) -> Result<(), ReadError> {
         self.wait();
         // SAFETY: the caller's promise.
         unsafe { self.file.read(extent, target, progress) }
@@ -68,12 +77,20 @@ const LONG: DiskTimeout = DiskTimeout::new(Duration::from_secs(600));
 const SHORT: DiskTimeout = DiskTimeout::new(Duration::from_millis(1));
 
 /// A model in whole layers, and what it says to some tokens. The embeddings of a Llama are no head, and always read.
-fn model(architecture: Architecture, resident: impl IntoIterator<Item = u32>) -> (Model, Vec<f32>, tempfile::TempDir) {
+fn model(
+    architecture: Architecture,
+    resident: impl IntoIterator<Item = u32>,
+) -> (Model, Vec<f32>, tempfile::TempDir) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 7).write(&path).unwrap();
+    Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 7)
+        .write(&path)
+        .unwrap();
     let mut model = open_in_parts(&path, usize::MAX, &plan(resident), 1);
-    let expected = model.forward(&TOKENS, &mut || Flow::Continue).unwrap().to_vec();
+    let expected = model
+        .forward(&TOKENS, &mut || Flow::Continue)
+        .unwrap()
+        .to_vec();
     model.reset();
     (model, expected, folder)
 }
@@ -89,11 +106,27 @@ fn orders_are_taken_while_an_embedding_does_not_come() {
     let (mut model, expected, _folder) = model(Architecture::Llama, 0..5);
     let disk = Disk::put_into(&mut model, LONG);
     disk.hang(true);
-    let mut orders = Plans { plans: vec![plan(0..3)], stops: true, ..Plans::default() };
+    let mut orders = Plans {
+        plans: vec![plan(0..3)],
+        stops: true,
+        ..Plans::default()
+    };
     let error = model.forward(&TOKENS, &mut orders).unwrap_err();
-    assert!(matches!(error, ForwardError::Cancelled { position: 0, layer: 0 }), "{error}");
+    assert!(
+        matches!(
+            error,
+            ForwardError::Cancelled {
+                position: 0,
+                layer: 0
+            }
+        ),
+        "{error}"
+    );
     let report = orders.applied.pop().unwrap().unwrap();
-    assert!(report.plan == plan(0..3) && report.freed > Bytes::ZERO, "{report:?}");
+    assert!(
+        report.plan == plan(0..3) && report.freed > Bytes::ZERO,
+        "{report:?}"
+    );
     disk.hang(false);
     assert_eq!(model.recover(), 0);
     says(&mut model, &expected);
@@ -108,9 +141,15 @@ fn an_embedding_that_does_not_come_ends_its_request_and_the_next_one_at_once() {
     for _ in 0..3 {
         let error = model.forward(&TOKENS, &mut || Flow::Continue).unwrap_err();
         let text = error.to_string();
-        assert!(text.starts_with("cannot read `token_embd.weight`: the disk has not answered for"), "{text}");
+        assert!(
+            text.starts_with("cannot read `token_embd.weight`: the disk has not answered for"),
+            "{text}"
+        );
         model.reset();
-        assert!(disk.hanging.load(Ordering::Acquire) <= 1, "others wait behind it");
+        assert!(
+            disk.hanging.load(Ordering::Acquire) <= 1,
+            "others wait behind it"
+        );
         assert_eq!(model.breakdown().total, held);
     }
     disk.hang(false);
@@ -123,19 +162,41 @@ fn growing_on_a_disk_that_hangs_fails_in_time_and_keeps_no_more_however_often_it
     let (mut model, expected, _folder) = model(Architecture::Qwen3, [0, 2]);
     let disk = Disk::put_into(&mut model, SHORT);
     disk.hang(true);
-    let layer = model.layout.parts.iter().map(|part| part.arena).max().unwrap();
+    let layer = model
+        .layout
+        .parts
+        .iter()
+        .map(|part| part.arena)
+        .max()
+        .unwrap();
     let most = layer.saturating_mul(GROWERS as u64) + model.shape().ring_bytes.saturating_mul(2);
     for turn in 0..6 {
         let error = model.apply(&plan(0..5)).unwrap_err().to_string();
-        assert!(error.starts_with("cannot read `") && error.contains("the disk has not answered for"), "{error}");
+        assert!(
+            error.starts_with("cannot read `") && error.contains("the disk has not answered for"),
+            "{error}"
+        );
         let held = model.breakdown();
-        assert!(Bytes::ZERO < model.left() && model.left() <= most, "turn {turn}: {held:?}");
-        assert!(model.left() <= held.ring && held.ring <= held.total, "it is on the book: {held:?}");
+        assert!(
+            Bytes::ZERO < model.left() && model.left() <= most,
+            "turn {turn}: {held:?}"
+        );
+        assert!(
+            model.left() <= held.ring && held.ring <= held.total,
+            "it is on the book: {held:?}"
+        );
         assert!(disk.hanging.load(Ordering::Acquire) <= GROWERS + 4);
     }
-    assert_eq!(model.apply(&plan([])).unwrap().plan, plan([]), "what is there can be given up");
+    assert_eq!(
+        model.apply(&plan([])).unwrap().plan,
+        plan([]),
+        "what is there can be given up"
+    );
     let error = model.forward(&TOKENS, &mut || Flow::Continue).unwrap_err();
-    assert!(error.to_string().contains("the disk has not answered for"), "{error}");
+    assert!(
+        error.to_string().contains("the disk has not answered for"),
+        "{error}"
+    );
     disk.hang(false);
     while model.left() > Bytes::ZERO {
         thread::yield_now();
@@ -187,8 +248,14 @@ impl Slow {
 }
 
 impl Source for Slow {
-    unsafe fn read(&self, extent: &Extent, target: NonNull<u8>, progress: &ReadProgress) -> Result<(), ReadError> {
-        let within = |run: &Extent| (run.offset..run.offset + run.bytes as u64).contains(&extent.offset);
+    unsafe fn read(
+        &self,
+        extent: &Extent,
+        target: NonNull<u8>,
+        progress: &ReadProgress,
+    ) -> Result<(), ReadError> {
+        let within =
+            |run: &Extent| (run.offset..run.offset + run.bytes as u64).contains(&extent.offset);
         while !self.fast.iter().any(within) && !self.open.load(Ordering::Acquire) {
             if progress.is_given_up() {
                 return Err(extent.error(Path::new(""), "it is not wanted any more"));
@@ -232,7 +299,13 @@ fn growing_on_a_slow_disk_ends_with_what_it_has_for_other_orders() {
         assert_eq!(report.plan, plan(whole), "the one that was whole by then");
         assert!(model.plan() == &report.plan && report.held == model.breakdown().total);
         assert_eq!(model.left(), Bytes::ZERO);
-        assert!(report.held <= model.shape().plan_bytes(&plan(0..5)).max(model.shape().plan_bytes(&plan(whole))));
+        assert!(
+            report.held
+                <= model
+                    .shape()
+                    .plan_bytes(&plan(0..5))
+                    .max(model.shape().plan_bytes(&plan(whole)))
+        );
         disk.open.store(true, Ordering::Release);
         says(&mut model, &expected);
         assert_eq!(model.apply(&plan(0..5)).unwrap().plan, plan(0..5));

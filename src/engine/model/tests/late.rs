@@ -7,8 +7,8 @@ use std::{
 };
 
 use super::*;
-use crate::engine::LoadErrorKind;
-use crate::engine::backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, cpu::Cpu};
+use crate::LoadErrorKind;
+use crate::backend::{Backend, Buffer, DeviceError, Fence, Limits, Operation, Region, cpu::Cpu};
 
 /// The CPU, executing late.
 #[derive(Clone, Debug)]
@@ -47,7 +47,13 @@ enum Fault {
 
 impl Late {
     const fn honest(moment: Moment) -> Self {
-        Self { moment, fault: Fault::None, memory: None, most: None, segment: 0 }
+        Self {
+            moment,
+            fault: Fault::None,
+            memory: None,
+            most: None,
+            segment: 0,
+        }
     }
 }
 
@@ -57,8 +63,18 @@ const HONEST: [Late; 3] = honest_by(0);
 const fn honest_by(seed: u32) -> [Late; 3] {
     let [first, second] = [2 * seed + 1, 2 * seed + 2];
     let moment = Moment::Random(second);
-    let by_segments = Late { moment, fault: Fault::None, memory: None, most: None, segment: 12 };
-    [Late::honest(Moment::Never), Late::honest(Moment::Random(first)), by_segments]
+    let by_segments = Late {
+        moment,
+        fault: Fault::None,
+        memory: None,
+        most: None,
+        segment: 12,
+    };
+    [
+        Late::honest(Moment::Never),
+        Late::honest(Moment::Random(first)),
+        by_segments,
+    ]
 }
 
 /// The CPU, executing at moments by a seed, for tests of all else.
@@ -73,7 +89,10 @@ pub(super) fn refusing(memory: Refusing) -> Arc<dyn Device> {
         Ok(seed) => Moment::Random(seed.parse().unwrap()),
         Err(_) => Moment::Now,
     };
-    Arc::new(Late { memory: Some(memory), ..Late::honest(moment) })
+    Arc::new(Late {
+        memory: Some(memory),
+        ..Late::honest(moment)
+    })
 }
 
 impl Device for Late {
@@ -81,7 +100,7 @@ impl Device for Late {
         CpuDevice(2).copies_bytes(types, columns)
     }
 
-    fn scratch_bytes(&self, spec: &crate::engine::spec::AttentionSpec) -> Bytes {
+    fn scratch_bytes(&self, spec: &crate::spec::AttentionSpec) -> Bytes {
         CpuDevice(2).scratch_bytes(spec)
     }
 
@@ -198,20 +217,30 @@ unsafe impl Backend for LateBackend {
         self.execute(count.min(self.kept.len()))
     }
 
-    fn read<'a>(&'a mut self, from: &'a Buffer, floats: Range<usize>) -> Result<&'a [f32], DeviceError> {
+    fn read<'a>(
+        &'a mut self,
+        from: &'a Buffer,
+        floats: Range<usize>,
+    ) -> Result<&'a [f32], DeviceError> {
         self.execute(self.kept.len())?;
         self.inner.read(from, floats)
     }
 }
 
 fn roomy(resident: impl IntoIterator<Item = u32>) -> EnginePlan {
-    EnginePlan { kv_capacity: Tokens::new(256), prefill_chunk: Tokens::new(8), ..plan(resident) }
+    EnginePlan {
+        kv_capacity: Tokens::new(256),
+        prefill_chunk: Tokens::new(8),
+        ..plan(resident)
+    }
 }
 
 fn written(architecture: Architecture, dtype: GgmlDType) -> (tempfile::TempDir, PathBuf) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    Synthetic::tiny(architecture, TypeMix::All(dtype), 7).write(&path).unwrap();
+    Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+        .write(&path)
+        .unwrap();
     (folder, path)
 }
 
@@ -260,12 +289,19 @@ fn random_sheds_leave_no_trace(architecture: Architecture, dtype: GgmlDType, sch
             }
             for (tokens, expected) in [prompt, &[7]].into_iter().zip(&expected) {
                 let logits = model.forward(tokens, &mut orders).unwrap();
-                assert!(logits[..] == expected[..], "{architecture:?} {late:?}, {} orders", orders.done.len());
+                assert!(
+                    logits[..] == expected[..],
+                    "{architecture:?} {late:?}, {} orders",
+                    orders.done.len()
+                );
             }
             done[turn] += orders.done.len();
         }
     }
-    assert!(done[1..].iter().all(|done| *done > 3 * schedules as usize), "{done:?} orders");
+    assert!(
+        done[1..].iter().all(|done| *done > 3 * schedules as usize),
+        "{done:?} orders"
+    );
 }
 
 /// Schedules for each family and moment of execution.
@@ -276,7 +312,13 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
     let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
     let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
     for late in HONEST {
-        let mut model = open_on(Arc::new(late.clone()), None, &path, 16 << 10, &roomy([0, 3]));
+        let mut model = open_on(
+            Arc::new(late.clone()),
+            None,
+            &path,
+            16 << 10,
+            &roomy([0, 3]),
+        );
         let mut expected = Vec::new();
         for model in [&mut plain, &mut model] {
             model.reset();
@@ -286,7 +328,10 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
             all.push(model.keep(12));
             let logits = model.forward(&[3, 4], &mut || Flow::Continue).unwrap();
             all.extend(logits.iter().map(|logit| logit.to_bits()));
-            let fewer = EnginePlan { kv_type: KvType::Q8, ..model.plan().clone() };
+            let fewer = EnginePlan {
+                kv_type: KvType::Q8,
+                ..model.plan().clone()
+            };
             model.apply(&fewer).unwrap();
             let logits = model.forward(&[5], &mut || Flow::Continue).unwrap();
             all.extend(logits.iter().map(|logit| logit.to_bits()));
@@ -301,11 +346,19 @@ fn sequences_are_cut_back_and_copied_on_a_device_that_executes_late() {
 fn with(fault: Fault, resident: bool, checkpoint: &mut dyn Checkpoint) -> (Vec<f32>, Vec<f32>) {
     let (_folder, path) = written(Architecture::Qwen3, GgmlDType::F32);
     let mut plain = open_in_parts(&path, usize::MAX, &roomy(0..5), 1);
-    let expected = plain.forward(&[5], &mut || Flow::Continue).unwrap().to_vec();
-    let late = Late { fault, ..Late::honest(Moment::Never) };
+    let expected = plain
+        .forward(&[5], &mut || Flow::Continue)
+        .unwrap()
+        .to_vec();
+    let late = Late {
+        fault,
+        ..Late::honest(Moment::Never)
+    };
     let mut model = open_on(Arc::new(late), None, &path, 16 << 10, &roomy([]));
     let parts = u32::try_from(model.shape().layers.len()).unwrap();
-    model.apply(&roomy((0..parts).filter(|_| resident))).unwrap();
+    model
+        .apply(&roomy((0..parts).filter(|_| resident)))
+        .unwrap();
     let logits = model.forward(&[5], checkpoint).unwrap().to_vec();
     (logits, expected)
 }
@@ -315,18 +368,29 @@ fn a_slot_of_the_ring_that_is_released_too_early_is_found() {
     let (logits, expected) = with(Fault::None, false, &mut || Flow::Continue);
     assert!(logits == expected);
     let (logits, expected) = with(Fault::DoneTooEarly, false, &mut || Flow::Continue);
-    assert!(logits != expected, "what readers have written over is multiplied with");
+    assert!(
+        logits != expected,
+        "what readers have written over is multiplied with"
+    );
 }
 
 #[test]
 fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
     for fault in [Fault::None, Fault::ForgottenWait] {
         // At the third layer, so that the parts of the others are in flight.
-        let mut order = Plans { plans: vec![roomy([])], left: 2, ..Plans::default() };
+        let mut order = Plans {
+            plans: vec![roomy([])],
+            left: 2,
+            ..Plans::default()
+        };
         let (logits, expected) = with(fault, true, &mut order);
         let report = order.applied.pop().unwrap().unwrap();
         assert!(report.asked > Bytes::ZERO);
-        assert_eq!(report.freed == report.asked, fault == Fault::None, "{report:?}");
+        assert_eq!(
+            report.freed == report.asked,
+            fault == Fault::None,
+            "{report:?}"
+        );
         // What is in flight keeps its memory: it is the shed that fails, and not the answer.
         assert!(fault != Fault::None || logits == expected);
     }
@@ -336,7 +400,10 @@ fn a_wait_that_is_forgotten_before_memory_is_given_up_is_found() {
 fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
     static MOST: AtomicUsize = AtomicUsize::new(0);
     let (_folder, path) = written(Architecture::Qwen35, GgmlDType::Q8_0);
-    let late = Late { most: Some(&MOST), ..Late::honest(Moment::Never) };
+    let late = Late {
+        most: Some(&MOST),
+        ..Late::honest(Moment::Never)
+    };
     let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(0..5));
     let mut in_flight = |estimators, tokens: &[u32]| {
         model.reset();
@@ -350,7 +417,11 @@ fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
     for (tokens, most) in [(&prompt()[..8], 12), (&[5], 24)] {
         assert!(in_flight(SliceEstimators::new(), tokens) > 24);
         let paced = in_flight(SliceEstimators::finest(), tokens);
-        assert!(paced <= most, "{paced} operations in flight for {} tokens", tokens.len());
+        assert!(
+            paced <= most,
+            "{paced} operations in flight for {} tokens",
+            tokens.len()
+        );
     }
 }
 
@@ -358,10 +429,17 @@ fn no_more_is_in_flight_than_a_slice_and_the_one_ahead() {
 fn a_slice_ends_with_a_segment_of_a_device_that_holds_operations_back() {
     static MOST: AtomicUsize = AtomicUsize::new(0);
     let (_folder, path) = written(Architecture::Qwen3, GgmlDType::Q8_0);
-    Synthetic { layers: 16, ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7) }
-        .write(&path)
-        .unwrap();
-    let late = Late { most: Some(&MOST), segment: 12, ..Late::honest(Moment::Never) };
+    Synthetic {
+        layers: 16,
+        ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 7)
+    }
+    .write(&path)
+    .unwrap();
+    let late = Late {
+        most: Some(&MOST),
+        segment: 12,
+        ..Late::honest(Moment::Never)
+    };
     let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(0..17));
     model.estimators = SliceEstimators::finest();
     model.forward(&[5], &mut || Flow::Continue).unwrap();
@@ -378,10 +456,22 @@ fn a_device_that_fails_ends_the_pass_and_every_later_one() {
     // Wherever it fails: while the model is opened, in a pass, in one that is streamed.
     for resident in [vec![], vec![0, 1, 2, 3, 4]] {
         for at in [60, 80, 100, 130] {
-            let late = Late { fault: Fault::Breaks(at), ..Late::honest(Moment::Never) };
-            let mut model = open_on(Arc::new(late), None, &path, usize::MAX, &roomy(resident.iter().copied()));
+            let late = Late {
+                fault: Fault::Breaks(at),
+                ..Late::honest(Moment::Never)
+            };
+            let mut model = open_on(
+                Arc::new(late),
+                None,
+                &path,
+                usize::MAX,
+                &roomy(resident.iter().copied()),
+            );
             let failed = (0..20).find_map(|_| model.forward(&[5, 6], &mut || Flow::Continue).err());
-            assert!(matches!(&failed, Some(error) if error.cure().is_some()), "{failed:?}");
+            assert!(
+                matches!(&failed, Some(error) if error.cure().is_some()),
+                "{failed:?}"
+            );
             model.reset();
             let error = model.forward(&[5], &mut || Flow::Continue).unwrap_err();
             assert_eq!(error.to_string(), "the device has failed: it was unplugged");

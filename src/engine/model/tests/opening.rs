@@ -10,13 +10,11 @@ use std::{
 
 use super::{hanging::Disk as Large, *};
 use crate::{
-    causes::in_one_line,
-    engine::{
-        disk::{DiskTimeout, DiskWatch},
-        error::{LoadError, LoadErrorKind},
-        model::opening::{Disk, inspect},
-    },
+    disk::{DiskTimeout, DiskWatch},
+    error::{LoadError, LoadErrorKind},
+    model::opening::{Disk, inspect},
 };
+use cotenant_units::causes::in_one_line;
 
 /// Long enough for whatever does not hang.
 const STALL: Duration = Duration::from_secs(1);
@@ -29,8 +27,15 @@ struct Mishap {
 
 impl Mishap {
     /// After `before` questions for what `at` is in the name of.
-    fn new(at: &'static str, before: usize, happens: impl Fn() + Send + Sync + 'static) -> (Arc<Self>, Disk) {
-        let mishap = Arc::new(Self { turns: AtomicUsize::new(before), hangs: AtomicBool::new(false) });
+    fn new(
+        at: &'static str,
+        before: usize,
+        happens: impl Fn() + Send + Sync + 'static,
+    ) -> (Arc<Self>, Disk) {
+        let mishap = Arc::new(Self {
+            turns: AtomicUsize::new(before),
+            hangs: AtomicBool::new(false),
+        });
         let theirs = Arc::clone(&mishap);
         let hindrance = move |what: &str| {
             if !what.contains(at) {
@@ -39,11 +44,17 @@ impl Mishap {
             if theirs.turns.fetch_sub(1, Ordering::AcqRel) == 0 {
                 happens();
             }
-            while theirs.hangs.load(Ordering::Acquire) && theirs.turns.load(Ordering::Acquire) > before {
+            while theirs.hangs.load(Ordering::Acquire)
+                && theirs.turns.load(Ordering::Acquire) > before
+            {
                 thread::yield_now();
             }
         };
-        let disk = Disk { watch: DiskWatch::hindered(Arc::new(hindrance)), limit: DiskTimeout::new(STALL), wrap: None };
+        let disk = Disk {
+            watch: DiskWatch::hindered(Arc::new(hindrance)),
+            limit: DiskTimeout::new(STALL),
+            wrap: None,
+        };
         (mishap, disk)
     }
 
@@ -64,11 +75,17 @@ fn options() -> ModelOptions {
 }
 
 fn write(path: &Path, seed: u64) {
-    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), seed).write(path).unwrap();
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), seed)
+        .write(path)
+        .unwrap();
 }
 
 /// Opens a model with some layers resident.
-fn open(path: &Path, resident: impl IntoIterator<Item = u32>, disk: &Disk) -> Result<Model, LoadError> {
+fn open(
+    path: &Path,
+    resident: impl IntoIterator<Item = u32>,
+    disk: &Disk,
+) -> Result<Model, LoadError> {
     let layout = |spec: &Spec| Layout::in_parts(spec, usize::MAX);
     let mut model = Opening::on(cpu(1), path, &options(), layout, disk)?.begin(&plan(resident))?;
     model.settle();
@@ -84,12 +101,19 @@ fn logits(path: &Path) -> Vec<f32> {
 /// That the error names the read that hangs, and that this keeps at most so much.
 fn is_reported(error: &LoadError, what: &str, most: Bytes) {
     let text = in_one_line(error);
-    assert!(text.contains(what) && text.contains("the disk has not answered for "), "{text}");
+    assert!(
+        text.contains(what) && text.contains("the disk has not answered for "),
+        "{text}"
+    );
     assert!(text.ends_with("at most 1000 ms are waited"), "{text}");
     assert!(error.hint().unwrap().contains("the disk"));
     let left = error.hung().unwrap();
     assert!(left.hangs() && left.hung() >= STALL);
-    assert!(Bytes::ZERO < left.bytes() && left.bytes() <= most, "{}", left.bytes());
+    assert!(
+        Bytes::ZERO < left.bytes() && left.bytes() <= most,
+        "{}",
+        left.bytes()
+    );
 }
 
 fn has_returned(error: &LoadError) {
@@ -112,13 +136,23 @@ fn a_header_that_does_not_come_is_an_error_in_time_and_is_read_when_the_disk_ans
         let began = Instant::now();
         let error = open(&path, [0], &disk).err().unwrap();
         assert!(began.elapsed() >= STALL);
-        is_reported(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
+        is_reported(
+            &error,
+            "cannot read `the header of model.gguf`",
+            Bytes::from_mib(1),
+        );
         mishap.answer();
         has_returned(&error);
     }
     let (mishap, disk) = Mishap::hang("the header of", 1);
-    let error = inspect(Arc::new(CpuDevice(1)), &path, None, &disk).err().unwrap();
-    is_reported(&error, "cannot read `the header of model.gguf`", Bytes::from_mib(1));
+    let error = inspect(Arc::new(CpuDevice(1)), &path, None, &disk)
+        .err()
+        .unwrap();
+    is_reported(
+        &error,
+        "cannot read `the header of model.gguf`",
+        Bytes::from_mib(1),
+    );
     mishap.answer();
     has_returned(&error);
     assert!(inspect(Arc::new(CpuDevice(1)), &path, None, &disk).is_ok());
@@ -135,7 +169,11 @@ fn vectors_that_do_not_come_are_an_error_in_time_and_the_ring_is_given_back() {
     let (mishap, disk) = Mishap::hang("blk.1.attn_norm.weight", 1);
     let error = open(&path, [0], &disk).err().unwrap();
     // By one of two threads.
-    is_reported(&error, "cannot read `blk.1.attn_norm.weight`", Bytes::from_mib(1));
+    is_reported(
+        &error,
+        "cannot read `blk.1.attn_norm.weight`",
+        Bytes::from_mib(1),
+    );
     mishap.answer();
     has_returned(&error);
     assert!(logits(&path) == expected);
@@ -149,12 +187,16 @@ fn what_large_reads_keep_that_hang_while_a_model_is_opened_is_reported() {
     let expected = logits(&path);
     let large = Arc::new(std::sync::Mutex::new(None));
     let put = Arc::clone(&large);
-    let wrap = move |file: Arc<crate::engine::reader::WeightFile>| -> Arc<dyn crate::engine::reader::Source> {
+    let wrap = move |file: Arc<crate::reader::WeightFile>| -> Arc<dyn crate::reader::Source> {
         let disk = Large::hanging(file);
         *put.lock().unwrap() = Some(Arc::clone(&disk));
         disk
     };
-    let disk = Disk { limit: DiskTimeout::new(STALL), wrap: Some(Arc::new(wrap)), ..Disk::default() };
+    let disk = Disk {
+        limit: DiskTimeout::new(STALL),
+        wrap: Some(Arc::new(wrap)),
+        ..Disk::default()
+    };
     let shape = open(&path, [], &Disk::default()).unwrap().shape().clone();
     let (ring, layer) = (shape.ring_bytes, shape.layers[0].resident_bytes);
     let error = open(&path, [0], &disk).err().unwrap();
@@ -168,7 +210,10 @@ fn what_large_reads_keep_that_hang_while_a_model_is_opened_is_reported() {
 #[test]
 fn a_file_that_is_replaced_while_it_is_opened_is_refused_and_the_new_one_can_be_had() {
     let folder = tempfile::tempdir().unwrap();
-    let (path, new) = (folder.path().join("model.gguf"), folder.path().join("new.gguf"));
+    let (path, new) = (
+        folder.path().join("model.gguf"),
+        folder.path().join("new.gguf"),
+    );
     write(&path, 7);
     write(&new, 8);
     let expected = logits(&new);
@@ -176,7 +221,11 @@ fn a_file_that_is_replaced_while_it_is_opened_is_refused_and_the_new_one_can_be_
     let (from, to) = (new.clone(), path.clone());
     let (_, disk) = Mishap::new("its weights", 0, move || fs::rename(&from, &to).unwrap());
     let error = open(&path, [0], &disk).err().unwrap();
-    assert!(matches!(error.kind(), LoadErrorKind::Changed { .. }), "{}", in_one_line(&error));
+    assert!(
+        matches!(error.kind(), LoadErrorKind::Changed { .. }),
+        "{}",
+        in_one_line(&error)
+    );
     assert!(error.hung().is_none() && error.hint().is_some());
     assert!(logits(&path) == expected);
 }
@@ -190,12 +239,16 @@ fn a_file_that_is_written_or_cut_while_it_is_opened_is_refused() {
         let (file, length) = (path.clone(), fs::metadata(&path).unwrap().len());
         let change = move || {
             let file = fs::OpenOptions::new().write(true).open(&file).unwrap();
-            file.set_len(if longer { length + 1 } else { length - 1 }).unwrap();
+            file.set_len(if longer { length + 1 } else { length - 1 })
+                .unwrap();
         };
         let (_, disk) = Mishap::new("its length", 0, change);
         let error = open(&path, [0], &disk).err().unwrap();
         let text = in_one_line(&error);
-        assert!(text.contains("has changed since its header was read"), "{text}");
+        assert!(
+            text.contains("has changed since its header was read"),
+            "{text}"
+        );
     }
     // Before what is cut off is read.
     write(&path, 7);
@@ -207,7 +260,10 @@ fn a_file_that_is_written_or_cut_while_it_is_opened_is_refused() {
     let (_, disk) = Mishap::new("its weights", 0, cut);
     let error = open(&path, 0..5, &disk).err().unwrap();
     let text = in_one_line(&error);
-    assert!(text.contains("the file ends") || text.contains("has changed"), "{text}");
+    assert!(
+        text.contains("the file ends") || text.contains("has changed"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -216,5 +272,9 @@ fn a_pipe_is_no_model_and_is_not_waited_for() {
     let path = folder.path().join("model.gguf");
     nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
     let error = open(&path, [], &Disk::default()).err().unwrap();
-    assert!(matches!(error.kind(), LoadErrorKind::NotAFile), "{}", in_one_line(&error));
+    assert!(
+        matches!(error.kind(), LoadErrorKind::NotAFile),
+        "{}",
+        in_one_line(&error)
+    );
 }

@@ -18,8 +18,19 @@ fn hybrid(path: &Path) {
 }
 
 fn open(path: &Path, capacity: u32) -> Model {
-    let plan = EnginePlan { kv_capacity: Tokens::new(capacity), prefill_chunk: Tokens::new(64), ..plan(0..5) };
-    let opening = Opening::on(cpu(1), path, &ModelOptions::for_threads(1), Layout::of, &Disk::default()).unwrap();
+    let plan = EnginePlan {
+        kv_capacity: Tokens::new(capacity),
+        prefill_chunk: Tokens::new(64),
+        ..plan(0..5)
+    };
+    let opening = Opening::on(
+        cpu(1),
+        path,
+        &ModelOptions::for_threads(1),
+        Layout::of,
+        &Disk::default(),
+    )
+    .unwrap();
     let mut model = opening.begin(&plan).unwrap();
     model.settle();
     model
@@ -27,7 +38,15 @@ fn open(path: &Path, capacity: u32) -> Model {
 
 /// A prompt of one of two conversations, whose first 200 tokens are the same.
 fn prompt(conversation: u32, length: u32) -> Vec<u32> {
-    (0..length).map(|index| if index < 200 { index * 7 % 300 } else { (index * 11 + conversation) % 300 }).collect()
+    (0..length)
+        .map(|index| {
+            if index < 200 {
+                index * 7 % 300
+            } else {
+                (index * 11 + conversation) % 300
+            }
+        })
+        .collect()
 }
 
 /// Reads a prompt that has so many tokens in common with the last one; returns how many were there.
@@ -37,7 +56,11 @@ fn read(model: &mut Model, common: u32, (conversation, length): (u32, u32), part
         model.fork_at(common);
     }
     model.mark_at(length - 10);
-    model.forward(&prompt(conversation, length)[kept as usize..], &mut || Flow::Continue).unwrap();
+    model
+        .forward(&prompt(conversation, length)[kept as usize..], &mut || {
+            Flow::Continue
+        })
+        .unwrap();
     let held = model.breakdown();
     assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
     assert!(model.kernel_resident() <= held.used(), "{held:?}");
@@ -50,7 +73,13 @@ fn a_copy_where_conversations_part_outlives_those_at_their_ends() {
     let path = folder.path().join("model.gguf");
     hybrid(&path);
     let shape = open(&path, 64).shape().clone();
-    let copy = u32::try_from(shape.state_bytes.get().div_ceil(shape.kv.bytes_per_token(KvType::F16).get())).unwrap();
+    let copy = u32::try_from(
+        shape
+            .state_bytes
+            .get()
+            .div_ceil(shape.kv.bytes_per_token(KvType::F16).get()),
+    )
+    .unwrap();
     // Beside 300 tokens there is place for so many copies.
     for copies in [1, 2, 4] {
         let mut model = open(&path, 300 + copies * copy + 128);
@@ -61,15 +90,26 @@ fn a_copy_where_conversations_part_outlives_those_at_their_ends() {
         assert_eq!(read(&mut model, 200, (2, 290), true), 200, "{copies}");
         // One conversation goes on, parting from itself shortly before its end: first from the fork, where there is place
         // for one copy only, and then from its own last prompt.
-        assert_eq!(read(&mut model, 285, (2, 295), false), if copies == 1 { 200 } else { 280 });
+        assert_eq!(
+            read(&mut model, 285, (2, 295), false),
+            if copies == 1 { 200 } else { 280 }
+        );
         assert_eq!(read(&mut model, 290, (2, 298), false), 285, "{copies}");
         assert_eq!(read(&mut model, 293, (2, 299), false), 288, "{copies}");
         let before = read(&mut model, 200, (1, 280), true);
         assert_eq!(before, if copies == 1 { 0 } else { 200 });
         // The same bits as from the start.
-        let next = model.forward(&[7], &mut || Flow::Continue).unwrap().to_vec();
+        let next = model
+            .forward(&[7], &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
         let mut fresh = open(&path, 704);
-        fresh.forward(&prompt(1, 280), &mut || Flow::Continue).unwrap();
-        assert!(fresh.forward(&[7], &mut || Flow::Continue).unwrap()[..] == next[..], "{copies}");
+        fresh
+            .forward(&prompt(1, 280), &mut || Flow::Continue)
+            .unwrap();
+        assert!(
+            fresh.forward(&[7], &mut || Flow::Continue).unwrap()[..] == next[..],
+            "{copies}"
+        );
     }
 }

@@ -6,7 +6,7 @@ use std::sync::{
 };
 
 use super::*;
-use crate::engine::reader::Source;
+use crate::reader::Source;
 
 /// Whether a backend finds memory, set from outside.
 #[derive(Clone, Debug, Default)]
@@ -46,10 +46,18 @@ impl Refusing {
     /// Whether memory that is asked for now is refused.
     pub(super) fn refuses(&self) -> bool {
         let orders = &self.0;
-        let owners = orders.file.lock().unwrap().as_ref().map_or(0, Weak::strong_count);
+        let owners = orders
+            .file
+            .lock()
+            .unwrap()
+            .as_ref()
+            .map_or(0, Weak::strong_count);
         orders.owners.fetch_max(owners, Ordering::Relaxed);
         let left = |left: usize| left.checked_sub(1);
-        let found = orders.left.fetch_update(Ordering::Relaxed, Ordering::Relaxed, left).is_ok();
+        let found = orders
+            .left
+            .fetch_update(Ordering::Relaxed, Ordering::Relaxed, left)
+            .is_ok();
         orders.refuse.load(Ordering::Relaxed) && !found
     }
 }

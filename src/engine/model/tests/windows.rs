@@ -2,12 +2,10 @@
 
 use super::*;
 use crate::{
-    engine::{
-        backend::Backend,
-        kv::{KV_BLOCK_TOKENS, KvCache},
-    },
-    policy::residency::{KvShape, WindowedKv},
+    backend::Backend,
+    kv::{KV_BLOCK_TOKENS, KvCache},
 };
+use cotenant_policy::residency::{KvShape, WindowedKv};
 
 const CONTEXT: u32 = 4096;
 
@@ -29,11 +27,19 @@ fn gemma(path: &Path) {
 }
 
 fn plan_of(kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
-    EnginePlan { kv_capacity: Tokens::new(kv), prefill_chunk: Tokens::new(chunk), kv_type, ..plan(0..3) }
+    EnginePlan {
+        kv_capacity: Tokens::new(kv),
+        prefill_chunk: Tokens::new(chunk),
+        kv_type,
+        ..plan(0..3)
+    }
 }
 
 fn open(path: &Path, plan: &EnginePlan) -> Model {
-    let options = ModelOptions { context: Some(Tokens::new(CONTEXT)), ..ModelOptions::for_threads(1) };
+    let options = ModelOptions {
+        context: Some(Tokens::new(CONTEXT)),
+        ..ModelOptions::for_threads(1)
+    };
     let opening = Opening::on(cpu(1), path, &options, Layout::of, &Disk::default()).unwrap();
     let mut model = opening.begin(plan).unwrap();
     model.settle();
@@ -44,8 +50,14 @@ fn open(path: &Path, plan: &EnginePlan) -> Model {
 fn open_whole(path: &Path, plan: &EnginePlan) -> Model {
     let mut model = open(path, plan);
     let all = CONTEXT / KV_BLOCK_TOKENS.get();
-    let windowed = model.shape.kv.windowed.map(|windowed| WindowedKv { blocks: all, ..windowed });
-    model.shape.kv = KvShape { windowed, ..model.shape.kv };
+    let windowed = model.shape.kv.windowed.map(|windowed| WindowedKv {
+        blocks: all,
+        ..windowed
+    });
+    model.shape.kv = KvShape {
+        windowed,
+        ..model.shape.kv
+    };
     let backend: &mut dyn Backend = model.backend.as_mut();
     let mut cache = KvCache::new(backend, model.shape.kv, CONTEXT, Backing::OnTouch).unwrap();
     cache.resize(backend, plan.kv_capacity, 0).unwrap();
@@ -54,7 +66,9 @@ fn open_whole(path: &Path, plan: &EnginePlan) -> Model {
 }
 
 fn text(seed: u32, count: u32) -> Vec<u32> {
-    (0..count).map(|at| (at * 37 + at * at % 11 + seed * 7) % 300).collect()
+    (0..count)
+        .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
+        .collect()
 }
 
 /// Both models, which are to say the same.
@@ -65,12 +79,23 @@ struct Two {
 
 impl Two {
     fn new(path: &Path, plan: &EnginePlan) -> Self {
-        Self { windows: open(path, plan), whole: open_whole(path, plan) }
+        Self {
+            windows: open(path, plan),
+            whole: open_whole(path, plan),
+        }
     }
 
     fn forward(&mut self, tokens: &[u32], what: &str) {
-        let expected = self.whole.forward(tokens, &mut || Flow::Continue).unwrap().to_vec();
-        let logits = self.windows.forward(tokens, &mut || Flow::Continue).unwrap().to_vec();
+        let expected = self
+            .whole
+            .forward(tokens, &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
+        let logits = self
+            .windows
+            .forward(tokens, &mut || Flow::Continue)
+            .unwrap()
+            .to_vec();
         assert!(logits == expected, "{what}, at {}", self.windows.position());
         self.check();
     }
@@ -85,8 +110,17 @@ impl Two {
 
     fn check(&self) {
         let (model, held) = (&self.windows, self.windows.breakdown());
-        assert_eq!(held.kv, model.shape().kv.capacity_bytes(model.plan().kv_capacity, model.plan().kv_type));
-        assert!(held.total <= model.shape().plan_bytes(model.plan()), "{held:?}");
+        assert_eq!(
+            held.kv,
+            model
+                .shape()
+                .kv
+                .capacity_bytes(model.plan().kv_capacity, model.plan().kv_type)
+        );
+        assert!(
+            held.total <= model.shape().plan_bytes(model.plan()),
+            "{held:?}"
+        );
         assert!(model.kernel_resident() <= held.used(), "{held:?}");
     }
 
@@ -106,7 +140,13 @@ fn layers_with_windows_keep_their_last_blocks_and_give_the_bits_of_a_whole_cache
     let mut two = Two::new(&path, &plan_of(2048, 512, KvType::F16));
     let kv = two.windows.shape().kv;
     // 69 tokens before the first of 512 rows, beginning and ending within a block.
-    assert_eq!(kv.windowed, Some(WindowedKv { layers: 1, blocks: 11 }));
+    assert_eq!(
+        kv.windowed,
+        Some(WindowedKv {
+            layers: 1,
+            blocks: 11
+        })
+    );
     let constant = kv.capacity_bytes(Tokens::new(2048), KvType::F16);
     assert_eq!(
         kv.capacity_bytes(Tokens::new(2048 + 640), KvType::F16) - constant,
@@ -127,7 +167,10 @@ fn layers_with_windows_keep_their_last_blocks_and_give_the_bits_of_a_whole_cache
     two.forward(&all[..500], "again from the start");
     assert_eq!(two.keep(100), 100, "no window has passed on");
     // In chunks that are larger than what attends together, streamed, with another capacity.
-    two.apply(&EnginePlan { resident: [1].into(), ..plan_of(1024, 900, KvType::F16) });
+    two.apply(&EnginePlan {
+        resident: [1].into(),
+        ..plan_of(1024, 900, KvType::F16)
+    });
     two.forward(&all[100..900], "in a chunk of 800");
     two.apply(&plan_of(2048, 16, KvType::F16));
     two.forward(&all[900..950], "in chunks of 16");
@@ -157,8 +200,15 @@ fn conversations_that_alternate_go_on_from_a_copy_of_the_window_where_they_part(
     two.forward(&one, "the first");
     for (turn, tokens) in [&other, &one, &other].into_iter().enumerate() {
         // Fewer layers and another capacity meanwhile; a larger type would have to be read again.
-        let (resident, capacity) = if turn % 2 == 0 { ([1, 2].into(), 2000) } else { ((0..3).collect(), 3000) };
-        two.apply(&EnginePlan { resident, ..plan_of(capacity, 128, KvType::F16) });
+        let (resident, capacity) = if turn % 2 == 0 {
+            ([1, 2].into(), 2000)
+        } else {
+            ((0..3).collect(), 3000)
+        };
+        two.apply(&EnginePlan {
+            resident,
+            ..plan_of(capacity, 128, KvType::F16)
+        });
         let kept = two.keep(300);
         assert_eq!(kept, if turn == 0 { 0 } else { 300 });
         two.windows.fork_at(300);
@@ -184,7 +234,11 @@ fn a_pass_that_was_broken_off_goes_on_from_where_its_windows_are() {
         let mut polls = 0;
         let mut stop = || {
             polls += 1;
-            if polls > 1 { Flow::Stop } else { Flow::Continue }
+            if polls > 1 {
+                Flow::Stop
+            } else {
+                Flow::Continue
+            }
         };
         two.windows.forward(&all[800..], &mut stop).unwrap_err();
         // A chunk of 700 tokens has passed the window of the tokens before it.
@@ -231,7 +285,13 @@ fn any_history_leaves_the_bits_of_a_whole_cache() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
     gemma(&path);
-    let mut orders = Orders { parts: 3, left: 0, seed: 1, looks: 0, done: Vec::new() };
+    let mut orders = Orders {
+        parts: 3,
+        left: 0,
+        seed: 1,
+        looks: 0,
+        done: Vec::new(),
+    };
     let mut two = Two::new(&path, &plan_of(1024, 128, KvType::F16));
     for turn in 0..8 {
         let back = orders.random(if turn % 3 == 0 { 900 } else { 150 });
@@ -240,8 +300,14 @@ fn any_history_leaves_the_bits_of_a_whole_cache() {
         assert!(kept == 0 || kept == wanted);
         let count = 1 + orders.random(400);
         let resident = (0..3).filter(|_| orders.random(3) > 0).collect();
-        let (capacity, chunk) = ((kept + count).max(orders.random(2400)), 1 + orders.random(700));
-        two.apply(&EnginePlan { resident, ..plan_of(capacity, chunk, KvType::F16) });
+        let (capacity, chunk) = (
+            (kept + count).max(orders.random(2400)),
+            1 + orders.random(700),
+        );
+        two.apply(&EnginePlan {
+            resident,
+            ..plan_of(capacity, chunk, KvType::F16)
+        });
         two.forward(&text(turn, count), "a turn");
     }
 }

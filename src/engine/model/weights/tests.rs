@@ -8,17 +8,15 @@ use candle_core::quantized::GgmlDType;
 
 use super::*;
 use crate::{
-    engine::{
-        backend::cpu::Cpu,
-        error::ReadError,
-        gguf::Header,
-        reader::ReadProgress,
-        spec::Architecture,
-        synthetic::{Synthetic, TypeMix},
-        weights::Weights as _,
-    },
-    units::page,
+    backend::cpu::Cpu,
+    error::ReadError,
+    gguf::Header,
+    reader::ReadProgress,
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+    weights::Weights as _,
 };
+use cotenant_units::page;
 
 /// A disk that answers on command.
 struct Gate {
@@ -59,15 +57,30 @@ impl Hanging {
     fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1).write(&path).unwrap();
+        Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
+            .write(&path)
+            .unwrap();
         let header = Header::read(&path).unwrap();
         let layout = Layout::of(&Spec::read(&header).unwrap());
-        let gate = Arc::new(Gate { open: AtomicBool::new(false), asked: AtomicUsize::new(0) });
+        let gate = Arc::new(Gate {
+            open: AtomicBool::new(false),
+            asked: AtomicUsize::new(0),
+        });
         let file: Arc<dyn Source> = Arc::<Gate>::clone(&gate);
         let backend = Cpu::new(1).unwrap();
         let fixed = (backend.allocate(page(), Backing::Now).unwrap(), None);
-        let weights = Weights::new(file, fixed, layout.parts.len(), (None, DiskTimeout::new(Duration::from_millis(1))));
-        let mut hanging = Self { backend, weights, layout, gate };
+        let weights = Weights::new(
+            file,
+            fixed,
+            layout.parts.len(),
+            (None, DiskTimeout::new(Duration::from_millis(1))),
+        );
+        let mut hanging = Self {
+            backend,
+            weights,
+            layout,
+            gate,
+        };
         hanging.stream(0);
         hanging.wait_for_readers(2);
         hanging
@@ -76,7 +89,9 @@ impl Hanging {
     /// Starts or restarts the stream from `part` on.
     fn stream(&mut self, part: usize) {
         let place = Place { part, piece: 0 };
-        self.weights.stream(&self.backend, &self.layout, place).unwrap();
+        self.weights
+            .stream(&self.backend, &self.layout, place)
+            .unwrap();
     }
 
     /// Until so many reads have begun: two readers for each ring.
@@ -108,10 +123,19 @@ fn a_ring_that_a_hanging_read_keeps_is_on_the_book_until_it_returns() {
     // The first ring, and now the second one: nothing is streamed any more, and both are kept.
     let (asked, freed) = hanging.weights.stop_stream();
     assert_eq!((asked, freed), (hanging.layout.ring, Bytes::ZERO));
-    assert_eq!((hanging.rings(), hanging.weights.rings_left.pieces()), (2, 2));
-    assert_eq!(hanging.weights.resident(), hanging.weights.ring_bytes() + page());
+    assert_eq!(
+        (hanging.rings(), hanging.weights.rings_left.pieces()),
+        (2, 2)
+    );
+    assert_eq!(
+        hanging.weights.resident(),
+        hanging.weights.ring_bytes() + page()
+    );
     hanging.answer();
-    assert_eq!((hanging.weights.ring_bytes(), hanging.weights.resident()), (Bytes::ZERO, page()));
+    assert_eq!(
+        (hanging.weights.ring_bytes(), hanging.weights.resident()),
+        (Bytes::ZERO, page())
+    );
 }
 
 #[test]
@@ -122,10 +146,20 @@ fn a_disk_that_hangs_keeps_two_rings_and_four_threads_however_often_it_is_asked(
     for part in [2, 0, 3, 1] {
         hanging.stream(part);
         assert_eq!(hanging.rings(), 2);
-        assert!(hanging.weights.streamed(part).is_none() && hanging.weights.hung(&"it".into()).is_some());
-        assert!(hanging.weights.needs_stream(), "the next one is to try it again");
+        assert!(
+            hanging.weights.streamed(part).is_none()
+                && hanging.weights.hung(&"it".into()).is_some()
+        );
+        assert!(
+            hanging.weights.needs_stream(),
+            "the next one is to try it again"
+        );
     }
-    assert_eq!(hanging.gate.asked.load(Ordering::Acquire), 4, "no other thread has read");
+    assert_eq!(
+        hanging.gate.asked.load(Ordering::Acquire),
+        4,
+        "no other thread has read"
+    );
     hanging.answer();
     hanging.stream(1);
     assert!(hanging.weights.streamed(1).is_some() && hanging.weights.hung(&"it".into()).is_none());

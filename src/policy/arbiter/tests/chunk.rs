@@ -1,7 +1,7 @@
 //! Tests of larger prefill chunks.
 
 use super::*;
-use crate::policy::{
+use crate::{
     decision::{EngineDecision, PlanOutcome},
     engine_control::KvUse,
     streaming::Calibration,
@@ -9,7 +9,11 @@ use crate::policy::{
 
 /// 40 layers of 20 MiB, 100 KiB of workspace for each token of a chunk.
 fn large() -> ModelShape {
-    ModelShape { layers: sample_shape(40, mib(20)).layers, workspace_bytes_per_token: Bytes::from_kib(100), ..shape() }
+    ModelShape {
+        layers: sample_shape(40, mib(20)).layers,
+        workspace_bytes_per_token: Bytes::from_kib(100),
+        ..shape()
+    }
 }
 
 /// Reading as in the field, and so many nanoseconds to compute a token of a prompt on a MiB.
@@ -35,7 +39,10 @@ fn streaming() -> (Rig, EnginePlan) {
     rig.wait(10).sample(used.whole_mib());
     assert_eq!(rig.plan_asked(), None, "nothing more fits");
     let plan = rig.snapshot().engine.in_force.unwrap();
-    assert!(!plan.resident.is_empty() && plan.resident.len() < 20, "{plan:?}");
+    assert!(
+        !plan.resident.is_empty() && plan.resident.len() < 20,
+        "{plan:?}"
+    );
     assert_eq!(plan.prefill_chunk.get(), 128, "nothing was measured");
     (rig, plan)
 }
@@ -51,7 +58,9 @@ fn a_chunk_becomes_larger_once_it_was_measured_that_reading_takes_longer() {
     rig.tell(measured(ACCELERATOR));
     let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(plan.prefill_chunk.get(), 512);
-    assert!(plan.resident.is_subset(&before.resident) && plan.resident.len() < before.resident.len());
+    assert!(
+        plan.resident.is_subset(&before.resident) && plan.resident.len() < before.resident.len()
+    );
     assert_eq!(plan.kv_capacity, before.kv_capacity);
     let bytes = rig.engine_applies_plan(revision, plan.clone());
     assert!(bytes <= held + mib(20) && rig.held("llm") == bytes);
@@ -97,7 +106,10 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
         rig.plan_asked().map(|(_, plan)| (tenths, plan))
     });
     let (tenths, plan) = grown.unwrap();
-    assert!(tenths >= 38 && plan.prefill_chunk.get() == 512, "{tenths}: {plan:?}");
+    assert!(
+        tenths >= 38 && plan.prefill_chunk.get() == 512,
+        "{tenths}: {plan:?}"
+    );
 }
 
 #[test]
@@ -129,7 +141,10 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
         let plan = rig.snapshot().engine.in_force.unwrap();
         // It grows at any time, and with the chunk under way to no more than the full plan.
         let (layers, chunk) = if busy { (39, 256) } else { (40, 128) };
-        assert_eq!((plan.resident.len(), plan.prefill_chunk.get()), (layers, chunk));
+        assert_eq!(
+            (plan.resident.len(), plan.prefill_chunk.get()),
+            (layers, chunk)
+        );
     }
     assert_eq!(rig.snapshot().engine.in_force, rig.snapshot().engine.full);
 }
@@ -138,7 +153,10 @@ fn an_engine_in_its_full_plan_has_no_larger_chunk() {
 fn keeps_chunk(rig: &mut Rig, chunk: Tokens) -> Bytes {
     let (revision, asked) = rig.plan_asked().unwrap();
     assert!(asked.prefill_chunk < chunk, "{asked:?}");
-    let in_force = EnginePlan { prefill_chunk: chunk, ..asked };
+    let in_force = EnginePlan {
+        prefill_chunk: chunk,
+        ..asked
+    };
     rig.engine_applies_plan(revision, in_force)
 }
 
@@ -156,7 +174,10 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
     let wanted = rig.snapshot().memory.free.whole_mib() + 30;
     rig.request("asr", Class::AudioRealtime, wanted, wanted, 5000);
     let (_, asked) = rig.plan_asked().unwrap();
-    assert_eq!((asked.prefill_chunk.get(), &asked.resident), (128, &larger.resident));
+    assert_eq!(
+        (asked.prefill_chunk.get(), &asked.resident),
+        (128, &larger.resident)
+    );
     // The prompt's chunk goes on: what is missing comes from layers, at once, and the chunk is not asked for again.
     let kept = keeps_chunk(&mut rig, larger.prefill_chunk);
     assert_eq!((kept, rig.held("llm")), (held, held), "nothing is back");
@@ -171,15 +192,27 @@ fn a_chunk_under_way_is_asked_for_once_and_layers_are_given_meanwhile() {
         assert_eq!(rig.plan_asked(), None, "nothing is needed");
     }
     // The chunk ends, and what it gave up is decided.
-    let smaller = EnginePlan { prefill_chunk: Tokens::new(128), ..layers };
+    let smaller = EnginePlan {
+        prefill_chunk: Tokens::new(128),
+        ..layers
+    };
     let before = rig.held("llm");
     let bytes = rig.engine_applies_plan(revision, smaller.clone());
     assert!(
-        decided!(rig, Engine(EngineDecision::Applied { outcome: PlanOutcome::ChunkEnded { .. }, .. })),
+        decided!(
+            rig,
+            Engine(EngineDecision::Applied {
+                outcome: PlanOutcome::ChunkEnded { .. },
+                ..
+            })
+        ),
         "{:#?}",
         rig.actions
     );
-    assert_eq!(before.saturating_sub(bytes), large().chunk_bytes(Tokens::new(128), Tokens::new(512)));
+    assert_eq!(
+        before.saturating_sub(bytes),
+        large().chunk_bytes(Tokens::new(128), Tokens::new(512))
+    );
     assert_eq!(rig.held("llm"), bytes);
     assert_eq!(rig.snapshot().engine.in_force, Some(smaller));
 }
@@ -219,7 +252,10 @@ fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_promp
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.resident.len() < before.resident.len());
     rig.tell(activity(1, KvUse::default()));
-    let without = EnginePlan { prefill_chunk: before.prefill_chunk, ..plan };
+    let without = EnginePlan {
+        prefill_chunk: before.prefill_chunk,
+        ..plan
+    };
     let bytes = rig.engine_applies_plan(revision, without);
     let settle = params().shed.settle;
     let back = (0..30).find_map(|_| {
@@ -228,5 +264,9 @@ fn layers_that_should_have_made_room_for_a_chunk_come_back_at_once_where_a_promp
     });
     let (_, back) = back.unwrap();
     assert_eq!(back, before);
-    assert!(rig.now.since_start() < settle + ms(1500), "{} is not the dwell", rig.now);
+    assert!(
+        rig.now.since_start() < settle + ms(1500),
+        "{} is not the dwell",
+        rig.now
+    );
 }

@@ -1,7 +1,7 @@
 //! Tests of the engine: its load, its plans, its failures.
 
 use super::*;
-use crate::policy::{
+use crate::{
     decision::{EngineDecision, NextLoad, PlanOutcome},
     engine_control::KvUse,
     engine_failure::NextTry,
@@ -18,7 +18,10 @@ fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful(
     assert_eq!(rig.plan_asked(), None);
     rig.sample(0);
     let (_, plan) = rig.plan_asked().unwrap();
-    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(4096)));
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity),
+        (8, Tokens::new(4096))
+    );
     assert_eq!(rig.held("llm"), mib(132), "booked before it is loaded");
     rig.engine_applies();
     assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
@@ -27,7 +30,11 @@ fn the_engine_waits_for_a_sample_and_is_loaded_in_full_when_memory_is_plentiful(
 #[test]
 fn pressure_sheds_verifies_and_grows_back_after_the_dwell() {
     let mut rig = Rig::with_engine_ready(params());
-    assert!(rig.samples(132).iter().all(|action| !matches!(action, Action::ApplyPlan { .. })));
+    assert!(
+        rig.samples(132)
+            .iter()
+            .all(|action| !matches!(action, Action::ApplyPlan { .. }))
+    );
     rig.samples(390);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     let (revision, plan) = rig.plan_asked().unwrap();
@@ -71,11 +78,20 @@ fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
 #[test]
 fn a_capacity_in_use_is_kept_and_not_reclaimed_at_once() {
     let mut rig = Rig::with_engine_ready(params());
-    rig.tell(activity(1, KvUse { used: Tokens::new(3000), ..KvUse::default() }));
+    rig.tell(activity(
+        1,
+        KvUse {
+            used: Tokens::new(3000),
+            ..KvUse::default()
+        },
+    ));
     rig.samples(399);
     let (_, plan) = rig.plan_asked().unwrap();
     // 71 MiB are needed: 7 layers less the ring are 66, and 5 of the 8.5 MiB that the sequence does not use.
-    assert_eq!((plan.resident.len(), plan.kv_capacity), (1, Tokens::new(3456)));
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity),
+        (1, Tokens::new(3456))
+    );
 }
 
 #[test]
@@ -95,9 +111,16 @@ fn an_engine_that_does_not_answer_is_asked_again() {
 fn a_failed_engine_comes_back_after_its_backoff_and_its_floor_is_kept_for_it() {
     let mut rig = Rig::with_engine_ready(params());
     rig.engine_fails(None);
-    assert_eq!((rig.held("llm"), rig.snapshot().engine.state), (Bytes::ZERO, EngineState::Failed));
+    assert_eq!(
+        (rig.held("llm"), rig.snapshot().engine.state),
+        (Bytes::ZERO, EngineState::Failed)
+    );
     rig.request("voice", Class::AudioRealtime, 1, 400, 0);
-    assert_eq!(rig.granted().memory.held, mib(400 - 28), "the floor is kept");
+    assert_eq!(
+        rig.granted().memory.held,
+        mib(400 - 28),
+        "the floor is kept"
+    );
     rig.wait(600).sample(0);
     let (_, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), mib(28));
@@ -108,25 +131,46 @@ fn a_file_that_cannot_be_read_is_read_again_ever_more_rarely_and_reported_once()
     let mut rig = Rig::new(with_engine(params()));
     rig.sample(0);
     let fails = |rig: &mut Rig| {
-        rig.tell(Event::EngineFailed { reason: "cannot read it".to_owned(), cure: Cure::Reread, left: None });
+        rig.tell(Event::EngineFailed {
+            reason: "cannot read it".to_owned(),
+            cure: Cure::Reread,
+            left: None,
+        });
     };
     fails(&mut rig);
-    assert!(decided!(rig, Engine(EngineDecision::Gone { next: NextLoad::ReadIn(_), .. })));
+    assert!(decided!(
+        rig,
+        Engine(EngineDecision::Gone {
+            next: NextLoad::ReadIn(_),
+            ..
+        })
+    ));
     let mut waits = Vec::new();
     for _ in 0..12 {
         let failed = rig.now;
         let failure = rig.snapshot().engine.failure.unwrap();
-        assert!(matches!(failure.next, NextTry::At(at) if at > failed), "{failure:?}");
+        assert!(
+            matches!(failure.next, NextTry::At(at) if at > failed),
+            "{failure:?}"
+        );
         while !rig.actions.contains(&Action::ReinspectModel) {
             rig.wait(100).sample(0);
         }
         waits.push(rig.now.saturating_since(failed));
         assert_eq!(rig.snapshot().engine.failure.unwrap().next, NextTry::Now);
         fails(&mut rig);
-        assert!(!decided!(rig, Engine(EngineDecision::Gone { .. })), "it is no news");
+        assert!(
+            !decided!(rig, Engine(EngineDecision::Gone { .. })),
+            "it is no news"
+        );
     }
-    let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
-    assert!(waits.is_sorted() && waits[0] < ms(1000) && *waits.last().unwrap() <= longest + ms(200), "{waits:?}");
+    let longest = params()
+        .engine
+        .map_or(ms(30_000), |engine| engine.restart.backoff_max);
+    assert!(
+        waits.is_sorted() && waits[0] < ms(1000) && *waits.last().unwrap() <= longest + ms(200),
+        "{waits:?}"
+    );
     rig.tell(Event::EngineInspected { shape: shape() });
     assert!(rig.plan_asked().is_some(), "it is loaded at once");
 }
@@ -135,8 +179,18 @@ fn a_file_that_cannot_be_read_is_read_again_ever_more_rarely_and_reported_once()
 fn a_failure_that_only_a_change_cures_is_permanent_until_the_file_is_read_again() {
     let mut rig = Rig::with_engine_ready(params());
     let remedy = "fetch it again".to_owned();
-    rig.tell(Event::EngineFailed { reason: "it is cut".to_owned(), cure: Cure::Change { remedy }, left: None });
-    assert!(decided!(rig, Engine(EngineDecision::Gone { next: NextLoad::NeedsChange, .. })));
+    rig.tell(Event::EngineFailed {
+        reason: "it is cut".to_owned(),
+        cure: Cure::Change { remedy },
+        left: None,
+    });
+    assert!(decided!(
+        rig,
+        Engine(EngineDecision::Gone {
+            next: NextLoad::NeedsChange,
+            ..
+        })
+    ));
     let failure = rig.snapshot().engine.failure.unwrap();
     assert_eq!(
         (failure.permanent(), failure.to_string().as_str()),
@@ -144,7 +198,8 @@ fn a_failure_that_only_a_change_cures_is_permanent_until_the_file_is_read_again(
     );
     for _ in 0..600 {
         rig.wait(1000).sample(0);
-        let inspects = |action: &Action| matches!(action, Action::InspectModel | Action::ReinspectModel);
+        let inspects =
+            |action: &Action| matches!(action, Action::InspectModel | Action::ReinspectModel);
         assert!(!rig.actions.iter().any(inspects) && rig.plan_asked().is_none());
     }
     rig.tell(Event::EngineInspected { shape: shape() });
@@ -160,8 +215,15 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
     let held = rig.held("llm");
     rig.engine_fails(Some(mib(20)));
     let snapshot = rig.snapshot();
-    assert_eq!((rig.held("llm"), snapshot.engine.state), (Bytes::ZERO, EngineState::Failed));
-    assert_eq!(snapshot.memory.free, free + held - mib(20), "it cannot be granted");
+    assert_eq!(
+        (rig.held("llm"), snapshot.engine.state),
+        (Bytes::ZERO, EngineState::Failed)
+    );
+    assert_eq!(
+        snapshot.memory.free,
+        free + held - mib(20),
+        "it cannot be granted"
+    );
     let hangs = NextLoad::WaitsForDisk { left: mib(20) };
     assert!(decided!(rig, Engine(EngineDecision::Gone { next, .. }) if *next == hangs));
     // Loading it again at once would hang as well.
@@ -176,7 +238,9 @@ fn what_reads_keep_of_an_engine_on_a_disk_that_hangs_is_on_the_book_until_it_ans
 #[test]
 fn a_disk_that_hangs_with_each_load_is_asked_less_and_less_often() {
     let mut rig = Rig::with_engine_ready(params());
-    let longest = params().engine.map_or(ms(30_000), |engine| engine.restart.backoff_max);
+    let longest = params()
+        .engine
+        .map_or(ms(30_000), |engine| engine.restart.backoff_max);
     let mut waits = Vec::new();
     for _ in 0..12 {
         rig.engine_fails(Some(mib(20)));
@@ -201,13 +265,18 @@ fn a_disk_that_hangs_with_each_load_is_asked_less_and_less_often() {
 fn a_model_that_cannot_fit_is_explained_once() {
     let mut params = params();
     params.budget.total = mib(90);
-    params.pressure = crate::policy::params::PressureParams::scaled_to(mib(90));
+    params.pressure = crate::params::PressureParams::scaled_to(mib(90));
     let mut rig = Rig::new(with_engine(params));
     rig.tell(Event::EngineInspected { shape: shape() });
     rig.sample(80);
-    assert!(decided!(rig, Engine(EngineDecision::WaitsForMemory { error, .. }) if error.floor == mib(28)));
+    assert!(
+        decided!(rig, Engine(EngineDecision::WaitsForMemory { error, .. }) if error.floor == mib(28))
+    );
     rig.wait(1000).sample(80);
-    assert!(!decided!(rig, Engine(EngineDecision::WaitsForMemory { .. })));
+    assert!(!decided!(
+        rig,
+        Engine(EngineDecision::WaitsForMemory { .. })
+    ));
 }
 
 #[test]
@@ -215,7 +284,10 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
     let mut params = with_engine(params());
     params.workers = vec![worker("tts", 50)];
     let mut rig = Rig::new(params);
-    let large = ModelShape { fixed_bytes: mib(500), ..shape() };
+    let large = ModelShape {
+        fixed_bytes: mib(500),
+        ..shape()
+    };
     rig.sample(0);
     assert!(!rig.starts("tts"), "the engine comes first");
     rig.tell(Event::EngineInspected { shape: large });
@@ -224,18 +296,25 @@ fn a_model_whose_floor_exceeds_the_budget_is_refused_and_workers_are_served() {
         error: FloorError {
             model: "tiny".to_owned(),
             floor: mib(512),
-            resident: crate::units::Layers::new(0),
-            layers: crate::units::Layers::new(8),
+            resident: cotenant_units::Layers::new(0),
+            layers: cotenant_units::Layers::new(8),
             kv_tokens: Tokens::new(512),
             available: mib(340),
         },
     };
-    assert!(rig.decisions().any(|decision| *decision == Decision::Engine(refused.clone())));
+    assert!(
+        rig.decisions()
+            .any(|decision| *decision == Decision::Engine(refused.clone()))
+    );
     let engine = rig.snapshot().engine;
     let failure = engine.failure.expect("it has failed").reason;
     assert_eq!(engine.state, EngineState::Failed);
     assert!(failure.contains("its floor is 512 MiB"), "{failure}");
-    assert_eq!(rig.snapshot().memory.returning, Bytes::ZERO, "nothing is kept for it");
+    assert_eq!(
+        rig.snapshot().memory.returning,
+        Bytes::ZERO,
+        "nothing is kept for it"
+    );
     // A file that fits is loaded when an operator has it read again.
     rig.load();
     assert!(rig.actions.contains(&Action::InspectModel));
@@ -249,10 +328,15 @@ fn an_operator_sheds_and_regrows() {
     rig.operator_shed(mib(40));
     assert_eq!(rig.try_answer(), None);
     rig.engine_applies();
-    assert!(matches!(rig.answer(), Answer::Shed(outcome) if outcome.asked == mib(40) && outcome.freed >= mib(40)));
+    assert!(
+        matches!(rig.answer(), Answer::Shed(outcome) if outcome.asked == mib(40) && outcome.freed >= mib(40))
+    );
     rig.wait(10).sample(90);
     rig.regrow();
-    assert!(matches!(rig.done(), Done::Grows(PlanReason::Regrowth { .. })));
+    assert!(matches!(
+        rig.done(),
+        Done::Grows(PlanReason::Regrowth { .. })
+    ));
     assert_eq!(rig.engine_applies(), mib(132));
 }
 
@@ -281,7 +365,11 @@ fn a_plan_without_an_answer_stays_on_the_book_until_it_is_known_what_is_in_force
     let (revision, _) = rig.plan_asked().unwrap();
     assert!(decided!(rig, Engine(EngineDecision::Unanswered { .. })));
     rig.engine_refuses(revision);
-    assert_eq!(rig.held("llm"), mib(132), "the first growth may be in force");
+    assert_eq!(
+        rig.held("llm"),
+        mib(132),
+        "the first growth may be in force"
+    );
     rig.pass(250);
     let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(rig.engine_applies_plan(revision, plan), small);

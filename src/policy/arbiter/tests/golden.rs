@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 
 use super::*;
-use crate::policy::{
+use crate::{
     book::{AdoptedWorker, Book},
     decision::{AdmissionDecision, LeaseDecision},
     lease::LeaseState,
@@ -33,7 +33,11 @@ fn grant(rig: &mut Rig, tenant: &str, class: Class, size: u64) -> LeaseView {
 #[test]
 fn orin_nx_v071_is_refused() {
     let mut params = board(0);
-    params.workers = vec![WorkerParams { steady: mib(2271), peak: mib(2271 + 1092), ..by_hand("voice", 0) }];
+    params.workers = vec![WorkerParams {
+        steady: mib(2271),
+        peak: mib(2271 + 1092),
+        ..by_hand("voice", 0)
+    }];
     let mut rig = Rig::new(params);
     rig.machine(BOARD, 0);
     let llm = grant(&mut rig, "trt", Class::Interactive, 12_947);
@@ -61,10 +65,13 @@ fn orin_nx_v071_is_refused() {
 /// Two runs of the same stack, stage by stage: everything fits, and 4203 and 4594 are left.
 #[test]
 fn orin_nx_v080_fits() {
-    let trace = include_str!("../../../../tests/fixtures/jetson/traces/coresidency_orin-nx-16g_v080.tsv");
+    let trace =
+        include_str!("../../../../tests/fixtures/jetson/traces/coresidency_orin-nx-16g_v080.tsv");
     let run = |name: &str| -> Vec<u64> {
         let stages = trace.lines().filter(|line| line.starts_with(name));
-        stages.map(|line| line.split('\t').nth(2).unwrap().parse().unwrap()).collect()
+        stages
+            .map(|line| line.split('\t').nth(2).unwrap().parse().unwrap())
+            .collect()
     };
     // The first run ends without its LLM, for which 5760 are projected: the whole use with it, baseline included.
     for (name, more, left) in [("0013", 11_453 - 6785, 4203), ("0014", 0, 4594)] {
@@ -73,7 +80,12 @@ fn orin_nx_v080_fits() {
         rig.machine(BOARD, stages[0]);
         for (number, pair) in stages.windows(2).enumerate() {
             let (before, used) = (pair[0], pair[1]);
-            grant(&mut rig, &format!("stage{number}"), Class::AudioRealtime, used - before);
+            grant(
+                &mut rig,
+                &format!("stage{number}"),
+                Class::AudioRealtime,
+                used - before,
+            );
             rig.wait(10);
             rig.machine(BOARD, used);
         }
@@ -88,7 +100,11 @@ fn orin_nx_v080_fits() {
             (Some(mib(left)), PressureLevel::Normal),
             "{name}"
         );
-        assert_eq!((snapshot.memory.free, snapshot.memory.unaccounted), (mib(left), Bytes::ZERO), "{name}");
+        assert_eq!(
+            (snapshot.memory.free, snapshot.memory.unaccounted),
+            (mib(left), Bytes::ZERO),
+            "{name}"
+        );
     }
 }
 
@@ -111,8 +127,12 @@ fn zoe_outage_keeps_the_space_to_return() {
 fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     let mut params = with_engine(params());
     params.budget.total = mib(200);
-    params.workers =
-        vec![WorkerParams { class: Class::Batch, peak: mib(26), rest: recycled_above(26), ..worker("tts", 20) }];
+    params.workers = vec![WorkerParams {
+        class: Class::Batch,
+        peak: mib(26),
+        rest: recycled_above(26),
+        ..worker("tts", 20)
+    }];
     params.pressure.dwell = ms(100);
     params.pressure.elevated_below = mib(26);
     params.pressure.critical_below = mib(13);
@@ -120,7 +140,11 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     let mut rig = Rig::new(params);
     rig.tell(Event::Recovered {
         book: Book::default(),
-        adopted: vec![AdoptedWorker { worker: "tts".to_owned(), pid: 7, variant: None }],
+        adopted: vec![AdoptedWorker {
+            worker: "tts".to_owned(),
+            pid: 7,
+            variant: None,
+        }],
     });
     rig.tell(Event::EngineInspected { shape: shape() });
     let ready = |rig: &mut Rig| {
@@ -142,7 +166,11 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
     rig.pass(100);
     assert!(rig.stops("tts"), "{:#?}", rig.actions);
     rig.exits("tts", true, "SIGTERM");
-    assert!(rig.starts("tts"), "by 1.1 times 190 MiB it would wait for ever: {:#?}", rig.actions);
+    assert!(
+        rig.starts("tts"),
+        "by 1.1 times 190 MiB it would wait for ever: {:#?}",
+        rig.actions
+    );
     assert_eq!(rig.held("tts"), mib(26));
     ready(&mut rig);
     rig.wait(10);
@@ -155,12 +183,22 @@ fn zoe_outage_restarts_the_voice_by_what_a_start_needs() {
         }
     }
     let engine = rig.snapshot().engine;
-    assert_eq!((engine.state, engine.in_force), (EngineState::Ready, engine.full));
+    assert_eq!(
+        (engine.state, engine.in_force),
+        (EngineState::Ready, engine.full)
+    );
 }
 
 fn learned(holder: &str, peak: u64) -> Peaks {
     let holder = holder.to_owned();
-    std::iter::once(LearnedPeak { holder, variant: None, bytes: mib(peak), lives: 1, model: None }).collect()
+    std::iter::once(LearnedPeak {
+        holder,
+        variant: None,
+        bytes: mib(peak),
+        lives: 1,
+        model: None,
+    })
+    .collect()
 }
 
 fn grown_to_nothing_that_fits() -> Params {
@@ -184,8 +222,13 @@ fn zoe_outage_keeps_no_holder_small_for_what_can_never_be_had() {
     rig.wanted("indexer");
     assert_eq!(rig.worker("indexer").state, AwaitingMemory);
     let out_of_reach = |decision: &Decision| match decision {
-        Decision::Admission(AdmissionDecision::StartOutOfReach { worker, wait }) if worker == "indexer" => {
-            assert_eq!((wait.needs, wait.configured, wait.most), (mib(396), mib(100), mib(372)));
+        Decision::Admission(AdmissionDecision::StartOutOfReach { worker, wait })
+            if worker == "indexer" =>
+        {
+            assert_eq!(
+                (wait.needs, wait.configured, wait.most),
+                (mib(396), mib(100), mib(372))
+            );
             assert_eq!(wait.keepers, [("llm".to_owned(), mib(28))]);
             true
         }
@@ -230,7 +273,11 @@ fn zoe_crashloop_sheds_for_a_transient_without_a_lease() {
     let mut rig = Rig::with_engine_ready(params());
     rig.measure("llm", 132);
     let actions = rig.samples(132 + 250);
-    assert!(actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })));
+    assert!(
+        actions
+            .iter()
+            .any(|action| matches!(action, Action::ApplyPlan { .. }))
+    );
     assert_eq!(rig.snapshot().memory.unmanaged, mib(250));
     // The same with a lease is denied for a class that cannot take from the engine.
     let mut rig = Rig::with_engine_ready(params());
@@ -253,12 +300,20 @@ fn roboflow_ratchet_is_named_when_it_leaves_its_lease() {
             named.push(used);
         }
         if used == 9000 {
-            let (held, unaccounted) = (rig.snapshot().memory.held, rig.snapshot().memory.unaccounted);
+            let (held, unaccounted) = (
+                rig.snapshot().memory.held,
+                rig.snapshot().memory.unaccounted,
+            );
             assert_eq!((held, unaccounted), (mib(5000), mib(4000)));
         }
         let ticket = rig.ticket();
         let lease = rig.lease("detector").unwrap();
-        rig.tell(Event::LeaseRenewed { ticket, lease: lease.id, generation: lease.generation, peer: peer(1000) });
+        rig.tell(Event::LeaseRenewed {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation,
+            peer: peer(1000),
+        });
     }
     assert_eq!(named, [5200], "once, and early");
 }
@@ -269,8 +324,13 @@ fn ab_thrash_is_served_in_turn() {
     let mut rig = Rig::with_engine_ready(params());
     let full = rig.held("llm");
     for round in 0..6 {
-        let tenant = if round % 2 == 0 { "router" } else { "candidate" };
-        rig.wait(100).request(tenant, Class::Interactive, 300, 300, 1000);
+        let tenant = if round % 2 == 0 {
+            "router"
+        } else {
+            "candidate"
+        };
+        rig.wait(100)
+            .request(tenant, Class::Interactive, 300, 300, 1000);
         if rig.try_answer().is_none() {
             rig.engine_applies();
         }
@@ -278,9 +338,16 @@ fn ab_thrash_is_served_in_turn() {
         rig.wait(100).lost(&lease);
         let used = rig.held("llm").whole_mib();
         rig.wait(10).sample(used);
-        assert_eq!(rig.lease(tenant).map(|lease| lease.state), None::<LeaseState>);
+        assert_eq!(
+            rig.lease(tenant).map(|lease| lease.state),
+            None::<LeaseState>
+        );
     }
-    assert_eq!(rig.snapshot().totals.sheds, 1, "the engine stays small while they alternate");
+    assert_eq!(
+        rig.snapshot().totals.sheds,
+        1,
+        "the engine stays small while they alternate"
+    );
     rig.wait(2000).sample(100);
     assert_eq!(rig.engine_applies(), full);
 }
@@ -289,7 +356,11 @@ fn ab_thrash_is_served_in_turn() {
 #[test]
 fn a_worker_with_a_high_peak_is_admitted_by_its_peak() {
     let mut params = board(1224);
-    params.workers = vec![WorkerParams { steady: mib(1100), peak: mib(3160), ..worker("asr", 0) }];
+    params.workers = vec![WorkerParams {
+        steady: mib(1100),
+        peak: mib(3160),
+        ..worker("asr", 0)
+    }];
     let mut rig = Rig::new(params);
     rig.machine(BOARD, 1224);
     assert_eq!(rig.held("asr"), mib(3160));
@@ -314,7 +385,10 @@ fn zoe_crashloop_does_not_start_below_what_the_load_needs() {
         assert_eq!(rig.worker("brain").state, state, "{neighbour}");
         rig.wait(10);
     }
-    assert_eq!((rig.held("brain"), rig.worker("brain").starts), (mib(6930), 1));
+    assert_eq!(
+        (rig.held("brain"), rig.worker("brain").starts),
+        (mib(6930), 1)
+    );
 }
 
 /// 122 GB of which 97 are free, and a loader is gone at 113 of 2034 weights without a word of the kernel: no shortage.
@@ -327,16 +401,28 @@ fn thor_silent_is_no_shortage() {
     let sample = |rig: &mut Rig| rig.wait(10).machine(total, total - 97 * 1024).to_vec();
     sample(&mut rig);
     assert_eq!(rig.worker("loader").state, Starting);
-    rig.exits("loader", false, "killed by SIGKILL, sender unknown, at 113/2034");
+    rig.exits(
+        "loader",
+        false,
+        "killed by SIGKILL, sender unknown, at 113/2034",
+    );
     let view = rig.worker("loader");
     assert_eq!(view.state, BackingOff);
-    assert_eq!(view.last_exit.as_deref(), Some("killed by SIGKILL, sender unknown, at 113/2034"));
+    assert_eq!(
+        view.last_exit.as_deref(),
+        Some("killed by SIGKILL, sender unknown, at 113/2034")
+    );
     let actions = sample(&mut rig);
     assert!(
-        !actions.iter().any(|action| matches!(action, Action::LevelChanged { .. } | Action::Weighed { .. })),
+        !actions
+            .iter()
+            .any(|action| matches!(action, Action::LevelChanged { .. } | Action::Weighed { .. })),
         "{actions:#?}"
     );
-    assert_eq!((rig.held("loader"), rig.snapshot().pressure.level), (Bytes::ZERO, PressureLevel::Normal));
+    assert_eq!(
+        (rig.held("loader"), rig.snapshot().pressure.level),
+        (Bytes::ZERO, PressureLevel::Normal)
+    );
 }
 
 /// A 9B model that needs 7220 in full on a tablet that has 2820 for it: never more resident than fits, never less than
@@ -349,12 +435,18 @@ fn ipad_cliff_is_not_walked_over() {
         ring_bytes: mib(170),
         ..shape()
     };
-    let mut params = with_engine(Params::for_budget(mib(8192), mib(8192 - 5300), Scope::Machine));
+    let mut params = with_engine(Params::for_budget(
+        mib(8192),
+        mib(8192 - 5300),
+        Scope::Machine,
+    ));
     params.pressure.dwell = ms(2000);
     let mut rig = Rig::new(params.clone());
     let sample = |rig: &mut Rig, available: u64| rig.machine(8192, 8192 - available).to_vec();
     let applies = |rig: &mut Rig, shape: &ModelShape| {
-        let (revision, plan) = rig.plan_asked().unwrap_or_else(|| panic!("{:#?}", rig.actions));
+        let (revision, plan) = rig
+            .plan_asked()
+            .unwrap_or_else(|| panic!("{:#?}", rig.actions));
         let used = shape.plan_bytes(&plan);
         let freed = rig.held("llm").saturating_sub(used);
         rig.engine_applied(revision, plan.clone(), freed, used);
@@ -363,10 +455,15 @@ fn ipad_cliff_is_not_walked_over() {
     // 2820 above the upper watermark and the hysteresis.
     let spare = params.pressure.elevated_below + params.pressure.hysteresis;
     sample(&mut rig, 2820 + spare.whole_mib());
-    rig.tell(Event::EngineInspected { shape: model.clone() });
+    rig.tell(Event::EngineInspected {
+        shape: model.clone(),
+    });
     rig.now = rig.now + ms(10);
     let plan = applies(&mut rig, &model);
-    assert!(model.plan_bytes(&plan) <= mib(2820) && plan.resident.len() < 24, "{plan:?}");
+    assert!(
+        model.plan_bytes(&plan) <= mib(2820) && plan.resident.len() < 24,
+        "{plan:?}"
+    );
     let limits = PlanLimits::new(&EngineParams::default(), Tokens::ZERO);
     assert!(plan.resident.len() > model.floor_plan(&limits).resident.len());
     // The warning: 5.3 GB become 1.6, and everything optional goes at once.
@@ -377,19 +474,30 @@ fn ipad_cliff_is_not_walked_over() {
         sample(&mut rig, 0);
     }
     let shed = applies(&mut rig, &model);
-    assert!(shed.resident.is_empty() && model.plan_bytes(&shed) >= model.plan_bytes(&model.floor_plan(&limits)));
+    assert!(
+        shed.resident.is_empty()
+            && model.plan_bytes(&shed) >= model.plan_bytes(&model.floor_plan(&limits))
+    );
     assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
     for step in 1..=3 {
         rig.wait(600);
         let actions = sample(&mut rig, 2820 + 1500);
-        assert!(!actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })), "within the dwell: {step}");
+        assert!(
+            !actions
+                .iter()
+                .any(|action| matches!(action, Action::ApplyPlan { .. })),
+            "within the dwell: {step}"
+        );
     }
     for _ in 0..10 {
         rig.wait(600);
         sample(&mut rig, 2820 + 1500);
     }
     let grown = rig.snapshot().engine.asked.unwrap();
-    assert!(!grown.resident.is_empty() && grown.resident.len() < 24, "{grown:?}");
+    assert!(
+        !grown.resident.is_empty() && grown.resident.len() < 24,
+        "{grown:?}"
+    );
 }
 
 /// One slot, and A B A A C A B C: the slot goes by arrival, so that C is served within its wait however often A asks.
@@ -399,13 +507,26 @@ fn ab_thrash_serves_c_within_its_wait() {
     let mut served: Vec<(String, Duration)> = Vec::new();
     let note = |rig: &Rig, served: &mut Vec<(String, Duration)>| {
         for action in &rig.actions {
-            if let Action::Answer { answer: Answer::Lease { lease }, .. } = action {
+            if let Action::Answer {
+                answer: Answer::Lease { lease },
+                ..
+            } = action
+            {
                 served.push((lease.tenant.clone(), rig.now.since_start()));
             }
         }
     };
-    for (number, who) in ["a", "b", "a", "a", "c", "a", "b", "c"].into_iter().enumerate() {
-        rig.request(&format!("{who}{number}"), Class::Interactive, 300, 300, 20_000);
+    for (number, who) in ["a", "b", "a", "a", "c", "a", "b", "c"]
+        .into_iter()
+        .enumerate()
+    {
+        rig.request(
+            &format!("{who}{number}"),
+            Class::Interactive,
+            300,
+            300,
+            20_000,
+        );
         note(&rig, &mut served);
     }
     while served.len() < 8 {
@@ -413,13 +534,17 @@ fn ab_thrash_serves_c_within_its_wait() {
         let lease = rig.lease(&tenant).unwrap();
         // A asks again and again while others wait.
         let again = format!("a{}", rig.now);
-        rig.wait(1000).request(&again, Class::Interactive, 300, 300, 500);
+        rig.wait(1000)
+            .request(&again, Class::Interactive, 300, 300, 500);
         rig.lost(&lease);
         note(&rig, &mut served);
     }
     let order: Vec<&str> = served.iter().map(|(tenant, _)| &tenant[..2]).collect();
     assert_eq!(order, ["a0", "b1", "a2", "a3", "c4", "a5", "b6", "c7"]);
-    assert!(served.iter().all(|(_, at)| *at < Duration::from_secs(20)), "{served:?}");
+    assert!(
+        served.iter().all(|(_, at)| *at < Duration::from_secs(20)),
+        "{served:?}"
+    );
 }
 
 /// The same holder renews and resizes its own 6 of 12 GiB while 6 are free: what it holds is not counted against it.
@@ -459,9 +584,17 @@ fn a_release_by_an_operator_ends_the_lease_for_its_holder() {
         ticket,
         lease: lease.id,
         generation: lease.generation,
-        peer: Peer { uid: 0, operator: true, ..Peer::default() },
+        peer: Peer {
+            uid: 0,
+            operator: true,
+            ..Peer::default()
+        },
     });
-    assert!(acts!(rig, Action::EndLease { lease: ended, .. } if ended.id == lease.id), "{:#?}", rig.actions);
+    assert!(
+        acts!(rig, Action::EndLease { lease: ended, .. } if ended.id == lease.id),
+        "{:#?}",
+        rig.actions
+    );
 }
 
 /// Absurd sizes and a clock that goes back are answered, and leave the book as it was.
@@ -471,12 +604,27 @@ fn absurd_requests_leave_the_book_untouched() {
     rig.wait(5000).sample(0);
     let lease = grant(&mut rig, "a", Class::Interactive, 100);
     let before = rig.snapshot();
-    for (min, max) in [(0, 0), (0, u64::MAX), (u64::MAX, u64::MAX), (10, 9), (1 << 63, 1 << 63)] {
+    for (min, max) in [
+        (0, 0),
+        (0, u64::MAX),
+        (u64::MAX, u64::MAX),
+        (10, 9),
+        (1 << 63, 1 << 63),
+    ] {
         let ticket = rig.ticket();
-        let request =
-            LeaseRequest { min: Bytes::new(min), max: Bytes::new(max), ..request("b", Class::Interactive, 1, 1, 0) };
+        let request = LeaseRequest {
+            min: Bytes::new(min),
+            max: Bytes::new(max),
+            ..request("b", Class::Interactive, 1, 1, 0)
+        };
         rig.tell(Event::LeaseRequested { ticket, request });
-        assert!(matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }), "{min} {max}");
+        assert!(
+            matches!(
+                rig.denial(),
+                Denial::Invalid { .. } | Denial::ExceedsBudget { .. }
+            ),
+            "{min} {max}"
+        );
         let ticket = rig.ticket();
         rig.tell(Event::LeaseResizeRequested {
             ticket,
@@ -487,11 +635,22 @@ fn absurd_requests_leave_the_book_untouched() {
             max: Bytes::new(max),
             wait: Duration::ZERO,
         });
-        assert!(matches!(rig.denial(), Denial::Invalid { .. } | Denial::ExceedsBudget { .. }), "{min} {max}");
+        assert!(
+            matches!(
+                rig.denial(),
+                Denial::Invalid { .. } | Denial::ExceedsBudget { .. }
+            ),
+            "{min} {max}"
+        );
     }
     for generation in [0, lease.generation + 1, u64::MAX] {
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseReleased { ticket, lease: lease.id, generation, peer: peer(1000) });
+        rig.tell(Event::LeaseReleased {
+            ticket,
+            lease: lease.id,
+            generation,
+            peer: peer(1000),
+        });
         assert!(
             matches!(rig.denial(), Denial::StaleGeneration { current, .. } if current == lease.generation),
             "{generation}"
@@ -503,7 +662,10 @@ fn absurd_requests_leave_the_book_untouched() {
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
     rig.now = now;
     let after = rig.snapshot();
-    assert_eq!((after.memory.held, after.memory.free, after.at), (before.memory.held, before.memory.free, before.at));
+    assert_eq!(
+        (after.memory.held, after.memory.free, after.at),
+        (before.memory.held, before.memory.free, before.at)
+    );
     assert_eq!(after.leases, before.leases);
 }
 

@@ -4,7 +4,7 @@ use super::{
     kv::{untouched, with_slow_prompts},
     *,
 };
-use crate::policy::{decision::GrowthDecision, growth_wait::GrowthWait, pressure::PressureLevel};
+use crate::{decision::GrowthDecision, growth_wait::GrowthWait, pressure::PressureLevel};
 
 #[test]
 fn growth_does_not_take_what_the_neighbour_uses() {
@@ -93,12 +93,21 @@ fn a_growth_that_failed_half_way_stays_on_the_book_until_the_engine_says_what_it
     let (revision, plan) = asked.unwrap();
     let asked = shape().plan_bytes(&plan);
     assert!(asked > small);
-    let sheds = |rig: &Rig| (rig.snapshot().totals.sheds, rig.snapshot().totals.shed_bytes);
+    let sheds = |rig: &Rig| {
+        (
+            rig.snapshot().totals.sheds,
+            rig.snapshot().totals.shed_bytes,
+        )
+    };
     let before = sheds(&rig);
     rig.engine_refuses(revision);
     assert_eq!(rig.held("llm"), asked, "layers before it are in memory");
     rig.measure("llm", small.whole_mib());
-    assert_eq!(rig.held("llm"), asked, "also where it was measured before they were");
+    assert_eq!(
+        rig.held("llm"),
+        asked,
+        "also where it was measured before they were"
+    );
     rig.pass(250);
     let (revision, plan) = rig.plan_asked().unwrap();
     assert_eq!(shape().plan_bytes(&plan), small);
@@ -127,7 +136,10 @@ fn an_engine_grows_back_into_the_headroom_that_it_was_loaded_in() {
         rig.wait(100).sample(used + 150);
     }
     let engine = rig.snapshot().engine;
-    assert_eq!(engine.asked, engine.full, "in full it leaves 118 MiB, of which Elevated is 52");
+    assert_eq!(
+        engine.asked, engine.full,
+        "in full it leaves 118 MiB, of which Elevated is 52"
+    );
 }
 
 #[test]
@@ -165,14 +177,20 @@ fn layers_grow_back_before_capacity_that_no_token_has_touched() {
     rig.operator_shed(mib(90));
     let used = rig.engine_applies().whole_mib();
     let lost = rig.snapshot().engine.in_force.unwrap();
-    assert!(lost.resident.len() < 8 && lost.kv_capacity < Tokens::new(4096), "{lost:?}");
+    assert!(
+        lost.resident.len() < 8 && lost.kv_capacity < Tokens::new(4096),
+        "{lost:?}"
+    );
     for _ in 0..30 {
         // 25 MiB may be used, above 52 of Elevated and 8 of hysteresis.
         rig.wait(100).sample(315);
         rig.measure("llm", used);
     }
     let grown = rig.snapshot().engine.asked.unwrap();
-    assert!(grown.resident.len() >= lost.resident.len() + 2, "{lost:?} {grown:?}");
+    assert!(
+        grown.resident.len() >= lost.resident.len() + 2,
+        "{lost:?} {grown:?}"
+    );
 }
 
 #[test]
@@ -182,7 +200,16 @@ fn a_regrow_right_after_a_release_grows_with_the_next_sample() {
     let held = rig.engine_applies().whole_mib();
     rig.measure("llm", held);
     rig.regrow();
-    assert!(matches!(rig.answer(), Answer::Done { done: Done::GrowsWhenSampled }), "{:#?}", rig.actions);
+    assert!(
+        matches!(
+            rig.answer(),
+            Answer::Done {
+                done: Done::GrowsWhenSampled
+            }
+        ),
+        "{:#?}",
+        rig.actions
+    );
     assert_eq!(rig.plan_asked(), None);
     rig.wait(10).sample(held);
     assert!(rig.plan_asked().is_some(), "{:#?}", rig.actions);
@@ -195,7 +222,11 @@ fn a_regrow_that_does_nothing_is_refused() {
     rig.engine_applies();
     rig.samples(340);
     rig.regrow();
-    assert!(matches!(rig.answer(), Answer::Denied { .. }), "{:?}", rig.answer());
+    assert!(
+        matches!(rig.answer(), Answer::Denied { .. }),
+        "{:?}",
+        rig.answer()
+    );
 }
 
 /// Each end of what the configuration accepts for growth and shedding, with a shed and a growth: an accepted setting cannot
@@ -206,12 +237,36 @@ fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
     let minute = Duration::from_secs(60);
     type Set = fn(&mut Params, Duration);
     let ranges: [(Set, Duration, Duration); 8] = [
-        (|params, span| params.shed.settle = span, Duration::ZERO, minute),
-        (|params, span| params.pressure.dwell = span, Duration::ZERO, hour),
-        (|params, span| params.pressure.grace = span, Duration::ZERO, minute),
-        (|params, span| params.pressure.sample_min = span, ms(1), ms(1000)),
-        (|params, span| params.pressure.sample_max = span, ms(10), ms(10_000)),
-        (|params, span| params.shed.verify_timeout = span, ms(100), minute * 10),
+        (
+            |params, span| params.shed.settle = span,
+            Duration::ZERO,
+            minute,
+        ),
+        (
+            |params, span| params.pressure.dwell = span,
+            Duration::ZERO,
+            hour,
+        ),
+        (
+            |params, span| params.pressure.grace = span,
+            Duration::ZERO,
+            minute,
+        ),
+        (
+            |params, span| params.pressure.sample_min = span,
+            ms(1),
+            ms(1000),
+        ),
+        (
+            |params, span| params.pressure.sample_max = span,
+            ms(10),
+            ms(10_000),
+        ),
+        (
+            |params, span| params.shed.verify_timeout = span,
+            ms(100),
+            minute * 10,
+        ),
         (
             |params, span| {
                 let deadlines = &mut params.shed.deadlines;
@@ -221,7 +276,11 @@ fn growth_and_shedding_work_at_both_ends_of_every_accepted_range() {
             ms(1),
             minute,
         ),
-        (|params, span| params.engine.as_mut().unwrap().apply_timeout = span, ms(100), minute * 10),
+        (
+            |params, span| params.engine.as_mut().unwrap().apply_timeout = span,
+            ms(100),
+            minute * 10,
+        ),
     ];
     let mut all = Vec::new();
     for (set, least, most) in ranges {
@@ -275,7 +334,10 @@ fn a_request_that_needs_capacity_gets_it_from_layers_within_what_is_held() {
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity >= Tokens::new(2000), "{plan:?}");
     assert!(plan.resident.len() < before.resident.len(), "{plan:?}");
-    assert!(shape().plan_bytes(&plan) <= held, "what the operator wanted back stays back");
+    assert!(
+        shape().plan_bytes(&plan) <= held,
+        "what the operator wanted back stays back"
+    );
     rig.engine_applies_plan(revision, plan.clone());
     // Nothing uses the capacity until the request begins, and it stays for it.
     rig.tell(untouched(mib(16)));
@@ -294,7 +356,10 @@ fn a_request_for_capacity_that_no_plan_has_is_answered_with_what_is_missing() {
     rig.wait(10).sample(90);
     rig.wants_capacity(4000, 4000);
     assert_eq!(rig.plan_asked(), None);
-    assert!(matches!(rig.decisions().next(), Some(Decision::Growth(GrowthDecision::CapacityWithheld { .. }))));
+    assert!(matches!(
+        rig.decisions().next(),
+        Some(Decision::Growth(GrowthDecision::CapacityWithheld { .. }))
+    ));
 }
 
 #[test]
@@ -305,7 +370,10 @@ fn what_growth_waits_for_is_in_the_snapshot_with_its_figures() {
     rig.operator_shed(mib(40));
     assert_eq!(rig.snapshot().engine.waits, None, "it changes");
     rig.engine_applies();
-    assert!(matches!(rig.snapshot().engine.waits, Some(GrowthWait::Dwell { .. })));
+    assert!(matches!(
+        rig.snapshot().engine.waits,
+        Some(GrowthWait::Dwell { .. })
+    ));
     // 61 MiB of headroom: a layer of 10 MiB would leave 51, and Elevated begins below 52.
     for _ in 0..30 {
         rig.wait(100).sample(339);

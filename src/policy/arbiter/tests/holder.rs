@@ -4,15 +4,13 @@ use std::time::Duration;
 
 use super::{Rig, mib, ms, of_process, params, peer, revoke::applied};
 use crate::{
-    policy::{
-        decision::{Decision, LeaseDecision},
-        denial::{Denial, Holders, NotHolder, Quota},
-        event::{Action, Answer, Event},
-        lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseView, Peer},
-        params::Params,
-    },
-    units::Bytes,
+    decision::{Decision, LeaseDecision},
+    denial::{Denial, Holders, NotHolder, Quota},
+    event::{Action, Answer, Event},
+    lease::{Class, LeaseId, LeaseKind, LeaseRequest, LeaseView, Peer},
+    params::Params,
 };
+use cotenant_units::Bytes;
 
 /// A batch lease of the process 10.
 fn ask(rig: &mut Rig, tenant: &str, sizes: (u64, u64)) -> LeaseView {
@@ -37,15 +35,31 @@ fn what_a_process_with_two_names_uses_counts_once() {
     rig.wait(10).measure("a", 100);
     rig.samples(200);
     let state = rig.snapshot();
-    assert_eq!((state.memory.unmanaged, state.memory.free), (mib(100), mib(100)));
+    assert_eq!(
+        (state.memory.unmanaged, state.memory.free),
+        (mib(100), mib(100))
+    );
     rig.request("late", Class::Interactive, 101, 101, 0);
-    assert!(matches!(rig.answer(), Answer::Denied { .. }), "{:#?}", rig.actions);
+    assert!(
+        matches!(rig.answer(), Answer::Denied { .. }),
+        "{:#?}",
+        rig.actions
+    );
     // It fills both, which is its right: nothing is beyond the budget.
     rig.wait(10).measure("a", 200);
     rig.samples(300);
-    assert_eq!((rig.snapshot().memory.unaccounted, rig.snapshot().memory.free), (mib(100), mib(100)));
+    assert_eq!(
+        (
+            rig.snapshot().memory.unaccounted,
+            rig.snapshot().memory.free
+        ),
+        (mib(100), mib(100))
+    );
     // Another process is another holder by either name, and the first one's is not given out again.
-    assert_eq!(ask_as(&mut rig, "a", (10, 10), (1000, 11)).holder(), "a (pid 11)");
+    assert_eq!(
+        ask_as(&mut rig, "a", (10, 10), (1000, 11)).holder(),
+        "a (pid 11)"
+    );
     assert_eq!(ask_as(&mut rig, "b", (10, 10), (1000, 12)).holder(), "b");
     assert_eq!(ask(&mut rig, "b", (10, 10)).holder(), "a");
 }
@@ -67,13 +81,25 @@ fn a_process_with_two_names_comes_down_in_one_and_keeps_the_other_full() {
     assert_eq!(rig.granted().memory.held, mib(100));
     assert_eq!((rig.held("a"), rig.held("b")), (mib(100), mib(200)));
     // The end of one is measured against what is left of the other.
-    rig.release(&other, Peer { pid: Some(10), ..peer(1000) });
+    rig.release(
+        &other,
+        Peer {
+            pid: Some(10),
+            ..peer(1000)
+        },
+    );
     rig.wait(5).measure("a", 150);
     let left = rig.lease("b").map(|lease| lease.memory.held);
     assert_eq!((left, rig.snapshot().memory.unaccounted), (None, mib(50)));
     // It goes with its process.
-    rig.tell(Event::HolderLost { lease: one.id, pid: Some(10) });
-    assert_eq!((rig.held("a"), rig.snapshot().memory.unaccounted), (mib(0), mib(0)));
+    rig.tell(Event::HolderLost {
+        lease: one.id,
+        pid: Some(10),
+    });
+    assert_eq!(
+        (rig.held("a"), rig.snapshot().memory.unaccounted),
+        (mib(0), mib(0))
+    );
 }
 
 /// Or it would take the whole budget out of use with one page of each name.
@@ -84,20 +110,48 @@ fn what_a_process_keeps_counts_once_by_however_many_names_it_had_leases() {
         let name = format!("t{round}");
         let lease = ask(&mut rig, &name, (1, 1));
         assert_eq!(lease.holder(), "t0");
-        rig.release(&lease, Peer { pid: Some(10), ..peer(1000) });
+        rig.release(
+            &lease,
+            Peer {
+                pid: Some(10),
+                ..peer(1000)
+            },
+        );
         rig.wait(5).measure("t0", 150);
         rig.wait(5);
     }
     let state = rig.snapshot();
-    let residual = state.leases.iter().filter(|lease| lease.kind == LeaseKind::Tenant).count();
-    assert_eq!((residual, state.memory.unaccounted), (1, mib(150)), "{state:#?}");
+    let residual = state
+        .leases
+        .iter()
+        .filter(|lease| lease.kind == LeaseKind::Tenant)
+        .count();
+    assert_eq!(
+        (residual, state.memory.unaccounted),
+        (1, mib(150)),
+        "{state:#?}"
+    );
     let asked = rig.pass(5000).iter();
-    let measured: Vec<_> = asked.filter(|action| matches!(action, Action::Measure { .. })).collect();
-    assert!(measured.iter().all(|action| **action == Action::Measure { tenant: "t0".to_owned() }), "{measured:?}");
+    let measured: Vec<_> = asked
+        .filter(|action| matches!(action, Action::Measure { .. }))
+        .collect();
+    assert!(
+        measured.iter().all(|action| **action
+            == Action::Measure {
+                tenant: "t0".to_owned()
+            }),
+        "{measured:?}"
+    );
     assert!(!measured.is_empty());
     // It is back when it is measured to be.
     rig.measure("t0", 0);
-    assert_eq!((rig.snapshot().memory.unaccounted, rig.snapshot().leases.len()), (mib(0), 0));
+    assert_eq!(
+        (
+            rig.snapshot().memory.unaccounted,
+            rig.snapshot().leases.len()
+        ),
+        (mib(0), 0)
+    );
 }
 
 /// Or it would be granted to a process that may be gone by then.
@@ -138,10 +192,17 @@ fn a_place_in_the_queue_is_that_of_the_process_that_took_it() {
 
 /// The holders that the last denial names.
 fn holders(rig: &Rig) -> Vec<(LeaseId, Bytes)> {
-    let Denial::InsufficientMemory { holders: Holders { shares, .. }, .. } = rig.denial() else {
+    let Denial::InsufficientMemory {
+        holders: Holders { shares, .. },
+        ..
+    } = rig.denial()
+    else {
         panic!("{:?}", rig.denial());
     };
-    shares.iter().map(|share| (share.holder.id, share.held)).collect()
+    shares
+        .iter()
+        .map(|share| (share.holder.id, share.held))
+        .collect()
 }
 
 #[test]
@@ -168,7 +229,10 @@ fn the_end_of_a_process_ends_all_of_its_leases_in_one_step() {
     params.lease.queue_max = 1000;
     let took = [250, 1000].map(|count| end_of_a_holder(params.clone(), count));
     // Linear: four times the leases take about four times as long, where each for itself would take sixteen times.
-    assert!(took[1] < took[0] * 10 + Duration::from_millis(100), "{took:?}");
+    assert!(
+        took[1] < took[0] * 10 + Duration::from_millis(100),
+        "{took:?}"
+    );
 }
 
 /// How long the end of a holder of so many leases takes.
@@ -193,14 +257,20 @@ fn end_of_a_holder(params: Params, count: u64) -> Duration {
         ask(&format!("many-{number}"), 7);
     }
     let began = std::time::Instant::now();
-    rig.tell(Event::HolderLost { lease: first.id, pid: Some(7) });
+    rig.tell(Event::HolderLost {
+        lease: first.id,
+        pid: Some(7),
+    });
     let took = began.elapsed();
     assert!(matches!(
         rig.decisions().next(),
         Some(Decision::Lease(LeaseDecision::HolderGone { leases, .. })) if *leases as u64 == count
     ));
     let left: Vec<_> = rig.snapshot().leases.iter().map(|lease| lease.id).collect();
-    assert_eq!((left, rig.snapshot().memory.free), (vec![other.id], mib(400).saturating_sub(Bytes::from_kib(4))));
+    assert_eq!(
+        (left, rig.snapshot().memory.free),
+        (vec![other.id], mib(400).saturating_sub(Bytes::from_kib(4)))
+    );
     took
 }
 
@@ -213,7 +283,13 @@ fn the_leases_of_all_users_have_a_bound_too() {
     let denial = loop {
         let ticket = rig.ticket();
         let uid = 1000 + granted % 3;
-        let mut request = of_process(&format!("many-{granted}"), Class::Interactive, (1, 1), uid, 7 + uid);
+        let mut request = of_process(
+            &format!("many-{granted}"),
+            Class::Interactive,
+            (1, 1),
+            uid,
+            7 + uid,
+        );
         (request.min, request.max) = (Bytes::from_kib(4), Bytes::from_kib(4));
         rig.tell(Event::LeaseRequested { ticket, request });
         if rig.snapshot().leases.len() == granted as usize {
@@ -222,5 +298,15 @@ fn the_leases_of_all_users_have_a_bound_too() {
         granted += 1;
     };
     assert_eq!(granted, 1024);
-    assert!(matches!(denial, Denial::QuotaExceeded { what: Quota::Leases, limit: 1024, .. }), "{denial:?}");
+    assert!(
+        matches!(
+            denial,
+            Denial::QuotaExceeded {
+                what: Quota::Leases,
+                limit: 1024,
+                ..
+            }
+        ),
+        "{denial:?}"
+    );
 }

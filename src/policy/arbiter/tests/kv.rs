@@ -1,7 +1,7 @@
 //! Tests of what the engine gives up, and at which cost.
 
 use super::*;
-use crate::policy::{
+use crate::{
     decision::{EngineDecision, PlanOutcome},
     engine_control::KvUse,
     event::ShedLimit,
@@ -18,7 +18,9 @@ fn weighed(rig: &Rig) -> Vec<(Source, Option<Bytes>)> {
         _ => None,
     });
     let candidates = weighing.unwrap().candidates.into_iter();
-    candidates.map(|weighed| (weighed.source, weighed.chosen)).collect()
+    candidates
+        .map(|weighed| (weighed.source, weighed.chosen))
+        .collect()
 }
 
 /// An engine whose prompts are slow, so that context is worth more than layers.
@@ -36,17 +38,39 @@ pub(super) fn with_slow_prompts(params: Params) -> Rig {
 }
 
 pub(super) fn untouched(untouched: Bytes) -> Event {
-    activity(0, KvUse { untouched, ..KvUse::default() })
+    activity(
+        0,
+        KvUse {
+            untouched,
+            ..KvUse::default()
+        },
+    )
 }
 
 #[test]
 fn the_order_is_computed_from_what_the_user_loses() {
     let mut rig = Rig::with_engine_ready(params());
-    rig.tell(activity(0, KvUse { kept: Tokens::new(1024), ..KvUse::default() }));
+    rig.tell(activity(
+        0,
+        KvUse {
+            kept: Tokens::new(1024),
+            ..KvUse::default()
+        },
+    ));
     rig.operator_shed(mib(16));
-    assert_eq!(weighed(&rig), [(Source::UnusedKv, Some(mib(16))), (Source::PrefixKv, None), (Source::Layers, None)]);
+    assert_eq!(
+        weighed(&rig),
+        [
+            (Source::UnusedKv, Some(mib(16))),
+            (Source::PrefixKv, None),
+            (Source::Layers, None)
+        ]
+    );
     let (_, plan) = rig.plan_asked().unwrap();
-    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity),
+        (8, Tokens::new(2048))
+    );
 }
 
 #[test]
@@ -79,17 +103,26 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
     let given = |source: &Source| balance.iter().find(|(name, _)| name == source).unwrap().1;
     assert!(given(&oldest) > Some(mib(18)), "{balance:?}");
     let (revision, plan) = rig.plan_asked().unwrap();
-    assert!(plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8, "{plan:?}");
+    assert!(
+        plan.kv_capacity < Tokens::new(3000) && plan.resident.len() == 8,
+        "{plan:?}"
+    );
     rig.engine_applies_plan(revision, plan);
     // What it has lost is decided once.
     rig.tell(running(1900, 1152));
-    assert!(decided!(rig, Engine(EngineDecision::ContextLost { tokens: 1152, .. })));
+    assert!(decided!(
+        rig,
+        Engine(EngineDecision::ContextLost { tokens: 1152, .. })
+    ));
     rig.tell(running(1900, 1152));
     assert!(!decided!(rig, Engine(EngineDecision::ContextLost { .. })));
     // Whatever it was said to lose: what the engine keeps of it, it cannot, and is not asked for it again.
     rig.operator_shed(mib(10));
     let (revision, plan) = rig.plan_asked().unwrap();
-    let kept = EnginePlan { kv_capacity: Tokens::new(plan.kv_capacity.get() + 128), ..plan };
+    let kept = EnginePlan {
+        kv_capacity: Tokens::new(plan.kv_capacity.get() + 128),
+        ..plan
+    };
     rig.engine_applies_plan(revision, kept.clone());
     rig.operator_shed(mib(10));
     assert!(weighed(&rig).iter().all(|(source, _)| *source != oldest));
@@ -106,7 +139,13 @@ fn the_oldest_of_a_running_answer_goes_last_and_only_where_its_request_allows_th
 #[test]
 fn kv_that_was_never_touched_counts_as_used() {
     let mut rig = Rig::with_engine_ready(params());
-    rig.tell(activity(0, KvUse { untouched: mib(30), ..KvUse::default() }));
+    rig.tell(activity(
+        0,
+        KvUse {
+            untouched: mib(30),
+            ..KvUse::default()
+        },
+    ));
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
     rig.samples(320);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
@@ -123,8 +162,7 @@ fn kv_that_was_never_touched_counts_as_used() {
         took: ms(1),
     });
     assert_eq!(rig.held("llm"), mib(132) - given);
-    let shed =
-        |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
+    let shed = |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
     assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
 }
 
@@ -157,10 +195,18 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
         rig.operator_shed(mib(need));
         let (revision, plan) = rig.plan_asked().unwrap();
         let asked = (plan.resident.len(), plan.kv_capacity.get(), plan.kv_type);
-        assert_eq!(asked, expected, "{least} {is_slow} {need}: {:?}", weighed(&rig));
+        assert_eq!(
+            asked,
+            expected,
+            "{least} {is_slow} {need}: {:?}",
+            weighed(&rig)
+        );
         let before = rig.held("llm");
         let used = rig.engine_applies_plan(revision, plan);
-        assert!(rig.held("llm") == used && before - used >= mib(need), "{used}");
+        assert!(
+            rig.held("llm") == used && before - used >= mib(need),
+            "{used}"
+        );
         // What was given up comes back, the type last or together with the rest.
         rig.measure("llm", used.whole_mib());
         for _ in 0..40 {
@@ -176,11 +222,20 @@ fn an_operator_has_kv_kept_in_another_type_and_is_answered_with_what_came_of_it(
     let mut rig = Rig::with_engine_ready(params());
     rig.keep_kv_as(KvType::Q8);
     let (revision, plan) = rig.plan_asked().unwrap();
-    assert_eq!((plan.resident.len(), plan.kv_capacity, plan.kv_type), (8, Tokens::new(4096), KvType::Q8));
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity, plan.kv_type),
+        (8, Tokens::new(4096), KvType::Q8)
+    );
     assert_eq!(rig.held("llm"), mib(132), "asking frees nothing");
     let used = rig.engine_applies_plan(revision, plan);
     assert_eq!(used, mib(117));
-    let Done::KvChanged { before, held, freed, .. } = rig.done() else {
+    let Done::KvChanged {
+        before,
+        held,
+        freed,
+        ..
+    } = rig.done()
+    else {
         panic!("{:?}", rig.answer());
     };
     assert_eq!((before, held, freed), (mib(132), mib(117), mib(15)));
@@ -216,11 +271,21 @@ fn a_larger_type_does_not_take_what_a_failed_growth_still_holds() {
     rig.regrow();
     rig.wait(100).sample(small.whole_mib());
     let (revision, _) = rig.plan_asked().unwrap();
-    rig.tell(Event::EngineApplyFailed { revision, reason: "planted".to_owned() });
-    assert!(rig.held("llm") > small, "what it has taken by then is not known");
+    rig.tell(Event::EngineApplyFailed {
+        revision,
+        reason: "planted".to_owned(),
+    });
+    assert!(
+        rig.held("llm") > small,
+        "what it has taken by then is not known"
+    );
     rig.wait(100).sample(345);
     rig.keep_kv_as(KvType::F16);
-    assert!(matches!(rig.done(), Done::KvWhenRoom { more: Some(_), .. }), "{:?}", rig.answer());
+    assert!(
+        matches!(rig.done(), Done::KvWhenRoom { more: Some(_), .. }),
+        "{:?}",
+        rig.answer()
+    );
 }
 
 #[test]
@@ -235,7 +300,11 @@ fn modes_weigh_the_same_costs_otherwise() {
         let mut rig = Rig::with_engine_ready_in(params);
         rig.operator_shed(mib(16));
         let (_, plan) = rig.plan_asked().unwrap();
-        assert_eq!((plan.resident.len(), plan.kv_capacity.get()), expected, "{mode}");
+        assert_eq!(
+            (plan.resident.len(), plan.kv_capacity.get()),
+            expected,
+            "{mode}"
+        );
     }
 }
 
@@ -245,7 +314,10 @@ fn capacity_that_no_token_has_touched_is_shed_before_layers() {
     rig.tell(untouched(mib(30)));
     rig.operator_shed(mib(16));
     let (_, plan) = rig.plan_asked().unwrap();
-    assert_eq!((plan.resident.len(), plan.kv_capacity), (8, Tokens::new(2048)));
+    assert_eq!(
+        (plan.resident.len(), plan.kv_capacity),
+        (8, Tokens::new(2048))
+    );
 }
 
 #[test]
@@ -254,7 +326,10 @@ fn what_no_token_has_touched_is_held_and_not_used() {
     rig.measure("llm", 132);
     rig.tell(untouched(mib(30)));
     let lease = rig.lease("llm").unwrap();
-    assert_eq!((lease.memory.held, lease.memory.used), (mib(132), Some(mib(102))));
+    assert_eq!(
+        (lease.memory.held, lease.memory.used),
+        (mib(132), Some(mib(102)))
+    );
     assert_eq!(rig.snapshot().memory.used, mib(102));
 }
 
@@ -276,9 +351,16 @@ fn what_is_shed_next_is_what_is_shed_then() {
     let mut rig = Rig::with_engine_ready(params());
     rig.samples(132);
     let next = rig.arbiter.next_shed().unwrap();
-    assert_eq!((next.below, next.headroom, next.need), (mib(52), mib(268), mib(20)));
+    assert_eq!(
+        (next.below, next.headroom, next.need),
+        (mib(52), mib(268), mib(20))
+    );
     assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
-    assert!(next.to_string().contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"), "{next}");
+    assert!(
+        next.to_string()
+            .contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"),
+        "{next}"
+    );
     // The headroom comes down to just below the watermark, for longer than the grace.
     rig.samples(349);
     let at_once = rig.plan_asked();
@@ -291,7 +373,14 @@ fn what_is_shed_next_is_what_is_shed_then() {
 /// An answer of up to `most` tokens that has used `used`.
 fn answering(used: u32, most: u32) -> Event {
     let [used, most] = [used, most].map(Tokens::new);
-    activity(1, KvUse { used, expected: most, ..KvUse::default() })
+    activity(
+        1,
+        KvUse {
+            used,
+            expected: most,
+            ..KvUse::default()
+        },
+    )
 }
 
 #[test]
@@ -302,8 +391,16 @@ fn a_shed_leaves_a_running_answer_room_for_its_next_sentences() {
         rig.operator_shed(mib(120));
         rig.plan_asked().unwrap().1.kv_capacity.get()
     };
-    assert_eq!(capacity_after(answering(1000, 4000)), 1152, "1000 tokens and 128, in blocks of 64");
-    assert_eq!(capacity_after(answering(1000, 1030)), 1088, "no more than it may come to");
+    assert_eq!(
+        capacity_after(answering(1000, 4000)),
+        1152,
+        "1000 tokens and 128, in blocks of 64"
+    );
+    assert_eq!(
+        capacity_after(answering(1000, 1030)),
+        1088,
+        "no more than it may come to"
+    );
     let prompt = Event::EngineActivity {
         requests: 1,
         kv_used: 128,
@@ -314,7 +411,11 @@ fn a_shed_leaves_a_running_answer_room_for_its_next_sentences() {
         kv_dropped: 0,
         untouched: Bytes::ZERO,
     };
-    assert_eq!(capacity_after(prompt), 2176, "a prompt that is being read keeps its room");
+    assert_eq!(
+        capacity_after(prompt),
+        2176,
+        "a prompt that is being read keeps its room"
+    );
 }
 
 /// An engine that has just lost KV capacity while it answers, at Critical: its plan, and what it holds.
@@ -324,9 +425,15 @@ fn shed_while_answering() -> (Rig, EnginePlan, Bytes) {
     rig.samples(385);
     let held = rig.engine_applies();
     rig.wait(10).sample(385);
-    assert_eq!((rig.snapshot().pressure.level, rig.plan_asked()), (PressureLevel::Critical, None));
+    assert_eq!(
+        (rig.snapshot().pressure.level, rig.plan_asked()),
+        (PressureLevel::Critical, None)
+    );
     let plan = rig.snapshot().engine.in_force.unwrap();
-    assert!(!plan.resident.is_empty() && plan.kv_capacity < Tokens::new(2000), "{plan:?}");
+    assert!(
+        !plan.resident.is_empty() && plan.kv_capacity < Tokens::new(2000),
+        "{plan:?}"
+    );
     (rig, plan, held)
 }
 
@@ -338,7 +445,10 @@ fn a_running_answer_gets_room_from_layers_even_at_critical() {
     assert_eq!(rig.plan_asked(), None, "a request that has not begun waits");
     rig.answer_wants_capacity(needed, 4000);
     let (_, plan) = rig.plan_asked().unwrap();
-    assert!(plan.kv_capacity >= Tokens::new(needed) && plan.resident.len() < before.resident.len(), "{plan:?}");
+    assert!(
+        plan.kv_capacity >= Tokens::new(needed) && plan.resident.len() < before.resident.len(),
+        "{plan:?}"
+    );
     assert!(shape().plan_bytes(&plan) <= held, "{plan:?}");
 }
 
@@ -367,7 +477,10 @@ fn a_running_answer_gets_what_it_needs_and_no_more_of_what_is_free_before_the_dw
     let needed = before.kv_capacity.get() + 128;
     rig.wants_capacity(needed, 4000);
     let (_, plan) = rig.plan_asked().unwrap();
-    assert!(plan.resident.len() < before.resident.len(), "a request that has not begun gets it from layers: {plan:?}");
+    assert!(
+        plan.resident.len() < before.resident.len(),
+        "a request that has not begun gets it from layers: {plan:?}"
+    );
     let mut rig = Rig::with_engine_ready(params());
     rig.tell(answering(1000, 4000));
     rig.operator_shed(mib(40));
@@ -375,7 +488,11 @@ fn a_running_answer_gets_what_it_needs_and_no_more_of_what_is_free_before_the_dw
     rig.wait(10).sample(90);
     rig.answer_wants_capacity(needed, 4000);
     let (_, plan) = rig.plan_asked().unwrap();
-    assert_eq!((plan.kv_capacity, &plan.resident), (Tokens::new(needed), &before.resident), "{plan:?}");
+    assert_eq!(
+        (plan.kv_capacity, &plan.resident),
+        (Tokens::new(needed), &before.resident),
+        "{plan:?}"
+    );
 }
 
 #[test]
@@ -385,5 +502,8 @@ fn a_layer_that_a_running_answer_takes_serves_it_for_more_than_one_block() {
     let (_, plan) = rig.plan_asked().unwrap();
     // A layer of 10 MiB is 640 tokens, less the ring where it is the first one.
     assert_eq!(plan.resident.len() + 1, before.resident.len(), "{plan:?}");
-    assert!(plan.kv_capacity.get() >= before.kv_capacity.get() + 512, "{plan:?}");
+    assert!(
+        plan.kv_capacity.get() >= before.kv_capacity.get() + 512,
+        "{plan:?}"
+    );
 }

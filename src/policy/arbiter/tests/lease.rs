@@ -1,5 +1,5 @@
 use super::*;
-use crate::policy::{
+use crate::{
     decision::AdmissionDecision,
     denial::{NotHolder, Quota},
     pressure::{PressureLevel, sample_with},
@@ -22,7 +22,8 @@ fn renew_does_not_resurrect() {
     let mut rig = Rig::sampled(large());
     rig.request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
     let a = rig.granted();
-    rig.wait(9000).request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
+    rig.wait(9000)
+        .request("b", Class::Interactive, 6 * GIB, 6 * GIB, 5000);
     assert_eq!(rig.try_answer(), None);
     rig.wait(1000);
     assert_eq!(a.expires_at, Some(rig.now));
@@ -64,7 +65,13 @@ fn a_renewal_decides_the_same_whether_or_not_it_goes_through_the_whole_book() {
         assert_eq!(actions, thorough.handle(now, event), "at {now}");
         assert_eq!(rig.arbiter.snapshot(), thorough.snapshot(), "at {now}");
     }
-    assert!(rig.arbiter.snapshot().leases.iter().any(|lease| lease.id == a.id));
+    assert!(
+        rig.arbiter
+            .snapshot()
+            .leases
+            .iter()
+            .any(|lease| lease.id == a.id)
+    );
 }
 
 #[test]
@@ -84,16 +91,25 @@ fn unknown_is_not_zero() {
         if !absent_probe {
             let sample = unknown(rig.now);
             rig.tell(Event::Sampled(sample));
-            assert_eq!(rig.snapshot().pressure.headroom, Some(Bytes::from_gib(8)), "the book decides");
+            assert_eq!(
+                rig.snapshot().pressure.headroom,
+                Some(Bytes::from_gib(8)),
+                "the book decides"
+            );
         }
-        rig.wait(10).request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
+        rig.wait(10)
+            .request("a", Class::Interactive, 6 * GIB, 6 * GIB, 0);
         assert_eq!(rig.granted().memory.used, None, "unverified");
         if !absent_probe {
             let sample = unknown(rig.wait(10).now);
             rig.tell(Event::Sampled(sample));
             assert_eq!(rig.snapshot().pressure.headroom, Some(Bytes::from_gib(2)));
         }
-        rig.tell(Event::Measured { tenant: "a".to_owned(), used: None, taken_at: rig.now });
+        rig.tell(Event::Measured {
+            tenant: "a".to_owned(),
+            used: None,
+            taken_at: rig.now,
+        });
         rig.request("b", Class::Interactive, 6 * GIB, 6 * GIB, 0);
         assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
         rig.request("c", Class::Interactive, 2 * GIB, 2 * GIB, 0);
@@ -114,7 +130,11 @@ fn a_request_that_does_not_fit_is_granted_after_a_verified_shed_of_the_engine() 
     assert_eq!(rig.granted().memory.held, mib(64));
     let snapshot = rig.snapshot();
     assert!(snapshot.memory.held <= snapshot.memory.budget);
-    assert!(snapshot.memory.free < mib(10), "no more than needed: {}", snapshot.memory.free);
+    assert!(
+        snapshot.memory.free < mib(10),
+        "no more than needed: {}",
+        snapshot.memory.free
+    );
 }
 
 #[test]
@@ -122,7 +142,9 @@ fn the_engine_gives_nothing_to_its_own_class_or_a_lower_one() {
     let mut rig = Rig::with_engine_ready(params());
     for class in [Class::LlmElastic, Class::Batch] {
         rig.request("x", class, 300, 300, 0);
-        assert!(matches!(rig.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO));
+        assert!(
+            matches!(rig.denial(), Denial::InsufficientMemory { reclaimable, .. } if reclaimable == Bytes::ZERO)
+        );
     }
 }
 
@@ -131,7 +153,10 @@ fn nothing_is_shed_in_vain() {
     let mut rig = Rig::with_engine_ready(params());
     rig.request("x", Class::AudioRealtime, 390, 390, 500);
     assert_eq!(rig.plan_asked(), None);
-    assert!(decided!(rig, Admission(AdmissionDecision::OutOfReach { .. })));
+    assert!(decided!(
+        rig,
+        Admission(AdmissionDecision::OutOfReach { .. })
+    ));
     rig.pass(600);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
 }
@@ -171,14 +196,24 @@ fn no_request_starves_behind_a_stream_of_more_urgent_ones() {
             actions.extend(rig.actions.clone());
         }
         for action in &actions {
-            if let Action::Answer { answer: Answer::Lease { lease }, .. } = action {
+            if let Action::Answer {
+                answer: Answer::Lease { lease },
+                ..
+            } = action
+            {
                 holders.push(lease.clone());
                 waiting -= 1;
             }
         }
-        if actions.iter().any(|action| matches!(action, Action::StartWorker { .. })) {
+        if actions
+            .iter()
+            .any(|action| matches!(action, Action::StartWorker { .. }))
+        {
             let after = rig.now.since_start();
-            assert!(after > ms(6500) && after < ms(7700), "in its turn: {after:?}");
+            assert!(
+                after > ms(6500) && after < ms(7700),
+                "in its turn: {after:?}"
+            );
             return;
         }
     }
@@ -202,19 +237,43 @@ fn a_turn_that_brings_nothing_is_over_after_a_while() {
         waited: ms(6000),
         rank: Class::Interactive,
     });
-    assert!(rig.decisions().any(|decision| *decision == aged), "{:#?}", rig.actions);
+    assert!(
+        rig.decisions().any(|decision| *decision == aged),
+        "{:#?}",
+        rig.actions
+    );
     rig.request("other", Class::Interactive, 100, 100, 2000);
     assert_eq!(rig.try_answer(), None, "not before its turn is over");
     rig.request("asr", Class::AudioRealtime, 50, 50, 0);
-    assert_eq!(rig.granted().memory.held, mib(50), "audio does not wait for the turn of another");
+    assert_eq!(
+        rig.granted().memory.held,
+        mib(50),
+        "audio does not wait for the turn of another"
+    );
     rig.pass(800);
     assert_eq!(rig.granted().memory.held, mib(100));
-    let over = Decision::Admission(AdmissionDecision::TurnOver { tenant: "indexer".to_owned(), class: Class::Batch });
+    let over = Decision::Admission(AdmissionDecision::TurnOver {
+        tenant: "indexer".to_owned(),
+        class: Class::Batch,
+    });
     assert!(rig.decisions().any(|decision| *decision == over));
     rig.pass(2800);
-    assert!(!decided!(rig, Admission(AdmissionDecision::Aged { .. })), "it ages from the start");
+    assert!(
+        !decided!(rig, Admission(AdmissionDecision::Aged { .. })),
+        "it ages from the start"
+    );
     rig.pass(200);
-    assert!(decided!(rig, Admission(AdmissionDecision::Aged { rank: Class::LlmElastic, .. })), "{:#?}", rig.actions);
+    assert!(
+        decided!(
+            rig,
+            Admission(AdmissionDecision::Aged {
+                rank: Class::LlmElastic,
+                ..
+            })
+        ),
+        "{:#?}",
+        rig.actions
+    );
 }
 
 /// A worker that is less urgent than the LLM, and does not fit beside what that has grown to.
@@ -254,7 +313,10 @@ fn waiting_requests_are_served_by_class_and_then_by_arrival() {
         .actions
         .iter()
         .filter_map(|action| match action {
-            Action::Answer { answer: Answer::Lease { lease }, .. } => Some(lease.tenant.clone()),
+            Action::Answer {
+                answer: Answer::Lease { lease },
+                ..
+            } => Some(lease.tenant.clone()),
             _ => None,
         })
         .collect();
@@ -290,13 +352,27 @@ fn no_user_acts_on_the_lease_of_another() {
     let a = rig.granted();
     let mut release = |uid, generation| {
         let ticket = rig.ticket();
-        rig.tell(Event::LeaseReleased { ticket, lease: a.id, generation, peer: peer(uid) });
+        rig.tell(Event::LeaseReleased {
+            ticket,
+            lease: a.id,
+            generation,
+            peer: peer(uid),
+        });
         rig.denial()
     };
     let denial = release(1001, a.generation);
-    assert!(matches!(denial, Denial::NotHolder { problem, .. } if problem == NotHolder::OwnedBy { uid: 1000 }));
+    assert!(
+        matches!(denial, Denial::NotHolder { problem, .. } if problem == NotHolder::OwnedBy { uid: 1000 })
+    );
     let denial = release(1000, 99);
-    assert!(matches!(denial, Denial::StaleGeneration { generation: 99, current: 1, .. }));
+    assert!(matches!(
+        denial,
+        Denial::StaleGeneration {
+            generation: 99,
+            current: 1,
+            ..
+        }
+    ));
     assert_eq!(rig.held("a"), mib(100));
 }
 
@@ -315,7 +391,11 @@ fn a_lease_grows_and_shrinks_by_the_wish_of_its_holder() {
     assert!(matches!(rig.denial(), Denial::ExceedsBudget { .. }));
     rig.wait(10).measure("a", 250);
     resize(&mut rig, 50, 50);
-    assert_eq!(rig.granted().memory.held, mib(300), "a shrink is credited when it is measured");
+    assert_eq!(
+        rig.granted().memory.held,
+        mib(300),
+        "a shrink is credited when it is measured"
+    );
     rig.wait(10).measure("a", 50);
     assert_eq!(rig.held("a"), mib(50));
 }
@@ -326,8 +406,20 @@ fn figures_that_contradict_are_refused() {
     let invalid = |field, value, problem| Denial::invalid("a", field, &value, problem);
     for (min, max, denial) in [
         (0, 10, invalid("min", mib(0), Problem::Zero)),
-        (20, 10, invalid("max", mib(10), Problem::BelowMin { min: mib(20) })),
-        (401, 500, Denial::ExceedsBudget { tenant: "a".to_owned(), asked: mib(401), budget: mib(400) }),
+        (
+            20,
+            10,
+            invalid("max", mib(10), Problem::BelowMin { min: mib(20) }),
+        ),
+        (
+            401,
+            500,
+            Denial::ExceedsBudget {
+                tenant: "a".to_owned(),
+                asked: mib(401),
+                budget: mib(400),
+            },
+        ),
     ] {
         rig.request("a", Class::Interactive, min, max, 0);
         assert_eq!(rig.denial(), denial);
@@ -351,7 +443,11 @@ fn nothing_is_granted_on_a_sample_that_is_too_old() {
     rig.granted();
     rig.wait(1).request("b", Class::Interactive, 10, 10, 0);
     let age = limit + ms(1);
-    assert!(matches!(rig.denial(), Denial::StaleSample { age: shown, .. } if shown == age), "{:#?}", rig.actions);
+    assert!(
+        matches!(rig.denial(), Denial::StaleSample { age: shown, .. } if shown == age),
+        "{:#?}",
+        rig.actions
+    );
     // One that waits is served with the next sample.
     rig.request("c", Class::AudioRealtime, 10, 10, 5000);
     assert_eq!(rig.try_answer(), None);
@@ -382,7 +478,9 @@ fn the_queue_and_the_leases_of_a_user_have_a_bound() {
         assert_eq!(rig.try_answer(), None);
     }
     rig.request("c", Class::Interactive, 1, 1, 1000);
-    assert!(matches!(rig.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::LeasesOf { uid: 1000 }));
+    assert!(
+        matches!(rig.denial(), Denial::QuotaExceeded { what, .. } if what == Quota::LeasesOf { uid: 1000 })
+    );
     let ask = |rig: &mut Rig, uid| {
         let mut other = request("c", Class::Interactive, 400, 400, 1000);
         other.peer = peer(uid);
@@ -460,6 +558,12 @@ fn validation_books_nothing() {
     let mut request = request("a", Class::AudioRealtime, 300, 300, 0);
     request.validate_only = true;
     rig.ask(request);
-    assert_eq!(rig.answer(), Answer::WouldGrant { bytes: mib(300), after_shedding: mib(32) });
+    assert_eq!(
+        rig.answer(),
+        Answer::WouldGrant {
+            bytes: mib(300),
+            after_shedding: mib(32)
+        }
+    );
     assert_eq!(rig.plan_asked(), None);
 }

@@ -33,22 +33,20 @@ use std::time::Duration;
 
 use super::Arbiter;
 use crate::{
-    policy::{
-        decision::Decision,
-        denial::{Denial, Problem},
-        engine_control::KvUse,
-        engine_failure::Cure,
-        event::{Action, Answer, Done, Event, WorkerCommand},
-        kv_type::KvType,
-        lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
-        params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
-        pressure::{MemoryReading, Sample, sample_with},
-        reason::StopReason,
-        residency::{EnginePlan, ModelShape, sample_shape, small_model as shape},
-        snapshot::{Snapshot, WorkerView},
-    },
-    units::{Bytes, Timestamp, Tokens},
+    decision::Decision,
+    denial::{Denial, Problem},
+    engine_control::KvUse,
+    engine_failure::Cure,
+    event::{Action, Answer, Done, Event, WorkerCommand},
+    kv_type::KvType,
+    lease::{Class, LeaseRequest, LeaseView, Peer, Ticket},
+    params::{EngineParams, Params, RestParams, Scope, StartParams, WorkerParams},
+    pressure::{MemoryReading, Sample, sample_with},
+    reason::StopReason,
+    residency::{EnginePlan, ModelShape, sample_shape, small_model as shape},
+    snapshot::{Snapshot, WorkerView},
 };
+use cotenant_units::{Bytes, Timestamp, Tokens};
 
 pub(super) const fn mib(mib: u64) -> Bytes {
     Bytes::from_mib(mib)
@@ -76,7 +74,10 @@ pub(super) fn worker(name: &str, mib_held: u64) -> WorkerParams {
         name: name.to_owned(),
         steady: mib(mib_held),
         peak: mib(mib_held),
-        start: StartParams { ready_timeout: ms(5000), ..StartParams::default() },
+        start: StartParams {
+            ready_timeout: ms(5000),
+            ..StartParams::default()
+        },
         ..WorkerParams::default()
     }
 }
@@ -93,7 +94,10 @@ pub(super) fn of_class(class: Class, params: WorkerParams) -> WorkerParams {
 }
 
 pub(super) fn recycled_above(limit_mib: u64) -> RestParams {
-    RestParams { recycle_above: Some(mib(limit_mib)), ..RestParams::default() }
+    RestParams {
+        recycle_above: Some(mib(limit_mib)),
+        ..RestParams::default()
+    }
 }
 
 /// The engine has so many requests, and this in its KV cache.
@@ -122,7 +126,12 @@ impl Rig {
     /// Samples are given where a scenario needs them, so that none is too old for that.
     pub(super) fn new(mut params: Params) -> Self {
         params.pressure.sample_age_max = Duration::from_secs(3600);
-        Self { arbiter: Arbiter::new(params).unwrap(), now: Timestamp::START, actions: Vec::new(), tickets: 0 }
+        Self {
+            arbiter: Arbiter::new(params).unwrap(),
+            now: Timestamp::START,
+            actions: Vec::new(),
+            tickets: 0,
+        }
     }
 
     /// With the engine ready in its full plan, and everything used that is held.
@@ -147,7 +156,10 @@ impl Rig {
     }
 
     pub(super) fn with_workers(workers: Vec<WorkerParams>) -> Self {
-        Self::sampled(Params { workers, ..params() })
+        Self::sampled(Params {
+            workers,
+            ..params()
+        })
     }
 
     pub(super) fn tell(&mut self, event: Event) -> &[Action] {
@@ -202,12 +214,20 @@ impl Rig {
     }
 
     pub(super) fn measure(&mut self, tenant: &str, used_mib: u64) -> &[Action] {
-        self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(mib(used_mib)), taken_at: self.now })
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: Some(mib(used_mib)),
+            taken_at: self.now,
+        })
     }
 
     /// A measurement that was taken earlier.
     pub(super) fn measure_at(&mut self, tenant: &str, used_mib: u64, taken_at: Timestamp) {
-        self.tell(Event::Measured { tenant: tenant.to_owned(), used: Some(mib(used_mib)), taken_at });
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: Some(mib(used_mib)),
+            taken_at,
+        });
     }
 
     pub(super) fn peak(&mut self, worker: &str, peak_mib: u64) {
@@ -241,7 +261,10 @@ impl Rig {
 
     /// The process of a holder has ended.
     pub(super) fn lost(&mut self, lease: &LeaseView) -> &[Action] {
-        self.tell(Event::HolderLost { lease: lease.id, pid: None })
+        self.tell(Event::HolderLost {
+            lease: lease.id,
+            pid: None,
+        })
     }
 
     pub(super) fn operator_shed(&mut self, bytes: Bytes) {
@@ -262,23 +285,41 @@ impl Rig {
 
     pub(super) fn command(&mut self, worker: &str, command: WorkerCommand) {
         let worker = worker.to_owned();
-        self.call(|ticket| Event::OperatorWorker { ticket, worker, command });
+        self.call(|ticket| Event::OperatorWorker {
+            ticket,
+            worker,
+            command,
+        });
     }
 
     pub(super) fn wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
-        self.tell(Event::CapacityWanted { needed, wanted, client: None, is_running: false });
+        self.tell(Event::CapacityWanted {
+            needed,
+            wanted,
+            client: None,
+            is_running: false,
+        });
     }
 
     /// The answer that is being written comes to the end of its room.
     pub(super) fn answer_wants_capacity(&mut self, needed: u32, wanted: u32) {
         let (needed, wanted) = (Tokens::new(needed), Tokens::new(wanted));
-        self.tell(Event::CapacityWanted { needed, wanted, client: None, is_running: true });
+        self.tell(Event::CapacityWanted {
+            needed,
+            wanted,
+            client: None,
+            is_running: true,
+        });
     }
 
     pub(super) fn engine_fails(&mut self, left: Option<Bytes>) {
         let reason = "it panicked".to_owned();
-        self.tell(Event::EngineFailed { reason, cure: Cure::Reload, left });
+        self.tell(Event::EngineFailed {
+            reason,
+            cure: Cure::Reload,
+            left,
+        });
     }
 
     pub(super) fn engine_refuses(&mut self, revision: u64) {
@@ -301,21 +342,36 @@ impl Rig {
 
     pub(super) fn exits(&mut self, worker: &str, intended: bool, cause: &str) {
         let (worker, cause) = (worker.to_owned(), cause.to_owned());
-        self.tell(Event::WorkerExited { worker, intended, cause });
+        self.tell(Event::WorkerExited {
+            worker,
+            intended,
+            cause,
+        });
     }
 
     pub(super) fn busy(&mut self, worker: &str, requests: u32) {
         let worker = worker.to_owned();
-        self.wait(1).tell(Event::WorkerActivity { worker, requests });
+        self.wait(1)
+            .tell(Event::WorkerActivity { worker, requests });
     }
 
     /// A request waits for a worker.
     pub(super) fn wanted(&mut self, worker: &str) {
         let worker = worker.to_owned();
-        self.tell(Event::WorkerWanted { worker, client: None });
+        self.tell(Event::WorkerWanted {
+            worker,
+            client: None,
+        });
     }
 
-    pub(super) fn request(&mut self, tenant: &str, class: Class, min: u64, max: u64, wait_ms: u64) -> &[Action] {
+    pub(super) fn request(
+        &mut self,
+        tenant: &str,
+        class: Class,
+        min: u64,
+        max: u64,
+        wait_ms: u64,
+    ) -> &[Action] {
         self.ask(request(tenant, class, min, max, wait_ms));
         &self.actions
     }
@@ -343,7 +399,8 @@ impl Rig {
     }
 
     pub(super) fn answer(&self) -> Answer {
-        self.try_answer().unwrap_or_else(|| panic!("no answer in {:#?}", self.actions))
+        self.try_answer()
+            .unwrap_or_else(|| panic!("no answer in {:#?}", self.actions))
     }
 
     pub(super) fn try_answer(&self) -> Option<Answer> {
@@ -364,7 +421,9 @@ impl Rig {
 
     /// The engine does what it was asked for by the last call; returns the bytes of its plan.
     pub(super) fn engine_applies(&mut self) -> Bytes {
-        let (revision, plan) = self.plan_asked().unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
+        let (revision, plan) = self
+            .plan_asked()
+            .unwrap_or_else(|| panic!("no plan in {:#?}", self.actions));
         self.engine_applies_plan(revision, plan)
     }
 
@@ -377,7 +436,13 @@ impl Rig {
     }
 
     /// The engine reports what it has freed and uses, all of it touched.
-    pub(super) fn engine_applied(&mut self, revision: u64, in_force: EnginePlan, freed: Bytes, used: Bytes) {
+    pub(super) fn engine_applied(
+        &mut self,
+        revision: u64,
+        in_force: EnginePlan,
+        freed: Bytes,
+        used: Bytes,
+    ) {
         self.tell(Event::EngineApplied {
             revision,
             in_force,
@@ -394,15 +459,23 @@ impl Rig {
     }
 
     pub(super) fn lease(&self, tenant: &str) -> Option<LeaseView> {
-        self.snapshot().leases.into_iter().find(|lease| lease.tenant == tenant)
+        self.snapshot()
+            .leases
+            .into_iter()
+            .find(|lease| lease.tenant == tenant)
     }
 
     pub(super) fn held(&self, tenant: &str) -> Bytes {
-        self.lease(tenant).map_or(Bytes::ZERO, |lease| lease.memory.held)
+        self.lease(tenant)
+            .map_or(Bytes::ZERO, |lease| lease.memory.held)
     }
 
     pub(super) fn worker(&self, name: &str) -> WorkerView {
-        self.snapshot().workers.into_iter().find(|worker| worker.name == name).unwrap()
+        self.snapshot()
+            .workers
+            .into_iter()
+            .find(|worker| worker.name == name)
+            .unwrap()
     }
 
     /// The decisions of the last call.
@@ -431,10 +504,19 @@ impl Rig {
 }
 
 pub(super) fn peer(uid: u32) -> Peer {
-    Peer { uid, ..Peer::default() }
+    Peer {
+        uid,
+        ..Peer::default()
+    }
 }
 
-pub(super) fn request(tenant: &str, class: Class, min: u64, max: u64, wait_ms: u64) -> LeaseRequest {
+pub(super) fn request(
+    tenant: &str,
+    class: Class,
+    min: u64,
+    max: u64,
+    wait_ms: u64,
+) -> LeaseRequest {
     LeaseRequest {
         tenant: tenant.to_owned(),
         request_id: String::new(),
@@ -449,6 +531,18 @@ pub(super) fn request(tenant: &str, class: Class, min: u64, max: u64, wait_ms: u
 }
 
 /// A request by a process that the kernel names, which does not wait.
-pub(super) fn of_process(tenant: &str, class: Class, (min, max): (u64, u64), uid: u32, pid: u32) -> LeaseRequest {
-    LeaseRequest { peer: Peer { pid: Some(pid), ..peer(uid) }, ..request(tenant, class, min, max, 0) }
+pub(super) fn of_process(
+    tenant: &str,
+    class: Class,
+    (min, max): (u64, u64),
+    uid: u32,
+    pid: u32,
+) -> LeaseRequest {
+    LeaseRequest {
+        peer: Peer {
+            pid: Some(pid),
+            ..peer(uid)
+        },
+        ..request(tenant, class, min, max, 0)
+    }
 }

@@ -1,7 +1,7 @@
 //! Tests of workers at rest, start orders, and leases of workers.
 
 use super::*;
-use crate::policy::{
+use crate::{
     decision::{MemoryDecision, WorkerDecision},
     params::VariantParams,
     pressure::{GpuReading, GroupRoom, MemoryReading, PressureLevel},
@@ -14,7 +14,10 @@ use crate::policy::{
 
 fn sleepy(name: &str, mib_held: u64) -> WorkerParams {
     WorkerParams {
-        rest: RestParams { idle_stop_after: Some(ms(60_000)), ..RestParams::default() },
+        rest: RestParams {
+            idle_stop_after: Some(ms(60_000)),
+            ..RestParams::default()
+        },
         ..worker(name, mib_held)
     }
 }
@@ -96,10 +99,17 @@ fn the_engine_grows_into_the_space_of_one_that_sleeps_and_gives_it_back_when_it_
 }
 
 fn in_two_sizes() -> WorkerParams {
-    let variant = |name: &str, size| VariantParams { name: name.to_owned(), steady: mib(size), peak: mib(size) };
+    let variant = |name: &str, size| VariantParams {
+        name: name.to_owned(),
+        steady: mib(size),
+        peak: mib(size),
+    };
     WorkerParams {
         variants: vec![variant("open", 100), variant("grammar", 40)],
-        rest: RestParams { idle_shrink_after: Some(ms(10_000)), ..RestParams::default() },
+        rest: RestParams {
+            idle_shrink_after: Some(ms(10_000)),
+            ..RestParams::default()
+        },
         ..worker("asr", 100)
     }
 }
@@ -159,8 +169,14 @@ fn a_worker_that_cannot_become_smaller_is_not_asked_again_until_it_has_worked() 
 
 #[test]
 fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_other_holder() {
-    let mut rig =
-        with_ready(WorkerParams { peak: mib(120), rest: recycled_above(150), ..worker("detector", 100) }, 100);
+    let mut rig = with_ready(
+        WorkerParams {
+            peak: mib(120),
+            rest: recycled_above(150),
+            ..worker("detector", 100)
+        },
+        100,
+    );
     rig.busy("detector", 1);
     rig.wait(100).measure("detector", 149);
     assert!(!rig.worker("detector").winding_up, "within its bounds");
@@ -174,7 +190,11 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
         held: rig.held("detector"),
         requests: 1,
     });
-    assert!(rig.decisions().any(|decision| *decision == outgrown), "{:#?}", rig.actions);
+    assert!(
+        rig.decisions().any(|decision| *decision == outgrown),
+        "{:#?}",
+        rig.actions
+    );
     rig.pass(5000);
     assert!(!rig.stops("detector"), "it ends its request first");
 
@@ -201,8 +221,14 @@ fn a_worker_that_outgrows_its_bounds_ends_its_work_and_is_restarted_before_any_o
 
 #[test]
 fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it_ends_for_it() {
-    let mut rig =
-        with_ready(WorkerParams { peak: mib(120), rest: recycled_above(120), ..worker("detector", 100) }, 100);
+    let mut rig = with_ready(
+        WorkerParams {
+            peak: mib(120),
+            rest: recycled_above(120),
+            ..worker("detector", 100)
+        },
+        100,
+    );
     let learned = |rig: &Rig| {
         let peaks = rig.snapshot().peaks;
         peaks.of("detector", None).map(|peak| peak.bytes)
@@ -240,7 +266,12 @@ fn what_a_worker_has_grown_to_is_learned_when_it_goes_on_with_it_and_not_when_it
 #[test]
 fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     let mut rig = with_ready(
-        WorkerParams { class: Class::Batch, peak: mib(120), rest: recycled_above(150), ..worker("detector", 100) },
+        WorkerParams {
+            class: Class::Batch,
+            peak: mib(120),
+            rest: recycled_above(150),
+            ..worker("detector", 100)
+        },
         100,
     );
     rig.wait(10).measure("detector", 340);
@@ -249,7 +280,15 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
     rig.samples(395);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     assert!(rig.stops("detector"), "{:#?}", rig.actions);
-    let by_shed = |action: &Action| matches!(action, Action::StopWorker { reason: StopReason::Reclaim { .. }, .. });
+    let by_shed = |action: &Action| {
+        matches!(
+            action,
+            Action::StopWorker {
+                reason: StopReason::Reclaim { .. },
+                ..
+            }
+        )
+    };
     assert!(rig.actions.iter().any(by_shed), "before it had wound up");
     rig.wait(10).exits("detector", true, "SIGTERM");
     // By the 340 MiB that it had grown to, it would not come back beside another holder.
@@ -259,14 +298,23 @@ fn a_worker_that_was_to_be_restarted_is_even_if_its_memory_is_taken_first() {
 
 #[test]
 fn no_worker_is_stopped_in_its_work_for_its_size_while_memory_is_free() {
-    let mut rig = with_ready(WorkerParams { rest: recycled_above(150), ..worker("detector", 100) }, 100);
+    let mut rig = with_ready(
+        WorkerParams {
+            rest: recycled_above(150),
+            ..worker("detector", 100)
+        },
+        100,
+    );
     rig.busy("detector", 1);
     rig.wait(10).measure("detector", 300);
     rig.wait(1000).measure("detector", 300);
     assert!(rig.worker("detector").winding_up);
     rig.pass(30_000);
     assert!(!rig.stops("detector"), "its work goes on");
-    assert!(!rig.worker("detector").winding_up, "and it takes requests again");
+    assert!(
+        !rig.worker("detector").winding_up,
+        "and it takes requests again"
+    );
     assert_eq!(rig.held("detector"), mib(300));
     rig.busy("detector", 0);
     let recycled = (0..130).any(|_| {
@@ -279,14 +327,27 @@ fn no_worker_is_stopped_in_its_work_for_its_size_while_memory_is_free() {
 /// A voice that takes 52 MiB at rest and 316 with a long sentence, set to need 180 and 260.
 #[test]
 fn a_lease_follows_a_worker_that_breathes_and_it_is_neither_recycled_nor_named() {
-    let rest = RestParams { recycle_leaks: true, ..RestParams::default() };
-    let mut rig = with_ready(WorkerParams { peak: mib(260), rest, ..worker("tts", 180) }, 52);
+    let rest = RestParams {
+        recycle_leaks: true,
+        ..RestParams::default()
+    };
+    let mut rig = with_ready(
+        WorkerParams {
+            peak: mib(260),
+            rest,
+            ..worker("tts", 180)
+        },
+        52,
+    );
     assert_eq!(rig.held("tts"), mib(180));
     let free = rig.snapshot().memory.free;
     for sentence in 0..20 {
         rig.wait(100).busy("tts", 1);
         if sentence > 0 {
-            assert!(rig.held("tts") >= mib(316), "what it took last time is booked before it takes it");
+            assert!(
+                rig.held("tts") >= mib(316),
+                "what it took last time is booked before it takes it"
+            );
         }
         for used in [120, 260, 316] {
             rig.wait(1000).peak("tts", used);
@@ -296,24 +357,44 @@ fn a_lease_follows_a_worker_that_breathes_and_it_is_neither_recycled_nor_named()
         }
         rig.busy("tts", 0);
         rig.wait(1000).measure("tts", 75);
-        assert_eq!(rig.held("tts"), mib(180), "it is back at what it is set to need");
+        assert_eq!(
+            rig.held("tts"),
+            mib(180),
+            "it is back at what it is set to need"
+        );
         assert_eq!(rig.snapshot().memory.free, free);
         assert_eq!(rig.worker("tts").state, Ready);
         assert!(!rig.worker("tts").winding_up);
     }
     let noise = |decision: &Decision| {
-        matches!(decision, Decision::Lease(crate::policy::decision::LeaseDecision::BeyondLease { .. }))
-            || matches!(decision, Decision::Worker(WorkerDecision::Outgrown { .. }))
+        matches!(
+            decision,
+            Decision::Lease(crate::decision::LeaseDecision::BeyondLease { .. })
+        ) || matches!(decision, Decision::Worker(WorkerDecision::Outgrown { .. }))
     };
     assert!(!rig.decisions().any(noise), "{:#?}", rig.actions);
     let learned = rig.snapshot().peaks.of("tts", None).map(|peak| peak.bytes);
-    assert_eq!(learned, Some(mib(316)), "the next start is by what it needs");
+    assert_eq!(
+        learned,
+        Some(mib(316)),
+        "the next start is by what it needs"
+    );
 }
 
 #[test]
 fn a_leak_ends_when_memory_is_wanted_and_the_worker_is_idle() {
-    let rest = RestParams { recycle_leaks: true, ..RestParams::default() };
-    let mut rig = with_ready(WorkerParams { peak: mib(120), rest, ..worker("tts", 100) }, 100);
+    let rest = RestParams {
+        recycle_leaks: true,
+        ..RestParams::default()
+    };
+    let mut rig = with_ready(
+        WorkerParams {
+            peak: mib(120),
+            rest,
+            ..worker("tts", 100)
+        },
+        100,
+    );
     let mut used = 100;
     let request = |rig: &mut Rig, used: u64| {
         rig.wait(100).busy("tts", 1);
@@ -326,7 +407,10 @@ fn a_leak_ends_when_memory_is_wanted_and_the_worker_is_idle() {
     while used < 200 {
         used += 8;
         request(&mut rig, used);
-        assert!(!rig.worker("tts").winding_up && !rig.stops("tts"), "memory is free: {used} MiB");
+        assert!(
+            !rig.worker("tts").winding_up && !rig.stops("tts"),
+            "memory is free: {used} MiB"
+        );
         assert_eq!(rig.held("tts"), mib(used));
     }
     for _ in 0..40 {
@@ -337,10 +421,17 @@ fn a_leak_ends_when_memory_is_wanted_and_the_worker_is_idle() {
         }
     }
     assert!(rig.stops("tts"), "{used} MiB: {:#?}", rig.actions);
-    assert!(rig.snapshot().memory.free < mib(64), "only when little was left");
+    assert!(
+        rig.snapshot().memory.free < mib(64),
+        "only when little was left"
+    );
     rig.wait(10).exits("tts", true, "SIGTERM");
     assert!(rig.starts("tts"));
-    assert!(rig.held("tts") < mib(200), "by what it needed before it leaked: {}", rig.held("tts"));
+    assert!(
+        rig.held("tts") < mib(200),
+        "by what it needed before it leaked: {}",
+        rig.held("tts")
+    );
 }
 
 #[test]
@@ -369,7 +460,10 @@ fn a_worker_that_is_not_started_by_itself_is_started_by_the_first_request() {
 fn workers_wait_for_those_they_come_after_and_for_none_that_has_given_up() {
     let mut settings = params();
     let after = |name: &str, others: &[&str]| WorkerParams {
-        start: StartParams { after: others.iter().map(|&other| other.to_owned()).collect(), ..worker(name, 30).start },
+        start: StartParams {
+            after: others.iter().map(|&other| other.to_owned()).collect(),
+            ..worker(name, 30).start
+        },
         ..worker(name, 30)
     };
     settings.workers = vec![after("a", &["c"]), after("b", &["a"]), after("c", &[])];
@@ -384,20 +478,34 @@ fn workers_wait_for_those_they_come_after_and_for_none_that_has_given_up() {
 
 #[test]
 fn a_worker_that_asks_for_itself_takes_over_what_was_booked_for_it() {
-    let mut rig = with_ready(WorkerParams { own_lease: true, peak: mib(250), ..worker("vision", 250) }, 200);
+    let mut rig = with_ready(
+        WorkerParams {
+            own_lease: true,
+            peak: mib(250),
+            ..worker("vision", 250)
+        },
+        200,
+    );
     assert_eq!(rig.held("vision"), mib(250), "its peak until it has asked");
     // 150 are free beside it, so 300 only fit as it takes over its own.
     rig.request("vision", Class::Interactive, 300, 300, 0);
     let lease = rig.granted();
     assert_eq!(lease.memory.held, mib(300));
-    assert_eq!(rig.snapshot().memory.held, mib(300), "nothing is booked twice");
+    assert_eq!(
+        rig.snapshot().memory.held,
+        mib(300),
+        "nothing is booked twice"
+    );
     rig.wait(100).measure("vision", 280);
     assert_eq!(rig.snapshot().memory.unaccounted, Bytes::ZERO);
     // Its name is not granted to another holder.
     rig.wait(10).exits("vision", false, "exit code 1");
     rig.wait(10).lost(&lease);
     rig.request("vision", Class::Interactive, 10, 10, 0);
-    assert!(matches!(rig.denial(), Denial::Invalid { .. }), "it does not run");
+    assert!(
+        matches!(rig.denial(), Denial::Invalid { .. }),
+        "it does not run"
+    );
 }
 
 /// Run 1 and 2 of a board with 15 656 MiB: TTS and ASR are started before the LLM, or after it. Either way every peak is
@@ -409,12 +517,20 @@ fn orin_nx_v080_ends_well_in_either_order() {
         settings.workers = vec![
             WorkerParams {
                 peak: mib(45),
-                start: StartParams { before_engine: speech_first, start_order: 0, ..worker("tts", 34).start },
+                start: StartParams {
+                    before_engine: speech_first,
+                    start_order: 0,
+                    ..worker("tts", 34).start
+                },
                 ..worker("tts", 34)
             },
             WorkerParams {
                 peak: mib(130),
-                start: StartParams { before_engine: speech_first, start_order: 1, ..worker("asr", 60).start },
+                start: StartParams {
+                    before_engine: speech_first,
+                    start_order: 1,
+                    ..worker("asr", 60).start
+                },
                 ..worker("asr", 60)
             },
         ];
@@ -430,18 +546,35 @@ fn orin_nx_v080_ends_well_in_either_order() {
                 order.push(name);
                 used += if name == "tts" { 34 } else { 60 };
                 rig.ready(name, if name == "tts" { 34 } else { 60 });
-            } else if rig.plan_asked().is_some() && rig.snapshot().engine.state == EngineState::Loading {
+            } else if rig.plan_asked().is_some()
+                && rig.snapshot().engine.state == EngineState::Loading
+            {
                 order.push("llm");
                 used += rig.engine_applies().whole_mib();
             } else {
                 rig.wait(100).sample(used);
             }
         }
-        let expected = if speech_first { ["tts", "asr", "llm"] } else { ["llm", "tts", "asr"] };
+        let expected = if speech_first {
+            ["tts", "asr", "llm"]
+        } else {
+            ["llm", "tts", "asr"]
+        };
         assert_eq!(order, expected);
-        assert!(["tts", "asr"].iter().all(|name| rig.worker(name).state == Ready));
+        assert!(
+            ["tts", "asr"]
+                .iter()
+                .all(|name| rig.worker(name).state == Ready)
+        );
         assert_eq!(rig.snapshot().engine.state, EngineState::Ready);
-        assert_eq!(rig.snapshot().workers.iter().map(|worker| worker.failures).sum::<u32>(), 0);
+        assert_eq!(
+            rig.snapshot()
+                .workers
+                .iter()
+                .map(|worker| worker.failures)
+                .sum::<u32>(),
+            0
+        );
     }
 }
 
@@ -449,7 +582,11 @@ fn orin_nx_v080_ends_well_in_either_order() {
 #[test]
 fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
     let mut settings = with_engine(params());
-    settings.workers = vec![WorkerParams { peak: mib(160), rest: recycled_above(200), ..worker("tts", 150) }];
+    settings.workers = vec![WorkerParams {
+        peak: mib(160),
+        rest: recycled_above(200),
+        ..worker("tts", 150)
+    }];
     let mut rig = Rig::sampled(settings);
     rig.tell(Event::EngineInspected { shape: shape() });
     rig.engine_applies();
@@ -491,7 +628,11 @@ fn zoe_outage_starts_the_llm_first_and_then_the_voice() {
 fn zoe_crashloop_has_one_failed_start_at_the_most() {
     let mut settings = Params::for_budget(mib(15_656), mib(1224), Scope::Machine);
     settings.pressure.dwell = ms(2000);
-    settings.workers = vec![WorkerParams { class: Class::LlmElastic, peak: mib(6930), ..worker("llama-server", 6300) }];
+    settings.workers = vec![WorkerParams {
+        class: Class::LlmElastic,
+        peak: mib(6930),
+        ..worker("llama-server", 6300)
+    }];
     let mut rig = Rig::new(settings);
     let machine = |rig: &mut Rig, used_mib: u64| rig.machine(15_656, used_mib).to_vec();
     let base = 1224 + 4000; // the OS, and a container without a lease
@@ -502,7 +643,11 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
     // The neighbour comes, and the next allocation fails.
     rig.wait(1000);
     machine(&mut rig, base + 6300 + 3800);
-    rig.wait(10).exits("llama-server", false, "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12");
+    rig.wait(10).exits(
+        "llama-server",
+        false,
+        "exit code 1: NvMapMemAllocInternalTagged: 1075072515 error 12",
+    );
     let (mut starts, mut failed) = (0, 0);
     for second in 0..120 {
         let neighbour = if second < 90 { 3800 } else { 0 };
@@ -511,21 +656,31 @@ fn zoe_crashloop_has_one_failed_start_at_the_most() {
         let used = base + neighbour + if loaded { 6300 } else { 0 };
         let mut actions = machine(&mut rig, used);
         actions.extend_from_slice(rig.pass(1));
-        let started = actions.iter().any(|action| matches!(action, Action::StartWorker { .. }));
+        let started = actions
+            .iter()
+            .any(|action| matches!(action, Action::StartWorker { .. }));
         if started {
             starts += 1;
             if neighbour > 0 {
                 failed += 1;
-                rig.wait(10).exits("llama-server", false, "exit code 1: error 12");
+                rig.wait(10)
+                    .exits("llama-server", false, "exit code 1: error 12");
             } else {
                 rig.ready("llama-server", 6300);
             }
         } else if neighbour > 0 {
             let state = rig.worker("llama-server").state;
-            assert!(matches!(state, BackingOff | AwaitingMemory | Stopped), "{state:?}");
+            assert!(
+                matches!(state, BackingOff | AwaitingMemory | Stopped),
+                "{state:?}"
+            );
         }
     }
-    assert_eq!((starts, failed), (1, 0), "it waits for its memory, and that costs no attempt");
+    assert_eq!(
+        (starts, failed),
+        (1, 0),
+        "it waits for its memory, and that costs no attempt"
+    );
     assert_eq!(rig.worker("llama-server").state, Ready);
     assert_ne!(rig.worker("llama-server").state, Stopping);
 }
@@ -541,7 +696,10 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_any_holder_
                 mem_available: mib(available),
                 ..MemoryReading::default()
             },
-            gpu: GpuReading { nvmap_pool: Some(mib(pool)), ..GpuReading::default() },
+            gpu: GpuReading {
+                nvmap_pool: Some(mib(pool)),
+                ..GpuReading::default()
+            },
             scope_used: Some(mib(132)),
             ..Sample::default()
         };
@@ -549,7 +707,10 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_any_holder_
     };
     sample(&mut rig, 10, 4096);
     let ticket = rig.ticket();
-    rig.wait(10).tell(Event::OperatorShed { ticket, bytes: mib(40) });
+    rig.wait(10).tell(Event::OperatorShed {
+        ticket,
+        bytes: mib(40),
+    });
     rig.wait(10).engine_applies();
     sample(&mut rig, 40, 4100);
     let release = rig.snapshot().last_release.unwrap();
@@ -559,12 +720,19 @@ fn a_shed_is_split_into_what_the_page_pool_of_the_gpu_keeps_and_what_any_holder_
     assert_eq!(rig.decisions().collect::<Vec<_>>(), [&decided]);
     // Programs of the processor have next to nothing, and the pool has much.
     let actions = sample(&mut rig, 300, 30);
-    assert!(actions.contains(&Action::EmptyPagePool { bytes: mib(300) }), "{actions:#?}");
+    assert!(
+        actions.contains(&Action::EmptyPagePool { bytes: mib(300) }),
+        "{actions:#?}"
+    );
 }
 
 #[test]
 fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_has() {
-    let mut rig = Rig::new(with_engine(Params::for_budget(mib(400), Bytes::ZERO, Scope::Machine)));
+    let mut rig = Rig::new(with_engine(Params::for_budget(
+        mib(400),
+        Bytes::ZERO,
+        Scope::Machine,
+    )));
     let sample = |rig: &mut Rig, left: u64| {
         let sample = Sample {
             taken_at: rig.wait(10).now,
@@ -572,7 +740,10 @@ fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_ha
                 mem_total: Bytes::from_gib(8),
                 mem_available: Bytes::from_gib(7),
                 mem_free: Bytes::from_gib(7),
-                group: Some(GroupRoom { limit: mib(400), left: mib(left) }),
+                group: Some(GroupRoom {
+                    limit: mib(400),
+                    left: mib(left),
+                }),
             },
             ..Sample::default()
         };
@@ -585,9 +756,21 @@ fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_ha
     sample(&mut rig, 250);
     let before = rig.snapshot();
     assert_eq!(before.pressure.level, PressureLevel::Normal);
-    assert!(before.pressure.headroom.is_some_and(|headroom| headroom <= mib(250)), "{:?}", before.pressure);
+    assert!(
+        before
+            .pressure
+            .headroom
+            .is_some_and(|headroom| headroom <= mib(250)),
+        "{:?}",
+        before.pressure
+    );
     let mut actions = sample(&mut rig, 10);
     actions.extend(sample(&mut rig, 10));
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
-    assert!(actions.iter().any(|action| matches!(action, Action::ApplyPlan { .. })), "{actions:#?}");
+    assert!(
+        actions
+            .iter()
+            .any(|action| matches!(action, Action::ApplyPlan { .. })),
+        "{actions:#?}"
+    );
 }

@@ -1,14 +1,18 @@
 //! Tests of state handed from one run to the next.
 
 use super::*;
-use crate::policy::{
+use crate::{
     book::{AdoptedWorker, Book},
     lease::LeaseState,
     snapshot::WorkerState,
 };
 
 fn adopted(worker: &str) -> AdoptedWorker {
-    AdoptedWorker { worker: worker.to_owned(), pid: 77, variant: None }
+    AdoptedWorker {
+        worker: worker.to_owned(),
+        pid: 77,
+        variant: None,
+    }
 }
 
 /// The next run, which begins with what the last one has left.
@@ -20,7 +24,11 @@ fn next_run(params: Params, book: Book, adopted: Vec<AdoptedWorker>) -> Rig {
 
 fn with_worker() -> Params {
     let mut params = params();
-    params.workers = vec![WorkerParams { steady: mib(40), peak: mib(60), ..worker("asr", 40) }];
+    params.workers = vec![WorkerParams {
+        steady: mib(40),
+        peak: mib(60),
+        ..worker("asr", 40)
+    }];
     params
 }
 
@@ -41,7 +49,12 @@ fn what_is_held_counts_at_once_and_goes_on_for_a_term() {
     rig.request("b", Class::Interactive, 101, 101, 0);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { .. }));
     let ticket = rig.ticket();
-    let renewal = |ticket| Event::LeaseRenewed { ticket, lease: a.id, generation: a.generation, peer: peer(1000) };
+    let renewal = |ticket| Event::LeaseRenewed {
+        ticket,
+        lease: a.id,
+        generation: a.generation,
+        peer: peer(1000),
+    };
     rig.wait(9000).tell(renewal(ticket));
     assert_eq!(rig.granted().memory.held, mib(300));
     // Not renewed in its term it ends, and does not come back in the run after that.
@@ -75,7 +88,10 @@ fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
     let mut rig = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
     assert_eq!(rig.held("asr"), mib(60));
     assert!(!rig.starts("asr"));
-    assert_eq!((rig.worker("asr").state, rig.worker("asr").starts), (WorkerState::Starting, 1));
+    assert_eq!(
+        (rig.worker("asr").state, rig.worker("asr").starts),
+        (WorkerState::Starting, 1)
+    );
     rig.answers("asr", 77);
     assert_eq!(rig.worker("asr").state, WorkerState::Ready);
     rig.wait(10).measure("asr", 38);
@@ -87,7 +103,13 @@ fn a_worker_is_booked_as_it_was_and_serves_when_it_answers() {
 #[test]
 fn that_a_worker_has_answered_outlives_a_run_that_it_has_not_answered_to() {
     let before = runs(with_worker());
-    let ready = |rig: &Rig| rig.arbiter.book().workers.iter().any(|worker| worker.run.ready);
+    let ready = |rig: &Rig| {
+        rig.arbiter
+            .book()
+            .workers
+            .iter()
+            .any(|worker| worker.run.ready)
+    };
     assert!(ready(&before));
     // Killed as soon as it has taken over, twice.
     let second = next_run(with_worker(), before.arbiter.book(), vec![adopted("asr")]);
@@ -149,7 +171,10 @@ fn a_worker_that_an_operator_stopped_holds_up_no_other_one_at_the_next_start() {
 fn what_does_not_fit_into_a_smaller_budget_is_not_promised() {
     let mut rig = runs(with_worker());
     rig.request("a", Class::Interactive, 300, 300, 0);
-    let smaller = Params { budget: Params::for_budget(mib(50), Bytes::ZERO, Scope::Session).budget, ..with_worker() };
+    let smaller = Params {
+        budget: Params::for_budget(mib(50), Bytes::ZERO, Scope::Session).budget,
+        ..with_worker()
+    };
     let smaller = Params {
         pressure: Params::for_budget(mib(50), Bytes::ZERO, Scope::Session).pressure,
         shed: Params::for_budget(mib(50), Bytes::ZERO, Scope::Session).shed,
@@ -172,7 +197,10 @@ fn a_book_that_comes_too_late_changes_nothing() {
     let book = other.arbiter.book();
     let mut rig = Rig::sampled(params());
     rig.request("b", Class::Interactive, 10, 10, 0);
-    rig.tell(Event::Recovered { book, adopted: Vec::new() });
+    rig.tell(Event::Recovered {
+        book,
+        adopted: Vec::new(),
+    });
     assert_eq!(rig.snapshot().memory.held, mib(10));
 }
 
@@ -183,7 +211,10 @@ fn every_change_of_the_book_has_another_number() {
     let mut look = |rig: &Rig| {
         let now = (rig.arbiter.book(), rig.arbiter.book_changes());
         // Targets and places in the queue have numbers of their own, which are not sent before the book is written.
-        let same = Book { last: last.0.last, ..now.0.clone() } == last.0;
+        let same = Book {
+            last: last.0.last,
+            ..now.0.clone()
+        } == last.0;
         assert!(same || now.1 != last.1, "{last:?} became {now:?}");
         last = now;
     };

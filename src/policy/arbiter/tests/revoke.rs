@@ -1,7 +1,7 @@
 //! Tests of releases, targets, answers, silence and ends.
 
 use super::*;
-use crate::policy::{
+use crate::{
     decision::{Claim, LeaseDecision, LeaseEnd, NotReduced},
     denial::NotHolder,
     lease::{LeaseId, LeaseName, LeaseState, TargetAnswer},
@@ -17,9 +17,20 @@ fn a_released_lease_is_credited_when_it_is_measured_back() {
     assert!(matches!(rig.answer(), Answer::Done { .. }));
     assert_eq!(rig.snapshot().memory.free, mib(100));
     rig.wait(10).measure("a", 50);
-    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (Bytes::ZERO, mib(50)));
+    assert_eq!(
+        (
+            rig.snapshot().memory.held,
+            rig.snapshot().memory.unaccounted
+        ),
+        (Bytes::ZERO, mib(50))
+    );
     rig.pass(2000);
-    assert!(rig.actions.contains(&Action::Measure { tenant: "a".to_owned() }), "residual use is measured on");
+    assert!(
+        rig.actions.contains(&Action::Measure {
+            tenant: "a".to_owned()
+        }),
+        "residual use is measured on"
+    );
     rig.measure("a", 0);
     assert_eq!(rig.snapshot().memory.free, mib(400));
     assert_eq!(rig.arbiter.next_deadline(), None);
@@ -33,12 +44,19 @@ fn a_release_by_a_holder_that_cannot_be_measured_waits_for_a_sample() {
     rig.samples(300);
     rig.wait(10).releases(&a, peer(1000));
     let taken_at = rig.wait(5).now;
-    rig.tell(Event::Measured { tenant: "a".to_owned(), used: None, taken_at });
+    rig.tell(Event::Measured {
+        tenant: "a".to_owned(),
+        used: None,
+        taken_at,
+    });
     assert_eq!(rig.snapshot().memory.held, mib(300));
     rig.wait(5).sample(300);
     rig.wait(5).sample(300);
     assert_eq!(
-        (rig.snapshot().memory.held, rig.snapshot().memory.unaccounted),
+        (
+            rig.snapshot().memory.held,
+            rig.snapshot().memory.unaccounted
+        ),
         (Bytes::ZERO, mib(300)),
         "an unmanaged process's now"
     );
@@ -52,7 +70,10 @@ fn a_holder_that_is_gone_is_credited_at_once() {
     rig.measure("a", 300);
     rig.lost(&a);
     let gone = Decision::from(LeaseDecision::HolderGone {
-        lease: LeaseName { id: a.id, tenant: "a".to_owned() },
+        lease: LeaseName {
+            id: a.id,
+            tenant: "a".to_owned(),
+        },
         leases: 1,
         free: mib(400),
         budget: mib(400),
@@ -62,11 +83,21 @@ fn a_holder_that_is_gone_is_credited_at_once() {
 }
 
 pub(super) fn applied(lease: LeaseId, nonce: u64) -> Event {
-    Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: None }
+    Event::TargetAnswered {
+        lease,
+        nonce,
+        answer: TargetAnswer::Applied,
+        claimed: None,
+    }
 }
 
 fn claims(lease: LeaseId, nonce: u64, bytes: Bytes) -> Event {
-    Event::TargetAnswered { lease, nonce, answer: TargetAnswer::Applied, claimed: Some(bytes) }
+    Event::TargetAnswered {
+        lease,
+        nonce,
+        answer: TargetAnswer::Applied,
+        claimed: Some(bytes),
+    }
 }
 
 /// A batch tenant with 100 to 300 MiB, all in use, and an audio request for 200 MiB more than is free.
@@ -75,7 +106,8 @@ fn revoked() -> (Rig, LeaseView, u64) {
     rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
     let lease = rig.granted();
     rig.wait(10).measure("batch", 300);
-    rig.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    rig.wait(10)
+        .request("voice", Class::AudioRealtime, 200, 200, 5000);
     let (nonce, bytes) = rig
         .actions
         .iter()
@@ -93,7 +125,9 @@ fn an_honest_holder_shrinks_and_the_waiting_one_is_granted_when_it_is_measured()
     let (mut rig, lease, nonce) = revoked();
     rig.wait(20).tell(claims(lease.id, nonce, mib(200)));
     assert_eq!(rig.try_answer(), None, "an answer is not a measurement");
-    assert!(rig.actions.contains(&Action::Measure { tenant: "batch".to_owned() }));
+    assert!(rig.actions.contains(&Action::Measure {
+        tenant: "batch".to_owned()
+    }));
     rig.wait(5).measure("batch", 200);
     assert_eq!(rig.granted().memory.held, mib(200));
 }
@@ -103,7 +137,11 @@ fn what_is_still_in_use_above_a_target_is_not_granted_but_asked_for_again() {
     let (mut rig, lease, nonce) = revoked();
     rig.wait(5).tell(applied(lease.id, nonce));
     rig.wait(5).measure("batch", 205);
-    assert_eq!((rig.try_answer(), rig.snapshot().memory.free), (None, mib(195)), "90 % of the promise is enough");
+    assert_eq!(
+        (rig.try_answer(), rig.snapshot().memory.free),
+        (None, mib(195)),
+        "90 % of the promise is enough"
+    );
     assert!(acts!(rig, Action::SetTarget { bytes, .. } if *bytes == mib(200)));
 }
 
@@ -126,7 +164,8 @@ fn unanswered() -> (Rig, LeaseView) {
 }
 
 #[test]
-fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_no_other_gets_that() {
+fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_no_other_gets_that()
+{
     let (mut rig, _, _) = revoked();
     // Below its target after the deadline, and it has not heard of it.
     rig.pass(2100);
@@ -138,29 +177,50 @@ fn a_holder_that_has_not_answered_may_fill_its_lease_until_its_term_is_over_and_
     assert_eq!((rig.try_answer(), rig.held("batch")), (None, mib(300)));
     // It fills what it has, as it may: no more is in use than the book has.
     rig.wait(100).measure("batch", 300);
-    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (mib(300), mib(0)));
+    assert_eq!(
+        (
+            rig.snapshot().memory.held,
+            rig.snapshot().memory.unaccounted
+        ),
+        (mib(300), mib(0))
+    );
     // Its term of 10 s is over: what it uses counts, and what it had does not.
     rig.pass(10_000);
     rig.wait(5).measure("batch", 300);
-    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (mib(0), mib(300)));
+    assert_eq!(
+        (
+            rig.snapshot().memory.held,
+            rig.snapshot().memory.unaccounted
+        ),
+        (mib(0), mib(300))
+    );
 }
 
 #[test]
 fn who_says_that_it_has_heard_of_the_end_is_credited_when_it_is_measured() {
     let (mut rig, lease) = unanswered();
     rig.release(&lease, peer(1001));
-    assert!(matches!(rig.denial(), Denial::NotHolder { .. }), "not its holder");
+    assert!(
+        matches!(rig.denial(), Denial::NotHolder { .. }),
+        "not its holder"
+    );
     rig.release(&lease, peer(lease.owner.owner_uid));
     assert_eq!(rig.held("batch"), mib(300), "a word is not a measurement");
     rig.wait(5).measure("batch", 0);
-    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(0), mib(200)));
+    assert_eq!(
+        (rig.held("batch"), rig.granted().memory.held),
+        (mib(0), mib(200))
+    );
 }
 
 #[test]
 fn a_holder_that_is_gone_after_the_end_of_its_lease_is_credited_at_once() {
     let (mut rig, lease) = unanswered();
     rig.lost(&lease);
-    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(0), mib(200)));
+    assert_eq!(
+        (rig.held("batch"), rig.granted().memory.held),
+        (mib(0), mib(200))
+    );
 }
 
 #[test]
@@ -170,10 +230,16 @@ fn who_has_answered_may_take_its_target_until_it_has_heard_of_the_end() {
     rig.wait(5).measure("batch", 300);
     rig.pass(2300);
     rig.wait(5).measure("batch", 20);
-    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(200), mib(200)));
+    assert_eq!(
+        (rig.held("batch"), rig.granted().memory.held),
+        (mib(200), mib(200))
+    );
     rig.pass(8000);
     rig.wait(5).measure("batch", 20);
-    assert_eq!((rig.held("batch"), rig.snapshot().memory.unaccounted), (mib(0), mib(20)));
+    assert_eq!(
+        (rig.held("batch"), rig.snapshot().memory.unaccounted),
+        (mib(0), mib(20))
+    );
 }
 
 #[test]
@@ -182,8 +248,13 @@ fn no_request_waits_for_what_a_holder_may_keep_for_a_term() {
     rig.wait(10).request("batch", Class::Batch, 60, 200, 0);
     let batch = rig.granted();
     rig.wait(10).measure("batch", 10);
-    rig.wait(10).request("voice", Class::AudioRealtime, 150, 150, 8000);
-    assert!(acts!(rig, Action::SetTarget { lease, .. } if *lease == batch.id), "{:#?}", rig.actions);
+    rig.wait(10)
+        .request("voice", Class::AudioRealtime, 150, 150, 8000);
+    assert!(
+        acts!(rig, Action::SetTarget { lease, .. } if *lease == batch.id),
+        "{:#?}",
+        rig.actions
+    );
     rig.engine_applies();
     // It says nothing, and its term goes on for 8 s: what is missing is asked of the engine.
     let actions = rig.pass(2300).to_vec();
@@ -208,12 +279,19 @@ fn a_holder_that_claims_a_downsize_it_did_not_make_is_not_credited() {
     rig.wait(5).measure("batch", 300);
     assert_eq!(rig.lease("batch").unwrap().state, LeaseState::Revoking);
     rig.pass(2300);
-    let measured = NotReduced::Measured { used: mib(300), claim: Claim::Applied };
+    let measured = NotReduced::Measured {
+        used: mib(300),
+        claim: Claim::Applied,
+    };
     assert_eq!(rig.not_reduced(), Some(measured));
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
     assert_eq!(
-        (snapshot.memory.held, snapshot.memory.unaccounted, snapshot.memory.free),
+        (
+            snapshot.memory.held,
+            snapshot.memory.unaccounted,
+            snapshot.memory.free
+        ),
         (mib(200), mib(100), mib(100)),
         "its target is its own until it has heard of the end, or its term is over"
     );
@@ -222,7 +300,14 @@ fn a_holder_that_claims_a_downsize_it_did_not_make_is_not_credited() {
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
     rig.wait(5).measure("batch", 300);
     let snapshot = rig.snapshot();
-    assert_eq!((snapshot.memory.held, snapshot.memory.unaccounted, snapshot.memory.free), (mib(0), mib(300), mib(100)));
+    assert_eq!(
+        (
+            snapshot.memory.held,
+            snapshot.memory.unaccounted,
+            snapshot.memory.free
+        ),
+        (mib(0), mib(300), mib(100))
+    );
     let residual = rig.lease("batch").unwrap();
     assert_eq!(
         (residual.state, residual.memory.held, residual.memory.used),
@@ -248,14 +333,20 @@ fn who_answers_at_the_last_moment_is_measured_once_more() {
     let (mut rig, deadline) = late();
     rig.wait(40).measure("batch", 150);
     assert!(!ends(&rig));
-    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(200), mib(200)));
+    assert_eq!(
+        (rig.held("batch"), rig.granted().memory.held),
+        (mib(200), mib(200))
+    );
 
     let (mut rig, _) = late();
     rig.now = deadline + Duration::from_millis(205);
     rig.tell(Event::DeadlineReached);
     assert!(!ends(&rig), "{:#?}", rig.actions);
     rig.wait(5).measure("batch", 250);
-    assert!(ends(&rig), "a false claim ends the lease with the reading that shows it");
+    assert!(
+        ends(&rig),
+        "a false claim ends the lease with the reading that shows it"
+    );
 }
 
 /// Measuring may take longer than the grace, for a holder or for its neighbours.
@@ -269,7 +360,10 @@ fn a_holder_that_answered_is_not_ended_by_a_reading_from_before_its_answer() {
     rig.pass(2300);
     assert_eq!(rig.not_reduced(), None);
     rig.wait(5).measure("batch", 200);
-    assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(200), mib(200)));
+    assert_eq!(
+        (rig.held("batch"), rig.granted().memory.held),
+        (mib(200), mib(200))
+    );
 }
 
 #[test]
@@ -312,7 +406,12 @@ fn a_second_claim_is_not_judged_by_a_reading_from_before_it() {
 #[test]
 fn an_answer_to_another_target_is_stale() {
     let (mut rig, lease, nonce) = revoked();
-    rig.tell(Event::TargetAnswered { lease: lease.id, nonce: nonce + 7, answer: TargetAnswer::Applied, claimed: None });
+    rig.tell(Event::TargetAnswered {
+        lease: lease.id,
+        nonce: nonce + 7,
+        answer: TargetAnswer::Applied,
+        claimed: None,
+    });
     assert_eq!(rig.ignored(), Some(Some(nonce)));
 }
 
@@ -326,7 +425,13 @@ fn an_expired_lease_ends_at_its_instant_and_its_use_is_unaccounted() {
     rig.pass(10);
     assert!(acts!(rig, Action::EndLease { .. }));
     rig.wait(5).measure("a", 100);
-    assert_eq!((rig.snapshot().memory.held, rig.snapshot().memory.unaccounted), (Bytes::ZERO, mib(100)));
+    assert_eq!(
+        (
+            rig.snapshot().memory.held,
+            rig.snapshot().memory.unaccounted
+        ),
+        (Bytes::ZERO, mib(100))
+    );
 }
 
 impl Rig {
@@ -350,10 +455,15 @@ impl Rig {
 
     pub(super) fn releases(&mut self, lease: &LeaseView, peer: Peer) {
         let ticket = self.ticket();
-        self.tell(Event::LeaseReleased { ticket, lease: lease.id, generation: lease.generation, peer });
+        self.tell(Event::LeaseReleased {
+            ticket,
+            lease: lease.id,
+            generation: lease.generation,
+            peer,
+        });
     }
 
-    pub(super) fn target_of(&self, lease: &LeaseView) -> crate::policy::lease::Target {
+    pub(super) fn target_of(&self, lease: &LeaseView) -> crate::lease::Target {
         let target = self.lease(&lease.tenant).and_then(|lease| lease.target);
         target.unwrap_or_else(|| panic!("no target in {:#?}", self.actions))
     }
@@ -369,14 +479,21 @@ impl Rig {
     /// Why the last call ended a lease whose holder has not come down.
     fn not_reduced(&self) -> Option<NotReduced> {
         self.actions.iter().find_map(|action| match action {
-            Action::EndLease { end: LeaseEnd::NotReduced { cause, .. }, .. } => Some(cause.clone()),
+            Action::EndLease {
+                end: LeaseEnd::NotReduced { cause, .. },
+                ..
+            } => Some(cause.clone()),
             _ => None,
         })
     }
 
     fn cannot_measure(&mut self, tenant: &str) {
         let taken_at = self.wait(5).now;
-        self.tell(Event::Measured { tenant: tenant.to_owned(), used: None, taken_at });
+        self.tell(Event::Measured {
+            tenant: tenant.to_owned(),
+            used: None,
+            taken_at,
+        });
     }
 }
 
@@ -404,7 +521,11 @@ fn a_later_call_of_a_holder_replaces_the_one_that_waits() {
         rig.actions
     );
     rig.wait(10).lost(&other);
-    assert_eq!((rig.try_answer(), rig.held("a")), (None, mib(100)), "nothing is granted");
+    assert_eq!(
+        (rig.try_answer(), rig.held("a")),
+        (None, mib(100)),
+        "nothing is granted"
+    );
     rig.wait(10).measure("a", 20);
     assert_eq!(rig.held("a"), mib(20));
 }
@@ -428,7 +549,10 @@ fn a_wish_for_less_that_is_not_seen_ends_no_lease() {
     rig.pass(6000);
     assert!(decided!(rig, Lease(LeaseDecision::WishNotSeen { .. })));
     let lease = rig.lease("a").unwrap();
-    assert_eq!((lease.state, lease.memory.held), (LeaseState::Granted, mib(100)));
+    assert_eq!(
+        (lease.state, lease.memory.held),
+        (LeaseState::Granted, mib(100))
+    );
 }
 
 #[test]
@@ -438,11 +562,18 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
     for _ in 0..8 {
         rig.pass(250);
         rig.resize(&lease, 100, 200, 0);
-        assert_eq!(rig.target_of(&lease), before, "its number and its deadline stay");
+        assert_eq!(
+            rig.target_of(&lease),
+            before,
+            "its number and its deadline stay"
+        );
         rig.wait(5).measure("batch", 300);
     }
     rig.pass(300);
-    let measured = NotReduced::Measured { used: mib(300), claim: Claim::Resized };
+    let measured = NotReduced::Measured {
+        used: mib(300),
+        claim: Claim::Resized,
+    };
     assert_eq!(rig.not_reduced(), Some(measured));
     // An honest one answers it as it was sent.
     let (mut rig, lease, same) = revoked();
@@ -452,7 +583,11 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
     assert_eq!(rig.ignored(), None);
     rig.wait(5).measure("batch", 150);
     assert_eq!(rig.granted().memory.held, mib(200), "what was asked for it");
-    assert_eq!(rig.target_of(&lease).bytes, mib(150), "what it wants less follows");
+    assert_eq!(
+        rig.target_of(&lease).bytes,
+        mib(150),
+        "what it wants less follows"
+    );
     rig.wait(5).measure("batch", 150);
     assert_eq!(rig.held("batch"), mib(150));
 }
@@ -460,7 +595,12 @@ fn a_wish_for_less_answers_a_target_and_gives_no_more_time() {
 #[test]
 fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
     let falling: fn(u64) -> u64 = |step| 299 - step;
-    for wish in [falling, |step| 210 + step % 2, |step| 101 + step, |step| 300 - step % 2 * 90] {
+    for wish in [
+        falling,
+        |step| 210 + step % 2,
+        |step| 101 + step,
+        |step| 300 - step % 2 * 90,
+    ] {
         let mut rig = Rig::sampled(params());
         rig.wait(10).request("batch", Class::Batch, 100, 300, 0);
         let lease = rig.granted();
@@ -478,14 +618,19 @@ fn wishes_for_less_that_never_come_true_do_not_spare_a_holder() {
             rig.measure("batch", 300);
         };
         step(&mut rig, wish(1));
-        rig.wait(10).request("voice", Class::AudioRealtime, 200, 200, 60_000);
+        rig.wait(10)
+            .request("voice", Class::AudioRealtime, 200, 200, 60_000);
         // Four times the 5 s of one wish, and a step.
         let asked = (2..43).find(|at| {
             step(&mut rig, wish(*at));
             let target = rig.lease("batch").and_then(|lease| lease.target);
             target.is_some_and(|target| target.bytes == mib(200))
         });
-        assert!(asked.is_some(), "it was never asked: {:?}", [wish(1), wish(2), wish(3)]);
+        assert!(
+            asked.is_some(),
+            "it was never asked: {:?}",
+            [wish(1), wish(2), wish(3)]
+        );
     }
 }
 
@@ -496,13 +641,17 @@ fn what_an_unmeasurable_holder_keeps_is_unaccounted_with_the_first_sample_after_
     rig.wait(10).request("a", Class::Interactive, 300, 300, 0);
     let a = rig.granted();
     rig.samples(300);
-    rig.wait(10).request("b", Class::Interactive, 300, 300, 5000);
+    rig.wait(10)
+        .request("b", Class::Interactive, 300, 300, 5000);
     assert_eq!(rig.try_answer(), None);
     rig.release(&a, peer(1000));
     rig.cannot_measure("a");
     rig.wait(5).sample(300);
     assert_eq!(rig.held("a"), Bytes::ZERO, "off the book");
-    assert_eq!((rig.try_answer(), rig.snapshot().memory.unaccounted), (None, mib(300)));
+    assert_eq!(
+        (rig.try_answer(), rig.snapshot().memory.unaccounted),
+        (None, mib(300))
+    );
     rig.samples(0);
     assert_eq!(rig.granted().tenant, "b");
 }
@@ -517,12 +666,22 @@ fn residual_use_that_cannot_be_read_once_is_not_free() {
     rig.release(&a, peer(1000));
     rig.wait(5).measure("a", 300);
     rig.samples(300);
-    assert_eq!((rig.held("a"), rig.snapshot().memory.unaccounted), (mib(0), mib(300)));
+    assert_eq!(
+        (rig.held("a"), rig.snapshot().memory.unaccounted),
+        (mib(0), mib(300))
+    );
     rig.request("b", Class::Interactive, 300, 300, 5000);
     rig.cannot_measure("a");
-    assert_eq!((rig.try_answer(), rig.snapshot().memory.unaccounted), (None, mib(300)));
+    assert_eq!(
+        (rig.try_answer(), rig.snapshot().memory.unaccounted),
+        (None, mib(300))
+    );
     rig.wait(5).sample(300);
-    assert_eq!((rig.try_answer(), rig.snapshot().memory.unaccounted), (None, mib(300)), "an unmanaged process's");
+    assert_eq!(
+        (rig.try_answer(), rig.snapshot().memory.unaccounted),
+        (None, mib(300)),
+        "an unmanaged process's"
+    );
     assert!(rig.lease("a").is_none());
     rig.samples(0);
     assert_eq!(rig.granted().tenant, "b");
@@ -530,26 +689,54 @@ fn residual_use_that_cannot_be_read_once_is_not_free() {
 
 #[test]
 fn an_operator_releases_an_ended_lease_whose_holder_says_nothing() {
-    for (peer, stands) in
-        [(Peer { uid: 0, operator: true, ..Peer::default() }, 0), (Peer { pid: Some(77), ..peer(1000) }, 1000)]
-    {
+    for (peer, stands) in [
+        (
+            Peer {
+                uid: 0,
+                operator: true,
+                ..Peer::default()
+            },
+            0,
+        ),
+        (
+            Peer {
+                pid: Some(77),
+                ..peer(1000)
+            },
+            1000,
+        ),
+    ] {
         let (mut rig, lease) = unanswered();
         rig.wait(5).measure("batch", 0);
         assert_eq!(rig.held("batch"), mib(300), "not acknowledged");
         rig.release(&lease, peer);
         let done = Done::Decided(Decision::from(LeaseDecision::EndAcknowledged {
-            lease: LeaseName { id: lease.id, tenant: "batch".to_owned() },
+            lease: LeaseName {
+                id: lease.id,
+                tenant: "batch".to_owned(),
+            },
             by: Some(stands),
             held: mib(300),
         }));
         assert_eq!(rig.done(), done);
         rig.wait(5).measure("batch", 0);
-        assert_eq!((rig.held("batch"), rig.granted().memory.held), (mib(0), mib(200)));
+        assert_eq!(
+            (rig.held("batch"), rig.granted().memory.held),
+            (mib(0), mib(200))
+        );
     }
     let (mut rig, lease) = unanswered();
     rig.release(&lease, peer(1001));
-    let ended = NotHolder::Ended { uid: 1000, held: mib(300), left: ms(7675) };
-    assert!(matches!(rig.denial(), Denial::NotHolder { problem, .. } if problem == ended), "{:?}", rig.denial());
+    let ended = NotHolder::Ended {
+        uid: 1000,
+        held: mib(300),
+        left: ms(7675),
+    };
+    assert!(
+        matches!(rig.denial(), Denial::NotHolder { problem, .. } if problem == ended),
+        "{:?}",
+        rig.denial()
+    );
 }
 
 /// Or a holder that always asks for more would never be asked for anything.
@@ -571,7 +758,11 @@ fn who_waits_to_become_larger_is_asked_all_the_same_and_its_call_is_answered() {
         let target = rig.target_of(&lease);
         assert!(target.bytes < mib(300));
         let reported = |action: &Action| matches!(action, Action::Answer { ticket, answer: Answer::Denied { denial: Denial::Invalid { problem: Problem::AboveTarget { .. }, .. }, .. } } if *ticket == waits);
-        assert!(rig.actions.iter().any(reported), "{pressed}: {:#?}", rig.actions);
+        assert!(
+            rig.actions.iter().any(reported),
+            "{pressed}: {:#?}",
+            rig.actions
+        );
     }
 }
 
@@ -588,8 +779,15 @@ fn processes_of_one_name_are_measured_and_credited_each_for_itself() {
         };
         let one = ask(&mut rig, (20, 200), 1000, 10);
         let other = ask(&mut rig, (180, 180), uid, 11);
-        assert_eq!((one.holder(), other.holder()), ("vision", "vision (pid 11)"));
-        assert_eq!(ask(&mut rig, (10, 10), 1000, 10).holder(), "vision", "one process, two leases");
+        assert_eq!(
+            (one.holder(), other.holder()),
+            ("vision", "vision (pid 11)")
+        );
+        assert_eq!(
+            ask(&mut rig, (10, 10), 1000, 10).holder(),
+            "vision",
+            "one process, two leases"
+        );
         rig.wait(10).measure("vision", 210);
         rig.measure("vision (pid 11)", 0);
         rig.request("voice", Class::AudioRealtime, 100, 100, 9000);

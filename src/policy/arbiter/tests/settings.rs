@@ -1,7 +1,7 @@
 //! Tests of settings that change while the supervisor runs.
 
 use super::{revoke::applied, *};
-use crate::policy::{
+use crate::{
     decision::MemoryDecision,
     event::ChangedKeys,
     params::MachineMemory,
@@ -10,8 +10,15 @@ use crate::policy::{
 
 fn reconfigure(rig: &mut Rig, params: Params) -> Answer {
     let ticket = rig.ticket();
-    let changes = ChangedKeys { applied: vec!["budget.dwell".to_owned()], restart: vec!["llm.path".to_owned()] };
-    rig.tell(Event::Reconfigured { ticket, params: Box::new(params), changes });
+    let changes = ChangedKeys {
+        applied: vec!["budget.dwell".to_owned()],
+        restart: vec!["llm.path".to_owned()],
+    };
+    rig.tell(Event::Reconfigured {
+        ticket,
+        params: Box::new(params),
+        changes,
+    });
     rig.answer()
 }
 
@@ -35,8 +42,13 @@ fn a_smaller_budget_is_refused_below_what_is_held_and_in_force_above_it() {
     );
     assert_eq!(rig.arbiter.params(), &before);
     let done = reconfigure(&mut rig, smaller(200));
-    assert!(matches!(done, Answer::Done { done: Done::Reconfigured(changes) } if changes.restart == ["llm.path"]));
-    assert_eq!((rig.snapshot().memory.budget, rig.snapshot().memory.free), (mib(200), mib(100)));
+    assert!(
+        matches!(done, Answer::Done { done: Done::Reconfigured(changes) } if changes.restart == ["llm.path"])
+    );
+    assert_eq!(
+        (rig.snapshot().memory.budget, rig.snapshot().memory.free),
+        (mib(200), mib(100))
+    );
     rig.wait(10).sample(100);
     rig.request("late", Class::Batch, 101, 101, 0);
     assert!(matches!(rig.denial(), Denial::InsufficientMemory { free, .. } if free == mib(100)));
@@ -48,7 +60,10 @@ fn settings_that_cannot_be_change_nothing() {
     let before = rig.arbiter.params().clone();
     let mut wrong = params();
     wrong.pressure.critical_below = wrong.pressure.elevated_below;
-    assert!(matches!(reconfigure(&mut rig, wrong), Answer::Denied { .. }));
+    assert!(matches!(
+        reconfigure(&mut rig, wrong),
+        Answer::Denied { .. }
+    ));
     assert_eq!(rig.arbiter.params(), &before);
 }
 
@@ -61,7 +76,10 @@ fn the_engine_the_scope_and_what_was_learned_stay() {
     other.pressure.dwell = ms(7);
     reconfigure(&mut rig, other);
     let now = rig.arbiter.params();
-    assert_eq!((&now.engine, now.budget.scope), (&before.engine, before.budget.scope));
+    assert_eq!(
+        (&now.engine, now.budget.scope),
+        (&before.engine, before.budget.scope)
+    );
     assert_eq!(now.pressure.dwell, ms(7));
 }
 
@@ -71,15 +89,31 @@ fn a_worker_goes_on_with_its_settings_until_it_is_started_again() {
     settings.workers = vec![worker("asr", 100)];
     let mut rig = Rig::new(settings.clone());
     rig.sample(0);
-    rig.wait(10).tell(Event::WorkerReady { worker: "asr".to_owned(), pid: 7 });
+    rig.wait(10).tell(Event::WorkerReady {
+        worker: "asr".to_owned(),
+        pid: 7,
+    });
     settings.workers = vec![worker("asr", 150)];
     reconfigure(&mut rig, settings);
     assert_eq!(rig.held("asr"), mib(100));
     let ticket = rig.ticket();
-    rig.tell(Event::OperatorWorker { ticket, worker: "asr".to_owned(), command: WorkerCommand::Recycle });
+    rig.tell(Event::OperatorWorker {
+        ticket,
+        worker: "asr".to_owned(),
+        command: WorkerCommand::Recycle,
+    });
     rig.wait(10).sample(0);
-    rig.tell(Event::WorkerExited { worker: "asr".to_owned(), intended: true, cause: "exit code 0".to_owned() });
-    assert_eq!(rig.worker("asr").state, WorkerState::Starting, "{:#?}", rig.actions);
+    rig.tell(Event::WorkerExited {
+        worker: "asr".to_owned(),
+        intended: true,
+        cause: "exit code 0".to_owned(),
+    });
+    assert_eq!(
+        rig.worker("asr").state,
+        WorkerState::Starting,
+        "{:#?}",
+        rig.actions
+    );
     assert_eq!(rig.held("asr"), mib(150));
 }
 
@@ -100,7 +134,10 @@ fn shorter_times_serve_what_has_become_due() {
             generation: lease.generation,
             peer: peer(1000),
         });
-        rig.tell(Event::OperatorShed { ticket: Ticket(78), bytes: mib(20) });
+        rig.tell(Event::OperatorShed {
+            ticket: Ticket(78),
+            bytes: mib(20),
+        });
         rig.pass(wait);
         reconfigure(&mut rig, params());
         rig.pass(10_000);
@@ -109,11 +146,17 @@ fn shorter_times_serve_what_has_become_due() {
 
 /// Settings for a machine with so much, of which a control group is the cause.
 fn within(total: u64) -> Event {
-    let machine = MachineMemory { total: mib(total), limited_by: Some("/box".to_owned()) };
+    let machine = MachineMemory {
+        total: mib(total),
+        limited_by: Some("/box".to_owned()),
+    };
     let mut params = Params::for_budget(mib(total), Bytes::ZERO, Scope::Session);
     params.pressure.dwell = ms(2000);
     params.shed.minimum_reclaim = mib(20).min(mib(total / 4));
-    Event::Resized { machine, params: Ok(Box::new(params)) }
+    Event::Resized {
+        machine,
+        params: Ok(Box::new(params)),
+    }
 }
 
 #[test]
@@ -125,23 +168,35 @@ fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_fro
     let budget = (full + mib(60)).get() >> 20;
     rig.wait(10).tell(within(budget));
     assert_eq!(rig.snapshot().memory.budget, mib(budget));
-    assert_eq!(rig.snapshot().pressure.machine.limited_by.as_deref(), Some("/box"));
+    assert_eq!(
+        rig.snapshot().pressure.machine.limited_by.as_deref(),
+        Some("/box")
+    );
     // More is held than the budget has: nothing is free, and the less urgent give.
     assert_eq!(rig.snapshot().memory.free, Bytes::ZERO);
     let asked = |rig: &Rig| {
-        rig.actions.iter().any(|action| matches!(action, Action::SetTarget { .. } | Action::ApplyPlan { .. }))
+        rig.actions
+            .iter()
+            .any(|action| matches!(action, Action::SetTarget { .. } | Action::ApplyPlan { .. }))
     };
     assert!(asked(&rig), "{:#?}", rig.actions);
     let orders = rig.actions.clone();
     rig.request("late", Class::Batch, 1, 1, 0);
-    assert!(matches!(rig.denial(), Denial::InsufficientMemory { budget: now, .. } if now == mib(budget)));
+    assert!(
+        matches!(rig.denial(), Denial::InsufficientMemory { budget: now, .. } if now == mib(budget))
+    );
     // What is asked once is not asked again before it had its time.
     rig.wait(1).tell(Event::DeadlineReached);
     assert!(!asked(&rig), "{:#?}", rig.actions);
     rig.actions = orders;
     for _ in 0..10 {
         let target = rig.actions.iter().find_map(|action| match action {
-            Action::SetTarget { lease, nonce, bytes, .. } => Some((*lease, *nonce, *bytes)),
+            Action::SetTarget {
+                lease,
+                nonce,
+                bytes,
+                ..
+            } => Some((*lease, *nonce, *bytes)),
             _ => None,
         });
         if rig.plan_asked().is_some() {
@@ -156,7 +211,11 @@ fn a_limit_that_is_lowered_makes_holders_come_within_the_budget_that_follows_fro
         }
         rig.wait(300).tell(Event::DeadlineReached);
     }
-    assert!(rig.snapshot().memory.held <= mib(budget), "{:#?}", rig.snapshot().memory);
+    assert!(
+        rig.snapshot().memory.held <= mib(budget),
+        "{:#?}",
+        rig.snapshot().memory
+    );
     // It is raised again.
     rig.wait(10).tell(within(400));
     assert_eq!(rig.snapshot().memory.budget, mib(400));
@@ -182,8 +241,13 @@ fn a_limit_below_the_floor_or_below_the_reserve_is_named_and_what_runs_stays() {
     // No settings follow from it: those in force stay.
     let machine = MachineMemory::of(mib(1));
     let reason = "budget.reserve: leaves nothing".to_owned();
-    rig.wait(10).tell(Event::Resized { machine, params: Err(reason.clone()) });
-    assert!(decided!(rig, Memory(MemoryDecision::TooSmall { reason: said, .. }) if *said == reason));
+    rig.wait(10).tell(Event::Resized {
+        machine,
+        params: Err(reason.clone()),
+    });
+    assert!(
+        decided!(rig, Memory(MemoryDecision::TooSmall { reason: said, .. }) if *said == reason)
+    );
     assert_eq!(rig.snapshot().memory.budget, mib(20));
 }
 
@@ -192,10 +256,19 @@ fn a_model_that_was_too_large_is_read_again_when_the_limit_is_raised() {
     let mut rig = Rig::new(with_engine(Params { ..params() }));
     rig.sample(0);
     rig.tell(within(100));
-    rig.tell(Event::EngineInspected { shape: ModelShape { fixed_bytes: mib(200), ..shape() } });
+    rig.tell(Event::EngineInspected {
+        shape: ModelShape {
+            fixed_bytes: mib(200),
+            ..shape()
+        },
+    });
     assert_eq!(rig.snapshot().engine.state, EngineState::Failed);
     rig.tell(within(120));
     assert!(!rig.actions.contains(&Action::InspectModel));
     rig.tell(within(400));
-    assert!(rig.actions.contains(&Action::InspectModel), "{:#?}", rig.actions);
+    assert!(
+        rig.actions.contains(&Action::InspectModel),
+        "{:#?}",
+        rig.actions
+    );
 }

@@ -1,7 +1,7 @@
 //! Tests of the life of workers.
 
 use super::*;
-use crate::policy::{
+use crate::{
     death::{DeathCertificate, DeathClass, DeathMemory, DeathVerdict},
     decision::{AdmissionDecision, WorkerDecision},
     params::VariantParams,
@@ -30,8 +30,11 @@ fn dies(rig: &mut Rig, name: &str, class: DeathClass, needs_operator: bool) {
 #[test]
 fn an_unresponsive_worker_is_ended_once_it_is_the_process_that_runs() {
     let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
-    let unresponsive =
-        |pid| Event::WorkerUnresponsive { worker: "tts".to_owned(), pid, evidence: "no answer within 30 s".to_owned() };
+    let unresponsive = |pid| Event::WorkerUnresponsive {
+        worker: "tts".to_owned(),
+        pid,
+        evidence: "no answer within 30 s".to_owned(),
+    };
     let aborts = |rig: &Rig| {
         let is_abort = |action: &Action| matches!(action, Action::AbortWorker { worker, .. } if worker == "tts");
         rig.actions.iter().any(is_abort)
@@ -54,7 +57,10 @@ fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
     assert_eq!(rig.worker("tts").state, Degraded, "not even one start more");
     assert!(decided!(rig, Worker(WorkerDecision::NeedsOperator { .. })));
     let death = rig.worker("tts").last_death.unwrap();
-    assert_eq!((death.class, death.needs_operator), (DeathClass::MissingLibrary, true));
+    assert_eq!(
+        (death.class, death.needs_operator),
+        (DeathClass::MissingLibrary, true)
+    );
     assert_eq!(rig.held("tts"), Bytes::ZERO);
 
     // Cured and started by hand, it is a worker like any other.
@@ -62,15 +68,26 @@ fn a_worker_that_would_die_in_the_same_way_again_waits_for_an_operator() {
     assert!(rig.starts("tts"));
     dies(&mut rig, "tts", DeathClass::SegmentationFault, false);
     assert_eq!(rig.worker("tts").state, BackingOff);
-    assert_eq!(rig.worker("tts").last_death.unwrap().class, DeathClass::SegmentationFault);
+    assert_eq!(
+        rig.worker("tts").last_death.unwrap().class,
+        DeathClass::SegmentationFault
+    );
 }
 
 /// ASR in `grammar` (40 MiB) or `open` (104 MiB).
 fn asr() -> WorkerParams {
     WorkerParams {
         variants: vec![
-            VariantParams { name: "grammar".to_owned(), steady: mib(40), peak: mib(50) },
-            VariantParams { name: "open".to_owned(), steady: mib(104), peak: mib(104) },
+            VariantParams {
+                name: "grammar".to_owned(),
+                steady: mib(40),
+                peak: mib(50),
+            },
+            VariantParams {
+                name: "open".to_owned(),
+                steady: mib(104),
+                peak: mib(104),
+            },
         ],
         ..worker("asr", 40)
     }
@@ -94,15 +111,24 @@ fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_m
     rig.ready("tts", 30);
     for wait in [500, 1000, 2000] {
         rig.wait(10).exits("tts", false, "exit code 3");
-        assert_eq!((rig.worker("tts").state, rig.snapshot().memory.held), (BackingOff, Bytes::ZERO));
+        assert_eq!(
+            (rig.worker("tts").state, rig.snapshot().memory.held),
+            (BackingOff, Bytes::ZERO)
+        );
         rig.pass(wait - 1);
         assert!(!rig.starts("tts"));
         rig.pass(1);
         assert!(rig.starts("tts"));
     }
     rig.wait(10).exits("tts", false, "exit code 3");
-    assert_eq!((rig.worker("tts").state, rig.worker("tts").failures), (Degraded, 4));
-    assert!(decided!(rig, Worker(WorkerDecision::GivenUp { failures: 4, .. })));
+    assert_eq!(
+        (rig.worker("tts").state, rig.worker("tts").failures),
+        (Degraded, 4)
+    );
+    assert!(decided!(
+        rig,
+        Worker(WorkerDecision::GivenUp { failures: 4, .. })
+    ));
     rig.command("tts", WorkerCommand::Start);
     assert!(rig.starts("tts"));
 }
@@ -111,7 +137,10 @@ fn a_worker_that_dies_comes_back_after_its_backoff_and_is_left_alone_after_too_m
 fn a_worker_that_never_answers_is_stopped_and_counts_as_failed() {
     let mut rig = Rig::with_workers(vec![worker("tts", 30)]);
     rig.pass(5000);
-    assert_eq!(rig.stop_reason("tts"), Some(StopReason::NotReady { within: ms(5000) }));
+    assert_eq!(
+        rig.stop_reason("tts"),
+        Some(StopReason::NotReady { within: ms(5000) })
+    );
     rig.wait(10).exits("tts", true, "exit code 3");
     assert_eq!(rig.worker("tts").state, BackingOff);
 }
@@ -160,7 +189,11 @@ fn a_larger_variant_is_booked_before_the_worker_is_asked_and_the_engine_gives_wa
     assert_eq!(rig.held("asr"), mib(104));
     ask_variant(&mut rig, "grammar", 1000);
     resized(&mut rig, "grammar", 99, None);
-    assert_eq!(rig.held("asr"), mib(99), "credited as far as it is measured");
+    assert_eq!(
+        rig.held("asr"),
+        mib(99),
+        "credited as far as it is measured"
+    );
     rig.wait(50).measure("asr", 38);
     assert_eq!(rig.held("asr"), mib(40));
 }
@@ -184,14 +217,18 @@ fn an_unknown_worker_or_variant_is_refused() {
     ask_variant(&mut rig, "huge", 0);
     let known = vec!["grammar".to_owned(), "open".to_owned()];
     let problem = Problem::NotAVariant { known };
-    assert_eq!(rig.denial(), Denial::invalid("asr", "variant", &"huge", problem));
+    assert_eq!(
+        rig.denial(),
+        Denial::invalid("asr", "variant", &"huge", problem)
+    );
 }
 
 #[test]
 fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
     let mut rig = Rig::with_workers(vec![of_class(Class::Batch, worker("indexer", 300))]);
     rig.ready("indexer", 300);
-    rig.wait(10).request("voice", Class::AudioRealtime, 200, 200, 5000);
+    rig.wait(10)
+        .request("voice", Class::AudioRealtime, 200, 200, 5000);
     assert!(rig.stops("indexer"));
     rig.wait(10).exits("indexer", true, "exit code 3");
     let voice = rig.granted();
@@ -207,13 +244,17 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
 fn the_dearer_of_two_stopped_workers_comes_back_first() {
     let with_reload = |name: &str, seconds: u64| WorkerParams {
         class: Class::Batch,
-        start: StartParams { reload: ms(1000 * seconds), ..worker(name, 150).start },
+        start: StartParams {
+            reload: ms(1000 * seconds),
+            ..worker(name, 150).start
+        },
         ..worker(name, 150)
     };
     let mut rig = Rig::with_workers(vec![with_reload("quick", 1), with_reload("slow", 20)]);
     rig.ready("quick", 150);
     rig.ready("slow", 150);
-    rig.wait(10).request("voice", Class::AudioRealtime, 390, 390, 5000);
+    rig.wait(10)
+        .request("voice", Class::AudioRealtime, 390, 390, 5000);
     assert!(rig.stops("quick"), "what costs least goes first");
     rig.wait(10).exits("quick", true, "exit code 3");
     assert!(rig.stops("slow"));
@@ -221,7 +262,11 @@ fn the_dearer_of_two_stopped_workers_comes_back_first() {
     let voice = rig.granted();
     rig.wait(10).lost(&voice);
     rig.wait(2000).sample(0);
-    assert!(rig.starts("slow") && !rig.starts("quick"), "{:#?}", rig.actions);
+    assert!(
+        rig.starts("slow") && !rig.starts("quick"),
+        "{:#?}",
+        rig.actions
+    );
     rig.ready("slow", 150);
     rig.wait(10).sample(150);
     assert!(rig.starts("quick"));
@@ -234,7 +279,11 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
     ask_variant(&mut rig, "open", 0);
     resized(&mut rig, "open", 100, None);
     rig.samples(395);
-    assert!(acts!(rig, Action::ResizeWorker { variant, .. } if variant == "grammar"), "{:#?}", rig.actions);
+    assert!(
+        acts!(rig, Action::ResizeWorker { variant, .. } if variant == "grammar"),
+        "{:#?}",
+        rig.actions
+    );
     resized(&mut rig, "grammar", 38, None);
     assert_eq!(rig.held("asr"), mib(40));
     for _ in 0..50 {
@@ -267,7 +316,11 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     // It takes more: between the watermarks no worker is stopped, though the level stays for its dwell.
     for left in [45, 38, 36] {
         rig.wait(400).samples(400 - left);
-        assert!(!rig.stops("indexer"), "{left} MiB are left: {:#?}", rig.actions);
+        assert!(
+            !rig.stops("indexer"),
+            "{left} MiB are left: {:#?}",
+            rig.actions
+        );
         assert_eq!(rig.snapshot().pressure.level, PressureLevel::Critical);
     }
     rig.wait(400).samples(380);
@@ -278,8 +331,10 @@ fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
 fn who_is_stopped_is_chosen_for_what_is_missing_now() {
     let mut params = params();
     params.shed.minimum_reclaim = mib(100);
-    params.workers =
-        vec![of_class(Class::Batch, worker("indexer", 60)), of_class(Class::AudioRealtime, worker("voice", 150))];
+    params.workers = vec![
+        of_class(Class::Batch, worker("indexer", 60)),
+        of_class(Class::AudioRealtime, worker("voice", 150)),
+    ];
     let mut rig = Rig::sampled(params);
     rig.ready("indexer", 60);
     rig.ready("voice", 150);
@@ -323,7 +378,10 @@ fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
     resized(&mut rig, "grammar", 100, None);
     assert_eq!(rig.held("asr"), mib(100), "not credited");
     rig.pass(250);
-    let stays = StopReason::NotSmaller { used: Some(mib(100)), held: mib(100) };
+    let stays = StopReason::NotSmaller {
+        used: Some(mib(100)),
+        held: mib(100),
+    };
     assert_eq!(rig.stop_reason("asr"), Some(stays));
 }
 
@@ -334,8 +392,14 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
     let died = |class| {
         Box::new(DeathCertificate {
             worker: "asr".to_owned(),
-            verdict: DeathVerdict { class, ..DeathVerdict::default() },
-            memory: DeathMemory { peak_resident: Some(mib(140)), ..DeathMemory::default() },
+            verdict: DeathVerdict {
+                class,
+                ..DeathVerdict::default()
+            },
+            memory: DeathMemory {
+                peak_resident: Some(mib(140)),
+                ..DeathMemory::default()
+            },
             ..DeathCertificate::default()
         })
     };
@@ -347,19 +411,31 @@ fn a_kill_at_the_limit_of_its_group_raises_what_a_worker_is_expected_to_need() {
         stored.next_back()
     };
     // Any other end says nothing of it.
-    rig.wait(10).tell(Event::WorkerDied { certificate: died(DeathClass::Abort) });
+    rig.wait(10).tell(Event::WorkerDied {
+        certificate: died(DeathClass::Abort),
+    });
     assert_eq!(learned(&rig), None);
-    rig.wait(10).tell(Event::WorkerDied { certificate: died(DeathClass::MemcgOom) });
+    rig.wait(10).tell(Event::WorkerDied {
+        certificate: died(DeathClass::MemcgOom),
+    });
     let once = learned(&rig).unwrap();
     assert_eq!(once, mib(168), "a fifth more than it had");
-    rig.wait(10).tell(Event::WorkerDied { certificate: died(DeathClass::MemcgOom) });
-    assert!(learned(&rig).unwrap() > once, "and again, when that was not enough");
+    rig.wait(10).tell(Event::WorkerDied {
+        certificate: died(DeathClass::MemcgOom),
+    });
+    assert!(
+        learned(&rig).unwrap() > once,
+        "and again, when that was not enough"
+    );
     assert!(decided!(rig, Worker(WorkerDecision::PeakRaised { .. })));
 }
 
 /// What is learned of a variant.
 fn peak_of(rig: &Rig, variant: &str) -> Option<Bytes> {
-    rig.snapshot().peaks.of("asr", Some(variant)).map(|peak| peak.bytes)
+    rig.snapshot()
+        .peaks
+        .of("asr", Some(variant))
+        .map(|peak| peak.bytes)
 }
 
 /// The kernel's high water of a life is read while the worker becomes smaller, then a little lower, then as before: it
@@ -380,7 +456,10 @@ fn a_high_water_of_another_variant_that_is_not_read_twice_alike_is_not_learned()
         rig.wait(10).peak("asr", peak);
         rig.measure("asr", 40);
     }
-    assert_eq!((peak_of(&rig, "grammar"), peak_of(&rig, "open")), (Some(mib(42)), Some(mib(100))));
+    assert_eq!(
+        (peak_of(&rig, "grammar"), peak_of(&rig, "open")),
+        (Some(mib(42)), Some(mib(100)))
+    );
     rig.wait(10).exits("asr", false, "exit code 3");
     rig.pass(1000);
     assert!(rig.starts("asr"), "{:#?}", rig.actions);
@@ -415,10 +494,16 @@ fn a_high_water_that_was_not_read_before_a_change_is_learned_of_no_size() {
     ask_variant(&mut rig, "open", 0);
     rig.wait(10).peak("asr", 102);
     rig.measure("asr", 40);
-    assert_eq!((peak_of(&rig, "grammar"), peak_of(&rig, "open")), (None, None));
+    assert_eq!(
+        (peak_of(&rig, "grammar"), peak_of(&rig, "open")),
+        (None, None)
+    );
     resized(&mut rig, "open", 100, None);
     rig.wait(10).peak("asr", 130);
-    assert_eq!((peak_of(&rig, "grammar"), peak_of(&rig, "open")), (None, Some(mib(130))));
+    assert_eq!(
+        (peak_of(&rig, "grammar"), peak_of(&rig, "open")),
+        (None, Some(mib(130)))
+    );
 }
 
 /// A wait is explained again when its figures have moved, and when it is another wait, whatever its figures are.
@@ -436,7 +521,10 @@ fn a_wait_is_explained_once_for_figures_that_waver() {
         rig.samples(free - 60 + more);
         explains(&rig)
     };
-    assert_eq!([32, 33, 32, 40, 40].map(&mut explained), [true, false, false, true, false]);
+    assert_eq!(
+        [32, 33, 32, 40, 40].map(&mut explained),
+        [true, false, false, true, false]
+    );
     rig.pass(100);
     rig.request("late", Class::AudioRealtime, 70, 70, 150);
     assert!(explains(&rig), "{:#?}", rig.actions);

@@ -1,0 +1,286 @@
+//! Command line: clients of a running daemon, and commands that need none.
+//!
+//! Data goes to stdout and everything else to stderr. `--output json` gives one document, `ndjson` one line for each
+//! thing; names are those of proto3 JSON, except that 64-bit numbers stay numbers. Environment variables that are read:
+//! `COTENANT_ENDPOINT`.
+
+mod ascii_chart;
+pub mod bench;
+mod chart;
+mod check;
+mod check_workers;
+mod config_file;
+pub mod demo;
+mod events;
+pub mod exit;
+mod generate;
+mod global;
+mod health;
+mod help;
+mod hold;
+mod leases;
+mod metrics;
+mod operate;
+pub mod output;
+mod plan;
+mod plot;
+mod postmortem;
+mod progress;
+mod quantity;
+mod replay;
+mod serve;
+pub mod session;
+mod show;
+pub mod stage;
+mod status;
+mod talk;
+mod top;
+mod why;
+mod worker;
+
+use std::{ffi::OsString, path::PathBuf, process::ExitCode};
+
+use clap::{CommandFactory, FromArgMatches as _, Parser, Subcommand};
+
+use self::{exit::CliError, global::runtime};
+pub use self::{global::Global, output::Output};
+use cotenant_engine as engine;
+use cotenant_memory::emergency;
+use cotenant_speech as speech;
+use cotenant_telemetry::build_name;
+
+/// Runs an LLM, speech-to-text and text-to-speech on one small board within one budget of memory.
+#[derive(Debug, Parser)]
+#[command(name = "cotenant", version = build_name::version(), propagate_version = true, max_term_width = 100)]
+pub struct Cli {
+    /// Options of all commands.
+    #[command(flatten)]
+    pub global: Global,
+    /// The command.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+/// The commands.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Run the supervisor in the foreground.
+    Serve(serve::ServeArgs),
+    /// Show what a configuration would do on this machine; start nothing.
+    Check(check::CheckArgs),
+    /// Show what a model and a stack would take on a device; load nothing.
+    Plan(plan::PlanArgs),
+    /// List which common models fit on which board, and with how much context.
+    Catalogue(plan::catalogue::CatalogueArgs),
+    /// Measure what this machine computes and reads, for `plan`.
+    Calibrate(plan::calibrate::CalibrateArgs),
+    /// Run a demonstration of the whole stack, in under a minute.
+    Demo(demo::DemoArgs),
+    /// Run a built-in worker: asr, tts.
+    Worker(worker::WorkerArgs),
+    /// Print a completion script for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Write man pages into a folder.
+    #[command(hide = true)]
+    Manual {
+        /// The folder.
+        folder: PathBuf,
+    },
+    /// Compute grammars and chat templates for the daemon that started this.
+    #[command(hide = true)]
+    TextHelper,
+    /// Decode one audio file for the daemon that started this.
+    #[command(hide = true)]
+    AudioDecoder,
+    /// Generate text with the LLM.
+    Generate(generate::Generate),
+    /// Send a recording through speech recognition, LLM and speech synthesis.
+    Talk(talk::Talk),
+    /// Hold a lease, alone or for a program that runs under it.
+    Hold(hold::Hold),
+    /// Show budget, pressure, LLM, workers and leases.
+    Status,
+    /// Show state, holders and the last events on a terminal, as they change.
+    Top(top::Top),
+    /// Draw memory by owner over time, from the journal.
+    Plot(plot::Plot),
+    /// List leases, or release one.
+    Leases(leases::Leases),
+    /// Print the metrics of the supervisor, or write them for node_exporter.
+    Metrics(metrics::Metrics),
+    /// Print events and actions of the supervisor.
+    Events(events::Events),
+    /// Check whether the supervisor or a part of it serves; exit codes of grpc_health_probe.
+    Health(health::Health),
+    /// Explain a decision with its figures and its outcome.
+    Why(why::Why),
+    /// Explain why workers died: evidence, confidence, remedy.
+    Postmortem(postmortem::Postmortem),
+    /// Run a journal's events through the decision logic again and compare.
+    Replay(replay::Replay),
+    /// Take memory from the LLM now.
+    Shed(operate::Shed),
+    /// Let the LLM grow back now.
+    Regrow,
+    /// Change the precision of the LLM's context.
+    KvType(operate::KvTypeArgs),
+    /// Start a worker.
+    Start(operate::Worker),
+    /// Stop a worker until it is started again.
+    Stop(operate::Worker),
+    /// Restart a worker.
+    Recycle(operate::Worker),
+    /// Change the variant of a worker.
+    Resize(operate::Resize),
+    /// Load the model that failed to load, or that was not there; show how far it is.
+    Load(operate::Load),
+    /// Read the configuration again; list what changed and what needs a restart.
+    Reload,
+    /// Take no new requests; running ones finish (undo: `drain --off`).
+    Drain(operate::Drain),
+    /// Measure speed and latency on this machine.
+    #[command(subcommand)]
+    Bench(bench::Command),
+}
+
+/// Parses the arguments, runs the verb, and returns the exit code. `commit` is that of the build, or empty.
+pub fn main(arguments: impl IntoIterator<Item = OsString>, commit: &'static str) -> ExitCode {
+    build_name::set_commit(commit);
+    let arguments: Vec<_> = arguments.into_iter().collect();
+    let parsed = help::grouped(Cli::command())
+        .try_get_matches_from(&arguments)
+        .and_then(|matches| Cli::from_arg_matches(&matches));
+    let cli = match parsed {
+        Ok(cli) => cli,
+        Err(error) => {
+            // Help and version come this way too, and are no fault. Nothing can be done when they cannot be printed.
+            let _ = error.print();
+            let code = match u8::try_from(error.exit_code()) {
+                Ok(exit::OK) => exit::OK,
+                _ if arguments
+                    .iter()
+                    .skip(1)
+                    .any(|argument| argument == "health") =>
+                {
+                    exit::health::USAGE
+                }
+                _ => exit::USAGE,
+            };
+            return ExitCode::from(code);
+        }
+    };
+    let as_json = cli.global.output != Output::Table;
+    match run(cli) {
+        Ok(code) => code,
+        Err(error) => error.report(as_json),
+    }
+}
+
+fn run(cli: Cli) -> Result<ExitCode, CliError> {
+    let Cli { global, command } = cli;
+    match command {
+        Command::Serve(verb) => Ok(serve::run(&verb)),
+        Command::Check(verb) => Ok(check::run(&global, &verb)),
+        Command::Plan(verb) => plan::run(&global, &verb),
+        Command::Catalogue(verb) => done(plan::catalogue::run(&global, &verb)),
+        Command::Calibrate(verb) => done(plan::calibrate::run(&global, &verb)),
+        Command::Demo(verb) => Ok(demo::run(&global, &verb)),
+        Command::Bench(verb) => bench::run(&global, &verb),
+        Command::Worker(verb) => Ok(worker::run(&verb)),
+        Command::Status => client(status::status(&global)),
+        Command::Top(verb) => client(top::run(&global, &verb)),
+        Command::Leases(verb) => client(leases::run(&global, verb)),
+        Command::Hold(verb) => runtime()?.block_on(hold::run(&global, &verb)),
+        Command::Events(verb) => client(events::run(&global, &verb)),
+        Command::Shed(verb) => client(operate::shed(&global, &verb)),
+        Command::KvType(verb) => client(operate::kv_type(&global, &verb)),
+        Command::Regrow => client(operate::regrow(&global)),
+        Command::Load(load) => client(operate::load(&global, &load)),
+        Command::Reload => client(operate::reload(&global)),
+        Command::Drain(drain) => client(operate::drain(&global, drain)),
+        Command::Recycle(verb) => {
+            client(operate::control(&global, verb, operate::Control::Recycle))
+        }
+        Command::Start(verb) => client(operate::control(&global, verb, operate::Control::Start)),
+        Command::Stop(verb) => client(operate::control(&global, verb, operate::Control::Stop)),
+        Command::Resize(verb) => client(operate::resize(&global, verb)),
+        Command::Generate(verb) => client(generate::run(&global, verb)),
+        Command::Talk(verb) => client(talk::run(&global, &verb)),
+        Command::Health(verb) => {
+            runtime()?.block_on(async { Ok(health::run(&global, &verb).await) })
+        }
+        Command::Postmortem(verb) => postmortem::run(&global, &verb),
+        Command::Replay(verb) => replay::run(&global, &verb),
+        Command::Metrics(verb) => done(metrics::run(&global, &verb)),
+        Command::Plot(verb) => done(plot::run(&global, &verb)),
+        Command::Why(verb) => why::run(&global, &verb),
+        Command::TextHelper => Ok(engine::helper::serve_stdin()),
+        Command::AudioDecoder => {
+            emergency::end_when_refused();
+            Ok(speech::decoder::serve_stdin())
+        }
+        Command::Manual { folder } => {
+            let cannot = |error| {
+                CliError::failed(
+                    format!("cannot write man pages to `{}`", folder.display()),
+                    error,
+                )
+            };
+            clap_mangen::generate_to(Cli::command(), &folder).map_err(cannot)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Command::Completions { shell } => {
+            let mut script = Vec::new();
+            clap_complete::generate(shell, &mut Cli::command(), "cotenant", &mut script);
+            output::write(&String::from_utf8_lossy(&script))?;
+            Ok(ExitCode::SUCCESS)
+        }
+    }
+}
+
+/// A verb that needs no supervisor and is done.
+fn done(result: Result<(), CliError>) -> Result<ExitCode, CliError> {
+    result.map(|()| ExitCode::SUCCESS)
+}
+
+/// Runs a verb that talks to the supervisor.
+fn client(verb: impl Future<Output = Result<(), CliError>>) -> Result<ExitCode, CliError> {
+    runtime()?.block_on(verb)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg_attr(
+        not(debug_assertions),
+        ignore = "clap checks itself in debug builds alone"
+    )]
+    fn the_arguments_are_well_formed() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn help_lists_every_command_in_its_group() {
+        insta::assert_snapshot!(help::grouped(Cli::command()).render_help());
+    }
+
+    #[test]
+    fn health_reports_bad_arguments_as_its_model_does() {
+        let parse = |arguments: &[&str]| main(arguments.iter().map(Into::into), "");
+        let code = |code: u8| format!("{:?}", ExitCode::from(code));
+        assert_eq!(
+            format!("{:?}", parse(&["cotenant", "health", "--nonsense"])),
+            code(exit::health::USAGE)
+        );
+        assert_eq!(
+            format!("{:?}", parse(&["cotenant", "status", "--nonsense"])),
+            code(exit::USAGE)
+        );
+    }
+}

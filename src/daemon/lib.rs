@@ -1,0 +1,56 @@
+//! Composition root, control loop and adapters.
+//!
+//! `run` builds everything, `control_loop` is the loop, `control_thread` the thread that it runs on, and `shutdown` the
+//! end of a run; nothing here decides. `device` carries out actions; `engine`, `workers`, `sampling` and `measure` turn
+//! what happens into events; `record`, `handoff` and `figures` keep account; `llm`, `voice`, `status`, `wyoming` and
+//! `listeners` serve clients, and `activation` takes what systemd listens on.
+
+mod activation;
+mod bind;
+mod certificates;
+mod chat;
+mod clock;
+mod control_handle;
+pub mod control_loop;
+mod control_thread;
+mod crash_guard;
+mod device;
+mod engine;
+mod error;
+mod figures;
+mod folders;
+mod handoff;
+mod hang_detector;
+mod listeners;
+mod llm;
+mod measure;
+mod notify;
+mod parts;
+mod peaks;
+mod record;
+#[cfg(test)]
+mod refusals;
+mod reload;
+mod run;
+mod sampling;
+mod sequences;
+mod shutdown;
+mod signals;
+mod startup_trim;
+mod status;
+mod voice;
+mod watchdog;
+mod workers;
+mod wyoming;
+
+pub use activation::PassedSockets;
+pub use bind::is_here;
+pub use clock::MonotonicClock;
+pub use control_handle::ControlHandle;
+pub use control_thread::ControlThread;
+pub use engine::{compute, sayable, threads};
+pub use error::RunError;
+pub use folders::{Obstacle, obstacles};
+pub use peaks::{PeaksError, learned_peaks};
+pub use run::{Source, run};
+pub use workers::spec_of;

@@ -1,0 +1,4 @@
+//! What tests and measurements share: synthetic weights and values to begin with. Not in the product.
+
+pub mod samples;
+pub mod weights;

@@ -1,0 +1,65 @@
+//! Every decision: no clock, no I/O, no threads, no async.
+#![deny(clippy::disallowed_methods, clippy::disallowed_types)]
+
+mod admission;
+pub mod arbiter;
+pub mod backlog;
+pub mod book;
+mod candidates;
+pub mod compute;
+pub mod deadline;
+pub mod death;
+pub mod decision;
+pub mod denial;
+pub mod dwell;
+mod engine_control;
+pub mod engine_failure;
+mod engine_supply;
+pub mod event;
+pub mod growth;
+pub mod growth_wait;
+pub mod health;
+pub mod kv_type;
+pub mod lease;
+mod lease_table;
+pub mod ledger;
+pub mod page_pool;
+mod pairs;
+pub mod params;
+pub mod peaks;
+pub mod pressure;
+pub mod pressure_level;
+mod reach;
+pub mod reason;
+pub mod reboot;
+mod reclaim;
+pub mod refusal;
+pub mod rehearsal;
+pub mod residency;
+pub mod restart;
+pub mod roles;
+pub mod sentences;
+pub mod shedding;
+pub mod sinks;
+pub mod snapshot;
+pub mod speed;
+mod state;
+mod stop_or_shed;
+pub mod streaming;
+pub mod target;
+mod worker;
+mod worker_control;
+
+pub use self::arbiter::Arbiter;
+
+// The file names this crate as others do.
+#[cfg(test)]
+extern crate self as cotenant_policy;
+#[cfg(test)]
+#[path = "../dev/samples.rs"]
+#[expect(
+    dead_code,
+    unreachable_pub,
+    reason = "it is a module of `cotenant-dev`, too"
+)]
+mod samples;

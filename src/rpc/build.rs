@@ -1,0 +1,36 @@
+//! Generates `cotenant.v1` and `grpc.health.v1` from their proto files, without protoc.
+
+use std::{env, error::Error, fs, path::PathBuf};
+
+use prost::Message;
+
+/// Where the proto files are, from the folder of this package.
+const FOLDER: &str = "../../proto";
+
+/// Relative to that folder.
+const FILES: [&str; 4] = [
+    "cotenant/v1/lease.proto",
+    "cotenant/v1/llm.proto",
+    "cotenant/v1/operator.proto",
+    "grpc/health/v1/health.proto",
+];
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed={FOLDER}");
+    let mut compiler = protox::Compiler::new([FOLDER])?;
+    // Comments of the proto files become the documentation of the generated types.
+    compiler.include_source_info(true).include_imports(true);
+    compiler.open_files(FILES)?;
+    let descriptors = compiler.file_descriptor_set();
+    // What reflection serves has no comments: they would be most of what an idle daemon keeps of it.
+    let mut served = descriptors.clone();
+    served
+        .file
+        .iter_mut()
+        .for_each(|file| file.source_code_info = None);
+
+    let out = PathBuf::from(env::var_os("OUT_DIR").ok_or("OUT_DIR is not set")?);
+    fs::write(out.join("cotenant_descriptor.bin"), served.encode_to_vec())?;
+    tonic_prost_build::configure().compile_fds(descriptors)?;
+    Ok(())
+}

@@ -1,0 +1,15 @@
+//! Generates the part of OTLP that is spoken to collectors, without protoc.
+
+use std::error::Error;
+
+/// Where the proto files are, from the folder of this package.
+const FOLDER: &str = "../../proto";
+
+fn main() -> Result<(), Box<dyn Error>> {
+    println!("cargo::rerun-if-changed={FOLDER}");
+    let mut compiler = protox::Compiler::new([FOLDER])?;
+    compiler.include_source_info(true).include_imports(true);
+    compiler.open_files(["opentelemetry/trace_service.proto"])?;
+    tonic_prost_build::configure().compile_fds(compiler.file_descriptor_set())?;
+    Ok(())
+}

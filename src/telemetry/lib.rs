@@ -1,0 +1,12 @@
+//! Tracing set-up, the table of all metrics, and spans for a collector.
+
+pub mod build_name;
+mod log;
+mod metrics;
+pub mod otlp;
+mod span;
+
+pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
+pub use metrics::Metrics;
+pub use otlp::{Collector, OtlpProtocol, export};
+pub use span::{Attribute, Span, SpanContext, SpanKind, SpanValue, Tracer};
