@@ -16,6 +16,8 @@ use std::{
 
 #[path = "layering/graph.rs"]
 mod graph;
+#[path = "layering/growth.rs"]
+mod growth;
 #[path = "layering/scan.rs"]
 mod scan;
 
@@ -135,6 +137,54 @@ fn planted_cycles_are_found() {
     assert_eq!(cycles.len(), 1, "{cycles:?}");
     assert_eq!(cycles[0].ties.len(), 2, "{cycles:?}");
     assert_eq!(spread.len(), 1, "{spread:?}");
+}
+
+#[test]
+fn a_crate_grows_only_with_a_reason() {
+    let Some((base, before)) =
+        growth::base().and_then(|base| Some((base.clone(), growth::sources(&base)?)))
+    else {
+        println!("left out: there is no commit before this one that is formatted as this one is");
+        return;
+    };
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    collect(&source, &mut files);
+    let after = files.iter().map(|file| {
+        let name = file.strip_prefix(&source).unwrap().to_str().unwrap();
+        (name.to_owned(), fs::read_to_string(file).unwrap())
+    });
+    let allowed = growth::allowed(&growth::messages(&base).unwrap_or_default());
+    let grown = growth::grown(&growth::lines(before), &growth::lines(after), &allowed);
+    assert!(
+        grown.is_empty(),
+        "these have grown since {base}:\n{}",
+        grown.join("\n")
+    );
+}
+
+#[test]
+fn planted_growth_is_found() {
+    let of = |text: &str| growth::lines([("probe/psi.rs".to_owned(), text.to_owned())]);
+    let before = of("fn a() {}\n");
+    let more = "/// Doc.\n\nfn a() {}\n#[cfg(test)]\nmod tests {\n    fn t() {}\n}\n";
+    assert_eq!(of(more), before);
+    let after = of("fn a() {}\nfn b() {}\n");
+    let grown = |message: &str| growth::grown(&before, &after, &growth::allowed(message)).len();
+    assert_eq!(grown(""), 1);
+    assert_eq!(
+        grown("Grows: probe +1 because it is wanted"),
+        1,
+        "nothing is said of what was removed"
+    );
+    assert_eq!(
+        grown("Grows: probe +1 because it reads more; removed: nothing"),
+        0
+    );
+    assert_eq!(
+        grown("Grows: engine +1 because it reads more; removed: nothing"),
+        1
+    );
 }
 
 #[test]
