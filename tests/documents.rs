@@ -115,10 +115,11 @@ fn the_document_of_errors_names_each_field_that_is_ignored() {
             .split("named([")
             .skip(1)
             .filter_map(|rest| rest.split("])").next());
-        for line in lists.flat_map(str::lines) {
+        for entry in lists.flat_map(|list| list.split('(').skip(1)) {
             names.extend(
-                line.trim()
-                    .strip_prefix("(\"")
+                entry
+                    .trim_start()
+                    .strip_prefix('"')
                     .and_then(|rest| rest.split('"').next())
                     .map(str::to_owned),
             );

@@ -4,10 +4,8 @@ use std::{collections::BTreeMap, ffi::CString, fs, io};
 
 use nix::unistd::{Gid, Group, Uid, User, getgrouplist};
 
-use super::{
-    Confinement, Resource,
-    settings::{ConfineError, Measure},
-};
+use super::settings::{ConfineError, Measure};
+use cotenant_config::{Confinement, Resource};
 
 /// User and groups to become.
 #[derive(Debug)]

@@ -13,10 +13,8 @@ use landlock::{
 };
 use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 
-use super::{
-    FileAccess, SyscallFilter,
-    settings::{Measure, Surroundings},
-};
+use super::settings::{Measure, Surroundings};
+use cotenant_config::{FileAccess, SyscallFilter};
 
 /// Builds the walls around files, and says what is in force.
 pub(super) fn files(
