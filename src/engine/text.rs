@@ -79,7 +79,7 @@ impl TextSide {
     /// Refuses a tokenizer or a chat template that no load would take, without building the tokenizer.
     ///
     /// # Errors
-    /// As [`Self::of`], but for what the library of tokenizers refuses.
+    /// As [`Self::new`], but for what the library of tokenizers refuses.
     pub fn check(header: &Header) -> Result<(), TextError> {
         Tokenizer::check(header)?;
         let template = header.string(KEY_TEMPLATE).unwrap_or_default();
