@@ -309,6 +309,8 @@ impl Supervisor {
             env: self.shared.spec().env.clone(),
             started_at: child.started_at,
             ready_at: child.ready_at,
+            was_ready: child.ready_at.is_some()
+                && self.shared.spec().readiness != Readiness::Started,
             exited_at,
         })
         .await

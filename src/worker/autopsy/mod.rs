@@ -63,6 +63,8 @@ pub(super) struct Case {
     pub(super) env: BTreeMap<String, String>,
     pub(super) started_at: Instant,
     pub(super) ready_at: Option<Instant>,
+    /// Whether it has shown that it is ready. One that counts as ready once it is started shows nothing.
+    pub(super) was_ready: bool,
     pub(super) exited_at: Instant,
 }
 
@@ -130,7 +132,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         }),
         available: alive.or(gathered.available_before).or(gathered.available),
         lived,
-        was_ready: case.ready_at.is_some(),
+        was_ready: case.was_ready,
         lines,
         recent,
         found: gathered,
