@@ -312,6 +312,8 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
 /// How a worker that listens there is asked.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
     let timeouts = ClientTimeouts {
+        // A server of one thread describes itself when it has spoken for another client.
+        describe: way.answer_timeout,
         transcribe: way.answer_timeout,
         synthesize: way.answer_timeout,
         ..ClientTimeouts::default()
