@@ -24,6 +24,9 @@ pub struct Dwell {
     grown_at: Option<Timestamp>,
     /// How often in a row what had grown back was shed again soon.
     regrets: u32,
+    /// How long the last growth took.
+    #[serde(default)]
+    took: Option<Duration>,
 }
 
 impl Dwell {
@@ -35,6 +38,7 @@ impl Dwell {
             shed_at: None,
             grown_at: None,
             regrets: 0,
+            took: None,
         }
     }
 
@@ -83,6 +87,11 @@ impl Dwell {
         self.grown_at = Some(now);
     }
 
+    /// A growth has taken so long.
+    pub const fn took(&mut self, took: Duration) {
+        self.took = Some(took);
+    }
+
     /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
     pub fn undo(&mut self, now: Timestamp) -> Option<GrowthDecision> {
         let stayed = now.saturating_since(self.grown_at.take()?);
@@ -95,11 +104,16 @@ impl Dwell {
         Some(GrowthDecision::BackedOff { stayed, dwell })
     }
 
-    /// The dwell with its back-off.
-    const fn in_force(&self) -> Duration {
-        self.span.saturating_mul(1 << self.regrets)
+    /// The dwell with its back-off, which is no longer than what a needless growth costs is worth.
+    fn in_force(&self) -> Duration {
+        let backed_off = self.span.saturating_mul(1 << self.regrets);
+        let worth = self.took.map(|took| took.saturating_mul(WORTH));
+        worth.map_or(backed_off, |worth| backed_off.min(worth.max(self.span)))
     }
 }
+
+/// A needless growth takes at most a hundredth of the time until the next one. Our choice.
+const WORTH: u32 = 100;
 
 /// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
 /// one needless growth in eight minutes, and one that does not come back is noticed within them.
@@ -111,6 +125,21 @@ mod tests {
 
     fn at(seconds: u64) -> Timestamp {
         Timestamp::from_millis(seconds * 1000)
+    }
+
+    #[test]
+    fn a_growth_that_takes_little_is_not_backed_off_for() {
+        let mut dwell = Dwell::new(Duration::from_secs(3));
+        for (took_ms, seconds) in [(10, 3), (44, 4), (2_000, 24)] {
+            dwell.took(Duration::from_millis(took_ms));
+            for _ in 0..4 {
+                dwell.grown(at(10));
+                dwell.undo(at(11));
+            }
+            dwell.begin(at(11));
+            let left = dwell.left(at(11)).unwrap();
+            assert_eq!(left.as_secs(), seconds, "{took_ms} ms");
+        }
     }
 
     #[test]

@@ -153,7 +153,7 @@ impl PressureParams {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShedParams {
     /// What a shed under pressure leaves above the upper watermark, so that one action is enough where ten would
-    /// nibble. Default max(5 % of the budget, 256 MiB), and never more than a quarter of the budget.
+    /// nibble. Default max(5 % of the budget, 256 MiB), and never more than 8 % of the budget.
     pub minimum_reclaim: Bytes,
     /// Time for the effect of a shed to show before the next one. Default 250 ms.
     pub settle: Duration,
@@ -176,7 +176,7 @@ impl ShedParams {
             minimum_reclaim: budget
                 .per_mille(MINIMUM_RECLAIM_PER_MILLE)
                 .max(MINIMUM_RECLAIM)
-                .min(budget.per_mille(250)),
+                .min(budget.per_mille(MINIMUM_RECLAIM_MOST_PER_MILLE)),
             settle: SETTLE,
             deadlines: ClassDeadlines::default(),
             verify_poll: VERIFY_POLL,
@@ -557,6 +557,8 @@ const HYSTERESIS_PER_MILLE: u32 = 20;
 /// kubelet's eviction threshold with minimum reclaim; its 256 MiB fits models of some GiB.
 const MINIMUM_RECLAIM_PER_MILLE: u32 = 50;
 const MINIMUM_RECLAIM: Bytes = Bytes::from_mib(256);
+/// A budget below 3.2 GiB: a quarter of 636 MiB, as it was, took every layer of a small model for a shortage of 6 MiB.
+const MINIMUM_RECLAIM_MOST_PER_MILLE: u32 = 80;
 /// lmkd-linux calms down for 60 s; kubelet's 5 min are too slow for voice.
 const DWELL: Duration = Duration::from_secs(60);
 /// The field on a board of this kind: Elevated is waited out for 2 s, Critical is not.

@@ -95,6 +95,7 @@ pub(super) fn take_applied(
             without_chunk,
         } => {
             cx.state.engine.blocked.growth = Some(cx.later(cx.state.params.shed.settle));
+            cx.state.dwell.took(applied.took);
             let in_force = cx.state.engine.plans.in_force.as_ref();
             let bytes = in_force.map_or(asked.from, |plan| cx.state.engine.bytes_in(plan));
             let stats = &mut cx.record.stats;

@@ -99,7 +99,7 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
     assert_eq!(plan, floor);
     rig.engine_applies_plan(revision, plan);
     assert_eq!(rig.held("llm"), floor_bytes);
-    // And it comes back after the dwell, which is twice as long since it had not stayed for one; not before.
+    // And it comes back after the dwell and not before; what takes no time to grow is not backed off for.
     let used = floor_bytes.whole_mib();
     let grown = (0..60).find_map(|tenths| {
         rig.wait(100).sample(used);
@@ -107,7 +107,7 @@ fn a_larger_chunk_is_given_up_by_its_cost_down_to_the_floor() {
     });
     let (tenths, plan) = grown.unwrap();
     assert!(
-        tenths >= 38 && plan.prefill_chunk.get() == 512,
+        (18..38).contains(&tenths) && plan.prefill_chunk.get() == 512,
         "{tenths}: {plan:?}"
     );
 }
