@@ -256,12 +256,13 @@ impl State {
             .collect();
         stopped
             .sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
-        let stopped = stopped.into_iter().map(|Worker { params, .. }| {
+        let stopped = stopped.into_iter().map(|worker| {
+            let params = &worker.params;
             let source = Source::WorkerStop {
                 worker: params.name.clone(),
             };
-            let peak = self.worker_peak(&params.name, None);
-            Candidate::whole(source, params.class, peak, micros(params.start.reload))
+            let least = self.start_least(&params.name);
+            Candidate::whole(source, params.class, least, micros(worker.reload()))
         });
         let stopped = stopped.filter(|gain| gain.bytes() <= room.min(self.ledger.free()));
         let variants = self
@@ -283,7 +284,7 @@ impl State {
             .before_shed
             .clone()
             .filter(|_| worker.is_settled())?;
-        let (name, reload) = (&worker.params.name, micros(worker.params.start.reload));
+        let (name, reload) = (&worker.params.name, micros(worker.reload()));
         let peak = self.worker_peak(name, Some(&variant));
         let source = Source::WorkerVariant {
             worker: name.clone(),
@@ -300,8 +301,8 @@ impl State {
 
     fn notified_return(&self, worker: &Worker) -> Option<Candidate> {
         let more = self.notified_lacks(worker)?;
-        let cost_us = (micros(worker.params.start.reload) / 4)
-            .saturating_add(self.engine.speed().reading_us(more));
+        let cost_us =
+            (micros(worker.reload()) / 4).saturating_add(self.engine.speed().reading_us(more));
         let source = Source::WorkerNotified {
             worker: worker.params.name.clone(),
         };

@@ -20,6 +20,9 @@ pub struct LearnedPeak {
     pub bytes: Bytes,
     /// Lives in which it was seen to come up.
     pub lives: u32,
+    /// The most that it used until it was measured at rest after a start; `None` before the first one.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub start: Option<Bytes>,
     /// What it ran then, as a name; `None` where that is not known, and then it counts whatever it runs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub model: Option<String>,
@@ -29,9 +32,18 @@ impl LearnedPeak {
     /// What a start reserves by it.
     #[must_use]
     pub fn with_margin(&self) -> Bytes {
-        self.bytes
-            .saturating_add(self.bytes.per_mille(MARGIN_PER_MILLE))
+        with_margin(self.bytes)
     }
+
+    /// The least that a start needs: what requests take comes later, when other holders can give it.
+    #[must_use]
+    pub fn start_with_margin(&self) -> Option<Bytes> {
+        self.start.map(with_margin)
+    }
+}
+
+fn with_margin(bytes: Bytes) -> Bytes {
+    bytes.saturating_add(bytes.per_mille(MARGIN_PER_MILLE))
 }
 
 /// All peaks that were learned, by holder and variant.
@@ -72,6 +84,12 @@ impl Peaks {
             return false;
         };
         peak.lives = peak.lives.saturating_add(1);
+        let start = peak.start.unwrap_or(bytes);
+        peak.start = Some(if bytes >= start {
+            bytes
+        } else {
+            start.saturating_sub(Bytes::new(start.saturating_sub(bytes).get() / 4))
+        });
         if bytes > peak.bytes {
             peak.bytes = bytes;
         } else {
@@ -140,6 +158,7 @@ impl Peaks {
                     variant: variant.map(str::to_owned),
                     bytes: Bytes::ZERO,
                     lives: 0,
+                    start: None,
                     model: None,
                 };
                 self.0.insert(place, peak);

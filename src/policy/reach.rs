@@ -52,18 +52,26 @@ impl State {
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
         let counts =
             |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
-        let returning = self
-            .returns()
-            .filter(|(worker, _)| counts(worker))
-            .map(|(_, bytes)| bytes);
+        // A voice turn has its workers work one after another: what the largest request takes is kept once. Where two work at
+        // a time, the engine gives the second one its own.
+        let mut next_request = Bytes::ZERO;
+        let mut returning = Vec::new();
+        for (worker, bytes) in self.returns().filter(|(worker, _)| counts(worker)) {
+            if worker.is_ready() && !worker.is_winding_down() {
+                next_request = next_request.max(bytes);
+            } else {
+                returning.push(bytes);
+            }
+        }
         let waiting = self
             .workers
             .values()
             .filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
-        let waiting = waiting.map(|worker| self.worker_peak(&worker.params.name, None));
+        let waiting = waiting.map(|worker| self.start_least(&worker.params.name));
         returning
+            .into_iter()
             .chain(waiting)
-            .fold(Bytes::ZERO, Bytes::saturating_add)
+            .fold(next_request, Bytes::saturating_add)
     }
 
     fn returns(&self) -> impl Iterator<Item = (&Worker, Bytes)> {
@@ -73,7 +81,7 @@ impl State {
             .filter(|worker| worker.is_wanted() && !self.start_is_out_of_reach(worker));
         within_reach.filter_map(|worker| {
             let name = &worker.params.name;
-            let bytes = worker.returns_for(self.worker_peak(name, None), self.worker_held(name))?;
+            let bytes = worker.returns_for(self.start_least(name), self.worker_held(name))?;
             Some((worker, bytes))
         })
     }
@@ -105,7 +113,7 @@ impl State {
         match &want.kind {
             WantKind::Lease(request) => request.min,
             WantKind::Grow { min, .. } => *min,
-            WantKind::WorkerStart => self.worker_peak(&want.tenant, None),
+            WantKind::WorkerStart => self.start_least(&want.tenant),
             WantKind::WorkerVariant { variant } => self.worker_peak(&want.tenant, Some(variant)),
         }
     }
@@ -169,7 +177,7 @@ impl State {
         } else {
             Whose::Ours
         };
-        self.worker_peak(name, None) > self.reach(name, worker.params.class, whose)
+        self.start_least(name) > self.reach(name, worker.params.class, whose)
     }
 
     /// Whether a request waits for which something is kept free.
@@ -237,7 +245,7 @@ impl State {
         let (name, class) = (worker.params.name.as_str(), worker.params.class);
         let keepers = self.keepers(name, class, Whose::Ours);
         Some(WorkerWait {
-            needs: self.worker_peak(name, None),
+            needs: self.start_least(name),
             configured: worker.params.peak_of(None),
             free: self.available(class, false),
             most: self.reach(name, class, Whose::Ours),

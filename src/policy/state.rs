@@ -15,7 +15,7 @@ use super::{
     lease_table::{LeaseTable, Phase},
     ledger::Ledger,
     params::{ENGINE_TENANT, ParamFault, Params, ParamsError},
-    peaks::Peaks,
+    peaks::{LearnedPeak, Peaks},
     pressure::{Pressure, PressureLevel},
     worker::Worker,
     worker_control::WorkerControl,
@@ -178,6 +178,27 @@ impl State {
             _ => self.peaks.expected(name, variant, configured, steady),
         };
         expected.min(self.ledger.budget().max(configured))
+    }
+
+    /// Memory that has to be free for a worker to be started: its peak where nothing is known of its starts, else what they
+    /// took and what it holds at rest. The rest of its peak is booked as well where it is free.
+    pub(super) fn start_least(&self, name: &str) -> Bytes {
+        let peak = self.worker_peak(name, None);
+        let Some(worker) = self.workers.get(name) else {
+            return peak;
+        };
+        let variant = worker.params.variants.first();
+        let variant = variant.map(|variant| variant.name.as_str());
+        let learned = self.peaks.of(name, variant);
+        let start = learned.and_then(LearnedPeak::start_with_margin);
+        start.map_or(peak, |start| {
+            let rest = if worker.params.rest.auto {
+                Bytes::ZERO
+            } else {
+                worker.params.steady_of(variant)
+            };
+            start.max(rest).min(peak)
+        })
     }
 
     pub(super) fn configured_peak(&self, name: &str, variant: Option<&str>) -> Bytes {

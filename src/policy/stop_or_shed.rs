@@ -4,8 +4,9 @@
 //!    watermark; below the last watermark a busy one is asked too. A pinned one never is.
 //! 2. [`offer`]: a worker that reacts to pressure notifications is notified first, one with a smaller variant becomes
 //!    smaller, and only then is one stopped.
-//! 3. [`stop_cost`]: the price of a stop is the time to start it again, and an utterance where it is busy. Its weight is 64
-//!    times that of shedding from a holder of its class ([`Candidate::weight`]), so that the LLM sheds first.
+//! 3. [`stop_cost`]: the price of a stop is the time to start it again, more where that takes the memory again, and an
+//!    utterance where it is busy. Its weight is 64 times that of shedding from a holder of its class
+//!    ([`Candidate::weight`]), so that the LLM sheds first.
 //! 4. [`stops_for_what_is_owed`]: a stop is chosen for what is missing now. What a slope foretells comes from others.
 
 use std::time::Duration;
@@ -91,7 +92,7 @@ pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<
     if held == Bytes::ZERO {
         return None; // it holds a lease of its own, and is asked by that
     }
-    let reload = micros(worker.params.start.reload);
+    let reload = micros(worker.reload());
     if worker.requests == 0
         && let Some(smaller) = worker.smaller_variant(held)
     {
@@ -110,7 +111,9 @@ pub(super) fn offer(state: &State, worker: &Worker, purpose: Purpose) -> Option<
     if state.workers.is_any_stopping() {
         return None;
     }
-    let cost_us = stop_cost(worker, state.now.saturating_since(worker.idle_since));
+    let lasting = held.saturating_sub(state.start_least(&name));
+    let idle = state.now.saturating_since(worker.idle_since);
+    let cost_us = stop_cost(worker, idle, (held, lasting));
     Some(Candidate::whole(
         Source::WorkerStop { worker: name },
         class,
@@ -141,7 +144,7 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
     };
     let bytes = has.saturating_sub(least);
     // The memory that it can spare is of some use to it: less than a smaller variant would cost.
-    let now_us = micros(worker.params.start.reload) / 4;
+    let now_us = micros(worker.reload()) / 4;
     let cost_us = now_us.saturating_add(state.engine.speed().reading_us(bytes));
     let source = Source::WorkerNotified {
         worker: name.clone(),
@@ -149,13 +152,14 @@ fn notification(state: &State, worker: &Worker, purpose: Purpose) -> Option<Cand
     (bytes > Bytes::ZERO).then(|| Candidate::whole(source, class, bytes, cost_us))
 }
 
-/// The cost of stopping a worker to its user, µs.
-fn stop_cost(worker: &Worker, idle: Duration) -> u64 {
+/// The cost of stopping a worker to its user, µs; of what it has `held`, `lasting` bytes stay free when it is started again.
+fn stop_cost(worker: &Worker, idle: Duration, (held, lasting): (Bytes, Bytes)) -> u64 {
     let now_us = if worker.requests > 0 { BUSY_STOP_US } else { 0 };
     // One that has been idle for long is not likely to be missed soon.
-    let undo_us =
-        micros(worker.params.start.reload).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs()));
-    now_us.saturating_add(undo_us)
+    let undo_us = micros(worker.reload()).saturating_mul(1 + IDLE_LONG_S / (1 + idle.as_secs()));
+    // Of two that are as dear to start, the one that has grown since its start is the better to stop.
+    let times = held.get() / lasting.get().max(1);
+    now_us.saturating_add(undo_us.saturating_mul(times.clamp(1, LASTING_LEAST)))
 }
 
 /// Leaves only those stops among the candidates that are chosen for what is `owed`, what is missing below the watermark.
@@ -181,6 +185,8 @@ pub(super) fn stops_for_what_is_owed(candidates: &mut Vec<Candidate>, owed: Byte
 
 /// Stopping a worker in the middle of its work costs its user an utterance.
 const BUSY_STOP_US: u64 = 10_000_000;
+/// A stop of which less than this part lasts costs no more. Our choice.
+const LASTING_LEAST: u64 = 8;
 /// After this many seconds of idleness a stop costs only the start.
 const IDLE_LONG_S: u64 = 60;
 

@@ -55,6 +55,9 @@ pub(super) struct Worker {
     pub(super) last_death: Option<DeathSummary>,
     #[serde(default)]
     returns: Returns,
+    /// How long its last start took.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    took: Option<Duration>,
 }
 
 /// How often a worker that was stopped to make room was wanted again at once.
@@ -127,6 +130,7 @@ impl Worker {
             history: WorkerHistory::default(),
             last_death: None,
             returns: Returns::default(),
+            took: None,
             params: params.clone(),
         }
     }
@@ -384,6 +388,7 @@ impl Worker {
     pub(super) fn answered(&mut self, pid: u32, now: Timestamp) -> Option<Duration> {
         let took = self.run_mut()?.answered(pid, now)?;
         self.idle_since = now;
+        self.took = Some(took);
         if let Some(shed_at) = self.returns.shed_at.take() {
             let soon = now.saturating_since(shed_at) < RETURN_SOON;
             self.returns.in_a_row = if soon {
@@ -394,6 +399,11 @@ impl Worker {
         }
         self.restart.ready(now);
         Some(took)
+    }
+
+    /// How long a start takes: as long as the last one did.
+    pub(super) fn reload(&self) -> Duration {
+        self.took.unwrap_or(self.params.start.reload)
     }
 
     /// Its process has died; its exit follows.

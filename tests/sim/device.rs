@@ -165,6 +165,7 @@ pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
         variant: None,
         bytes: device.params.budget.bytes(),
         lives: 1,
+        start: None,
         model: None,
     };
     device.params.peaks = std::iter::once(seen).collect();

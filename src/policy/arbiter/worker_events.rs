@@ -131,7 +131,7 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
         AfterExit::Restarts => worker_orders::start_again_at_once(cx, name),
         AfterExit::Shed { restarts_if_fits } => {
             cx.note_reclaimed(freed, true);
-            if restarts_if_fits && cx.state.worker_peak(name, None) <= cx.state.ledger.free() {
+            if restarts_if_fits && cx.state.start_least(name) <= cx.state.ledger.free() {
                 worker_orders::start_again_at_once(cx, name);
             }
         }

@@ -61,7 +61,7 @@ pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
 /// Starts a worker that has just ended in order to be started again, before its memory is granted to another
 /// holder.
 pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
-    if cx.state.draining || cx.state.worker_peak(name, None) > cx.state.ledger.free() {
+    if cx.state.draining || cx.state.start_least(name) > cx.state.ledger.free() {
         want(cx, name);
         return;
     }
@@ -69,10 +69,12 @@ pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
     start(cx, name, id);
 }
 
-/// Starts a worker; the caller has made sure that its peak fits.
+/// Starts a worker; the caller has made sure that the least it needs fits.
 pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
     cx.record.noted += 1;
     let peak = cx.state.worker_peak(name, None);
+    let spare = cx.state.ledger.free().min(peak);
+    let peak = cx.state.start_least(name).max(spare);
     if !book(cx, name, id, peak) {
         want(cx, name);
         return;

@@ -196,6 +196,7 @@ fn learned(holder: &str, peak: u64) -> Peaks {
         variant: None,
         bytes: mib(peak),
         lives: 1,
+        start: None,
         model: None,
     })
     .collect()

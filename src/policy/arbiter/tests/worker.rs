@@ -5,6 +5,7 @@ use crate::{
     death::{DeathCertificate, DeathClass, DeathMemory, DeathVerdict},
     decision::{AdmissionDecision, WorkerDecision},
     params::VariantParams,
+    peaks::LearnedPeak,
     pressure::PressureLevel,
     reason::StopReason,
     snapshot::WorkerState::{BackingOff, Degraded, Ready, Stopped},
@@ -554,4 +555,31 @@ fn each_variant_has_a_peak_of_its_own() {
     rig.pass(1000);
     assert!(rig.starts("asr"), "{:#?}", rig.actions);
     assert_eq!(rig.held("asr"), configured);
+}
+
+#[test]
+fn a_worker_whose_requests_take_much_is_started_with_what_its_starts_take() {
+    let mut params = params();
+    params.workers = vec![by_hand("tts", 100)];
+    let learned = |start| LearnedPeak {
+        holder: "tts".to_owned(),
+        variant: None,
+        bytes: mib(290),
+        lives: 4,
+        start,
+        model: None,
+    };
+    for (start, starts) in [(None, false), (Some(mib(120)), true)] {
+        let mut params = params.clone();
+        params.peaks = std::iter::once(learned(start)).collect();
+        let mut rig = Rig::sampled(params);
+        rig.request("camera", Class::AudioRealtime, 180, 180, 0);
+        rig.granted();
+        rig.wanted("tts");
+        assert_eq!(rig.starts("tts"), starts, "{start:?}: {:#?}", rig.actions);
+        if starts {
+            // All that is free of its peak, and no less than 1.1 times what a start took.
+            assert_eq!(rig.held("tts"), mib(220));
+        }
+    }
 }
