@@ -303,3 +303,18 @@ pub struct Usage {
     /// Tokens of its context that were dropped while it was given, the oldest behind those that stay.
     pub dropped_tokens: Tokens,
 }
+
+impl Usage {
+    /// Of two answers together.
+    #[must_use]
+    pub fn and(self, other: Self) -> Self {
+        let sum = |one: Tokens, other: Tokens| Tokens::new(one.get().saturating_add(other.get()));
+        Self {
+            prompt_tokens: sum(self.prompt_tokens, other.prompt_tokens),
+            cached_tokens: sum(self.cached_tokens, other.cached_tokens),
+            completion_tokens: sum(self.completion_tokens, other.completion_tokens),
+            kv_type: self.kv_type.min(other.kv_type),
+            dropped_tokens: sum(self.dropped_tokens, other.dropped_tokens),
+        }
+    }
+}

@@ -8,7 +8,11 @@
 //!                      kept alive after every second of silence
 //! ```
 
-use std::{collections::VecDeque, time::Instant};
+use std::{
+    collections::VecDeque,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::{
     Json,
@@ -47,12 +51,22 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn part(&mut self, part: AnswerPart) -> Vec<Payload>;
     /// The tokens of prompt and answer, before the end of a stream whose request wants them.
     fn context(&mut self, _tokens: Vec<u32>) {}
+    /// The end of an answer in a stream that has another one behind it.
+    fn next(&mut self, _reason: FinishReason, _usage: Usage) -> Vec<Payload> {
+        Vec::new()
+    }
     /// The end of a stream.
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload>;
     /// The end of a stream that cannot be completed.
     fn fail(&mut self, fault: &Fault) -> Vec<Payload>;
+    /// An answer in one piece that has another one behind it.
+    fn keep(&mut self, _said: Said, _reason: FinishReason, _usage: Usage) {}
     /// The answer in one piece.
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value;
+    /// A fault, with its field named as the API has it.
+    fn named(&self, fault: Fault) -> Fault {
+        fault
+    }
     /// What keeps a stream of lines alive; streams of events have comments.
     fn silence(&self) -> Option<Payload> {
         None
@@ -63,7 +77,7 @@ pub(super) trait Writer: Send + Sized + 'static {
 ///
 /// # Errors
 /// 404 when there is none.
-pub(super) fn llm(api: &Api) -> Result<std::sync::Arc<dyn ChatBackend>, Fault> {
+pub(super) fn llm(api: &Api) -> Result<Arc<dyn ChatBackend>, Fault> {
     api.backends().chat.clone().ok_or_else(|| {
         Fault::from(Refusal::NotConfigured {
             act: ACT.to_owned(),
@@ -130,31 +144,63 @@ pub(super) async fn answer<W: Writer>(
     writer: W,
     began: Instant,
 ) -> Result<Response, Fault> {
+    answer_all(api, (request, VecDeque::new()), writer, began).await
+}
+
+/// Answers requests one after the other, as parts of one answer that comes as the first of them wants it.
+///
+/// # Errors
+/// What is known before the first byte.
+pub(super) async fn answer_all<W: Writer>(
+    api: Api,
+    (first, rest): Requests,
+    mut writer: W,
+    began: Instant,
+) -> Result<Response, Fault> {
     let backend = llm(&api)?;
-    let meta = request.meta.clone();
-    let streamed = request.streamed;
-    let seed = request
+    let meta = first.meta.clone();
+    let streamed = first.streamed;
+    let seed = first
         .sampling
         .asked
         .seed
         .map(|seed| [(SEED, HeaderValue::from(seed))]);
-    let hold = held_for_memory(&api, &meta);
-    let mut admission: Admission = Box::pin(async move {
-        admitted(&*backend, request, hold, |refusal, _| is_of_memory(refusal)).await
-    });
+    let mut asked = Asked {
+        backend,
+        requests: rest,
+        hold: held_for_memory(&api, &meta),
+        api,
+    };
+    let mut running = (asked.admission(first), began);
     if !streamed {
-        let (said, reason, usage) =
-            collected(Generation::new(admission.await?, began, &api)).await?;
-        return Ok((seed, Json(writer.whole(said, reason, usage))).into_response());
+        loop {
+            let (admission, began) = running;
+            let answered =
+                async { collected(Generation::new(admission.await?, began, &asked.api)).await };
+            let (said, reason, usage) = answered
+                .await
+                .map_err(|refusal| writer.named(refusal.into()))?;
+            match asked.next() {
+                Some(next) => {
+                    writer.keep(said, reason, usage);
+                    running = next;
+                }
+                None => return Ok((seed, Json(writer.whole(said, reason, usage))).into_response()),
+            }
+        }
     }
-    let limits = api.limits().clone();
+    let limits = asked.api.limits().clone();
+    let (mut admission, began) = running;
     let stage = match timeout(admission_patience(&meta, &limits), &mut admission).await {
-        Ok(admitted) => Stage::Running(Generation::new(admitted?, began, &api)),
+        Ok(admitted) => {
+            let events = admitted.map_err(|refusal| writer.named(refusal.into()))?;
+            Stage::Running(Generation::new(events, began, &asked.api))
+        }
         // too late for a status code: keep the client from giving up, and tell it in the stream
-        Err(_elapsed) => Stage::Admitting(admission, began, api),
+        Err(_elapsed) => Stage::Admitting(admission, began),
     };
     let silence = writer.silence();
-    let payloads = payloads(stage, writer);
+    let payloads = payloads(stage, asked, writer);
     let response = match silence {
         None => sse(payloads.map(Ok), &meta, &limits),
         Some(silence) => lines(payloads, silence, &meta, &limits),
@@ -162,12 +208,40 @@ pub(super) async fn answer<W: Writer>(
     Ok((seed, response).into_response())
 }
 
+/// The request that says how an answer comes, and those that are answered behind it.
+pub(super) type Requests = (ChatRequest, VecDeque<ChatRequest>);
+
 /// A request that is being admitted.
 type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
 
+/// Requests that are answered one after the other.
+struct Asked {
+    api: Api,
+    backend: Arc<dyn ChatBackend>,
+    /// Those that are still to be answered.
+    requests: VecDeque<ChatRequest>,
+    /// How long each waits for memory that is short.
+    hold: Duration,
+}
+
+impl Asked {
+    fn admission(&self, request: ChatRequest) -> Admission {
+        let (backend, hold) = (Arc::clone(&self.backend), self.hold);
+        Box::pin(async move {
+            admitted(&*backend, request, hold, |refusal, _| is_of_memory(refusal)).await
+        })
+    }
+
+    /// The next request, from now on.
+    fn next(&mut self) -> Option<(Admission, Instant)> {
+        let request = self.requests.pop_front()?;
+        Some((self.admission(request), Instant::now()))
+    }
+}
+
 /// Where a streamed answer is.
 enum Stage {
-    Admitting(Admission, Instant, Api),
+    Admitting(Admission, Instant),
     Running(Generation),
     Done,
 }
@@ -175,14 +249,16 @@ enum Stage {
 /// A streamed answer: its payloads, one after the other.
 struct Streamed<W> {
     stage: Stage,
+    asked: Asked,
     writer: W,
     begun: bool,
     queue: VecDeque<Payload>,
 }
 
-fn payloads<W: Writer>(stage: Stage, writer: W) -> BoxStream<'static, Payload> {
+fn payloads<W: Writer>(stage: Stage, asked: Asked, writer: W) -> BoxStream<'static, Payload> {
     let streamed = Streamed {
         stage,
+        asked,
         writer,
         begun: false,
         queue: VecDeque::new(),
@@ -201,8 +277,8 @@ impl<W: Writer> Streamed<W> {
                 return Some(payload);
             }
             self.stage = match std::mem::replace(&mut self.stage, Stage::Done) {
-                Stage::Admitting(admission, began, api) => match admission.await {
-                    Ok(events) => Stage::Running(Generation::new(events, began, &api)),
+                Stage::Admitting(admission, began) => match admission.await {
+                    Ok(events) => Stage::Running(Generation::new(events, began, &self.asked.api)),
                     Err(refusal) => self.fail(refusal),
                 },
                 Stage::Running(mut generation) => {
@@ -238,8 +314,17 @@ impl<W: Writer> Streamed<W> {
             }
             ChatEvent::Finished { reason, usage } => {
                 self.begin(usage);
-                self.queue.extend(self.writer.end(reason, usage));
-                Stage::Done
+                match self.asked.next() {
+                    Some((admission, began)) => {
+                        self.begun = false;
+                        self.queue.extend(self.writer.next(reason, usage));
+                        Stage::Admitting(admission, began)
+                    }
+                    None => {
+                        self.queue.extend(self.writer.end(reason, usage));
+                        Stage::Done
+                    }
+                }
             }
             ChatEvent::Failed(refusal) => self.fail(refusal),
         }
@@ -252,7 +337,7 @@ impl<W: Writer> Streamed<W> {
     }
 
     fn fail(&mut self, refusal: Refusal) -> Stage {
-        let fault = Fault::from(refusal);
+        let fault = self.writer.named(refusal.into());
         tracing::warn!(
             reason = fault.message(),
             "an answer failed after its first byte"

@@ -1,6 +1,6 @@
 //! `POST /v1/completions`: text that goes on, without the model's template.
 
-use std::time::Instant;
+use std::{collections::VecDeque, time::Instant};
 
 use axum::{
     Extension,
@@ -11,7 +11,7 @@ use serde::Deserialize;
 use serde_json::{Map, Value, json};
 
 use super::{
-    answer::{Writer, answer, read_json},
+    answer::{Requests, Writer, answer_all, read_json},
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
@@ -23,6 +23,7 @@ use super::{
     sampling::{SamplingDialect, SamplingFields},
     stream::{Payload, ignored_header},
 };
+use cotenant_units::Tokens;
 
 /// `POST /v1/completions`.
 pub(super) async fn completions(
@@ -38,18 +39,19 @@ pub(super) async fn completions(
         .stream_options
         .as_ref()
         .and_then(|options| options.include_usage);
-    let (request, echo) = wire.into_request(meta, model.clone())?;
+    let (requests, echoes) = wire.into_requests(meta, model.clone())?;
     let writer = CompletionWriter {
         id: api.fresh_id("cmpl-"),
         created: unix_seconds(),
         fingerprint: fingerprint(&api, &model),
         model,
         include_usage: include_usage == Some(true),
-        echo,
+        echoes,
+        choices: Vec::new(),
+        index: 0,
+        usage: Usage::default(),
     };
-    let answered = answer(api, request, writer, began)
-        .await
-        .input_named("prompt")?;
+    let answered = answer_all(api, requests, writer, began).await?;
     Ok((ignored, answered).into_response())
 }
 
@@ -104,12 +106,12 @@ impl WireRequest {
         ])
     }
 
-    /// The request in plain values, and the text that goes before the answer.
-    fn into_request(
+    /// A request for each prompt, in plain values, and the text that goes before each answer.
+    fn into_requests(
         self,
-        meta: RequestMeta,
+        mut meta: RequestMeta,
         model: String,
-    ) -> Result<(ChatRequest, String), Fault> {
+    ) -> Result<(Requests, Vec<String>), Fault> {
         for (field, number) in [("n", self.n), ("best_of", self.best_of)] {
             if let Some(number) = number.filter(|number| number.get() != 1) {
                 return Err(Fault::invalid(
@@ -142,18 +144,24 @@ impl WireRequest {
             ("json_schema", &self.json_schema),
             ("structured_outputs", &self.structured_outputs),
         ])?;
-        let prompt = one_prompt(self.prompt)?;
-        let echo = match (self.echo, &prompt) {
-            (Some(true), Prompt::Text(text)) => text.clone(),
-            (Some(true), _) => {
-                return Err(Fault::invalid(
-                    "echo",
-                    true,
-                    "is not supported for a prompt of tokens",
-                ));
-            }
-            _ => String::new(),
+        let mut prompts: VecDeque<Prompt> = prompts(self.prompt)?.into();
+        let streamed = self.stream == Some(true);
+        // An answer in one piece is complete when the last prompt is answered: each has its part of the client's patience.
+        let parts = u32::try_from(prompts.len()).unwrap_or(u32::MAX).max(1);
+        meta.patience = match meta.patience {
+            Some(patience) if !streamed => Some(patience / parts),
+            patience => patience,
         };
+        let echo = |prompt: &Prompt| match prompt {
+            Prompt::Text(text) if self.echo == Some(true) => Ok(text.clone()),
+            _ if self.echo == Some(true) => Err(Fault::invalid(
+                "echo",
+                true,
+                "is not supported for a prompt of tokens: send it as text",
+            )),
+            _ => Ok(String::new()),
+        };
+        let echoes = prompts.iter().map(echo).collect::<Result<_, Fault>>()?;
         let sampling = SamplingFields {
             temperature: self.temperature,
             top_p: self.top_p,
@@ -164,53 +172,72 @@ impl WireRequest {
             repeat_penalty: self.repetition_penalty.or(self.repeat_penalty),
             seed: self.seed,
         };
-        let request = ChatRequest {
+        let max_tokens = match self.max_tokens {
+            Some(none) if none.get() == 0 => Some(Tokens::ZERO),
+            tokens => answer_limit("max_tokens", tokens)?,
+        };
+        let first = ChatRequest {
             meta,
             model,
-            prompt,
-            max_tokens: answer_limit("max_tokens", self.max_tokens)?,
+            prompt: prompts.pop_front().unwrap_or_default(),
+            max_tokens,
             sampling: SamplingDialect::OPENAI.read(&sampling)?,
             stop: stop_texts("stop", self.stop, OPENAI_STOP_TEXTS)?,
-            streamed: self.stream == Some(true),
+            streamed,
             ..ChatRequest::default()
         };
-        Ok((request, echo))
+        let rest = prompts.into_iter().zip(1..).map(|(prompt, place)| {
+            let mut request = ChatRequest {
+                prompt,
+                ..first.clone()
+            };
+            // Equal prompts have answers of their own.
+            let seed = &mut request.sampling.asked.seed;
+            *seed = seed.map(|seed| seed.wrapping_add(place));
+            request
+        });
+        let rest = rest.collect();
+        Ok(((first, rest), echoes))
     }
 }
 
-/// The prompt: a text, tokens, or a list of one of them.
-fn one_prompt(prompt: Value) -> Result<Prompt, Fault> {
+/// The prompts: one, or a list of them.
+fn prompts(field: Value) -> Result<Vec<Prompt>, Fault> {
+    match field {
+        Value::Array(list) if list.len() > PROMPTS_MAX && !list.iter().all(Value::is_number) => {
+            Err(Fault::invalid(
+                "prompt",
+                format!("{} prompts", list.len()),
+                format!("is above the limit of {PROMPTS_MAX}: send the rest in further requests"),
+            ))
+        }
+        Value::Array(list) if !list.iter().all(Value::is_number) => {
+            let named = list.into_iter().enumerate();
+            named
+                .map(|(index, prompt)| prompt_of(&format!("prompt[{index}]"), prompt))
+                .collect()
+        }
+        one => Ok(vec![prompt_of("prompt", one)?]),
+    }
+}
+
+/// A prompt: a text, or tokens.
+fn prompt_of(field: &str, prompt: Value) -> Result<Prompt, Fault> {
     match prompt {
-        Value::String(text) if text.is_empty() => Err(Fault::invalid("prompt", text, "is empty")),
+        Value::String(text) if text.is_empty() => Err(Fault::invalid(field, text, "is empty")),
         Value::String(text) => Ok(Prompt::Text(text)),
-        Value::Array(list) if list.is_empty() => Err(Fault::invalid("prompt", "[]", "is empty")),
+        Value::Array(list) if list.is_empty() => Err(Fault::invalid(field, "[]", "is empty")),
         Value::Array(list) if list.iter().all(Value::is_number) => {
             let token = |token: Value| {
                 let number = Whole::of(&token).and_then(Whole::to);
-                number.ok_or_else(|| Fault::invalid("prompt", token, "is not a token"))
+                number.ok_or_else(|| Fault::invalid(field, token, "is not a token"))
             };
             Ok(Prompt::Tokens(
                 list.into_iter().map(token).collect::<Result<_, Fault>>()?,
             ))
         }
-        Value::Array(list) if list.len() > 1 => Err(Fault::invalid(
-            "prompt",
-            format!("{} prompts", list.len()),
-            "is above the limit of 1: one answer per request",
-        )),
-        Value::Array(list) => match list.into_iter().next() {
-            Some(prompt @ Value::String(_)) => one_prompt(prompt),
-            Some(Value::Array(tokens)) if tokens.iter().all(Value::is_number) => {
-                one_prompt(Value::Array(tokens))
-            }
-            other => Err(Fault::invalid(
-                "prompt",
-                other.unwrap_or_default(),
-                "is neither a text nor a list of tokens",
-            )),
-        },
         other => Err(Fault::invalid(
-            "prompt",
+            field,
             other,
             "is neither a text nor a list of tokens",
         )),
@@ -224,14 +251,28 @@ struct CompletionWriter {
     fingerprint: String,
     model: String,
     include_usage: bool,
-    /// What goes before the answer.
-    echo: String,
+    /// What goes before each answer.
+    echoes: Vec<String>,
+    /// Answers that are complete, where they come in one piece.
+    choices: Vec<Value>,
+    /// The place of the prompt that is answered.
+    index: usize,
+    /// What the answers took so far.
+    usage: Usage,
 }
 
 impl CompletionWriter {
-    fn text(&self, text: &str, reason: Option<FinishReason>) -> Map<String, Value> {
-        let reason = reason.map(reason_text);
-        self.object(&json!([{"text": text, "index": 0, "logprobs": null, "finish_reason": reason}]))
+    fn choice(&self, text: &str, reason: Option<FinishReason>) -> Value {
+        json!({"text": text, "index": self.index, "logprobs": null, "finish_reason": reason.map(reason_text)})
+    }
+
+    fn text(&self, text: &str, reason: Option<FinishReason>) -> Payload {
+        self.chunk(self.object(&json!([self.choice(text, reason)])), None)
+    }
+
+    /// What goes before the answer.
+    fn echo(&self) -> &str {
+        self.echoes.get(self.index).map_or("", String::as_str)
     }
 
     fn object(&self, choices: &Value) -> Map<String, Value> {
@@ -259,21 +300,28 @@ impl CompletionWriter {
 
 impl Writer for CompletionWriter {
     fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
-        vec![self.chunk(self.text(&self.echo, None), None)]
+        vec![self.text(self.echo(), None)]
     }
 
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
         match part {
-            AnswerPart::Text(text) => vec![self.chunk(self.text(&text, None), None)],
+            AnswerPart::Text(text) => vec![self.text(&text, None)],
             // without a template there are neither thoughts nor tools
             AnswerPart::Reasoning(_) | AnswerPart::ToolCall { .. } => Vec::new(),
         }
     }
 
+    fn next(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
+        let ended = self.text("", Some(reason));
+        self.usage = self.usage.and(usage);
+        self.index += 1;
+        vec![ended]
+    }
+
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
-        let mut payloads = vec![self.chunk(self.text("", Some(reason)), None)];
+        let mut payloads = self.next(reason, usage);
         if self.include_usage {
-            payloads.push(self.chunk(self.object(&json!([])), Some(usage)));
+            payloads.push(self.chunk(self.object(&json!([])), Some(self.usage)));
         }
         payloads.push(Payload::done());
         payloads
@@ -283,9 +331,27 @@ impl Writer for CompletionWriter {
         vec![Payload::from(&fault.to_json())]
     }
 
-    fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
-        let mut object = self.text(&(self.echo.clone() + &said.text), Some(reason));
-        object.insert("usage".to_owned(), usage_json(usage));
+    fn keep(&mut self, said: Said, reason: FinishReason, usage: Usage) {
+        let choice = self.choice(&format!("{}{}", self.echo(), said.text), Some(reason));
+        self.choices.push(choice);
+        self.usage = self.usage.and(usage);
+        self.index += 1;
+    }
+
+    fn whole(mut self, said: Said, reason: FinishReason, usage: Usage) -> Value {
+        self.keep(said, reason, usage);
+        let mut object = self.object(&json!(self.choices));
+        object.insert("usage".to_owned(), usage_json(self.usage));
         Value::Object(object)
     }
+
+    fn named(&self, fault: Fault) -> Fault {
+        match self.echoes.len() {
+            1 => fault.input_named("prompt"),
+            _ => fault.input_named(&format!("prompt[{}]", self.index)),
+        }
+    }
 }
+
+/// Our choice: they are answered one after the other, in one place among the requests in flight.
+const PROMPTS_MAX: usize = 64;

@@ -120,17 +120,21 @@ pub(super) trait InputNamed {
     fn input_named(self, field: &str) -> Self;
 }
 
+impl InputNamed for Fault {
+    fn input_named(mut self, field: &str) -> Self {
+        if self.param.as_deref() == Some(CONVERSATION) {
+            self.param = Some(field.to_owned());
+            if let Some(rest) = self.message.strip_prefix(CONVERSATION) {
+                self.message = format!("{field}{rest}");
+            }
+        }
+        self
+    }
+}
+
 impl<T> InputNamed for Result<T, Fault> {
     fn input_named(self, field: &str) -> Self {
-        self.map_err(|mut fault| {
-            if fault.param.as_deref() == Some(CONVERSATION) {
-                fault.param = Some(field.to_owned());
-                if let Some(rest) = fault.message.strip_prefix(CONVERSATION) {
-                    fault.message = format!("{field}{rest}");
-                }
-            }
-            fault
-        })
+        self.map_err(|fault| fault.input_named(field))
     }
 }
 

@@ -329,20 +329,106 @@ async fn a_completion_goes_on_with_a_text_without_a_template() {
     assert_eq!(asked.prompt, Prompt::Tokens(vec![1, 2]));
 
     for (more, param) in [
-        (json!({"prompt": ["a", "b"]}), "prompt"),
+        (json!({"prompt": vec!["a"; 65]}), "prompt"),
+        (json!({"prompt": ["a", ""]}), "prompt[1]"),
+        (json!({"prompt": ["a", 7]}), "prompt[1]"),
+        (json!({"prompt": []}), "prompt"),
         (json!({"prompt": ""}), "prompt"),
         (json!({"prompt": [-1]}), "prompt"),
-        (json!({"prompt": [["a"]]}), "prompt"),
+        (json!({"prompt": [["a"]]}), "prompt[0]"),
         (json!({"prompt": 7}), "prompt"),
         (json!({"logprobs": 0}), "logprobs"),
         (json!({"suffix": "x"}), "suffix"),
         (json!({"best_of": 2}), "best_of"),
         (json!({"prompt": [1], "echo": true}), "echo"),
-        (json!({"max_tokens": 0}), "max_tokens"),
+        (json!({"max_tokens": -2}), "max_tokens"),
     ] {
         let answer = post_json(open.address, path, &body(more.clone())).await;
         assert_eq!(answer.json()["error"]["param"], param, "{more}");
     }
+}
+
+#[tokio::test]
+async fn each_prompt_of_a_request_has_its_choice_in_order() {
+    let open = open().await;
+    let path = "/v1/completions";
+    let texts = json!({"model": "tiny", "prompt": ["one", "two", "two"], "echo": true, "seed": 7});
+    let answered = post_json(open.address, path, &texts).await.json();
+    let said = |index: usize, text: &str| json!({"text": text, "index": index, "logprobs": null, "finish_reason": "stop"});
+    assert_eq!(
+        answered["choices"],
+        json!([
+            said(0, "oneIt is done."),
+            said(1, "twoIt is done."),
+            said(2, "twoIt is done.")
+        ])
+    );
+    assert_eq!(
+        answered["usage"],
+        json!({
+            "prompt_tokens": 36, "completion_tokens": 9, "total_tokens": 45,
+            "prompt_tokens_details": {"cached_tokens": 24},
+        })
+    );
+    let asked: Vec<_> = open.script.chats.lock().unwrap().drain(..).collect();
+    let seeds: Vec<_> = asked.iter().map(|chat| chat.sampling.asked.seed).collect();
+    assert_eq!(
+        seeds,
+        [Some(7), Some(8), Some(9)],
+        "equal prompts may differ"
+    );
+
+    let tokens = json!({
+        "model": "tiny", "prompt": [[1, 2], [3]], "stream": true, "stream_options": {"include_usage": true}, "max_tokens": -1,
+    });
+    let (mut payloads, _) = post_json(open.address, path, &tokens).await.events();
+    assert_eq!(payloads.pop().as_deref(), Some("[DONE]"));
+    let chunks: Vec<Value> = payloads
+        .iter()
+        .map(|payload| serde_json::from_str(payload).unwrap())
+        .collect();
+    let mut streamed = [String::new(), String::new()];
+    let mut ends = Vec::new();
+    for choice in chunks
+        .iter()
+        .flat_map(|chunk| chunk["choices"].as_array().unwrap())
+    {
+        let index = usize::try_from(choice["index"].as_u64().unwrap()).unwrap();
+        streamed[index].push_str(choice["text"].as_str().unwrap());
+        if choice["finish_reason"] == "stop" {
+            ends.push(index);
+        }
+    }
+    assert_eq!(
+        (streamed, ends),
+        (["It is done."; 2].map(str::to_owned), vec![0, 1])
+    );
+    assert_eq!(chunks.last().unwrap()["usage"]["total_tokens"], 30);
+    let asked: Vec<_> = open.script.chats.lock().unwrap().drain(..).collect();
+    let prompts: Vec<_> = asked.iter().map(|chat| &chat.prompt).collect();
+    assert_eq!(
+        prompts,
+        [&Prompt::Tokens(vec![1, 2]), &Prompt::Tokens(vec![3])]
+    );
+    assert!(asked.iter().all(|chat| chat.max_tokens.is_none()));
+
+    open.script
+        .refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
+            model: "tiny".to_owned(),
+            prompt: cotenant::units::Tokens::new(9000),
+            limit: cotenant::units::Tokens::new(4096),
+        }]);
+    let refused = post_json(open.address, path, &texts).await;
+    assert_eq!(
+        (refused.status, refused.json()["error"]["param"].clone()),
+        (400, json!("prompt[0]"))
+    );
+
+    // As OpenAI has it: nothing is generated.
+    let none = json!({"model": "tiny", "prompt": "once", "max_tokens": 0});
+    assert_eq!(post_json(open.address, path, &none).await.status, 200);
+    let asked = open.script.chats.lock().unwrap().pop().unwrap();
+    assert_eq!(asked.max_tokens, Some(cotenant::units::Tokens::ZERO));
 }
 
 #[tokio::test]
