@@ -1,7 +1,7 @@
 //! Parser of OpenAI's chat completion requests.
 //!
-//! Unknown fields are ignored. Fields that are known, harmless and not honoured are ignored too, and named in the
-//! header `x-cotenant-ignored`; fields that would change what the answer *is* are refused.
+//! Fields that no code reads are ignored, and named in the header `x-cotenant-ignored` unless they are harmless; those that would
+//! change what the answer *is* are refused.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -11,6 +11,7 @@ use super::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
     fault::Fault,
+    fields::{not_honoured, one_answer, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -37,22 +38,12 @@ pub(super) struct WireRequest {
     response_format: Option<Value>,
     frequency_penalty: Option<f64>,
     presence_penalty: Option<f64>,
-    logit_bias: Option<Value>,
     top_k: Option<Whole>,
-    audio: Option<Value>,
-    function_call: Option<Value>,
-    functions: Option<Value>,
     min_p: Option<f64>,
-    modalities: Option<Value>,
-    prediction: Option<Value>,
-    reasoning_effort: Option<Value>,
     /// As llama.cpp calls it.
     repeat_penalty: Option<f64>,
     /// As vLLM calls it.
     repetition_penalty: Option<f64>,
-    verbosity: Option<Value>,
-    web_search_options: Option<Value>,
-    logprobs: Option<bool>,
     chat_template_kwargs: Option<Map<String, Value>>,
     enable_thinking: Option<bool>,
     context_shift: Option<bool>,
@@ -60,13 +51,8 @@ pub(super) struct WireRequest {
     continue_final_message: Option<bool>,
     add_generation_prompt: Option<bool>,
     n_keep: Option<Whole>,
-    grammar: Option<Value>,
-    guided_choice: Option<Value>,
-    guided_grammar: Option<Value>,
-    guided_json: Option<Value>,
-    guided_regex: Option<Value>,
-    json_schema: Option<Value>,
-    structured_outputs: Option<Value>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -112,28 +98,8 @@ impl WireRequest {
     }
 
     /// Fields that the client set and that are not honoured.
-    pub(super) fn ignored(&self) -> Vec<&'static str> {
-        let text_alone = self
-            .modalities
-            .as_ref()
-            .is_some_and(|kinds| *kinds == json!(["text"]));
-        named([
-            ("audio", is_set(self.audio.as_ref())),
-            ("function_call", is_set(self.function_call.as_ref())),
-            ("functions", is_set(self.functions.as_ref())),
-            ("logit_bias", is_set(self.logit_bias.as_ref())),
-            (
-                "modalities",
-                is_set(self.modalities.as_ref()) && !text_alone,
-            ),
-            ("prediction", is_set(self.prediction.as_ref())),
-            ("reasoning_effort", is_set(self.reasoning_effort.as_ref())),
-            ("verbosity", is_set(self.verbosity.as_ref())),
-            (
-                "web_search_options",
-                is_set(self.web_search_options.as_ref()),
-            ),
-        ])
+    pub(super) fn ignored(&self) -> Vec<String> {
+        not_honoured("", &self.unknown)
     }
 
     /// The request in plain values.
@@ -145,29 +111,8 @@ impl WireRequest {
         meta: RequestMeta,
         model: String,
     ) -> Result<ChatRequest, Fault> {
-        if let Some(n) = self.n.filter(|n| n.get() != 1) {
-            return Err(Fault::invalid(
-                "n",
-                n,
-                "is not supported: one answer per request",
-            ));
-        }
-        if self.logprobs == Some(true) {
-            return Err(Fault::invalid(
-                "logprobs",
-                true,
-                "is not supported: probabilities are not kept",
-            ));
-        }
-        refuse_other_forms([
-            ("grammar", &self.grammar),
-            ("guided_choice", &self.guided_choice),
-            ("guided_grammar", &self.guided_grammar),
-            ("guided_json", &self.guided_json),
-            ("guided_regex", &self.guided_regex),
-            ("json_schema", &self.json_schema),
-            ("structured_outputs", &self.structured_outputs),
-        ])?;
+        one_answer("n", self.n)?;
+        refuse_unsupported(&self.unknown)?;
         let mut tools = checked_tools("tools", self.tools)?;
         let choice = ToolChoice::read(self.tool_choice.as_ref(), &tools)?;
         if choice == ToolChoice::None {
@@ -421,44 +366,6 @@ pub(super) fn at_least_one(field: &str, tokens: Option<Whole>) -> Result<Option<
         .transpose()
 }
 
-/// Whether a field says anything.
-pub(super) fn is_set(value: Option<&Value>) -> bool {
-    match value {
-        None | Some(Value::Null) => false,
-        Some(Value::Array(list)) => !list.is_empty(),
-        Some(Value::Object(map)) => !map.is_empty(),
-        Some(_) => true,
-    }
-}
-
-/// The names of those that are set.
-pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
-    let set = fields.into_iter().filter(|(_, set)| *set);
-    set.map(|(name, _)| name).collect()
-}
-
-/// Refuses the fields by which llama.cpp and vLLM ask for a form: without it the answer would be another one.
-pub(super) fn refuse_other_forms<const N: usize>(
-    fields: [(&str, &Option<Value>); N],
-) -> Result<(), Fault> {
-    let set = fields
-        .into_iter()
-        .find_map(|(field, value)| Some((field, value.as_ref().filter(|value| !value.is_null())?)));
-    match set {
-        None => Ok(()),
-        Some((field, value)) => {
-            let text = value
-                .as_str()
-                .map_or_else(|| value.to_string(), str::to_owned);
-            Err(Fault::invalid(
-                field,
-                text,
-                "is not supported: ask for a JSON schema by `response_format` of chat completions",
-            ))
-        }
-    }
-}
-
 /// The form that `response_format` asks for.
 fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
     let Some(mut format) = format.filter(|format| !format.is_null()) else {
@@ -623,7 +530,7 @@ mod tests {
             ignored(
                 json!({"min_p": 0.1, "verbosity": "low", "functions": [{"name": "f"}], "modalities": ["text", "audio"]})
             ),
-            ["functions", "modalities", "verbosity"]
+            ["verbosity", "functions", "modalities"]
         );
         let document = include_str!("../../docs/errors.md");
         let row = document

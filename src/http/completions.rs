@@ -15,8 +15,9 @@ use super::{
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
-    chat_wire::{OPENAI_STOP_TEXTS, answer_limit, is_set, named, refuse_other_forms, stop_texts},
+    chat_wire::{OPENAI_STOP_TEXTS, answer_limit, stop_texts},
     fault::{Fault, InputNamed as _},
+    fields::{not_honoured, one_answer, refuse_unsupported},
     generation::Said,
     models::{fingerprint, model_named},
     numbers::Whole,
@@ -34,7 +35,7 @@ pub(super) async fn completions(
     let began = Instant::now();
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, wire.model.as_deref())?;
-    let ignored = ignored_header(&wire.ignored());
+    let ignored = ignored_header(&not_honoured("", &wire.unknown));
     let include_usage = wire
         .stream_options
         .as_ref()
@@ -59,7 +60,6 @@ pub(super) async fn completions(
 struct WireRequest {
     model: Option<String>,
     prompt: Value,
-    suffix: Option<String>,
     max_tokens: Option<Whole>,
     temperature: Option<f64>,
     top_p: Option<f64>,
@@ -69,26 +69,16 @@ struct WireRequest {
     #[serde(default)]
     stream: Option<bool>,
     stream_options: Option<WireStreamOptions>,
-    logprobs: Option<Whole>,
     echo: Option<bool>,
     stop: Option<Value>,
     presence_penalty: Option<f64>,
     frequency_penalty: Option<f64>,
-    logit_bias: Option<Value>,
-    ignore_eos: Option<Value>,
     min_p: Option<f64>,
-    min_tokens: Option<Value>,
     repeat_penalty: Option<f64>,
     repetition_penalty: Option<f64>,
-    response_format: Option<Value>,
     seed: Option<Whole>,
-    grammar: Option<Value>,
-    guided_choice: Option<Value>,
-    guided_grammar: Option<Value>,
-    guided_json: Option<Value>,
-    guided_regex: Option<Value>,
-    json_schema: Option<Value>,
-    structured_outputs: Option<Value>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -97,53 +87,15 @@ struct WireStreamOptions {
 }
 
 impl WireRequest {
-    fn ignored(&self) -> Vec<&'static str> {
-        named([
-            ("ignore_eos", is_set(self.ignore_eos.as_ref())),
-            ("logit_bias", is_set(self.logit_bias.as_ref())),
-            ("min_tokens", is_set(self.min_tokens.as_ref())),
-            ("response_format", is_set(self.response_format.as_ref())),
-        ])
-    }
-
     /// A request for each prompt, in plain values, and the text that goes before each answer.
     fn into_requests(
         self,
         mut meta: RequestMeta,
         model: String,
     ) -> Result<(Requests, Vec<String>), Fault> {
-        for (field, number) in [("n", self.n), ("best_of", self.best_of)] {
-            if let Some(number) = number.filter(|number| number.get() != 1) {
-                return Err(Fault::invalid(
-                    field,
-                    number,
-                    "is not supported: one answer per request",
-                ));
-            }
-        }
-        if let Some(number) = self.logprobs {
-            return Err(Fault::invalid(
-                "logprobs",
-                number,
-                "is not supported: probabilities are not kept",
-            ));
-        }
-        if let Some(suffix) = self.suffix.filter(|suffix| !suffix.is_empty()) {
-            return Err(Fault::invalid(
-                "suffix",
-                suffix,
-                "is not supported: text is only added at the end",
-            ));
-        }
-        refuse_other_forms([
-            ("grammar", &self.grammar),
-            ("guided_choice", &self.guided_choice),
-            ("guided_grammar", &self.guided_grammar),
-            ("guided_json", &self.guided_json),
-            ("guided_regex", &self.guided_regex),
-            ("json_schema", &self.json_schema),
-            ("structured_outputs", &self.structured_outputs),
-        ])?;
+        one_answer("n", self.n)?;
+        one_answer("best_of", self.best_of)?;
+        refuse_unsupported(&self.unknown)?;
         let mut prompts: VecDeque<Prompt> = prompts(self.prompt)?.into();
         let streamed = self.stream == Some(true);
         // An answer in one piece is complete when the last prompt is answered: each has its part of the client's patience.

@@ -21,6 +21,7 @@ mod chat;
 mod chat_wire;
 mod completions;
 mod fault;
+mod fields;
 mod generation;
 mod hosts;
 mod limits;

@@ -9,8 +9,9 @@ use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
-    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, named, stop_texts},
+    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, stop_texts},
     fault::Fault,
+    fields::{is_set, named},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };

@@ -13,8 +13,9 @@ use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
-    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, is_set, sinks, stop_texts},
+    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, sinks, stop_texts},
     fault::Fault,
+    fields::{IGNORED_MAX, not_honoured, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -31,7 +32,6 @@ pub(super) struct WireRequest {
     // of generate
     prompt: Option<String>,
     system: Option<String>,
-    suffix: Option<String>,
     raw: Option<bool>,
     context: Option<Vec<Whole>>,
     images: Option<Vec<Value>>,
@@ -134,13 +134,6 @@ impl WireRequest {
         meta: RequestMeta,
         model: String,
     ) -> Result<Asked, Fault> {
-        if let Some(suffix) = self.suffix.take().filter(|suffix| !suffix.is_empty()) {
-            return Err(Fault::invalid(
-                "suffix",
-                suffix,
-                "is not supported: text is only added at the end",
-            ));
-        }
         refuse_images("images", self.images.as_deref())?;
         let system = self.system.take().filter(|text| !text.is_empty());
         let prompt = self.prompt.take().filter(|text| !text.is_empty());
@@ -198,6 +191,7 @@ impl WireRequest {
         model: String,
         prompt: Option<Prompt>,
     ) -> Result<Asked, Fault> {
+        refuse_unsupported(&self.unknown)?;
         let options = self.options.unwrap_or_default();
         let unknown = [("", &self.unknown), ("options.", &options.unknown)];
         let mut ignored: Vec<String> = unknown
@@ -278,20 +272,6 @@ impl WireRequest {
             ignored,
         })
     }
-}
-
-/// Names of fields that no code reads, as far as a header can carry them: they are the client's own words.
-fn not_honoured(place: &str, fields: &Map<String, Value>) -> impl Iterator<Item = String> {
-    let nameable = |name: &str| {
-        name.len() <= IGNORED_NAME_MAX
-            && name
-                .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
-    };
-    let set = fields
-        .iter()
-        .filter(move |(name, value)| nameable(name) && is_set(Some(value)));
-    set.map(move |(name, _)| format!("{place}{name}"))
 }
 
 impl WireMessage {
@@ -394,12 +374,6 @@ fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
         Some(other) => Err(wrong(other)),
     }
 }
-
-/// Our choice: Ollama has about 30 options, and proxies refuse headers above 8 KiB.
-const IGNORED_MAX: usize = 32;
-
-/// Our choice: the longest name in Ollama's API has 17 characters.
-const IGNORED_NAME_MAX: usize = 40;
 
 #[cfg(test)]
 mod tests {
@@ -512,7 +486,6 @@ mod tests {
             "tfs_z": 1, "typical_p": 1, "numa": null, "stop": ["."], "seed": 1,
         });
         let named = [
-            "logprobs",
             "options.mirostat",
             "options.mirostat_eta",
             "options.mirostat_tau",
@@ -522,7 +495,7 @@ mod tests {
             "options.typical_p",
         ];
         assert_eq!(
-            asked(&json!({"model": "m", "options": options, "logprobs": true, "context": []})),
+            asked(&json!({"model": "m", "options": options, "logprobs": false, "context": []})),
             named
         );
         let many: Map<String, Value> = (0..500)
@@ -580,6 +553,9 @@ mod tests {
             (json!({"options": {"stop": 7}}), "options.stop"),
             (json!({"format": "xml"}), "format"),
             (json!({"think": 7}), "think"),
+            (json!({"logprobs": true}), "logprobs"),
+            (json!({"top_logprobs": 2}), "top_logprobs"),
+            (json!({"suffix": "x"}), "suffix"),
             (json!({"tools": [{}]}), "tools[0]"),
             (json!({"messages": [{"role": "robot"}]}), "messages[0].role"),
             (

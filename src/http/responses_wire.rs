@@ -8,8 +8,9 @@ use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
-    chat_wire::{ToolChoice, at_least_one, checked_tools, is_set, named},
+    chat_wire::{ToolChoice, at_least_one, checked_tools},
     fault::Fault,
+    fields::{NO_PROBABILITIES, is_set, named},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -85,11 +86,7 @@ impl WireRequest {
             ));
         }
         if let Some(count) = self.top_logprobs.filter(|count| count.get() > 0) {
-            return Err(Fault::invalid(
-                "top_logprobs",
-                count,
-                "is not supported: probabilities are not kept",
-            ));
+            return Err(Fault::invalid("top_logprobs", count, NO_PROBABILITIES));
         }
         match self.truncation.as_deref() {
             None | Some("auto" | "disabled") => Ok(()),

@@ -37,6 +37,40 @@ async fn ask(open: &Open, path: &str, more: &Value) -> Answer {
 }
 
 #[tokio::test]
+async fn what_would_change_the_answer_is_refused_alike_and_what_else_is_unknown_is_named() {
+    let open = open().await;
+    for path in [CHAT, COMPLETIONS, OLLAMA_CHAT, OLLAMA_GENERATE] {
+        for (field, value) in [
+            ("logprobs", json!(true)),
+            ("logprobs", json!(2)),
+            ("top_logprobs", json!(2)),
+            ("n_probs", json!(1)),
+            ("suffix", json!("x")),
+            ("grammar", json!("root ::= x")),
+        ] {
+            let answer = ask(&open, path, &json!({field: value})).await;
+            assert_eq!(answer.status, 400, "{path} {field}: {}", answer.text());
+            assert!(
+                answer.text().contains(&format!("{field}: `")),
+                "{}",
+                answer.text()
+            );
+        }
+        let unknown = json!({
+            "dry_multiplier": 0.8, "logprobs": false, "top_logprobs": 0, "suffix": null, "user": "me", "store": false,
+        });
+        let answer = ask(&open, path, &unknown).await;
+        assert_eq!(answer.status, 200, "{path}: {}", answer.text());
+        let named = answer.header("x-cotenant-ignored");
+        assert!(named.starts_with("dry_multiplier"), "{path}: {named}");
+        assert!(
+            !named.contains("user") && !named.contains("store"),
+            "{path}: {named}"
+        );
+    }
+}
+
+#[tokio::test]
 async fn a_whole_number_may_have_a_fraction_of_zero_and_any_other_is_refused_by_name() {
     let open = open().await;
     for (path, fields) in [

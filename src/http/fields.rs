@@ -1,0 +1,106 @@
+//! Fields of requests that no code reads: refused where the answer would be another one, else named.
+
+use serde_json::{Map, Value, json};
+
+use super::{fault::Fault, numbers::Whole};
+
+/// Names of the fields of `place` that a client has set and that are not honoured, as far as a header can carry them: they are
+/// the client's own words.
+pub(super) fn not_honoured(place: &str, fields: &Map<String, Value>) -> Vec<String> {
+    let nameable = |name: &str| {
+        name.len() <= NAME_MAX
+            && name
+                .bytes()
+                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+    };
+    let set = fields
+        .iter()
+        .filter(|(name, value)| nameable(name) && is_set(Some(value)) && !is_harmless(name, value));
+    set.map(|(name, _)| format!("{place}{name}"))
+        .take(IGNORED_MAX)
+        .collect()
+}
+
+/// Refuses the fields without which the answer would be another one, whatever the API.
+///
+/// # Errors
+/// 400 naming the field, its value and the remedy.
+pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Fault> {
+    let refused = fields.iter().find_map(|(field, value)| {
+        let problem = match field.as_str() {
+            _ if matches!(value, Value::Null | Value::Bool(false)) => return None,
+            "logprobs" | "prompt_logprobs" => NO_PROBABILITIES,
+            "top_logprobs" | "n_probs" if *value != json!(0) => NO_PROBABILITIES,
+            "suffix" if *value != json!("") => {
+                "is not supported: text is only added at the end (hint: write the gap with the model's own tokens, as `raw` prompt \
+                 of /api/generate)"
+            }
+            "grammar" | "guided_choice" | "guided_grammar" | "guided_json" | "guided_regex"
+            | "json_schema" | "structured_outputs" => {
+                "is not supported: ask for a JSON schema by `response_format` of chat completions"
+            }
+            _ => return None,
+        };
+        Some((field, value, problem))
+    });
+    match refused {
+        None => Ok(()),
+        Some((field, Value::String(text), problem)) => Err(Fault::invalid(field, text, problem)),
+        Some((field, value, problem)) => Err(Fault::invalid(field, value, problem)),
+    }
+}
+
+/// Refuses more answers to a prompt than one.
+///
+/// # Errors
+/// 400 naming the field, its value, the limit and the remedy.
+pub(super) fn one_answer(field: &str, number: Option<Whole>) -> Result<(), Fault> {
+    match number.filter(|number| number.get() != 1) {
+        None => Ok(()),
+        Some(number) => Err(Fault::invalid(
+            field,
+            number,
+            "is not 1, the limit of answers to a prompt: send a request for each answer",
+        )),
+    }
+}
+
+/// Whether a field says anything.
+pub(super) fn is_set(value: Option<&Value>) -> bool {
+    match value {
+        None | Some(Value::Null) => false,
+        Some(Value::Array(list)) => !list.is_empty(),
+        Some(Value::Object(map)) => !map.is_empty(),
+        Some(_) => true,
+    }
+}
+
+/// The names of those that are set.
+pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
+    let set = fields.into_iter().filter(|(_, set)| *set);
+    set.map(|(name, _)| name).collect()
+}
+
+/// Whether the answer is the same without the field.
+fn is_harmless(name: &str, value: &Value) -> bool {
+    match name {
+        "metadata"
+        | "prompt_cache_key"
+        | "prompt_cache_retention"
+        | "safety_identifier"
+        | "service_tier"
+        | "user" => true,
+        "modalities" => *value == json!(["text"]),
+        "parallel_tool_calls" => *value == json!(true),
+        _ => matches!(value, Value::Bool(false)),
+    }
+}
+
+pub(super) const NO_PROBABILITIES: &str =
+    "is not supported: probabilities are not kept (hint: leave it out)";
+
+/// Our choice: Ollama has about 30 options, and proxies refuse headers above 8 KiB.
+pub(super) const IGNORED_MAX: usize = 32;
+
+/// Our choice: the longest name in Ollama's API has 17 characters.
+const NAME_MAX: usize = 40;
