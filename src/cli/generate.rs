@@ -33,7 +33,7 @@ pub struct Generate {
     /// The most tokens to generate.
     #[arg(long, value_name = "TOKENS")]
     max_tokens: Option<u32>,
-    /// 0 takes the likeliest token always, which is the default unless the model's file recommends another; at most 2.
+    /// 0 takes the likeliest token always; at most 2. The default is what the model's file recommends, else 1.
     #[arg(long, value_name = "RATIO")]
     temperature: Option<f64>,
     /// The likeliest tokens that have this probability together.

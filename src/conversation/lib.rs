@@ -224,6 +224,12 @@ impl SamplingWish {
         seed: None,
     };
 
+    /// The distribution as the model computed it: OpenAI's default, and that of APIs whose originals have none.
+    pub const AS_COMPUTED: Self = Self {
+        temperature: Some(1.0),
+        ..Self::NONE
+    };
+
     /// The same, with what `other` says where this says nothing.
     #[must_use]
     pub fn or(self, other: Self) -> Self {

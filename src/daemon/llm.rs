@@ -103,12 +103,17 @@ impl Llm {
         &self.0.name
     }
 
-    /// How tokens are chosen: as asked, else as the model's file recommends, else by these defaults.
+    /// How tokens are chosen: as asked, else as the model's file recommends, else by these defaults; with a seed by chance where
+    /// none is asked for.
     pub(super) fn sampling(&self, asked: SamplingWish, defaults: SamplingWish) -> engine::Sampling {
-        asked
+        let wish = asked
             .or(self.0.engine.handle().recommended_sampling())
-            .or(defaults)
-            .into()
+            .or(defaults);
+        SamplingWish {
+            seed: wish.seed.or_else(|| Some(SamplingWish::random_seed())),
+            ..wish
+        }
+        .into()
     }
 
     /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
@@ -546,16 +551,12 @@ impl Generator for Llm {
                 llm::Input::Prompt(text) => engine::Prompt::Text(text),
                 llm::Input::Messages(messages) => engine::Prompt::Chat(messages.into()),
             };
-            let wanted = request.sampling;
-            let wanted = SamplingWish {
-                seed: wanted.seed.or_else(|| Some(SamplingWish::random_seed())),
-                ..wanted
-            };
-            let seed = wanted.seed.unwrap_or_default();
+            let sampling = self.sampling(request.sampling, SamplingWish::AS_COMPUTED);
+            let seed = sampling.seed;
             let (mut guarded, _style) = self
                 .submit(
                     engine::GenerateRequest {
-                        sampling: self.sampling(wanted, SamplingWish::NONE),
+                        sampling,
                         max_tokens: request.max_tokens,
                         stop: request.stop,
                         sinks: request.sinks,

@@ -96,12 +96,22 @@ pub struct ChatRequest {
 }
 
 /// How the tokens of an answer are chosen.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChatSampling {
     /// What the client asks for. It goes before what the model's file recommends.
     pub asked: SamplingWish,
     /// What the API takes where neither says anything. Where it says nothing either, the likeliest token is taken.
     pub defaults: SamplingWish,
+}
+
+impl Default for ChatSampling {
+    /// Of an API that has no word for it.
+    fn default() -> Self {
+        Self {
+            asked: SamplingWish::NONE,
+            defaults: SamplingWish::AS_COMPUTED,
+        }
+    }
 }
 
 /// What reads and counts tokens, of whatever model is there.

@@ -34,15 +34,21 @@ impl SamplingDialect {
     pub(super) const OPENAI: Self = Self {
         prefix: "",
         temperature_max: 2.0,
-        defaults: SamplingWish {
-            temperature: Some(1.0),
-            ..SamplingWish::NONE
-        },
+        defaults: SamplingWish::AS_COMPUTED,
     };
 
     /// Anthropic's: the same, with a lower limit.
     pub(super) const ANTHROPIC: Self = Self {
         temperature_max: 1.0,
+        ..Self::OPENAI
+    };
+
+    /// OpenAI's of realtime sessions: the temperature that they had while it could be set.
+    pub(super) const REALTIME: Self = Self {
+        defaults: SamplingWish {
+            temperature: Some(0.8),
+            ..SamplingWish::NONE
+        },
         ..Self::OPENAI
     };
 
@@ -110,6 +116,7 @@ mod tests {
         for dialect in [
             SamplingDialect::OPENAI,
             SamplingDialect::ANTHROPIC,
+            SamplingDialect::REALTIME,
             SamplingDialect::OLLAMA,
         ] {
             let asked = dialect.read(&fields).unwrap().asked;

@@ -433,6 +433,22 @@ async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answ
 }
 
 #[tokio::test]
+async fn an_answer_of_pictures_alone_is_a_start_and_a_stop_of_audio() {
+    let served = served(settings()).await;
+    served.hears("well done");
+    served.answers(vec![Step::Say("🎉"), Step::Say("👍")]);
+    let mut client = served.connect().await;
+    client.say(pipeline("asr", "tts")).await;
+    client.utter(100).await;
+    let frames = client.until("audio-stop").await;
+    let count = |kind: &str| frames.iter().filter(|frame| frame.kind == kind).count();
+    assert_eq!((count("audio-start"), count("audio-chunk")), (1, 0));
+    // Without a word for it in the protocol, tokens are chosen as chats choose them.
+    let asked = served.script.asked.lock().unwrap().pop().unwrap();
+    assert_eq!(asked.sampling.defaults.temperature, Some(1.0));
+}
+
+#[tokio::test]
 async fn a_new_utterance_ends_the_answer_to_the_one_before() {
     let served = served(settings()).await;
     served.hears("tell me a story");

@@ -30,6 +30,7 @@ use super::{
         fault::Fault,
         memory::RequestMemory,
         numbers::Whole,
+        sampling::{SamplingDialect, SamplingFields},
         transcription::{Hearing, PIECES_AHEAD, Recognised},
     },
     event::{self, ClientEvent},
@@ -833,6 +834,7 @@ impl Session {
                 ..Conversation::default()
             }),
             max_tokens: settings.max_tokens,
+            sampling: SamplingDialect::REALTIME.read(&SamplingFields::default())?,
             retention: settings.retention,
             form,
             streamed: true,

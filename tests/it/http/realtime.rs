@@ -247,6 +247,9 @@ async fn a_written_conversation_comes_in_order() {
     assert_eq!(usage["input_token_details"]["cached_tokens"], 8);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
+    // As OpenAI's sessions had it, and each answer another one.
+    assert_eq!(asked.sampling.defaults.temperature, Some(0.8));
+    assert!(asked.sampling.asked.seed.is_some());
     let roles: Vec<Role> = asked
         .prompt
         .messages()
