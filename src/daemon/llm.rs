@@ -25,7 +25,7 @@ use cotenant_rpc::{
     llm::{self, Generator},
     supervisor::Supervisor as _,
 };
-use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
+use cotenant_telemetry::{Metrics, Span, SpanContext, SpanKind, Tracer};
 use cotenant_units::Tokens;
 use cotenant_units::causes::in_one_line;
 
@@ -70,6 +70,7 @@ struct Model {
     answer_time_max: Duration,
     answer_time_shared: Duration,
     requests: AtomicU64,
+    metrics: Arc<Metrics>,
     tracer: Tracer,
 }
 
@@ -79,6 +80,7 @@ impl Llm {
         control: Arc<ControlHandle>,
         engine: CurrentEngine,
         llm: &LlmConfig,
+        metrics: Arc<Metrics>,
         tracer: Tracer,
     ) -> Arc<Self> {
         Arc::new(Self(Arc::new(Model {
@@ -90,6 +92,7 @@ impl Llm {
             answer_time_max: llm.answer_time_max,
             answer_time_shared: llm.answer_time_shared,
             requests: AtomicU64::new(1),
+            metrics,
             tracer,
         })))
     }
@@ -130,6 +133,7 @@ impl Llm {
                     events,
                     engine,
                     id,
+                    metrics: Arc::clone(&self.0.metrics),
                     span,
                     begun: false,
                     prompt,
@@ -483,6 +487,7 @@ pub(super) struct Guarded {
     events: mpsc::Receiver<engine::GenerateEvent>,
     engine: EngineHandle,
     id: RequestId,
+    metrics: Arc<Metrics>,
     span: Span,
     /// Whether a token has come.
     begun: bool,
@@ -500,7 +505,7 @@ impl Guarded {
         event
     }
 
-    /// Notes in the span what happens.
+    /// Notes in span and metrics what happens, whichever API asked.
     fn note(&mut self, event: &engine::GenerateEvent) {
         let span = &self.span;
         match event {
@@ -511,6 +516,13 @@ impl Guarded {
                 }
             }
             engine::GenerateEvent::Finished { reason, usage } => {
+                for (kind, tokens) in [
+                    ("prompt", usage.prompt_tokens),
+                    ("cached", usage.cached_tokens),
+                    ("completion", usage.completion_tokens),
+                ] {
+                    self.metrics.tokens(kind, u64::from(tokens.get()));
+                }
                 span.set("gen_ai.usage.input_tokens", usage.prompt_tokens.get());
                 span.set(
                     "gen_ai.usage.cache_read.input_tokens",
@@ -593,7 +605,11 @@ impl Generator for Llm {
                             }
                         }
                         engine::GenerateEvent::Delta { text, .. } => {
-                            first_token.get_or_insert_with(|| admitted.elapsed());
+                            first_token.get_or_insert_with(|| {
+                                let took = admitted.elapsed();
+                                llm.0.metrics.first_token(took);
+                                took
+                            });
                             llm::GenerateEvent::Delta { text }
                         }
                         engine::GenerateEvent::Finished { reason, usage } => match reason {

@@ -323,7 +323,8 @@ fn clients_of(
         .as_ref()
         .zip(engine.cloned())
         .map(|(llm, engine)| {
-            let served = Llm::new(Arc::clone(control), engine, llm, tracer.clone());
+            let (metrics, tracer) = (Arc::clone(metrics), tracer.clone());
+            let served = Llm::new(Arc::clone(control), engine, llm, metrics, tracer);
             (served, llm.name.clone())
         });
     let chat = llm

@@ -9,7 +9,7 @@ use serde_json::Value;
 
 use super::{control_handle::ControlHandle, engine::CurrentEngine};
 use cotenant_config::{Config, WorkerRole};
-use cotenant_http::backend::{ModelInfo, ModelKind, StatusBackend, Usage, Voice};
+use cotenant_http::backend::{ModelInfo, ModelKind, StatusBackend, Voice};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
 use cotenant_rpc::json;
@@ -168,15 +168,6 @@ impl StatusBackend for Status {
 
     fn first_token(&self, took: Duration) {
         self.metrics.first_token(took);
-    }
-
-    fn tokens(&self, usage: Usage) {
-        self.metrics
-            .tokens("prompt", u64::from(usage.prompt_tokens.get()));
-        self.metrics
-            .tokens("cached", u64::from(usage.cached_tokens.get()));
-        self.metrics
-            .tokens("completion", u64::from(usage.completion_tokens.get()));
     }
 
     fn models(&self) -> Vec<ModelInfo> {

@@ -284,9 +284,6 @@ pub trait StatusBackend: Send + Sync + 'static {
 
     /// A chat completion has its first text, `took` after its head was read.
     fn first_token(&self, took: Duration);
-
-    /// A chat completion has ended with this usage.
-    fn tokens(&self, usage: Usage);
 }
 
 /// A model that clients may name.

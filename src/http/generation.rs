@@ -62,14 +62,15 @@ impl Generation {
                 self.any_text = true;
                 status.first_token(self.began.elapsed());
             }
-            ChatEvent::Part(_) | ChatEvent::Context(_) | ChatEvent::Failed(_) => {}
-            ChatEvent::Finished { usage, .. } => status.tokens(usage),
+            ChatEvent::Part(_)
+            | ChatEvent::Context(_)
+            | ChatEvent::Failed(_)
+            | ChatEvent::Finished { .. } => {}
         }
         match event {
             // what has been said stands: the client sees an answer that was cut short
             ChatEvent::Failed(Refusal::KvReclaimed { generated, .. }) if self.any_text => {
                 self.usage.completion_tokens = generated;
-                status.tokens(self.usage);
                 ChatEvent::Finished {
                     reason: FinishReason::Length,
                     usage: self.usage,

@@ -650,6 +650,4 @@ impl StatusBackend for Willing {
     fn request_ended(&self, _route: &str, _code: u16, _took: Duration) {}
 
     fn first_token(&self, _took: Duration) {}
-
-    fn tokens(&self, _usage: Usage) {}
 }

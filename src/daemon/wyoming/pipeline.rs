@@ -564,17 +564,7 @@ impl Run {
                             .send(Event::HandledChunk(Text { text: piece }))
                             .await?;
                     }
-                    ChatEvent::Finished { usage, .. } => {
-                        let tokens = [
-                            ("prompt", usage.prompt_tokens),
-                            ("cached", usage.cached_tokens),
-                            ("completion", usage.completion_tokens),
-                        ];
-                        for (kind, count) in tokens {
-                            self.api.0.metrics.tokens(kind, u64::from(count.get()));
-                        }
-                        break;
-                    }
+                    ChatEvent::Finished { .. } => break,
                     // Shed to fewer tokens than the conversation has: its beginning is given up first.
                     ChatEvent::Failed(refusal)
                         if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() =>

@@ -32,13 +32,23 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
         );
     }
     assert_eq!(text, whole);
-    // And over gRPC, with the command line.
+    // And over gRPC, with the command line: its tokens are counted as those over HTTP are.
+    let counted = async || {
+        let mut counts = Vec::new();
+        for kind in ["prompt", "completion"] {
+            let name = format!("cotenant_tokens_total{{kind=\"{kind}\"}}");
+            counts.push(daemon.metric(&name).await.unwrap());
+        }
+        counts
+    };
+    let before = counted().await;
+    assert!(before.iter().all(|tokens| *tokens > 0.0), "{before:?}");
     let generated = installation.json(&["generate", COMMAND, "--temperature", "0"]);
     assert_eq!(generated["text"], whole.as_str());
-    let counted = daemon
-        .metric("cotenant_tokens_total{kind=\"completion\"}")
-        .await;
-    assert!(counted.is_some_and(|tokens| tokens > 0.0), "{counted:?}");
+    let usage =
+        ["promptTokens", "completionTokens"].map(|kind| generated["usage"][kind].as_f64().unwrap());
+    let after = counted().await;
+    assert_eq!([after[0] - before[0], after[1] - before[1]], usage);
     daemon.end().await;
 }
 

@@ -62,7 +62,6 @@ pub(super) struct Script {
     pub(super) ended: Mutex<Vec<(String, u16)>>,
     pub(super) request_ended: Notify,
     pub(super) first_tokens: AtomicUsize,
-    pub(super) usages: Mutex<Vec<Usage>>,
     pub(super) live: AtomicUsize,
     pub(super) dropped: Notify,
 }
@@ -392,10 +391,6 @@ impl StatusBackend for ScriptedStatus {
 
     fn first_token(&self, _took: Duration) {
         self.script.first_tokens.fetch_add(1, Ordering::SeqCst);
-    }
-
-    fn tokens(&self, usage: Usage) {
-        self.script.usages.lock().unwrap().push(usage);
     }
 }
 
