@@ -368,10 +368,14 @@ fn tracer_of(config: &TelemetryConfig, boot_id: &str, parts: &Parts) -> Tracer {
         authority: otlp.authority,
         path: otlp.path,
     };
+    let host = nix::unistd::gethostname()
+        .ok()
+        .and_then(|name| name.into_string().ok());
+    let resource = telemetry::resource(boot_id, host, |name| std::env::var(name).ok());
     let tracer = Tracer::recording();
     parts.spawn_permanent(
         "the exporter of spans",
-        telemetry::export(tracer.clone(), collector, boot_id.to_owned()),
+        telemetry::export(tracer.clone(), collector, resource),
     );
     tracer
 }

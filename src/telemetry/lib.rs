@@ -4,9 +4,11 @@ pub mod build_name;
 mod log;
 mod metrics;
 pub mod otlp;
+mod resource;
 mod span;
 
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
 pub use metrics::Metrics;
 pub use otlp::{Collector, OtlpProtocol, export};
+pub use resource::resource;
 pub use span::{Attribute, Span, SpanContext, SpanKind, SpanValue, Tracer};

@@ -3,7 +3,7 @@
 //! A batch is sent once and not repeated: a collector that is away, slow or refuses costs the spans of the batch, and is
 //! reported once until it takes spans again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses HTTP/1.1.
 
-use std::{path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::{
@@ -91,8 +91,8 @@ enum ExportError {
     Late,
 }
 
-/// Sends spans to `collector` as they end, as those of the run `instance`. Never ends.
-pub async fn export(tracer: Tracer, collector: Collector, instance: String) {
+/// Sends spans to `collector` as they end, as those of a resource with these attributes. Never ends.
+pub async fn export(tracer: Tracer, collector: Collector, resource: BTreeMap<String, String>) {
     let mut sender = Sender::new(collector);
     let mut reported = false;
     loop {
@@ -104,7 +104,7 @@ pub async fn export(tracer: Tracer, collector: Collector, instance: String) {
             if batch.spans.is_empty() {
                 break;
             }
-            let request = request_of(&batch.spans, &instance);
+            let request = request_of(&batch.spans, &resource);
             let sent = timeout(SEND_MAX, sender.send(request))
                 .await
                 .unwrap_or(Err(ExportError::Late));
@@ -275,17 +275,14 @@ where
     Ok(ExportTraceServiceResponse::decode(body).unwrap_or_default())
 }
 
-fn request_of(spans: &[EndedSpan], instance: &str) -> ExportTraceServiceRequest {
-    let version = env!("CARGO_PKG_VERSION");
-    let resource = [
-        ("service.name", "cotenant"),
-        ("service.version", version),
-        ("service.instance.id", instance),
-    ];
+fn request_of(
+    spans: &[EndedSpan],
+    resource: &BTreeMap<String, String>,
+) -> ExportTraceServiceRequest {
     let scope_spans = ScopeSpans {
         scope: Some(InstrumentationScope {
             name: "cotenant".to_owned(),
-            version: version.to_owned(),
+            version: env!("CARGO_PKG_VERSION").to_owned(),
         }),
         spans: spans.iter().map(span_of).collect(),
     };
@@ -294,7 +291,7 @@ fn request_of(spans: &[EndedSpan], instance: &str) -> ExportTraceServiceRequest 
             resource: Some(Resource {
                 attributes: resource
                     .iter()
-                    .map(|(key, text)| pair(key, text.into()))
+                    .map(|(key, text)| pair(key, Value::StringValue(text.clone())))
                     .collect(),
             }),
             scope_spans: vec![scope_spans],
@@ -348,12 +345,6 @@ fn pair(key: &str, value: Value) -> KeyValue {
     KeyValue {
         key: key.to_owned(),
         value: Some(AnyValue { value: Some(value) }),
-    }
-}
-
-impl From<&&str> for Value {
-    fn from(text: &&str) -> Self {
-        Self::StringValue((*text).to_owned())
     }
 }
 

@@ -134,7 +134,10 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
                 .expect("no spans come")
                 .unwrap();
             let resource = batch.resource_spans[0].resource.clone().unwrap();
-            assert_eq!(attributes(&resource.attributes)["service.name"], "cotenant");
+            let resource = attributes(&resource.attributes);
+            assert_eq!(resource["service.name"], "cotenant");
+            let host = nix::unistd::gethostname().unwrap();
+            assert_eq!(resource["host.name"], host.to_str().unwrap());
             spans.extend(spans_of(&batch));
             let mut chats = spans.iter().filter(|span| span.name == "chat demo");
             let Some(chat) = chats.next_back() else {
