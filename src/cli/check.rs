@@ -674,15 +674,18 @@ fn print_tenants(
 }
 
 /// The model in a few words.
-fn what_it_is(Inspected { shape, unused, .. }: &Inspected) -> String {
-    let layers = format!("{} on {} layers", shape.architecture, shape.layer_count());
-    if unused.is_empty() {
-        return layers;
+fn what_it_is(model: &Inspected) -> String {
+    let shape = &model.shape;
+    let mut words = format!("{} on {} layers", shape.architecture, shape.layer_count());
+    if !model.unused.is_empty() {
+        words.push_str("; not used and left in the file: ");
+        words.push_str(&model.unused.join(", "));
     }
-    format!(
-        "{layers}; not used and left in the file: {}",
-        unused.join(", ")
-    )
+    if let Some(written) = model.without_template {
+        words.push_str("; no chat template: ");
+        words.push_str(written);
+    }
+    words
 }
 
 fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {

@@ -98,6 +98,7 @@ impl Inspector {
             let Inspected {
                 mut shape,
                 unused,
+                without_template,
                 tensors,
                 ..
             } = Engine::inspect_with(&path, vocabulary.as_ref(), compute)?;
@@ -109,6 +110,9 @@ impl Inspector {
                     unused = unused.join(", "),
                     "parts that are not used stay in the model's file"
                 );
+            }
+            if let Some(written) = without_template {
+                tracing::warn!("the model's file has no chat template: {written}");
             }
             shape.name.clone_from(&name);
             *known.lock().unwrap_or_else(PoisonError::into_inner) = Some(weights_of(&tensors));

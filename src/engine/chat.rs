@@ -68,11 +68,10 @@ impl ChatTemplate {
     }
 
     fn new(source: Option<&str>, tokenizer: &Tokenizer, bos: &str, eos: &str) -> Self {
-        let has = |tokens: [&str; 2]| tokens.iter().all(|text| tokenizer.control(text).is_some());
-        let usual = [(CHATML_TOKENS, CHATML), (GEMMA_TOKENS, GEMMA)];
-        let usual = usual.into_iter().find(|(tokens, _)| has(*tokens));
+        let source = source.filter(|source| !source.is_empty());
+        let usual = || usual(|text| tokenizer.control(text).is_some());
         let source = source
-            .or(usual.map(|(_, template)| template))
+            .or_else(|| usual().map(|(template, _)| template))
             .unwrap_or_default();
         let (format, knows_tools) = ToolFormat::of(source);
         Self {
@@ -315,6 +314,36 @@ impl ChatTemplate {
     }
 }
 
+/// How chats are written with a model file that has no chat template, as a sentence goes on; `None` where it has one.
+pub(super) fn without_template(header: &Header) -> Option<&'static str> {
+    if header
+        .string(KEY_TEMPLATE)
+        .is_some_and(|source| !source.is_empty())
+    {
+        return None;
+    }
+    let texts = header.strings("tokenizer.ggml.tokens")?;
+    let usual = usual(|text| texts.iter().any(|token| token == text));
+    Some(usual.map_or(REFUSED_WITHOUT, |(_, written)| written))
+}
+
+/// The template for a model file without one by the control tokens that its vocabulary has, and how chats are written then.
+fn usual(has: impl Fn(&str) -> bool) -> Option<(&'static str, &'static str)> {
+    let usual = [
+        (
+            CHATML_TOKENS,
+            (CHATML, "chats are written as ChatML, by its tokens"),
+        ),
+        (
+            GEMMA_TOKENS,
+            (GEMMA, "chats are written in Gemma's turns, by its tokens"),
+        ),
+    ];
+    let mut usual = usual.into_iter();
+    let found = usual.find(|(tokens, _)| tokens.iter().all(|text| has(text)));
+    found.map(|(_, template)| template)
+}
+
 /// Whether one of the two begins with the other.
 fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
     rest_of_token.is_some_and(|rest| content.starts_with(rest) || rest.starts_with(content))
@@ -418,6 +447,8 @@ fn value_of(message: &ChatMessage, id_of: impl Fn(&str) -> String) -> Value {
 }
 
 pub(super) const KEY_TEMPLATE: &str = "tokenizer.chat_template";
+
+const REFUSED_WITHOUT: &str = "chats are refused, and completions go on with a text as it stands";
 
 /// The control tokens that ChatML is made of.
 const CHATML_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
@@ -549,6 +580,13 @@ mod tests {
             speaker.text(&tokens),
             "[<|im_start|>]system\nbe kind[<|im_end|>]\n[<|im_start|>]user\nhello[<|im_end|>]\n[<|im_start|>]assistant\n"
         );
+        let told = without_template(&speaker.vocabulary.header());
+        assert_eq!(told, Some("chats are written as ChatML, by its tokens"));
+        let empty = Speaker::new(Some(""));
+        assert_eq!(without_template(&empty.vocabulary.header()), told);
+        assert_eq!(empty.template.source, CHATML);
+        let own = Speaker::new(Some("{{ messages }}"));
+        assert_eq!(without_template(&own.vocabulary.header()), None);
     }
 
     #[test]
@@ -570,6 +608,7 @@ mod tests {
             error.to_string(),
             "the model has no chat template, and its vocabulary lacks <|im_start|> and <|im_end|>"
         );
+        assert_eq!(without_template(&header), Some(REFUSED_WITHOUT));
     }
 
     #[test]

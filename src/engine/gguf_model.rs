@@ -8,6 +8,7 @@ use std::{
 
 use super::{
     breakdown::Breakdown,
+    chat::without_template,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError, LoadErrorKind},
     gguf::Header,
@@ -91,6 +92,7 @@ impl GgufModel {
             shape: with_text(shape, text),
             text,
             unused: spec::unused(&header),
+            without_template: without_template(&header),
             tensors: TensorGroup::of(&header),
             file_bytes: header.file_bytes(),
         };

@@ -364,6 +364,8 @@ pub struct Inspected {
     pub text: Bytes,
     /// What the file has beside the text model, with its size: it stays there.
     pub unused: Vec<String>,
+    /// How chats are written where the file has no chat template, as a sentence goes on.
+    pub without_template: Option<&'static str>,
     /// The tensors of the file, by what they are for.
     pub tensors: Vec<TensorGroup>,
     /// Length of the file, of all its parts together.
