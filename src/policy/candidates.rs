@@ -7,7 +7,7 @@
 use std::cmp::Reverse;
 
 use super::{
-    denial::{Denial, Holders},
+    denial::{Denial, Holders, OPERATOR},
     engine_supply::EngineSupply,
     lease::{Class, LeaseId, LeaseKind},
     lease_table::{Lease, Phase},
@@ -206,6 +206,28 @@ impl State {
                 unaccounted: self.ledger.unaccounted(),
             },
         }
+    }
+
+    /// That the engine gives an operator nothing of `asked`, and why; nothing else is shed on command.
+    pub(super) fn nothing_to_shed(&self, asked: Bytes) -> Denial {
+        let class = Class::AudioRealtime;
+        let engine = self.engine.lease;
+        let mut denial = self.insufficient(OPERATOR, None, asked, class);
+        if let Denial::InsufficientMemory {
+            free,
+            reclaimable,
+            holders,
+            ..
+        } = &mut denial
+        {
+            *free = Bytes::ZERO;
+            *reclaimable = engine.map_or(Bytes::ZERO, |id| self.gives(id, Purpose::Request(class)));
+            holders
+                .shares
+                .retain(|share| Some(share.holder.id) == engine);
+            holders.unaccounted = Bytes::ZERO;
+        }
+        denial
     }
 
     /// Workers that could be stopped, and are not among the `candidates`, since others give what is missing now.

@@ -5,7 +5,7 @@ use std::mem;
 use super::{context::Context, engine_orders, growth_orders, reclaim_orders, serve};
 use crate::{
     decision::{AdmissionDecision, MemoryDecision},
-    denial::{Denial, OPERATOR, Problem},
+    denial::{Denial, Problem},
     engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
     event::{Action, ChangedKeys, Done},
     growth,
@@ -41,9 +41,7 @@ pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) {
             });
         }
         _ => {
-            let denial = cx
-                .state
-                .insufficient(OPERATOR, None, bytes, Class::AudioRealtime);
+            let denial = cx.state.nothing_to_shed(bytes);
             cx.deny(ticket, denial);
         }
     }

@@ -20,7 +20,7 @@ impl Display for Denial {
             } if tenant == OPERATOR => {
                 write!(
                     f,
-                    "cannot shed {asked}: {reclaimable} can be reclaimed{holders}"
+                    "cannot shed {asked}: the LLM can give back {reclaimable}{holders}"
                 )
             }
             Self::InsufficientMemory {
@@ -259,6 +259,15 @@ impl Denial {
     #[must_use]
     pub fn hint(&self) -> Option<String> {
         match self {
+            Self::InsufficientMemory {
+                tenant,
+                reclaimable,
+                ..
+            } if tenant == OPERATOR => Some(if *reclaimable > Bytes::ZERO {
+                format!("ask for {reclaimable} or less")
+            } else {
+                "`cotenant stop NAME` gives back what a worker holds".to_owned()
+            }),
             Self::InsufficientMemory {
                 asked,
                 free,

@@ -347,6 +347,24 @@ fn a_shed_is_answered_with_what_limited_it() {
 }
 
 #[test]
+fn a_shed_of_an_engine_at_its_floor_names_what_the_engine_can_give_and_nothing_of_others() {
+    let mut rig = Rig::with_engine_ready(params());
+    rig.operator_shed(Bytes::from_gib(1));
+    rig.engine_applies();
+    rig.wait(10).operator_shed(Bytes::from_gib(100));
+    let denial = rig.denial();
+    assert_eq!(
+        denial.to_string(),
+        "cannot shed 100 GiB: the LLM can give back 0 B (llm#1 holds 28 MiB, none of it for audio-realtime: has given up all \
+         that it can)"
+    );
+    assert_eq!(
+        denial.hint().as_deref(),
+        Some("`cotenant stop NAME` gives back what a worker holds")
+    );
+}
+
+#[test]
 fn what_is_shed_next_is_what_is_shed_then() {
     let mut rig = Rig::with_engine_ready(params());
     rig.samples(132);
