@@ -1,6 +1,7 @@
 //! `cotenant check`: what a configuration would do on this machine, without starting anything.
 
 use std::{
+    error::Error,
     path::{Path, PathBuf},
     process::ExitCode,
     time::Duration,
@@ -14,7 +15,6 @@ use super::{
     exit,
     output::{self, counted},
     plan::{disk::DiskRates, speeds_here},
-    serve::{explain, explain_load_error},
 };
 use cotenant_config::{self as config, Config, LlmConfig};
 use cotenant_daemon::{compute, is_here, learned_peaks, obstacles, sayable, threads};
@@ -111,7 +111,7 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     }
     let warnings = print_audit(sheet, root, None);
     if let Err(error) = meminfo {
-        explain(&error, None);
+        sheet.fault(&error, &[]);
         sheet.verdict("this is no device: its memory cannot be read");
         return exit::FAILED;
     }
@@ -216,7 +216,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let config = match config::load(&path) {
         Ok(config) => config,
         Err(error) => {
-            explain_load_error(&error);
+            sheet.fault(&error, &error.kind().hints());
             sheet.verdict("the configuration cannot be used");
             return exit::CONFIG;
         }
@@ -245,7 +245,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
         backend::cuda::forget_probe();
     }
     sheet.line(&format!("cuda: {}", backend::cuda::describe()));
-    let model = inspect(&config);
+    let model = inspect(sheet, &config);
     let program = std::env::current_exe().ok();
     let read = config
         .llm
@@ -281,7 +281,7 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let (machine, reading) = match read {
         Ok(read) => read,
         Err(error) => {
-            explain(&error, None);
+            sheet.fault(&error, &[]);
             sheet.verdict("the memory of this machine cannot be read");
             return exit::FAILED;
         }
@@ -289,15 +289,14 @@ fn look(sheet: &mut Sheet, args: &CheckArgs) -> u8 {
     let params = match config.params(&machine) {
         Ok(params) => Some(params),
         Err(faults) => {
-            eprintln!("error: cannot use `{}` on this machine", path.display());
-            for fault in faults {
-                eprintln!("  caused by: {fault}");
-            }
+            let faults: Vec<String> = faults.iter().map(ToString::to_string).collect();
+            let message = format!("cannot use `{}` on this machine", path.display());
+            sheet.faults(&message, &faults, &[]);
             None
         }
     };
     if let Some(Err(error)) = config.http.keys_file.as_deref().map(config::load_clients) {
-        explain_load_error(&error);
+        sheet.fault(&error, &error.kind().hints());
         sheet.verdict("the file of `http.keys_file` cannot be used");
         return exit::CONFIG;
     }
@@ -424,7 +423,7 @@ fn print_found(sheet: &mut Sheet, found: &[Found]) {
     }
 }
 
-fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
+fn inspect(sheet: &mut Sheet, config: &Config) -> Result<Option<Inspected>, u8> {
     let Some(llm) = &config.llm else {
         return Ok(None);
     };
@@ -437,7 +436,8 @@ fn inspect(config: &Config) -> Result<Option<Inspected>, u8> {
         Ok(inspected) => Ok(Some(inspected)),
         Err(error) => {
             let beside = models_beside(&llm.path);
-            explain(&error, error.hint().or(beside.as_deref()));
+            let hint = error.hint().map(str::to_owned).or(beside);
+            sheet.fault(&error, hint.as_slice());
             Err(exit::CONFIG)
         }
     }
@@ -550,7 +550,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
         Err(error) if error.is_denied() => {
             sheet.line("learned peaks: only root and the supervisor's user may read them");
         }
-        Err(error) => explain(&error, Some(error.hint())),
+        Err(error) => sheet.fault(&error, &[error.hint().to_owned()]),
     }
 }
 
@@ -745,6 +745,32 @@ impl Sheet {
     /// Says what it all comes to; the last one counts, and is the last line.
     fn verdict(&mut self, text: &str) {
         self.verdict = text.to_owned();
+    }
+
+    /// Says what is wrong: on stderr for people, as an entry of `errors` for programs.
+    fn fault(&mut self, error: &dyn Error, hints: &[String]) {
+        let mut causes = Vec::new();
+        let mut cause = error.source();
+        while let Some(error) = cause {
+            causes.push(error.to_string());
+            cause = error.source();
+        }
+        self.faults(&error.to_string(), &causes, hints);
+    }
+
+    fn faults(&mut self, message: &str, causes: &[String], hints: &[String]) {
+        if self.output == Output::Table {
+            eprintln!("error: {message}");
+            causes
+                .iter()
+                .for_each(|cause| eprintln!("  caused by: {cause}"));
+            hints.iter().for_each(|hint| eprintln!("hint: {hint}"));
+            return;
+        }
+        let errors = self.document.entry("errors").or_insert_with(|| json!([]));
+        if let Value::Array(errors) = errors {
+            errors.push(json!({"message": message, "causes": causes, "hint": hints.join("; ")}));
+        }
     }
 
     fn print(&self, line: &str) {

@@ -14,11 +14,11 @@
 
 use std::{borrow::Cow, error::Error, io, process::ExitCode};
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
-use cotenant_rpc::client::ConnectError;
+use cotenant_rpc::{client::ConnectError, json::camel_case};
 use cotenant_units::causes::in_one_line;
 
 /// Done.
@@ -183,12 +183,13 @@ impl CliError {
             causes.push(error.to_string());
             cause = error.source();
         }
-        let reason = match self {
-            Self::Call(status) => reason(status),
-            _ => None,
+        let (reason, figures) = match self {
+            Self::Call(status) => (reason(status), figures(status)),
+            _ => (None, Value::Null),
         };
         json!({"error": {
-            "message": self.to_string(), "causes": causes, "hint": self.hint(), "reason": reason, "exitCode": self.code(),
+            "message": self.to_string(), "causes": causes, "hint": self.hint(), "reason": reason, "figures": figures,
+            "exitCode": self.code(),
         }})
     }
 
@@ -295,6 +296,27 @@ fn reason(status: &Status) -> Option<String> {
     status.get_details_error_info().map(|info| info.reason)
 }
 
+/// What the supervisor states with a refusal: object, values, limits. Numbers are numbers; null where there are none.
+fn figures(status: &Status) -> Value {
+    let info = status.get_details_error_info().map(|info| info.metadata);
+    let figure = |text: String| text.parse::<u64>().map_or(Value::String(text), Value::from);
+    let mut figures: Map<String, Value> = info
+        .into_iter()
+        .flatten()
+        .filter(|(name, _)| name != "hint")
+        .map(|(name, text)| (camel_case(&name), figure(text)))
+        .collect();
+    let fields = status.get_details_bad_request();
+    if let Some(field) = fields.and_then(|request| request.field_violations.into_iter().next()) {
+        figures.insert("field".to_owned(), field.field.into());
+        figures.insert("problem".to_owned(), field.description.into());
+    }
+    match figures.is_empty() {
+        true => Value::Null,
+        false => figures.into(),
+    }
+}
+
 /// The remedy that the supervisor names.
 fn remedy(status: &Status) -> Option<String> {
     status.get_details_error_info()?.metadata.remove("hint")
@@ -347,7 +369,9 @@ pub fn escaped(text: &str) -> Cow<'_, str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cotenant_rpc::status::CallError;
+    use cotenant_policy::denial::Denial;
+    use cotenant_rpc::status::{CallError, of_denial};
+    use cotenant_units::Bytes;
 
     #[test]
     fn what_a_terminal_would_obey_is_shown_and_not_sent() {
@@ -366,6 +390,35 @@ mod tests {
         assert_eq!(code(Status::cancelled("Timeout expired")), UNREACHABLE);
         assert_eq!(code(Status::invalid_argument("no")), REFUSED);
         assert_eq!(code(CallError::UnfitAnswer { call: "Shed" }.into()), FAILED);
+    }
+
+    #[test]
+    fn an_error_for_programs_has_the_figures_of_the_refusal() {
+        let denial = Denial::ExceedsBudget {
+            tenant: "7".to_owned(),
+            asked: Bytes::from_gib(2),
+            budget: Bytes::from_gib(1),
+        };
+        let error = CliError::from(of_denial(&denial, None)).to_json();
+        let error = &error["error"];
+        assert_eq!(error["reason"], "EXCEEDS_BUDGET");
+        assert_eq!(error["exitCode"], REFUSED);
+        assert_eq!(error["figures"]["askedBytes"], 2u64 << 30);
+        assert_eq!(error["figures"]["budgetBytes"], 1u64 << 30);
+        assert!(
+            error["hint"]
+                .as_str()
+                .is_some_and(|hint| hint.contains("1 GiB or less"))
+        );
+        let invalid = CallError::InvalidField {
+            field: "shed_bytes",
+            value: "0".to_owned(),
+            problem: "is zero".to_owned(),
+        };
+        let error = CliError::from(Status::from(invalid)).to_json();
+        assert_eq!(error["error"]["figures"]["field"], "shed_bytes");
+        let failed = CliError::plain("cannot", FAILED).to_json();
+        assert_eq!(failed["error"]["figures"], Value::Null);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `cotenant leases`: the table of leases, and the release of one.
 
 use clap::{Args, Subcommand};
-use serde_json::Value;
+use serde_json::{Value, json};
 use tonic::transport::Channel;
 
 use super::{
@@ -60,6 +60,7 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
                     )
                     .with_hint("`cotenant leases` lists them".to_owned())
                 })?;
+            let known = json!({"lease": name, "heldBytes": lease.held_bytes});
             let released = global
                 .call(client.release_lease(global.request(ReleaseLeaseRequest {
                     name,
@@ -67,7 +68,7 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
                     generation: lease.generation,
                 })))
                 .await?;
-            output::write_done(global.output, &released.message)
+            output::write_done(global.output, &released.message, known)
         }
     }
 }

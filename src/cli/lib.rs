@@ -156,19 +156,20 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, commit: &'static str)
     let cli = match parsed {
         Ok(cli) => cli,
         Err(error) => {
-            // Help and version come this way too, and are no fault. Nothing can be done when they cannot be printed.
-            let _ = error.print();
+            let given = arguments.iter().skip(1);
             let code = match u8::try_from(error.exit_code()) {
                 Ok(exit::OK) => exit::OK,
-                _ if arguments
-                    .iter()
-                    .skip(1)
-                    .any(|argument| argument == "health") =>
-                {
-                    exit::health::USAGE
-                }
+                _ if given.clone().any(|argument| argument == "health") => exit::health::USAGE,
                 _ => exit::USAGE,
             };
+            let words: Vec<_> = given.filter_map(|argument| argument.to_str()).collect();
+            if code != exit::OK && output::is_for_programs(&words) {
+                let text = error.render().to_string();
+                let text = text.trim_start_matches("error: ").trim();
+                return CliError::plain(text, code).report(true);
+            }
+            // Help and version come this way too, and are no fault. Nothing can be done when they cannot be printed.
+            let _ = error.print();
             return ExitCode::from(code);
         }
     };

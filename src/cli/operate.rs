@@ -3,6 +3,8 @@
 use std::time::{Duration, Instant};
 
 use clap::Args;
+use serde_json::{Value, json};
+use tonic::transport::Channel;
 
 use super::{
     Global,
@@ -12,10 +14,13 @@ use super::{
     quantity,
 };
 use cotenant_policy::kv_type::KvType;
-use cotenant_rpc::v1::{
-    self, ControlWorkerRequest, DrainRequest, EngineState, GetStatusRequest, LoadModelRequest,
-    RegrowRequest, ReloadRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest,
-    WorkerCommand, operator_service_client::OperatorServiceClient,
+use cotenant_rpc::{
+    json::lease,
+    v1::{
+        self, ControlWorkerRequest, DrainRequest, EngineState, GetStatusRequest, LoadModelRequest,
+        RegrowRequest, ReloadRequest, ResizeWorkerRequest, SetKvTypeRequest, ShedRequest,
+        WorkerCommand, operator_service_client::OperatorServiceClient,
+    },
 };
 use cotenant_units::{Bytes, TimeSpan};
 
@@ -69,14 +74,13 @@ pub(super) async fn shed(global: &Global, shed: &Shed) -> Result<(), CliError> {
     });
     let done = global.call(client.shed(request)).await?;
     let limited_by = (!done.limited_by.is_empty()).then_some(&done.limited_by);
-    let figures = serde_json::json!({
-        "message": done.message,
+    let figures = json!({
         "askedBytes": done.asked_bytes,
         "freedBytes": done.freed_bytes,
         "heldBytes": done.held_bytes,
         "limitedBy": limited_by,
     });
-    output::write_done_with(global.output, &done.message, &figures)
+    output::write_done(global.output, &done.message, figures)
 }
 
 pub(super) async fn kv_type(global: &Global, wanted: &KvTypeArgs) -> Result<(), CliError> {
@@ -90,7 +94,8 @@ pub(super) async fn kv_type(global: &Global, wanted: &KvTypeArgs) -> Result<(), 
         kv_type: kv_type.into(),
     });
     let done = global.call(client.set_kv_type(request)).await?;
-    output::write_done(global.output, &done.message)
+    let known = json!({"kvType": wanted.kv_type.to_string()});
+    output::write_done(global.output, &done.message, known)
 }
 
 pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
@@ -98,7 +103,13 @@ pub(super) async fn regrow(global: &Global) -> Result<(), CliError> {
     let done = global
         .call(client.regrow(global.request(RegrowRequest {})))
         .await?;
-    output::write_done(global.output, &done.message)
+    let engine = engine(global, &mut client).await?;
+    let known = json!({
+        "planBytes": engine.plan_bytes,
+        "fullPlanBytes": engine.full_plan_bytes,
+        "changing": engine.changing,
+    });
+    output::write_done(global.output, &done.message, known)
 }
 
 /// Loads the model again.
@@ -115,15 +126,13 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
         .call(client.load_model(global.request(LoadModelRequest {})))
         .await?;
     if load.no_wait {
-        return output::write_done(global.output, &done.message);
+        let state = engine(global, &mut client).await?.state();
+        return output::write_done(global.output, &done.message, loaded(state, None));
     }
     let began = Instant::now();
     let (mut progress, mut loads) = (Progress::new(), false);
-    loop {
-        let status = global
-            .call(client.get_status(global.request(GetStatusRequest {})))
-            .await?;
-        let engine = status.engine.unwrap_or_default();
+    let state = loop {
+        let engine = engine(global, &mut client).await?;
         match engine.state() {
             EngineState::Loading => loads = true,
             EngineState::Failed if loads => {
@@ -133,21 +142,36 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
                     exit::FAILED,
                 ));
             }
-            _ => break,
+            state => break state,
         }
         if engine.load_bytes > 0 {
             let text = reading(engine.load_read_bytes, engine.load_bytes, began.elapsed());
             progress.step(engine.load_read_bytes, engine.load_bytes, &text);
         }
         tokio::time::sleep(LOOK_AGAIN_AFTER).await;
-    }
-    drop(progress);
-    let message = if loads {
-        format!("loaded in {}", TimeSpan(in_tenths(began.elapsed())))
-    } else {
-        done.message
     };
-    output::write_done(global.output, &message)
+    drop(progress);
+    let took = loads.then(|| in_tenths(began.elapsed()));
+    let message = took.map_or(done.message, |took| format!("loaded in {}", TimeSpan(took)));
+    output::write_done(global.output, &message, loaded(state, took))
+}
+
+/// What a load has come to, for programs.
+fn loaded(state: EngineState, took: Option<Duration>) -> Value {
+    json!({
+        "state": state.as_str_name(),
+        "tookMs": took.map(|took| u64::try_from(took.as_millis()).unwrap_or(u64::MAX)),
+    })
+}
+
+/// The LLM as it is now.
+async fn engine(
+    global: &Global,
+    client: &mut OperatorServiceClient<Channel>,
+) -> Result<v1::Engine, CliError> {
+    let request = global.request(GetStatusRequest {});
+    let status = global.call(client.get_status(request)).await?;
+    Ok(status.engine.unwrap_or_default())
 }
 
 /// What has been read of how much, how fast, and how long the rest takes at that rate.
@@ -177,12 +201,11 @@ pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
     let done = global
         .call(client.reload(global.request(ReloadRequest {})))
         .await?;
-    let keys = serde_json::json!({
-        "message": done.message,
+    let keys = json!({
         "appliedKeys": done.applied_keys,
         "restartKeys": done.restart_keys,
     });
-    output::write_done_with(global.output, &done.message, &keys)
+    output::write_done(global.output, &done.message, keys)
 }
 
 /// Arguments of `cotenant drain`.
@@ -198,7 +221,11 @@ pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError>
     let done = global
         .call(client.drain(global.request(DrainRequest { off: drain.off })))
         .await?;
-    output::write_done(global.output, &done.message)
+    output::write_done(
+        global.output,
+        &done.message,
+        json!({"draining": !drain.off}),
+    )
 }
 
 pub(super) async fn control(
@@ -212,23 +239,29 @@ pub(super) async fn control(
         Control::Stop => WorkerCommand::Stop,
     };
     let mut client = OperatorServiceClient::new(global.connect().await?);
+    let known = json!({"worker": worker.name, "command": command.as_str_name()});
     let request = global.request(ControlWorkerRequest {
         name: worker.name,
         command: command.into(),
     });
     let done = global.call(client.control_worker(request)).await?;
-    output::write_done(global.output, &done.message)
+    output::write_done(global.output, &done.message, known)
 }
 
 pub(super) async fn resize(global: &Global, resize: Resize) -> Result<(), CliError> {
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let request = global.request(ResizeWorkerRequest {
-        name: resize.name,
-        variant: resize.variant,
+        name: resize.name.clone(),
+        variant: resize.variant.clone(),
         max_wait: prost_types::Duration::try_from(resize.wait).ok(),
     });
     let done = global.call(client.resize_worker(request)).await?;
-    output::write_done(global.output, &done.message)
+    let known = json!({
+        "worker": resize.name,
+        "variant": resize.variant,
+        "lease": done.lease.as_ref().map(lease),
+    });
+    output::write_done(global.output, &done.message, known)
 }
 
 #[cfg(test)]

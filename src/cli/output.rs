@@ -20,6 +20,21 @@ pub enum Output {
     Ndjson,
 }
 
+/// Whether arguments that could not be parsed ask for JSON all the same.
+pub(super) fn is_for_programs(arguments: &[&str]) -> bool {
+    let asks = |value: &str| matches!(value, "json" | "ndjson");
+    arguments
+        .iter()
+        .zip(arguments.iter().skip(1))
+        .any(|(name, value)| matches!(*name, "-o" | "--output") && asks(value))
+        || arguments.iter().any(|one| {
+            let value = one
+                .strip_prefix("--output=")
+                .or_else(|| one.strip_prefix("-o"));
+            value.is_some_and(|value| asks(value.trim_start_matches('=')))
+        })
+}
+
 /// Writes text for people: control characters other than line ends and tabs are escaped, since names, logs and answers may
 /// hold sequences that a terminal would obey.
 ///
@@ -86,21 +101,15 @@ pub fn write_report(
     }
 }
 
-/// Writes what was done, in words.
-pub(super) fn write_done(output: Output, message: &str) -> Result<(), CliError> {
-    write_done_with(output, message, &serde_json::json!({ "message": message }))
-}
-
-/// Writes what was done, in words or as `figures`.
-pub(super) fn write_done_with(
-    output: Output,
-    message: &str,
-    figures: &Value,
-) -> Result<(), CliError> {
-    match output {
-        Output::Table => write(&format!("{message}\n")),
-        Output::Json | Output::Ndjson => write_json(output, figures),
+/// Writes what was done: in words, or as an object of them, as `message`, and of what is known of it.
+pub(super) fn write_done(output: Output, message: &str, mut known: Value) -> Result<(), CliError> {
+    if output == Output::Table {
+        return write(&format!("{message}\n"));
     }
+    if let Some(fields) = known.as_object_mut() {
+        fields.insert("message".to_owned(), message.into());
+    }
+    write_json(output, &known)
 }
 
 /// A table for people: columns as wide as their widest cell, figures to the right.

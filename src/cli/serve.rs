@@ -140,7 +140,7 @@ fn enough_threads(wanted: usize) -> io::Result<()> {
 const PROBE_STACK: usize = 64 << 10;
 
 /// Prints why a configuration cannot be used, with every fault and every remedy.
-pub(super) fn explain_load_error(error: &config::LoadError) {
+fn explain_load_error(error: &config::LoadError) {
     explain(error, None);
     for hint in error.kind().hints() {
         eprintln!("hint: {hint}");

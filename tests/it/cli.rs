@@ -258,6 +258,36 @@ fn the_usage_does_not_name_what_the_environment_sets() {
 }
 
 #[test]
+fn arguments_that_are_refused_are_an_object_for_programs() {
+    let folder = configured("");
+    for arguments in [
+        &["shed", "12", "-o", "json"][..],
+        &["shed", "12", "--output=ndjson"],
+        &["shed", "-ojson", "12"],
+    ] {
+        let (code, printed, said) = run(&folder, arguments);
+        assert_eq!((code, printed.as_str()), (Some(2), ""), "{said}");
+        let error: serde_json::Value = serde_json::from_str(&said).unwrap();
+        assert_eq!(error["error"]["exitCode"], 2, "{error}");
+        let message = error["error"]["message"].as_str().unwrap();
+        assert!(message.contains("'12'"), "{message}");
+    }
+    let (_, _, said) = run(&folder, &["shed", "12"]);
+    assert!(said.starts_with("error: "), "{said}");
+}
+
+#[test]
+fn a_check_has_its_errors_in_its_document() {
+    let folder = configured("budget: {totl: 1GiB}\n");
+    let (code, printed, said) = run(&folder, &["check", "cotenant.yaml", "-o", "json"]);
+    assert_eq!((code, said.as_str()), (Some(78), ""), "{printed}");
+    let document: serde_json::Value = serde_json::from_str(&printed).unwrap();
+    let causes = document["errors"][0]["causes"].to_string();
+    assert!(causes.contains("totl"), "{document}");
+    assert_eq!(document["ok"], false);
+}
+
+#[test]
 fn a_line_of_the_journal_is_a_number() {
     for arguments in [&["why", "abc"][..], &["events", "--after", "foo"]] {
         let (code, _, said) = run(&tempfile::tempdir().unwrap(), arguments);

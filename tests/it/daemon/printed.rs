@@ -161,6 +161,17 @@ async fn every_verb_that_prints_data_prints_json() {
             };
             let fits = form == "ndjson" || (least..=1).contains(&values.len());
             assert!(fits, "{verb:?} -o {form}: {} documents", values.len());
+            let has_words_alone = |value: &serde_json::Value| {
+                value.get("message").is_some() && value.as_object().is_some_and(|all| all.len() < 2)
+            };
+            assert!(
+                !values.iter().any(has_words_alone),
+                "{verb:?} -o {form}: {values:?}"
+            );
+            if output.status.code() == Some(4) && verb[0] != "health" {
+                let error: serde_json::Value = serde_json::from_str(&said(&output)).unwrap();
+                assert_eq!(error["error"]["exitCode"], 4, "{error}");
+            }
         }
     }
     daemon.end().await;
