@@ -104,10 +104,14 @@ impl Reloader {
             notify::ready();
             match &outcome {
                 Ok(changes) => tracing::info!("configuration read again: {changes}"),
-                Err(error) => tracing::error!(
-                    "configuration not reloaded, nothing is changed: {}",
-                    in_one_line(error)
-                ),
+                Err(error) => {
+                    let cause = in_one_line(error);
+                    tracing::error!("configuration not reloaded, nothing is changed: {cause}");
+                    // What the arbiter has denied is in the journal with the denial.
+                    if !matches!(error, ReloadError::Denied(_)) {
+                        self.control.tell(Event::ReloadRefused { cause }).await;
+                    }
+                }
             }
             let _ = caller.send(outcome.map_err(|error| error.report()));
         }

@@ -258,6 +258,9 @@ fn render_event(event: &Event) -> String {
         }
         Event::Resized {
             machine,
+        Event::ReloadRefused { cause } => {
+            format!("configuration not reloaded, nothing is changed: {cause}")
+        }
             params: Ok(params),
         } => {
             format!(

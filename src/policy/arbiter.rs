@@ -374,7 +374,7 @@ fn take(cx: &mut Context<'_>, event: Event) {
             operator::take_resized(cx, machine, params);
             serve_deadlines(cx);
         }
-        Event::BookLost { .. } | Event::DeadlineReached => {}
+        Event::BookLost { .. } | Event::ReloadRefused { .. } | Event::DeadlineReached => {}
     }
 }
 

@@ -257,6 +257,12 @@ pub enum Event {
         /// Keys of the file that have changed.
         changes: ChangedKeys,
     },
+    /// A configuration was read again and refused before its settings were considered; nothing has changed. A reader of before
+    /// does not know it.
+    ReloadRefused {
+        /// What is wrong with it.
+        cause: String,
+    },
     /// The machine, or a control group around the supervisor, has more or less memory than before. A reader of before does not
     /// know it.
     Resized {

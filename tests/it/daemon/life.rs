@@ -374,8 +374,8 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         "{words}"
     );
     let refusal = "configuration not reloaded, nothing is changed";
-    eventually("the refusal is logged", || {
-        installation.log().contains(refusal)
+    eventually("the refusal is logged, and an event", || {
+        installation.log().contains(refusal) && installation.events().contains(refusal)
     })
     .await;
 
