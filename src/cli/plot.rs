@@ -88,7 +88,7 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
 }
 
 /// The part that the journal began before the one that is named, where one file is named and there is such a part.
-fn older_parts(files: &[PathBuf]) -> Vec<PathBuf> {
+pub(super) fn older_parts(files: &[PathBuf]) -> Vec<PathBuf> {
     let [file] = files else { return Vec::new() };
     let mut name = OsString::from(file);
     name.push(".1");

@@ -1,6 +1,11 @@
 //! `cotenant why`: the explanation of one decision.
 
-use std::{fmt::Write as _, path::PathBuf, process::ExitCode, time::Duration};
+use std::{
+    fmt::Write as _,
+    path::PathBuf,
+    process::ExitCode,
+    time::{Duration, SystemTime},
+};
 
 use clap::Args;
 use serde_json::{Value, json};
@@ -9,7 +14,7 @@ use super::{
     Global, Output,
     exit::{self, CliError},
     global::runtime,
-    output, quantity,
+    output, plot, quantity,
 };
 use cotenant_journal::{self as journal, Content, JournalEntry, Why as Story};
 use cotenant_policy::{event::Action, snapshot::Snapshot};
@@ -24,8 +29,9 @@ pub struct Why {
     /// Number of the line, as `cotenant events` prints it.
     #[arg(value_name = "LINE", value_parser = quantity::line)]
     sequence: u64,
-    /// Read this journal rather than ask the supervisor; several files of one run, oldest first. The file has the state
-    /// before each decision, the supervisor's memory has not.
+    /// Read this journal rather than ask the supervisor; several files, oldest first. One file alone is read after the older part
+    /// beside it, `FILE.1`. The file has the state before each decision, the supervisor's memory has not. Lines are numbered
+    /// from 1 in each run of the supervisor: of several runs the last that has the line counts.
     #[arg(long = "file", value_name = "FILE")]
     files: Vec<PathBuf>,
 }
@@ -37,13 +43,13 @@ pub(super) fn run(global: &Global, why: &Why) -> Result<ExitCode, CliError> {
     } else {
         Vec::new()
     };
-    for path in &why.files {
+    for path in plot::older_parts(&why.files).iter().chain(&why.files) {
         let contents = journal::read(path).map_err(|error| CliError::failed(act.clone(), error))?;
         entries.extend(contents.entries);
     }
     let story = journal::why(&entries, why.sequence).map_err(|error| {
         CliError::failed(act, error).with_hint(why.files.is_empty().then(|| {
-            "the supervisor keeps the latest lines only; name the journal with `--file`, by default \
+            "these are the lines that the supervisor has in memory; name the journal with `--file`, by default \
              /var/lib/cotenant/journal.ndjson"
                 .to_owned()
         }))
@@ -97,6 +103,13 @@ fn entry(line: v1::JournalEntry) -> Option<JournalEntry> {
 fn describe(story: &Story, answer: Option<&JournalEntry>) -> String {
     let mut text = String::new();
     let at = story.event.at;
+    let happened = SystemTime::UNIX_EPOCH + Duration::from_micros(story.event.unix_us);
+    let _ = writeln!(
+        text,
+        "run             {}, at {}",
+        story.event.boot_id,
+        prost_types::Timestamp::from(happened)
+    );
     let _ = writeln!(text, "what happened   {}", line(&story.event));
     match &story.before {
         Some(before) => describe_known(&mut text, before, at),

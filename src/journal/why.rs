@@ -45,7 +45,7 @@ pub struct Chosen {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum WhyError {
     /// The line is not in the journal.
-    #[error("line {sequence} is not in the journal; it has {first} to {last} of the last run")]
+    #[error("line {sequence} is not there; there are {first} to {last} of the last run")]
     Unknown {
         /// Which.
         sequence: u64,
