@@ -19,6 +19,7 @@ mod health;
 mod help;
 mod hold;
 mod leases;
+mod manual;
 mod metrics;
 mod operate;
 pub mod output;
@@ -230,12 +231,13 @@ fn run(cli: Cli) -> Result<ExitCode, CliError> {
                     error,
                 )
             };
-            clap_mangen::generate_to(Cli::command(), &folder).map_err(cannot)?;
+            manual::write_pages(Cli::command(), &folder).map_err(cannot)?;
             Ok(ExitCode::SUCCESS)
         }
         Command::Completions { shell } => {
             let mut script = Vec::new();
-            clap_complete::generate(shell, &mut Cli::command(), "cotenant", &mut script);
+            let mut command = manual::visible(&Cli::command());
+            clap_complete::generate(shell, &mut command, "cotenant", &mut script);
             output::write(&String::from_utf8_lossy(&script))?;
             Ok(ExitCode::SUCCESS)
         }

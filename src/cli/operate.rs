@@ -36,7 +36,7 @@ pub struct Shed {
 #[derive(Debug, Args)]
 pub struct KvTypeArgs {
     /// `f16`; `q8`, nearly half as large; `q4`, nearly a quarter, and less exact.
-    #[arg(value_name = "TYPE")]
+    #[arg(value_name = "TYPE", value_parser = quantity::kv_type())]
     kv_type: KvType,
 }
 

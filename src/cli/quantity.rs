@@ -2,7 +2,10 @@
 
 use std::time::Duration;
 
+use clap::builder::{PossibleValuesParser, TypedValueParser};
+
 use cotenant_config::{SizeError, parse_duration, parse_size};
+use cotenant_policy::kv_type::KvType;
 use cotenant_units::Bytes;
 
 /// A size with its unit: `64MiB`.
@@ -21,6 +24,11 @@ pub(super) fn some(text: &str) -> Result<Bytes, String> {
 /// A duration with its unit: `5s`, `1m 30s`.
 pub(super) fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| with_hint(&error))
+}
+
+/// A type of the KV cache; shells complete it.
+pub(super) fn kv_type() -> impl TypedValueParser<Value = KvType> {
+    PossibleValuesParser::new(KvType::ALL.map(KvType::word)).try_map(|word| word.parse::<KvType>())
 }
 
 /// The number of a line of the journal: `4711`.

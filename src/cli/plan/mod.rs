@@ -67,7 +67,7 @@ pub struct PlanArgs {
     #[arg(long, value_name = "TOKENS", value_parser = clap::value_parser!(u32).range(64..=1 << 20))]
     context: Option<u32>,
     /// Type of the KV cache: `f16`, `q8` or `q4`.
-    #[arg(long, value_name = "TYPE", value_parser = kv_type)]
+    #[arg(long, value_name = "TYPE", value_parser = quantity::kv_type())]
     kv_type: Option<KvType>,
     /// Type of the weights for a `config.json`: `q4_k_m`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
     #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
@@ -292,11 +292,4 @@ fn worker(text: &str) -> Result<WorkerParams, String> {
         peak,
         ..WorkerParams::default()
     })
-}
-
-fn kv_type(text: &str) -> Result<KvType, String> {
-    let known = KvType::ALL
-        .into_iter()
-        .find(|kind| kind.to_string() == text);
-    known.ok_or_else(|| "not a type of the KV cache; known are `f16`, `q8` and `q4`".to_owned())
 }
