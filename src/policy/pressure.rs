@@ -320,10 +320,14 @@ impl Pressure {
     /// is no slope, and who has taken all that it wanted takes no more.
     #[must_use]
     pub fn lost_within(&self, time: Duration) -> Bytes {
-        let [lately, before] = self.lost_lately;
-        let per_s = self.losing_per_s().min(lately).min(before);
-        let lost = u128::from(per_s.get()) * time.as_micros() / 1_000_000;
+        let lost = u128::from(self.steady_loss_per_s().get()) * time.as_micros() / 1_000_000;
         Bytes::new(to_u64(lost))
+    }
+
+    /// The least slope of the last seconds, of the last sample and of the one before.
+    fn steady_loss_per_s(&self) -> Bytes {
+        let [lately, before] = self.lost_lately;
+        self.losing_per_s().min(lately).min(before)
     }
 
     /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
@@ -414,11 +418,13 @@ impl Pressure {
         )
     }
 
-    /// When nothing will be left at the rate of the last seconds; `None` if headroom does not shrink, or for hours.
+    /// When nothing will be left at the rate of the last seconds; `None` if headroom does not shrink now, or for hours. What was
+    /// taken at once, as by a load, foretells nothing.
     #[must_use]
     pub fn exhausted_in(&self) -> Option<Duration> {
+        let is_falling = self.steady_loss_per_s().saturating_mul(2) >= self.losing_per_s();
         self.reached_in(Bytes::ZERO)
-            .filter(|left| *left < EXHAUSTION_AHEAD)
+            .filter(|left| is_falling && *left < EXHAUSTION_AHEAD)
     }
 
     /// Whether a shed still waits whether the shortage passes by itself.

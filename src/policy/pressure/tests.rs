@@ -264,6 +264,20 @@ fn the_slope_foretells_when_nothing_will_be_left() {
 }
 
 #[test]
+fn what_was_taken_at_once_foretells_no_end() {
+    let mut pressure = Pressure::new(params());
+    for step in 0u64..10 {
+        observe(&mut pressure, step * 200, 900);
+    }
+    observe(&mut pressure, 2000, 600);
+    for step in 11u64..14 {
+        observe(&mut pressure, step * 200, 600);
+        assert!(pressure.losing_per_s() > Bytes::ZERO);
+        assert_eq!(pressure.exhausted_in(), None);
+    }
+}
+
+#[test]
 fn elevated_has_a_grace_unless_critical_is_ahead() {
     let grace = Duration::from_secs(2);
     let mut slow = Pressure::new(PressureParams { grace, ..params() });
