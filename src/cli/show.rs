@@ -141,7 +141,7 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         }
         if engine.sheds > 0 {
             lines.push(format!(
-                "          {}, {} verified back; {} grown back",
+                "          {}, {} given back, touched or reserved; {} grown back",
                 counted(usize::try_from(engine.sheds).unwrap_or(usize::MAX), "shed"),
                 bytes(engine.shed_bytes),
                 bytes(engine.regrown_bytes),

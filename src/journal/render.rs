@@ -108,10 +108,12 @@ fn render_event(event: &Event) -> String {
             used,
             took,
             untouched,
-            untouched_given: _,
+            untouched_given,
         } => format!(
-            "engine applied plan {revision}: {}; {freed} verified back, {used} held, {untouched} of it untouched, took {took:.1?}",
-            plan(in_force)
+            "engine applied plan {revision}: {}; {}uses {} of {used} held, took {took:.1?}",
+            plan(in_force),
+            given_back(*freed, *untouched_given),
+            used.saturating_sub(*untouched)
         ),
         Event::EngineApplyFailed { revision, reason } => {
             format!("engine could not apply plan {revision}: {reason}")
@@ -256,11 +258,11 @@ fn render_event(event: &Event) -> String {
                 params.budget.bytes()
             )
         }
-        Event::Resized {
-            machine,
         Event::ReloadRefused { cause } => {
             format!("configuration not reloaded, nothing is changed: {cause}")
         }
+        Event::Resized {
+            machine,
             params: Ok(params),
         } => {
             format!(
@@ -379,9 +381,21 @@ fn counted<N: Copy + Display + PartialEq + From<u8>>(count: N, noun: &str) -> St
     format!("{count} {noun}{end}")
 }
 
+/// What the kernel shows to be back, and what had only been reserved, for which it had nothing to take back.
+fn given_back(freed: Bytes, reserved: Bytes) -> String {
+    match (freed, reserved) {
+        (Bytes::ZERO, Bytes::ZERO) => String::new(),
+        (freed, Bytes::ZERO) => format!("{freed} verified back, "),
+        (Bytes::ZERO, reserved) => format!("{reserved} given up that was reserved alone, "),
+        (freed, reserved) => {
+            format!("{freed} verified back and {reserved} given up that was reserved alone, ")
+        }
+    }
+}
+
 fn plan(plan: &EnginePlan) -> String {
     format!(
-        "{} of weights resident, KV capacity {} tokens{}, prefill by {}",
+        "{} resident (layers, output head), KV capacity {} tokens{}, prefill by {}",
         counted(plan.resident.len(), "part"),
         plan.kv_capacity,
         match plan.kv_type {
@@ -408,7 +422,7 @@ fn or_unknown(bytes: Option<Bytes>) -> String {
 mod tests {
     use super::*;
     use cotenant_policy::pressure::{MemoryReading, StallReading};
-    use cotenant_units::Timestamp;
+    use cotenant_units::{Timestamp, Tokens};
 
     fn entry(content: Content) -> JournalEntry {
         JournalEntry {
@@ -418,6 +432,38 @@ mod tests {
             unix_us: 0,
             content,
         }
+    }
+
+    #[test]
+    fn what_was_reserved_alone_is_not_verified_back() {
+        let applied = |freed, untouched_given| {
+            render(&entry(Content::Event(Event::EngineApplied {
+                revision: 3,
+                in_force: EnginePlan {
+                    resident: (0..9).collect(),
+                    kv_capacity: Tokens::new(512),
+                    prefill_chunk: Tokens::new(128),
+                    kv_type: KvType::F16,
+                },
+                freed: Bytes::from_mib(freed),
+                used: Bytes::from_mib(40),
+                untouched: Bytes::from_mib(10),
+                untouched_given: Bytes::from_mib(untouched_given),
+                took: std::time::Duration::from_millis(2),
+            })))
+        };
+        let line = applied(0, 85);
+        assert!(
+            line.contains("85 MiB given up that was reserved alone") && !line.contains("verified"),
+            "{line}"
+        );
+        assert!(line.contains("uses 30 MiB of 40 MiB held"), "{line}");
+        let line = applied(7, 85);
+        assert!(
+            line.contains("7 MiB verified back and 85 MiB given up"),
+            "{line}"
+        );
+        assert!(!applied(0, 0).contains("0 B"), "{}", applied(0, 0));
     }
 
     #[test]

@@ -276,7 +276,7 @@ pub struct PressureView {
 pub struct Totals {
     /// Sheds carried out.
     pub sheds: u64,
-    /// Bytes verified back by sheds.
+    /// Bytes that sheds took off the book, touched or reserved.
     pub shed_bytes: Bytes,
     /// Bytes grown back.
     pub regrown_bytes: Bytes,

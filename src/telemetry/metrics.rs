@@ -170,7 +170,7 @@ impl Metrics {
                 "shed_events",
                 "Sheds by the pressure level that led to them",
             ),
-            shed_bytes: table.add("shed_bytes", "Bytes verified back by sheds"),
+            shed_bytes: table.add("shed_bytes", "Bytes that sheds took off the book"),
             regrow_bytes: table.add("regrow_bytes", "Bytes that the engine grew back"),
             safe_profile: table.add(
                 "safe_profile",
