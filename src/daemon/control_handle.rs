@@ -20,7 +20,7 @@ use super::{
     bind,
     clock::MonotonicClock,
     control_loop::{Clock as _, Inbound},
-    sequences::sequences,
+    sequences::{sequences, tokens_in_cache},
 };
 use cotenant_engine::EngineHandle;
 use cotenant_memory::emergency::{self, Locked};
@@ -408,6 +408,9 @@ impl Supervisor for ControlHandle {
             let gap = Some(handle.snapshot().command_gap_max).filter(|gap| !gap.is_zero());
             engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
             engine.sequences = sequences(handle);
+            // Of the same moment as the sequences: the arbiter's figures are those of the last event.
+            (engine.kv_used_tokens, engine.kv_kept_tokens) =
+                tokens_in_cache(&engine.sequences, engine.kv_kept_tokens);
             let (read, whole) = handle.loading().unwrap_or_default();
             (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
         }

@@ -51,3 +51,36 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     });
     present.into_iter().chain(waiting).collect()
 }
+
+/// Tokens that the running sequence has in the KV cache, and those that are kept while nothing runs: `kept` counts copies of the
+/// recurrent state too.
+pub(super) fn tokens_in_cache(sequences: &[v1::Sequence], kept: u32) -> (u32, u32) {
+    let running = sequences.iter().find(|one| {
+        matches!(
+            one.state(),
+            v1::SequenceState::Prompt | v1::SequenceState::Answer
+        )
+    });
+    running.map_or((0, kept), |one| (one.kv_tokens, 0))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tokens_in_use_are_those_of_the_running_sequence() {
+        let sequence = |state: v1::SequenceState, kv_tokens| v1::Sequence {
+            state: state.into(),
+            kv_tokens,
+            ..v1::Sequence::default()
+        };
+        let waits = sequence(v1::SequenceState::Waiting, 0);
+        let answer = [sequence(v1::SequenceState::Answer, 70), waits.clone()];
+        assert_eq!(tokens_in_cache(&answer, 12), (70, 0));
+        assert_eq!(
+            tokens_in_cache(&[sequence(v1::SequenceState::Kept, 70), waits], 80),
+            (0, 80)
+        );
+    }
+}

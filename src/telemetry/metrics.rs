@@ -46,6 +46,7 @@ pub struct Metrics {
     budget_held: Size,
     budget_unaccounted: Size,
     budget_used: Size,
+    supervisor: Known,
     headroom: Known,
     memory_available: Known,
     cma_free: Known,
@@ -114,6 +115,10 @@ impl Metrics {
                 "Measured use beyond what is held",
             ),
             budget_used: table.add("budget_used_bytes", "What all holders were measured to use"),
+            supervisor: table.add(
+                "supervisor_bytes",
+                "Memory of the daemon itself beyond what the LLM has touched",
+            ),
             headroom: table.add(
                 "headroom_bytes",
                 "Available memory above the last watermark",
@@ -457,6 +462,7 @@ impl Metrics {
         let Some(sample) = &snapshot.pressure.sample else {
             return;
         };
+        set_known(&self.supervisor, sample.own_used);
         set_known(&self.memory_available, Some(sample.memory.mem_available));
         set_known(&self.cma_free, sample.gpu.cma_free);
         set_known(&self.gpu_used, sample.gpu.gpu_used.map(GpuUse::bytes));

@@ -232,11 +232,13 @@ impl Screen {
             Color::DarkGray,
         );
         add("free", budget.free_bytes, '.', Color::Reset);
+        let own = budget.supervisor_bytes.map(bytes);
         let title = format!(
-            "budget {}: held {}, used {}",
+            "budget {}: held {}, used {}{}",
             bytes(budget.budget_bytes),
             bytes(budget.held_bytes),
-            bytes(budget.used_bytes)
+            bytes(budget.used_bytes),
+            own.map_or_else(String::new, |own| format!(", supervisor {own}"))
         );
         let mut lines = vec![Line::default()];
         lines.extend(wrapped(&title, columns));

@@ -68,7 +68,7 @@ pub(super) fn take_applied(
         revision,
         outcome: confirmed.outcome(credited, applied),
         plan: plan_in_force(cx.state),
-        used: applied.used,
+        used: applied.used.saturating_sub(applied.untouched),
         free: cx.state.ledger.free(),
         took: applied.took,
     });

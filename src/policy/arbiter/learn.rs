@@ -115,9 +115,11 @@ pub(super) fn from_oom(cx: &mut Context<'_>, certificate: &DeathCertificate) {
     }
 }
 
-/// The engine's plans are exact; what it uses is learned for its model, to be seen.
+/// The engine's plans are exact; what it uses is learned for its model, to be seen. Memory that no token has touched is not used.
 pub(super) fn from_engine(cx: &mut Context<'_>) {
+    let untouched = cx.state.engine.kv.untouched;
     let used = cx.state.ledger.used_by(ENGINE_TENANT);
+    let used = used.map(|used| used.saturating_sub(untouched));
     let model = cx.state.engine.shape().map(|shape| shape.name.clone());
     if let (Some(used), Some(model)) = (used, model)
         && cx.state.peaks.seen(ENGINE_TENANT, Some(&model), used)

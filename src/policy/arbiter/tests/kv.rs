@@ -365,6 +365,28 @@ fn a_shed_of_an_engine_at_its_floor_names_what_the_engine_can_give_and_nothing_o
 }
 
 #[test]
+fn what_an_engine_holds_and_has_not_touched_is_neither_used_nor_a_peak() {
+    let mut rig = Rig::new(with_engine(params()));
+    rig.tell(Event::EngineInspected { shape: shape() });
+    rig.sample(0);
+    let (revision, in_force) = rig.plan_asked().unwrap();
+    rig.wait(10).tell(Event::EngineApplied {
+        revision,
+        in_force,
+        freed: Bytes::ZERO,
+        used: mib(132),
+        untouched: mib(30),
+        untouched_given: Bytes::ZERO,
+        took: Duration::from_millis(3),
+    });
+    rig.wait(1).measure("llm", 132);
+    let snapshot = rig.snapshot();
+    let peak = snapshot.peaks.of("llm", Some(&shape().name));
+    assert_eq!(peak.map(|peak| peak.bytes), Some(mib(102)));
+    assert_eq!(snapshot.memory.used, mib(102));
+}
+
+#[test]
 fn what_is_shed_next_is_what_is_shed_then() {
     let mut rig = Rig::with_engine_ready(params());
     rig.samples(132);
