@@ -19,6 +19,7 @@ use plotters::{
     },
 };
 
+use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_units::{Bytes, Timestamp};
 
 /// Who held how much at one moment.
@@ -507,30 +508,35 @@ const fn mark_colour(kind: MarkKind) -> RGBColor {
     }
 }
 
-/// A colour for each owner. Owners that share their first word share a hue: `llm weights`, `llm KV`.
+/// A colour for each owner, as the page and `top` have them: the LLM has the first hue, others follow by name, and
+/// unaccounted memory is grey. Owners that share their first word share a hue: `llm weights`, `llm KV`.
 fn colours(owners: &[&str]) -> Vec<RGBColor> {
-    let mut groups: Vec<(&str, u8)> = Vec::new();
-    owners
-        .iter()
-        .map(|owner| {
-            let group = owner.split_whitespace().next().unwrap_or(owner);
-            let index = groups
-                .iter()
-                .position(|(known, _)| *known == group)
-                .unwrap_or_else(|| {
-                    groups.push((group, 0));
-                    groups.len() - 1
-                });
-            let base = HUES.get(index % HUES.len()).copied().unwrap_or(SOFT);
-            match groups.get_mut(index) {
-                Some((_, seen)) => {
-                    *seen += 1;
-                    lighter(base, *seen - 1)
-                }
-                None => base,
-            }
-        })
-        .collect()
+    let group_of = |owner: &&str| {
+        owner
+            .split_whitespace()
+            .next()
+            .unwrap_or_default()
+            .to_owned()
+    };
+    let mut groups: BTreeMap<String, u8> =
+        owners.iter().map(|owner| (group_of(owner), 0)).collect();
+    groups.remove(UNACCOUNTED);
+    let others = groups.keys().filter(|name| *name != ENGINE_TENANT);
+    let names: Vec<String> = [ENGINE_TENANT.to_owned()]
+        .into_iter()
+        .chain(others.cloned())
+        .collect();
+    let colour = |owner: &&str| {
+        let group = group_of(owner);
+        let index = names.iter().position(|name| *name == group);
+        let Some((index, seen)) = index.zip(groups.get_mut(&group)) else {
+            return UNHELD;
+        };
+        *seen += 1;
+        let base = HUES.get(index % HUES.len()).copied().unwrap_or(SOFT);
+        lighter(base, *seen - 1)
+    };
+    owners.iter().map(colour).collect()
 }
 
 /// Each step goes a third of the way to white.
@@ -632,7 +638,10 @@ const SOFT: RGBColor = RGBColor(102, 112, 133);
 const AXIS: RGBColor = RGBColor(152, 162, 179);
 const GRID: RGBColor = RGBColor(228, 231, 236);
 const BUDGET: RGBColor = RGBColor(201, 42, 42);
-/// Apart in hue and in brightness, so that they differ in print and to most colour-blind eyes.
+/// The owner of what no lease covers.
+pub(super) const UNACCOUNTED: &str = "unaccounted";
+const UNHELD: RGBColor = RGBColor(138, 147, 166);
+/// Apart in hue and in brightness, so that they differ in print and to most colour-blind eyes. Those of `http/page.html`.
 const HUES: [RGBColor; 8] = [
     RGBColor(59, 111, 212),
     RGBColor(240, 154, 62),
@@ -805,6 +814,21 @@ pub(super) mod tests {
             (2, 5, 1)
         );
         assert_eq!(second_step(24 * 3600), 7200);
+    }
+
+    #[test]
+    fn an_owner_has_the_colour_that_the_page_gives_it() {
+        let page = include_str!("../http/page.html");
+        let hexadecimal = |RGBColor(r, g, b): RGBColor| format!("#{r:02x}{g:02x}{b:02x}");
+        let hues: Vec<String> = HUES.map(|hue| format!("{:?}", hexadecimal(hue))).into();
+        assert!(page.contains(&format!("const hues = [{}]", hues.join(", "))));
+        assert!(page.contains(&hexadecimal(UNHELD)));
+        assert_eq!(
+            colours(&["tts", "asr", "llm", UNACCOUNTED]),
+            [HUES[2], HUES[1], HUES[0], UNHELD]
+        );
+        assert_eq!(colours(&["llm weights", "llm KV", "asr"])[2], HUES[1]);
+        assert_eq!(colours(&["asr"]), [HUES[1]]);
     }
 
     #[test]

@@ -12,7 +12,7 @@ use serde_json::{Value, json};
 
 use super::{
     Global, Output,
-    chart::{Chart, ChartMark, ChartPoint, MarkKind},
+    chart::{Chart, ChartMark, ChartPoint, MarkKind, UNACCOUNTED},
     exit::{self, CliError},
     output, quantity,
 };
@@ -306,8 +306,6 @@ fn thinned(happened: Vec<Happened>, within: Duration) -> Vec<Happened> {
     marks
 }
 
-/// The owner of what no lease covers.
-const UNACCOUNTED: &str = "unaccounted";
 /// Marks that a picture has room for above it (by eye).
 const MARKS_MAX: usize = 16;
 /// The same things within this part of the picture are one mark: about the width of a label (by eye).

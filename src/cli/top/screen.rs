@@ -11,6 +11,7 @@ use crate::{
     exit::escaped,
     show::{self, span},
 };
+use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_rpc::{
     json::word,
     v1::{Engine, EngineState, GetStatusResponse, JournalEntry, Lease, Pressure, PressureLevel},
@@ -414,13 +415,18 @@ fn owners(leases: &[Lease]) -> Vec<Part> {
                 name: lease.tenant.clone(),
                 amount: lease.held_bytes,
                 letter: lease.tenant.chars().next().unwrap_or('x'),
-                colour: OWNER_COLOURS
-                    .into_iter()
-                    .cycle()
-                    .nth(parts.len())
-                    .unwrap_or_default(),
+                colour: Color::Blue,
             }),
         }
+    }
+    let mut others: Vec<&mut Part> = parts
+        .iter_mut()
+        .filter(|part| part.name != ENGINE_TENANT)
+        .collect();
+    others.sort_by(|one, other| one.name.cmp(&other.name));
+    let hues = OWNER_COLOURS.into_iter().cycle().skip(1);
+    for (part, hue) in others.into_iter().zip(hues) {
+        part.colour = hue;
     }
     parts
 }
@@ -507,13 +513,14 @@ fn cut(line: Line<'static>, columns: usize) -> Line<'static> {
     Line::from(spans)
 }
 
+/// The nearest to the hues of the page and of `plot`: the first for the LLM, the others by name.
 const OWNER_COLOURS: [Color; 6] = [
     Color::Blue,
-    Color::Magenta,
-    Color::Cyan,
     Color::Yellow,
     Color::Green,
+    Color::Magenta,
     Color::Red,
+    Color::Cyan,
 ];
 
 /// Columns of a bar beside text.
