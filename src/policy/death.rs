@@ -66,7 +66,7 @@ pub struct ProcessEnd {
     pub ended_unix_us: u64,
     /// From its start to its end, ms.
     pub lived_ms: u64,
-    /// From its start to being ready, ms; absent when it never was.
+    /// From its start to being ready, ms; absent when it never was, and where an earlier run of the supervisor started it.
     pub ready_after_ms: Option<u64>,
 }
 

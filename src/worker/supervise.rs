@@ -308,7 +308,8 @@ impl Supervisor {
             program: child.program.clone(),
             env: self.shared.spec().env.clone(),
             started_at: child.started_at,
-            ready_at: child.ready_at,
+            // Of one that was taken over the time before this run is not known.
+            ready_at: child.ready_at.filter(|_| !child.taken_over),
             was_ready: child.ready_at.is_some()
                 && self.shared.spec().readiness != Readiness::Started,
             exited_at,

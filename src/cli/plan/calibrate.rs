@@ -189,6 +189,16 @@ impl Coefficients {
         })
     }
 
+    /// That the rounds were farther apart than what is assumed without a measurement, if they were.
+    pub(crate) fn doubt(&self) -> Option<String> {
+        (self.error_percent > UNMEASURED_PERCENT).then(|| {
+            format!(
+                "rounds of computing differed by {} %, more than the {UNMEASURED_PERCENT} % that are assumed without them",
+                self.error_percent
+            )
+        })
+    }
+
     /// Those that rounds of the engine and the reading of a disk come to; `None` without a round.
     pub(crate) fn of(
         mut rounds: Vec<Calibration>,
@@ -304,6 +314,9 @@ pub(crate) fn run(global: &Global, args: &CalibrateArgs) -> Result<(), CliError>
         return Err(CliError::plain(cannot("measure with"), exit::FAILED));
     };
     coefficients.layers = LayerCosts::of(&layers);
+    if let Some(doubt) = coefficients.doubt() {
+        eprintln!("warning: {doubt}; measure again while nothing else computes");
+    }
     let text = serde_json::to_string_pretty(&coefficients)
         .map_err(|error| CliError::failed("cannot write the coefficients", error))?;
     kept.keep(&(text + "\n"))?;
@@ -358,6 +371,8 @@ fn spread(rounds: &[Calibration]) -> u64 {
 
 /// Where `plan` looks.
 pub(super) const DEFAULT_FILE: &str = "/var/lib/cotenant/calibration.json";
+/// Error that is assumed where nothing was measured: half to one and a half of what is stated.
+pub(super) const UNMEASURED_PERCENT: u64 = 50;
 /// Rounds of about a second.
 const ROUNDS: u32 = 5;
 /// Layers whose rounds are farther apart, on a busy machine or in a tiny model, are planned by their mean (our choice).
@@ -370,6 +385,35 @@ const FILE_MAX: u64 = 64 << 10;
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rounds_that_differ_by_more_than_is_assumed_without_them_are_doubted() {
+        let of = |slowest: u64| {
+            let round = |ns| Calibration {
+                compute_ns_per_mib: ns,
+                read_ns_per_mib: 1,
+                read_busy_ns_per_mib: 1,
+                slowed_ns_per_mib: 0,
+                prefill_ns_per_mib: 0,
+            };
+            let disk = DiskRates {
+                burst_mib_per_s: 1,
+                sustained_mib_per_s: 1,
+                slow_mib_per_s: 1,
+                fast_mib_per_s: 1,
+            };
+            let setting = Setting {
+                processor: String::new(),
+                threads: 1,
+                weights: String::new(),
+            };
+            Coefficients::of(vec![round(100), round(slowest)], disk, setting)
+                .unwrap()
+                .doubt()
+        };
+        assert_eq!(of(140), None);
+        assert!(of(250).is_some_and(|doubt| doubt.contains("differed by 150 %")));
+    }
 
     #[test]
     fn coefficients_of_another_form_are_refused() {

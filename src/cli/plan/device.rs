@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     exit::{self, CliError},
-    plan::calibrate::{Coefficients, LayerCosts, Setting},
+    plan::calibrate::{Coefficients, LayerCosts, Setting, UNMEASURED_PERCENT},
 };
 use cotenant_config::parse_size;
 use cotenant_policy::{speed::Speed, streaming::Calibration};
@@ -130,9 +130,6 @@ const BOARDS: [Board; 5] = [
     },
 ];
 
-/// Nothing was measured on these: half to one and a half of what is stated.
-const UNMEASURED_PERCENT: u64 = 50;
-
 /// A device file.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -249,8 +246,8 @@ impl Device {
             rates: kept.as_ref().map_or(assumed, Coefficients::rates),
             calibration: kept.as_ref().map(|kept| kept.calibration),
             layers: kept.as_ref().and_then(|kept| kept.layers.clone()),
+            doubts: kept.iter().filter_map(Coefficients::doubt).collect(),
             measured_with: kept.map(|kept| kept.setting),
-            doubts: Vec::new(),
         })
     }
 

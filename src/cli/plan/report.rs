@@ -59,7 +59,11 @@ pub(super) fn print(
         row(
             &name,
             group.bytes,
-            &format!("{} tensors, {}", group.tensors, group.types.join(", ")),
+            &format!(
+                "{}, {}",
+                counted(group.tensors as usize, "tensor"),
+                group.types.join(", ")
+            ),
         );
     }
     let weights = std::mem::take(&mut text);
