@@ -127,7 +127,7 @@ pub(crate) use crate::samples::sample_with;
 pub struct MemoryReading {
     /// `MemTotal`.
     pub mem_total: Bytes,
-    /// `MemAvailable`.
+    /// `MemAvailable`, and what ZFS's cache can give back.
     pub mem_available: Bytes,
     /// `MemFree`.
     pub mem_free: Bytes,

@@ -6,6 +6,7 @@
 //! | file | what it reads |
 //! |---|---|
 //! | `meminfo` | `/proc/meminfo` with CMA; what a tenant can get, and unaccounted memory |
+//! | `arc` | what ZFS's cache can give back |
 //! | `buddyinfo` | the largest free blocks |
 //! | `vmstat` | refaults, scans, stalls, swap-ins, OOM kills |
 //! | `psi` | pressure stall information, and triggers on it |
@@ -20,6 +21,7 @@
 //! | `capabilities` | what is here, what is not, and what follows from it |
 //! | `sampler` | all that one sample needs, cheaply and again and again |
 
+mod arc;
 pub mod audit;
 pub mod board;
 pub mod buddyinfo;

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::{
     ProbeError, ProbeRoot,
+    arc::ArcStats,
     board::{Board, L4tRelease},
     buddyinfo::FreeBlocks,
     cgroup::GroupWatch,
@@ -32,7 +33,7 @@ use cotenant_units::{Bytes, Timestamp};
 /// What the kernel says at one moment. What is not there is `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
-    /// Memory.
+    /// Memory; what ZFS's cache can give back counts as available.
     pub meminfo: Meminfo,
     /// What the control groups around us allow, where one has a limit.
     pub group: Option<GroupRoom>,
@@ -112,6 +113,7 @@ impl Reading {
 pub struct Sampler {
     session: Option<SessionReader>,
     meminfo: Source,
+    arc: ArcStats,
     groups: GroupWatch,
     vmstat: Option<Source>,
     pressure: Option<Source>,
@@ -213,6 +215,7 @@ impl Sampler {
                 .map(|session| SessionReader::open(root, session))
                 .transpose()?,
             meminfo,
+            arc: ArcStats::open(root),
             groups: GroupWatch::open(root),
             vmstat: Source::open_optional(root.proc("vmstat")),
             pressure: Source::open_optional(root.proc("pressure/memory")),
@@ -272,7 +275,9 @@ impl Sampler {
             Ok(text) => Meminfo::parse(text),
             Err(error) => return Err(ProbeError::io("memory", self.meminfo.path(), error)),
         };
-        let meminfo = meminfo.map_err(|error| ProbeError::parse(self.meminfo.path(), error))?;
+        let mut meminfo = meminfo.map_err(|error| ProbeError::parse(self.meminfo.path(), error))?;
+        let cached = self.arc.read().unwrap_or_default();
+        meminfo.available = meminfo.available.saturating_add(cached).min(meminfo.total);
         let zram_store = self.zram.read();
         Ok(Reading {
             meminfo,

@@ -123,8 +123,10 @@ impl Metrics {
                 "headroom_bytes",
                 "Available memory above the last watermark",
             ),
-            memory_available: table
-                .add("memory_available_bytes", "MemAvailable as the kernel says"),
+            memory_available: table.add(
+                "memory_available_bytes",
+                "MemAvailable, and what ZFS can give back",
+            ),
             cma_free: table.add("cma_free_bytes", "CmaFree, which the GPU cannot use"),
             gpu_used: table.add("gpu_used_bytes", "What the GPU of a Jetson holds"),
             page_pool: table.add(
