@@ -579,10 +579,11 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
 fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
     let settle = cx.state.params.shed.settle;
     let wanted = is_memory_wanted(cx.state);
+    let fresh = cx.state.fresh_worker(name);
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
-    if let Some(above) = worker.outgrows(used, wanted, settle, cx.state.now) {
+    if let Some(above) = worker.outgrows(used, (wanted, fresh), settle, cx.state.now) {
         let requests = worker.requests;
         cx.decide(WorkerDecision::Outgrown {
             worker: name.to_owned(),
@@ -597,6 +598,7 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
 /// Whether something waits for memory, or soon will: only then a worker that leaks is worth a restart.
 fn is_memory_wanted(state: &State) -> bool {
     state.pressure.level() > PressureLevel::Normal
+        || state.engine.streams_layers()
         || !state.queue.is_empty()
         || state
             .workers

@@ -120,22 +120,30 @@ impl Worker {
     }
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
-    /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end.
+    /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end; or,
+    /// at rest, twice what a `fresh` one takes, if a start is hardly noticed.
     pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
-        wanted: bool,
+        (wanted, fresh): (bool, Option<Bytes>),
         settle: Duration,
         now: Timestamp,
     ) -> Option<Bytes> {
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
+        let quick = self.took.filter(|took| *took <= QUICK_START);
+        let is_worth =
+            quick.is_some_and(|took| now >= ready_at + took.saturating_mul(RESTART_WORTH));
         let (busy, rest) = (self.requests > 0, self.params.rest);
         let peak = self.params.peak_of(self.variant());
         let ready = self.ready_mut()?;
         ready.breath.measured(used, busy);
         let leaks = rest.recycle_leaks && wanted && ready.breath.leaks();
-        let above = rest.recycle_above.or(leaks.then_some(peak));
+        let bounded = rest.recycle_above.or(leaks.then_some(peak));
+        let renewed = rest.recycle_leaks && wanted && !busy && is_worth;
+        let above = bounded.or(fresh
+            .filter(|_| renewed)
+            .map(|fresh| fresh.saturating_add(fresh)));
         let Some(above) = above else {
             ready.over_since = None;
             return None;
@@ -145,6 +153,7 @@ impl Worker {
             return None;
         }
         let since = *ready.over_since.get_or_insert(now);
+        let may_be_recycled = may_be_recycled || bounded.is_none();
         if ready.winding.is_some() || now < since + settle || !may_be_recycled {
             return None;
         }
@@ -152,10 +161,19 @@ impl Worker {
             cause: WindCause::Outgrown,
             since: now,
         });
-        self.recycles = self.recycles.saturating_add(1);
+        if bounded.is_some() {
+            self.recycles = self.recycles.saturating_add(1);
+        }
         Some(above)
     }
 }
+
+/// A start that a user hardly notices. Our choice: a pause between two turns of a conversation.
+const QUICK_START: Duration = Duration::from_secs(1);
+
+/// A worker that is started again for what it has grown to runs for so many times as long as its start took: one request in
+/// twenty finds it starting.
+const RESTART_WORTH: u32 = 20;
 
 /// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to
 /// it has arrived by then.
