@@ -559,7 +559,7 @@ fn types_of_all_weights_answer_as_on_the_cpu() {
 }
 
 /// Some layers of true shapes, with a smaller vocabulary: the largest difference of a logit, in standard deviations of them all, beside
-/// the largest between the CPU and llama.cpp for the whole model ("Logits compared" in `docs/performance.md`).
+/// the largest between the CPU and llama.cpp for the whole model ("Logits compared" in `src/dev/notebook.md`).
 fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_cpp() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let vocabulary = 2048;

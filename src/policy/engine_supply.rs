@@ -297,7 +297,7 @@ const TOUCH_NS_PER_MIB: u64 = 400_000;
 /// Converting KV reads and writes it once: 0.35 to 1.5 ms for each MiB of `f16` with two threads of a busy machine.
 const CONVERT_NS_PER_MIB: u64 = 700_000;
 /// Dropping KV copies at most as much of it as is given back. Our choice of 5 GB/s: what is copied to is in memory, and memory
-/// is read at 32 to 36 GB/s by two threads (docs/performance.md).
+/// is read at 32 to 36 GB/s by two threads (src/dev/notebook.md).
 const COPY_NS_PER_MIB: u64 = 200_000;
 /// How much dearer a token is that is lost than one that can be read again. Our choice.
 const LOST_FOR_EVER: u64 = 4;
