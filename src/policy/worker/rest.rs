@@ -8,6 +8,16 @@ use super::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
+/// Demand of others for memory that a worker could do without.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Demand {
+    None,
+    /// Something would grow, or soon waits.
+    Later,
+    /// A request waits for it.
+    Now,
+}
+
 impl Worker {
     /// When time brings something to it; `may_rest` unless it waits to become larger, or nothing new is admitted.
     pub(crate) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
@@ -120,27 +130,30 @@ impl Worker {
     }
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
-    /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end; or,
+    /// the one of its settings; or, where there is a `demand`, its peak, if what is left after its work grows without end; or,
     /// at rest, twice what a `fresh` one takes, if a start is hardly noticed.
     pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
-        (wanted, fresh): (bool, Option<Bytes>),
+        (demand, fresh): (Demand, Option<Bytes>),
         settle: Duration,
         now: Timestamp,
     ) -> Option<Bytes> {
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
         let quick = self.took.filter(|took| *took <= QUICK_START);
-        let is_worth =
-            quick.is_some_and(|took| now >= ready_at + took.saturating_mul(RESTART_WORTH));
+        let is_worth = quick.is_some_and(|took| match demand {
+            Demand::None => false,
+            Demand::Later => now >= ready_at + took.saturating_mul(RESTART_WORTH),
+            Demand::Now => true,
+        });
         let (busy, rest) = (self.requests > 0, self.params.rest);
         let peak = self.params.peak_of(self.variant());
         let ready = self.ready_mut()?;
         ready.breath.measured(used, busy);
-        let leaks = rest.recycle_leaks && wanted && ready.breath.leaks();
+        let leaks = rest.recycle_leaks && demand != Demand::None && ready.breath.leaks();
         let bounded = rest.recycle_above.or(leaks.then_some(peak));
-        let renewed = rest.recycle_leaks && wanted && !busy && is_worth;
+        let renewed = rest.recycle_leaks && !busy && is_worth;
         let above = bounded.or(fresh
             .filter(|_| renewed)
             .map(|fresh| fresh.saturating_add(fresh)));
@@ -171,8 +184,8 @@ impl Worker {
 /// A start that a user hardly notices. Our choice: a pause between two turns of a conversation.
 const QUICK_START: Duration = Duration::from_secs(1);
 
-/// A worker that is started again for what it has grown to runs for so many times as long as its start took: one request in
-/// twenty finds it starting.
+/// Where no request waits, a worker that is started again for what it has grown to runs for so many times as long as its start
+/// took: one request in twenty finds it starting.
 const RESTART_WORTH: u32 = 20;
 
 /// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to

@@ -814,3 +814,35 @@ fn a_worker_that_starts_quickly_is_renewed_at_rest_while_memory_is_wanted() {
         }
     }
 }
+
+#[test]
+fn a_worker_is_renewed_at_once_for_a_request_that_waits_and_seldom_for_growth() {
+    let rest = RestParams {
+        recycle_leaks: true,
+        ..RestParams::default()
+    };
+    let mut rig = Rig::with_workers(vec![WorkerParams {
+        peak: mib(100),
+        rest,
+        ..worker("tts", 60)
+    }]);
+    rig.wait(900).ready("tts", 50);
+    rig.wait(10).peak("tts", 52);
+    rig.measure("tts", 50);
+    rig.request("camera", Class::AudioRealtime, 120, 120, 0);
+    rig.granted();
+    rig.wait(10).busy("tts", 1);
+    rig.wait(200).measure("tts", 250);
+    rig.busy("tts", 0);
+    let stopped = |rig: &mut Rig| {
+        (0..20).any(|_| {
+            rig.wait(200).measure("tts", 250);
+            rig.stops("tts")
+        })
+    };
+    assert!(!stopped(&mut rig), "its start took 0.9 s");
+    rig.request("microphone", Class::AudioRealtime, 100, 100, 60_000);
+    assert!(stopped(&mut rig), "{:#?}", rig.actions);
+    rig.wait(10).exits("tts", true, "exit code 0");
+    assert_eq!(rig.held("microphone"), mib(100));
+}
