@@ -37,7 +37,8 @@ fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_f
         .arg(&config)
         .output()
         .unwrap();
-    let said = String::from_utf8_lossy(&output.stderr);
+    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
+    let said = report["errors"].to_string();
     assert_eq!(output.status.code(), Some(78), "{said}");
     assert!(
         said.contains("budget.total: `4096 GiB` is above the "),
@@ -47,7 +48,6 @@ fn a_configuration_for_another_device_is_refused_with_everything_that_does_not_f
         said.contains("no GPU computes it") || Path::new("/dev/nvidia0").exists(),
         "{said}"
     );
-    let report: Value = serde_json::from_slice(&output.stdout).unwrap();
     let found = report["findings"]
         .as_array()
         .unwrap()
