@@ -169,7 +169,10 @@ async fn every_verb_that_prints_data_prints_json() {
                 "{verb:?} -o {form}: {values:?}"
             );
             if output.status.code() == Some(4) && verb[0] != "health" {
-                let error: serde_json::Value = serde_json::from_str(&said(&output)).unwrap();
+                let error: serde_json::Value = serde_json::from_slice(&output.stderr)
+                    .unwrap_or_else(|error| {
+                        panic!("{verb:?} -o {form}: {error}: {}", said(&output))
+                    });
                 assert_eq!(error["error"]["exitCode"], 4, "{error}");
             }
         }
