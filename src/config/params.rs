@@ -49,12 +49,15 @@ impl Config {
             |set: Option<Watermark>, default: Bytes| set.map_or(default, |mark| mark.of(budget));
         let marks = &self.budget.watermarks;
         let before_llm = before_llm(self);
+        let hysteresis = limit(self.budget.hysteresis, defaults.pressure.hysteresis);
+        // A larger hysteresis raises it up to a quarter of the budget, so that one shed ends the level.
+        let ends_level = hysteresis.min(budget.per_mille(250));
         let params = Params {
             pressure: PressureParams {
                 elevated_below: limit(marks.elevated, defaults.pressure.elevated_below),
                 critical_below: limit(marks.critical, defaults.pressure.critical_below),
                 last_resort_below: limit(marks.last_resort, defaults.pressure.last_resort_below),
-                hysteresis: limit(self.budget.hysteresis, defaults.pressure.hysteresis),
+                hysteresis,
                 dwell: self.budget.dwell,
                 grace: self.budget.grace,
                 sample_min: self.budget.sample_min,
@@ -66,7 +69,7 @@ impl Config {
                 minimum_reclaim: self
                     .shedding
                     .reclaim_min
-                    .unwrap_or(defaults.shed.minimum_reclaim),
+                    .unwrap_or(defaults.shed.minimum_reclaim.max(ends_level)),
                 settle: self.shedding.settle,
                 deadlines: self.shedding.deadlines,
                 verify_timeout: self.shedding.verify_timeout,
