@@ -37,8 +37,6 @@ pub struct ChatTemplate {
     format: ToolFormat,
     /// Whether the template itself tells the model about tools.
     knows_tools: bool,
-    /// Whether the template tells an absent content from an empty one.
-    knows_absence: bool,
 }
 
 /// A conversation as one text, in which some characters carry a mark.
@@ -82,7 +80,6 @@ impl ChatTemplate {
             eos: eos.to_owned(),
             format,
             knows_tools,
-            knows_absence: compares_content_with_none(source),
         }
     }
 
@@ -168,7 +165,7 @@ impl ChatTemplate {
             Value::Array(
                 messages
                     .iter()
-                    .map(|message| value_of(message, id_of, self.knows_absence))
+                    .map(|message| value_of(message, id_of))
                     .collect(),
             ),
             Value::Array(conversation.tools.clone()),
@@ -347,16 +344,6 @@ fn usual(has: impl Fn(&str) -> bool) -> Option<(&'static str, &'static str)> {
     found.map(|(_, template)| template)
 }
 
-/// Whether a template asks of a `content` if it is `none`.
-fn compares_content_with_none(source: &str) -> bool {
-    source.split("content").skip(1).any(|behind| {
-        let behind = behind.trim_start_matches(['\'', '"', ']', ' ']);
-        ["is none", "is not none", "== none", "!= none"]
-            .iter()
-            .any(|test| behind.starts_with(test))
-    })
-}
-
 /// Whether one of the two begins with the other.
 fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
     rest_of_token.is_some_and(|rest| content.starts_with(rest) || rest.starts_with(content))
@@ -431,14 +418,11 @@ pub enum ChatError {
     },
 }
 
-/// A message as templates read it, with ids of calls made by `id_of`. A message that only calls tools has no content where the
-/// template `knows_absence`, as the library `transformers` has it; others would print the word.
-fn value_of(message: &ChatMessage, id_of: impl Fn(&str) -> String, knows_absence: bool) -> Value {
+/// A message as templates read it, with ids of calls made by `id_of`.
+fn value_of(message: &ChatMessage, id_of: impl Fn(&str) -> String) -> Value {
     let mut map = Map::new();
-    let absent = knows_absence && message.content.is_empty() && !message.tool_calls.is_empty();
-    let content = (!absent).then_some(&message.content);
     map.insert("role".to_owned(), json!(message.role));
-    map.insert("content".to_owned(), json!(content));
+    map.insert("content".to_owned(), json!(message.content));
     if let Some(reasoning) = &message.reasoning {
         map.insert("reasoning_content".to_owned(), json!(reasoning));
     }
@@ -994,33 +978,6 @@ mod tests {
             "<start_of_turn>user\nbe kind\n\nhello<end_of_turn>\n<start_of_turn>model\nhi<end_of_turn>\n\
              <start_of_turn>model\n"
         );
-    }
-
-    #[test]
-    fn a_message_that_only_calls_tools_has_no_content_for_templates_that_tell() {
-        let text_of = |test: &str| {
-            let template = format!(
-                "{{# tools <tool_call> #}}{{% for m in messages %}}{{% if {test} %}}calls {{{{ m.tool_calls[0].function.name }}}}\
-                 {{% else %}}says '{{{{ m.content }}}}'{{% endif %}};{{% endfor %}}"
-            );
-            let speaker = Speaker::new(Some(&template));
-            let called = ChatMessage {
-                tool_calls: vec![ToolCall {
-                    id: "1".to_owned(),
-                    name: "light".to_owned(),
-                    arguments: "{}".to_owned(),
-                }],
-                ..ChatMessage::new(Role::Assistant, "")
-            };
-            let messages = vec![ChatMessage::new(Role::User, ""), called];
-            render(&speaker.template, &messages.into(), &speaker.tokenizer)
-                .unwrap()
-                .text
-        };
-        for test in ["m['content'] is none", "m.content == none"] {
-            assert_eq!(text_of(test), "says '';calls light;", "{test}");
-        }
-        assert_eq!(text_of("false"), "says '';says '';");
     }
 
     #[test]
