@@ -4,7 +4,7 @@
 //! change what the answer *is* are refused.
 
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::{
     backend::{
