@@ -4,19 +4,9 @@ use std::time::Duration;
 
 use super::{
     Phase, RestStep, Worker,
-    run::{Stage, StopCause, WindCause, Winding},
+    run::{Demand, Stage, StopCause, WindCause, Winding},
 };
 use cotenant_units::{Bytes, Timestamp};
-
-/// Demand of others for memory that a worker could do without.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Demand {
-    None,
-    /// Something would grow, or soon waits.
-    Later,
-    /// A request waits for it.
-    Now,
-}
 
 impl Worker {
     /// When time brings something to it; `may_rest` unless it waits to become larger, or nothing new is admitted.
