@@ -556,13 +556,6 @@ impl EngineControl {
         Some(self.shape.as_ref()?.full_plan(&limits))
     }
 
-    /// Whether it reads layers from disk for each token that would be in memory if there were more.
-    pub(super) fn streams_layers(&self) -> bool {
-        let (goal, full) = (self.goal(), self.full_plan());
-        goal.zip(full)
-            .is_some_and(|(goal, full)| goal.resident.len() < full.resident.len())
-    }
-
     pub(super) fn floor_bytes(&self) -> Option<Bytes> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
         let shape = self.shape.as_ref()?;

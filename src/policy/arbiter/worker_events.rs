@@ -598,7 +598,6 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
 /// Whether something waits for memory, or soon will: only then a worker that has grown is worth a restart.
 fn demand(state: &State) -> Demand {
     let soon = state.pressure.level() > PressureLevel::Normal
-        || state.engine.streams_layers()
         || !state.queue.is_empty()
         || state.workers.values().any(Worker::was_shed)
         || state.ledger.free() < Bytes::new(state.ledger.budget().get() / FREE_SHARE);

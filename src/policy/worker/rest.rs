@@ -121,7 +121,7 @@ impl Worker {
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
     /// the one of its settings; or, where there is a `demand`, its peak, if what is left after its work grows without end; or,
-    /// at rest, twice what a `fresh` one takes, if a start is hardly noticed.
+    /// at rest, twice what a `fresh` one takes, if a request waits and a start is hardly noticed.
     pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
@@ -131,12 +131,7 @@ impl Worker {
     ) -> Option<Bytes> {
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
-        let quick = self.took.filter(|took| *took <= QUICK_START);
-        let is_worth = quick.is_some_and(|took| match demand {
-            Demand::None => false,
-            Demand::Later => now >= ready_at + took.saturating_mul(RESTART_WORTH),
-            Demand::Now => true,
-        });
+        let is_worth = demand == Demand::Now && self.took.is_some_and(|took| took <= QUICK_START);
         let (busy, rest) = (self.requests > 0, self.params.rest);
         let peak = self.params.peak_of(self.variant());
         let ready = self.ready_mut()?;
@@ -173,10 +168,6 @@ impl Worker {
 
 /// A start that a user hardly notices. Our choice: a pause between two turns of a conversation.
 const QUICK_START: Duration = Duration::from_secs(1);
-
-/// Where no request waits, a worker that is started again for what it has grown to runs for so many times as long as its start
-/// took: one request in twenty finds it starting.
-const RESTART_WORTH: u32 = 20;
 
 /// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to
 /// it has arrived by then.
