@@ -24,7 +24,7 @@ pub struct Dwell {
     grown_at: Option<Timestamp>,
     /// How often in a row what had grown back was shed again soon.
     regrets: u32,
-    /// How long the last growth took.
+    /// How long the last growth took, if it is complete and it is known: a worker's start costs its user more than its time.
     #[serde(default)]
     took: Option<Duration>,
 }
@@ -85,6 +85,7 @@ impl Dwell {
     /// Something begins to grow back.
     pub const fn grown(&mut self, now: Timestamp) {
         self.grown_at = Some(now);
+        self.took = None;
     }
 
     /// A growth has taken so long.
@@ -131,15 +132,21 @@ mod tests {
     fn a_growth_that_takes_little_is_not_backed_off_for() {
         let mut dwell = Dwell::new(Duration::from_secs(3));
         for (took_ms, seconds) in [(10, 3), (44, 4), (2_000, 24)] {
-            dwell.took(Duration::from_millis(took_ms));
             for _ in 0..4 {
                 dwell.grown(at(10));
+                dwell.took(Duration::from_millis(took_ms));
                 dwell.undo(at(11));
             }
             dwell.begin(at(11));
             let left = dwell.left(at(11)).unwrap();
             assert_eq!(left.as_secs(), seconds, "{took_ms} ms");
         }
+        // A worker that was started: what it took the engine before says nothing of it.
+        dwell.took(Duration::from_millis(10));
+        dwell.grown(at(10));
+        dwell.undo(at(11));
+        dwell.begin(at(11));
+        assert_eq!(dwell.left(at(11)).unwrap().as_secs(), 24);
     }
 
     #[test]

@@ -182,13 +182,25 @@ impl State {
 
     /// Whether a request waits for which something is kept free.
     pub(super) fn a_request_waits(&self) -> bool {
-        let kept_for = |want: &Want| match want.deadline {
+        self.queue.values().any(|want| self.is_kept_for(want))
+    }
+
+    fn is_kept_for(&self, want: &Want) -> bool {
+        let whose = match want.deadline {
             Some(_) => Whose::Ours,
             None => Whose::All,
         };
-        self.queue
-            .values()
-            .any(|want| !self.is_beyond(want, kept_for(want)))
+        !self.is_beyond(want, whose)
+    }
+
+    /// Use of a worker of one size right after a start, where another holder that is as urgent waits for what it has taken since.
+    pub(super) fn renewed(&self, name: &str) -> Option<Bytes> {
+        let worker = self.workers.get(name)?;
+        let waits = |want: &Want| {
+            want.tenant != name && want.class <= worker.params.class && self.is_kept_for(want)
+        };
+        let learned = self.peaks.of(name, None)?.start_with_margin();
+        learned.filter(|_| worker.params.variants.is_empty() && self.queue.values().any(waits))
     }
 
     /// The most that can ever be booked for a holder while those stay that it cannot take from.

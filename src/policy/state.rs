@@ -201,15 +201,6 @@ impl State {
         })
     }
 
-    /// Use of a worker of one size right after a start, where it is known.
-    pub(super) fn fresh_worker(&self, name: &str) -> Option<Bytes> {
-        let worker = self.workers.get(name)?;
-        let learned = self.peaks.of(name, None)?;
-        learned
-            .start_with_margin()
-            .filter(|_| worker.params.variants.is_empty())
-    }
-
     pub(super) fn configured_peak(&self, name: &str, variant: Option<&str>) -> Bytes {
         let worker = self.workers.get(name);
         worker.map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))

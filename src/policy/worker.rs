@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use self::run::{Ready, Stage};
 pub(super) use self::{
     exit::{AfterExit, Ended, Failure},
-    run::{Demand, Due, Resizing, Run, StopCause},
+    run::{Due, Resizing, Run, StopCause},
 };
 use super::{
     book::{BookedRun, BookedWorker, WorkerHistory},

@@ -20,7 +20,7 @@ use crate::{
     reclaim,
     snapshot::WorkerState,
     state::State,
-    worker::{AfterExit, Commanded, Demand, Due, Failure, Resizing, RestStep, StopCause, Worker},
+    worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -578,12 +578,12 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
 /// Has a worker wind down that holds more than it may, by its last measurement.
 fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
     let settle = cx.state.params.shed.settle;
-    let demand = demand(cx.state);
-    let fresh = cx.state.fresh_worker(name);
+    let wanted = is_memory_wanted(cx.state);
+    let fresh = cx.state.renewed(name);
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
-    if let Some(above) = worker.outgrows(used, (demand, fresh), settle, cx.state.now) {
+    if let Some(above) = worker.outgrows(used, (wanted, fresh), settle, cx.state.now) {
         let requests = worker.requests;
         cx.decide(WorkerDecision::Outgrown {
             worker: name.to_owned(),
@@ -595,17 +595,15 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
     }
 }
 
-/// Whether something waits for memory, or soon will: only then a worker that has grown is worth a restart.
-fn demand(state: &State) -> Demand {
-    let soon = state.pressure.level() > PressureLevel::Normal
+/// Whether something waits for memory, or soon will: only then a worker that leaks is worth a restart.
+fn is_memory_wanted(state: &State) -> bool {
+    state.pressure.level() > PressureLevel::Normal
         || !state.queue.is_empty()
-        || state.workers.values().any(Worker::was_shed)
-        || state.ledger.free() < Bytes::new(state.ledger.budget().get() / FREE_SHARE);
-    match (state.a_request_waits(), soon) {
-        (true, _) => Demand::Now,
-        (false, true) => Demand::Later,
-        (false, false) => Demand::None,
-    }
+        || state
+            .workers
+            .values()
+            .any(|worker| worker.was_shed() || worker.is_waiting())
+        || state.ledger.free() < Bytes::new(state.ledger.budget().get() / FREE_SHARE)
 }
 
 /// Memory is wanted when less than one part in so many of the budget is free. Our choice: a leak is ended before it is felt.

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use super::{
     Phase, RestStep, Worker,
-    run::{Demand, Stage, StopCause, WindCause, Winding},
+    run::{Stage, StopCause, WindCause, Winding},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -120,25 +120,25 @@ impl Worker {
     }
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
-    /// the one of its settings; or, where there is a `demand`, its peak, if what is left after its work grows without end; or,
-    /// at rest, twice what a `fresh` one takes, if a request waits and a start is hardly noticed.
+    /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end; or,
+    /// at rest, twice what a `fresh` one takes, if one is to take its place and a start is hardly noticed.
     pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
-        (demand, fresh): (Demand, Option<Bytes>),
+        (wanted, fresh): (bool, Option<Bytes>),
         settle: Duration,
         now: Timestamp,
     ) -> Option<Bytes> {
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
-        let is_worth = demand == Demand::Now && self.took.is_some_and(|took| took <= QUICK_START);
+        let starts_quickly = self.took.is_some_and(|took| took <= QUICK_START);
         let (busy, rest) = (self.requests > 0, self.params.rest);
         let peak = self.params.peak_of(self.variant());
         let ready = self.ready_mut()?;
         ready.breath.measured(used, busy);
-        let leaks = rest.recycle_leaks && demand != Demand::None && ready.breath.leaks();
+        let leaks = rest.recycle_leaks && wanted && ready.breath.leaks();
         let bounded = rest.recycle_above.or(leaks.then_some(peak));
-        let renewed = rest.recycle_leaks && !busy && is_worth;
+        let renewed = rest.recycle_leaks && !busy && starts_quickly;
         let above = bounded.or(fresh
             .filter(|_| renewed)
             .map(|fresh| fresh.saturating_add(fresh)));

@@ -129,16 +129,6 @@ pub(crate) enum StopCause {
     NotReady,
 }
 
-/// Demand of others for memory that a worker could do without.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Demand {
-    None,
-    /// Something would grow, or soon waits.
-    Later,
-    /// A request waits for it.
-    Now,
-}
-
 /// A deadline of a worker that has come.
 #[derive(Debug)]
 pub(crate) enum Due {

@@ -583,3 +583,46 @@ fn a_worker_whose_requests_take_much_is_started_with_what_its_starts_take() {
         }
     }
 }
+
+#[test]
+fn of_two_idle_workers_the_one_that_has_grown_since_its_start_is_stopped() {
+    let mut params = params();
+    params.shed.minimum_reclaim = mib(20);
+    params.workers = vec![worker("asr", 150), worker("tts", 150)];
+    let learned = |holder: &str, start| LearnedPeak {
+        holder: holder.to_owned(),
+        variant: None,
+        bytes: mib(150),
+        lives: 4,
+        start: Some(mib(start)),
+        model: None,
+    };
+    for grown in ["asr", "tts"] {
+        let mut params = params.clone();
+        // `steady` counts for a start as well.
+        for worker in &mut params.workers {
+            if worker.name == grown {
+                worker.steady = mib(60);
+            }
+        }
+        params.peaks = ["asr", "tts"]
+            .map(|name| learned(name, if name == grown { 50 } else { 136 }))
+            .into_iter()
+            .collect();
+        let mut rig = Rig::sampled(params);
+        for name in ["asr", "tts"] {
+            rig.ready(name, 150);
+            rig.wait(10).measure(name, 150);
+        }
+        rig.wait(1000).sample(300);
+        rig.samples(376);
+        for name in ["asr", "tts"] {
+            assert_eq!(
+                rig.stops(name),
+                name == grown,
+                "{grown}: {:#?}",
+                rig.actions
+            );
+        }
+    }
+}
