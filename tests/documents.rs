@@ -130,7 +130,18 @@ fn the_document_of_errors_names_each_field_that_is_ignored() {
             .filter_map(|rest| rest.split('"').next());
         names.extend(pushed.map(str::to_owned));
     }
-    assert!(names.len() > 12, "{names:?}");
+    // Those that are refused, or change nothing: arms of a `match`.
+    let fields = fs::read_to_string(root().join("src/http/fields.rs")).unwrap();
+    let arms = fields
+        .lines()
+        .map(str::trim)
+        .filter(|line| line.starts_with('"') || line.starts_with("| \""))
+        .filter_map(|line| line.split(" if ").next()?.split(" =>").next());
+    for arm in arms {
+        let quoted = arm.split('"').skip(1).step_by(2);
+        names.extend(quoted.filter(|name| !name.contains(' ')).map(str::to_owned));
+    }
+    assert!(names.len() > 25, "{names:?}");
     let missing: Vec<&String> = names
         .iter()
         .filter(|name| !documented.contains(name.as_str()))
