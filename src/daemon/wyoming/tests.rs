@@ -367,15 +367,22 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     assert_eq!(client.refusal().await.0, "engine-lost");
 }
 
-#[tokio::test]
-async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
-    let served = served(settings()).await;
-    served.hears("tell me a story");
-    served.answers(vec![Step::Say("Once. "), Step::Say("Twice.")]);
+/// A client that has said `heard` and the frames of the answer up to the end of its audio.
+async fn spoken(served: &Served, heard: &str, said: Vec<Step>) -> (Client, Vec<Frame>) {
+    served.hears(heard);
+    served.answers(said);
     let mut client = served.connect().await;
     client.say(pipeline("asr", "tts")).await;
     client.utter(100).await;
     let frames = client.until("audio-stop").await;
+    (client, frames)
+}
+
+#[tokio::test]
+async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answers() {
+    let served = served(settings()).await;
+    let said = vec![Step::Say("Once. "), Step::Say("Twice.")];
+    let (mut client, frames) = spoken(&served, "tell me a story", said).await;
     let of = |kind: &str| {
         frames
             .iter()
@@ -435,12 +442,8 @@ async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answ
 #[tokio::test]
 async fn an_answer_of_pictures_alone_is_a_start_and_a_stop_of_audio() {
     let served = served(settings()).await;
-    served.hears("well done");
-    served.answers(vec![Step::Say("🎉"), Step::Say("👍")]);
-    let mut client = served.connect().await;
-    client.say(pipeline("asr", "tts")).await;
-    client.utter(100).await;
-    let frames = client.until("audio-stop").await;
+    let said = vec![Step::Say("🎉"), Step::Say("👍")];
+    let (_client, frames) = spoken(&served, "well done", said).await;
     let count = |kind: &str| frames.iter().filter(|frame| frame.kind == kind).count();
     assert_eq!((count("audio-start"), count("audio-chunk")), (1, 0));
     // Without a word for it in the protocol, tokens are chosen as chats choose them.
