@@ -24,7 +24,7 @@ pub struct Dwell {
     grown_at: Option<Timestamp>,
     /// How often in a row what had grown back was shed again soon.
     regrets: u32,
-    /// How long the last growth took, if it is complete and it is known: a worker's start costs its user more than its time.
+    /// How long the last growth of the engine took.
     #[serde(default)]
     took: Option<Duration>,
 }
@@ -50,14 +50,25 @@ impl Dwell {
     /// The rest of the dwell; `None` when something may grow.
     #[must_use]
     pub fn left(&self, now: Timestamp) -> Option<Duration> {
-        let ends = self.shed_at? + self.in_force();
+        self.left_of(self.in_force(), now)
+    }
+
+    /// The rest of the dwell of workers, whose starts cost their users more than their time; `None` when one may come back.
+    #[must_use]
+    pub fn left_for_workers(&self, now: Timestamp) -> Option<Duration> {
+        self.left_of(self.backed_off(), now)
+    }
+
+    fn left_of(&self, span: Duration, now: Timestamp) -> Option<Duration> {
+        let ends = self.shed_at? + span;
         (ends > now).then(|| ends.saturating_since(now))
     }
 
-    /// When something may grow, if that is ahead.
+    /// When something may grow, or something more, if that is ahead.
     #[must_use]
     pub fn ends(&self, now: Timestamp) -> Option<Timestamp> {
-        self.left(now).map(|left| now + left)
+        let left = self.left(now).or_else(|| self.left_for_workers(now));
+        left.map(|left| now + left)
     }
 
     /// A shed was asked for, or memory came back by one.
@@ -85,10 +96,9 @@ impl Dwell {
     /// Something begins to grow back.
     pub const fn grown(&mut self, now: Timestamp) {
         self.grown_at = Some(now);
-        self.took = None;
     }
 
-    /// A growth has taken so long.
+    /// A growth of the engine has taken so long.
     pub const fn took(&mut self, took: Duration) {
         self.took = Some(took);
     }
@@ -105,16 +115,22 @@ impl Dwell {
         Some(GrowthDecision::BackedOff { stayed, dwell })
     }
 
-    /// The dwell with its back-off, which is no longer than what a needless growth costs is worth.
+    const fn backed_off(&self) -> Duration {
+        self.span.saturating_mul(1 << self.regrets)
+    }
+
+    /// The back-off of the engine is no longer than what a needless growth costs is worth.
     fn in_force(&self) -> Duration {
-        let backed_off = self.span.saturating_mul(1 << self.regrets);
         let worth = self.took.map(|took| took.saturating_mul(WORTH));
-        worth.map_or(backed_off, |worth| backed_off.min(worth.max(self.span)))
+        worth.map_or(self.backed_off(), |worth| {
+            self.backed_off().min(worth.max(self.span))
+        })
     }
 }
 
-/// A needless growth takes at most a hundredth of the time until the next one. Our choice.
-const WORTH: u32 = 100;
+/// A needless growth takes at most a tenth of the time until the next one. Our choice: the engine that waits reads as much for
+/// each token.
+const WORTH: u32 = 10;
 
 /// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
 /// one needless growth in eight minutes, and one that does not come back is noticed within them.
@@ -131,7 +147,7 @@ mod tests {
     #[test]
     fn a_growth_that_takes_little_is_not_backed_off_for() {
         let mut dwell = Dwell::new(Duration::from_secs(3));
-        for (took_ms, seconds) in [(10, 3), (44, 4), (2_000, 24)] {
+        for (took_ms, seconds) in [(10, 3), (440, 4), (2_000, 20), (20_000, 24)] {
             for _ in 0..4 {
                 dwell.grown(at(10));
                 dwell.took(Duration::from_millis(took_ms));
@@ -141,12 +157,13 @@ mod tests {
             let left = dwell.left(at(11)).unwrap();
             assert_eq!(left.as_secs(), seconds, "{took_ms} ms");
         }
-        // A worker that was started: what it took the engine before says nothing of it.
+        // What a growth of the engine takes says nothing of a worker.
         dwell.took(Duration::from_millis(10));
-        dwell.grown(at(10));
         dwell.undo(at(11));
-        dwell.begin(at(11));
-        assert_eq!(dwell.left(at(11)).unwrap().as_secs(), 24);
+        assert_eq!(dwell.left(at(11)).unwrap().as_secs(), 3);
+        assert_eq!(dwell.left_for_workers(at(11)).unwrap().as_secs(), 24);
+        assert_eq!(dwell.ends(at(11)), Some(at(14)));
+        assert_eq!(dwell.ends(at(15)), Some(at(35)));
     }
 
     #[test]

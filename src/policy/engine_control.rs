@@ -556,6 +556,18 @@ impl EngineControl {
         Some(self.shape.as_ref()?.full_plan(&limits))
     }
 
+    /// What an answer loses because as much as `bytes` of its layers is read from disk for each token, µs.
+    pub(super) fn streaming_us(&self, bytes: Bytes) -> u64 {
+        let (Some(shape), Some(goal), Some(full), Some(limits)) =
+            (&self.shape, self.goal(), self.full_plan(), self.limits())
+        else {
+            return 0;
+        };
+        let missing = shape.bytes_without(&goal.resident);
+        let streamed = missing.saturating_sub(shape.bytes_without(&full.resident));
+        shape.worth(&limits).streaming_us(streamed.min(bytes))
+    }
+
     pub(super) fn floor_bytes(&self) -> Option<Bytes> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
         let shape = self.shape.as_ref()?;

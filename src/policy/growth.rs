@@ -289,11 +289,15 @@ pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
     let engine = engine_view(state, room).and_then(|growth| growth.step());
     let waits = engine.as_ref().err().copied();
     let step = engine.ok().flatten();
-    let mut gains = state.worker_returns(room.by_headroom());
+    let workers = state.worker_returns(room.by_headroom());
+    let dwell = state.dwell.left_for_workers(state.now);
+    let dwell = dwell.filter(|_| !workers.is_empty());
+    let mut gains = if dwell.is_some() { Vec::new() } else { workers };
     gains.extend(step.as_ref().map(|step| step.gain.clone()));
     // The reverse of shedding: what would be given up last comes back first.
     let dearest = gains.into_iter().max_by(Candidate::by_cost_of_a_byte);
     let Some(gain) = dearest else {
+        let waits = waits.or(dwell.map(|left| GrowthWait::Dwell { left }));
         return waits.map_or(Ok(None), Err);
     };
     Ok(match gain.source {

@@ -153,7 +153,7 @@ impl PressureParams {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShedParams {
     /// What a shed under pressure leaves above the upper watermark, so that one action is enough where ten would
-    /// nibble. Default max(5 % of the budget, 256 MiB), and never more than 8 % of the budget.
+    /// nibble. Default 5 % of the budget.
     pub minimum_reclaim: Bytes,
     /// Time for the effect of a shed to show before the next one. Default 250 ms.
     pub settle: Duration,
@@ -173,10 +173,7 @@ impl ShedParams {
     #[must_use]
     pub fn scaled_to(budget: Bytes) -> Self {
         Self {
-            minimum_reclaim: budget
-                .per_mille(MINIMUM_RECLAIM_PER_MILLE)
-                .max(MINIMUM_RECLAIM)
-                .min(budget.per_mille(MINIMUM_RECLAIM_MOST_PER_MILLE)),
+            minimum_reclaim: budget.per_mille(MINIMUM_RECLAIM_PER_MILLE),
             settle: SETTLE,
             deadlines: ClassDeadlines::default(),
             verify_poll: VERIFY_POLL,
@@ -554,11 +551,9 @@ const CRITICAL_PER_MILLE: u32 = 65;
 const LAST_RESORT_PER_MILLE: u32 = 30;
 /// Below the minimum reclaim, so that one shed ends the level; above the noise of one sample.
 const HYSTERESIS_PER_MILLE: u32 = 20;
-/// kubelet's eviction threshold with minimum reclaim; its 256 MiB fits models of some GiB.
+/// kubelet's eviction threshold has a minimum reclaim too. A quarter of 636 MiB took every layer of a small model for a shortage
+/// of 6 MiB, and 8 % of it half of them.
 const MINIMUM_RECLAIM_PER_MILLE: u32 = 50;
-const MINIMUM_RECLAIM: Bytes = Bytes::from_mib(256);
-/// A budget below 3.2 GiB: a quarter of 636 MiB, as it was, took every layer of a small model for a shortage of 6 MiB.
-const MINIMUM_RECLAIM_MOST_PER_MILLE: u32 = 80;
 /// lmkd-linux calms down for 60 s; kubelet's 5 min are too slow for voice.
 const DWELL: Duration = Duration::from_secs(60);
 /// The field on a board of this kind: Elevated is waited out for 2 s, Critical is not.

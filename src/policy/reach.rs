@@ -17,11 +17,13 @@ use super::{
     params::{ENGINE_TENANT, Scope},
     pressure_level::PressureLevel,
     residency::FloorError,
+    shedding::micros,
     snapshot::WorkerWait,
     state::State,
     worker::Worker,
 };
 use cotenant_units::Bytes;
+use std::time::Duration;
 
 impl State {
     /// Bytes that may be booked for a class now: free, minus those kept for holders that come back.
@@ -52,26 +54,20 @@ impl State {
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
         let counts =
             |worker: &Worker| !(worker.is_asleep() && worker.params.class < Class::LlmElastic);
-        // A voice turn has its workers work one after another: what the largest request takes is kept once. Where two work at
-        // a time, the engine gives the second one its own.
-        let mut next_request = Bytes::ZERO;
-        let mut returning = Vec::new();
-        for (worker, bytes) in self.returns().filter(|(worker, _)| counts(worker)) {
-            if worker.is_ready() && !worker.is_winding_down() {
-                next_request = next_request.max(bytes);
-            } else {
-                returning.push(bytes);
-            }
-        }
+        // What the next request of a running worker takes is lent to the engine, which gives it back before the worker has
+        // it. Reading it again costs as much as one token that is streamed without it.
+        let returning = self.returns().filter(|(worker, _)| {
+            counts(worker) && (worker.is_winding_down() || !worker.is_ready())
+        });
         let waiting = self
             .workers
             .values()
             .filter(|worker| worker.is_waiting() && !self.start_is_out_of_reach(worker));
         let waiting = waiting.map(|worker| self.start_least(&worker.params.name));
         returning
-            .into_iter()
+            .map(|(_, bytes)| bytes)
             .chain(waiting)
-            .fold(next_request, Bytes::saturating_add)
+            .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     fn returns(&self) -> impl Iterator<Item = (&Worker, Bytes)> {
@@ -193,14 +189,24 @@ impl State {
         !self.is_beyond(want, whose)
     }
 
-    /// Use of a worker of one size right after a start, where another holder that is as urgent waits for what it has taken since.
+    /// Use of a worker of one size right after a start, where what it has taken since is worth one: to another holder that
+    /// is as urgent and waits, or to an engine that streams layers, by the time that an answer loses.
     pub(super) fn renewed(&self, name: &str) -> Option<Bytes> {
         let worker = self.workers.get(name)?;
+        let fresh = self.peaks.of(name, None)?.start_with_margin();
+        let fresh = fresh.filter(|_| worker.params.variants.is_empty())?;
         let waits = |want: &Want| {
             want.tenant != name && want.class <= worker.params.class && self.is_kept_for(want)
         };
-        let learned = self.peaks.of(name, None)?.start_with_margin();
-        learned.filter(|_| worker.params.variants.is_empty() && self.queue.values().any(waits))
+        let (start, grown) = (worker.reload(), self.worker_held(name));
+        let for_a_request = start <= QUICK_START && self.queue.values().any(waits);
+        let streaming_us = self.engine.streaming_us(grown.saturating_sub(fresh));
+        let for_the_engine = worker.params.class <= Class::LlmElastic
+            && micros(start) < streaming_us
+            && worker.has_run(self.now) >= start.saturating_mul(RUN_LEAST)
+            // One that pauses between two sentences goes on with the same answer.
+            && self.now.saturating_since(worker.idle_since) >= start.max(PAUSE);
+        (for_a_request || for_the_engine).then_some(fresh)
     }
 
     /// The most that can ever be booked for a holder while those stay that it cannot take from.
@@ -288,3 +294,13 @@ enum Whose {
     /// That of tenants and unmanaged processes too.
     All,
 }
+
+/// A start that a request may wait for. Our choice: a pause between two turns of a conversation.
+const QUICK_START: Duration = Duration::from_secs(3);
+
+/// A worker that is started again for the engine has run so many times as long: one request in twenty finds it starting.
+const RUN_LEAST: u32 = 20;
+
+/// A worker that has had no request for so long has none of the answer that is spoken. Our choice: sentences of a slow LLM come
+/// about as often.
+const PAUSE: Duration = Duration::from_secs(1);

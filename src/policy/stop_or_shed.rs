@@ -4,8 +4,8 @@
 //!    watermark; below the last watermark a busy one is asked too. A pinned one never is.
 //! 2. [`offer`]: a worker that reacts to pressure notifications is notified first, one with a smaller variant becomes
 //!    smaller, and only then is one stopped.
-//! 3. [`stop_cost`]: the price of a stop is the time to start it again, more where that takes the memory again, and an
-//!    utterance where it is busy. Its weight is 64 times that of shedding from a holder of its class
+//! 3. [`stop_cost`]: the price of a stop is the time to start it again, more where that takes the memory again, and more than
+//!    any start where it is busy. Its weight is 64 times that of shedding from a holder of its class
 //!    ([`Candidate::weight`]), so that the LLM sheds first.
 //! 4. [`stops_for_what_is_owed`]: a stop is chosen for what is missing now. What a slope foretells comes from others.
 
@@ -183,8 +183,9 @@ pub(super) fn stops_for_what_is_owed(candidates: &mut Vec<Candidate>, owed: Byte
     });
 }
 
-/// Stopping a worker in the middle of its work costs its user an utterance.
-const BUSY_STOP_US: u64 = 10_000_000;
+/// A day: work that is lost costs more than any start that is waited for, so that a busy worker is stopped only where all idle
+/// ones do not suffice.
+const BUSY_STOP_US: u64 = 86_400_000_000;
 /// A stop of which less than this part lasts costs no more. Our choice.
 const LASTING_LEAST: u64 = 8;
 /// After this many seconds of idleness a stop costs only the start.

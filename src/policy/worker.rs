@@ -406,6 +406,12 @@ impl Worker {
         self.took.unwrap_or(self.params.start.reload)
     }
 
+    /// How long it has answered since its start.
+    pub(super) fn has_run(&self, now: Timestamp) -> Duration {
+        let ready = self.run().and_then(Run::ready);
+        ready.map_or(Duration::ZERO, |ready| now.saturating_since(ready.at))
+    }
+
     /// Its process has died; its exit follows.
     pub(super) fn died(&mut self, summary: DeathSummary) {
         if let Some(run) = self.run_mut() {

@@ -121,7 +121,7 @@ impl Worker {
 
     /// Takes what it was measured to use. Returns the bound that it has been above for `settle`, so that it winds down now:
     /// the one of its settings; or, where memory is `wanted`, its peak, if what is left after its work grows without end; or,
-    /// at rest, twice what a `fresh` one takes, if one is to take its place and a start is hardly noticed.
+    /// at rest, twice what a `fresh` one takes, if one is to take its place.
     pub(crate) fn outgrows(
         &mut self,
         used: Bytes,
@@ -131,14 +131,13 @@ impl Worker {
     ) -> Option<Bytes> {
         let ready_at = self.run()?.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
-        let starts_quickly = self.took.is_some_and(|took| took <= QUICK_START);
         let (busy, rest) = (self.requests > 0, self.params.rest);
         let peak = self.params.peak_of(self.variant());
         let ready = self.ready_mut()?;
         ready.breath.measured(used, busy);
         let leaks = rest.recycle_leaks && wanted && ready.breath.leaks();
         let bounded = rest.recycle_above.or(leaks.then_some(peak));
-        let renewed = rest.recycle_leaks && !busy && starts_quickly;
+        let renewed = rest.recycle_leaks && !busy;
         let above = bounded.or(fresh
             .filter(|_| renewed)
             .map(|fresh| fresh.saturating_add(fresh)));
@@ -165,9 +164,6 @@ impl Worker {
         Some(above)
     }
 }
-
-/// A start that a user hardly notices. Our choice: a pause between two turns of a conversation.
-const QUICK_START: Duration = Duration::from_secs(1);
 
 /// How long a worker must have been without work after APIs were notified to send none: a request that was on its way to
 /// it has arrived by then.

@@ -777,7 +777,7 @@ fn a_neighbour_in_the_same_control_group_is_pressure_however_much_the_machine_ha
 
 /// A voice that keeps 250 MiB after a long sentence, and takes 50 when it is started.
 #[test]
-fn a_grown_worker_that_starts_quickly_is_renewed_for_a_request_that_waits_and_not_for_growth() {
+fn a_grown_worker_that_starts_quickly_is_renewed_for_a_request_that_waits() {
     let rest = RestParams {
         recycle_leaks: true,
         ..RestParams::default()
@@ -806,4 +806,55 @@ fn a_grown_worker_that_starts_quickly_is_renewed_for_a_request_that_waits_and_no
     assert!(stopped(&mut rig), "{:#?}", rig.actions);
     rig.wait(10).exits("tts", true, "exit code 0");
     assert_eq!(rig.held("microphone"), mib(100));
+}
+
+/// The engine streams layers beside a voice that has kept 250 MiB; renewed, it takes 50.
+#[test]
+fn a_grown_worker_is_renewed_for_an_engine_that_streams_once_it_rests_and_has_run_for_long() {
+    let rest = RestParams {
+        recycle_leaks: true,
+        ..RestParams::default()
+    };
+    let voice = WorkerParams {
+        peak: mib(100),
+        rest,
+        ..worker("tts", 60)
+    };
+    let mut rig = Rig::with_engine_ready(Params {
+        workers: vec![voice],
+        ..params()
+    });
+    rig.wait(900).ready("tts", 50);
+    rig.wait(10).peak("tts", 52);
+    rig.measure("tts", 50);
+    let grow = |rig: &mut Rig| {
+        rig.wait(10).busy("tts", 1);
+        rig.wait(200).measure("tts", 250);
+        rig.busy("tts", 0);
+    };
+    let first_stop = |rig: &mut Rig| {
+        (1..100u64).find(|_| {
+            rig.wait(200).measure("tts", 250);
+            rig.stops("tts")
+        })
+    };
+    grow(&mut rig);
+    assert_eq!(first_stop(&mut rig), None, "the engine has all its layers");
+    rig.operator_shed(mib(400));
+    rig.engine_applies();
+    grow(&mut rig);
+    // A second after its last sentence, and a quarter of one to be sure.
+    assert!(
+        matches!(first_stop(&mut rig), Some(6..=8)),
+        "{:#?}",
+        rig.actions
+    );
+    rig.wait(10).exits("tts", true, "exit code 0");
+    assert!(rig.starts("tts"), "{:#?}", rig.actions);
+    assert_eq!(rig.worker("tts").failures, 0);
+    rig.wait(900).ready("tts", 50);
+    grow(&mut rig);
+    // Its start takes 0.9 s: it runs for 18 before the next one.
+    let next = first_stop(&mut rig);
+    assert!(matches!(next, Some(80..=95)), "{next:?} {:#?}", rig.actions);
 }

@@ -626,3 +626,29 @@ fn of_two_idle_workers_the_one_that_has_grown_since_its_start_is_stopped() {
         }
     }
 }
+
+#[test]
+fn a_busy_worker_is_stopped_at_the_last_resort_only_where_the_idle_ones_do_not_suffice() {
+    for (idle, stopped) in [(150, "asr"), (20, "tts")] {
+        let mut rig = Rig::with_workers(vec![worker("asr", idle), worker("tts", 60)]);
+        rig.wait(900).ready("asr", idle);
+        // It takes all of its memory again when it is started: a stop of it is of little use.
+        rig.wait(10).peak("asr", idle);
+        // A stop of this one frees most of what it has grown to.
+        rig.wait(900).ready("tts", 50);
+        rig.wait(10).peak("tts", 52);
+        rig.wait(10_000).busy("tts", 1);
+        rig.wait(200).measure("tts", 150);
+        let actions = rig.samples(395);
+        let stops = |name: &str| {
+            actions
+                .iter()
+                .any(|action| matches!(action, Action::StopWorker { worker, .. } if worker == name))
+        };
+        assert_eq!(
+            ["asr", "tts"].map(stops),
+            [stopped == "asr", stopped == "tts"],
+            "{idle}"
+        );
+    }
+}
