@@ -25,6 +25,8 @@ pub struct Look {
     pub at: Timestamp,
     /// Measured use by owner.
     pub owners: BTreeMap<String, Bytes>,
+    /// KV capacity of the LLM that no token has touched, which the kernel does not count yet.
+    pub untouched: Bytes,
     /// Sum of all leases and the budget that they come from.
     pub held: Bytes,
     /// The budget.
@@ -213,6 +215,12 @@ fn owners(
     Look {
         at,
         owners,
+        untouched: Bytes::new(
+            status
+                .engine
+                .as_ref()
+                .map_or(0, |engine| engine.kv_untouched_bytes),
+        ),
         held: Bytes::new(budget.held_bytes),
         budget: Bytes::new(budget.budget_bytes),
     }
