@@ -222,9 +222,7 @@ impl Checker {
                     .watermark("budget.watermarks.last_resort", &raw.watermarks.last_resort),
             },
             hysteresis: self.watermark("budget.hysteresis", &raw.hysteresis),
-            dwell: self
-                .duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR)
-                .unwrap_or(defaults.dwell),
+            dwell: self.duration("budget.dwell", &raw.dwell, Duration::ZERO..=HOUR),
             grace: self
                 .duration("budget.grace", &raw.grace, Duration::ZERO..=MINUTE)
                 .unwrap_or(defaults.grace),

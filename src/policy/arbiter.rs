@@ -305,7 +305,10 @@ fn take(cx: &mut Context<'_>, event: Event) {
             engine_events::take_activity(cx, requests, kv);
         }
         Event::EngineCalibrated(calibration) => cx.state.engine.calibrated(calibration),
-        Event::EngineTimed(timing) => cx.state.engine.timed(&timing),
+        Event::EngineTimed(timing) => {
+            cx.state.engine.timed(&timing);
+            cx.state.renew_dwell();
+        }
         Event::WorkerReady { worker, pid } => worker_events::take_ready(cx, &worker, pid),
         Event::WorkerDied { certificate } => worker_events::take_died(cx, &certificate),
         Event::WorkerExited {

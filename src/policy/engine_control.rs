@@ -13,7 +13,10 @@
 
 mod answer;
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -509,7 +512,7 @@ impl EngineControl {
             return;
         };
         let weights = shape
-            .bytes_without(&std::collections::BTreeSet::new())
+            .bytes_without(&BTreeSet::new())
             .saturating_add(shape.fixed_bytes);
         let streamed = shape.bytes_without(&plan.resident);
         let calibration = self.pace.calibration.map(|by| match timing.token_ns() {
@@ -554,6 +557,12 @@ impl EngineControl {
     pub(super) fn full_plan(&self) -> Option<EnginePlan> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
         Some(self.shape.as_ref()?.full_plan(&limits))
+    }
+
+    /// How long reading all layers takes, by what is known of its speed.
+    pub(super) fn reads_all_in(&self) -> Option<Duration> {
+        let layers = self.shape.as_ref()?.bytes_without(&BTreeSet::new());
+        Some(Duration::from_micros(self.speed().reading_us(layers)))
     }
 
     /// What an answer loses because as much as `bytes` of its layers is read from disk for each token, µs.
@@ -780,7 +789,7 @@ mod tests {
 
     fn plan(kv: u32) -> EnginePlan {
         EnginePlan {
-            resident: std::collections::BTreeSet::new(),
+            resident: BTreeSet::new(),
             kv_capacity: Tokens::new(kv),
             prefill_chunk: Tokens::new(128),
             kv_type: KvType::F16,

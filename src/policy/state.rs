@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     admission::{Admission, Want, WantKind},
-    dwell::Dwell,
+    dwell::{self, Dwell},
     engine_control::EngineControl,
     lease::{Class, LeaseId, LeaseKind, LeaseView},
     lease_table::{LeaseTable, Phase},
@@ -103,12 +103,11 @@ impl State {
         }
         self.ledger
             .set_budget(params.budget.bytes(), params.budget.reserve);
-        self.pressure.set_params(params.pressure);
         self.leases
             .set_params(params.shed, params.pressure.sample_max);
         self.queue.set_limits(params.lease);
-        self.dwell.set_span(params.pressure.dwell);
         self.params = params;
+        self.renew_dwell();
         let names: Vec<String> = self
             .workers
             .values()
@@ -118,6 +117,19 @@ impl State {
             self.renew_worker(&name);
         }
         Ok(())
+    }
+
+    /// The dwell by the settings, and by what reading the engine's weights takes.
+    pub(super) fn renew_dwell(&mut self) {
+        let mut limits = self.params.pressure;
+        if limits.dwell_by_reading
+            && let Some(reading) = self.engine.reads_all_in()
+        {
+            let worth = reading.saturating_mul(dwell::WORTH).max(DWELL_LEAST);
+            limits.dwell = limits.dwell.min(worth);
+        }
+        self.pressure.set_params(limits);
+        self.dwell.set_span(limits.dwell);
     }
 
     /// Takes over the settings of a worker, unless it runs.
@@ -362,3 +374,6 @@ const MEASURED_WITHIN: Duration = Duration::from_secs(4);
 /// The shortest time that a worker has, whatever its class: programs that watch for memory pressure look at averages
 /// of 100 ms within 1 s as a rule (systemd's `MemoryPressureThresholdSec=`), and giving 1 GiB back took 151 ms.
 const NOTIFIED_DEADLINE_MIN: Duration = Duration::from_secs(1);
+
+/// The shortest dwell that is reckoned by the speed of reading. Our choice: what a listener takes for a pause.
+const DWELL_LEAST: Duration = Duration::from_secs(1);

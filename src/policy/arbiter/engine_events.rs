@@ -35,6 +35,7 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
         let wait = at.saturating_since(cx.state.now);
         cx.decide(EngineDecision::LoadDelayed { wait });
     }
+    cx.state.renew_dwell();
     if let Some(error) = cx.state.floor_out_of_reach() {
         cx.state.engine.refuse(error.to_string(), FITS);
         cx.decide(EngineDecision::FloorExceedsBudget { error });
