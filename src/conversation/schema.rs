@@ -14,6 +14,11 @@ use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value, json};
 
+mod keywords;
+mod usual;
+
+use self::keywords::{MAPS, NUMBERS, SCHEMAS};
+
 /// A schema as a grammar keeps it.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KeptSchema {
@@ -42,6 +47,12 @@ pub enum SchemaError {
         /// The keyword.
         keyword: &'static str,
     },
+    /// A reference that leads to itself alone.
+    #[error("the reference `{reference}` leads to nothing but itself")]
+    Loop {
+        /// The reference.
+        reference: String,
+    },
     /// Neither an object nor `true`.
     #[error("it is {found}, not an object")]
     NoSchema {
@@ -59,6 +70,7 @@ impl KeptSchema {
         if *schema == Value::Bool(false) {
             return Err(SchemaError::NoSchema { found: "`false`" });
         }
+        let schema = &usual::usual(schema);
         let mut lengths = BTreeSet::new();
         collect_lengths(schema, &mut lengths)?;
         let mut reading = Reading {
@@ -130,6 +142,15 @@ impl Reading<'_> {
             if let Some(keyword) = REFUSED.into_iter().find(|keyword| keyword == key) {
                 return Err(SchemaError::Keyword { keyword });
             }
+            if let Some(keyword) = NUMBERS.into_iter().find(|keyword| keyword == key)
+                && !value.is_number()
+            {
+                self.let_through.insert(keyword);
+                continue;
+            }
+            if key == "$ref" {
+                self.check_reference(value)?;
+            }
             if let Some(keyword) = NARROWING.into_iter().find(|keyword| keyword == key) {
                 // As they are, these say nothing.
                 let idle = !["not", "uniqueItems"].contains(&keyword);
@@ -158,6 +179,23 @@ impl Reading<'_> {
             return Ok(or_null(kept));
         }
         Ok(Value::Object(kept))
+    }
+
+    /// Refuses a reference that leads back to itself with nothing in between.
+    fn check_reference(&self, reference: &Value) -> Result<(), SchemaError> {
+        let mut next = Some(reference);
+        for _ in 0..CHAIN_MAX {
+            let target = next
+                .and_then(Value::as_str)
+                .and_then(|path| self.root.pointer(path.strip_prefix('#')?));
+            next = target.and_then(|target| target.get("$ref"));
+            if next.is_none() {
+                return Ok(());
+            }
+        }
+        Err(SchemaError::Loop {
+            reference: reference.as_str().unwrap_or_default().to_owned(),
+        })
     }
 
     /// The value of a keyword of [`SCHEMAS`].
@@ -269,6 +307,13 @@ impl Reading<'_> {
                 .is_some_and(|format| FORMATS.contains(&format))
             {
                 kept.insert("format".to_owned(), format.clone());
+                // Their fractions of seconds, and numbers, would go on for ever.
+                let most = LONGEST.iter().find(|(endless, _)| format == endless);
+                if let Some((_, most)) = most
+                    && !kept.contains_key("maxLength")
+                {
+                    kept.insert("maxLength".to_owned(), (*most).into());
+                }
             } else {
                 self.let_through.insert("format");
             }
@@ -447,12 +492,21 @@ pub fn is_combined(schema: &Value) -> bool {
             .and_then(Value::as_array)
             .is_some_and(|list| list.len() > 1)
     };
+    // An alternative that only says which of the properties are there names no other.
+    let names_more = |schema: &Value| match schema {
+        Value::Array(list) => list.iter().any(|schema| {
+            schema
+                .as_object()
+                .is_none_or(|map| map.keys().any(|key| key != "required" && key != "type"))
+        }),
+        _ => true,
+    };
     let own = schema.get("properties").is_some();
     many("allOf")
         || own
             && COMBINING
                 .iter()
-                .any(|keyword| schema.get(keyword).is_some())
+                .any(|keyword| schema.get(keyword).is_some_and(names_more))
         || parts(schema).any(is_combined)
 }
 
@@ -576,24 +630,6 @@ const fn name_of(value: &Value) -> &'static str {
     }
 }
 
-/// Keywords whose value is a schema, or a list or a map of them.
-const SCHEMAS: [&str; 11] = [
-    "$defs",
-    "additionalItems",
-    "additionalProperties",
-    "allOf",
-    "anyOf",
-    "definitions",
-    "items",
-    "oneOf",
-    "patternProperties",
-    "prefixItems",
-    "properties",
-];
-
-/// Those whose value is a map of schemas.
-const MAPS: [&str; 4] = ["$defs", "definitions", "patternProperties", "properties"];
-
 /// Keywords that are kept as they are.
 const VALUES: [&str; 10] = [
     "$ref",
@@ -671,6 +707,12 @@ const COUNT_MAX: u64 = 10_000;
 /// How often a reference is followed to another.
 const REFERENCES_MAX: usize = 8;
 
+/// After how many references to references one is taken for a loop.
+const CHAIN_MAX: usize = 64;
+
+/// The longest texts of formats that have no end of their own: nanoseconds with an offset, and as much for a duration.
+const LONGEST: [(&str, u64); 3] = [("date-time", 35), ("duration", 35), ("time", 24)];
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -734,7 +776,7 @@ mod tests {
                 vec!["if", "not"],
             ),
             (
-                json!({"dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}, "propertyNames": {}}),
+                json!({"dependentRequired": {}, "dependentSchemas": {}, "dependencies": {}, "propertyNames": {"maxLength": 3}}),
                 vec![
                     "dependencies",
                     "dependentRequired",
@@ -754,6 +796,10 @@ mod tests {
                 json!({"oneOf": [{"type": "integer"}, {"type": "number"}]}),
                 vec!["oneOf"],
             ),
+            (
+                json!({"type": "integer", "minimum": "low", "maximum": {}}),
+                vec!["maximum", "minimum"],
+            ),
             (json!({"type": "number", "multipleOf": 0.01}), vec![]),
             (
                 json!({"type": "number", "multipleOf": 1e-10}),
@@ -770,6 +816,14 @@ mod tests {
         for (schema, error) in [
             (json!(false), "it is `false`, not an object"),
             (json!({"items": [[1]]}), "it is a list, not an object"),
+            (
+                json!({"$ref": "#"}),
+                "the reference `#` leads to nothing but itself",
+            ),
+            (
+                json!({"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "type": "null"}),
+                "the reference `#/$defs/b` leads to nothing but itself",
+            ),
             (
                 json!({"$dynamicRef": "#a"}),
                 "`$dynamicRef` is not supported",
