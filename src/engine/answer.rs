@@ -120,6 +120,7 @@ impl AnswerReader {
         match self.state {
             // The beginning of a tag that is cut is no text either.
             State::Text if cut && is_tag_begun(&self.held) => return parts,
+            State::After(opener) if cut && self.is_closer_begun(opener) => return parts,
             State::Call(opener) if cut => {
                 let calls = match fenced(opener, &self.held) {
                     Fenced::Body(body) => calls::cut(body, self.parser(opener, body, false)),
@@ -269,6 +270,14 @@ impl AnswerReader {
         }
     }
 
+    /// Whether all that is held is the beginning of a tag behind a call, or in front of another one.
+    fn is_closer_begun(&self, opener: Opener) -> bool {
+        let rest = self.held.trim_start();
+        let fence = (opener.tag == FENCE).then_some(FENCE);
+        let mut closers = CLOSERS.iter().copied().chain(fence);
+        closers.any(|closer| is_begun(rest, closer)) || is_tag_begun(rest)
+    }
+
     /// Any name counts only where a call is written as JSON or in tags: prose has brackets too.
     fn parser(&self, opener: Opener, body: &str, ended: bool) -> CallParser<'_> {
         let structured = body.trim_start().starts_with(['{', '[', '<']);
@@ -400,7 +409,7 @@ pub(super) fn call_tags(tokenizer: &Tokenizer) -> Vec<(u32, &'static str)> {
 }
 
 /// Texts that are control tokens in some vocabularies, in front of and inside of calls.
-const CALL_TAGS: [&str; 12] = [
+const CALL_TAGS: [&str; 23] = [
     "<tool_call>",
     "</tool_call>",
     "<|tool_call|>",
@@ -408,6 +417,17 @@ const CALL_TAGS: [&str; 12] = [
     "<|tool_call_start|>",
     "<|tool_call_end|>",
     "<function_call>",
+    "<start_function_call>",
+    "<end_function_call>",
+    "<escape>",
+    "<|START_ACTION|>",
+    "<|END_ACTION|>",
+    "<TOOLCALL>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
     "<|python_tag|>",
     "[TOOL_CALLS]",
     "[/TOOL_CALLS]",
@@ -415,7 +435,7 @@ const CALL_TAGS: [&str; 12] = [
     "[ARGS]",
 ];
 
-const OPENERS: [Opener; 11] = [
+const OPENERS: [Opener; 17] = [
     Opener {
         tag: "<tool_call>",
         keep: 0,
@@ -454,6 +474,37 @@ const OPENERS: [Opener; 11] = [
     Opener {
         tag: "<function=",
         keep: "<function=".len(),
+        any_name: false,
+    },
+    // Gemma's FunctionGemma, Nemotron, Command R, DeepSeek's distillates, Functionary.
+    Opener {
+        tag: "<start_function_call>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<TOOLCALL>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<|START_ACTION|>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: "<｜tool▁calls▁begin｜>",
+        keep: 0,
+        any_name: true,
+    },
+    Opener {
+        tag: calls::DEEPSEEK,
+        keep: calls::DEEPSEEK.len(),
+        any_name: true,
+    },
+    Opener {
+        tag: ">>>",
+        keep: 0,
         any_name: false,
     },
     // Phi 4 mini.
@@ -715,6 +766,70 @@ mod tests {
                 "{\"name\": \"set_light\", \"arguments\": {\"room\": \"a\nb\"}}",
                 both(r#"{"room":"a\nb"}"#),
             ),
+            // families with tags of their own
+            (
+                "<start_function_call>call:set_light{level:2,room:<escape>hall, {no}<escape>}<end_function_call>",
+                both(r#"{"level":2,"room":"hall, {no}"}"#),
+            ),
+            (
+                "<start_function_call>call:set_light{room:<escape>hall<escape>}<end_function_call><start_function_call>call:set_light{}<end_function_call>",
+                vec![call("set_light", hall), call("set_light", "{}")],
+            ),
+            (
+                "<TOOLCALL>[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]</TOOLCALL>",
+                both(hall),
+            ),
+            (
+                "<|START_ACTION|>[\n    {\"tool_call_id\": \"0\", \"tool_name\": \"set_light\", \"parameters\": {\"room\": \"hall\"}}\n]<|END_ACTION|>",
+                both(hall),
+            ),
+            (
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>set_light\n```json\n{\"room\": \"hall\"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>set_light\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+                vec![call("set_light", hall), call("set_light", "{}")],
+            ),
+            (
+                "<｜tool▁call▁begin｜>set_light<｜tool▁sep｜>{\"room\": \"hall\"}<｜tool▁call▁end｜>",
+                both(hall),
+            ),
+            (">>>set_light\n{\"room\": \"hall\"}", both(hall)),
+            (
+                "<tool_call>\nset_light\n{\"room\": \"hall\"}\n</tool_call>",
+                both(hall),
+            ),
+            (
+                "```json\n[{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}]```",
+                both(hall),
+            ),
+            // other keys
+            (
+                r#"{"type": "function", "name": "set_light", "parameters": {"room": "hall"}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"function_call": {"name": "set_light", "arguments": {"room": "hall"}}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"tool_call": {"name": "set_light", "arguments": {"room": "hall"}}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"action": "set_light", "action_input": {"room": "hall"}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"tool": "set_light", "tool_input": {"room": "hall"}}"#,
+                both(hall),
+            ),
+            (
+                r#"{"function_name": "set_light", "params": {"room": "hall"}}"#,
+                both(hall),
+            ),
+            (r#"{"set_light": {"room": "hall"}}"#, both(hall)),
+            (
+                "<tool_call>\n{\"set_light\": {\"room\": \"hall\"}}\n</tool_call>",
+                both(hall),
+            ),
             // several, and text before
             (
                 "<tool_call>{\"name\": \"set_light\", \"arguments\": {}}\n{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}</tool_call>",
@@ -763,6 +878,10 @@ mod tests {
             "other(room='hall')",
             "print(1)",
             "I use functools[0] and [ARGS].",
+            ">>> print(1)",
+            "{\"other\": {\"room\": \"hall\"}}",
+            "{\"set_light\": \"on\"}",
+            "{\"action\": \"wait\"}",
         ] {
             let style = AnswerStyle {
                 thoughts: Thoughts::None,
@@ -835,6 +954,14 @@ mod tests {
             cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")),
             [call("f", r#"{"a":"x","b":12}"#)]
         );
+        for tag in ["\n<", "\n</tool_", "</tool_call>\n<tool_c", "\n"] {
+            let answer = format!("<tool_call>{whole}{tag}");
+            assert_eq!(
+                cut(ToolFormat::Tagged, &answer),
+                [call("f", r#"{"a":"x","b":12}"#)],
+                "{answer}"
+            );
+        }
         assert_eq!(cut(ToolFormat::Tagged, "a < b"), [text("a < b")]);
     }
 

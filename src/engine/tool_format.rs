@@ -200,12 +200,7 @@ pub(super) fn call_grammar(
             .get("name")
             .and_then(Value::as_str)
             .unwrap_or_default();
-        let parameters = match function.get("parameters") {
-            None | Some(Value::Null) => {
-                json!({"type": "object", "properties": {}, "additionalProperties": false})
-            }
-            Some(parameters) => parameters.clone(),
-        };
+        let parameters = arguments_of(function.get("parameters"));
         let call = match format {
             ToolFormat::Parameters => call_by_parameters(&mut rules, index, name, &parameters)?,
             ToolFormat::Bare | ToolFormat::Listed | ToolFormat::Mistral | ToolFormat::Tagged => {
@@ -238,6 +233,23 @@ pub(super) fn call_grammar(
         rules.push_str(&format!("call_{index}: {call}\n"));
     }
     Ok(format!("start: {}\n{rules}", calls.join(" | ")))
+}
+
+/// The schema of a function's arguments, which are an object whatever is said of them; none are declared, none are written.
+fn arguments_of(parameters: Option<&Value>) -> Value {
+    let declared = parameters.and_then(Value::as_object);
+    let mut schema = declared.cloned().unwrap_or_default();
+    let says_nothing = schema
+        .keys()
+        .all(|keyword| SAYING_NOTHING.contains(&keyword.as_str()));
+    if says_nothing {
+        schema.insert("properties".to_owned(), json!({}));
+        schema.insert("additionalProperties".to_owned(), Value::Bool(false));
+    }
+    if schema.get("type").is_none_or(Value::is_null) {
+        schema.insert("type".to_owned(), "object".into());
+    }
+    Value::Object(schema)
 }
 
 /// The rule of a call in which each parameter has tags of its own: texts as they are, everything else as JSON.
@@ -328,6 +340,9 @@ fn repetitions(schema: &Value) -> String {
         }
     }
 }
+
+/// Keywords after which nothing is known of the arguments of a function.
+const SAYING_NOTHING: [&str; 4] = ["$schema", "description", "title", "type"];
 
 /// A text as grammars write it, which is as JSON does.
 fn literal(text: &str) -> String {

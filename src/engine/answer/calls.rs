@@ -6,6 +6,8 @@
 //! | `<function=name><parameter=key>value</parameter></function>` or `<function=name>{…}</function>` | Qwen 3 Coder, Qwen 3.5; Llama 3.1 |
 //! | `name[ARGS]{…}`, `name[CALL_ID]id[ARGS]{…}`, `name{…}` | Mistral |
 //! | `name(key=value)`, `[name(key=value), …]` | Gemma, Llama 3.2, LFM2 |
+//! | `call:name{key:<escape>text<escape>}` | FunctionGemma |
+//! | `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}` | DeepSeek's distillates |
 
 use std::collections::BTreeMap;
 
@@ -117,7 +119,7 @@ impl CallParser<'_> {
 
     /// An object that is a call, or a list of them.
     fn json(self, body: &str) -> Found {
-        if may_be_call(body) {
+        if self.may_be_call(body) {
             self.value(body, |value| self.calls_of(value))
         } else {
             Found::Nothing
@@ -184,8 +186,14 @@ impl CallParser<'_> {
 
     /// `<function=name>` and its arguments.
     fn tagged(self, body: &str) -> Found {
+        if let Some(rest) = body.strip_prefix(DEEPSEEK) {
+            return match self.deepseek(rest) {
+                Found::Calls(calls, end) => Found::Calls(calls, DEEPSEEK.len() + end),
+                other => other,
+            };
+        }
         let Some(rest) = body.strip_prefix(FUNCTION) else {
-            return if FUNCTION.starts_with(body) {
+            return if FUNCTION.starts_with(body) || DEEPSEEK.starts_with(body) {
                 Found::More
             } else {
                 Found::Nothing
@@ -254,8 +262,99 @@ impl CallParser<'_> {
         }
     }
 
+    /// `name<｜tool▁sep｜>{…}`, or with the type first and the arguments in a code fence.
+    fn deepseek(self, body: &str) -> Found {
+        let Some((kind, rest)) = body.split_once(DEEPSEEK_SEPARATOR) else {
+            let begun = body.len() <= NAME_LENGTH_MAX && !body.contains('\n');
+            return if begun { Found::More } else { Found::Nothing };
+        };
+        let (name, arguments) = if kind.trim() == "function" {
+            match rest.split_once('\n') {
+                Some((name, rest)) => (name.trim(), rest),
+                None => return Found::More,
+            }
+        } else {
+            (kind.trim(), rest)
+        };
+        let fenced = arguments.trim_start();
+        let object = fenced.strip_prefix("```json").unwrap_or(fenced);
+        let object = object.trim_start();
+        if object.is_empty() || "```json".starts_with(object) {
+            return Found::More;
+        }
+        if !object.starts_with('{') || !self.accepts(name) {
+            return Found::Nothing;
+        }
+        let found = self.value(object, |value| {
+            value.is_object().then(|| vec![call(name, value)])
+        });
+        match found {
+            Found::Calls(calls, end) => {
+                let before = body.len() - object.len() + end;
+                let after = body.get(before..).unwrap_or_default();
+                // The fence belongs to the call.
+                let close = after.trim_start();
+                match close.strip_prefix("```") {
+                    Some(rest) => Found::Calls(calls, body.len() - rest.len()),
+                    None if "```".starts_with(close) && !self.ended => Found::More,
+                    None => Found::Calls(calls, before),
+                }
+            }
+            other => other,
+        }
+    }
+
+    /// `call:name{key:value, …}`.
+    fn escaped(self, body: &str) -> Found {
+        let name = literal::identifier(body);
+        if name.len() == body.len() && name.len() <= NAME_LENGTH_MAX {
+            return Found::More;
+        }
+        let arguments = body.get(name.len()..).unwrap_or_default();
+        if !self.accepts(name) {
+            return Found::Nothing;
+        }
+        match literal::escaped_object(arguments) {
+            Some((object, rest)) => Found::Calls(
+                vec![call(name, &Value::Object(object))],
+                body.len() - rest.len(),
+            ),
+            None if self.ended => Found::Nothing,
+            None => Found::More,
+        }
+    }
+
+    /// Whether the first key of an object is one with which calls begin, or can still become it.
+    fn may_be_call(self, body: &str) -> bool {
+        let inner = body.strip_prefix('{').unwrap_or(body).trim_start();
+        let Some(quote) = inner.chars().next() else {
+            return true;
+        };
+        inner
+            .strip_prefix(['"', '\''])
+            .is_some_and(|key| match key.split_once(quote) {
+                Some((key, _)) => KEYS.contains(&key) || self.functions.has(key),
+                None => {
+                    KEYS.iter().any(|known| known.starts_with(key))
+                        || self.functions.may_become(key)
+                }
+            })
+    }
+
     /// `name[ARGS]{…}`, `name{…}`, `name(…)`.
     fn named(self, body: &str) -> Found {
+        if let Some(rest) = body
+            .strip_prefix(CALL)
+            .filter(|_| !self.functions.has("call"))
+        {
+            return match self.escaped(rest) {
+                Found::Calls(calls, end) => Found::Calls(calls, CALL.len() + end),
+                other => other,
+            };
+        }
+        if !self.ended && CALL.starts_with(body) {
+            return Found::More;
+        }
         if !self.ended && self.functions.may_become(body) {
             return Found::More;
         }
@@ -377,12 +476,19 @@ impl CallParser<'_> {
                 .map(|calls| calls.concat())
                 .filter(|calls| !calls.is_empty());
         }
-        for nested in ["function", "tool_calls"] {
+        for nested in NESTED {
             if let Some(inner) = value.get(nested).filter(|inner| !inner.is_string()) {
                 return self.calls_of(inner);
             }
         }
-        let name = NAMES.iter().find_map(|key| value.get(key)?.as_str())?;
+        let name = NAMES.iter().find_map(|key| value.get(key)?.as_str());
+        let Some(name) = name else {
+            // A function's name with its arguments.
+            let mut fields = value.as_object()?.iter();
+            let (name, arguments) = fields.next().filter(|_| fields.next().is_none())?;
+            let is_call = self.functions.has(name) && arguments.is_object();
+            return is_call.then(|| vec![call(name, arguments)]);
+        };
         let arguments = match ARGUMENTS.iter().find_map(|key| value.get(key)) {
             Some(arguments) if arguments.is_object() => {
                 self.accepts(name).then(|| arguments.clone())
@@ -505,26 +611,14 @@ fn arguments_of(rest: &str) -> Option<&str> {
     if let Some(arguments) = rest.strip_prefix(ARGS) {
         return Some(arguments.trim_start());
     }
-    (rest.is_empty() || rest.starts_with('{')).then_some(rest)
+    // On a line of its own in some families.
+    let arguments = rest.trim_start();
+    (arguments.is_empty() || arguments.starts_with('{')).then_some(arguments)
 }
 
 /// Whether one of the two begins with the other.
 fn meets(text: &str, tag: &str) -> bool {
     text.starts_with(tag) || tag.starts_with(text)
-}
-
-/// Whether the first key of an object is one with which calls begin, or can still become it.
-fn may_be_call(body: &str) -> bool {
-    let inner = body.strip_prefix('{').unwrap_or(body).trim_start();
-    let Some(quote) = inner.chars().next() else {
-        return true;
-    };
-    inner
-        .strip_prefix(['"', '\''])
-        .is_some_and(|key| match key.split_once(quote) {
-            Some((key, _)) => KEYS.contains(&key),
-            None => KEYS.iter().any(|known| known.starts_with(key)),
-        })
 }
 
 /// The value of a parameter, up to its end tag; models forget that tag before the next one. `None` while the end is not certain.
@@ -630,6 +724,12 @@ const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
+/// FunctionGemma's.
+const CALL: &str = "call:";
+pub(super) const DEEPSEEK: &str = "<｜tool▁call▁begin｜>";
+const DEEPSEEK_SEPARATOR: &str = "<｜tool▁sep｜>";
+/// Longest name with what is in front of it. Our choice: OpenAI's have 64 characters.
+const NAME_LENGTH_MAX: usize = 128;
 const ARGS: &str = "[ARGS]";
 const CALL_ID: &str = "[CALL_ID]";
 const NAME_ENDS: [&str; 2] = [ARGS, CALL_ID];
@@ -640,7 +740,7 @@ const MODULE: &str = "default_api.";
 /// What stands between calls.
 pub(super) const SEPARATORS: [char; 6] = [',', ';', ' ', '\n', '\r', '\t'];
 /// Tags behind a call.
-pub(super) const CLOSERS: [&str; 8] = [
+pub(super) const CLOSERS: [&str; 13] = [
     "</tool_call>",
     "</function>",
     "</tools>",
@@ -649,12 +749,35 @@ pub(super) const CLOSERS: [&str; 8] = [
     "<|tool_call_end|>",
     "[/TOOL_CALLS]",
     "<|eom_id|>",
+    "<end_function_call>",
+    "</TOOLCALL>",
+    "<|END_ACTION|>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
 ];
+/// Keys of objects inside of which a call is.
+const NESTED: [&str; 4] = ["function", "function_call", "tool_call", "tool_calls"];
 /// Keys that hold a function's name, and those that hold its arguments.
-const NAMES: [&str; 4] = ["name", "function", "tool", "tool_name"];
-const ARGUMENTS: [&str; 4] = ["arguments", "parameters", "args", "input"];
+const NAMES: [&str; 6] = [
+    "name",
+    "function",
+    "tool",
+    "tool_name",
+    "function_name",
+    "action",
+];
+const ARGUMENTS: [&str; 8] = [
+    "arguments",
+    "parameters",
+    "args",
+    "input",
+    "tool_input",
+    "action_input",
+    "params",
+    "kwargs",
+];
 /// Keys with which a call begins.
-const KEYS: [&str; 12] = [
+const KEYS: [&str; 17] = [
     "name",
     "function",
     "tool",
@@ -667,4 +790,9 @@ const KEYS: [&str; 12] = [
     "id",
     "index",
     "tool_calls",
+    "tool_call",
+    "function_call",
+    "tool_call_id",
+    "function_name",
+    "action",
 ];

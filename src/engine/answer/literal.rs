@@ -42,6 +42,14 @@ pub(super) fn arguments(text: &str) -> Option<(Vec<Value>, Map<String, Value>)> 
     Some((by_place, by_key))
 }
 
+/// An object as FunctionGemma writes it, `{key:<escape>text<escape>,other:[1,true]}`, and what follows it; `None` while it is not
+/// whole.
+pub(super) fn escaped_object(text: &str) -> Option<(Map<String, Value>, &str)> {
+    let mut reader = Reader { rest: text };
+    let object = reader.escaped_object(0)?;
+    Some((object, reader.rest))
+}
+
 /// The name with which a text begins.
 pub(super) fn identifier(text: &str) -> &str {
     let end = text.find(|character: char| {
@@ -83,6 +91,54 @@ impl Reader<'_> {
             }
         }
         Some(Value::Object(map))
+    }
+
+    fn escaped_object(&mut self, depth: usize) -> Option<Map<String, Value>> {
+        self.take("{")?;
+        let mut map = Map::new();
+        while self.take("}").is_none() {
+            let (key, rest) = self.rest.split_once(':')?;
+            self.rest = rest;
+            map.insert(key.trim().to_owned(), self.escaped(depth + 1)?);
+            if self.take(",").is_none() {
+                self.take("}")?;
+                break;
+            }
+        }
+        Some(map)
+    }
+
+    fn escaped(&mut self, depth: usize) -> Option<Value> {
+        if depth > DEPTH_MAX {
+            return None;
+        }
+        if self.take(ESCAPE).is_some() {
+            let (text, rest) = self.rest.split_once(ESCAPE)?;
+            self.rest = rest;
+            return Some(text.into());
+        }
+        match self.rest.chars().next()? {
+            '{' => self.escaped_object(depth).map(Value::Object),
+            '[' => {
+                self.take("[")?;
+                let mut values = Vec::new();
+                while self.take("]").is_none() {
+                    values.push(self.escaped(depth + 1)?);
+                    if self.take(",").is_none() {
+                        self.take("]")?;
+                        break;
+                    }
+                }
+                Some(Value::Array(values))
+            }
+            // Small models forget to escape a text.
+            _ => {
+                let end = self.rest.find([',', '}', ']'])?;
+                let (word, rest) = self.rest.split_at_checked(end)?;
+                self.rest = rest;
+                Some(parse(word).unwrap_or_else(|| word.trim().into()))
+            }
+        }
     }
 
     fn list(&mut self, close: char, depth: usize) -> Option<Value> {
@@ -156,6 +212,9 @@ impl Reader<'_> {
         Some(())
     }
 }
+
+/// What stands around a text of FunctionGemma's.
+const ESCAPE: &str = "<escape>";
 
 /// As deep as `serde_json` goes.
 const DEPTH_MAX: usize = 127;
