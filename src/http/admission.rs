@@ -3,13 +3,13 @@
 use std::time::Duration;
 
 use super::{
-    backend::{ChatBackend, ChatRequest, ChatStream, Prompt, Role},
+    backend::{ChatBackend, ChatRequest, ChatStream, Prompt, Retention, Role},
     patience::patiently,
 };
 use cotenant_policy::refusal::Refusal;
 
 /// Admits a request, which is held for up to `limit` while asking again `helps`. A conversation that is longer than the context
-/// loses its oldest messages, where the request allows it, until it fits.
+/// loses its oldest messages, where the request allows it, until it fits, and one of Ollama's the beginning of its text.
 ///
 /// # Errors
 /// The refusal that stays.
@@ -25,18 +25,60 @@ pub(super) async fn admitted(
             (Err(Refusal::ContextLengthExceeded { prompt, limit, .. }), Some(retention))
                 if shorten(
                     &mut request,
-                    retention * f64::from(limit.get()) / f64::from(prompt.get().max(1)),
+                    retention,
+                    f64::from(limit.get()) / f64::from(prompt.get().max(1)),
                 ) => {}
             (answered, _) => return answered,
         }
     }
 }
 
+/// Shortens a prompt of which this part fits the context; whether anything could be taken.
+fn shorten(request: &mut ChatRequest, retention: Retention, fits: f64) -> bool {
+    match retention {
+        Retention::Messages(part) => without_oldest(&mut request.prompt, part * fits),
+        Retention::Text(part) => {
+            let part = part * fits;
+            without_oldest(&mut request.prompt, part)
+                || without_beginning(&mut request.prompt, part)
+        }
+    }
+}
+
+/// Takes the beginning of the text, or of the last message, until this part of it is left; whether anything could be taken.
+fn without_beginning(prompt: &mut Prompt, part: f64) -> bool {
+    let text = match prompt {
+        Prompt::Chat(conversation) => match conversation.messages.last_mut() {
+            Some(last) => &mut last.content,
+            None => return false,
+        },
+        Prompt::Raw(text) | Prompt::Text(text) => text,
+        Prompt::Tokens(_) => return false,
+    };
+    let all = text.chars().count();
+    let part = part.clamp(0.0, 0.9);
+    let wanted = f64::from(u32::try_from(all).unwrap_or(u32::MAX)) * part;
+    let before = text.len();
+    let kept = text
+        .char_indices()
+        .rev()
+        .zip(1u32..)
+        .take_while(|(_, count)| *count == 1 || f64::from(*count) <= wanted)
+        .last();
+    let start = kept.map_or(0, |((at, _), _)| at);
+    drop(text.drain(..start));
+    text.len() < before
+}
+
 /// Takes the oldest messages out until this part of the text is left, and at least one; whether any could be taken.
-fn shorten(request: &mut ChatRequest, part: f64) -> bool {
-    let Prompt::Chat(conversation) = &mut request.prompt else {
+fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
+    let Prompt::Chat(conversation) = prompt else {
         return false;
     };
+    if !conversation.before.is_empty() {
+        conversation.before.clear();
+        return true;
+    }
     let messages = &mut conversation.messages;
     let fixed = usize::from(
         messages
@@ -94,10 +136,34 @@ mod tests {
                 .map(|message| message.role)
                 .collect::<Vec<_>>()
         };
-        assert!(shorten(&mut request, 0.8));
+        let messages = Retention::Messages(1.0);
+        assert!(shorten(&mut request, messages, 0.8));
         assert_eq!(left(&request), [Role::System, Role::User, Role::User]);
-        assert!(shorten(&mut request, 1.0));
+        assert!(shorten(&mut request, messages, 1.0));
         assert_eq!(left(&request), [Role::System, Role::User]);
-        assert!(!shorten(&mut request, 0.5));
+        assert!(!shorten(&mut request, messages, 0.5));
+    }
+
+    #[test]
+    fn a_text_that_is_too_long_by_itself_keeps_its_end_where_that_is_allowed() {
+        let of = |prompt: Prompt| ChatRequest {
+            prompt,
+            ..ChatRequest::default()
+        };
+        let mut raw = of(Prompt::Raw("äbcdefghij".to_owned()));
+        assert!(!shorten(&mut raw, Retention::Messages(0.8), 0.5));
+        assert!(shorten(&mut raw, Retention::Text(1.0), 0.5));
+        assert_eq!(raw.prompt, Prompt::Raw("fghij".to_owned()));
+        let last = vec![
+            ChatMessage::new(Role::System, "word"),
+            ChatMessage::new(Role::User, "abcdefghij"),
+        ];
+        let mut chat = of(Prompt::Chat(last.into()));
+        assert!(shorten(&mut chat, Retention::Text(1.0), 0.3));
+        assert_eq!(chat.prompt.messages()[0].content, "word");
+        assert_eq!(chat.prompt.messages()[1].content, "hij");
+        assert!(shorten(&mut chat, Retention::Text(1.0), 0.3));
+        assert_eq!(chat.prompt.messages()[1].content, "j");
+        assert!(!shorten(&mut chat, Retention::Text(1.0), 0.3));
     }
 }

@@ -86,13 +86,21 @@ pub struct ChatRequest {
     /// What stays of the context where the oldest of it may be dropped, so that the answer goes on when there is no room for
     /// more; `None` where nothing may be.
     pub sinks: Option<Sinks>,
-    /// Part of the context that a conversation beyond it fills again when it has lost its oldest messages; `None` where it is
-    /// refused.
-    pub retention: Option<f64>,
+    /// What stays of a prompt beyond the context; `None` where it is refused.
+    pub retention: Option<Retention>,
     /// Whether [`ChatEvent::Context`] is wanted.
     pub context_reported: bool,
     /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
     pub streamed: bool,
+}
+
+/// What stays of a prompt that is longer than the context, as the part of the context that it fills again.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum Retention {
+    /// The latest messages, each of them whole.
+    Messages(f64),
+    /// Likewise, and where the last is too long by itself its end.
+    Text(f64),
 }
 
 /// How the tokens of an answer are chosen.

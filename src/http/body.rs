@@ -127,7 +127,7 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
         if !cause.is_data() {
             return no_json(cause);
         }
-        let cause = shortened(&cause.to_string());
+        let cause = shortened(&in_words_of_json(&cause.to_string()));
         if path == "." {
             Fault::request(
                 StatusCode::BAD_REQUEST,
@@ -145,6 +145,27 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
     })?;
     deserializer.end().map_err(|error| no_json(&error))?;
     Ok(parsed)
+}
+
+/// What the library says of Rust's types, said of JSON's.
+fn in_words_of_json(cause: &str) -> String {
+    let words = [
+        ("type: map", "type: object"),
+        ("type: sequence", "type: list"),
+        ("expected a map", "expected an object"),
+        ("expected a sequence", "expected a list"),
+        ("expected f64", "expected a number"),
+    ];
+    let said = words.iter().fold(cause.to_owned(), |said, (rust, json)| {
+        said.replace(rust, json)
+    });
+    match said.split_once("expected struct ") {
+        Some((before, after)) => {
+            let place = after.rfind(" at line ").and_then(|at| after.get(at..));
+            format!("{before}expected an object{}", place.unwrap_or_default())
+        }
+        None => said,
+    }
 }
 
 fn no_json(error: &serde_json::Error) -> Fault {
@@ -207,6 +228,20 @@ mod tests {
             fault.message(),
             "inner[1]: invalid type: string \"x\", expected u32 at line 1 column 17"
         );
+        for (body, expected) in [
+            (
+                "{\"inner\": {}}",
+                "inner: invalid type: object, expected a list",
+            ),
+            ("[]", "the request: invalid length 0, expected an object"),
+            (
+                "3",
+                "the request: invalid type: integer `3`, expected an object",
+            ),
+        ] {
+            let fault = parse_json::<Outer>(body.as_bytes()).unwrap_err();
+            assert!(fault.message().starts_with(expected), "{fault:?}");
+        }
         let fault = parse_json::<Outer>(b"{").unwrap_err();
         assert!(
             fault.message().starts_with("cannot parse the body as JSON"),

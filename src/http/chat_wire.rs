@@ -11,7 +11,7 @@ use super::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
     fault::Fault,
-    fields::{not_honoured, one_answer, refuse_unsupported},
+    fields::{is_set, not_honoured, one_answer, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -61,17 +61,21 @@ struct WireMessage {
     #[serde(default)]
     content: Value,
     reasoning_content: Option<String>,
+    /// As vLLM and OpenRouter call them.
+    reasoning: Option<Value>,
+    refusal: Option<String>,
     tool_calls: Option<Vec<WireToolCall>>,
     tool_call_id: Option<String>,
     name: Option<String>,
     /// Whether an answer continues it, as Mistral and DeepSeek call it.
     prefix: Option<bool>,
+    /// The same, as Moonshot and Alibaba call it.
+    partial: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
 struct WireToolCall {
-    #[serde(default)]
-    id: String,
+    id: Option<String>,
     function: WireFunctionCall,
 }
 
@@ -135,7 +139,7 @@ impl WireRequest {
             prefix: self
                 .messages
                 .last()
-                .is_some_and(|message| message.prefix == Some(true)),
+                .is_some_and(|message| [message.prefix, message.partial].contains(&Some(true))),
         };
         let messages = self
             .messages
@@ -242,7 +246,7 @@ impl WireMessage {
         let tool_calls = self.tool_calls.unwrap_or_default().into_iter();
         let tool_calls = tool_calls
             .map(|call| ToolCall {
-                id: call.id,
+                id: call.id.unwrap_or_default(),
                 name: call.function.name,
                 // clients send them as text; those that send an object mean the same
                 arguments: match call.function.arguments {
@@ -253,7 +257,7 @@ impl WireMessage {
             })
             .collect();
         let content = match self.content {
-            Value::Null => String::new(),
+            Value::Null => self.refusal.unwrap_or_default(),
             Value::String(text) => text,
             Value::Array(parts) => joined_parts(index, &parts)?,
             other => {
@@ -267,7 +271,10 @@ impl WireMessage {
         Ok(ChatMessage {
             role,
             content,
-            reasoning: self.reasoning_content,
+            reasoning: match (self.reasoning_content, self.reasoning) {
+                (None, Some(Value::String(thoughts))) => Some(thoughts),
+                (thoughts, _) => thoughts,
+            },
             tool_calls,
             tool_call_id: self.tool_call_id,
             name: self.name,
@@ -373,14 +380,25 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
     };
     match format.get("type").and_then(Value::as_str) {
         Some("text") => Ok(None),
-        Some("json_object") => Ok(Some(AnswerForm::JsonObject)),
-        Some("json_schema") => {
+        Some(kind @ ("json_object" | "json_schema")) => {
+            let is_open = kind == "json_object";
             let schema = format.pointer_mut("/json_schema/schema").map(Value::take);
-            let schema = schema.ok_or_else(|| Fault::invalid(SCHEMA_FIELD, "", "is missing"))?;
-            Ok(Some(AnswerForm::JsonSchema {
-                schema,
-                field: SCHEMA_FIELD,
-            }))
+            if let Some(schema) = schema.filter(|_| !is_open) {
+                return Ok(Some(AnswerForm::JsonSchema {
+                    schema,
+                    field: SCHEMA_FIELD,
+                }));
+            }
+            // As llama.cpp has it, beside either type.
+            let schema = format.get_mut("schema").map(Value::take);
+            match schema.filter(|schema| !schema.is_null()) {
+                Some(schema) => Ok(Some(AnswerForm::JsonSchema {
+                    schema,
+                    field: "response_format.schema",
+                })),
+                None if is_open => Ok(Some(AnswerForm::JsonObject)),
+                None => Err(Fault::invalid(SCHEMA_FIELD, "", "is missing")),
+            }
         }
         Some(other) => Err(Fault::invalid(
             "response_format.type",
@@ -393,7 +411,7 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
 
 /// The tools, each of them a function with a name.
 pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Value>, Fault> {
-    let tools = match tools {
+    let mut tools = match tools {
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(Value::Array(tools)) => tools,
         Some(other) => return Err(Fault::invalid(field, other, "is not a list")),
@@ -405,14 +423,20 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
             format!("is above the limit of {TOOLS_MAX}"),
         ));
     }
-    for (index, tool) in tools.iter().enumerate() {
+    for (index, tool) in tools.iter_mut().enumerate() {
         let place = || format!("{field}[{index}]");
-        match tool.get("type").and_then(Value::as_str) {
-            Some("function") => {}
+        match tool.get("type").unwrap_or(&Value::Null) {
+            Value::String(kind) if kind == "function" => {}
+            // vLLM and Ollama take functions without it.
+            kind if !is_set(Some(kind)) && tool.get("function").is_some_and(Value::is_object) => {
+                if let Some(tool) = tool.as_object_mut() {
+                    tool.insert("type".to_owned(), "function".into());
+                }
+            }
             _ => {
                 return Err(Fault::invalid(
                     &place(),
-                    tool,
+                    &*tool,
                     "is not of the type `function`",
                 ));
             }
@@ -785,6 +809,57 @@ mod tests {
     }
 
     #[test]
+    fn a_schema_beside_the_type_is_the_form_as_well() {
+        let form = |format: Value| {
+            let body =
+                json!({"messages": [{"role": "user", "content": "x"}], "response_format": format});
+            request(&body.to_string()).map(|request| request.form)
+        };
+        let beside = Ok(Some(AnswerForm::JsonSchema {
+            schema: json!({"type": "null"}),
+            field: "response_format.schema",
+        }));
+        for kind in ["json_object", "json_schema"] {
+            assert_eq!(
+                form(json!({"type": kind, "schema": {"type": "null"}})),
+                beside
+            );
+        }
+        assert_eq!(
+            form(json!({"type": "json_object", "schema": null})),
+            Ok(Some(AnswerForm::JsonObject))
+        );
+        assert!(form(json!({"type": "json_schema"})).is_err());
+    }
+
+    #[test]
+    fn messages_are_read_however_clients_keep_them() {
+        let body = json!({
+            "messages": [
+                {"role": "user", "content": "x"},
+                {"role": "assistant", "content": null, "reasoning": "hm", "tool_calls": [{"id": null, "function": {"name": "f"}}]},
+                {"role": "tool", "content": "y", "tool_call_id": null},
+                {"role": "assistant", "content": null, "refusal": "no"},
+                {"role": "assistant", "content": "He", "partial": true},
+            ],
+            "tools": [{"function": {"name": "f"}}, {"type": null, "function": {"name": "g"}}],
+        });
+        let request = request(&body.to_string()).unwrap();
+        let messages = request.prompt.messages();
+        assert_eq!(messages[1].reasoning.as_deref(), Some("hm"));
+        assert_eq!(messages[1].tool_calls[0].name, "f");
+        assert_eq!(messages[3].content, "no");
+        assert!(matches!(&request.prompt, Prompt::Chat(chat) if chat.continues));
+        assert!(
+            request
+                .prompt
+                .tools()
+                .iter()
+                .all(|tool| tool["type"] == "function")
+        );
+    }
+
+    #[test]
     fn forms_of_other_servers_are_refused_by_name() {
         for (field, value) in [
             ("grammar", json!("root ::= \"maybe\"")),
@@ -802,7 +877,15 @@ mod tests {
                 "{error}"
             );
         }
-        let unset = json!({"messages": [{"role": "user", "content": "x"}], "grammar": null});
-        assert!(request(&unset.to_string()).is_ok());
+        for unset in [json!(null), json!(""), json!([]), json!({}), json!(false)] {
+            let body = json!({"messages": [{"role": "user", "content": "x"}], "grammar": unset});
+            assert!(request(&body.to_string()).is_ok(), "{body}");
+        }
+        let several = json!({"messages": [{"role": "user", "content": "x"}], "best_of": 2});
+        assert!(
+            request(&several.to_string())
+                .unwrap_err()
+                .starts_with("best_of: `2` is not 1")
+        );
     }
 }

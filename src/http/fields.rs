@@ -11,7 +11,7 @@ pub(super) fn not_honoured(place: &str, fields: &Map<String, Value>) -> Vec<Stri
         name.len() <= NAME_MAX
             && name
                 .bytes()
-                .all(|byte| byte.is_ascii_alphanumeric() || byte == b'_')
+                .all(|byte| byte.is_ascii_alphanumeric() || b"_.-".contains(&byte))
     };
     let set = fields
         .iter()
@@ -28,10 +28,11 @@ pub(super) fn not_honoured(place: &str, fields: &Map<String, Value>) -> Vec<Stri
 pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Fault> {
     let refused = fields.iter().find_map(|(field, value)| {
         let problem = match field.as_str() {
-            _ if matches!(value, Value::Null | Value::Bool(false)) => return None,
+            _ if *value == Value::Bool(false) || !is_set(Some(value)) => return None,
+            "n" | "best_of" if Whole::of(value).is_none_or(|number| number.get() != 1) => ONE_ANSWER,
             "logprobs" | "prompt_logprobs" => NO_PROBABILITIES,
             "top_logprobs" | "n_probs" if *value != json!(0) => NO_PROBABILITIES,
-            "suffix" if *value != json!("") => {
+            "suffix" => {
                 "is not supported: text is only added at the end (hint: write the gap with the model's own tokens, as `raw` prompt \
                  of /api/generate)"
             }
@@ -57,11 +58,7 @@ pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Faul
 pub(super) fn one_answer(field: &str, number: Option<Whole>) -> Result<(), Fault> {
     match number.filter(|number| number.get() != 1) {
         None => Ok(()),
-        Some(number) => Err(Fault::invalid(
-            field,
-            number,
-            "is not 1, the limit of answers to a prompt: send a request for each answer",
-        )),
+        Some(number) => Err(Fault::invalid(field, number, ONE_ANSWER)),
     }
 }
 
@@ -69,6 +66,7 @@ pub(super) fn one_answer(field: &str, number: Option<Whole>) -> Result<(), Fault
 pub(super) fn is_set(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null) => false,
+        Some(Value::String(text)) => !text.is_empty(),
         Some(Value::Array(list)) => !list.is_empty(),
         Some(Value::Object(map)) => !map.is_empty(),
         Some(_) => true,
@@ -84,17 +82,23 @@ pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'
 /// Whether the answer is the same without the field.
 fn is_harmless(name: &str, value: &Value) -> bool {
     match name {
-        "metadata"
+        "cache_control"
+        | "metadata"
         | "prompt_cache_key"
         | "prompt_cache_retention"
         | "safety_identifier"
         | "service_tier"
+        | "stream_options"
         | "user" => true,
+        "best_of" | "n" => true,
         "modalities" => *value == json!(["text"]),
         "parallel_tool_calls" => *value == json!(true),
         _ => matches!(value, Value::Bool(false)),
     }
 }
+
+const ONE_ANSWER: &str =
+    "is not 1, the limit of answers to a prompt: send a request for each answer";
 
 pub(super) const NO_PROBABILITIES: &str =
     "is not supported: probabilities are not kept (hint: leave it out)";

@@ -11,7 +11,7 @@ use super::{
     },
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, stop_texts},
     fault::Fault,
-    fields::{is_set, named},
+    fields::{is_set, named, not_honoured, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -37,6 +37,9 @@ pub(super) struct WireRequest {
     container: Option<Value>,
     context_management: Option<Value>,
     mcp_servers: Option<Value>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -68,7 +71,7 @@ struct WireOutputConfig {
 
 impl WireRequest {
     /// Fields that the client set and that are not honoured.
-    pub(super) fn ignored(&self) -> Vec<&'static str> {
+    pub(super) fn ignored(&self) -> Vec<String> {
         let budget = self
             .thinking
             .as_ref()
@@ -81,7 +84,7 @@ impl WireRequest {
             .tool_choice
             .as_ref()
             .is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
-        named([
+        let known = named([
             ("container", is_set(self.container.as_ref())),
             (
                 "context_management",
@@ -90,7 +93,13 @@ impl WireRequest {
             ("output_config.effort", is_set(effort)),
             ("thinking.budget_tokens", budget),
             ("tool_choice.disable_parallel_tool_use", one_tool),
-        ])
+        ]);
+        let unknown = not_honoured("", &self.unknown);
+        known
+            .into_iter()
+            .map(str::to_owned)
+            .chain(unknown)
+            .collect()
     }
 
     /// Whether the client wants to read what the model thinks.
@@ -116,6 +125,7 @@ impl WireRequest {
                 "is not supported: tools are called by the client",
             ));
         }
+        refuse_unsupported(&self.unknown)?;
         let mut messages: Vec<ChatMessage> = Vec::new();
         if let Some(system) = self.system.take().filter(|system| !system.is_null()) {
             let text = text_of("system", system)?;
@@ -135,7 +145,7 @@ impl WireRequest {
         if matches!(last, None | Some(Role::System)) {
             return Err(Fault::invalid("messages", "[]", "is empty"));
         }
-        let mut variables = Map::new();
+        let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
         let mut conversation = Conversation {
             messages,
@@ -499,6 +509,30 @@ mod tests {
         parse_json::<WireRequest>(body.to_string().as_bytes())
             .and_then(|wire| wire.into_request(RequestMeta::default(), "m".to_owned()))
             .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn fields_of_other_apis_are_refused_or_named() {
+        let body = |field: &str, value: Value| json!({"model": "m", "max_tokens": 9, "messages": [{"role": "user", "content": "x"}], field: value});
+        for field in ["grammar", "guided_json", "logprobs", "n"] {
+            let error = request(&body(field, json!({"x": 1}))).unwrap_err();
+            assert!(error.starts_with(field), "{error}");
+        }
+        let ignored = |body: Value| {
+            parse_json::<WireRequest>(body.to_string().as_bytes())
+                .unwrap()
+                .ignored()
+        };
+        assert_eq!(
+            ignored(body("response_format", json!({"type": "text"}))),
+            ["response_format"]
+        );
+        for harmless in ["metadata", "service_tier", "cache_control"] {
+            assert!(
+                ignored(body(harmless, json!({"x": 1}))).is_empty(),
+                "{harmless}"
+            );
+        }
     }
 
     #[test]

@@ -59,7 +59,7 @@ impl Visitor<'_> for WholeVisitor {
 
     fn visit_u64<E: Error>(self, number: u64) -> Result<Whole, E> {
         let whole = i64::try_from(number).map(Whole);
-        whole.map_err(|_beyond| E::invalid_value(Unexpected::Unsigned(number), &self))
+        whole.map_err(|_beyond| E::invalid_value(Unexpected::Unsigned(number), &"at most 2^63 - 1"))
     }
 
     fn visit_f64<E: Error>(self, number: f64) -> Result<Whole, E> {

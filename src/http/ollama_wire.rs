@@ -11,7 +11,8 @@ use serde_json::{Map, Value};
 use super::{
     admission::RETENTION,
     backend::{
-        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
+        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Retention, Role,
+        ToolCall,
     },
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, sinks, stop_texts},
     fault::Fault,
@@ -263,7 +264,7 @@ impl WireRequest {
                 options.num_keep,
             )?,
             context_reported: false,
-            retention: (self.truncate != Some(false)).then_some(RETENTION),
+            retention: (self.truncate != Some(false)).then_some(Retention::Text(RETENTION)),
             streamed,
         };
         Ok(Asked {
@@ -276,9 +277,10 @@ impl WireRequest {
 
 impl WireMessage {
     fn into_message(self, index: usize) -> Result<ChatMessage, Fault> {
-        let role = match self.role.as_str() {
+        // Ollama compares them in small letters.
+        let role = match self.role.to_ascii_lowercase().as_str() {
             "assistant" => Role::Assistant,
-            "system" => Role::System,
+            "system" | "developer" => Role::System,
             "tool" => Role::Tool,
             "user" => Role::User,
             other => {
@@ -387,6 +389,25 @@ mod tests {
         parse_json::<WireRequest>(body.to_string().as_bytes())
             .and_then(|wire| wire.into_chat(RequestMeta::default(), "m".to_owned()))
             .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn roles_and_tools_are_read_as_ollama_reads_them() {
+        let asked = asked(&json!({
+            "model": "m",
+            "messages": [{"role": "Developer", "content": "x"}, {"role": "USER", "content": "hi"}],
+            "tools": [{"function": {"name": "f"}}],
+        }))
+        .unwrap();
+        let request = asked.request.unwrap();
+        let roles: Vec<Role> = request
+            .prompt
+            .messages()
+            .iter()
+            .map(|message| message.role)
+            .collect();
+        assert_eq!(roles, [Role::System, Role::User]);
+        assert_eq!(request.retention, Some(Retention::Text(RETENTION)));
     }
 
     #[test]

@@ -6,11 +6,12 @@ use serde_json::{Map, Value, json};
 use super::{
     admission::RETENTION,
     backend::{
-        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
+        AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Retention, Role,
+        ToolCall,
     },
     chat_wire::{ToolChoice, at_least_one, checked_tools},
     fault::Fault,
-    fields::{NO_PROBABILITIES, is_set, named},
+    fields::{NO_PROBABILITIES, is_set, named, not_honoured, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -42,13 +43,16 @@ pub(super) struct WireRequest {
     store: Option<bool>,
     top_logprobs: Option<Whole>,
     truncation: Option<String>,
+    chat_template_kwargs: Option<Map<String, Value>>,
+    #[serde(flatten)]
+    unknown: Map<String, Value>,
 }
 
 impl WireRequest {
     /// Fields that the client set and that are not honoured.
-    pub(super) fn ignored(&self) -> Vec<&'static str> {
+    pub(super) fn ignored(&self) -> Vec<String> {
         let of_text = |key: &str| self.text.as_ref().and_then(|text| text.get(key));
-        named([
+        let known = named([
             ("include", is_set(self.include.as_ref())),
             ("max_tool_calls", is_set(self.max_tool_calls.as_ref())),
             ("moderation", is_set(self.moderation.as_ref())),
@@ -62,7 +66,13 @@ impl WireRequest {
             ),
             ("store", self.store == Some(true)),
             ("text.verbosity", is_set(of_text("verbosity"))),
-        ])
+        ]);
+        let unknown = not_honoured("", &self.unknown);
+        known
+            .into_iter()
+            .map(str::to_owned)
+            .chain(unknown)
+            .collect()
     }
 
     /// Refuses what would change what the answer is.
@@ -85,6 +95,7 @@ impl WireRequest {
                 "is not supported: there are no kept prompts",
             ));
         }
+        refuse_unsupported(&self.unknown)?;
         if let Some(count) = self.top_logprobs.filter(|count| count.get() > 0) {
             return Err(Fault::invalid("top_logprobs", count, NO_PROBABILITIES));
         }
@@ -131,6 +142,7 @@ impl WireRequest {
         Ok(Conversation {
             messages,
             tools: function_tools("tools", self.tools.as_deref().unwrap_or_default())?,
+            variables: self.chat_template_kwargs.take().unwrap_or_default(),
             ..Conversation::default()
         })
     }
@@ -189,7 +201,8 @@ impl WireRequest {
             max_tokens: at_least_one("max_output_tokens", self.max_output_tokens)?,
             sampling: SamplingDialect::OPENAI.read(&sampling)?,
             form,
-            retention: (self.truncation.as_deref() == Some("auto")).then_some(RETENTION),
+            retention: (self.truncation.as_deref() == Some("auto"))
+                .then_some(Retention::Messages(RETENTION)),
             streamed: self.stream == Some(true),
             ..ChatRequest::default()
         })
@@ -407,6 +420,33 @@ mod tests {
         parse_json::<WireRequest>(body.to_string().as_bytes())
             .and_then(|mut wire| wire.request(RequestMeta::default(), "m".to_owned()))
             .map_err(|fault| fault.message().to_owned())
+    }
+
+    #[test]
+    fn fields_of_other_apis_are_refused_or_named() {
+        let body = |field: &str, value: Value| json!({"model": "m", "input": "x", field: value});
+        for field in ["grammar", "guided_json", "structured_outputs", "logprobs"] {
+            let error = request(&body(field, json!({"x": 1}))).unwrap_err();
+            assert!(error.starts_with(field), "{error}");
+        }
+        let wire = |body: Value| parse_json::<WireRequest>(body.to_string().as_bytes()).unwrap();
+        assert_eq!(
+            wire(body("response_format", json!({"type": "text"}))).ignored(),
+            ["response_format"]
+        );
+        assert_eq!(
+            wire(body("speculative.n_max", json!(3))).ignored(),
+            ["speculative.n_max"]
+        );
+        for (field, harmless) in [
+            ("n", json!(1)),
+            ("stream_options", json!({"x": 1})),
+            ("stop", json!([])),
+        ] {
+            assert!(wire(body(field, harmless)).ignored().is_empty(), "{field}");
+        }
+        let read = request(&body("chat_template_kwargs", json!({"n": 1}))).unwrap();
+        assert!(matches!(read.prompt, Prompt::Chat(chat) if chat.variables["n"] == 1));
     }
 
     #[test]

@@ -23,7 +23,7 @@ use super::{
         api::{Api, Kind},
         backend::{
             AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation,
-            FinishReason, Prompt, RequestMeta, Role, TranscribeRequest, Usage,
+            FinishReason, Prompt, RequestMeta, Retention, Role, TranscribeRequest, Usage,
         },
         body::bounded_tree,
         chat_wire::ToolChoice,
@@ -835,7 +835,7 @@ impl Session {
             }),
             max_tokens: settings.max_tokens,
             sampling: SamplingDialect::REALTIME.read(&SamplingFields::default())?,
-            retention: settings.retention,
+            retention: settings.retention.map(Retention::Messages),
             form,
             streamed: true,
             ..ChatRequest::default()
