@@ -492,18 +492,28 @@ pub fn is_combined(schema: &Value) -> bool {
             .and_then(Value::as_array)
             .is_some_and(|list| list.len() > 1)
     };
+    let properties = schema.get("properties");
+    let is_own = |name: &Value| {
+        name.as_str()
+            .is_some_and(|name| properties.is_some_and(|all| all.get(name).is_some()))
+    };
     // An alternative that only says which of the properties are there names no other.
     let names_more = |schema: &Value| match schema {
         Value::Array(list) => list.iter().any(|schema| {
-            schema
-                .as_object()
-                .is_none_or(|map| map.keys().any(|key| key != "required" && key != "type"))
+            schema.as_object().is_none_or(|map| {
+                map.iter().any(|(key, value)| match key.as_str() {
+                    "type" => false,
+                    "required" => !value
+                        .as_array()
+                        .is_some_and(|names| names.iter().all(is_own)),
+                    _ => true,
+                })
+            })
         }),
         _ => true,
     };
-    let own = schema.get("properties").is_some();
     many("allOf")
-        || own
+        || properties.is_some()
             && COMBINING
                 .iter()
                 .any(|keyword| schema.get(keyword).is_some_and(names_more))

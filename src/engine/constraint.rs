@@ -422,12 +422,23 @@ mod tests {
         }
         // Where an object is written in several places, each would rule out the others.
         for combined in [
-            json!({"properties": named, "anyOf": [{"required": ["a"]}, {"properties": {"b": {}}}]}),
-            json!({"allOf": [{"properties": named}, {"properties": {"b": {}}}]}),
+            json!({"type": "object", "properties": named, "anyOf": [
+                {"required": ["a"]}, {"type": "object", "properties": {"b": {}}},
+            ]}),
+            json!({"allOf": [
+                {"type": "object", "properties": named}, {"type": "object", "properties": {"b": {}}, "patternProperties": {"^x": {}}},
+            ]}),
         ] {
             assert_eq!(with_layout(&combined).unwrap()["anyOf"], combined["anyOf"]);
             assert_eq!(with_layout(&combined).unwrap()["allOf"], combined["allOf"]);
             assert_eq!(closed(combined), Value::Null);
+        }
+        // One that is can be closed, and alternatives that name no more leave the object as it is.
+        for one in [
+            json!({"allOf": [{"properties": named}, {"properties": {"b": {}}}]}),
+            json!({"properties": named, "anyOf": [{"required": ["a"]}]}),
+        ] {
+            assert_eq!(closed(one), json!(false));
         }
         // A property may be called like a keyword, and values are no schemas.
         let odd = json!({"properties": {"properties": {"const": {"properties": {}}}}});
@@ -458,6 +469,11 @@ mod tests {
             tool("light"),
             tool("fan \"2\""),
             json!({"type": "function", "function": {"name": "stop"}}),
+            json!({"type": "function", "function": {"name": "halt", "parameters": {}}}),
+            json!({"type": "function", "function": {"name": "idle", "parameters": {"type": "object"}}}),
+            json!({"type": "function", "function": {"name": "turn", "parameters": {
+                "properties": {"on": {"type": "boolean"}}, "required": ["on"],
+            }}}),
         ];
         let formats = [
             ToolFormat::Bare,
@@ -488,8 +504,10 @@ mod tests {
                     };
                     assert!(expected.is_none_or(|expected| expected == name), "{text}");
                     let arguments: Value = serde_json::from_str(arguments).unwrap();
-                    if name == "stop" {
+                    if ["stop", "halt", "idle"].contains(&name.as_str()) {
                         assert_eq!(arguments, json!({}), "{text}");
+                    } else if name == "turn" {
+                        assert!(arguments["on"].is_boolean(), "{text}");
                     } else {
                         assert!(
                             ["kitchen", "hall"].contains(&arguments["room"].as_str().unwrap()),
@@ -617,6 +635,39 @@ mod tests {
             (
                 json!({"type": "array", "items": [{"type": "null"}], "additionalItems": false}),
                 |value| value.as_array().unwrap().iter().all(Value::is_null),
+            ),
+            (
+                json!({"type": "integer", "minimum": 3, "maximum": 5, "exclusiveMaximum": true}),
+                |value| (3..5).contains(&value.as_i64().unwrap()),
+            ),
+            (
+                json!({"type": "integer", "minimum": i64::MIN, "maximum": i64::MAX, "format": "int64"}),
+                Value::is_i64,
+            ),
+            (json!({"type": "string", "format": "date-time"}), |value| {
+                value.as_str().unwrap().len() <= 35
+            }),
+            (
+                json!({"type": "array", "prefixItems": [{"type": "null"}, {"type": "boolean"}]}),
+                |value| value.as_array().unwrap().len() == 2 && value[1].is_boolean(),
+            ),
+            (
+                json!({"type": "object", "propertyNames": {"enum": ["a", "b"]}, "additionalProperties": {"type": "null"}}),
+                |value| {
+                    value
+                        .as_object()
+                        .unwrap()
+                        .keys()
+                        .all(|key| key == "a" || key == "b")
+                },
+            ),
+            (
+                json!({"properties": {"a": {"type": "null"}}, "required": ["a", "b"]}),
+                |value| value["a"].is_null() && value.get("b").is_some(),
+            ),
+            (
+                json!({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "null"}}}),
+                Value::is_null,
             ),
             (
                 json!({"anyOf": [{"type": "null"}, {"const": 5}]}),
