@@ -8,7 +8,7 @@ use std::{
 use hound::{SampleFormat, WavReader, WavSpec, WavWriter};
 
 use super::{
-    coded_wav::CodedFormat,
+    coded_wav::{CodedFormat, coding_not_read},
     resample::{ResampleError, Resampler, from_float},
     wyoming::AudioFormat,
 };
@@ -177,8 +177,11 @@ pub(super) fn read_wav(
         }
         _ => None,
     };
-    let format =
-        chunk(file, *b"fmt ").and_then(|format| CodedFormat::of(file.get(format.body()..)?));
+    let format = chunk(file, *b"fmt ").and_then(|format| file.get(format.body()..));
+    if let Some(coding) = format.and_then(coding_not_read) {
+        return Err(AudioError::Coding { coding });
+    }
+    let format = format.and_then(CodedFormat::of);
     if let (Some(format), Some(data)) = (format, data) {
         let bytes = file.get(data.body()..).unwrap_or_default();
         let declared = usize::try_from(data.declared).unwrap_or(usize::MAX);
@@ -320,6 +323,14 @@ pub enum AudioError {
     /// It is not a WAV file, or one of a kind that is not read.
     #[error("not a readable WAV file")]
     Wav(#[source] hound::Error),
+    /// Its samples are coded in a way that is not read.
+    #[error(
+        "WAV samples of the coding {coding:#06x} are not read: they are PCM, floating point, A-law or µ-law"
+    )]
+    Coding {
+        /// Its number in the file.
+        coding: u16,
+    },
     /// The file ends too early.
     #[error("WAV file is cut short: it declares {declared} bytes of audio and has {present}")]
     Truncated {

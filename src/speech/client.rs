@@ -232,19 +232,27 @@ impl WyomingClient {
         // The server may refuse before it has taken all audio; its `error` explains more than our broken pipe.
         let reported = tokio::sync::Notify::new();
         let receive = async {
+            // Whisper's pieces begin with a space, the first one as well.
+            let mut begun = false;
             loop {
                 match self.receive(&mut reader).await? {
                     Event::TranscriptChunk(piece) => {
                         reported.notify_one();
+                        let text = if begun {
+                            piece.text.as_str()
+                        } else {
+                            piece.text.trim_start()
+                        };
                         // One without words is only a sign of life.
-                        if let Some(pieces) = pieces.filter(|_| !piece.text.is_empty()) {
+                        if let Some(pieces) = pieces.filter(|_| !text.is_empty()) {
+                            begun = true;
                             // The receiver is gone when the request is over, which drops this.
-                            let _ = pieces.send(piece.text).await;
+                            let _ = pieces.send(text.to_owned()).await;
                         }
                     }
                     Event::Transcript(transcript) => {
                         return Ok(Heard {
-                            text: transcript.text,
+                            text: transcript.text.trim().to_owned(),
                             language: transcript.language,
                         });
                     }

@@ -17,17 +17,28 @@ enum Coding {
     Double,
 }
 
+/// The coding by the body of a format chunk, where it is one that nothing here reads.
+pub(super) fn coding_not_read(chunk: &[u8]) -> Option<u16> {
+    let coding = coding(chunk)?;
+    (![PCM, FLOAT, A_LAW, MU_LAW].contains(&coding)).then_some(coding)
+}
+
+/// The "extensible" format has its coding in the first two bytes of an identifier.
+fn coding(chunk: &[u8]) -> Option<u16> {
+    match number(chunk, 0)? {
+        EXTENSIBLE => number(chunk, 24),
+        coding => Some(coding),
+    }
+}
+
+fn number(chunk: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_le_bytes(*chunk.get(at..)?.first_chunk()?))
+}
+
 impl CodedFormat {
     /// The format by the body of its chunk; `None` for one that `hound` reads, or refuses.
     pub(super) fn of(chunk: &[u8]) -> Option<Self> {
-        let number = |at: usize| Some(u16::from_le_bytes(*chunk.get(at..)?.first_chunk()?));
-        // The "extensible" format has its coding in the first two bytes of an identifier.
-        let coding = if number(0)? == EXTENSIBLE {
-            number(24)?
-        } else {
-            number(0)?
-        };
-        let coding = match (coding, number(14)?) {
+        let coding = match (coding(chunk)?, number(chunk, 14)?) {
             (A_LAW, 8) => Coding::ALaw,
             (MU_LAW, 8) => Coding::MuLaw,
             (FLOAT, 64) => Coding::Double,
@@ -36,7 +47,7 @@ impl CodedFormat {
         let rate_hz = u32::from_le_bytes(*chunk.get(4..)?.first_chunk()?);
         Some(Self {
             coding,
-            channels: number(2)?.max(1),
+            channels: number(chunk, 2)?.max(1),
             rate_hz,
         })
     }
@@ -105,6 +116,7 @@ fn mu_law(byte: u8) -> i16 {
 const MU_LAW_BIAS: i16 = 33 * 4;
 
 /// Codings of WAV files (`mmreg.h`).
+const PCM: u16 = 1;
 const FLOAT: u16 = 3;
 const A_LAW: u16 = 6;
 const MU_LAW: u16 = 7;
@@ -172,6 +184,11 @@ mod tests {
                 "{error}"
             );
         }
+        let adpcm = parse_wav(&wav(0x11, 8000, 4, &[0]), minute).unwrap_err();
+        assert_eq!(
+            adpcm.to_string(),
+            "WAV samples of the coding 0x0011 are not read: they are PCM, floating point, A-law or µ-law"
+        );
         let error = parse_wav(&wav(MU_LAW, 0, 8, &[0]), minute).unwrap_err();
         assert!(
             error.to_string().starts_with("sample rate of 0 Hz"),

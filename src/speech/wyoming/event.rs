@@ -357,12 +357,39 @@ struct Fields {
 
 impl Fields {
     fn parse<T: DeserializeOwned>(&self) -> Result<T, EventError> {
-        serde_json::from_value(Value::Object(self.data.clone())).map_err(|source| EventError {
+        let data = self.data.iter();
+        let data: Map<String, Value> = data
+            .map(|(key, value)| {
+                (
+                    key.clone(),
+                    whole(key, value).unwrap_or_else(|| value.clone()),
+                )
+            })
+            .collect();
+        serde_json::from_value(Value::Object(data)).map_err(|source| EventError {
             kind: self.kind.clone(),
             source,
         })
     }
 }
+
+/// A number of [`WHOLE`] that a client's language wrote as `16000.0`. Parts of a millisecond are left out.
+fn whole(key: &str, value: &Value) -> Option<Value> {
+    if !WHOLE.contains(&key) || !value.is_f64() {
+        return None;
+    }
+    let number = value.as_f64()?;
+    let number = if key == TIMESTAMP {
+        number.trunc()
+    } else {
+        number
+    };
+    number.to_string().parse::<i64>().ok().map(Value::from)
+}
+
+const TIMESTAMP: &str = "timestamp";
+/// Fields of events that are whole numbers.
+const WHOLE: [&str; 4] = ["rate", "width", "channels", TIMESTAMP];
 
 /// Its fields as a JSON object; empty where it has none. All types here are structs with string keys, which serde_json
 /// always can write.
@@ -389,6 +416,23 @@ mod tests {
             data,
             payload: Vec::new(),
         }
+    }
+
+    #[test]
+    fn whole_numbers_may_be_written_as_floats() {
+        let start = |rate: Value| {
+            let data = json!({"rate": rate, "width": 2.0, "channels": 1.0, "timestamp": 7.9});
+            Event::from_frame(frame("audio-start", data))
+        };
+        assert_eq!(
+            start(json!(16000.0)).unwrap(),
+            Event::AudioStart(AudioStart {
+                format: AudioFormat::mono_16_bit(16_000),
+                timestamp: Some(7),
+            })
+        );
+        assert!(start(json!(8000.5)).is_err());
+        assert!(start(json!("16000")).is_err());
     }
 
     #[test]
