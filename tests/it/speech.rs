@@ -275,6 +275,26 @@ async fn server_that_says(bytes: &'static [u8], closes: bool) -> WyomingClient {
     WyomingClient::new(Endpoint::Tcp(address.to_string()), HASTY)
 }
 
+/// Whisper's words begin with a space each.
+#[tokio::test]
+async fn a_transcript_begins_without_white_space() {
+    let said = b"{\"type\":\"transcript-chunk\",\"data\":{\"text\":\" \"}}\n\
+        {\"type\":\"transcript-chunk\",\"data\":{\"text\":\" Hello\"}}\n\
+        {\"type\":\"transcript-chunk\",\"data\":{\"text\":\" you\"}}\n\
+        {\"type\":\"transcript\",\"data\":{\"text\":\" Hello you\\n\"}}\n";
+    let client = server_that_says(said, false).await;
+    let audio = MonoAudio::new(16_000, vec![0; 1600]);
+    let (pieces, mut heard_pieces) = tokio::sync::mpsc::channel(8);
+    let heard = client.hear(&audio, None, Some(&pieces)).await.unwrap();
+    assert_eq!(heard.text, "Hello you");
+    drop(pieces);
+    let mut all = Vec::new();
+    while let Some(piece) = heard_pieces.recv().await {
+        all.push(piece);
+    }
+    assert_eq!(all, ["Hello", " you"]);
+}
+
 #[tokio::test]
 async fn a_server_that_hangs_is_given_up() {
     let client = server_that_says(b"", false).await;
