@@ -12,7 +12,7 @@
 //!
 //! - Machines, which own their state and use no other: `lease_table`, `admission`, `pressure`, `dwell`, `engine_control`,
 //!   `worker_control`, `ledger`.
-//! - Decisions, functions of the read-only `State` of all machines: `reach`, `candidates`, `stop_or_shed`, `reclaim`,
+//! - Decisions, functions of the read-only `State` of all machines: `reach`, `holder`, `reclaim`,
 //!   `growth`.
 //! - Below this file, functions of a `Context`, which is the state and the actions of one call. `*_events`,
 //!   `requests`, `operator` and `restore` take one kind of event each; `serve` and `*_orders` carry out what was

@@ -26,6 +26,7 @@ use super::{
     kv_type::KvType,
     lease::{LeaseId, Ticket},
     params::{EngineParams, ResidencyMode},
+    price::KvContents,
     residency::{EnginePlan, ModelShape, PlanLimits},
     restart::{Restart, Verdict},
     snapshot::{EngineState, KvView},
@@ -448,16 +449,17 @@ impl EngineControl {
         self.blocked.chunk.is_some()
     }
 
-    /// Tokens in the KV cache that the next prompt may go on from, while no request runs.
-    pub(super) fn kv_kept(&self) -> Tokens {
+    /// Contents of the KV cache under the goal, for prices.
+    pub(super) fn kv_contents(&self) -> KvContents {
         let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
-        self.kv.kept.min(capacity)
-    }
-
-    /// Tokens in the KV cache, whether or not a request runs.
-    pub(super) fn kv_held(&self) -> Tokens {
-        let capacity = self.goal().map_or(Tokens::ZERO, |plan| plan.kv_capacity);
-        self.kv.kept.max(self.kv.used).min(capacity)
+        let within = |tokens: Tokens| tokens.min(capacity);
+        let limits = self.limits();
+        KvContents {
+            kept: within(self.kv.kept),
+            used: within(limits.map_or(Tokens::ZERO, |limits| limits.kv_used)),
+            held: within(self.kv.kept.max(self.kv.used)),
+            touched: within(self.touched()),
+        }
     }
 
     /// Contents of the KV cache, for snapshots.
@@ -470,20 +472,17 @@ impl EngineControl {
         }
     }
 
-    /// KV blocks of the goal that no token has touched yet: the last ones.
-    pub(super) fn untouched_blocks(&self) -> u32 {
-        let (Some(shape), Some(in_force), Some(goal)) =
-            (self.shape(), self.plans.in_force.as_ref(), self.goal())
-        else {
-            return 0;
+    /// Capacity that tokens have touched: all but the last blocks.
+    fn touched(&self) -> Tokens {
+        let (Some(shape), Some(in_force)) = (self.shape(), self.plans.in_force.as_ref()) else {
+            return Tokens::ZERO;
         };
         let tokens = shape.kv.block_tokens.get().max(1);
         let blocks = in_force.kv_capacity.get() / tokens;
-        let touched = blocks
-            - shape
-                .kv
-                .blocks_within(blocks, in_force.kv_type, self.kv.untouched);
-        (goal.kv_capacity.get() / tokens).saturating_sub(touched)
+        let untouched = shape
+            .kv
+            .blocks_within(blocks, in_force.kv_type, self.kv.untouched);
+        Tokens::new((blocks - untouched).saturating_mul(tokens))
     }
 
     /// Keeps a capacity for a sequence that needs it, or has asked for it and has not begun.
@@ -500,6 +499,7 @@ impl EngineControl {
     pub(super) const fn calibrated(&mut self, calibration: Calibration) {
         self.pace.speed.decode_ns_per_mib = calibration.compute_ns_per_mib;
         self.pace.speed.read_ns_per_mib = calibration.read_busy_ns_per_mib;
+        self.pace.speed.slowed_ns_per_mib = calibration.slowed_ns_per_mib;
         if calibration.prefill_ns_per_mib > 0 {
             self.pace.speed.prefill_ns_per_mib = calibration.prefill_ns_per_mib;
         }
@@ -641,8 +641,8 @@ impl EngineControl {
         self.plans
             .asked()
             .map(|plan| {
-                let both = in_force
-                    .map_or_else(|| plan.clone(), |in_force| larger_of_both(in_force, plan));
+                let both =
+                    in_force.map_or_else(|| plan.clone(), |in_force| in_force.with_all_of(plan));
                 self.bytes_in(plan).max(self.bytes_in(&both))
             })
             .fold(now, Bytes::max)
@@ -758,15 +758,6 @@ impl Plans {
 /// Bytes of a plan; zero while the shape is unknown.
 pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
     shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
-}
-
-fn larger_of_both(one: &EnginePlan, other: &EnginePlan) -> EnginePlan {
-    EnginePlan {
-        resident: one.resident.union(&other.resident).copied().collect(),
-        kv_capacity: one.kv_capacity.max(other.kv_capacity),
-        prefill_chunk: one.prefill_chunk.max(other.prefill_chunk),
-        kv_type: one.kv_type.max(other.kv_type),
-    }
 }
 
 /// Tokens of a running answer that no shed takes the room of. Our choice: two blocks, of which it has written one when it

@@ -4,7 +4,7 @@
 //! whose loss costs most for each byte, weighed as a shed weighs it. Nothing grows before the [dwell](super::dwell) after
 //! the last shed is over, while a request waits that could be served, beyond what the budget and the last sample leave,
 //! or into the space of a stopped worker that is to come back. What workers come back to is in
-//! `candidates`.
+//! [`holder`](super::holder).
 //!
 //! Growth leaves the headroom at the Elevated watermark plus the hysteresis: with less than that the level would not
 //! return to Normal, and with that much the engine could have been loaded. So what could be loaded can grow back.
@@ -12,13 +12,15 @@
 //! `max-context` the configured order stands. A request that needs more capacity than there is gets it from layers.
 
 use super::{
+    choose::Offer,
     growth_wait::GrowthWait,
     lease::Class,
     params::ResidencyMode,
     pressure::PressureLevel,
+    price::Price,
     reason::{PlanChange, PlanReason},
     residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
-    shedding::{Candidate, Source},
+    shedding::Source,
     state::State,
 };
 use cotenant_units::{Bytes, Tokens};
@@ -78,29 +80,6 @@ impl GrowthRoom {
     }
 }
 
-/// What a step of the engine's growth is decided by.
-#[derive(Clone, Debug)]
-pub struct EngineGrowth<'a> {
-    /// The model.
-    pub shape: &'a ModelShape,
-    /// The plan that the engine was asked for last.
-    pub goal: &'a EnginePlan,
-    /// The plan when memory is plentiful.
-    pub full: EnginePlan,
-    /// Limits of every plan.
-    pub limits: PlanLimits,
-    /// Whether no request runs, so that the chunk may change.
-    pub idle: bool,
-    /// Tokens that the last answer has left in the KV cache.
-    pub kept: Tokens,
-    /// What the engine's lease holds.
-    pub held: Bytes,
-    /// The least step that only adds KV capacity.
-    pub kv_step_min: Bytes,
-    /// What may be used.
-    pub room: GrowthRoom,
-}
-
 /// A plan to grow into.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct EngineStep {
@@ -109,7 +88,7 @@ pub struct EngineStep {
     /// What the lease has to hold for it.
     pub bytes: Bytes,
     /// What it takes, and what being without it costs.
-    pub gain: Candidate,
+    pub gain: Offer,
     /// What it is for.
     pub kind: StepKind,
 }
@@ -125,143 +104,92 @@ pub enum StepKind {
     Regrowth,
 }
 
-impl EngineGrowth<'_> {
-    /// The next step, or what it waits for; `Ok(None)` for an engine in its full plan.
-    ///
-    /// # Errors
-    /// What is missing for the next step.
-    pub fn step(&self) -> Result<Option<EngineStep>, GrowthWait> {
-        let (shape, goal, full) = (self.shape, self.goal, &self.full);
-        let (now_bytes, full_bytes) = (shape.plan_bytes(goal), shape.plan_bytes(full));
-        if goal == full {
-            return Ok(None);
-        }
-        // While a chunk is under way it keeps its size, whatever else changes.
-        let limits = if self.idle {
-            self.limits
-        } else {
-            self.limits.at_chunk(goal.prefill_chunk)
-        };
-        let same_chunk = self.idle || goal.prefill_chunk == full.prefill_chunk;
-        if full_bytes <= now_bytes && same_chunk {
-            // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
-            return Ok(Some(EngineStep {
-                plan: full.clone(),
-                bytes: self.held,
-                gain: Candidate::whole(Source::Layers, Class::LlmElastic, Bytes::new(1), 0),
-                kind: StepKind::FullForNothing,
-            }));
-        }
-        let target = self.target(now_bytes);
-        // Where everything fits nothing is streamed any more, and larger chunks are of no use. And while a chunk is under
-        // way the limits leave none that is larger.
-        if target < full_bytes
-            && let Some(plan) = shape.rechunked(goal, target, &limits)
-        {
-            return Ok(Some(self.chunk_step(plan)));
-        }
-        // No plan is computed for what is too little for any: this is looked at with every event.
-        let missing = full_bytes.saturating_sub(now_bytes);
-        let least = self.least_step(missing);
-        if self.room.bytes() < least {
-            return Err(self.room.lacks(least));
-        }
-        // What is worth most comes back first, and nothing is given up for it.
-        let plan = shape.grown(goal, target, &limits);
-        let bytes = shape.plan_bytes(&plan);
-        let gained = bytes.saturating_sub(now_bytes);
-        let kv_least = self.kv_step_min.min(missing);
-        let only_kv = plan.resident == goal.resident && plan != *full;
-        if gained == Bytes::ZERO || (only_kv && gained < kv_least) {
-            return Err(self.room.lacks(if only_kv { kv_least } else { least }));
-        }
-        if bytes
-            > self
-                .held
-                .saturating_add(self.room.free.saturating_sub(self.room.reserved))
-        {
-            return Err(self.room.lacks(bytes.saturating_sub(self.held)));
-        }
-        let gain = Candidate::whole(
-            Source::Layers,
-            Class::LlmElastic,
-            gained,
-            self.cost_of(&plan, gained, &limits),
-        );
-        Ok(Some(EngineStep {
-            plan,
-            bytes,
-            gain,
-            kind: StepKind::Regrowth,
-        }))
+/// The next step of the engine within `room`; `Ok(None)` for an engine in its full plan.
+///
+/// # Errors
+/// What is missing for the next step.
+fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, GrowthWait> {
+    let engine = &state.engine;
+    let (shape, limits, goal) = may_grow(state)?;
+    let full = engine.full_plan().ok_or(GrowthWait::NotLoaded)?;
+    if *goal == full {
+        return Ok(None);
     }
-
-    /// What the engine may hold after the step.
-    fn target(&self, now_bytes: Bytes) -> Bytes {
-        let target = now_bytes.saturating_add(self.room.bytes());
-        if self.goal.prefill_chunk <= self.full.prefill_chunk {
-            return target;
-        }
+    let (now_bytes, full_bytes) = (shape.plan_bytes(goal), shape.plan_bytes(&full));
+    let held = state.engine_held();
+    let gain = |source, bytes, price| Offer::whole(source, Class::LlmElastic, bytes, price);
+    // While a chunk is under way it keeps its size, whatever else changes.
+    let is_idle = engine.is_idle();
+    let limits = if is_idle {
+        limits
+    } else {
+        limits.at_chunk(goal.prefill_chunk)
+    };
+    if full_bytes <= now_bytes && (is_idle || goal.prefill_chunk == full.prefill_chunk) {
+        // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
+        return Ok(Some(EngineStep {
+            plan: full,
+            bytes: held,
+            gain: gain(Source::Layers, Bytes::new(1), 0),
+            kind: StepKind::FullForNothing,
+        }));
+    }
+    let mut target = now_bytes.saturating_add(room.bytes());
+    if goal.prefill_chunk > full.prefill_chunk {
         // A chunk that cannot become smaller yet does not come on top of all the rest: that with KV as it is kept now, for
         // it becomes smaller with the full plan alone.
         let most = EnginePlan {
-            kv_type: self.full.kv_type.max(self.goal.kv_type),
-            ..self.full.clone()
+            kv_type: full.kv_type.max(goal.kv_type),
+            ..full.clone()
         };
-        target.min(self.shape.plan_bytes(&most).max(now_bytes))
+        target = target.min(shape.plan_bytes(&most).max(now_bytes));
     }
-
-    /// The least that a step takes: one layer while one is missing, a worthwhile number of KV blocks otherwise.
-    fn least_step(&self, missing: Bytes) -> Bytes {
-        let streamed = self.shape.layers.iter().zip(0u32..);
-        let streamed = streamed.filter(|(_, index)| !self.goal.resident.contains(index));
-        let layer = streamed.map(|(layer, _)| layer.resident_bytes).min();
-        // The last layer makes the staging ring superfluous.
-        let all_layers = self
-            .shape
-            .bytes_without(&self.goal.resident)
-            .saturating_sub(self.shape.ring_bytes);
-        let least = match layer {
-            Some(layer) if self.limits.mode != ResidencyMode::MaxContext => layer.min(all_layers),
-            Some(_) | None => self.kv_step_min,
-        };
-        least.min(missing)
-    }
-
-    /// A larger prefill chunk: what it takes from others counts, what it takes from layers it was weighed against.
-    fn chunk_step(&self, plan: EnginePlan) -> EngineStep {
-        let (before, bytes) = (
-            self.shape.plan_bytes(self.goal),
-            self.shape.plan_bytes(&plan),
-        );
-        let taken = bytes.saturating_sub(before).max(Bytes::new(1));
-        EngineStep {
+    // Where everything fits nothing is streamed any more, and larger chunks are of no use. And while a chunk is under
+    // way the limits leave none that is larger.
+    if target < full_bytes
+        && let Some(plan) = shape.rechunked(goal, target, &limits)
+    {
+        // What it takes from others counts; what it takes from layers it was weighed against.
+        let bytes = shape.plan_bytes(&plan);
+        let taken = bytes.saturating_sub(now_bytes).max(Bytes::new(1));
+        return Ok(Some(EngineStep {
             plan,
-            bytes: bytes.max(self.held),
-            gain: Candidate::whole(Source::PrefillChunk, Class::LlmElastic, taken, 0),
+            bytes: bytes.max(held),
+            gain: gain(Source::PrefillChunk, taken, 0),
             kind: StepKind::Chunk,
-        }
+        }));
     }
-
-    /// What being without the step costs, µs. Capacity that no token has touched yet costs nothing, as in a shed.
-    fn cost_of(&self, plan: &EnginePlan, gained: Bytes, limits: &PlanLimits) -> u64 {
-        let (shape, goal) = (self.shape, self.goal);
-        let worth = shape.worth(limits);
-        let kept = self.kept.min(goal.kv_capacity);
-        let context = if limits.mode == ResidencyMode::MaxContext {
-            worth.context_us(plan.kv_capacity, goal.kv_capacity, kept)
-        } else {
-            0
-        };
-        let precision = worth.precision_us(plan.kv_capacity, kept, plan.kv_type, goal.kv_type);
-        let kv = shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
-        let kv_now = shape.kv.capacity_bytes(goal.kv_capacity, goal.kv_type);
-        let layers = gained.saturating_sub(kv.saturating_sub(kv_now));
-        let streaming = worth
-            .streaming_us(layers)
-            .saturating_add(worth.speed().reading_us(layers));
-        context.saturating_add(precision).saturating_add(streaming)
+    // No plan is computed for what is too little for any: this is looked at with every event.
+    let kv_least = state.params.shed.minimum_reclaim;
+    let missing = full_bytes.saturating_sub(now_bytes);
+    let layers_first = limits.mode != ResidencyMode::MaxContext;
+    let layer = shape
+        .least_layer_without(&goal.resident)
+        .filter(|_| layers_first);
+    let least = layer.unwrap_or(kv_least).min(missing);
+    if room.bytes() < least {
+        return Err(room.lacks(least));
     }
+    // What is worth most comes back first, and nothing is given up for it.
+    let kv = engine.kv_contents();
+    let plan = shape.grown(goal, target, &limits, &kv);
+    let bytes = shape.plan_bytes(&plan);
+    let gained = bytes.saturating_sub(now_bytes);
+    let kv_least = kv_least.min(missing);
+    let only_kv = plan.resident == goal.resident && plan != full;
+    if gained == Bytes::ZERO || (only_kv && gained < kv_least) {
+        return Err(room.lacks(if only_kv { kv_least } else { least }));
+    }
+    if bytes > held.saturating_add(room.free.saturating_sub(room.reserved)) {
+        return Err(room.lacks(bytes.saturating_sub(held)));
+    }
+    let price = Price::new(shape, &limits).given_up(&plan, goal, &kv);
+    Ok(Some(EngineStep {
+        plan,
+        bytes,
+        gain: gain(Source::Layers, gained, price),
+        kind: StepKind::Regrowth,
+    }))
 }
 
 /// What comes back next.
@@ -286,7 +214,7 @@ pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
         return Err(wait);
     }
     let room = room(state).ok_or(GrowthWait::Sample)?;
-    let engine = engine_view(state, room).and_then(|growth| growth.step());
+    let engine = engine_step(state, room);
     let waits = engine.as_ref().err().copied();
     let step = engine.ok().flatten();
     let workers = state.worker_returns(room.by_headroom());
@@ -295,7 +223,7 @@ pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
     let mut gains = if dwell.is_some() { Vec::new() } else { workers };
     gains.extend(step.as_ref().map(|step| step.gain.clone()));
     // The reverse of shedding: what would be given up last comes back first.
-    let dearest = gains.into_iter().max_by(Candidate::by_cost_of_a_byte);
+    let dearest = gains.into_iter().max_by(Offer::by_price_of_a_byte);
     let Some(gain) = dearest else {
         let waits = waits.or(dwell.map(|left| GrowthWait::Dwell { left }));
         return waits.map_or(Ok(None), Err);
@@ -391,41 +319,22 @@ pub(super) fn room(state: &State) -> Option<GrowthRoom> {
     (fresh && sampled_at > state.changed_at).then_some(room)
 }
 
-/// The inputs of the engine's growth, or why nothing of it can grow now.
-fn engine_view(state: &State, room: GrowthRoom) -> Result<EngineGrowth<'_>, GrowthWait> {
-    let full = state.engine.full_plan();
-    let (Some(id), Some(shape), Some(limits), Some(goal), Some(full)) = (
-        state.engine.lease,
-        state.engine.shape(),
-        state.engine.limits(),
-        state.engine.goal(),
-        full,
-    ) else {
+/// The engine's shape, limits and goal, or why nothing of it can grow now.
+fn may_grow(state: &State) -> Result<(&ModelShape, PlanLimits, &EnginePlan), GrowthWait> {
+    let engine = &state.engine;
+    let (Some(_), Some(shape), Some(limits), Some(goal)) =
+        (engine.lease, engine.shape(), engine.limits(), engine.goal())
+    else {
         return Err(GrowthWait::NotLoaded);
     };
-    if !state.engine.plans.pending.is_empty() {
+    if !engine.plans.pending.is_empty() {
         return Err(GrowthWait::Changing);
     }
-    if let Some(until) = state
-        .engine
-        .blocked
-        .growth
-        .filter(|until| state.now < *until)
-    {
+    if let Some(until) = engine.blocked.growth.filter(|until| state.now < *until) {
         let left = until.saturating_since(state.now);
         return Err(GrowthWait::Settling { left });
     }
-    Ok(EngineGrowth {
-        shape,
-        goal,
-        full,
-        limits,
-        idle: state.engine.is_idle(),
-        kept: state.engine.kv_kept(),
-        held: state.ledger.held_by(id),
-        kv_step_min: state.params.shed.minimum_reclaim,
-        room,
-    })
+    Ok((shape, limits, goal))
 }
 
 /// The cause for which the engine's growth waits; `None` while it has its full plan, or changes.
@@ -439,11 +348,7 @@ pub(super) fn engine_waits(state: &State) -> Option<GrowthWait> {
         return Some(wait);
     }
     let room = room(state)?;
-    let growth = match engine_view(state, room) {
-        Ok(growth) => growth,
-        Err(wait) => return Some(wait),
-    };
-    growth.step().err()
+    engine_step(state, room).err()
 }
 
 /// Whether so much more may be had at once: by the book, by the last sample, and with no request to come first.
@@ -472,39 +377,30 @@ pub(super) fn capacity_plan(
     if level == PressureLevel::Critical && !is_running {
         return Err(GrowthWait::Pressure { level });
     }
-    let growth = engine_view(state, room(state).unwrap_or_default())?;
+    let (shape, limits, goal) = may_grow(state)?;
+    let room = room(state).unwrap_or_default();
     let waits = waits(state);
     let more = match waits {
-        None => growth.room.bytes(),
-        Some(GrowthWait::Dwell { .. }) if is_running => growth.room.bytes(),
+        None => room.bytes(),
+        Some(GrowthWait::Dwell { .. }) if is_running => room.bytes(),
         Some(_) => Bytes::ZERO,
     };
-    let limits = growth.limits.at_chunk(growth.goal.prefill_chunk);
-    let now = growth.shape.plan_bytes(growth.goal);
+    let limits = limits.at_chunk(goal.prefill_chunk);
+    let now = shape.plan_bytes(goal);
     let with = |wanted, more| {
-        growth.shape.with_capacity(
-            growth.goal,
-            (needed, wanted),
-            now.saturating_add(more),
-            &limits,
-        )
+        shape.with_capacity(goal, (needed, wanted), now.saturating_add(more), &limits)
     };
     let plan = if is_running {
-        let beside = with(needed, more).filter(|plan| plan.resident == growth.goal.resident);
+        let beside = with(needed, more).filter(|plan| plan.resident == goal.resident);
         beside.or_else(|| with(wanted, Bytes::ZERO))
     } else {
         with(wanted, more)
     };
     plan.ok_or_else(|| {
-        let tokens = needed
-            .max(wanted)
-            .get()
-            .saturating_sub(growth.goal.kv_capacity.get());
-        let step = growth
-            .shape
-            .kv
-            .capacity_bytes(Tokens::new(tokens), growth.goal.kv_type);
-        waits.unwrap_or_else(|| growth.room.lacks(step))
+        let tokens = needed.max(wanted).get();
+        let tokens = Tokens::new(tokens.saturating_sub(goal.kv_capacity.get()));
+        let step = shape.kv.capacity_bytes(tokens, goal.kv_type);
+        waits.unwrap_or_else(|| room.lacks(step))
     })
 }
 

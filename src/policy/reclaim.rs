@@ -1,16 +1,18 @@
 //! Reclaim for a request, for an operator and under pressure: how much, and from which holders.
 //!
-//! The cheapest set that suffices is computed over all [`candidates`](super::candidates); the decision lists those that
+//! The cheapest set that suffices is computed over the offers of all [holders](super::holder); the decision lists those that
 //! were chosen and those that were not. Under pressure the next round waits for the settle time and for a sample that is
 //! newer than what came back. Nothing here changes the state.
 
 use super::{
+    choose::{Choice, Offer, choose, reclaimable},
+    holder::{Purpose, Urgency},
     lease::Class,
     pressure::PressureLevel,
     reason::ReclaimReason,
-    shedding::{Candidate, Chosen, NextShed, Weighing, choose, reclaimable},
+    residency::EnginePlan,
+    shedding::{Chosen, NextShed, Source, Weighing},
     state::State,
-    stop_or_shed::{Purpose, Urgency, stops_for_what_is_owed},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -20,7 +22,10 @@ pub(super) struct Reclaim {
     pub(super) purpose: Purpose,
     pub(super) reason: ReclaimReason,
     pub(super) weighing: Weighing,
+    /// What is given, by kind and holder.
     pub(super) chosen: Vec<Chosen>,
+    /// The smaller plan of the engine.
+    pub(super) plan: Option<EnginePlan>,
 }
 
 /// The action under pressure.
@@ -47,7 +52,7 @@ pub(super) fn for_request(
     reason: ReclaimReason,
 ) -> Option<Reclaim> {
     let purpose = Purpose::Request(class);
-    enough(state, &state.candidates(purpose), missing, purpose, reason)
+    enough(state, &state.offers(purpose), missing, purpose, reason)
 }
 
 /// The same, from what the engine has beyond its floor.
@@ -55,7 +60,7 @@ pub(super) fn from_engine(state: &State, missing: Bytes, reason: ReclaimReason) 
     let purpose = Purpose::Request(Class::Interactive);
     enough(
         state,
-        &state.engine_candidates(purpose),
+        &state.engine_offers(purpose),
         missing,
         purpose,
         reason,
@@ -65,13 +70,7 @@ pub(super) fn from_engine(state: &State, missing: Bytes, reason: ReclaimReason) 
 /// The share of the engine for an operator who asks for `bytes`: as much of that as it has.
 pub(super) fn for_operator(state: &State, bytes: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::AudioRealtime);
-    weigh(
-        state,
-        &state.engine_candidates(purpose),
-        bytes,
-        purpose,
-        reason,
-    )
+    weigh(state, &state.engine_offers(purpose), bytes, purpose, reason)
 }
 
 /// What has to be given back since the budget was lowered below what is held: all of it, or as much as there is.
@@ -84,7 +83,7 @@ pub(super) fn over_budget(state: &State) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::AudioRealtime);
     weigh(
         state,
-        &state.candidates(purpose),
+        &state.offers(purpose),
         missing,
         purpose,
         ReclaimReason::OverBudget { over, budget },
@@ -126,9 +125,9 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
         Urgency::Warning
     };
     let purpose = Purpose::Pressure(urgency);
-    let mut candidates = state.candidates(purpose);
+    let mut offers = state.offers(purpose);
     let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
-    stops_for_what_is_owed(&mut candidates, owed);
+    let spared = state.stop_only_for(&mut offers, owed);
     let reason = ReclaimReason::Pressure {
         level,
         headroom,
@@ -136,11 +135,14 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
         missing,
         wanted,
     };
-    match weigh(state, &candidates, missing, purpose, reason) {
-        Some(reclaim) => Relief::Reclaim {
-            urgency,
-            reclaim: Box::new(reclaim),
-        },
+    match weigh(state, &offers, missing, purpose, reason) {
+        Some(mut reclaim) => {
+            reclaim.weighing.spared.extend(spared);
+            Relief::Reclaim {
+                urgency,
+                reclaim: Box::new(reclaim),
+            }
+        }
         None => Relief::NothingLeft { urgency },
     }
 }
@@ -157,7 +159,10 @@ pub(super) fn next(state: &State) -> Option<NextShed> {
         .minimum_reclaim
         .saturating_add(below.saturating_sub(headroom));
     // At Elevated nothing is given up that makes the engine slower; beyond it everything may be.
-    let chosen_for = |urgency| choose(&state.candidates(Purpose::Pressure(urgency)), need);
+    let chosen_for = |urgency| {
+        let purpose = Purpose::Pressure(urgency);
+        select(state, &state.offers(purpose), need, purpose).0
+    };
     let gentle = chosen_for(Urgency::Warning);
     let chosen = if gentle.is_empty() {
         chosen_for(Urgency::Urgent)
@@ -174,14 +179,14 @@ pub(super) fn next(state: &State) -> Option<NextShed> {
 
 fn enough(
     state: &State,
-    candidates: &[Candidate],
+    offers: &[Offer],
     missing: Bytes,
     purpose: Purpose,
     reason: ReclaimReason,
 ) -> Option<Reclaim> {
-    let suffices = reclaimable(candidates) >= missing;
+    let suffices = reclaimable(offers) >= missing;
     if suffices {
-        weigh(state, candidates, missing, purpose, reason)
+        weigh(state, offers, missing, purpose, reason)
     } else {
         None
     }
@@ -190,27 +195,47 @@ fn enough(
 /// The cheapest set that suffices, or all that there is.
 fn weigh(
     state: &State,
-    candidates: &[Candidate],
+    offers: &[Offer],
     need: Bytes,
     purpose: Purpose,
     reason: ReclaimReason,
 ) -> Option<Reclaim> {
-    let chosen = choose(candidates, need);
+    let (chosen, plan, rows, above_ppm) = select(state, offers, need, purpose);
     if chosen.is_empty() {
         return None;
     }
-    let mut weighing = Weighing::new(reason.clone(), need, candidates, &chosen);
+    let choice = Choice { chosen, above_ppm };
+    let mut weighing = Weighing::new(reason.clone(), need, &rows, &choice);
     weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
     weighing.spared = state.spared(purpose);
-    if let Purpose::Pressure(_) = purpose {
-        weighing
-            .spared
-            .extend(state.not_stopped_for_foresight(candidates, purpose));
-    }
     Some(Reclaim {
         purpose,
         reason,
         weighing,
-        chosen,
+        chosen: choice.chosen,
+        plan,
     })
+}
+
+/// The cheapest set that suffices, with the plan in which the engine gives its part; and what was weighed for it.
+fn select(
+    state: &State,
+    offers: &[Offer],
+    need: Bytes,
+    purpose: Purpose,
+) -> (Vec<Chosen>, Option<EnginePlan>, Vec<Offer>, u64) {
+    let Choice { chosen, above_ppm } = choose(offers, need);
+    let is_engine = |source: &Source| source.is_of_engine();
+    let (engine, mut others): (Vec<Chosen>, Vec<Chosen>) =
+        chosen.into_iter().partition(|one| is_engine(&one.source));
+    let bytes = engine.iter().map(|one| one.bytes).sum();
+    let (plan, parts, mut rows) = if offers.iter().any(|offer| is_engine(&offer.source)) {
+        state.engine_gives(bytes, purpose)
+    } else {
+        (None, Vec::new(), Vec::new())
+    };
+    others.splice(0..0, parts);
+    let holders = offers.iter().filter(|offer| !is_engine(&offer.source));
+    rows.extend(holders.cloned());
+    (others, plan, rows, above_ppm)
 }

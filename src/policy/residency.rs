@@ -1,16 +1,465 @@
-//! Plans of the engine: from a model's shape and a number of bytes.
+//! Shape of a model, plans of the engine, and the bytes of a plan.
 //!
-//! A plan says which layers are resident, how many tokens the KV cache may hold, and how many tokens one prefill
-//! chunk has. Every byte of it can be computed beforehand from the [`ModelShape`], so that the book and the engine
-//! speak of the same number.
+//! A plan says which layers are resident, how many tokens the KV cache may hold, and how many tokens one prefill chunk has.
+//! Every byte of it can be computed beforehand from the [`ModelShape`], so that the book and the engine speak of the same
+//! number. Larger and smaller plans are in [`plan`](crate::plan).
 
-mod chunk;
-mod path;
-mod plans;
-mod shape;
+use std::collections::BTreeSet;
 
-pub use self::shape::{
-    EnginePlan, FloorError, KvShape, LayerKind, LayerShape, ModelShape, PlanLimits, WindowedKv,
+use serde::{Deserialize, Serialize};
+
+use super::{
+    kv_type::KvType,
+    params::{EngineParams, ResidencyMode},
+    speed::Speed,
 };
 #[cfg(test)]
 pub(crate) use crate::samples::{sample_shape, small_model};
+use cotenant_units::{Bytes, Layers, Tokens};
+
+/// The mixer of a layer.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LayerKind {
+    /// Attends over the KV cache.
+    Attention,
+    /// Not a layer: a tile of the output head.
+    Head,
+    /// Keeps a state of fixed size (Gated DeltaNet).
+    Recurrent,
+}
+
+/// A part that can be resident or streamed by itself: a layer, a group of tensors of a large layer, or a tile of the
+/// output head.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LayerShape {
+    /// Attention, recurrent, or the head.
+    pub kind: LayerKind,
+    /// Parts of the same layer before this one, or tiles before it.
+    #[serde(default)]
+    pub part: u32,
+    /// Memory that the weights occupy when resident, whole pages included.
+    pub resident_bytes: Bytes,
+}
+
+/// Bytes that one token of context occupies in the KV cache.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvShape {
+    /// Layers that attend, those with windows included; recurrent layers keep a fixed state instead.
+    pub attention_layers: u32,
+    /// Key and value heads of one layer.
+    pub kv_heads: u32,
+    /// Elements of one head.
+    pub head_dim: u32,
+    /// Bytes of one element in the largest type: 2 for f16.
+    pub element_bytes: u32,
+    /// Memory is had and given back in pieces of this size, huge pages for large caches; zero for any size.
+    #[serde(default)]
+    pub granule: Bytes,
+    /// Tokens of one KV block, the unit in which capacity is allocated and given back.
+    pub block_tokens: Tokens,
+    /// The layers of them with sliding windows, where there are any.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub windowed: Option<WindowedKv>,
+}
+
+/// Attention layers that see only the last tokens, and keep no others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WindowedKv {
+    /// How many.
+    pub layers: u32,
+    /// KV blocks that each keeps at most: those of the window, and of the tokens that attend together.
+    pub blocks: u32,
+}
+
+impl KvShape {
+    /// Memory that one token of context occupies as `kind`, keys and values of all layers together that keep the whole
+    /// context. Those with windows come on top, as a constant for all but short contexts.
+    ///
+    /// ```
+    /// # use cotenant_policy::{kv_type::KvType, residency::{KvShape, WindowedKv}};
+    /// # use cotenant_units::{Bytes, Tokens};
+    /// // Qwen3.5-4B: 8 of its 32 layers attend; 4 KV heads of 256 elements.
+    /// let shape = KvShape {
+    ///     attention_layers: 8, kv_heads: 4, head_dim: 256, element_bytes: 2, granule: Bytes::ZERO,
+    ///     block_tokens: Tokens::new(64), windowed: None,
+    /// };
+    /// assert_eq!(shape.bytes_per_token(KvType::F16), Bytes::from_kib(32));
+    /// assert_eq!(shape.bytes_per_token(KvType::Q8), Bytes::from_kib(17));
+    /// assert_eq!(shape.blocks_bytes(1, KvType::F16), Bytes::from_mib(2));
+    /// // Gemma 3 4B: 5 of 34 layers keep 20 KiB for each token, the others 116 KiB for the last tokens.
+    /// let windowed = Some(WindowedKv { layers: 29, blocks: 25 });
+    /// let shape = KvShape { attention_layers: 34, windowed, ..shape };
+    /// assert_eq!(shape.bytes_per_token(KvType::F16), Bytes::from_kib(20));
+    /// assert_eq!(
+    ///     shape.capacity_bytes(Tokens::new(131_072), KvType::F16),
+    ///     Bytes::from_kib(20 * 131_072 + 116 * 25 * 64),
+    /// );
+    /// ```
+    #[must_use]
+    pub const fn bytes_per_token(&self, kind: KvType) -> Bytes {
+        self.of_layers(
+            self.attention_layers.saturating_sub(self.windowed_layers()),
+            kind,
+        )
+    }
+
+    const fn of_layers(&self, layers: u32, kind: KvType) -> Bytes {
+        let rows = 2 * layers as u64 * self.kv_heads as u64;
+        Bytes::new(rows * self.row_bytes(kind))
+    }
+
+    /// Layers that keep only the last tokens.
+    #[must_use]
+    pub const fn windowed_layers(&self) -> u32 {
+        match self.windowed {
+            Some(windowed) => windowed.layers,
+            None => 0,
+        }
+    }
+
+    /// The layers that keep the whole context, by themselves.
+    #[must_use]
+    pub const fn whole(&self) -> Self {
+        Self {
+            attention_layers: self.attention_layers.saturating_sub(self.windowed_layers()),
+            windowed: None,
+            ..*self
+        }
+    }
+
+    /// The layers with windows by themselves, and how many blocks each keeps at most.
+    #[must_use]
+    pub fn windows(&self) -> Option<(Self, u32)> {
+        let windowed = self.windowed.filter(|windowed| windowed.layers > 0)?;
+        Some((
+            Self {
+                attention_layers: windowed.layers,
+                windowed: None,
+                ..*self
+            },
+            windowed.blocks,
+        ))
+    }
+
+    /// Tokens of a sequence that every layer keeps: more than those are not kept by the layers with windows, so that the
+    /// sequence can be cut back only a little.
+    #[must_use]
+    pub const fn cut_back_max(&self) -> Option<Tokens> {
+        match self.windowed {
+            Some(windowed) => Some(Tokens::new(
+                windowed.blocks.saturating_mul(self.block_tokens.get()),
+            )),
+            None => None,
+        }
+    }
+
+    /// Memory that the keys or the values of one head occupy for one token.
+    #[must_use]
+    pub const fn row_bytes(&self, kind: KvType) -> u64 {
+        match kind {
+            KvType::F16 => self.head_dim as u64 * self.element_bytes as u64,
+            KvType::Q8 | KvType::Q4 => kind.row_bytes(self.head_dim),
+        }
+    }
+
+    /// Memory that one KV block occupies in all attention layers together.
+    #[must_use]
+    pub const fn block_bytes(&self, kind: KvType) -> Bytes {
+        self.of_layers(self.attention_layers, kind)
+            .saturating_mul(self.block_tokens.get() as u64)
+    }
+
+    /// Memory that a capacity of `tokens` occupies: whole blocks, and whole granules.
+    #[must_use]
+    pub const fn capacity_bytes(&self, tokens: Tokens, kind: KvType) -> Bytes {
+        if self.block_tokens.get() == 0 {
+            return Bytes::ZERO;
+        }
+        self.blocks_bytes(tokens.get().div_ceil(self.block_tokens.get()), kind)
+    }
+
+    /// Memory that so many blocks occupy: whole granules, of the layers with windows no more blocks than they keep.
+    #[must_use]
+    pub const fn blocks_bytes(&self, blocks: u32, kind: KvType) -> Bytes {
+        let tokens = self.block_tokens.get() as u64;
+        let whole = self
+            .bytes_per_token(kind)
+            .saturating_mul(tokens)
+            .saturating_mul(blocks as u64);
+        let windows = match self.windowed {
+            Some(windowed) => {
+                let kept = if blocks < windowed.blocks {
+                    blocks
+                } else {
+                    windowed.blocks
+                };
+                self.of_layers(windowed.layers, kind)
+                    .saturating_mul(tokens)
+                    .saturating_mul(kept as u64)
+            }
+            None => Bytes::ZERO,
+        };
+        whole
+            .round_up(self.granule)
+            .saturating_add(windows.round_up(self.granule))
+    }
+
+    /// The most blocks at the end of `blocks` that hold no more than `bytes` together.
+    #[must_use]
+    pub fn blocks_within(&self, blocks: u32, kind: KvType, bytes: Bytes) -> u32 {
+        let all = self.blocks_bytes(blocks, kind);
+        let holds = |last: u32| all.saturating_sub(self.blocks_bytes(blocks - last, kind));
+        let (mut least, mut most) = (0, blocks);
+        while least < most {
+            let middle = least + (most - least).div_ceil(2);
+            if holds(middle) <= bytes {
+                least = middle;
+            } else {
+                most = middle - 1;
+            }
+        }
+        least
+    }
+}
+
+/// The memory of a model, piece by piece, as the engine reports it after it has read the file's header.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelShape {
+    /// Name that clients use.
+    pub name: String,
+    /// GGUF architecture: `qwen35`, `qwen3`, `llama`.
+    pub architecture: String,
+    /// The layers, first to last, some in several parts; then the output head in tiles.
+    pub layers: Vec<LayerShape>,
+    /// What is resident in every plan: norms, tokenizer, the engine's own structures.
+    pub fixed_bytes: Bytes,
+    /// Recurrent and convolution state of one sequence.
+    pub state_bytes: Bytes,
+    /// KV cache.
+    pub kv: KvShape,
+    /// The longest context that the model was made for.
+    pub context_max: Tokens,
+    /// Workspace that does not depend on the prefill chunk.
+    pub workspace_fixed_bytes: Bytes,
+    /// Workspace for each token of a prefill chunk.
+    pub workspace_bytes_per_token: Bytes,
+    /// Staging ring that is needed as soon as one part is streamed.
+    pub ring_bytes: Bytes,
+}
+
+/// What the engine should hold.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EnginePlan {
+    /// Parts of [`ModelShape::layers`] whose weights are in memory; the others are streamed.
+    pub resident: BTreeSet<u32>,
+    /// Tokens that the KV cache may hold; whole blocks.
+    pub kv_capacity: Tokens,
+    /// Tokens of one prefill chunk.
+    pub prefill_chunk: Tokens,
+    /// In what form the KV cache keeps its numbers. Plans of before there was a choice have `f16`.
+    #[serde(default)]
+    pub kv_type: KvType,
+}
+
+impl EnginePlan {
+    /// The least plan that has all that either of two has.
+    #[must_use]
+    pub fn with_all_of(&self, other: &Self) -> Self {
+        Self {
+            resident: self.resident.union(&other.resident).copied().collect(),
+            kv_capacity: self.kv_capacity.max(other.kv_capacity),
+            prefill_chunk: self.prefill_chunk.max(other.prefill_chunk),
+            kv_type: self.kv_type.max(other.kv_type),
+        }
+    }
+}
+
+/// What a plan has to respect, besides the bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PlanLimits {
+    /// KV capacity of the full plan.
+    pub kv_wanted: Tokens,
+    /// KV capacity of the floor.
+    pub kv_floor: Tokens,
+    /// KV capacity that the running sequence uses: no plan goes below it.
+    pub kv_used: Tokens,
+    /// KV type of the full plan.
+    pub kv_type: KvType,
+    /// The smallest KV type that a plan may have.
+    pub kv_type_least: KvType,
+    /// Tokens of one prefill chunk.
+    pub prefill_chunk: Tokens,
+    /// The most that [`ModelShape::rechunked`] gives it.
+    pub prefill_chunk_max: Tokens,
+    /// Layers that stay resident in every plan.
+    pub resident_min: u32,
+    /// What context and speed are worth to each other.
+    pub mode: ResidencyMode,
+    /// By which that is reckoned.
+    pub speed: Speed,
+}
+
+impl PlanLimits {
+    /// The limits that the settings ask for, while a sequence uses `kv_used` tokens, at the speed of the field.
+    #[must_use]
+    pub fn new(params: &EngineParams, kv_used: Tokens) -> Self {
+        Self {
+            kv_wanted: params.kv_wanted,
+            kv_floor: params.kv_floor,
+            kv_used,
+            kv_type: params.kv_type,
+            kv_type_least: params.kv_type_least.min(params.kv_type),
+            prefill_chunk: params.prefill_chunk,
+            prefill_chunk_max: params.prefill_chunk,
+            resident_min: params.resident_min,
+            mode: params.mode,
+            speed: Speed::FIELD,
+        }
+    }
+
+    /// The same at a speed that was measured.
+    #[must_use]
+    pub const fn at_speed(self, speed: Speed) -> Self {
+        Self { speed, ..self }
+    }
+
+    /// The same with larger chunks while parts are streamed: only for a speed of prompts that was measured.
+    #[must_use]
+    pub fn with_chunks_up_to(self, most: Tokens) -> Self {
+        Self {
+            prefill_chunk_max: most.max(self.prefill_chunk),
+            ..self
+        }
+    }
+
+    /// The same with all plans at one chunk, as it has to be while a prompt may be under way in it.
+    #[must_use]
+    pub const fn at_chunk(self, chunk: Tokens) -> Self {
+        Self {
+            prefill_chunk: chunk,
+            prefill_chunk_max: chunk,
+            ..self
+        }
+    }
+}
+
+/// The floor of the model does not fit.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[error(
+    "cannot fit `{model}`: its floor is {floor} ({resident} of {layers} layers, {kv_tokens} KV tokens), the engine may hold {available}"
+)]
+pub struct FloorError {
+    /// Name of the model.
+    pub model: String,
+    /// The least it runs with.
+    pub floor: Bytes,
+    /// Resident layers of the floor.
+    pub resident: Layers,
+    /// Layers of the model.
+    pub layers: Layers,
+    /// KV capacity of the floor.
+    pub kv_tokens: Tokens,
+    /// What it was offered.
+    pub available: Bytes,
+}
+
+impl ModelShape {
+    /// What of the layers is not among the `resident` ones.
+    #[must_use]
+    pub fn bytes_without(&self, resident: &BTreeSet<u32>) -> Bytes {
+        let streamed = self
+            .layers
+            .iter()
+            .zip(0u32..)
+            .filter(|(_, index)| !resident.contains(index));
+        streamed.map(|(layer, _)| layer.resident_bytes).sum()
+    }
+
+    /// The least that one layer more takes: the last one makes the staging ring superfluous. `None` where all are resident.
+    #[must_use]
+    pub(crate) fn least_layer_without(&self, resident: &BTreeSet<u32>) -> Option<Bytes> {
+        let streamed = self.layers.iter().zip(0u32..);
+        let streamed = streamed.filter(|(_, index)| !resident.contains(index));
+        let layer = streamed.map(|(layer, _)| layer.resident_bytes).min()?;
+        let all = self.bytes_without(resident).saturating_sub(self.ring_bytes);
+        Some(layer.min(all))
+    }
+
+    /// Layers of the model, however many parts they are in.
+    #[must_use]
+    pub fn layer_count(&self) -> u32 {
+        let firsts = self
+            .layers
+            .iter()
+            .filter(|part| part.kind != LayerKind::Head && part.part == 0);
+        u32::try_from(firsts.count()).unwrap_or(u32::MAX)
+    }
+
+    /// Layers all of whose parts are in memory under `plan`.
+    #[must_use]
+    pub fn resident_layers(&self, plan: &EnginePlan) -> u32 {
+        let mut layers = 0;
+        let mut whole = false;
+        for (part, index) in self.layers.iter().zip(0u32..) {
+            if part.part == 0 || part.kind == LayerKind::Head {
+                layers += u32::from(whole);
+                whole = part.kind != LayerKind::Head;
+            }
+            whole &= plan.resident.contains(&index);
+        }
+        layers + u32::from(whole)
+    }
+
+    /// Parts that `layers` layers amount to.
+    #[must_use]
+    pub(crate) fn parts_of(&self, layers: u32) -> usize {
+        let layers_in_all = u64::from(self.layer_count().max(1));
+        let heads = self
+            .layers
+            .iter()
+            .filter(|part| part.kind == LayerKind::Head)
+            .count();
+        let parts = (self.layers.len() - heads) as u64;
+        let parts = u64::from(layers)
+            .saturating_mul(parts)
+            .div_ceil(layers_in_all);
+        usize::try_from(parts).unwrap_or(usize::MAX)
+    }
+
+    /// The bytes that the engine holds under `plan`, all kinds together.
+    #[must_use]
+    pub fn plan_bytes(&self, plan: &EnginePlan) -> Bytes {
+        let layers = plan.resident.iter().filter_map(|index| {
+            let index = usize::try_from(*index).ok()?;
+            self.layers.get(index)
+        });
+        let resident: Bytes = layers.map(|layer| layer.resident_bytes).sum();
+        let ring = if plan.resident.len() < self.layers.len() {
+            self.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
+        let workspace = self
+            .workspace_bytes_per_token
+            .saturating_mul(u64::from(plan.prefill_chunk.get()))
+            .saturating_add(self.workspace_fixed_bytes);
+        [
+            self.fixed_bytes,
+            self.state_bytes,
+            self.kv.capacity_bytes(plan.kv_capacity, plan.kv_type),
+            workspace,
+            ring,
+        ]
+        .into_iter()
+        .fold(resident, Bytes::saturating_add)
+    }
+
+    /// What a larger chunk takes more than a smaller one.
+    #[must_use]
+    pub fn chunk_bytes(&self, smaller: Tokens, larger: Tokens) -> Bytes {
+        let more = larger.get().saturating_sub(smaller.get());
+        self.workspace_bytes_per_token
+            .saturating_mul(u64::from(more))
+    }
+}

@@ -1,12 +1,11 @@
-//! Speed of the engine, for costs in time.
+//! Speed of the engine, for prices in time.
 //!
 //! One token takes the longer of computing and reading: the weights are computed on, and those that are not resident are
-//! read meanwhile (`streaming` reckons more finely, once the engine has measured itself). Context that is lost has to be read again, at the speed of a prompt. Both are kept for each MiB of weights, since
-//! that is what they grow with; figures of the field stand in until the engine has measured its own.
+//! read meanwhile; `streaming` computes the passage of the parts through the ring, and differs by little. Both times are
+//! kept for each MiB of weights, since they grow with those; figures of the field stand in until the engine has measured its own.
 
 use serde::{Deserialize, Serialize};
 
-use super::{kv_type::KvType, params::ResidencyMode};
 use cotenant_units::{Bytes, Tokens};
 
 /// Times of the engine for each MiB of weights.
@@ -18,6 +17,9 @@ pub struct Speed {
     pub prefill_ns_per_mib: u64,
     /// To read streamed weights, ns for each MiB.
     pub read_ns_per_mib: u64,
+    /// Loss of computing by each MiB that is read meanwhile, ns.
+    #[serde(default)]
+    pub slowed_ns_per_mib: u64,
 }
 
 impl Default for Speed {
@@ -54,6 +56,7 @@ impl Speed {
         decode_ns_per_mib: DECODE_NS_PER_MIB,
         prefill_ns_per_mib: PREFILL_NS_PER_MIB,
         read_ns_per_mib: READ_NS_PER_MIB,
+        slowed_ns_per_mib: 0,
     };
 
     /// Learns from an answer that was given with `streamed` of `weights` read for each token. The newest counts for a
@@ -92,6 +95,20 @@ impl Speed {
         in_us(self.read_ns_per_mib, bytes)
     }
 
+    /// Time for one token of an answer while `streamed` of `weights` are read for it, µs: the longer of computing and reading.
+    /// The part of them that is `exposed`, beyond what a ring holds ahead, is read while nothing else is computed.
+    #[must_use]
+    pub fn token_us(&self, weights: Bytes, (streamed, exposed): (Bytes, Bytes)) -> u64 {
+        let longer = self
+            .read_ns_per_mib
+            .saturating_sub(self.decode_ns_per_mib)
+            .saturating_sub(self.slowed_ns_per_mib);
+        in_us(self.decode_ns_per_mib, weights)
+            .saturating_add(in_us(self.slowed_ns_per_mib, streamed))
+            .saturating_add(in_us(longer, exposed))
+            .max(self.reading_us(streamed))
+    }
+
     /// Time to read one token of a prompt, in ns.
     #[must_use]
     pub const fn prefill_token_ns(&self, weights: Bytes) -> u64 {
@@ -99,163 +116,7 @@ impl Speed {
     }
 }
 
-/// The worth of context and speed to each other, in parts of 1024.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Weights {
-    /// For context.
-    pub context: u64,
-    /// For speed.
-    pub speed: u64,
-}
-
-impl ResidencyMode {
-    /// The same costs, weighed otherwise: `balanced` takes them as they are, the others count one of them for little.
-    /// The preferred one does not become dearer by it, so that no worker is stopped for it.
-    #[must_use]
-    pub const fn weights(self) -> Weights {
-        let (context, speed) = match self {
-            Self::Balanced => (IN_FULL, IN_FULL),
-            Self::MaxContext => (IN_FULL, 1),
-            Self::MaxSpeed => (1, IN_FULL),
-        };
-        Weights { context, speed }
-    }
-}
-
-/// Cost of the plans of one model, under one mode.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Worth {
-    speed: Speed,
-    mode: Weights,
-    /// All weights of the model.
-    weights: Bytes,
-    kv_wanted: Tokens,
-}
-
-impl Worth {
-    /// The costs of a model with `weights` when `kv_wanted` is the capacity of its full plan.
-    #[must_use]
-    pub const fn new(weights: Bytes, speed: Speed, mode: ResidencyMode, kv_wanted: Tokens) -> Self {
-        Self {
-            speed,
-            mode: mode.weights(),
-            weights,
-            kv_wanted,
-        }
-    }
-
-    /// The speed that it reckons with.
-    #[must_use]
-    pub const fn speed(&self) -> Speed {
-        self.speed
-    }
-
-    /// The cost of streaming so much more, µs: each token until the shed is likely undone has to read it.
-    #[must_use]
-    pub const fn streaming_us(&self, bytes: Bytes) -> u64 {
-        self.speed
-            .reading_us(bytes)
-            .saturating_mul(TOKENS_SLOWED)
-            .saturating_mul(self.mode.speed)
-            / IN_FULL
-    }
-
-    /// Time of the prompts that are read until a shed is likely undone, in chunks of `chunk` while `streamed` is
-    /// streamed, µs: each chunk takes the longer of computing its tokens and of reading what is streamed once.
-    #[must_use]
-    pub fn prompts_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
-        let tokens = u128::from(chunk.get().max(1));
-        let computing = tokens * u128::from(self.speed.prefill_token_ns(self.weights)) / 1000;
-        let reading = u128::from(self.speed.reading_us(streamed));
-        let us = reading.max(computing) * u128::from(PROMPT_SLOWED) / tokens;
-        u64::try_from(us)
-            .unwrap_or(u64::MAX)
-            .saturating_mul(self.mode.speed)
-            / IN_FULL
-    }
-
-    /// `chunk`, or so often half of it as prompts take hardly longer for it, down to `least`.
-    #[must_use]
-    pub fn chunk_still_paid(&self, streamed: Bytes, mut chunk: Tokens, least: Tokens) -> Tokens {
-        loop {
-            let (half, now) = (
-                Tokens::new(chunk.get() / 2),
-                self.prompts_us(streamed, chunk),
-            );
-            let is_paid = self.prompts_us(streamed, half) > now.saturating_add(now / HARDLY);
-            if is_paid || half < least || half == Tokens::ZERO {
-                return chunk;
-            }
-            chunk = half;
-        }
-    }
-
-    /// The cost of a capacity of `from` falling to `to` while the sequence has `kept` tokens, µs: what has to be read
-    /// again, as likely as it is to be needed.
-    ///
-    /// The tokens of the sequence are needed for certain. Of those beyond, fewer are needed the further it is: from
-    /// nearly certain down to one time in eight for the last token of what is wanted.
-    #[must_use]
-    pub fn context_us(&self, from: Tokens, to: Tokens, kept: Tokens) -> u64 {
-        let token_ns = u128::from(self.speed.prefill_token_ns(self.weights));
-        let (from, to) = (u128::from(from.get()), u128::from(to.get().min(from.get())));
-        let kept = u128::from(kept.get()).clamp(to, from);
-        let certain = (kept - to) * 1000;
-        // The mean of a line is its value in the middle.
-        let likely = (from - kept) * u128::from(self.needed_per_mille((from + kept) / 2));
-        let ns = (certain + likely) / 1000 * token_ns;
-        u64::try_from(ns / 1000)
-            .unwrap_or(u64::MAX)
-            .saturating_mul(self.mode.context)
-            / IN_FULL
-    }
-
-    /// The cost of keeping a capacity of `capacity`, of which the sequence has `kept`, as `to` instead of `from`, µs: the
-    /// part of what context is worth that is lost with the precision.
-    #[must_use]
-    pub fn precision_us(&self, capacity: Tokens, kept: Tokens, from: KvType, to: KvType) -> u64 {
-        let lost = to.worth_lost().saturating_sub(from.worth_lost());
-        self.context_us(capacity, Tokens::ZERO, kept)
-            .saturating_mul(lost)
-            / IN_FULL
-    }
-
-    /// The most tokens of capacity of which each is worth more than as many bytes of layers.
-    #[must_use]
-    pub fn capacity_above_layers(&self, bytes_per_token: Bytes) -> Tokens {
-        let layers_ns = u128::from(self.speed.read_ns_per_mib)
-            * u128::from(TOKENS_SLOWED)
-            * u128::from(self.mode.speed)
-            * u128::from(bytes_per_token.get())
-            / u128::from(Bytes::from_mib(1).get());
-        let token_ns =
-            u128::from(self.speed.prefill_token_ns(self.weights)) * u128::from(self.mode.context);
-        let worth = |token: u32| {
-            token_ns * u128::from(self.needed_per_mille(u128::from(token))) > layers_ns * 1000
-        };
-        // The need falls from token to token.
-        let (mut least, mut most) = (0, self.kv_wanted.get());
-        while least < most {
-            let middle = least + (most - least).div_ceil(2);
-            if worth(middle) {
-                least = middle;
-            } else {
-                most = middle - 1;
-            }
-        }
-        Tokens::new(least)
-    }
-
-    /// How often token number `token` of the context is needed, in thousandths.
-    fn needed_per_mille(&self, token: u128) -> u64 {
-        let wanted = u128::from(self.kv_wanted.get()).max(1);
-        let token = token.min(wanted);
-        let fallen = u128::from(NEEDED_MOST - NEEDED_LEAST) * token / wanted;
-        NEEDED_MOST - u64::try_from(fallen).unwrap_or(0)
-    }
-}
-
-const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
+pub(super) const fn in_us(ns_per_mib: u64, bytes: Bytes) -> u64 {
     // KiB, so that small models do not cost nothing.
     ns_per_mib.saturating_mul(bytes.get() / 1024) / 1024 / 1000
 }
@@ -270,32 +131,12 @@ const DECODE_NS_PER_MIB: u64 = 18_700;
 const PREFILL_NS_PER_MIB: u64 = 590;
 /// 2 GiB/s, the lower end of what NVMe drives on the board are said to give.
 const READ_NS_PER_MIB: u64 = 488_000;
-/// An answer of two spoken sentences, which is what a shed slows before it is likely undone.
-const TOKENS_SLOWED: u64 = 48;
-/// Tokens of prompts that are read until a shed is likely undone, beside that answer. Our choice: the instructions of
-/// an assistant of itself and its tools, and a question.
-const PROMPT_SLOWED: u64 = 1024;
-/// Prompts take hardly longer if it is less than one part of this many. Our choice.
-const HARDLY: u64 = 16;
 /// Shorter answers are mostly their beginning.
 const TOKENS_LEAST: u32 = 8;
-/// The first token of a context is always needed, the last of what is wanted one time in eight: our choice.
-const NEEDED_MOST: u64 = 1000;
-const NEEDED_LEAST: u64 = 125;
-/// The side that a mode does not prefer counts for one part of this many. Our choice: it outweighs what models differ
-/// in (1 to 50 ms for a MiB of context, 24 ms for a MiB of layers).
-const IN_FULL: u64 = 1024;
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    /// 2.4 GiB.
-    const WEIGHTS: Bytes = Bytes::from_mib(32 * 64 + 400);
-
-    fn worth(mode: ResidencyMode) -> Worth {
-        Worth::new(WEIGHTS, Speed::default(), mode, Tokens::new(4096))
-    }
 
     #[test]
     fn the_field_figures_give_the_speeds_of_the_field() {
@@ -306,37 +147,6 @@ mod tests {
         assert_eq!(1_000_000_000 / speed.prefill_token_ns(weights), 353);
         // With all of 2.5 GB streamed at 2 GiB/s, nearly a second of reading for each token.
         assert_eq!(100_000_000 / speed.reading_us(Bytes::from_mib(2048)), 100);
-    }
-
-    #[test]
-    fn balanced_weighs_context_against_layers_and_the_others_prefer_one() {
-        let bytes_per_token = Bytes::from_kib(32);
-        let capacity = |mode| worth(mode).capacity_above_layers(bytes_per_token).get();
-        assert_eq!(capacity(ResidencyMode::MaxContext), 4096);
-        assert_eq!(capacity(ResidencyMode::MaxSpeed), 0);
-        let balanced = capacity(ResidencyMode::Balanced);
-        assert!((1500..3500).contains(&balanced), "{balanced}");
-    }
-
-    #[test]
-    fn context_in_use_costs_more_than_context_that_may_be_used() {
-        let worth = worth(ResidencyMode::Balanced);
-        let tokens = Tokens::new;
-        let unused = worth.context_us(tokens(4096), tokens(3072), tokens(512));
-        let nearer = worth.context_us(tokens(3072), tokens(2048), tokens(512));
-        let kept = worth.context_us(tokens(1024), tokens(0), tokens(1024));
-        assert!(unused < nearer && nearer < kept, "{unused} {nearer} {kept}");
-        assert_eq!(worth.context_us(tokens(512), tokens(512), tokens(512)), 0);
-        let whole = worth.context_us(tokens(4096), tokens(0), tokens(512));
-        let precision = |from, to| worth.precision_us(tokens(4096), tokens(512), from, to);
-        assert_eq!(precision(KvType::F16, KvType::Q8), whole / 16);
-        assert_eq!(precision(KvType::F16, KvType::Q4), whole / 4);
-        assert!(
-            precision(KvType::Q8, KvType::Q4) < whole / 4
-                && precision(KvType::Q4, KvType::F16) == 0
-        );
-        // 1024 tokens at 590 ns for each of 2448 MiB.
-        assert_eq!(kept / 1000, 1024 * 590 * 2448 / 1_000_000);
     }
 
     #[test]

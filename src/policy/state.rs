@@ -1,7 +1,7 @@
 //! State that decisions are computed from, as one read-only value.
 //!
-//! The arbiter owns it and applies what follows from a decision. [`reach`](super::reach), [`candidates`](super::candidates),
-//! [`stop_or_shed`](super::stop_or_shed) and [`reclaim`](super::reclaim) are functions of it that change nothing.
+//! The arbiter owns it and applies what follows from a decision. [`reach`](super::reach), [`holder`](super::holder) and
+//! [`reclaim`](super::reclaim) are functions of it that change nothing.
 
 use std::time::Duration;
 

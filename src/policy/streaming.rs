@@ -199,7 +199,7 @@ const TOKENS: u32 = 3;
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::residency::sample_shape;
+    use crate::{residency::sample_shape, speed::Speed};
 
     /// 40 parts of 10 MiB, 10 ms of computing, 100 ms of reading.
     fn shape(ring: u64) -> ModelShape {
@@ -269,6 +269,42 @@ mod tests {
             (500_000, 600_000, 25_000)
         );
         assert_eq!(micros(by.with_computing(50_000), 24, &[]), 20_000);
+    }
+
+    /// Prices are computed by the longer of computing and reading, for any number of layers at once.
+    #[test]
+    fn the_time_that_prices_reckon_with_is_near_that_of_the_passage() {
+        let mut order: Vec<u32> = (0..40).collect();
+        order.sort_by_key(|part| part.reverse_bits());
+        for (compute_ns_per_mib, read) in [(25_000, 250_000), (100_000, 488_000), (18_700, 488_000)]
+        {
+            let by = Calibration {
+                compute_ns_per_mib,
+                read_ns_per_mib: read,
+                read_busy_ns_per_mib: read,
+                ..EVEN
+            };
+            let speed = Speed {
+                decode_ns_per_mib: compute_ns_per_mib,
+                read_ns_per_mib: read,
+                ..Speed::FIELD
+            };
+            // Rings that hold a part, and some of it.
+            for ring in [24, 4] {
+                for streamed in 0..=40 {
+                    let passage = micros(by, ring, &order[..streamed]);
+                    let streamed = streamed as u64;
+                    let exposed = Bytes::from_mib(streamed * 10u64.saturating_sub(ring));
+                    let streamed = Bytes::from_mib(streamed * 10);
+                    let priced = speed.token_us(Bytes::from_mib(400), (streamed, exposed));
+                    let off = priced.abs_diff(passage);
+                    assert!(
+                        off <= passage / 10,
+                        "{ring} {streamed}: {priced} of {passage}"
+                    );
+                }
+            }
+        }
     }
 
     #[test]

@@ -5,7 +5,6 @@ use crate::{
     decision::EngineDecision,
     denial::{Denial, Problem},
     engine_control::{Applied, Pending, PlanKind, WaitingOperator, Wish},
-    engine_supply::Given,
     event::{Action, Answer, Done, ShedLimit, ShedOutcome},
     lease::Ticket,
     params::ENGINE_TENANT,
@@ -15,27 +14,18 @@ use crate::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// Asks the engine to give up what was chosen. Returns what it has been asked for.
-pub(super) fn shed(cx: &mut Context<'_>, given: Given, reclaim: ReclaimReason) -> Bytes {
+/// Asks the engine for a smaller plan.
+pub(super) fn shed(cx: &mut Context<'_>, plan: EnginePlan, reclaim: ReclaimReason) {
     let engine = &cx.state.engine;
-    if !engine.can_shed(cx.state.now) {
-        return Bytes::ZERO;
-    }
-    let Some((plan, gives)) = given.smaller_plan(engine, cx.state.engine_held()) else {
-        return Bytes::ZERO;
+    let goal = engine.goal().unwrap_or(&plan);
+    let gives = engine.bytes_in(goal).saturating_sub(engine.bytes_in(&plan));
+    let change = PlanChange::of(engine.shape(), goal, &plan);
+    let reason = PlanReason::Shed {
+        reclaim,
+        gives,
+        change,
     };
-    let change = PlanChange::of(engine.shape(), engine.goal().unwrap_or(&plan), &plan);
-    ask(
-        cx,
-        plan,
-        PlanKind::Shed,
-        Some(PlanReason::Shed {
-            reclaim,
-            gives,
-            change,
-        }),
-    );
-    gives
+    ask(cx, plan, PlanKind::Shed, Some(reason));
 }
 
 /// Sends a plan, without a `reason` to load the model with it; growth has been booked.

@@ -9,13 +9,12 @@ use super::{
 };
 use crate::{
     decision::GrowthDecision,
-    engine_supply::Given,
     event::Action,
+    holder::{Purpose, Urgency},
     lease::Class,
     reason::{ReclaimReason, StopReason},
     reclaim::{self, Reclaim, Relief},
     shedding::{Chosen, Source},
-    stop_or_shed::{Purpose, Urgency},
     worker::StopCause,
 };
 use cotenant_units::Bytes;
@@ -94,6 +93,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
         reason,
         weighing,
         chosen,
+        plan,
     } = reclaim;
     cx.out.push(Action::Weighed { weighing });
     if chosen
@@ -104,13 +104,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
         cx.decide(backed_off);
     }
     let mut asked = false;
-    let mut given = Given::default();
-    for Chosen {
-        source,
-        units,
-        bytes,
-    } in chosen
-    {
+    for Chosen { source, bytes } in chosen {
         match source {
             Source::Tenant { lease: id, .. } => {
                 let held = cx.state.ledger.held_by(id);
@@ -147,11 +141,12 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
                 }
             }
             // Of the engine, which is asked once for all that was chosen.
-            _ => given.add(&source, units, bytes),
+            _ => {}
         }
     }
-    if given != Given::default() {
-        asked |= engine_orders::shed(cx, given, reason) > Bytes::ZERO;
+    if let Some(plan) = plan {
+        engine_orders::shed(cx, plan, reason);
+        asked = true;
     }
     if asked {
         cx.state.dwell.begin(cx.state.now);

@@ -172,17 +172,16 @@ fn kv_is_converted_only_where_that_is_allowed_and_by_its_cost() {
         prompt_tokens: Tokens::new(100),
         prompt_us: 100 * 2000,
         answer_tokens: Tokens::new(50),
-        answer_us: 50 * 20_000,
+        answer_us: 50 * 2000,
     });
     // 32 MiB of KV are 17 as q8 and 9 as q4. Where context is dear, what it loses as q8 costs less than layers, and as q4
-    // more than one or two of them; where it is cheap, its unused end costs least of all (weighed in blocks of 136 KiB as
-    // q8, of which 16 are enough, so that five of 512 KiB go).
+    // more than one or two of them; where it is cheap, its unused end costs least of all.
     for (least, is_slow, need, expected) in [
         (KvType::F16, true, 14, (6, 4096, KvType::F16)),
         (KvType::Q8, true, 14, (8, 4096, KvType::Q8)),
         (KvType::Q4, true, 14, (8, 4096, KvType::Q8)),
         (KvType::Q8, true, 40, (5, 4096, KvType::Q8)),
-        (KvType::Q8, false, 2, (8, 3776, KvType::F16)),
+        (KvType::Q8, false, 2, (8, 3840, KvType::F16)),
     ] {
         let mut params = with_engine(params());
         params.engine.as_mut().unwrap().kv_type_least = least;

@@ -1,0 +1,411 @@
+//! Price of memory: what a user waits for what is given up, in microseconds, until it is likely back.
+//!
+//! [`Price::wait`] is the only formula of what a plan of the engine costs. One token takes the longer of computing and
+//! reading ([`Speed::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each
+//! of which reads what is streamed once; context that is lost has to be read again, as likely as it is needed. What
+//! other holders give up is priced in the same unit. [`weight`] says by how much the wait of a class counts.
+
+use std::time::Duration;
+
+use super::{
+    kv_type::KvType,
+    lease::Class,
+    params::ResidencyMode,
+    residency::{EnginePlan, ModelShape, PlanLimits},
+    speed::Speed,
+};
+use cotenant_units::{Bytes, Tokens};
+
+/// Contents of the KV cache, by which its capacity is priced.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KvContents {
+    /// Tokens that the last answer has left for the next prompt, while no request runs.
+    pub kept: Tokens,
+    /// Tokens that the running answer needs.
+    pub used: Tokens,
+    /// Tokens in the cache, whether or not a request runs.
+    pub held: Tokens,
+    /// Capacity that tokens have touched. What lies beyond takes no memory yet, and nothing is lost with it.
+    pub touched: Tokens,
+}
+
+impl KvContents {
+    /// A cache that will be filled as far as it may be: for the plan that a model is loaded with.
+    #[must_use]
+    pub fn to_come(limits: &PlanLimits) -> Self {
+        Self {
+            touched: limits.kv_wanted,
+            ..Self::default()
+        }
+    }
+}
+
+/// Prices of the plans of one model under the same limits.
+#[derive(Clone, Copy, Debug)]
+pub struct Price<'a> {
+    shape: &'a ModelShape,
+    speed: Speed,
+    mode: ResidencyMode,
+    /// All weights of the model.
+    weights: Bytes,
+    /// The mean of its parts.
+    part: u64,
+    /// Capacity of its full plan.
+    kv_wanted: Tokens,
+}
+
+impl<'a> Price<'a> {
+    /// The prices of a model's plans.
+    #[must_use]
+    pub fn new(shape: &'a ModelShape, limits: &PlanLimits) -> Self {
+        let layers: Bytes = shape.layers.iter().map(|layer| layer.resident_bytes).sum();
+        Self {
+            shape,
+            speed: limits.speed,
+            mode: limits.mode,
+            weights: layers.saturating_add(shape.fixed_bytes),
+            part: (layers.get() / (shape.layers.len() as u64).max(1)).max(1),
+            kv_wanted: limits.kv_wanted.min(shape.context_max),
+        }
+    }
+
+    /// What the user waits with `plan` in force, µs: an answer, the prompts that come with it, and context that is not kept.
+    #[must_use]
+    pub fn wait(&self, plan: &EnginePlan, kv: &KvContents) -> u64 {
+        let streamed = self.shape.bytes_without(&plan.resident);
+        self.weights_us(streamed, plan.prefill_chunk)
+            .saturating_add(self.kv_us(plan.kv_capacity, plan.kv_type, kv))
+    }
+
+    /// The price of `to` for one that has `from`: the longer wait, and the time to bring back what was given up.
+    #[must_use]
+    pub fn given_up(&self, from: &EnginePlan, to: &EnginePlan, kv: &KvContents) -> u64 {
+        let streamed = |plan: &EnginePlan| self.shape.bytes_without(&plan.resident);
+        let weights = |plan: &EnginePlan| (streamed(plan), plan.prefill_chunk);
+        let cache = |plan: &EnginePlan| (plan.kv_capacity, plan.kv_type);
+        self.weights_given_up(weights(from), weights(to))
+            .saturating_add(self.kv_given_up(cache(from), cache(to), kv))
+    }
+
+    /// The part of [`Self::given_up`] that layers and chunk have in it, by what is streamed.
+    #[must_use]
+    pub fn weights_given_up(&self, from: (Bytes, Tokens), to: (Bytes, Tokens)) -> u64 {
+        let more = self.speed.reading_us(to.0.saturating_sub(from.0));
+        let chunk = self.shape.chunk_bytes(to.1, from.1);
+        self.weights_us(to.0, to.1)
+            .saturating_sub(self.weights_us(from.0, from.1))
+            .saturating_add(more)
+            .saturating_add(moving_us(chunk))
+    }
+
+    /// The part of [`Self::given_up`] that the KV cache has in it.
+    #[must_use]
+    pub fn kv_given_up(
+        &self,
+        from: (Tokens, KvType),
+        to: (Tokens, KvType),
+        kv: &KvContents,
+    ) -> u64 {
+        let shape = &self.shape.kv;
+        let bytes = |tokens: Tokens| shape.capacity_bytes(tokens, from.1);
+        let touched = bytes(kv.touched.min(from.0)).saturating_sub(bytes(kv.touched.min(to.0)));
+        let converted = if to.1 < from.1 {
+            bytes(kv.held).saturating_mul(2)
+        } else {
+            Bytes::ZERO
+        };
+        self.kv_us(to.0, to.1, kv)
+            .saturating_sub(self.kv_us(from.0, from.1, kv))
+            .saturating_add(moving_us(touched.saturating_add(converted)))
+    }
+
+    /// The wait for an answer and its prompts with `streamed` of the weights read for each token and chunk, µs.
+    #[must_use]
+    pub fn weights_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
+        // Of each streamed part the ring holds so much while those before it are computed on.
+        let ahead = u128::from(self.shape.ring_bytes.get()) * u128::from(streamed.get());
+        let exposed = streamed.saturating_sub(Bytes::new(clamped(ahead / u128::from(self.part))));
+        let token = self.speed.token_us(self.weights, (streamed, exposed));
+        let answer = token.saturating_mul(ANSWER_TOKENS);
+        self.preferred(answer, self.mode != ResidencyMode::MaxContext)
+            .saturating_add(self.prompts_us(streamed, chunk))
+    }
+
+    /// The wait for prompts alone, µs: each chunk takes the longer of computing its tokens and of reading what is streamed.
+    #[must_use]
+    pub fn prompts_us(&self, streamed: Bytes, chunk: Tokens) -> u64 {
+        let tokens = u128::from(chunk.get().max(1));
+        let computing = tokens * u128::from(self.speed.prefill_token_ns(self.weights)) / 1000;
+        let reading = u128::from(self.speed.reading_us(streamed));
+        let us = reading.max(computing) * u128::from(PROMPT_TOKENS) / tokens;
+        self.preferred(clamped(us), self.mode != ResidencyMode::MaxContext)
+    }
+
+    /// The wait for context that a cache of `capacity` does not keep, or keeps as `kind` with less precision, µs.
+    ///
+    /// What the sequence has is needed for certain. Of what lies beyond, less is needed the further it is: from nearly
+    /// certain down to one time in eight for the last token of what is wanted.
+    #[must_use]
+    pub fn kv_us(&self, capacity: Tokens, kind: KvType, kv: &KvContents) -> u64 {
+        let [capacity, kept, used, held, touched, wanted] = [
+            capacity,
+            kv.kept,
+            kv.used,
+            kv.held,
+            kv.touched,
+            self.kv_wanted,
+        ]
+        .map(|tokens| u128::from(tokens.get()));
+        let certain = kept.max(used);
+        // Unless the mode asks for context, capacity that no token has touched is worth nothing yet.
+        let whole = match self.mode {
+            ResidencyMode::MaxContext => wanted.max(touched),
+            ResidencyMode::Balanced | ResidencyMode::MaxSpeed => touched,
+        };
+        // A sequence that has lost its end is read again as a whole where it cannot be cut back: a recurrent state cannot
+        // be taken back, and neither can windows that have passed on.
+        let is_cut_back = self.shape.state_bytes == Bytes::ZERO
+            && self
+                .shape
+                .kv
+                .cut_back_max()
+                .is_none_or(|most| kv.kept <= most);
+        let left = if capacity < kept && !is_cut_back {
+            0
+        } else {
+            capacity
+        };
+        let missing = self.likely(left, whole.max(certain), certain);
+        // The oldest tokens of a running answer are lost to it.
+        let lost = self.likely(capacity.min(used), used, used) * (LOST_FOR_EVER - 1);
+        let imprecise =
+            self.likely(0, capacity, held) * u128::from(kind.worth_lost()) / u128::from(IN_FULL);
+        let token_ns = u128::from(self.speed.prefill_token_ns(self.weights));
+        let us = (missing + lost + imprecise) * token_ns / 1_000_000;
+        self.preferred(clamped(us), self.mode != ResidencyMode::MaxSpeed)
+    }
+
+    /// A wait as it counts in this mode: that for the side which the mode does not prefer is for little. The preferred one
+    /// does not become dearer by it, so that no worker is stopped for it.
+    const fn preferred(&self, us: u64, is_preferred: bool) -> u64 {
+        if is_preferred { us } else { us / IN_FULL }
+    }
+
+    /// Thousandths of tokens between two that are likely needed, where those below `certain` are.
+    fn likely(&self, from: u128, to: u128, certain: u128) -> u128 {
+        let known = to.min(certain).saturating_sub(from) * 1000;
+        let from = from.max(certain);
+        let wanted = u128::from(self.kv_wanted.get()).max(1);
+        // The mean of a line is its value in the middle.
+        let middle = ((from + to) / 2).min(wanted);
+        known + to.saturating_sub(from) * (1000 - (1000 - NEEDED_LEAST) * middle / wanted)
+    }
+}
+
+/// The price of memory that a tenant gives up, µs: it waits for it as long as it may take over it, and has it read again.
+#[must_use]
+pub fn of_tenant(bytes: Bytes, deadline: Duration, speed: Speed) -> u64 {
+    (micros(deadline) / 2).saturating_add(speed.reading_us(bytes))
+}
+
+/// The price of a worker's smaller variant, µs: it is loaded, and so is the larger one later.
+#[must_use]
+pub fn of_variant(reload: Duration) -> u64 {
+    micros(reload).saturating_mul(2)
+}
+
+/// The price of memory that a notified worker gives up, µs: it spares what is of some use to it, less than a variant is.
+#[must_use]
+pub fn of_notification(bytes: Bytes, reload: Duration, speed: Speed) -> u64 {
+    (micros(reload) / 4).saturating_add(speed.reading_us(bytes))
+}
+
+/// A worker that may be stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Stop {
+    /// Time to start it again.
+    pub reload: Duration,
+    /// How long it has had nothing to do; `None` while it works.
+    pub idle: Option<Duration>,
+    /// What it holds.
+    pub held: Bytes,
+    /// What of that stays free when it is started again.
+    pub lasting: Bytes,
+}
+
+impl Stop {
+    /// Its price, µs: an utterance while it works and what a process loses with its end, and the start after it, for one
+    /// that was busy lately more likely at once. Of two that are as dear to start, the one that has grown is the better to stop.
+    #[must_use]
+    pub fn price(&self) -> u64 {
+        let idle = self.idle.unwrap_or_default().as_secs();
+        let utterances = if self.idle.is_none() { 2 } else { 1 };
+        let times = self.held.get() / self.lasting.get().max(1);
+        micros(self.reload)
+            .saturating_mul(1 + IDLE_LONG_S / idle.saturating_add(1))
+            .saturating_mul(times.max(1))
+            .saturating_add(UTTERANCE_US * utterances)
+    }
+}
+
+/// By how much the wait of a class counts.
+#[must_use]
+pub const fn weight(class: Class) -> u64 {
+    match class {
+        Class::AudioRealtime => 32,
+        Class::Interactive => 8,
+        Class::LlmElastic => 2,
+        Class::Batch => 1,
+    }
+}
+
+fn clamped(us: u128) -> u64 {
+    u64::try_from(us).unwrap_or(u64::MAX)
+}
+
+/// Microseconds, as prices are counted.
+fn micros(duration: Duration) -> u64 {
+    u64::try_from(duration.as_micros()).unwrap_or(u64::MAX)
+}
+
+const fn moving_us(bytes: Bytes) -> u64 {
+    super::speed::in_us(MOVE_NS_PER_MIB, bytes)
+}
+
+/// The price of asking a holder, so that fewer are asked where nothing else differs: one round through the loop.
+pub(super) const ASKING_US: u128 = 100;
+/// An answer of two spoken sentences, which is what a shed slows before it is likely undone.
+const ANSWER_TOKENS: u64 = 48;
+/// Tokens of prompts that are read meanwhile. Our choice: the instructions of an assistant of itself and its tools, and a
+/// question.
+const PROMPT_TOKENS: u64 = 1024;
+/// The first token of a context is always needed, the last of what is wanted so often in a thousand: our choice.
+const NEEDED_LEAST: u128 = 125;
+/// Mapping and touching takes about 0.4 ms for each MiB, as measured on the engine's KV cache; converting its type 0.35 to
+/// 1.5 ms with two threads of a busy machine.
+const MOVE_NS_PER_MIB: u64 = 400_000;
+/// How much dearer a token is that is lost than one that can be read again. Our choice.
+const LOST_FOR_EVER: u128 = 4;
+/// Stopping a worker in the middle of its work costs its user an utterance. Our choice.
+const UTTERANCE_US: u64 = 10_000_000;
+/// After so many seconds of idleness a stop costs only the start. Our choice.
+const IDLE_LONG_S: u64 = 60;
+/// Parts of the whole in which KV types weigh; and the side that a mode does not prefer is worth one of them. Our choice: it
+/// outweighs what models differ in (1 to 50 ms for a MiB of context, 24 ms for a MiB of layers).
+const IN_FULL: u64 = 1024;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        params::EngineParams,
+        residency::{KvShape, sample_shape},
+    };
+
+    /// 2.4 GiB of weights, 32 KiB of KV for each token, of which 4096 are wanted.
+    fn model() -> ModelShape {
+        let shape = sample_shape(32, Bytes::from_mib(64));
+        ModelShape {
+            fixed_bytes: Bytes::from_mib(400),
+            ring_bytes: Bytes::from_mib(64),
+            kv: KvShape {
+                head_dim: 512,
+                ..shape.kv
+            },
+            ..shape
+        }
+    }
+
+    fn in_mode(mode: ResidencyMode) -> PlanLimits {
+        let params = EngineParams {
+            mode,
+            ..EngineParams::default()
+        };
+        PlanLimits::new(&params, Tokens::ZERO)
+    }
+
+    /// Of which `kept` tokens are of the last answer, and all were touched.
+    fn holding(kept: u32) -> KvContents {
+        let kept = Tokens::new(kept);
+        KvContents {
+            kept,
+            held: kept,
+            touched: Tokens::new(4096),
+            ..KvContents::default()
+        }
+    }
+
+    #[test]
+    fn balanced_weighs_context_against_layers_and_the_others_prefer_one() {
+        let shape = model();
+        let capacity = |mode| {
+            let limits = in_mode(mode);
+            let full = shape.plan_bytes(&shape.full_plan(&limits));
+            let half = full.saturating_sub(Bytes::from_mib(1024));
+            shape.plan(half, &limits).unwrap().kv_capacity.get()
+        };
+        assert_eq!(capacity(ResidencyMode::MaxContext), 4096);
+        assert_eq!(capacity(ResidencyMode::MaxSpeed), 512);
+        let balanced = capacity(ResidencyMode::Balanced);
+        assert!((1500..3500).contains(&balanced), "{balanced}");
+    }
+
+    #[test]
+    fn context_in_use_costs_more_than_context_that_may_be_used() {
+        let (shape, tokens) = (model(), Tokens::new);
+        let price = Price::new(&shape, &in_mode(ResidencyMode::Balanced));
+        let lost = |from, to, kept| {
+            let us = |capacity| price.kv_us(tokens(capacity), KvType::F16, &holding(kept));
+            us(to) - us(from)
+        };
+        let unused = lost(4096, 3072, 512);
+        let nearer = lost(3072, 2048, 512);
+        let kept = lost(1024, 0, 1024);
+        assert!(unused < nearer && nearer < kept, "{unused} {nearer} {kept}");
+        // 1024 tokens at 590 ns for each of 2448 MiB.
+        assert_eq!(kept / 1000, 1024 * 590 * 2448 / 1_000_000);
+        let whole = lost(4096, 0, 512);
+        let precision = |kind| {
+            let us = |kind| price.kv_us(tokens(4096), kind, &holding(512));
+            us(kind) - us(KvType::F16)
+        };
+        assert!(precision(KvType::Q8).abs_diff(whole / 16) <= 1);
+        assert!(precision(KvType::Q4).abs_diff(whole / 4) <= 1);
+    }
+
+    #[test]
+    fn a_sequence_that_cannot_be_cut_back_is_lost_as_a_whole() {
+        let recurrent = ModelShape {
+            state_bytes: Bytes::from_mib(1),
+            ..model()
+        };
+        let lost = |shape: &ModelShape| {
+            let price = Price::new(shape, &in_mode(ResidencyMode::Balanced));
+            price.kv_us(Tokens::new(960), KvType::F16, &holding(1024))
+        };
+        assert!(lost(&recurrent) > 2 * lost(&model()) / 2 + 900);
+        assert!(lost(&recurrent) > lost(&model()));
+    }
+
+    #[test]
+    fn reading_that_hides_behind_computing_costs_an_answer_nothing() {
+        let shape = model();
+        let slow = Speed {
+            decode_ns_per_mib: 100_000,
+            prefill_ns_per_mib: 10_000,
+            ..Speed::FIELD
+        };
+        let price = Price::new(&shape, &in_mode(ResidencyMode::Balanced).at_speed(slow));
+        let chunk = Tokens::new(128);
+        let us = |streamed| price.weights_us(Bytes::from_mib(streamed), chunk);
+        // A token is computed in 245 ms, in which 501 MiB are read.
+        assert_eq!(us(0), us(500));
+        assert!(us(0) < us(510));
+        let back = price.weights_given_up((Bytes::ZERO, chunk), (Bytes::from_mib(64), chunk));
+        assert_eq!(
+            back,
+            slow.reading_us(Bytes::from_mib(64)),
+            "reading it back"
+        );
+    }
+}
