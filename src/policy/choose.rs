@@ -18,30 +18,30 @@ use cotenant_units::Bytes;
 
 /// A part of what a holder can give.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Step {
+pub(super) struct Step {
     /// Bytes of this step and all before it.
-    pub bytes: Bytes,
+    pub(super) bytes: Bytes,
     /// What the user waits for them, now and for undoing it, µs.
-    pub price_us: u64,
+    pub(super) price_us: u64,
 }
 
 /// Memory that one holder can give back, or takes when it grows.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Offer {
+pub(super) struct Offer {
     /// Who and how.
-    pub source: Source,
+    pub(super) source: Source,
     /// Urgency of its work.
-    pub class: Class,
+    pub(super) class: Class,
     /// What it can give, the least first; each step holds those before it, so neither bytes nor prices fall.
-    pub steps: Vec<Step>,
+    pub(super) steps: Vec<Step>,
     /// Bytes of the unit in which less than a step can be given; zero where only whole steps can.
-    pub unit: Bytes,
+    pub(super) unit: Bytes,
 }
 
 impl Offer {
     /// Something that is given as a whole.
     #[must_use]
-    pub fn whole(source: Source, class: Class, bytes: Bytes, price_us: u64) -> Self {
+    pub(super) fn whole(source: Source, class: Class, bytes: Bytes, price_us: u64) -> Self {
         Self {
             steps: vec![Step { bytes, price_us }],
             source,
@@ -52,7 +52,13 @@ impl Offer {
 
     /// Something of which any number of units can be given, each at the same part of `price_us`.
     #[must_use]
-    pub fn even(source: Source, class: Class, unit: Bytes, bytes: Bytes, price_us: u64) -> Self {
+    pub(super) fn even(
+        source: Source,
+        class: Class,
+        unit: Bytes,
+        bytes: Bytes,
+        price_us: u64,
+    ) -> Self {
         let step = |number: u64| {
             let given = bytes.get().saturating_mul(number) / STEPS;
             let given = Bytes::new(given).round_up(unit).min(bytes);
@@ -75,14 +81,14 @@ impl Offer {
 
     /// The most that it can give.
     #[must_use]
-    pub fn bytes(&self) -> Bytes {
+    pub(super) fn bytes(&self) -> Bytes {
         self.steps.last().map_or(Bytes::ZERO, |step| step.bytes)
     }
 
     /// Orders by the weighed price of a byte, if everything is given: the cheaper one is shed first, the dearer one comes
     /// back first.
     #[must_use]
-    pub fn by_price_of_a_byte(&self, other: &Self) -> Ordering {
+    pub(super) fn by_price_of_a_byte(&self, other: &Self) -> Ordering {
         let most = |offer: &Self| {
             let step = offer.steps.last().copied();
             offer.per_byte(&step.unwrap_or(Step {

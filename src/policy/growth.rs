@@ -18,7 +18,7 @@ use super::{
     params::ResidencyMode,
     pressure::PressureLevel,
     price::Price,
-    reason::{PlanChange, PlanReason},
+    reason::{PlanChange, PlanReason, PlanSize},
     residency::{EnginePlan, FloorError, ModelShape, PlanLimits},
     shedding::Source,
     state::State,
@@ -27,23 +27,23 @@ use cotenant_units::{Bytes, Tokens};
 
 /// Memory that growth may use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub struct GrowthRoom {
+pub(super) struct GrowthRoom {
     /// Free of the budget.
-    pub free: Bytes,
+    pub(super) free: Bytes,
     /// Headroom of a sample that is newer than the last change, without what the engine's lease held then and it did not use yet.
-    pub headroom: Bytes,
+    pub(super) headroom: Bytes,
     /// The Elevated watermark.
-    pub elevated: Bytes,
+    pub(super) elevated: Bytes,
     /// The hysteresis above it.
-    pub hysteresis: Bytes,
+    pub(super) hysteresis: Bytes,
     /// Reserved for workers that come back.
-    pub reserved: Bytes,
+    pub(super) reserved: Bytes,
 }
 
 impl GrowthRoom {
     /// What may be used now, by the budget and by the headroom.
     #[must_use]
-    pub fn bytes(&self) -> Bytes {
+    pub(super) fn bytes(&self) -> Bytes {
         self.by_headroom()
             .min(self.free)
             .saturating_sub(self.reserved)
@@ -51,14 +51,14 @@ impl GrowthRoom {
 
     /// What the headroom leaves above the watermark and its hysteresis.
     #[must_use]
-    pub fn by_headroom(&self) -> Bytes {
+    pub(super) fn by_headroom(&self) -> Bytes {
         self.headroom
             .saturating_sub(self.elevated.saturating_add(self.hysteresis))
     }
 
     /// Why a step of so many bytes has to wait.
     #[must_use]
-    pub fn lacks(&self, step: Bytes) -> GrowthWait {
+    pub(super) fn lacks(&self, step: Bytes) -> GrowthWait {
         let needs = self.reserved.saturating_add(step);
         if self.free < needs {
             return GrowthWait::Budget {
@@ -82,26 +82,15 @@ impl GrowthRoom {
 
 /// A plan to grow into.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct EngineStep {
+pub(super) struct EngineStep {
     /// The plan.
-    pub plan: EnginePlan,
+    pub(super) plan: EnginePlan,
     /// What the lease has to hold for it.
-    pub bytes: Bytes,
+    pub(super) bytes: Bytes,
     /// What it takes, and what being without it costs.
-    pub gain: Offer,
-    /// What it is for.
-    pub kind: StepKind,
-}
-
-/// What a step of growth is for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum StepKind {
-    /// The full plan takes no more than the present one.
-    FullForNothing,
-    /// A larger prefill chunk, which may take the place of layers.
-    Chunk,
-    /// Layers and KV capacity that were given up.
-    Regrowth,
+    pub(super) gain: Offer,
+    /// Why it is asked for.
+    pub(super) reason: PlanReason,
 }
 
 /// The next step of the engine within `room`; `Ok(None)` for an engine in its full plan.
@@ -131,7 +120,9 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
             plan: full,
             bytes: held,
             gain: gain(Source::Layers, Bytes::new(1), 0),
-            kind: StepKind::FullForNothing,
+            reason: PlanReason::FullForNothing {
+                now: PlanSize::of(Some(shape), goal),
+            },
         }));
     }
     let mut target = now_bytes.saturating_add(room.bytes());
@@ -152,11 +143,17 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         // What it takes from others counts; what it takes from layers it was weighed against.
         let bytes = shape.plan_bytes(&plan);
         let taken = bytes.saturating_sub(now_bytes).max(Bytes::new(1));
+        let reason = PlanReason::Chunk {
+            tokens: plan.prefill_chunk,
+            before: goal.prefill_chunk,
+            streamed: shape.bytes_without(&goal.resident),
+            change: PlanChange::of(Some(shape), goal, &plan),
+        };
         return Ok(Some(EngineStep {
             plan,
             bytes: bytes.max(held),
             gain: gain(Source::PrefillChunk, taken, 0),
-            kind: StepKind::Chunk,
+            reason,
         }));
     }
     // No plan is computed for what is too little for any: this is looked at with every event.
@@ -184,11 +181,17 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         return Err(room.lacks(bytes.saturating_sub(held)));
     }
     let price = Price::new(shape, &limits).given_up(&plan, goal, &kv);
+    let reason = PlanReason::Regrowth {
+        gains: gained,
+        free: room.free,
+        above: room.by_headroom(),
+        change: PlanChange::of(Some(shape), goal, &plan),
+    };
     Ok(Some(EngineStep {
         plan,
         bytes,
         gain: gain(Source::Layers, gained, price),
-        kind: StepKind::Regrowth,
+        reason,
     }))
 }
 
@@ -402,30 +405,6 @@ pub(super) fn capacity_plan(
         let step = shape.kv.capacity_bytes(tokens, goal.kv_type);
         waits.unwrap_or_else(|| room.lacks(step))
     })
-}
-
-/// Why the plan of a step is asked for.
-pub(super) fn reason_of(state: &State, step: &EngineStep) -> PlanReason {
-    let goal = state.engine.goal().unwrap_or(&step.plan);
-    let change = PlanChange::of(state.engine.shape(), goal, &step.plan);
-    match step.kind {
-        StepKind::FullForNothing => PlanReason::FullForNothing { now: change.from },
-        StepKind::Chunk => PlanReason::Chunk {
-            tokens: step.plan.prefill_chunk,
-            before: goal.prefill_chunk,
-            streamed: state
-                .engine
-                .shape()
-                .map_or(Bytes::ZERO, |shape| shape.bytes_without(&goal.resident)),
-            change,
-        },
-        StepKind::Regrowth => PlanReason::Regrowth {
-            gains: step.gain.bytes(),
-            free: state.ledger.free(),
-            above: room(state).unwrap_or_default().by_headroom(),
-            change,
-        },
-    }
 }
 
 #[cfg(test)]

@@ -100,8 +100,7 @@ impl State {
         let offer = |source, less: Vec<Less>, unit| Offer {
             source,
             class: Class::LlmElastic,
-            steps: less
-                .iter()
+            steps: few_of(&less)
                 .map(|less| Step {
                     bytes: less.gives,
                     price_us: less.price_us,
@@ -535,6 +534,18 @@ impl State {
         reclaimable(&self.offers(Purpose::Request(class)))
     }
 }
+
+/// At most [`STEPS_MAX`] of what a half of a plan can give, evenly spread, and the last.
+fn few_of(all: &[Less]) -> impl Iterator<Item = &Less> {
+    let stride = all.len().div_ceil(STEPS_MAX).max(1);
+    let is_kept = move |number: usize| (all.len() - 1 - number).is_multiple_of(stride);
+    let numbered = all.iter().enumerate();
+    numbered.filter_map(move |(number, less)| is_kept(number).then_some(less))
+}
+
+/// Steps in which a half of a plan is weighed against other holders: the search for the cheapest set takes no more memory
+/// than is set aside for it.
+const STEPS_MAX: usize = 32;
 
 /// Tenants count in bytes; a step of the search is a part of what they have, and what it gives too much is spared.
 const TENANT_UNIT: Bytes = Bytes::new(4096);

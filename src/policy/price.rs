@@ -1,9 +1,10 @@
 //! Price of memory: what a user waits for what is given up, in microseconds, until it is likely back.
 //!
-//! [`Price::wait`] is the only formula of what a plan of the engine costs. One token takes the longer of computing and
-//! reading ([`Speed::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each
-//! of which reads what is streamed once; context that is lost has to be read again, as likely as it is needed. What
-//! other holders give up is priced in the same unit. [`weight`] says by how much the wait of a class counts.
+//! The wait with a plan of the engine is that for its weights ([`Price::weights_us`]) and that for its KV
+//! ([`Price::kv_us`]); nothing else prices a layer or a block. One token takes the longer of computing and reading
+//! ([`Speed::token_us`]), so reading that hides behind computing costs nothing; a prompt is read in chunks, each of which
+//! reads what is streamed once; context that is lost has to be read again, as likely as it is needed. What other holders
+//! give up is priced in the same unit. [`weight`] says by how much the wait of a class counts.
 
 use std::time::Duration;
 
@@ -67,14 +68,6 @@ impl<'a> Price<'a> {
             part: (layers.get() / (shape.layers.len() as u64).max(1)).max(1),
             kv_wanted: limits.kv_wanted.min(shape.context_max),
         }
-    }
-
-    /// What the user waits with `plan` in force, µs: an answer, the prompts that come with it, and context that is not kept.
-    #[must_use]
-    pub fn wait(&self, plan: &EnginePlan, kv: &KvContents) -> u64 {
-        let streamed = self.shape.bytes_without(&plan.resident);
-        self.weights_us(streamed, plan.prefill_chunk)
-            .saturating_add(self.kv_us(plan.kv_capacity, plan.kv_type, kv))
     }
 
     /// The price of `to` for one that has `from`: the longer wait, and the time to bring back what was given up.
@@ -383,7 +376,6 @@ mod tests {
             let price = Price::new(shape, &in_mode(ResidencyMode::Balanced));
             price.kv_us(Tokens::new(960), KvType::F16, &holding(1024))
         };
-        assert!(lost(&recurrent) > 2 * lost(&model()) / 2 + 900);
         assert!(lost(&recurrent) > lost(&model()));
     }
 

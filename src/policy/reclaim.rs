@@ -228,7 +228,9 @@ fn select(
     let is_engine = |source: &Source| source.is_of_engine();
     let (engine, mut others): (Vec<Chosen>, Vec<Chosen>) =
         chosen.into_iter().partition(|one| is_engine(&one.source));
-    let bytes = engine.iter().map(|one| one.bytes).sum();
+    let sum = |chosen: &[Chosen]| chosen.iter().map(|one| one.bytes).sum::<Bytes>();
+    // The engine's steps are few; its plan is found for what the others leave.
+    let bytes = sum(&engine).min(need.saturating_sub(sum(&others)));
     let (plan, parts, mut rows) = if offers.iter().any(|offer| is_engine(&offer.source)) {
         state.engine_gives(bytes, purpose)
     } else {

@@ -65,10 +65,7 @@ pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
         return Ok(Done::FullSize);
     };
     let done = match next {
-        NextGrowth::Engine(step) => {
-            let reason = growth::reason_of(cx.state, &step);
-            grow_engine(cx, step.plan, step.bytes, reason)?
-        }
+        NextGrowth::Engine(step) => grow_engine(cx, step.plan, step.bytes, step.reason)?,
         NextGrowth::Start { worker } => {
             worker_orders::want(cx, &worker);
             serve::serve_queue(cx);

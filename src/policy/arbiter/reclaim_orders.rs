@@ -125,22 +125,13 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
             Source::WorkerVariant { worker, variant } => {
                 asked |= worker_orders::ask_for_less(cx, &worker, Less::Variant(variant), &reason);
             }
-            Source::WorkerStop { worker } => {
-                if !cx.state.workers.is_any_stopping() {
-                    let reclaim = reason.clone();
-                    worker_orders::stop(
-                        cx,
-                        &worker,
-                        StopCause::Shed,
-                        StopReason::Reclaim {
-                            held: bytes,
-                            reclaim,
-                        },
-                    );
-                    asked = true;
-                }
+            Source::WorkerStop { worker } if !cx.state.workers.is_any_stopping() => {
+                let (held, reclaim) = (bytes, reason.clone());
+                let reason = StopReason::Reclaim { held, reclaim };
+                worker_orders::stop(cx, &worker, StopCause::Shed, reason);
+                asked = true;
             }
-            // Of the engine, which is asked once for all that was chosen.
+            // One is stopped at a time; and the engine is asked once for all that was chosen.
             _ => {}
         }
     }
