@@ -12,7 +12,8 @@ use std::cmp::Ordering;
 use super::{
     lease::Class,
     price::{ASKING_US, weight},
-    shedding::{Chosen, Source},
+    reason::ReclaimReason,
+    shedding::{Chosen, Source, Weighed, Weighing},
 };
 use cotenant_units::Bytes;
 
@@ -207,6 +208,42 @@ pub(super) fn reclaimable(offers: &[Offer]) -> Bytes {
         .fold(Bytes::ZERO, Bytes::saturating_add)
 }
 
+impl Weighing {
+    /// What has been weighed and chosen. A row of the engine is an offer for each kind of thing that it can give.
+    pub(super) fn new(reason: ReclaimReason, need: Bytes, rows: &[Offer], choice: &Choice) -> Self {
+        let mut candidates: Vec<Weighed> = rows
+            .iter()
+            .map(|offer| {
+                let score = offer.steps.last().map_or(0, |step| {
+                    let whole = offer.score(step) * u128::from(Bytes::from_mib(1).get());
+                    whole / u128::from(step.bytes.get().max(1))
+                });
+                let chosen = &choice.chosen;
+                let chosen = chosen.iter().find(|chosen| chosen.source == offer.source);
+                Weighed {
+                    source: offer.source.clone(),
+                    class: offer.class,
+                    bytes: offer.bytes(),
+                    weight: weight(offer.class),
+                    score: u64::try_from(score).unwrap_or(u64::MAX),
+                    chosen: chosen.map(|chosen| chosen.bytes),
+                }
+            })
+            .collect();
+        candidates
+            .sort_by(|one, other| (one.score, &one.source).cmp(&(other.score, &other.source)));
+        Self {
+            reason,
+            need,
+            reclaimable: reclaimable(rows),
+            mode: None,
+            candidates,
+            spared: Vec::new(),
+            above_ppm: choice.above_ppm,
+        }
+    }
+}
+
 /// A set of steps of the offers looked at so far.
 #[derive(Clone, Copy, Debug, Default)]
 struct Partial {
@@ -358,7 +395,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{lease::LeaseId, price::Stop, reason::ReclaimReason, shedding::Weighing};
+    use crate::{lease::LeaseId, price::Stop};
     use std::time::Duration;
 
     const fn mib(mib: u64) -> Bytes {

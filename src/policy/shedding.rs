@@ -4,10 +4,8 @@
 use serde::{Deserialize, Serialize};
 
 use super::{
-    choose::{Choice, Offer, reclaimable},
     lease::{Class, LeaseId},
     params::ResidencyMode,
-    price::weight,
     reason::{ReclaimReason, SpareReason},
 };
 use cotenant_units::Bytes;
@@ -127,42 +125,6 @@ pub struct Spared {
     pub holder: String,
     pub held: Bytes,
     pub why: SpareReason,
-}
-
-impl Weighing {
-    /// What has been weighed and chosen. A row of the engine is an offer for each kind of thing that it can give.
-    pub(super) fn new(reason: ReclaimReason, need: Bytes, rows: &[Offer], choice: &Choice) -> Self {
-        let mut candidates: Vec<Weighed> = rows
-            .iter()
-            .map(|offer| {
-                let score = offer.steps.last().map_or(0, |step| {
-                    let whole = offer.score(step) * u128::from(Bytes::from_mib(1).get());
-                    whole / u128::from(step.bytes.get().max(1))
-                });
-                let chosen = &choice.chosen;
-                let chosen = chosen.iter().find(|chosen| chosen.source == offer.source);
-                Weighed {
-                    source: offer.source.clone(),
-                    class: offer.class,
-                    bytes: offer.bytes(),
-                    weight: weight(offer.class),
-                    score: u64::try_from(score).unwrap_or(u64::MAX),
-                    chosen: chosen.map(|chosen| chosen.bytes),
-                }
-            })
-            .collect();
-        candidates
-            .sort_by(|one, other| (one.score, &one.source).cmp(&(other.score, &other.source)));
-        Self {
-            reason,
-            need,
-            reclaimable: reclaimable(rows),
-            mode: None,
-            candidates,
-            spared: Vec::new(),
-            above_ppm: choice.above_ppm,
-        }
-    }
 }
 
 #[expect(

@@ -120,6 +120,10 @@ impl Display for Weighing {
         if let Some(mode) = self.mode {
             write!(f, ", {mode}")?;
         }
+        if self.above_ppm > 0 {
+            let above = self.above_ppm.div_ceil(1000);
+            write!(f, ", at most {above} per mille above the cheapest set")?;
+        }
         for weighed in &self.candidates {
             let bytes = weighed.bytes;
             match weighed.chosen {
