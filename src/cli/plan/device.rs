@@ -74,6 +74,7 @@ impl Rates {
         Speed {
             decode_ns_per_mib: ns_per_mib(self.memory_mib_per_s),
             read_ns_per_mib: ns_per_mib(self.disk_mib_per_s),
+            slowed_ns_per_mib: Speed::FIELD.slowed_ns_per_mib,
             // A prompt is bound by computing; the ratio is that of the figures of the field.
             prefill_ns_per_mib: ns_per_mib(self.memory_mib_per_s) * Speed::FIELD.prefill_ns_per_mib
                 / Speed::FIELD.decode_ns_per_mib.max(1),
