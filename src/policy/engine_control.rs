@@ -26,7 +26,7 @@ use super::{
     kv_type::KvType,
     lease::{LeaseId, Ticket},
     params::{EngineParams, ResidencyMode},
-    price::KvContents,
+    price::{KvContents, Price},
     residency::{EnginePlan, ModelShape, PlanLimits},
     restart::{Restart, Verdict},
     snapshot::{EngineState, KvView},
@@ -574,7 +574,10 @@ impl EngineControl {
         };
         let missing = shape.bytes_without(&goal.resident);
         let streamed = missing.saturating_sub(shape.bytes_without(&full.resident));
-        shape.worth(&limits).streaming_us(streamed.min(bytes))
+        let price = Price::new(shape, &limits);
+        let less = streamed.saturating_sub(bytes);
+        let waits = [streamed, less].map(|bytes| price.weights_us(bytes, goal.prefill_chunk));
+        waits[0].saturating_sub(waits[1])
     }
 
     pub(super) fn floor_bytes(&self) -> Option<Bytes> {

@@ -17,7 +17,6 @@ use super::{
     params::{ENGINE_TENANT, Scope},
     pressure_level::PressureLevel,
     residency::FloorError,
-    shedding::micros,
     snapshot::WorkerWait,
     state::State,
     worker::Worker,
@@ -200,9 +199,9 @@ impl State {
         };
         let (start, grown) = (worker.reload(), self.worker_held(name));
         let for_a_request = start <= QUICK_START && self.queue.values().any(waits);
-        let streaming_us = self.engine.streaming_us(grown.saturating_sub(fresh));
+        let lost_us = self.engine.streaming_us(grown.saturating_sub(fresh));
         let for_the_engine = worker.params.class <= Class::LlmElastic
-            && micros(start) < streaming_us
+            && start < Duration::from_micros(lost_us)
             && worker.has_run(self.now) >= start.saturating_mul(RUN_LEAST)
             // One that pauses between two sentences goes on with the same answer.
             && self.now.saturating_since(worker.idle_since) >= start.max(PAUSE);
