@@ -371,7 +371,7 @@ fn engine_line(engine: &v1::Engine) -> String {
     );
     for (tokens, what) in [
         (engine.kv_used_tokens, "in use"),
-        (engine.kv_kept_tokens, "kept of the last answer"),
+        (engine.kv_kept_tokens, "kept of earlier answers"),
         (engine.kv_dropped_tokens, "dropped of this one"),
     ] {
         if tokens > 0 {

@@ -480,11 +480,11 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
     let (kv_used, kv_kept) = if snapshot.running.is_some() {
         (position, 0)
     } else {
-        // Copies of the state that prompts go on from lie behind the tokens, and go with the capacity there.
-        let marks = snapshot
+        // Copies of the state that prompts go on from, and other conversations, lie beside the tokens, and go with the capacity.
+        let beside = snapshot
             .breakdown
             .as_ref()
-            .map_or(0, |held| held.kv_marks.get());
+            .map_or(0, |held| (held.kv_marks + held.kv_parked).get());
         let per_token = snapshot
             .shape
             .as_ref()
@@ -492,8 +492,8 @@ pub(super) fn activity(handle: &EngineHandle) -> Event {
             .map_or(0, |(shape, plan)| {
                 shape.kv.bytes_per_token(plan.kv_type).get()
             });
-        let marks = u32::try_from(marks.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
-        (0, position.saturating_add(marks))
+        let beside = u32::try_from(beside.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
+        (0, position.saturating_add(beside))
     };
     let of_running = |tokens: fn(&RunningRequest) -> Tokens| {
         snapshot.running.as_ref().map_or(0, |one| tokens(one).get())

@@ -19,6 +19,8 @@ pub struct Breakdown {
     pub kv_untouched: Bytes,
     /// How much of it, where no token is, copies of recurrent state and of windows take, from which prompts go on.
     pub kv_marks: Bytes,
+    /// How much of it has tokens of other conversations than the one that was computed last.
+    pub kv_parked: Bytes,
     /// Recurrent and convolution state.
     pub state: Bytes,
     /// Activations of one prefill chunk, logits, and what the device takes for itself.

@@ -14,7 +14,7 @@ use super::{
     gguf::Header,
     helper::Helper,
     language_model::{LanguageModel, Opened},
-    model::{Model, ModelOptions, Opening, Scores},
+    model::{Asked, Model, ModelOptions, Opening, Scores, Selected},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
     reader::LoadProgress,
@@ -291,6 +291,10 @@ impl LanguageModel for GgufModel {
 
     fn keep(&mut self, tokens: u32) -> u32 {
         self.model.keep(tokens)
+    }
+
+    fn select(&mut self, held: &[u32], asked: Asked<'_>) -> Selected {
+        self.model.select(held, asked)
     }
 
     fn recover(&mut self) -> u32 {

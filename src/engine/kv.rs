@@ -207,6 +207,59 @@ impl KvCache {
             .for_each(|store| store.drop_blocks(first, count, used));
     }
 
+    /// Parks the first `tokens` tokens as another sequence, behind those that are parked already. Not for caches with windows.
+    pub(super) fn park(&mut self, tokens: u32) {
+        self.whole.park(blocks_for(&self.shape, tokens));
+    }
+
+    /// Gives up a sequence that is parked.
+    pub(super) fn forget(&mut self, number: usize) {
+        self.whole.forget(number);
+    }
+
+    /// The sequence becomes the first `tokens` tokens of one that is parked.
+    pub(super) fn take_up(&mut self, number: usize, tokens: u32) {
+        self.whole.take_up(number, blocks_for(&self.shape, tokens));
+    }
+
+    /// The sequence ends behind so many tokens.
+    pub(super) fn cut(&mut self, tokens: u32) {
+        self.whole.cut(blocks_for(&self.shape, tokens));
+    }
+
+    /// Whether the sequence may come to so many tokens without any that is parked being given up.
+    pub(super) fn is_ready(&self, tokens: u32) -> bool {
+        self.whole.is_ready(blocks_for(&self.shape, tokens))
+    }
+
+    /// Whether so many tokens of the sequence and all that are parked fit into a capacity.
+    pub(super) fn fits(&mut self, capacity: Tokens, used: u32) -> bool {
+        let blocks = self.blocks_wanted(capacity, used);
+        self.whole.held(blocks_for(&self.shape, used)) <= blocks
+    }
+
+    /// Memory of the blocks that belong to sequences that are parked only.
+    #[must_use]
+    pub fn parked(&self) -> Bytes {
+        self.whole.parked()
+    }
+
+    /// Whether the last of `tokens` tokens is in the middle of a block that is parked as well.
+    pub(super) fn is_shared(&self, tokens: u32) -> bool {
+        let block = self.shape.block_tokens.get().max(1);
+        !tokens.is_multiple_of(block) && self.whole.is_shared((tokens / block) as usize)
+    }
+
+    /// Copies the block that the last of `tokens` tokens is in, so that the sequence can be written on.
+    pub(super) fn part(
+        &mut self,
+        backend: &mut dyn Backend,
+        tokens: u32,
+    ) -> Result<(), DeviceError> {
+        let block = tokens / self.shape.block_tokens.get().max(1);
+        self.whole.part(backend, block as usize)
+    }
+
     /// Blocks lie one after the other again, as nothing is held in them.
     pub(super) fn put_in_order(&mut self) {
         self.stores_mut().for_each(Store::put_in_order);

@@ -6,6 +6,7 @@ use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
+    model::{Asked, Selected, common_prefix},
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -101,6 +102,15 @@ pub trait LanguageModel {
             self.reset();
         }
         self.position()
+    }
+
+    /// The conversation of the client that has the most in common with a prompt becomes the sequence, as far as that can be
+    /// gone on from; `held` is what the sequence has until then.
+    fn select(&mut self, held: &[u32], asked: Asked<'_>) -> Selected {
+        // At least one token must be left to compute, since the scores after the sequence are not kept.
+        let most = u32::try_from(asked.prompt.len().saturating_sub(1)).unwrap_or(u32::MAX);
+        let kept = self.keep(common_prefix(held, asked.prompt).min(most));
+        Selected { kept, fork: None }
     }
 
     /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from; returns its length.

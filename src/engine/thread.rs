@@ -35,7 +35,7 @@ use super::{
     gguf_model::GgufModel,
     language_model::{LanguageModel, Opened, Opener},
     mailbox::{EngineHandle, Queued, Shared, Work},
-    model::ModelOptions,
+    model::{Asked, ModelOptions, Selected},
     protocol::{ApplyFailure, EngineEvent, EngineOptions, EnginePhase, Expected, Inspected},
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     sayable::Sayable,
@@ -209,8 +209,6 @@ struct Worker {
     opener: Opener,
     /// The sequence that the model has: the tokens of the last answer and its prompt, as far as they were computed.
     sequence: Vec<u32>,
-    /// Where the next prompt is likely to part from the last one, if it belongs to the same conversation.
-    end: u32,
     logits: Vec<f32>,
     /// The token that comes next, where it has been found without `logits`.
     greatest: Option<u32>,
@@ -240,7 +238,6 @@ impl Worker {
             text: None,
             opener,
             sequence: Vec::new(),
-            end: 0,
             logits: Vec::new(),
             greatest: None,
             engine_loop: EngineLoop::new(shared, sink),
@@ -652,19 +649,19 @@ impl Worker {
                 limit,
             }));
         }
-        // What the sequence has in common with the prompt is kept as far as the model can be cut back to it. At least one
-        // token must be left to compute, since the scores after the sequence are not kept.
-        let common = common_prefix(&self.sequence, &prompt).min(prompt.len().saturating_sub(1));
-        let cached = model.keep(u32::try_from(common).unwrap_or(u32::MAX)) as usize;
-        // Before the place where its own conversation would have gone on: another one, and the two may alternate.
-        let parts = common < self.sequence.len().min(self.end as usize);
-        self.sequence.truncate(cached);
-        let end = mark_at(prompt.len());
-        if parts {
-            model.fork_at(u32::try_from(common).unwrap_or(u32::MAX));
+        let client = active.queued.request.client.as_ref();
+        let asked = Asked {
+            client,
+            prompt: &prompt,
+        };
+        let Selected { kept, fork } = model.select(&self.sequence, asked);
+        let cached = kept as usize;
+        self.sequence.clear();
+        self.sequence.extend(prompt.iter().take(cached));
+        if let Some(fork) = fork {
+            model.fork_at(fork);
         }
-        model.mark_at(end);
-        self.end = end;
+        model.mark_at(mark_at(prompt.len()));
         active.usage.cached_tokens = Tokens::new(position_of(&self.sequence));
         active
             .queued
@@ -903,14 +900,6 @@ fn in_form<T>(said: Result<T, MaskError>) -> ControlFlow<Outcome, T> {
             ControlFlow::Break(Err(GenerateError::HelperLost { message }))
         }
     }
-}
-
-/// How many tokens two sequences begin with alike.
-fn common_prefix(one: &[u32], other: &[u32]) -> usize {
-    one.iter()
-        .zip(other)
-        .take_while(|(one, other)| one == other)
-        .count()
 }
 
 /// Where in a prompt of so many tokens another one is likely to part from it: a little before the end, where templates

@@ -136,7 +136,7 @@ fn render_event(event: &Event) -> String {
             untouched,
             ..
         } => format!(
-            "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of the last answer, {untouched} untouched{}",
+            "engine has {}, {kv_used} tokens in the KV cache, {kv_kept} of earlier answers, {untouched} untouched{}",
             counted(*requests, "request"),
             match kv_dropped {
                 0 => String::new(),

@@ -130,7 +130,7 @@ pub enum Event {
         requests: u32,
         /// Tokens of context that the running sequence holds in the KV cache.
         kv_used: u32,
-        /// Tokens that the last answer has left there while nothing runs: the next prompt may go on from them.
+        /// Tokens that earlier answers have left there while nothing runs: the next prompt may go on from them.
         #[serde(default)]
         kv_kept: u32,
         /// Tokens of the running answer's prompt.

@@ -60,7 +60,7 @@ pub struct EngineView {
 pub struct KvView {
     /// Tokens of the running answer and its prompt.
     pub used: Tokens,
-    /// Tokens that the last answer has left while nothing runs, with the place of the copies of the state to go on from.
+    /// Tokens that earlier answers have left while nothing runs, with the place of the copies of the state to go on from.
     pub kept: Tokens,
     /// Tokens that the running answer has lost, the oldest, as its request allows.
     pub dropped: Tokens,

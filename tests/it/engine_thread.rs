@@ -812,25 +812,26 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
 #[test]
 fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
     let Real { engine, handle, .. } = Real::new(Architecture::Qwen35);
-    let tokens = |id, prompt: &[u32]| {
+    let tokens = |client: &str, id, prompt: &[u32]| {
         let request = GenerateRequest {
             max_tokens: Some(Tokens::new(12)),
+            client: Some(client.into()),
             ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
         };
         collect(&mut handle.generate(request).unwrap())
     };
     let mut prompt: Vec<u32> = (40..90).collect();
-    let first = tokens(1, &prompt);
+    let first = tokens("one", 1, &prompt);
     prompt.extend(&first.tokens);
     prompt.extend(100..110);
-    let continued = tokens(2, &prompt);
+    let continued = tokens("one", 2, &prompt);
     assert!(
         continued.started.unwrap().1 >= 50,
         "{:?}",
         continued.started
     );
-    tokens(3, &[1, 2, 3]);
-    let afresh = tokens(4, &prompt);
+    // Another client has nothing to go on from.
+    let afresh = tokens("another", 4, &prompt);
     assert_eq!(afresh.started.unwrap().1, 0);
     assert_eq!(continued.tokens, afresh.tokens);
     handle.stop();
@@ -843,10 +844,11 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
         let (mut shared, alone) = (Real::new(architecture), Real::new(architecture));
         alone.handle.apply(1, real_plan(0..5, 2048, 16));
         let mut ids = 0;
-        let mut tokens = |handle: &EngineHandle, prompt: &[u32]| {
+        let mut tokens = |handle: &EngineHandle, client: &str, prompt: &[u32]| {
             ids += 1;
             let request = GenerateRequest {
                 max_tokens: Some(Tokens::new(5)),
+                client: Some(client.into()),
                 ..GenerateRequest::new(RequestId::new(ids), Prompt::Tokens(prompt.to_vec()))
             };
             collect(&mut handle.generate(request).unwrap())
@@ -874,7 +876,7 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
             ));
             let conversation = &mut conversations[usize::from(turn % 2 == 1)];
             conversation.extend([u32::try_from(turn).unwrap() + 20, 7, 9]);
-            let answer = tokens(&shared.handle, conversation);
+            let answer = tokens(&shared.handle, "both", conversation);
             let (read, cached) = answer.started.unwrap();
             assert_eq!(read as usize, conversation.len());
             // The first two have nothing to go on from; the second of them shows where they part.
@@ -882,8 +884,7 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
                 turn < 2 || cached >= 150,
                 "{architecture:?}: {cached} tokens at turn {turn}"
             );
-            tokens(&alone.handle, &[1, 2, 3]);
-            let from_the_start = tokens(&alone.handle, conversation);
+            let from_the_start = tokens(&alone.handle, &turn.to_string(), conversation);
             assert_eq!(from_the_start.started.unwrap().1, 0);
             assert_eq!(
                 answer.tokens, from_the_start.tokens,
@@ -947,8 +948,11 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             72
         };
         assert!((least..=72).contains(&cached), "{architecture:?}: {cached}");
-        collect(&mut handle.generate(request(3, &[1, 2, 3], 2)).unwrap());
-        let afresh = collect(&mut handle.generate(request(4, &longer, 6)).unwrap());
+        let another = GenerateRequest {
+            client: Some("another".into()),
+            ..request(4, &longer, 6)
+        };
+        let afresh = collect(&mut handle.generate(another).unwrap());
         assert_eq!(
             (afresh.started.unwrap().1, &afresh.tokens),
             (0, &continued.tokens)

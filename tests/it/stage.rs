@@ -252,6 +252,7 @@ impl LanguageModel for Scripted {
         Breakdown {
             kv_untouched: Bytes::ZERO,
             kv_marks: Bytes::ZERO,
+            kv_parked: Bytes::ZERO,
             weights: Bytes::ZERO,
             fixed: Bytes::ZERO,
             header: Bytes::ZERO,

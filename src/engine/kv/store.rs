@@ -6,6 +6,9 @@
 //!
 //! A store with fewer places than the sequence has blocks keeps the last ones: each block to come takes the place of the
 //! oldest that is left.
+//!
+//! Beside the sequence that is computed others may be parked. Sequences with the same tokens at the beginning have their
+//! blocks there at the same places; none of these is written to.
 
 use std::{io, ops::Range};
 
@@ -35,6 +38,12 @@ pub(super) struct Store {
     places: Vec<usize>,
     /// The first block whose place has not become that of another.
     first: usize,
+    /// The places of the blocks of each sequence that is parked.
+    parked: Vec<Vec<usize>>,
+    /// Blocks that the sequence may come to at free places.
+    ready: usize,
+    /// Places of sequences that are parked only.
+    kept: usize,
     /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
     touched: Bytes,
     backing: Backing,
@@ -127,6 +136,9 @@ impl Store {
             most,
             places: (0..blocks_max).map(|block| block % most.max(1)).collect(),
             first: 0,
+            parked: Vec::new(),
+            ready: 0,
+            kept: 0,
             touched: Bytes::ZERO,
             is_taken: vec![false; most],
             order: Vec::with_capacity(most),
@@ -194,7 +206,7 @@ impl Store {
     ) -> Result<Resized, KvError> {
         settle(backend)?;
         let (from, before, resident) = (self.kind, self.bytes(), self.resident());
-        let places = self.places_of(used);
+        let places = self.places_held(used);
         let heads = 2 * self.shape.attention_layers as usize * self.shape.kv_heads as usize;
         backend.queue(Operation::Convert(Convert {
             space: self.space.lend(),
@@ -294,6 +306,82 @@ impl Store {
         Bytes::of_len(blocks * self.shape.block_bytes(self.kind).as_len()).round_up(page())
     }
 
+    /// Parks the first `used` blocks as those of another sequence, behind those that are parked already.
+    pub(super) fn park(&mut self, used: usize) {
+        let places = self.places.get(..used).unwrap_or_default();
+        self.parked.push(places.to_vec());
+    }
+
+    /// Gives up a sequence that is parked.
+    pub(super) fn forget(&mut self, number: usize) {
+        if number < self.parked.len() {
+            self.parked.remove(number);
+        }
+    }
+
+    /// The sequence becomes one of so many blocks that are parked with another.
+    pub(super) fn take_up(&mut self, number: usize, blocks: usize) {
+        if let Some(from) = self
+            .parked
+            .get(number)
+            .and_then(|places| places.get(..blocks))
+            && let Some(to) = self.places.get_mut(..blocks)
+        {
+            to.copy_from_slice(from);
+        }
+        self.cut(blocks);
+    }
+
+    /// The sequence ends behind so many blocks: others come next.
+    pub(super) fn cut(&mut self, used: usize) {
+        self.lay_out(used, self.open());
+    }
+
+    /// Whether the sequence may come to so many blocks without any that is parked being given up.
+    pub(super) const fn is_ready(&self, blocks: usize) -> bool {
+        blocks <= self.ready
+    }
+
+    /// Blocks of the first `used` ones and of all that are parked, each once.
+    pub(super) fn held(&mut self, used: usize) -> usize {
+        self.lay_out(used, self.open());
+        self.open().saturating_sub(self.ready.saturating_sub(used))
+    }
+
+    /// Whether block `index` is one of a sequence that is parked as well.
+    pub(super) fn is_shared(&self, index: usize) -> bool {
+        let place = self.places.get(index);
+        place.is_some_and(|place| self.parked.iter().flatten().any(|other| other == place))
+    }
+
+    /// Copies block `index`, which is the last one of the sequence, to a free place, which there has to be.
+    pub(super) fn part(
+        &mut self,
+        backend: &mut dyn Backend,
+        index: usize,
+    ) -> Result<(), DeviceError> {
+        let len = self.shape.block_bytes(self.kind).as_len();
+        self.lay_out(index + 1, self.open());
+        let (Some(&from), Some(&to)) = (self.places.get(index), self.places.get(index + 1)) else {
+            return Ok(());
+        };
+        let (source, target) = (
+            (self.space.lend(), from * len),
+            (self.space.lend(), to * len),
+        );
+        backend.queue(Operation::Move {
+            from: source,
+            to: target,
+            len,
+        })?;
+        if let Some(place) = self.places.get_mut(index) {
+            *place = to;
+        }
+        self.cut(index + 1);
+        self.touch(index + 1);
+        Ok(())
+    }
+
     /// Gives back what is in memory behind the first `used` blocks; the capacity stays as it is. Nothing where all of it is
     /// had as memory.
     pub(super) fn give_back_behind(
@@ -301,7 +389,7 @@ impl Store {
         backend: &mut dyn Backend,
         used: usize,
     ) -> Result<(), DeviceError> {
-        let (kept, all) = (self.bytes_of(self.places_of(used)), self.bytes());
+        let (kept, all) = (self.bytes_of(self.places_held(used)), self.bytes());
         if self.backing == Backing::Now || self.touched <= kept {
             return Ok(());
         }
@@ -336,7 +424,8 @@ impl Store {
         self.lay_out(0, self.open());
     }
 
-    /// Copies what lies at place `end` or behind it, and belongs to the first `used` blocks, to free places before it.
+    /// Copies what lies at place `end` or behind it, and belongs to the first `used` blocks or to a sequence that is parked,
+    /// to free places before it.
     fn clear_behind(
         &mut self,
         backend: &mut dyn Backend,
@@ -348,24 +437,33 @@ impl Store {
         }
         let first = self.lay_out(used, self.open());
         let len = self.shape.block_bytes(self.kind).as_len();
-        let mut free = used;
-        for block in first..used {
-            let (Some(&from), Some(&to)) = (self.places.get(block), self.places.get(free)) else {
-                break;
-            };
-            if from < end {
-                continue;
+        // Where each place from `end` on has moved to.
+        self.order.clear();
+        let mut free = 0;
+        for from in end..self.open() {
+            let mut to = from;
+            if self.is_taken.get(from) == Some(&true) {
+                while self.is_taken.get(free) == Some(&true) {
+                    free += 1;
+                }
+                to = free;
+                free += 1;
+                let (from, to) = (
+                    (self.space.lend(), from * len),
+                    (self.space.lend(), to * len),
+                );
+                backend.queue(Operation::Move { from, to, len })?;
             }
-            let (from, to) = (
-                (self.space.lend(), from * len),
-                (self.space.lend(), to * len),
-            );
-            backend.queue(Operation::Move { from, to, len })?;
-            self.places.swap(block, free);
-            free += 1;
+            self.order.push(to);
+        }
+        let own = self.places.get_mut(first..used).unwrap_or_default();
+        for place in own.iter_mut().chain(self.parked.iter_mut().flatten()) {
+            if let Some(to) = place.checked_sub(end).and_then(|at| self.order.get(at)) {
+                *place = *to;
+            }
         }
         self.lay_out(used, end);
-        self.touched = self.touched.max(self.bytes_of(self.places_of(used)));
+        self.touched = self.touched.max(self.bytes_of(self.places_held(used)));
         Ok(())
     }
 
@@ -381,6 +479,11 @@ impl Store {
         {
             first -= 1;
         }
+        for place in self.parked.iter().flatten() {
+            if let Some(is_taken) = self.is_taken.get_mut(*place) {
+                *is_taken = true;
+            }
+        }
         self.order.clear();
         let free = self
             .is_taken
@@ -389,6 +492,8 @@ impl Store {
             .enumerate()
             .filter(|(_, is_taken)| !**is_taken);
         self.order.extend(free.map(|(place, _)| place));
+        self.ready = used + self.order.len();
+        self.kept = open.saturating_sub(self.order.len() + used - first);
         self.order
             .extend(self.places.get(first..used).unwrap_or_default());
         // What is not there any more lies nowhere, and no place that is closed.
@@ -418,6 +523,14 @@ impl Store {
         places.iter().max().map_or(0, |place| place + 1)
     }
 
+    /// As [`Self::places_of`], for sequences that are parked as well.
+    fn places_held(&self, used: usize) -> usize {
+        let parked = self.parked.iter().flatten().max();
+        parked
+            .map_or(0, |place| place + 1)
+            .max(self.places_of(used))
+    }
+
     /// Places that may be used.
     fn open(&self) -> usize {
         self.blocks.min(self.most)
@@ -429,6 +542,11 @@ impl Store {
 
     pub(super) const fn blocks(&self) -> usize {
         self.blocks
+    }
+
+    /// Memory of the blocks that belong to sequences that are parked only.
+    pub(super) fn parked(&self) -> Bytes {
+        self.bytes_of(self.kept)
     }
 
     /// Memory of all places, touched or not.

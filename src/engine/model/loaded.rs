@@ -208,6 +208,7 @@ impl Model {
             kv,
             kv_untouched: self.untouched(),
             kv_marks: self.sequence.marks.bytes(),
+            kv_parked: self.sequence.cache.parked(),
             state,
             workspace,
             ring,

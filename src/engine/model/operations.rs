@@ -7,6 +7,7 @@ use super::{
     damage,
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
+    parked::{Asked, Selected},
     pass, residency,
 };
 use crate::{
@@ -227,6 +228,20 @@ impl Model {
             self.restart_stream();
         }
         self.sequence.position
+    }
+
+    /// The conversation that has the most in common with a prompt becomes the sequence; the one until then, whose tokens are
+    /// `held`, stays beside it as long as no other tokens need its place.
+    pub fn select(&mut self, held: &[u32], asked: Asked<'_>) -> Selected {
+        let lost = self.sequence.lost;
+        let fork = self.sequence.select(self.backend.as_mut(), held, asked);
+        if lost {
+            self.restart_stream();
+        }
+        Selected {
+            kept: self.sequence.position,
+            fork,
+        }
     }
 
     /// Takes up a sequence whose last pass was broken off, as far as it can be gone on from, and returns its length.

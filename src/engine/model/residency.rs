@@ -274,7 +274,6 @@ impl<'model> Change<'model> {
         let resized = self
             .model
             .sequence
-            .cache
             .resize(self.model.backend.as_mut(), capacity, used);
         let bytes = self.model.shape.kv.capacity_bytes(capacity, kind);
         let resized = resized.map_err(|error| {
@@ -286,20 +285,11 @@ impl<'model> Change<'model> {
 
     /// Brings the `used` tokens of the KV cache to another type.
     fn convert_cache(&mut self, kind: KvType, used: u32) -> Result<(), ApplyError> {
-        self.model.sequence.marks.forget_windows();
         let (untouched, capacity) = (self.model.untouched(), self.model.sequence.cache.capacity());
         let converted = self
             .model
             .sequence
-            .cache
             .convert(self.model.backend.as_mut(), kind, used);
-        // Also after a failure: it may have come behind the conversion, or before it.
-        let now = self.model.sequence.cache.kind();
-        self.model.sequence.kv_precision = if used == 0 {
-            now
-        } else {
-            self.model.sequence.kv_precision.min(now)
-        };
         let bytes = self.model.shape.kv.capacity_bytes(capacity, kind);
         let what = || format!("a KV capacity of {capacity} tokens as {kind}");
         let resized = converted.map_err(|error| refused(error, what(), bytes))?;

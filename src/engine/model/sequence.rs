@@ -10,10 +10,11 @@
 use super::{
     dropped::{Dropped, Turn},
     marks::{Kind, Marks, Saved},
+    parked::{AllParked, Asked, Conversation, LOST_MIN, Parked, common_prefix},
 };
 use crate::{
     backend::{Backend, DeviceError},
-    kv::KvCache,
+    kv::{KvCache, KvError, Resized},
     spec::{AttentionSpec, POSITIONS_MAX},
     state::RecurrentState,
 };
@@ -33,6 +34,9 @@ pub(super) struct Sequence {
     window: Option<u32>,
     /// The smallest type that any token of the sequence has been kept in.
     pub(super) kv_precision: KvType,
+    pub(super) conversation: Conversation,
+    /// The others, which it may have tokens in common with.
+    parked: AllParked,
     /// After a pass that did not finish.
     pub(super) lost: bool,
     /// Why the device computes no more, found in a call that returns no error; the next pass does.
@@ -57,6 +61,8 @@ impl Sequence {
                 .and_then(|local| local.window)
                 .and_then(|window| u32::try_from(window).ok()),
             kv_precision,
+            conversation: Conversation::default(),
+            parked: AllParked::default(),
             lost: false,
             broken: None,
         }
@@ -107,6 +113,152 @@ impl Sequence {
         self.note(restored);
     }
 
+    /// The conversation that has the most in common with a prompt becomes the sequence, as far as that can be gone on from;
+    /// the sequence until then, with the tokens `held`, is parked where it would be missed. Returns where the prompt parts
+    /// from what another conversation goes on with.
+    pub(super) fn select(
+        &mut self,
+        backend: &mut dyn Backend,
+        held: &[u32],
+        asked: Asked<'_>,
+    ) -> Option<u32> {
+        // At least one token must be left to compute, since the scores after the sequence are not kept.
+        let most = u32::try_from(asked.prompt.len().saturating_sub(1)).unwrap_or(u32::MAX);
+        let is_own = self.conversation.client.as_ref() == asked.client;
+        let own = common_prefix(held, asked.prompt).min(most);
+        let (mut common, length) = (if is_own { own } else { 0 }, self.position);
+        if length - common.min(length) >= LOST_MIN {
+            self.park(held, common);
+        }
+        let nearest = self.parked.nearest(asked);
+        let nearest = nearest.map(|(number, other)| (number, other.min(most)));
+        let parts = if let Some((number, other)) = nearest.filter(|(_, other)| *other > common) {
+            common = other;
+            self.take_up(number, common)
+        } else {
+            let parts = common < length.min(self.conversation.end);
+            self.keep(backend, common);
+            parts
+        };
+        self.conversation.client = asked.client.cloned();
+        while self.parked.is_beyond(self.cache.capacity()) && self.forget_one() {}
+        self.cache.cut(self.position);
+        parts.then_some(common)
+    }
+
+    /// Parks the sequence, of which the next prompt goes on with so many tokens: unless it cannot be gone on from, or not
+    /// without copies.
+    fn park(&mut self, held: &[u32], common: u32) {
+        let is_whole = !self.lost
+            && self.dropped.tokens() == 0
+            && self.kv_precision >= self.cache.kind()
+            && held.len() == self.position as usize;
+        if self.has_copies() || !is_whole {
+            return;
+        }
+        let client = self.conversation.client.clone();
+        // What was parked of it before.
+        while let Some(number) = self.parked.within(client.as_ref(), held) {
+            self.forget(number);
+        }
+        self.cache.park(self.position);
+        let is_superseded = self.conversation.is_superseded_at(common);
+        self.parked.push(Parked {
+            conversation: self.conversation.clone(),
+            tokens: held.to_vec(),
+            kv_precision: self.kv_precision,
+            is_superseded,
+            turn: 0,
+        });
+    }
+
+    /// The first tokens of a conversation that is parked become the sequence. Says whether another prompt than its own next
+    /// one does so.
+    fn take_up(&mut self, number: usize, common: u32) -> bool {
+        let Some(parked) = self.parked.get_mut(number) else {
+            return false;
+        };
+        let length = u32::try_from(parked.tokens.len()).unwrap_or(u32::MAX);
+        self.conversation = parked.conversation.clone();
+        self.kv_precision = parked.kv_precision;
+        parked.is_superseded = self.conversation.is_superseded_at(common);
+        self.cache.take_up(number, common);
+        (self.position, self.lost) = (common, false);
+        self.dropped.forget();
+        if length - common.min(length) < LOST_MIN {
+            self.forget(number);
+        }
+        common < length.min(self.conversation.end)
+    }
+
+    fn forget(&mut self, number: usize) {
+        self.parked.remove(number);
+        self.cache.forget(number);
+    }
+
+    /// Gives up the conversation that is missed least; `false` where none is parked.
+    fn forget_one(&mut self) -> bool {
+        let number = self.parked.least_useful();
+        if let Some(number) = number {
+            self.forget(number);
+        }
+        number.is_some()
+    }
+
+    /// Gives up conversations until the sequence may come to `used` tokens, and makes the block that it ends in its own.
+    fn make_place(&mut self, backend: &mut dyn Backend, used: u32) {
+        let mut is_shared = self.cache.is_shared(self.position);
+        while !self
+            .cache
+            .is_ready(used.saturating_add(if is_shared { self.block() } else { 0 }))
+            && self.forget_one()
+        {
+            self.cache.cut(self.position);
+            is_shared = self.cache.is_shared(self.position);
+        }
+        if is_shared {
+            let parted = self.cache.part(backend, self.position);
+            self.note(parted);
+        }
+    }
+
+    /// Changes the capacity as [`KvCache::resize`] does; conversations that find no place in it are given up.
+    pub(super) fn resize(
+        &mut self,
+        backend: &mut dyn Backend,
+        capacity: Tokens,
+        used: u32,
+    ) -> Result<Resized, KvError> {
+        while !self.cache.fits(capacity, used) && self.forget_one() {}
+        self.cache.resize(backend, capacity, used)
+    }
+
+    /// Brings the `used` tokens of the sequence, and all that is parked, to another type.
+    pub(super) fn convert(
+        &mut self,
+        backend: &mut dyn Backend,
+        kind: KvType,
+        used: u32,
+    ) -> Result<Resized, KvError> {
+        self.marks.forget_windows();
+        // What a conversion has lost is read again, as of the sequence itself.
+        if kind > self.cache.kind() {
+            while let Some(number) = self.parked.less_precise_than(kind) {
+                self.forget(number);
+            }
+        }
+        let converted = self.cache.convert(backend, kind, used);
+        // Also after a failure: it may have come behind the conversion, or before it.
+        let now = self.cache.kind();
+        self.parked.converted(now);
+        self.kv_precision = if used == 0 {
+            now
+        } else {
+            self.kv_precision.min(now)
+        };
+        converted
+    }
+
     /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from. Nothing is
     /// left of a sequence that was lost, nor of one that is kept in a larger type than it has been converted to before.
     pub(super) fn keep(&mut self, backend: &mut dyn Backend, tokens: u32) {
@@ -122,6 +274,7 @@ impl Sequence {
                 self.go_back(backend);
             } else {
                 self.position = tokens;
+                self.cache.cut(tokens);
             }
         }
     }
@@ -199,6 +352,7 @@ impl Sequence {
     /// Marks the sequence where its own next prompt may part from this one: of use only to recurrent layers, since windows
     /// do not pass on so soon.
     pub(super) fn mark_at(&mut self, position: u32) {
+        self.conversation.end = position;
         if self.needs_marks() {
             self.marks.want_end(position);
         }
@@ -211,6 +365,7 @@ impl Sequence {
             let given_back = self.cache.give_back_behind(backend, used);
             self.note(given_back);
         }
+        self.make_place(backend, used);
         self.cache.touch(used);
         self.fit_marks(backend);
         let has_room = self.has_room();

@@ -29,6 +29,7 @@ use cotenant_units::{Bytes, Tokens};
 mod hanging;
 mod late;
 mod opening;
+mod parked;
 mod parting;
 mod refusing;
 mod windows;

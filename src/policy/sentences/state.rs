@@ -177,7 +177,7 @@ impl Display for Source {
     fn fmt(&self, f: &mut Formatter<'_>) -> Result {
         match self {
             Self::UnusedKv => f.write_str("unused KV blocks"),
-            Self::PrefixKv => f.write_str("KV blocks of the last answer"),
+            Self::PrefixKv => f.write_str("KV blocks of earlier answers"),
             Self::OldestKv => f.write_str("the oldest KV blocks of the running answer"),
             Self::KvType => f.write_str("KV in a smaller type"),
             Self::Layers => f.write_str("resident layers"),

@@ -1,0 +1,154 @@
+//! Conversations that are kept beside the one that is computed.
+//!
+//! ```text
+//!   system prompt ─┬─ kitchen: question, answer         parked
+//!                  ├─ hall: question, answer, question  parked
+//!                  └─ study: question …                 the sequence
+//! ```
+//!
+//! Each has its tokens here and its blocks in the KV cache, where those of a beginning that several have in common are there
+//! once. A prompt goes on from the conversation of its own client with which it has the most tokens in common. They take
+//! capacity that the running answer does not need, and are given up one after the other when it does, or when capacity is
+//! taken away.
+
+use std::sync::Arc;
+
+use cotenant_policy::kv_type::KvType;
+use cotenant_units::Tokens;
+
+/// Who asks, and what.
+#[derive(Clone, Copy, Debug)]
+pub struct Asked<'a> {
+    /// Conversations of other clients are not gone on from: how fast an answer begins would tell what they contain.
+    pub client: Option<&'a Arc<str>>,
+    /// All of its tokens.
+    pub prompt: &'a [u32],
+}
+
+/// How a prompt begins.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Selected {
+    /// Its first tokens that the sequence has already.
+    pub kept: u32,
+    /// Where it has parted from another conversation, which may be gone on with as well.
+    pub fork: Option<u32>,
+}
+
+/// A conversation: its client, and what is known of its tokens.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Conversation {
+    pub(super) client: Option<Arc<str>>,
+    /// Where its next prompt is likely to part from its last one.
+    pub(super) end: u32,
+}
+
+/// A conversation that is parked.
+#[derive(Debug)]
+pub(super) struct Parked {
+    pub(super) conversation: Conversation,
+    pub(super) tokens: Vec<u32>,
+    /// The smallest type that any of them has been kept in.
+    pub(super) kv_precision: KvType,
+    /// Whether a later prompt of the same conversation is likely to have taken its place: one that has everything in common
+    /// with it up to its end.
+    pub(super) is_superseded: bool,
+    /// When it was parked, by a count of all.
+    pub(super) turn: u64,
+}
+
+/// All that are parked, in the order of the KV cache.
+#[derive(Debug, Default)]
+pub(super) struct AllParked {
+    all: Vec<Parked>,
+    turns: u64,
+}
+
+impl AllParked {
+    /// The conversation of the client that has the most tokens in common with the prompt, and how many these are; the last
+    /// parked one of equals.
+    pub(super) fn nearest(&self, asked: Asked<'_>) -> Option<(usize, u32)> {
+        let common = |(number, parked): (usize, &Parked)| {
+            let is_own = parked.conversation.client.as_ref() == asked.client;
+            is_own.then(|| (number, common_prefix(&parked.tokens, asked.prompt)))
+        };
+        let all = self.all.iter().enumerate().filter_map(common);
+        all.max_by_key(|(number, common)| (*common, self.all.get(*number).map(|one| one.turn)))
+    }
+
+    pub(super) fn get_mut(&mut self, number: usize) -> Option<&mut Parked> {
+        self.all.get_mut(number)
+    }
+
+    /// Parks one more.
+    pub(super) fn push(&mut self, mut parked: Parked) {
+        self.turns += 1;
+        parked.turn = self.turns;
+        self.all.push(parked);
+    }
+
+    /// Takes one out.
+    pub(super) fn remove(&mut self, number: usize) {
+        if number < self.all.len() {
+            self.all.remove(number);
+        }
+    }
+
+    /// One that goes on nothing beyond the first of these tokens, of the same client.
+    pub(super) fn within(&self, client: Option<&Arc<str>>, tokens: &[u32]) -> Option<usize> {
+        self.all.iter().position(|one| {
+            one.conversation.client.as_ref() == client && tokens.starts_with(&one.tokens)
+        })
+    }
+
+    /// One that has been kept in a smaller type than `kind`.
+    pub(super) fn less_precise_than(&self, kind: KvType) -> Option<usize> {
+        self.all.iter().position(|one| one.kv_precision < kind)
+    }
+
+    /// Notes that all are kept as `kind` now.
+    pub(super) fn converted(&mut self, kind: KvType) {
+        for one in &mut self.all {
+            one.kv_precision = one.kv_precision.min(kind);
+        }
+    }
+
+    /// The one that is missed least: of those that another has taken the place of, if there are any, the one that was parked
+    /// first.
+    pub(super) fn least_useful(&self) -> Option<usize> {
+        let all = self.all.iter().enumerate();
+        all.min_by_key(|(_, one)| (!one.is_superseded, one.turn))
+            .map(|(number, _)| number)
+    }
+
+    /// Whether there are more than may be, in a cache of so many tokens.
+    pub(super) fn is_beyond(&self, capacity: Tokens) -> bool {
+        let tokens: usize = self.all.iter().map(|one| one.tokens.len()).sum();
+        let most = (capacity.get() as usize).saturating_mul(TOKENS_TIMES);
+        self.all.len() > PARKED_MAX || tokens > most
+    }
+}
+
+impl Conversation {
+    /// Whether a prompt that has so many tokens in common with it is likely to be its own next one, and to take its place.
+    pub(super) const fn is_superseded_at(&self, common: u32) -> bool {
+        common > 0 && common >= self.end
+    }
+}
+
+/// How many tokens two sequences begin with alike.
+pub fn common_prefix(one: &[u32], other: &[u32]) -> u32 {
+    let common = one
+        .iter()
+        .zip(other)
+        .take_while(|(one, other)| one == other)
+        .count();
+    u32::try_from(common).unwrap_or(u32::MAX)
+}
+
+/// Our choice: each is compared with each prompt.
+const PARKED_MAX: usize = 64;
+/// The numbers of tokens that several conversations have in common are kept with each: at most 16 bytes on the heap for each
+/// token of the capacity, which takes thousands.
+const TOKENS_TIMES: usize = 4;
+/// A conversation of which fewer tokens would be lost is not parked: they are read as fast.
+pub(super) const LOST_MIN: u32 = 16;

@@ -1,0 +1,389 @@
+//! Conversations that take turns: each is answered as if it were alone.
+
+use std::collections::BTreeSet;
+
+use proptest::{prelude::*, test_runner::TestRunner};
+
+use super::*;
+
+fn tiny(path: &Path, architecture: Architecture, dtype: GgmlDType) {
+    // The fourth layer is the first one with attention.
+    let (layers, width) = match architecture {
+        Architecture::Qwen35 => (4, 64),
+        _ => (2, 32),
+    };
+    Synthetic {
+        layers,
+        width,
+        feed_forward: width,
+        heads: 2,
+        kv_heads: 1,
+        head_dim: 32,
+        rotary: 32,
+        windows: (70, 2),
+        recurrent: (1, 2, 32),
+        ..Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
+    }
+    .write(path)
+    .unwrap();
+}
+
+fn plan_of(kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
+    EnginePlan {
+        kv_capacity: Tokens::new(kv),
+        prefill_chunk: Tokens::new(chunk),
+        kv_type,
+        ..plan(0..3)
+    }
+}
+
+fn text(seed: u32, count: u32) -> Vec<u32> {
+    (0..count)
+        .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
+        .collect()
+}
+
+/// A model with the tokens that it has.
+struct Talk {
+    model: Model,
+    held: Vec<u32>,
+}
+
+impl Talk {
+    fn new(path: &Path, kv: u32) -> Self {
+        Self {
+            model: open_on(
+                cpu(1),
+                None,
+                path,
+                usize::MAX,
+                &plan_of(kv, 64, KvType::F16),
+            ),
+            held: Vec::new(),
+        }
+    }
+
+    /// Reads a prompt, and returns how much of it was there.
+    fn read(&mut self, client: Option<&str>, prompt: &[u32]) -> u32 {
+        let client = client.map(Arc::from);
+        let asked = Asked {
+            client: client.as_ref(),
+            prompt,
+        };
+        let Selected { kept, fork } = self.model.select(&self.held, asked);
+        if let Some(fork) = fork {
+            self.model.fork_at(fork);
+        }
+        self.model
+            .mark_at(u32::try_from(prompt.len()).unwrap().saturating_sub(8));
+        assert_eq!(kept, self.model.position());
+        self.held = prompt.to_vec();
+        self.model
+            .forward(&prompt[kept as usize..], &mut || Flow::Continue)
+            .unwrap();
+        self.check();
+        kept
+    }
+
+    fn check(&self) {
+        let (model, held) = (&self.model, self.model.breakdown());
+        assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
+        assert!(held.kv_parked + model.untouched() <= held.kv, "{held:?}");
+        assert!(model.kernel_resident() <= held.used(), "{held:?}");
+        assert!(held.total <= model.shape().plan_bytes(model.plan()));
+    }
+
+    /// Blocks of conversations that are parked.
+    fn parked(&self) -> u64 {
+        let shape = self.model.shape().kv;
+        let block = shape.block_bytes(self.model.plan().kv_type);
+        self.model.breakdown().kv_parked.get() / block.get()
+    }
+}
+
+#[test]
+fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    tiny(&path, Architecture::Qwen3, GgmlDType::Q8_0);
+    let mut talk = Talk::new(&path, 2048);
+    // The first five and a half blocks are the same.
+    let mut all: Vec<Vec<u32>> = (1..=8)
+        .map(|own| [text(0, 352), text(own, 40)].concat())
+        .collect();
+    for (number, prompt) in all.iter().enumerate() {
+        let kept = talk.read(None, prompt);
+        assert_eq!(kept, if number == 0 { 0 } else { 352 });
+    }
+    // Seven blocks each, of which five are there once.
+    assert_eq!(talk.parked(), 7 * 2);
+    for turn in 0..3u32 {
+        for prompt in &mut all {
+            let before = u32::try_from(prompt.len()).unwrap();
+            prompt.extend(text(turn + 20, 10));
+            assert_eq!(talk.read(None, prompt), before, "turn {turn}");
+        }
+    }
+    // A client is told nothing by what others have asked.
+    assert_eq!(talk.read(Some("kitchen"), &all[0]), 0);
+    assert_eq!(talk.read(Some("hall"), &all[0]), 0);
+    let asked = all[0].len();
+    assert_eq!(
+        talk.read(Some("kitchen"), &[&all[0][..], &[7, 8, 9]].concat()) as usize,
+        asked
+    );
+}
+
+#[test]
+fn conversations_give_way_to_the_running_one_and_to_sheds_the_oldest_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    tiny(&path, Architecture::Llama, GgmlDType::Q8_0);
+    let mut talk = Talk::new(&path, 640);
+    let [one, two, three] = [1, 2, 3].map(|own| text(own, 192));
+    for prompt in [&one, &two, &three] {
+        assert_eq!(talk.read(None, prompt), 0);
+    }
+    // Nine of ten blocks are held; one that needs four takes the place of the oldest.
+    assert_eq!(talk.parked(), 6);
+    assert_eq!(talk.read(None, &text(4, 250)), 0);
+    assert_eq!(talk.parked(), 6);
+    assert_eq!(talk.read(None, &[&three[..], &[5]].concat()), 192);
+    // A shed takes the others, and what is said to be freed the kernel has back.
+    let (resident, untouched) = (talk.model.kernel_resident(), talk.model.untouched());
+    let report = talk.model.apply(&plan_of(256, 64, KvType::F16)).unwrap();
+    assert_eq!(report.asked, report.freed + report.untouched);
+    assert_eq!(report.freed, resident - talk.model.kernel_resident());
+    assert_eq!(report.untouched, untouched - talk.model.untouched());
+    assert_eq!((talk.parked(), talk.model.position()), (0, 193));
+    talk.check();
+    assert_eq!(talk.read(None, &[&three[..], &[5, 6]].concat()), 193);
+    assert_eq!(talk.read(None, &two), 0);
+}
+
+#[test]
+fn what_a_conversation_has_gone_on_from_otherwise_is_given_up_first() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    tiny(&path, Architecture::Qwen3, GgmlDType::F32);
+    let mut talk = Talk::new(&path, 640);
+    let first = text(1, 128);
+    talk.read(None, &first);
+    // The second conversation reasons after its prompt of 100 tokens, and leaves that out of the next one.
+    let prompt = text(2, 100);
+    talk.read(None, &prompt);
+    talk.model
+        .forward(&text(9, 92), &mut || Flow::Continue)
+        .unwrap();
+    talk.held.extend(text(9, 92));
+    assert_eq!(talk.read(None, &[&prompt[..], &text(3, 92)].concat()), 100);
+    assert_eq!(talk.parked(), 2 + 2, "the first block of both is the same");
+    // The place of the reasoning is needed, and it goes before the older conversation.
+    assert_eq!(talk.read(None, &text(4, 200)), 0);
+    assert_eq!(talk.parked(), 2 + 3);
+    assert_eq!(talk.read(None, &[&first[..], &[1]].concat()), 128);
+}
+
+/// One turn of some conversation of some client, and what happens before and within it.
+#[derive(Clone, Debug)]
+struct Turn {
+    who: (usize, usize),
+    /// Its last tokens are replaced.
+    replaces: u32,
+    fresh: u32,
+    seed: u32,
+    answer: usize,
+    /// Capacity and type between the turns, and capacity beyond what the turn needs.
+    idle: (u32, KvType),
+    spare: u32,
+    chunk: u32,
+    resident: BTreeSet<u32>,
+    /// At some look of the pass there is another capacity, or the answer is cancelled.
+    look: u32,
+    stops: bool,
+}
+
+fn turn() -> impl Strategy<Value = Turn> {
+    let kind = prop_oneof![3 => Just(KvType::F16), 1 => Just(KvType::Q8), 1 => Just(KvType::Q4)];
+    (
+        (
+            (0usize..3, 0usize..3),
+            prop_oneof![2 => Just(0u32), 1 => 0u32..150],
+        ),
+        (1u32..90, any::<u8>(), 0usize..4),
+        (
+            (0u32..900, kind),
+            prop_oneof![1 => 0u32..100, 2 => 300u32..900],
+            1u32..80,
+        ),
+        (
+            prop::collection::btree_set(0u32..3, 0..4),
+            0u32..12,
+            prop::bool::weighted(0.15),
+        ),
+    )
+        .prop_map(
+            |(
+                (who, replaces),
+                (fresh, seed, answer),
+                (idle, spare, chunk),
+                (resident, look, stops),
+            )| Turn {
+                who,
+                replaces,
+                fresh,
+                seed: u32::from(seed % 5),
+                answer,
+                idle,
+                spare,
+                chunk,
+                resident,
+                look,
+                stops,
+            },
+        )
+}
+
+/// Takes what a turn has in store at one look.
+struct Once {
+    left: u32,
+    flow: Option<Flow>,
+}
+
+impl Checkpoint for Once {
+    fn poll(&mut self) -> Flow {
+        match self.left.checked_sub(1) {
+            Some(left) => {
+                self.left = left;
+                Flow::Continue
+            }
+            None => self.flow.take().unwrap_or(Flow::Continue),
+        }
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        assert!(matches!(
+            result,
+            Ok(_) | Err(ApplyError::ChunkUnderWay { .. })
+        ));
+    }
+}
+
+fn greedy(logits: &[f32]) -> u32 {
+    let best = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1));
+    u32::try_from(best.unwrap().0).unwrap()
+}
+
+/// Returns how many tokens were there already, and how many of a conversation that was parked.
+fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
+    let mut talk = Talk::new(path, 512);
+    let mut alone = Talk::new(path, 4096).model;
+    let system = text(0, 100);
+    let mut conversations = vec![vec![system; 3]; 3];
+    // All that was ever computed for a client.
+    let mut computed: Vec<Vec<Vec<u32>>> = vec![Vec::new(); 3];
+    let mut reused = 0;
+    for turn in turns {
+        let (who, which) = turn.who;
+        let prompt = &mut conversations[who][which];
+        prompt.truncate(prompt.len().saturating_sub(turn.replaces as usize).max(50));
+        prompt.extend(text(turn.seed, turn.fresh));
+        let (kv, kind) = turn.idle;
+        let plan = |kv, kind| EnginePlan {
+            resident: turn.resident.clone(),
+            ..plan_of(kv, turn.chunk, kind)
+        };
+        talk.model.apply(&plan(kv, kind)).unwrap();
+        let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
+        talk.model
+            .apply(&plan(needed + turn.spare, KvType::F16))
+            .unwrap();
+        let client: Arc<str> = Arc::from(["", "a", "b"][who]);
+        let asked = Asked {
+            client: Some(&client).filter(|client| !client.is_empty()),
+            prompt,
+        };
+        let Selected { kept, fork } = talk.model.select(&talk.held, asked);
+        talk.held = prompt[..kept as usize].to_vec();
+        assert_eq!(kept, talk.model.position());
+        let own = computed[who]
+            .iter()
+            .map(|other| common_prefix(other, prompt));
+        assert!(kept <= own.max().unwrap_or(0), "of another client");
+        reused += u64::from(kept);
+        if let Some(fork) = fork {
+            talk.model.fork_at(fork);
+        }
+        talk.model.mark_at(needed.saturating_sub(20));
+        let flow = if turn.stops {
+            Flow::Stop
+        } else {
+            Flow::Apply(plan(needed, KvType::F16))
+        };
+        let mut looks = Once {
+            left: turn.look,
+            flow: Some(flow),
+        };
+        let read = talk.model.forward(&prompt[kept as usize..], &mut looks);
+        let mut logits = match read {
+            Ok(logits) => logits.to_vec(),
+            Err(ForwardError::Cancelled { .. }) => {
+                let kept = talk.model.recover() as usize;
+                talk.held = prompt[..kept].to_vec();
+                computed[who].push(talk.held.clone());
+                talk.check();
+                continue;
+            }
+            Err(error) => panic!("{error}"),
+        };
+        talk.held.clone_from(prompt);
+        alone.reset();
+        let expected = alone.forward(prompt, &mut || Flow::Continue).unwrap();
+        assert!(logits == expected[..], "{kept} tokens were there: {turn:?}");
+        for _ in 0..turn.answer {
+            let next = greedy(&logits);
+            prompt.push(next);
+            talk.held.push(next);
+            logits = talk
+                .model
+                .forward(&[next], &mut || Flow::Continue)
+                .unwrap()
+                .to_vec();
+            let expected = alone.forward(&[next], &mut || Flow::Continue).unwrap();
+            assert!(logits == expected[..], "{turn:?}");
+        }
+        computed[who].push(talk.held.clone());
+        talk.check();
+    }
+    reused
+}
+
+#[test]
+fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
+    let cases = env::var("COTENANT_TEST_SCHEDULES").map_or(12, |text| text.parse().unwrap());
+    for (architecture, dtype) in [
+        (Architecture::Qwen3, GgmlDType::F32),
+        (Architecture::Llama, GgmlDType::Q8_0),
+        (Architecture::Qwen35, GgmlDType::Q8_0),
+        (Architecture::Gemma3, GgmlDType::Q8_0),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        tiny(&path, architecture, dtype);
+        let mut runner = TestRunner::new(ProptestConfig {
+            cases,
+            failure_persistence: None,
+            ..ProptestConfig::default()
+        });
+        let reused = std::cell::Cell::new(0);
+        runner
+            .run(&prop::collection::vec(turn(), 4..14), |turns| {
+                reused.set(reused.get() + take_turns(&path, &turns));
+                Ok(())
+            })
+            .unwrap_or_else(|failed| panic!("{architecture:?}: {failed}"));
+        // Others park nothing, and seldom come back to the same conversation.
+        let parks = matches!(architecture, Architecture::Qwen3 | Architecture::Llama);
+        assert!(reused.get() > 0 || !parks, "{architecture:?}");
+    }
+}
