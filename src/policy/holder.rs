@@ -163,6 +163,8 @@ impl State {
                     bytes: taken,
                 });
             }
+            // A smaller type gives more where more blocks stay.
+            let all = all.max(taken);
             if all > Bytes::ZERO {
                 let price = shrink.price_of(&next);
                 let price = price.saturating_sub(shrink.price_of(&before));

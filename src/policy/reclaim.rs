@@ -206,6 +206,7 @@ fn weigh(
     }
     let choice = Choice { chosen, above_ppm };
     let mut weighing = Weighing::new(reason.clone(), need, &rows, &choice);
+    weighing.reclaimable = reclaimable(offers);
     weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
     weighing.spared = state.spared(purpose);
     Some(Reclaim {
