@@ -91,10 +91,8 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     };
     let reserve = mib(rng.random_range(0..64));
     let mut params = Params::for_budget(budget + reserve, reserve, scope);
-    let dwell_ms = rng.random_range(500..4000);
     params.pressure = PressureParams {
-        dwell: Duration::from_millis(dwell_ms),
-        dwell_by_reading: dwell_ms % 3 == 0,
+        dwell: Duration::from_millis(rng.random_range(500..4000)),
         // Small budgets at the rate of a desktop would be sampled every 10 ms, and nothing else would happen.
         fill_rate_mib_per_s: [50, 200, 1000][rng.random_range(0..3)],
         ..PressureParams::scaled_to(budget)
