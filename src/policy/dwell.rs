@@ -130,7 +130,7 @@ impl Dwell {
 
 /// A needless growth takes at most a tenth of the time until the next one. Our choice: the engine that waits reads as much for
 /// each token.
-pub(super) const WORTH: u32 = 10;
+const WORTH: u32 = 10;
 
 /// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
 /// one needless growth in eight minutes, and one that does not come back is noticed within them.

@@ -110,7 +110,7 @@ pub struct PressureParams {
     pub hysteresis: Bytes,
     /// How long the headroom must stay above before the level falls, and before what was shed grows back. Default 60 s.
     pub dwell: Duration,
-    /// Whether it is shorter where the LLM's weights are read sooner: as long as ten readings, at least 1 s. Default no.
+    /// Whether it is shorter where the LLM's weights are read sooner: as long as four readings, at least 1 s. Default no.
     #[serde(default)]
     pub dwell_by_reading: bool,
     /// How long a shortage that is Elevated may last before anything is shed for it. Default 2 s.

@@ -181,11 +181,7 @@ impl State {
     }
 
     fn is_kept_for(&self, want: &Want) -> bool {
-        let whose = match want.deadline {
-            Some(_) => Whose::Ours,
-            None => Whose::All,
-        };
-        !self.is_beyond(want, whose)
+        !self.is_beyond(want, Whose::keep_from(want))
     }
 
     /// Use of a worker of one size right after a start, where what it has taken since is worth one: to another holder that
@@ -194,10 +190,15 @@ impl State {
         let worker = self.workers.get(name)?;
         let fresh = self.peaks.of(name, None)?.start_with_margin();
         let fresh = fresh.filter(|_| worker.params.variants.is_empty())?;
-        let waits = |want: &Want| {
-            want.tenant != name && want.class <= worker.params.class && self.is_kept_for(want)
-        };
         let (start, grown) = (worker.reload(), self.worker_held(name));
+        let more = worker.steady().min(grown).saturating_sub(fresh);
+        let could_have = |want: &Want| {
+            let reach = self.reach(&want.tenant, want.class, Whose::keep_from(want));
+            self.asked_by(want) <= reach.saturating_add(more)
+        };
+        let waits = |want: &Want| {
+            want.tenant != name && want.class <= worker.params.class && could_have(want)
+        };
         let for_a_request = start <= QUICK_START && self.queue.values().any(waits);
         let lost_us = self.engine.streaming_us(grown.saturating_sub(fresh));
         let for_the_engine = worker.params.class <= Class::LlmElastic
@@ -292,6 +293,16 @@ enum Whose {
     Ours,
     /// That of tenants and unmanaged processes too.
     All,
+}
+
+impl Whose {
+    /// Against whom memory is kept for a want: one without a deadline waits until it can be had.
+    const fn keep_from(want: &Want) -> Self {
+        match want.deadline {
+            Some(_) => Self::Ours,
+            None => Self::All,
+        }
+    }
 }
 
 /// A start that a request may wait for. Our choice: a pause between two turns of a conversation.

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     admission::{Admission, Want, WantKind},
-    dwell::{self, Dwell},
+    dwell::Dwell,
     engine_control::EngineControl,
     lease::{Class, LeaseId, LeaseKind, LeaseView},
     lease_table::{LeaseTable, Phase},
@@ -125,7 +125,7 @@ impl State {
         if limits.dwell_by_reading
             && let Some(reading) = self.engine.reads_all_in()
         {
-            let worth = reading.saturating_mul(dwell::WORTH).max(DWELL_LEAST);
+            let worth = reading.saturating_mul(READINGS).max(DWELL_LEAST);
             limits.dwell = limits.dwell.min(worth);
         }
         self.pressure.set_params(limits);
@@ -374,6 +374,10 @@ const MEASURED_WITHIN: Duration = Duration::from_secs(4);
 /// The shortest time that a worker has, whatever its class: programs that watch for memory pressure look at averages
 /// of 100 ms within 1 s as a rule (systemd's `MemoryPressureThresholdSec=`), and giving 1 GiB back took 151 ms.
 const NOTIFIED_DEADLINE_MIN: Duration = Duration::from_secs(1);
+
+/// Readings of all layers that the dwell is worth: a needless growth takes a quarter of the disk's time at most, and an engine that
+/// streams takes all of it. Our choice; ten were 2 to 4 s for a model of 98 MB beside other work.
+const READINGS: u32 = 4;
 
 /// The shortest dwell that is reckoned by the speed of reading. Our choice: what a listener takes for a pause.
 const DWELL_LEAST: Duration = Duration::from_secs(1);
