@@ -124,7 +124,7 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
             assert_eq!(talk.read(None, prompt), before, "turn {turn}");
         }
     }
-    // A client is told nothing by what others have asked.
+    // Nothing of other clients shows in what a client has cached.
     assert_eq!(talk.read(Some("kitchen"), &all[0]), 0);
     assert_eq!(talk.read(Some("hall"), &all[0]), 0);
     let asked = all[0].len();
