@@ -1,0 +1,307 @@
+//! Smaller plans than one, by the cheapest that gives enough.
+
+use std::collections::BTreeSet;
+
+use super::Bounds;
+use crate::{
+    kv_type::KvType,
+    price::{KvContents, Price},
+    residency::{EnginePlan, ModelShape, PlanLimits},
+};
+use cotenant_units::{Bytes, Tokens};
+
+/// Something that can be given up, with its price.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Less {
+    pub(crate) gives: Bytes,
+    pub(crate) price_us: u64,
+    layers: usize,
+    chunk: Tokens,
+    blocks: u32,
+    kind: KvType,
+}
+
+/// Smaller plans than one.
+#[derive(Debug)]
+pub(crate) struct Shrink<'a> {
+    pub(crate) from: &'a EnginePlan,
+    pub(crate) price: Price<'a>,
+    kv: KvContents,
+    bounds: Bounds<'a>,
+    giving: Giving,
+}
+
+/// What may be given up of a plan.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Giving {
+    /// Layers, chunk, precision and the oldest tokens, too; else only KV blocks that no answer uses.
+    pub(crate) is_serious: bool,
+    /// Tokens that the running answer may lose.
+    pub(crate) droppable: Tokens,
+    /// Whether the chunk may become smaller.
+    pub(crate) chunk: bool,
+}
+
+impl<'a> Shrink<'a> {
+    pub(crate) fn new(
+        shape: &'a ModelShape,
+        limits: &'a PlanLimits,
+        from: &'a EnginePlan,
+        kv: KvContents,
+        giving: Giving,
+    ) -> Self {
+        Self {
+            from,
+            price: Price::new(shape, limits),
+            kv,
+            bounds: Bounds::new(shape, limits),
+            giving,
+        }
+    }
+
+    /// Layers and chunk that can be given up, the less first; each gives more than those before it.
+    pub(crate) fn weights(&self) -> Vec<Less> {
+        let (shape, from) = (self.bounds.shape, self.from);
+        let streamed = shape.bytes_without(&from.resident);
+        let ring = if streamed == Bytes::ZERO {
+            shape.ring_bytes
+        } else {
+            Bytes::ZERO
+        };
+        let mut sums = vec![Bytes::ZERO];
+        for index in self.layers() {
+            let sum = sums.last().copied().unwrap_or_default();
+            sums.push(sum.saturating_add(self.bounds.layer_bytes(index)));
+        }
+        let mut all = Vec::new();
+        for chunk in BTreeSet::from([from.prefill_chunk, self.least_chunk()]) {
+            let workspace = shape.chunk_bytes(chunk, from.prefill_chunk);
+            for (layers, sum) in sums.iter().enumerate() {
+                // The first layer that is streamed needs a ring; a plan that takes more in one half would not be
+                // covered by what is held until the other has given.
+                if layers > 0 && *sum <= ring {
+                    continue;
+                }
+                let less = streamed.saturating_add(*sum);
+                all.push(Less {
+                    gives: sum
+                        .saturating_sub(if layers > 0 { ring } else { Bytes::ZERO })
+                        .saturating_add(workspace),
+                    price_us: self
+                        .price
+                        .weights_given_up((streamed, from.prefill_chunk), (less, chunk)),
+                    layers,
+                    chunk,
+                    ..self.nothing()
+                });
+            }
+        }
+        undominated(all)
+    }
+
+    /// KV that can be given up in steps, by blocks and by type, the less first; each gives more than those before it.
+    pub(crate) fn kv(&self) -> Vec<Less> {
+        let has = self.bounds.blocks_of(self.from.kv_capacity);
+        let block = self.bounds.block;
+        let marks = [self.kv.touched, self.kv.kept, self.kv.used]
+            .map(|tokens| has.saturating_sub(tokens.get().div_ceil(block)));
+        let mut all = Vec::new();
+        for kind in self.kinds() {
+            let most = self.most_blocks(kind);
+            let stride = most.div_ceil(STEPS_MAX).max(1);
+            let steps = (0..=most / stride).map(|step| step * stride);
+            let counts: BTreeSet<u32> = steps
+                .chain(marks.into_iter().filter(|mark| *mark < most))
+                .chain([most])
+                .collect();
+            all.extend(counts.into_iter().map(|blocks| self.without(blocks, kind)));
+        }
+        undominated(all)
+    }
+
+    /// The cheapest plan that gives `bytes`; where there is none, the one that gives most.
+    pub(crate) fn to_give(&self, bytes: Bytes) -> EnginePlan {
+        let mut best: Option<(u64, Bytes, Less, Less)> = None;
+        for weights in std::iter::once(self.nothing()).chain(self.weights()) {
+            let rest = bytes.saturating_sub(weights.gives);
+            for kind in self.kinds() {
+                let kv = self.without(self.fewest_blocks(kind, rest), kind);
+                let gives = weights.gives.saturating_add(kv.gives);
+                let price = weights.price_us.saturating_add(kv.price_us);
+                // What is not enough is the better, the more it gives.
+                let missing = bytes.saturating_sub(gives);
+                let is_better = best.is_none_or(|(least, had, ..)| {
+                    let lacked = bytes.saturating_sub(had);
+                    (missing, price, gives) < (lacked, least, had)
+                });
+                if is_better {
+                    best = Some((price, gives, weights, kv));
+                }
+            }
+        }
+        best.map_or_else(
+            || self.from.clone(),
+            |(_, _, weights, kv)| self.plan_of(&weights, &kv),
+        )
+    }
+
+    /// Plans that each give up one kind of thing more than the one before, in the order of what they take from an answer.
+    pub(crate) fn ladder(&self) -> [EnginePlan; 6] {
+        let (from, bounds, nothing) = (self.from, &self.bounds, self.nothing());
+        let has = bounds.blocks_of(from.kv_capacity);
+        let least = self.kinds().into_iter().min().unwrap_or(from.kv_type);
+        let free = has.saturating_sub(bounds.blocks_min);
+        let most = self.weights().pop().unwrap_or(nothing);
+        let kept = self.kv.kept.get().div_ceil(bounds.block);
+        let kv = |blocks: u32, kind| Less {
+            blocks,
+            kind,
+            ..nothing
+        };
+        let blocks = |blocks: u32, kind| self.plan_of(&nothing, &kv(blocks, kind));
+        let all = kv(self.most_blocks(least), least);
+        let layers = Less {
+            chunk: from.prefill_chunk,
+            ..most
+        };
+        [
+            blocks(free.min(has.saturating_sub(kept)), from.kv_type),
+            blocks(free, from.kv_type),
+            blocks(free, least),
+            self.plan_of(&nothing, &all),
+            self.plan_of(&layers, &all),
+            self.plan_of(&most, &all),
+        ]
+    }
+
+    /// Layers that can be given up, the first to go first.
+    fn layers(&self) -> Vec<u32> {
+        if self.giving.is_serious {
+            self.bounds.layers_to_give(self.from)
+        } else {
+            Vec::new()
+        }
+    }
+
+    /// The types in which KV may be kept.
+    fn kinds(&self) -> Vec<KvType> {
+        let has = self.from.kv_type;
+        let least = if self.giving.is_serious {
+            self.bounds.limits.kv_type_least.min(has)
+        } else {
+            has
+        };
+        let kinds = KvType::ALL.into_iter().rev();
+        kinds.filter(|kind| (least..=has).contains(kind)).collect()
+    }
+
+    fn least_chunk(&self) -> Tokens {
+        let has = self.from.prefill_chunk;
+        if self.giving.chunk && self.giving.is_serious {
+            has.min(self.bounds.limits.prefill_chunk)
+        } else {
+            has
+        }
+    }
+
+    /// Blocks that can be given up where KV is kept as `kind`: the oldest of a running answer only where nothing else of KV
+    /// is left, for only they take something from the answer that nothing brings back.
+    fn most_blocks(&self, kind: KvType) -> u32 {
+        let (bounds, limits) = (&self.bounds, self.bounds.limits);
+        let has = bounds.blocks_of(self.from.kv_capacity);
+        let free = has.saturating_sub(bounds.blocks_min);
+        if !self.giving.is_serious || kind > limits.kv_type_least.min(self.from.kv_type) {
+            return free;
+        }
+        let idle = PlanLimits {
+            kv_used: Tokens::ZERO,
+            ..*limits
+        };
+        let floor = Bounds::new(bounds.shape, &idle).blocks_min;
+        let oldest = self.giving.droppable.get() / bounds.block;
+        free + oldest.min(has.saturating_sub(floor).saturating_sub(free))
+    }
+
+    /// The fewest blocks without which KV as `kind` holds `bytes` less, or all that may go.
+    fn fewest_blocks(&self, kind: KvType, bytes: Bytes) -> u32 {
+        let (mut least, mut most) = (0, self.most_blocks(kind));
+        while least < most {
+            let middle = least + (most - least) / 2;
+            if self.kv_gives(middle, kind) >= bytes {
+                most = middle;
+            } else {
+                least = middle + 1;
+            }
+        }
+        least
+    }
+
+    fn kv_gives(&self, blocks: u32, kind: KvType) -> Bytes {
+        let (kv, from) = (&self.bounds.shape.kv, self.from);
+        let has = self.bounds.blocks_of(from.kv_capacity);
+        kv.blocks_bytes(has, from.kv_type)
+            .saturating_sub(kv.blocks_bytes(has.saturating_sub(blocks), kind))
+    }
+
+    fn without(&self, blocks: u32, kind: KvType) -> Less {
+        let (from, has) = (self.from, self.bounds.blocks_of(self.from.kv_capacity));
+        let left = self.bounds.tokens_of(has.saturating_sub(blocks));
+        Less {
+            gives: self.kv_gives(blocks, kind),
+            price_us: self.price.kv_given_up(
+                (from.kv_capacity, from.kv_type),
+                (left, kind),
+                &self.kv,
+            ),
+            blocks,
+            kind,
+            ..self.nothing()
+        }
+    }
+
+    const fn nothing(&self) -> Less {
+        Less {
+            gives: Bytes::ZERO,
+            price_us: 0,
+            layers: 0,
+            chunk: self.from.prefill_chunk,
+            blocks: 0,
+            kind: self.from.kv_type,
+        }
+    }
+
+    fn plan_of(&self, weights: &Less, kv: &Less) -> EnginePlan {
+        let (from, bounds) = (self.from, &self.bounds);
+        let mut resident = from.resident.clone();
+        for index in self.layers().into_iter().take(weights.layers) {
+            resident.remove(&index);
+        }
+        let has = bounds.blocks_of(from.kv_capacity);
+        EnginePlan {
+            resident,
+            kv_capacity: bounds.tokens_of(has.saturating_sub(kv.blocks)),
+            prefill_chunk: weights.chunk,
+            kv_type: kv.kind,
+        }
+    }
+
+    /// The price of a smaller plan.
+    pub(crate) fn price_of(&self, plan: &EnginePlan) -> u64 {
+        self.price.given_up(self.from, plan, &self.kv)
+    }
+}
+
+/// Drops what gives nothing, and what gives no more than something cheaper; the less comes first.
+fn undominated(mut all: Vec<Less>) -> Vec<Less> {
+    all.sort_by_key(|less| (less.price_us, std::cmp::Reverse(less.gives)));
+    let mut most = Bytes::ZERO;
+    all.retain(|less| {
+        let gives_more = less.gives > most;
+        most = most.max(less.gives);
+        gives_more
+    });
+    all
+}
+
+/// Steps in which KV is weighed. What a step gives too much is kept afterwards.
+const STEPS_MAX: u32 = 16;
