@@ -858,3 +858,35 @@ fn a_grown_worker_is_renewed_for_an_engine_that_streams_once_it_rests_and_has_ru
     let next = first_stop(&mut rig);
     assert!(matches!(next, Some(80..=95)), "{next:?} {:#?}", rig.actions);
 }
+
+/// Of 400 MiB a voice keeps 120 at rest, and could do with 50: a request for 300 can be served once it is renewed, one for 360
+/// cannot.
+#[test]
+fn a_grown_worker_is_renewed_for_a_request_that_only_its_renewal_brings_within_reach() {
+    let rest = RestParams {
+        recycle_leaks: true,
+        ..RestParams::default()
+    };
+    for (needs, is_renewed) in [(300, true), (360, false)] {
+        let mut rig = Rig::with_workers(vec![WorkerParams {
+            peak: mib(120),
+            rest,
+            ..worker("tts", 120)
+        }]);
+        rig.wait(900).ready("tts", 50);
+        rig.wait(10).peak("tts", 52);
+        rig.measure("tts", 50);
+        rig.request("camera", Class::AudioRealtime, 100, 100, 0);
+        rig.granted();
+        rig.wait(10).busy("tts", 1);
+        rig.wait(200).measure("tts", 250);
+        rig.busy("tts", 0);
+        rig.wait(10)
+            .request("microphone", Class::AudioRealtime, needs, needs, 60_000);
+        let stopped = (0..20).any(|_| {
+            rig.wait(200).measure("tts", 250);
+            rig.stops("tts")
+        });
+        assert_eq!(stopped, is_renewed, "{needs}: {:#?}", rig.actions);
+    }
+}
