@@ -2,7 +2,7 @@
 //!
 //! A plan says which layers are resident, how many tokens the KV cache may hold, and how many tokens one prefill chunk has.
 //! Every byte of it can be computed beforehand from the [`ModelShape`], so that the book and the engine speak of the same
-//! number. Larger and smaller plans are in [`plan`](crate::plan).
+//! number. Larger and smaller plans are in `plan`.
 
 use std::collections::BTreeSet;
 
