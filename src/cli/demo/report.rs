@@ -205,7 +205,8 @@ impl Sizes {
             measured <= planned.saturating_add(planned.per_mille(50))
         };
         let [planned, measured] = self.owners.get("llm").copied().unwrap_or_default();
-        let near = measured.saturating_add(self.untouched) >= planned.per_mille(950);
+        // A part of the file's pages and of the workspace may not have been touched yet.
+        let near = measured.saturating_add(self.untouched) >= planned.per_mille(800);
         Check::new(
             "memory is as `plan` said",
             near && self.owners.values().all(|sizes| within(*sizes)),
