@@ -59,7 +59,7 @@ impl Config {
                 last_resort_below: limit(marks.last_resort, defaults.pressure.last_resort_below),
                 hysteresis,
                 dwell: self.budget.dwell.unwrap_or(defaults.pressure.dwell),
-                dwell_by_reading: self.budget.dwell.is_none(),
+                dwell_by_growth: self.budget.dwell.is_none(),
                 grace: self.budget.grace,
                 sample_min: self.budget.sample_min,
                 sample_max: self.budget.sample_max,

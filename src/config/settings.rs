@@ -106,8 +106,8 @@ pub struct BudgetConfig {
     pub watermarks: Watermarks,
     /// How far above a watermark headroom must be to leave its level. Default 2% of the budget.
     pub hysteresis: Option<Watermark>,
-    /// How long headroom must be back before the level falls and the engine grows, 0 s to 1 h. Default: four times as long as
-    /// reading the LLM's layers takes, 1 s to 60 s; without an LLM 60 s.
+    /// How long headroom must be back before the level falls and the engine grows, 0 s to 1 h. Default: ten times as long as
+    /// the LLM's last growth or load took, 1 s to 60 s; without an LLM 60 s.
     pub dwell: Option<Duration>,
     /// How long a shortage that is Elevated may last before anything is shed for it; Critical never waits. Default 2 s,
     /// 0 s to 1 min.

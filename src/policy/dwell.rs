@@ -16,47 +16,62 @@ use cotenant_units::Timestamp;
 /// When something may grow back after a shed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dwell {
-    /// The configured dwell.
+    /// The longest dwell before a back-off.
     span: Duration,
+    /// The shortest: as long where the settings name one.
+    #[serde(default)]
+    least: Duration,
     /// The last shed; nothing grows back within the dwell after it.
     shed_at: Option<Timestamp>,
     /// The last time that something began to grow back, until it is shed again.
     grown_at: Option<Timestamp>,
     /// How often in a row what had grown back was shed again soon.
     regrets: u32,
-    /// How long the last growth of the engine took.
+    /// How long the engine's load took, or its growths between the last two sheds.
     #[serde(default)]
     took: Option<Duration>,
+    /// Whether the next growth is one more since the last shed.
+    #[serde(default)]
+    continues: bool,
 }
 
 impl Dwell {
     /// Before anything was shed.
     #[must_use]
-    pub const fn new(span: Duration) -> Self {
+    pub const fn new(span: Duration, by_growth: bool) -> Self {
         Self {
             span,
+            least: if by_growth { LEAST } else { span },
             shed_at: None,
             grown_at: None,
             regrets: 0,
             took: None,
+            continues: false,
         }
     }
 
     /// Waits for another time from now on.
-    pub const fn set_span(&mut self, span: Duration) {
+    pub const fn set_span(&mut self, span: Duration, by_growth: bool) {
         self.span = span;
+        self.least = if by_growth { LEAST } else { span };
+    }
+
+    /// The dwell without a back-off.
+    #[must_use]
+    pub fn base(&self) -> Duration {
+        self.for_engine(self.span)
     }
 
     /// The rest of the dwell; `None` when something may grow.
     #[must_use]
     pub fn left(&self, now: Timestamp) -> Option<Duration> {
-        self.left_of(self.in_force(), now)
+        self.left_of(self.for_engine(self.backed_off(self.span)), now)
     }
 
     /// The rest of the dwell of workers, whose starts cost their users more than their time; `None` when one may come back.
     #[must_use]
     pub fn left_for_workers(&self, now: Timestamp) -> Option<Duration> {
-        self.left_of(self.backed_off(), now)
+        self.left_of(self.backed_off(self.base()), now)
     }
 
     fn left_of(&self, span: Duration, now: Timestamp) -> Option<Duration> {
@@ -74,6 +89,7 @@ impl Dwell {
     /// A shed was asked for, or memory came back by one.
     pub const fn begin(&mut self, now: Timestamp) {
         self.shed_at = Some(now);
+        self.continues = false;
     }
 
     /// Whether it began at `at`, and nothing was shed since.
@@ -98,39 +114,42 @@ impl Dwell {
         self.grown_at = Some(now);
     }
 
-    /// A growth of the engine has taken so long.
-    pub const fn took(&mut self, took: Duration) {
-        self.took = Some(took);
+    /// The engine's load or a growth of it has taken so long.
+    pub fn took(&mut self, took: Duration) {
+        let before = self.took.filter(|_| self.continues).unwrap_or_default();
+        self.took = Some(before.saturating_add(took));
+        self.continues = true;
     }
 
     /// Something that may have grown back is shed: if it has not stayed for the dwell, the next growth waits longer.
     pub fn undo(&mut self, now: Timestamp) -> Option<GrowthDecision> {
         let stayed = now.saturating_since(self.grown_at.take()?);
-        if stayed >= self.span {
+        if stayed >= self.base() {
             self.regrets = self.regrets.saturating_sub(1);
             return None;
         }
         self.regrets = (self.regrets + 1).min(REGRETS_MAX);
-        let dwell = self.in_force();
+        let dwell = self.for_engine(self.backed_off(self.span));
         Some(GrowthDecision::BackedOff { stayed, dwell })
     }
 
-    const fn backed_off(&self) -> Duration {
-        self.span.saturating_mul(1 << self.regrets)
+    const fn backed_off(&self, dwell: Duration) -> Duration {
+        dwell.saturating_mul(1 << self.regrets)
     }
 
-    /// The back-off of the engine is no longer than what a needless growth costs is worth.
-    fn in_force(&self) -> Duration {
+    /// The engine waits no longer than a needless growth is worth.
+    fn for_engine(&self, dwell: Duration) -> Duration {
         let worth = self.took.map(|took| took.saturating_mul(WORTH));
-        worth.map_or(self.backed_off(), |worth| {
-            self.backed_off().min(worth.max(self.span))
-        })
+        worth.map_or(dwell, |worth| dwell.min(worth.max(self.least)))
     }
 }
 
 /// A needless growth takes at most a tenth of the time until the next one. Our choice: the engine that waits reads as much for
 /// each token.
 const WORTH: u32 = 10;
+
+/// The shortest dwell that the settings do not name. Our choice: a listener takes it for a pause.
+const LEAST: Duration = Duration::from_secs(1);
 
 /// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs
 /// one needless growth in eight minutes, and one that does not come back is noticed within them.
@@ -146,9 +165,10 @@ mod tests {
 
     #[test]
     fn a_growth_that_takes_little_is_not_backed_off_for() {
-        let mut dwell = Dwell::new(Duration::from_secs(3));
+        let mut dwell = Dwell::new(Duration::from_secs(3), false);
         for (took_ms, seconds) in [(10, 3), (440, 4), (2_000, 20), (20_000, 24)] {
             for _ in 0..4 {
+                dwell.begin(at(9));
                 dwell.grown(at(10));
                 dwell.took(Duration::from_millis(took_ms));
                 dwell.undo(at(11));
@@ -158,6 +178,7 @@ mod tests {
             assert_eq!(left.as_secs(), seconds, "{took_ms} ms");
         }
         // What a growth of the engine takes says nothing of a worker.
+        dwell.begin(at(11));
         dwell.took(Duration::from_millis(10));
         dwell.undo(at(11));
         assert_eq!(dwell.left(at(11)).unwrap().as_secs(), 3);
@@ -167,8 +188,26 @@ mod tests {
     }
 
     #[test]
+    fn a_dwell_that_is_left_open_is_ten_times_what_grew_back_took() {
+        let mut dwell = Dwell::new(Duration::from_secs(60), true);
+        assert_eq!(dwell.base().as_secs(), 60, "nothing was loaded");
+        dwell.took(Duration::from_millis(50));
+        assert_eq!(dwell.base().as_secs(), 1, "the load");
+        dwell.begin(at(1));
+        assert_eq!(dwell.base().as_secs(), 1);
+        // Layer by layer.
+        for _ in 0..4 {
+            dwell.took(Duration::from_millis(100));
+        }
+        assert_eq!(dwell.base().as_secs(), 4);
+        dwell.begin(at(9));
+        dwell.took(Duration::from_secs(7));
+        assert_eq!(dwell.base().as_secs(), 60, "a slow disk");
+    }
+
+    #[test]
     fn the_dwell_doubles_with_each_growth_that_does_not_stay_and_halves_with_one_that_does() {
-        let mut dwell = Dwell::new(Duration::from_secs(60));
+        let mut dwell = Dwell::new(Duration::from_secs(60), false);
         assert_eq!(dwell.left(at(0)), None);
         let mut now = 0;
         for seconds in [60, 120, 240, 480, 480] {

@@ -559,12 +559,6 @@ impl EngineControl {
         Some(self.shape.as_ref()?.full_plan(&limits))
     }
 
-    /// How long reading all layers takes, by what is known of its speed.
-    pub(super) fn reads_all_in(&self) -> Option<Duration> {
-        let layers = self.shape.as_ref()?.bytes_without(&BTreeSet::new());
-        Some(Duration::from_micros(self.speed().reading_us(layers)))
-    }
-
     /// What an answer loses because as much as `bytes` of its layers is read from disk for each token, µs.
     pub(super) fn streaming_us(&self, bytes: Bytes) -> u64 {
         let (Some(shape), Some(goal), Some(full), Some(limits)) =

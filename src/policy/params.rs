@@ -110,9 +110,9 @@ pub struct PressureParams {
     pub hysteresis: Bytes,
     /// How long the headroom must stay above before the level falls, and before what was shed grows back. Default 60 s.
     pub dwell: Duration,
-    /// Whether it is shorter where the LLM's weights are read sooner: as long as four readings, at least 1 s. Default no.
+    /// Whether it is shorter where the LLM grows back sooner: ten times as long as that took, at least 1 s. Default no.
     #[serde(default)]
-    pub dwell_by_reading: bool,
+    pub dwell_by_growth: bool,
     /// How long a shortage that is Elevated may last before anything is shed for it. Default 2 s.
     #[serde(default)]
     pub grace: Duration,
@@ -143,7 +143,7 @@ impl PressureParams {
             last_resort_below: budget.per_mille(LAST_RESORT_PER_MILLE),
             hysteresis: budget.per_mille(HYSTERESIS_PER_MILLE),
             dwell: DWELL,
-            dwell_by_reading: false,
+            dwell_by_growth: false,
             grace: GRACE,
             sample_min: SAMPLE_MIN,
             sample_max: SAMPLE_MAX,

@@ -61,7 +61,7 @@ impl State {
             workers: WorkerControl::new(&params.workers),
             peaks,
             draining: false,
-            dwell: Dwell::new(params.pressure.dwell),
+            dwell: Dwell::new(params.pressure.dwell, params.pressure.dwell_by_growth),
             changed_at: Timestamp::START,
             params,
         })
@@ -119,17 +119,12 @@ impl State {
         Ok(())
     }
 
-    /// The dwell by the settings, and by what reading the engine's weights takes.
+    /// The dwell by the settings, and by what the engine's growth takes.
     pub(super) fn renew_dwell(&mut self) {
         let mut limits = self.params.pressure;
-        if limits.dwell_by_reading
-            && let Some(reading) = self.engine.reads_all_in()
-        {
-            let worth = reading.saturating_mul(READINGS).max(DWELL_LEAST);
-            limits.dwell = limits.dwell.min(worth);
-        }
+        self.dwell.set_span(limits.dwell, limits.dwell_by_growth);
+        limits.dwell = self.dwell.base();
         self.pressure.set_params(limits);
-        self.dwell.set_span(limits.dwell);
     }
 
     /// Takes over the settings of a worker, unless it runs.
@@ -374,10 +369,3 @@ const MEASURED_WITHIN: Duration = Duration::from_secs(4);
 /// The shortest time that a worker has, whatever its class: programs that watch for memory pressure look at averages
 /// of 100 ms within 1 s as a rule (systemd's `MemoryPressureThresholdSec=`), and giving 1 GiB back took 151 ms.
 const NOTIFIED_DEADLINE_MIN: Duration = Duration::from_secs(1);
-
-/// Readings of all layers that the dwell is worth: a needless growth takes a quarter of the disk's time at most, and an engine that
-/// streams takes all of it. Our choice; ten were 2 to 4 s for a model of 98 MB beside other work.
-const READINGS: u32 = 4;
-
-/// The shortest dwell that is reckoned by the speed of reading. Our choice: what a listener takes for a pause.
-const DWELL_LEAST: Duration = Duration::from_secs(1);

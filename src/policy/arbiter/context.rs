@@ -261,11 +261,9 @@ fn retry_after(state: &State, denial: &Denial) -> Option<Duration> {
             }
         }
         Denial::StaleSample { .. } => Some(state.params.pressure.sample_max),
-        Denial::PressureHigh { .. } => Some(state.params.pressure.dwell),
+        Denial::PressureHigh { .. } => Some(state.dwell.base()),
         Denial::QuotaExceeded { .. } => Some(state.params.shed.settle),
-        Denial::NotGrowing { wait } => {
-            Some(wait.retry_after().unwrap_or(state.params.pressure.dwell))
-        }
+        Denial::NotGrowing { wait } => Some(wait.retry_after().unwrap_or(state.dwell.base())),
         _ => None,
     }
 }

@@ -35,7 +35,6 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
         let wait = at.saturating_since(cx.state.now);
         cx.decide(EngineDecision::LoadDelayed { wait });
     }
-    cx.state.renew_dwell();
     if let Some(error) = cx.state.floor_out_of_reach() {
         cx.state.engine.refuse(error.to_string(), FITS);
         cx.decide(EngineDecision::FloorExceedsBudget { error });
@@ -97,6 +96,7 @@ pub(super) fn take_applied(
         } => {
             cx.state.engine.blocked.growth = Some(cx.later(cx.state.params.shed.settle));
             cx.state.dwell.took(applied.took);
+            cx.state.renew_dwell();
             let in_force = cx.state.engine.plans.in_force.as_ref();
             let bytes = in_force.map_or(asked.from, |plan| cx.state.engine.bytes_in(plan));
             let stats = &mut cx.record.stats;
@@ -112,7 +112,11 @@ pub(super) fn take_applied(
             cx.note_reclaimed(credited, true);
             cx.state.pressure.came_back(credited, now);
         }
-        Confirmed::Ready | Confirmed::Unchanged => {}
+        Confirmed::Ready => {
+            cx.state.dwell.took(applied.took);
+            cx.state.renew_dwell();
+        }
+        Confirmed::Unchanged => {}
     }
     engine_orders::answer_operators(cx, revision, Ok(applied));
 }
@@ -132,7 +136,7 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
         plan: PlanSize::of(cx.state.engine.shape(), &pending.plan),
         in_force: plan_in_force(cx.state),
     });
-    let (settle, dwell) = (cx.state.params.shed.settle, cx.state.params.pressure.dwell);
+    let (settle, dwell) = (cx.state.params.shed.settle, cx.state.dwell.base());
     // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
     if pending.kind == PlanKind::Shed {
         cx.state.engine.blocked.shed = Some(cx.later(settle));
