@@ -554,6 +554,18 @@ impl EngineControl {
         self.params.as_ref().map(|params| params.mode)
     }
 
+    /// What the engine gives back within milliseconds to a worker that returns: its layers, while it changes none.
+    pub(super) fn lends(&self) -> Bytes {
+        let (Some(shape), Some(plan)) = (&self.shape, &self.plans.in_force) else {
+            return Bytes::ZERO;
+        };
+        if !self.plans.pending.is_empty() || !self.is_ready() {
+            return Bytes::ZERO;
+        }
+        let all = shape.bytes_without(&BTreeSet::new());
+        all.saturating_sub(shape.bytes_without(&plan.resident))
+    }
+
     pub(super) fn full_plan(&self) -> Option<EnginePlan> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
         Some(self.shape.as_ref()?.full_plan(&limits))

@@ -481,7 +481,12 @@ impl State {
             };
             Offer::whole(source, params.class, least, stop.price())
         });
-        let stopped = stopped.filter(|gain| gain.bytes() <= room.min(self.ledger.free()));
+        let free = room.min(self.ledger.free());
+        let lent = self.engine.lends();
+        let stopped = stopped.filter(|gain| {
+            let more_urgent = gain.class < Class::LlmElastic;
+            gain.bytes() <= free.saturating_add(if more_urgent { lent } else { Bytes::ZERO })
+        });
         let variants = self
             .workers
             .values()

@@ -241,6 +241,45 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
     assert!(rig.starts("indexer"));
 }
 
+/// The voice returns after a longer wait than layers: until then they have its room, and then they give it back.
+#[test]
+fn the_room_of_a_stopped_worker_is_lent_to_layers_until_it_may_return() {
+    let mut params = with_engine(params());
+    params.pressure.dwell_by_growth = true;
+    params.workers = vec![of_class(Class::AudioRealtime, worker("voice", 230))];
+    let mut rig = Rig::with_engine_ready_in(params);
+    rig.ready("voice", 230);
+    rig.operator_shed(mib(60));
+    let least = rig.engine_applies().whole_mib();
+    rig.wait(1100).sample(230 + least);
+    let beside = rig.engine_applies();
+    // What has grown is shed again at once, and the voice goes as well.
+    let mut stopped = false;
+    for _ in 0..4 {
+        rig.wait(300).samples(396);
+        if rig.plan_asked().is_some() {
+            rig.engine_applies();
+        }
+        stopped |= rig.stops("voice");
+    }
+    assert!(stopped);
+    rig.wait(10).exits("voice", true, "exit code 0");
+    let mut most = Bytes::ZERO;
+    for _ in 0..60 {
+        let used = rig.held("llm").whole_mib();
+        rig.wait(50).sample(used);
+        if rig.plan_asked().is_some() {
+            rig.engine_applies();
+        }
+        if rig.starts("voice") {
+            break;
+        }
+        most = most.max(rig.held("llm"));
+    }
+    assert!(rig.starts("voice"), "{:#?}", rig.snapshot().engine.waits);
+    assert!(most > beside, "{most}");
+}
+
 #[test]
 fn the_dearer_of_two_stopped_workers_comes_back_first() {
     let with_reload = |name: &str, seconds: u64| WorkerParams {
