@@ -68,9 +68,15 @@ struct RawClient {
 /// As [`load`](super::load()), and when others than its owner may read it. No error shows a key.
 pub fn load_clients(path: &Path) -> Result<Vec<ClientConfig>, LoadError> {
     let read = || {
-        let text = error::read_private(path)?;
+        let text = error::read_private(path).map_err(|kind| match kind {
+            LoadErrorKind::Io(error) => LoadErrorKind::Keys(error),
+            other => other,
+        })?;
         if error::is_too_deep(&text) {
             return Err(LoadErrorKind::TooDeep);
+        }
+        if raw::sets_nothing(&text) {
+            return Err(LoadErrorKind::Empty(error::KEYS_HINT));
         }
         check(&raw::parse(&text)?, &text)
     };
@@ -182,7 +188,26 @@ mod tests {
             ),
             (Class::Batch, 2, Some(Tokens::new(64)))
         );
-        assert_eq!(load("", 0o400), Ok(Vec::new()));
+        assert_eq!(load("clients: []\n", 0o400), Ok(Vec::new()));
+    }
+
+    #[test]
+    fn a_file_of_keys_that_is_missing_or_was_cut_short_is_refused_with_what_to_write() {
+        for text in ["", "# clients\n", "clients:\n"] {
+            let report = load(text, 0o600).unwrap_err();
+            assert!(
+                report.contains("it sets nothing") && report.contains("hint: write `clients: "),
+                "{text:?}: {report}"
+            );
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let report = load_clients(&folder.path().join("none"))
+            .unwrap_err()
+            .report();
+        assert!(
+            report.contains("hint: write `clients: ") && !report.contains("--config"),
+            "{report}"
+        );
     }
 
     #[test]

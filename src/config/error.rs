@@ -65,8 +65,10 @@ pub enum LoadErrorKind {
     Io(io::Error),
     /// It is longer than [`FILE_MAX`].
     TooLong,
-    /// It sets nothing: a write that was cut short, as a rule.
-    Empty,
+    /// The file of keys cannot be read.
+    Keys(io::Error),
+    /// It sets nothing: a write that was cut short, as a rule. With what to write.
+    Empty(&'static str),
     /// It is a model rather than a configuration.
     Model,
     /// Its values are nested deeper than 64 levels.
@@ -89,11 +91,9 @@ impl LoadErrorKind {
                     .to_owned(),
             ],
             Self::Io(_) => Vec::new(),
+            Self::Keys(_) => vec![format!("{KEYS_HINT}; `http.keys_file: none` is for none")],
             Self::Exposed(_) => vec!["it must belong to the supervisor's user or root: `chmod 600 FILE`".to_owned()],
-            Self::Empty => vec![
-                "write what is to run, `llm: {path: …}` or `workers:`; for leases alone `budget: {scope: machine}`"
-                    .to_owned(),
-            ],
+            Self::Empty(write) => vec![(*write).to_owned()],
             Self::TooLong => vec!["is this the right file?".to_owned()],
             Self::Model => {
                 vec!["write `llm: {path: …}` with this path into a configuration, and check that one".to_owned()]
@@ -116,9 +116,9 @@ impl LoadErrorKind {
 impl fmt::Display for LoadErrorKind {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Io(error) => error.fmt(f),
+            Self::Io(error) | Self::Keys(error) => error.fmt(f),
             Self::Exposed(why) => f.write_str(why),
-            Self::Empty => f.write_str("it sets nothing"),
+            Self::Empty(_) => f.write_str("it sets nothing"),
             Self::TooLong => write!(f, "it has more than {FILE_MAX}"),
             Self::Model => f.write_str("it is a GGUF model"),
             Self::TooDeep => write!(f, "its values are nested deeper than {DEPTH_MAX} levels"),
@@ -231,6 +231,10 @@ fn read(file: File) -> Result<String, LoadErrorKind> {
     String::from_utf8(bytes)
         .map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
 }
+
+/// What a file of keys is.
+pub(super) const KEYS_HINT: &str =
+    "write `clients: [{name: …, key: …}]` into a file of the supervisor's user, mode 0600";
 
 /// How a model file begins.
 const GGUF: &[u8] = b"GGUF";

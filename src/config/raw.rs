@@ -8,8 +8,9 @@ use serde::{
     Deserialize, Deserializer,
     de::{self, DeserializeOwned, DeserializeSeed, IgnoredAny, MapAccess, SeqAccess, Visitor},
 };
+use serde_yaml::Value;
 
-use super::error::{Fault, LoadErrorKind};
+use super::error::{Fault, LoadErrorKind, is_too_deep};
 
 /// A scalar as written; absent when the key is not there.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -119,10 +120,18 @@ pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     })
 }
 
-/// Whether a file has no key at all.
+/// Whether a file gives no key a value. An empty list is a value: it says that there is none.
 pub(super) fn sets_nothing(text: &str) -> bool {
-    let is_mark = |line: &str| matches!(line.trim(), "---" | "..." | "{}" | "null" | "~");
-    text.lines().all(|line| is_blank(line) || is_mark(line))
+    fn is_nothing(value: &Value) -> bool {
+        match value {
+            Value::Null => true,
+            Value::Mapping(keys) => keys.values().all(is_nothing),
+            _ => false,
+        }
+    }
+    is_blank(text)
+        || !is_too_deep(text)
+            && serde_yaml::from_str(text).is_ok_and(|value: Value| is_nothing(&value))
 }
 
 /// Comments and white space alone.

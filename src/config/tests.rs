@@ -69,10 +69,13 @@ fn a_file_that_sets_nothing_is_refused_and_one_may_begin_with_a_byte_order_mark(
         "{}\n",
         "\u{feff}",
         "\u{feff}---\n# nothing\n...\n",
+        "llm:\n",
+        "llm: # {path: /m.gguf}\nworkers: ~\nhttp: {}\n",
+        "budget:\n  total:\n",
     ] {
         let error = load_text(text).unwrap_err();
         assert!(
-            matches!(error.kind(), LoadErrorKind::Empty),
+            matches!(error.kind(), LoadErrorKind::Empty(_)),
             "{text:?}: {error:?}"
         );
         assert!(
