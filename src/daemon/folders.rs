@@ -7,6 +7,8 @@ use std::{
     path::Path,
 };
 
+use nix::unistd::{AccessFlags, access};
+
 use super::{
     certificates::certificates_of,
     error::RunError,
@@ -150,20 +152,13 @@ pub fn obstacles(config: &Config) -> Vec<Obstacle> {
             found.extend(could_be_folder(parent).err().map(Obstacle::from));
         }
     }
-    if let Some(journal) = &config.journal {
-        if journal.path.is_dir() {
-            found.push(Obstacle {
-                text: format!(
-                    "cannot write the journal `{}`: it is a folder",
-                    journal.path.display()
-                ),
-                remedy: "set `journal.path` to a file".to_owned(),
-                is_sure: true,
-            });
-        } else if let Some(parent) = journal.path.parent() {
-            found.extend(could_be_folder(parent).err().map(Obstacle::from));
-        }
+    let journal = config.journal.as_ref().map(|journal| &journal.path);
+    if let Some(parent) = journal.and_then(|path| path.parent()) {
+        found.extend(could_be_folder(parent).err().map(Obstacle::from));
     }
+    let own = ["book", "supervisor.lock"].map(|name| config.runtime_dir.join(name));
+    found.extend(own.iter().chain(journal).filter_map(|path| no_file(path)));
+    found.dedup_by(|one, other| one.text == other.text);
     if let Some(tcp) = &config.grpc.tcp
         && let Err(error) = certificates_of(tcp)
     {
@@ -182,10 +177,40 @@ pub fn obstacles(config: &Config) -> Vec<Obstacle> {
     found
 }
 
-/// The listener that has an address, unless it is a supervisor's or systemd's.
+/// What is in the place of a file of ours, or keeps this user from making one there.
+fn no_file(path: &Path) -> Option<Obstacle> {
+    let shown = path.display();
+    let (text, is_sure) = match fs::symlink_metadata(path) {
+        Ok(found) if found.is_file() => return None,
+        Ok(_) => (format!("`{shown}` is no plain file"), true),
+        Err(_) => {
+            let around = path.ancestors().skip(1).find(|around| around.exists())?;
+            // Another user may be the one that starts it.
+            access(around, AccessFlags::W_OK).err()?;
+            let (user, folder) = (nix::unistd::geteuid(), around.display());
+            (format!("uid {user} may not write to `{folder}`"), false)
+        }
+    };
+    Some(Obstacle {
+        text,
+        remedy: "set `runtime_dir`, `state_dir` and `journal.path` to places that the supervisor's user may write".to_owned(),
+        is_sure,
+    })
+}
+
+/// The listener that has an address, unless it is a supervisor's or systemd's; and an address that this user may not have.
 fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
-    let bound = std::net::TcpListener::bind(address);
-    if address.port() == 0 || !bound.is_err_and(|error| error.kind() == io::ErrorKind::AddrInUse) {
+    let refused = std::net::TcpListener::bind(address).err()?.kind();
+    if refused == io::ErrorKind::PermissionDenied {
+        let user = nix::unistd::geteuid();
+        return Some(Obstacle {
+            text: format!("uid {user} may not listen on `{key}: {address}`"),
+            remedy: "write a port of 1024 or more, or give the unit CAP_NET_BIND_SERVICE"
+                .to_owned(),
+            is_sure: false,
+        });
+    }
+    if address.port() == 0 || refused != io::ErrorKind::AddrInUse {
         return None;
     }
     let owner = ports::owner_of(address.port());
@@ -301,7 +326,11 @@ mod tests {
             ),
             (
                 format!("{base}journal: {{path: {sub}}}\n"),
-                "it is a folder",
+                "is no plain file",
+            ),
+            (
+                format!("{base}journal: {{path: /dev/null}}\n"),
+                "`/dev/null` is no plain file",
             ),
         ] {
             let said = said(&with);
@@ -309,6 +338,15 @@ mod tests {
                 said.iter().any(|text| text.contains(named)),
                 "{with}{said:?}"
             );
+        }
+        for name in ["book", "supervisor.lock"] {
+            let path = folder.path().join("sub").join(name);
+            fs::create_dir(&path).unwrap();
+            assert_eq!(
+                said(&base),
+                [format!("`{}` is no plain file", path.display())]
+            );
+            fs::remove_dir(&path).unwrap();
         }
         fs::set_permissions(&sub, fs::Permissions::from_mode(0o777)).unwrap();
         assert!(
