@@ -89,8 +89,8 @@ pub enum RunError {
         /// The folder of its sockets.
         folder: String,
     },
-    /// Another supervisor has its sockets in the same folder.
-    #[error("cannot lock `{path}`, which a supervisor of this folder keeps locked")]
+    /// The folder of the sockets cannot be locked.
+    #[error("cannot lock `{path}`")]
     Place {
         /// The file.
         path: PathBuf,
@@ -131,10 +131,14 @@ impl RunError {
             return Some(hint.to_owned());
         }
         match self {
-            Self::Folder { path, source } if source.kind() == io::ErrorKind::NotADirectory => Some(format!(
-                "a file is in its place, or in that of a folder around it: remove it, or set another folder than {}",
-                path.display()
-            )),
+            Self::Folder { path, source }
+                if matches!(source.kind(), io::ErrorKind::NotADirectory | io::ErrorKind::AlreadyExists) =>
+            {
+                Some(format!(
+                    "a file is in its place, or in that of a folder around it: remove it, or set another folder than {}",
+                    path.display()
+                ))
+            }
             Self::Folder { path, .. } => Some(format!(
                 "create it for this user, or set `runtime_dir` and `state_dir` to folders that it may write ({})",
                 path.display()
@@ -161,13 +165,22 @@ impl RunError {
             Self::Place { source, .. } if source.kind() == io::ErrorKind::PermissionDenied => {
                 Some("remove it, or set `runtime_dir` to a folder that only this user may write to".into())
             }
-            Self::Place { .. } => Some("stop the other supervisor, or set `runtime_dir` to another folder".into()),
+            Self::Place { source, .. } if source.kind() == io::ErrorKind::WouldBlock => {
+                Some("stop the other supervisor, or set `runtime_dir` to another folder".into())
+            }
+            Self::Place { path, .. } => Some(format!(
+                "remove what is in the place of {}, or set `runtime_dir` to another folder",
+                path.display()
+            )),
             Self::Book { .. } => Some("it lies in `runtime_dir`; a damaged one may be removed".into()),
             Self::Lost { .. } => Some("see its log; a new start begins from a clean state".into()),
             Self::Private(error) => error.kind().hints().into_iter().next(),
             Self::Remote {
                 source: RemoteError::Certificates(_),
             } => Some("`cert` and `key` must belong together, and all three files be PEM".into()),
+            Self::Journal {
+                source: JournalError::Open { .. },
+            } => Some("set `journal.path` to a file that this user may write, or to `none`".into()),
             Self::Remote { .. } | Self::Settings(_) | Self::Probe(_) | Self::Params(_) | Self::Journal { .. } | Self::System { .. } => None,
         }
     }
@@ -242,6 +255,32 @@ mod tests {
             let hint = error.hint().unwrap();
             assert!(hint.contains("the file system is full"), "{error}: {hint}");
         }
+    }
+
+    #[test]
+    fn another_supervisor_is_named_only_where_one_keeps_the_lock() {
+        let place = |kind: io::ErrorKind| RunError::Place {
+            path: PathBuf::from("/run/cotenant/supervisor.lock"),
+            source: kind.into(),
+        };
+        let hint = |kind| place(kind).hint().unwrap();
+        assert!(hint(io::ErrorKind::WouldBlock).contains("the other supervisor"));
+        for kind in [
+            io::ErrorKind::IsADirectory,
+            io::ErrorKind::PermissionDenied,
+            io::ErrorKind::StorageFull,
+        ] {
+            let said = format!("{} {}", place(kind), hint(kind));
+            assert!(
+                !said.contains("supervisor of") && !said.contains("other supervisor"),
+                "{said}"
+            );
+        }
+        let folder = RunError::Folder {
+            path: PathBuf::from("/run/cotenant"),
+            source: io::ErrorKind::AlreadyExists.into(),
+        };
+        assert!(folder.hint().unwrap().contains("a file is in its place"));
     }
 
     #[test]

@@ -87,20 +87,20 @@ impl Place {
         };
         let end = Instant::now() + GONE_PATIENCE;
         loop {
-            match lock(&successor.lock) {
-                Ok(lock) => return Ok(Self { lock, successor }),
-                Err(error) => {
-                    let taken = matches!(error.raw_os_error(), Some(libc::EAGAIN | libc::EACCES));
-                    if taken && let Some(pid) = living_owner(&successor.lock) {
-                        return Err(RunError::Running {
-                            pid,
-                            folder: successor.place,
-                        });
-                    }
-                    if !taken || Instant::now() > end {
-                        return Err(failed(error));
-                    }
-                }
+            let locked = match lock(&successor.lock) {
+                Ok(Some(lock)) => return Ok(Self { lock, successor }),
+                locked => locked.map_err(failed),
+            };
+            if let Some(pid) = living_owner(&successor.lock) {
+                return Err(RunError::Running {
+                    pid,
+                    folder: successor.place,
+                });
+            }
+            locked?;
+            if Instant::now() > end {
+                let why = "a supervisor of this folder keeps it locked";
+                return Err(failed(io::Error::new(io::ErrorKind::WouldBlock, why)));
             }
             tokio::time::sleep(GONE_LOOK_EVERY).await;
         }
@@ -253,8 +253,9 @@ impl Inheritance {
     }
 }
 
-/// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`), and writes down whose it is.
-fn lock(path: &Path) -> io::Result<File> {
+/// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`), and writes down whose it is. `None`
+/// where another process has locked it.
+fn lock(path: &Path) -> io::Result<Option<File>> {
     let mut options = OpenOptions::new();
     options
         .read(true)
@@ -273,7 +274,11 @@ fn lock(path: &Path) -> io::Result<File> {
     };
     // SAFETY: the descriptor is open, and `wanted` is a valid `flock` that the kernel reads.
     if unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const wanted) } != 0 {
-        return Err(io::Error::last_os_error());
+        let error = io::Error::last_os_error();
+        return match error.raw_os_error() {
+            Some(libc::EAGAIN | libc::EACCES) => Ok(None),
+            _ => Err(error),
+        };
     }
     let owner = format!(
         "{} {}\n",
@@ -282,7 +287,7 @@ fn lock(path: &Path) -> io::Result<File> {
     );
     file.set_len(0)?;
     file.write_all_at(owner.as_bytes(), 0)?;
-    Ok(file)
+    Ok(Some(file))
 }
 
 /// The supervisor that has written itself into the locked file, where it is still there.
@@ -358,6 +363,21 @@ mod tests {
             "{text}"
         );
         drop(next);
+    }
+
+    #[tokio::test]
+    async fn a_place_that_cannot_be_locked_is_refused_at_once_with_the_reason() {
+        let folder = tempfile::tempdir().unwrap();
+        std::fs::create_dir(folder.path().join("supervisor.lock")).unwrap();
+        let begun = Instant::now();
+        let refused = Place::take(&config_in(folder.path())).await;
+        assert!(begun.elapsed() < GONE_PATIENCE);
+        match refused.err() {
+            Some(RunError::Place { source, .. }) => {
+                assert_eq!(source.kind(), io::ErrorKind::IsADirectory)
+            }
+            other => panic!("{other:?}"),
+        }
     }
 
     #[test]
