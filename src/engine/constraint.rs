@@ -131,7 +131,7 @@ pub(super) fn mask(
             _place: client.place,
         })),
         (_, _, message) => Err(ConstraintError::Schema {
-            message: first_line(&String::from_utf8_lossy(&message)),
+            message: one_line(&String::from_utf8_lossy(&message)),
         }),
     }
 }
@@ -158,10 +158,10 @@ fn wanted_tools<'tools>(
         })
 }
 
-/// The first line of a message, as long as a line.
-fn first_line(message: &str) -> String {
-    let line = message.lines().next().unwrap_or_default();
-    line.chars().take(MESSAGE_CHARS_MAX).collect()
+/// A message in one line, as long as a line: that of a pattern has its cause in the last.
+fn one_line(message: &str) -> String {
+    let words: Vec<&str> = message.split_whitespace().collect();
+    words.join(" ").chars().take(MESSAGE_CHARS_MAX).collect()
 }
 
 /// Lets through what keeps an answer in its form.
@@ -202,7 +202,7 @@ impl FormMask {
         match self.job.receive()? {
             (kind, body) if kind == wanted => Ok(body),
             (_, message) => Err(MaskError::Form {
-                message: first_line(&String::from_utf8_lossy(&message)),
+                message: one_line(&String::from_utf8_lossy(&message)),
             }),
         }
     }
@@ -270,7 +270,7 @@ impl TokenMask for FormMask {
                 (Kind::Complete, _) => self.complete = true,
                 (_, message) => {
                     return Err(MaskError::Form {
-                        message: first_line(&String::from_utf8_lossy(&message)),
+                        message: one_line(&String::from_utf8_lossy(&message)),
                     });
                 }
             }
@@ -543,7 +543,8 @@ mod tests {
             refused(json!({"$dynamicRef": "#x"})).unwrap(),
             "`$dynamicRef` is not supported"
         );
-        assert!(refused(json!({"type": "string", "pattern": "("})).is_some());
+        let pattern = refused(json!({"type": "string", "pattern": "("})).unwrap();
+        assert!(pattern.contains("unclosed group"), "{pattern}");
         let none = compile(
             &AnswerForm::ToolCall { name: None },
             &[],
