@@ -302,11 +302,13 @@ impl HttpSpeechClient {
         if status.is_success() {
             return Ok(response);
         }
-        let said = Limited::new(response.into_body(), REFUSAL_BYTES_MAX)
-            .collect()
-            .await;
-        let said = said.map(|body| String::from_utf8_lossy(&body.to_bytes()).into_owned());
-        let said = said.unwrap_or_default();
+        let (mut body, mut said) = (response.into_body(), Vec::new());
+        while said.len() < REFUSAL_BYTES_MAX
+            && let Ok(Some(piece)) = self.piece(&mut body).await
+        {
+            said.extend_from_slice(&piece);
+        }
+        let said = String::from_utf8_lossy(&said).into_owned();
         let message = serde_json::from_str::<Value>(&said).ok().and_then(|body| {
             let error = body.get("error")?;
             let text = error.get("message").or(Some(error))?.as_str()?;
@@ -315,7 +317,11 @@ impl HttpSpeechClient {
         let text = brief(&message.unwrap_or(said));
         Err(ClientError::Refused {
             endpoint: self.endpoint(),
-            text: format!("{status}: {text}"),
+            text: if text.is_empty() {
+                status.to_string()
+            } else {
+                format!("{status}: {text}")
+            },
             code: matches!(status.as_u16(), 400 | 413 | 415 | 422).then(|| BAD_REQUEST.to_owned()),
         })
     }
@@ -592,6 +598,54 @@ mod tests {
         assert!(
             !client(HttpShape::Whisper).takes_speed() && asked(HttpShape::Whisper, 1.0).is_none()
         );
+    }
+
+    #[tokio::test]
+    async fn a_refusal_is_shown_however_long_it_is() {
+        use std::io::{Read as _, Write as _};
+
+        let says = |text: String| {
+            let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let server = std::thread::spawn(move || {
+                let (mut client, _) = listener.accept().unwrap();
+                let _ = client.read(&mut [0; 1 << 16]);
+                let head = format!(
+                    "HTTP/1.1 400 Bad Request\r\ncontent-length: {}\r\n\r\n",
+                    text.len()
+                );
+                // The client has read enough at some point.
+                let _ = client.write_all(head.as_bytes());
+                let _ = client.write_all(text.as_bytes());
+                let _ = client.read_to_end(&mut Vec::new());
+            });
+            (address, server)
+        };
+        for (text, shown) in [
+            (String::new(), "400 Bad Request".to_owned()),
+            (
+                "no such voice".to_owned(),
+                "400 Bad Request: no such voice".to_owned(),
+            ),
+            (
+                "E".repeat(1 << 20),
+                format!("400 Bad Request: {}…", "E".repeat(300)),
+            ),
+        ] {
+            let (address, server) = says(text);
+            let client = HttpSpeechClient::new(
+                address,
+                HttpShape::Openai,
+                "m".to_owned(),
+                ClientTimeouts::default(),
+            );
+            let recording = MonoAudio::new(16_000, vec![0; 160]);
+            match client.hear(&recording, None).await {
+                Err(ClientError::Refused { text, .. }) => assert_eq!(text, shown),
+                other => panic!("{other:?}"),
+            }
+            server.join().unwrap();
+        }
     }
 
     #[test]
