@@ -115,7 +115,6 @@ impl Journal {
             file,
             observer,
             lost: Arc::clone(&lost),
-            failing: false,
             loss_logged: None,
             wants_checkpoint: Arc::clone(&wants_checkpoint),
         };
@@ -226,7 +225,6 @@ struct Writer<F> {
     file: Option<Rotating>,
     observer: F,
     lost: Arc<Lost>,
-    failing: bool,
     /// When it was logged last that lines were lost.
     loss_logged: Option<Instant>,
     wants_checkpoint: Arc<AtomicBool>,
@@ -263,11 +261,8 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
             }
         };
         if let Content::Dropped { lines } = entry.content
-            && self
-                .loss_logged
-                .is_none_or(|at| at.elapsed() >= LOSS_LOGGED_EVERY)
+            && self.is_to_be_logged()
         {
-            self.loss_logged = Some(Instant::now());
             warn!(
                 lines,
                 "the journal has lost lines: its disk was too slow for them"
@@ -287,16 +282,24 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
     }
 
     fn judge(&mut self, result: &io::Result<()>) {
-        match result {
-            Ok(()) => self.failing = false,
-            Err(error) => {
-                self.lost.failed.fetch_add(1, Ordering::Relaxed);
-                // Once for each series of failures: a full disk is not helped by a full log.
-                if !std::mem::replace(&mut self.failing, true) {
-                    warn!(%error, "cannot write the journal");
-                }
+        if let Err(error) = result {
+            self.lost.failed.fetch_add(1, Ordering::Relaxed);
+            if self.is_to_be_logged() {
+                warn!(%error, "cannot write the journal: its lines are lost meanwhile");
             }
         }
+    }
+
+    /// Whether a loss is logged, and not only counted: a full disk takes a short line now and then, and is not helped by a
+    /// full log.
+    fn is_to_be_logged(&mut self) -> bool {
+        let is_due = self
+            .loss_logged
+            .is_none_or(|at| at.elapsed() >= LOSS_LOGGED_EVERY);
+        if is_due {
+            self.loss_logged = Some(Instant::now());
+        }
+        is_due
     }
 }
 
@@ -488,6 +491,29 @@ mod tests {
                 .sequence,
             20
         );
+    }
+
+    #[test]
+    fn a_disk_that_takes_a_line_now_and_then_is_logged_once() {
+        let (_queue, lines) = sync_channel(1);
+        let mut writer = Writer {
+            lines,
+            file: None,
+            observer: |_: &JournalEntry, _: &str| {},
+            lost: Arc::default(),
+            loss_logged: None,
+            wants_checkpoint: Arc::default(),
+        };
+        let full = || Err(io::ErrorKind::StorageFull.into());
+        writer.judge(&full());
+        let logged = writer.loss_logged;
+        assert!(logged.is_some());
+        for _ in 0..3 {
+            writer.judge(&Ok(()));
+            writer.judge(&full());
+        }
+        assert_eq!(writer.loss_logged, logged);
+        assert_eq!(writer.lost.failed.load(Ordering::Relaxed), 4);
     }
 
     #[test]
