@@ -328,10 +328,6 @@ fn call_hint(status: &Status) -> Option<String> {
         .get_details_retry_info()
         .and_then(|info| info.retry_delay);
     match (reason.as_deref(), retry) {
-        (Some("DRAINING"), _) => Some(
-            "the supervisor is draining and admits nothing new; `cotenant drain --off` ends that"
-                .to_owned(),
-        ),
         (Some("STOPPING"), _) => {
             Some("the supervisor is stopping; start it again first".to_owned())
         }
@@ -372,6 +368,19 @@ mod tests {
     use cotenant_policy::denial::Denial;
     use cotenant_rpc::status::{CallError, of_denial};
     use cotenant_units::Bytes;
+
+    #[test]
+    fn a_drain_is_ended_by_the_command_that_the_hint_names() {
+        let status = of_denial(
+            &Denial::Draining {
+                tenant: "camera".to_owned(),
+                asked: Bytes::from_mib(1),
+            },
+            None,
+        );
+        let hint = CliError::Call(status).hint().unwrap();
+        assert!(hint.contains("`cotenant drain --off`"), "{hint}");
+    }
 
     #[test]
     fn what_a_terminal_would_obey_is_shown_and_not_sent() {

@@ -317,7 +317,10 @@ impl Denial {
             Self::StaleSample { .. } => {
                 Some("let the request wait until the machine is read again".to_owned())
             }
-            Self::Draining { .. } => Some("ask again when the supervisor is back".to_owned()),
+            Self::Draining { .. } => Some(
+                "ask again later: an operator ends it by `cotenant drain --off`, or a restart does"
+                    .to_owned(),
+            ),
             Self::Invalid {
                 problem: Problem::NotBetween { .. },
                 ..
