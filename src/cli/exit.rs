@@ -270,6 +270,9 @@ fn call_text(status: &Status) -> String {
                 status.message()
             )
         }
+        Code::Unimplemented => {
+            "the supervisor does not serve this call at this endpoint".to_owned()
+        }
         // Over TLS a connection that breaks off may leave a status without a word.
         code if status.message().is_empty() => {
             let cause = status
@@ -338,6 +341,10 @@ fn call_hint(status: &Status) -> Option<String> {
         (None, _) if matches!(status.code(), Code::Cancelled | Code::DeadlineExceeded) => {
             Some("the supervisor did not answer in time; allow more with --timeout".to_owned())
         }
+        (None, _) if status.code() == Code::Unimplemented => Some(
+            "leases are served on the sockets of its own machine alone; any other call may be of another version"
+                .to_owned(),
+        ),
         _ => remedy(status),
     }
 }
@@ -380,6 +387,17 @@ mod tests {
         );
         let hint = CliError::Call(status).hint().unwrap();
         assert!(hint.contains("`cotenant drain --off`"), "{hint}");
+    }
+
+    #[test]
+    fn a_call_that_is_not_served_says_where_it_would_be() {
+        let error = CliError::Call(Status::unimplemented(""));
+        assert_eq!(
+            error.to_string(),
+            "the supervisor does not serve this call at this endpoint"
+        );
+        assert!(error.hint().is_some_and(|hint| hint.contains("leases")));
+        assert_eq!(error.code(), REFUSED);
     }
 
     #[test]
