@@ -292,7 +292,8 @@ fn waits(state: &State) -> Option<GrowthWait> {
     if state.draining {
         Some(GrowthWait::Draining)
     } else if level != PressureLevel::Normal {
-        Some(GrowthWait::Pressure { level })
+        let left = state.pressure.dwell_left(state.now);
+        Some(GrowthWait::Pressure { level, left })
     } else if let Some(left) = state.dwell.left(state.now) {
         Some(GrowthWait::Dwell { left })
     } else if state.a_request_waits() {
@@ -378,7 +379,8 @@ pub(super) fn capacity_plan(
     }
     let level = state.pressure.level();
     if level == PressureLevel::Critical && !is_running {
-        return Err(GrowthWait::Pressure { level });
+        let left = state.pressure.dwell_left(state.now);
+        return Err(GrowthWait::Pressure { level, left });
     }
     let (shape, limits, goal) = may_grow(state)?;
     let room = room(state).unwrap_or_default();
@@ -409,6 +411,8 @@ pub(super) fn capacity_plan(
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
     use crate::{
         params::{EngineParams, Params, Scope},
@@ -453,5 +457,23 @@ mod tests {
         assert!(matches!(next(&state), Err(GrowthWait::Dwell { .. })));
         state.draining = true;
         assert_eq!(next(&state), Err(GrowthWait::Draining));
+    }
+
+    #[test]
+    fn a_level_that_only_dwells_says_when_that_ends() {
+        let at = |left| GrowthWait::Pressure {
+            level: PressureLevel::Elevated,
+            left,
+        };
+        let left = Duration::from_millis(1500);
+        assert_eq!(at(None).to_string(), "pressure is Elevated");
+        assert_eq!(
+            at(Some(left)).to_string(),
+            "pressure stays Elevated until its dwell ends in 1.5 s"
+        );
+        assert_eq!(at(Some(left)).retry_after(), Some(left));
+        let of_before: GrowthWait =
+            serde_json::from_str("{\"wait\": \"pressure\", \"level\": \"elevated\"}").unwrap();
+        assert_eq!(of_before, at(None));
     }
 }

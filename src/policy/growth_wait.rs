@@ -16,8 +16,13 @@ pub enum GrowthWait {
     NotLoaded,
     /// The supervisor drains.
     Draining,
-    /// The level is not Normal.
-    Pressure { level: PressureLevel },
+    /// The level is not Normal; with how long it still dwells, where the headroom is above what it is left at. A journal of before
+    /// has no time.
+    Pressure {
+        level: PressureLevel,
+        #[serde(default)]
+        left: Option<Duration>,
+    },
     /// Requests wait for memory.
     Requests { waiting: u32 },
     /// The last sample is older than the last change of what is held.
@@ -60,6 +65,7 @@ impl GrowthWait {
     pub const fn retry_after(&self) -> Option<Duration> {
         match self {
             Self::Dwell { left } | Self::Settling { left } => Some(*left),
+            Self::Pressure { left, .. } => *left,
             _ => None,
         }
     }

@@ -381,6 +381,13 @@ impl Pressure {
         self.level
     }
 
+    /// How long the level still dwells, where the headroom is above what it is left at.
+    #[must_use]
+    pub fn dwell_left(&self, now: Timestamp) -> Option<Duration> {
+        let lasted = now.saturating_since(self.calm.as_ref()?.since);
+        Some(self.params.dwell.saturating_sub(lasted))
+    }
+
     /// The headroom of the last sample.
     #[must_use]
     pub fn headroom(&self) -> Option<Bytes> {

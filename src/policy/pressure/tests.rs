@@ -38,6 +38,7 @@ fn level_rises_with_the_second_sample_and_falls_only_after_the_dwell_time() {
         observe(&mut pressure, 1010, 125),
         Some(PressureLevel::Elevated)
     );
+    assert_eq!(pressure.dwell_left(Timestamp::from_millis(1010)), None);
     for second in 2..12 {
         assert_eq!(
             observe(&mut pressure, second * 1000, 400),
@@ -45,6 +46,8 @@ fn level_rises_with_the_second_sample_and_falls_only_after_the_dwell_time() {
             "{second} s"
         );
     }
+    let left = pressure.dwell_left(Timestamp::from_millis(11_500));
+    assert_eq!(left, Some(Duration::from_millis(500)));
     assert_eq!(
         observe(&mut pressure, 12_000, 400),
         Some(PressureLevel::Normal)

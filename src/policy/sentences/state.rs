@@ -16,7 +16,15 @@ impl Display for GrowthWait {
         match self {
             Self::NotLoaded => f.write_str("the engine is not loaded"),
             Self::Draining => f.write_str("the supervisor is draining"),
-            Self::Pressure { level } => write!(f, "pressure is {level}"),
+            Self::Pressure { level, left: None } => write!(f, "pressure is {level}"),
+            Self::Pressure {
+                level,
+                left: Some(left),
+            } => write!(
+                f,
+                "pressure stays {level} until its dwell ends in {:.1} s",
+                left.as_secs_f64()
+            ),
             Self::Requests { waiting: 1 } => f.write_str("1 request waits for memory"),
             Self::Requests { waiting } => write!(f, "{waiting} requests wait for memory"),
             Self::Sample => f.write_str("no sample is newer than the last change"),
