@@ -26,11 +26,7 @@ pub(super) fn visible(command: &Command) -> Command {
 /// # Errors
 /// When a page cannot be written.
 pub(super) fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
-    let pages: Vec<String> = command
-        .get_subcommands()
-        .filter(|one| !one.is_hide_set())
-        .map(|one| one.get_name().to_owned())
-        .collect();
+    let pages = pages(&command);
     clap_mangen::generate_to(command, folder)?;
     for name in &pages {
         let path = folder.join(format!("cotenant-{name}.1"));
@@ -41,6 +37,20 @@ pub(super) fn write_pages(command: Command, folder: &Path) -> io::Result<()> {
     let mut whole = fs::read(&path)?;
     sections("").to_writer(&mut whole)?;
     fs::write(path, whole)
+}
+
+/// The names of the pages below that of a command.
+fn pages(command: &Command) -> Vec<String> {
+    let shown = command.get_subcommands().filter(|one| !one.is_hide_set());
+    shown
+        .flat_map(|one| {
+            let name = one.get_name();
+            let below = pages(one)
+                .into_iter()
+                .map(move |page| format!("{name}-{page}"));
+            std::iter::once(name.to_owned()).chain(below)
+        })
+        .collect()
 }
 
 fn sections(name: &str) -> Roff {
@@ -205,6 +215,10 @@ mod tests {
                 assert!(text.contains(section), "{page}: {section}: {text}");
             }
             assert!(text.contains(line), "{page}: {text}");
+        }
+        for page in fs::read_dir(folder.path()).unwrap() {
+            let text = fs::read_to_string(page.unwrap().path()).unwrap();
+            assert!(text.contains("EXIT STATUS"), "{text}");
         }
         assert!(!folder.path().join("cotenant-text-helper.1").exists());
     }
