@@ -619,6 +619,55 @@ mod tests {
     }
 
     #[test]
+    fn values_between_tags_have_the_types_that_their_schema_allows() {
+        let tool = serde_json::json!({"type": "function", "function": {"name": "f", "parameters": {
+            "type": "object",
+            "properties": {
+                "code": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+                "day": {"$ref": "#/$defs/Day"},
+                "either": {"type": ["number", "string"]},
+                "level": {"type": "integer"},
+                "list": {"anyOf": [{"type": "array"}, {"type": "null"}]},
+                "loop": {"$ref": "#/$defs/Loop"},
+                "open": {},
+            },
+            "$defs": {"Day": {"enum": ["1", "2"]}, "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}]}},
+        }}});
+        let read = |parameter: &str, value: &str| {
+            let mut reader = AnswerReader::new(std::slice::from_ref(&tool));
+            reader.set_style(TAGGED);
+            let answer = format!(
+                "<tool_call>\n<function=f>\n<parameter={parameter}>\n{value}\n</parameter>\n</function>\n</tool_call>"
+            );
+            match reader.push(&answer).as_slice() {
+                [AnswerPart::ToolCall { arguments, .. }] => arguments.clone(),
+                parts => panic!("{parts:?}"),
+            }
+        };
+        for (parameter, value, expected) in [
+            ("code", "02134", r#"{"code":"02134"}"#),
+            ("code", "true", r#"{"code":"true"}"#),
+            ("code", "null", r#"{"code":null}"#),
+            ("code", r#""quoted""#, r#"{"code":"quoted"}"#),
+            ("code", "", r#"{"code":""}"#),
+            ("day", "1", r#"{"day":"1"}"#),
+            ("either", "7", r#"{"either":7}"#),
+            ("either", "7 and more", r#"{"either":"7 and more"}"#),
+            ("level", "7", r#"{"level":7}"#),
+            ("level", "high", r#"{"level":"high"}"#),
+            // Models leave the tags empty where they mean nothing.
+            ("level", "", "{}"),
+            ("list", "", "{}"),
+            ("list", "['a', None]", r#"{"list":["a",null]}"#),
+            ("loop", "7", r#"{"loop":7}"#),
+            ("open", "7", r#"{"open":7}"#),
+            ("unknown", "", r#"{"unknown":""}"#),
+        ] {
+            assert_eq!(read(parameter, value), expected, "{parameter}: {value}");
+        }
+    }
+
+    #[test]
     fn a_bare_call_is_one_only_if_it_is_the_whole_answer() {
         let style = AnswerStyle {
             thoughts: Thoughts::None,

@@ -9,7 +9,7 @@
 //! | `call:name{key:<escape>text<escape>}` | FunctionGemma |
 //! | `<｜tool▁call▁begin｜>name<｜tool▁sep｜>{…}` | DeepSeek's distillates |
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use serde_json::{Map, Value};
 
@@ -23,8 +23,8 @@ pub(super) struct Functions(BTreeMap<String, Vec<Parameter>>);
 #[derive(Debug)]
 struct Parameter {
     name: String,
-    /// Its value is a text, whatever that looks like.
-    is_text: bool,
+    /// The types that its value may have; `None` where that is open.
+    types: Option<BTreeSet<&'static str>>,
 }
 
 impl Functions {
@@ -33,15 +33,14 @@ impl Functions {
         let functions = tools.iter().filter_map(|tool| tool.get("function"));
         let declared = functions.filter_map(|function| {
             let name = function.get("name")?.as_str()?;
-            let properties = function
-                .get("parameters")
-                .and_then(|schema| schema.get("properties")?.as_object());
+            let root = function.get("parameters").unwrap_or(&Value::Null);
+            let properties = root.get("properties").and_then(Value::as_object);
             let parameters = properties
                 .into_iter()
                 .flatten()
                 .map(|(name, schema)| Parameter {
                     name: name.clone(),
-                    is_text: schema.get("type").and_then(Value::as_str) == Some("string"),
+                    types: types(root, schema, &mut { REFERENCES_MAX }),
                 });
             Some((name.to_owned(), parameters.collect()))
         });
@@ -67,9 +66,62 @@ impl Functions {
             .max_by_key(|name| name.len())
     }
 
-    fn is_text(&self, function: &str, parameter: &str) -> bool {
+    /// The value that `written` is between the tags of a parameter, which do not tell `"12"` from `12`; `None` where nothing is
+    /// written for one that takes no text.
+    fn value(&self, function: &str, parameter: &str, written: &str) -> Option<Value> {
         let mut parameters = self.0.get(function).into_iter().flatten();
-        parameters.any(|known| known.name == parameter && known.is_text)
+        let known = parameters.find(|known| known.name == parameter);
+        let types = known.and_then(|known| known.types.as_ref());
+        let takes = |kind: &str| types.is_none_or(|types| types.contains(kind));
+        let is_text = types.is_some_and(|types| types.len() == 1) && takes("string");
+        if !takes("string") && written.trim().is_empty() {
+            return None;
+        }
+        let read = literal::parse(written).filter(|value| {
+            let fits = takes(kind(value)) || value.is_number() && takes("number");
+            !is_text && (fits || !takes("string"))
+        });
+        Some(read.unwrap_or_else(|| written.into()))
+    }
+}
+
+/// The types that a schema in `root` lets a value have; `None` where that is open.
+fn types(root: &Value, schema: &Value, references: &mut u8) -> Option<BTreeSet<&'static str>> {
+    if let Some(reference) = schema.get("$ref") {
+        let place = reference.as_str()?.strip_prefix('#')?;
+        *references = references.checked_sub(1)?;
+        return types(root, root.pointer(place)?, references);
+    }
+    if let Some(named) = schema.get("type") {
+        let named = named
+            .as_array()
+            .map_or(std::slice::from_ref(named), Vec::as_slice);
+        let known = |name: &Value| TYPES.into_iter().find(|known| name == known);
+        return named.iter().map(known).collect();
+    }
+    if let Some(values) = schema.get("enum").and_then(Value::as_array) {
+        return Some(values.iter().map(kind).collect());
+    }
+    let either = ["anyOf", "oneOf"]
+        .iter()
+        .find_map(|keyword| schema.get(keyword)?.as_array())?;
+    let types: Option<Vec<_>> = either
+        .iter()
+        .map(|schema| types(root, schema, references))
+        .collect();
+    Some(types?.into_iter().flatten().collect())
+}
+
+/// The type of a value.
+fn kind(value: &Value) -> &'static str {
+    match value {
+        Value::Null => "null",
+        Value::Bool(_) => "boolean",
+        Value::Number(number) if number.is_f64() => "number",
+        Value::Number(_) => "integer",
+        Value::String(_) => "string",
+        Value::Array(_) => "array",
+        Value::Object(_) => "object",
     }
 }
 
@@ -252,12 +304,9 @@ impl CallParser<'_> {
             // The line breaks around a value belong to the tags.
             let value = value.strip_prefix('\n').unwrap_or(value);
             let value = value.strip_suffix('\n').unwrap_or(value);
-            let value = if self.functions.is_text(name, key) {
-                Value::from(value)
-            } else {
-                literal::parse(value).unwrap_or_else(|| Value::from(value))
-            };
-            arguments.insert(key.to_owned(), value);
+            if let Some(value) = self.functions.value(name, key, value) {
+                arguments.insert(key.to_owned(), value);
+            }
             rest = after;
         }
     }
@@ -720,6 +769,11 @@ fn closed(text: &str, at: usize, open: &[char]) -> String {
     before.chars().chain(open.iter().rev().copied()).collect()
 }
 
+const TYPES: [&str; 7] = [
+    "array", "boolean", "integer", "null", "number", "object", "string",
+];
+/// References that are followed for the types of one parameter. Our choice: it is open behind them, as where it refers to itself.
+const REFERENCES_MAX: u8 = 16;
 const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
