@@ -18,7 +18,7 @@ mod literal;
 
 use self::calls::{CLOSERS, CallParser, Found, Functions, SEPARATORS};
 use super::{tokenizer::Tokenizer, tool_format::ToolFormat};
-use cotenant_conversation::AnswerPart;
+use cotenant_conversation::{AnswerPart, Prompt};
 
 /// How an answer is to be read.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -36,9 +36,36 @@ pub enum Thoughts {
     #[default]
     None,
     /// The prompt ends in the middle of them.
-    Open,
+    Open(ThoughtTags),
     /// The answer may begin with them.
-    Perhaps,
+    Perhaps(ThoughtTags),
+}
+
+/// The tags around a model's thoughts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ThoughtTags {
+    pub(super) begin: &'static str,
+    pub(super) end: &'static str,
+}
+
+impl ThoughtTags {
+    const ALL: [Self; 2] = [
+        Self {
+            begin: "<think>",
+            end: "</think>",
+        },
+        // Magistral and Ministral.
+        Self {
+            begin: "[THINK]",
+            end: "[/THINK]",
+        },
+    ];
+
+    /// Those that a template writes or looks for.
+    pub(super) fn of(template: &str) -> Option<Self> {
+        let mut all = Self::ALL.into_iter();
+        all.find(|tags| template.contains(tags.end))
+    }
 }
 
 /// Takes an answer apart as it comes.
@@ -64,7 +91,7 @@ enum State {
     /// Perhaps a call.
     Call(Opener),
     Text,
-    Thinking,
+    Thinking(ThoughtTags),
 }
 
 /// Text with which calls begin.
@@ -95,8 +122,8 @@ impl AnswerReader {
     pub fn set_style(&mut self, style: AnswerStyle) {
         self.style = style;
         self.state = match style.thoughts {
-            Thoughts::Open => State::Thinking,
-            Thoughts::None | Thoughts::Perhaps => State::Beginning,
+            Thoughts::Open(tags) => State::Thinking(tags),
+            Thoughts::None | Thoughts::Perhaps(_) => State::Beginning,
         };
     }
 
@@ -135,7 +162,7 @@ impl AnswerReader {
             }
             _ => while self.step(true, &mut parts) {},
         }
-        if self.state == State::Thinking {
+        if matches!(self.state, State::Thinking(_)) {
             let held = std::mem::take(&mut self.held);
             self.thought(&held, &mut parts);
         } else {
@@ -149,15 +176,17 @@ impl AnswerReader {
         match self.state {
             State::Beginning => {
                 let begun = self.held.trim_start();
-                if begun.is_empty()
-                    || (self.style.thoughts == Thoughts::Perhaps && is_begun(begun, THINK))
-                {
+                let tags = match self.style.thoughts {
+                    Thoughts::Perhaps(tags) => Some(tags),
+                    Thoughts::None | Thoughts::Open(_) => None,
+                };
+                if begun.is_empty() || tags.is_some_and(|tags| is_begun(begun, tags.begin)) {
                     return false;
                 }
                 let lead = self.held.len() - begun.len();
-                if self.style.thoughts == Thoughts::Perhaps && begun.starts_with(THINK) {
-                    self.held.drain(..lead + THINK.len());
-                    self.state = State::Thinking;
+                if let Some(tags) = tags.filter(|tags| begun.starts_with(tags.begin)) {
+                    self.held.drain(..lead + tags.begin.len());
+                    self.state = State::Thinking(tags);
                 } else if let Some(format) = self.style.tools {
                     self.state = State::Call(Opener {
                         tag: "",
@@ -171,17 +200,17 @@ impl AnswerReader {
                 }
                 true
             }
-            State::Thinking => {
-                let at = self.held.find(THOUGHT);
-                let end = at.unwrap_or_else(|| held_back(&self.held, &[THOUGHT]));
+            State::Thinking(tags) => {
+                let at = self.held.find(tags.end);
+                let end = at.unwrap_or_else(|| held_back(&self.held, &[tags.end]));
                 let clear: String = self.held.drain(..end).collect();
                 self.thought(&clear, parts);
                 if at.is_some() {
-                    self.held.drain(..THOUGHT.len());
+                    self.held.drain(..tags.end.len());
                     (self.any_text, self.state) = (false, State::Beginning);
                     self.space.clear();
                     // They come once.
-                    self.style.thoughts = Thoughts::Open;
+                    self.style.thoughts = Thoughts::Open(tags);
                 }
                 at.is_some()
             }
@@ -393,18 +422,26 @@ fn is_tag_begun(text: &str) -> bool {
             .any(|opener| opener.tag.starts_with(['<', '[']) && is_begun(text, opener.tag))
 }
 
-const THINK: &str = "<think>";
-/// What ends the thoughts.
-pub(super) const THOUGHT: &str = "</think>";
 const FENCE: &str = "```";
 /// Languages under which models write calls in a code fence.
 const FENCE_LANGUAGES: [&str; 6] = ["", "json", "tool_call", "tool_code", "python", "xml"];
 
-/// The control tokens of a vocabulary with which calls are written, and their texts.
-pub(super) fn call_tags(tokenizer: &Tokenizer) -> Vec<(u32, &'static str)> {
-    CALL_TAGS
-        .iter()
-        .filter_map(|text| Some((tokenizer.control(text)?, *text)))
+/// The control tokens of a vocabulary with which the answer to `prompt` writes thoughts and calls, and their texts.
+pub(super) fn answer_tags(
+    tokenizer: &Tokenizer,
+    template: &str,
+    prompt: &Prompt,
+) -> Vec<(u32, &'static str)> {
+    let thinks = matches!(prompt, Prompt::Chat(conversation) if !conversation.continues);
+    let thoughts = ThoughtTags::of(template).filter(|_| thinks);
+    let thoughts = thoughts.map(|tags| [tags.begin, tags.end]);
+    let calls = (!prompt.tools().is_empty()).then_some(CALL_TAGS);
+    let texts = thoughts
+        .into_iter()
+        .flatten()
+        .chain(calls.into_iter().flatten());
+    texts
+        .filter_map(|text| Some((tokenizer.control(text)?, text)))
         .collect()
 }
 
@@ -569,8 +606,10 @@ mod tests {
         }
     }
 
+    const THINK: ThoughtTags = ThoughtTags::ALL[0];
+
     const TAGGED: AnswerStyle = AnswerStyle {
-        thoughts: Thoughts::Perhaps,
+        thoughts: Thoughts::Perhaps(THINK),
         tools: Some(ToolFormat::Tagged),
     };
 
@@ -591,9 +630,26 @@ mod tests {
     }
 
     #[test]
+    fn thoughts_of_mistrals_models_have_tags_of_their_own() {
+        let mistral = ThoughtTags::of("[THINK]{{ thoughts }}[/THINK]").unwrap();
+        let style = AnswerStyle {
+            thoughts: Thoughts::Perhaps(mistral),
+            tools: Some(ToolFormat::Mistral),
+        };
+        assert_eq!(
+            read(
+                style,
+                &["[TH", "INK]so[/THINK]It is. [TOOL_CALLS]set_light[ARGS]{}"]
+            ),
+            [reasoning("so"), text("It is."), call("set_light", "{}")]
+        );
+        assert_eq!(read(style, &["[THIS]"]), [text("[THIS]")]);
+    }
+
+    #[test]
     fn thoughts_that_the_prompt_began_are_reported_apart() {
         let style = AnswerStyle {
-            thoughts: Thoughts::Open,
+            thoughts: Thoughts::Open(THINK),
             tools: None,
         };
         assert_eq!(
@@ -1047,7 +1103,7 @@ mod tests {
         fn cutting_changes_nothing(
             pieces in prop::collection::vec("(<think>|</think>|<tool_call>|</tool_call>|\\{\"name\": \"f\", \"arguments\": \\{\\}\\}|\"name\": |\"set_light\"|set_light|<function=|<parameter=a>|</parameter>|</function>|\\[TOOL_CALLS\\]|\\[ARGS\\]|```|```json\n|functools\\[|print|<|[a-z \\n{}(),='\"\\[\\]ü])", 0..14),
             tools in prop::option::of(prop::sample::select(vec![ToolFormat::Bare, ToolFormat::Parameters, ToolFormat::Tagged])),
-            thoughts in prop::sample::select(vec![Thoughts::None, Thoughts::Open, Thoughts::Perhaps]),
+            thoughts in prop::sample::select(vec![Thoughts::None, Thoughts::Open(THINK), Thoughts::Perhaps(THINK)]),
         ) {
             let style = AnswerStyle { thoughts, tools };
             let whole = pieces.concat();

@@ -21,7 +21,7 @@
 use serde_json::{Map, Value, json};
 
 use super::{
-    answer::{AnswerStyle, THOUGHT, Thoughts},
+    answer::{AnswerStyle, ThoughtTags, Thoughts},
     gguf::Header,
     tokenizer::Tokenizer,
     tool_format::{ToolFormat, answers_in_words, in_words, system_in_words},
@@ -208,12 +208,10 @@ impl ChatTemplate {
         context.insert("eos_token".to_owned(), json!(self.eos));
         // Where a template joins a list to a text, the engine prints marks as escapes.
         let mut text = render(&context)?.replace(&printed(mark), &mark.to_string());
-        let thoughts = if !self.source.contains(THOUGHT) {
-            Thoughts::None
-        } else if text.trim_end().ends_with("<think>") {
-            Thoughts::Open
-        } else {
-            Thoughts::Perhaps
+        let thoughts = match ThoughtTags::of(&self.source) {
+            None => Thoughts::None,
+            Some(tags) if text.trim_end().ends_with(tags.begin) => Thoughts::Open(tags),
+            Some(tags) => Thoughts::Perhaps(tags),
         };
         if begun.is_empty() {
             return Ok(Rendered {
@@ -222,9 +220,9 @@ impl ChatTemplate {
                 style: AnswerStyle { thoughts, tools },
             });
         }
-        if thoughts == Thoughts::Open {
+        if let Thoughts::Open(tags) = thoughts {
             // It is no thought of the model's.
-            text.push_str("\n</think>\n\n");
+            text.push_str(&format!("\n{}\n\n", tags.end));
         }
         if let Some(Value::String(begun)) = said.next() {
             text.push_str(&begun);
@@ -482,6 +480,7 @@ mod templates;
 #[cfg(test)]
 mod tests {
     use candle_core::quantized::gguf_file::Value;
+    use cotenant_conversation::Prompt;
     use proptest::prelude::*;
 
     use super::{
@@ -635,16 +634,11 @@ mod tests {
                         {% elif m.role == 'tool' %}({{ m.tool_call_id }}){{ m.content }}{% else %}{{ m.content }}{% endif %}\
                         {% endfor %}";
         let vocabulary = TestVocabulary {
-            control: vec!["[TOOL_CALLS]", "<|endoftext|>"],
+            control: vec!["[TOOL_CALLS]", "[THINK]", "[/THINK]", "<|endoftext|>"],
             ..TestVocabulary::chatml()
         };
         let header = vocabulary.header();
         let tokenizer = Tokenizer::from_header(&header).unwrap();
-        let tags = super::super::answer::call_tags(&tokenizer);
-        assert_eq!(
-            tags.iter().map(|(_, text)| *text).collect::<Vec<_>>(),
-            ["[TOOL_CALLS]"]
-        );
         let template = ChatTemplate::new(Some(template), &tokenizer, "", "");
         assert_eq!(template.tool_format(), ToolFormat::Mistral);
         let called = ChatMessage {
@@ -664,6 +658,15 @@ mod tests {
             tools: vec![json!({"type": "function", "function": {"name": "f"}})],
             ..Conversation::default()
         };
+        let prompt = Prompt::Chat(conversation.clone());
+        for (source, expected) in [
+            ("", vec!["[TOOL_CALLS]"]),
+            ("[/THINK]", vec!["[THINK]", "[/THINK]", "[TOOL_CALLS]"]),
+        ] {
+            let tags = super::super::answer::answer_tags(&tokenizer, source, &prompt);
+            let texts: Vec<_> = tags.iter().map(|(_, text)| *text).collect();
+            assert_eq!(texts, expected);
+        }
         let rendered = render(&template, &conversation, &tokenizer).unwrap();
         let text = rendered.text.replace(rendered.mark, "");
         assert!(

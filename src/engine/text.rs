@@ -8,7 +8,7 @@ use std::{
 use serde_json::{Map, Value};
 
 use super::{
-    answer::{AnswerStyle, THOUGHT, Thoughts},
+    answer::{AnswerStyle, Thoughts},
     chat::{ChatError, ChatTemplate, KEY_TEMPLATE},
     constraint::{self, Client, ConstraintError},
     error::LoadErrorKind,
@@ -139,7 +139,10 @@ impl TextSide {
             None => None,
             Some(form) => {
                 let tools = request.prompt.tools();
-                let after = (style.thoughts == Thoughts::Open).then_some(THOUGHT);
+                let after = match style.thoughts {
+                    Thoughts::Open(tags) => Some(tags.end),
+                    Thoughts::None | Thoughts::Perhaps(_) => None,
+                };
                 let tools = (tools, self.template.tool_format());
                 let setup = || self.setup();
                 let mask = constraint::mask(

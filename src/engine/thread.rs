@@ -27,7 +27,7 @@ use std::{
 use tokio::sync::mpsc;
 
 use super::{
-    answer::call_tags,
+    answer::answer_tags,
     disk::{DiskTimeout, Retained},
     engine_loop::{BetweenLayers, Broken, EngineLoop, Outcome},
     error::{ForwardError, LoadError, NOT_FINITE_REMEDY},
@@ -220,7 +220,7 @@ struct Writing {
     sampler: Sampler,
     stops: StopStrings,
     stream: TextStream,
-    /// Control tokens that are read as text, since calls are found by them.
+    /// Control tokens that are read as text, since thoughts and calls are found by them.
     tags: Vec<(u32, &'static str)>,
     mask: Option<Box<dyn TokenMask>>,
     max_tokens: u32,
@@ -527,11 +527,7 @@ impl Worker {
             })?,
             stops: StopStrings::new(&request.stop),
             stream: TextStream::default(),
-            tags: if request.prompt.tools().is_empty() {
-                Vec::new()
-            } else {
-                call_tags(text.tokenizer())
-            },
+            tags: answer_tags(text.tokenizer(), text.template(), &request.prompt),
             mask,
             max_tokens: request.max_tokens.map_or(most, Tokens::get),
             ended: false,

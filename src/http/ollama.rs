@@ -187,7 +187,10 @@ pub(super) async fn show(
         );
     }
     let template = api.backends().status.template().unwrap_or_default();
-    let thinks = template.contains("<think>").then_some("thinking");
+    let thinks = ["<think>", "[THINK]"]
+        .iter()
+        .any(|tag| template.contains(tag));
+    let thinks = thinks.then_some("thinking");
     let capabilities: Vec<&str> = ["completion", "tools"].into_iter().chain(thinks).collect();
     let wanted = snapshot.engine.full.as_ref().map(|full| full.kv_capacity);
     Ok(Json(json!({
