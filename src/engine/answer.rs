@@ -108,9 +108,13 @@ impl AnswerReader {
     /// A reader at the beginning of an answer to a conversation with these tools, which is text until a style is set.
     #[must_use]
     pub fn new(tools: &[Value]) -> Self {
+        Self::with(Functions::of(tools))
+    }
+
+    fn with(functions: Functions) -> Self {
         Self {
             style: AnswerStyle::default(),
-            functions: Functions::of(tools),
+            functions,
             state: State::Beginning,
             held: String::new(),
             any_text: false,
@@ -164,7 +168,10 @@ impl AnswerReader {
         }
         if matches!(self.state, State::Thinking(_)) {
             let held = std::mem::take(&mut self.held);
-            self.thought(&held, &mut parts);
+            match self.only_calls(&held).filter(|_| !cut) {
+                Some(calls) => parts.extend(calls),
+                None => self.thought(&held, &mut parts),
+            }
         } else {
             self.rest(&mut parts);
         }
@@ -202,7 +209,9 @@ impl AnswerReader {
             }
             State::Thinking(tags) => {
                 let at = self.held.find(tags.end);
-                let end = at.unwrap_or_else(|| held_back(&self.held, &[tags.end]));
+                let end = at.unwrap_or_else(|| {
+                    held_back(&self.held, &[tags.end]).min(self.call_in_thoughts())
+                });
                 let clear: String = self.held.drain(..end).collect();
                 self.thought(&clear, parts);
                 if at.is_some() {
@@ -238,6 +247,45 @@ impl AnswerReader {
             State::Call(opener) => self.read(opener, ended, parts),
             State::After(opener) => self.after(opener, ended, parts),
         }
+    }
+
+    /// Where in the thoughts that are held a call begins, or may begin. Models forget to end their thoughts before it.
+    fn call_in_thoughts(&self) -> usize {
+        if self.style.tools.is_none() {
+            return self.held.len();
+        }
+        let parser = CallParser {
+            functions: &self.functions,
+            any_name: false,
+            ended: false,
+        };
+        let openers = || OPENERS.iter().filter(|opener| opener.any_name);
+        let begins = openers().flat_map(|opener| {
+            let places = self.held.match_indices(opener.tag);
+            places.map(|(at, tag)| (at, at + tag.len() - opener.keep))
+        });
+        let is_call = |body: &usize| {
+            let body = self.held.get(*body..).unwrap_or_default();
+            parser.read(body) != Found::Nothing
+        };
+        let call = begins.filter(|(_, body)| is_call(body)).map(|(at, _)| at);
+        let tags: Vec<&str> = openers().map(|opener| opener.tag).collect();
+        call.min().unwrap_or_else(|| held_back(&self.held, &tags))
+    }
+
+    /// The calls of which a text consists, where it has nothing else.
+    fn only_calls(&self, text: &str) -> Option<Vec<AnswerPart>> {
+        let mut reader = Self::with(self.functions.clone());
+        reader.set_style(AnswerStyle {
+            thoughts: Thoughts::None,
+            ..self.style
+        });
+        let mut parts = reader.push(text);
+        parts.extend(reader.finish(false));
+        let only = parts
+            .iter()
+            .all(|part| matches!(part, AnswerPart::ToolCall { .. }));
+        (only && !parts.is_empty()).then_some(parts)
     }
 
     /// Reads a call behind `opener`; whether it is decided if there is one.
@@ -627,6 +675,35 @@ mod tests {
         let pieces: Vec<String> = answer.chars().map(String::from).collect();
         let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
         assert_eq!(read(TAGGED, &pieces), expected);
+    }
+
+    #[test]
+    fn a_call_with_which_thoughts_end_is_one() {
+        let style = AnswerStyle {
+            thoughts: Thoughts::Open(THINK),
+            tools: Some(ToolFormat::Parameters),
+        };
+        let of_function = "<tool_call>\n<function=set_light>\n<parameter=room>\nhall\n</parameter>\n</function>\n</tool_call>";
+        let of_json =
+            r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}}</tool_call>"#;
+        let hall = || call("set_light", r#"{"room":"hall"}"#);
+        for written in [of_function, of_json] {
+            let answer = format!("It is dark, so <tool_call> is due.\n{written}\n");
+            let pieces: Vec<String> = answer.chars().map(String::from).collect();
+            let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+            for pieces in [pieces.as_slice(), &[answer.as_str()]] {
+                assert_eq!(
+                    read(style, pieces),
+                    [reasoning("It is dark, so <tool_call> is due.\n"), hall()]
+                );
+            }
+            // What was only thought of is done once, or not at all.
+            let answer = format!("Like {written}?</think>{written}");
+            let thought = format!("Like {written}?");
+            assert_eq!(read(style, &[&answer]), [reasoning(&thought), hall()]);
+            let answer = format!("Like {written}? No.");
+            assert_eq!(read(style, &[&answer]), [reasoning(&answer)]);
+        }
     }
 
     #[test]

@@ -17,10 +17,10 @@ use super::literal;
 use cotenant_conversation::AnswerPart;
 
 /// The functions that may be called, by name.
-#[derive(Debug, Default)]
+#[derive(Clone, Debug, Default)]
 pub(super) struct Functions(BTreeMap<String, Vec<Parameter>>);
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 struct Parameter {
     name: String,
     /// The types that its value may have; `None` where that is open.
