@@ -322,6 +322,18 @@ impl AnswerReader {
                 .iter()
                 .chain(fence.iter().filter(|_| opener.tag == FENCE))
         };
+        // Small models close a bracket too many.
+        let closed = rest.trim_start_matches(['}', ']']).trim_start();
+        let is_closer = |closer: &&str| closed.starts_with(*closer) || is_begun(closed, closer);
+        let rest = if closed.is_empty() || closers().any(is_closer) {
+            closed
+        } else {
+            rest
+        };
+        if ended && rest.is_empty() {
+            self.held.clear();
+            return false;
+        }
         let closer = closers().find(|closer| rest.starts_with(**closer));
         if let Some(closer) = closer {
             let end = self.held.len() - rest.len() + closer.len();
@@ -844,6 +856,27 @@ mod tests {
             ),
             (
                 r#"{"function": "set_light", "parameters": {"room": "hall"}}"#,
+                both(hall),
+            ),
+            // a bracket too many, a module before the name, arguments beside it
+            (
+                r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}}}</tool_call>"#,
+                both(hall),
+            ),
+            (
+                "{\"name\": \"set_light\", \"arguments\": {\"room\": \"hall\"}}}\n",
+                both(hall),
+            ),
+            (
+                r#"<tool_call>{"name": "functions.set_light", "arguments": {"room": "hall"}}</tool_call>"#,
+                both(hall),
+            ),
+            (
+                r#"<tool_call>{"tool_name": "set_light", "tool_args": {"room": "hall"}}</tool_call>"#,
+                both(hall),
+            ),
+            (
+                r#"<tool_call>{"name": "set_light", "room": "hall"}</tool_call>"#,
                 both(hall),
             ),
             // tags inside of values

@@ -518,6 +518,15 @@ impl CallParser<'_> {
         Some(by_key)
     }
 
+    /// The parameters of a function that stand beside its name.
+    fn beside(self, name: &str, call: &Value) -> Value {
+        let parameters = self.functions.0.get(name).into_iter().flatten();
+        let names = parameters.map(|parameter| parameter.name.as_str());
+        let others = names.filter(|name| !NAMES.contains(name));
+        let arguments = others.filter_map(|name| Some((name.to_owned(), call.get(name)?.clone())));
+        Value::Object(arguments.collect())
+    }
+
     fn calls_of(self, value: &Value) -> Option<Vec<AnswerPart>> {
         if let Value::Array(list) = value {
             let calls: Option<Vec<_>> = list.iter().map(|value| self.calls_of(value)).collect();
@@ -538,6 +547,7 @@ impl CallParser<'_> {
             let is_call = self.functions.has(name) && arguments.is_object();
             return is_call.then(|| vec![call(name, arguments)]);
         };
+        let name = self.known(name);
         let arguments = match ARGUMENTS.iter().find_map(|key| value.get(key)) {
             Some(arguments) if arguments.is_object() => {
                 self.accepts(name).then(|| arguments.clone())
@@ -546,7 +556,7 @@ impl CallParser<'_> {
                 literal::parse(text).filter(|value| self.accepts(name) && value.is_object())
             }
             // Without arguments an object with a name is a call only of a function that is there.
-            None | Some(Value::Null) => self.functions.has(name).then(|| Value::Object(Map::new())),
+            None | Some(Value::Null) => self.functions.has(name).then(|| self.beside(name, value)),
             Some(_) => None,
         };
         Some(vec![call(name, &arguments?)])
@@ -820,12 +830,13 @@ const NAMES: [&str; 6] = [
     "function_name",
     "action",
 ];
-const ARGUMENTS: [&str; 8] = [
+const ARGUMENTS: [&str; 9] = [
     "arguments",
     "parameters",
     "args",
     "input",
     "tool_input",
+    "tool_args",
     "action_input",
     "params",
     "kwargs",
