@@ -134,10 +134,12 @@ impl ChatTemplate {
             .iter()
             .any(|message| message.role == Role::Tool);
         match rendered {
-            // Some templates declare tools and still refuse two answers of theirs in a row, or other forms of them.
-            Err(ChatError::Refused { .. }) if by_tools => once(&answers_in_words(conversation))
-                .or_else(|_| once(&in_words(conversation, self.knows_system())))
-                .or(rendered),
+            // Some templates declare tools and still refuse two answers of theirs in a row, or fail on other forms of them.
+            Err(ChatError::Refused { .. } | ChatError::Render { .. }) if by_tools => {
+                once(&answers_in_words(conversation))
+                    .or_else(|_| once(&in_words(conversation, self.knows_system())))
+                    .or(rendered)
+            }
             rendered => rendered,
         }
     }
@@ -623,6 +625,33 @@ mod tests {
             error.to_string(),
             "the model's chat template refuses the conversation: no tools"
         );
+    }
+
+    #[test]
+    fn a_template_that_fails_on_the_form_of_calls_gets_them_in_words() {
+        let called = ChatMessage {
+            tool_calls: vec![ToolCall {
+                id: "call_7".to_owned(),
+                name: "f".to_owned(),
+                arguments: r#"{"a":1}"#.to_owned(),
+            }],
+            ..ChatMessage::new(Role::Assistant, "")
+        };
+        let answered = ChatMessage::new(Role::Tool, "done");
+        let conversation = Conversation {
+            messages: vec![ChatMessage::new(Role::User, "hi"), called, answered],
+            tools: vec![json!({"type": "function", "function": {"name": "f"}})],
+            ..Conversation::default()
+        };
+        // It wants arguments as a text.
+        let speaker = Speaker::new(Some(
+            "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }};{% for c in m.tool_calls %}\
+             {{ 'call ' + c.function.arguments }}{% endfor %}{% endfor %}",
+        ));
+        let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
+        let text = rendered.text.replace(rendered.mark, "");
+        assert!(text.contains(";hi;<tool_call>\n"), "{text}");
+        assert!(text.ends_with("\ndone\n</tool_response>;"), "{text}");
     }
 
     #[test]
