@@ -478,10 +478,10 @@ fn chunk(file: &[u8], wanted: [u8; 4]) -> Option<Chunk> {
     }
 }
 
-/// Whether a length stands for "not known yet": 0 before audio, or close to 2^31 or 2^32 as `sox` and `ffmpeg` write
-/// it to pipes, and more than what is there.
+/// Whether a length stands for "not known yet": 0 before audio, or 2^31 or close to it or to 2^32 as `arecord`, `sox` and `ffmpeg`
+/// write it to pipes, and more than what is there.
 fn is_open_ended(data: Chunk) -> bool {
-    let nearly = |power: u64| (power - (1 << 12)..power).contains(&u64::from(data.declared));
+    let nearly = |power: u64| (power - (1 << 12)..=power).contains(&u64::from(data.declared));
     data.present > 0 && data.declared == 0
         || u64::from(data.declared) > data.present && (nearly(1 << 31) || nearly(1 << 32))
 }
@@ -662,8 +662,8 @@ mod tests {
         let samples = [1i16, -2, 3];
         let mut streamed = wav_stream_header(24_000);
         streamed.extend(pcm_bytes(&samples));
-        // As ffmpeg, espeak-ng and some servers write it.
-        for length in [u32::MAX, 0x7fff_f000, 0] {
+        // As ffmpeg, espeak-ng, arecord and some servers write it.
+        for length in [u32::MAX, 0x7fff_f000, 0x8000_0000, 0] {
             streamed[40..44].copy_from_slice(&length.to_le_bytes());
             // The stream may have been cut within a sample.
             for tail in [0, 1] {
