@@ -554,16 +554,17 @@ impl EngineControl {
         self.params.as_ref().map(|params| params.mode)
     }
 
-    /// What the engine gives back within milliseconds to a worker that returns: its layers, while it changes none.
-    pub(super) fn lends(&self) -> Bytes {
-        let (Some(shape), Some(plan)) = (&self.shape, &self.plans.in_force) else {
-            return Bytes::ZERO;
+    /// What the engine gives back within milliseconds to a worker that returns: by the book, and of what it has touched.
+    /// Nothing while it changes.
+    pub(super) fn lends(&self) -> (Bytes, Bytes) {
+        let plan = self.plans.in_force.as_ref();
+        let plan = plan.filter(|_| self.is_ready() && self.plans.pending.is_empty());
+        let (Some(shape), Some(plan), Some(limits)) = (&self.shape, plan, self.limits()) else {
+            return (Bytes::ZERO, Bytes::ZERO);
         };
-        if !self.plans.pending.is_empty() || !self.is_ready() {
-            return Bytes::ZERO;
-        }
-        let all = shape.bytes_without(&BTreeSet::new());
-        all.saturating_sub(shape.bytes_without(&plan.resident))
+        let least = shape.plan_bytes(&shape.floor_plan(&limits));
+        let booked = shape.plan_bytes(plan).saturating_sub(least);
+        (booked, booked.saturating_sub(self.kv.untouched))
     }
 
     pub(super) fn full_plan(&self) -> Option<EnginePlan> {

@@ -481,11 +481,14 @@ impl State {
             };
             Offer::whole(source, params.class, least, stop.price())
         });
-        let free = room.min(self.ledger.free());
-        let lent = self.engine.lends();
+        let (free, (booked, touched)) = (self.ledger.free(), self.engine.lends());
         let stopped = stopped.filter(|gain| {
-            let more_urgent = gain.class < Class::LlmElastic;
-            gain.bytes() <= free.saturating_add(if more_urgent { lent } else { Bytes::ZERO })
+            let (on_the_book, measured) = if gain.class < Class::LlmElastic {
+                (free.saturating_add(booked), room.saturating_add(touched))
+            } else {
+                (free, room)
+            };
+            gain.bytes() <= on_the_book.min(measured)
         });
         let variants = self
             .workers

@@ -48,13 +48,12 @@ impl State {
             .collect()
     }
 
-    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep, or were stopped
-    /// within the dwell, do not count where they are more urgent: the engine, which asks, gives it back when one wakes.
+    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep or were stopped do
+    /// not count where they are more urgent: the engine, which asks, gives it back when one wakes or returns.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
-        let dwells = self.dwell.left_for_workers(self.now).is_some();
         let counts = |worker: &Worker| {
-            let stays_away = worker.is_asleep() || dwells && worker.was_shed();
-            !(stays_away && worker.params.class < Class::LlmElastic)
+            let is_away = worker.is_asleep() || worker.was_shed();
+            !(is_away && worker.params.class < Class::LlmElastic)
         };
         // What the next request of a running worker takes is lent to the engine, which gives it back before the worker has
         // it. Reading it again costs as much as one token that is streamed without it.

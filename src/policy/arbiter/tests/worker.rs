@@ -241,7 +241,7 @@ fn an_idle_worker_of_a_lower_class_gives_way_and_comes_back() {
     assert!(rig.starts("indexer"));
 }
 
-/// The voice returns after a longer wait than layers: until then they have its room, and then they give it back.
+/// A neighbour leaves no room for the voice: until it ends layers have what there is, and then they give it back.
 #[test]
 fn the_room_of_a_stopped_worker_is_lent_to_layers_until_it_may_return() {
     let mut params = with_engine(params());
@@ -265,13 +265,15 @@ fn the_room_of_a_stopped_worker_is_lent_to_layers_until_it_may_return() {
     assert!(stopped);
     rig.wait(10).exits("voice", true, "exit code 0");
     let mut most = Bytes::ZERO;
-    for _ in 0..60 {
-        let used = rig.held("llm").whole_mib();
+    for step in 0..160 {
+        let neighbour = if step < 100 { 100 } else { 0 };
+        let used = neighbour + rig.held("llm").whole_mib();
         rig.wait(50).sample(used);
         if rig.plan_asked().is_some() {
             rig.engine_applies();
         }
         if rig.starts("voice") {
+            assert_eq!(neighbour, 0);
             break;
         }
         most = most.max(rig.held("llm"));
