@@ -374,7 +374,7 @@ mod tests {
         assert!(begun.elapsed() < GONE_PATIENCE);
         match refused.err() {
             Some(RunError::Place { source, .. }) => {
-                assert_eq!(source.kind(), io::ErrorKind::IsADirectory)
+                assert_eq!(source.kind(), io::ErrorKind::IsADirectory);
             }
             other => panic!("{other:?}"),
         }
