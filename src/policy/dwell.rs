@@ -18,7 +18,7 @@ use cotenant_units::Timestamp;
 pub struct Dwell {
     /// The longest dwell before a back-off.
     span: Duration,
-    /// The shortest: as long where the settings name one.
+    /// The shortest dwell; equals `span` if `budget.dwell` is set.
     #[serde(default)]
     least: Duration,
     /// The last shed; nothing grows back within the dwell after it.
@@ -27,10 +27,10 @@ pub struct Dwell {
     grown_at: Option<Timestamp>,
     /// How often in a row what had grown back was shed again soon.
     regrets: u32,
-    /// How long the engine's load took, or its growths between the last two sheds.
+    /// Duration of the engine's load, or of all its growths since the last shed.
     #[serde(default)]
     took: Option<Duration>,
-    /// Whether the next growth is one more since the last shed.
+    /// Whether the next growth adds to `took`; false after a shed.
     #[serde(default)]
     continues: bool,
 }
@@ -41,7 +41,7 @@ impl Dwell {
     pub const fn new(span: Duration, by_growth: bool) -> Self {
         Self {
             span,
-            least: if by_growth { LEAST } else { span },
+            least: Self::least_of(span, by_growth),
             shed_at: None,
             grown_at: None,
             regrets: 0,
@@ -53,7 +53,11 @@ impl Dwell {
     /// Waits for another time from now on.
     pub const fn set_span(&mut self, span: Duration, by_growth: bool) {
         self.span = span;
-        self.least = if by_growth { LEAST } else { span };
+        self.least = Self::least_of(span, by_growth);
+    }
+
+    const fn least_of(span: Duration, by_growth: bool) -> Duration {
+        if by_growth { LEAST } else { span }
     }
 
     /// The dwell without a back-off.
@@ -114,7 +118,7 @@ impl Dwell {
         self.grown_at = Some(now);
     }
 
-    /// The engine's load or a growth of it has taken so long.
+    /// Adds the duration of the engine's load or of one growth.
     pub fn took(&mut self, took: Duration) {
         let before = self.took.filter(|_| self.continues).unwrap_or_default();
         self.took = Some(before.saturating_add(took));
@@ -137,7 +141,7 @@ impl Dwell {
         dwell.saturating_mul(1 << self.regrets)
     }
 
-    /// The engine waits no longer than a needless growth is worth.
+    /// Limits a dwell to ten times the cost of a needless growth of the engine.
     fn for_engine(&self, dwell: Duration) -> Duration {
         let worth = self.took.map(|took| took.saturating_mul(WORTH));
         worth.map_or(dwell, |worth| dwell.min(worth.max(self.least)))
@@ -148,7 +152,7 @@ impl Dwell {
 /// each token.
 const WORTH: u32 = 10;
 
-/// The shortest dwell that the settings do not name. Our choice: a listener takes it for a pause.
+/// The shortest dwell if `budget.dwell` is not set. Our choice: a listener perceives 1 s as a pause.
 const LEAST: Duration = Duration::from_secs(1);
 
 /// How often the dwell is doubled at most: eight times 60 s. Our choice: a neighbour that comes and goes for hours costs

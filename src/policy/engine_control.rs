@@ -554,8 +554,7 @@ impl EngineControl {
         self.params.as_ref().map(|params| params.mode)
     }
 
-    /// What the engine gives back within milliseconds to a worker that returns: by the book, and of what it has touched.
-    /// Nothing while it changes.
+    /// Bytes above the engine's floor, which it returns within milliseconds: (booked, touched). Zero during a plan change.
     pub(super) fn lends(&self) -> (Bytes, Bytes) {
         let plan = self.plans.in_force.as_ref();
         let plan = plan.filter(|_| self.is_ready() && self.plans.pending.is_empty());

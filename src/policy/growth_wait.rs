@@ -16,8 +16,7 @@ pub enum GrowthWait {
     NotLoaded,
     /// The supervisor drains.
     Draining,
-    /// The level is not Normal; with how long it still dwells, where the headroom is above what it is left at. A journal of before
-    /// has no time.
+    /// The level is above Normal. `left`: the rest of its dwell, once the headroom has recovered; absent in older journals.
     Pressure {
         level: PressureLevel,
         #[serde(default)]

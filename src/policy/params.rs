@@ -110,7 +110,7 @@ pub struct PressureParams {
     pub hysteresis: Bytes,
     /// How long the headroom must stay above before the level falls, and before what was shed grows back. Default 60 s.
     pub dwell: Duration,
-    /// Whether it is shorter where the LLM grows back sooner: ten times as long as that took, at least 1 s. Default no.
+    /// Whether the dwell follows the LLM's growth: ten times its duration, from 1 s to `dwell`. Default no.
     #[serde(default)]
     pub dwell_by_growth: bool,
     /// How long a shortage that is Elevated may last before anything is shed for it. Default 2 s.

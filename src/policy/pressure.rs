@@ -381,7 +381,7 @@ impl Pressure {
         self.level
     }
 
-    /// How long the level still dwells, where the headroom is above what it is left at.
+    /// The rest of the dwell before the level falls; `None` while the headroom has not recovered.
     #[must_use]
     pub fn dwell_left(&self, now: Timestamp) -> Option<Duration> {
         let lasted = now.saturating_since(self.calm.as_ref()?.since);

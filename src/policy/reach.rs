@@ -48,8 +48,8 @@ impl State {
             .collect()
     }
 
-    /// Space of all workers that are wanted, do not run and could be started some time. Those that sleep or were stopped do
-    /// not count where they are more urgent: the engine, which asks, gives it back when one wakes or returns.
+    /// Memory reserved against engine growth for workers that are due to start. Sleeping and stopped workers of a more
+    /// urgent class are excluded: the engine returns their memory when one of them starts.
     pub(super) fn returning_or_waiting_workers(&self) -> Bytes {
         let counts = |worker: &Worker| {
             let is_away = worker.is_asleep() || worker.was_shed();

@@ -119,7 +119,7 @@ impl State {
         Ok(())
     }
 
-    /// The dwell by the settings, and by what the engine's growth takes.
+    /// Applies the configured dwell and the measured duration of growth.
     pub(super) fn renew_dwell(&mut self) {
         let mut limits = self.params.pressure;
         self.dwell.set_span(limits.dwell, limits.dwell_by_growth);
