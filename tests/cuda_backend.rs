@@ -26,7 +26,7 @@ use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
-        Flow, Model, ModelOptions, Scores,
+        Asked, Flow, Model, ModelOptions, Scores,
         backend::cuda,
         gguf::SUPPORTED,
         spec::Architecture,
@@ -371,6 +371,26 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     model.keep(12);
     let left = model.position();
     step(&mut model, &text(16 - left, 2))?;
+    // Two conversations in turns: each goes on where it was.
+    change(&mut model, &plan(parts, 4096, KvType::F16))?;
+    model.reset();
+    let (mut talks, mut held) = ([text(40, 4), text(40, 5)], Vec::new());
+    for turn in 0..3u32 {
+        for talk in &mut talks {
+            let asked = Asked {
+                client: None,
+                prompt: talk,
+            };
+            let kept = model.select(&held, asked).kept as usize;
+            let expected = if turn == 0 { 0 } else { talk.len() - 3 };
+            if kept != expected {
+                return Err(format!("{kept} of {expected} tokens were kept"));
+            }
+            step(&mut model, &talk[kept..])?;
+            held.clone_from(talk);
+            talk.extend(text(3, turn + 11));
+        }
+    }
     let name = model.backend_name();
     Ok((name, rows))
 }

@@ -17,7 +17,7 @@ pub struct Breakdown {
     pub kv: Bytes,
     /// How much of that no token has needed yet. It is held, and takes no memory.
     pub kv_untouched: Bytes,
-    /// How much of it, where no token is, copies of recurrent state and of windows take, from which prompts go on.
+    /// How much of it has copies of recurrent state and of windows, from which prompts go on.
     pub kv_marks: Bytes,
     /// How much of it has tokens of other conversations than the one that was computed last.
     pub kv_parked: Bytes,

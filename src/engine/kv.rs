@@ -9,16 +9,18 @@
 //!
 //! Layers with sliding windows keep the last blocks of a sequence only, in a range of their own
 //! ([decision 0027](../../docs/decisions/0027-layers-with-windows-keep-the-last-blocks.md)).
+//!
+//! Copies of recurrent state and of windows lie in the capacity as well, at places that no block has.
 
 mod store;
 
 use std::{io, ops::Range};
 
-pub use self::store::{Copied, KvError, Resized};
-use self::store::{Store, settle};
+use self::store::{CopyId, Store, settle};
+pub use self::store::{KvError, Resized};
 use super::{
     arena::Backing,
-    backend::{Backend, Cells, DeviceError},
+    backend::{Backend, Buffer, Cells, DeviceError, Operation, Span},
 };
 use cotenant_policy::{kv_type::KvType, residency::KvShape};
 use cotenant_units::{Bytes, Tokens};
@@ -150,53 +152,105 @@ impl KvCache {
         self.windows.is_some()
     }
 
-    /// Copies what the layers with windows have of these tokens; nothing where there are none, or no memory.
-    pub(super) fn copy_windows(
-        &self,
-        backend: &mut dyn Backend,
-        tokens: Range<u32>,
-    ) -> Result<Option<Copied>, DeviceError> {
-        let Some(windows) = &self.windows else {
-            return Ok(None);
-        };
-        windows.copy(
-            backend,
-            blocks_for(&self.shape, tokens.start + 1) - 1..blocks_for(&self.shape, tokens.end),
-        )
-    }
-
-    /// Puts them back.
-    pub(super) fn restore_windows(
-        &mut self,
-        backend: &mut dyn Backend,
-        copied: &Copied,
-    ) -> Result<(), DeviceError> {
-        self.windows
-            .as_mut()
-            .map_or(Ok(()), |windows| windows.restore(backend, copied))
-    }
-
-    /// The most that a copy of so many tokens takes.
-    pub(super) fn copy_bytes(&self, tokens: u32) -> Bytes {
-        let blocks = blocks_for(&self.shape, tokens) + 1;
-        self.windows
-            .as_ref()
-            .map_or(Bytes::ZERO, |windows| windows.copy_bytes(blocks))
-    }
-
-    /// Gives back what is in memory behind the first `used` tokens; the capacity stays as it is. Nothing where all of it is
-    /// had as memory.
-    ///
-    /// # Errors
-    /// When the device has failed.
-    pub(super) fn give_back_behind(
+    /// Copies what a sequence cannot be cut back without: a recurrent state, and what the layers with windows have of these
+    /// tokens. The copy lies at places that no block has, behind those of the first `used` tokens; `None` where there are not
+    /// enough.
+    pub(super) fn save(
         &mut self,
         backend: &mut dyn Backend,
         used: u32,
+        state: Option<&Buffer>,
+        windows: Range<u32>,
+    ) -> Result<Option<Copy>, DeviceError> {
+        let windows = match self.windows {
+            Some(_) => {
+                let block = self.shape.block_tokens.get().max(1);
+                (windows.start / block) as usize..blocks_for(&self.shape, windows.end)
+            }
+            None => 0..0,
+        };
+        let bytes = self.copy_len(state, windows.len());
+        let Some(id) = self.whole.take(blocks_for(&self.shape, used), bytes) else {
+            return Ok(None);
+        };
+        let copy = Copy { id, windows };
+        for (from, to) in self.spans(&copy, state) {
+            backend.queue(Operation::Move { from, to })?;
+        }
+        Ok(Some(copy))
+    }
+
+    /// Puts a copy back: the sequence is what it was then.
+    pub(super) fn restore(
+        &mut self,
+        backend: &mut dyn Backend,
+        copy: &Copy,
+        state: Option<&Buffer>,
     ) -> Result<(), DeviceError> {
-        let used = blocks_for(&self.shape, used);
-        self.stores_mut()
-            .try_for_each(|store| store.give_back_behind(backend, used))
+        if let Some(windows) = &mut self.windows {
+            windows.begin_at(copy.windows.start, copy.windows.end);
+        }
+        for (to, from) in self.spans(copy, state) {
+            backend.queue(Operation::Move { from, to })?;
+        }
+        Ok(())
+    }
+
+    /// What a copy is of, and where it has that, part by part.
+    fn spans(&self, copy: &Copy, state: Option<&Buffer>) -> Vec<(Span, Span)> {
+        let mut all = Vec::new();
+        let mut start = 0;
+        if let Some(state) = state {
+            let mut at = 0;
+            for part in self.whole.parts(copy.id, 0..state.bytes().as_len()) {
+                let view = state.view_bytes(at, part.len());
+                at += part.len();
+                all.push((Span::Buffer(view), part));
+            }
+            start = state.bytes().as_len();
+        }
+        for index in copy.windows.clone() {
+            let Some(Span::Region(space, block)) = self
+                .windows
+                .as_ref()
+                .and_then(|windows| windows.block(index))
+            else {
+                continue;
+            };
+            let mut at = block.start;
+            for part in self.whole.parts(copy.id, start..start + block.len()) {
+                let bytes = at..at + part.len();
+                at += part.len();
+                all.push((Span::Region(space.lend(), bytes), part));
+            }
+            start += block.len();
+        }
+        all
+    }
+
+    fn copy_len(&self, state: Option<&Buffer>, windows: usize) -> usize {
+        let block = self.windows.as_ref().map_or(0, Store::block_len);
+        state.map_or(0, |state| state.bytes().as_len()) + windows * block
+    }
+
+    /// Whether a copy with a window of so many tokens finds places beside the first `used` tokens, when everything else is
+    /// given up.
+    pub(super) fn may_save(&self, used: u32, state: Option<&Buffer>, window: u32) -> bool {
+        let windows = blocks_for(&self.shape, window) + 1;
+        let places = self.whole.places_for(self.copy_len(state, windows));
+        places.is_some_and(|places| blocks_for(&self.shape, used) + places <= self.whole.blocks())
+    }
+
+    /// Gives up all other copies; their places are free from the next [cut](Self::cut) on.
+    pub(super) fn keep_copies<'a>(&mut self, wanted: impl Iterator<Item = &'a Copy>) {
+        let wanted: Vec<CopyId> = wanted.map(|copy| copy.id).collect();
+        self.whole.keep_copies(|id| wanted.contains(&id));
+    }
+
+    /// Memory of all copies.
+    #[must_use]
+    pub fn copied(&self) -> Bytes {
+        self.whole.copied()
     }
 
     /// Drops `count` blocks from block `first` on of those that hold `used` tokens: those behind move up. No memory is
@@ -333,6 +387,14 @@ impl KvCache {
         let blocks = u32::try_from(blocks).unwrap_or(u32::MAX);
         Tokens::new(blocks.saturating_mul(self.shape.block_tokens.get()))
     }
+}
+
+/// What a sequence can be cut back to a place by, as it was there.
+#[derive(Clone, Debug)]
+pub struct Copy {
+    id: CopyId,
+    /// Which blocks of the layers with windows it has.
+    windows: Range<usize>,
 }
 
 fn blocks_for(shape: &KvShape, tokens: u32) -> usize {

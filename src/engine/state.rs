@@ -22,13 +22,6 @@ pub struct RecurrentState {
     index: Vec<Option<usize>>,
 }
 
-/// A copy of the state at some position of the sequence.
-#[derive(Debug)]
-pub struct Snapshot {
-    position: u32,
-    memory: Option<Buffer>,
-}
-
 impl RecurrentState {
     /// The state at the start of a sequence; memory is found for it when it is [touched](Self::touch), or used.
     ///
@@ -80,41 +73,10 @@ impl RecurrentState {
         })
     }
 
-    /// Memory for a copy of the state.
-    ///
-    /// # Errors
-    /// When there is none.
-    pub fn room(&self, backend: &dyn Backend) -> io::Result<Snapshot> {
-        let allocate = |memory: &Buffer| backend.allocate(memory.bytes(), Backing::OnTouch);
-        Ok(Snapshot {
-            position: 0,
-            memory: self.memory.as_ref().map(allocate).transpose()?,
-        })
-    }
-
-    /// Copies the state, which belongs to `position`, over an earlier copy or into new [room](Self::room); says whether
-    /// the device has failed.
-    pub fn snapshot(
-        &self,
-        backend: &mut dyn Backend,
-        room: Snapshot,
-        position: u32,
-    ) -> (Snapshot, Result<(), DeviceError>) {
-        let copied = copy(backend, self.memory.as_ref(), room.memory.as_ref());
-        let snapshot = Snapshot { position, ..room };
-        (snapshot, copied)
-    }
-
-    /// Puts a copy back.
-    ///
-    /// # Errors
-    /// When the device has failed.
-    pub fn restore(
-        &self,
-        backend: &mut dyn Backend,
-        snapshot: &Snapshot,
-    ) -> Result<(), DeviceError> {
-        copy(backend, snapshot.memory.as_ref(), self.memory.as_ref())
+    /// Its memory, of a model that has one.
+    #[must_use]
+    pub const fn memory(&self) -> Option<&Buffer> {
+        self.memory.as_ref()
     }
 
     /// The matrices and the convolution's memory of layer `layer`; `None` for attention layers.
@@ -137,44 +99,5 @@ impl RecurrentState {
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)
-    }
-}
-
-fn copy(
-    backend: &mut dyn Backend,
-    from: Option<&Buffer>,
-    to: Option<&Buffer>,
-) -> Result<(), DeviceError> {
-    from.zip(to).map_or(Ok(()), |(from, to)| {
-        backend.queue(Operation::Copy {
-            from: from.from(0),
-            to: to.from(0),
-        })
-    })
-}
-
-impl Snapshot {
-    /// Tokens of the sequence when it was taken.
-    #[must_use]
-    pub const fn position(&self) -> u32 {
-        self.position
-    }
-
-    /// Memory of the copy.
-    #[must_use]
-    pub fn bytes(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::bytes)
-    }
-
-    /// How much of it the kernel has in memory.
-    #[must_use]
-    pub fn resident(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)
-    }
-
-    /// Gives it up, as [`Buffer::release`].
-    #[must_use]
-    pub fn release(self) -> Bytes {
-        self.memory.map_or(Bytes::ZERO, Buffer::release)
     }
 }

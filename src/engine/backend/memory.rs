@@ -100,6 +100,14 @@ impl Owner {
         }
     }
 
+    /// Where the device has bytes, all of which are memory.
+    pub(super) fn device_span(&self, span: &Span) -> Result<u64, DeviceError> {
+        match span {
+            Span::Buffer(view) => self.device_address(view),
+            Span::Region(region, bytes) => self.device_range(region, bytes.start, bytes.len()),
+        }
+    }
+
     fn is_own(&self, owner: u64) -> Result<(), DeviceError> {
         if owner == self.0 {
             Ok(())
@@ -326,6 +334,32 @@ impl Region {
     }
 }
 
+/// Bytes of a buffer, or of address space.
+#[derive(Debug)]
+pub enum Span {
+    /// Of a buffer.
+    Buffer(View),
+    /// Of address space: which of its bytes.
+    Region(Region, Range<usize>),
+}
+
+impl Span {
+    /// How many.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        match self {
+            Self::Buffer(view) => view.len(),
+            Self::Region(_, bytes) => bytes.len(),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+}
+
 /// The cache as an operation needs it: blocks of `[layer][key, value][head][token][element]`, each at a place of its own.
 #[derive(Debug)]
 pub struct Cells<'a> {
@@ -463,6 +497,17 @@ impl<'op> Access<'op> {
         match &*region.space {
             Space::Host(space) => Ok(space),
             Space::Device(_) => Err(DeviceError::new("memory of a device is used".to_owned())),
+        }
+    }
+
+    /// Bytes that are copied, or that a copy goes to: the caller takes care that nothing else is there.
+    pub(super) fn span(&self, span: &Span) -> Result<NonNull<u8>, DeviceError> {
+        match span {
+            Span::Buffer(view) => self.address(view),
+            Span::Region(region, bytes) => {
+                let address = self.region(region)?.range(bytes.start, bytes.len());
+                address.ok_or_else(|| DeviceError::new("a block of the cache is closed".to_owned()))
+            }
         }
     }
 

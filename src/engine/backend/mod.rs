@@ -28,7 +28,7 @@ mod operation;
 
 pub use super::error::DeviceError;
 pub use choice::{choose, retry_gpu, without_gpu};
-pub use memory::{Buffer, Cells, Part, Region, View, offset_in_block};
+pub use memory::{Buffer, Cells, Part, Region, Span, View, offset_in_block};
 pub use operation::{
     Activate, Attend, Convert, Copies, Delta, Finish, Gap, Multiply, Norm, Operation, Prepare,
     Product, Residual, Rotate, Row, RowBytes, Types, Widen,

@@ -7,7 +7,7 @@ use std::{borrow::Cow, ops::Range};
 
 use candle_core::quantized::GgmlDType;
 
-use super::memory::{Cells, Region, View};
+use super::memory::{Cells, Region, Span, View};
 use crate::{
     gguf::SUPPORTED,
     spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
@@ -27,13 +27,6 @@ pub enum Operation<'a> {
     Attend(Attend<'a>),
     /// Changes the type of a KV cache.
     Convert(Convert),
-    /// Copies floats to others.
-    Copy {
-        /// Which.
-        from: View,
-        /// To where, as many.
-        to: View,
-    },
     /// A Gated DeltaNet layer.
     Delta(Delta),
     /// Sets floats.
@@ -45,14 +38,12 @@ pub enum Operation<'a> {
     },
     /// Logits from the products with the head.
     Finish(Finish<'a>),
-    /// Copies a block of a KV cache to another place.
+    /// Copies bytes.
     Move {
-        /// Where it lies, and its first byte there.
-        from: (Region, usize),
-        /// The same of its new place.
-        to: (Region, usize),
-        /// Its length.
-        len: usize,
+        /// Which.
+        from: Span,
+        /// To where, as many.
+        to: Span,
     },
     /// Products with weights.
     Multiply(Multiply<'a>),
@@ -79,14 +70,13 @@ impl Operation<'_> {
                 ..job
             }),
             Self::Convert(job) => Operation::Convert(job),
-            Self::Copy { from, to } => Operation::Copy { from, to },
             Self::Delta(job) => Operation::Delta(job),
             Self::Fill { floats, value } => Operation::Fill { floats, value },
             Self::Finish(job) => Operation::Finish(Finish {
                 said: job.said.into_owned().into(),
                 ..job
             }),
-            Self::Move { from, to, len } => Operation::Move { from, to, len },
+            Self::Move { from, to } => Operation::Move { from, to },
             Self::Multiply(job) => Operation::Multiply(Multiply {
                 products: job.products.into_owned().into(),
                 ..job

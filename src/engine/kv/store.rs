@@ -8,16 +8,17 @@
 //! oldest that is left.
 //!
 //! Beside the sequence that is computed others may be parked. Sequences with the same tokens at the beginning have their
-//! blocks there at the same places; none of these is written to.
+//! blocks there at the same places; none of these is written to. A place may also hold bytes that are no block: copies of what
+//! a sequence cannot be cut back without.
 
 use std::{io, ops::Range};
 
 use crate::{
     arena::Backing,
-    backend::{Backend, Cells, Convert, DeviceError, Operation, Region},
+    backend::{Backend, Cells, Convert, DeviceError, Operation, Region, Span},
 };
 use cotenant_policy::{kv_type::KvType, residency::KvShape};
-use cotenant_units::{Bytes, page};
+use cotenant_units::Bytes;
 
 /// Keys and values of some layers.
 ///
@@ -40,9 +41,13 @@ pub(super) struct Store {
     first: usize,
     /// The places of the blocks of each sequence that is parked.
     parked: Vec<Vec<usize>>,
+    /// The places of each copy.
+    copies: Vec<(CopyId, Vec<usize>)>,
+    /// The number of the last copy.
+    last_copy: u64,
     /// Blocks that the sequence may come to at free places.
     ready: usize,
-    /// Places of sequences that are parked only.
+    /// Places of copies, and of sequences that are parked only.
     kept: usize,
     /// Memory from the start that was used since what is behind it was given up; all of it where it is had as memory.
     touched: Bytes,
@@ -85,33 +90,9 @@ impl Resized {
     }
 }
 
-/// Blocks of a store as they were.
-#[derive(Debug)]
-pub struct Copied {
-    /// Which of its sequence.
-    blocks: Range<usize>,
-    /// Bytes of one.
-    len: usize,
-    space: Region,
-    bytes: Bytes,
-}
-
-impl Copied {
-    /// Memory of the copy.
-    pub(crate) const fn bytes(&self) -> Bytes {
-        self.bytes
-    }
-
-    /// How much of it the kernel has in memory.
-    pub(crate) fn resident(&self) -> Bytes {
-        self.space.resident()
-    }
-
-    /// Gives it up, once nothing in flight uses it; returns what the kernel had of it.
-    pub(crate) fn release(mut self) -> Bytes {
-        self.space.set_open(Bytes::ZERO).unwrap_or(Bytes::ZERO)
-    }
-}
+/// Names bytes that places of a store hold instead of blocks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct CopyId(u64);
 
 impl Store {
     /// A store in `f16` without capacity, for sequences of so many blocks, of which it keeps at most the last `most`.
@@ -137,6 +118,8 @@ impl Store {
             places: (0..blocks_max).map(|block| block % most.max(1)).collect(),
             first: 0,
             parked: Vec::new(),
+            copies: Vec::new(),
+            last_copy: 0,
             ready: 0,
             kept: 0,
             touched: Bytes::ZERO,
@@ -197,7 +180,7 @@ impl Store {
         Ok(())
     }
 
-    /// Keeps everything as `kind`, `used` blocks converted.
+    /// Keeps everything as `kind`, `used` blocks converted. Copies, which are not of that type, are given up.
     pub(super) fn convert(
         &mut self,
         backend: &mut dyn Backend,
@@ -205,6 +188,7 @@ impl Store {
         used: usize,
     ) -> Result<Resized, KvError> {
         settle(backend)?;
+        self.keep_copies(|_| false);
         let (from, before, resident) = (self.kind, self.bytes(), self.resident());
         let places = self.places_held(used);
         let heads = 2 * self.shape.attention_layers as usize * self.shape.kv_heads as usize;
@@ -255,55 +239,76 @@ impl Store {
         first >= self.first
     }
 
-    /// Copies some blocks into memory of their own; nothing where there is none.
-    pub(super) fn copy(
-        &self,
-        backend: &mut dyn Backend,
-        blocks: Range<usize>,
-    ) -> Result<Option<Copied>, DeviceError> {
-        let len = self.shape.block_bytes(self.kind).as_len();
-        let bytes = Bytes::of_len(blocks.len() * len).round_up(page());
-        let Ok(mut space) = backend.reserve(bytes, page()) else {
-            return Ok(None);
+    /// Takes places for so many bytes that are no blocks, behind those of the first `used` blocks; `None` where not so many
+    /// are free.
+    pub(super) fn take(&mut self, used: usize, bytes: usize) -> Option<CopyId> {
+        let count = self.places_for(bytes)?;
+        let places = self.places.get(used..used + count)?.to_vec();
+        if !self.is_ready(used + count) {
+            return None;
+        }
+        if self.backing == Backing::OnTouch {
+            let end = places.iter().max().map_or(0, |place| place + 1);
+            self.touched = self.touched.max(self.bytes_of(end));
+        }
+        self.last_copy += 1;
+        let id = CopyId(self.last_copy);
+        self.copies.push((id, places));
+        self.cut(used);
+        Some(id)
+    }
+
+    /// How many places so many bytes take; `None` for a store that holds nothing.
+    pub(super) fn places_for(&self, bytes: usize) -> Option<usize> {
+        let len = self.block_len();
+        (len > 0).then(|| bytes.div_ceil(len))
+    }
+
+    /// Where the `bytes` of a copy lie: a part at each place. Nothing of a copy that is not there.
+    pub(super) fn parts(&self, id: CopyId, bytes: Range<usize>) -> Vec<Span> {
+        let len = self.block_len().max(1);
+        let copy = self.copies.iter().find(|(other, _)| *other == id);
+        let places = copy.map_or(&[][..], |(_, places)| places);
+        let part = |(place, start): (&usize, usize)| {
+            let from = bytes.start.clamp(start, start + len);
+            let end = bytes.end.clamp(start, start + len);
+            let at = place * len + (from - start);
+            (from < end).then(|| Span::Region(self.space.lend(), at..at + (end - from)))
         };
-        if space.set_open(bytes).is_err() {
-            return Ok(None);
-        }
-        let places = self.places.get(blocks.clone()).unwrap_or_default();
-        for (place, at) in places.iter().zip((0..).step_by(len.max(1))) {
-            let (from, to) = ((self.space.lend(), place * len), (space.lend(), at));
-            backend.queue(Operation::Move { from, to, len })?;
-        }
-        Ok(Some(Copied {
-            blocks,
-            len,
-            space,
-            bytes,
-        }))
+        let starts = (0..).step_by(len);
+        places.iter().zip(starts).filter_map(part).collect()
     }
 
-    /// Puts a copy back, which was taken in the type in force: nothing before it is there any more.
-    pub(super) fn restore(
-        &mut self,
-        backend: &mut dyn Backend,
-        copied: &Copied,
-    ) -> Result<(), DeviceError> {
-        let len = copied.len;
-        // With nothing held, so that each block has a place of its own whatever has come and gone meanwhile.
-        self.first = copied.blocks.start;
-        self.lay_out(copied.blocks.start, self.open());
-        self.touch(copied.blocks.end);
-        let places = self.places.get(copied.blocks.clone()).unwrap_or_default();
-        for (place, at) in places.iter().zip((0..).step_by(len.max(1))) {
-            let (from, to) = ((copied.space.lend(), at), (self.space.lend(), place * len));
-            backend.queue(Operation::Move { from, to, len })?;
-        }
-        Ok(())
+    /// The memory of block `index`, as a part of a copy.
+    pub(super) fn block(&self, index: usize) -> Option<Span> {
+        let (place, len) = (self.places.get(index)?, self.block_len());
+        Some(Span::Region(
+            self.space.lend(),
+            place * len..(place + 1) * len,
+        ))
     }
 
-    /// Bytes of a copy of so many blocks.
-    pub(super) fn copy_bytes(&self, blocks: usize) -> Bytes {
-        Bytes::of_len(blocks * self.shape.block_bytes(self.kind).as_len()).round_up(page())
+    /// Keeps the copies that are wanted.
+    pub(super) fn keep_copies(&mut self, is_wanted: impl Fn(CopyId) -> bool) {
+        self.copies.retain(|(id, _)| is_wanted(*id));
+    }
+
+    /// Memory of all copies.
+    pub(super) fn copied(&self) -> Bytes {
+        self.bytes_of(self.copies.iter().map(|(_, places)| places.len()).sum())
+    }
+
+    /// The sequence has nothing before block `start` any more, and places of their own for those up to `end`, which are about to
+    /// be written.
+    pub(super) fn begin_at(&mut self, start: usize, end: usize) {
+        self.first = start;
+        self.cut(start);
+        self.touch(end);
+    }
+
+    /// Bytes of a block.
+    pub(super) fn block_len(&self) -> usize {
+        self.shape.block_bytes(self.kind).as_len()
     }
 
     /// Parks the first `used` blocks as those of another sequence, behind those that are parked already.
@@ -360,48 +365,15 @@ impl Store {
         backend: &mut dyn Backend,
         index: usize,
     ) -> Result<(), DeviceError> {
-        let len = self.shape.block_bytes(self.kind).as_len();
         self.lay_out(index + 1, self.open());
-        let (Some(&from), Some(&to)) = (self.places.get(index), self.places.get(index + 1)) else {
+        let Some((from, to)) = self.block(index).zip(self.block(index + 1)) else {
             return Ok(());
         };
-        let (source, target) = (
-            (self.space.lend(), from * len),
-            (self.space.lend(), to * len),
-        );
-        backend.queue(Operation::Move {
-            from: source,
-            to: target,
-            len,
-        })?;
-        if let Some(place) = self.places.get_mut(index) {
-            *place = to;
-        }
+        backend.queue(Operation::Move { from, to })?;
+        self.places.copy_within(index + 1..index + 2, index);
         self.cut(index + 1);
         self.touch(index + 1);
         Ok(())
-    }
-
-    /// Gives back what is in memory behind the first `used` blocks; the capacity stays as it is. Nothing where all of it is
-    /// had as memory.
-    pub(super) fn give_back_behind(
-        &mut self,
-        backend: &mut dyn Backend,
-        used: usize,
-    ) -> Result<(), DeviceError> {
-        let (kept, all) = (self.bytes_of(self.places_held(used)), self.bytes());
-        if self.backing == Backing::Now || self.touched <= kept {
-            return Ok(());
-        }
-        settle(backend)?;
-        // What the kernel does not take back stays touched.
-        if self.space.set_open(kept).is_ok() {
-            self.touched = kept;
-        }
-        self.space
-            .set_open(all)
-            .map(drop)
-            .map_err(|error| DeviceError::new(format!("cannot open the KV cache: {error}")))
     }
 
     /// Drops `count` blocks from block `first` on of `used`: those behind move up. No memory is given back by it.
@@ -424,8 +396,8 @@ impl Store {
         self.lay_out(0, self.open());
     }
 
-    /// Copies what lies at place `end` or behind it, and belongs to the first `used` blocks or to a sequence that is parked,
-    /// to free places before it.
+    /// Copies what lies at place `end` or behind it, and belongs to the first `used` blocks, to a sequence that is parked or
+    /// to a copy, to free places before it.
     fn clear_behind(
         &mut self,
         backend: &mut dyn Backend,
@@ -436,7 +408,7 @@ impl Store {
             return Ok(());
         }
         let first = self.lay_out(used, self.open());
-        let len = self.shape.block_bytes(self.kind).as_len();
+        let len = self.block_len();
         // Where each place from `end` on has moved to.
         self.order.clear();
         let mut free = 0;
@@ -448,16 +420,17 @@ impl Store {
                 }
                 to = free;
                 free += 1;
-                let (from, to) = (
-                    (self.space.lend(), from * len),
-                    (self.space.lend(), to * len),
-                );
-                backend.queue(Operation::Move { from, to, len })?;
+                let block =
+                    |place: usize| Span::Region(self.space.lend(), place * len..(place + 1) * len);
+                let (from, to) = (block(from), block(to));
+                backend.queue(Operation::Move { from, to })?;
             }
             self.order.push(to);
         }
         let own = self.places.get_mut(first..used).unwrap_or_default();
-        for place in own.iter_mut().chain(self.parked.iter_mut().flatten()) {
+        let copies = self.copies.iter_mut().flat_map(|(_, places)| places);
+        let others = self.parked.iter_mut().flatten().chain(copies);
+        for place in own.iter_mut().chain(others) {
             if let Some(to) = place.checked_sub(end).and_then(|at| self.order.get(at)) {
                 *place = *to;
             }
@@ -479,7 +452,8 @@ impl Store {
         {
             first -= 1;
         }
-        for place in self.parked.iter().flatten() {
+        let copies = self.copies.iter().flat_map(|(_, places)| places);
+        for place in self.parked.iter().flatten().chain(copies) {
             if let Some(is_taken) = self.is_taken.get_mut(*place) {
                 *is_taken = true;
             }
@@ -523,10 +497,11 @@ impl Store {
         places.iter().max().map_or(0, |place| place + 1)
     }
 
-    /// As [`Self::places_of`], for sequences that are parked as well.
+    /// As [`Self::places_of`], for sequences that are parked and for copies as well.
     fn places_held(&self, used: usize) -> usize {
-        let parked = self.parked.iter().flatten().max();
-        parked
+        let copies = self.copies.iter().flat_map(|(_, places)| places);
+        let others = self.parked.iter().flatten().chain(copies).max();
+        others
             .map_or(0, |place| place + 1)
             .max(self.places_of(used))
     }
@@ -546,7 +521,7 @@ impl Store {
 
     /// Memory of the blocks that belong to sequences that are parked only.
     pub(super) fn parked(&self) -> Bytes {
-        self.bytes_of(self.kept)
+        self.bytes_of(self.kept).saturating_sub(self.copied())
     }
 
     /// Memory of all places, touched or not.

@@ -207,7 +207,7 @@ impl Model {
             header,
             kv,
             kv_untouched: self.untouched(),
-            kv_marks: self.sequence.marks.bytes(),
+            kv_marks: self.sequence.cache.copied(),
             kv_parked: self.sequence.cache.parked(),
             state,
             workspace,
@@ -246,7 +246,7 @@ impl Model {
     /// Held bytes that no page backs yet: never touched.
     #[must_use]
     pub fn untouched(&self) -> Bytes {
-        self.sequence.untouched()
+        self.sequence.cache.untouched()
     }
 
     /// What is held, was given up, and is kept by reads that hang until they return.

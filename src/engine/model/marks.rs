@@ -1,4 +1,4 @@
-//! Copies of recurrent state and of windows at places of the sequence where prompts part.
+//! Places of the sequence where prompts part, with copies of the recurrent state and of windows there.
 //!
 //! ```text
 //!   conversation A   s s s s s s a a a a a a a|a       s: what both begin with
@@ -10,8 +10,7 @@
 //! first, which is known when the second of them is read. Each kind of place has copies of its own, so that a conversation
 //! that goes on does not push out what the others go on from.
 
-use crate::{kv::Copied, state::Snapshot};
-use cotenant_units::Bytes;
+use crate::kv::Copy as KvCopy;
 
 /// Why a later prompt may part from the sequence at a place.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -34,42 +33,25 @@ pub(super) struct Marks {
     prompt: u64,
 }
 
-/// What the sequence is to be taken up from at a place.
-#[derive(Debug)]
-pub(super) struct Saved {
-    pub(super) snapshot: Snapshot,
-    pub(super) windows: Option<Copied>,
-}
-
-#[derive(Debug)]
-struct Mark {
-    copy: Saved,
+/// A place of a sequence that it can be cut back to. Several sequences may have the copy in common.
+#[derive(Clone, Debug)]
+pub(super) struct Mark {
+    pub(super) position: u32,
+    pub(super) copy: KvCopy,
     kind: Kind,
     /// The prompt that has made it, or the last one that parted there.
     used: u64,
 }
 
-/// Where a copy finds memory.
-enum Place {
-    New,
-    /// That of another copy.
-    Of(usize),
-}
-
 impl Marks {
-    /// Memory of all copies.
-    pub(super) fn bytes(&self) -> Bytes {
-        self.taken.iter().map(|mark| mark.copy.bytes()).sum()
+    /// All of them, by position.
+    pub(super) fn all(&self) -> &[Mark] {
+        &self.taken
     }
 
-    /// How much of it the kernel has in memory.
-    pub(super) fn resident(&self) -> Bytes {
-        self.taken.iter().map(|mark| mark.copy.resident()).sum()
-    }
-
-    /// The last copy.
-    pub(super) fn last(&self) -> Option<&Saved> {
-        self.taken.last().map(|mark| &mark.copy)
+    /// The last place.
+    pub(super) fn last(&self) -> Option<&Mark> {
+        self.taken.last()
     }
 
     /// Gives up all copies, and marks nothing.
@@ -78,9 +60,9 @@ impl Marks {
         self.forget_wanted();
     }
 
-    /// Gives up copies of windows, which are kept in another type from now on.
-    pub(super) fn forget_windows(&mut self) {
-        self.taken.retain(|mark| mark.copy.windows.is_none());
+    /// The sequence is one that has these.
+    pub(super) fn take_up(&mut self, taken: Vec<Mark>) {
+        self.taken = taken;
     }
 
     /// Marks nothing in the next pass.
@@ -91,7 +73,7 @@ impl Marks {
     /// Gives up the copies behind the first `common` tokens, which is all that the next prompt shares with the sequence.
     pub(super) fn part_at(&mut self, common: u32) {
         self.prompt += 1;
-        self.taken.retain(|mark| mark.position() <= common);
+        self.taken.retain(|mark| mark.position <= common);
         if let Some(last) = self.taken.last_mut()
             && last.serves(common)
         {
@@ -137,65 +119,64 @@ impl Marks {
         kinds
     }
 
-    /// Finds memory for a copy of `kind`: that of one that it replaces, or nothing where there `is_room` for another.
-    /// `None` where there is none.
-    pub(super) fn make_room(&mut self, kind: Kind, is_room: bool) -> Option<Option<Snapshot>> {
-        Some(match self.place_for(kind, is_room)? {
-            Place::New => None,
-            Place::Of(index) => Some(self.taken.remove(index).copy.snapshot),
-        })
+    /// Wants no copy at a fork.
+    pub(super) const fn forget_fork(&mut self) {
+        self.fork = None;
     }
 
-    /// Wants no copy at a fork that would find no memory.
-    pub(super) fn forget_fork_without_room(&mut self, is_room: bool) {
-        self.fork = self
-            .fork
-            .filter(|_| self.place_for(Kind::Fork, is_room).is_some());
-    }
-
-    /// Where a copy of `kind` finds memory, if anywhere.
-    fn place_for(&self, kind: Kind, is_room: bool) -> Option<Place> {
+    /// Gives up a copy where there are as many of this kind as there may be.
+    pub(super) fn make_room(&mut self, kind: Kind) {
         let most = match kind {
             Kind::Fork => FORKS_MAX,
             Kind::End => ENDS_MAX,
         };
         if self.taken.iter().filter(|mark| mark.kind == kind).count() >= most {
-            return self.least_useful(|mark| mark.kind == kind).map(Place::Of);
+            self.pop(|mark| mark.kind == kind);
         }
-        if is_room {
-            return Some(Place::New);
-        }
-        // Where this prompt has parted from another conversation, that one is likely to part from this one next.
-        self.least_useful(|mark| mark.kind == Kind::End || mark.used < self.prompt)
-            .map(Place::Of)
+    }
+
+    /// Gives up a copy for another one: where this prompt has parted from another conversation, that one is likely to part from
+    /// this one next. Says whether there was one.
+    pub(super) fn pop_for_another(&mut self) -> bool {
+        let prompt = self.prompt;
+        self.pop(|mark| mark.kind == Kind::End || mark.used < prompt)
+    }
+
+    /// Gives up the first of several ends; says whether there was one.
+    pub(super) fn pop_spare(&mut self) -> bool {
+        take_spare(&mut self.taken)
     }
 
     /// Whether a copy of `position` is there.
     pub(super) fn has(&self, position: u32) -> bool {
-        self.taken.iter().any(|mark| mark.position() == position)
+        self.taken.iter().any(|mark| mark.position == position)
     }
 
     /// Takes a copy.
-    pub(super) fn put(&mut self, kind: Kind, copy: Saved) {
+    pub(super) fn put(&mut self, kind: Kind, position: u32, copy: KvCopy) {
         self.taken.push(Mark {
+            position,
             copy,
             kind,
             used: self.prompt,
         });
-        self.taken.sort_by_key(Mark::position);
+        self.taken.sort_by_key(|mark| mark.position);
     }
 
-    /// Takes out the copy that is missed least.
-    pub(super) fn pop(&mut self) -> Option<Saved> {
-        let index = self.least_useful(|_| true)?;
-        Some(self.taken.remove(index).copy)
+    /// Gives up the copy among some that is missed least; says whether there was one.
+    pub(super) fn pop(&mut self, among: impl Fn(&Mark) -> bool) -> bool {
+        let index = self.least_useful(among);
+        if let Some(index) = index {
+            self.taken.remove(index);
+        }
+        index.is_some()
     }
 
     /// The copy among some that is missed least: the first of the ends, or the fork that saves the fewest tokens.
     fn least_useful(&self, among: impl Fn(&Mark) -> bool) -> Option<usize> {
         let before = |index: usize| {
             let before = index.checked_sub(1).and_then(|index| self.taken.get(index));
-            before.map_or(0, Mark::position)
+            before.map_or(0, |mark| mark.position)
         };
         let marks = self
             .taken
@@ -204,7 +185,7 @@ impl Marks {
             .filter(|(_, mark)| among(mark));
         let saves = |index: usize, mark: &Mark| match mark.kind {
             Kind::End => (false, 0),
-            Kind::Fork => (true, mark.position().saturating_sub(before(index))),
+            Kind::Fork => (true, mark.position.saturating_sub(before(index))),
         };
         marks
             .min_by_key(|(index, mark)| saves(*index, mark))
@@ -213,31 +194,23 @@ impl Marks {
 }
 
 impl Mark {
-    const fn position(&self) -> u32 {
-        self.copy.snapshot.position()
-    }
-
     /// Whether a prompt that parts at `position` may as well go on from it.
     fn serves(&self, position: u32) -> bool {
         position
-            .checked_sub(self.position())
+            .checked_sub(self.position)
             .is_some_and(|behind| behind < FORK_NEAR)
     }
 }
 
-impl Saved {
-    fn bytes(&self) -> Bytes {
-        self.snapshot.bytes() + self.windows.as_ref().map_or(Bytes::ZERO, Copied::bytes)
+/// Takes the first end from a conversation that has several; says whether it has.
+pub(super) fn take_spare(marks: &mut Vec<Mark>) -> bool {
+    let is_end = |mark: &Mark| mark.kind == Kind::End;
+    let is_spare = marks.iter().filter(|mark| is_end(mark)).count() > 1;
+    let first = marks.iter().position(is_end).filter(|_| is_spare);
+    if let Some(first) = first {
+        marks.remove(first);
     }
-
-    fn resident(&self) -> Bytes {
-        self.snapshot.resident() + self.windows.as_ref().map_or(Bytes::ZERO, Copied::resident)
-    }
-
-    /// Gives it up, once nothing in flight uses it; returns what the kernel had of it.
-    pub(super) fn release(self) -> Bytes {
-        self.snapshot.release() + self.windows.map_or(Bytes::ZERO, Copied::release)
-    }
+    first.is_some()
 }
 
 /// The last two prompts: one that goes on from the last, and one that goes on from the one before (an answer that is

@@ -13,6 +13,7 @@
 
 use std::sync::Arc;
 
+use super::marks::{Mark, take_spare};
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
 
@@ -47,6 +48,8 @@ pub(super) struct Conversation {
 pub(super) struct Parked {
     pub(super) conversation: Conversation,
     pub(super) tokens: Vec<u32>,
+    /// Where it can be cut back to, of models that cannot be cut back anywhere.
+    pub(super) marks: Vec<Mark>,
     /// The smallest type that any of them has been kept in.
     pub(super) kv_precision: KvType,
     /// Whether a later prompt of the same conversation is likely to have taken its place: one that has everything in common
@@ -54,6 +57,16 @@ pub(super) struct Parked {
     pub(super) is_superseded: bool,
     /// When it was parked, by a count of all.
     pub(super) turn: u64,
+}
+
+/// A conversation that a prompt may go on from.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Near {
+    pub(super) number: usize,
+    /// Tokens that both have in common.
+    pub(super) common: u32,
+    /// How many of these it can be cut back to.
+    pub(super) start: u32,
 }
 
 /// All that are parked, in the order of the KV cache.
@@ -64,15 +77,43 @@ pub(super) struct AllParked {
 }
 
 impl AllParked {
-    /// The conversation of the client that has the most tokens in common with the prompt, and how many these are; the last
-    /// parked one of equals.
-    pub(super) fn nearest(&self, asked: Asked<'_>) -> Option<(usize, u32)> {
-        let common = |(number, parked): (usize, &Parked)| {
-            let is_own = parked.conversation.client.as_ref() == asked.client;
-            is_own.then(|| (number, common_prefix(&parked.tokens, asked.prompt)))
+    /// The conversation of the client that the most of the prompt can be taken from, and of equals the one that has the most in
+    /// common with it; the last parked one of these. `needs_marks` says that it can be cut back to its marks only.
+    pub(super) fn nearest(&self, asked: Asked<'_>, needs_marks: bool) -> Option<Near> {
+        // At least one token must be left to compute, since the scores after the sequence are not kept.
+        let most = u32::try_from(asked.prompt.len().saturating_sub(1)).unwrap_or(u32::MAX);
+        let near = |(number, parked): (usize, &Parked)| {
+            if parked.conversation.client.as_ref() != asked.client {
+                return None;
+            }
+            let common = common_prefix(&parked.tokens, asked.prompt).min(most);
+            let start = if needs_marks {
+                last_within(&parked.marks, common)
+            } else {
+                common
+            };
+            let near = Near {
+                number,
+                common,
+                start,
+            };
+            Some((start, common, parked.turn, near))
         };
-        let all = self.all.iter().enumerate().filter_map(common);
-        all.max_by_key(|(number, common)| (*common, self.all.get(*number).map(|one| one.turn)))
+        let all = self.all.iter().enumerate().filter_map(near);
+        let nearest = all.max_by_key(|(start, common, turn, _)| (*start, *common, *turn));
+        nearest.map(|(.., near)| near)
+    }
+
+    /// The marks of all.
+    pub(super) fn marks(&self) -> impl Iterator<Item = &Mark> {
+        self.all.iter().flat_map(|one| &one.marks)
+    }
+
+    /// Gives up a mark of a conversation that has a later one as well, of the one that was parked first; says whether there was
+    /// one.
+    pub(super) fn pop_spare(&mut self) -> bool {
+        // They are in the order in which they were parked.
+        self.all.iter_mut().any(|one| take_spare(&mut one.marks))
     }
 
     pub(super) fn get_mut(&mut self, number: usize) -> Option<&mut Parked> {
@@ -133,6 +174,15 @@ impl Conversation {
     pub(super) const fn is_superseded_at(&self, common: u32) -> bool {
         common > 0 && common >= self.end
     }
+}
+
+/// The last place up to `common` tokens that has a mark.
+pub(super) fn last_within(marks: &[Mark], common: u32) -> u32 {
+    let within = marks.iter().map(|mark| mark.position);
+    within
+        .filter(|position| *position <= common)
+        .max()
+        .unwrap_or(0)
 }
 
 /// How many tokens two sequences begin with alike.

@@ -299,8 +299,7 @@ impl<'model> Change<'model> {
 
     fn note_moved(&mut self, resized: Resized, untouched: Bytes) {
         self.moved.asked += resized.asked;
-        self.moved.freed +=
-            resized.freed + self.model.sequence.fit_marks(self.model.backend.as_mut());
+        self.moved.freed += resized.freed;
         self.moved.untouched += untouched.saturating_sub(self.model.untouched());
         self.moved.grown += resized.grown;
     }

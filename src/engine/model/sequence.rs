@@ -4,13 +4,13 @@
 //! the window still, or a copy of it. A recurrent state cannot be taken
 //! back; it is copied where another prompt is likely to part from this one, and the copy taken up again.
 //!
-//! Copies live inside what is leased for the KV cache, where no token is. So they cost no lease of their own, and are the
-//! first to go: when tokens or a smaller capacity need the place, those that are missed least are given back to the kernel.
+//! Copies lie in the KV cache, at places that no block has, as do the blocks of conversations that are parked. So they cost no
+//! lease of their own; when tokens or a smaller capacity need the place, those that are missed least are given up.
 
 use super::{
     dropped::{Dropped, Turn},
-    marks::{Kind, Marks, Saved},
-    parked::{AllParked, Asked, Conversation, LOST_MIN, Parked, common_prefix},
+    marks::{Kind, Marks},
+    parked::{AllParked, Asked, Conversation, LOST_MIN, Near, Parked, common_prefix, last_within},
 };
 use crate::{
     backend::{Backend, DeviceError},
@@ -29,6 +29,8 @@ pub(super) struct Sequence {
     pub(super) marks: Marks,
     /// Tokens in the cache: those that were dropped do not count.
     pub(super) position: u32,
+    /// How many it comes to by the pass under way.
+    needed: u32,
     pub(super) dropped: Dropped,
     /// Tokens that layers with windows see.
     window: Option<u32>,
@@ -55,6 +57,7 @@ impl Sequence {
             state,
             marks: Marks::default(),
             position: 0,
+            needed: 0,
             dropped: Dropped::none(attention),
             window: attention
                 .local
@@ -75,23 +78,19 @@ impl Sequence {
         }
     }
 
-    /// Held bytes that no page backs yet: never touched, and not taken by copies.
-    pub(super) fn untouched(&self) -> Bytes {
-        self.cache.untouched().saturating_sub(self.marks.bytes())
-    }
-
     /// Pages of it that are in memory.
     pub(super) fn resident(&self) -> Bytes {
-        self.cache.resident() + self.marks.resident() + self.state.resident()
+        self.cache.resident() + self.state.resident()
     }
 
     /// Drops the sequence.
     pub(super) fn reset(&mut self, backend: &mut dyn Backend) {
         self.position = 0;
         self.dropped.forget();
+        self.marks.clear();
+        self.release_copies();
         self.cache.put_in_order();
         self.kv_precision = self.cache.kind();
-        self.marks.clear();
         let reset = self.state.reset(backend);
         self.note(reset);
         self.lost = false;
@@ -99,17 +98,13 @@ impl Sequence {
 
     /// Goes back to where the last copy was taken; to the start where there is none.
     fn go_back(&mut self, backend: &mut dyn Backend) {
-        let Some(copy) = self.marks.last() else {
+        let Some(mark) = self.marks.last() else {
             self.reset(backend);
             return;
         };
-        self.position = copy.snapshot.position();
-        let mut restored = self.state.restore(backend, &copy.snapshot);
-        if restored.is_ok()
-            && let Some(windows) = &copy.windows
-        {
-            restored = self.cache.restore_windows(backend, windows);
-        }
+        self.position = mark.position;
+        let restored = self.cache.restore(backend, &mark.copy, self.state.memory());
+        self.cache.cut(self.position);
         self.note(restored);
     }
 
@@ -127,14 +122,16 @@ impl Sequence {
         let is_own = self.conversation.client.as_ref() == asked.client;
         let own = common_prefix(held, asked.prompt).min(most);
         let (mut common, length) = (if is_own { own } else { 0 }, self.position);
+        self.needed = length;
         if length - common.min(length) >= LOST_MIN {
-            self.park(held, common);
+            self.park(backend, held, common);
         }
-        let nearest = self.parked.nearest(asked);
-        let nearest = nearest.map(|(number, other)| (number, other.min(most)));
-        let parts = if let Some((number, other)) = nearest.filter(|(_, other)| *other > common) {
-            common = other;
-            self.take_up(number, common)
+        let start = self.reach(common);
+        let nearest = self.parked.nearest(asked, self.has_copies());
+        let nearest = nearest.filter(|near| (near.start, near.common) > (start, common));
+        let parts = if let Some(near) = nearest {
+            common = near.common;
+            self.take_up(backend, near)
         } else {
             let parts = common < length.min(self.conversation.end);
             self.keep(backend, common);
@@ -142,19 +139,42 @@ impl Sequence {
         };
         self.conversation.client = asked.client.cloned();
         while self.parked.is_beyond(self.cache.capacity()) && self.forget_one() {}
+        self.release_copies();
         self.cache.cut(self.position);
         parts.then_some(common)
     }
 
+    /// How many of the first `common` tokens the sequence can be cut back to.
+    fn reach(&self, common: u32) -> u32 {
+        if common >= self.position || !self.needs_marks() && self.has_window(common) {
+            common
+        } else {
+            last_within(self.marks.all(), common)
+        }
+    }
+
     /// Parks the sequence, of which the next prompt goes on with so many tokens: unless it cannot be gone on from, or not
-    /// without copies.
-    fn park(&mut self, held: &[u32], common: u32) {
+    /// without a copy for which there is no place.
+    fn park(&mut self, backend: &mut dyn Backend, held: &[u32], common: u32) {
         let is_whole = !self.lost
             && self.dropped.tokens() == 0
             && self.kv_precision >= self.cache.kind()
             && held.len() == self.position as usize;
-        if self.has_copies() || !is_whole {
+        let is_superseded = self.conversation.is_superseded_at(common);
+        // A copy that is likely to be of no use takes as much memory as any other.
+        if !is_whole || self.has_copies() && is_superseded {
             return;
+        }
+        if self.has_copies() {
+            let end = self.conversation.end;
+            // Windows had no copy made there, since they do not pass on so soon.
+            if !self.needs_marks() && end < self.position && self.has_window(end) {
+                self.mark(backend, Kind::End, end);
+            }
+            self.mark(backend, Kind::End, self.position);
+            if self.marks.all().is_empty() {
+                return;
+            }
         }
         let client = self.conversation.client.clone();
         // What was parked of it before.
@@ -162,19 +182,24 @@ impl Sequence {
             self.forget(number);
         }
         self.cache.park(self.position);
-        let is_superseded = self.conversation.is_superseded_at(common);
         self.parked.push(Parked {
             conversation: self.conversation.clone(),
             tokens: held.to_vec(),
+            marks: self.marks.all().to_vec(),
             kv_precision: self.kv_precision,
             is_superseded,
             turn: 0,
         });
     }
 
-    /// The first tokens of a conversation that is parked become the sequence. Says whether another prompt than its own next
-    /// one does so.
-    fn take_up(&mut self, number: usize, common: u32) -> bool {
+    /// What a prompt has in common with a conversation that is parked becomes the sequence, as far as that can be cut back. Says
+    /// whether another prompt than its own next one does so.
+    fn take_up(&mut self, backend: &mut dyn Backend, near: Near) -> bool {
+        let Near {
+            number,
+            common,
+            start,
+        } = near;
         let Some(parked) = self.parked.get_mut(number) else {
             return false;
         };
@@ -182,11 +207,16 @@ impl Sequence {
         self.conversation = parked.conversation.clone();
         self.kv_precision = parked.kv_precision;
         parked.is_superseded = self.conversation.is_superseded_at(common);
-        self.cache.take_up(number, common);
-        (self.position, self.lost) = (common, false);
+        self.marks.take_up(parked.marks.clone());
+        self.cache.take_up(number, start);
+        (self.position, self.lost) = (start, false);
         self.dropped.forget();
         if length - common.min(length) < LOST_MIN {
             self.forget(number);
+        }
+        if self.has_copies() {
+            self.marks.part_at(common);
+            self.go_back(backend);
         }
         common < length.min(self.conversation.end)
     }
@@ -205,13 +235,28 @@ impl Sequence {
         number.is_some()
     }
 
-    /// Gives up conversations until the sequence may come to `used` tokens, and makes the block that it ends in its own.
+    /// Gives up what is missed least of copies and parked conversations, but no copy that the sequence is likely to go on from;
+    /// `false` where there is nothing. Places are free once blocks are laid out again.
+    fn give_up_one(&mut self) -> bool {
+        let given_up = self.marks.pop_spare() || self.parked.pop_spare() || self.forget_one();
+        self.release_copies();
+        given_up
+    }
+
+    /// Gives up the copies that no sequence has.
+    fn release_copies(&mut self) {
+        let marks = self.marks.all().iter().chain(self.parked.marks());
+        self.cache.keep_copies(marks.map(|mark| &mark.copy));
+    }
+
+    /// Gives up conversations and copies until the sequence may come to `used` tokens, and makes the block that it ends in its
+    /// own.
     fn make_place(&mut self, backend: &mut dyn Backend, used: u32) {
         let mut is_shared = self.cache.is_shared(self.position);
         while !self
             .cache
             .is_ready(used.saturating_add(if is_shared { self.block() } else { 0 }))
-            && self.forget_one()
+            && (self.give_up_one() || self.pop_mark())
         {
             self.cache.cut(self.position);
             is_shared = self.cache.is_shared(self.position);
@@ -222,6 +267,13 @@ impl Sequence {
         }
     }
 
+    /// Gives up a copy of the sequence; `false` where it has none.
+    fn pop_mark(&mut self) -> bool {
+        let popped = self.marks.pop(|_| true);
+        self.release_copies();
+        popped
+    }
+
     /// Changes the capacity as [`KvCache::resize`] does; conversations that find no place in it are given up.
     pub(super) fn resize(
         &mut self,
@@ -229,7 +281,7 @@ impl Sequence {
         capacity: Tokens,
         used: u32,
     ) -> Result<Resized, KvError> {
-        while !self.cache.fits(capacity, used) && self.forget_one() {}
+        while !self.cache.fits(capacity, used) && (self.give_up_one() || self.pop_mark()) {}
         self.cache.resize(backend, capacity, used)
     }
 
@@ -240,7 +292,12 @@ impl Sequence {
         kind: KvType,
         used: u32,
     ) -> Result<Resized, KvError> {
-        self.marks.forget_windows();
+        // Copies are of no type that they could be converted from.
+        if self.has_copies() {
+            while self.forget_one() {}
+            self.marks.clear();
+            self.release_copies();
+        }
         // What a conversion has lost is read again, as of the sequence itself.
         if kind > self.cache.kind() {
             while let Some(number) = self.parked.less_precise_than(kind) {
@@ -269,6 +326,7 @@ impl Sequence {
             return;
         }
         self.marks.part_at(tokens);
+        self.release_copies();
         if tokens < self.position {
             if self.needs_marks() || !self.has_window(tokens) {
                 self.go_back(backend);
@@ -291,10 +349,14 @@ impl Sequence {
 
     /// Whether the layers with windows have what a token at `position` sees.
     fn has_window(&self, position: u32) -> bool {
-        let first = self.window.map_or(0, |window| {
+        self.cache.has_window_from(self.first_seen(position))
+    }
+
+    /// The first token that a token at `position` sees in layers with windows.
+    fn first_seen(&self, position: u32) -> u32 {
+        self.window.map_or(0, |window| {
             position.saturating_add(1).saturating_sub(window)
-        });
-        self.cache.has_window_from(first)
+        })
     }
 
     /// Whether [`Self::mark`] is of any use: a model without recurrent layers can be cut back anywhere.
@@ -307,46 +369,38 @@ impl Sequence {
         self.needs_marks() || self.cache.has_windows()
     }
 
-    /// The most that a copy takes.
-    fn copy_bytes(&self) -> Bytes {
-        self.state.bytes()
-            + self
-                .window
-                .map_or(Bytes::ZERO, |window| self.cache.copy_bytes(window))
-    }
-
-    /// Whether there is place for another copy.
-    fn has_room(&self) -> bool {
-        self.untouched() >= self.copy_bytes()
-    }
-
-    /// Makes it possible to cut the sequence back to where it is now, if there is place for that.
-    fn mark(&mut self, backend: &mut dyn Backend, kind: Kind) {
-        if self.position == 0 || self.marks.has(self.position) {
+    /// Makes it possible to cut the sequence back to `position`, if there is place for that: where it is now, or where its
+    /// layers with windows still have all that is seen there.
+    fn mark(&mut self, backend: &mut dyn Backend, kind: Kind, position: u32) {
+        if position == 0 || self.marks.has(position) {
             return;
         }
-        let has_room = self.has_room();
-        let Some(replaced) = self.marks.make_room(kind, has_room) else {
-            return;
+        self.marks.make_room(kind);
+        let windows = self.first_seen(position)..position;
+        let saved = loop {
+            self.release_copies();
+            self.cache.cut(self.position);
+            let saved = self.cache.save(
+                backend,
+                self.needed.max(self.position),
+                self.state.memory(),
+                windows.clone(),
+            );
+            if !matches!(saved, Ok(None)) {
+                break saved;
+            }
+            // Without place the next prompt is read again.
+            if !(self.give_up_one() || self.marks.pop_for_another()) {
+                break saved;
+            }
         };
-        // Without memory the next prompt is read again; that is no fault of this one.
-        let room = replaced.map_or_else(|| self.state.room(backend).ok(), Some);
-        let Some(room) =
-            room.filter(|_| self.cache.untouched() >= self.marks.bytes() + self.copy_bytes())
-        else {
-            return;
-        };
-        let first = self
-            .window
-            .map_or(0, |window| (self.position + 1).saturating_sub(window));
-        let windows = match self.cache.copy_windows(backend, first..self.position) {
-            Ok(None) if self.cache.has_windows() => return,
-            Ok(windows) => windows,
-            Err(error) => return self.note(Err(error)),
-        };
-        let (snapshot, copied) = self.state.snapshot(backend, room, self.position);
-        self.note(copied);
-        self.marks.put(kind, Saved { snapshot, windows });
+        // The places of blocks to come may be others now.
+        self.cache.touch(self.needed);
+        match saved {
+            Ok(Some(copy)) => self.marks.put(kind, position, copy),
+            Ok(None) => {}
+            Err(error) => self.note(Err(error)),
+        }
     }
 
     /// Marks the sequence where its own next prompt may part from this one: of use only to recurrent layers, since windows
@@ -360,16 +414,13 @@ impl Sequence {
 
     /// Notes that a pass is about to hold `used` tokens: their place is not that of copies any more.
     pub(super) fn touch(&mut self, backend: &mut dyn Backend, used: u32) {
-        if self.has_copies() && self.untouched() < self.copy_bytes().saturating_mul(2) {
-            // A longer sequence may have left memory behind those tokens, where a pass makes two copies at most.
-            let given_back = self.cache.give_back_behind(backend, used);
-            self.note(given_back);
-        }
+        self.needed = used;
         self.make_place(backend, used);
         self.cache.touch(used);
-        self.fit_marks(backend);
-        let has_room = self.has_room();
-        self.marks.forget_fork_without_room(has_room);
+        let window = self.window.unwrap_or(0);
+        if !self.cache.may_save(used, self.state.memory(), window) {
+            self.marks.forget_fork();
+        }
     }
 
     /// Tokens up to the next place that is to be marked, where the next chunk ends for it.
@@ -398,7 +449,7 @@ impl Sequence {
             .into_iter()
             .flatten()
         {
-            self.mark(backend, kind);
+            self.mark(backend, kind, self.position);
         }
     }
 
@@ -428,14 +479,15 @@ impl Sequence {
             return 0;
         }
         let tokens = blocks * block;
+        // Nothing before can be gone back to, and no prompt goes on from here.
+        self.marks.clear();
+        self.release_copies();
         self.cache
             .drop_blocks(first as usize, blocks as usize, used);
         self.position -= tokens;
         self.dropped.after = first * block;
         self.dropped.tokens += tokens;
         self.dropped.turn_back(turn);
-        // Nothing before can be gone back to, and no prompt goes on from here.
-        self.marks.clear();
         tokens
     }
 
@@ -456,17 +508,5 @@ impl Sequence {
 
     fn block(&self) -> u32 {
         self.cache.shape().block_tokens.get().max(1)
-    }
-
-    /// Gives up copies until the rest have place beside the tokens; returns what the kernel had of them.
-    pub(super) fn fit_marks(&mut self, backend: &mut dyn Backend) -> Bytes {
-        let mut freed = Bytes::ZERO;
-        while self.marks.bytes() > self.cache.untouched() {
-            let all = backend.mark();
-            let finished = backend.wait(all);
-            self.note(finished);
-            freed += self.marks.pop().map_or(Bytes::ZERO, Saved::release);
-        }
-        freed
     }
 }

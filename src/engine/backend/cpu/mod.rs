@@ -25,7 +25,7 @@ use candle_core::quantized::{
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
     Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm,
-    Operation, Region, RowBytes, View, Widen,
+    Operation, Region, RowBytes, Span, View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
@@ -182,27 +182,13 @@ unsafe impl Backend for Cpu {
             Operation::Convert(job) => {
                 cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?)
             }
-            Operation::Copy { from, to } => {
-                let mut access = Access::new(owner);
-                let (from, to) = (access.read(from)?, access.write(to)?);
-                same_len(from, to)?;
-                to.copy_from_slice(from);
-                Ok(())
-            }
             Operation::Delta(job) => delta_layer(pool, isa, job, &mut Access::new(owner)),
             Operation::Fill { floats, value } => {
                 Access::new(owner).write(floats)?.fill(*value);
                 Ok(())
             }
             Operation::Finish(job) => finish(isa, job, &mut Access::new(owner)),
-            Operation::Move { from, to, len } => {
-                let access = Access::new(owner);
-                move_block(
-                    (access.region(&from.0)?, from.1),
-                    (access.region(&to.0)?, to.1),
-                    *len,
-                )
-            }
+            Operation::Move { from, to } => move_bytes(from, to, &Access::new(owner)),
             Operation::Multiply(job) => {
                 multiply(pool, isa, job, &mut Access::new(owner))?;
                 let then = job.activate.as_ref();
@@ -452,18 +438,14 @@ pub(crate) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
     }
 }
 
-/// Copies `len` bytes of open address space.
-fn move_block(
-    from: (&Reserve, usize),
-    to: (&Reserve, usize),
-    len: usize,
-) -> Result<(), DeviceError> {
-    let (Some(from), Some(to)) = (from.0.range(from.1, len), to.0.range(to.1, len)) else {
-        return Err(DeviceError::new(
-            "a block of the cache is closed".to_owned(),
-        ));
-    };
-    // SAFETY: both are open, and one operation is executed at a time.
+/// Copies bytes to as many others.
+fn move_bytes(from: &Span, to: &Span, access: &Access<'_>) -> Result<(), DeviceError> {
+    let len = from.len();
+    if to.len() != len {
+        return Err(DeviceError::new(format!("{len} bytes meet {}", to.len())));
+    }
+    let (from, to) = (access.span(from)?, access.span(to)?);
+    // SAFETY: both are memory of that length, and one operation is executed at a time.
     unsafe { std::ptr::copy(from.as_ptr(), to.as_ptr(), len) };
     Ok(())
 }

@@ -94,14 +94,6 @@ impl Launcher {
             Operation::Activate(job) => self.activate(job),
             Operation::Attend(job) => self.attend(job),
             Operation::Convert(job) => self.convert(job),
-            Operation::Copy { from, to } => {
-                self.fits(to, from.len())?;
-                self.command(&Command::Copy {
-                    from: self.at(from)?,
-                    to: self.at(to)?,
-                    bytes: from.len(),
-                })
-            }
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let (to, count) = (self.at(floats)?, floats.len() / 4);
@@ -112,13 +104,15 @@ impl Launcher {
                 })
             }
             Operation::Finish(job) => self.finish(job),
-            Operation::Move { from, to, len } => {
-                let from = self.owner.device_range(&from.0, from.1, *len)?;
-                let to = self.owner.device_range(&to.0, to.1, *len)?;
+            Operation::Move { from, to } => {
+                let bytes = from.len();
+                if to.len() != bytes {
+                    return Err(DeviceError::new(format!("{bytes} bytes meet {}", to.len())));
+                }
                 self.command(&Command::Copy {
-                    from,
-                    to,
-                    bytes: *len,
+                    from: self.owner.device_span(from)?,
+                    to: self.owner.device_span(to)?,
+                    bytes,
                 })
             }
             Operation::Multiply(job) => self.multiply(job),
@@ -911,7 +905,6 @@ fn is_of_token(operation: &Operation<'_>) -> bool {
         }
         Operation::Norm(job) => job.stream.len() == job.weight.len(),
         Operation::Convert(_)
-        | Operation::Copy { .. }
         | Operation::Fill { .. }
         | Operation::Move { .. }
         | Operation::Rotate(_)
