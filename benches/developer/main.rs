@@ -13,6 +13,7 @@ mod replay;
 mod rivals;
 mod shapes;
 mod soak;
+mod speakers;
 mod storm;
 mod tenants;
 #[cfg(test)]
@@ -75,6 +76,8 @@ enum Measurement {
     Rivals(rivals::RivalsArgs),
     /// Whether the memory of the daemon grows with the requests that it serves.
     Soak(soak::SoakArgs),
+    /// Several speakers on one model: first tokens, answers at once, a long prompt beside them.
+    Speakers(speakers::SpeakersArgs),
     /// Kills by the kernel under random demands in a control group with a limit.
     Storm(storm::StormArgs),
 }
@@ -145,6 +148,9 @@ fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> 
             on_a_stage(THREADS, || reported(tenants::renewals(args), output))
         }
         Measurement::Soak(args) => on_a_stage(THREADS, || reported(soak::run(args), output)),
+        Measurement::Speakers(args) => {
+            on_a_stage(THREADS, || reported(speakers::run(args), output))
+        }
         Measurement::Storm(args) => on_a_stage(THREADS, || reported(storm::run(args), output)),
     }
 }

@@ -195,6 +195,8 @@ pub struct LlmConfig {
     pub name: String,
     /// Threads that compute; `None` for one on each physical core. 1 to 256.
     pub threads: Option<u32>,
+    /// Answers that are computed together; `None` for as many as the model can. 1 to 8.
+    pub parallel: Option<u32>,
     /// What computes it. Default: a GPU that can, else the CPU.
     pub device: DeviceSettings,
     /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.

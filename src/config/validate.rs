@@ -397,6 +397,7 @@ impl Checker {
             path: path.unwrap_or_default(),
             name: name.unwrap_or_default(),
             threads: self.number("llm.threads", &raw.threads, 1..=256),
+            parallel: self.number("llm.parallel", &raw.parallel, 1..=8),
             device: self.device(raw),
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),

@@ -20,7 +20,7 @@ use super::{
     bind,
     clock::MonotonicClock,
     control_loop::{Clock as _, Inbound},
-    sequences::{sequences, tokens_in_cache},
+    sequences::{kept_tokens, sequences, tokens_in_cache},
 };
 use cotenant_engine::EngineHandle;
 use cotenant_memory::emergency::{self, Locked};
@@ -410,7 +410,7 @@ impl Supervisor for ControlHandle {
             engine.sequences = sequences(handle);
             // Of the same moment as the sequences: the arbiter's figures are those of the last event.
             (engine.kv_used_tokens, engine.kv_kept_tokens) =
-                tokens_in_cache(&engine.sequences, engine.kv_kept_tokens);
+                tokens_in_cache(&engine.sequences, kept_tokens(&handle.snapshot()));
             let (read, whole) = handle.loading().unwrap_or_default();
             (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
         }

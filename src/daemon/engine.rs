@@ -421,6 +421,10 @@ pub(super) fn start_engine(
         KvMemory::AtOnce => Backing::Now,
     };
     let vocabulary = sayable(llm);
+    let options = EngineOptions {
+        answers_max: llm.parallel.map_or(usize::MAX, |most| most as usize),
+        ..EngineOptions::default()
+    };
     let inspector = Inspector::new(llm, control);
     let expected = inspector.expected();
     let start: Starter = Box::new(move |sink| {
@@ -432,7 +436,7 @@ pub(super) fn start_engine(
             vocabulary: vocabulary.clone(),
             helper: Some(PathBuf::from(THIS_PROGRAM)),
         };
-        Engine::start_expecting(EngineOptions::default(), model, expected.clone(), sink)
+        Engine::start_expecting(options.clone(), model, expected.clone(), sink)
     });
     EngineDriver::new(start, llm.path.clone(), inspector, parts).map_err(|source| {
         RunError::System {
@@ -475,28 +479,17 @@ const THREADS_MAX: usize = 256;
 /// kept only as long as the space is not needed.
 pub(super) fn activity(handle: &EngineHandle) -> Event {
     let snapshot = handle.snapshot();
-    let running = usize::from(snapshot.running.is_some());
+    let running = snapshot.running.len();
     let position = snapshot.position.get();
-    let (kv_used, kv_kept) = if snapshot.running.is_some() {
+    // Other conversations lie beside it: that the next prompt goes on from one of them is as likely as that it needs new capacity.
+    let (kv_used, kv_kept) = if running > 0 {
         (position, 0)
     } else {
-        // Copies of the state that prompts go on from, and other conversations, lie beside the tokens, and go with the capacity.
-        let beside = snapshot
-            .breakdown
-            .as_ref()
-            .map_or(0, |held| (held.kv_marks + held.kv_parked).get());
-        let per_token = snapshot
-            .shape
-            .as_ref()
-            .zip(snapshot.plan.as_ref())
-            .map_or(0, |(shape, plan)| {
-                shape.kv.bytes_per_token(plan.kv_type).get()
-            });
-        let beside = u32::try_from(beside.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
-        (0, position.saturating_add(beside))
+        (0, position)
     };
     let of_running = |tokens: fn(&RunningRequest) -> Tokens| {
-        snapshot.running.as_ref().map_or(0, |one| tokens(one).get())
+        let all = snapshot.running.iter().map(|one| tokens(one).get());
+        all.fold(0, u32::saturating_add)
     };
     Event::EngineActivity {
         requests: u32::try_from(snapshot.queued.saturating_add(running)).unwrap_or(u32::MAX),

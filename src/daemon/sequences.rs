@@ -1,10 +1,10 @@
 //! The sequences of the LLM, as operators see them.
 
-use cotenant_engine::{EngineHandle, RunningRequest};
+use cotenant_engine::{EngineHandle, EngineSnapshot, RunningRequest};
 use cotenant_rpc::{lease_class, v1};
 use cotenant_units::Tokens;
 
-/// The sequences of an engine: the running or the kept one, and those that wait.
+/// The sequences of an engine: those that run or the kept one, and those that wait.
 pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     let snapshot = handle.snapshot();
     let kv = snapshot
@@ -12,34 +12,45 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         .as_ref()
         .zip(snapshot.plan.as_ref())
         .map(|(shape, plan)| (&shape.kv, plan.kv_type));
-    let position = snapshot.position;
-    let in_cache = |request: &RunningRequest, state: v1::SequenceState| v1::Sequence {
-        id: request.id.get(),
-        state: state.into(),
-        client: request.client.as_deref().unwrap_or_default().to_owned(),
-        lease_class: lease_class(request.class).into(),
-        prompt_tokens: request.prompt_tokens.get(),
-        reused_tokens: request.cached.get(),
-        generated_tokens: request.generated.get(),
-        kv_tokens: position.get(),
-        kv_bytes: kv.map_or(0, |(shape, kind)| {
-            shape.capacity_bytes(position, kind).get()
-        }),
-        kv_blocks: kv.map_or(0, |(shape, _)| {
-            position.get().div_ceil(shape.block_tokens.get().max(1))
-        }),
-        waited: None,
-    };
-    let present = match (&snapshot.running, &snapshot.last) {
-        (Some(running), _) if running.generated == Tokens::ZERO => {
-            Some(in_cache(running, v1::SequenceState::Prompt))
-        }
-        (Some(running), _) => Some(in_cache(running, v1::SequenceState::Answer)),
-        (None, Some(last)) if position > Tokens::ZERO => {
-            Some(in_cache(last, v1::SequenceState::Kept))
-        }
-        (None, _) => None,
-    };
+    let in_cache =
+        |request: &RunningRequest, position: Tokens, state: v1::SequenceState| v1::Sequence {
+            id: request.id.get(),
+            state: state.into(),
+            client: request.client.as_deref().unwrap_or_default().to_owned(),
+            lease_class: lease_class(request.class).into(),
+            prompt_tokens: request.prompt_tokens.get(),
+            reused_tokens: request.cached.get(),
+            generated_tokens: request.generated.get(),
+            kv_tokens: position.get(),
+            kv_bytes: kv.map_or(0, |(shape, kind)| {
+                shape.capacity_bytes(position, kind).get()
+            }),
+            kv_blocks: kv.map_or(0, |(shape, _)| {
+                position.get().div_ceil(shape.block_tokens.get().max(1))
+            }),
+            waited: None,
+        };
+    let is_alone = snapshot.running.len() == 1;
+    let running = snapshot.running.iter().map(|one| {
+        let state = if one.generated == Tokens::ZERO {
+            v1::SequenceState::Prompt
+        } else {
+            v1::SequenceState::Answer
+        };
+        let tokens = one.prompt_tokens.get().saturating_add(one.generated.get());
+        // Several share what they begin with.
+        let position = if is_alone {
+            snapshot.position
+        } else {
+            Tokens::new(tokens)
+        };
+        in_cache(one, position, state)
+    });
+    let last = snapshot
+        .last
+        .iter()
+        .filter(|_| snapshot.running.is_empty() && snapshot.position > Tokens::ZERO);
+    let kept = last.map(|last| in_cache(last, snapshot.position, v1::SequenceState::Kept));
     let waiting = handle.waiting().into_iter().map(|request| v1::Sequence {
         id: request.id.get(),
         state: v1::SequenceState::Waiting.into(),
@@ -49,19 +60,31 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         waited: request.waited.try_into().ok(),
         ..v1::Sequence::default()
     });
-    present.into_iter().chain(waiting).collect()
+    running.chain(kept).chain(waiting).collect()
 }
 
-/// Tokens that the running sequence has in the KV cache, and those that are kept while nothing runs: `kept` counts copies of the
-/// recurrent state too.
+/// Tokens in the KV cache while nothing runs: of the last conversation, and of those beside it with what goes with them.
+pub(super) fn kept_tokens(snapshot: &EngineSnapshot) -> u32 {
+    let held = snapshot.breakdown.as_ref();
+    let beside = held.map_or(0, |held| (held.kv_marks + held.kv_parked).get());
+    let plan = snapshot.shape.as_ref().zip(snapshot.plan.as_ref());
+    let per_token = plan.map_or(0, |(shape, plan)| {
+        shape.kv.bytes_per_token(plan.kv_type).get()
+    });
+    let beside = u32::try_from(beside.div_ceil(per_token.max(1))).unwrap_or(u32::MAX);
+    snapshot.position.get().saturating_add(beside)
+}
+
+/// Tokens that the running sequences have in the KV cache, and those that are kept while nothing runs.
 pub(super) fn tokens_in_cache(sequences: &[v1::Sequence], kept: u32) -> (u32, u32) {
-    let running = sequences.iter().find(|one| {
+    let running = sequences.iter().filter(|one| {
         matches!(
             one.state(),
             v1::SequenceState::Prompt | v1::SequenceState::Answer
         )
     });
-    running.map_or((0, kept), |one| (one.kv_tokens, 0))
+    let used = running.map(|one| one.kv_tokens).reduce(u32::saturating_add);
+    used.map_or((0, kept), |used| (used, 0))
 }
 
 #[cfg(test)]

@@ -13,9 +13,10 @@ use tokio::sync::mpsc::{self, error::TrySendError};
 use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport},
-    generate::{FinishReason, GenerateError, Usage},
+    generate::{FinishReason, GenerateError, RequestId, Usage},
     language_model::LanguageModel,
     mailbox::{Ended, Lifecycle, Polled, Queued, Reader, Shared},
+    model::Lane,
     preemption::{Checkpoint, Flow},
     protocol::{ApplyFailure, Command, EngineEvent, EnginePhase, EngineSnapshot, RunningRequest},
 };
@@ -30,8 +31,8 @@ pub(super) type Outcome = Result<FinishReason, GenerateError>;
 pub(super) struct EngineLoop {
     pub(super) shared: Arc<Shared>,
     pub(super) state: EngineSnapshot,
-    /// The request being answered.
-    pub(super) active: Option<Active>,
+    /// The requests being answered, in the order in which they began.
+    pub(super) active: Vec<Active>,
     sink: mpsc::Sender<EngineEvent>,
     /// Events that the daemon waits for and its sink has no room for: at most two for each of its own commands.
     outbox: VecDeque<EngineEvent>,
@@ -44,7 +45,7 @@ pub(super) struct EngineLoop {
     pub(super) left_noted: Bytes,
 }
 
-/// The request being answered.
+/// A request being answered.
 pub(super) struct Active {
     pub(super) queued: Queued,
     pub(super) usage: Usage,
@@ -58,6 +59,8 @@ pub(super) struct Active {
     asked_at: Option<Instant>,
     /// Its usage says how its tokens were kept: those of a pass that was not finished are given up before it ends.
     pub(super) noted: bool,
+    /// How it is to end, since a command point has found that it is.
+    ended: Option<Outcome>,
 }
 
 impl Active {
@@ -83,10 +86,12 @@ impl Active {
     }
 
     /// Notes how its tokens are kept, and how many are not, unless that has been noted already.
-    pub(super) fn note_kept(&mut self, model: &dyn LanguageModel) {
+    pub(super) fn note_kept(&mut self, model: &dyn LanguageModel, lane: Option<Lane>) {
         if !self.noted {
-            self.usage.kv_type = model.kv_precision();
-            (self.usage.dropped_tokens, _) = model.dropped();
+            self.usage.kv_type = model.kv_precision(lane);
+            if lane.is_none() {
+                (self.usage.dropped_tokens, _) = model.dropped();
+            }
         }
     }
 }
@@ -96,7 +101,7 @@ impl EngineLoop {
         Self {
             shared,
             state: EngineSnapshot::default(),
-            active: None,
+            active: Vec::new(),
             sink,
             outbox: VecDeque::new(),
             load: None,
@@ -108,10 +113,10 @@ impl EngineLoop {
 
     // Command points.
 
-    /// Takes what there is to take, and says whether the active request is to end now.
+    /// Takes what there is to take, and notes which of the active requests are to end.
     ///
     /// A plan is only kept for [`Self::take_plan`], because this may be called in the middle of a computation.
-    pub(super) fn point(&mut self) -> Option<Outcome> {
+    pub(super) fn point(&mut self) {
         let now = Instant::now();
         if let Some(last) = self.last_point.replace(now) {
             let gap = now.saturating_duration_since(last);
@@ -149,56 +154,70 @@ impl EngineLoop {
             self.state.queued = queued;
             self.publish();
         }
-        let active = self.active.as_ref()?;
-        let overdue = active.is_overdue(now);
-        if lifecycle >= Lifecycle::Stopping {
-            Some(Err(GenerateError::Stopping))
-        } else if overdue {
-            Some(Err(GenerateError::DeadlinePassed {
-                generated: active.usage.completion_tokens,
-            }))
-        } else if cancelled {
-            Some(Ok(FinishReason::Cancelled))
-        } else if active.is_cut(now, most_urgent) {
-            Some(Ok(FinishReason::Length))
-        } else {
-            self.reader_left(active.queued.reply.reader(), now)
+        let unread = self.shared.options().unread_limit;
+        for active in self.active.iter_mut().filter(|one| one.ended.is_none()) {
+            active.ended = if lifecycle >= Lifecycle::Stopping {
+                Some(Err(GenerateError::Stopping))
+            } else if active.is_overdue(now) {
+                Some(Err(GenerateError::DeadlinePassed {
+                    generated: active.usage.completion_tokens,
+                }))
+            } else if cancelled.contains(&active.queued.request.id) {
+                Some(Ok(FinishReason::Cancelled))
+            } else if active.is_cut(now, most_urgent) {
+                Some(Ok(FinishReason::Length))
+            } else {
+                reader_left(active.queued.reply.reader(), now, unread)
+            };
         }
+    }
+
+    /// How an active request is to end, if it is.
+    pub(super) fn ended(&self, id: RequestId) -> Option<&Outcome> {
+        self.of(id)?.ended.as_ref()
+    }
+
+    /// An active request.
+    pub(super) fn of(&self, id: RequestId) -> Option<&Active> {
+        self.active.iter().find(|one| one.queued.request.id == id)
+    }
+
+    /// The same, to change it.
+    pub(super) fn of_mut(&mut self, id: RequestId) -> Option<&mut Active> {
+        let mut all = self.active.iter_mut();
+        all.find(|one| one.queued.request.id == id)
+    }
+
+    /// What is published of an active request.
+    pub(super) fn running_mut(&mut self, id: RequestId) -> Option<&mut RunningRequest> {
+        self.state.running.iter_mut().find(|one| one.id == id)
     }
 
     /// Whether something waits for what is under way to end: an order, the end of a request, or of all.
     pub(super) fn is_pressed(&self) -> bool {
-        let now = Instant::now();
+        let (now, unread) = (Instant::now(), self.shared.options().unread_limit);
         let ends = |active: &Active| {
             active.is_overdue(now)
                 || active.is_cut(now, None)
-                || self
-                    .reader_left(active.queued.reply.reader(), now)
-                    .is_some()
+                || reader_left(active.queued.reply.reader(), now, unread).is_some()
         };
-        self.shared.is_pressed(now) || self.active.as_ref().is_some_and(ends)
+        self.shared.is_pressed(now) || self.active.iter().any(ends)
     }
 
-    /// Hands a token and the text that it made certain to the reader.
-    pub(super) fn deliver(&mut self, token: u32, text: &str, now: Instant) -> ControlFlow<Outcome> {
-        let Some(active) = self.active.as_mut() else {
+    /// Hands a token of a request and the text that it made certain to the reader.
+    pub(super) fn deliver(
+        &mut self,
+        id: RequestId,
+        token: u32,
+        text: &str,
+        now: Instant,
+    ) -> ControlFlow<Outcome> {
+        let unread = self.shared.options().unread_limit;
+        let Some(active) = self.of_mut(id) else {
             return ControlFlow::Continue(());
         };
         let reader = active.queued.reply.push(token, text, now);
-        self.reader_left(reader, now)
-            .map_or(ControlFlow::Continue(()), ControlFlow::Break)
-    }
-
-    /// The cancellation that a reader's conduct amounts to, if it does.
-    fn reader_left(&self, reader: Reader, now: Instant) -> Option<Outcome> {
-        let left = match reader {
-            Reader::Gone => true,
-            Reader::Reading => false,
-            Reader::Stuck(since) => {
-                now.saturating_duration_since(since) >= self.shared.options().unread_limit
-            }
-        };
-        left.then_some(Ok(FinishReason::Cancelled))
+        reader_left(reader, now, unread).map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
 
     /// The plan that was taken and is to be put into force.
@@ -311,9 +330,9 @@ impl EngineLoop {
             prompt_tokens,
             waited: started.saturating_duration_since(queued.submitted),
         });
-        self.state.running_since = Some(started);
+        self.state.running_since.get_or_insert(started);
         self.state.last = None;
-        self.state.running = Some(RunningRequest {
+        self.state.running.push(RunningRequest {
             id,
             class: queued.request.class,
             client: queued.request.client.clone(),
@@ -324,7 +343,7 @@ impl EngineLoop {
             droppable: Tokens::ZERO,
             dropped: Tokens::ZERO,
         });
-        self.active = Some(Active {
+        self.active.push(Active {
             queued,
             usage: Usage {
                 prompt_tokens,
@@ -336,16 +355,17 @@ impl EngineLoop {
             most,
             asked_at: None,
             noted: false,
+            ended: None,
         });
         self.publish();
     }
 
-    /// Notes how much of the active request's prompt is in the KV cache already.
-    pub(super) fn reused(&mut self, cached: Tokens) {
-        if let Some(running) = self.state.running.as_mut() {
+    /// Notes how much of a request's prompt is in the KV cache already, and what all take of it.
+    pub(super) fn reused(&mut self, id: RequestId, cached: Tokens, held: Tokens) {
+        if let Some(running) = self.running_mut(id) {
             running.cached = cached;
         }
-        self.state.position = cached;
+        self.state.position = held;
         self.publish();
     }
 
@@ -361,10 +381,11 @@ impl EngineLoop {
         }
     }
 
-    /// Counts a generated token.
-    pub(super) fn generated(&mut self, now: Instant) {
+    /// Counts a generated token of a request.
+    pub(super) fn generated(&mut self, id: RequestId, now: Instant) {
         self.state.tokens_generated = self.state.tokens_generated.saturating_add(1);
-        let Some(active) = self.active.as_mut() else {
+        let mut all = self.active.iter_mut();
+        let Some(active) = all.find(|one| one.queued.request.id == id) else {
             return;
         };
         let generated = active.usage.completion_tokens.get().saturating_add(1);
@@ -378,25 +399,28 @@ impl EngineLoop {
                 }
             }
         }
-        if let Some(running) = self.state.running.as_mut() {
-            running.generated = active.usage.completion_tokens;
+        let completion = active.usage.completion_tokens;
+        if let Some(running) = self.running_mut(id) {
+            running.generated = completion;
         }
         self.publish();
     }
 
-    /// Asks for more KV capacity than `capacity`, of which the active answer has used `position`; not before `pause` after
-    /// it asked last. Returns whether more may be had at all.
+    /// Asks for more KV capacity than `capacity`, of which a request's answer has used `position`, and others `beside` it; not
+    /// before `pause` after it asked last. Returns whether more may be had at all.
     pub(super) fn ask_for_room(
         &mut self,
-        position: Tokens,
+        id: RequestId,
+        (position, beside): (Tokens, Tokens),
         capacity: Tokens,
         pause: Duration,
     ) -> bool {
-        let Some(active) = self.active.as_mut() else {
+        let Some(active) = self.of_mut(id) else {
             return false;
         };
         let request = &active.queued.request;
-        let wanted = active.most.min(request.grows_to);
+        let most = Tokens::new(active.most.get().saturating_add(beside.get()));
+        let wanted = most.min(request.grows_to);
         if wanted <= capacity {
             return false;
         }
@@ -407,7 +431,8 @@ impl EngineLoop {
         {
             return true;
         }
-        let needed = Tokens::new(position.get().saturating_add(ROOM_ASKED)).min(wanted);
+        let used = position.get().saturating_add(beside.get());
+        let needed = Tokens::new(used.saturating_add(ROOM_ASKED)).min(wanted);
         let client = request.client.clone();
         active.asked_at = Some(now);
         self.mention(EngineEvent::CapacityWanted {
@@ -418,13 +443,20 @@ impl EngineLoop {
         true
     }
 
-    /// Ends the active request: `rest` is text that was held back, the last of the answer.
-    pub(super) fn finish(&mut self, rest: &str, outcome: Outcome) {
+    /// Ends a request: `rest` is text that was held back, the last of the answer.
+    pub(super) fn finish(&mut self, id: RequestId, rest: &str, outcome: Outcome) {
         self.last_point = None;
-        self.shared.done();
-        self.state.last = self.state.running.take();
-        self.state.running_since = None;
-        let Some(active) = self.active.take() else {
+        self.shared.done(id);
+        let is = |one: &RunningRequest| one.id == id;
+        let ended = self.state.running.extract_if(.., |one| is(one)).next();
+        self.state.last = ended.filter(|_| self.state.running.is_empty());
+        let at = self
+            .active
+            .iter()
+            .position(|one| one.queued.request.id == id);
+        let active = at.map(|at| self.active.remove(at));
+        self.state.running_since = self.active.first().map(|first| first.started);
+        let Some(active) = active else {
             return;
         };
         let Active {
@@ -510,7 +542,9 @@ impl EngineLoop {
         // Published first, so that requests refused from here on state the reason.
         self.publish();
         let left = self.shared.close();
-        self.finish("", Err(error.clone()));
+        while let Some(active) = self.active.first() {
+            self.finish(active.queued.request.id, "", Err(error.clone()));
+        }
         for ended in left.ended {
             self.ended_in_queue(ended);
         }
@@ -576,30 +610,42 @@ pub(super) struct Broken {
     pub(super) hung: Option<Retained>,
 }
 
-/// The engine_loop while the model computes: takes plans between two layers and within one, and stops the computation of a request that ended.
+/// The cancellation that a reader's conduct amounts to, if it does: one that reads nothing for so long has gone.
+fn reader_left(reader: Reader, now: Instant, unread: Duration) -> Option<Outcome> {
+    let left = match reader {
+        Reader::Gone => true,
+        Reader::Reading => false,
+        Reader::Stuck(since) => now.saturating_duration_since(since) >= unread,
+    };
+    left.then_some(Ok(FinishReason::Cancelled))
+}
+
+/// The engine_loop while the model computes: takes plans between two layers and within one, and stops the computation once all
+/// requests that it is for have ended.
 pub(super) struct BetweenLayers<'engine> {
     engine_loop: &'engine mut EngineLoop,
+    requests: &'engine [RequestId],
     revision: u64,
-    /// How the request ended, once it has.
-    pub(super) ended: Option<Outcome>,
 }
 
 impl<'engine> BetweenLayers<'engine> {
-    pub(super) const fn new(engine_loop: &'engine mut EngineLoop) -> Self {
+    pub(super) const fn new(
+        engine_loop: &'engine mut EngineLoop,
+        requests: &'engine [RequestId],
+    ) -> Self {
         Self {
             engine_loop,
+            requests,
             revision: 0,
-            ended: None,
         }
     }
 }
 
 impl Checkpoint for BetweenLayers<'_> {
     fn poll(&mut self) -> Flow {
-        if self.ended.is_none() {
-            self.ended = self.engine_loop.point();
-        }
-        if self.ended.is_some() {
+        self.engine_loop.point();
+        let has_ended = |id: &RequestId| self.engine_loop.ended(*id).is_some();
+        if self.requests.iter().all(has_ended) {
             return Flow::Stop;
         }
         match self.engine_loop.take_plan() {

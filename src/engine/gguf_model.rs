@@ -14,7 +14,7 @@ use super::{
     gguf::Header,
     helper::Helper,
     language_model::{LanguageModel, Opened},
-    model::{Asked, Model, ModelOptions, Opening, Scores, Selected},
+    model::{Asked, Lane, Model, ModelOptions, Opening, Scores, Selected},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
     reader::LoadProgress,
@@ -297,6 +297,58 @@ impl LanguageModel for GgufModel {
         self.model.select(held, asked)
     }
 
+    fn answers_max(&self) -> usize {
+        self.model.answers_max()
+    }
+
+    fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
+        self.model.set_aside(held)
+    }
+
+    fn resume(&mut self, held: &[u32], lane: Lane) -> Option<Vec<u32>> {
+        self.model.resume(held, lane)
+    }
+
+    fn expect(&mut self, tokens: u32) {
+        self.model.expect(tokens);
+    }
+
+    fn leave(&mut self, lane: Lane) {
+        self.model.leave(lane);
+    }
+
+    fn make_places(&mut self, lanes: &[Lane]) -> bool {
+        self.model.make_places(lanes)
+    }
+
+    fn forward_together(
+        &mut self,
+        tokens: &[(Lane, u32)],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<(), ForwardError> {
+        let mut checkpoint = WithText {
+            checkpoint,
+            text: self.text_held(),
+        };
+        self.model.forward_together(tokens, &mut checkpoint)
+    }
+
+    fn scores_of(
+        &mut self,
+        number: usize,
+        lane: Lane,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), ForwardError> {
+        let computed = self.model.logits_of(number, lane)?;
+        logits.clear();
+        logits.extend_from_slice(&computed);
+        Ok(())
+    }
+
+    fn held(&self) -> Tokens {
+        self.model.held()
+    }
+
     fn recover(&mut self) -> u32 {
         self.model.recover()
     }
@@ -337,8 +389,9 @@ impl LanguageModel for GgufModel {
         self.model.position()
     }
 
-    fn kv_precision(&self) -> KvType {
-        self.model.kv_precision()
+    fn kv_precision(&self, lane: Option<Lane>) -> KvType {
+        let lane = lane.and_then(|lane| self.model.kv_precision_of(lane));
+        lane.unwrap_or(self.model.kv_precision())
     }
 
     fn untouched(&self) -> Bytes {

@@ -271,6 +271,25 @@ impl KvCache {
         self.whole.forget(number);
     }
 
+    /// A sequence that is parked comes to so many tokens, beside the first `used` tokens of the other one; `false` where there
+    /// are not enough free places.
+    pub(super) fn extend(&mut self, number: usize, tokens: u32, used: u32) -> bool {
+        let [blocks, used] = [tokens, used].map(|tokens| blocks_for(&self.shape, tokens));
+        self.whole.extend(number, blocks, used)
+    }
+
+    /// Tokens that the first `used` ones and these of the sequences that are parked have places for, shared ones once.
+    pub(super) fn tokens_held(&self, used: u32, parked: impl Fn(usize) -> bool) -> u32 {
+        let blocks = self.whole.blocks_of(blocks_for(&self.shape, used), parked);
+        self.tokens_of(blocks).get()
+    }
+
+    /// The cache for an operation on a sequence that is parked.
+    #[must_use]
+    pub(super) fn cells_of(&self, number: usize) -> Cells<'_> {
+        self.whole.cells_of(number)
+    }
+
     /// The sequence becomes the first `tokens` tokens of one that is parked.
     pub(super) fn take_up(&mut self, number: usize, tokens: u32) {
         self.whole.take_up(number, blocks_for(&self.shape, tokens));

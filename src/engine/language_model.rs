@@ -6,7 +6,7 @@ use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
-    model::{Asked, Selected, common_prefix},
+    model::{Asked, Lane, Selected, common_prefix},
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -54,6 +54,70 @@ pub trait LanguageModel {
         logits: &mut Vec<f32>,
     ) -> Result<Option<u32>, ForwardError> {
         self.forward(tokens, checkpoint, logits).map(|()| None)
+    }
+
+    /// How many answers may be computed together, each a sequence of its own.
+    fn answers_max(&self) -> usize {
+        1
+    }
+
+    /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the
+    /// model cannot do that.
+    fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
+        let _ = held;
+        None
+    }
+
+    /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, stays as a conversation that may be
+    /// gone on with. Returns its tokens.
+    fn resume(&mut self, held: &[u32], lane: Lane) -> Option<Vec<u32>> {
+        let _ = (held, lane);
+        None
+    }
+
+    /// Keeps places for a prompt that the sequence comes to so many tokens by, and that is read in several passes; for none once
+    /// it has been read.
+    fn expect(&mut self, _tokens: u32) {}
+
+    /// The answer of one that was set aside is over: it stays as a conversation that may be gone on with.
+    fn leave(&mut self, _lane: Lane) {}
+
+    /// Finds a place for one more token in each of these, beside all others that were set aside; says whether there is.
+    fn make_places(&mut self, lanes: &[Lane]) -> bool {
+        lanes.is_empty()
+    }
+
+    /// Appends a token to each of some that were set aside, [`Self::answers_max`] of them at most; their scores are read by
+    /// [`Self::scores_of`], in the same order.
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; after any of them nothing was appended.
+    fn forward_together(
+        &mut self,
+        tokens: &[(Lane, u32)],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<(), ForwardError> {
+        let _ = (tokens, checkpoint);
+        Err(ForwardError::SequenceLost)
+    }
+
+    /// The scores behind one of the last tokens that were computed together, the one of this number.
+    ///
+    /// # Errors
+    /// When they are not finite, or the device has failed.
+    fn scores_of(
+        &mut self,
+        number: usize,
+        lane: Lane,
+        logits: &mut Vec<f32>,
+    ) -> Result<(), ForwardError> {
+        let _ = (number, lane, logits);
+        Err(ForwardError::SequenceLost)
+    }
+
+    /// Tokens of the capacity that the sequence takes, with those whose answers are under way beside it.
+    fn held(&self) -> Tokens {
+        Tokens::new(self.position())
     }
 
     /// Why less is in force than what it was opened with, where that is so.
@@ -154,8 +218,9 @@ pub trait LanguageModel {
     /// Tokens of the sequence so far.
     fn position(&self) -> u32;
 
-    /// The smallest type that any token of the sequence has been kept in.
-    fn kv_precision(&self) -> KvType {
+    /// The smallest type that any token of the sequence, or of one that was set aside, has been kept in.
+    fn kv_precision(&self, lane: Option<Lane>) -> KvType {
+        let _ = lane;
         self.plan().kv_type
     }
 

@@ -186,9 +186,8 @@ impl EngineHandle {
     /// Cancels a request, queued or running; it ends with `Finished(Cancelled)`. Unknown names are ignored.
     pub fn cancel(&self, id: RequestId) {
         let mut mailbox = self.shared.lock();
-        if let Some((running, cancelled)) = mailbox.running.as_mut()
-            && *running == id
-        {
+        let running = mailbox.running.iter_mut();
+        if let Some((_, cancelled)) = running.into_iter().find(|(running, _)| *running == id) {
             *cancelled = true;
         } else {
             mailbox.end_where(|queued| {
@@ -265,8 +264,8 @@ pub(super) struct Polled {
     pub(super) superseded: Vec<(u64, u64)>,
     /// Requests that ended in the queue.
     pub(super) ended: Vec<Ended>,
-    /// Whether the running request is to end.
-    pub(super) cancelled: bool,
+    /// Running requests that are to end.
+    pub(super) cancelled: Vec<RequestId>,
     /// How far the engine is on its way out.
     pub(super) lifecycle: Lifecycle,
     /// Requests waiting.
@@ -304,8 +303,8 @@ struct Mailbox {
     superseded: Vec<(u64, u64)>,
     queue: VecDeque<Queued>,
     ended: Vec<Ended>,
-    /// The running request, and whether it is cancelled.
-    running: Option<(RequestId, bool)>,
+    /// The running requests, and whether each is cancelled.
+    running: Vec<(RequestId, bool)>,
     lifecycle: Lifecycle,
 }
 
@@ -318,7 +317,7 @@ impl Shared {
                 superseded: Vec::with_capacity(SUPERSEDED),
                 queue: VecDeque::new(),
                 ended: Vec::new(),
-                running: None,
+                running: Vec::new(),
                 lifecycle: Lifecycle::Open,
             }),
             wake: Condvar::new(),
@@ -361,7 +360,7 @@ impl Shared {
             }
         }
         let id = queued.request.id;
-        if mailbox.running.is_some_and(|(running, _)| running == id)
+        if mailbox.running.iter().any(|(running, _)| *running == id)
             || mailbox.queue.iter().any(|waiting| waiting.request.id == id)
         {
             return Err(SubmitError::Duplicate { id });
@@ -417,7 +416,7 @@ impl Shared {
                 return Work::Poll;
             }
             if let Some(queued) = mailbox.queue.pop_front() {
-                mailbox.running = Some((queued.request.id, false));
+                mailbox.running.push((queued.request.id, false));
                 return Work::Answer(Box::new(queued));
             }
             if mailbox.lifecycle == Lifecycle::Draining {
@@ -453,7 +452,12 @@ impl Shared {
             },
             superseded: mailbox.take_superseded(),
             ended: std::mem::take(&mut mailbox.ended),
-            cancelled: mailbox.running.is_some_and(|(_, cancelled)| cancelled),
+            cancelled: mailbox
+                .running
+                .iter()
+                .filter(|(_, cancelled)| *cancelled)
+                .map(|(id, _)| *id)
+                .collect(),
             lifecycle: mailbox.lifecycle,
             queued: mailbox.queue.len(),
             most_urgent: mailbox
@@ -464,9 +468,20 @@ impl Shared {
         }
     }
 
-    /// The running request is over.
-    pub(super) fn done(&self) {
-        self.lock().running = None;
+    /// Takes the next request where it `may_join` those that run.
+    pub(super) fn join(&self, may_join: impl FnOnce(&Queued) -> bool) -> Option<Queued> {
+        let mut mailbox = self.lock();
+        if !mailbox.queue.front().is_some_and(may_join) {
+            return None;
+        }
+        let queued = mailbox.queue.pop_front()?;
+        mailbox.running.push((queued.request.id, false));
+        Some(queued)
+    }
+
+    /// A running request is over.
+    pub(super) fn done(&self, id: RequestId) {
+        self.lock().running.retain(|(running, _)| *running != id);
     }
 
     /// Takes nothing more, ever, and hands over what was left.
@@ -495,7 +510,7 @@ impl Shared {
         let mailbox = self.lock();
         mailbox.lifecycle >= Lifecycle::Stopping
             || !mailbox.commands.is_empty()
-            || mailbox.running.is_some_and(|(_, cancelled)| cancelled)
+            || mailbox.running.iter().any(|(_, cancelled)| *cancelled)
             || mailbox.queue.iter().any(|queued| {
                 queued
                     .request

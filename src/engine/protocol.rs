@@ -31,6 +31,8 @@ pub struct EngineOptions {
     pub stream_buffer: usize,
     /// How long a requester may read nothing, with its buffer full, before its request is cancelled. Default 10 s.
     pub unread_limit: Duration,
+    /// Answers that are computed together, where the model can do that. Default: as many as it can.
+    pub answers_max: usize,
 }
 
 impl Default for EngineOptions {
@@ -39,6 +41,7 @@ impl Default for EngineOptions {
             queue_limit: 16,
             stream_buffer: 32,
             unread_limit: Duration::from_secs(10),
+            answers_max: usize::MAX,
         }
     }
 }
@@ -285,11 +288,13 @@ pub struct EngineSnapshot {
     pub untouched: Bytes,
     /// What it holds, as of the last load, plan or request.
     pub breakdown: Option<Arc<Breakdown>>,
-    /// The request that is being answered.
-    pub running: Option<RunningRequest>,
+    /// The requests that are being answered, in the order in which they began.
+    pub running: Vec<RunningRequest>,
+    /// How many may be answered together.
+    pub answers_max: usize,
     /// The last request that was answered, of which the KV cache keeps what [`Self::position`] says while nothing runs.
     pub last: Option<RunningRequest>,
-    /// Tokens in the KV cache.
+    /// Tokens in the KV cache: of the running answers, what several have in common counted once; else of the last one.
     pub position: Tokens,
     /// Requests waiting.
     pub queued: usize,
@@ -305,7 +310,7 @@ pub struct EngineSnapshot {
     pub prefill_per_second: f64,
     /// How long answers took lately, from their start; zero before the first.
     pub answer_takes: Duration,
-    /// When the running answer began.
+    /// When the first of the running answers began.
     pub running_since: Option<Instant>,
     /// The longest time, while working, in which no command could be taken.
     pub command_gap_max: Duration,
@@ -318,13 +323,18 @@ impl EngineSnapshot {
     /// prompt.
     #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
-        let running = self.running_since.map_or(Duration::ZERO, |since| {
+        let together = self.answers_max.max(1);
+        // It begins beside those that run.
+        let is_next = self.running.len() + self.queued < together;
+        let running = self.running_since.filter(|_| !is_next);
+        let running = running.map_or(Duration::ZERO, |since| {
             self.answer_takes
                 .saturating_sub(now.saturating_duration_since(since))
         });
+        let rounds = if is_next { 0 } else { self.queued / together };
         let before = self
             .answer_takes
-            .saturating_mul(u32::try_from(self.queued).unwrap_or(u32::MAX));
+            .saturating_mul(u32::try_from(rounds).unwrap_or(u32::MAX));
         let prefill = if self.prefill_per_second > 0.0 {
             Duration::try_from_secs_f64(f64::from(prompt.get()) / self.prefill_per_second)
                 .unwrap_or(Duration::MAX)

@@ -206,7 +206,7 @@ impl Layout {
             state_bytes: state,
             kv: kv_shape(spec),
             context_max: Tokens::new(spec.context_max),
-            workspace_fixed_bytes: Bytes::of_len((spec.vocabulary + FLAGS) * 4)
+            workspace_fixed_bytes: logits_bytes(spec)
                 .round_up(page())
                 .saturating_add(scratch.round_up(page()))
                 .saturating_add(page().saturating_mul(WORKSPACE_BUFFERS)),
@@ -576,6 +576,25 @@ const HUGE_FROM: Bytes = Bytes::from_kib(512);
 /// chunk of the default size in one go; and an answer of up to so many tokens can be asked for again without reading its
 /// prompt again.
 pub(super) const WINDOW_ROWS: usize = 512;
+/// Floats from the logits of one row to those of the next.
+pub(super) const fn logits_stride(spec: &Spec) -> usize {
+    spec.vocabulary + FLAGS
+}
+
+/// Memory of the logits of all tokens that are computed together.
+pub(super) fn logits_bytes(spec: &Spec) -> Bytes {
+    Bytes::of_len(logits_stride(spec) * 4 * answers_max(spec))
+}
+
+/// How many answers are computed together: a recurrent state and windows are there once, so that others have to be copied.
+pub(super) fn answers_max(spec: &Spec) -> usize {
+    let is_single = spec.recurrent.is_some() || spec.attention.local.is_some();
+    if is_single { 1 } else { ANSWERS_MAX }
+}
+
+/// Our choice: with so many, a pass takes some processors to compute longer than to read the weights, and one more gains nothing.
+const ANSWERS_MAX: usize = 8;
+
 /// Words behind the logits: whether keys or values are not finite, and what [`Finish`](super::backend::Finish) finds.
 pub(super) const FLAGS: usize = 4;
 /// Activation buffers, each rounded up to a page.

@@ -783,6 +783,7 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
             let now = handle.snapshot();
             let dropped = now
                 .running
+                .first()
                 .is_some_and(|running| running.dropped > Tokens::ZERO);
             if dropped || now.requests_finished > finished {
                 break;

@@ -235,6 +235,13 @@ impl View {
         self.len
     }
 
+    /// The first `floats` of it.
+    #[must_use]
+    pub fn first(mut self, floats: usize) -> Self {
+        self.len = self.len.min(floats.saturating_mul(4));
+        self
+    }
+
     /// Whether it has no bytes.
     #[must_use]
     pub const fn is_empty(&self) -> bool {

@@ -11,7 +11,7 @@
 //! blocks there at the same places; none of these is written to. A place may also hold bytes that are no block: copies of what
 //! a sequence cannot be cut back without.
 
-use std::{io, ops::Range};
+use std::{collections::BTreeSet, io, ops::Range};
 
 use crate::{
     arena::Backing,
@@ -243,6 +243,32 @@ impl Store {
     /// are free.
     pub(super) fn take(&mut self, used: usize, bytes: usize) -> Option<CopyId> {
         let count = self.places_for(bytes)?;
+        let places = self.next_places(used, count)?;
+        self.last_copy += 1;
+        let id = CopyId(self.last_copy);
+        self.copies.push((id, places));
+        self.cut(used);
+        Some(id)
+    }
+
+    /// A sequence that is parked comes to so many blocks, at places behind those of the first `used` blocks; `false` where not
+    /// so many are free.
+    pub(super) fn extend(&mut self, number: usize, blocks: usize, used: usize) -> bool {
+        let had = self.parked.get(number).map_or(blocks, Vec::len);
+        let Some(places) = self.next_places(used, blocks.saturating_sub(had)) else {
+            return false;
+        };
+        if !places.is_empty()
+            && let Some(parked) = self.parked.get_mut(number)
+        {
+            parked.extend(places);
+            self.cut(used);
+        }
+        true
+    }
+
+    /// The next free places behind those of the first `used` blocks, which are about to be memory.
+    fn next_places(&mut self, used: usize, count: usize) -> Option<Vec<usize>> {
         let places = self.places.get(used..used + count)?.to_vec();
         if !self.is_ready(used + count) {
             return None;
@@ -251,11 +277,16 @@ impl Store {
             let end = places.iter().max().map_or(0, |place| place + 1);
             self.touched = self.touched.max(self.bytes_of(end));
         }
-        self.last_copy += 1;
-        let id = CopyId(self.last_copy);
-        self.copies.push((id, places));
-        self.cut(used);
-        Some(id)
+        Some(places)
+    }
+
+    /// Blocks of the first `used` ones, and of these of the sequences that are parked, each once.
+    pub(super) fn blocks_of(&self, used: usize, parked: impl Fn(usize) -> bool) -> usize {
+        let own = self.places.get(..used).unwrap_or_default();
+        let numbered = self.parked.iter().enumerate();
+        let others = numbered.filter(|(number, _)| parked(*number));
+        let all = own.iter().chain(others.flat_map(|(_, places)| places));
+        all.collect::<BTreeSet<_>>().len()
     }
 
     /// How many places so many bytes take; `None` for a store that holds nothing.
@@ -537,6 +568,15 @@ impl Store {
     /// How much of it the kernel has in memory.
     pub(super) fn resident(&self) -> Bytes {
         self.space.resident()
+    }
+
+    /// The store for an operation on a sequence that is parked.
+    pub(super) fn cells_of(&self, number: usize) -> Cells<'_> {
+        let places = self.parked.get(number).map_or(&[][..], Vec::as_slice);
+        Cells {
+            places: places.into(),
+            ..self.cells()
+        }
     }
 
     /// The store for an operation.

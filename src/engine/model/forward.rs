@@ -4,6 +4,7 @@ use std::{ops::Range, time::Instant};
 
 use super::{
     loaded::Model,
+    parked::Lane,
     products::{Failure, Input, Progress, Want},
     residency,
     weights::Place,
@@ -16,7 +17,7 @@ use crate::{
     error::ForwardError,
     preemption::{Preempt, Preemption, Work},
     reader::{Extent, Missing},
-    shape::{FLAGS, WINDOW_ROWS},
+    shape::{FLAGS, WINDOW_ROWS, logits_stride},
     spec::{LayerSpec, RecurrentSpec, Role, Vector},
 };
 use cotenant_policy::residency::LayerKind;
@@ -30,6 +31,8 @@ pub(super) struct Pass<'pass, 'checkpoint> {
     pub(super) needed: u32,
     /// Tokens of the chunk.
     pub(super) rows: usize,
+    /// The conversations that these belong to, one token each; none where all belong to the sequence.
+    pub(super) lanes: Vec<Lane>,
     /// What the last part has made is to be added to the residual stream, by this.
     pub(super) residual: Option<Residual>,
 }
@@ -85,26 +88,48 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// What operations set where a result is not finite, behind the logits: of keys and values, and of the logits.
-    pub(super) fn flags(&self) -> View {
-        self.model
-            .logits
-            .view(self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS)
+    /// What operations set where a result is not finite, behind the logits of a row: of keys and values, and of the logits.
+    pub(super) fn flags(&self, row: usize) -> View {
+        let at = row * logits_stride(&self.model.spec) + self.model.spec.vocabulary;
+        self.model.logits.view(at..at + FLAGS)
+    }
+
+    /// Which row's flags and logits are those of row `row` of the chunk: of a sequence only one is computed at a time.
+    const fn result_of(&self, row: usize) -> usize {
+        if self.lanes.is_empty() { 0 } else { row }
     }
 
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
     pub(super) fn rotate(&mut self, rows: usize) -> Result<(), ForwardError> {
+        if self.lanes.is_empty() {
+            // Tokens keep the positions at which they were read, whatever is dropped before them.
+            let sequence = &self.model.sequence;
+            let position = sequence.position as usize + sequence.dropped.tokens() as usize;
+            return self.rotate_from(position, 0..rows, rows);
+        }
+        for row in 0..rows {
+            let (_, position) = self.lane(row).ok_or(ForwardError::SequenceLost)?;
+            self.rotate_from(position, row..row + 1, rows)?;
+        }
+        Ok(())
+    }
+
+    /// The same for some rows of `all`, the first of them at `position`.
+    fn rotate_from(
+        &mut self,
+        position: usize,
+        rows: Range<usize>,
+        all: usize,
+    ) -> Result<(), ForwardError> {
         let attention = &self.model.spec.attention;
         let width = attention.rotary.max(2);
-        // Tokens keep the positions at which they were read, whatever is dropped before them.
-        let position =
-            self.model.sequence.position as usize + self.model.sequence.dropped.tokens() as usize;
         let local = attention.local.as_ref().map(|local| (local.rotation, None));
-        let all = [
+        let angles = [
             Some((attention.rotation, self.model.weights.rope_factors())),
             local,
         ];
-        for (number, (rotation, factors)) in all.into_iter().flatten().enumerate() {
+        for (number, (rotation, factors)) in angles.into_iter().flatten().enumerate() {
+            let first = number * all;
             self.model.backend.queue(Operation::Rotate(Rotate {
                 rotation,
                 factors: factors.map(Into::into),
@@ -114,10 +139,16 @@ impl Pass<'_, '_> {
                     .model
                     .workspace
                     .rotary
-                    .view(number * rows * width..(number + 1) * rows * width),
+                    .view((first + rows.start) * width..(first + rows.end) * width),
             }))?;
         }
         Ok(())
+    }
+
+    /// The number of the conversation that row `row` belongs to among those that are parked, and its position.
+    fn lane(&self, row: usize) -> Option<(usize, usize)> {
+        let (number, position) = self.model.sequence.lane(*self.lanes.get(row)?)?;
+        Some((number, position as usize))
     }
 
     /// One layer for the rows of a chunk.
@@ -322,6 +353,9 @@ impl Pass<'_, '_> {
     /// Rows from `first` on of a chunk that may attend together in a layer: where its window has passed on, the place of a
     /// token is that of one before it.
     fn rows_together(&self, index: usize, first: usize) -> usize {
+        if !self.lanes.is_empty() {
+            return 1;
+        }
         let spec = &self.model.spec;
         let Some(window) = spec.layers.get(index).and_then(|layer| spec.window(layer)) else {
             return usize::MAX;
@@ -366,8 +400,16 @@ impl Pass<'_, '_> {
         } else {
             rows.start
         };
-        let position = self.model.sequence.position as usize + rows.start;
+        let sequence = &self.model.sequence;
+        let (cells, position) = if self.lanes.is_empty() {
+            let position = sequence.position as usize + rows.start;
+            (sequence.cache.cells(window.is_some()), position)
+        } else {
+            let (lane, position) = self.lane(rows.start).ok_or(Failure::Stopped)?;
+            (sequence.cache.cells_of(lane), position)
+        };
         let of_rows = |width: usize| rows.start * width..rows.end * width;
+        let flags = self.flags(self.result_of(rows.start));
         self.model.backend.queue(Operation::Attend(Attend {
             spec,
             window: window.map(|window| self.model.sequence.dropped.window(position, window)),
@@ -386,16 +428,13 @@ impl Pass<'_, '_> {
             query: work.wide.view(of_rows(projected)),
             key: work.second.view(of_rows(kv)),
             value: work.third.view(of_rows(kv)),
-            cells: self.model.sequence.cache.cells(window.is_some()),
+            cells,
             layer: number,
             position,
             rows: rows.len(),
             out: work.mixed.view(of_rows(query)),
             scratch: work.scratch.from(0),
-            broken: self
-                .model
-                .logits
-                .view(self.model.spec.vocabulary..self.model.spec.vocabulary + 1),
+            broken: flags.first(1),
             prepare: self.prepare(index, &[Role::Output], rows.start),
         }))?;
         Ok(())
@@ -529,23 +568,17 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Logits of row `row` of the chunk, each row once.
-    pub(super) fn head(&mut self, row: usize) -> Result<(), ForwardError> {
+    /// Logits of some rows of the chunk, each row once: of one, or of all of them where each is of a conversation of its own.
+    pub(super) fn head(&mut self, rows: Range<usize>) -> Result<(), ForwardError> {
         let (width, vocabulary) = (self.model.spec.width, self.model.spec.vocabulary);
+        let stride = logits_stride(&self.model.spec);
         let fixed = (self.model.weights.fixed(), &self.model.layout.fixed);
-        let floats = self
-            .model
-            .workspace
-            .normed
-            .view(row * width..(row + 1) * width);
+        let floats = rows.start * width..rows.end * width;
+        let normed = self.model.workspace.normed.view(floats.clone());
         let last = self.model.spec.layers.len().saturating_sub(1);
         self.model.backend.queue(Operation::Norm(Norm {
-            stream: self
-                .model
-                .workspace
-                .stream
-                .view(row * width..(row + 1) * width),
-            normed: floats.clone(),
+            stream: self.model.workspace.stream.view(floats),
+            normed: normed.clone(),
             residual: self
                 .residual
                 .as_ref()
@@ -561,12 +594,12 @@ impl Pass<'_, '_> {
             },
         }))?;
         let mut input = Input {
-            floats,
+            floats: normed,
             copies: self.model.workspace.copies(),
-            rows: 1,
+            rows: rows.len(),
             activate: None,
         };
-        let logits = self.model.logits.view(0..vocabulary);
+        let logits = self.model.logits.view(0..rows.len() * stride);
         let mut at = Place {
             part: self.model.layout.head.start,
             piece: 0,
@@ -594,20 +627,26 @@ impl Pass<'_, '_> {
         }
         let all = 0..vocabulary;
         let bias = self.model.layout.fixed.output_bias;
-        self.model.backend.queue(Operation::Finish(Finish {
-            logits,
-            said: self
-                .model
-                .spec
-                .said
-                .as_deref()
-                .unwrap_or(std::slice::from_ref(&all))
-                .into(),
-            bias: bias.map(|at| self.model.weights.fixed().view(at..at + vocabulary)),
-            scale: self.model.spec.logit_scale,
-            cap: self.model.spec.logit_cap,
-            found: self.model.logits.view(vocabulary + 1..vocabulary + FLAGS),
-        }))?;
+        for row in 0..rows.len() {
+            let first = row * stride;
+            self.model.backend.queue(Operation::Finish(Finish {
+                logits: self.model.logits.view(first..first + vocabulary),
+                said: self
+                    .model
+                    .spec
+                    .said
+                    .as_deref()
+                    .unwrap_or(std::slice::from_ref(&all))
+                    .into(),
+                bias: bias.map(|at| self.model.weights.fixed().view(at..at + vocabulary)),
+                scale: self.model.spec.logit_scale,
+                cap: self.model.spec.logit_cap,
+                found: self
+                    .model
+                    .logits
+                    .view(first + vocabulary + 1..first + stride),
+            }))?;
+        }
         Ok(())
     }
 }

@@ -20,7 +20,7 @@ use crate::{
     preemption::SliceEstimators,
     reader::{Extent, LoadProgress, Source, Stream, WeightFile},
     sayable::Sayable,
-    shape::{self, FLAGS, Layout},
+    shape::{self, Layout},
     spec::Spec,
     state::RecurrentState,
 };
@@ -337,16 +337,19 @@ impl Memory {
             .context
             .map_or(u32::MAX, Tokens::get)
             .min(spec.context_max);
-        let logits_bytes = Bytes::of_len((spec.vocabulary + FLAGS) * 4);
+        let logits_bytes = shape::logits_bytes(spec);
         let logits = backend
             .allocate(logits_bytes, Backing::Now)
             .map_err(refuse("the logits", logits_bytes))?;
         if spec.said.is_some() {
-            // Of rows that are not there nothing is ever written.
-            backend.queue(Operation::Fill {
-                floats: logits.view(0..spec.vocabulary),
-                value: f32::NEG_INFINITY,
-            })?;
+            // Of tokens that are not there nothing is ever written.
+            for row in 0..shape::answers_max(spec) {
+                let first = row * shape::logits_stride(spec);
+                backend.queue(Operation::Fill {
+                    floats: logits.view(first..first + spec.vocabulary),
+                    value: f32::NEG_INFINITY,
+                })?;
+            }
         }
         Ok(Self {
             state: RecurrentState::new(backend, spec)

@@ -7,7 +7,7 @@ use super::{
     damage,
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
-    parked::{Asked, Selected},
+    parked::{Asked, Lane, Selected},
     pass, residency,
 };
 use crate::{
@@ -18,11 +18,12 @@ use crate::{
     preemption::Checkpoint,
     reader::WeightFile,
     sayable::Sayable,
-    shape::Layout,
+    shape::{self, Layout},
     spec::Spec,
 };
 use cotenant_policy::{
     compute::Compute,
+    kv_type::KvType,
     residency::{EnginePlan, ModelShape},
     streaming::Calibration,
 };
@@ -183,6 +184,76 @@ impl Model {
         each: &mut dyn FnMut(usize, &[f32]),
     ) -> Result<(), ForwardError> {
         pass::run(self, tokens, checkpoint, Some(each)).map(drop)
+    }
+
+    /// How many answers may be computed together, with the present chunk size.
+    #[must_use]
+    pub fn answers_max(&self) -> usize {
+        shape::answers_max(&self.spec).min(self.workspace.chunk())
+    }
+
+    /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the
+    /// model cannot do that.
+    pub fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
+        self.sequence.set_aside(held)
+    }
+
+    /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, stays as a conversation that may be
+    /// gone on with. Returns its tokens.
+    pub fn resume(&mut self, held: &[u32], lane: Lane) -> Option<Vec<u32>> {
+        self.sequence.resume(self.backend.as_mut(), held, lane)
+    }
+
+    /// The answer of one that was set aside is over: it stays as a conversation that may be gone on with.
+    pub fn leave(&mut self, lane: Lane) {
+        self.sequence.leave(lane);
+    }
+
+    /// Finds a place for one more token in each of these, beside all others that were set aside; says whether there is.
+    pub fn make_places(&mut self, lanes: &[Lane]) -> bool {
+        self.sequence.make_places(lanes)
+    }
+
+    /// Appends a token to each of some that were set aside, [`Self::answers_max`] of them at most; their logits are read by
+    /// [`Self::logits_of`], in the same order.
+    ///
+    /// # Errors
+    /// As [`Self::forward`]; after any of them nothing was appended.
+    pub fn forward_together(
+        &mut self,
+        tokens: &[(Lane, u32)],
+        checkpoint: &mut dyn Checkpoint,
+    ) -> Result<(), ForwardError> {
+        pass::run_together(self, tokens, checkpoint)
+    }
+
+    /// The logits of one of the last tokens that were computed together.
+    ///
+    /// # Errors
+    /// When they are not finite, or the device has failed.
+    pub fn logits_of(&mut self, number: usize, lane: Lane) -> Result<Logits<'_>, ForwardError> {
+        let position = self.sequence.lane(lane).map_or(0, |(_, length)| length);
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        let at = position.saturating_sub(1);
+        pass::result_of(backend, &self.logits, (vocabulary, number), at).map(Logits)
+    }
+
+    /// As [`Self::kv_precision`], of one that was set aside.
+    #[must_use]
+    pub fn kv_precision_of(&self, lane: Lane) -> Option<KvType> {
+        self.sequence.precision_of(lane)
+    }
+
+    /// Tokens of the capacity that the sequence takes, with those whose answers are under way beside it.
+    #[must_use]
+    pub fn held(&self) -> Tokens {
+        Tokens::new(self.sequence.held(self.sequence.kept()))
+    }
+
+    /// Keeps places for a prompt that the sequence comes to so many tokens by, and that is read in several passes; for none
+    /// once it has been read.
+    pub const fn expect(&mut self, tokens: u32) {
+        self.sequence.expected = tokens;
     }
 
     /// Puts `plan` into force between two tokens: releases first, then grows.

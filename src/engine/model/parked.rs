@@ -43,6 +43,10 @@ pub(super) struct Conversation {
     pub(super) end: u32,
 }
 
+/// Names a conversation whose answer is under way beside others.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Lane(u64);
+
 /// A conversation that is parked.
 #[derive(Debug)]
 pub(super) struct Parked {
@@ -57,6 +61,8 @@ pub(super) struct Parked {
     pub(super) is_superseded: bool,
     /// When it was parked, by a count of all.
     pub(super) turn: u64,
+    /// Whether its answer is under way: it is given up for nothing then.
+    pub(super) is_lane: bool,
 }
 
 /// A conversation that a prompt may go on from.
@@ -116,15 +122,36 @@ impl AllParked {
         self.all.iter_mut().any(|one| take_spare(&mut one.marks))
     }
 
+    pub(super) fn get(&self, number: usize) -> Option<&Parked> {
+        self.all.get(number)
+    }
+
     pub(super) fn get_mut(&mut self, number: usize) -> Option<&mut Parked> {
         self.all.get_mut(number)
     }
 
     /// Parks one more.
-    pub(super) fn push(&mut self, mut parked: Parked) {
+    pub(super) fn push(&mut self, mut parked: Parked) -> Lane {
         self.turns += 1;
         parked.turn = self.turns;
         self.all.push(parked);
+        Lane(self.turns)
+    }
+
+    /// The number of one whose answer is under way.
+    pub(super) fn number_of(&self, lane: Lane) -> Option<usize> {
+        let is = |one: &Parked| one.is_lane && one.turn == lane.0;
+        self.all.iter().position(is)
+    }
+
+    /// Whether the answer of one is under way.
+    pub(super) fn is_lane(&self, number: usize) -> bool {
+        self.all.get(number).is_some_and(|one| one.is_lane)
+    }
+
+    /// Whether that of any is.
+    pub(super) fn has_lanes(&self) -> bool {
+        self.all.iter().any(|one| one.is_lane)
     }
 
     /// Takes one out.
@@ -137,13 +164,16 @@ impl AllParked {
     /// One that goes on nothing beyond the first of these tokens, of the same client.
     pub(super) fn within(&self, client: Option<&Arc<str>>, tokens: &[u32]) -> Option<usize> {
         self.all.iter().position(|one| {
-            one.conversation.client.as_ref() == client && tokens.starts_with(&one.tokens)
+            !one.is_lane
+                && one.conversation.client.as_ref() == client
+                && tokens.starts_with(&one.tokens)
         })
     }
 
     /// One that has been kept in a smaller type than `kind`.
     pub(super) fn less_precise_than(&self, kind: KvType) -> Option<usize> {
-        self.all.iter().position(|one| one.kv_precision < kind)
+        let is = |one: &Parked| !one.is_lane && one.kv_precision < kind;
+        self.all.iter().position(is)
     }
 
     /// Notes that all are kept as `kind` now.
@@ -156,7 +186,7 @@ impl AllParked {
     /// The one that is missed least: of those that another has taken the place of, if there are any, the one that was parked
     /// first.
     pub(super) fn least_useful(&self) -> Option<usize> {
-        let all = self.all.iter().enumerate();
+        let all = self.all.iter().enumerate().filter(|(_, one)| !one.is_lane);
         all.min_by_key(|(_, one)| (!one.is_superseded, one.turn))
             .map(|(number, _)| number)
     }

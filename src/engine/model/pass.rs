@@ -1,6 +1,6 @@
 //! One forward pass: what is admitted, its chunks, and the results that are read.
 
-use super::{forward::Pass, loaded::Model, residency, weights::Place};
+use super::{forward::Pass, loaded::Model, parked::Lane, residency, weights::Place};
 use crate::{
     backend::{Backend, Buffer, Operation},
     error::ForwardError,
@@ -25,13 +25,18 @@ pub(super) fn run(
         return Err(ForwardError::SequenceLost);
     }
     let needed = admit(model, tokens)?;
-    model.sequence.touch(model.backend.as_mut(), needed);
+    if !model.sequence.touch(model.backend.as_mut(), needed) {
+        let capacity = model.sequence.cache.capacity();
+        return Err(ForwardError::KvFull { capacity, needed });
+    }
     let preemption = Preemption::new(checkpoint, model.estimators);
+    let needed = needed.max(model.sequence.expected);
     let mut pass = Pass {
         model,
         preemption,
         needed,
         rows: 0,
+        lanes: Vec::new(),
         residual: None,
     };
     let result = pass.chunks(tokens, &mut each);
@@ -43,15 +48,59 @@ pub(super) fn run(
     Ok(first)
 }
 
+/// Appends one token to each of some conversations that were set aside: no more than are computed together. The logits of each
+/// are to be read.
+pub(super) fn run_together(
+    model: &mut Model,
+    tokens: &[(Lane, u32)],
+    checkpoint: &mut dyn Checkpoint,
+) -> Result<(), ForwardError> {
+    if let Some(error) = &model.sequence.broken {
+        return Err(error.clone().into());
+    }
+    let (lanes, tokens): (Vec<_>, Vec<_>) = tokens.iter().copied().unzip();
+    refuse_unknown(model, &tokens)?;
+    if !model.sequence.make_places(&lanes) {
+        let capacity = model.sequence.cache.capacity();
+        let needed = model.sequence.held(0);
+        return Err(ForwardError::KvFull { capacity, needed });
+    }
+    let (preemption, needed) = (
+        Preemption::new(checkpoint, model.estimators),
+        model.sequence.kept(),
+    );
+    let mut pass = Pass {
+        model,
+        preemption,
+        needed,
+        rows: lanes.len(),
+        lanes,
+        residual: None,
+    };
+    pass.model.weights.expect_head(true);
+    let result = pass
+        .chunk(&tokens)
+        .and_then(|()| pass.head(0..tokens.len()));
+    pass.end_chunk();
+    let (estimators, lanes) = (pass.preemption.estimators, pass.lanes);
+    model.estimators = estimators;
+    if result.is_err() {
+        // The readers may have been left in the middle of the pass.
+        model.restart_stream();
+    }
+    result?;
+    for (lane, token) in lanes.into_iter().zip(tokens) {
+        model.sequence.extend(lane, token);
+    }
+    Ok(())
+}
+
 /// Refuses what cannot be computed before anything is; returns the length of the sequence afterwards.
 fn admit(model: &Model, tokens: &[u32]) -> Result<u32, ForwardError> {
     if tokens.is_empty() {
         return Err(ForwardError::NoTokens);
     }
-    let vocabulary = model.vocabulary();
-    if let Some(&token) = tokens.iter().find(|&&token| token >= vocabulary) {
-        return Err(ForwardError::Token { token, vocabulary });
-    }
+    refuse_unknown(model, tokens)?;
     let needed = u32::try_from(tokens.len())
         .ok()
         .and_then(|count| model.sequence.position.checked_add(count))
@@ -67,6 +116,14 @@ fn admit(model: &Model, tokens: &[u32]) -> Result<u32, ForwardError> {
         return Err(ForwardError::KvFull { capacity, needed });
     }
     Ok(needed)
+}
+
+fn refuse_unknown(model: &Model, tokens: &[u32]) -> Result<(), ForwardError> {
+    let vocabulary = model.vocabulary();
+    let unknown = tokens.iter().find(|&&token| token >= vocabulary);
+    unknown.map_or(Ok(()), |&token| {
+        Err(ForwardError::Token { token, vocabulary })
+    })
 }
 
 impl Pass<'_, '_> {
@@ -122,10 +179,12 @@ impl Pass<'_, '_> {
 
     /// All layers for one chunk.
     fn chunk(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
-        let floats = self.flags();
-        self.model
-            .backend
-            .queue(Operation::Fill { floats, value: 0.0 })?;
+        for row in 0..self.lanes.len().max(1) {
+            let floats = self.flags(row);
+            self.model
+                .backend
+                .queue(Operation::Fill { floats, value: 0.0 })?;
+        }
         let end = self
             .model
             .sequence
@@ -166,7 +225,7 @@ impl Pass<'_, '_> {
         match each {
             Some(each) => {
                 for (row, at) in (0..self.rows).zip(0u32..) {
-                    self.head(row)?;
+                    self.head(row..row + 1)?;
                     let place = (self.model.sequence.position, at);
                     let logits = result(
                         self.model.backend.as_mut(),
@@ -178,7 +237,7 @@ impl Pass<'_, '_> {
                 }
             }
             // They are waited for where they are read.
-            None if last => self.head(self.rows - 1)?,
+            None if last => self.head(self.rows - 1..self.rows)?,
             None => {
                 let flags = self.model.spec.vocabulary..self.model.spec.vocabulary + FLAGS;
                 is_finite(
@@ -203,6 +262,21 @@ pub(super) fn result<'a>(
         .read(logits, 0..vocabulary + FLAGS)?
         .split_at(vocabulary);
     is_finite(flags, place)?;
+    Ok(logits)
+}
+
+/// Waits for what is queued, and returns the logits of one of several that were computed together, at `position` of its own.
+pub(super) fn result_of<'a>(
+    backend: &'a mut dyn Backend,
+    logits: &'a Buffer,
+    (vocabulary, row): (usize, usize),
+    position: u32,
+) -> Result<&'a [f32], ForwardError> {
+    let first = row * (vocabulary + FLAGS);
+    let (logits, flags) = backend
+        .read(logits, first..first + vocabulary + FLAGS)?
+        .split_at(vocabulary);
+    is_finite(flags, (position, 0))?;
     Ok(logits)
 }
 

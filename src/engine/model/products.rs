@@ -9,7 +9,7 @@ use crate::{
     backend::{Activate, Backend, Buffer, Copies, DeviceError, Multiply, Operation, Product, View},
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
-    shape::{Layout, PartLayout, Piece},
+    shape::{Layout, PartLayout, Piece, logits_stride},
     spec::Spec,
 };
 
@@ -98,7 +98,7 @@ fn want_of(wants: &[Want], matrix: usize) -> Option<&Want> {
 }
 
 impl Weights {
-    /// Logits of one token: the products of `input` with all rows of the head, from `from` on.
+    /// Logits of each row: the products of `input` with all rows of the head, from `from` on.
     pub(super) fn head(
         &mut self,
         backend: &mut dyn Backend,
@@ -112,7 +112,7 @@ impl Weights {
             number: 0,
             dtype: spec.head.dtype,
             columns: spec.width,
-            stride: spec.vocabulary,
+            stride: logits_stride(spec),
             out: logits,
         }];
         let mut at = from;

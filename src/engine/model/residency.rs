@@ -23,7 +23,7 @@ pub(super) fn apply(
     plan: &EnginePlan,
     wanted: &mut dyn FnMut() -> bool,
 ) -> Result<ApplyReport, ApplyError> {
-    let mut used = model.sequence.position;
+    let mut used = model.sequence.kept();
     change(model, plan, Place::default(), &mut used, true, wanted)
 }
 
@@ -145,6 +145,7 @@ impl<'model> Change<'model> {
         (place, used): (Place, u32),
         wanted: &mut dyn FnMut() -> bool,
     ) -> Result<(), ApplyError> {
+        let least = self.model.sequence.held(used);
         let mut changed = self.model.weights.needs_stream();
         let all = self.model.layout.parts.len();
         let whole = plan.resident.len() == all || self.model.plan.resident.len() == all;
@@ -158,7 +159,7 @@ impl<'model> Change<'model> {
         }
         // What follows a failure is left out, but for the readers: what they bring has to be what is not there.
         let mut result = Ok(());
-        if self.model.sequence.cache.planned(plan.kv_capacity, used)
+        if self.model.sequence.cache.planned(plan.kv_capacity, least)
             < self.model.sequence.cache.capacity()
         {
             result = self.resize_cache(plan.kv_capacity, used);
@@ -170,7 +171,7 @@ impl<'model> Change<'model> {
             result = self.rechunk(chunk);
         }
         if result.is_ok()
-            && self.model.sequence.cache.planned(plan.kv_capacity, used)
+            && self.model.sequence.cache.planned(plan.kv_capacity, least)
                 > self.model.sequence.cache.capacity()
         {
             result = self.resize_cache(plan.kv_capacity, used);

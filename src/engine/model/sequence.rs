@@ -10,7 +10,9 @@
 use super::{
     dropped::{Dropped, Turn},
     marks::{Kind, Marks},
-    parked::{AllParked, Asked, Conversation, LOST_MIN, Near, Parked, common_prefix, last_within},
+    parked::{
+        AllParked, Asked, Conversation, LOST_MIN, Lane, Near, Parked, common_prefix, last_within,
+    },
 };
 use crate::{
     backend::{Backend, DeviceError},
@@ -31,6 +33,9 @@ pub(super) struct Sequence {
     pub(super) position: u32,
     /// How many it comes to by the pass under way.
     needed: u32,
+    /// How many it comes to by a prompt that is read in several passes, with those of others between them: their places are kept
+    /// for it.
+    pub(super) expected: u32,
     pub(super) dropped: Dropped,
     /// Tokens that layers with windows see.
     window: Option<u32>,
@@ -58,6 +63,7 @@ impl Sequence {
             marks: Marks::default(),
             position: 0,
             needed: 0,
+            expected: 0,
             dropped: Dropped::none(attention),
             window: attention
                 .local
@@ -181,6 +187,10 @@ impl Sequence {
         while let Some(number) = self.parked.within(client.as_ref(), held) {
             self.forget(number);
         }
+        self.push(held, is_superseded, false);
+    }
+
+    fn push(&mut self, held: &[u32], is_superseded: bool, is_lane: bool) -> Lane {
         self.cache.park(self.position);
         self.parked.push(Parked {
             conversation: self.conversation.clone(),
@@ -189,7 +199,8 @@ impl Sequence {
             kv_precision: self.kv_precision,
             is_superseded,
             turn: 0,
-        });
+            is_lane,
+        })
     }
 
     /// What a prompt has in common with a conversation that is parked becomes the sequence, as far as that can be cut back. Says
@@ -206,12 +217,13 @@ impl Sequence {
         let length = u32::try_from(parked.tokens.len()).unwrap_or(u32::MAX);
         self.conversation = parked.conversation.clone();
         self.kv_precision = parked.kv_precision;
-        parked.is_superseded = self.conversation.is_superseded_at(common);
+        let is_lane = parked.is_lane;
+        parked.is_superseded = !is_lane && self.conversation.is_superseded_at(common);
         self.marks.take_up(parked.marks.clone());
         self.cache.take_up(number, start);
         (self.position, self.lost) = (start, false);
         self.dropped.forget();
-        if length - common.min(length) < LOST_MIN {
+        if length - common.min(length) < LOST_MIN && !is_lane {
             self.forget(number);
         }
         if self.has_copies() {
@@ -250,20 +262,22 @@ impl Sequence {
     }
 
     /// Gives up conversations and copies until the sequence may come to `used` tokens, and makes the block that it ends in its
-    /// own.
-    fn make_place(&mut self, backend: &mut dyn Backend, used: u32) {
-        let mut is_shared = self.cache.is_shared(self.position);
-        while !self
-            .cache
-            .is_ready(used.saturating_add(if is_shared { self.block() } else { 0 }))
-            && (self.give_up_one() || self.pop_mark())
-        {
+    /// own. `false` where answers under way beside it leave no place.
+    fn make_place(&mut self, backend: &mut dyn Backend, used: u32) -> bool {
+        loop {
+            let is_shared = self.cache.is_shared(self.position);
+            let own = if is_shared { self.block() } else { 0 };
+            if self.cache.is_ready(used.saturating_add(own)) {
+                if is_shared {
+                    let parted = self.cache.part(backend, self.position);
+                    self.note(parted);
+                }
+                return true;
+            }
+            if !(self.give_up_one() || self.pop_mark()) {
+                return false;
+            }
             self.cache.cut(self.position);
-            is_shared = self.cache.is_shared(self.position);
-        }
-        if is_shared {
-            let parted = self.cache.part(backend, self.position);
-            self.note(parted);
         }
     }
 
@@ -281,6 +295,7 @@ impl Sequence {
         capacity: Tokens,
         used: u32,
     ) -> Result<Resized, KvError> {
+        let capacity = capacity.max(Tokens::new(self.held(used)));
         while !self.cache.fits(capacity, used) && (self.give_up_one() || self.pop_mark()) {}
         self.cache.resize(backend, capacity, used)
     }
@@ -314,6 +329,109 @@ impl Sequence {
             self.kv_precision.min(now)
         };
         converted
+    }
+
+    /// Tokens of capacity that the first `used` tokens of the sequence take, with those whose answers are under way beside it.
+    pub(super) fn held(&self, used: u32) -> u32 {
+        if !self.parked.has_lanes() {
+            return used;
+        }
+        let is_lane = |number| self.parked.is_lane(number);
+        self.cache.tokens_held(used, is_lane).max(used)
+    }
+
+    /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where that
+    /// cannot be done: its model has a state or windows, which are there once, or tokens of it were dropped.
+    pub(super) fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
+        let is_whole = !self.lost
+            && self.dropped.tokens() == 0
+            && held.len() == self.position as usize
+            && !self.has_copies();
+        if !is_whole {
+            return None;
+        }
+        let lane = self.push(held, false, true);
+        self.conversation = Conversation::default();
+        self.kv_precision = self.cache.kind();
+        self.position = 0;
+        self.cache.cut(0);
+        Some(lane)
+    }
+
+    /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, is parked. Returns its tokens.
+    pub(super) fn resume(
+        &mut self,
+        backend: &mut dyn Backend,
+        held: &[u32],
+        lane: Lane,
+    ) -> Option<Vec<u32>> {
+        if self.position >= LOST_MIN {
+            self.park(backend, held, 0);
+        }
+        let number = self.parked.number_of(lane)?;
+        let parked = self.parked.get_mut(number)?;
+        let tokens = std::mem::take(&mut parked.tokens);
+        self.conversation = parked.conversation.clone();
+        self.kv_precision = parked.kv_precision;
+        self.position = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
+        self.lost = false;
+        self.dropped.forget();
+        self.cache.take_up(number, self.position);
+        self.forget(number);
+        self.cache.cut(self.position);
+        Some(tokens)
+    }
+
+    /// The answer of one that was set aside is over: it is parked as others are.
+    pub(super) fn leave(&mut self, lane: Lane) {
+        let number = self.parked.number_of(lane);
+        if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
+            parked.is_lane = false;
+        }
+    }
+
+    /// Tokens that places are kept for between two passes.
+    pub(super) fn kept(&self) -> u32 {
+        self.position.max(self.expected)
+    }
+
+    /// Finds a place for one more token in each of these; says whether there is.
+    pub(super) fn make_places(&mut self, lanes: &[Lane]) -> bool {
+        lanes.iter().all(|lane| {
+            loop {
+                let Some((number, length)) = self.lane(*lane) else {
+                    return false;
+                };
+                if self.cache.extend(number, length + 1, self.kept()) {
+                    return true;
+                }
+                if !self.give_up_one() {
+                    return false;
+                }
+                self.cache.cut(self.position);
+            }
+        })
+    }
+
+    /// The number of one that was set aside, and its length.
+    pub(super) fn lane(&self, lane: Lane) -> Option<(usize, u32)> {
+        let number = self.parked.number_of(lane)?;
+        let tokens = &self.parked.get(number)?.tokens;
+        Some((number, u32::try_from(tokens.len()).unwrap_or(u32::MAX)))
+    }
+
+    /// The smallest type that one that was set aside has been kept in.
+    pub(super) fn precision_of(&self, lane: Lane) -> Option<KvType> {
+        let parked = self.parked.get(self.parked.number_of(lane)?)?;
+        Some(parked.kv_precision)
+    }
+
+    /// Notes that a token of one that was set aside has been computed.
+    pub(super) fn extend(&mut self, lane: Lane, token: u32) {
+        let number = self.parked.number_of(lane);
+        if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
+            parked.tokens.push(token);
+        }
     }
 
     /// Cuts the sequence back to the longest beginning of at most `tokens` tokens that can be gone on from. Nothing is
@@ -412,15 +530,18 @@ impl Sequence {
         }
     }
 
-    /// Notes that a pass is about to hold `used` tokens: their place is not that of copies any more.
-    pub(super) fn touch(&mut self, backend: &mut dyn Backend, used: u32) {
+    /// Notes that a pass is about to hold `used` tokens: their place is not that of copies any more. `false` where there is none.
+    pub(super) fn touch(&mut self, backend: &mut dyn Backend, used: u32) -> bool {
+        if !self.make_place(backend, used) {
+            return false;
+        }
         self.needed = used;
-        self.make_place(backend, used);
         self.cache.touch(used);
         let window = self.window.unwrap_or(0);
         if !self.cache.may_save(used, self.state.memory(), window) {
             self.marks.forget_fork();
         }
+        true
     }
 
     /// Tokens up to the next place that is to be marked, where the next chunk ends for it.

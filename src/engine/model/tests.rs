@@ -32,6 +32,7 @@ mod opening;
 mod parked;
 mod parting;
 mod refusing;
+mod together;
 mod windows;
 
 const TOKENS: [u32; 5] = [5, 80, 3, 200, 319];

@@ -1,0 +1,121 @@
+//! Answers that run together, on models that compute.
+
+use candle_core::quantized::GgmlDType;
+use cotenant_conversation::{ChatMessage, Prompt, Role};
+use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
+use cotenant_units::Tokens;
+
+use super::*;
+use crate::{
+    FinishReason, GenerateEvent, GenerateRequest, RequestId, Sampling,
+    spec::Architecture,
+    synthetic::{Synthetic, TypeMix},
+    weights::Weights as _,
+};
+
+const SPEAKERS: u64 = 12;
+
+fn plan(resident: u32, kv_capacity: u32) -> EnginePlan {
+    EnginePlan {
+        resident: (0..resident).collect(),
+        kv_capacity: Tokens::new(kv_capacity),
+        prefill_chunk: Tokens::new(16),
+        kv_type: KvType::F16,
+    }
+}
+
+/// A question of one of several speakers, some of whom are answered at random, and some as one client.
+fn spoken(id: u64, number: u64) -> GenerateRequest {
+    let content = format!("please tell me a story about {number} lamps");
+    let said = ChatMessage::new(Role::User, content);
+    let temperature = [0.0, 0.8, 1.2][usize::try_from(number % 3).unwrap()];
+    GenerateRequest {
+        sampling: Sampling {
+            temperature,
+            seed: number,
+            ..Sampling::GREEDY
+        },
+        max_tokens: Some(Tokens::new(20 + 5 * u32::try_from(number).unwrap())),
+        client: number
+            .is_multiple_of(2)
+            .then(|| format!("client {number}").into()),
+        ..GenerateRequest::new(RequestId::new(id), Prompt::Chat(vec![said].into()))
+    }
+}
+
+/// The text of an answer, and how it ended.
+fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> (String, FinishReason) {
+    let mut all = String::new();
+    loop {
+        match stream.blocking_recv().unwrap() {
+            GenerateEvent::Started { .. } => {}
+            GenerateEvent::Delta { text, .. } => all.push_str(&text),
+            GenerateEvent::Finished { reason, .. } => return (all, reason),
+            GenerateEvent::Failed(error) => panic!("{error}"),
+        }
+    }
+}
+
+#[test]
+fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
+    for architecture in [Architecture::Qwen3, Architecture::Llama] {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("model.gguf");
+        Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)
+            .write(&path)
+            .unwrap();
+        let (sink, mut events) = mpsc::channel(4096);
+        let options = ModelOptions::for_threads(1);
+        let engine = Engine::start(EngineOptions::default(), options, sink).unwrap();
+        let handle = engine.handle();
+        handle.load(&path, plan(5, 4096));
+        assert!(matches!(
+            events.blocking_recv(),
+            Some(EngineEvent::Ready { .. })
+        ));
+        let alone: Vec<_> = (0..SPEAKERS)
+            .map(|number| collect(&mut handle.generate(spoken(number, number)).unwrap()))
+            .collect();
+        assert!(alone.iter().any(|(text, _)| text.len() > 10));
+        for round in 1..4u64 {
+            let id = |number| RequestId::new(100 * round + number);
+            let ask = |number| handle.generate(spoken(id(number).get(), number)).unwrap();
+            let mut streams: Vec<_> = (0..SPEAKERS).map(ask).collect();
+            // One changes its mind, and the plan changes again and again.
+            handle.cancel(id(3));
+            for turn in 0..40u64 {
+                let kv = [4096, 1024, 320][usize::try_from(turn % 3).unwrap()];
+                let resident = u32::try_from(turn % 6).unwrap();
+                handle.apply(1000 * round + turn, plan(resident, kv));
+                std::thread::sleep(Duration::from_millis(2));
+            }
+            handle.apply(1000 * round + 100, plan(5, 4096));
+            for ((number, stream), (expected, end)) in (0..).zip(&mut streams).zip(&alone) {
+                let (text, reason) = collect(stream);
+                assert!(
+                    expected.starts_with(&text),
+                    "{architecture:?}, {number}: {text}"
+                );
+                // Without room, or cancelled, it has the beginning.
+                match reason {
+                    FinishReason::Cancelled => assert_eq!(number, 3),
+                    FinishReason::KvReclaimed => {}
+                    _ => assert_eq!((&text, &reason), (expected, end)),
+                }
+            }
+        }
+        // How many ran at once.
+        handle.stop();
+        engine.join();
+        let (mut running, mut most) = (0usize, 0);
+        while let Some(event) = events.blocking_recv() {
+            match event {
+                EngineEvent::RequestStarted { .. } => running += 1,
+                EngineEvent::RequestFinished { .. } => running = running.saturating_sub(1),
+                _ => {}
+            }
+            most = running.max(most);
+        }
+        assert!(most > 4, "{most}");
+    }
+}
