@@ -4,7 +4,7 @@ use std::{
     collections::{BTreeMap, BTreeSet},
     net::SocketAddr,
     sync::{
-        Arc, Mutex, OnceLock, PoisonError,
+        Arc, Mutex, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, SystemTime},
@@ -39,6 +39,7 @@ use cotenant_rpc::{
     supervisor::{Bar, EventLog, Notice, SubmitError, Supervisor},
     v1,
 };
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 use cotenant_worker::handle::WorkerProcess;
 
@@ -122,10 +123,7 @@ impl ControlHandle {
     /// Notes what would be shed first.
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
         let text = next.map(ToString::to_string).unwrap_or_default();
-        *self
-            .next_shed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner) = text;
+        *locked(&self.next_shed) = text;
     }
 
     /// Notes where calls to read the configuration again go from now on.
@@ -136,24 +134,18 @@ impl ControlHandle {
 
     /// Notes which engine there is now.
     pub(super) fn note_engine(&self, handle: EngineHandle) {
-        *self.engine.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        *locked(&self.engine) = Some(handle);
     }
 
     /// Notes where a worker can be seen to run, so that its processes are known from those of others.
     pub(super) fn note_worker(&self, worker: &str, process: WorkerProcess) {
-        let mut processes = self
-            .processes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut processes = locked(&self.processes);
         processes.insert(worker.to_owned(), process);
     }
 
     /// Processes of workers that run, and whose they are.
     fn mains(&self) -> BTreeMap<u32, String> {
-        let processes = self
-            .processes
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let processes = locked(&self.processes);
         let running = processes
             .iter()
             .filter_map(|(name, process)| Some((process.pid()?, name.clone())));
@@ -162,10 +154,7 @@ impl ControlHandle {
 
     /// Notes what a worker is confined by.
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
-        let mut notes = self
-            .confinement
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut notes = locked(&self.confinement);
         notes.insert(worker.to_owned(), lines);
     }
 
@@ -175,14 +164,14 @@ impl ControlHandle {
         let _ = self.listeners.set(listeners);
     }
 
-    pub(super) fn note_locked(&self, locked: Locked) {
-        if locked.is_locked() {
-            tracing::info!("{locked}");
+    pub(super) fn note_locked(&self, found: Locked) {
+        if found.is_locked() {
+            tracing::info!("{found}");
         } else {
-            tracing::warn!("{locked}");
+            tracing::warn!("{found}");
         }
-        let mut all = self.locked.lock().unwrap_or_else(PoisonError::into_inner);
-        all.push(locked);
+        let mut all = locked(&self.locked);
+        all.push(found);
     }
 
     /// Makes a new state visible.
@@ -204,7 +193,7 @@ impl ControlHandle {
     /// Memory of this process beyond what the engine holds; `None` where it cannot be read.
     pub(super) fn own_use(&self) -> Option<Bytes> {
         let resident = processes::resident(&ProbeRoot::default().proc, std::process::id())?;
-        let engine = self.engine.lock().unwrap_or_else(PoisonError::into_inner);
+        let engine = locked(&self.engine);
         let touched = engine.as_ref().map_or(Bytes::ZERO, |engine| {
             let state = engine.snapshot();
             state
@@ -373,12 +362,8 @@ impl Supervisor for ControlHandle {
     }
 
     fn complete(&self, status: &mut v1::GetStatusResponse) {
-        let locked = self
-            .locked
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
-        status.locked = locked
+        let all = locked(&self.locked).clone();
+        status.locked = all
             .iter()
             .chain(&emergency::stacks())
             .map(ToString::to_string)
@@ -392,18 +377,10 @@ impl Supervisor for ControlHandle {
         status.absent_addresses = absent
             .map(|(key, address)| format!("{key}: {address}"))
             .collect();
-        status.next_shed = self
-            .next_shed
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        status.next_shed = locked(&self.next_shed).clone();
         let counts = emergency::counts();
         (status.standby_served, status.standby_missed) = (counts.served, counts.missed);
-        let handle = self
-            .engine
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone();
+        let handle = locked(&self.engine).clone();
         if let (Some(engine), Some(handle)) = (&mut status.engine, &handle) {
             let gap = Some(handle.snapshot().command_gap_max).filter(|gap| !gap.is_zero());
             engine.command_gap_max = gap.and_then(|gap| gap.try_into().ok());
@@ -414,10 +391,7 @@ impl Supervisor for ControlHandle {
             let (read, whole) = handle.loading().unwrap_or_default();
             (engine.load_read_bytes, engine.load_bytes) = (read.get(), whole.get());
         }
-        let confinement = self
-            .confinement
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let confinement = locked(&self.confinement);
         for worker in &mut status.workers {
             worker.confinement = confinement.get(&worker.name).cloned().unwrap_or_default();
         }

@@ -35,6 +35,7 @@ use cotenant_policy::{
 };
 use cotenant_probe::{ProbeRoot, cores::usable_cores};
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp, Tokens};
 
 /// Events of the engine that may wait for the loop.
@@ -62,10 +63,7 @@ impl CurrentEngine {
 
     /// What the header of the model's file says of its weights, once it has been read.
     pub(super) fn weights(&self) -> Option<Weights> {
-        self.weights
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        locked(&self.weights).clone()
     }
 
     fn replace(&self, handle: EngineHandle) {
@@ -115,7 +113,7 @@ impl Inspector {
                 tracing::warn!("the model's file has no chat template: {written}");
             }
             shape.name.clone_from(&name);
-            *known.lock().unwrap_or_else(PoisonError::into_inner) = Some(weights_of(&tensors));
+            *locked(&known) = Some(weights_of(&tensors));
             Ok(shape)
         };
         Self {

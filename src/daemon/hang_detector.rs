@@ -6,7 +6,7 @@
 //! detector only reports it; policy decides.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -15,6 +15,7 @@ use cotenant_config::WorkerProtocol;
 use cotenant_policy::event::Event;
 use cotenant_probe::processes;
 use cotenant_speech::client::{ClientError, ClientTimeouts, WyomingClient};
+use cotenant_units::lock::locked;
 use cotenant_worker::handle::{WorkerHandle, WorkerState};
 
 /// Requests of one life of a worker that were not answered in time, since the last one that was.
@@ -24,7 +25,7 @@ struct Unanswered(Arc<Mutex<(u64, u32)>>);
 impl Unanswered {
     /// One more in this life; returns how many it are in a row.
     fn one_more(&self, life: u64) -> u32 {
-        let mut count = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut count = locked(&self.0);
         let before = if count.0 == life { count.1 } else { 0 };
         *count = (life, before + 1);
         before + 1
@@ -32,7 +33,7 @@ impl Unanswered {
 
     /// A request was answered to its end.
     fn answered(&self) {
-        *self.0.lock().unwrap_or_else(PoisonError::into_inner) = (0, 0);
+        *locked(&self.0) = (0, 0);
     }
 }
 

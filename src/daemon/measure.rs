@@ -13,7 +13,7 @@
 use std::{
     collections::{BTreeMap, BTreeSet},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -39,6 +39,7 @@ use cotenant_probe::{
     processes::{self, ProcessTable},
 };
 use cotenant_telemetry::Metrics;
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 use cotenant_worker::{handle::WorkerHandle, report::MemoryReading};
 
@@ -146,10 +147,7 @@ impl Measurer {
 impl Shared {
     /// Those of `holders` that are not being measured; they are from now on. The others are to be measured once more.
     fn depart(&self, holders: impl IntoIterator<Item = String>) -> BTreeSet<String> {
-        let mut under_way = self
-            .under_way
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = locked(&self.under_way);
         let mut due = BTreeSet::new();
         for holder in holders {
             if let Some(again) = under_way.get_mut(&holder) {
@@ -167,10 +165,7 @@ impl Shared {
 
     /// Ends a measurement; returns whether the holder is to be measured once more.
     fn is_wanted_again(&self, holder: &str) -> bool {
-        let mut under_way = self
-            .under_way
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut under_way = locked(&self.under_way);
         match under_way.get_mut(holder) {
             Some(again @ Again::Yes) => {
                 *again = Again::No;
@@ -249,7 +244,7 @@ impl Shared {
 
     /// Whether a peak is another one than the last that was reported.
     fn is_news(&self, worker: &str, peak: Bytes) -> bool {
-        let mut peaks = self.peaks.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut peaks = locked(&self.peaks);
         peaks.insert(worker.to_owned(), peak) != Some(peak)
     }
 

@@ -13,7 +13,7 @@
 use std::{
     io,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::Duration,
@@ -22,6 +22,7 @@ use std::{
 use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
 use cotenant_memory::emergency;
 use cotenant_policy::residency::EnginePlan;
+use cotenant_units::lock::locked;
 
 /// The thread, as the loop sees it.
 pub(super) struct Watchdog {
@@ -90,7 +91,7 @@ impl Drop for Watchdog {
 
 impl Shared {
     fn floor(&self) -> std::sync::MutexGuard<'_, Option<EnginePlan>> {
-        self.floor.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.floor)
     }
 
     fn watch(&self) {

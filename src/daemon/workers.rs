@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -23,6 +23,7 @@ use cotenant_policy::{
 use cotenant_probe::ProbeRoot;
 use cotenant_rpc::supervisor::Supervisor as _;
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 use cotenant_worker::{
     adopt::Survivor,
     confine::Groups,
@@ -184,7 +185,7 @@ impl Workers {
 
     /// How a worker ended last: `exited`, `killed`, `not_ready`, `not_started`, `unknown`.
     pub(super) fn last_end(&self, worker: &str) -> Option<&'static str> {
-        let ends = self.ends.lock().unwrap_or_else(PoisonError::into_inner);
+        let ends = locked(&self.ends);
         ends.get(worker).copied()
     }
 
@@ -366,7 +367,7 @@ async fn forward(
     ends: Ends,
 ) {
     let note = |worker: &str, end| {
-        let mut ends = ends.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut ends = locked(&ends);
         ends.insert(worker.to_owned(), end);
     };
     let mut pids = BTreeMap::new();

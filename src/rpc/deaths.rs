@@ -2,10 +2,11 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use cotenant_policy::death::DeathCertificate;
+use cotenant_units::lock::locked;
 
 /// The last certificates of each worker, in memory. All of them are in the journal.
 #[derive(Debug)]
@@ -27,7 +28,7 @@ impl DeathLog {
 
     /// Adds a certificate; the oldest of the same worker makes place for it.
     pub fn push(&self, certificate: DeathCertificate) {
-        let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut kept = locked(&self.kept);
         let same = |known: &Arc<DeathCertificate>| known.worker == certificate.worker;
         if kept.iter().filter(|known| same(known)).count() >= self.per_worker
             && let Some(oldest) = kept.iter().position(same)
@@ -40,7 +41,7 @@ impl DeathLog {
     /// At most `limit` certificates, the latest first; of one worker, or of all.
     #[must_use]
     pub fn last(&self, worker: Option<&str>, limit: usize) -> Vec<Arc<DeathCertificate>> {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = locked(&self.kept);
         kept.iter()
             .rev()
             .filter(|certificate| worker.is_none_or(|worker| certificate.worker == worker))

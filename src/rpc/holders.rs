@@ -2,7 +2,7 @@
 
 use std::{
     collections::{BTreeMap, BTreeSet},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -18,6 +18,7 @@ use cotenant_policy::{
     event::Event,
     lease::{LeaseId, LeaseView},
 };
+use cotenant_units::lock::locked;
 
 /// Watches the processes that hold leases.
 ///
@@ -65,7 +66,7 @@ impl Holders {
 
     /// As [`attach`](Self::attach), for a process that is known to hold the lease.
     pub(super) fn attach_holder(&self, lease: LeaseId, process: &Arc<Process>) {
-        let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut watches = locked(&self.watches);
         watches.forget_those_gone(&*self.supervisor);
         let known = watches.of.get(&process.pid());
         // One that has ended has its watch until it is notified, and its id may be another one's by now.
@@ -83,7 +84,7 @@ impl Holders {
             watches.of.insert(process.pid(), watch);
             leases
         });
-        let mut leases = leases.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut leases = locked(&leases);
         watches.added += usize::from(leases.insert(lease));
     }
 
@@ -94,7 +95,7 @@ impl Holders {
             () = self.stop.cancelled() => return,
         };
         {
-            let mut watches = self.watches.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut watches = locked(&self.watches);
             let of = &mut watches.of;
             if of
                 .get(&process.pid())
@@ -103,7 +104,7 @@ impl Holders {
                 of.remove(&process.pid());
             }
         }
-        let leases = std::mem::take(&mut *leases.lock().unwrap_or_else(PoisonError::into_inner));
+        let leases = std::mem::take(&mut *locked(&leases));
         if let Err(error) = ended {
             // The term still ends the leases.
             warn!(leases = leases.len(), pid = process.pid(), %error, "cannot watch the holder of leases");
@@ -135,7 +136,7 @@ impl Watches {
         self.added = 0;
         let listed: BTreeSet<LeaseId> = state.leases.iter().map(|lease| lease.id).collect();
         self.of.retain(|_, watch| {
-            let mut leases = watch.leases.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut leases = locked(&watch.leases);
             leases.retain(|lease| listed.contains(lease));
             if leases.is_empty() {
                 watch.task.abort();

@@ -1,6 +1,6 @@
 //! `WatchLeases`: all leases, now and after each change.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 
 use tokio::sync::watch;
 use tonic::Status;
@@ -16,6 +16,7 @@ use cotenant_policy::{
     lease::{LeaseMemory, LeaseView},
     snapshot::Snapshot,
 };
+use cotenant_units::lock::locked;
 
 /// The state that was sent last, and since when it is the state, so that a watch can be taken up again.
 ///
@@ -48,7 +49,7 @@ struct Taken {
 impl States {
     /// Takes the state as it is.
     fn take(&self, supervisor: &dyn Supervisor) -> Taken {
-        let mut seen = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = locked(&self.0);
         // Read before the state, so that no event after it is missing from the state.
         let sequence = *supervisor.events().last_sequence().borrow();
         let snapshot = supervisor.snapshot().borrow().clone();

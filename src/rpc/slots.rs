@@ -2,10 +2,11 @@
 
 use std::{
     collections::BTreeMap,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
 use cotenant_policy::roles::Bounds;
+use cotenant_units::lock::locked;
 
 /// A user, and the process where it is known.
 pub(super) type Key = (u32, Option<u32>);
@@ -34,7 +35,7 @@ impl Slots {
 
     /// Opens one more, or returns the limit that forbids it.
     pub(super) fn open(&self, key: Key) -> Result<Slot, u64> {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = locked(&self.open);
         let (mut of_user, mut total) = (0u64, 0u64);
         for ((uid, _), count) in open.iter() {
             total += count;
@@ -62,7 +63,7 @@ impl Slots {
 
 impl Drop for Slot {
     fn drop(&mut self) {
-        let mut open = self.open.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut open = locked(&self.open);
         if let Some(count) = open.get_mut(&self.key) {
             *count -= 1;
             if *count == 0 {

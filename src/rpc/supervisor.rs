@@ -2,7 +2,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::SystemTime,
 };
 
@@ -14,6 +14,7 @@ use cotenant_policy::{
     lease::{LeaseId, Ticket},
     snapshot::Snapshot,
 };
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 
 /// The daemon as the services see it. Nothing here waits.
@@ -183,7 +184,7 @@ impl EventLog {
     pub fn push(&self, record: v1::JournalEntry) {
         let sequence = record.sequence;
         {
-            let mut kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut kept = locked(&self.kept);
             kept.bytes += text_bytes(&record);
             while kept.records.len() >= self.capacity || kept.bytes > BYTES_MAX {
                 let Some(oldest) = kept.records.pop_front() else {
@@ -200,7 +201,7 @@ impl EventLog {
     /// At most `limit` lines after number `sequence`.
     #[must_use]
     pub fn after(&self, sequence: u64, limit: usize) -> Page {
-        let kept = self.kept.lock().unwrap_or_else(PoisonError::into_inner);
+        let kept = locked(&self.kept);
         let begin = kept
             .records
             .partition_point(|record| record.sequence <= sequence);

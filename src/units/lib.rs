@@ -3,6 +3,7 @@
 //! Nothing here reads the system, but for the size of its pages. Sizes are whole bytes in a `u64` and never pass through a float.
 
 pub mod causes;
+pub mod lock;
 
 use std::{
     fmt,

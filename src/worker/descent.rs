@@ -9,10 +9,11 @@ use std::{
     io,
     path::Path,
     process::{Child, Command},
-    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
+    sync::{Mutex, MutexGuard, OnceLock},
 };
 
 use cotenant_probe::processes::{self, ProcessStat};
+use cotenant_units::lock::locked;
 
 /// Has the kernel give the calling process those of its descendants whose parent ends. Kept over `execve`, not by
 /// children. Async-signal-safe.
@@ -79,5 +80,5 @@ fn own_group() -> u32 {
 /// The children that this process has started and not reaped; locked while one is started.
 fn children() -> MutexGuard<'static, BTreeSet<u32>> {
     static CHILDREN: Mutex<BTreeSet<u32>> = Mutex::new(BTreeSet::new());
-    CHILDREN.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(&CHILDREN)
 }

@@ -4,13 +4,14 @@ use std::{
     collections::VecDeque,
     fmt, io,
     os::fd::{AsRawFd, OwnedFd},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
 use tokio::{io::AsyncReadExt, net::unix::pipe, sync::watch, task::JoinHandle};
 
 use cotenant_units::Bytes;
+use cotenant_units::lock::locked;
 
 /// Reads one output of a worker until it is closed.
 #[derive(Debug)]
@@ -94,7 +95,7 @@ impl LogTail {
                 if needle.as_ref().is_some_and(|needle| needle.is_in(&raw)) {
                     found.send_replace(true);
                 }
-                let mut kept = kept.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut kept = locked(&kept);
                 if kept.len() >= keep {
                     kept.pop_front();
                 }
@@ -129,7 +130,7 @@ impl LogTail {
             }
         };
         let _ = tokio::time::timeout(limit, drained).await;
-        let lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let lines = locked(&self.lines);
         lines.iter().cloned().collect()
     }
 
@@ -140,7 +141,7 @@ impl LogTail {
         if tokio::time::timeout(DRAIN, self.reader).await.is_err() {
             abort.abort();
         }
-        let mut lines = self.lines.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut lines = locked(&self.lines);
         lines.drain(..).map(|line| line.text).collect()
     }
 }

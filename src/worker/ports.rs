@@ -4,8 +4,10 @@ use std::{
     collections::BTreeSet,
     fmt, io,
     net::{Ipv4Addr, TcpListener},
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
 };
+
+use cotenant_units::lock::locked;
 
 /// A port that no other worker of this program gets, until this is dropped.
 #[derive(Debug)]
@@ -41,10 +43,7 @@ impl Claimed {
 
 impl Drop for Claimed {
     fn drop(&mut self) {
-        CLAIMED
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .remove(&self.port);
+        locked(&CLAIMED).remove(&self.port);
     }
 }
 
@@ -105,10 +104,7 @@ pub fn owner_of(port: u16) -> Option<PortOwner> {
 }
 
 fn claim(port: u16) -> bool {
-    CLAIMED
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .insert(port)
+    locked(&CLAIMED).insert(port)
 }
 
 /// Ports that workers of this program have or are about to have.

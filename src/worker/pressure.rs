@@ -19,7 +19,7 @@ use std::{
     },
     path::{Path, PathBuf},
     process::Command,
-    sync::{Mutex, PoisonError},
+    sync::Mutex,
 };
 
 use nix::{
@@ -29,6 +29,7 @@ use nix::{
 };
 
 use super::spec::{PressureKind, PressureWatch};
+use cotenant_units::lock::locked;
 
 /// Name of the variable with the path.
 pub(super) const WATCH_VARIABLE: &str = "MEMORY_PRESSURE_WATCH";
@@ -116,7 +117,7 @@ impl Tap {
                 listener,
                 connected,
             } => {
-                let mut connected = connected.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut connected = locked(connected);
                 while let Ok((stream, _)) = listener.accept() {
                     if connected.len() < WATCHERS_MAX && stream.set_nonblocking(true).is_ok() {
                         connected.push(stream);

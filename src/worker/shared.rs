@@ -4,7 +4,7 @@ use std::{
     collections::BTreeSet,
     fs, io,
     path::Path,
-    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    sync::{Arc, Mutex, MutexGuard},
     time::Duration,
 };
 
@@ -22,6 +22,7 @@ use super::{
 };
 use cotenant_probe::{ProbeRoot, processes::ProcessTable};
 use cotenant_speech::client::Endpoint;
+use cotenant_units::lock::locked;
 
 /// What all handles and the task of one worker share.
 #[derive(Debug)]
@@ -55,38 +56,36 @@ impl Shared {
     }
 
     pub(super) fn spec(&self) -> Arc<WorkerSpec> {
-        Arc::clone(&self.spec.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&locked(&self.spec))
     }
 
     pub(super) fn next_spec(&self) -> MutexGuard<'_, Option<Arc<WorkerSpec>>> {
-        self.next_spec
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
+        locked(&self.next_spec)
     }
 
     /// Takes the changed specification into use.
     pub(super) fn renew(&self) {
         if let Some(next) = self.next_spec().take() {
-            *self.spec.lock().unwrap_or_else(PoisonError::into_inner) = next;
+            *locked(&self.spec) = next;
         }
     }
 
     pub(super) fn measures(&self) -> MutexGuard<'_, Vec<Measure>> {
-        self.measures.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.measures)
     }
 
     pub(super) fn history(&self) -> MutexGuard<'_, History> {
-        self.history.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.history)
     }
 
     /// Its processes, as they were seen last.
     pub(super) fn family(&self) -> MutexGuard<'_, BTreeSet<Known>> {
-        self.family.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.family)
     }
 
     /// Our end of what the process watches; `None` while there is none.
     pub(super) fn tap(&self) -> MutexGuard<'_, Option<Tap>> {
-        self.tap.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.tap)
     }
 }
 

@@ -4,7 +4,7 @@ use std::{
     io,
     os::fd::OwnedFd,
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicU64, Ordering},
     },
     time::{Duration, Instant},
@@ -37,6 +37,7 @@ use cotenant_policy::death::DeathCertificate;
 use cotenant_probe::processes::ProcessStat;
 use cotenant_speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 
 /// Owns the process of one worker and answers its handles.
 pub(super) struct Supervisor {
@@ -448,7 +449,7 @@ impl Supervisor {
                         self.now_ready(&mut child).await;
                         continue;
                     }
-                    let last_attempt = last_attempt.lock().unwrap_or_else(PoisonError::into_inner).take();
+                    let last_attempt = locked(&last_attempt).take();
                     let last = last_attempt.as_ref().map_or_else(String::new, |text| format!(" ({text})"));
                     let why = format!("not ready within {:.1} s{last}", ready_timeout.as_secs_f64());
                     let reason = FailureReason::NotReady { waited: ready_timeout, last_attempt };
@@ -691,7 +692,7 @@ impl Child {
         let (notifications, pid) = (self.notifications.take(), self.process.pid());
         async move {
             let note = |text: String| {
-                *last_attempt.lock().unwrap_or_else(PoisonError::into_inner) = Some(text);
+                *locked(&last_attempt) = Some(text);
             };
             match (readiness, endpoint) {
                 (Readiness::Started, _) => {}

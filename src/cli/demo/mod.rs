@@ -17,7 +17,7 @@ use std::{
     net::{SocketAddr, TcpListener},
     path::PathBuf,
     process::ExitCode,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -44,6 +44,7 @@ use cotenant_rpc::v1::{
 };
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 
 /// Size of the chart on the terminal, in characters.
 const CHART_WIDTH: usize = 100;
@@ -478,7 +479,7 @@ async fn play(
     ));
     let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = scenario.start_neighbour().map_err(text)?;
-    *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = Some(neighbour.pid());
+    *locked(&neighbour_pid) = Some(neighbour.pid());
     // First all of its memory, as the kernel counts it; then the end of what the engine does about it.
     let came = watch::until_pss(neighbour.pid(), scenario.neighbour, PATIENCE).await;
     let shed = watch.until(PATIENCE, squeezed_in_both).await;
@@ -566,7 +567,7 @@ async fn play(
     // 4. The neighbour leaves.
     let alone = neighbour.ended().map_err(text)?.is_none();
     drop(neighbour);
-    *neighbour_pid.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    *locked(&neighbour_pid) = None;
     report.mark(began, MarkKind::Regrow, "neighbour leaves");
     let left = Instant::now();
     let regrown = watch.until(PATIENCE, whole).await;

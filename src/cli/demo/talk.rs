@@ -3,7 +3,7 @@
 use std::{
     collections::{BTreeMap, VecDeque},
     sync::{
-        Arc, Mutex, PoisonError,
+        Arc, Mutex,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -15,6 +15,7 @@ use cotenant_rpc::v1::{
     ChatMessage, ChatRole, Conversation, GenerateRequest, SamplingOptions, generate_request::Input,
     generate_response::Message, llm_service_client::LlmServiceClient,
 };
+use cotenant_units::lock::locked;
 
 /// What the talking came to.
 #[derive(Clone, Debug, Default)]
@@ -99,7 +100,7 @@ impl Talk {
 
     /// What the LLM does for the request under way, and since when.
     pub fn phase(&self) -> Option<(Phase, Instant)> {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+        *locked(&self.phase)
     }
 
     /// Waits until so many stories are finished.
@@ -116,7 +117,7 @@ impl Talk {
 
     /// Tokens per second of late.
     pub fn rate(&self) -> f64 {
-        let pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let pieces = locked(&self.pieces);
         let recent = pieces
             .iter()
             .filter(|at| at.elapsed() < RATE_WINDOW)
@@ -130,20 +131,14 @@ impl Talk {
 
     /// How it stands.
     pub fn outcome(&self) -> Outcome {
-        self.outcome
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        locked(&self.outcome).clone()
     }
 
     /// Lets the story under way end, and stops.
     pub async fn stop(self) -> Outcome {
         self.enough.store(true, Ordering::Relaxed);
         let _ = self.task.await;
-        self.outcome
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone()
+        locked(&self.outcome).clone()
     }
 }
 
@@ -160,7 +155,7 @@ struct Words {
 
 impl Words {
     fn begin(&self, phase: Phase) {
-        let mut now = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut now = locked(&self.phase);
         if now.is_none_or(|(last, _)| last != phase) {
             *now = Some((phase, Instant::now()));
         }
@@ -168,7 +163,7 @@ impl Words {
 
     fn count(&self) {
         let now = Instant::now();
-        let mut pieces = self.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut pieces = locked(&self.pieces);
         pieces.push_back(now);
         while pieces
             .front()
@@ -191,7 +186,7 @@ async fn talk(
             return;
         }
         let reported = story(&mut client, &words, which).await;
-        let mut outcome = outcome.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut outcome = locked(&outcome);
         match reported {
             Ok((text, tokens)) => {
                 outcome.stories += 1;

@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeMap,
     path::Path,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::{Duration, Instant},
 };
 
@@ -13,6 +13,7 @@ use cotenant_rpc::v1::{
     EngineState, GetStatusRequest, GetStatusResponse, JournalEntry, LeaseKind, WatchEventsRequest,
     operator_service_client::OperatorServiceClient,
 };
+use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 
 /// Time between two looks at the status.
@@ -131,7 +132,7 @@ impl Watch {
     }
 
     fn with<T>(&self, read: impl FnOnce(&Seen) -> T) -> T {
-        read(&self.seen.lock().unwrap_or_else(PoisonError::into_inner))
+        read(&locked(&self.seen))
     }
 }
 
@@ -152,13 +153,13 @@ async fn look(
         let status = match client.get_status(GetStatusRequest {}).await {
             Ok(status) => status.into_inner(),
             Err(status) => {
-                let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut seen = locked(&seen);
                 seen.failures
                     .push(format!("GetStatus: {}", status.message()));
                 return;
             }
         };
-        let neighbour = *neighbour.lock().unwrap_or_else(PoisonError::into_inner);
+        let neighbour = *locked(&neighbour);
         let engine = engine_use(&status).or_else(|| Some(process.saturating_sub(supervisor?)));
         let engine = engine.unwrap_or(Bytes::ZERO).min(process);
         supervisor = Some(process.saturating_sub(engine));
@@ -169,7 +170,7 @@ async fn look(
             neighbour,
             Timestamp::START + began.elapsed(),
         );
-        let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut seen = locked(&seen);
         seen.looks.push(look);
         seen.status = Some(status);
     }
@@ -254,7 +255,7 @@ async fn read(mut client: OperatorServiceClient<Channel>, began: Instant, seen: 
     let mut stream = match client.watch_events(request).await {
         Ok(stream) => stream.into_inner(),
         Err(status) => {
-            let mut seen = seen.lock().unwrap_or_else(PoisonError::into_inner);
+            let mut seen = locked(&seen);
             seen.failures
                 .push(format!("WatchEvents: {}", status.message()));
             return;
@@ -263,10 +264,7 @@ async fn read(mut client: OperatorServiceClient<Channel>, began: Instant, seen: 
     while let Ok(Some(message)) = stream.message().await {
         if let Some(entry) = message.entry {
             let line = line_of(entry, Timestamp::START + began.elapsed());
-            seen.lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .lines
-                .push(line);
+            locked(&seen).lines.push(line);
         }
     }
 }

@@ -21,6 +21,7 @@ use cotenant_engine::{
     reader::READERS,
 };
 use cotenant_units::Bytes;
+use cotenant_units::lock::locked;
 
 /// Rates of reading, MiB per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -83,7 +84,7 @@ impl DiskRates {
                     drop_cache()?;
                 }
                 let read = file.read_at(room.bytes_mut(), piece % pieces * PIECE.get())?;
-                let mut marks = marks.lock().unwrap_or_else(PoisonError::into_inner);
+                let mut marks = locked(&marks);
                 marks.1 += read as u64;
                 let mark = (began.elapsed(), marks.1);
                 marks.0.push(mark);

@@ -7,7 +7,7 @@ use std::{
     collections::BTreeMap,
     io,
     path::{Path, PathBuf},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -22,6 +22,7 @@ use cotenant_speech::{
     },
 };
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 use cotenant_worker::handle::WorkerHandle;
 
 /// The answer to `describe`, kept up to date.
@@ -57,12 +58,12 @@ impl InfoCache {
 
     /// What is shown now.
     pub(super) fn info(&self) -> Arc<Info> {
-        Arc::clone(&self.shown.lock().unwrap_or_else(PoisonError::into_inner))
+        Arc::clone(&locked(&self.shown))
     }
 
     fn show(&self, known: &Known) {
         let info = Arc::new(self.parts.compose(known));
-        *self.shown.lock().unwrap_or_else(PoisonError::into_inner) = info;
+        *locked(&self.shown) = info;
     }
 
     /// Asks each worker what it is whenever it has become ready.

@@ -8,7 +8,7 @@ use std::{
     io::Read,
     os::fd::{AsRawFd, OwnedFd},
     path::{Path, PathBuf},
-    sync::{Mutex, MutexGuard, PoisonError},
+    sync::{Mutex, MutexGuard},
     time::{Duration, Instant},
 };
 
@@ -22,6 +22,7 @@ use cotenant_probe::{
     processes,
 };
 use cotenant_units::Bytes;
+use cotenant_units::lock::locked;
 
 /// What is noted of one start, to be compared at its end.
 #[derive(Debug)]
@@ -39,7 +40,7 @@ pub(crate) struct Life {
 
 /// What has been gathered so far.
 pub(super) fn held(found: &Mutex<Gathered>) -> MutexGuard<'_, Gathered> {
-    found.lock().unwrap_or_else(PoisonError::into_inner)
+    locked(found)
 }
 
 /// What is to be looked at besides.
