@@ -144,12 +144,6 @@ impl Call {
         if (view.owner.owner_uid, view.owner.owner_pid) == (self.peer.uid, self.peer.pid) {
             return Ok(());
         }
-        let process = |pid: Option<u32>| {
-            pid.map_or_else(
-                || "a process that the kernel does not name".to_owned(),
-                |pid| format!("process {pid}"),
-            )
-        };
         Err(CallError::NotTheHolder {
             lease: view.name(),
             holder: process(view.owner.owner_pid),
@@ -186,6 +180,14 @@ impl Call {
             }
             None => std::future::pending().await,
         }
+    }
+}
+
+/// A process as errors name it.
+pub(super) fn process(pid: Option<u32>) -> String {
+    match pid {
+        Some(pid) => format!("process {pid}"),
+        None => "a process that the kernel does not name".to_owned(),
     }
 }
 

@@ -6,14 +6,14 @@ use futures_util::stream::{self, BoxStream};
 use tonic::{Request, Response, Status, Streaming};
 
 use super::{
-    call::{Call, Context},
+    call::{Call, Context, process},
     convert::{self, Clock},
     hold,
     holders::Holders,
     lease_watch::{States, Watching},
     outlet,
     roles::Permission,
-    status::{CallError, shorten},
+    status::{CallError, shorten, unfit},
     supervisor::{Bar, Notice},
     v1::{
         CreateLeaseRequest, CreateLeaseResponse, HoldLeaseRequest, HoldLeaseResponse,
@@ -108,7 +108,7 @@ fn lease_in(answer: Answer, call: &'static str) -> Result<LeaseView, Status> {
         Answer::WouldGrant { .. }
         | Answer::Shed(_)
         | Answer::Done { .. }
-        | Answer::Denied { .. } => Err(CallError::UnfitAnswer { call }.into()),
+        | Answer::Denied { .. } => Err(unfit(call)),
     }
 }
 
@@ -148,10 +148,7 @@ impl LeaseService for Leases {
             validate_only: message.validate_only,
         };
         if let Some(bar) = self.context.supervisor.bar(&asked.tenant, call.peer.pid) {
-            let asker = call.peer.pid.map_or_else(
-                || "a process that the kernel does not name".to_owned(),
-                |pid| format!("process {pid}"),
-            );
+            let asker = process(call.peer.pid);
             return Err(match bar {
                 Bar::NotTheWorker { runs_as } => CallError::NotTheWorker {
                     worker: asked.tenant,
@@ -197,10 +194,7 @@ impl LeaseService for Leases {
                 }),
             },
             Answer::Shed(_) | Answer::Done { .. } | Answer::Denied { .. } => {
-                return Err(CallError::UnfitAnswer {
-                    call: "CreateLease",
-                }
-                .into());
+                return Err(unfit("CreateLease"));
             }
         };
         Ok(Response::new(response))
@@ -295,10 +289,7 @@ impl LeaseService for Leases {
             Answer::Done { done } => done.to_string(),
             Answer::Lease { lease } => format!("released {}", lease.name()),
             Answer::WouldGrant { .. } | Answer::Shed(_) | Answer::Denied { .. } => {
-                return Err(CallError::UnfitAnswer {
-                    call: "ReleaseLease",
-                }
-                .into());
+                return Err(unfit("ReleaseLease"));
             }
         };
         let ended = Notice::Ended {

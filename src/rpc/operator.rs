@@ -10,7 +10,7 @@ use super::{
     convert::{self, Clock},
     outlet,
     roles::Permission,
-    status::{CallError, shorten},
+    status::{CallError, shorten, unfit},
     v1::{
         ControlWorkerRequest, ControlWorkerResponse, DrainRequest, DrainResponse, GetStatusRequest,
         GetStatusResponse, ListDeathsRequest, ListDeathsResponse, LoadModelRequest,
@@ -20,7 +20,10 @@ use super::{
         operator_service_server::OperatorService,
     },
 };
-use cotenant_policy::event::{Answer, Event, WorkerCommand};
+use cotenant_policy::{
+    event::{Answer, Event, WorkerCommand},
+    lease::Ticket,
+};
 
 /// The service.
 pub(super) struct Operators {
@@ -30,6 +33,18 @@ pub(super) struct Operators {
 impl Operators {
     pub(super) const fn new(context: Context) -> Self {
         Self { context }
+    }
+
+    /// Asks the arbiter for what needs this permission; its words once it is done.
+    async fn done<T>(
+        &self,
+        name: &'static str,
+        request: &Request<T>,
+        needed: Permission,
+        event: impl FnOnce(Ticket) -> Event,
+    ) -> Result<String, Status> {
+        let call = self.context.admit(name, request, needed)?;
+        words_in(self.context.ask(&call, event).await?, name)
     }
 
     /// That there is a worker of this name.
@@ -61,7 +76,7 @@ fn words_in(answer: Answer, call: &'static str) -> Result<String, Status> {
         Answer::Lease { .. }
         | Answer::WouldGrant { .. }
         | Answer::Shed(_)
-        | Answer::Denied { .. } => Err(CallError::UnfitAnswer { call }.into()),
+        | Answer::Denied { .. } => Err(unfit(call)),
     }
 }
 
@@ -118,7 +133,7 @@ impl OperatorService for Operators {
             .ask(&call, |ticket| Event::OperatorShed { ticket, bytes })
             .await?;
         let Answer::Shed(outcome) = answer else {
-            return Err(CallError::UnfitAnswer { call: "Shed" }.into());
+            return Err(unfit("Shed"));
         };
         Ok(Response::new(ShedResponse {
             message: outcome.to_string(),
@@ -135,16 +150,10 @@ impl OperatorService for Operators {
         &self,
         request: Request<RegrowRequest>,
     ) -> Result<Response<RegrowResponse>, Status> {
-        let call = self
-            .context
-            .admit("Regrow", &request, Permission::Operate)?;
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::OperatorRegrow { ticket })
-            .await?;
-        Ok(Response::new(RegrowResponse {
-            message: words_in(answer, "Regrow")?,
-        }))
+        let event = |ticket| Event::OperatorRegrow { ticket };
+        let done = self.done("Regrow", &request, Permission::Operate, event);
+        let message = done.await?;
+        Ok(Response::new(RegrowResponse { message }))
     }
 
     async fn set_kv_type(
@@ -256,16 +265,10 @@ impl OperatorService for Operators {
         &self,
         request: Request<LoadModelRequest>,
     ) -> Result<Response<LoadModelResponse>, Status> {
-        let call = self
-            .context
-            .admit("LoadModel", &request, Permission::Operate)?;
-        let answer = self
-            .context
-            .ask(&call, |ticket| Event::OperatorLoad { ticket })
-            .await?;
-        Ok(Response::new(LoadModelResponse {
-            message: words_in(answer, "LoadModel")?,
-        }))
+        let event = |ticket| Event::OperatorLoad { ticket };
+        let done = self.done("LoadModel", &request, Permission::Operate, event);
+        let message = done.await?;
+        Ok(Response::new(LoadModelResponse { message }))
     }
 
     async fn reload(

@@ -185,6 +185,11 @@ fn caller(uid: &u32) -> String {
     }
 }
 
+/// The status of a call that the arbiter gave an answer of another kind.
+pub(super) fn unfit(call: &'static str) -> Status {
+    CallError::UnfitAnswer { call }.into()
+}
+
 /// The status of a denial.
 #[must_use]
 pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
@@ -386,7 +391,7 @@ impl From<CallError> for Status {
     }
 }
 
-/// The status of a refused request. `http/fault.rs` and `daemon/wyoming/refuse.rs` have the same table for their protocols.
+/// The status of a refused request, with the figures that `conversation/refusals.rs` leaves to each protocol.
 pub fn refused(refusal: Refusal) -> Status {
     use Refusal as R;
     let message = refusal.to_string();
