@@ -12,6 +12,7 @@ use self::schema::KeptSchema;
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
 
+pub mod refusals;
 pub mod schema;
 
 /// Who speaks in a conversation. A closed set: templates make control tokens of it, so it must not be free text.

@@ -17,6 +17,7 @@ use super::{
     wyoming,
 };
 use cotenant_config::{Config, GrpcLimits, RolesConfig, TcpConfig};
+use cotenant_conversation::refusals::not_configured;
 use cotenant_http::{self as http, Access, backend::Backends};
 use cotenant_policy::{
     health::Health,
@@ -77,12 +78,7 @@ impl Generator for NoModel {
         '_,
         Result<tokio::sync::mpsc::Receiver<GenerateEvent>, Refusal>,
     > {
-        Box::pin(async {
-            Err(Refusal::NotConfigured {
-                act: "generate".to_owned(),
-                what: "model".to_owned(),
-            })
-        })
+        Box::pin(async { Err(not_configured("generate", "model")) })
     }
 }
 

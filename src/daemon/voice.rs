@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     mem,
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     time::Duration,
 };
 
@@ -19,6 +19,7 @@ use super::{
     workers::{Speaker, Way},
 };
 use cotenant_config::WorkerProtocol;
+use cotenant_conversation::refusals::{not_configured, worker_lost};
 use cotenant_http::backend::{
     RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
     VoiceWish,
@@ -41,6 +42,7 @@ use cotenant_speech::{
 };
 use cotenant_telemetry::{Span, SpanContext, SpanKind, Tracer};
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 use cotenant_worker::handle::WorkerState;
 
 /// When a client may try again while a worker is being started.
@@ -123,7 +125,7 @@ impl Queue {
     ) -> Result<Queued, Refusal> {
         let (now, _) = self.control.now();
         let patience = patience.map(|patience| patience.saturating_sub(TO_ANSWER));
-        let mut backlog = self.backlog.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut backlog = locked(&self.backlog);
         let with_others = backlog
             .admit_whole(now, work, rest, patience)
             .map_err(|expected| Refusal::DeadlineUnreachable {
@@ -146,11 +148,7 @@ impl Queue {
 impl Drop for Queued {
     fn drop(&mut self) {
         let (now, _) = self.queue.control.now();
-        let mut backlog = self
-            .queue
-            .backlog
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut backlog = locked(&self.queue.backlog);
         match self.outcome {
             Outcome::Dropped => backlog.dropped(self.work),
             Outcome::Answered => backlog.answered(now, self.work),
@@ -195,10 +193,7 @@ impl Voice {
         meta: &RequestMeta,
     ) -> Result<(SpeechClient, AtWork, String), Refusal> {
         let Some(speaker) = speaker else {
-            return Err(Refusal::NotConfigured {
-                act: act.to_owned(),
-                what: what.to_owned(),
-            });
+            return Err(not_configured(act, what));
         };
         let name = speaker.handle.name().to_owned();
         let limit = speaker.way.wake_timeout;
@@ -270,11 +265,10 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
         return Look::Wait("unknown");
     };
     match (view.state, view.rest) {
-        (snapshot::WorkerState::Degraded, _) => Look::Never(Refusal::WorkerLost {
-            worker: name.to_owned(),
-            reason: view.last_exit.clone().unwrap_or_default(),
-            retry_after: RETRY_SOON,
-        }),
+        (snapshot::WorkerState::Degraded, _) => {
+            let reason = view.last_exit.clone().unwrap_or_default();
+            Look::Never(worker_lost(name, reason))
+        }
         (_, Some(Rest::Operator)) => Look::Never(Refusal::Stopped {
             act,
             worker: name.to_owned(),
@@ -339,11 +333,7 @@ fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
 }
 
 fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
-    move |error| Refusal::WorkerLost {
-        worker,
-        reason: in_one_line(&error),
-        retry_after: RETRY_SOON,
-    }
+    move |error| worker_lost(&worker, in_one_line(&error))
 }
 
 /// The refusal for a worker's failure. Input that the worker will never accept is a final error, which clients do not repeat.
@@ -435,10 +425,7 @@ impl SpeechBackend for Voice {
                 // One that does not answer now is what it was before.
                 let _unheard = self.announced_by(&client_of(endpoint, &speaker.way)).await;
             }
-            self.announced
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .clone()
+            locked(&self.announced).clone()
         }
         .boxed()
     }
@@ -466,10 +453,7 @@ impl Voice {
     /// Names of the voices that a worker announces, which are kept for when it does not run.
     async fn announced_by(&self, client: &SpeechClient) -> Result<Vec<String>, ClientError> {
         let voices = client.voices().await?;
-        self.announced
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .clone_from(&voices);
+        locked(&self.announced).clone_from(&voices);
         Ok(voices)
     }
 
@@ -712,11 +696,8 @@ impl Speaking {
     }
 
     fn unusable(&self, error: &ResampleError) -> Refusal {
-        Refusal::WorkerLost {
-            worker: self.worker.clone(),
-            reason: format!("its audio cannot be used: {}", in_one_line(error)),
-            retry_after: RETRY_SOON,
-        }
+        let reason = format!("its audio cannot be used: {}", in_one_line(error));
+        worker_lost(&self.worker, reason)
     }
 }
 

@@ -7,10 +7,8 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::fault::{Fault, shortened};
-use cotenant_policy::{
-    lease::Class,
-    refusal::{RETRY_AFTER_DEFAULT, Refusal},
-};
+use cotenant_conversation::refusals::at_limit;
+use cotenant_policy::{lease::Class, refusal::Refusal};
 use cotenant_units::Tokens;
 
 /// Who may use the APIs.
@@ -108,14 +106,11 @@ impl Client {
     /// # Errors
     /// When it has as many in flight as it may.
     pub(super) fn place(&self) -> Result<OwnedSemaphorePermit, Refusal> {
-        Arc::clone(&self.places)
-            .try_acquire_owned()
-            .map_err(|_full| Refusal::QuotaExceeded {
-                act: "take the request".to_owned(),
-                what: format!("client `{}`, by its requests in flight,", self.name),
-                limit: self.requests_max.into(),
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
+        let place = Arc::clone(&self.places).try_acquire_owned();
+        place.map_err(|_full| {
+            let what = format!("client `{}`, by its requests in flight,", self.name);
+            at_limit("take the request", what, self.requests_max)
+        })
     }
 }
 

@@ -40,6 +40,7 @@ use super::{
     patience::is_of_memory,
     stream::{Payload, admission_patience, held_for_memory, lines, sse},
 };
+use cotenant_conversation::refusals::not_configured;
 use cotenant_policy::refusal::Refusal;
 use cotenant_units::Bytes;
 
@@ -78,12 +79,8 @@ pub(super) trait Writer: Send + Sized + 'static {
 /// # Errors
 /// 404 when there is none.
 pub(super) fn llm(api: &Api) -> Result<Arc<dyn ChatBackend>, Fault> {
-    api.backends().chat.clone().ok_or_else(|| {
-        Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "model".to_owned(),
-        })
-    })
+    let chat = api.backends().chat.clone();
+    chat.ok_or_else(|| not_configured(ACT, "model").into())
 }
 
 /// Reads a request of JSON, and sets memory aside for it and for what is made of it, until the last byte of its answer.
@@ -123,11 +120,7 @@ async fn read_made<T: DeserializeOwned>(
     made: impl FnOnce(&[u8]) -> Result<Bytes, Fault>,
 ) -> Result<(T, RequestMemory), Fault> {
     let (parts, body) = request.into_parts();
-    let memory = parts
-        .extensions
-        .get::<RequestMemory>()
-        .cloned()
-        .unwrap_or_default();
+    let memory = RequestMemory::in_extensions(&parts.extensions);
     let body = received(body).await?;
     let made = made(&body)?.saturating_add(Bytes::of_len(body.len()));
     memory.hold(api.request_memory(), READ, made)?;
@@ -227,9 +220,7 @@ struct Asked {
 impl Asked {
     fn admission(&self, request: ChatRequest) -> Admission {
         let (backend, hold) = (Arc::clone(&self.backend), self.hold);
-        Box::pin(async move {
-            admitted(&*backend, request, hold, |refusal, _| is_of_memory(refusal)).await
-        })
+        Box::pin(async move { admitted(&*backend, request, hold, is_of_memory).await })
     }
 
     /// The next request, from now on.

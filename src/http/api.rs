@@ -20,7 +20,8 @@ use super::{
     limits::Limits,
     memory::{Pool, Quota, Share, Short, Who},
 };
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_conversation::refusals::at_limit;
+use cotenant_policy::refusal::Refusal;
 use cotenant_units::Bytes;
 
 /// Backends and limits of the HTTP APIs. One value serves any number of listeners.
@@ -151,14 +152,8 @@ impl Api {
                 &self.shared.sessions,
             ),
         };
-        Arc::clone(places)
-            .try_acquire_owned()
-            .map_err(|_full| Refusal::QuotaExceeded {
-                act: "take the request".to_owned(),
-                what: what.to_owned(),
-                limit: u64::try_from(limit).unwrap_or(u64::MAX),
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
+        let place = Arc::clone(places).try_acquire_owned();
+        place.map_err(|_full| at_limit("take the request", what, limit))
     }
 
     /// Sets memory aside for KiB of audio that a realtime session keeps, as long as the permit lives.
@@ -166,14 +161,12 @@ impl Api {
     /// # Errors
     /// When the audio of all sessions leaves no room for it.
     pub(super) fn audio_memory(&self, kib: u32) -> Result<OwnedSemaphorePermit, Refusal> {
-        Arc::clone(&self.shared.audio_kib)
-            .try_acquire_many_owned(kib)
-            .map_err(|_full| Refusal::QuotaExceeded {
-                act: "keep the audio".to_owned(),
-                what: "memory for the audio of realtime sessions, in bytes,".to_owned(),
-                limit: self.shared.limits.sessions_audio_max.get(),
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
+        let room = Arc::clone(&self.shared.audio_kib).try_acquire_many_owned(kib);
+        room.map_err(|_full| {
+            let what = "memory for the audio of realtime sessions, in bytes,";
+            let limit = self.shared.limits.sessions_audio_max.get();
+            at_limit("keep the audio", what, limit)
+        })
     }
 
     /// A name for something, unique in this run and unlikely to repeat in another: `chatcmpl-5f3c…`.

@@ -10,6 +10,7 @@ use futures_util::{future::BoxFuture, stream::BoxStream};
 use tokio::sync::mpsc;
 
 use super::Client;
+use cotenant_conversation::refusals::not_configured;
 pub use cotenant_conversation::{
     AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, SamplingWish,
     ToolCall, Usage,
@@ -34,6 +35,13 @@ pub struct Backends {
     pub status: Arc<dyn StatusBackend>,
     /// Begins the spans of requests.
     pub tracer: Tracer,
+}
+
+impl Backends {
+    /// Speech, in order to act so.
+    pub(super) fn speech(&self, act: &str, what: &str) -> Result<Arc<dyn SpeechBackend>, Refusal> {
+        self.speech.clone().ok_or_else(|| not_configured(act, what))
+    }
 }
 
 /// What every request carries besides its content.

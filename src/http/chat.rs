@@ -7,7 +7,7 @@ use axum::{
     extract::{Request, State},
     response::{IntoResponse, Response},
 };
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{
     answer::{Writer, answer, read_json},
@@ -17,7 +17,7 @@ use super::{
     fault::Fault,
     generation::Said,
     models::{fingerprint, model_named},
-    stream::{Payload, ignored_of},
+    stream::{Payload, ignored_of, merged},
 };
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
@@ -58,21 +58,20 @@ struct ChatWriter {
 impl ChatWriter {
     fn choice(&self, delta: &Value, reason: Option<FinishReason>) -> Payload {
         let choice = json!([{"index": 0, "delta": delta, "logprobs": null, "finish_reason": reason.map(reason_text)}]);
-        self.chunk(choice, self.include_usage.then_some(Value::Null))
+        self.chunk(&choice, self.include_usage.then_some(Value::Null))
     }
 
-    fn chunk(&self, choices: Value, usage: Option<Value>) -> Payload {
-        let mut chunk = Map::new();
-        chunk.insert("id".to_owned(), json!(self.id));
-        chunk.insert("object".to_owned(), json!("chat.completion.chunk"));
-        chunk.insert("created".to_owned(), json!(self.created));
-        chunk.insert("model".to_owned(), json!(self.model));
-        chunk.insert("system_fingerprint".to_owned(), json!(self.fingerprint));
-        chunk.insert("choices".to_owned(), choices);
-        if let Some(usage) = usage {
-            chunk.insert("usage".to_owned(), usage);
-        }
-        Payload::from(&Value::Object(chunk))
+    fn chunk(&self, choices: &Value, usage: Option<Value>) -> Payload {
+        let chunk = json!({
+            "id": self.id,
+            "object": "chat.completion.chunk",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        });
+        let usage = usage.map_or(Value::Null, |usage| json!({"usage": usage}));
+        Payload::from(&merged(chunk, usage))
     }
 }
 
@@ -109,7 +108,7 @@ impl Writer for ChatWriter {
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload> {
         let mut payloads = vec![self.choice(&json!({}), Some(reason))];
         if self.include_usage {
-            payloads.push(self.chunk(json!([]), Some(usage_json(usage))));
+            payloads.push(self.chunk(&json!([]), Some(usage_json(usage))));
         }
         payloads.push(Payload::done());
         payloads
@@ -120,34 +119,23 @@ impl Writer for ChatWriter {
     }
 
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
-        let mut message = Map::new();
-        message.insert("role".to_owned(), json!("assistant"));
         // as OpenAI has it: an answer that only calls tools says nothing
         let silent = said.text.is_empty() && !said.calls.is_empty();
-        message.insert(
-            "content".to_owned(),
-            if silent {
-                Value::Null
-            } else {
-                json!(said.text)
-            },
-        );
+        let text = Some(said.text).filter(|_| !silent);
+        let mut message = json!({"role": "assistant", "content": text});
         if !said.reasoning.is_empty() {
-            message.insert("reasoning_content".to_owned(), json!(said.reasoning));
+            message = merged(message, json!({"reasoning_content": said.reasoning}));
         }
         if !said.calls.is_empty() {
-            let calls = said
-                .calls
-                .iter()
-                .enumerate()
-                .map(|(index, (name, arguments))| {
-                    json!({
-                        "id": call_id(&self.id, index),
-                        "type": "function",
-                        "function": {"name": name, "arguments": arguments},
-                    })
-                });
-            message.insert("tool_calls".to_owned(), calls.collect());
+            let calls = said.calls.iter().enumerate();
+            let calls = calls.map(|(index, (name, arguments))| {
+                json!({
+                    "id": call_id(&self.id, index),
+                    "type": "function",
+                    "function": {"name": name, "arguments": arguments},
+                })
+            });
+            message = merged(message, json!({"tool_calls": calls.collect::<Value>()}));
         }
         json!({
             "id": self.id,
@@ -187,29 +175,26 @@ pub(super) const fn reason_text(reason: FinishReason) -> &'static str {
 
 pub(super) fn usage_json(usage: Usage) -> Value {
     let (prompt, completion) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
-    let mut json = json!({
+    let json = json!({
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": u64::from(prompt) + u64::from(completion),
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens.get()},
     });
-    if let Some(json) = json.as_object_mut() {
-        json.extend(shed_from(usage));
-    }
-    json
+    merged(json, shed_from(usage))
 }
 
 /// What is ours in the usage, and there only where the answer is not what it would be with all the memory that it could
 /// have.
-pub(super) fn shed_from(usage: Usage) -> Map<String, Value> {
-    let mut shed = Map::new();
+pub(super) fn shed_from(usage: Usage) -> Value {
+    let mut shed = json!({});
     if usage.kv_type != KvType::F16 {
-        shed.insert("kv_type".to_owned(), json!(usage.kv_type.word()));
+        shed = merged(shed, json!({"kv_type": usage.kv_type.word()}));
     }
     if usage.dropped_tokens > Tokens::ZERO {
-        shed.insert(
-            "kv_dropped_tokens".to_owned(),
-            json!(usage.dropped_tokens.get()),
+        shed = merged(
+            shed,
+            json!({"kv_dropped_tokens": usage.dropped_tokens.get()}),
         );
     }
     shed

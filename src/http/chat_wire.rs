@@ -4,13 +4,13 @@
 //! change what the answer *is* are refused.
 
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
-    fault::Fault,
+    fault::{Fault, invalid},
     fields::{is_set, not_honoured, one_answer, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
@@ -131,7 +131,7 @@ impl WireRequest {
             variables.insert("enable_thinking".to_owned(), Value::Bool(thinking));
         }
         if self.messages.is_empty() {
-            return Err(Fault::invalid("messages", "[]", "is empty"));
+            return invalid("messages", "[]", "is empty");
         }
         let begun = Begun {
             continued: self.continue_final_message,
@@ -199,11 +199,11 @@ impl Begun {
     ) -> Result<bool, Fault> {
         let (field, value) = match (self.continued, self.prompted) {
             (Some(true), Some(true)) => {
-                return Err(Fault::invalid(
+                return invalid(
                     "add_generation_prompt",
                     true,
                     "contradicts `continue_final_message`",
-                ));
+                );
             }
             (Some(true), _) => ("continue_final_message", true),
             _ if self.prefix => ("prefix", true),
@@ -211,18 +211,18 @@ impl Begun {
             _ => return Ok(false),
         };
         if !conversation.ends_with_words_of_the_model() {
-            return Err(Fault::invalid(
+            return invalid(
                 field,
                 value,
                 "needs words of the assistant as the last message",
-            ));
+            );
         }
         match form {
-            Some(_) => Err(Fault::invalid(
+            Some(_) => invalid(
                 field,
                 value,
                 "is not supported together with a form of the answer",
-            )),
+            ),
             None => Ok(true),
         }
     }
@@ -236,11 +236,11 @@ impl WireMessage {
             "tool" | "function" => Role::Tool,
             "user" => Role::User,
             other => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("messages[{index}].role"),
                     other,
                     "is not one of `system`, `developer`, `user`, `assistant`, `tool`",
-                ));
+                );
             }
         };
         let tool_calls = self.tool_calls.unwrap_or_default().into_iter();
@@ -261,11 +261,11 @@ impl WireMessage {
             Value::String(text) => text,
             Value::Array(parts) => joined_parts(index, &parts)?,
             other => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("messages[{index}].content"),
                     other,
                     "is neither a text nor a list of parts",
-                ));
+                );
             }
         };
         Ok(ChatMessage {
@@ -295,13 +295,13 @@ fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
                 text.push_str(piece);
             }
             Some(kind) => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("{}.type", field()),
                     kind,
                     "is not supported: this model takes `text`",
-                ));
+                );
             }
-            None => return Err(Fault::invalid(&field(), part, "has no `type`")),
+            None => return invalid(&field(), part, "has no `type`"),
         }
     }
     Ok(text)
@@ -320,23 +320,17 @@ pub(super) fn stop_texts(
             .into_iter()
             .map(|item| match item {
                 Value::String(text) => Ok(text),
-                other => Err(Fault::invalid(field, other, "is not a text")),
+                other => invalid(field, other, "is not a text"),
             })
             .collect::<Result<_, Fault>>()?,
-        Some(other) => {
-            return Err(Fault::invalid(
-                field,
-                other,
-                "is neither a text nor a list of texts",
-            ));
-        }
+        Some(other) => return invalid(field, other, "is neither a text nor a list of texts"),
     };
     if texts.len() > most {
-        return Err(Fault::invalid(
+        return invalid(
             field,
             format!("{} texts", texts.len()),
             format!("is above the limit of {most}"),
-        ));
+        );
     }
     // an empty text would end every answer before it begins
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
@@ -368,7 +362,7 @@ pub(super) fn at_least_one(field: &str, tokens: Option<Whole>) -> Result<Option<
             Some(tokens) if tokens > 0 => Ok(Tokens::new(tokens)),
             // more than any context; the context ends it
             None if tokens.get() > 0 => Ok(Tokens::new(u32::MAX)),
-            _ => Err(Fault::invalid(field, tokens, "is below the limit of 1")),
+            _ => invalid(field, tokens, "is below the limit of 1"),
         })
         .transpose()
 }
@@ -397,15 +391,15 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
                     field: "response_format.schema",
                 })),
                 None if is_open => Ok(Some(AnswerForm::JsonObject)),
-                None => Err(Fault::invalid(SCHEMA_FIELD, "", "is missing")),
+                None => invalid(SCHEMA_FIELD, "", "is missing"),
             }
         }
-        Some(other) => Err(Fault::invalid(
+        Some(other) => invalid(
             "response_format.type",
             other,
             "is not one of `text`, `json_object`, `json_schema`",
-        )),
-        None => Err(Fault::invalid("response_format", &format, "has no `type`")),
+        ),
+        None => invalid("response_format", &format, "has no `type`"),
     }
 }
 
@@ -414,14 +408,14 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
     let mut tools = match tools {
         None | Some(Value::Null) => return Ok(Vec::new()),
         Some(Value::Array(tools)) => tools,
-        Some(other) => return Err(Fault::invalid(field, other, "is not a list")),
+        Some(other) => return invalid(field, other, "is not a list"),
     };
     if tools.len() > TOOLS_MAX {
-        return Err(Fault::invalid(
+        return invalid(
             field,
             format!("{} tools", tools.len()),
             format!("is above the limit of {TOOLS_MAX}"),
-        ));
+        );
     }
     for (index, tool) in tools.iter_mut().enumerate() {
         let place = || format!("{field}[{index}]");
@@ -433,34 +427,58 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
                     tool.insert("type".to_owned(), "function".into());
                 }
             }
-            _ => {
-                return Err(Fault::invalid(
-                    &place(),
-                    &*tool,
-                    "is not of the type `function`",
-                ));
-            }
+            _ => return invalid(&place(), &*tool, "is not of the type `function`"),
         }
         let name = tool.pointer("/function/name").and_then(Value::as_str);
         if name.is_none_or(str::is_empty) {
-            return Err(Fault::invalid(
-                &format!("{}.function.name", place()),
-                "",
-                "is missing",
-            ));
+            return invalid(&format!("{}.function.name", place()), "", "is missing");
         }
         if let Some(parameters) = tool.pointer("/function/parameters")
             && !parameters.is_object()
             && !parameters.is_null()
         {
-            return Err(Fault::invalid(
+            return invalid(
                 &format!("{}.function.parameters", place()),
                 parameters,
                 "is not a JSON schema",
-            ));
+            );
         }
     }
     Ok(tools)
+}
+
+/// A tool of OpenAI's chat completions from one that is described by fields of its own: those taken, each with its name there.
+///
+/// # Errors
+/// 400 when it has no name, or what should be a JSON schema is none.
+pub(super) fn function_of(
+    field: &str,
+    tool: &Value,
+    fields: &[(&str, &str)],
+    has_schema: bool,
+) -> Result<Value, Fault> {
+    let name = tool.get("name").and_then(Value::as_str);
+    if name.is_none_or(str::is_empty) {
+        return invalid(&format!("{field}.name"), "", "is missing");
+    }
+    let mut function = Map::new();
+    for (own, there) in fields {
+        let value = tool.get(own).filter(|value| !value.is_null());
+        let is_schema = *there == "parameters";
+        match value {
+            Some(value) if is_schema && !value.is_object() => {
+                return invalid(&format!("{field}.{own}"), value, "is not a JSON schema");
+            }
+            None if is_schema && has_schema => {
+                return invalid(&format!("{field}.{own}"), "null", "is not a JSON schema");
+            }
+            Some(value) => {
+                function.insert((*there).to_owned(), value.clone());
+            }
+            None => {}
+        }
+    }
+    Ok(json!({"type": "function", "function": function}))
 }
 
 /// Whether tools are called.
@@ -492,24 +510,20 @@ impl ToolChoice {
                     tool.pointer("/function/name").and_then(Value::as_str) == Some(name)
                 };
                 if !tools.iter().any(known) {
-                    return Err(Fault::invalid("tool_choice", name, "is not one of `tools`"));
+                    return invalid("tool_choice", name, "is not one of `tools`");
                 }
                 Self::Required(Some(name.to_owned()))
             }
             other => {
-                return Err(Fault::invalid(
+                return invalid(
                     "tool_choice",
                     other,
                     "is neither `none`, `auto`, `required` nor a function",
-                ));
+                );
             }
         };
         if tools.is_empty() {
-            return Err(Fault::invalid(
-                "tool_choice",
-                choice,
-                "needs `tools`, and there are none",
-            ));
+            return invalid("tool_choice", choice, "needs `tools`, and there are none");
         }
         Ok(read)
     }

@@ -16,13 +16,13 @@ use super::{
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
     chat_wire::{OPENAI_STOP_TEXTS, answer_limit, stop_texts},
-    fault::{Fault, InputNamed as _},
+    fault::{Fault, invalid},
     fields::{not_honoured, one_answer, refuse_unsupported},
     generation::Said,
     models::{fingerprint, model_named},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
-    stream::{Payload, ignored_header},
+    stream::{Payload, ignored_header, merged},
 };
 use cotenant_units::Tokens;
 
@@ -106,11 +106,11 @@ impl WireRequest {
         };
         let echo = |prompt: &Prompt| match prompt {
             Prompt::Text(text) if self.echo == Some(true) => Ok(text.clone()),
-            _ if self.echo == Some(true) => Err(Fault::invalid(
+            _ if self.echo == Some(true) => invalid(
                 "echo",
                 true,
                 "is not supported for a prompt of tokens: send it as text",
-            )),
+            ),
             _ => Ok(String::new()),
         };
         let echoes = prompts.iter().map(echo).collect::<Result<_, Fault>>()?;
@@ -157,11 +157,11 @@ impl WireRequest {
 fn prompts(field: Value) -> Result<Vec<Prompt>, Fault> {
     match field {
         Value::Array(list) if list.len() > PROMPTS_MAX && !list.iter().all(Value::is_number) => {
-            Err(Fault::invalid(
+            invalid(
                 "prompt",
                 format!("{} prompts", list.len()),
                 format!("is above the limit of {PROMPTS_MAX}: send the rest in further requests"),
-            ))
+            )
         }
         Value::Array(list) if !list.iter().all(Value::is_number) => {
             let named = list.into_iter().enumerate();
@@ -176,9 +176,9 @@ fn prompts(field: Value) -> Result<Vec<Prompt>, Fault> {
 /// A prompt: a text, or tokens.
 fn prompt_of(field: &str, prompt: Value) -> Result<Prompt, Fault> {
     match prompt {
-        Value::String(text) if text.is_empty() => Err(Fault::invalid(field, text, "is empty")),
+        Value::String(text) if text.is_empty() => invalid(field, text, "is empty"),
         Value::String(text) => Ok(Prompt::Text(text)),
-        Value::Array(list) if list.is_empty() => Err(Fault::invalid(field, "[]", "is empty")),
+        Value::Array(list) if list.is_empty() => invalid(field, "[]", "is empty"),
         Value::Array(list) if list.iter().all(Value::is_number) => {
             let token = |token: Value| {
                 let number = Whole::of(&token).and_then(Whole::to);
@@ -188,11 +188,7 @@ fn prompt_of(field: &str, prompt: Value) -> Result<Prompt, Fault> {
                 list.into_iter().map(token).collect::<Result<_, Fault>>()?,
             ))
         }
-        other => Err(Fault::invalid(
-            field,
-            other,
-            "is neither a text nor a list of tokens",
-        )),
+        other => invalid(field, other, "is neither a text nor a list of tokens"),
     }
 }
 
@@ -227,26 +223,23 @@ impl CompletionWriter {
         self.echoes.get(self.index).map_or("", String::as_str)
     }
 
-    fn object(&self, choices: &Value) -> Map<String, Value> {
-        let object = json!({
+    fn object(&self, choices: &Value) -> Value {
+        json!({
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
             "system_fingerprint": self.fingerprint,
             "choices": choices,
-        });
-        match object {
-            Value::Object(map) => map,
-            _ => Map::new(),
-        }
+        })
     }
 
-    fn chunk(&self, mut object: Map<String, Value>, usage: Option<Usage>) -> Payload {
-        if self.include_usage {
-            object.insert("usage".to_owned(), usage.map_or(Value::Null, usage_json));
-        }
-        Payload::from(&Value::Object(object))
+    fn chunk(&self, object: Value, usage: Option<Usage>) -> Payload {
+        Payload::from(&if self.include_usage {
+            merged(object, json!({"usage": usage.map(usage_json)}))
+        } else {
+            object
+        })
     }
 }
 
@@ -292,9 +285,8 @@ impl Writer for CompletionWriter {
 
     fn whole(mut self, said: Said, reason: FinishReason, usage: Usage) -> Value {
         self.keep(said, reason, usage);
-        let mut object = self.object(&json!(self.choices));
-        object.insert("usage".to_owned(), usage_json(self.usage));
-        Value::Object(object)
+        let usage = json!({"usage": usage_json(self.usage)});
+        merged(self.object(&json!(self.choices)), usage)
     }
 
     fn named(&self, fault: Fault) -> Fault {

@@ -9,6 +9,7 @@ use axum::{
 };
 use serde_json::{Value, json};
 
+use cotenant_conversation::refusals::{Kind, with_hint};
 use cotenant_policy::refusal::Refusal;
 
 /// A failure as clients of OpenAI's API expect it.
@@ -56,6 +57,18 @@ impl Fault {
     #[must_use]
     pub(super) fn of_param(mut self, param: &str) -> Self {
         self.param = Some(param.to_owned());
+        self
+    }
+
+    /// What is wrong with a conversation is about `messages`; this names the field as the API has it.
+    #[must_use]
+    pub(super) fn input_named(mut self, field: &str) -> Self {
+        if self.param.as_deref() == Some(CONVERSATION) {
+            self.param = Some(field.to_owned());
+            if let Some(rest) = self.message.strip_prefix(CONVERSATION) {
+                self.message = format!("{field}{rest}");
+            }
+        }
         self
     }
 
@@ -114,131 +127,41 @@ impl Fault {
     }
 }
 
-/// What goes wrong with a conversation is about `messages`; other APIs call that field something else.
-pub(super) trait InputNamed {
-    /// The same with the field named as this API has it.
-    fn input_named(self, field: &str) -> Self;
-}
-
-impl InputNamed for Fault {
-    fn input_named(mut self, field: &str) -> Self {
-        if self.param.as_deref() == Some(CONVERSATION) {
-            self.param = Some(field.to_owned());
-            if let Some(rest) = self.message.strip_prefix(CONVERSATION) {
-                self.message = format!("{field}{rest}");
-            }
-        }
-        self
-    }
-}
-
-impl<T> InputNamed for Result<T, Fault> {
-    fn input_named(self, field: &str) -> Self {
-        self.map_err(|fault| fault.input_named(field))
-    }
+/// Refuses a field of the request.
+///
+/// # Errors
+/// [`Fault::invalid`], in any case.
+pub(super) fn invalid<T>(
+    field: &str,
+    value: impl std::fmt::Display,
+    problem: impl Into<String>,
+) -> Result<T, Fault> {
+    Err(Fault::invalid(field, value, problem))
 }
 
 impl From<Refusal> for Fault {
-    /// The table: what each situation is over HTTP.
     fn from(refusal: Refusal) -> Self {
-        let (status, kind, code, param) = match &refusal {
-            Refusal::InsufficientMemory { .. }
-            | Refusal::PressureHigh { .. }
-            | Refusal::KvCapacityShed { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
+        let Kind { code, status, .. } = Kind::of(&refusal);
+        let (kind, status) = match StatusCode::from_u16(status) {
+            Ok(StatusCode::TOO_MANY_REQUESTS) => (RATE_LIMIT, StatusCode::TOO_MANY_REQUESTS),
+            Ok(status) if status.is_client_error() => (INVALID_REQUEST, status),
+            status => (
                 SERVER_ERROR,
-                "memory_pressure",
-                None,
+                status.unwrap_or(StatusCode::INTERNAL_SERVER_ERROR),
             ),
-            Refusal::ContextLengthExceeded { .. } => (
-                StatusCode::BAD_REQUEST,
-                INVALID_REQUEST,
-                "context_length_exceeded",
-                Some(CONVERSATION.to_owned()),
-            ),
-            Refusal::KvReclaimed { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "kv_reclaimed",
-                None,
-            ),
-            Refusal::QuotaExceeded { .. } => (
-                StatusCode::TOO_MANY_REQUESTS,
-                "rate_limit_error",
-                "rate_limit_exceeded",
-                None,
-            ),
-            Refusal::Draining { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "draining",
-                None,
-            ),
-            Refusal::Starting { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "starting",
-                None,
-            ),
-            Refusal::EngineLost { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "engine_lost",
-                None,
-            ),
-            // No 503, which every client and proxy takes for temporary.
-            Refusal::ModelFailed { .. } => (
-                StatusCode::INTERNAL_SERVER_ERROR,
-                SERVER_ERROR,
-                "model_failed",
-                None,
-            ),
-            Refusal::WorkerLost { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "worker_lost",
-                None,
-            ),
-            Refusal::DeadlineUnreachable { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "deadline_unreachable",
-                None,
-            ),
-            Refusal::Invalid { field, .. } => (
-                StatusCode::BAD_REQUEST,
-                INVALID_REQUEST,
-                "invalid_value",
-                Some(field.clone()),
-            ),
-            Refusal::UnknownModel { .. } => (
-                StatusCode::NOT_FOUND,
-                INVALID_REQUEST,
-                "model_not_found",
-                Some("model".to_owned()),
-            ),
-            Refusal::Stopped { .. } => (
-                StatusCode::SERVICE_UNAVAILABLE,
-                SERVER_ERROR,
-                "stopped",
-                None,
-            ),
-            Refusal::NotConfigured { .. } => (
-                StatusCode::NOT_FOUND,
-                INVALID_REQUEST,
-                "not_configured",
-                None,
-            ),
+        };
+        let param = match &refusal {
+            Refusal::ContextLengthExceeded { .. } => Some(CONVERSATION.to_owned()),
+            Refusal::Invalid { field, .. } => Some(field.clone()),
+            Refusal::UnknownModel { .. } => Some("model".to_owned()),
+            _ => None,
         };
         Self {
             status,
             kind,
             code,
             param,
-            message: refusal.hint().map_or_else(
-                || refusal.to_string(),
-                |hint| format!("{refusal} (hint: {hint})"),
-            ),
+            message: with_hint(&refusal),
             retry_after: refusal.retry_after(),
         }
     }
@@ -263,6 +186,7 @@ pub(super) fn shortened(value: &str) -> String {
 /// The field that chats have for what the answer continues.
 const CONVERSATION: &str = "messages";
 const INVALID_REQUEST: &str = "invalid_request_error";
+const RATE_LIMIT: &str = "rate_limit_error";
 const SERVER_ERROR: &str = "server_error";
 
 /// Read by the OpenAI SDKs before the status.

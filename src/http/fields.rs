@@ -2,7 +2,10 @@
 
 use serde_json::{Map, Value, json};
 
-use super::{fault::Fault, numbers::Whole};
+use super::{
+    fault::{Fault, invalid},
+    numbers::Whole,
+};
 
 /// Names of the fields of `place` that a client has set and that are not honoured, as far as a header can carry them: they are
 /// the client's own words.
@@ -46,8 +49,8 @@ pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Faul
     });
     match refused {
         None => Ok(()),
-        Some((field, Value::String(text), problem)) => Err(Fault::invalid(field, text, problem)),
-        Some((field, value, problem)) => Err(Fault::invalid(field, value, problem)),
+        Some((field, Value::String(text), problem)) => invalid(field, text, problem),
+        Some((field, value, problem)) => invalid(field, value, problem),
     }
 }
 
@@ -58,7 +61,7 @@ pub(super) fn refuse_unsupported(fields: &Map<String, Value>) -> Result<(), Faul
 pub(super) fn one_answer(field: &str, number: Option<Whole>) -> Result<(), Fault> {
     match number.filter(|number| number.get() != 1) {
         None => Ok(()),
-        Some(number) => Err(Fault::invalid(field, number, ONE_ANSWER)),
+        Some(number) => invalid(field, number, ONE_ANSWER),
     }
 }
 
@@ -73,10 +76,15 @@ pub(super) fn is_set(value: Option<&Value>) -> bool {
     }
 }
 
-/// The names of those that are set.
-pub(super) fn named<const N: usize>(fields: [(&'static str, bool); N]) -> Vec<&'static str> {
-    let set = fields.into_iter().filter(|(_, set)| *set);
-    set.map(|(name, _)| name).collect()
+/// The names of those that are set, and of the unknown ones that are not honoured.
+pub(super) fn ignored<const N: usize>(
+    known: [(&str, bool); N],
+    unknown: &Map<String, Value>,
+) -> Vec<String> {
+    let set = known.into_iter().filter(|(_, set)| *set);
+    set.map(|(name, _)| name.to_owned())
+        .chain(not_honoured("", unknown))
+        .collect()
 }
 
 /// Whether the answer is the same without the field.

@@ -38,12 +38,7 @@ impl Generation {
                 Some(ChatEvent::Part(AnswerPart::Text(text) | AnswerPart::Reasoning(text)))
                     if text.is_empty() => {}
                 Some(event) => return self.observed(event),
-                None => {
-                    return ChatEvent::Failed(Refusal::EngineLost {
-                        reason: "it ended the answer without a word".to_owned(),
-                        retry_after: RETRY_AFTER_DEFAULT,
-                    });
-                }
+                None => return ChatEvent::Failed(ended_silently()),
             }
         }
     }
@@ -78,6 +73,14 @@ impl Generation {
             }
             event => event,
         }
+    }
+}
+
+/// The failure of an engine that gives no end of an answer.
+pub(super) fn ended_silently() -> Refusal {
+    Refusal::EngineLost {
+        reason: "it ended the answer without a word".to_owned(),
+        retry_after: RETRY_AFTER_DEFAULT,
     }
 }
 

@@ -3,15 +3,17 @@
 use std::{
     collections::BTreeMap,
     net::{IpAddr, Ipv6Addr},
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
 };
 
+use axum::http::Extensions;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::{access::Client, fault::Fault};
+use cotenant_conversation::refusals::at_limit;
 use cotenant_memory::heap;
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 use cotenant_units::Bytes;
+use cotenant_units::lock::locked;
 
 /// A client, as far as clients can be distinguished.
 #[derive(Clone, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
@@ -77,7 +79,7 @@ impl Quota {
 
     /// Takes units for a client, if there are as many for it.
     pub(super) fn take(&self, who: &Who, units: usize) -> Result<Share, Short> {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = locked(&self.taken);
         let has = taken
             .get(who)
             .copied()
@@ -127,7 +129,7 @@ impl Share {
 
 impl Quota {
     fn give_back(&self, who: &Who, units: usize) {
-        let mut taken = self.taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut taken = locked(&self.taken);
         if let Some(has) = taken.get_mut(who) {
             *has = has.saturating_sub(units);
             if *has == 0 {
@@ -189,12 +191,8 @@ impl Pool {
             Short::OfAll => ("", self.max),
             Short::OfShare => (" of one client", self.share),
         };
-        Fault::from(Refusal::QuotaExceeded {
-            act: act.to_owned(),
-            what: format!("memory for {}{whose}, in bytes,", self.what),
-            limit: limit.get(),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })
+        let what = format!("memory for {}{whose}, in bytes,", self.what);
+        at_limit(act, what, limit.get()).into()
     }
 }
 
@@ -242,6 +240,11 @@ impl RequestMemory {
         }
     }
 
+    /// That of a request, by which its body was received.
+    pub(super) fn in_extensions(extensions: &Extensions) -> Self {
+        extensions.get::<Self>().cloned().unwrap_or_default()
+    }
+
     /// Nothing yet, for something else of the same client.
     pub(super) fn other(&self) -> Self {
         Self::of(self.who.clone())
@@ -252,7 +255,7 @@ impl RequestMemory {
     /// # Errors
     /// 429 when there is no room for it now.
     pub(super) fn hold(&self, pool: &Pool, act: &str, bytes: Bytes) -> Result<(), Fault> {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut held = locked(&self.held);
         match &mut *held {
             Some(held) => held.resize(act, bytes),
             none => {

@@ -15,11 +15,11 @@ use super::{
     api::{Api, Meta},
     backend::{AnswerPart, FinishReason, Prompt, Usage},
     chat::{id_of, shed_from},
-    fault::Fault,
+    fault::{Fault, invalid},
     generation::Said,
     messages_wire::WireRequest,
     models::model_named,
-    stream::{Payload, ignored_of},
+    stream::{Payload, ignored_of, merged},
     tokens::tokenizer,
 };
 
@@ -70,11 +70,11 @@ fn check_version(headers: &HeaderMap) -> Result<(), Fault> {
         .get(VERSION_HEADER)
         .map(|value| String::from_utf8_lossy(value.as_bytes()));
     match version {
-        Some(version) if !VERSIONS.contains(&version.as_ref()) => Err(Fault::invalid(
+        Some(version) if !VERSIONS.contains(&version.as_ref()) => invalid(
             VERSION_HEADER.as_str(),
             version,
             format!("is not one of `{}`", VERSIONS.join("`, `")),
-        )),
+        ),
         _ => Ok(()),
     }
 }
@@ -175,7 +175,7 @@ impl MessageWriter {
         let index = self.blocks.saturating_sub(1);
         event(
             "content_block_delta",
-            json!({"type": "content_block_delta", "index": index, "delta": delta}),
+            json!({"index": index, "delta": delta}),
         )
     }
 
@@ -196,18 +196,13 @@ impl MessageWriter {
     fn start(&mut self, content: &Value) -> Payload {
         let index = self.blocks;
         self.blocks += 1;
-        event(
-            "content_block_start",
-            json!({"type": "content_block_start", "index": index, "content_block": content}),
-        )
+        let block = json!({"index": index, "content_block": content});
+        event("content_block_start", block)
     }
 
     fn stop(&self) -> Payload {
         let index = self.blocks.saturating_sub(1);
-        event(
-            "content_block_stop",
-            json!({"type": "content_block_stop", "index": index}),
-        )
+        event("content_block_stop", json!({"index": index}))
     }
 
     fn closed(&mut self, payloads: &mut Vec<Payload>) {
@@ -228,10 +223,7 @@ impl MessageWriter {
 impl Writer for MessageWriter {
     fn begin(&mut self, prompt: Usage) -> Vec<Payload> {
         let message = self.message(&json!([]), None, prompt);
-        vec![event(
-            "message_start",
-            json!({"type": "message_start", "message": message}),
-        )]
+        vec![event("message_start", json!({"message": message}))]
     }
 
     fn part(&mut self, part: AnswerPart) -> Vec<Payload> {
@@ -270,12 +262,11 @@ impl Writer for MessageWriter {
         payloads.push(event(
             "message_delta",
             json!({
-                "type": "message_delta",
                 "delta": {"stop_reason": reason, "stop_sequence": sequence},
                 "usage": usage_json(usage),
             }),
         ));
-        payloads.push(event("message_stop", json!({"type": "message_stop"})));
+        payloads.push(event("message_stop", json!({})));
         payloads
     }
 
@@ -298,12 +289,9 @@ impl Writer for MessageWriter {
     }
 }
 
-#[expect(
-    clippy::needless_pass_by_value,
-    reason = "each value is made for its event"
-)]
+/// An event of the type that it is named by.
 fn event(name: &'static str, data: Value) -> Payload {
-    Payload::named(name, &data)
+    Payload::named(name, &merged(json!({"type": name}), data))
 }
 
 /// Tokens that were in the cache are not counted as input there.
@@ -312,16 +300,13 @@ fn usage_json(usage: Usage) -> Value {
         .prompt_tokens
         .get()
         .saturating_sub(usage.cached_tokens.get());
-    let mut json = json!({
+    let json = json!({
         "input_tokens": fresh,
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": usage.cached_tokens.get(),
         "output_tokens": usage.completion_tokens.get(),
     });
-    if let Some(json) = json.as_object_mut() {
-        json.extend(shed_from(usage));
-    }
-    json
+    merged(json, shed_from(usage))
 }
 
 const VERSION_HEADER: HeaderName = HeaderName::from_static("anthropic-version");

@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 
 use serde::Deserialize;
-use serde_json::{Map, Value, json};
+use serde_json::{Map, Value};
 
 use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
-    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, stop_texts},
-    fault::Fault,
-    fields::{is_set, named, not_honoured, refuse_unsupported},
+    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, function_of, stop_texts},
+    fault::{Fault, invalid},
+    fields::{ignored, is_set, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -84,7 +84,7 @@ impl WireRequest {
             .tool_choice
             .as_ref()
             .is_some_and(|choice| choice.disable_parallel_tool_use == Some(true));
-        let known = named([
+        let known = [
             ("container", is_set(self.container.as_ref())),
             (
                 "context_management",
@@ -93,13 +93,8 @@ impl WireRequest {
             ("output_config.effort", is_set(effort)),
             ("thinking.budget_tokens", budget),
             ("tool_choice.disable_parallel_tool_use", one_tool),
-        ]);
-        let unknown = not_honoured("", &self.unknown);
-        known
-            .into_iter()
-            .map(str::to_owned)
-            .chain(unknown)
-            .collect()
+        ];
+        ignored(known, &self.unknown)
     }
 
     /// Whether the client wants to read what the model thinks.
@@ -119,11 +114,11 @@ impl WireRequest {
             .as_ref()
             .is_some_and(|servers| is_set(Some(servers)))
         {
-            return Err(Fault::invalid(
+            return invalid(
                 "mcp_servers",
                 "",
                 "is not supported: tools are called by the client",
-            ));
+            );
         }
         refuse_unsupported(&self.unknown)?;
         let mut messages: Vec<ChatMessage> = Vec::new();
@@ -143,7 +138,7 @@ impl WireRequest {
         let messages = reader.messages;
         let last = messages.last().map(|message| message.role);
         if matches!(last, None | Some(Role::System)) {
-            return Err(Fault::invalid("messages", "[]", "is empty"));
+            return invalid("messages", "[]", "is empty");
         }
         let mut variables = self.chat_template_kwargs.take().unwrap_or_default();
         variables.insert("enable_thinking".to_owned(), Value::Bool(self.thinks()));
@@ -157,61 +152,32 @@ impl WireRequest {
         if last == Some(Role::Assistant) && !conversation.continues {
             let problem =
                 "is the role of the last message, which has no words that an answer continues";
-            return Err(Fault::invalid("messages", "assistant", problem));
+            return invalid("messages", "assistant", problem);
         }
         Ok(conversation)
     }
 
     /// The tools as OpenAI writes them; none where none may be called.
     fn read_tools(&mut self) -> Result<Vec<Value>, Fault> {
-        let tools = self
-            .tools
-            .take()
-            .unwrap_or_default()
-            .into_iter()
-            .enumerate();
-        let tools = tools.map(|(index, mut tool)| {
+        let tools = self.tools.take().unwrap_or_default();
+        let tools = tools.iter().enumerate().map(|(index, tool)| {
             let field = format!("tools[{index}]");
             match tool.get("type").map(|kind| (kind.as_str(), kind)) {
                 None | Some((Some("custom"), _)) | Some((_, Value::Null)) => {}
                 Some((_, kind)) => {
-                    return Err(Fault::invalid(
+                    return invalid(
                         &format!("{field}.type"),
                         kind,
                         "is not supported: tools are `custom`, and called by the client",
-                    ));
+                    );
                 }
             }
-            if tool
-                .get("name")
-                .and_then(Value::as_str)
-                .is_none_or(str::is_empty)
-            {
-                return Err(Fault::invalid(&format!("{field}.name"), "", "is missing"));
-            }
-            let schema = tool.get_mut("input_schema").map(Value::take);
-            let schema = match schema {
-                Some(schema @ Value::Object(_)) => schema,
-                other => {
-                    return Err(Fault::invalid(
-                        &format!("{field}.input_schema"),
-                        other.unwrap_or_default(),
-                        "is not a JSON schema",
-                    ));
-                }
-            };
-            let mut function = Map::new();
-            for key in ["name", "description"] {
-                if let Some(value) = tool
-                    .get_mut(key)
-                    .map(Value::take)
-                    .filter(|value| !value.is_null())
-                {
-                    function.insert(key.to_owned(), value);
-                }
-            }
-            function.insert("parameters".to_owned(), schema);
-            Ok(json!({"type": "function", "function": function}))
+            let fields = [
+                ("name", "name"),
+                ("description", "description"),
+                ("input_schema", "parameters"),
+            ];
+            function_of(&field, tool, &fields, true)
         });
         let tools = tools.collect::<Result<Vec<Value>, Fault>>()?;
         let tools = checked_tools("tools", Some(Value::Array(tools)))?;
@@ -233,29 +199,25 @@ impl WireRequest {
                         tool.pointer("/function/name").and_then(Value::as_str) == Some(name)
                     };
                     if !tools.iter().any(known) {
-                        return Err(Fault::invalid(
-                            "tool_choice.name",
-                            name,
-                            "is not one of `tools`",
-                        ));
+                        return invalid("tool_choice.name", name, "is not one of `tools`");
                     }
                     Some(name.clone())
                 }
-                ("tool", None) => return Err(Fault::invalid("tool_choice.name", "", "is missing")),
+                ("tool", None) => return invalid("tool_choice.name", "", "is missing"),
                 (other, _) => {
-                    return Err(Fault::invalid(
+                    return invalid(
                         "tool_choice.type",
                         other,
                         "is not one of `auto`, `any`, `tool`, `none`",
-                    ));
+                    );
                 }
             };
             if tools.is_empty() {
-                return Err(Fault::invalid(
+                return invalid(
                     "tool_choice",
                     &choice.kind,
                     "needs `tools`, and there are none",
-                ));
+                );
             }
             return Ok(Some(AnswerForm::ToolCall { name }));
         }
@@ -273,11 +235,7 @@ impl WireRequest {
             Some(format) => format,
         };
         if format.get("type").and_then(Value::as_str) != Some("json_schema") {
-            return Err(Fault::invalid(
-                field,
-                format,
-                "is not of the type `json_schema`",
-            ));
+            return invalid(field, format, "is not of the type `json_schema`");
         }
         match format.get_mut("schema").map(Value::take) {
             Some(schema) => Ok(Some(AnswerForm::JsonSchema {
@@ -288,7 +246,7 @@ impl WireRequest {
                     "output_config.format.schema"
                 },
             })),
-            None => Err(Fault::invalid(&format!("{field}.schema"), "", "is missing")),
+            None => invalid(&format!("{field}.schema"), "", "is missing"),
         }
     }
 
@@ -309,17 +267,17 @@ impl WireRequest {
                 "enabled" | "disabled" | "adaptive" | "between_tools"
             )
         {
-            return Err(Fault::invalid(
+            return invalid(
                 "thinking.type",
                 &thinking.kind,
                 "is not one of `enabled`, `adaptive`, `disabled`",
-            ));
+            );
         }
         let conversation = self.conversation()?;
         let form = self.form(&conversation.tools)?;
         if conversation.continues && form.is_some() {
             let problem = "is the role of the last message: an answer that was begun cannot be held to a form";
-            return Err(Fault::invalid("messages", "assistant", problem));
+            return invalid("messages", "assistant", problem);
         }
         let sampling = SamplingFields {
             temperature: self.temperature,
@@ -355,11 +313,11 @@ impl Messages {
             "system" => Role::System,
             "user" => Role::User,
             other => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("messages[{index}].role"),
                     other,
                     "is not one of `user`, `assistant`",
-                ));
+                );
             }
         };
         let field = format!("messages[{index}].content");
@@ -369,13 +327,7 @@ impl Messages {
                 return Ok(());
             }
             Value::Array(blocks) => blocks,
-            other => {
-                return Err(Fault::invalid(
-                    &field,
-                    other,
-                    "is neither a text nor a list of blocks",
-                ));
-            }
+            other => return invalid(&field, other, "is neither a text nor a list of blocks"),
         };
         let mut spoken = ChatMessage::new(role, "");
         for (place, block) in blocks.into_iter().enumerate() {
@@ -422,11 +374,11 @@ impl Messages {
                     arguments: match block.get_mut("input").map(Value::take) {
                         Some(input @ Value::Object(_)) => input.to_string(),
                         other => {
-                            return Err(Fault::invalid(
+                            return invalid(
                                 &format!("{field}.input"),
                                 other.unwrap_or_default(),
                                 "is not an object",
-                            ));
+                            );
                         }
                     },
                 });
@@ -447,7 +399,7 @@ impl Messages {
                 self.messages.push(outcome);
             }
             _ => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("{field}.type"),
                     if kind.is_empty() {
                         block.to_string()
@@ -455,7 +407,7 @@ impl Messages {
                         kind
                     },
                     "is not supported here: this model takes `text`, `tool_use` and `tool_result`",
-                ));
+                );
             }
         }
         Ok(())
@@ -468,31 +420,21 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
         Value::Null => return Ok(String::new()),
         Value::String(text) => return Ok(text),
         Value::Array(blocks) => blocks,
-        other => {
-            return Err(Fault::invalid(
-                field,
-                other,
-                "is neither a text nor a list of blocks",
-            ));
-        }
+        other => return invalid(field, other, "is neither a text nor a list of blocks"),
     };
     let mut text = String::new();
     for (index, block) in blocks.iter().enumerate() {
         match (block.get("type").and_then(Value::as_str), block.get("text")) {
             (Some("text"), Some(Value::String(piece))) => text.push_str(piece),
             (Some("text") | None, _) => {
-                return Err(Fault::invalid(
-                    &format!("{field}[{index}]"),
-                    block,
-                    "has no `text`",
-                ));
+                return invalid(&format!("{field}[{index}]"), block, "has no `text`");
             }
             (Some(kind), _) => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("{field}[{index}].type"),
                     kind,
                     "is not supported: this model takes `text`",
-                ));
+                );
             }
         }
     }
@@ -501,6 +443,8 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
 
 #[cfg(test)]
 mod tests {
+    use serde_json::json;
+
     use super::*;
     use crate::body::parse_json;
     use cotenant_units::Tokens;

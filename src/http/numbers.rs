@@ -8,7 +8,7 @@ use serde::{
 };
 use serde_json::Value;
 
-use super::fault::Fault;
+use super::fault::{Fault, invalid};
 
 /// A whole number of a request. Clients that keep their settings as floating-point numbers send `8192.0`, which every API
 /// takes; `8192.5` is refused.
@@ -77,11 +77,11 @@ pub(super) fn in_range(
     max: f64,
 ) -> Result<Option<f64>, Fault> {
     match value {
-        Some(value) if !(min..=max).contains(&value) => Err(Fault::invalid(
+        Some(value) if !(min..=max).contains(&value) => invalid(
             field,
             value,
             format!("is outside of the limits of {min} and {max}"),
-        )),
+        ),
         value => Ok(value),
     }
 }

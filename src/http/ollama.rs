@@ -16,12 +16,12 @@ use serde_json::{Value, json};
 use super::{
     answer::{answer, llm, read_json},
     api::{Api, Meta},
-    backend::{ModelInfo, ModelKind},
+    backend::{ModelInfo, ModelKind, RequestMeta},
     fault::Fault,
     models::{digest, unknown_model},
-    ollama_wire::{Asked, WireRequest},
+    ollama_wire::WireRequest,
     ollama_writer::{OllamaWriter, Shape, rfc3339},
-    stream::{ignored_header, ignored_of},
+    stream::{ignored_header, ignored_of, merged},
 };
 use cotenant_policy::snapshot::{EngineState, Snapshot};
 
@@ -128,18 +128,13 @@ fn running_json(model: &ModelInfo, snapshot: &Snapshot) -> Option<Value> {
         .full
         .as_ref()
         .map_or(held, |full| shape.plan_bytes(full).max(held));
-    let mut running = model_json(model, snapshot);
-    for (key, value) in [
-        ("size", json!(full.get())),
-        ("size_vram", json!(held.get())),
-        ("context_length", json!(plan.kv_capacity.get())),
-        ("expires_at", json!(NEVER)),
-    ] {
-        if let Value::Object(map) = &mut running {
-            map.insert(key.to_owned(), value);
-        }
-    }
-    Some(running)
+    let running = json!({
+        "size": full.get(),
+        "size_vram": held.get(),
+        "context_length": plan.kv_capacity.get(),
+        "expires_at": NEVER,
+    });
+    Some(merged(model_json(model, snapshot), running))
 }
 
 #[derive(Deserialize)]
@@ -158,33 +153,21 @@ pub(super) async fn show(
     let name = wire.model.or(wire.name).unwrap_or_default();
     let model = model_named(&api, &name)?;
     let snapshot = api.backends().status.snapshot();
-    let mut info = serde_json::Map::new();
+    let mut info = json!({});
     if let Some(shape) = &snapshot.engine.shape {
         let architecture = &shape.architecture;
-        info.insert("general.architecture".to_owned(), json!(architecture));
-        info.insert(
-            format!("{architecture}.context_length"),
-            json!(shape.context_max.get()),
-        );
-        info.insert(
-            format!("{architecture}.block_count"),
-            json!(shape.layer_count()),
-        );
-        info.insert(
-            format!("{architecture}.attention.head_count_kv"),
-            json!(shape.kv.kv_heads),
-        );
-        info.insert(
-            format!("{architecture}.attention.key_length"),
-            json!(shape.kv.head_dim),
-        );
-        info.insert("general.basename".to_owned(), json!(shape.name));
+        info = json!({
+            "general.architecture": architecture,
+            format!("{architecture}.context_length"): shape.context_max.get(),
+            format!("{architecture}.block_count"): shape.layer_count(),
+            format!("{architecture}.attention.head_count_kv"): shape.kv.kv_heads,
+            format!("{architecture}.attention.key_length"): shape.kv.head_dim,
+            "general.basename": shape.name,
+        });
     }
     if let Some(weights) = &model.weights {
-        info.insert(
-            "general.parameter_count".to_owned(),
-            json!(weights.parameters),
-        );
+        let parameters = json!({"general.parameter_count": weights.parameters});
+        info = merged(info, parameters);
     }
     let template = api.backends().status.template().unwrap_or_default();
     let thinks = ["<think>", "[THINK]"]
@@ -210,11 +193,7 @@ pub(super) async fn chat(
     Extension(meta): Meta,
     request: Request,
 ) -> Result<Response, OllamaFault> {
-    let began = Instant::now();
-    let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
-    let model = model_named(&api, &wire.model)?.id;
-    let asked = wire.into_chat(meta, model.clone())?;
-    answered(api, asked, (model, Shape::Chat), began).await
+    asked(api, meta, request, Shape::Chat).await
 }
 
 /// `POST /api/generate`.
@@ -223,11 +202,7 @@ pub(super) async fn generate(
     Extension(meta): Meta,
     request: Request,
 ) -> Result<Response, OllamaFault> {
-    let began = Instant::now();
-    let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
-    let model = model_named(&api, &wire.model)?.id;
-    let asked = wire.into_generate(meta, model.clone())?;
-    answered(api, asked, (model, Shape::Generate), began).await
+    asked(api, meta, request, Shape::Generate).await
 }
 
 /// The model of a name; Ollama's names end in `:latest` when nothing else is said.
@@ -241,26 +216,27 @@ fn model_named(api: &Api, name: &str) -> Result<ModelInfo, Fault> {
         .ok_or_else(|| unknown_model(name, &models))
 }
 
-async fn answered(
+async fn asked(
     api: Api,
-    asked: Asked,
-    (model, shape): (String, Shape),
-    began: Instant,
+    meta: RequestMeta,
+    request: Request,
+    shape: Shape,
 ) -> Result<Response, OllamaFault> {
+    let began = Instant::now();
+    let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
+    let model = model_named(&api, &wire.model)?.id;
+    let asked = match shape {
+        Shape::Chat => wire.into_chat(meta, model.clone()),
+        Shape::Generate => wire.into_generate(meta, model.clone()),
+    }?;
     llm(&api)?;
     let writer = OllamaWriter::new(model, shape, &api, began);
-    Ok(match asked.request {
-        None => (
-            ignored_header(&asked.ignored),
-            Json(writer.nothing_asked(asked.unload)),
-        )
-            .into_response(),
-        Some(request) => (
-            ignored_of(asked.ignored, &request),
-            answer(api, request, writer, began).await?,
-        )
-            .into_response(),
-    })
+    let Some(request) = asked.request else {
+        let nothing = Json(writer.nothing_asked(asked.unload));
+        return Ok((ignored_header(&asked.ignored), nothing).into_response());
+    };
+    let ignored = ignored_of(asked.ignored, &request);
+    Ok((ignored, answer(api, request, writer, began).await?).into_response())
 }
 
 /// The release that brought what is newest of its API here: tools while streaming, `think`, `truncate` and `shift`.

@@ -15,7 +15,7 @@ use super::{
         ToolCall,
     },
     chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, sinks, stop_texts},
-    fault::Fault,
+    fault::{Fault, invalid},
     fields::{IGNORED_MAX, not_honoured, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
@@ -153,18 +153,18 @@ impl WireRequest {
         if self.raw == Some(true) {
             if !before.is_empty() {
                 let count = format!("{} tokens", before.len());
-                return Err(Fault::invalid(
+                return invalid(
                     "context",
                     count,
                     "cannot be set beside `raw`, which has no template",
-                ));
+                );
             }
             if let Some(system) = system {
-                return Err(Fault::invalid(
+                return invalid(
                     "system",
                     system,
                     "cannot be set beside `raw`, which has no template",
-                ));
+                );
             }
             return self.into_asked(meta, model, prompt.map(Prompt::Raw));
         }
@@ -217,13 +217,7 @@ impl WireRequest {
                 variables.insert("enable_thinking".to_owned(), Value::Bool(true));
                 variables.insert("reasoning_effort".to_owned(), Value::String(effort));
             }
-            Some(other) => {
-                return Err(Fault::invalid(
-                    "think",
-                    other,
-                    "is neither `true` nor `false`",
-                ));
-            }
+            Some(other) => return invalid("think", other, "is neither `true` nor `false`"),
         }
         let context = at_least_one("options.num_ctx", options.num_ctx)?;
         let nothing_asked = prompt.is_none();
@@ -284,11 +278,11 @@ impl WireMessage {
             "tool" => Role::Tool,
             "user" => Role::User,
             other => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("messages[{index}].role"),
                     other,
                     "is not one of `system`, `user`, `assistant`, `tool`",
-                ));
+                );
             }
         };
         refuse_images(&format!("messages[{index}].images"), self.images.as_deref())?;
@@ -317,11 +311,11 @@ impl WireMessage {
 
 fn refuse_images(field: &str, images: Option<&[Value]>) -> Result<(), Fault> {
     match images {
-        Some(images) if !images.is_empty() => Err(Fault::invalid(
+        Some(images) if !images.is_empty() => invalid(
             field,
             format!("{} images", images.len()),
             "is not supported: this model takes text",
-        )),
+        ),
         _ => Ok(()),
     }
 }
@@ -335,11 +329,7 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
             schema,
             field: "format",
         })),
-        Some(other) => Err(Fault::invalid(
-            "format",
-            other,
-            "is neither `json` nor a JSON schema",
-        )),
+        Some(other) => invalid("format", other, "is neither `json` nor a JSON schema"),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant, SystemTime};
 
-use serde_json::{Map, Value, json};
+use serde_json::{Value, json};
 
 use super::{
     answer::Writer,
@@ -11,7 +11,7 @@ use super::{
     chat::shed_from,
     fault::Fault,
     generation::Said,
-    stream::Payload,
+    stream::{Payload, merged},
 };
 use cotenant_units::Tokens;
 
@@ -49,14 +49,11 @@ impl OllamaWriter {
 
     /// A piece of an answer; an empty one keeps the client from giving up.
     fn piece(&self, said: &Said) -> Payload {
-        let mut line = self.line(said);
-        line.insert("done".to_owned(), Value::Bool(false));
-        Payload::from(&Value::Object(line))
+        Payload::from(&merged(self.line(said), json!({"done": false})))
     }
 
     /// The last of an answer; with all of it, when it comes in one piece.
     fn last(&self, said: &Said, reason: FinishReason, usage: Usage) -> Value {
-        let mut line = self.line(said);
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let reason = match reason {
             FinishReason::Length => "length",
@@ -64,26 +61,25 @@ impl OllamaWriter {
         };
         let total = self.began.elapsed();
         let first = self.first.or(said.first_after).unwrap_or(total);
-        for (key, value) in [
-            ("done", json!(true)),
-            ("done_reason", json!(reason)),
-            ("total_duration", json!(nanos(total))),
-            ("load_duration", json!(0)),
-            ("prompt_eval_count", json!(usage.prompt_tokens.get())),
-            ("prompt_eval_duration", json!(nanos(first))),
-            ("eval_count", json!(usage.completion_tokens.get())),
-            ("eval_duration", json!(nanos(total.saturating_sub(first)))),
-        ] {
-            line.insert(key.to_owned(), value);
-        }
+        let end = json!({
+            "done": true,
+            "done_reason": reason,
+            "total_duration": nanos(total),
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens.get(),
+            "prompt_eval_duration": nanos(first),
+            "eval_count": usage.completion_tokens.get(),
+            "eval_duration": nanos(total.saturating_sub(first)),
+        });
+        let mut line = merged(self.line(said), end);
         if let Some(context) = self.context.as_ref().or(said.context.as_ref()) {
-            line.insert("context".to_owned(), json!(context));
+            line = merged(line, json!({"context": context}));
         }
-        line.extend(shed_from(usage));
+        line = merged(line, shed_from(usage));
         if let Some(context) = self.context_in_force() {
-            line.insert("context_length".to_owned(), json!(context.get()));
+            line = merged(line, json!({"context_length": context.get()}));
         }
-        Value::Object(line)
+        line
     }
 
     fn context_in_force(&self) -> Option<Tokens> {
@@ -97,38 +93,29 @@ impl OllamaWriter {
 
     /// The answer to a request that asks nothing but to have the model ready, or to have it given up. It stays either way.
     pub(super) fn nothing_asked(&self, unload: bool) -> Value {
-        let mut line = self.line(&Said::default());
-        line.insert("done".to_owned(), Value::Bool(true));
-        line.insert(
-            "done_reason".to_owned(),
-            json!(if unload { "unload" } else { "load" }),
-        );
-        Value::Object(line)
+        let reason = if unload { "unload" } else { "load" };
+        let end = json!({"done": true, "done_reason": reason});
+        merged(self.line(&Said::default()), end)
     }
 
-    fn line(&self, said: &Said) -> Map<String, Value> {
-        let mut line = Map::new();
-        line.insert("model".to_owned(), json!(self.model));
-        line.insert("created_at".to_owned(), json!(rfc3339(SystemTime::now())));
+    fn line(&self, said: &Said) -> Value {
+        let mut line = json!({"model": self.model, "created_at": rfc3339(SystemTime::now())});
+        let thinking = match said.reasoning.as_str() {
+            "" => Value::Null,
+            reasoning => json!({"thinking": reasoning}),
+        };
         match self.shape {
             Shape::Generate => {
-                line.insert("response".to_owned(), json!(said.text));
-                if !said.reasoning.is_empty() {
-                    line.insert("thinking".to_owned(), json!(said.reasoning));
-                }
+                line = merged(merged(line, json!({"response": said.text})), thinking);
             }
             Shape::Chat => {
-                let mut message = Map::new();
-                message.insert("role".to_owned(), json!("assistant"));
-                message.insert("content".to_owned(), json!(said.text));
-                if !said.reasoning.is_empty() {
-                    message.insert("thinking".to_owned(), json!(said.reasoning));
-                }
+                let message = json!({"role": "assistant", "content": said.text});
+                let mut message = merged(message, thinking);
                 let calls: Vec<Value> = said.calls.iter().filter_map(call_json).collect();
                 if !calls.is_empty() {
-                    message.insert("tool_calls".to_owned(), Value::Array(calls));
+                    message = merged(message, json!({"tool_calls": calls}));
                 }
-                line.insert("message".to_owned(), Value::Object(message));
+                line = merged(line, json!({"message": message}));
             }
         }
         line

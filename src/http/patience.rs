@@ -42,7 +42,7 @@ where
 }
 
 /// Whether the refusal is one that a shed, or growth behind it, ends within seconds.
-pub(super) const fn is_of_memory(refusal: &Refusal) -> bool {
+pub(super) const fn is_of_memory(refusal: &Refusal, _asked: u32) -> bool {
     matches!(
         refusal,
         Refusal::InsufficientMemory { .. }
@@ -81,21 +81,17 @@ mod tests {
             (2, soon, Duration::ZERO, Err(1..=1)),
         ] {
             let asked = Cell::new(0);
-            let answer = patiently(
-                limit,
-                |refusal, _| is_of_memory(refusal),
-                || {
-                    asked.set(asked.get() + 1);
-                    let served = asked.get() == served_at;
-                    async move {
-                        if served {
-                            Ok(())
-                        } else {
-                            Err(pressure(retry_after))
-                        }
+            let answer = patiently(limit, is_of_memory, || {
+                asked.set(asked.get() + 1);
+                let served = asked.get() == served_at;
+                async move {
+                    if served {
+                        Ok(())
+                    } else {
+                        Err(pressure(retry_after))
                     }
-                },
-            );
+                }
+            });
             match (answer.await, expected) {
                 (Ok(()), Ok(expected)) => assert_eq!(asked.get(), expected),
                 (Err(_), Err(expected)) => assert!(

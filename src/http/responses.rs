@@ -14,12 +14,12 @@ use super::{
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, FinishReason, Prompt, Usage},
     chat::{call_id, id_of, shed_from},
-    fault::{Fault, InputNamed as _},
+    fault::Fault,
     generation::Said,
     models::model_named,
     numbers::Whole,
     responses_wire::WireRequest,
-    stream::{Payload, ignored_of},
+    stream::{Payload, ignored_of, merged},
     tokens::tokenizer,
 };
 
@@ -36,9 +36,8 @@ pub(super) async fn responses(
     let request = wire.request(meta, model.clone())?;
     let ignored = ignored_of(ignored, &request);
     let writer = ResponseWriter::new(api.fresh_id("resp_"), &model, wire);
-    let answered = answer(api, request, writer, began)
-        .await
-        .input_named("input")?;
+    let answered = answer(api, request, writer, began).await;
+    let answered = answered.map_err(|fault| fault.input_named("input"))?;
     Ok((ignored, answered).into_response())
 }
 
@@ -50,8 +49,8 @@ pub(super) async fn input_tokens(
     let (mut wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     model_named(&api, wire.model.as_deref())?;
     let prompt = Prompt::Chat(wire.conversation()?);
-    let count = tokenizer(&api)?.count(prompt).await.map_err(Fault::from);
-    let count = count.input_named("input")?;
+    let count = tokenizer(&api)?.count(prompt).await;
+    let count = count.map_err(|refusal| Fault::from(refusal).input_named("input"))?;
     Ok(Json(
         json!({"object": "response.input_tokens", "input_tokens": count.get()}),
     ))
@@ -145,22 +144,16 @@ impl ResponseWriter {
         }
     }
 
-    fn event(&mut self, name: &'static str, mut data: Value) -> Payload {
-        if let Some(data) = data.as_object_mut() {
-            data.insert("type".to_owned(), json!(name));
-            data.insert("sequence_number".to_owned(), json!(self.sequence));
-        }
+    fn event(&mut self, name: &'static str, data: Value) -> Payload {
+        let of_event = json!({"type": name, "sequence_number": self.sequence});
         self.sequence += 1;
-        Payload::named(name, &data)
+        Payload::named(name, &merged(data, of_event))
     }
 
     /// An event of the item that is the next of the output.
-    fn item_event(&mut self, name: &'static str, id: &str, mut data: Value) -> Payload {
-        if let Some(data) = data.as_object_mut() {
-            data.insert("item_id".to_owned(), json!(id));
-            data.insert("output_index".to_owned(), json!(self.output.len()));
-        }
-        self.event(name, data)
+    fn item_event(&mut self, name: &'static str, id: &str, data: Value) -> Payload {
+        let of_item = json!({"item_id": id, "output_index": self.output.len()});
+        self.event(name, merged(data, of_item))
     }
 
     fn output_event(&mut self, name: &'static str, item: &Value) -> Payload {
@@ -275,15 +268,9 @@ impl ResponseWriter {
     }
 
     /// The response as it is now.
-    fn now(&self, changes: &[(&str, Value)]) -> Value {
-        let mut response = self.response.clone();
-        if let Some(map) = response.as_object_mut() {
-            map.insert("output".to_owned(), Value::Array(self.output.clone()));
-            for (key, value) in changes {
-                map.insert((*key).to_owned(), value.clone());
-            }
-        }
-        response
+    fn now(&self, changes: Value) -> Value {
+        let response = merged(self.response.clone(), json!({"output": self.output}));
+        merged(response, changes)
     }
 
     fn ended(
@@ -294,22 +281,22 @@ impl ResponseWriter {
     ) -> (&'static str, Value) {
         let cut = reason == FinishReason::Length;
         self.closed(if cut { "incomplete" } else { "completed" }, payloads);
-        let usage = ("usage", usage_json(usage));
-        if cut {
-            let details = ("incomplete_details", json!({"reason": "max_output_tokens"}));
-            let response = self.now(&[("status", json!("incomplete")), details, usage]);
-            ("response.incomplete", response)
+        let (name, changes) = if cut {
+            let details = json!({"reason": "max_output_tokens"});
+            let changes = json!({"status": "incomplete", "incomplete_details": details});
+            ("response.incomplete", changes)
         } else {
-            let completed = ("completed_at", json!(unix_seconds()));
-            let response = self.now(&[("status", json!("completed")), completed, usage]);
-            ("response.completed", response)
-        }
+            let changes = json!({"status": "completed", "completed_at": unix_seconds()});
+            ("response.completed", changes)
+        };
+        let usage = json!({"usage": usage_json(usage)});
+        (name, self.now(merged(changes, usage)))
     }
 }
 
 impl Writer for ResponseWriter {
     fn begin(&mut self, _prompt: Usage) -> Vec<Payload> {
-        let response = self.now(&[]);
+        let response = self.now(Value::Null);
         ["response.created", "response.in_progress"]
             .map(|name| self.event(name, json!({"response": response})))
             .into()
@@ -335,19 +322,10 @@ impl Writer for ResponseWriter {
         let mut payloads = Vec::new();
         self.closed("incomplete", &mut payloads);
         let error = json!({"code": "server_error", "message": fault.message()});
-        let response = self.now(&[("status", json!("failed")), ("error", error)]);
+        let response = self.now(json!({"status": "failed", "error": error}));
         payloads.push(self.event("response.failed", json!({"response": response})));
-        let mut error = fault.to_json();
-        for (key, value) in [
-            ("code", json!(fault.code())),
-            ("message", json!(fault.message())),
-            ("param", Value::Null),
-        ] {
-            if let Some(error) = error.as_object_mut() {
-                error.insert(key.to_owned(), value);
-            }
-        }
-        payloads.push(self.event("error", error));
+        let flat = json!({"code": fault.code(), "message": fault.message(), "param": null});
+        payloads.push(self.event("error", merged(fault.to_json(), flat)));
         payloads
     }
 
@@ -367,15 +345,12 @@ impl Writer for ResponseWriter {
 
 fn usage_json(usage: Usage) -> Value {
     let (input, output) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
-    let mut json = json!({
+    let json = json!({
         "input_tokens": input,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens.get(), "cache_write_tokens": 0},
         "output_tokens": output,
         "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": u64::from(input) + u64::from(output),
     });
-    if let Some(json) = json.as_object_mut() {
-        json.extend(shed_from(usage));
-    }
-    json
+    merged(json, shed_from(usage))
 }

@@ -9,9 +9,9 @@ use super::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Retention, Role,
         ToolCall,
     },
-    chat_wire::{ToolChoice, at_least_one, checked_tools},
-    fault::Fault,
-    fields::{NO_PROBABILITIES, is_set, named, not_honoured, refuse_unsupported},
+    chat_wire::{ToolChoice, at_least_one, checked_tools, function_of},
+    fault::{Fault, invalid},
+    fields::{NO_PROBABILITIES, ignored, is_set, refuse_unsupported},
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
@@ -52,7 +52,7 @@ impl WireRequest {
     /// Fields that the client set and that are not honoured.
     pub(super) fn ignored(&self) -> Vec<String> {
         let of_text = |key: &str| self.text.as_ref().and_then(|text| text.get(key));
-        let known = named([
+        let known = [
             ("include", is_set(self.include.as_ref())),
             ("max_tool_calls", is_set(self.max_tool_calls.as_ref())),
             ("moderation", is_set(self.moderation.as_ref())),
@@ -66,13 +66,8 @@ impl WireRequest {
             ),
             ("store", self.store == Some(true)),
             ("text.verbosity", is_set(of_text("verbosity"))),
-        ]);
-        let unknown = not_honoured("", &self.unknown);
-        known
-            .into_iter()
-            .map(str::to_owned)
-            .chain(unknown)
-            .collect()
+        ];
+        ignored(known, &self.unknown)
     }
 
     /// Refuses what would change what the answer is.
@@ -80,32 +75,28 @@ impl WireRequest {
         let nothing_kept =
             "is not supported: answers are not kept, so send the whole conversation in `input`";
         if let Some(id) = &self.previous_response_id {
-            return Err(Fault::invalid("previous_response_id", id, nothing_kept));
+            return invalid("previous_response_id", id, nothing_kept);
         }
         if let Some(conversation) = self.conversation.as_ref().filter(|value| !value.is_null()) {
-            return Err(Fault::invalid("conversation", conversation, nothing_kept));
+            return invalid("conversation", conversation, nothing_kept);
         }
         if self.background == Some(true) {
-            return Err(Fault::invalid("background", true, nothing_kept));
+            return invalid("background", true, nothing_kept);
         }
         if let Some(prompt) = self.prompt.as_ref().filter(|value| !value.is_null()) {
-            return Err(Fault::invalid(
+            return invalid(
                 "prompt",
                 prompt,
                 "is not supported: there are no kept prompts",
-            ));
+            );
         }
         refuse_unsupported(&self.unknown)?;
         if let Some(count) = self.top_logprobs.filter(|count| count.get() > 0) {
-            return Err(Fault::invalid("top_logprobs", count, NO_PROBABILITIES));
+            return invalid("top_logprobs", count, NO_PROBABILITIES);
         }
         match self.truncation.as_deref() {
             None | Some("auto" | "disabled") => Ok(()),
-            Some(other) => Err(Fault::invalid(
-                "truncation",
-                other,
-                "is not one of `auto`, `disabled`",
-            )),
+            Some(other) => invalid("truncation", other, "is not one of `auto`, `disabled`"),
         }
     }
 
@@ -127,17 +118,11 @@ impl WireRequest {
                     push_item(&format!("input[{index}]"), item, &mut messages)?;
                 }
             }
-            None | Some(Value::Null) => return Err(Fault::invalid("input", "", "is missing")),
-            Some(other) => {
-                return Err(Fault::invalid(
-                    "input",
-                    other,
-                    "is neither a text nor a list of items",
-                ));
-            }
+            None | Some(Value::Null) => return invalid("input", "", "is missing"),
+            Some(other) => return invalid("input", other, "is neither a text nor a list of items"),
         }
         if messages.len() == instructed {
-            return Err(Fault::invalid("input", "[]", "is empty"));
+            return invalid("input", "[]", "is empty");
         }
         Ok(Conversation {
             messages,
@@ -161,13 +146,13 @@ impl WireRequest {
                     schema: schema.clone(),
                     field: "text.format.schema",
                 })),
-                None => Err(Fault::invalid("text.format.schema", "", "is missing")),
+                None => invalid("text.format.schema", "", "is missing"),
             },
-            other => Err(Fault::invalid(
+            other => invalid(
                 "text.format.type",
                 other.unwrap_or_default(),
                 "is not one of `text`, `json_object`, `json_schema`",
-            )),
+            ),
         }
     }
 
@@ -224,40 +209,14 @@ pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>,
     let tools = tools.iter().enumerate().map(|(index, tool)| {
         let kind = tool.get("type").and_then(Value::as_str);
         if kind != Some("function") {
-            return Err(Fault::invalid(
+            return invalid(
                 &format!("{field}[{index}].type"),
                 kind.unwrap_or_default(),
                 "is not supported: tools are of the type `function`, and called by the client",
-            ));
+            );
         }
-        if tool
-            .get("name")
-            .and_then(Value::as_str)
-            .is_none_or(str::is_empty)
-        {
-            return Err(Fault::invalid(
-                &format!("{field}[{index}].name"),
-                "",
-                "is missing",
-            ));
-        }
-        if let Some(parameters) = tool
-            .get("parameters")
-            .filter(|value| !value.is_object() && !value.is_null())
-        {
-            return Err(Fault::invalid(
-                &format!("{field}[{index}].parameters"),
-                parameters,
-                "is not a JSON schema",
-            ));
-        }
-        let mut function = Map::new();
-        for key in ["name", "description", "parameters", "strict"] {
-            if let Some(value) = tool.get(key).filter(|value| !value.is_null()) {
-                function.insert(key.to_owned(), value.clone());
-            }
-        }
-        Ok(json!({"type": "function", "function": function}))
+        let fields = ["name", "description", "parameters", "strict"].map(|name| (name, name));
+        function_of(&format!("{field}[{index}]"), tool, &fields, false)
     });
     checked_tools(
         field,
@@ -307,11 +266,11 @@ pub(super) fn push_item(
                 "developer" | "system" => Role::System,
                 "user" => Role::User,
                 other => {
-                    return Err(Fault::invalid(
+                    return invalid(
                         &format!("{field}.role"),
                         other,
                         "is not one of `user`, `assistant`, `system`, `developer`",
-                    ));
+                    );
                 }
             };
             let content = item.get_mut("content").map(Value::take).unwrap_or_default();
@@ -363,11 +322,11 @@ pub(super) fn push_item(
             }
         }
         _ => {
-            return Err(Fault::invalid(
+            return invalid(
                 &format!("{field}.type"),
                 kind,
                 "is not one of `message`, `function_call`, `function_call_output`, `reasoning`",
-            ));
+            );
         }
     }
     Ok(())
@@ -379,13 +338,7 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
         Value::Null => return Ok(String::new()),
         Value::String(text) => return Ok(text),
         Value::Array(parts) => parts,
-        other => {
-            return Err(Fault::invalid(
-                field,
-                other,
-                "is neither a text nor a list of parts",
-            ));
-        }
+        other => return invalid(field, other, "is neither a text nor a list of parts"),
     };
     let mut text = String::new();
     for (index, part) in parts.iter().enumerate() {
@@ -394,11 +347,11 @@ fn text_of(field: &str, content: Value) -> Result<String, Fault> {
             Some("input_text" | "output_text" | "reasoning_text" | "text") => "text",
             Some("refusal") => "refusal",
             _ => {
-                return Err(Fault::invalid(
+                return invalid(
                     &format!("{field}[{index}].type"),
                     kind.unwrap_or_default(),
                     "is not supported: this model takes `input_text`",
-                ));
+                );
             }
         };
         let piece = part.get(key).and_then(Value::as_str);

@@ -24,13 +24,14 @@ use super::{
     answer::read_json,
     api::{Api, Meta},
     backend::{RequestMeta, SpeechRequest, SpeechStream, Voice, VoiceWish},
-    fault::Fault,
+    fault::{Fault, invalid},
     limits::Limits,
     numbers::in_range,
     patience::{is_of_memory, patiently},
     stream::{Payload, broken_off, held_for_memory, ignored_header, sse},
 };
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_conversation::refusals::worker_lost;
+use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{MonoAudio, TTS_RATE_HZ, pcm_bytes, wav_stream_header},
     encode::{Encoder, Encoding},
@@ -44,12 +45,7 @@ pub(super) async fn speech(
     Extension(meta): Meta,
     request: Request,
 ) -> Result<Response, Fault> {
-    let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "synthesiser".to_owned(),
-        }));
-    };
+    let backend = api.backends().speech(ACT, "synthesiser")?;
     let limits = api.limits();
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
 
@@ -69,12 +65,7 @@ pub(super) async fn speech(
         whole,
     };
     let hold = held_for_memory(&api, &meta);
-    let speech = patiently(
-        hold,
-        |refusal, _| is_of_memory(refusal),
-        || backend.synthesize(request.clone()),
-    )
-    .await?;
+    let speech = patiently(hold, is_of_memory, || backend.synthesize(request.clone())).await?;
     let ignored = ignored_header(speech.ignored);
     let spoken = speech
         .voice
@@ -106,12 +97,7 @@ pub(super) async fn speech(
 
 /// `GET /v1/audio/voices`: the voices of the configuration with their other names, and those that the worker announces.
 pub(super) async fn voices(State(api): State<Api>) -> Result<Json<Value>, Fault> {
-    let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "synthesiser".to_owned(),
-        }));
-    };
+    let backend = api.backends().speech(ACT, "synthesiser")?;
     let mut voices = api.backends().status.voices();
     for name in backend.voices().await {
         if voices.iter().all(|voice| voice.name != name) {
@@ -159,7 +145,7 @@ impl Format {
             Some("aac") => (Self::Wav, Some("wav")),
             Some(other) => {
                 let known = "is not one of `mp3`, `opus`, `aac`, `flac`, `wav`, `pcm`";
-                return Err(Fault::invalid("response_format", other, known));
+                return invalid("response_format", other, known);
             }
         })
     }
@@ -231,25 +217,21 @@ fn wants_events(stream_format: Option<&str>) -> Result<bool, Fault> {
     match stream_format {
         None | Some("audio") => Ok(false),
         Some("sse") => Ok(true),
-        Some(other) => Err(Fault::invalid(
-            "stream_format",
-            other,
-            "is not one of `audio`, `sse`",
-        )),
+        Some(other) => invalid("stream_format", other, "is not one of `audio`, `sse`"),
     }
 }
 
 fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
     let chars = text.chars().count();
     if text.trim().is_empty() {
-        return Err(Fault::invalid("input", text, "is empty"));
+        return invalid("input", text, "is empty");
     }
     if chars > limits.speech_chars_max {
-        return Err(Fault::invalid(
+        return invalid(
             "input",
             format!("{chars} characters"),
             format!("is above the limit of {}", limits.speech_chars_max),
-        ));
+        );
     }
     Ok(text)
 }
@@ -342,11 +324,8 @@ fn resampled(
 }
 
 fn unusable(error: &dyn std::error::Error) -> Refusal {
-    Refusal::WorkerLost {
-        worker: "tts".to_owned(),
-        reason: format!("its audio cannot be used: {}", in_one_line(error)),
-        retry_after: RETRY_AFTER_DEFAULT,
-    }
+    let reason = format!("its audio cannot be used: {}", in_one_line(error));
+    worker_lost("tts", reason)
 }
 
 /// Bytes as they come. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
@@ -365,14 +344,14 @@ async fn as_wav(mut pieces: Pieces, limits: &Limits) -> Result<Response, Fault> 
     while let Some(piece) = pieces.next().await {
         audio.samples.extend(piece?);
         if audio.duration() > limits.audio_duration_max {
-            return Err(Fault::invalid(
+            return invalid(
                 "input",
                 format!(
                     "more than {} s of speech",
                     limits.audio_duration_max.as_secs()
                 ),
                 "is above the limit of a `wav`; `pcm` has none",
-            ));
+            );
         }
     }
     let file = audio.to_wav().map_err(|error| {

@@ -16,6 +16,7 @@ use super::{
     fault::Fault,
     models::{task, unknown_model},
     ollama_writer::rfc3339,
+    stream::merged,
 };
 use cotenant_policy::{
     health::Health,
@@ -83,12 +84,12 @@ pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) ->
     let snapshot = status.snapshot();
     let (code, state) = health_of(&snapshot, status.sample_age());
     let mut body = json!({"status": state, "pressure": snapshot.pressure.level});
-    if let (Some(failure), Some(fields)) = (&snapshot.engine.failure, body.as_object_mut()) {
+    if let Some(failure) = &snapshot.engine.failure {
         let llm = json!({
             "state": snapshot.engine.state, "reason": failure.reason, "permanent": failure.permanent().is_some(),
             "remedy": failure.permanent().filter(|remedy| !remedy.is_empty()),
         });
-        fields.insert("llm".to_owned(), llm);
+        body = merged(body, json!({"llm": llm}));
     }
     (code, Json(body)).into_response()
 }

@@ -155,11 +155,17 @@ pub(super) fn ignored_header(ignored: &[impl Borrow<str>]) -> HeaderMap {
 
 /// The last event of a stream that fails, and what breaks its connection off.
 pub(super) fn broken_off(refusal: Refusal) -> [io::Result<Payload>; 2] {
-    let mut error = Fault::from(refusal.clone()).to_json();
-    if let Some(error) = error.as_object_mut() {
-        error.insert("type".to_owned(), json!("error"));
-    }
+    let error = Fault::from(refusal.clone()).to_json();
+    let error = merged(error, json!({"type": "error"}));
     [Ok(Payload::from(&error)), Err(io::Error::other(refusal))]
+}
+
+/// An object with the members of another behind its own; those of both have the value of the other.
+pub(super) fn merged(mut object: Value, more: Value) -> Value {
+    if let (Some(object), Value::Object(more)) = (object.as_object_mut(), more) {
+        object.extend(more);
+    }
+    object
 }
 
 /// Our choice: more often than this is traffic without use.

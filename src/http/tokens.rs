@@ -16,10 +16,10 @@ use super::{
     answer::read_plain_json,
     api::Api,
     backend::TokenizerBackend,
-    fault::{Fault, InputNamed as _},
+    fault::{Fault, invalid},
     numbers::Whole,
 };
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusals::not_configured;
 
 #[derive(Debug, Deserialize)]
 struct WireTokenize {
@@ -37,11 +37,11 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
     let (wire, _memory): (WireTokenize, _) = read_plain_json(&api, request).await?;
     let length = wire.content.len();
     if length > TEXT_MAX {
-        return Err(Fault::invalid(
+        return invalid(
             "content",
             format!("{length} bytes"),
             format!("is above the limit of {TEXT_MAX} bytes"),
-        ));
+        );
     }
     let backend = tokenizer(&api)?;
     let control = wire.parse_special != Some(false);
@@ -86,11 +86,11 @@ pub(super) async fn detokenize(
     let (wire, _memory): (WireDetokenize, _) = read_plain_json(&api, request).await?;
     let count = wire.tokens.len();
     if count > TOKENS_MAX {
-        return Err(Fault::invalid(
+        return invalid(
             "tokens",
             format!("{count} tokens"),
             format!("is above the limit of {TOKENS_MAX}"),
-        ));
+        );
     }
     let token = |token: Whole| {
         token
@@ -102,8 +102,9 @@ pub(super) async fn detokenize(
         .into_iter()
         .map(token)
         .collect::<Result<Vec<u32>, Fault>>()?;
-    let pieces = tokenizer(&api)?.pieces(tokens).await.map_err(Fault::from);
-    let bytes = pieces.input_named("tokens")?.concat();
+    let pieces = tokenizer(&api)?.pieces(tokens).await;
+    let pieces = pieces.map_err(|refusal| Fault::from(refusal).input_named("tokens"));
+    let bytes = pieces?.concat();
     Ok(Json(json!({"content": String::from_utf8_lossy(&bytes)})))
 }
 
@@ -112,12 +113,8 @@ pub(super) async fn detokenize(
 /// # Errors
 /// 404 when there is no model.
 pub(super) fn tokenizer(api: &Api) -> Result<Arc<dyn TokenizerBackend>, Fault> {
-    api.backends().tokenizer.clone().ok_or_else(|| {
-        Fault::from(Refusal::NotConfigured {
-            act: "count tokens".to_owned(),
-            what: "model".to_owned(),
-        })
-    })
+    let tokenizer = api.backends().tokenizer.clone();
+    tokenizer.ok_or_else(|| not_configured("count tokens", "model").into())
 }
 
 /// Our choice: more than a context of 32k tokens, and at most 2 MiB of tokens and 8 MiB of their pieces.

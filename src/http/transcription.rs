@@ -16,12 +16,13 @@ use tokio::{sync::mpsc, time::timeout};
 use super::{
     api::{Api, Meta},
     backend::{RequestMeta, TranscribeRequest, Transcript},
-    fault::{Fault, shortened},
+    fault::{Fault, invalid, shortened},
     memory::{Held, RequestMemory, Who},
     patience::{is_of_memory, patiently},
     stream::{Payload, admission_patience, broken_off, held_for_memory, ignored_header, sse},
 };
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_conversation::refusals::{at_limit, worker_lost};
+use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio},
     decode::{READ_FORMATS, decode_for_asr, is_wav},
@@ -36,17 +37,8 @@ pub(super) async fn transcriptions(
     Extension(meta): Meta,
     request: Request,
 ) -> Result<Response, Fault> {
-    let Some(backend) = api.backends().speech.clone() else {
-        return Err(Fault::from(Refusal::NotConfigured {
-            act: ACT.to_owned(),
-            what: "speech recogniser".to_owned(),
-        }));
-    };
-    let memory = request
-        .extensions()
-        .get::<RequestMemory>()
-        .cloned()
-        .unwrap_or_default();
+    let backend = api.backends().speech(ACT, "speech recogniser")?;
+    let memory = RequestMemory::in_extensions(request.extensions());
     let form = Form::read(request).await?;
 
     let format = Format::parse(form.response_format.as_deref())?;
@@ -70,12 +62,8 @@ pub(super) async fn transcriptions(
         };
         let hold = held_for_memory(&api, &meta);
         async move {
-            let heard = patiently(
-                hold,
-                |refusal, _| is_of_memory(refusal),
-                || backend.transcribe(request.clone()),
-            )
-            .await;
+            let ask = || backend.transcribe(request.clone());
+            let heard = patiently(hold, is_of_memory, ask).await;
             drop(held);
             heard
         }
@@ -134,17 +122,13 @@ async fn read_audio(
             Err(invalid_audio(&error.to_string()))
         }
         Ok(Err(DecodeError::NoRoom)) => Err(pool.full(ACT)),
-        Ok(Err(DecodeError::Io(error))) => Err(Fault::from(Refusal::WorkerLost {
-            worker: "audio decoder".to_owned(),
-            reason: in_one_line(&error),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })),
-        Err(_elapsed) => Err(Fault::from(Refusal::QuotaExceeded {
-            act: ACT.to_owned(),
-            what: "time to decode a file behind others, in ms,".to_owned(),
-            limit: u64::try_from(patience.as_millis()).unwrap_or(u64::MAX),
-            retry_after: RETRY_AFTER_DEFAULT,
-        })),
+        Ok(Err(DecodeError::Io(error))) => {
+            Err(worker_lost("audio decoder", in_one_line(&error)).into())
+        }
+        Err(_elapsed) => {
+            let what = "time to decode a file behind others, in ms,";
+            Err(at_limit(ACT, what, patience.as_millis()).into())
+        }
     }
 }
 
@@ -308,13 +292,7 @@ impl Form {
                     form.stream = match text().to_ascii_lowercase().as_str() {
                         "true" | "1" => true,
                         "" | "false" | "0" => false,
-                        other => {
-                            return Err(Fault::invalid(
-                                "stream",
-                                other,
-                                "is neither `true` nor `false`",
-                            ));
-                        }
+                        other => return invalid("stream", other, "is neither `true` nor `false`"),
                     }
                 }
                 // one segment for the whole is all that recognisers tell
@@ -365,11 +343,11 @@ impl Format {
             Some("verbose_json") => Ok(Self::VerboseJson),
             Some("srt") => Ok(Self::Srt),
             Some("vtt") => Ok(Self::Vtt),
-            Some(other) => Err(Fault::invalid(
+            Some(other) => invalid(
                 "response_format",
                 other,
                 "is not one of `json`, `text`, `verbose_json`, `srt`, `vtt`",
-            )),
+            ),
         }
     }
 

@@ -10,7 +10,7 @@
 use std::{
     future::Future,
     sync::{
-        Arc, PoisonError,
+        Arc,
         atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
@@ -22,9 +22,10 @@ use tokio::sync::{OwnedSemaphorePermit, mpsc};
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    refuse::{Passing, Unanswered, error_of, passes, unanswered},
+    refuse::{error_of, not_handled},
     shared::{Api, Counted, DONE, NOT_NOW, WRONG},
 };
+use cotenant_conversation::refusals::{Passing, not_configured, worker_lost};
 use cotenant_http::{
     backend::{
         AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
@@ -32,7 +33,7 @@ use cotenant_http::{
     },
     patiently,
 };
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{MonoAudio, pcm_bytes},
     resample::Resampler,
@@ -48,6 +49,7 @@ use cotenant_speech::{
 };
 use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Tokens;
+use cotenant_units::lock::locked;
 
 /// The stages that a client asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -327,7 +329,7 @@ impl Run {
             return Ok(Transcript::default());
         }
         let Some(speech) = &self.api.0.speech else {
-            return Err(missing("transcribe speech", "speech recogniser").into());
+            return Err(not_configured("transcribe speech", "speech recogniser").into());
         };
         let audio = Arc::new(audio);
         self.patiently(|| {
@@ -443,7 +445,7 @@ impl Run {
         last: LastStage,
         spoken: &mut Spoken,
     ) -> Result<(), Failure> {
-        let Unanswered::NotHandled(text) = unanswered(&refusal) else {
+        let Some(text) = not_handled(&refusal) else {
             return Err(refusal.into());
         };
         if answer.begun {
@@ -489,12 +491,7 @@ impl Run {
         let Some(id) = conversation(&answer.context).filter(|_| !answer.text.is_empty()) else {
             return;
         };
-        let mut known = self
-            .api
-            .0
-            .conversations
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner);
+        let mut known = locked(&self.api.0.conversations);
         known.remember(id, asked.to_owned(), answer.text.clone());
     }
 
@@ -507,15 +504,10 @@ impl Run {
         reply: &Reply,
     ) -> Result<(), Failure> {
         let Some((chat, model)) = &self.api.0.chat else {
-            return Err(missing("answer", "LLM").into());
+            return Err(not_configured("answer", "LLM").into());
         };
         let mut turns = {
-            let mut known = self
-                .api
-                .0
-                .conversations
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner);
+            let mut known = locked(&self.api.0.conversations);
             conversation(&answer.context).map_or_else(Default::default, |id| known.recall(id))
         };
         let system = self.api.0.settings.system.as_ref();
@@ -641,7 +633,7 @@ impl Run {
         reply: &Reply,
     ) -> Result<(), Failure> {
         let Some(speech) = &self.api.0.speech else {
-            return Err(missing("speak", "voice").into());
+            return Err(not_configured("speak", "voice").into());
         };
         while let Some(text) = sentences.recv().await {
             let mut stream = self
@@ -726,7 +718,7 @@ impl Run {
     where
         F: Future<Output = Result<T, Refusal>>,
     {
-        let helps = |refusal: &Refusal, attempts| match passes(refusal) {
+        let helps = |refusal: &Refusal, attempts| match Passing::of(refusal) {
             Passing::Soon => true,
             Passing::Once => attempts <= 1,
             Passing::Never => false,
@@ -754,19 +746,8 @@ const fn name_of(begin: &Input, last: LastStage) -> &'static str {
     }
 }
 
-fn missing(act: &str, what: &str) -> Refusal {
-    Refusal::NotConfigured {
-        act: act.to_owned(),
-        what: what.to_owned(),
-    }
-}
-
 fn unusable(error: &dyn std::error::Error) -> Refusal {
-    Refusal::WorkerLost {
-        worker: "tts".to_owned(),
-        reason: format!("its audio cannot be used: {error}"),
-        retry_after: RETRY_AFTER_DEFAULT,
-    }
+    worker_lost("tts", format!("its audio cannot be used: {error}"))
 }
 
 /// Whether a shorter prompt would be taken.

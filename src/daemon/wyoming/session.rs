@@ -13,7 +13,8 @@ use super::{
     refuse::error_of,
     shared::{AUDIO_KIB_MAX, Api},
 };
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_conversation::refusals::at_limit;
+use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
     resample::Resampler,
@@ -416,13 +417,9 @@ impl Recording {
             return Ok(());
         }
         let Ok(permit) = Arc::clone(&api.0.audio).try_acquire_many_owned(more) else {
-            return Err(error_of(&Refusal::QuotaExceeded {
-                act: "record the utterance".to_owned(),
-                what: "the memory for audio, in KiB,".to_owned(),
-                limit: AUDIO_KIB_MAX as u64,
-                retry_after: RETRY_AFTER_DEFAULT,
-            })
-            .into());
+            let what = "the memory for audio, in KiB,";
+            let refusal = at_limit("record the utterance", what, AUDIO_KIB_MAX);
+            return Err(error_of(&refusal).into());
         };
         match &mut self.held {
             Some(held) => held.merge(permit),

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::super::{
     body::{bounded_tree, parse_json},
-    fault::{Fault, shortened},
+    fault::{Fault, invalid, shortened},
     numbers::Whole,
 };
 use cotenant_units::Bytes;
@@ -94,12 +94,12 @@ fn of(map: Map<String, Value>) -> Result<ClientEvent, Fault> {
         }
         "session.update" => ClientEvent::Update(fields::<Update>(map)?.session),
         _ => {
-            return Err(Fault::invalid(
+            return invalid(
                 "type",
                 kind,
                 "is not one of `session.update`, `input_audio_buffer.append`, `.commit`, `.clear`, \
                  `conversation.item.create`, `.retrieve`, `.truncate`, `.delete`, `response.create`, `.cancel`",
-            ));
+            );
         }
     })
 }

@@ -7,7 +7,10 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::OwnedSemaphorePermit;
 
 use super::{
-    super::{api::Api, fault::Fault},
+    super::{
+        api::Api,
+        fault::{Fault, invalid},
+    },
     settings::Turns,
 };
 use cotenant_policy::refusal::Refusal;
@@ -229,14 +232,14 @@ impl Input {
         if millis(u64::try_from(wanted).unwrap_or(u64::MAX))
             > u64::try_from(limit.as_millis()).unwrap_or(u64::MAX)
         {
-            return Err(Fault::invalid(
+            return invalid(
                 "audio",
                 "the input audio buffer",
                 format!(
                     "is at its limit of {} s: commit or clear it",
                     limit.as_secs()
                 ),
-            ));
+            );
         }
         let held = self
             .memory

@@ -5,7 +5,11 @@ use std::collections::VecDeque;
 use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
-use super::super::{backend::ChatMessage, fault::Fault, responses_wire::push_item};
+use super::super::{
+    backend::ChatMessage,
+    fault::{Fault, invalid},
+    responses_wire::push_item,
+};
 use cotenant_memory::heap;
 use cotenant_speech::audio::TTS_RATE_HZ;
 use cotenant_units::Bytes;
@@ -256,11 +260,11 @@ pub(super) fn created(
         None | Some(Value::Null) => fresh(),
         Some(Value::String(id)) if (1..=ID_MAX).contains(&id.len()) && id != "root" => id.clone(),
         Some(other) => {
-            return Err(Fault::invalid(
+            return invalid(
                 "item.id",
                 other,
                 format!("is not a text of 1 to {ID_MAX} bytes"),
-            ));
+            );
         }
     };
     item.insert("id".to_owned(), json!(id));
@@ -269,11 +273,11 @@ pub(super) fn created(
     let item = Value::Object(item);
     let size = size(&item);
     if size > max {
-        return Err(Fault::invalid(
+        return invalid(
             "item",
             size,
             format!("of memory is above the limit of {max}"),
-        ));
+        );
     }
     for (index, part) in item
         .get("content")
@@ -284,11 +288,11 @@ pub(super) fn created(
     {
         let is_audio = part.get("audio").is_some_and(|audio| !audio.is_null());
         if is_audio && part.get("transcript").is_none_or(Value::is_null) {
-            return Err(Fault::invalid(
+            return invalid(
                 &format!("item.content[{index}].audio"),
                 "base64",
                 "is not supported: send audio by `input_audio_buffer.append`, or its `transcript`",
-            ));
+            );
         }
     }
     push_item("item", as_text(&item), &mut Vec::new())?;

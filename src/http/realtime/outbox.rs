@@ -10,7 +10,7 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use futures_util::{SinkExt as _, stream::SplitSink};
 use serde_json::{Value, json};
 
-use super::super::{api::Api, fault::Fault};
+use super::super::{api::Api, fault::Fault, stream::merged};
 use cotenant_units::Bytes;
 
 /// Events that wait to be sent, in their order.
@@ -35,11 +35,9 @@ impl Outbox {
 
     /// Adds an event of this type.
     pub(super) fn event(&mut self, kind: &str, fields: Value) {
-        let mut event = json!({"type": kind, "event_id": self.api.fresh_id("event_")});
-        if let (Some(event), Value::Object(fields)) = (event.as_object_mut(), fields) {
-            event.extend(fields);
-        }
-        self.push(Message::Text(Utf8Bytes::from(event.to_string())));
+        let event = json!({"type": kind, "event_id": self.api.fresh_id("event_")});
+        let event = merged(event, fields).to_string();
+        self.push(Message::Text(Utf8Bytes::from(event)));
     }
 
     /// Adds what was wrong, with the id of the event in which it was.

@@ -7,6 +7,7 @@ use super::{
         backend::{FinishReason, Usage},
         chat::{call_id, id_of, shed_from},
         fault::Fault,
+        stream::merged,
     },
     items::{Items, Spoken},
     outbox::Outbox,
@@ -34,7 +35,7 @@ pub(super) enum End {
 pub(super) struct Output {
     pub(super) id: String,
     /// The response as far as it is known when it begins.
-    shown: Map<String, Value>,
+    shown: Value,
     spoken: bool,
     /// Whether its items become part of the conversation.
     kept: bool,
@@ -56,26 +57,23 @@ impl Output {
     pub(super) fn begin(
         id: String,
         settings: &Settings,
-        metadata: Option<Value>,
+        metadata: Option<&Value>,
         conversation: Option<&str>,
         outbox: &mut Outbox,
     ) -> Self {
-        let mut shown = Map::new();
-        for (key, value) in [
-            ("object", json!("realtime.response")),
-            ("id", json!(id)),
-            ("status", json!("in_progress")),
-            ("status_details", Value::Null),
-            ("output", json!([])),
-            ("conversation_id", json!(conversation)),
-            ("output_modalities", settings.modalities()),
-            ("max_output_tokens", settings.max_tokens_shown()),
-            ("audio", json!({"output": settings.output_shown()})),
-            ("usage", Value::Null),
-            ("metadata", metadata.unwrap_or_default()),
-        ] {
-            shown.insert(key.to_owned(), value);
-        }
+        let shown = json!({
+            "object": "realtime.response",
+            "id": id,
+            "status": "in_progress",
+            "status_details": null,
+            "output": [],
+            "conversation_id": conversation,
+            "output_modalities": settings.modalities(),
+            "max_output_tokens": settings.max_tokens_shown(),
+            "audio": {"output": settings.output_shown()},
+            "usage": null,
+            "metadata": metadata,
+        });
         outbox.event("response.created", json!({"response": shown}));
         Self {
             id,
@@ -146,13 +144,10 @@ impl Output {
         };
         self.added(&id, index, &item("in_progress", ""), place);
         let of_call = |more: Value| {
-            let mut fields = json!({
+            let call = json!({
                 "response_id": self.id, "item_id": id, "output_index": index, "call_id": call,
             });
-            if let (Some(fields), Value::Object(more)) = (fields.as_object_mut(), more) {
-                fields.extend(more);
-            }
-            fields
+            merged(call, more)
         };
         place.outbox.event(
             "response.function_call_arguments.delta",
@@ -194,17 +189,13 @@ impl Output {
             }
         };
         let output: Vec<Value> = self.done.into_iter().flatten().collect();
-        for (key, value) in [
-            ("status", json!(status)),
-            ("status_details", details),
-            ("output", json!(output)),
-            ("usage", usage),
-        ] {
-            self.shown.insert(key.to_owned(), value);
-        }
+        let ended = json!({
+            "status": status, "status_details": details, "output": output, "usage": usage,
+        });
+        let response = merged(self.shown, ended);
         place
             .outbox
-            .event("response.done", json!({"response": self.shown}));
+            .event("response.done", json!({"response": response}));
     }
 
     /// The item that text is added to; announced if it is new.
@@ -313,20 +304,17 @@ impl Output {
     }
 
     fn of_part(&self, message: &Message, more: Value) -> Value {
-        let mut fields = json!({
+        let part = json!({
             "response_id": self.id, "item_id": message.id, "output_index": message.index, "content_index": 0,
         });
-        if let (Some(fields), Value::Object(more)) = (fields.as_object_mut(), more) {
-            fields.extend(more);
-        }
-        fields
+        merged(part, more)
     }
 }
 
 fn usage_json(usage: Usage) -> Value {
     let (input, output) = (usage.prompt_tokens.get(), usage.completion_tokens.get());
     let cached = usage.cached_tokens.get();
-    let mut json = json!({
+    let json = json!({
         "total_tokens": u64::from(input) + u64::from(output),
         "input_tokens": input,
         "output_tokens": output,
@@ -336,10 +324,7 @@ fn usage_json(usage: Usage) -> Value {
         },
         "output_token_details": {"text_tokens": output, "audio_tokens": 0},
     });
-    if let Some(json) = json.as_object_mut() {
-        json.extend(shed_from(usage));
-    }
-    json
+    merged(json, shed_from(usage))
 }
 
 /// Half a second in one event. Our choice: some 32 KiB of base64.

@@ -171,12 +171,7 @@ impl Work {
         voice: &Voice,
     ) -> Result<(), Stop> {
         while let Some(sentence) = sentences.recv().await {
-            let Some(backend) = self.api.backends().speech.clone() else {
-                return Err(Stop::from(Refusal::NotConfigured {
-                    act: "speak".to_owned(),
-                    what: "synthesiser".to_owned(),
-                }));
-            };
+            let backend = self.api.backends().speech("speak", "synthesiser")?;
             let _place = self.api.place(Kind::Speech)?;
             let request = SpeechRequest {
                 meta: self.meta.clone(),

@@ -27,7 +27,8 @@ use super::{
         },
         body::bounded_tree,
         chat_wire::ToolChoice,
-        fault::Fault,
+        fault::{Fault, invalid},
+        generation::ended_silently,
         memory::RequestMemory,
         numbers::Whole,
         sampling::{SamplingDialect, SamplingFields},
@@ -41,6 +42,7 @@ use super::{
     run::{Run, Step, Voice, patiently},
     settings::Settings,
 };
+use cotenant_conversation::refusals::at_limit;
 use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
 use cotenant_telemetry::{Span, SpanKind};
@@ -529,12 +531,8 @@ impl Session {
             self.said.push_back(said);
             self.hear();
         } else {
-            let refusal = Refusal::QuotaExceeded {
-                act: HEAR.to_owned(),
-                what: "the queue of what was said in this session".to_owned(),
-                limit: u64::try_from(SAID_MAX).unwrap_or(u64::MAX),
-                retry_after: RETRY_AFTER_DEFAULT,
-            };
+            let what = "the queue of what was said in this session";
+            let refusal = at_limit(HEAR, what, SAID_MAX);
             self.unheard(&said.item, said.respond, &refusal);
         }
     }
@@ -568,15 +566,7 @@ impl Session {
         utterance: &Utterance,
         span: &Span,
     ) -> Result<(Hearing, OwnedSemaphorePermit), Refusal> {
-        let backend = self
-            .api
-            .backends()
-            .speech
-            .clone()
-            .ok_or_else(|| Refusal::NotConfigured {
-                act: HEAR.to_owned(),
-                what: "speech recogniser".to_owned(),
-            })?;
+        let backend = self.api.backends().speech(HEAR, "speech recogniser")?;
         let place = self.api.place(Kind::Transcription)?;
         let how = |key: &str| {
             let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
@@ -730,23 +720,17 @@ impl Session {
             Some(Value::String(word)) if word == "auto" => true,
             Some(Value::String(word)) if word == "none" => false,
             Some(other) => {
-                return Err(Fault::invalid(
+                return invalid(
                     "response.conversation",
                     other,
                     "is not one of `auto`, `none`",
-                ));
+                );
             }
         };
         let input = match response.remove("input") {
             None | Some(Value::Null) => None,
             Some(Value::Array(items)) => Some(items),
-            Some(other) => {
-                return Err(Fault::invalid(
-                    "response.input",
-                    other,
-                    "is not a list of items",
-                ));
-            }
+            Some(other) => return invalid("response.input", other, "is not a list of items"),
         };
         let metadata = response.get("metadata").cloned();
         let settings = self.settings.of_response(response)?;
@@ -755,7 +739,13 @@ impl Session {
         self.items.messages(own, &input)?;
         let conversation = kept.then_some(self.conversation.as_str());
         let id = self.api.fresh_id("resp_");
-        let output = Output::begin(id, &settings, metadata, conversation, &mut self.outbox);
+        let output = Output::begin(
+            id,
+            &settings,
+            metadata.as_ref(),
+            conversation,
+            &mut self.outbox,
+        );
         self.active = Some(Active {
             output,
             settings,
@@ -810,11 +800,11 @@ impl Session {
             );
         }
         if messages.is_empty() {
-            return Err(Fault::invalid(
+            return invalid(
                 "conversation",
                 "[]",
                 "is empty, and there are no instructions",
-            ));
+            );
         }
         let (mut tools, choice) = settings.tools_and_choice("response")?;
         let form = match choice {
@@ -886,15 +876,10 @@ impl Session {
                 self.end(End::Failed(fault));
             }
             None => {
-                let end = active.finished.map_or_else(
-                    || {
-                        End::Failed(Fault::from(Refusal::EngineLost {
-                            reason: "it ended the answer without a word".to_owned(),
-                            retry_after: RETRY_AFTER_DEFAULT,
-                        }))
-                    },
-                    |(reason, usage)| End::Finished(reason, usage),
-                );
+                let end = match active.finished {
+                    Some((reason, usage)) => End::Finished(reason, usage),
+                    None => End::Failed(ended_silently().into()),
+                };
                 self.end(end);
             }
         }

@@ -9,7 +9,7 @@ use super::super::{
     api::Api,
     backend::VoiceWish,
     chat_wire::{ToolChoice, at_least_one},
-    fault::Fault,
+    fault::{Fault, invalid},
     models::model_named,
     numbers::{Whole, in_range},
     responses_wire::{function_choice, function_tools},
@@ -100,11 +100,7 @@ impl Settings {
                     updated.transcription_only = true;
                 }
                 ("type", other) => {
-                    return Err(Fault::invalid(
-                        &field,
-                        other,
-                        "is not one of `realtime`, `transcription`",
-                    ));
+                    return invalid(&field, other, "is not one of `realtime`, `transcription`");
                 }
                 ("model", Value::String(model)) => updated.model = model_named(api, Some(model))?,
                 // what sessions are shown with
@@ -131,7 +127,7 @@ impl Settings {
 
     fn set(&mut self, place: &str, key: &str, value: Value) -> Result<(), Fault> {
         let field = format!("{place}.{key}");
-        let wrong = |value: &Value, problem: &str| Err(Fault::invalid(&field, value, problem));
+        let wrong = |value: &Value, problem: &str| invalid(&field, value, problem);
         match (key, value) {
             ("instructions", Value::String(text)) => self.instructions = text,
             ("instructions", Value::Null) => {}
@@ -151,9 +147,7 @@ impl Settings {
                             self.set_output(&format!("{field}.output"), output)?;
                         }
                         ("input" | "output", Value::Null) => {}
-                        (_, value) => {
-                            return Err(Fault::invalid(&format!("{field}.{key}"), value, UNKNOWN));
-                        }
+                        (_, value) => return invalid(&format!("{field}.{key}"), value, UNKNOWN),
                     }
                 }
             }
@@ -195,7 +189,7 @@ impl Settings {
                 ("transcription", Value::Object(how)) => self.transcription = Some(how),
                 ("turn_detection", value) => self.turns = turns(&field, value)?,
                 ("noise_reduction", _) => {}
-                (_, value) => return Err(Fault::invalid(&field, value, UNKNOWN)),
+                (_, value) => return invalid(&field, value, UNKNOWN),
             }
         }
         Ok(())
@@ -215,7 +209,7 @@ impl Settings {
                         in_range(&field, Some(speed), SPEED_MIN, SPEED_MAX)?.unwrap_or(1.0);
                 }
                 ("voice", value) => self.voice = Some(value).filter(|value| !value.is_null()),
-                (_, value) => return Err(Fault::invalid(&field, value, UNKNOWN)),
+                (_, value) => return invalid(&field, value, UNKNOWN),
             }
         }
         Ok(())
@@ -323,13 +317,7 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     let map = match value {
         Value::Null | Value::Bool(false) => return Ok(None),
         Value::Object(map) => map,
-        other => {
-            return Err(Fault::invalid(
-                field,
-                other,
-                "is neither an object nor null",
-            ));
-        }
+        other => return invalid(field, other, "is neither an object nor null"),
     };
     let mut turns = Turns::default();
     let semantic = match map.get("type").and_then(Value::as_str) {
@@ -337,11 +325,11 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
         // there is no model that knows when a sentence is complete: a longer pause stands for it
         Some("semantic_vad") => true,
         other => {
-            return Err(Fault::invalid(
+            return invalid(
                 &format!("{field}.type"),
                 other.unwrap_or_default(),
                 "is not one of `server_vad`, `semantic_vad`",
-            ));
+            );
         }
     };
     if semantic {
@@ -377,22 +365,22 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
                     Some("auto" | "medium") => SEMANTIC_SILENCE,
                     Some("high") => SEMANTIC_SILENCE / 2,
                     _ => {
-                        return Err(Fault::invalid(
+                        return invalid(
                             &field,
                             value,
                             "is not one of `low`, `medium`, `high`, `auto`",
-                        ));
+                        );
                     }
                 };
             }
             "idle_timeout_ms" => {
-                return Err(Fault::invalid(
+                return invalid(
                     &field,
                     value,
                     "is not supported: only speech ends a silence",
-                ));
+                );
             }
-            _ => return Err(Fault::invalid(&field, value, UNKNOWN)),
+            _ => return invalid(&field, value, UNKNOWN),
         }
     }
     Ok(Some(turns))
@@ -410,11 +398,11 @@ fn retention(field: &str, value: &Value) -> Result<Option<f64>, Fault> {
             let ratio = ratio.ok_or_else(|| Fault::invalid(&field, "", "is missing"))?;
             in_range(&field, Some(ratio), 0.0, 1.0)
         }
-        other => Err(Fault::invalid(
+        other => invalid(
             field,
             other,
             "is not one of `auto`, `disabled`, an object of the type `retention_ratio`",
-        )),
+        ),
     }
 }
 
@@ -431,11 +419,11 @@ fn check_format(field: &str, format: &Value) -> Result<(), Fault> {
     {
         return Ok(());
     }
-    Err(Fault::invalid(
+    invalid(
         field,
         format,
         format!("is not supported: audio is `audio/pcm` at a rate of {TTS_RATE_HZ}"),
-    ))
+    )
 }
 
 fn millis(time: Duration) -> u64 {

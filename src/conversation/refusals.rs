@@ -1,0 +1,112 @@
+//! Kinds of refusals: the one table that each wire format maps to its own codes.
+
+use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+
+/// What a [`Refusal`] is to the client of any API.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Kind {
+    /// Name in JSON, for programs, for example `memory_pressure`.
+    pub code: &'static str,
+    /// Name in events of Wyoming, for example `memory-pressure`.
+    pub word: &'static str,
+    /// Status over HTTP.
+    pub status: u16,
+}
+
+/// How often a refused request is tried again on behalf of the client.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Passing {
+    /// As often as the time allows: the same request may well be served in a moment.
+    Soon,
+    /// Once.
+    Once,
+    /// Not at all.
+    Never,
+}
+
+impl Kind {
+    /// The table. The match is exhaustive: a new refusal needs its row.
+    #[must_use]
+    pub const fn of(refusal: &Refusal) -> Self {
+        use Refusal as R;
+        let (code, word, status) = match refusal {
+            R::InsufficientMemory { .. } | R::PressureHigh { .. } | R::KvCapacityShed { .. } => {
+                ("memory_pressure", "memory-pressure", 503)
+            }
+            R::ContextLengthExceeded { .. } => {
+                ("context_length_exceeded", "context-length-exceeded", 400)
+            }
+            R::KvReclaimed { .. } => ("kv_reclaimed", "kv-reclaimed", 503),
+            R::QuotaExceeded { .. } => ("rate_limit_exceeded", "busy", 429),
+            R::Draining { .. } => ("draining", "draining", 503),
+            R::Starting { .. } => ("starting", "starting", 503),
+            R::EngineLost { .. } => ("engine_lost", "engine-lost", 503),
+            // No 503, which every client and proxy takes for temporary.
+            R::ModelFailed { .. } => ("model_failed", "model-failed", 500),
+            R::WorkerLost { .. } => ("worker_lost", "worker-lost", 503),
+            R::DeadlineUnreachable { .. } => ("deadline_unreachable", "deadline-unreachable", 503),
+            R::Invalid { .. } => ("invalid_value", "bad-request", 400),
+            R::UnknownModel { .. } => ("model_not_found", "model-not-found", 404),
+            R::NotConfigured { .. } => ("not_configured", "not-configured", 404),
+            R::Stopped { .. } => ("stopped", "stopped", 503),
+        };
+        Self { code, word, status }
+    }
+}
+
+impl Passing {
+    /// Whether the same request may well be served in a moment, so that it waits instead of being refused at once.
+    #[must_use]
+    pub const fn of(refusal: &Refusal) -> Self {
+        use Refusal as R;
+        match refusal {
+            R::InsufficientMemory { .. }
+            | R::PressureHigh { .. }
+            | R::QuotaExceeded { .. }
+            | R::Draining { .. }
+            | R::Starting { .. } => Self::Soon,
+            // It is being restarted; what it was asked for may also be what it died of.
+            R::WorkerLost { .. } => Self::Once,
+            _ => Self::Never,
+        }
+    }
+}
+
+/// The text of a refusal with its remedy, on one line.
+#[must_use]
+pub fn with_hint(refusal: &Refusal) -> String {
+    match refusal.hint() {
+        Some(hint) => format!("{refusal} (hint: {hint})"),
+        None => refusal.to_string(),
+    }
+}
+
+/// Refuses an act for which the configuration has nothing.
+#[must_use]
+pub fn not_configured(act: &str, what: &str) -> Refusal {
+    Refusal::NotConfigured {
+        act: act.to_owned(),
+        what: what.to_owned(),
+    }
+}
+
+/// Refuses an act because of a limit that is reached for the moment.
+#[must_use]
+pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) -> Refusal {
+    Refusal::QuotaExceeded {
+        act: act.to_owned(),
+        what: what.into(),
+        limit: limit.try_into().unwrap_or(u64::MAX),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
+}
+
+/// Reports a worker that failed at a request.
+#[must_use]
+pub fn worker_lost(worker: &str, reason: impl Into<String>) -> Refusal {
+    Refusal::WorkerLost {
+        worker: worker.to_owned(),
+        reason: reason.into(),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
+}
