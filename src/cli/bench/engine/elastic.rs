@@ -2,12 +2,15 @@
 //! a core, and before the weights are in memory.
 
 use std::{
-    sync::{Arc, Mutex, PoisonError},
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
 
-use super::subject::{Bench, count, mib, percent, spread};
+use super::{
+    report::mib,
+    subject::{Bench, count, spread},
+};
 use crate::bench::report::median;
 use cotenant_engine::{
     ApplyError, ApplyReport, Checkpoint, Flow,
@@ -18,13 +21,14 @@ use cotenant_engine::{
 use cotenant_policy::residency::EnginePlan;
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
+use cotenant_units::lock::locked;
 
 /// Orders a plan at some time that the engine does not choose, and notes how it went.
 struct Order {
     at: Arc<Mutex<Option<Instant>>>,
     plan: EnginePlan,
     given: Option<Instant>,
-    done: Option<Result<(Duration, ApplyReport), ApplyError>>,
+    done: Option<Result<(Duration, ApplyReport), String>>,
 }
 
 impl Order {
@@ -44,27 +48,19 @@ impl Order {
         let wait = ORDER_LEAST + Duration::from_micros(u64::from(turn.wrapping_mul(7919) % most));
         thread::spawn(move || {
             thread::sleep(wait);
-            *clock.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+            *locked(&clock) = Some(Instant::now());
         })
     }
 
     /// Takes back an order that was not seen.
     fn forget(&self) {
-        self.at
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take();
+        locked(&self.at).take();
     }
 }
 
 impl Checkpoint for Order {
     fn poll(&mut self) -> Flow {
-        match self
-            .at
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .take()
-        {
+        match locked(&self.at).take() {
             Some(at) => {
                 self.given = Some(at);
                 Flow::Apply(self.plan.clone())
@@ -79,7 +75,8 @@ impl Checkpoint for Order {
 
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         if let Some(given) = self.given.take() {
-            self.done = Some(result.map(|report| (given.elapsed(), report)));
+            let done = result.map(|report| (given.elapsed(), report));
+            self.done = Some(done.map_err(|error| in_one_line(&error)));
         }
     }
 }
@@ -97,30 +94,20 @@ impl Bench<'_> {
             let bell = order.ring_within(turn, FEW_TOKENS);
             while order.done.is_none() {
                 let token = self.tokens(turn + 1, 1);
-                self.model
-                    .forward(&token, &mut order)
-                    .map_err(|error| in_one_line(&error))?;
+                self.pass(&token, &mut order)?;
             }
             bell.join().ok();
             if let Some(done) = order.done.take() {
-                let (took, report) = done.map_err(|error| in_one_line(&error))?;
-                self.values.add(
-                    format!("shed of {} MiB, from the order", report.asked.whole_mib()),
-                    "ms",
-                    took.as_secs_f64() * 1e3,
-                );
-                self.values.add(
-                    "shed: pages gone, over asked",
-                    "%",
-                    percent(report.freed.get(), report.asked.get()),
-                );
-                self.values.add(
+                let (took, report) = done?;
+                let shed = report.asked.whole_mib();
+                self.values
+                    .time(format!("shed of {shed} MiB, from the order"), took);
+                self.values
+                    .part("shed: pages gone, over asked", report.freed, report.asked);
+                self.values.part(
                     "shed: resident set fallen, over asked less the ring",
-                    "%",
-                    percent(
-                        report.rss_before.saturating_sub(report.rss_after).get(),
-                        report.asked.saturating_sub(report.grown).get(),
-                    ),
+                    report.rss_before.saturating_sub(report.rss_after),
+                    report.asked.saturating_sub(report.grown),
                 );
             }
             // What was given up is grown back at once, or after a pause in which a virtual machine's host may take it.
@@ -132,10 +119,7 @@ impl Bench<'_> {
                 }
                 _ => None,
             };
-            let report = self
-                .model
-                .apply(&all)
-                .map_err(|error| in_one_line(&error))?;
+            let report = self.change(&all)?;
             if let Some(rest) = rest {
                 let raw = self.read_raw(&order.plan)?;
                 let took = report.took.as_secs_f64();
@@ -144,18 +128,12 @@ impl Bench<'_> {
                     "ratio",
                     took / raw,
                 );
-                self.values.add(
-                    format!("regrow of {:.0} MiB{rest}", mib(report.grown)),
-                    "ms",
-                    took * 1e3,
-                );
+                let what = format!("regrow of {:.0} MiB{rest}", mib(report.grown));
+                self.values.time(what, report.took);
                 self.values.add("reading that alone", "ms", raw * 1e3);
                 if turn % 10 == 0 {
-                    self.values.add(
-                        format!("first touch of {:.0} MiB", mib(report.grown)),
-                        "ms",
-                        first_touch(report.grown)? * 1e3,
-                    );
+                    let what = format!("first touch of {:.0} MiB", mib(report.grown));
+                    self.values.time(what, first_touch(report.grown)?);
                 }
             }
         }
@@ -173,49 +151,33 @@ impl Bench<'_> {
             if turn == 0 {
                 // What it says without an order, and how long it takes.
                 let started = Instant::now();
-                let logits = self.model.forward(&prompt, &mut || Flow::Continue);
-                expected = logits.map_err(|error| in_one_line(&error))?.to_vec();
-                self.values.add(
-                    "prompt without an order",
-                    "ms",
-                    started.elapsed().as_secs_f64() * 1e3,
-                );
+                expected = self.forward(&prompt)?.to_vec();
+                self.values
+                    .time("prompt without an order", started.elapsed());
                 continue;
             }
             // Somewhere in the first layers of its first chunk, or of the second.
             let bell = order.ring_within(turn, FEW_LAYERS);
-            let logits = self
-                .model
-                .forward(&prompt, &mut order)
-                .map_err(|error| in_one_line(&error))?;
+            let logits = self.pass(&prompt, &mut order)?;
             if logits[..] != expected[..] {
                 return Err("a shed in the middle of a prompt has changed the logits".to_owned());
             }
             bell.join().ok();
             order.forget();
             if let Some(done) = order.done.take() {
-                let (took, report) = done.map_err(|error| in_one_line(&error))?;
-                let ms = |time: Duration| time.as_secs_f64() * 1e3;
+                let (took, report) = done?;
                 let shed = report.asked.whole_mib();
-                self.values.add(
-                    format!("shed of {shed} MiB in a prompt, from the order"),
-                    "ms",
-                    ms(took),
-                );
-                self.values.add(
-                    "of this until the order was seen",
-                    "ms",
-                    ms(took.saturating_sub(report.took)),
-                );
-                self.values.add(
+                let what = format!("shed of {shed} MiB in a prompt, from the order");
+                self.values.time(what, took);
+                let unseen = took.saturating_sub(report.took);
+                self.values.time("of this until the order was seen", unseen);
+                self.values.part(
                     "shed in a prompt: pages gone, over asked",
-                    "%",
-                    percent(report.freed.get(), report.asked.get()),
+                    report.freed,
+                    report.asked,
                 );
             }
-            self.model
-                .apply(&all)
-                .map_err(|error| in_one_line(&error))?;
+            self.change(&all)?;
         }
         Ok(())
     }
@@ -261,7 +223,7 @@ impl Bench<'_> {
 }
 
 /// Seconds in which as many threads as grow the engine find that much new memory, without readers.
-fn first_touch(bytes: Bytes) -> Result<f64, String> {
+fn first_touch(bytes: Bytes) -> Result<Duration, String> {
     let share = Bytes::new(bytes.get() / GROWERS as u64);
     let started = Instant::now();
     let found = thread::scope(|scope| {
@@ -276,7 +238,7 @@ fn first_touch(bytes: Bytes) -> Result<f64, String> {
         });
         found.collect::<Result<Vec<_>, String>>()
     })?;
-    let took = started.elapsed().as_secs_f64();
+    let took = started.elapsed();
     drop(found);
     Ok(took)
 }

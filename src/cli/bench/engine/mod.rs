@@ -15,9 +15,9 @@ use std::path::PathBuf;
 use clap::ValueEnum;
 
 pub use self::{
-    report::Values,
+    report::{TOKENS, Values, mib, percent},
     settings::{EngineSettings, OpenModel},
-    subject::{Bench, TOKENS, count, file_bytes, mib, percent, spread},
+    subject::{Bench, count, file_bytes, spread},
 };
 use super::load::Reading;
 use crate::{

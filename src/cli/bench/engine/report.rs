@@ -1,6 +1,6 @@
 //! Report of the engine's measurements.
 
-use std::collections::BTreeMap;
+use std::{collections::BTreeMap, time::Duration};
 
 use serde::Serialize;
 
@@ -71,6 +71,26 @@ impl Values {
         }
         self.values.entry(what).or_default().push(value);
     }
+
+    /// Adds a time.
+    pub fn time(&mut self, what: impl Into<String>, took: Duration) {
+        self.add(what, "ms", took.as_secs_f64() * 1e3);
+    }
+
+    /// Adds an amount of memory.
+    pub fn memory(&mut self, what: impl Into<String>, bytes: Bytes) {
+        self.add(what, "MiB", mib(bytes));
+    }
+
+    /// Adds what part of the whole an amount is.
+    pub fn part(&mut self, what: impl Into<String>, part: Bytes, whole: Bytes) {
+        self.add(what, "%", percent(part.get(), whole.get()));
+    }
+
+    /// Adds a speed, of which this is the time of a token in seconds.
+    pub fn speed(&mut self, what: impl Into<String>, seconds: f64) {
+        self.add(what, TOKENS, 1.0 / seconds);
+    }
 }
 
 impl Report {
@@ -105,6 +125,15 @@ impl Report {
             }
         };
         for figure in &self.figures {
+            let [peer, setting, ratio, range] =
+                figure.peer.as_ref().map_or_else(Default::default, |peer| {
+                    [
+                        number(peer.median),
+                        if peer.repack { "repacked" } else { "plain" }.to_owned(),
+                        format!("{:.2}", peer.ratio),
+                        format!("{:.2}-{:.2}", peer.ratio_least, peer.ratio_most),
+                    ]
+                });
             table.row([
                 figure.what.clone(),
                 number(figure.median),
@@ -113,26 +142,10 @@ impl Report {
                 number(figure.ninety_ninth),
                 number(figure.most),
                 figure.unit.to_owned(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| number(peer.median))
-                    .unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| if peer.repack { "repacked" } else { "plain" }.to_owned())
-                    .unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| format!("{:.2}", peer.ratio))
-                    .unwrap_or_default(),
-                figure
-                    .peer
-                    .as_ref()
-                    .map(|peer| format!("{:.2}-{:.2}", peer.ratio_least, peer.ratio_most))
-                    .unwrap_or_default(),
+                peer,
+                setting,
+                ratio,
+                range,
             ]);
         }
         text.push_str(&table.render());
@@ -142,3 +155,20 @@ impl Report {
         text
     }
 }
+
+#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
+/// In MiB.
+#[must_use]
+pub fn mib(bytes: Bytes) -> f64 {
+    bytes.get() as f64 / f64::from(1 << 20)
+}
+
+#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
+/// A part of a whole in percent.
+#[must_use]
+pub fn percent(part: u64, whole: u64) -> f64 {
+    100.0 * part as f64 / (whole as f64).max(1.0)
+}
+
+/// Unit of speed.
+pub const TOKENS: &str = "tokens/s";

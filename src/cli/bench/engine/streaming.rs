@@ -2,7 +2,7 @@
 
 use std::{sync::Arc, time::Instant};
 
-use super::subject::{Bench, TOKENS};
+use super::subject::Bench;
 use cotenant_engine::{
     arena::Backing,
     backend::{Device as _, Limits, cpu::CpuDevice},
@@ -41,14 +41,11 @@ impl Bench<'_> {
             let compute = f64::midpoint(before, after);
             before = after;
             self.values
-                .add(format!("decode, {share} % resident"), TOKENS, 1.0 / seconds);
+                .speed(format!("decode, {share} % resident"), seconds);
             self.values
-                .add(format!("reading alone at {share} %"), TOKENS, 1.0 / reading);
-            self.values.add(
-                format!("computing alone beside {share} %"),
-                TOKENS,
-                1.0 / compute,
-            );
+                .speed(format!("reading alone at {share} %"), reading);
+            self.values
+                .speed(format!("computing alone beside {share} %"), compute);
             self.values.add(
                 format!("streaming efficiency at {share} %"),
                 "of max(io, compute)",

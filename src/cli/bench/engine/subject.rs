@@ -7,7 +7,7 @@ use std::{
 };
 
 use super::{
-    report::{Figure, Peer, Report, Values},
+    report::{Figure, Peer, Report, TOKENS, Values, mib},
     settings::{EngineSettings, OpenModel},
 };
 use crate::bench::{
@@ -15,7 +15,9 @@ use crate::bench::{
     peer::{PeerFigure, PeerJob},
     report::{at, median},
 };
-use cotenant_engine::{ApplyReport, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec};
+use cotenant_engine::{
+    ApplyReport, Checkpoint, Flow, Header, Logits, Model, arena, shape::Layout, spec::Spec,
+};
 use cotenant_memory::heap;
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
 use cotenant_units::causes::in_one_line;
@@ -155,36 +157,23 @@ impl<'settings> Bench<'settings> {
         let book = held.used();
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();
-        self.values
-            .add("book, all resident", "MiB", mib(held.total));
-        self.values.add(
+        self.values.memory("book, all resident", held.total);
+        self.values.memory(
             "of this context that no token has needed",
-            "MiB",
-            mib(held.kv_untouched),
+            held.kv_untouched,
         );
-        self.values.add(
+        self.values.memory(
             "of this the header with its vocabulary, on the heap",
-            "MiB",
-            mib(held.header),
-        );
-        self.values.add(
-            "mappings in memory, as the kernel has it",
-            "MiB",
-            mib(pages),
+            held.header,
         );
         self.values
-            .add("resident set since opening", "MiB", mib(rss));
+            .memory("mappings in memory, as the kernel has it", pages);
+        self.values.memory("resident set since opening", rss);
         let files = arena::process_file_resident().saturating_sub(self.files_before);
-        self.values.add(
-            "of this text and constants of the program",
-            "MiB",
-            mib(files),
-        );
-        self.values.add(
-            "book without the untouched, over resident set",
-            "%",
-            percent(book.get(), rss.get()),
-        );
+        self.values
+            .memory("of this text and constants of the program", files);
+        self.values
+            .part("book without the untouched, over resident set", book, rss);
         let shape = self.model.shape();
         let tensors: Bytes = shape.layers.iter().map(|part| part.resident_bytes).sum();
         let kv = shape
@@ -192,10 +181,10 @@ impl<'settings> Bench<'settings> {
             .capacity_bytes(self.model.plan().kv_capacity, self.model.plan().kv_type);
         let bound =
             Bytes::new(tensors.get() / 100 * 103) + shape.state_bytes + kv + Bytes::from_mib(64);
-        self.values.add(
+        self.values.part(
             "resident set over 1.03 x weights + state + KV + 64 MiB",
-            "%",
-            percent(rss.get(), bound.get()),
+            rss,
+            bound,
         );
     }
 
@@ -221,14 +210,13 @@ impl<'settings> Bench<'settings> {
             self.forward(&tokens)?;
             let seconds = self.decode(self.settings.generate)?;
             self.values
-                .add(format!("decode at depth {depth}"), TOKENS, 1.0 / seconds);
+                .speed(format!("decode at depth {depth}"), seconds);
         }
         self.model.reset();
         let first = self.tokens(0, 1);
         self.forward(&first)?;
         let compute = self.decode(self.settings.generate)?;
-        self.values
-            .add("decode, 100 % resident", TOKENS, 1.0 / compute);
+        self.values.speed("decode, 100 % resident", compute);
         for together in [2, 4, 8] {
             let seconds = self.decode_together(together)?;
             self.values.add(
@@ -267,27 +255,13 @@ impl<'settings> Bench<'settings> {
     /// Half of the layers given up and read again; KV capacity given up and taken back.
     pub(super) fn elasticity(&mut self) -> Result<(), String> {
         let report = self.apply(50)?;
-        self.values.add(
-            "shed of half the layers",
-            "ms",
-            report.took.as_secs_f64() * 1e3,
-        );
-        self.values.add(
-            "shed: freed, as the kernel has it",
-            "MiB",
-            mib(report.freed),
-        );
-        self.values.add(
-            "shed: freed over asked",
-            "%",
-            percent(report.freed.get(), report.asked.get()),
-        );
+        self.values.time("shed of half the layers", report.took);
+        self.values
+            .memory("shed: freed, as the kernel has it", report.freed);
+        self.values
+            .part("shed: freed over asked", report.freed, report.asked);
         let report = self.apply(100)?;
-        self.values.add(
-            "regrow of half the layers",
-            "ms",
-            report.took.as_secs_f64() * 1e3,
-        );
+        self.values.time("regrow of half the layers", report.took);
         let kv = self.model.shape().kv;
         let small = self.model.plan().kv_capacity;
         let more = Bytes::from_mib(self.settings.kv_mib)
@@ -299,15 +273,11 @@ impl<'settings> Bench<'settings> {
         for (name, capacity) in [("grow", large), ("shrink", small)] {
             let mut plan = self.model.plan().clone();
             plan.kv_capacity = capacity;
-            let report = self
-                .model
-                .apply(&plan)
-                .map_err(|error| in_one_line(&error))?;
+            let report = self.change(&plan)?;
             let moved = report.grown.max(report.freed);
-            self.values.add(
+            self.values.time(
                 format!("KV {name} of {} MiB", moved.whole_mib()),
-                "ms",
-                report.took.as_secs_f64() * 1e3,
+                report.took,
             );
         }
         Ok(())
@@ -329,9 +299,7 @@ impl<'settings> Bench<'settings> {
                 peak = peak.max(arena::process_resident());
                 Flow::Continue
             };
-            self.model
-                .forward(&tokens, &mut watch)
-                .map_err(|error| in_one_line(&error))?;
+            self.pass(&tokens, &mut watch)?;
             let held = self.model.breakdown();
             // With the context that the prompt has touched, and no more.
             let other = held
@@ -343,10 +311,9 @@ impl<'settings> Bench<'settings> {
                 "MiB on the book",
                 mib(held.workspace),
             );
-            self.values.add(
+            self.values.memory(
                 format!("resident beside weights, state and KV, prompt of {length}"),
-                "MiB",
-                mib(peak.saturating_sub(other)),
+                peak.saturating_sub(other),
             );
         }
         Ok(())
@@ -483,9 +450,17 @@ impl<'settings> Bench<'settings> {
     /// # Errors
     /// When the pass fails.
     pub fn forward(&mut self, tokens: &[u32]) -> Result<Logits<'_>, String> {
-        self.model
-            .forward(tokens, &mut || Flow::Continue)
-            .map_err(|error| in_one_line(&error))
+        self.pass(tokens, &mut || Flow::Continue)
+    }
+
+    /// Passes the tokens through the model, with these checkpoints.
+    pub(super) fn pass(
+        &mut self,
+        tokens: &[u32],
+        checkpoint: &mut impl Checkpoint,
+    ) -> Result<Logits<'_>, String> {
+        let logits = self.model.forward(tokens, checkpoint);
+        logits.map_err(|error| in_one_line(&error))
     }
 
     /// Opens the same file a second time, under another plan.
@@ -500,7 +475,12 @@ impl<'settings> Bench<'settings> {
     pub fn apply(&mut self, share: u32) -> Result<ApplyReport, String> {
         let mut plan = self.model.plan().clone();
         plan.resident = spread(count(self.layout.parts.len()), share);
-        self.model.apply(&plan).map_err(|error| in_one_line(&error))
+        self.change(&plan)
+    }
+
+    /// Changes the plan.
+    pub fn change(&mut self, plan: &EnginePlan) -> Result<ApplyReport, String> {
+        self.model.apply(plan).map_err(|error| in_one_line(&error))
     }
 
     /// `count` tokens from place `from` of a text without meaning.
@@ -556,26 +536,10 @@ pub fn count(layers: usize) -> u32 {
     u32::try_from(layers).unwrap_or(u32::MAX)
 }
 
-#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
-/// In MiB.
-#[must_use]
-pub fn mib(bytes: Bytes) -> f64 {
-    bytes.get() as f64 / f64::from(1 << 20)
-}
-
-#[expect(clippy::cast_precision_loss, reason = "for people; below 2^53")]
-/// A part of a whole in percent.
-#[must_use]
-pub fn percent(part: u64, whole: u64) -> f64 {
-    100.0 * part as f64 / (whole as f64).max(1.0)
-}
-
 /// Prompts that prefill is measured with.
 const PROMPTS: [u32; 2] = [128, 512];
 /// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no context.
 const PROMPT_MAX: u32 = 32_768;
-/// Unit of speed.
-pub const TOKENS: &str = "tokens/s";
 /// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
 const GATE_PROMPT: u32 = 150;
 /// Use by others above which a round is marked: what the peers' survey kept (8 %).
