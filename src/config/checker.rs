@@ -75,19 +75,8 @@ impl Checker {
         let written = self.given(path, text)?;
         match size::parse_duration(written) {
             Ok(value) if range.contains(&value) => Some(value),
-            Ok(_) => {
-                let (low, high) = (humane(*range.start()), humane(*range.end()));
-                self.fault(
-                    path,
-                    format!("`{written}` is not between {low} and {high}"),
-                    None,
-                );
-                None
-            }
-            Err(error) => {
-                self.unit_fault(path, &error);
-                None
-            }
+            Ok(_) => self.outside(path, written, humane(*range.start()), humane(*range.end())),
+            Err(error) => self.unit_fault(path, &error),
         }
     }
 
@@ -96,18 +85,8 @@ impl Checker {
         let written = self.given(path, text)?;
         match size::parse_per_mille(written) {
             Ok(part) if part <= max => Some(part),
-            Ok(_) => {
-                self.fault(
-                    path,
-                    format!("`{written}` is not between 0% and {}%", max / 10),
-                    None,
-                );
-                None
-            }
-            Err(error) => {
-                self.unit_fault(path, &error);
-                None
-            }
+            Ok(_) => self.outside(path, written, "0%", format!("{}%", max / 10)),
+            Err(error) => self.unit_fault(path, &error),
         }
     }
 
@@ -135,15 +114,7 @@ impl Checker {
         let plain = !digits.is_empty() && digits.bytes().all(|b| b.is_ascii_digit());
         match written.parse::<T>() {
             Ok(value) if plain && range.contains(&value) => Some(value),
-            _ if plain => {
-                let (low, high) = (range.start(), range.end());
-                self.fault(
-                    path,
-                    format!("`{written}` is not between {low} and {high}"),
-                    None,
-                );
-                None
-            }
+            _ if plain => self.outside(path, written, range.start(), range.end()),
             _ => {
                 self.fault(path, format!("`{written}` is not a whole number"), None);
                 None
@@ -284,29 +255,42 @@ impl Checker {
     ) -> Option<Bytes> {
         match parsed {
             Ok(value) if range.contains(&value) => Some(value),
-            Ok(_) => {
-                let (low, high) = (range.start(), range.end());
-                self.fault(
-                    path,
-                    format!("`{written}` is not between {low} and {high}"),
-                    None,
-                );
-                None
-            }
-            Err(error) => {
-                self.unit_fault(path, &error);
-                None
-            }
+            Ok(_) => self.outside(path, written, range.start(), range.end()),
+            Err(error) => self.unit_fault(path, &error),
         }
     }
 
-    pub(super) fn unit_fault(&mut self, path: &str, error: &SizeError) {
+    fn unit_fault<T>(&mut self, path: &str, error: &SizeError) -> Option<T> {
         self.fault(path, error.to_string(), Some(&error.hint()));
+        None
+    }
+
+    /// Reports a value outside of its range.
+    fn outside<T>(
+        &mut self,
+        path: &str,
+        written: &str,
+        low: impl Display,
+        high: impl Display,
+    ) -> Option<T> {
+        let message = format!("`{written}` is not between {low} and {high}");
+        self.fault(path, message, None);
+        None
+    }
+
+    /// Reports a longest value that is below the shortest, each with the name of its key.
+    pub(super) fn ordered(&mut self, path: &str, most: (&str, Duration), least: (&str, Duration)) {
+        if most.1 < least.1 {
+            let (longest, shortest) = (humane(most.1), humane(least.1));
+            let message = format!("{longest} is below `{}`, {shortest}", least.0);
+            let hint = format!("raise `{}` or lower `{}`", most.0, least.0);
+            self.fault(path, message, Some(&hint));
+        }
     }
 }
 
 /// A duration in the words of the file: `1m 30s`.
-pub(super) fn humane(duration: Duration) -> String {
+fn humane(duration: Duration) -> String {
     let mut rest = duration.as_micros();
     let mut parts = Vec::new();
     for (unit, micros) in [

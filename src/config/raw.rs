@@ -180,34 +180,11 @@ fn explain(message: &str) -> (String, Option<String>) {
             Some("keep one of the two".to_owned()),
         );
     }
-    if message.contains("did not find expected") || message.contains("not allowed in this context")
-    {
-        let hint = "look for a missing quote, bracket or colon here or on the line before";
-        return (message.to_owned(), Some(hint.to_owned()));
-    }
-    if message.contains("tab character") || message.contains("cannot start any token") {
-        return (
-            message.to_owned(),
-            Some("indent with spaces; quote values that begin with a special character".to_owned()),
-        );
-    }
-    if message.contains("repetition limit") || message.contains("recursion limit") {
-        return (
-            message.to_owned(),
-            Some("write the values out instead of `&` and `*`".to_owned()),
-        );
-    }
-    if message.contains("more than one document") {
-        return (
-            "there is more than one document".to_owned(),
-            Some("remove what follows the second `---`".to_owned()),
-        );
-    }
-    if message.contains("unknown anchor") {
-        return (
-            "`*` refers to an anchor that is not there".to_owned(),
-            Some("quote values that begin with `*` or `&`".to_owned()),
-        );
+    for (cause, words, hint) in EXPLAINED {
+        if message.contains(cause) {
+            let words = if words.is_empty() { message } else { words };
+            return (words.to_owned(), Some(hint.to_owned()));
+        }
     }
     if message.starts_with("invalid type") {
         let hint = if message.ends_with("a sequence") {
@@ -420,4 +397,27 @@ impl Walk<'_> {
 }
 
 /// What [`Walk`] says where its path ends.
+/// Causes in the words of the YAML parser, what they are called here if not so, and the remedy.
+const EXPLAINED: [(&str, &str, &str); 8] = [
+    ("did not find expected", "", LOOK),
+    ("not allowed in this context", "", LOOK),
+    ("tab character", "", INDENT),
+    ("cannot start any token", "", INDENT),
+    ("repetition limit", "", WRITE_OUT),
+    ("recursion limit", "", WRITE_OUT),
+    (
+        "more than one document",
+        "there is more than one document",
+        "remove what follows the second `---`",
+    ),
+    (
+        "unknown anchor",
+        "`*` refers to an anchor that is not there",
+        "quote values that begin with `*` or `&`",
+    ),
+];
+const LOOK: &str = "look for a missing quote, bracket or colon here or on the line before";
+const INDENT: &str = "indent with spaces; quote values that begin with a special character";
+const WRITE_OUT: &str = "write the values out instead of `&` and `*`";
+
 const FOUND: &str = "the path ends here";

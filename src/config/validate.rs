@@ -11,7 +11,7 @@ use super::{
     BudgetConfig, Config, Fault, HttpConfig, JournalConfig, Keyless, KvMemory, LeaseConfig, Listen,
     LlmConfig, LoadErrorKind, LogConfig, LogFormat, SafeProfileConfig, SheddingConfig,
     VocabularyConfig, Watermarks, WorkerRole, WyomingListen,
-    checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX, humane},
+    checker::{Checker, DAY, HOUR, MILLI, MILLIS_100, MINUTE, SECOND, SIZE_MAX},
     confinement, grpc,
     raw::{
         self, RawBudget, RawConfig, RawHttp, RawJournal, RawLeases, RawLlm, RawLog, RawShedding,
@@ -106,62 +106,36 @@ fn collisions(config: &Config) -> Vec<Fault> {
             taken.insert(what, path);
         }
     };
-    if let Some(socket) = &config.grpc.socket {
-        claim(
-            format!("socket `{}`", socket.display()),
-            "grpc.socket".to_owned(),
-        );
+    let socket = |socket: &Path| format!("socket `{}`", socket.display());
+    let port = |address: &SocketAddr| format!("port `{}`", address.port());
+    let fixed = |address: &&SocketAddr| address.port() != 0;
+    if let Some(path) = &config.grpc.socket {
+        claim(socket(path), "grpc.socket".to_owned());
     }
-    if let Some(listen) = config.http.listen.filter(|listen| listen.port() != 0) {
-        claim(
-            format!("port `{}`", listen.port()),
-            "http.listen".to_owned(),
-        );
+    if let Some(address) = config.http.listen.as_ref().filter(fixed) {
+        claim(port(address), "http.listen".to_owned());
     }
-    if let Some(tcp) = config
-        .grpc
-        .tcp
-        .as_ref()
-        .filter(|tcp| tcp.listen.port() != 0)
-    {
-        claim(
-            format!("port `{}`", tcp.listen.port()),
-            "grpc.tcp.listen".to_owned(),
-        );
+    let tcp = config.grpc.tcp.as_ref().map(|tcp| &tcp.listen);
+    if let Some(address) = tcp.filter(fixed) {
+        claim(port(address), "grpc.tcp.listen".to_owned());
     }
     for (index, listen) in config.wyoming.listen.iter().enumerate() {
+        let path = format!("wyoming.listen[{index}]");
         match listen {
             WyomingListen::Tcp(address) if address.port() == 0 => {}
-            WyomingListen::Tcp(address) => {
-                claim(
-                    format!("port `{}`", address.port()),
-                    format!("wyoming.listen[{index}]"),
-                );
-            }
-            WyomingListen::Unix(path) => {
-                claim(
-                    format!("socket `{}`", path.display()),
-                    format!("wyoming.listen[{index}]"),
-                );
-            }
+            WyomingListen::Tcp(address) => claim(port(address), path),
+            WyomingListen::Unix(own) => claim(socket(own), path),
         }
     }
     if let Some(llm) = &config.llm {
         claim(format!("name `{}`", llm.name), "llm.name".to_owned());
     }
     for (index, worker) in config.workers.iter().enumerate() {
-        claim(
-            format!("name `{}`", worker.name),
-            format!("workers[{index}].name"),
-        );
+        let at = |key: &str| format!("workers[{index}].{key}");
+        claim(format!("name `{}`", worker.name), at("name"));
         match &worker.listen {
-            Listen::Socket(socket) => {
-                claim(
-                    format!("socket `{}`", socket.display()),
-                    format!("workers[{index}].socket"),
-                );
-            }
-            Listen::Port(port) => claim(format!("port `{port}`"), format!("workers[{index}].port")),
+            Listen::Socket(own) => claim(socket(own), at("socket")),
+            Listen::Port(port) => claim(format!("port `{port}`"), at("port")),
             Listen::FreePort | Listen::Nowhere => {}
         }
     }
@@ -245,14 +219,11 @@ impl Checker {
                 )
                 .unwrap_or(defaults.sample_max),
         };
-        if config.sample_max < config.sample_min {
-            let (longest, shortest) = (humane(config.sample_max), humane(config.sample_min));
-            self.fault(
-                "budget.sample_max",
-                format!("{longest} is below `sample_min`, {shortest}"),
-                Some("raise `sample_max` or lower `sample_min`"),
-            );
-        }
+        self.ordered(
+            "budget.sample_max",
+            ("sample_max", config.sample_max),
+            ("sample_min", config.sample_min),
+        );
         config
     }
 
@@ -307,14 +278,11 @@ impl Checker {
                 .number("leases.per_user_max", &raw.per_user_max, 1..=1000)
                 .unwrap_or(defaults.leases_per_uid),
         };
-        if config.term_max < config.term_min {
-            let (longest, shortest) = (humane(config.term_max), humane(config.term_min));
-            self.fault(
-                "leases.term_max",
-                format!("{longest} is below `term_min`, {shortest}"),
-                Some("raise `term_max` or lower `term_min`"),
-            );
-        }
+        self.ordered(
+            "leases.term_max",
+            ("term_max", config.term_max),
+            ("term_min", config.term_min),
+        );
         config
     }
 
