@@ -406,12 +406,8 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
         Ok(v1::LeaseClass::Interactive) => Ok(Class::Interactive),
         Ok(v1::LeaseClass::LlmElastic) => Ok(Class::LlmElastic),
         Ok(v1::LeaseClass::Batch) => Ok(Class::Batch),
-        Ok(v1::LeaseClass::Unspecified) => Err(invalid("lease_class", "", "is not set")),
-        Err(_) => Err(invalid(
-            "lease_class",
-            &number.to_string(),
-            "is not a known class",
-        )),
+        Ok(v1::LeaseClass::Unspecified) => refuse("lease_class", "", "is not set"),
+        Err(_) => refuse("lease_class", &number.to_string(), "is not a known class"),
     }
 }
 
@@ -419,12 +415,12 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
 pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     match v1::LeaseKind::try_from(number) {
         Ok(v1::LeaseKind::Unspecified | v1::LeaseKind::Tenant) => Ok(()),
-        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => Err(invalid(
+        Ok(kind @ (v1::LeaseKind::Engine | v1::LeaseKind::Worker)) => refuse(
             "kind",
             kind.as_str_name(),
             "is the supervisor's own: ask for LEASE_KIND_TENANT",
-        )),
-        Err(_) => Err(invalid("kind", &number.to_string(), "is not a known kind")),
+        ),
+        Err(_) => refuse("kind", &number.to_string(), "is not a known kind"),
     }
 }
 
@@ -434,12 +430,8 @@ pub(super) fn command_of(number: i32) -> Result<WorkerCommand, CallError> {
         Ok(v1::WorkerCommand::Start) => Ok(WorkerCommand::Start),
         Ok(v1::WorkerCommand::Stop) => Ok(WorkerCommand::Stop),
         Ok(v1::WorkerCommand::Recycle) => Ok(WorkerCommand::Recycle),
-        Ok(v1::WorkerCommand::Unspecified) => Err(invalid("command", "", "is not set")),
-        Err(_) => Err(invalid(
-            "command",
-            &number.to_string(),
-            "is not a known command",
-        )),
+        Ok(v1::WorkerCommand::Unspecified) => refuse("command", "", "is not set"),
+        Err(_) => refuse("command", &number.to_string(), "is not a known command"),
     }
 }
 
@@ -449,12 +441,8 @@ pub(super) fn kv_type_of(number: i32) -> Result<KvType, CallError> {
         Ok(v1::KvType::F16) => Ok(KvType::F16),
         Ok(v1::KvType::Q8) => Ok(KvType::Q8),
         Ok(v1::KvType::Q4) => Ok(KvType::Q4),
-        Ok(v1::KvType::Unspecified) => Err(invalid("kv_type", "", "is not set")),
-        Err(_) => Err(invalid(
-            "kv_type",
-            &number.to_string(),
-            "is not a known type",
-        )),
+        Ok(v1::KvType::Unspecified) => refuse("kv_type", "", "is not set"),
+        Err(_) => refuse("kv_type", &number.to_string(), "is not a known type"),
     }
 }
 
@@ -477,11 +465,11 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
     }
     let max = size_of("max_bytes", max)?;
     if max < min {
-        return Err(invalid(
+        return refuse(
             "max_bytes",
             &max.to_string(),
             &format!("is below min_bytes, {min}"),
-        ));
+        );
     }
     Ok((min, max))
 }
@@ -489,12 +477,12 @@ pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> 
 /// A size that is neither zero nor absurd.
 pub(super) fn size_of(field: &'static str, bytes: u64) -> Result<Bytes, CallError> {
     match bytes {
-        0 => Err(invalid(field, "0", "is not above zero")),
-        bytes if bytes > SIZE_MAX => Err(invalid(
+        0 => refuse(field, "0", "is not above zero"),
+        bytes if bytes > SIZE_MAX => refuse(
             field,
             &Bytes::new(bytes).to_string(),
             &format!("is above the limit of {}", Bytes::new(SIZE_MAX)),
-        )),
+        ),
         bytes => Ok(Bytes::new(bytes)),
     }
 }
@@ -510,21 +498,15 @@ pub(super) fn span_of(
     // By hand: `Duration::try_from` of prost-types 0.14 panics at the least number of seconds.
     let span = match (u64::try_from(span.seconds), u32::try_from(span.nanos)) {
         (Ok(seconds), Ok(nanos)) if nanos < 1_000_000_000 => Duration::new(seconds, nanos),
-        (Ok(_), Ok(_)) => {
-            return Err(invalid(
-                field,
-                &value,
-                "has a second or more in its nanoseconds",
-            ));
-        }
-        _ => return Err(invalid(field, &value, "is negative")),
+        (Ok(_), Ok(_)) => return refuse(field, &value, "has a second or more in its nanoseconds"),
+        _ => return refuse(field, &value, "is negative"),
     };
     if span > limit {
-        return Err(invalid(
+        return refuse(
             field,
             &value,
             &format!("is above the limit of {} s", limit.as_secs()),
-        ));
+        );
     }
     Ok(Some(span))
 }
@@ -544,13 +526,13 @@ pub(super) fn name_of(
     if fits {
         Ok(name)
     } else {
-        Err(invalid(
+        refuse(
             field,
             &name,
             &format!(
                 "is not a name of 1 to {limit} characters: a letter, then letters, digits, `-`, `_`, `.`"
             ),
-        ))
+        )
     }
 }
 
@@ -561,6 +543,18 @@ pub(super) fn invalid(field: &'static str, value: &str, problem: &str) -> CallEr
         value: shorten(value, VALUE_SHOWN),
         problem: problem.to_owned(),
     }
+}
+
+/// Refuses a field of a request.
+///
+/// # Errors
+/// [`invalid`], in any case.
+pub(super) fn refuse<T, E: From<CallError>>(
+    field: &'static str,
+    value: &str,
+    problem: &str,
+) -> Result<T, E> {
+    Err(invalid(field, value, problem).into())
 }
 
 /// How much of a faulty value is shown.

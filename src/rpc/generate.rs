@@ -149,51 +149,45 @@ fn finished(reason: FinishReason, usage: &Usage, times: Times) -> v1::GenerateFi
 fn request_of(request: v1::GenerateRequest) -> Result<GenerateRequest, CallError> {
     let input = match request.input {
         Some(generate_request::Input::Prompt(prompt)) if prompt.is_empty() => {
-            return Err(convert::invalid("prompt", "", "is empty"));
+            return convert::refuse("prompt", "", "is empty");
         }
         Some(generate_request::Input::Prompt(prompt)) => Input::Prompt(prompt),
         Some(generate_request::Input::Conversation(conversation)) => {
             if conversation.messages.is_empty() {
-                return Err(convert::invalid("conversation.messages", "", "is empty"));
+                return convert::refuse("conversation.messages", "", "is empty");
             }
             if conversation.messages.len() > MESSAGES_MAX {
                 let count = format!("{} messages", conversation.messages.len());
                 let problem = format!("is above the limit of {MESSAGES_MAX}");
-                return Err(convert::invalid("conversation.messages", &count, &problem));
+                return convert::refuse("conversation.messages", &count, &problem);
             }
             let messages: Result<Vec<_>, _> =
                 conversation.messages.into_iter().map(message_of).collect();
             Input::Messages(messages?)
         }
-        None => {
-            return Err(convert::invalid(
-                "input",
-                "",
-                "is not set: give `conversation` or `prompt`",
-            ));
-        }
+        None => return convert::refuse("input", "", "is not set: give `conversation` or `prompt`"),
     };
     if request.max_tokens == Some(0) {
-        return Err(convert::invalid("max_tokens", "0", "is not above zero"));
+        return convert::refuse("max_tokens", "0", "is not above zero");
     }
     if request.stop.len() > STOPS_MAX {
         let count = request.stop.len().to_string();
-        return Err(convert::invalid(
+        return convert::refuse(
             "stop",
             &count,
             &format!("texts are above the limit of {STOPS_MAX}"),
-        ));
+        );
     }
     if let Some(stop) = request
         .stop
         .iter()
         .find(|stop| stop.is_empty() || stop.len() > STOP_LENGTH_MAX)
     {
-        return Err(convert::invalid(
+        return convert::refuse(
             "stop",
             stop,
             &format!("has not 1 to {STOP_LENGTH_MAX} bytes"),
-        ));
+        );
     }
     Ok(GenerateRequest {
         input,
@@ -216,11 +210,7 @@ fn message_of(message: v1::ChatMessage) -> Result<ChatMessage, CallError> {
         Ok(v1::ChatRole::User) => Role::User,
         Ok(v1::ChatRole::Unspecified) | Err(_) => {
             let number = message.role.to_string();
-            return Err(convert::invalid(
-                "conversation.messages.role",
-                &number,
-                "is not a known role",
-            ));
+            return convert::refuse("conversation.messages.role", &number, "is not a known role");
         }
     };
     Ok(ChatMessage::new(role, message.content))
@@ -232,24 +222,16 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> 
         && !(0.0..=2.0).contains(&temperature)
     {
         let value = temperature.to_string();
-        return Err(convert::invalid(
-            "sampling.temperature",
-            &value,
-            "is not within 0 to 2",
-        ));
+        return convert::refuse("sampling.temperature", &value, "is not within 0 to 2");
     }
     if let Some(top_p) = options.top_p
         && !(top_p > 0.0 && top_p <= 1.0)
     {
         let value = top_p.to_string();
-        return Err(convert::invalid(
-            "sampling.top_p",
-            &value,
-            "is not above 0 and at most 1",
-        ));
+        return convert::refuse("sampling.top_p", &value, "is not above 0 and at most 1");
     }
     if options.top_k == Some(0) {
-        return Err(convert::invalid("sampling.top_k", "0", "is not above zero"));
+        return convert::refuse("sampling.top_k", "0", "is not above zero");
     }
     Ok(SamplingWish {
         temperature: options.temperature,

@@ -135,7 +135,7 @@ impl Hold {
             && held.id != lease
         {
             let problem = format!("is not the lease of this stream, `{}`", held.name);
-            return Err(convert::invalid("name", &message.name, &problem).into());
+            return convert::refuse("name", &message.name, &problem);
         }
         let answer = target_answer(&message)?;
         // A foreign or ended lease is found out here, before its targets are touched.
@@ -299,11 +299,11 @@ fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, Cal
     })?;
     match (message.nonce, state) {
         (0, TargetState::Unspecified) => Ok(None),
-        (0, state) => Err(convert::invalid(
+        (0, state) => convert::refuse(
             "nonce",
             "0",
             &format!("names no target for state {}", state.as_str_name()),
-        )),
+        ),
         (_, TargetState::Applied) => Ok(Some(TargetAnswer::Applied)),
         (_, TargetState::Deferred) => {
             let used = used.ok_or_else(|| {
@@ -317,11 +317,11 @@ fn target_answer(message: &HoldLeaseRequest) -> Result<Option<TargetAnswer>, Cal
             reason: shorten(&message.error_detail, DETAIL_MAX),
         })),
         (_, TargetState::Unspecified | TargetState::Stale | TargetState::Conflict) => {
-            Err(convert::invalid(
+            convert::refuse(
                 "state",
                 state.as_str_name(),
                 "is not an answer: APPLIED, DEFERRED or REFUSED is",
-            ))
+            )
         }
     }
 }

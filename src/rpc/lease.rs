@@ -55,11 +55,7 @@ impl Context {
         let lease = convert::lease_id_of(name)?;
         let current = self.supervisor.boot_id();
         if boot_id.is_empty() {
-            return Err(convert::invalid(
-                "boot_id",
-                "",
-                "is not set: send the one of the grant",
-            ));
+            return convert::refuse("boot_id", "", "is not set: send the one of the grant");
         }
         if !self.supervisor.continues(boot_id) {
             return Err(CallError::BootIdChanged {
@@ -127,12 +123,11 @@ impl LeaseService for Leases {
         let message = request.into_inner();
         let (min, max) = convert::sizes_of(message.min_bytes, message.max_bytes)?;
         if message.request_id.is_empty() || message.request_id.len() > REQUEST_ID_MAX {
-            return Err(convert::invalid(
+            return convert::refuse(
                 "request_id",
                 &message.request_id,
                 &format!("has not 1 to {REQUEST_ID_MAX} bytes"),
-            )
-            .into());
+            );
         }
         let wait = convert::span_of("max_wait", message.max_wait, WAIT_MAX)?;
         convert::tenant_kind(message.kind)?;
