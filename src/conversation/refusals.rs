@@ -101,6 +101,16 @@ pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) ->
     }
 }
 
+/// Refuses a request for one of its fields.
+#[must_use]
+pub fn invalid(field: &str, value: impl Into<String>, problem: impl Into<String>) -> Refusal {
+    Refusal::Invalid {
+        field: field.to_owned(),
+        value: value.into(),
+        problem: problem.into(),
+    }
+}
+
 /// Reports a worker that failed at a request.
 #[must_use]
 pub fn worker_lost(worker: &str, reason: impl Into<String>) -> Refusal {

@@ -14,7 +14,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
 use cotenant_config::LlmConfig;
-use cotenant_conversation::{FinishReason, SamplingWish};
+use cotenant_conversation::{FinishReason, SamplingWish, refusals::invalid};
 use cotenant_engine::{
     self as engine, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError,
 };
@@ -191,10 +191,7 @@ impl Llm {
         request.time_shared = Some(self.0.answer_time_shared);
         request.grows_to = self.0.context;
         if self.0.control.state().draining {
-            return Err(Refusal::Draining {
-                act: "start an answer".to_owned(),
-                retry_after: RETRY_SOON,
-            });
+            return Err(draining(ACT));
         }
         let (id, engine) = (request.id, self.0.engine.handle());
         let place = match &request.form {
@@ -216,10 +213,7 @@ impl Llm {
             (request, prepared)
         })
         .await
-        .map_err(|panicked| Refusal::EngineLost {
-            reason: format!("reading the prompt broke down: {panicked}"),
-            retry_after: RETRY_SOON,
-        })?;
+        .map_err(|panicked| lost(format!("reading the prompt broke down: {panicked}")))?;
         let prepared = prepared.map_err(|error| self.refuse(&error))?;
         let style = prepared.style;
         let prompt = Tokens::new(u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX));
@@ -245,10 +239,8 @@ impl Llm {
     ) -> Result<T, Refusal> {
         let engine = self.0.engine.handle();
         let worked = tokio::task::spawn_blocking(move || work(engine)).await;
-        let worked = worked.map_err(|panicked| Refusal::EngineLost {
-            reason: format!("reading the text broke down: {panicked}"),
-            retry_after: RETRY_SOON,
-        })?;
+        let worked =
+            worked.map_err(|panicked| lost(format!("reading the text broke down: {panicked}")))?;
         worked.map_err(|error| self.refuse(&error))
     }
 
@@ -362,7 +354,7 @@ impl Llm {
     }
 
     fn refuse(&self, error: &SubmitError) -> Refusal {
-        let act = || "start an answer".to_owned();
+        let act = || ACT.to_owned();
         if matches!(
             error,
             SubmitError::NotReady { .. } | SubmitError::Failed { .. }
@@ -371,14 +363,8 @@ impl Llm {
             return refusal;
         }
         match error {
-            SubmitError::Draining => Refusal::Draining {
-                act: act(),
-                retry_after: RETRY_SOON,
-            },
-            SubmitError::Failed { message } => Refusal::EngineLost {
-                reason: message.clone(),
-                retry_after: RETRY_SOON,
-            },
+            SubmitError::Draining => draining(ACT),
+            SubmitError::Failed { message } => lost(message.clone()),
             SubmitError::NotReady { phase } => Refusal::Starting {
                 act: act(),
                 who: "the engine".to_owned(),
@@ -402,32 +388,14 @@ impl Llm {
                 field,
                 value,
                 source,
-            }) => Refusal::Invalid {
-                field: field.clone(),
-                value: value.clone(),
-                problem: format!("cannot be kept: {source}"),
-            },
-            SubmitError::Prompt(error @ PromptError::Helper { .. }) => Refusal::EngineLost {
-                reason: in_one_line(error),
-                retry_after: RETRY_SOON,
-            },
+            }) => invalid(field, value.as_str(), format!("cannot be kept: {source}")),
+            SubmitError::Prompt(error @ PromptError::Helper { .. }) => lost(in_one_line(error)),
             SubmitError::Prompt(PromptError::Sampling(error)) => {
                 let (field, value, problem) = error.parts();
-                Refusal::Invalid {
-                    field: field.to_owned(),
-                    value,
-                    problem,
-                }
+                invalid(field, value, problem)
             }
-            SubmitError::Prompt(error) => Refusal::Invalid {
-                field: "messages".to_owned(),
-                value: String::new(),
-                problem: in_one_line(error),
-            },
-            SubmitError::Duplicate { .. } => Refusal::EngineLost {
-                reason: error.to_string(),
-                retry_after: RETRY_SOON,
-            },
+            SubmitError::Prompt(error) => invalid("messages", "", in_one_line(error)),
+            SubmitError::Duplicate { .. } => lost(error.to_string()),
         }
     }
 
@@ -458,26 +426,18 @@ impl Llm {
             | E::KvFull {
                 tokens, capacity, ..
             } => self.beyond_kv(tokens, capacity),
-            E::Form { message } => Refusal::Invalid {
-                field: "response_format".to_owned(),
-                value: String::new(),
-                problem: format!(
-                    "the form that it asks for cannot be followed any further: {message}"
-                ),
-            },
-            E::Stopping => Refusal::Draining {
-                act: "finish the answer".to_owned(),
-                retry_after: RETRY_SOON,
-            },
+            E::Form { message } => invalid(
+                "response_format",
+                "",
+                format!("the form that it asks for cannot be followed any further: {message}"),
+            ),
+            E::Stopping => draining("finish the answer"),
             // Only gRPC sets a deadline, and reports it itself.
             error @ (E::DeadlinePassed { .. }
             | E::EngineLost { .. }
             | E::HelperLost { .. }
             | E::Model { .. }
-            | E::NotFinite { .. }) => Refusal::EngineLost {
-                reason: in_one_line(&error),
-                retry_after: RETRY_SOON,
-            },
+            | E::NotFinite { .. }) => lost(in_one_line(&error)),
         }
     }
 }
@@ -542,6 +502,23 @@ impl Drop for Guarded {
     }
 }
 
+fn lost(reason: impl Into<String>) -> Refusal {
+    Refusal::EngineLost {
+        reason: reason.into(),
+        retry_after: RETRY_SOON,
+    }
+}
+
+fn draining(act: &str) -> Refusal {
+    Refusal::Draining {
+        act: act.to_owned(),
+        retry_after: RETRY_SOON,
+    }
+}
+
+/// As it reads after "cannot".
+const ACT: &str = "start an answer";
+
 /// As clients of OpenAI's API know them, and where these have none, the engine's own.
 const fn reason_word(reason: engine::FinishReason) -> &'static str {
     match reason {
@@ -578,10 +555,7 @@ impl Generator for Llm {
                     &Wanted {
                         patience: time_left,
                         whole: true,
-                        context: None,
-                        client: None,
-                        trace: None,
-                        tokens: false,
+                        ..Wanted::default()
                     },
                 )
                 .await?;

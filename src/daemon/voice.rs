@@ -19,7 +19,7 @@ use super::{
     workers::{Speaker, Way},
 };
 use cotenant_config::WorkerProtocol;
-use cotenant_conversation::refusals::{not_configured, worker_lost};
+use cotenant_conversation::refusals::{invalid, not_configured, worker_lost};
 use cotenant_http::backend::{
     RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
     VoiceWish,
@@ -343,11 +343,9 @@ fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
             text,
             code: Some(code),
             ..
-        } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => Refusal::Invalid {
-            field: field.to_owned(),
-            value: worker,
-            problem: format!("does not take it: {text}"),
-        },
+        } if matches!(code.as_str(), BAD_REQUEST | TOO_LONG) => {
+            invalid(field, worker, format!("does not take it: {text}"))
+        }
         error => lost(worker)(error),
     }
 }
@@ -373,14 +371,9 @@ fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
     if known.is_empty() || known.iter().any(|tag| primary(tag) == primary(wanted)) {
         return Ok(());
     }
-    Err(Refusal::Invalid {
-        field: "language".to_owned(),
-        value: wanted.to_owned(),
-        problem: format!(
-            "is not one of those that the recogniser knows: {}",
-            known.join(", ")
-        ),
-    })
+    let known = known.join(", ");
+    let problem = format!("is not one of those that the recogniser knows: {known}");
+    Err(invalid("language", wanted, problem))
 }
 
 impl SpeechBackend for Voice {

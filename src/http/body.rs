@@ -129,18 +129,9 @@ pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> 
         }
         let cause = shortened(&in_words_of_json(&cause.to_string()));
         if path == "." {
-            Fault::request(
-                StatusCode::BAD_REQUEST,
-                "invalid_type",
-                format!("the request: {cause}"),
-            )
+            Fault::bad_request("invalid_type", format!("the request: {cause}"))
         } else {
-            Fault::request(
-                StatusCode::BAD_REQUEST,
-                "invalid_type",
-                format!("{path}: {cause}"),
-            )
-            .of_param(&path)
+            Fault::bad_request("invalid_type", format!("{path}: {cause}")).of_param(&path)
         }
     })?;
     deserializer.end().map_err(|error| no_json(&error))?;
@@ -169,8 +160,7 @@ fn in_words_of_json(cause: &str) -> String {
 }
 
 fn no_json(error: &serde_json::Error) -> Fault {
-    Fault::request(
-        StatusCode::BAD_REQUEST,
+    Fault::bad_request(
         "invalid_json",
         format!("cannot parse the body as JSON: {error}"),
     )
@@ -178,7 +168,7 @@ fn no_json(error: &serde_json::Error) -> Fault {
 
 fn broken(length: usize, error: &axum::Error) -> Fault {
     let message = format!("cannot read the body after {length} bytes: {error}");
-    Fault::request(StatusCode::BAD_REQUEST, "incomplete_body", message)
+    Fault::bad_request("incomplete_body", message)
 }
 
 fn too_large(announced: Option<Bytes>, max: Bytes) -> Fault {

@@ -86,19 +86,22 @@ struct WireFunctionCall {
     arguments: Value,
 }
 
-#[derive(Debug, Deserialize)]
-struct WireStreamOptions {
-    #[serde(default)]
+#[derive(Debug, Default, Deserialize)]
+pub(super) struct WireStreamOptions {
     include_usage: Option<bool>,
+}
+
+impl WireStreamOptions {
+    /// Whether the client wants the usage as the last chunk.
+    pub(super) fn include_usage(options: Option<&Self>) -> bool {
+        options.and_then(|options| options.include_usage) == Some(true)
+    }
 }
 
 impl WireRequest {
     /// Whether the client wants the usage as the last chunk.
     pub(super) fn include_usage(&self) -> bool {
-        self.stream_options
-            .as_ref()
-            .and_then(|options| options.include_usage)
-            .unwrap_or(false)
+        WireStreamOptions::include_usage(self.stream_options.as_ref())
     }
 
     /// Fields that the client set and that are not honoured.

@@ -15,7 +15,7 @@ use super::{
     api::{Api, Meta, unix_seconds},
     backend::{AnswerPart, ChatRequest, FinishReason, Prompt, RequestMeta, Usage},
     chat::{reason_text, usage_json},
-    chat_wire::{OPENAI_STOP_TEXTS, answer_limit, stop_texts},
+    chat_wire::{OPENAI_STOP_TEXTS, WireStreamOptions, answer_limit, stop_texts},
     fault::{Fault, invalid},
     fields::{not_honoured, one_answer, refuse_unsupported},
     generation::Said,
@@ -36,17 +36,14 @@ pub(super) async fn completions(
     let (wire, _memory): (WireRequest, _) = read_json(&api, request).await?;
     let model = model_named(&api, wire.model.as_deref())?;
     let ignored = ignored_header(&not_honoured("", &wire.unknown));
-    let include_usage = wire
-        .stream_options
-        .as_ref()
-        .and_then(|options| options.include_usage);
+    let include_usage = WireStreamOptions::include_usage(wire.stream_options.as_ref());
     let (requests, echoes) = wire.into_requests(meta, model.clone())?;
     let writer = CompletionWriter {
         id: api.fresh_id("cmpl-"),
         created: unix_seconds(),
         fingerprint: fingerprint(&api, &model),
         model,
-        include_usage: include_usage == Some(true),
+        include_usage,
         echoes,
         choices: Vec::new(),
         index: 0,
@@ -79,11 +76,6 @@ struct WireRequest {
     seed: Option<Whole>,
     #[serde(flatten)]
     unknown: Map<String, Value>,
-}
-
-#[derive(Debug, Deserialize)]
-struct WireStreamOptions {
-    include_usage: Option<bool>,
 }
 
 impl WireRequest {

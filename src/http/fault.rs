@@ -9,7 +9,7 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use cotenant_conversation::refusals::{Kind, with_hint};
+use cotenant_conversation::refusals::{self, Kind, with_hint};
 use cotenant_policy::refusal::Refusal;
 
 /// A failure as clients of OpenAI's API expect it.
@@ -30,11 +30,7 @@ impl Fault {
         value: impl std::fmt::Display,
         problem: impl Into<String>,
     ) -> Self {
-        Self::from(Refusal::Invalid {
-            field: field.to_owned(),
-            value: shortened(&value.to_string()),
-            problem: problem.into(),
-        })
+        refusals::invalid(field, shortened(&value.to_string()), problem).into()
     }
 
     /// A failure of the request that is no [`Refusal`]: the transport or the encoding is at fault.
@@ -51,6 +47,11 @@ impl Fault {
             message: message.into(),
             retry_after: None,
         }
+    }
+
+    /// As [`Fault::request`], with the status 400.
+    pub(super) fn bad_request(code: &'static str, message: impl Into<String>) -> Self {
+        Self::request(StatusCode::BAD_REQUEST, code, message)
     }
 
     /// Names the parameter at fault.

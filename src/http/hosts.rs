@@ -39,11 +39,7 @@ pub(super) fn check(
     if hosts > 1 || (hosts == 0 && version == Version::HTTP_11) {
         let message =
             format!("cannot serve a request with {hosts} `Host` headers: HTTP/1.1 demands one");
-        return Err(Fault::request(
-            StatusCode::BAD_REQUEST,
-            "invalid_host",
-            message,
-        ));
+        return Err(Fault::bad_request("invalid_host", message));
     }
     if reach == Reach::Socket {
         return Ok(());

@@ -3,7 +3,7 @@
 //! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking; it, `mp3`, `flac` and
 //! `opus` are sent as they are synthesised. There is no encoder for `aac`: a WAV file says so by its content type.
 
-use std::io;
+use std::{future, io};
 
 use axum::{
     Extension, Json,
@@ -15,7 +15,7 @@ use axum::{
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use futures_util::{
     StreamExt,
-    stream::{self, BoxStream},
+    stream::{self, BoxStream, Stream},
 };
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -167,12 +167,8 @@ impl Format {
                 };
                 let (encoder, begin) = Encoder::new(encoding, TTS_RATE_HZ)
                     .map_err(|error| Fault::from(unusable(&error)))?;
-                (
-                    kind,
-                    stream::iter([Ok(begin)])
-                        .chain(encoded(pieces, encoder))
-                        .boxed(),
-                )
+                let bytes = stream::iter([Ok(begin)]).chain(encoded(pieces, encoder));
+                (kind, bytes.boxed())
             }
         })
     }
@@ -182,10 +178,7 @@ impl Format {
 type Encoded = BoxStream<'static, Result<Vec<u8>, Refusal>>;
 
 /// Encodes pieces as they come, in slices that keep no other connection waiting.
-fn encoded(
-    pieces: Pieces,
-    encoder: Encoder,
-) -> impl stream::Stream<Item = Result<Vec<u8>, Refusal>> + Send {
+fn encoded(pieces: Pieces, encoder: Encoder) -> Encoded {
     let slices = pieces.flat_map(|piece| {
         stream::iter(match piece {
             Ok(samples) => samples
@@ -195,22 +188,67 @@ fn encoded(
             Err(refusal) => vec![Err(refusal)],
         })
     });
-    let bytes = stream::unfold(
-        (slices.boxed(), Some(encoder)),
-        |(mut slices, encoder)| async move {
-            let mut encoder = encoder?;
-            tokio::task::yield_now().await;
-            let Some(slice) = slices.next().await else {
-                let end = encoder.finish().map_err(|error| unusable(&error));
-                return Some((end, (slices, None)));
-            };
-            let bytes =
-                slice.and_then(|samples| encoder.push(&samples).map_err(|error| unusable(&error)));
-            let encoder = bytes.is_ok().then_some(encoder);
-            Some((bytes, (slices, encoder)))
-        },
-    );
-    bytes.filter(|bytes| std::future::ready(!bytes.as_ref().is_ok_and(Vec::is_empty)))
+    let slices = slices.then(|slice| async {
+        tokio::task::yield_now().await;
+        slice
+    });
+    converted(
+        slices,
+        encoder,
+        |encoder, samples| encoder.push(&samples).map_err(|error| unusable(&error)),
+        |encoder| encoder.finish().map_err(|error| unusable(&error)),
+    )
+}
+
+/// Passes pieces through a converter, which has a rest in the end; nothing follows an error.
+fn converted<C: Send + 'static, O: Send + 'static>(
+    pieces: impl Stream<Item = Result<Vec<i16>, Refusal>> + Send + 'static,
+    converter: C,
+    push: fn(&mut C, Vec<i16>) -> Result<Vec<O>, Refusal>,
+    finish: fn(C) -> Result<Vec<O>, Refusal>,
+) -> BoxStream<'static, Result<Vec<O>, Refusal>> {
+    let ended = stream::iter([None]);
+    let pieces = pieces.map(Some).chain(ended);
+    let converted = pieces.scan(Some(converter), move |running, piece| {
+        let piece = running.take().map(|mut converter| match piece {
+            Some(Ok(piece)) => {
+                let converted = push(&mut converter, piece);
+                *running = converted.is_ok().then_some(converter);
+                converted
+            }
+            Some(Err(refusal)) => Err(refusal),
+            None => finish(converter),
+        });
+        future::ready(piece)
+    });
+    converted.filter(is_something).boxed()
+}
+
+/// Whether a piece is an error or has something in it.
+fn is_something<O>(piece: &Result<Vec<O>, Refusal>) -> future::Ready<bool> {
+    future::ready(!piece.as_ref().is_ok_and(Vec::is_empty))
+}
+
+impl SpeechStream {
+    /// The speech at another rate, in pieces that are not empty; an `Err` is the last.
+    ///
+    /// # Errors
+    /// When there is no way from the one rate to the other.
+    pub fn at_rate(
+        self,
+        rate: u32,
+    ) -> Result<BoxStream<'static, Result<Vec<i16>, Refusal>>, Refusal> {
+        if self.rate == rate {
+            return Ok(self.chunks.filter(is_something).boxed());
+        }
+        let resampler = Resampler::new(self.rate, rate).map_err(|error| unusable(&error))?;
+        Ok(converted(
+            self.chunks,
+            resampler,
+            |resampler, samples| resampler.push(&samples).map_err(|error| unusable(&error)),
+            |resampler| resampler.finish().map_err(|error| unusable(&error)),
+        ))
+    }
 }
 
 fn wants_events(stream_format: Option<&str>) -> Result<bool, Fault> {
@@ -270,57 +308,12 @@ pub(super) type Pieces = BoxStream<'static, Result<Vec<i16>, Refusal>>;
 /// # Errors
 /// When it fails before its first sound.
 pub(super) async fn begun(speech: SpeechStream) -> Result<Pieces, Refusal> {
-    let resampler = match speech.rate {
-        TTS_RATE_HZ => None,
-        rate => Some(Resampler::new(rate, TTS_RATE_HZ).map_err(|error| unusable(&error))?),
-    };
-    let mut pieces = resampled(speech.chunks, resampler).boxed();
+    let mut pieces = speech.at_rate(TTS_RATE_HZ)?;
     match pieces.next().await {
         Some(Ok(first)) => Ok(stream::iter([Ok(first)]).chain(pieces).boxed()),
         Some(Err(refusal)) => Err(refusal),
         None => Ok(stream::empty().boxed()),
     }
-}
-
-/// Where the conversion is.
-enum Conversion {
-    Running(Option<Resampler>),
-    Done,
-}
-
-fn resampled(
-    chunks: Pieces,
-    resampler: Option<Resampler>,
-) -> impl stream::Stream<Item = Result<Vec<i16>, Refusal>> + Send {
-    stream::unfold(
-        (chunks, Conversion::Running(resampler)),
-        |(mut chunks, state)| async {
-            let Conversion::Running(mut resampler) = state else {
-                return None;
-            };
-            loop {
-                let next = chunks.next().await;
-                let last = next.is_none();
-                let samples = match (next, &mut resampler) {
-                    (Some(Err(refusal)), _) => {
-                        return Some((Err(refusal), (chunks, Conversion::Done)));
-                    }
-                    (Some(Ok(samples)), None) => Ok(samples),
-                    (Some(Ok(samples)), Some(resampler)) => resampler.push(&samples),
-                    (None, resampler) => resampler.take().map_or(Ok(Vec::new()), Resampler::finish),
-                };
-                match samples {
-                    Ok(samples) if samples.is_empty() && last => return None,
-                    Ok(samples) if samples.is_empty() => {}
-                    Ok(samples) if last => return Some((Ok(samples), (chunks, Conversion::Done))),
-                    Ok(samples) => {
-                        return Some((Ok(samples), (chunks, Conversion::Running(resampler))));
-                    }
-                    Err(error) => return Some((Err(unusable(&error)), (chunks, Conversion::Done))),
-                }
-            }
-        },
-    )
 }
 
 fn unusable(error: &dyn std::error::Error) -> Refusal {

@@ -260,9 +260,7 @@ impl Form {
             .get(header::CONTENT_TYPE)
             .map(|value| shortened(&String::from_utf8_lossy(value.as_bytes())));
         let mut multipart = Multipart::from_request(request, &()).await.map_err(|rejection| {
-            Fault::request(
-                StatusCode::BAD_REQUEST,
-                "invalid_form",
+            Fault::bad_request("invalid_form",
                 format!(
                     "cannot read the form: content type is `{}`, it must be `multipart/form-data` with a boundary: {}",
                     announced.as_deref().unwrap_or(""),
@@ -313,8 +311,7 @@ impl Form {
 }
 
 fn invalid_form(error: &MultipartError) -> Fault {
-    Fault::request(
-        StatusCode::BAD_REQUEST,
+    Fault::bad_request(
         "invalid_form",
         format!("cannot read the form: {}", error.body_text()),
     )
@@ -322,7 +319,7 @@ fn invalid_form(error: &MultipartError) -> Fault {
 
 fn invalid_audio(why: &str) -> Fault {
     let message = format!("cannot read the audio: {why} (hint: send {READ_FORMATS})");
-    Fault::request(StatusCode::BAD_REQUEST, "invalid_audio", message).of_param("file")
+    Fault::bad_request("invalid_audio", message).of_param("file")
 }
 
 /// Shapes of an answer.

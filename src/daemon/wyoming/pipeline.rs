@@ -25,7 +25,7 @@ use super::{
     refuse::{error_of, not_handled},
     shared::{Api, Counted, DONE, NOT_NOW, WRONG},
 };
-use cotenant_conversation::refusals::{Passing, not_configured, worker_lost};
+use cotenant_conversation::refusals::{Passing, not_configured};
 use cotenant_http::{
     backend::{
         AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
@@ -36,7 +36,6 @@ use cotenant_http::{
 use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{MonoAudio, pcm_bytes},
-    resample::Resampler,
     sentences::Sentences,
     server::{Reply, SessionError},
     wyoming::{
@@ -636,7 +635,7 @@ impl Run {
             return Err(not_configured("speak", "voice").into());
         };
         while let Some(text) = sentences.recv().await {
-            let mut stream = self
+            let stream = self
                 .patiently(|| {
                     speech.synthesize(SpeechRequest {
                         meta: self.meta(),
@@ -657,22 +656,9 @@ impl Run {
                     format
                 }
             };
-            let mut resampler = match stream.rate {
-                rate if rate == format.rate => None,
-                rate => Some(Resampler::new(rate, format.rate).map_err(|error| unusable(&error))?),
-            };
-            while let Some(samples) = stream.chunks.next().await {
-                let samples = match &mut resampler {
-                    None => samples?,
-                    Some(resampler) => resampler
-                        .push(&samples?)
-                        .map_err(|error| unusable(&error))?,
-                };
-                self.send_audio(&samples, format, spoken, reply).await?;
-            }
-            if let Some(resampler) = resampler {
-                let rest = resampler.finish().map_err(|error| unusable(&error))?;
-                self.send_audio(&rest, format, spoken, reply).await?;
+            let mut pieces = stream.at_rate(format.rate)?;
+            while let Some(samples) = pieces.next().await {
+                self.send_audio(&samples?, format, spoken, reply).await?;
             }
         }
         Ok(())
@@ -744,10 +730,6 @@ const fn name_of(begin: &Input, last: LastStage) -> &'static str {
         (_, LastStage::Answer | LastStage::Text) => "wyoming/handle",
         (_, LastStage::Speech) => "wyoming/talk",
     }
-}
-
-fn unusable(error: &dyn std::error::Error) -> Refusal {
-    worker_lost("tts", format!("its audio cannot be used: {error}"))
 }
 
 /// Whether a shorter prompt would be taken.

@@ -13,8 +13,7 @@ use super::{
     refuse::error_of,
     shared::{AUDIO_KIB_MAX, Api},
 };
-use cotenant_conversation::refusals::at_limit;
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusals::{at_limit, invalid};
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
     resample::Resampler,
@@ -215,12 +214,11 @@ impl Connection {
         match voices.iter().find(|voice| speaks(&voice.languages)) {
             Some(voice) => Ok(choice(Some(voice))),
             None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(choice(None)),
-            None => Err(error_of(&Refusal::Invalid {
-                field: "voice.language".to_owned(),
-                value: language.chars().take(SHOWN_MAX).collect(),
-                problem: "is not one that a voice here speaks".to_owned(),
-            })
-            .into()),
+            None => {
+                let shown: String = language.chars().take(SHOWN_MAX).collect();
+                let problem = "is not one that a voice here speaks";
+                Err(error_of(&invalid("voice.language", shown, problem)).into())
+            }
         }
     }
 }
@@ -438,12 +436,9 @@ impl Recording {
 }
 
 fn unknown_speaker(speaker: &str, problem: &str) -> SessionError {
-    error_of(&Refusal::Invalid {
-        field: "voice.speaker".to_owned(),
-        value: speaker.chars().take(SHOWN_MAX).collect(),
-        problem: format!("is not known: {problem}"),
-    })
-    .into()
+    let shown: String = speaker.chars().take(SHOWN_MAX).collect();
+    let problem = format!("is not known: {problem}");
+    error_of(&invalid("voice.speaker", shown, problem)).into()
 }
 
 fn bad(error: &AudioError) -> SessionError {

@@ -1,6 +1,5 @@
 //! Events of clients, read.
 
-use axum::http::StatusCode;
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
@@ -113,6 +112,6 @@ fn fields<T: DeserializeOwned>(map: Map<String, Value>) -> Result<T, Fault> {
         } else {
             format!("{path}: {cause}")
         };
-        Fault::request(StatusCode::BAD_REQUEST, "invalid_type", message).of_param(&path)
+        Fault::bad_request("invalid_type", message).of_param(&path)
     })
 }

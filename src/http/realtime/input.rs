@@ -2,7 +2,6 @@
 
 use std::{mem, time::Duration};
 
-use axum::http::StatusCode;
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::OwnedSemaphorePermit;
 
@@ -13,7 +12,6 @@ use super::{
     },
     settings::Turns,
 };
-use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, TTS_RATE_HZ},
     resample::{ResampleError, Resampler},
@@ -138,8 +136,7 @@ impl Input {
             count(&self.samples)
         };
         if held < samples_in(COMMIT_MIN) {
-            return Err(Fault::request(
-                StatusCode::BAD_REQUEST,
+            return Err(Fault::bad_request(
                 "input_audio_buffer_commit_empty",
                 format!(
                     "cannot commit the input audio buffer: it has {} ms of audio, the least is {} ms",
@@ -259,11 +256,7 @@ impl Input {
 }
 
 fn unusable(error: &ResampleError) -> Fault {
-    Fault::from(Refusal::Invalid {
-        field: "audio".to_owned(),
-        value: String::new(),
-        problem: format!("cannot be used: {error}"),
-    })
+    Fault::invalid("audio", "", format!("cannot be used: {error}"))
 }
 
 fn count(samples: &[i16]) -> u64 {

@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 
-use axum::http::StatusCode;
 use serde_json::{Map, Value, json};
 
 use super::super::{
@@ -113,9 +112,9 @@ impl Items {
         shown: Value,
     ) -> Result<Option<String>, Fault> {
         if self.items.iter().any(|item| item.id == id) {
-            return Err(fault(
+            return Err(Fault::bad_request(
                 "item_create_duplicate_item_id",
-                &format!("there is an item `{id}` already"),
+                format!("there is an item `{id}` already"),
             )
             .of_param("item.id"));
         }
@@ -197,15 +196,15 @@ impl Items {
             .and_then(Value::as_object_mut);
         let Some(part) = part.filter(|part| part.get("type") == Some(&json!("output_audio")))
         else {
-            return Err(fault(
+            return Err(Fault::bad_request(
                 "item_truncate_invalid_item_id",
-                &format!("`{id}` is not a spoken answer"),
+                format!("`{id}` is not a spoken answer"),
             ));
         };
         if audio_end_ms > length {
-            return Err(fault(
+            return Err(Fault::bad_request(
                 "item_truncate_invalid_audio_end",
-                &format!(
+                format!(
                     "audio_end_ms: `{audio_end_ms}` is above the {length} ms that were sent of `{id}`"
                 ),
             ));
@@ -319,17 +318,13 @@ fn as_text(item: &Value) -> Value {
 }
 
 fn absent(id: &str, code: &'static str) -> Fault {
-    fault(
+    Fault::bad_request(
         code,
-        &format!(
+        format!(
             "there is no item `{}` in the conversation",
             super::super::fault::shortened(id)
         ),
     )
-}
-
-fn fault(code: &'static str, message: &str) -> Fault {
-    Fault::request(StatusCode::BAD_REQUEST, code, message)
 }
 
 /// What an item takes in memory.

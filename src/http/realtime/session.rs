@@ -309,7 +309,7 @@ impl Session {
             Some(Ok(Message::Ping(_) | Message::Pong(_))) => Next::GoOn,
             Some(Ok(Message::Binary(_))) => {
                 let message = "cannot take a binary message: events are JSON, in text messages";
-                let fault = Fault::request(StatusCode::BAD_REQUEST, "invalid_message", message);
+                let fault = Fault::bad_request("invalid_message", message);
                 self.outbox.error(&fault, None);
                 Next::GoOn
             }
@@ -342,8 +342,7 @@ impl Session {
                         self.end(End::Cancelled("client_cancelled"));
                         Ok(())
                     }
-                    _ => Err(Fault::request(
-                        StatusCode::BAD_REQUEST,
+                    _ => Err(Fault::bad_request(
                         "response_cancel_not_active",
                         "Cancellation failed: no active response found",
                     )),
@@ -427,8 +426,7 @@ impl Session {
     /// Refuses to change an item that a response still adds to.
     fn not_given(&self, item: &str) -> Result<(), Fault> {
         match &self.active {
-            Some(active) if active.output.gives(item) => Err(Fault::request(
-                StatusCode::BAD_REQUEST,
+            Some(active) if active.output.gives(item) => Err(Fault::bad_request(
                 "item_in_progress",
                 format!("`{item}` is still being given (hint: send `response.cancel` first)"),
             )),
@@ -690,18 +688,13 @@ impl Session {
     fn announce(&mut self, response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
         if self.settings.transcription_only {
             let message = "a session of the type `transcription` gives no responses";
-            return Err(Fault::request(
-                StatusCode::BAD_REQUEST,
-                "invalid_session_type",
-                message,
-            ));
+            return Err(Fault::bad_request("invalid_session_type", message));
         }
         if closing {
             return Err(draining().into());
         }
         if let Some(active) = &self.active {
-            return Err(Fault::request(
-                StatusCode::BAD_REQUEST,
+            return Err(Fault::bad_request(
                 "conversation_already_has_active_response",
                 format!(
                     "the conversation has an active response already: {}",
