@@ -182,13 +182,7 @@ impl Session for Speaking {
                 Ok(())
             }
             Event::SynthesizeChunk(piece) => {
-                let Some(mut streaming) = self.streaming.take() else {
-                    return Err(Refusal::new(
-                        BAD_REQUEST,
-                        "`synthesize-chunk` without `synthesize-start`",
-                    )
-                    .into());
-                };
+                let mut streaming = self.begun("synthesize-chunk")?;
                 streaming.bytes += piece.text.len();
                 check_text_length(streaming.bytes)?;
                 for sentence in streaming.sentences.push(&piece.text) {
@@ -198,13 +192,7 @@ impl Session for Speaking {
                 Ok(())
             }
             Event::SynthesizeStop => {
-                let Some(mut streaming) = self.streaming.take() else {
-                    return Err(Refusal::new(
-                        BAD_REQUEST,
-                        "`synthesize-stop` without `synthesize-start`",
-                    )
-                    .into());
-                };
+                let mut streaming = self.begun("synthesize-stop")?;
                 if let Some(sentence) = streaming.sentences.finish() {
                     self.speak(sentence, &mut streaming.speech, reply).await?;
                 }
@@ -224,6 +212,13 @@ impl Session for Speaking {
 }
 
 impl Speaking {
+    /// What was begun by `synthesize-start`, which this event goes on with.
+    fn begun(&mut self, event: &str) -> Result<Streaming, Refusal> {
+        let without = || format!("`{event}` without `synthesize-start`");
+        let streaming = self.streaming.take();
+        streaming.ok_or_else(|| Refusal::new(BAD_REQUEST, without()))
+    }
+
     async fn speak(
         &self,
         sentence: String,
