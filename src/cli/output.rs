@@ -145,12 +145,24 @@ pub enum Column {
     Figure(&'static str),
 }
 
+/// What a column shows of an item.
+pub(super) type Cell<T> = fn(&T) -> String;
+
 impl Table {
     /// A table without rows.
     pub fn new(head: impl Into<Vec<Column>>) -> Self {
         Self {
             head: head.into(),
             rows: Vec::new(),
+        }
+    }
+
+    /// A table with a row for each item, of which each column shows something.
+    pub(super) fn of<T>(items: &[T], columns: &[(Column, Cell<T>)]) -> Self {
+        let row = |item| columns.iter().map(|(_, cell)| cell(item)).collect();
+        Self {
+            head: columns.iter().map(|(head, _)| *head).collect(),
+            rows: items.iter().map(row).collect(),
         }
     }
 

@@ -23,44 +23,49 @@ pub(super) fn span(span: &prost_types::Duration) -> String {
 
 /// Leases as a table.
 pub(super) fn leases_table(leases: &[v1::Lease]) -> String {
-    let mut table = Table::new([
-        Column::Text("LEASE"),
-        Column::Text("KIND"),
-        Column::Text("CLASS"),
-        Column::Text("STATE"),
-        Column::Figure("HELD"),
-        Column::Figure("USED"),
-        Column::Figure("UNACCOUNTED"),
-        Column::Figure("TARGET"),
-        Column::Figure("MIN"),
-        Column::Figure("MAX"),
-        Column::Figure("EXPIRES IN"),
-    ]);
-    for lease in leases {
-        table.row([
-            lease.name.clone(),
-            word(lease.kind().as_str_name(), "LEASE_KIND_"),
-            word(lease.lease_class().as_str_name(), "LEASE_CLASS_").replace('_', "-"),
-            word(lease.state().as_str_name(), "LEASE_STATE_"),
-            Bytes::new(lease.held_bytes).to_string(),
-            lease
-                .used_bytes
-                .map_or_else(String::new, |used| Bytes::new(used).to_string()),
-            lease
-                .used_bytes
-                .filter(|used| *used > lease.held_bytes)
-                .map_or_else(String::new, |used| {
-                    Bytes::new(used - lease.held_bytes).to_string()
-                }),
-            lease.target.as_ref().map_or_else(String::new, |target| {
-                Bytes::new(target.target_bytes).to_string()
+    use Column::{Figure, Text};
+    Table::of(
+        leases,
+        &[
+            (Text("LEASE"), |lease| lease.name.clone()),
+            (Text("KIND"), |lease| {
+                word(lease.kind().as_str_name(), "LEASE_KIND_")
             }),
-            Bytes::new(lease.min_bytes).to_string(),
-            Bytes::new(lease.max_bytes).to_string(),
-            lease.expires_in.as_ref().map_or_else(String::new, span),
-        ]);
-    }
-    table.render()
+            (Text("CLASS"), |lease| {
+                word(lease.lease_class().as_str_name(), "LEASE_CLASS_").replace('_', "-")
+            }),
+            (Text("STATE"), state_of_lease),
+            (Figure("HELD"), |lease| bytes(lease.held_bytes)),
+            (Figure("USED"), |lease| optional(lease.used_bytes)),
+            (Figure("UNACCOUNTED"), |lease| {
+                let beyond = |used: u64| used.checked_sub(lease.held_bytes);
+                optional(lease.used_bytes.and_then(beyond).filter(|more| *more > 0))
+            }),
+            (Figure("TARGET"), target_of_lease),
+            (Figure("MIN"), |lease| bytes(lease.min_bytes)),
+            (Figure("MAX"), |lease| bytes(lease.max_bytes)),
+            (Figure("EXPIRES IN"), |lease| {
+                lease.expires_in.as_ref().map_or_else(String::new, span)
+            }),
+        ],
+    )
+    .render()
+}
+
+fn state_of_lease(lease: &v1::Lease) -> String {
+    word(lease.state().as_str_name(), "LEASE_STATE_")
+}
+
+fn target_of_lease(lease: &v1::Lease) -> String {
+    optional(lease.target.as_ref().map(|target| target.target_bytes))
+}
+
+fn bytes(bytes: u64) -> String {
+    Bytes::new(bytes).to_string()
+}
+
+fn optional(figure: Option<u64>) -> String {
+    figure.map_or_else(String::new, bytes)
 }
 
 /// The state for people, in lines of at most so many columns.
@@ -73,7 +78,6 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
         status.boot_id,
         if status.draining { ", draining" } else { "" },
     )];
-    let bytes = |bytes: u64| Bytes::new(bytes).to_string();
     if let Some(budget) = &status.budget {
         let supervisor = budget
             .supervisor_bytes
@@ -266,31 +270,20 @@ fn said_of(worker: &v1::Worker) -> Option<String> {
 
 /// Leases in 80 columns; `cotenant leases` has all of them.
 pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
-    let mut table = Table::new([
-        Column::Text("LEASE"),
-        Column::Text("STATE"),
-        Column::Figure("HELD"),
-        Column::Figure("USED"),
-        Column::Figure("TARGET"),
-        Column::Figure("MIN"),
-        Column::Figure("MAX"),
-    ]);
-    let bytes = |bytes: u64| Bytes::new(bytes).to_string();
-    for lease in leases {
-        table.row([
-            lease.name.clone(),
-            word(lease.state().as_str_name(), "LEASE_STATE_"),
-            bytes(lease.held_bytes),
-            lease.used_bytes.map_or_else(String::new, bytes),
-            lease
-                .target
-                .as_ref()
-                .map_or_else(String::new, |target| bytes(target.target_bytes)),
-            bytes(lease.min_bytes),
-            bytes(lease.max_bytes),
-        ]);
-    }
-    table.render()
+    use Column::{Figure, Text};
+    Table::of(
+        leases,
+        &[
+            (Text("LEASE"), |lease| lease.name.clone()),
+            (Text("STATE"), state_of_lease),
+            (Figure("HELD"), |lease| bytes(lease.held_bytes)),
+            (Figure("USED"), |lease| optional(lease.used_bytes)),
+            (Figure("TARGET"), target_of_lease),
+            (Figure("MIN"), |lease| bytes(lease.min_bytes)),
+            (Figure("MAX"), |lease| bytes(lease.max_bytes)),
+        ],
+    )
+    .render()
 }
 
 /// Sequences of the LLM, a row each; the class stands for a client without a name.
@@ -308,12 +301,9 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     ]);
     for sequence in sequences {
         let waits = sequence.state() == v1::SequenceState::Waiting;
-        let figure = |figure: u32| {
-            if waits {
-                String::new()
-            } else {
-                figure.to_string()
-            }
+        let figure = |figure: u32| match waits {
+            true => String::new(),
+            false => figure.to_string(),
         };
         let mut state = word(sequence.state().as_str_name(), "SEQUENCE_STATE_");
         if let Some(waited) = &sequence.waited {
@@ -322,11 +312,7 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         table.row([
             sequence.id.to_string(),
             state,
-            if waits {
-                String::new()
-            } else {
-                Bytes::new(sequence.kv_bytes).to_string()
-            },
+            optional((!waits).then_some(sequence.kv_bytes)),
             figure(sequence.kv_tokens),
             figure(sequence.kv_blocks),
             sequence.prompt_tokens.to_string(),
@@ -423,21 +409,17 @@ fn next_try(engine: &v1::Engine) -> String {
 }
 
 fn peaks_table(peaks: &[v1::LearnedPeak]) -> String {
-    let mut table = Table::new([
-        Column::Text("HOLDER"),
-        Column::Text("VARIANT"),
-        Column::Figure("LEARNED PEAK"),
-        Column::Figure("RUNS"),
-    ]);
-    for peak in peaks {
-        table.row([
-            peak.holder.clone(),
-            peak.variant.clone(),
-            Bytes::new(peak.peak_bytes).to_string(),
-            peak.lives.to_string(),
-        ]);
-    }
-    table.render()
+    use Column::{Figure, Text};
+    Table::of(
+        peaks,
+        &[
+            (Text("HOLDER"), |peak| peak.holder.clone()),
+            (Text("VARIANT"), |peak| peak.variant.clone()),
+            (Figure("LEARNED PEAK"), |peak| bytes(peak.peak_bytes)),
+            (Figure("RUNS"), |peak| peak.lives.to_string()),
+        ],
+    )
+    .render()
 }
 
 /// Its state, and why it rests: `stopped (idle)`.
@@ -459,25 +441,21 @@ fn state_of(worker: &v1::Worker) -> String {
 }
 
 pub(super) fn workers_table(workers: &[v1::Worker]) -> String {
-    let mut table = Table::new([
-        Column::Text("WORKER"),
-        Column::Text("STATE"),
-        Column::Figure("PID"),
-        Column::Text("VARIANT"),
-        Column::Figure("STARTS"),
-        Column::Figure("FAILURES"),
-    ]);
-    for worker in workers {
-        table.row([
-            worker.name.clone(),
-            state_of(worker),
-            worker.pid.map_or_else(String::new, |pid| pid.to_string()),
-            worker.variant.clone(),
-            worker.starts.to_string(),
-            worker.failures.to_string(),
-        ]);
-    }
-    table.render()
+    use Column::{Figure, Text};
+    Table::of(
+        workers,
+        &[
+            (Text("WORKER"), |worker| worker.name.clone()),
+            (Text("STATE"), state_of),
+            (Figure("PID"), |worker| {
+                worker.pid.map_or_else(String::new, |pid| pid.to_string())
+            }),
+            (Text("VARIANT"), |worker| worker.variant.clone()),
+            (Figure("STARTS"), |worker| worker.starts.to_string()),
+            (Figure("FAILURES"), |worker| worker.failures.to_string()),
+        ],
+    )
+    .render()
 }
 
 /// An event for people: its number, the time of day (UTC), a mark, and the entry in one line.

@@ -104,6 +104,21 @@ impl Drop for Process {
     }
 }
 
+/// The keys of a configuration that place everything of the daemon below this folder.
+#[must_use]
+pub fn places(folder: &Path) -> String {
+    let folder = folder.display();
+    format!(
+        "\
+grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
+journal: {{path: {folder}/journal.ndjson}}
+state_dir: {folder}/state
+runtime_dir: {folder}
+log: {{filter: info, format: text}}
+"
+    )
+}
+
 /// The daemon on its folder.
 #[derive(Debug)]
 pub struct Stage {
@@ -163,6 +178,13 @@ impl Stage {
     /// The daemon.
     pub fn daemon(&mut self) -> &mut Process {
         &mut self.daemon
+    }
+
+    /// A problem with what the daemon wrote last.
+    #[must_use]
+    pub fn last_words(&self, problem: impl std::fmt::Display) -> String {
+        let log = self.log_tail(15);
+        format!("{problem}; the daemon's last words:\n{log}")
     }
 
     /// The last lines of the daemon's log.

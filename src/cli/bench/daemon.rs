@@ -49,12 +49,7 @@ pub async fn until(
 
 /// A problem, with the end of the daemon's log.
 pub fn last_words(stage: &Stage) -> impl Fn(String) -> String {
-    move |problem| {
-        format!(
-            "{problem}; the daemon's last words:\n{}",
-            stage.log_tail(15)
-        )
-    }
+    |problem| stage.last_words(problem)
 }
 
 /// What names a lease on its stream.

@@ -26,7 +26,7 @@ use crate::{
         talk::{Outcome, Phase, Talk},
         watch,
     },
-    stage::Stage,
+    stage::{Stage, places},
 };
 use cotenant_probe::{ProbeRoot, meminfo::Meminfo};
 use cotenant_rpc::v1::{
@@ -316,10 +316,7 @@ async fn small_lease(leases: &mut LeaseServiceClient<Channel>) -> Result<Lease, 
             lease_class: LeaseClass::AudioRealtime.into(),
             min_bytes: ASR_SMALL.get(),
             max_bytes: ASR_SMALL.get(),
-            term: Some(prost_types::Duration {
-                seconds: i64::try_from(PATIENCE.as_secs() * 2).unwrap_or(240),
-                nanos: 0,
-            }),
+            term: (PATIENCE * 2).try_into().ok(),
             max_wait: None,
             ..CreateLeaseRequest::default()
         })
@@ -396,10 +393,7 @@ async fn resize(
             generation: lease.generation,
             min_bytes: bytes.get(),
             max_bytes: bytes.get(),
-            max_wait: Some(prost_types::Duration {
-                seconds: 5,
-                nanos: 0,
-            }),
+            max_wait: Duration::from_secs(5).try_into().ok(),
         })
         .await
         .map_err(|status| format!("cannot change the lease to {bytes}: {}", status.message()))?
@@ -413,7 +407,7 @@ fn configuration(folder: &std::path::Path, args: &GrantArgs, total: Bytes, kv: K
         .model
         .clone()
         .unwrap_or_else(|| folder.join("demo.gguf"));
-    let (folder, model) = (folder.display(), model.display());
+    let (places, model) = (places(folder), model.display());
     let kv = match kv {
         Kv::InUse => "at-once",
         Kv::Untouched => "as-needed",
@@ -437,12 +431,7 @@ llm:
   kv_floor: 512
   kv_memory: {kv}
 http: {{listen: none}}
-grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
-journal: {{path: {folder}/journal.ndjson}}
-state_dir: {folder}/state
-runtime_dir: {folder}
-log: {{filter: info, format: text}}
-",
+{places}",
         (total + RESERVE).get() / 1024,
         RESERVE.whole_mib(),
         args.context,

@@ -15,7 +15,7 @@ use super::{daemon, load, report::milliseconds};
 use crate::{
     Output, demo,
     output::{self, Column, Table},
-    stage::{Process, Stage},
+    stage::{Process, Stage, places},
     talk::{Spoken, request_pipeline, utter},
 };
 use cotenant_rpc::v1::{
@@ -330,7 +330,7 @@ fn ready(status: &GetStatusResponse) -> bool {
 }
 
 fn configuration(folder: &Path) -> String {
-    let folder = folder.display();
+    let (places, folder) = (places(folder), folder.display());
     format!(
         "\
 budget:
@@ -353,12 +353,7 @@ workers:
     memory: {{steady: 40MiB, peak: 48MiB}}
 http: {{listen: none}}
 wyoming: {{listen: [\"unix://{folder}/wyoming.sock\"]}}
-grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
-journal: {{path: {folder}/journal.ndjson}}
-state_dir: {folder}/state
-runtime_dir: {folder}
-log: {{filter: info, format: text}}
-",
+{places}",
         total = TOTAL.whole_mib(),
         reserve = RESERVE.whole_mib(),
     )

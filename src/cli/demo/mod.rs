@@ -287,10 +287,7 @@ fn resize_asr(variant: &str) -> ResizeWorkerRequest {
     ResizeWorkerRequest {
         name: "asr".to_owned(),
         variant: variant.to_owned(),
-        max_wait: Some(prost_types::Duration {
-            seconds: 5,
-            nanos: 0,
-        }),
+        max_wait: Duration::from_secs(5).try_into().ok(),
     }
 }
 
@@ -350,15 +347,8 @@ async fn play(
     let address = free_port().map_err(text)?;
     let mut stage = Stage::set(|folder| scenario.configuration(folder, address)).map_err(text)?;
     let planned = published::planned(&stage.config()).await?;
-    let channel = match connect(&stage.socket(), PATIENCE).await {
-        Ok(channel) => channel,
-        Err(problem) => {
-            return Err(format!(
-                "{problem}; the daemon's last words:\n{}",
-                stage.log_tail(15)
-            ));
-        }
-    };
+    let channel = connect(&stage.socket(), PATIENCE).await;
+    let channel = channel.map_err(|problem| stage.last_words(problem))?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     let neighbour_pid = Arc::new(Mutex::new(None));
     let watch = Watch::start(
@@ -374,16 +364,11 @@ async fn play(
         .await;
     let status = watch.status().unwrap_or_default();
     if let Some(what) = given_up(&status) {
-        return Err(format!(
-            "{what}; the daemon's last words:\n{}",
-            stage.log_tail(15)
-        ));
+        return Err(stage.last_words(what));
     }
     if !ready(&status) {
-        return Err(format!(
-            "LLM and workers were not ready within {PATIENCE:?}; the daemon's last words:\n{}",
-            stage.log_tail(15)
-        ));
+        let problem = format!("LLM and workers were not ready within {PATIENCE:?}");
+        return Err(stage.last_words(problem));
     }
     let budget = status.budget.unwrap_or_default();
     narrator.say(&format!(

@@ -1,8 +1,8 @@
 //! Script of the demonstration: models, budget, workers and the other program.
 
-use std::{fmt::Write as _, io, net::SocketAddr, path::Path, path::PathBuf};
+use std::{io, net::SocketAddr, path::Path, path::PathBuf};
 
-use crate::stage::Process;
+use crate::stage::{Process, places};
 use cotenant_units::Bytes;
 
 /// What a process of an unoptimised build weighs more than one of a release build, measured.
@@ -139,25 +139,7 @@ workers:
                 .workers
                 .replace("{FOLDER}", &folder.display().to_string()),
         );
-        let folder = folder.display();
-        // Writing to a string cannot fail.
-        let _ = write!(
-            text,
-            "\
-http:
-  listen: {http}
-grpc:
-  socket: {folder}/cotenant.sock
-  abstract_name: none
-journal:
-  path: {folder}/journal.ndjson
-state_dir: {folder}/state
-runtime_dir: {folder}
-log:
-  filter: info
-  format: text
-"
-        );
+        text += &format!("http: {{listen: {http}}}\n{}", places(folder));
         text
     }
 }
