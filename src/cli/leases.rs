@@ -1,11 +1,11 @@
 //! `cotenant leases`: the table of leases, and the release of one.
 
 use clap::{Args, Subcommand};
-use serde_json::{Value, json};
+use serde_json::json;
 use tonic::transport::Channel;
 
 use super::{
-    Global, Output,
+    Global,
     exit::{self, CliError},
     output, show,
 };
@@ -37,16 +37,8 @@ pub(super) async fn run(global: &Global, leases: Leases) -> Result<(), CliError>
     match leases.verb.unwrap_or(Verb::List) {
         Verb::List => {
             let leases = all(global, &mut client).await?;
-            match global.output {
-                Output::Table => output::write(&show::leases_table(&leases)),
-                Output::Json => {
-                    let leases: Value = leases.iter().map(json::lease).collect();
-                    output::write_json(global.output, &leases)
-                }
-                Output::Ndjson => leases
-                    .iter()
-                    .try_for_each(|lease| output::write_json(global.output, &json::lease(lease))),
-            }
+            let text = || show::leases_table(&leases);
+            output::write_list(global.output, leases.iter().map(json::lease), text)
         }
         Verb::Release { name } => {
             let lease = all(global, &mut client)

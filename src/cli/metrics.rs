@@ -9,7 +9,7 @@ use std::{
 use serde_json::{Value, json};
 
 use super::{
-    Global, Output,
+    Global,
     exit::{self, CliError},
     output,
 };
@@ -39,11 +39,7 @@ pub(super) fn run(global: &Global, args: &Metrics) -> Result<(), CliError> {
     match (&args.textfile, global.output) {
         (Some(path), _) => replace(path, &text)
             .map_err(|error| CliError::failed(format!("cannot write `{}`", path.display()), error)),
-        (None, Output::Table) => output::write(&text),
-        (None, format @ Output::Json) => output::write_json(format, &samples(&text).collect()),
-        (None, format @ Output::Ndjson) => {
-            samples(&text).try_for_each(|sample| output::write_json(format, &sample))
-        }
+        (None, format) => output::write_list(format, samples(&text), || text.clone()),
     }
 }
 

@@ -1,12 +1,16 @@
 //! Output on stdout: text, JSON, tables.
 
-use std::io::{self, Write};
+use std::{
+    io::{self, Write},
+    path::Path,
+};
 
 use clap::ValueEnum;
 use serde::Serialize;
 use serde_json::Value;
 
 use super::exit::{CliError, escaped};
+use cotenant_journal::{self as journal, Contents};
 use cotenant_rpc::json;
 
 /// How to print data.
@@ -80,6 +84,30 @@ pub fn write_json(output: Output, value: &Value) -> Result<(), CliError> {
         Output::Json | Output::Table => format!("{value:#}\n"),
     };
     write_raw(&text)
+}
+
+/// Writes values: as text, as one list for `json`, or one on a line for `ndjson`.
+pub(super) fn write_list(
+    output: Output,
+    mut values: impl Iterator<Item = Value>,
+    text: impl FnOnce() -> String,
+) -> Result<(), CliError> {
+    match output {
+        Output::Table => write(&text()),
+        Output::Json => write_json(output, &values.collect()),
+        Output::Ndjson => values.try_for_each(|value| write_json(output, &value)),
+    }
+}
+
+/// Reads a journal, and says which of its lines cannot be read.
+pub(super) fn read_journal(path: &Path, act: impl Into<String>) -> Result<Contents, CliError> {
+    let contents = journal::read(path).map_err(|error| CliError::failed(act, error))?;
+    if !contents.damaged.is_empty() {
+        let lines = listed(&contents.damaged);
+        let path = path.display();
+        eprintln!("{path}: lines {lines} cannot be read and are left out");
+    }
+    Ok(contents)
 }
 
 /// Writes a report, as text or as JSON.

@@ -74,16 +74,10 @@ pub(super) fn run(global: &Global, plot: &Plot) -> Result<(), CliError> {
     }
     match global.output {
         Output::Table if plot.svg.is_some() => Ok(()),
-        Output::Table => output::write(&format!(
-            "{}, {}\n{}",
-            chart.title,
-            chart.subtitle,
-            chart.to_text(WIDTH, HEIGHT, false)
-        )),
-        Output::Json => output::write_json(global.output, &points_json(&chart).collect()),
-        Output::Ndjson => {
-            points_json(&chart).try_for_each(|point| output::write_json(global.output, &point))
-        }
+        output => output::write_list(output, points_json(&chart), || {
+            let picture = chart.to_text(WIDTH, HEIGHT, false);
+            format!("{}, {}\n{picture}", chart.title, chart.subtitle)
+        }),
     }
 }
 

@@ -5,8 +5,8 @@ use std::{path::PathBuf, process::ExitCode, time::Duration};
 use clap::Args;
 use serde_json::Value;
 
-use super::{Global, Output, exit::CliError, global::runtime, output};
-use cotenant_journal::{self as journal, Content};
+use super::{Global, exit::CliError, global::runtime, output};
+use cotenant_journal::Content;
 use cotenant_policy::{
     death::{DeathCertificate, MemoryPoint},
     event::Event,
@@ -33,23 +33,18 @@ pub(super) fn run(global: &Global, verb: &Postmortem) -> Result<ExitCode, CliErr
     } else {
         read(verb)?
     };
-    match global.output {
-        Output::Table if deaths.is_empty() => {
-            let who = verb.worker.as_deref().map_or_else(
-                || "no worker has".to_owned(),
-                |worker| format!("worker `{worker}` has not"),
-            );
-            output::write(&format!("{who} died since the supervisor started\n"))?;
+    let text = || {
+        if deaths.is_empty() {
+            let who = match &verb.worker {
+                Some(worker) => format!("worker `{worker}` has not"),
+                None => "no worker has".to_owned(),
+            };
+            return format!("{who} died since the supervisor started\n");
         }
-        Output::Table => {
-            let texts: Vec<String> = deaths.iter().map(describe).collect();
-            output::write(&texts.join("\n"))?;
-        }
-        Output::Json => output::write_json(global.output, &deaths.iter().map(to_json).collect())?,
-        Output::Ndjson => deaths
-            .iter()
-            .try_for_each(|death| output::write_json(global.output, &to_json(death)))?,
-    }
+        let texts: Vec<String> = deaths.iter().map(describe).collect();
+        texts.join("\n")
+    };
+    output::write_list(global.output, deaths.iter().map(to_json), text)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -79,19 +74,8 @@ async fn ask(global: &Global, verb: &Postmortem) -> Result<Vec<DeathCertificate>
 fn read(verb: &Postmortem) -> Result<Vec<DeathCertificate>, CliError> {
     let mut deaths = Vec::new();
     for path in &verb.journal {
-        let contents = journal::read(path).map_err(|error| {
-            CliError::failed(
-                format!("cannot read the journal `{}`", path.display()),
-                error,
-            )
-        })?;
-        if !contents.damaged.is_empty() {
-            eprintln!(
-                "{}: lines {} cannot be read and are left out",
-                path.display(),
-                output::listed(&contents.damaged)
-            );
-        }
+        let act = format!("cannot read the journal `{}`", path.display());
+        let contents = output::read_journal(path, act)?;
         deaths.extend(
             contents
                 .entries

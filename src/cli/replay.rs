@@ -6,7 +6,7 @@ use clap::Args;
 use serde_json::json;
 
 use super::{
-    Global, Output,
+    Global,
     exit::{self, CliError},
     output,
 };
@@ -23,17 +23,8 @@ pub struct Replay {
 pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError> {
     let mut entries = Vec::new();
     for path in &replay.files {
-        let contents = journal::read(path).map_err(|error| {
-            let act = format!("cannot replay `{}`", path.display());
-            CliError::failed(act, error)
-        })?;
-        if !contents.damaged.is_empty() {
-            eprintln!(
-                "{}: lines {} cannot be read and are left out",
-                path.display(),
-                output::listed(&contents.damaged)
-            );
-        }
+        let act = format!("cannot replay `{}`", path.display());
+        let contents = output::read_journal(path, act)?;
         if contents.torn {
             eprintln!(
                 "{}: the last line has no end and is left out",
@@ -43,17 +34,8 @@ pub(super) fn run(global: &Global, replay: &Replay) -> Result<ExitCode, CliError
         entries.extend(contents.entries);
     }
     let runs = journal::replay(&entries);
-    match global.output {
-        Output::Table => {
-            for run in &runs {
-                output::write(&describe(run))?;
-            }
-        }
-        Output::Json => output::write_json(global.output, &runs.iter().map(to_json).collect())?,
-        Output::Ndjson => runs
-            .iter()
-            .try_for_each(|run| output::write_json(global.output, &to_json(run)))?,
-    }
+    let text = || runs.iter().map(describe).collect();
+    output::write_list(global.output, runs.iter().map(to_json), text)?;
     let same = !runs.is_empty() && runs.iter().all(|run| run.outcome == Outcome::Same);
     Ok(ExitCode::from(if same { exit::OK } else { exit::FAILED }))
 }
