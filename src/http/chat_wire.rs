@@ -233,30 +233,17 @@ impl Begun {
 
 impl WireMessage {
     fn into_message(self, index: usize) -> Result<ChatMessage, Fault> {
+        let known = ["system", "developer", "user", "assistant", "tool"];
         let role = match self.role.as_str() {
-            "assistant" => Role::Assistant,
-            "system" | "developer" => Role::System,
-            "tool" | "function" => Role::Tool,
-            "user" => Role::User,
-            other => {
-                return invalid(
-                    &format!("messages[{index}].role"),
-                    other,
-                    "is not one of `system`, `developer`, `user`, `assistant`, `tool`",
-                );
-            }
+            "function" => Role::Tool,
+            role => role_of(&format!("messages[{index}].role"), role, &known)?,
         };
         let tool_calls = self.tool_calls.unwrap_or_default().into_iter();
         let tool_calls = tool_calls
             .map(|call| ToolCall {
                 id: call.id.unwrap_or_default(),
                 name: call.function.name,
-                // clients send them as text; those that send an object mean the same
-                arguments: match call.function.arguments {
-                    Value::String(text) => text,
-                    Value::Null => "{}".to_owned(),
-                    other => other.to_string(),
-                },
+                arguments: arguments_text(call.function.arguments),
             })
             .collect();
         let content = match self.content {
@@ -283,6 +270,38 @@ impl WireMessage {
             name: self.name,
         })
     }
+}
+
+/// The role of this name, one of those that the API has.
+pub(super) fn role_of(field: &str, role: &str, known: &[&str]) -> Result<Role, Fault> {
+    Ok(match role {
+        role if !known.contains(&role) => {
+            let problem = format!("is not one of `{}`", known.join("`, `"));
+            return invalid(field, role, problem);
+        }
+        "assistant" => Role::Assistant,
+        "tool" => Role::Tool,
+        "user" => Role::User,
+        _ => Role::System,
+    })
+}
+
+/// Arguments of a call. Clients send them as text; those that send an object mean the same.
+pub(super) fn arguments_text(arguments: Value) -> String {
+    match arguments {
+        Value::String(text) => text,
+        Value::Null => "{}".to_owned(),
+        other => other.to_string(),
+    }
+}
+
+/// Whether a tool has this name.
+pub(super) fn has_tool(tools: &[Value], name: &str) -> bool {
+    let own = |tool: &Value| {
+        tool.pointer("/function/name")
+            .is_some_and(|own| own == name)
+    };
+    tools.iter().any(own)
 }
 
 fn joined_parts(message: usize, parts: &[Value]) -> Result<String, Fault> {
@@ -509,10 +528,7 @@ impl ToolChoice {
                 let name = choice.pointer("/function/name").and_then(Value::as_str);
                 let name =
                     name.ok_or_else(|| Fault::invalid("tool_choice", choice, "names no function"))?;
-                let known = |tool: &Value| {
-                    tool.pointer("/function/name").and_then(Value::as_str) == Some(name)
-                };
-                if !tools.iter().any(known) {
+                if !has_tool(tools, name) {
                     return invalid("tool_choice", name, "is not one of `tools`");
                 }
                 Self::Required(Some(name.to_owned()))

@@ -9,7 +9,9 @@ use super::{
     backend::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Role, ToolCall,
     },
-    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, function_of, stop_texts},
+    chat_wire::{
+        STOP_TEXTS_MAX, at_least_one, checked_tools, function_of, has_tool, role_of, stop_texts,
+    },
     fault::{Fault, invalid},
     fields::{ignored, is_set, refuse_unsupported},
     numbers::Whole,
@@ -195,10 +197,7 @@ impl WireRequest {
                 ("auto" | "none", _) => return self.output_form(),
                 ("any", _) => None,
                 ("tool", Some(name)) => {
-                    let known = |tool: &Value| {
-                        tool.pointer("/function/name").and_then(Value::as_str) == Some(name)
-                    };
-                    if !tools.iter().any(known) {
+                    if !has_tool(tools, name) {
                         return invalid("tool_choice.name", name, "is not one of `tools`");
                     }
                     Some(name.clone())
@@ -309,16 +308,12 @@ struct Messages {
 impl Messages {
     fn push(&mut self, index: usize, message: WireMessage) -> Result<(), Fault> {
         let role = match message.role.as_str() {
-            "assistant" => Role::Assistant,
             "system" => Role::System,
-            "user" => Role::User,
-            other => {
-                return invalid(
-                    &format!("messages[{index}].role"),
-                    other,
-                    "is not one of `user`, `assistant`",
-                );
-            }
+            role => role_of(
+                &format!("messages[{index}].role"),
+                role,
+                &["user", "assistant"],
+            )?,
         };
         let field = format!("messages[{index}].content");
         let blocks = match message.content {

@@ -58,16 +58,11 @@ pub(super) fn unknown_model<'a>(
     id: &str,
     models: impl IntoIterator<Item = &'a ModelInfo>,
 ) -> Fault {
-    let known: Vec<String> = models
-        .into_iter()
-        .map(|model| format!("`{}`", model.id))
-        .collect();
     Fault::from(Refusal::UnknownModel {
         model: shortened(id),
-        known: if known.is_empty() {
-            String::new()
-        } else {
-            format!("; there is {}", known.join(", "))
+        known: match listed(models) {
+            none if none.is_empty() => none,
+            known => format!("; there is {known}"),
         },
     })
 }
@@ -87,13 +82,12 @@ pub(super) fn wrong_model<'a>(
     task: &str,
     models: impl IntoIterator<Item = &'a ModelInfo>,
 ) -> Fault {
-    let known: Vec<String> = models
-        .into_iter()
-        .map(|model| format!("`{}`", model.id))
-        .collect();
-    let message = format!(
-        "`{id}` is a model for {task}, not for chat; there is {}",
-        known.join(", ")
-    );
+    let known = listed(models);
+    let message = format!("`{id}` is a model for {task}, not for chat; there is {known}");
     Fault::request(StatusCode::NOT_FOUND, "model_not_found", message).of_param("model")
+}
+
+fn listed<'a>(models: impl IntoIterator<Item = &'a ModelInfo>) -> String {
+    let names = models.into_iter().map(|model| format!("`{}`", model.id));
+    names.collect::<Vec<_>>().join(", ")
 }

@@ -14,7 +14,9 @@ use super::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Retention, Role,
         ToolCall,
     },
-    chat_wire::{STOP_TEXTS_MAX, at_least_one, checked_tools, sinks, stop_texts},
+    chat_wire::{
+        STOP_TEXTS_MAX, arguments_text, at_least_one, checked_tools, role_of, sinks, stop_texts,
+    },
     fault::{Fault, invalid},
     fields::{IGNORED_MAX, not_honoured, refuse_unsupported},
     numbers::Whole,
@@ -272,18 +274,10 @@ impl WireRequest {
 impl WireMessage {
     fn into_message(self, index: usize) -> Result<ChatMessage, Fault> {
         // Ollama compares them in small letters.
+        let known = ["system", "user", "assistant", "tool"];
         let role = match self.role.to_ascii_lowercase().as_str() {
-            "assistant" => Role::Assistant,
-            "system" | "developer" => Role::System,
-            "tool" => Role::Tool,
-            "user" => Role::User,
-            other => {
-                return invalid(
-                    &format!("messages[{index}].role"),
-                    other,
-                    "is not one of `system`, `user`, `assistant`, `tool`",
-                );
-            }
+            "developer" => Role::System,
+            role => role_of(&format!("messages[{index}].role"), role, &known)?,
         };
         refuse_images(&format!("messages[{index}].images"), self.images.as_deref())?;
         let calls = self.tool_calls.unwrap_or_default().into_iter().zip(0..);
@@ -296,11 +290,7 @@ impl WireMessage {
                     // Ollama's calls have no ids; templates want some
                     id: format!("call_{index}_{at}"),
                     name: call.function.name,
-                    arguments: match call.function.arguments {
-                        Value::Null => "{}".to_owned(),
-                        Value::String(text) => text,
-                        other => other.to_string(),
-                    },
+                    arguments: arguments_text(call.function.arguments),
                 })
                 .collect(),
             tool_call_id: None,

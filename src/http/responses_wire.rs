@@ -9,7 +9,7 @@ use super::{
         AnswerForm, ChatMessage, ChatRequest, Conversation, Prompt, RequestMeta, Retention, Role,
         ToolCall,
     },
-    chat_wire::{ToolChoice, at_least_one, checked_tools, function_of},
+    chat_wire::{ToolChoice, at_least_one, checked_tools, function_of, role_of},
     fault::{Fault, invalid},
     fields::{NO_PROBABILITIES, ignored, is_set, refuse_unsupported},
     numbers::Whole,
@@ -261,18 +261,8 @@ pub(super) fn push_item(
         .to_owned();
     match kind.as_str() {
         "message" => {
-            let role = match text(&item, "role")?.as_str() {
-                "assistant" => Role::Assistant,
-                "developer" | "system" => Role::System,
-                "user" => Role::User,
-                other => {
-                    return invalid(
-                        &format!("{field}.role"),
-                        other,
-                        "is not one of `user`, `assistant`, `system`, `developer`",
-                    );
-                }
-            };
+            let known = ["user", "assistant", "system", "developer"];
+            let role = role_of(&format!("{field}.role"), &text(&item, "role")?, &known)?;
             let content = item.get_mut("content").map(Value::take).unwrap_or_default();
             let content = text_of(&format!("{field}.content"), content)?;
             match messages.last_mut() {
