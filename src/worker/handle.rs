@@ -97,16 +97,8 @@ impl WorkerHandle {
             Some(name) => Some(name.to_owned()),
             None => variants.first().map(|first| first.name.clone()),
         };
-        let (reply, answer) = oneshot::channel();
-        if self
-            .commands
-            .send(Command::Start { variant, reply })
-            .await
-            .is_err()
-        {
-            return Err(StartError::Gone);
-        }
-        answer.await.unwrap_or(Err(StartError::Gone))
+        let started = self.ask(|reply| Command::Start { variant, reply }).await;
+        started.unwrap_or(Err(StartError::Gone))
     }
 
     /// Takes over a worker that a supervisor before us has started; it counts as ready when it shows so again, or at
@@ -115,17 +107,9 @@ impl WorkerHandle {
     /// # Errors
     /// When it runs already, has ended meanwhile, or its output cannot be read.
     pub async fn adopt(&self, survivor: Survivor) -> Result<u32, StartError> {
-        let (reply, answer) = oneshot::channel();
         let survivor = Box::new(survivor);
-        if self
-            .commands
-            .send(Command::Adopt { survivor, reply })
-            .await
-            .is_err()
-        {
-            return Err(StartError::Gone);
-        }
-        answer.await.unwrap_or(Err(StartError::Gone))
+        let adopted = self.ask(|reply| Command::Adopt { survivor, reply }).await;
+        adopted.unwrap_or(Err(StartError::Gone))
     }
 
     /// Ends it and waits: SIGTERM to its group, SIGKILL after `grace`, or after the grace of its specification; SIGKILL
@@ -204,15 +188,13 @@ impl WorkerHandle {
                 variant: variant.to_owned(),
                 source,
             })?;
-        let (reply, noted) = oneshot::channel();
-        let switched = Command::Switched {
+        let switched = |reply| Command::Switched {
             start,
             variant: answered.variant.clone(),
             reply,
         };
         // When its task is gone there is nothing left to note it.
-        let _ = self.commands.send(switched).await;
-        let _ = noted.await;
+        let _ = self.ask(switched).await;
         Ok(ResizeReport {
             variant: answered.variant,
             after: self.measure().await,
@@ -292,15 +274,21 @@ impl WorkerHandle {
     }
 
     async fn end(&self, intent: Intent, grace: Duration, why: &str) -> Option<ExitReport> {
-        let (reply, answer) = oneshot::channel();
-        let end = Command::End {
+        let why = why.to_owned();
+        let end = |reply| Command::End {
             intent,
             grace,
-            why: why.to_owned(),
+            why,
             reply,
         };
-        self.commands.send(end).await.ok()?;
-        answer.await.ok()?
+        self.ask(end).await?
+    }
+
+    /// Has its task do something; `None` when that task is gone.
+    async fn ask<T>(&self, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(command(reply)).await.ok()?;
+        answer.await.ok()
     }
 }
 

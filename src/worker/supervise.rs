@@ -67,24 +67,14 @@ impl Supervisor {
         while let Some(command) = self.inbox.recv().await {
             match command {
                 Command::Adopt { survivor, reply } => match self.adopt(*survivor) {
-                    Ok(child) => {
-                        let pid = child.process.pid();
-                        let _ = reply.send(Ok(pid));
-                        self.emit(WorkerEventKind::Starting { pid }).await;
-                        self.attend(child).await;
-                    }
+                    Ok(child) => self.begin(child, reply).await,
                     // It is not in the ledger yet, so its end is none.
                     Err(error) => {
                         let _ = reply.send(Err(error));
                     }
                 },
                 Command::Start { variant, reply } => match self.launch(variant).await {
-                    Ok(child) => {
-                        let pid = child.process.pid();
-                        let _ = reply.send(Ok(pid));
-                        self.emit(WorkerEventKind::Starting { pid }).await;
-                        self.attend(child).await;
-                    }
+                    Ok(child) => self.begin(child, reply).await,
                     Err(error) => {
                         let certificate = self.not_started(&error);
                         let reason = FailureReason::NotStarted {
@@ -102,6 +92,13 @@ impl Supervisor {
                 Command::Switched { .. } => {}
             }
         }
+    }
+
+    async fn begin(&mut self, child: Child, reply: oneshot::Sender<Result<u32, StartError>>) {
+        let pid = child.process.pid();
+        let _ = reply.send(Ok(pid));
+        self.emit(WorkerEventKind::Starting { pid }).await;
+        self.attend(child).await;
     }
 
     /// Starts the process.

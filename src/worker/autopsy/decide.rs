@@ -35,6 +35,14 @@ impl Ruling {
         }
     }
 
+    fn certain(class: DeathClass, what: impl Into<String>) -> Self {
+        Self::new(class, Confidence::Certain, what)
+    }
+
+    fn likely(class: DeathClass, what: impl Into<String>) -> Self {
+        Self::new(class, Confidence::Likely, what)
+    }
+
     fn remedy(mut self, remedy: impl Into<String>) -> Self {
         self.remedy = Some(remedy.into());
         self
@@ -227,12 +235,12 @@ fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
         }
     };
     Some(match asked.intent {
-        Intent::Hung => Ruling::new(DeathClass::Hang, Confidence::Certain, format!("hung and {how}{why}"))
+        Intent::Hung => Ruling::certain(DeathClass::Hang, format!("hung and {how}{why}"))
             .remedy("its output and its core file, if any, say where it stood"),
-        Intent::NotReady => Ruling::new(DeathClass::StartTimeout, Confidence::Certain, format!("{how}{why}"))
+        Intent::NotReady => Ruling::certain(DeathClass::StartTimeout, format!("{how}{why}"))
             .remedy("its output says how far it came; allow more with `ready.timeout`, or correct the readiness check"),
         Intent::Stop | Intent::Abandoned => {
-            Ruling::new(DeathClass::KilledByUs, Confidence::Certain, format!("{how}{why}"))
+            Ruling::certain(DeathClass::KilledByUs, format!("{how}{why}"))
         }
     })
 }
@@ -257,9 +265,8 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
                 }) => " after an allocation was refused",
                 _ => "",
             };
-            Ruling::new(
+            Ruling::certain(
                 DeathClass::SegmentationFault,
-                Confidence::Certain,
                 format!("died of {name}{at}{after}{}", core(evidence)),
             )
             .remedy(if after.is_empty() {
@@ -268,18 +275,16 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
                 "the program does not cope with a refused allocation: give it more room, or a smaller model"
             })
         }
-        libc::SIGBUS => Ruling::new(
+        libc::SIGBUS => Ruling::certain(
             DeathClass::BusError,
-            Confidence::Certain,
             format!(
                 "died of {name}: a page of a mapped file or of shared memory could not be had{}",
                 core(evidence)
             ),
         )
         .remedy("a file that it maps was cut short or its disk failed, or /dev/shm is full"),
-        libc::SIGILL => Ruling::new(
+        libc::SIGILL => Ruling::certain(
             DeathClass::IllegalInstruction,
-            Confidence::Certain,
             format!(
                 "died of {name}: an instruction that this processor does not have, or a trap{}",
                 core(evidence)
@@ -287,9 +292,8 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         )
         .remedy("use a build for this processor, or look for a failed check that ends in a trap")
         .lasting(),
-        libc::SIGSYS => Ruling::new(
+        libc::SIGSYS => Ruling::certain(
             DeathClass::SeccompViolation,
-            Confidence::Certain,
             format!(
                 "died of {name}: it made a system call that its sandbox forbids{}",
                 own_record(evidence, &RecordKind::Seccomp)
@@ -305,9 +309,8 @@ fn by_signal(evidence: &Evidence, words: &[Quote], signal: i32) -> Ruling {
         libc::SIGKILL | libc::SIGTERM | libc::SIGINT | libc::SIGHUP | libc::SIGQUIT => {
             killed_externally(evidence, &name)
         }
-        _ => Ruling::new(
+        _ => Ruling::certain(
             DeathClass::OtherSignal,
-            Confidence::Certain,
             format!("died of {name}{}", core(evidence)),
         )
         .remedy(match signal {
@@ -366,9 +369,8 @@ fn cpu_limit(evidence: &Evidence, name: &str) -> Ruling {
         .limits
         .of(CPU_TIME)
         .map_or_else(String::new, |limit| format!(" of {limit} s"));
-    Ruling::new(
+    Ruling::certain(
         DeathClass::CpuTimeLimit,
-        Confidence::Certain,
         format!("was ended by {name}: it had used up its processor time{limit}"),
     )
     .remedy("raise or remove its limit of processor time (RLIMIT_CPU)")
@@ -390,9 +392,8 @@ fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
         .find(|quote| quote.said == Said::Assertion)
         .map(|quote| quote.line.clone())
         .or_else(|| last_words(evidence.recent_lines()));
-    Ruling::new(
+    Ruling::certain(
         DeathClass::Abort,
-        Confidence::Certain,
         format!(
             "gave itself up (SIGABRT){}{}",
             said.map_or_else(String::new, |line| format!(", saying `{line}`")),
@@ -404,18 +405,16 @@ fn abort(evidence: &Evidence, words: &[Quote]) -> Ruling {
 
 fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
     if let Some(unfit) = &evidence.found.unfit_program {
-        return Ruling::new(
+        return Ruling::likely(
             DeathClass::ExecFailed,
-            Confidence::Likely,
             format!("could not be executed: {unfit} (a shell tried it and exited with code {code})"),
         )
         .remedy("give a program that was built for this machine, or a script whose first line names its interpreter")
         .lasting();
     }
     if code == 0 {
-        return Ruling::new(
+        return Ruling::certain(
             DeathClass::SilentExit,
-            Confidence::Certain,
             "exited with code 0 without being asked to",
         )
         .remedy(
@@ -440,9 +439,8 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
     }
     let child = child_killed(evidence);
     let said = last_words(evidence.recent_lines());
-    Ruling::new(
+    Ruling::certain(
         DeathClass::ExitCode,
-        Confidence::Certain,
         format!(
             "exited with code {code}{}{}",
             child.map_or_else(String::new, |record| format!(
@@ -503,7 +501,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
             format!("raise or remove the limit `{name}`; it counts address space, not memory");
         // Its words alone keep no worker down: the kernel has counted nearly as much, or another start may go well.
         return if evidence.had_come_near(limit) {
-            Ruling::new(DeathClass::RlimitMemory, Confidence::Likely, refused)
+            Ruling::likely(DeathClass::RlimitMemory, refused)
                 .remedy(remedy)
                 .lasting()
         } else {
@@ -539,9 +537,8 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
 
 /// By its words only. Libraries try CUDA and go on without, so the next start is not ruled out.
 fn cuda_mismatch(quote: &Quote) -> Ruling {
-    Ruling::new(
+    Ruling::likely(
         DeathClass::CudaMismatch,
-        Confidence::Likely,
         format!(
             "could not use CUDA: its runtime and the driver do not fit (`{}`)",
             quote.line
@@ -616,9 +613,8 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
     }
     let is_cuda = CUDA_LIBRARIES.iter().any(|stem| library.starts_with(stem));
     if is_cuda && !evidence.found.other_versions.is_empty() {
-        return Ruling::new(
+        return Ruling::certain(
             DeathClass::CudaMismatch,
-            Confidence::Certain,
             format!(
                 "was built for another CUDA: it needs `{library}`, and this machine has {}",
                 evidence.found.other_versions.join(", ")
@@ -627,9 +623,8 @@ fn missing_library(evidence: &Evidence, code: i32, library: &str, quote: &Quote)
         .remedy("use a build for the CUDA version of this machine, or install that of the build")
         .lasting();
     }
-    Ruling::new(
+    Ruling::certain(
         DeathClass::MissingLibrary,
-        Confidence::Certain,
         format!("could not start: the shared library `{library}` is missing (`{}`)", quote.line),
     )
     .remedy(format!(
