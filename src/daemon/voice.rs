@@ -359,16 +359,15 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// A recogniser that does not know the language would hear something else. One that names no languages is asked anyway;
-/// `en` and `en-GB` are the same to it.
+/// Whether two tags are of one language, as `en` and `en-GB` are.
+pub(super) fn is_same_language(one: &str, other: &str) -> bool {
+    let primary = |tag: &str| tag.split(['-', '_']).next().map(str::to_lowercase);
+    primary(one) == primary(other)
+}
+
+/// A recogniser that does not know the language would hear something else. One that names no languages is asked anyway.
 fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
-    let primary = |tag: &str| {
-        tag.split(['-', '_'])
-            .next()
-            .unwrap_or_default()
-            .to_lowercase()
-    };
-    if known.is_empty() || known.iter().any(|tag| primary(tag) == primary(wanted)) {
+    if known.is_empty() || known.iter().any(|tag| is_same_language(tag, wanted)) {
         return Ok(());
     }
     let known = known.join(", ");

@@ -13,6 +13,7 @@ use super::{
     refuse::error_of,
     shared::{AUDIO_KIB_MAX, Api},
 };
+use crate::voice::is_same_language;
 use cotenant_conversation::refusals::{at_limit, invalid};
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
@@ -204,13 +205,7 @@ impl Connection {
                 voices.first().copied().filter(|_| speaker.is_some()),
             ));
         };
-        let primary = |tag: &str| {
-            tag.split(['-', '_'])
-                .next()
-                .unwrap_or_default()
-                .to_lowercase()
-        };
-        let speaks = |tags: &[String]| tags.iter().any(|tag| primary(tag) == primary(&language));
+        let speaks = |tags: &[String]| tags.iter().any(|tag| is_same_language(tag, &language));
         match voices.iter().find(|voice| speaks(&voice.languages)) {
             Some(voice) => Ok(choice(Some(voice))),
             None if voices.iter().all(|voice| voice.languages.is_empty()) => Ok(choice(None)),
