@@ -436,12 +436,8 @@ pub(super) fn start_engine(
         };
         Engine::start_expecting(options.clone(), model, expected.clone(), sink)
     });
-    EngineDriver::new(start, llm.path.clone(), inspector, parts).map_err(|source| {
-        RunError::System {
-            what: "the engine's thread",
-            source,
-        }
-    })
+    EngineDriver::new(start, llm.path.clone(), inspector, parts)
+        .map_err(RunError::system("the engine's thread"))
 }
 
 /// The tokens that the LLM may say, as the engine takes it.

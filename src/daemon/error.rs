@@ -1,6 +1,10 @@
 //! Errors that keep the daemon from starting, or end it.
 
-use std::{error::Error, io, path::PathBuf};
+use std::{
+    error::Error,
+    io,
+    path::{Path, PathBuf},
+};
 
 use cotenant_config::LoadError;
 use cotenant_journal::{BookError, JournalError};
@@ -124,6 +128,24 @@ pub enum RunError {
 }
 
 impl RunError {
+    /// Names what of the system's failed, for `map_err`.
+    pub(super) fn system(what: &'static str) -> impl Fn(io::Error) -> Self {
+        move |source| Self::System { what, source }
+    }
+
+    /// Names the folder that cannot be used, for `map_err`.
+    pub(super) fn folder(path: &Path) -> impl Fn(io::Error) -> Self {
+        |source| Self::Folder {
+            path: path.to_owned(),
+            source,
+        }
+    }
+
+    /// Names what cannot listen, for `map_err`.
+    pub(super) fn listen(listener: String) -> impl FnOnce(io::Error) -> Self {
+        |source| Self::Listen { listener, source }
+    }
+
     /// The remedy.
     #[must_use]
     pub fn hint(&self) -> Option<String> {

@@ -25,10 +25,7 @@ pub(super) fn make(path: &Path) -> Result<(), RunError> {
         .recursive(true)
         .mode(FOLDER_MODE)
         .create(path);
-    made.map_err(|source| RunError::Folder {
-        path: path.to_owned(),
-        source,
-    })
+    made.map_err(RunError::folder(path))
 }
 
 /// Makes the folder of a socket, closed to other users.
@@ -38,20 +35,14 @@ pub(super) fn make_parent(path: &Path) -> Result<(), RunError> {
             .recursive(true)
             .mode(0o750)
             .create(folder)
-            .map_err(|source| RunError::Folder {
-                path: folder.to_owned(),
-                source,
-            }),
+            .map_err(RunError::folder(folder)),
         _ => Ok(()),
     }
 }
 
 /// Refuses a folder in which others could replace our files, locks and sockets.
 pub(super) fn is_ours(key: &'static str, path: &Path, config: &Config) -> Result<(), RunError> {
-    let found = fs::metadata(path).map_err(|source| RunError::Folder {
-        path: path.to_owned(),
-        source,
-    })?;
+    let found = fs::metadata(path).map_err(RunError::folder(path))?;
     is_closed(key, path, &found)?;
     let us = nix::unistd::geteuid().as_raw();
     let owner = found.uid();
@@ -233,10 +224,7 @@ fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
 
 /// Whether a path is a folder, or could be made one.
 fn could_be_folder(path: &Path) -> Result<(), RunError> {
-    let failed = |source| RunError::Folder {
-        path: path.to_owned(),
-        source,
-    };
+    let failed = RunError::folder(path);
     for around in path
         .ancestors()
         .filter(|around| !around.as_os_str().is_empty())

@@ -93,10 +93,7 @@ impl Bound {
             http: Vec::new(),
             wyoming: wyoming::Bound::take(config, passed).await?,
         };
-        let of_systemd = |source| RunError::System {
-            what: "a socket of systemd's",
-            source,
-        };
+        let of_systemd = RunError::system("a socket of systemd's");
         bound.take_passed(config, passed).map_err(of_systemd)?;
         let is_ours = |address| !passed.hold(activation::GRPC, &address);
         if let Some(path) = config
@@ -142,10 +139,7 @@ impl Bound {
             |address: &SocketAddr| !passed.hold(activation::HTTP, &Address::Tcp(*address));
         if let Some(address) = config.http.listen.filter(is_ours) {
             let listener = bind::listen("http.listen", address).and_then(TcpListener::from_std);
-            let failed = |source| RunError::Listen {
-                listener: format!("`http.listen: {address}`"),
-                source,
-            };
+            let failed = RunError::listen(format!("`http.listen: {address}`"));
             bound.http.push(listener.map_err(failed)?);
         }
         Ok(bound)
@@ -257,10 +251,8 @@ impl Listeners {
         api: http::Api,
         parts: &Parts,
     ) -> Result<(), RunError> {
-        let address = listener.local_addr().map_err(|source| RunError::Listen {
-            listener: "http".to_owned(),
-            source,
-        })?;
+        let failed = RunError::listen("http".to_owned());
+        let address = listener.local_addr().map_err(failed)?;
         self.http.push(address);
         let (stop, reporter) = (self.stop.clone(), parts.clone());
         self.tasks.push(parts.spawn("HTTP", async move {
@@ -329,15 +321,9 @@ fn remote_of<'a>(
         PassedListener::Unix(_) => None,
     });
     let listener = match listeners.next() {
-        Some(listener) => listener.map_err(|source| RunError::System {
-            what: "a socket of systemd's",
-            source,
-        })?,
+        Some(listener) => listener.map_err(RunError::system("a socket of systemd's"))?,
         None => {
-            let failed = |source| RunError::Listen {
-                listener: format!("`grpc.tcp: {}`", tcp.listen),
-                source,
-            };
+            let failed = RunError::listen(format!("`grpc.tcp: {}`", tcp.listen));
             bind::listen("grpc.tcp", tcp.listen).map_err(failed)?
         }
     };

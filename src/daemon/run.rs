@@ -103,10 +103,7 @@ pub async fn run(
     control_runtime: Handle,
 ) -> Result<(), RunError> {
     let clock = MonotonicClock::start();
-    let signals = Signals::install().map_err(|source| RunError::System {
-        what: "signals",
-        source,
-    })?;
+    let signals = Signals::install().map_err(RunError::system("signals"))?;
     for (key, folder) in [
         ("runtime_dir", &config.runtime_dir),
         ("state_dir", &config.state_dir),
@@ -277,10 +274,9 @@ pub async fn run(
     );
     tokio::spawn(settle(Arc::clone(&control), config.llm.is_some()));
     let watchdog = &control_loop.device().watchdog;
-    watchdog.start().map_err(|source| RunError::System {
-        what: "the watchdog's thread",
-        source,
-    })?;
+    watchdog
+        .start()
+        .map_err(RunError::system("the watchdog's thread"))?;
     parts.spawn_permanent("reload", reloader.open());
     notify::ready();
     let running = run_to_the_end(control_loop, inbox, signals, losses, listeners);

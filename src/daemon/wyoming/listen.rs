@@ -48,10 +48,7 @@ impl Bound {
                         .and_then(|unix| Server::on_unix(unix, path, limits))
                 }
             };
-            servers.push(server.map_err(|source| RunError::System {
-                what: "a socket of systemd's",
-                source,
-            })?);
+            servers.push(server.map_err(RunError::system("a socket of systemd's"))?);
         }
         let is_ours =
             |listen: &&WyomingListen| !passed.hold(activation::WYOMING, &Address::from(*listen));
@@ -69,10 +66,7 @@ impl Bound {
                     (endpoint, server)
                 }
             };
-            let failed = |source| RunError::Listen {
-                listener: format!("`wyoming.listen: {endpoint}`"),
-                source,
-            };
+            let failed = RunError::listen(format!("`wyoming.listen: {endpoint}`"));
             servers.push(server.map_err(failed)?);
         }
         Ok(Self(servers))
