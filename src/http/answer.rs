@@ -59,7 +59,9 @@ pub(super) trait Writer: Send + Sized + 'static {
     /// The end of a stream.
     fn end(&mut self, reason: FinishReason, usage: Usage) -> Vec<Payload>;
     /// The end of a stream that cannot be completed.
-    fn fail(&mut self, fault: &Fault) -> Vec<Payload>;
+    fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
+        vec![Payload::from(&fault.to_json())]
+    }
     /// An answer in one piece that has another one behind it.
     fn keep(&mut self, _said: Said, _reason: FinishReason, _usage: Usage) {}
     /// The answer in one piece.

@@ -114,10 +114,6 @@ impl Writer for ChatWriter {
         payloads
     }
 
-    fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
-        vec![Payload::from(&fault.to_json())]
-    }
-
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
         // as OpenAI has it: an answer that only calls tools says nothing
         let silent = said.text.is_empty() && !said.calls.is_empty();

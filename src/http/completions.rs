@@ -264,10 +264,6 @@ impl Writer for CompletionWriter {
         payloads
     }
 
-    fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
-        vec![Payload::from(&fault.to_json())]
-    }
-
     fn keep(&mut self, said: Said, reason: FinishReason, usage: Usage) {
         let choice = self.choice(&format!("{}{}", self.echo(), said.text), Some(reason));
         self.choices.push(choice);
