@@ -47,8 +47,9 @@ pub(crate) struct SpeakersArgs {
 
 /// Runs it.
 pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
-    let mut stage =
-        Stage::set(|folder| configuration(folder, args)).map_err(|error| error.to_string())?;
+    let model = std::path::absolute(&args.model).map_err(|error| error.to_string())?;
+    let stage = Stage::set(|folder| configuration(folder, &model, args))
+        .map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
     daemon::until(&mut operator, PATIENCE, |status| {
@@ -308,8 +309,8 @@ fn question(number: usize, turn: u32) -> String {
     )
 }
 
-fn configuration(folder: &Path, args: &SpeakersArgs) -> String {
-    let (model, threads, context) = (args.model.display(), args.threads, args.context);
+fn configuration(folder: &Path, model: &Path, args: &SpeakersArgs) -> String {
+    let (model, threads, context) = (model.display(), args.threads, args.context);
     let folder = folder.display();
     format!(
         "\

@@ -18,7 +18,7 @@ use crate::{
     backend::{Backend, Cells, Convert, DeviceError, Operation, Region, Span},
 };
 use cotenant_policy::{kv_type::KvType, residency::KvShape};
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, page};
 
 /// Keys and values of some layers.
 ///
@@ -243,7 +243,11 @@ impl Store {
     /// are free.
     pub(super) fn take(&mut self, used: usize, bytes: usize) -> Option<CopyId> {
         let count = self.places_for(bytes)?;
-        let places = self.next_places(used, count)?;
+        let (places, len) = (self.next_places(used, count)?, self.block_len());
+        // The last place is written in part.
+        let ends = (0..).step_by(len).zip(&places);
+        let end = ends.map(|(start, place)| place * len + len.min(bytes - start));
+        self.touch_up_to(Bytes::of_len(end.max().unwrap_or(0)).round_up(page()));
         self.last_copy += 1;
         let id = CopyId(self.last_copy);
         self.copies.push((id, places));
@@ -258,26 +262,25 @@ impl Store {
         let Some(places) = self.next_places(used, blocks.saturating_sub(had)) else {
             return false;
         };
-        if !places.is_empty()
-            && let Some(parked) = self.parked.get_mut(number)
-        {
-            parked.extend(places);
+        if let Some(last) = places.iter().max() {
+            self.touch_up_to(self.bytes_of(last + 1));
+            if let Some(parked) = self.parked.get_mut(number) {
+                parked.extend(places);
+            }
             self.cut(used);
         }
         true
     }
 
-    /// The next free places behind those of the first `used` blocks, which are about to be memory.
-    fn next_places(&mut self, used: usize, count: usize) -> Option<Vec<usize>> {
-        let places = self.places.get(used..used + count)?.to_vec();
-        if !self.is_ready(used + count) {
-            return None;
-        }
-        if self.backing == Backing::OnTouch {
-            let end = places.iter().max().map_or(0, |place| place + 1);
-            self.touched = self.touched.max(self.bytes_of(end));
-        }
-        Some(places)
+    /// The next free places behind those of the first `used` blocks.
+    fn next_places(&self, used: usize, count: usize) -> Option<Vec<usize>> {
+        let places = self.places.get(used..used + count)?;
+        self.is_ready(used + count).then(|| places.to_vec())
+    }
+
+    /// Notes that so much from the start is about to be memory.
+    fn touch_up_to(&mut self, bytes: Bytes) {
+        self.touched = self.touched.max(bytes.min(self.bytes()));
     }
 
     /// Blocks of the first `used` ones, and of these of the sequences that are parked, each once.

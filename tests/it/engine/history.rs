@@ -340,9 +340,14 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
         // A capacity that has no place for the copy takes it first, and says so.
         let report = model.apply(&plan(0..4, 256, 64)).unwrap();
         assert_eq!(report.asked, report.freed + report.untouched);
-        assert_eq!(
-            report.freed, held.kv_marks,
-            "no other page had been touched"
+        // No other page had been touched; the last place of the copy is written in part.
+        let (shape, kind) = (model.shape().kv, model.plan().kv_type);
+        let least = held.kv_marks.saturating_sub(shape.block_bytes(kind));
+        assert!(
+            report.freed <= held.kv_marks && report.freed >= least,
+            "{} of {}",
+            report.freed,
+            held.kv_marks
         );
         assert_eq!(
             (model.breakdown().kv_marks, model.position()),
