@@ -396,7 +396,6 @@ impl Walk<'_> {
     }
 }
 
-/// What [`Walk`] says where its path ends.
 /// Causes in the words of the YAML parser, what they are called here if not so, and the remedy.
 const EXPLAINED: [(&str, &str, &str); 8] = [
     ("did not find expected", "", LOOK),
@@ -420,4 +419,5 @@ const LOOK: &str = "look for a missing quote, bracket or colon here or on the li
 const INDENT: &str = "indent with spaces; quote values that begin with a special character";
 const WRITE_OUT: &str = "write the values out instead of `&` and `*`";
 
+/// What [`Walk`] says where its path ends.
 const FOUND: &str = "the path ends here";

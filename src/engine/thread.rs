@@ -306,13 +306,13 @@ impl Worker {
                 let text = Arc::new(text);
                 self.engine_loop.shared.open_text(Arc::clone(&text));
                 self.engine_loop.state.phase = EnginePhase::Ready;
-                self.engine_loop.state.answers_max = model.answers_max();
                 self.engine_loop.state.shape = Some(Arc::clone(&shape));
                 self.engine_loop.state.plan = Some(Arc::clone(&plan));
                 self.engine_loop.state.held = Some(breakdown.total);
                 self.engine_loop.state.untouched = breakdown.kv_untouched;
                 self.engine_loop.state.breakdown = Some(Arc::clone(&breakdown));
                 self.model = Some(model);
+                self.engine_loop.state.answers_max = self.answers_max();
                 self.text = Some(text);
                 self.engine_loop.publish();
                 self.engine_loop.tell(EngineEvent::Ready {

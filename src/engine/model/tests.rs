@@ -78,6 +78,38 @@ fn open_on(
     model
 }
 
+/// Tokens that look like those of no other seed.
+fn text(seed: u32, count: u32) -> Vec<u32> {
+    (0..count)
+        .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
+        .collect()
+}
+
+/// Does something once, at some look of a pass.
+struct Once {
+    left: u32,
+    flow: Option<Flow>,
+}
+
+impl Checkpoint for Once {
+    fn poll(&mut self) -> Flow {
+        match self.left.checked_sub(1) {
+            Some(left) => {
+                self.left = left;
+                Flow::Continue
+            }
+            None => self.flow.take().unwrap_or(Flow::Continue),
+        }
+    }
+
+    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
+        assert!(matches!(
+            result,
+            Ok(_) | Err(ApplyError::ChunkUnderWay { .. })
+        ));
+    }
+}
+
 #[test]
 fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_logits() {
     let types = [GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K];

@@ -36,9 +36,7 @@ use cotenant_units::causes::in_one_line;
 impl Worker {
     /// A request that may join those that are under way, where their contexts and its own have place.
     pub(super) fn joining(&mut self) -> Option<Queued> {
-        let options = self.engine_loop.shared.options();
-        let most = self.model.as_ref()?.answers_max().min(options.answers_max);
-        if self.engine_loop.state.queued == 0 || self.answers.len() >= most {
+        if self.engine_loop.state.queued == 0 || self.answers.len() >= self.answers_max() {
             return None;
         }
         self.set_aside();

@@ -107,15 +107,55 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
         // How many ran at once.
         handle.stop();
         engine.join();
-        let (mut running, mut most) = (0usize, 0);
-        while let Some(event) = events.blocking_recv() {
-            match event {
-                EngineEvent::RequestStarted { .. } => running += 1,
-                EngineEvent::RequestFinished { .. } => running = running.saturating_sub(1),
-                _ => {}
-            }
-            most = running.max(most);
-        }
+        let most = ran_at_once(&mut events);
         assert!(most > 4, "{most}");
     }
+}
+
+#[test]
+fn no_more_answers_run_together_than_the_options_allow() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 11)
+        .write(&path)
+        .unwrap();
+    for most in [1, 2] {
+        let (sink, mut events) = mpsc::channel(4096);
+        let options = EngineOptions {
+            answers_max: most,
+            ..EngineOptions::default()
+        };
+        let engine = Engine::start(options, ModelOptions::for_threads(1), sink).unwrap();
+        let handle = engine.handle();
+        handle.load(&path, plan(5, 4096));
+        assert!(matches!(
+            events.blocking_recv(),
+            Some(EngineEvent::Ready { .. })
+        ));
+        // By it a request is refused whose answer would begin too late.
+        assert_eq!(handle.snapshot().answers_max, most);
+        let ask = |number| handle.generate(spoken(number, number)).unwrap();
+        let mut streams: Vec<_> = (0..6).map(ask).collect();
+        for stream in &mut streams {
+            collect(stream);
+        }
+        handle.stop();
+        engine.join();
+        assert_eq!(ran_at_once(&mut events), most);
+    }
+}
+
+/// The most requests that ran at once.
+fn ran_at_once(events: &mut mpsc::Receiver<EngineEvent>) -> usize {
+    let (mut running, mut most) = (0usize, 0);
+    while let Some(event) = events.blocking_recv() {
+        match event {
+            EngineEvent::RequestStarted { .. } => running += 1,
+            // One that was cancelled while it waited never ran.
+            EngineEvent::RequestFinished { .. } => running = running.saturating_sub(1),
+            _ => {}
+        }
+        most = running.max(most);
+    }
+    most
 }

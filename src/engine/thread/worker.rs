@@ -144,6 +144,13 @@ impl Worker {
         ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
     }
 
+    /// How many answers may run together now; none without a model.
+    pub(super) fn answers_max(&self) -> usize {
+        let most = self.engine_loop.shared.options().answers_max;
+        let model = self.model.as_ref();
+        model.map_or(0, |model| model.answers_max().min(most))
+    }
+
     /// The KV capacity in force.
     pub(super) fn capacity(&self) -> Tokens {
         self.model

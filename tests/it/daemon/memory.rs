@@ -203,10 +203,10 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     // All of it is read again: the answer is the same.
     let daemon = installation.start().await;
     daemon.whole().await;
-    let anew = daemon.chat(next).await;
-    let (_, cached) = count(&anew);
+    let third = daemon.chat(next).await;
+    let (_, cached) = count(&third);
     assert!(cached < 64, "{cached}");
-    assert_eq!(content(&second), content(&anew));
+    assert_eq!(content(&second), content(&third));
     daemon.end().await;
 }
 

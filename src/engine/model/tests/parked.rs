@@ -37,12 +37,6 @@ fn plan_of(kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
     }
 }
 
-fn text(seed: u32, count: u32) -> Vec<u32> {
-    (0..count)
-        .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
-        .collect()
-}
-
 /// A model with the tokens that it has.
 struct Talk {
     model: Model,
@@ -309,31 +303,6 @@ fn turn() -> impl Strategy<Value = Turn> {
                 stops,
             },
         )
-}
-
-/// Takes what a turn has in store at one look.
-struct Once {
-    left: u32,
-    flow: Option<Flow>,
-}
-
-impl Checkpoint for Once {
-    fn poll(&mut self) -> Flow {
-        match self.left.checked_sub(1) {
-            Some(left) => {
-                self.left = left;
-                Flow::Continue
-            }
-            None => self.flow.take().unwrap_or(Flow::Continue),
-        }
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        assert!(matches!(
-            result,
-            Ok(_) | Err(ApplyError::ChunkUnderWay { .. })
-        ));
-    }
 }
 
 fn greedy(logits: &[f32]) -> u32 {

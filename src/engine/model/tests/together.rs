@@ -6,12 +6,6 @@ use super::*;
 
 const SPEAKERS: usize = 8;
 
-fn text(seed: u32, count: u32) -> Vec<u32> {
-    (0..count)
-        .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
-        .collect()
-}
-
 fn plan_of(resident: u32, kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
     EnginePlan {
         kv_capacity: Tokens::new(kv),
@@ -46,30 +40,6 @@ fn step() -> impl Strategy<Value = Step> {
         2 => (0..SPEAKERS).prop_map(Step::Alone),
         2 => (0u32..4, 0u32..900, 1u32..70).prop_map(|(parts, kv, chunk)| Step::Plan(parts, kv, chunk)),
     ]
-}
-
-struct Once {
-    left: u32,
-    flow: Option<Flow>,
-}
-
-impl Checkpoint for Once {
-    fn poll(&mut self) -> Flow {
-        match self.left.checked_sub(1) {
-            Some(left) => {
-                self.left = left;
-                Flow::Continue
-            }
-            None => self.flow.take().unwrap_or(Flow::Continue),
-        }
-    }
-
-    fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
-        assert!(matches!(
-            result,
-            Ok(_) | Err(ApplyError::ChunkUnderWay { .. })
-        ));
-    }
 }
 
 /// A model, the answers that are under way, and the same answers computed alone.

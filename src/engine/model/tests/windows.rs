@@ -65,12 +65,6 @@ fn open_whole(path: &Path, plan: &EnginePlan) -> Model {
     model
 }
 
-fn text(seed: u32, count: u32) -> Vec<u32> {
-    (0..count)
-        .map(|at| (at * 37 + at * at % 11 + seed * 7) % 300)
-        .collect()
-}
-
 /// Both models, which are to say the same.
 struct Two {
     windows: Model,
