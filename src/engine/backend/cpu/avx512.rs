@@ -1,8 +1,7 @@
 //! Products with quantised rows for AVX-512.
 //!
-//! This is the form for one token; a few go through [`rows256`], where a block is unpacked once for all of them (with four tokens
-//! in the cache 1.7 to 1.9 times as fast as one by one, AMD Zen 4), and [`tile`] has the form for many. All agree to the bit,
-//! since all add up each block in whole numbers, then each fourth block as `sum + total · (scale · factor)` in one rounding, then the four sums.
+//! This is the form for one token; [`few512`] has the one for a few, and [`tile`](super::tile) the one for many. All agree to the
+//! bit, since all add up each block in whole numbers, then each fourth block as `sum + total · (scale · factor)` in one rounding, then the four sums.
 //!
 //! K-quants share one inner loop: a block of 256 weights is unpacked into four registers of unsigned quants and four of
 //! 16-bit scales. The constant part of the quants (their minimum, or the 32 that Q6_K subtracts) goes through the sums
@@ -18,11 +17,11 @@
 use std::arch::x86_64::*;
 
 use super::{
+    few512,
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
     rows::Rows,
-    rows256,
-    tile::{self, BLOCKS as LANES},
-    unpack256::{self, Small, Super},
+    tile::BLOCKS as LANES,
+    unpack256,
 };
 
 /// Asks for a block of weights that will be needed soon; the machine's own prefetch stops at pages.
@@ -126,15 +125,9 @@ macro_rules! super_rows {
                     lanes[1] = _mm_fmadd_ps(total, _mm_mul_ps(min_scales, factors), lanes[1]);
                 }
             }
-            if rows.tokens >= unpack256::$kind::TILE512_FROM {
-                // SAFETY: passed on.
-                unsafe { tile::$name(rows) };
-                return;
-            }
             if rows.tokens > 1 {
-                // Half as wide, but each block is unpacked once for all tokens.
                 // SAFETY: passed on.
-                unsafe { rows256::super_rows::<unpack256::Avx512, unpack256::$kind>(rows) };
+                unsafe { few512::super_rows::<unpack256::$kind>(rows) };
                 return;
             }
             for (index, weight) in rows.weights.chunks_exact(rows.row_bytes).enumerate() {
@@ -503,15 +496,9 @@ macro_rules! small_rows {
                 let total = _mm_cvtepi32_ps(_mm_add_epi32(four_sums(a, b, c, d), starts));
                 *lanes = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), *lanes);
             }
-            if rows.tokens >= unpack256::$kind::TILE512_FROM {
-                // SAFETY: passed on.
-                unsafe { tile::$name(rows) };
-                return;
-            }
             if rows.tokens > 1 {
-                // As above.
                 // SAFETY: passed on.
-                unsafe { rows256::small_rows::<unpack256::Avx512, unpack256::$kind>(rows) };
+                unsafe { few512::small_rows::<unpack256::$kind>(rows) };
                 return;
             }
             let count = rows.weights.len() / rows.row_bytes.max(1);
@@ -553,32 +540,6 @@ macro_rules! small_rows {
 }
 
 small_rows!(rows_q8_0, Q8_0, 34, unpack_q8_0, 4);
-
-macro_rules! narrow_rows {
-    ($name:ident, $rows:ident, $kind:ident) => {
-        /// All rows of this type times all tokens. A token or a few are multiplied in registers half as wide, where
-        /// each block is unpacked once for all of them.
-        ///
-        /// # Safety
-        ///
-        /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-        pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            // SAFETY: passed on.
-            unsafe {
-                if rows.tokens >= unpack256::$kind::TILE512_FROM {
-                    tile::$name(rows);
-                } else {
-                    rows256::$rows::<unpack256::Avx512, unpack256::$kind>(rows);
-                }
-            }
-        }
-    };
-}
-
-narrow_rows!(rows_q4_0, small_rows, Q4_0);
-narrow_rows!(rows_q3k, super_rows, Q3K);
-narrow_rows!(rows_q2k, super_rows, Q2K);
 
 /// # Safety
 ///

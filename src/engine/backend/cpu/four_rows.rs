@@ -16,8 +16,6 @@ use super::{
     avx512::{self, add_pairs, sixteen_sums},
     quant::{Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
-    tile,
-    unpack256::{Q4K, Super},
 };
 
 /// Bytes of a Q4_K block.
@@ -107,11 +105,6 @@ impl Constants {
 /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
-    if rows.tokens >= Q4K::TILE512_FROM {
-        // SAFETY: passed on.
-        unsafe { tile::rows_q4k(rows) };
-        return;
-    }
     if rows.tokens > 1 || rows.columns / SUPER > BLOCKS_MAX {
         // SAFETY: passed on.
         unsafe { avx512::rows_q4k(rows) };

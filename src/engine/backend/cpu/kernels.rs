@@ -6,7 +6,7 @@ use candle_core::quantized::GgmlDType;
 use super::flash_tiles;
 #[cfg(target_arch = "x86_64")]
 use super::{
-    avx512, delta512, flash512, floats, four_rows, pairs512,
+    avx512, delta512, few512, flash512, floats, four_rows, pairs512,
     rows256::{small_rows, super_rows},
     unpack256 as u,
 };
@@ -174,12 +174,12 @@ macro_rules! products512 {
             (GgmlDType::Q5K, avx512::rows_q5k),
             (GgmlDType::Q6K, avx512::rows_q6k),
             (GgmlDType::Q8_0, avx512::rows_q8_0),
-            (GgmlDType::Q4_0, avx512::rows_q4_0),
-            (GgmlDType::Q3K, avx512::rows_q3k),
-            (GgmlDType::Q2K, avx512::rows_q2k),
-            (GgmlDType::Q4_1, small_rows::<u::Avx512, u::Q4_1>),
-            (GgmlDType::Q5_0, small_rows::<u::Avx512, u::Q5_0>),
-            (GgmlDType::Q5_1, small_rows::<u::Avx512, u::Q5_1>),
+            (GgmlDType::Q4_0, few512::small_rows::<u::Q4_0>),
+            (GgmlDType::Q3K, few512::super_rows::<u::Q3K>),
+            (GgmlDType::Q2K, few512::super_rows::<u::Q2K>),
+            (GgmlDType::Q4_1, few512::small_rows::<u::Q4_1>),
+            (GgmlDType::Q5_0, few512::small_rows::<u::Q5_0>),
+            (GgmlDType::Q5_1, few512::small_rows::<u::Q5_1>),
             (GgmlDType::F16, floats::avx512::rows::<{ floats::F16 }>),
             (GgmlDType::BF16, $brain),
             (GgmlDType::F32, floats::avx512::rows::<{ floats::F32 }>),

@@ -253,7 +253,7 @@ const MANY_TOKENS: usize = 6;
 const ROWS_TOGETHER: usize = 32;
 /// The same for a token or a few. On arm64 a few are for the tile too.
 #[cfg(not(target_arch = "aarch64"))]
-const FEW_ROWS_TOGETHER: usize = 4;
+const FEW_ROWS_TOGETHER: usize = 16;
 #[cfg(target_arch = "aarch64")]
 const FEW_ROWS_TOGETHER: usize = super::neon_tile::ROWS;
 

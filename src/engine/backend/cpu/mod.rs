@@ -56,6 +56,8 @@ mod delta;
 #[cfg(target_arch = "x86_64")]
 mod delta512;
 mod delta_steps;
+#[cfg(target_arch = "x86_64")]
+mod few512;
 mod flash;
 #[cfg(target_arch = "x86_64")]
 mod flash512;
@@ -90,6 +92,8 @@ mod test_numbers;
 mod tile;
 #[cfg(target_arch = "x86_64")]
 mod tile256;
+#[cfg(target_arch = "x86_64")]
+mod turned;
 #[cfg(target_arch = "x86_64")]
 mod unpack256;
 

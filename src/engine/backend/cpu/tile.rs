@@ -11,16 +11,13 @@
 use std::{arch::x86_64::*, hint, mem::transmute};
 
 use super::{
-    flash512::square,
-    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
+    quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
     rows::Rows,
+    turned::{Block, LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums},
 };
 
 /// Blocks whose sums are brought to one register together, each in a lane of its own; a row's lanes are added at its end.
 pub(super) const BLOCKS: usize = 4;
-
-/// Rows of a register.
-pub(super) const LANES: usize = 16;
 
 /// Registers of rows that go through a tile together.
 const PAIR: usize = 2;
@@ -102,23 +99,62 @@ impl Turned {
         scale: Line::ZERO,
         min_scale: Line::ZERO,
     };
+
+    /// # Safety
+    ///
+    /// `rows` are blocks of the type.
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn store<T: TurnSuper>(&mut self, rows: Sixteen) {
+        // SAFETY: the caller's promise.
+        let head = unsafe { T::head(rows) };
+        self.scale.store_floats(head.scale);
+        self.min_scale.store_floats(head.min_scale);
+        for (line, scales) in self.scales.iter_mut().zip(head.scales) {
+            line.store(scales);
+        }
+        for (line, mins) in self.mins.iter_mut().zip(head.mins) {
+            line.store(mins);
+        }
+        let runs = 8 / T::CHUNKS;
+        for chunk in 0..T::CHUNKS {
+            for half in 0..2 {
+                // SAFETY: the caller's promise.
+                let quants = unsafe { T::quants(rows, chunk, half) };
+                for (run, quants) in quants.into_iter().enumerate().take(runs) {
+                    let first = 8 * (runs * chunk + run) + 4 * half;
+                    for (line, quants) in self.quants[first..].iter_mut().zip(quants) {
+                        line.store(quants);
+                    }
+                }
+            }
+        }
+    }
 }
 
-impl Turned {
-    /// Stores the scales of sixteen sub-blocks and their minimums.
+/// One block of 32 columns of sixteen rows.
+struct TurnedSmall {
+    /// As in [`Turned`].
+    quants: [Line; 8],
+    scale: Line,
+    min: Line,
+}
+
+impl TurnedSmall {
+    const ZERO: Self = Self {
+        quants: [Line::ZERO; 8],
+        scale: Line::ZERO,
+        min: Line::ZERO,
+    };
+
     #[inline]
-    #[target_feature(enable = "avx512f")]
-    fn store_sixteen(&mut self, scale: impl Fn(usize) -> __m512i, min: impl Fn(usize) -> __m512i) {
-        for (sub, line) in self.scales.iter_mut().enumerate() {
-            line.store(scale(sub));
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    fn store(&mut self, block: &Block) {
+        for (line, quants) in self.quants.iter_mut().zip(block.quants) {
+            line.store(quants);
         }
-        for (pair, line) in self.mins.iter_mut().enumerate() {
-            let even = _mm512_and_si512(min(2 * pair), _mm512_set1_epi32(0xffff));
-            line.store(_mm512_or_si512(
-                even,
-                _mm512_slli_epi32::<16>(min(2 * pair + 1)),
-            ));
-        }
+        self.scale.store_floats(block.scale);
+        self.min.store_floats(block.min);
     }
 }
 
@@ -139,130 +175,186 @@ fn last_sum(sums: &Sums, token: usize, part: usize, blocks: usize) -> __m512 {
     _mm512_add_ps(_mm512_add_ps(sum(0), sum(2)), _mm512_add_ps(sum(1), sum(3)))
 }
 
-/// The dword at `address`, in all lanes.
-///
-/// # Safety
-///
-/// Four bytes can be read there.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn everywhere(address: *const u8) -> __m512i {
-    // SAFETY: the caller's promise.
-    _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
-}
-
-/// Calls a tile function for one block of rows or for [`PAIR`], with as many tokens as there are left, at most [`STEP`],
-/// until none is.
+/// Calls a tile function for one block of rows or for [`PAIR`], with at most [`STEP`] tokens at a time.
 macro_rules! for_tokens {
-    ($tokens:expr, |$token:ident| $function:ident::<$parts:literal $(, $more:tt)*>($($argument:expr),* $(,)?)) => {{
+    ($tokens:expr, $parts:expr, |$token:ident| $function:ident($($argument:expr),* $(,)?)) => {
+        if $parts == PAIR {
+            for_tokens!($tokens, |$token| $function::<2>($($argument),*));
+        } else {
+            for_tokens!($tokens, |$token| $function::<1>($($argument),*));
+        }
+    };
+    ($tokens:expr, |$token:ident| $function:ident::<$parts:literal>($($argument:expr),* $(,)?)) => {{
         let mut $token = 0;
         while $token < $tokens {
             match $tokens - $token {
-                STEP.. => {
-                    $function::<STEP, $parts $(, $more)*>($($argument),*);
+                6 | 9.. => {
+                    $function::<T, STEP, $parts>($($argument),*);
                     $token += STEP;
                 }
-                4.. => {
-                    $function::<4, $parts $(, $more)*>($($argument),*);
+                4 | 7 | 8 => {
+                    $function::<T, 4, $parts>($($argument),*);
                     $token += 4;
                 }
-                2.. => {
-                    $function::<2, $parts $(, $more)*>($($argument),*);
+                3 | 5 => {
+                    $function::<T, 3, $parts>($($argument),*);
+                    $token += 3;
+                }
+                2 => {
+                    $function::<T, 2, $parts>($($argument),*);
                     $token += 2;
                 }
                 _ => {
-                    $function::<1, $parts $(, $more)*>($($argument),*);
+                    $function::<T, 1, $parts>($($argument),*);
                     $token += 1;
                 }
             }
         }
     }};
-    ($tokens:expr, $parts:expr, |$token:ident| $function:ident[$($more:tt),*]($($argument:expr),* $(,)?)) => {
-        if $parts == PAIR {
-            for_tokens!($tokens, |$token| $function::<2 $(, $more)*>($($argument),*));
-        } else {
-            for_tokens!($tokens, |$token| $function::<1 $(, $more)*>($($argument),*));
-        }
-    };
 }
 
-macro_rules! super_tiles {
-    ($name:ident, $bytes:expr, $turn:ident, $sub:expr, $separate_mins:expr, $less:expr) => {
-        /// All rows of this type times all tokens.
-        ///
-        /// # Safety
-        ///
-        /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-        pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            let mut turned = [Turned::ZERO; PAIR];
-            let mut values: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
-            let mut lows: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
-            let count = rows.weights.len() / rows.row_bytes;
-            let blocks = rows.columns / SUPER;
-            for from in (0..rows.tokens).step_by(TOKENS) {
-                let tokens = TOKENS.min(rows.tokens - from);
-                for first in (0..count).step_by(PAIR * LANES) {
-                    let parts = (count - first).div_ceil(LANES).min(PAIR);
-                    let starts = [rows.starts::<LANES>(first), rows.starts(first + LANES)];
-                    for index in 0..blocks {
-                        for (part, turned) in turned.iter_mut().enumerate().take(parts) {
-                            let place = index * $bytes;
-                            let start = |lane: usize| starts[part][lane].wrapping_add(place);
-                            // SAFETY: blocks of whole rows.
-                            unsafe { $turn(start, turned) };
-                        }
-                        let copy = |token: usize| rows.copy(from + token).wrapping_add(index * Q8K_BYTES);
-                        // SAFETY: copies of that many tokens, each with this block.
-                        unsafe {
-                            for_tokens!(tokens, parts, |token| multiply[$sub, $separate_mins, $less](
-                                &turned,
-                                copy,
-                                (index, blocks),
-                                &mut values,
-                                &mut lows,
-                                token,
-                            ));
-                        }
-                    }
-                    for token in 0..tokens {
-                        for part in 0..parts {
-                            let mut value = last_sum(&values, token, part, blocks);
-                            if $separate_mins {
-                                value = _mm512_sub_ps(value, last_sum(&lows, token, part, blocks));
-                            }
-                            // SAFETY: sixteen numbers either way.
-                            let lanes = unsafe { transmute::<__m512, [f32; LANES]>(value) };
-                            rows.put_lanes(from + token, first + part * LANES, count, lanes);
-                        }
-                    }
-                }
+/// All rows of a type with blocks of 256 times all tokens.
+///
+/// # Safety
+///
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn super_rows<T: TurnSuper>(rows: &Rows<'_>) {
+    let mut turned = [Turned::ZERO; PAIR];
+    let mut values: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
+    let mut lows: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
+    let blocks = rows.columns / SUPER;
+    for group in Group::all(rows) {
+        for index in 0..blocks {
+            for (part, turned) in turned.iter_mut().enumerate().take(group.parts) {
+                // SAFETY: blocks of whole rows.
+                unsafe { turned.store::<T>(group.at(part, index * T::BYTES)) };
+            }
+            let copy = |token: usize| {
+                rows.copy(group.from + token)
+                    .wrapping_add(index * Q8K_BYTES)
+            };
+            // SAFETY: copies of that many tokens, each with this block.
+            unsafe {
+                for_tokens!(group.tokens, group.parts, |token| multiply(
+                    &turned,
+                    copy,
+                    (index, blocks),
+                    &mut values,
+                    &mut lows,
+                    token,
+                ));
             }
         }
-    };
+        group.put(|token, part| {
+            let value = last_sum(&values, token, part, blocks);
+            if T::MINIMUMS {
+                _mm512_sub_ps(value, last_sum(&lows, token, part, blocks))
+            } else {
+                value
+            }
+        });
+    }
 }
 
-super_tiles!(rows_q4k, 144, turn_q4k, 32, true, 0);
-super_tiles!(rows_q5k, 176, turn_q5k, 32, true, 0);
-super_tiles!(rows_q6k, 210, turn_q6k, 16, false, 5);
-super_tiles!(rows_q3k, 110, turn_q3k, 16, false, 2);
-super_tiles!(rows_q2k, 84, turn_q2k, 16, true, 0);
+/// All rows of a type with blocks of 32 times all tokens.
+///
+/// # Safety
+///
+/// As in [`super_rows`].
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+pub(super) unsafe fn small_rows<T: TurnSmall>(rows: &Rows<'_>) {
+    let mut turned = [TurnedSmall::ZERO; PAIR];
+    let mut sums: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
+    let blocks = rows.columns / BLOCK;
+    for group in Group::all(rows) {
+        for index in 0..blocks {
+            for (part, turned) in turned.iter_mut().enumerate().take(group.parts) {
+                // SAFETY: blocks of whole rows.
+                turned.store(&unsafe { T::turn(group.at(part, index * T::BYTES)) });
+            }
+            let copy = |token: usize| rows.copy(group.from + token);
+            // SAFETY: copies of that many tokens, each with this block.
+            unsafe {
+                for_tokens!(group.tokens, group.parts, |token| multiply_small(
+                    &turned,
+                    copy,
+                    (index, blocks),
+                    &mut sums,
+                    token,
+                ));
+            }
+        }
+        group.put(|token, part| last_sum(&sums, token, part, blocks));
+    }
+}
 
-/// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`; `SUB` columns share a scale.
-/// Without minimums of their own quants are 1 << `LESS` too large.
+/// Rows and tokens that go through a tile together.
+struct Group<'rows> {
+    rows: &'rows Rows<'rows>,
+    /// The first token, and how many there are.
+    from: usize,
+    tokens: usize,
+    /// The first row of each register, and how many there are.
+    first: [usize; PAIR],
+    parts: usize,
+    starts: [Sixteen; PAIR],
+}
+
+impl<'rows> Group<'rows> {
+    /// All groups; where fewer than sixteen rows are left, some are computed twice.
+    fn all(rows: &'rows Rows<'rows>) -> impl Iterator<Item = Self> {
+        let count = rows.weights.len() / rows.row_bytes.max(1);
+        (0..rows.tokens).step_by(TOKENS).flat_map(move |from| {
+            (0..count).step_by(PAIR * LANES).map(move |first| {
+                let first = [first, first + LANES].map(|first| first.min(count - LANES));
+                Self {
+                    rows,
+                    from,
+                    tokens: TOKENS.min(rows.tokens - from),
+                    first,
+                    parts: if first[0] < first[1] { PAIR } else { 1 },
+                    starts: first.map(|first| {
+                        Sixteen::new(
+                            rows.weights[first * rows.row_bytes..].as_ptr(),
+                            rows.row_bytes,
+                        )
+                    }),
+                }
+            })
+        })
+    }
+
+    /// Where the bytes at `place` are in each row of a register.
+    #[inline(always)]
+    fn at(&self, part: usize, place: usize) -> Sixteen {
+        self.starts[part].ahead(place)
+    }
+
+    /// Writes the products, which `sum` says by token and register.
+    #[inline]
+    #[target_feature(enable = "avx512f")]
+    fn put(&self, sum: impl Fn(usize, usize) -> __m512) {
+        for token in 0..self.tokens {
+            for part in 0..self.parts {
+                // SAFETY: sixteen numbers either way.
+                let lanes = unsafe { transmute::<__m512, [f32; LANES]>(sum(token, part)) };
+                let first = self.first[part];
+                self.rows
+                    .put_lanes(self.from + token, first, first + LANES, lanes);
+            }
+        }
+    }
+}
+
+/// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`.
 ///
 /// # Safety
 ///
 /// `copy` gives the Q8_K block of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn multiply<
-    const N: usize,
-    const G: usize,
-    const SUB: usize,
-    const SEPARATE_MINS: bool,
-    const LESS: u32,
->(
+unsafe fn multiply<T: TurnSuper, const N: usize, const G: usize>(
     turned: &[Turned; PAIR],
     copy: impl Fn(usize) -> *const u8,
     (index, blocks): (usize, usize),
@@ -274,7 +366,7 @@ unsafe fn multiply<
     let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
     let mut totals = [[zero; G]; N];
     // Loops that are not unrolled: their products stay in an order in which none waits for another.
-    let (subs, groups) = (hint::black_box(SUPER / SUB), hint::black_box(SUB / 4));
+    let (subs, groups) = (hint::black_box(SUPER / T::SUB), hint::black_box(T::SUB / 4));
     let mut group = 0;
     for sub in 0..subs {
         let mut parts = [[zero; G]; N];
@@ -302,12 +394,7 @@ unsafe fn multiply<
             }
         }
     }
-    // The block's sums: of 32 behind all blocks, or of 16 at its own end.
-    let (pairs, place) = if SUB == BLOCK {
-        (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
-    } else {
-        (8, 4 + SUPER)
-    };
+    let (pairs, place) = pairs_of_sums::<T>(index, blocks);
     let mut mins = [[zero; G]; N];
     for pair in 0..hint::black_box(pairs) {
         for ahead in 0..N {
@@ -329,7 +416,7 @@ unsafe fn multiply<
         let factor = _mm512_castsi512_ps(unsafe { everywhere(copies[ahead]) });
         for part in 0..G {
             let mut total = totals[ahead][part];
-            if SEPARATE_MINS {
+            if T::MINIMUMS {
                 let scale = _mm512_mul_ps(turned[part].min_scale.floats(), factor);
                 lows[ahead][part].add_product(
                     _mm512_cvtepi32_ps(mins[ahead][part]),
@@ -337,7 +424,10 @@ unsafe fn multiply<
                     index < BLOCKS,
                 );
             } else {
-                total = _mm512_sub_epi32(total, _mm512_slli_epi32::<LESS>(mins[ahead][part]));
+                total = _mm512_sub_epi32(
+                    total,
+                    _mm512_sll_epi32(mins[ahead][part], _mm_cvtsi32_si128(T::LESS)),
+                );
             }
             let scale = _mm512_mul_ps(turned[part].scale.floats(), factor);
             values[ahead][part].add_product(_mm512_cvtepi32_ps(total), scale, index < BLOCKS);
@@ -345,490 +435,67 @@ unsafe fn multiply<
     }
 }
 
-/// Sixteen dwords at `offset` of sixteen rows, turned.
-///
-/// # Safety
-///
-/// `start` gives the rows, of which 64 bytes from `offset` can be read.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m512i; 16] {
-    // SAFETY: the caller's promise.
-    square(std::array::from_fn(|lane| unsafe {
-        _mm512_loadu_si512(start(lane).add(offset).cast())
-    }))
-}
-
-/// Four dwords at `offset` of sixteen rows, turned.
-///
-/// # Safety
-///
-/// `start` gives the rows, of which 16 bytes from `offset` can be read.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn four_dwords(start: impl Fn(usize) -> *const u8, offset: usize) -> [__m512i; 4] {
-    // Quarter q of number i has row 4 q + i.
-    let rows = |ahead: usize| {
-        // SAFETY: the caller's promise.
-        let quarter =
-            |row: usize| unsafe { _mm_loadu_si128(start(row + ahead).add(offset).cast()) };
-        let low = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(quarter(0)), quarter(4));
-        _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(low, quarter(8)), quarter(12))
-    };
-    let (a, b, c, d) = (rows(0), rows(1), rows(2), rows(3));
-    let (low, high) = (_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
-    let (low2, high2) = (_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
-    [
-        _mm512_unpacklo_epi64(low, low2),
-        _mm512_unpackhi_epi64(low, low2),
-        _mm512_unpacklo_epi64(high, high2),
-        _mm512_unpackhi_epi64(high, high2),
-    ]
-}
-
-/// The halves in the low parts of sixteen dwords.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn low_halves(dwords: __m512i) -> __m512 {
-    _mm512_cvtph_ps(_mm512_cvtepi32_epi16(dwords))
-}
-
-/// The halves at sixteen addresses.
-///
-/// # Safety
-///
-/// `start` gives addresses where two bytes can be read.
-#[inline]
-#[target_feature(enable = "avx512f")]
-unsafe fn halves(start: impl Fn(usize) -> *const u8) -> __m512 {
-    // SAFETY: the caller's promise.
-    let bits: [i16; LANES] =
-        std::array::from_fn(|lane| unsafe { start(lane).cast::<i16>().read_unaligned() });
-    // SAFETY: 32 bytes.
-    _mm512_cvtph_ps(unsafe { _mm256_loadu_si256(bits.as_ptr().cast()) })
-}
-
-/// The head of Q4_K and Q5_K blocks, as [`six_bit_head`](super::rows::six_bit_head) reads it.
-///
-/// # Safety
-///
-/// `start` gives such blocks.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_head(start: impl Fn(usize) -> *const u8, turned: &mut Turned) {
-    // SAFETY: sixteen bytes are the head of a block.
-    let [both, a, b, c] = unsafe { four_dwords(start, 0) };
-    turned.scale.store_floats(low_halves(both));
-    turned
-        .min_scale
-        .store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
-    let (six, four, two) = (
-        _mm512_set1_epi32(0x3f3f_3f3f),
-        _mm512_set1_epi32(0x0f0f_0f0f),
-        _mm512_set1_epi32(0x0303_0303),
-    );
-    let upper = |low: __m512i, high: __m512i| {
-        let high = _mm512_slli_epi32::<4>(_mm512_and_si512(_mm512_srli_epi32::<6>(high), two));
-        _mm512_or_si512(_mm512_and_si512(low, four), high)
-    };
-    let scales = [_mm512_and_si512(a, six), upper(c, a)];
-    let mins = [
-        _mm512_and_si512(b, six),
-        upper(_mm512_srli_epi32::<4>(c), b),
-    ];
-    let byte = _mm512_set1_epi32(0xff);
-    let pick = |bytes: __m512i, number: usize| {
-        let count = _mm_set_epi64x(0, i64::try_from(8 * number).unwrap_or(0));
-        _mm512_and_si512(_mm512_srl_epi32(bytes, count), byte)
-    };
-    for sub in 0..8 {
-        turned.scales[sub].store(pick(scales[sub / 4], sub % 4));
-    }
-    for pair in 0..4 {
-        let min = |sub: usize| pick(mins[sub / 4], sub % 4);
-        let (even, odd) = (min(2 * pair), min(2 * pair + 1));
-        turned.mins[pair].store(_mm512_or_si512(even, _mm512_slli_epi32::<16>(odd)));
-    }
-}
-
-/// # Safety
-///
-/// `start` gives Q4_K blocks.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q4k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
-    // SAFETY: the caller's promise.
-    unsafe { turn_head(start, turned) };
-    let low = _mm512_set1_epi8(15);
-    for half in 0..2 {
-        // SAFETY: 128 bytes of quants follow the 16 of the head.
-        let raw = unsafe { dwords(start, 16 + 64 * half) };
-        for (at, both) in raw.into_iter().enumerate() {
-            let (run, group) = (2 * half + at / 8, at % 8);
-            turned.quants[16 * run + group].store(_mm512_and_si512(both, low));
-            turned.quants[16 * run + 8 + group]
-                .store(_mm512_and_si512(_mm512_srli_epi16::<4>(both), low));
-        }
-    }
-}
-
-/// # Safety
-///
-/// `start` gives Q5_K blocks.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q5k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
-    // SAFETY: the caller's promise.
-    unsafe { turn_head(start, turned) };
-    let (low, one) = (_mm512_set1_epi8(15), _mm512_set1_epi8(1));
-    // SAFETY: 32 bytes of fifth bits follow the 16 of the head; what is read behind them is in the block.
-    let fifth = unsafe { dwords(start, 16) };
-    for half in 0..2 {
-        // SAFETY: 128 bytes of quants follow.
-        let raw = unsafe { dwords(start, 48 + 64 * half) };
-        for (at, both) in raw.into_iter().enumerate() {
-            let (run, group) = (2 * half + at / 8, at % 8);
-            let bit = |number: usize| {
-                let shift = _mm_set_epi64x(0, i64::try_from(number).unwrap_or(0));
-                _mm512_slli_epi16::<4>(_mm512_and_si512(_mm512_srl_epi16(fifth[group], shift), one))
-            };
-            turned.quants[16 * run + group]
-                .store(_mm512_or_si512(_mm512_and_si512(both, low), bit(2 * run)));
-            turned.quants[16 * run + 8 + group].store(_mm512_or_si512(
-                _mm512_and_si512(_mm512_srli_epi16::<4>(both), low),
-                bit(2 * run + 1),
-            ));
-        }
-    }
-}
-
-/// # Safety
-///
-/// `start` gives Q6_K blocks.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q6k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
-    // SAFETY: 128 bytes of low bits, 64 of high bits, 16 scales and a half.
-    let (raw, bytes, scale) = unsafe {
-        (
-            [dwords(start, 0), dwords(start, 64), dwords(start, 128)],
-            four_dwords(start, 192),
-            halves(|lane| start(lane).wrapping_add(208)),
-        )
-    };
-    turned.scale.store_floats(scale);
-    let scale = |sub: usize| {
-        let count = _mm_set_epi64x(0, i64::try_from(24 - 8 * (sub % 4)).unwrap_or(0));
-        _mm512_srai_epi32::<24>(_mm512_sll_epi32(bytes[sub / 4], count))
-    };
-    turned.store_sixteen(scale, scale);
-    let (low, high) = (_mm512_set1_epi8(15), _mm512_set1_epi8(0x30));
-    for half in 0..2 {
-        for group in 0..8 {
-            let bits = raw[2][8 * half + group];
-            let (first, second) = (raw[half][group], raw[half][8 + group]);
-            let base = 32 * half + group;
-            let quants = &mut turned.quants;
-            let join = |four, two| {
-                _mm512_or_si512(_mm512_and_si512(four, low), _mm512_and_si512(two, high))
-            };
-            quants[base].store(join(first, _mm512_slli_epi16::<4>(bits)));
-            quants[base + 8].store(join(second, _mm512_slli_epi16::<2>(bits)));
-            quants[base + 16].store(join(_mm512_srli_epi16::<4>(first), bits));
-            quants[base + 24].store(join(
-                _mm512_srli_epi16::<4>(second),
-                _mm512_srli_epi16::<2>(bits),
-            ));
-        }
-    }
-}
-
-/// Byte `number` of each dword.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn byte(dwords: __m512i, number: usize) -> __m512i {
-    let count = _mm_set_epi64x(0, i64::try_from(8 * number).unwrap_or(0));
-    _mm512_and_si512(_mm512_srl_epi32(dwords, count), _mm512_set1_epi32(0xff))
-}
-
-/// Two bits of each byte of 64, of runs of 32 columns one after the other: `join` makes quants of them, by the run and the group
-/// of four columns in it.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw")]
-fn turn_two_bits(
-    raw: [__m512i; 16],
-    turned: &mut Turned,
-    join: impl Fn(__m512i, usize, usize) -> __m512i,
-) {
-    let two = _mm512_set1_epi8(3);
-    for (at, four) in raw.into_iter().enumerate() {
-        let (half, group) = (at / 8, at % 8);
-        let runs = [
-            four,
-            _mm512_srli_epi16::<2>(four),
-            _mm512_srli_epi16::<4>(four),
-            _mm512_srli_epi16::<6>(four),
-        ];
-        for (run, bits) in runs.into_iter().enumerate() {
-            let run = 4 * half + run;
-            turned.quants[8 * run + group].store(join(_mm512_and_si512(bits, two), run, group));
-        }
-    }
-}
-
-/// # Safety
-///
-/// `start` gives Q2_K blocks.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q2k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
-    // SAFETY: sixteen bytes of which the lower half is a scale and the upper one a minimum, 64 of quants, and two halves, which
-    // end the 16 bytes from 68 on.
-    let (heads, raw, [.., both]) = unsafe {
-        (
-            four_dwords(start, 0),
-            dwords(start, 16),
-            four_dwords(start, 68),
-        )
-    };
-    turned.scale.store_floats(low_halves(both));
-    turned
-        .min_scale
-        .store_floats(low_halves(_mm512_srli_epi32::<16>(both)));
-    let head = |sub: usize| byte(heads[sub / 4], sub % 4);
-    turned.store_sixteen(
-        |sub| _mm512_and_si512(head(sub), _mm512_set1_epi32(15)),
-        |sub| _mm512_srli_epi32::<4>(head(sub)),
-    );
-    turn_two_bits(raw, turned, |bits, _, _| bits);
-}
-
-/// # Safety
-///
-/// `start` gives Q3_K blocks.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q3k(start: impl Fn(usize) -> *const u8 + Copy, turned: &mut Turned) {
-    // SAFETY: 32 bytes of third bits, 64 of quants, twelve of scales and a half, which end the 16 bytes from 94 on.
-    let (third, raw, last) =
-        unsafe { (dwords(start, 0), dwords(start, 32), four_dwords(start, 94)) };
-    turned
-        .scale
-        .store_floats(low_halves(_mm512_srli_epi32::<16>(last[3])));
-    let word = |at: usize| {
-        _mm512_or_si512(
-            _mm512_srli_epi32::<16>(last[at]),
-            _mm512_slli_epi32::<16>(last[at + 1]),
-        )
-    };
-    // Of eight bytes both halves are the lower bits, the last four have the upper ones.
-    let (a, b, c) = (word(0), word(1), word(2));
-    let join = |low: __m512i, upper: __m512i| {
-        let upper = _mm512_slli_epi32::<4>(_mm512_and_si512(upper, _mm512_set1_epi32(0x0303_0303)));
-        _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi32(0x0f0f_0f0f)), upper)
-    };
-    let scales = [
-        join(a, c),
-        join(b, _mm512_srli_epi32::<2>(c)),
-        join(_mm512_srli_epi32::<4>(a), _mm512_srli_epi32::<4>(c)),
-        join(_mm512_srli_epi32::<4>(b), _mm512_srli_epi32::<6>(c)),
-    ];
-    let scale =
-        |sub: usize| _mm512_sub_epi32(byte(scales[sub / 4], sub % 4), _mm512_set1_epi32(32));
-    turned.store_sixteen(scale, scale);
-    turn_two_bits(raw, turned, |bits, run, group| {
-        let shift = _mm_set_epi64x(0, i64::try_from(run).unwrap_or(0));
-        let third = _mm512_and_si512(_mm512_srl_epi16(third[group], shift), _mm512_set1_epi8(1));
-        _mm512_or_si512(bits, _mm512_slli_epi16::<2>(third))
-    });
-}
-
-/// Eight blocks of 32 columns of sixteen rows.
-struct TurnedSmall {
-    /// Quants plus 128, as in [`Turned`].
-    quants: [Line; GROUPS],
-    scales: [Line; 8],
-}
-
-impl TurnedSmall {
-    const ZERO: Self = Self {
-        quants: [Line::ZERO; GROUPS],
-        scales: [Line::ZERO; 8],
-    };
-}
-
-macro_rules! small_tiles {
-    ($name:ident, $bytes:expr, $turn:ident) => {
-        /// All rows of this type times all tokens.
-        ///
-        /// # Safety
-        ///
-        /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
-        #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-        pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            let mut turned = [TurnedSmall::ZERO; PAIR];
-            let mut sums: Sums = [[[Line::ZERO; PAIR]; TOKENS]; BLOCKS];
-            let count = rows.weights.len() / rows.row_bytes;
-            let all = rows.columns / BLOCK;
-            for from in (0..rows.tokens).step_by(TOKENS) {
-                let tokens = TOKENS.min(rows.tokens - from);
-                for first in (0..count).step_by(PAIR * LANES) {
-                    let parts = (count - first).div_ceil(LANES).min(PAIR);
-                    let starts = [rows.starts::<LANES>(first), rows.starts(first + LANES)];
-                    for index in (0..all).step_by(8) {
-                        let blocks = 8.min(all - index);
-                        for (part, turned) in turned.iter_mut().enumerate().take(parts) {
-                            let place = index * $bytes;
-                            let start = |lane: usize| starts[part][lane].wrapping_add(place);
-                            // SAFETY: blocks of whole rows.
-                            unsafe { $turn(start, blocks, turned) };
-                        }
-                        let copy = |token: usize| rows.copy(from + token);
-                        // SAFETY: copies of that many tokens, each with these blocks.
-                        unsafe {
-                            for_tokens!(tokens, parts, |token| multiply_small[](
-                                &turned, copy, (index, blocks, all), &mut sums, token,
-                            ));
-                        }
-                    }
-                    for token in 0..tokens {
-                        for part in 0..parts {
-                            // SAFETY: sixteen numbers either way.
-                            let lanes = unsafe { transmute::<__m512, [f32; LANES]>(last_sum(&sums, token, part, all)) };
-                            rows.put_lanes(from + token, first + part * LANES, count, lanes);
-                        }
-                    }
-                }
-            }
-        }
-    };
-}
-
-small_tiles!(rows_q8_0, 34, turn_q8_0);
-small_tiles!(rows_q4_0, 18, turn_q4_0);
-
-/// Blocks of `G` times sixteen rows (the first one, how many, and how many a row has), times `N` tokens from `token`.
+/// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`.
 ///
 /// # Safety
 ///
 /// `copy` gives the copy of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn multiply_small<const N: usize, const G: usize>(
+unsafe fn multiply_small<T: TurnSmall, const N: usize, const G: usize>(
     turned: &[TurnedSmall; PAIR],
     copy: impl Fn(usize) -> *const u8,
-    (first, blocks, all): (usize, usize, usize),
+    (index, blocks): (usize, usize),
     sums: &mut Sums,
     token: usize,
 ) {
     let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
-    // As in `multiply`.
-    let groups = hint::black_box(8usize);
-    for block in 0..blocks {
-        let index = first + block;
-        let mut parts = [[_mm512_setzero_si512(); G]; N];
+    let behind = blocks * Q8_0_BYTES + 4 * index;
+    let mut parts = [[_mm512_setzero_si512(); G]; N];
+    if !T::MINIMUM {
         for ahead in 0..N {
             // SAFETY: behind the blocks come their factors, then what makes up for the 128.
-            parts[ahead] = [unsafe {
-                everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index))
-            }; G];
+            parts[ahead] =
+                [unsafe { everywhere(copies[ahead].wrapping_add(behind + 4 * blocks)) }; G];
         }
-        for group in 0..groups {
-            let mut weights = [_mm512_setzero_si512(); G];
-            for part in 0..G {
-                // SAFETY: eight lines for each block.
-                weights[part] =
-                    unsafe { turned[part].quants.get_unchecked(8 * block + group) }.load();
-            }
-            for ahead in 0..N {
-                // SAFETY: the block's quants.
-                let y = unsafe {
-                    everywhere(copies[ahead].wrapping_add(index * Q8_0_BYTES + 2 + 4 * group))
-                };
-                for part in 0..G {
-                    parts[ahead][part] = _mm512_dpbusd_epi32(parts[ahead][part], weights[part], y);
-                }
-            }
+    }
+    // As in `multiply`.
+    for group in 0..hint::black_box(8usize) {
+        let mut weights = [_mm512_setzero_si512(); G];
+        for part in 0..G {
+            // SAFETY: eight lines.
+            weights[part] = unsafe { turned[part].quants.get_unchecked(group) }.load();
         }
-        let sums = &mut sums[block % BLOCKS][token..token + N];
         for ahead in 0..N {
-            // SAFETY: the block's factor.
-            let factor =
-                unsafe { everywhere(copies[ahead].wrapping_add(all * Q8_0_BYTES + 4 * index)) };
+            let at = index * Q8_0_BYTES + 2 + 4 * group;
+            // SAFETY: the block's quants.
+            let y = unsafe { everywhere(copies[ahead].wrapping_add(at)) };
             for part in 0..G {
-                let scale = _mm512_mul_ps(
-                    turned[part].scales[block].floats(),
-                    _mm512_castsi512_ps(factor),
-                );
-                sums[ahead][part].add_product(
-                    _mm512_cvtepi32_ps(parts[ahead][part]),
-                    scale,
-                    index < BLOCKS,
-                );
+                parts[ahead][part] = _mm512_dpbusd_epi32(parts[ahead][part], weights[part], y);
             }
         }
     }
-}
-
-/// # Safety
-///
-/// `start` gives `blocks` Q8_0 blocks of each of sixteen rows.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q8_0(
-    start: impl Fn(usize) -> *const u8 + Copy,
-    blocks: usize,
-    turned: &mut TurnedSmall,
-) {
-    let unsigned = _mm512_set1_epi8(i8::MIN);
-    for block in (0..blocks).step_by(2) {
-        let next = (block + 1).min(blocks - 1);
-        let rows = std::array::from_fn(|lane| {
-            // SAFETY: 32 bytes of each of two blocks.
-            let (low, high) = unsafe {
-                let row = start(lane);
-                (
-                    _mm256_loadu_si256(row.add(block * 34 + 2).cast()),
-                    _mm256_loadu_si256(row.add(next * 34 + 2).cast()),
-                )
-            };
-            _mm512_inserti64x4::<1>(_mm512_castsi256_si512(low), high)
-        });
-        for (line, quants) in turned.quants[8 * block..].iter_mut().zip(square(rows)) {
-            line.store(_mm512_xor_si512(quants, unsigned));
+    let sums = &mut sums[index % BLOCKS][token..token + N];
+    for ahead in 0..N {
+        // SAFETY: the block's factor, and -128 times its sum.
+        let (factor, start) = unsafe {
+            let behind = copies[ahead].wrapping_add(behind);
+            (
+                everywhere(behind),
+                everywhere(behind.wrapping_add(4 * blocks)),
+            )
+        };
+        let factor = _mm512_castsi512_ps(factor);
+        for part in 0..G {
+            let sum = &mut sums[ahead][part];
+            let mut first = index < BLOCKS;
+            if T::MINIMUM {
+                let ys = _mm512_mul_ps(_mm512_cvtepi32_ps(start), _mm512_set1_ps(-1.0 / 128.0));
+                sum.add_product(ys, _mm512_mul_ps(turned[part].min.floats(), factor), first);
+                first = false;
+            }
+            let scale = _mm512_mul_ps(turned[part].scale.floats(), factor);
+            sum.add_product(_mm512_cvtepi32_ps(parts[ahead][part]), scale, first);
         }
-    }
-    for (block, scales) in turned.scales[..blocks].iter_mut().enumerate() {
-        // SAFETY: the block's head.
-        scales.store_floats(unsafe { halves(|lane| start(lane).wrapping_add(block * 34)) });
-    }
-}
-
-/// # Safety
-///
-/// `start` gives `blocks` Q4_0 blocks of each of sixteen rows.
-#[inline]
-#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
-unsafe fn turn_q4_0(
-    start: impl Fn(usize) -> *const u8 + Copy,
-    blocks: usize,
-    turned: &mut TurnedSmall,
-) {
-    let low = _mm512_set1_epi8(15);
-    // From 0 to 15 that stand for -8 to 7, to the same plus 128.
-    let ahead = _mm512_set1_epi8(120);
-    for block in 0..blocks {
-        // SAFETY: 16 bytes of quants behind the scale.
-        let raw = unsafe { four_dwords(start, block * 18 + 2) };
-        for (group, both) in raw.into_iter().enumerate() {
-            let (first, second) = (both, _mm512_srli_epi16::<4>(both));
-            turned.quants[8 * block + group]
-                .store(_mm512_add_epi8(_mm512_and_si512(first, low), ahead));
-            turned.quants[8 * block + 4 + group]
-                .store(_mm512_add_epi8(_mm512_and_si512(second, low), ahead));
-        }
-        // SAFETY: the block's head.
-        turned.scales[block]
-            .store_floats(unsafe { halves(|lane| start(lane).wrapping_add(block * 18)) });
     }
 }

@@ -166,10 +166,10 @@ pub(super) struct Heads {
 pub(super) trait Super {
     /// Bytes of a block.
     const BYTES: usize;
-    /// Tokens from which on a tile is faster than four rows with four tokens at a time, in registers of 256 bits and of 512
-    /// (measured on Zen 5).
+    /// Tokens from which on a tile is faster than a few rows with a few tokens at a time, in registers of 256 bits (measured on
+    /// Zen 5) and of 512 (measured on Ice Lake).
     const TILE_FROM: usize = 20;
-    const TILE512_FROM: usize = 12;
+    const TILE512_FROM: usize = 6;
     /// Columns that share a scale: 16 or 32. A 16-bit number holds the sum of their products in four lanes.
     const SUB: usize;
     /// How many products of two quants a 16-bit sum holds, as a power of two, at most those of a scale.
@@ -252,7 +252,7 @@ pub(super) trait Small {
     const BYTES: usize;
     /// As of [`Super`].
     const TILE_FROM: usize = 20;
-    const TILE512_FROM: usize = 12;
+    const TILE512_FROM: usize = 9;
     /// What is added to quants to make them unsigned; with 128 they are signed.
     const ADDED: i32;
     /// How many products of two quants a 16-bit sum holds.
@@ -436,7 +436,6 @@ impl Super for Q4K {
 
 impl Super for Q5K {
     const BYTES: usize = 176;
-    const TILE512_FROM: usize = 16;
     const SUB: usize = 32;
     const PAIRS: usize = 4;
     const MINIMUMS: bool = true;
