@@ -122,20 +122,31 @@ pub(super) fn bounded_tree(text: &[u8], max: Bytes) -> Result<Bytes, Fault> {
 pub(super) fn parse_json<T: DeserializeOwned>(bytes: &[u8]) -> Result<T, Fault> {
     let mut deserializer = serde_json::Deserializer::from_slice(bytes);
     let parsed = serde_path_to_error::deserialize(&mut deserializer).map_err(|error| {
-        let path = error.path().to_string();
-        let cause = error.inner();
-        if !cause.is_data() {
-            return no_json(cause);
-        }
-        let cause = shortened(&in_words_of_json(&cause.to_string()));
-        if path == "." {
-            Fault::bad_request("invalid_type", format!("the request: {cause}"))
+        if error.inner().is_data() {
+            wrong_type(&error)
         } else {
-            Fault::bad_request("invalid_type", format!("{path}: {cause}")).of_param(&path)
+            no_json(error.inner())
         }
     })?;
     deserializer.end().map_err(|error| no_json(&error))?;
     Ok(parsed)
+}
+
+/// A value that is missing or of a wrong type, named by the path of its field; the whole has none.
+pub(super) fn wrong_type(error: &serde_path_to_error::Error<serde_json::Error>) -> Fault {
+    let path = error.path().to_string();
+    let cause = error.inner().to_string();
+    let missing = cause.strip_prefix("missing field `");
+    let (field, cause) = match missing.and_then(|rest| rest.split('`').next()) {
+        Some(missing) if path == "." => (missing.to_owned(), "is missing".to_owned()),
+        Some(missing) => (format!("{path}.{missing}"), "is missing".to_owned()),
+        None => (path, shortened(&in_words_of_json(&cause))),
+    };
+    if field == "." {
+        Fault::bad_request("invalid_type", format!("the request: {cause}"))
+    } else {
+        Fault::bad_request("invalid_type", format!("{field}: {cause}")).of_param(&field)
+    }
 }
 
 /// What the library says of Rust's types, said of JSON's.
@@ -205,6 +216,7 @@ const PIECE_MAX: usize = 1 << 20;
 #[cfg(test)]
 mod tests {
     use super::*;
+    use serde_json::json;
 
     #[test]
     fn a_wrong_type_names_its_field() {
@@ -223,6 +235,7 @@ mod tests {
                 "{\"inner\": {}}",
                 "inner: invalid type: object, expected a list",
             ),
+            ("{}", "inner: is missing"),
             ("[]", "the request: invalid length 0, expected an object"),
             (
                 "3",
@@ -231,6 +244,8 @@ mod tests {
         ] {
             let fault = parse_json::<Outer>(body.as_bytes()).unwrap_err();
             assert!(fault.message().starts_with(expected), "{fault:?}");
+            let param = expected.starts_with("inner").then(|| json!("inner"));
+            assert_eq!(fault.to_json()["error"]["param"], json!(param), "{body}");
         }
         let fault = parse_json::<Outer>(b"{").unwrap_err();
         assert!(

@@ -63,11 +63,17 @@ impl Fault {
 
     /// What is wrong with a conversation is about `messages`; this names the field as the API has it.
     #[must_use]
-    pub(super) fn input_named(mut self, field: &str) -> Self {
-        if self.param.as_deref() == Some(CONVERSATION) {
-            self.param = Some(field.to_owned());
-            if let Some(rest) = self.message.strip_prefix(CONVERSATION) {
-                self.message = format!("{field}{rest}");
+    pub(super) fn input_named(self, field: &str) -> Self {
+        self.renamed(CONVERSATION, field)
+    }
+
+    /// Names the parameter `field` as it is named where the API has it in another place.
+    #[must_use]
+    pub(super) fn renamed(mut self, field: &str, there: &str) -> Self {
+        if self.param.as_deref() == Some(field) {
+            self.param = Some(there.to_owned());
+            if let Some(rest) = self.message.strip_prefix(field) {
+                self.message = format!("{there}{rest}");
             }
         }
         self

@@ -4,7 +4,7 @@ use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
 
 use super::super::{
-    body::{bounded_tree, parse_json},
+    body::{bounded_tree, parse_json, wrong_type},
     fault::{Fault, invalid, shortened},
     numbers::Whole,
 };
@@ -104,14 +104,5 @@ fn of(map: Map<String, Value>) -> Result<ClientEvent, Fault> {
 }
 
 fn fields<T: DeserializeOwned>(map: Map<String, Value>) -> Result<T, Fault> {
-    serde_path_to_error::deserialize(Value::Object(map)).map_err(|error| {
-        let path = error.path().to_string();
-        let cause = shortened(&error.inner().to_string());
-        let message = if path == "." {
-            cause
-        } else {
-            format!("{path}: {cause}")
-        };
-        Fault::bad_request("invalid_type", message).of_param(&path)
-    })
+    serde_path_to_error::deserialize(Value::Object(map)).map_err(|error| wrong_type(&error))
 }

@@ -85,23 +85,34 @@ impl Spoken {
 }
 
 impl Items {
-    /// The id of the last item.
-    pub(super) fn last(&self) -> Option<&str> {
-        self.items.back().map(|item| item.id.as_str())
-    }
-
-    /// An item as it is shown.
+    /// An item as it is shown; `field` names it.
     ///
     /// # Errors
     /// With this code when there is none.
-    pub(super) fn get(&self, id: &str, code: &'static str) -> Result<&Value, Fault> {
-        let found = self.items.iter().find(|item| item.id == id);
-        found
-            .map(|item| &item.shown)
-            .ok_or_else(|| absent(id, code))
+    pub(super) fn get(&self, field: &str, id: &str, code: &'static str) -> Result<&Value, Fault> {
+        let at = self.position(field, id, code)?;
+        let found = self.items.get(at).map(|item| &item.shown);
+        found.ok_or_else(|| absent(field, id, code))
     }
 
-    /// Adds an item behind another (`root`: before all), or at the end; returns which one it follows.
+    /// The id of the item that this one follows.
+    pub(super) fn previous(&self, id: &str) -> Option<&str> {
+        let at = self.items.iter().position(|item| item.id == id)?;
+        let before = self.items.get(at.checked_sub(1)?);
+        before.map(|before| before.id.as_str())
+    }
+
+    /// The fields of an event about an item: the item, and the id of the one that it follows.
+    pub(super) fn followed(&self, id: &str, item: &Value) -> Value {
+        json!({"previous_item_id": self.previous(id), "item": item})
+    }
+
+    fn position(&self, field: &str, id: &str, code: &'static str) -> Result<usize, Fault> {
+        let at = self.items.iter().position(|item| item.id == id);
+        at.ok_or_else(|| absent(field, id, code))
+    }
+
+    /// Adds an item behind another (`root`: before all), or at the end.
     ///
     /// # Errors
     /// When there is one of this id, or none that it is to follow.
@@ -110,7 +121,7 @@ impl Items {
         after: Option<&str>,
         id: &str,
         shown: Value,
-    ) -> Result<Option<String>, Fault> {
+    ) -> Result<(), Fault> {
         if self.items.iter().any(|item| item.id == id) {
             return Err(Fault::bad_request(
                 "item_create_duplicate_item_id",
@@ -122,15 +133,10 @@ impl Items {
             None => self.items.len(),
             Some("root") => 0,
             Some(after) => {
-                let found = self.items.iter().position(|item| item.id == after);
-                found.ok_or_else(|| {
-                    absent(after, "item_create_invalid_previous_item_id")
-                        .of_param("previous_item_id")
-                })? + 1
+                let code = "item_create_invalid_previous_item_id";
+                self.position("previous_item_id", after, code)? + 1
             }
         };
-        let before = at.checked_sub(1).and_then(|before| self.items.get(before));
-        let before = before.map(|item| item.id.clone());
         self.items.insert(
             at,
             Item {
@@ -139,7 +145,7 @@ impl Items {
                 spoken: Spoken::default(),
             },
         );
-        Ok(before)
+        Ok(())
     }
 
     /// Replaces what an item shows; one that was deleted stays so.
@@ -165,8 +171,7 @@ impl Items {
     /// # Errors
     /// When there is none.
     pub(super) fn delete(&mut self, id: &str) -> Result<(), Fault> {
-        let at = self.items.iter().position(|item| item.id == id);
-        let at = at.ok_or_else(|| absent(id, "item_delete_invalid_item_id"))?;
+        let at = self.position("item_id", id, "item_delete_invalid_item_id")?;
         self.items.remove(at);
         Ok(())
     }
@@ -188,7 +193,7 @@ impl Items {
     /// When it is no spoken answer, or shorter.
     pub(super) fn truncate(&mut self, id: &str, audio_end_ms: u64) -> Result<(), Fault> {
         let item = self.items.iter_mut().find(|item| item.id == id);
-        let item = item.ok_or_else(|| absent(id, "item_truncate_invalid_item_id"))?;
+        let item = item.ok_or_else(|| absent("item_id", id, "item_truncate_invalid_item_id"))?;
         let length = item.spoken.millis();
         let part = item
             .shown
@@ -199,7 +204,8 @@ impl Items {
             return Err(Fault::bad_request(
                 "item_truncate_invalid_item_id",
                 format!("`{id}` is not a spoken answer"),
-            ));
+            )
+            .of_param("item_id"));
         };
         if audio_end_ms > length {
             return Err(Fault::bad_request(
@@ -207,7 +213,8 @@ impl Items {
                 format!(
                     "audio_end_ms: `{audio_end_ms}` is above the {length} ms that were sent of `{id}`"
                 ),
-            ));
+            )
+            .of_param("audio_end_ms"));
         }
         part.insert(
             "transcript".to_owned(),
@@ -230,7 +237,7 @@ impl Items {
             let item = match item.get("type").and_then(Value::as_str) {
                 Some("item_reference") => {
                     let id = item.get("id").and_then(Value::as_str).unwrap_or_default();
-                    self.get(id, "item_reference_invalid_item_id")?
+                    self.get(&format!("{field}.id"), id, "item_reference_invalid_item_id")?
                 }
                 _ => item,
             };
@@ -317,7 +324,7 @@ fn as_text(item: &Value) -> Value {
     item
 }
 
-fn absent(id: &str, code: &'static str) -> Fault {
+fn absent(field: &str, id: &str, code: &'static str) -> Fault {
     Fault::bad_request(
         code,
         format!(
@@ -325,6 +332,7 @@ fn absent(id: &str, code: &'static str) -> Fault {
             super::super::fault::shortened(id)
         ),
     )
+    .of_param(field)
 }
 
 /// What an item takes in memory.

@@ -254,13 +254,9 @@ impl Output {
             "response.output_item.added",
             json!({"response_id": self.id, "output_index": index, "item": item}),
         );
-        if self.kept
-            && let Ok(previous) = place.items.insert(None, id, item.clone())
-        {
-            place.outbox.event(
-                "conversation.item.added",
-                json!({"previous_item_id": previous, "item": item}),
-            );
+        if self.kept && place.items.insert(None, id, item.clone()).is_ok() {
+            let followed = place.items.followed(id, item);
+            place.outbox.event("conversation.item.added", followed);
         }
     }
 
@@ -273,9 +269,8 @@ impl Output {
         place: &mut Place<'_>,
     ) {
         if self.kept {
-            place
-                .outbox
-                .event("conversation.item.done", json!({"item": item}));
+            let followed = place.items.followed(id, &item);
+            place.outbox.event("conversation.item.done", followed);
             place.items.replace(id, item.clone(), spoken);
         }
         place.outbox.event(

@@ -375,9 +375,9 @@ impl Session {
                 Ok(())
             }
             ClientEvent::Retrieve(item) => {
-                let found = self
-                    .items
-                    .get(&item.item_id, "item_retrieve_invalid_item_id")?;
+                let found =
+                    self.items
+                        .get("item_id", &item.item_id, "item_retrieve_invalid_item_id")?;
                 self.outbox
                     .event("conversation.item.retrieved", json!({"item": found}));
                 Ok(())
@@ -437,18 +437,17 @@ impl Session {
     fn create(&mut self, create: event::Create) -> Result<(), Fault> {
         let max = self.api.limits().session_items_max;
         let (id, item) = items::created(create.item, || self.api.fresh_id("item_"), max)?;
-        let previous = self
-            .items
+        self.items
             .insert(create.previous_item_id.as_deref(), &id, item.clone())?;
-        self.announced(&item, previous.as_deref());
+        self.announced(&id, &item);
         Ok(())
     }
 
     /// Announces an item that is complete; the oldest makes room for it.
-    fn announced(&mut self, item: &Value, previous: Option<&str>) {
+    fn announced(&mut self, id: &str, item: &Value) {
+        let followed = self.items.followed(id, item);
         for kind in ["conversation.item.added", "conversation.item.done"] {
-            self.outbox
-                .event(kind, json!({"previous_item_id": previous, "item": item}));
+            self.outbox.event(kind, followed.clone());
         }
         self.evict();
     }
@@ -508,18 +507,17 @@ impl Session {
             .turn
             .take()
             .unwrap_or_else(|| self.api.fresh_id("item_"));
-        let previous = self.items.last().map(str::to_owned);
-        self.outbox.event(
-            "input_audio_buffer.committed",
-            json!({"previous_item_id": previous, "item_id": id}),
-        );
         let item = json!({
             "id": id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user",
             "content": [{"type": "input_audio", "transcript": null}],
         });
         // its id is new
         let _inserted = self.items.insert(None, &id, item.clone());
-        self.announced(&item, previous.as_deref());
+        self.outbox.event(
+            "input_audio_buffer.committed",
+            json!({"previous_item_id": self.items.previous(&id), "item_id": id}),
+        );
+        self.announced(&id, &item);
         let said = Said {
             item: id,
             utterance,

@@ -102,7 +102,10 @@ impl Settings {
                 ("type", other) => {
                     return invalid(&field, other, "is not one of `realtime`, `transcription`");
                 }
-                ("model", Value::String(model)) => updated.model = model_named(api, Some(model))?,
+                ("model", Value::String(model)) => {
+                    let named = model_named(api, Some(model));
+                    updated.model = named.map_err(|fault| fault.renamed("model", &field))?;
+                }
                 // what sessions are shown with
                 ("id" | "object" | "expires_at", _) => {}
                 _ => updated.set("session", &key, value)?,
@@ -228,7 +231,8 @@ impl Settings {
         // a choice may be set before the tools are
         let choice = match &self.tool_choice {
             Value::String(word) if word == "required" && tools.is_empty() => ToolChoice::Auto,
-            choice => function_choice(Some(choice), &tools)?,
+            choice => function_choice(Some(choice), &tools)
+                .map_err(|fault| fault.renamed("tool_choice", &format!("{place}.tool_choice")))?,
         };
         Ok((tools, choice))
     }
@@ -239,6 +243,7 @@ impl Settings {
     /// 400 when what names it is neither a name nor an object with an `id`.
     pub(super) fn voice(&self, api: &Api) -> Result<VoiceWish, Fault> {
         voice_named(self.voice.as_ref(), &api.backends().status.voices())
+            .map_err(|fault| fault.renamed("voice", "session.audio.output.voice"))
     }
 
     /// The session as clients are shown it: what is in force.

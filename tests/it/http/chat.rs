@@ -513,7 +513,7 @@ async fn a_wrong_request_is_400_and_names_its_field() {
         (json!({"messages": []}), "invalid_value", "messages"),
         (json!({"messages": "hi"}), "invalid_type", "messages"),
         (json!([]), "invalid_type", ""),
-        (json!({}), "invalid_type", ""),
+        (json!({}), "invalid_type", "messages"),
         (question(&json!({"n": 3})), "invalid_value", "n"),
         (
             question(&json!({"temperature": 9})),

@@ -625,7 +625,32 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         (
             json!({"type": "input_audio_buffer.append"}),
             "invalid_type",
-            "",
+            "audio",
+        ),
+        (
+            json!({"type": "input_audio_buffer.append", "audio": 7}),
+            "invalid_type",
+            "audio",
+        ),
+        (
+            json!({"type": "conversation.item.create", "item": 7}),
+            "invalid_type",
+            "item",
+        ),
+        (
+            json!({"type": "conversation.item.create", "previous_item_id": 7, "item": {}}),
+            "invalid_type",
+            "previous_item_id",
+        ),
+        (
+            json!({"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": "1"}),
+            "invalid_type",
+            "audio_end_ms",
+        ),
+        (
+            json!({"type": "session.update", "session": []}),
+            "invalid_type",
+            "session",
         ),
         (
             json!({"type": "input_audio_buffer.append", "audio": "?"}),
@@ -645,17 +670,17 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         (
             json!({"type": "conversation.item.delete", "item_id": "x"}),
             "item_delete_invalid_item_id",
-            "",
+            "item_id",
         ),
         (
             json!({"type": "conversation.item.retrieve", "item_id": "x"}),
             "item_retrieve_invalid_item_id",
-            "",
+            "item_id",
         ),
         (
             json!({"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": 1}),
             "item_truncate_invalid_item_id",
-            "",
+            "item_id",
         ),
         (
             json!({"type": "conversation.item.truncate", "item_id": "x", "audio_end_ms": -1}),
@@ -665,7 +690,7 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         (
             update(json!({"model": "gpt-9"})),
             "model_not_found",
-            "model",
+            "session.model",
         ),
         (
             update(json!({"colour": "red"})),
@@ -754,24 +779,27 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         (
             respond(json!({"input": [{"type": "item_reference", "id": "x"}]})),
             "item_reference_invalid_item_id",
-            "",
+            "response.input[0].id",
         ),
         (
             respond(json!({"tool_choice": {"type": "function", "name": "f"}})),
             "invalid_value",
-            "tool_choice",
+            "response.tool_choice",
         ),
     ] {
         let mut event = event;
         event["event_id"] = json!("mine");
         client.send(&event).await;
-        let error = client
-            .error(code, Some(param).filter(|param| !param.is_empty()))
-            .await;
+        let error = client.error(code, None).await;
+        let param = (!param.is_empty()).then_some(param);
+        assert_eq!(error["error"]["param"], json!(param), "{error}");
         assert_eq!(error["error"]["event_id"], "mine");
     }
-    client.socket.send(Message::text("{")).await.unwrap();
-    client.error("invalid_json", None).await;
+    for (text, code) in [("{", "invalid_json"), ("[]", "invalid_type")] {
+        client.socket.send(Message::text(text)).await.unwrap();
+        let error = client.error(code, None).await;
+        assert_eq!(error["error"]["param"], Value::Null, "{error}");
+    }
     client
         .socket
         .send(Message::binary(vec![1, 2]))
@@ -795,6 +823,52 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
         done["response"]["status_details"]["error"]["param"],
         "conversation"
     );
+}
+
+#[tokio::test]
+async fn every_event_of_an_item_names_the_item_before_it() {
+    let open = open().await;
+    let mut session = text_only();
+    session["audio"] = json!({"input": {"turn_detection": null}});
+    let mut client = Client::with(&open, session).await;
+    let user = |id: &str| json!({"type": "message", "role": "user", "id": id, "content": [{"type": "input_text", "text": "hi"}]});
+    for (id, after, before) in [
+        ("first", Value::Null, Value::Null),
+        ("second", Value::Null, json!("first")),
+        ("between", json!("first"), json!("first")),
+        ("zeroth", json!("root"), Value::Null),
+    ] {
+        client
+            .send(&json!({"type": "conversation.item.create", "previous_item_id": after, "item": user(id)}))
+            .await;
+        for event in client.until("conversation.item.done").await {
+            let previous = event.as_object().unwrap().get("previous_item_id");
+            assert_eq!(previous, Some(&before), "{event}");
+        }
+    }
+    client
+        .send(&json!({"type": "conversation.item.create", "previous_item_id": "gone", "item": user("x")}))
+        .await;
+    let code = "item_create_invalid_previous_item_id";
+    let error = client.error(code, Some("previous_item_id")).await;
+    let message = error["error"]["message"].as_str().unwrap();
+    assert!(message.contains("`gone`"), "{message}");
+
+    client.append(&loud(200)).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
+    let events = client.until("conversation.item.done").await;
+    assert_eq!(events[0]["type"], "input_audio_buffer.committed");
+    for event in &events {
+        assert_eq!(event["previous_item_id"], "second", "{event}");
+    }
+    client.respond().await;
+    let given = client.until("response.done").await;
+    for kind in ["conversation.item.added", "conversation.item.done"] {
+        let event = of_type(&given, kind)[0];
+        assert_eq!(event["previous_item_id"], events[0]["item_id"], "{event}");
+    }
 }
 
 #[tokio::test]

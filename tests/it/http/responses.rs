@@ -446,7 +446,7 @@ async fn texts_are_tokenized_and_tokens_are_texts_again() {
     let text = post_json(open.address, "/detokenize", &json!({"tokens": [104, 105]})).await;
     assert_eq!(text.json(), json!({"content": "hi"}));
     for (path, body, param) in [
-        ("/tokenize", json!({}), ""),
+        ("/tokenize", json!({}), "content"),
         (
             "/tokenize",
             json!({"content": "x".repeat(300 << 10)}),
