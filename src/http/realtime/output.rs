@@ -27,8 +27,16 @@ pub(super) enum End {
     Finished(FinishReason, Usage),
     /// Its client, or a user who speaks, ended it.
     Cancelled(&'static str),
+    /// There is nothing in the conversation that an answer could be about.
+    Unanswerable(Fault),
     /// It cannot be completed.
     Failed(Fault),
+}
+
+impl From<Fault> for End {
+    fn from(fault: Fault) -> Self {
+        Self::Failed(fault)
+    }
 }
 
 /// One response while it is given.
@@ -179,14 +187,9 @@ impl Output {
                 json!({"type": "cancelled", "reason": reason}),
                 Value::Null,
             ),
-            End::Failed(fault) => {
-                let error = fault.to_json().get("error").cloned();
-                (
-                    "failed",
-                    json!({"type": "failed", "error": error}),
-                    Value::Null,
-                )
-            }
+            // without a reason: the protocol's are lengths and filters
+            End::Unanswerable(fault) => with_error("incomplete", &fault),
+            End::Failed(fault) => with_error("failed", &fault),
         };
         let output: Vec<Value> = self.done.into_iter().flatten().collect();
         let ended = json!({
@@ -304,6 +307,13 @@ impl Output {
         });
         merged(part, more)
     }
+}
+
+/// Status, its details and usage of a response that gave nothing because of this.
+fn with_error(status: &'static str, fault: &Fault) -> (&'static str, Value, Value) {
+    let error = fault.to_json().get("error").cloned();
+    let details = json!({"type": status, "error": error});
+    (status, details, Value::Null)
 }
 
 fn usage_json(usage: Usage) -> Value {

@@ -777,11 +777,11 @@ impl Session {
                     active.run = Some(run);
                 }
             }
-            Err(fault) => self.end(End::Failed(fault)),
+            Err(end) => self.end(end),
         }
     }
 
-    fn asked(&self, active: &Active) -> Result<(ChatRequest, Option<Voice>), Fault> {
+    fn asked(&self, active: &Active) -> Result<(ChatRequest, Option<Voice>), End> {
         let Active { settings, .. } = active;
         let mut messages = self.items.messages(active.own, &active.input)?;
         if !settings.instructions.is_empty() {
@@ -791,11 +791,8 @@ impl Session {
             );
         }
         if messages.is_empty() {
-            return invalid(
-                "conversation",
-                "[]",
-                "is empty, and there are no instructions",
-            );
+            let fault = Fault::bad_request("conversation_empty", NO_WORDS);
+            return Err(End::Unanswerable(fault));
         }
         let (mut tools, choice) = settings.tools_and_choice("response")?;
         let form = match choice {
@@ -883,6 +880,7 @@ impl Session {
             match &end {
                 End::Failed(fault) => active.span.fail("failed", fault.message()),
                 End::Cancelled(_) => active.span.event("interrupted"),
+                End::Unanswerable(_) => active.span.event("no words"),
                 End::Finished(..) => {}
             }
             self.times.used = Instant::now();
@@ -918,6 +916,8 @@ pub(super) fn draining() -> Refusal {
 
 /// As it reads after "cannot".
 const HEAR: &str = "transcribe what was said";
+const NO_WORDS: &str = "cannot give a response: no item of the conversation has words, and there are no instructions \
+    (hint: commit audio with speech, or send text by `conversation.item.create`)";
 /// The field that not every voice honours.
 const SPEED: &str = "session.audio.output.speed";
 /// Events that wait before a response does. Our choice: some 2 s of sound.

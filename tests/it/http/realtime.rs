@@ -820,8 +820,8 @@ async fn a_wrong_event_is_an_error_with_its_field_and_the_session_goes_on() {
     client.send(&respond(empty)).await;
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(
-        done["response"]["status_details"]["error"]["param"],
-        "conversation"
+        done["response"]["status_details"]["error"]["code"],
+        "conversation_empty"
     );
 }
 
@@ -869,6 +869,45 @@ async fn every_event_of_an_item_names_the_item_before_it() {
         let event = of_type(&given, kind)[0];
         assert_eq!(event["previous_item_id"], events[0]["item_id"], "{event}");
     }
+}
+
+#[tokio::test]
+async fn committed_silence_is_an_empty_transcript_and_its_response_answers_the_rest() {
+    let open = open().await;
+    let session = json!({"type": "realtime", "output_modalities": ["text"], "audio": {
+        "input": {"turn_detection": null, "transcription": {"model": "pocketsphinx"}}}});
+    let mut client = Client::with(&open, session).await;
+    // before anything was said, also while the recogniser still listens
+    for listening in [None, Some(Duration::from_millis(50))] {
+        *open.script.transcript_after.lock().unwrap() = listening;
+        client.append(&quiet(400)).await;
+        client
+            .send(&json!({"type": "input_audio_buffer.commit"}))
+            .await;
+        client.respond().await;
+        let events = client.until("response.done").await;
+        let kind = "conversation.item.input_audio_transcription.completed";
+        assert_eq!(of_type(&events, kind)[0]["transcript"], "");
+        let response = &events.last().unwrap()["response"];
+        let details = &response["status_details"];
+        assert_eq!(
+            (&response["status"], &details["type"]),
+            (&json!("incomplete"), &json!("incomplete"))
+        );
+        assert_eq!(details["error"]["code"], "conversation_empty");
+        assert!(of_type(&events, "error").is_empty(), "{events:?}");
+        assert!(open.script.chats.lock().unwrap().is_empty());
+    }
+    client.say("turn on the light").await;
+    client.append(&quiet(400)).await;
+    client
+        .send(&json!({"type": "input_audio_buffer.commit"}))
+        .await;
+    client.respond().await;
+    let done = client.until("response.done").await.pop().unwrap();
+    assert_eq!(done["response"]["status"], "completed");
+    let asked = open.script.chats.lock().unwrap().pop().unwrap();
+    assert_eq!(contents(&asked), ["turn on the light"]);
 }
 
 #[tokio::test]
