@@ -372,12 +372,43 @@ pub enum AudioError {
     /// Its rate could not be changed.
     #[error(transparent)]
     Resample(#[from] ResampleError),
-    /// It is in no format that is read, or its headers are damaged.
-    #[error("not audio that can be read")]
-    Container(#[source] symphonia::core::errors::Error),
+    /// There is nothing in it.
+    #[error("the file is empty")]
+    Empty,
+    /// It is in a format that there is no reader for.
+    #[error("the file is {format}, which is not read")]
+    NotRead {
+        /// Its name.
+        format: &'static str,
+    },
+    /// Its format is not known.
+    #[error("the file is in no known format, its first bytes are `{first}`")]
+    UnknownFormat {
+        /// In hexadecimal.
+        first: String,
+    },
+    /// Its headers or packets cannot be read.
+    #[error("the {format} file cannot be read")]
+    Container {
+        /// The name of its format.
+        format: &'static str,
+        /// What is wrong.
+        source: symphonia::core::errors::Error,
+    },
     /// There is no sound in it.
-    #[error("the file has no audio track")]
-    NoTrack,
+    #[error("the {format} file has no audio track, or one in a coding that is not read")]
+    NoTrack {
+        /// The name of its format.
+        format: &'static str,
+    },
+    /// Its sound is coded in a way that is not read.
+    #[error("the audio track of the {format} file is in a coding that is not read")]
+    TrackCoding {
+        /// The name of its format.
+        format: &'static str,
+        /// What is wrong.
+        source: symphonia::core::errors::Error,
+    },
     /// It plays too long; how long, its header does not say.
     #[error("audio is longer than the limit of {:.1} s", limit.as_secs_f64())]
     Longer {

@@ -26,6 +26,7 @@ use symphonia::{
 
 use super::{
     audio::{ASR_RATE_HZ, AudioError, Mixer, MonoAudio, read_wav, supported_rate},
+    format::format_of,
     resample::Resampler,
 };
 
@@ -47,13 +48,20 @@ pub fn decode_for_asr(
     limit: Duration,
     take: &mut dyn FnMut(&[i16]) -> io::Result<()>,
 ) -> Result<(), AudioError> {
+    if file.is_empty() {
+        return Err(AudioError::Empty);
+    }
+    let format = format_of(file);
+    if let Some((format, false)) = format {
+        return Err(AudioError::NotRead { format });
+    }
     let mut output = Output::new(limit, take);
     if is_wav(file) {
         read_wav(file, limit, |rate_hz, samples| {
             output.push(rate_hz, samples)
         })?;
     } else {
-        read_container(file, &mut output)?;
+        read_container(file, format.map(|(name, _)| name), &mut output)?;
     }
     output.finish()
 }
@@ -142,7 +150,11 @@ fn samples_of(time: Duration) -> u64 {
     u64::from(time.subsec_millis()) * u64::from(ASR_RATE_HZ) / 1000
 }
 
-fn read_container(file: &[u8], output: &mut Output<'_>) -> Result<(), AudioError> {
+fn read_container(
+    file: &[u8],
+    format: Option<&'static str>,
+    output: &mut Output<'_>,
+) -> Result<(), AudioError> {
     let source = MediaSourceStream::new(
         Box::new(Cursor::new(file)),
         MediaSourceStreamOptions::default(),
@@ -152,8 +164,16 @@ fn read_container(file: &[u8], output: &mut Output<'_>) -> Result<(), AudioError
         .limit_visual_bytes(Limit::Maximum(0));
     let mut reader = get_probe()
         .probe(&Hint::new(), source, FormatOptions::default(), metadata)
-        .map_err(AudioError::Container)?;
-    let mut track = Track::of(&*reader)?;
+        .map_err(|source| match format {
+            Some(format) => AudioError::Container { format, source },
+            None => AudioError::UnknownFormat {
+                first: first_bytes(file),
+            },
+        })?;
+    // One that begins with something else is known by what was found in it.
+    let format = format.unwrap_or(reader.format_info().short_name);
+    let unreadable = |source| AudioError::Container { format, source };
+    let mut track = Track::of(&*reader, format)?;
     let (mut packets, mut damaged) = (0usize, 0usize);
     loop {
         let packet = match reader.next_packet() {
@@ -161,7 +181,7 @@ fn read_container(file: &[u8], output: &mut Output<'_>) -> Result<(), AudioError
             Ok(None) => break,
             // Files in a row, as internet radio sends them.
             Err(MediaError::ResetRequired) => {
-                track = Track::of(&*reader)?;
+                track = Track::of(&*reader, format)?;
                 continue;
             }
             Err(MediaError::IoError(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
@@ -171,7 +191,7 @@ fn read_container(file: &[u8], output: &mut Output<'_>) -> Result<(), AudioError
                 }
                 return Err(AudioError::CutShort);
             }
-            Err(error) => return Err(AudioError::Container(error)),
+            Err(error) => return Err(unreadable(error)),
         };
         packets += 1;
         if packets > file.len() {
@@ -195,53 +215,54 @@ struct Track {
 }
 
 impl Track {
-    fn of(reader: &dyn FormatReader) -> Result<Self, AudioError> {
+    fn of(reader: &dyn FormatReader, format: &'static str) -> Result<Self, AudioError> {
         let track = reader
             .default_track(TrackType::Audio)
             .or_else(|| reader.first_track(TrackType::Audio))
-            .ok_or(AudioError::NoTrack)?;
+            .ok_or(AudioError::NoTrack { format })?;
         let params = track
             .codec_params
             .as_ref()
             .and_then(CodecParameters::audio)
-            .ok_or(AudioError::NoTrack)?;
+            .ok_or(AudioError::NoTrack { format })?;
         Ok(Self {
             id: track.id,
-            codec: Codec::of(params)?,
+            codec: Codec::of(params, format)?,
         })
     }
 }
 
 enum Codec {
     Opus(Box<Opus>),
-    Other(Box<dyn AudioDecoder>, Vec<i16>),
+    Other(Box<dyn AudioDecoder>, Vec<i16>, &'static str),
 }
 
 impl Codec {
-    fn of(params: &AudioCodecParameters) -> Result<Self, AudioError> {
+    fn of(params: &AudioCodecParameters, format: &'static str) -> Result<Self, AudioError> {
         if params.codec == CODEC_ID_OPUS {
             let head = params.extra_data.as_deref().unwrap_or_default();
             return Ok(Self::Opus(Box::new(Opus::of(head)?)));
         }
         let decoder = get_codecs().make_audio_decoder(params, &AudioDecoderOptions::default());
         Ok(Self::Other(
-            decoder.map_err(AudioError::Container)?,
+            decoder.map_err(|source| AudioError::TrackCoding { format, source })?,
             Vec::new(),
+            format,
         ))
     }
 
     /// Hands on what is in a packet; `false` when it is damaged.
     fn decode(&mut self, packet: &Packet, output: &mut Output<'_>) -> Result<bool, AudioError> {
-        let (decoder, interleaved) = match self {
+        let (decoder, interleaved, format) = match self {
             Self::Opus(opus) => return opus.decode(&packet.data, output),
-            Self::Other(decoder, interleaved) => (decoder, interleaved),
+            Self::Other(decoder, interleaved, format) => (decoder, interleaved, *format),
         };
         let decoded = match decoder.decode(packet) {
             Ok(decoded) => decoded,
             Err(
                 MediaError::DecodeError(_) | MediaError::IoError(_) | MediaError::ResetRequired,
             ) => return Ok(false),
-            Err(error) => return Err(AudioError::Container(error)),
+            Err(source) => return Err(AudioError::TrackCoding { format, source }),
         };
         let rate_hz = decoded.spec().rate();
         let channels = decoded.spec().channels().count();
@@ -314,6 +335,16 @@ impl Opus {
         Ok(true)
     }
 }
+
+/// The first bytes of a file, as an error shows them.
+fn first_bytes(file: &[u8]) -> String {
+    let first = file.iter().take(FIRST_BYTES_SHOWN);
+    let shown: Vec<String> = first.map(|byte| format!("{byte:02x}")).collect();
+    shown.join(" ")
+}
+
+/// Our choice: as many as magic numbers have.
+const FIRST_BYTES_SHOWN: usize = 8;
 
 /// The longest Opus packet, 120 ms.
 const OPUS_PACKET_SAMPLES: usize = 120 * 16;
@@ -427,16 +458,48 @@ mod tests {
                 "{name}"
             );
         }
-        for file in [
-            &b""[..],
-            b"ID3\x04 this is an mp3",
-            b"OggS\0\0\0\0",
-            b"<html></html>",
-            &[0; 4000],
+        for (file, says) in [
+            (&b""[..], "the file is empty"),
+            (b"ID3\x04 this is an mp3", "the MP3 file cannot be read"),
+            (b"OggS\0\0\0\0", "the Ogg file cannot be read"),
+            (
+                b"<html></html>",
+                "the file is HTML or XML, which is not read",
+            ),
+            (b"#!AMR\n\x3c", "the file is AMR, which is not read"),
+            (
+                &[0; 4000],
+                "the file is in no known format, its first bytes are `00 00 00 00 00 00 00 00`",
+            ),
         ] {
             let error = decode_whole_for_asr(file, MINUTE).unwrap_err();
-            assert_eq!(error.to_string(), "not audio that can be read", "{file:?}");
+            assert_eq!(error.to_string(), says, "{file:?}");
         }
+    }
+
+    #[test]
+    fn a_container_without_sound_that_is_read_is_named() {
+        let mp4 = include_bytes!("../../tests/fixtures/audio/tone.m4a");
+        let entry = mp4.windows(4).position(|part| part == b"mp4a").unwrap();
+        let mut amr = mp4.to_vec();
+        amr[entry..entry + 4].copy_from_slice(b"samr");
+        let error = decode_whole_for_asr(&amr, MINUTE).map(|audio| audio.duration());
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "the MP4 file has no audio track, or one in a coding that is not read"
+        );
+        // AC-3 by its number in the track's descriptor, which is of an audio stream.
+        let aac = mp4
+            .windows(2)
+            .position(|pair| pair == [0x40, 0x15])
+            .unwrap();
+        let mut ac3 = mp4.to_vec();
+        ac3[aac] = 0xa5;
+        let error = decode_whole_for_asr(&ac3, MINUTE).map(|audio| audio.duration());
+        assert_eq!(
+            error.unwrap_err().to_string(),
+            "the audio track of the MP4 file is in a coding that is not read"
+        );
     }
 
     #[test]

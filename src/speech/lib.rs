@@ -21,6 +21,7 @@ mod coded_wav;
 pub mod decode;
 pub mod decoder;
 pub mod encode;
+mod format;
 pub mod http;
 pub mod resample;
 pub mod sentences;

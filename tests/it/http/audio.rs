@@ -300,8 +300,27 @@ async fn broken_audio_is_400_and_says_what_is_wrong() {
     let mut cut = wav(16_000, 1, 16_000);
     cut.truncate(1000);
     for (file, says) in [
-        (&b""[..], "not audio that can be read"),
-        (b"ID3\x04 this is an mp3", "not audio that can be read"),
+        (
+            &b""[..],
+            "cannot read the audio: the file is empty (hint: send wav, mp3, m4a or aac (AAC-LC), ogg or webm (Opus, Vorbis), flac)",
+        ),
+        (
+            b"FORM\0\0\0\x2aAIFFCOMM",
+            "the file is AIFF, which is not read (hint: send wav",
+        ),
+        (
+            b"RF64\xff\xff\xff\xffWAVEds64",
+            "the file is RF64, which is not read",
+        ),
+        (
+            b"RIFF\0\0\0\0AVI LIST",
+            "the file is AVI, which is not read",
+        ),
+        (
+            b"{\"audio\": \"UklGR\"}",
+            "the file is JSON, which is not read",
+        ),
+        (b"ID3\x04 this is an mp3", "the MP3 file cannot be read"),
         (b"RIFF", "not a readable WAV file"),
         (&cut, "cut short"),
         (
