@@ -5,6 +5,7 @@ use std::fmt::{Display, Formatter, Result};
 use crate::{
     denial::{Denial, Holders, NotHolder, OPERATOR, Problem, Quota},
     growth_wait::GrowthWait,
+    reason::{Share, SpareReason},
 };
 use cotenant_units::{Bytes, TimeSpan};
 
@@ -17,12 +18,19 @@ impl Display for Denial {
                 reclaimable,
                 holders,
                 ..
-            } if tenant == OPERATOR => {
-                write!(
-                    f,
-                    "cannot shed {asked}: the LLM can give back {reclaimable}{holders}"
-                )
-            }
+            } if tenant == OPERATOR => match holders.shares.first() {
+                None => write!(f, "cannot shed {asked}: no LLM is loaded"),
+                Some(Share { held, spared, .. }) => {
+                    write!(
+                        f,
+                        "cannot shed {asked}: the LLM can give back {reclaimable} of the {held} that it holds"
+                    )?;
+                    match spared {
+                        Some(why) => write!(f, ", because it {why}"),
+                        None => Ok(()),
+                    }
+                }
+            },
             Self::InsufficientMemory {
                 tenant,
                 asked,
@@ -262,12 +270,24 @@ impl Denial {
             Self::InsufficientMemory {
                 tenant,
                 reclaimable,
+                holders,
                 ..
-            } if tenant == OPERATOR => Some(if *reclaimable > Bytes::ZERO {
-                format!("ask for {reclaimable} or less")
-            } else {
-                "`cotenant stop NAME` gives back what a worker holds".to_owned()
-            }),
+            } if tenant == OPERATOR => {
+                let spared = holders
+                    .shares
+                    .first()
+                    .and_then(|share| share.spared.as_ref());
+                Some(match spared {
+                    _ if *reclaimable > Bytes::ZERO => format!("shed {reclaimable} or less"),
+                    Some(SpareReason::EngineBusy | SpareReason::ComingDown { .. }) => {
+                        "try again when `cotenant status` shows no change of the LLM".to_owned()
+                    }
+                    _ => {
+                        "stop a worker by `cotenant stop NAME` to get back the memory that it holds"
+                            .to_owned()
+                    }
+                })
+            }
             Self::InsufficientMemory {
                 asked,
                 free,
@@ -340,10 +360,7 @@ impl Denial {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{
-        lease::{Class, LeaseId, LeaseName},
-        reason::{Share, SpareReason},
-    };
+    use crate::lease::{Class, LeaseId, LeaseName};
 
     #[test]
     fn a_denial_for_lack_of_memory_says_how_to_get_it() {
@@ -378,6 +395,38 @@ mod tests {
         ] {
             assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
         }
+    }
+
+    #[test]
+    fn a_shed_that_is_refused_for_now_says_when_to_try_again() {
+        let held = Bytes::from_mib(132);
+        let denial = Denial::InsufficientMemory {
+            tenant: OPERATOR.to_owned(),
+            asked: Bytes::from_mib(10),
+            free: Bytes::ZERO,
+            reclaimable: Bytes::ZERO,
+            budget: Bytes::from_mib(400),
+            holders: Holders {
+                class: Class::AudioRealtime,
+                shares: vec![Share {
+                    holder: LeaseName {
+                        id: LeaseId(1),
+                        tenant: "llm".to_owned(),
+                    },
+                    held,
+                    gives: Bytes::ZERO,
+                    spared: Some(SpareReason::EngineBusy),
+                }],
+                unaccounted: Bytes::ZERO,
+            },
+        };
+        assert_eq!(
+            denial.to_string(),
+            "cannot shed 10 MiB: the LLM can give back 0 B of the 132 MiB that it holds, because it is loading, or failed to \
+             shed a moment ago"
+        );
+        let hint = denial.hint().unwrap();
+        assert!(hint.starts_with("try again when"), "{hint}");
     }
 
     #[test]

@@ -354,12 +354,22 @@ fn a_shed_of_an_engine_at_its_floor_names_what_the_engine_can_give_and_nothing_o
     let denial = rig.denial();
     assert_eq!(
         denial.to_string(),
-        "cannot shed 100 GiB: the LLM can give back 0 B (llm#1 holds 28 MiB, none of it for audio-realtime: has given up all \
-         that it can)"
+        "cannot shed 100 GiB: the LLM can give back 0 B of the 28 MiB that it holds, because it has given up all that it can"
     );
     assert_eq!(
         denial.hint().as_deref(),
-        Some("`cotenant stop NAME` gives back what a worker holds")
+        Some("stop a worker by `cotenant stop NAME` to get back the memory that it holds")
+    );
+}
+
+#[test]
+fn a_shed_without_an_llm_says_so() {
+    let mut rig = Rig::new(params());
+    rig.sample(0);
+    rig.operator_shed(mib(10));
+    assert_eq!(
+        rig.denial().to_string(),
+        "cannot shed 10 MiB: no LLM is loaded"
     );
 }
 
