@@ -18,6 +18,7 @@ use super::{
 };
 use cotenant_probe::{
     ProbeRoot,
+    board::{Board, L4tRelease},
     cgroup::{self, Cgroup},
     processes,
 };
@@ -151,6 +152,7 @@ impl Life {
         let limits = limits(&proc, pid);
         let strict = fs::read_to_string(proc.join("sys/vm/overcommit_memory"))
             .is_ok_and(|mode| mode.trim() == "2");
+        let l4t_fault = Board::read(&self.roots).l4t.and_then(L4tRelease::warning);
         // Read before it is noted, as everything: a caller whose time is up takes the lock.
         let available = available(&proc);
         note(&mut |found| {
@@ -161,6 +163,7 @@ impl Life {
                 .filter(|peak| self.inherited.is_none_or(|ours| *peak > ours));
             found.available = available;
             found.strict_overcommit = strict;
+            found.l4t_fault = l4t_fault;
         });
         if questions.killers {
             let killers = killers(&proc);

@@ -523,15 +523,16 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
         if allocator == Allocator::Host { Confidence::Likely } else { Confidence::Low },
         format!("{how}: {by}{size} {free}; the kernel killed no process for it (`{}`)", quote.line),
     )
-    .remedy(match allocator {
-        Allocator::Host if evidence.found.strict_overcommit => {
+    .remedy(match (allocator, evidence.found.l4t_fault) {
+        (Allocator::Host, _) if evidence.found.strict_overcommit => {
             "vm.overcommit_memory is 2: the kernel promises no more than there is; set it to 0, or reserve less at once"
+                .to_owned()
         }
-        Allocator::Host => "it asked for more at once than there was, or its allocator is confused: see its output",
-        Allocator::Cuda | Allocator::NvMap => {
-            "start the largest first and let smaller ones follow; L4T 36.4.7 refuses large single allocations with memory \
-             free (fixed in 36.5): allocate in smaller pieces"
+        (Allocator::Host, _) => {
+            "it asked for more at once than there was, or its allocator is confused: see its output".to_owned()
         }
+        (Allocator::Cuda | Allocator::NvMap, Some(fault)) => format!("{LARGEST_FIRST}; {fault}"),
+        (Allocator::Cuda | Allocator::NvMap, None) => LARGEST_FIRST.to_owned(),
     })
 }
 
@@ -810,6 +811,10 @@ const CUDA_LIBRARIES: [&str; 8] = [
     "libnvrtc.so",
     "libnvinfer.so",
 ];
+
+/// What helps where the GPU's allocator refuses.
+const LARGEST_FIRST: &str =
+    "start the largest first and let smaller ones follow, or allocate in smaller pieces";
 
 /// Characters of a worker's last words that go into its sentence; all of them are in the log.
 const LAST_WORDS_MAX: usize = 160;

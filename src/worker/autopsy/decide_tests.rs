@@ -11,6 +11,7 @@ use super::{
     },
     *,
 };
+use cotenant_probe::board::L4tRelease;
 
 const PID: u32 = 341_226;
 
@@ -496,6 +497,20 @@ fn refused_allocations_with_memory_free_are_no_kill() {
         "{}",
         verdict.sentence
     );
+    // A release of a Jetson is named on a board that has it alone.
+    let remedy = |release: Option<&str>| {
+        let release = release.and_then(|text| L4tRelease::parse(text.as_bytes()));
+        let verdict = with(ExitStatus::Code(1), |evidence| {
+            evidence.lines = vec!["CUDA error: out of memory".to_owned()];
+            evidence.found.l4t_fault = release.and_then(L4tRelease::warning);
+        });
+        verdict.remedy.unwrap()
+    };
+    for other in [None, Some("# R36 (release), REVISION: 5.0, GCID: 1")] {
+        assert!(!remedy(other).contains("L4T"), "{}", remedy(other));
+    }
+    let faulty = remedy(Some("# R36 (release), REVISION: 4.7, GCID: 1"));
+    assert!(faulty.contains("L4T 36.4.7 refuses"), "{faulty}");
 }
 
 /// Outputs of real programs under a limit of address space of 256 MiB, and how each ended: Python 3.11, `NumPy` 2, C++ with

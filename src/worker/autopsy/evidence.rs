@@ -47,6 +47,8 @@ pub(super) struct Gathered {
     pub(super) unfit_program: Option<String>,
     /// Whether the kernel promises no more memory than there is (`vm.overcommit_memory` is 2).
     pub(super) strict_overcommit: bool,
+    /// What is known to be wrong with the board's release of L4T; `None` on any other machine.
+    pub(super) l4t_fault: Option<&'static str>,
 }
 
 /// What we asked of it.
