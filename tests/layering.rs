@@ -22,7 +22,7 @@ mod growth;
 mod scan;
 
 use graph::{Crate, Cycle};
-use scan::{blank, collect};
+use scan::{blank, collect, without_tests};
 
 /// The crate as it stands.
 fn this_crate() -> Crate {
@@ -195,6 +195,39 @@ fn planted_structs_are_found() {
     )]);
     assert_eq!(wide.wide_structs("policy", 12, 2).len(), 1);
     assert_eq!(wide.wide_structs("policy", 1, 9).len(), 2);
+}
+
+/// Where the system has no thread left, these panic, or keep their work until it has one.
+#[test]
+fn every_thread_is_started_by_what_reports_a_refusal() {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
+    let mut files = Vec::new();
+    collect(&source, &mut files);
+    let panicking = [
+        "spawn_blocking",
+        "thread::spawn(",
+        "scope.spawn(",
+        "tokio::fs",
+    ];
+    let mut found = Vec::new();
+    for file in &files {
+        let path = file.strip_prefix(&source).unwrap().to_str().unwrap();
+        let is_test = path.contains("tests/") || path.ends_with("tests.rs");
+        if is_test || path.starts_with("dev/") {
+            continue;
+        }
+        let code = without_tests(&blank(&fs::read_to_string(file).unwrap()));
+        for (index, line) in code.lines().enumerate() {
+            if panicking.iter().any(|word| line.contains(word)) {
+                found.push(format!("{path}:{}: {}", index + 1, line.trim()));
+            }
+        }
+    }
+    assert!(
+        found.is_empty(),
+        "use `cotenant_threads::blocking` or `thread::Builder`:\n{}",
+        found.join("\n")
+    );
 }
 
 #[test]

@@ -19,6 +19,7 @@ use cotenant_config::{self as config, Config};
 use cotenant_daemon::{self as daemon, ControlThread};
 use cotenant_memory::{emergency, heap};
 use cotenant_telemetry as telemetry;
+use cotenant_threads as threads;
 
 /// Settings of the daemon that are not in its file.
 #[derive(Clone, Debug, clap::Args)]
@@ -85,7 +86,10 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
             }
         })
         .build();
-    let started = runtime.and_then(|runtime| Ok((runtime, ControlThread::start()?)));
+    let started = runtime.and_then(|runtime| {
+        threads::start()?;
+        Ok((runtime, ControlThread::start()?))
+    });
     let result = match started {
         Ok((runtime, control)) => {
             let source = daemon::Source { file, log, sockets };

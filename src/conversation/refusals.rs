@@ -44,6 +44,7 @@ impl Kind {
             // No 503, which every client and proxy takes for temporary.
             R::ModelFailed { .. } => ("model_failed", "model-failed", 500),
             R::WorkerLost { .. } => ("worker_lost", "worker-lost", 503),
+            R::NoThread { .. } => ("no_thread", "no-thread", 503),
             R::DeadlineUnreachable { .. } => ("deadline_unreachable", "deadline-unreachable", 503),
             R::Invalid { .. } => ("invalid_value", "bad-request", 400),
             R::UnknownModel { .. } => ("model_not_found", "model-not-found", 404),
@@ -97,6 +98,16 @@ pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) ->
         act: act.to_owned(),
         what: what.into(),
         limit: limit.try_into().unwrap_or(u64::MAX),
+        retry_after: RETRY_AFTER_DEFAULT,
+    }
+}
+
+/// Refuses an act for which the system gives no thread.
+#[must_use]
+pub fn no_thread(act: &str, cause: &impl std::fmt::Display) -> Refusal {
+    Refusal::NoThread {
+        act: act.to_owned(),
+        cause: cause.to_string(),
         retry_after: RETRY_AFTER_DEFAULT,
     }
 }

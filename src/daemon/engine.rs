@@ -34,6 +34,7 @@ use cotenant_policy::{
     speed::Timing,
 };
 use cotenant_probe::{ProbeRoot, cores::usable_cores};
+use cotenant_threads::{NotDone, blocking};
 use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp, Tokens};
@@ -163,7 +164,7 @@ impl Inspector {
                 }
             }
             let inspect = Arc::clone(&self.inspect);
-            let inspected = tokio::task::spawn_blocking(move || inspect()).await;
+            let inspected = blocking(move || inspect()).await;
             let event = match inspected {
                 Ok(Ok(shape)) => Event::EngineInspected { shape },
                 Ok(Err(error)) => {
@@ -174,6 +175,11 @@ impl Inspector {
                         error.cure(),
                         hung.as_ref(),
                     )
+                }
+                Err(NotDone::NoThread(error)) => {
+                    tracing::warn!(%error, "the model's header is read later: no thread is free");
+                    tokio::time::sleep(HUNG_LOOK).await;
+                    continue;
                 }
                 Err(panicked) => {
                     let reason = format!("reading the model's header broke down: {panicked}");

@@ -14,7 +14,10 @@ use tokio_util::sync::CancellationToken;
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
 use cotenant_config::LlmConfig;
-use cotenant_conversation::{FinishReason, SamplingWish, refusals::invalid};
+use cotenant_conversation::{
+    FinishReason, SamplingWish,
+    refusals::{invalid, no_thread},
+};
 use cotenant_engine::{
     self as engine, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError,
 };
@@ -26,6 +29,7 @@ use cotenant_rpc::{
     supervisor::Supervisor as _,
 };
 use cotenant_telemetry::{Metrics, Span, SpanContext, SpanKind, Tracer};
+use cotenant_threads::{NotDone, blocking};
 use cotenant_units::Tokens;
 use cotenant_units::causes::in_one_line;
 
@@ -205,7 +209,7 @@ impl Llm {
         // Dropped with this future when the client has gone.
         let waiting = CancellationToken::new();
         let (gone, _waits) = (waiting.clone(), waiting.drop_guard());
-        let (request, prepared) = tokio::task::spawn_blocking(move || {
+        let (request, prepared) = blocking(move || {
             let gone = || gone.is_cancelled();
             let prepared = asked.prepare(&request, engine::Client { place, gone: &gone });
             // The engine goes on with tokens and a mask: no tree waits in its queue.
@@ -213,7 +217,7 @@ impl Llm {
             (request, prepared)
         })
         .await
-        .map_err(|panicked| lost(format!("reading the prompt broke down: {panicked}")))?;
+        .map_err(|error| not_done("read the prompt", &error))?;
         let prepared = prepared.map_err(|error| self.refuse(&error))?;
         let style = prepared.style;
         let prompt = Tokens::new(u32::try_from(prepared.tokens.len()).unwrap_or(u32::MAX));
@@ -238,9 +242,8 @@ impl Llm {
         work: impl FnOnce(EngineHandle) -> Result<T, SubmitError> + Send + 'static,
     ) -> Result<T, Refusal> {
         let engine = self.0.engine.handle();
-        let worked = tokio::task::spawn_blocking(move || work(engine)).await;
-        let worked =
-            worked.map_err(|panicked| lost(format!("reading the text broke down: {panicked}")))?;
+        let worked = blocking(move || work(engine)).await;
+        let worked = worked.map_err(|error| not_done("read the text", &error))?;
         worked.map_err(|error| self.refuse(&error))
     }
 
@@ -499,6 +502,14 @@ impl Guarded {
 impl Drop for Guarded {
     fn drop(&mut self) {
         self.engine.cancel(self.id);
+    }
+}
+
+/// Work on a text that was not done.
+fn not_done(act: &str, error: &NotDone) -> Refusal {
+    match error {
+        NotDone::NoThread(_) => no_thread(act, error),
+        NotDone::Panicked(_) => lost(format!("cannot {act}: {error}")),
     }
 }
 

@@ -20,7 +20,7 @@ use std::{
 };
 
 use nix::{errno::Errno, sys::signal::kill, unistd::Pid};
-use tokio::{sync::OnceCell, task::spawn_blocking};
+use tokio::sync::OnceCell;
 
 use super::{
     control_handle::ControlHandle,
@@ -39,6 +39,7 @@ use cotenant_probe::{
     processes::{self, ProcessTable},
 };
 use cotenant_telemetry::Metrics;
+use cotenant_threads::blocking;
 use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 use cotenant_worker::{handle::WorkerHandle, report::MemoryReading};
@@ -79,7 +80,7 @@ impl Listing {
     async fn table(&self, root: &ProbeRoot) -> Option<Arc<ProcessTable>> {
         let proc = root.proc.clone();
         let list = || async {
-            let read = spawn_blocking(move || ProcessTable::read(&proc).ok());
+            let read = blocking(move || ProcessTable::read(&proc).ok());
             read.await.ok().flatten().map(Arc::new)
         };
         self.0.get_or_init(list).await.clone()
@@ -117,7 +118,7 @@ impl Measurer {
         let shared = Arc::clone(&self.shared);
         self.parts.spawn("emptying the page pool", async move {
             let root = shared.root.clone();
-            let emptied = spawn_blocking(move || nvmap::empty_pool(&root, bytes)).await;
+            let emptied = blocking(move || nvmap::empty_pool(&root, bytes)).await;
             if let Ok(Err(error)) = emptied
                 && !shared.pool_refused.swap(true, Ordering::Relaxed)
             {
@@ -261,7 +262,7 @@ impl Shared {
         let pids = owners.get(tenant).cloned().unwrap_or_default();
         let holders: BTreeSet<u32> = owners.into_values().flatten().collect();
         let root = self.root.clone();
-        let read = spawn_blocking(move || tenant_memory(&root, &table, &pids, &holders));
+        let read = blocking(move || tenant_memory(&root, &table, &pids, &holders));
         read.await.ok().flatten()
     }
 

@@ -14,6 +14,7 @@ use tokio::sync::watch;
 
 use super::parts::Parts;
 use cotenant_policy::peaks::{LearnedPeak, Peaks};
+use cotenant_threads::blocking;
 
 /// Name of the file in the state directory.
 const FILE: &str = "peaks.json";
@@ -126,8 +127,8 @@ impl PeakStore {
                 let peaks = learned.borrow_and_update().clone();
                 let path = path.clone();
                 let shown = path.display().to_string();
-                let written = tokio::task::spawn_blocking(move || write(&path, &peaks)).await;
-                if let Ok(Err(error)) = written {
+                let written = blocking(move || write(&path, &peaks)).await;
+                if let Err(error) = written.map_err(io::Error::other).flatten() {
                     tracing::warn!(path = shown, %error, "cannot keep what was learned of peaks; it is tried again with the next");
                 }
             }

@@ -26,6 +26,7 @@ use cotenant_policy::{
 };
 use cotenant_rpc::supervisor::{SubmitError, Supervisor as _};
 use cotenant_telemetry::{LogError, LogFilter};
+use cotenant_threads::{NotDone, blocking};
 use cotenant_units::causes::in_one_line;
 use cotenant_worker::handle::WorkerHandle;
 
@@ -60,6 +61,8 @@ enum ReloadError {
     Log(#[from] LogError),
     #[error("cannot reload the configuration")]
     Control(#[source] SubmitError),
+    #[error("cannot read `{}`", .file.display())]
+    Read { file: PathBuf, source: NotDone },
     #[error("the supervisor is stopping")]
     Stopping,
 }
@@ -133,12 +136,15 @@ impl Reloader {
 
     async fn reload(&mut self) -> Result<ChangedKeys, ReloadError> {
         let file = self.file.clone();
-        let read = tokio::task::spawn_blocking(move || {
+        let read = blocking(move || {
             let new = config::load(&file)?;
             let clients = clients_of(&new)?;
             Ok::<_, LoadError>((new, clients))
         });
-        let (new, clients) = read.await.map_err(|_ending| ReloadError::Stopping)??;
+        let (new, clients) = read.await.map_err(|source| ReloadError::Read {
+            file: self.file.clone(),
+            source,
+        })??;
         let (next, mut changes) = reloaded(&self.running, &new);
         let keys_file = "http.keys_file".to_owned();
         if clients != self.clients && !changes.applied.contains(&keys_file) {

@@ -1,11 +1,12 @@
 //! Sampling of the machine at the arbiter's interval and on stalls.
 
-use std::{sync::Arc, time::Duration};
-
-use tokio::{
-    sync::watch,
-    task::{JoinError, JoinHandle},
+use std::{
+    pin::pin,
+    sync::{Arc, Mutex},
+    time::Duration,
 };
+
+use tokio::sync::watch;
 
 use super::{control_handle::ControlHandle, control_loop::Clock as _, parts::Parts};
 use cotenant_memory::emergency;
@@ -18,7 +19,8 @@ use cotenant_probe::{
     ProbeRoot, Sampler, Ticker,
     psi::{PsiRung, PsiWatch},
 };
-use cotenant_units::causes::in_one_line;
+use cotenant_threads::{NotDone, blocking};
+use cotenant_units::{causes::in_one_line, lock::locked};
 
 /// Time between two samples until the arbiter has said otherwise.
 const FIRST_INTERVAL: Duration = Duration::from_millis(100);
@@ -54,7 +56,7 @@ const fn watch_of(rung: PsiRung) -> StallWatch {
 
 /// Starts sampling, which goes on as long as the pace is held; `machine` follows the memory that the machine has.
 pub(super) fn spawn(
-    mut sampler: Sampler,
+    sampler: Sampler,
     root: &ProbeRoot,
     mut wanted: watch::Receiver<Duration>,
     machine: watch::Sender<MachineMemory>,
@@ -64,37 +66,38 @@ pub(super) fn spawn(
     let watch = PsiWatch::arm(root);
     tracing::info!(rung = %watch.rung, reason = watch.reason.as_deref(), "memory stalls are watched");
     let mut ticker = Ticker::new(watch);
+    let sampler = Arc::new(Mutex::new(sampler));
     parts.spawn_permanent("sampling", async move {
         let mut failing = false;
         loop {
             // What is read may be as old as the beginning of the reading.
             let taken_at = control.clock().now();
-            let reading = if sampler.is_of_session() {
+            let of_session = locked(&sampler).is_of_session();
+            let reading = if of_session {
                 // Walking /proc takes too long for a thread that serves others.
+                let theirs = Arc::clone(&sampler);
                 let read = emergency::within(|| {
-                    tokio::task::spawn_blocking(move || {
-                        let reading = emergency::within(|| sampler.read());
-                        (sampler, reading)
-                    })
+                    blocking(move || emergency::within(|| locked(&theirs).read()))
                 });
                 match within_limit(read).await {
-                    Ok((back, reading)) => {
-                        sampler = back;
-                        reading
-                    }
-                    Err(ended) => {
-                        tell_broken(&ended);
-                        return;
-                    }
+                    Ok(reading) => reading.map_err(|error| in_one_line(&error)),
+                    Err(error @ NotDone::NoThread(_)) => Err(in_one_line(&error)),
+                    Err(broken) => return tell_broken(&broken),
                 }
             } else {
-                emergency::within(|| sampler.read())
+                let reading = emergency::within(|| locked(&sampler).read());
+                reading.map_err(|error| in_one_line(&error))
             };
             match reading {
                 Ok(reading) => {
                     failing = false;
-                    if sampler.has_changed(&reading, &machine.borrow()) {
-                        machine.send_replace(sampler.machine(&reading));
+                    let changed = {
+                        let sampler = locked(&sampler);
+                        let changed = sampler.has_changed(&reading, &machine.borrow());
+                        changed.then(|| sampler.machine(&reading))
+                    };
+                    if let Some(changed) = changed {
+                        machine.send_replace(changed);
                     }
                     let sample = Sample {
                         own_used: control.own_use(),
@@ -105,24 +108,21 @@ pub(super) fn spawn(
                 }
                 // Once for each series of failures, of which there may be a hundred in a second.
                 Err(error) if !std::mem::replace(&mut failing, true) => {
-                    tracing::error!("no samples: {}", in_one_line(&error));
+                    tracing::error!("no samples: {error}");
                 }
                 Err(_) => {}
             }
             let started = tokio::time::Instant::now();
-            if sampler.wants_refresh() {
+            let wants_refresh = locked(&sampler).wants_refresh();
+            if wants_refresh {
+                let theirs = Arc::clone(&sampler);
                 let refresh = emergency::within(|| {
-                    tokio::task::spawn_blocking(move || {
-                        emergency::within(|| sampler.refresh());
-                        sampler
-                    })
+                    blocking(move || emergency::within(|| locked(&theirs).refresh()))
                 });
                 match refresh.await {
-                    Ok(back) => sampler = back,
-                    Err(ended) => {
-                        tell_broken(&ended);
-                        return;
-                    }
+                    // Without a thread it is asked for again after the next sample.
+                    Ok(()) | Err(NotDone::NoThread(_)) => {}
+                    Err(broken) => return tell_broken(&broken),
                 }
             }
             loop {
@@ -139,7 +139,8 @@ pub(super) fn spawn(
 
 /// Waits for a reading, and logs when it takes too long. It cannot be cut short: what it waits for is in the kernel. The
 /// last sample grows old meanwhile, and what rests on samples has a greatest age for them.
-async fn within_limit<T>(mut read: JoinHandle<T>) -> Result<T, JoinError> {
+async fn within_limit<T>(read: impl Future<Output = T>) -> T {
+    let mut read = pin!(read);
     match tokio::time::timeout(READING_MAX, &mut read).await {
         Ok(read) => read,
         Err(_elapsed) => {
@@ -153,8 +154,6 @@ async fn within_limit<T>(mut read: JoinHandle<T>) -> Result<T, JoinError> {
 const READING_MAX: Duration = Duration::from_secs(2);
 
 /// What is cancelled belongs to a daemon that ends.
-fn tell_broken(ended: &JoinError) {
-    if !ended.is_cancelled() {
-        tracing::error!(%ended, "sampling has broken down");
-    }
+fn tell_broken(broken: &NotDone) {
+    tracing::error!(%broken, "sampling has broken down");
 }

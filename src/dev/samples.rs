@@ -135,6 +135,12 @@ pub fn refusals() -> Vec<Refusal> {
             reason: "killed by SIGKILL, sender unknown".to_owned(),
             retry_after,
         },
+        Refusal::NoThread {
+            act: act(),
+            cause: "no thread is free for it: Resource temporarily unavailable (os error 11)"
+                .to_owned(),
+            retry_after,
+        },
         Refusal::DeadlineUnreachable {
             act: act(),
             patience_ms: 1000,

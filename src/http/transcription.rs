@@ -21,13 +21,14 @@ use super::{
     patience::{is_of_memory, patiently},
     stream::{Payload, admission_patience, broken_off, held_for_memory, ignored_header, sse},
 };
-use cotenant_conversation::refusals::{at_limit, worker_lost};
+use cotenant_conversation::refusals::{at_limit, no_thread, worker_lost};
 use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio},
     decode::{READ_FORMATS, decode_for_asr, is_wav},
     decoder::{self, DecodeError},
 };
+use cotenant_threads::{NotDone, blocking};
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 
@@ -87,7 +88,7 @@ async fn read_audio(
     let pool = api.body_memory();
     let mut held = pool.hold(ACT, &Who::default(), Bytes::ZERO)?;
     if is_wav(&file) && file.len() <= QUICK_WAV_MAX {
-        let read = tokio::task::spawn_blocking(move || {
+        let read = blocking(move || {
             let mut samples = Vec::new();
             let read = decode_for_asr(&file, duration_max, &mut |block| {
                 samples.extend_from_slice(block);
@@ -100,6 +101,7 @@ async fn read_audio(
             Ok(Ok(read)) => Ok(read),
             Ok(Err(AudioError::Handed(_))) => Err(pool.full(ACT)),
             Ok(Err(error)) => Err(invalid_audio(&in_one_line(&error))),
+            Err(error @ NotDone::NoThread(_)) => Err(no_thread(ACT, &error).into()),
             Err(panicked) => {
                 tracing::error!(%panicked, "reading audio panicked");
                 Err(invalid_audio("it is damaged"))

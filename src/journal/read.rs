@@ -68,12 +68,15 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
         let rest = parts.get(1..).unwrap_or_default();
         let rest: Vec<_> = rest
             .iter()
-            .map(|part| scope.spawn(|| parse(part)))
+            .map(|part| thread::Builder::new().spawn_scoped(scope, || parse(part)))
             .collect();
         let first = parts.first().map(|part| parse(part));
         let rest = rest.into_iter().zip(parts.iter().skip(1));
-        // A thread that ended without its lines has read none of them.
-        let rest = rest.map(|(thread, part)| thread.join().unwrap_or_else(|_| parse(part)));
+        // A thread that was not given, or ended without its lines, has read none of them.
+        let rest = rest.map(|(thread, part)| {
+            let read = thread.ok().and_then(|thread| thread.join().ok());
+            read.unwrap_or_else(|| parse(part))
+        });
         first.into_iter().chain(rest).collect()
     });
     let mut contents = Contents::default();

@@ -12,6 +12,7 @@ use std::{
 use serde_json::Value;
 use tokio::runtime::Handle;
 
+use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 
 /// Upper bound of the heap that a [`Value`] of this text takes, as glibc allocates it. Linear in the text; allocates
@@ -93,8 +94,8 @@ pub fn freed(bytes: Bytes) {
         tokio::time::sleep(TRIMMED_AFTER).await;
         TRIM_IS_DUE.store(false, Ordering::Release);
         FREED.store(0, Ordering::Relaxed);
-        // A runtime that ends has no use for it.
-        let _ended = tokio::task::spawn_blocking(trim).await;
+        // Without a thread it is trimmed with what is freed next.
+        let _trimmed = blocking(trim).await;
     });
 }
 

@@ -104,6 +104,14 @@ pub enum Refusal {
         reason: String,
         retry_after: Duration,
     },
+    /// The system gives no thread for the work.
+    #[error("cannot {act}: {cause}")]
+    NoThread {
+        act: String,
+        /// With the system's error.
+        cause: String,
+        retry_after: Duration,
+    },
     /// The answer cannot come within the time that the caller is ready to wait.
     #[error(
         "cannot {act} in time: the caller waits {patience_ms} ms, it would take {expected_ms} ms"
@@ -159,6 +167,7 @@ impl Refusal {
             | Self::Starting { retry_after, .. }
             | Self::EngineLost { retry_after, .. }
             | Self::WorkerLost { retry_after, .. }
+            | Self::NoThread { retry_after, .. }
             | Self::DeadlineUnreachable { retry_after, .. } => Some(*retry_after),
             Self::ContextLengthExceeded { .. }
             | Self::ModelFailed { .. }
@@ -189,6 +198,9 @@ impl Refusal {
             }
             Self::EngineLost { .. } | Self::WorkerLost { .. } => {
                 "try again after the stated time; `cotenant events` shows what happened"
+            }
+            Self::NoThread { .. } => {
+                "try again after the stated time; `TasksMax` of the unit and `ulimit -u` limit threads"
             }
             Self::DeadlineUnreachable { .. } => {
                 "allow a longer read timeout, or try again when pressure has fallen"

@@ -19,6 +19,7 @@
 //! | a later call for the same lease came while this one waited | ABORTED | `REPLACED` | |
 //! | the client does not read | ABORTED | `READER_STALLED` | |
 //! | the worker failed and is started again | UNAVAILABLE | `WORKER_LOST` | RetryInfo |
+//! | the system gives no thread | UNAVAILABLE | `NO_THREAD` | RetryInfo |
 //! | the call's deadline: passed, or it cannot be kept | DEADLINE_EXCEEDED | `DEADLINE_PASSED`, `DEADLINE_UNREACHABLE` | RetryInfo |
 //! | the configuration cannot be used | FAILED_PRECONDITION | `CONFIG_INVALID` | |
 //! | nothing of the kind is configured, or an operator stopped it | FAILED_PRECONDITION | `NOT_CONFIGURED`, `STOPPED` | |
@@ -457,6 +458,7 @@ pub fn refused(refusal: Refusal) -> Status {
         R::WorkerLost { worker, .. } => build(Code::Unavailable, "WORKER_LOST")
             .with("worker", worker)
             .retry(retry_after),
+        R::NoThread { .. } => build(Code::Unavailable, "NO_THREAD").retry(retry_after),
         R::DeadlineUnreachable {
             patience_ms,
             expected_ms,

@@ -3,7 +3,7 @@
 //! A batch is sent once and not repeated: a collector that is away, slow or refuses costs the spans of the batch, and is
 //! reported once until it takes spans again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses HTTP/1.1.
 
-use std::{collections::BTreeMap, path::PathBuf, time::Duration};
+use std::{collections::BTreeMap, fs, io, path::PathBuf, time::Duration};
 
 use http_body_util::{BodyExt as _, Full, Limited};
 use hyper::{
@@ -29,6 +29,7 @@ use self::v1::{
     trace_service_client::TraceServiceClient,
 };
 use super::span::{Attribute, EndedSpan, SpanKind, SpanValue, Tracer};
+use cotenant_threads::blocking;
 use cotenant_units::causes::in_one_line;
 
 /// Messages, client and server of the part of OTLP that is used, generated from `proto/opentelemetry`.
@@ -69,12 +70,9 @@ pub enum OtlpProtocol {
 #[derive(Debug, thiserror::Error)]
 enum ExportError {
     #[error("cannot read the certificates of authorities, `{}`", .path.display())]
-    Authorities {
-        path: PathBuf,
-        source: std::io::Error,
-    },
+    Authorities { path: PathBuf, source: io::Error },
     #[error("cannot connect")]
-    Connect(#[source] std::io::Error),
+    Connect(#[source] io::Error),
     #[error("cannot use the connection")]
     Transport(#[source] tonic::transport::Error),
     #[error("the connection failed")]
@@ -197,10 +195,13 @@ impl Sender {
             .map_err(ExportError::Transport)?
             .connect_timeout(SEND_MAX);
         if let Some(path) = &self.collector.ca {
-            let pem = tokio::fs::read(path).await;
-            let pem = pem.map_err(|source| ExportError::Authorities {
-                path: path.clone(),
-                source,
+            let file = path.clone();
+            let pem = blocking(move || fs::read(file)).await;
+            let pem = pem.map_err(io::Error::other).flatten().map_err(|source| {
+                ExportError::Authorities {
+                    path: path.clone(),
+                    source,
+                }
             })?;
             let tls = ClientTlsConfig::new().ca_certificate(Certificate::from_pem(pem));
             endpoint = endpoint.tls_config(tls).map_err(ExportError::Transport)?;

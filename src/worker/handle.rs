@@ -23,6 +23,7 @@ use cotenant_probe::{
     processes::{self, ProcessStat},
 };
 use cotenant_speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient};
+use cotenant_threads::blocking;
 
 /// A worker, whether it runs or not.
 ///
@@ -131,7 +132,7 @@ impl WorkerHandle {
         let Status { start, state, .. } = self.status.borrow().clone();
         let pid = state.pid()?;
         let roots = self.shared.roots.clone();
-        let (reading, family, available) = tokio::task::spawn_blocking(move || {
+        let (reading, family, available) = blocking(move || {
             let available = autopsy::available(&roots.proc);
             measure(&roots, pid).map(|(reading, family)| (reading, family, available))
         })

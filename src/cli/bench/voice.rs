@@ -25,6 +25,7 @@ use cotenant_speech::{
     audio::MonoAudio,
     client::{ClientTimeouts, Endpoint, Exchange, WyomingClient},
 };
+use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 
@@ -232,7 +233,7 @@ async fn neighbours() -> String {
         };
         tokio::time::sleep(Duration::from_secs(1) + NEIGHBOUR_STAYS).await;
         // It ends at once; waiting for it would hold up the measurement.
-        let ended = tokio::task::spawn_blocking(move || drop(neighbour)).await;
+        let ended = blocking(move || drop(neighbour)).await;
         if let Err(error) = ended {
             return error.to_string();
         }

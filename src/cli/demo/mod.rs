@@ -42,6 +42,7 @@ use cotenant_rpc::v1::{
     WorkerState, llm_service_client::LlmServiceClient,
     operator_service_client::OperatorServiceClient,
 };
+use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
@@ -193,7 +194,7 @@ struct RoundTrip {
 
 async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, String> {
     let http = http.clone();
-    tokio::task::spawn_blocking(move || {
+    blocking(move || {
         let asked = http.speak(question).map_err(|error| in_one_line(&error))?;
         let began = Instant::now();
         let heard = http.hear(&asked).map_err(|error| in_one_line(&error))?;

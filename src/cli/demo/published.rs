@@ -10,6 +10,7 @@ use std::{
 use serde_json::Value;
 
 use crate::stage::TemporaryFolder;
+use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 
 /// The program that fetches them, for Python 3.
@@ -85,7 +86,7 @@ pub(super) async fn planned(config: &Path) -> Result<BTreeMap<String, Bytes>, St
             .arg(config)
             .output()
     };
-    let output = tokio::task::spawn_blocking(run)
+    let output = blocking(run)
         .await
         .map_err(|error| error.to_string())?
         .map_err(|error| format!("cannot run `cotenant plan`: {error}"))?;

@@ -92,7 +92,9 @@ impl DiskRates {
             Ok(())
         };
         thread::scope(|scope| {
-            let readers: Vec<_> = (0..READERS).map(|_| scope.spawn(read)).collect();
+            let readers: Vec<_> = (0..READERS)
+                .map(|_| thread::Builder::new().spawn_scoped(scope, read))
+                .collect::<io::Result<_>>()?;
             while readers.iter().any(|reader| !reader.is_finished()) {
                 thread::sleep(LOOK.min(limit));
                 progress(began.elapsed());

@@ -5,7 +5,7 @@
 
 use std::{
     collections::BTreeMap,
-    io,
+    fs, io,
     path::{Path, PathBuf},
     sync::{Arc, Mutex},
     time::Duration,
@@ -21,6 +21,7 @@ use cotenant_speech::{
         info::{Artifact, AsrProgram, Attribution, HandleProgram, Model, TtsProgram},
     },
 };
+use cotenant_threads::blocking;
 use cotenant_units::causes::in_one_line;
 use cotenant_units::lock::locked;
 use cotenant_worker::handle::WorkerHandle;
@@ -123,12 +124,12 @@ impl InfoCache {
         let (Some(path), Ok(text)) = (&self.path, serde_json::to_vec(known)) else {
             return;
         };
-        let fresh = path.with_extension("new");
-        let written = async {
-            tokio::fs::write(&fresh, text).await?;
-            tokio::fs::rename(&fresh, path).await
-        };
-        if let Err(error) = written.await {
+        let (fresh, file) = (path.with_extension("new"), path.clone());
+        let written = blocking(move || {
+            fs::write(&fresh, text)?;
+            fs::rename(&fresh, file)
+        });
+        if let Err(error) = written.await.map_err(io::Error::other).flatten() {
             tracing::warn!(path = %path.display(), %error, "cannot keep what the workers say about themselves");
         }
     }
@@ -203,10 +204,10 @@ fn installed(name: &str, what: &str) -> Artifact {
 /// The descriptions in the file; none where it cannot be read, since the workers are asked again.
 fn read(path: &Path) -> Known {
     let read = || -> io::Result<Known> {
-        if std::fs::metadata(path)?.len() > FILE_MAX {
+        if fs::metadata(path)?.len() > FILE_MAX {
             return Err(io::Error::other("it is too long"));
         }
-        Ok(serde_json::from_slice(&std::fs::read(path)?)?)
+        Ok(serde_json::from_slice(&fs::read(path)?)?)
     };
     match read() {
         Ok(known) => known,
@@ -271,7 +272,7 @@ mod tests {
             );
             assert_eq!(info.tts[0].artifact.name, "tts");
         }
-        std::fs::write(&path, "{").unwrap();
+        fs::write(&path, "{").unwrap();
         let (empty, known) = InfoCache::open(parts(), Some(path));
         assert!(known.is_empty());
         assert_eq!(empty.info().asr[0].artifact.name, "asr");

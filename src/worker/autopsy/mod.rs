@@ -37,6 +37,7 @@ use super::{
     report::{ExitStatus, Intent},
 };
 use cotenant_policy::death::{DeathCertificate, DeathMemory, MemoryPoint, ProcessEnd};
+use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 
 pub(super) use self::{
@@ -111,7 +112,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
     }));
     if let Some(life) = life {
         let found = Arc::clone(&found);
-        let gathering = tokio::task::spawn_blocking(move || {
+        let gathering = blocking(move || {
             life.gather(pid, pidfd.as_ref(), &questions, &found);
         });
         // What is not there by then stays unknown.

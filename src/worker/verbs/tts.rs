@@ -318,11 +318,11 @@ impl EspeakNg {
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
         // It reads all before it writes, but nothing promises that: the text goes from a thread of its own.
         let wav = thread::scope(|scope| {
-            scope.spawn(move || {
+            thread::Builder::new().spawn_scoped(scope, move || {
                 if let Some(mut stdin) = stdin {
                     let _ = stdin.write_all(sentence.as_bytes());
                 }
-            });
+            })?;
             let mut wav = Vec::new();
             let read = stdout.map(|stdout| stdout.take(SENTENCE_WAV_MAX).read_to_end(&mut wav));
             read.transpose().map(|_| wav)

@@ -2,6 +2,7 @@
 //! a core, and before the weights are in memory.
 
 use std::{
+    io,
     sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
@@ -42,14 +43,15 @@ impl Order {
     }
 
     /// Gives the order at some time within `most`, which differs from turn to turn.
-    fn ring_within(&self, turn: u32, most: Duration) -> thread::JoinHandle<()> {
+    fn ring_within(&self, turn: u32, most: Duration) -> Result<thread::JoinHandle<()>, String> {
         let clock = Arc::clone(&self.at);
         let most = u32::try_from(most.as_micros()).unwrap_or(u32::MAX).max(1);
         let wait = ORDER_LEAST + Duration::from_micros(u64::from(turn.wrapping_mul(7919) % most));
-        thread::spawn(move || {
+        let thread = thread::Builder::new().spawn(move || {
             thread::sleep(wait);
             *locked(&clock) = Some(Instant::now());
-        })
+        });
+        thread.map_err(|error| no_thread(&error))
     }
 
     /// Takes back an order that was not seen.
@@ -91,7 +93,7 @@ impl Bench<'_> {
             let first = self.tokens(turn, 1);
             self.forward(&first)?;
             // Somewhere in the first few tokens.
-            let bell = order.ring_within(turn, FEW_TOKENS);
+            let bell = order.ring_within(turn, FEW_TOKENS)?;
             while order.done.is_none() {
                 let token = self.tokens(turn + 1, 1);
                 self.pass(&token, &mut order)?;
@@ -157,7 +159,7 @@ impl Bench<'_> {
                 continue;
             }
             // Somewhere in the first layers of its first chunk, or of the second.
-            let bell = order.ring_within(turn, FEW_LAYERS);
+            let bell = order.ring_within(turn, FEW_LAYERS)?;
             let logits = self.pass(&prompt, &mut order)?;
             if logits[..] != expected[..] {
                 return Err("a shed in the middle of a prompt has changed the logits".to_owned());
@@ -222,14 +224,22 @@ impl Bench<'_> {
     }
 }
 
+fn no_thread(error: &io::Error) -> String {
+    format!("cannot start a thread: {error}")
+}
+
 /// Seconds in which as many threads as grow the engine find that much new memory, without readers.
 fn first_touch(bytes: Bytes) -> Result<Duration, String> {
     let share = Bytes::new(bytes.get() / GROWERS as u64);
     let started = Instant::now();
     let found = thread::scope(|scope| {
         let threads: Vec<_> = (0..GROWERS)
-            .map(|_| scope.spawn(move || Mapping::new(share, Backing::Now)))
-            .collect();
+            .map(|_| {
+                thread::Builder::new()
+                    .spawn_scoped(scope, move || Mapping::new(share, Backing::Now))
+            })
+            .collect::<io::Result<_>>()
+            .map_err(|error| no_thread(&error))?;
         let found = threads.into_iter().map(|thread| {
             let mapping = thread
                 .join()
