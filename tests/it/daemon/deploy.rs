@@ -279,6 +279,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/zsh/vendor-completions/_cotenant",
         "/usr/share/fish/vendor_completions.d/cotenant.fish",
         "/usr/share/doc/cotenant/copyright",
+        "/usr/share/doc/cotenant/third-party-notices.gz",
         "/usr/share/doc/cotenant/runbook.md",
         "/etc/cotenant/cotenant.yaml",
     ] {
@@ -308,6 +309,15 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
 
     let root = folder.path().join("root");
     run("dpkg-deb", &["-x", deb, root.to_str().unwrap()]);
+    let notices = root.join("usr/share/doc/cotenant/third-party-notices.gz");
+    let notices = run("gzip", &["-dc", notices.to_str().unwrap()]);
+    for linked in [
+        "  tokio 1.",
+        "Permission is hereby granted",
+        "Apache License",
+    ] {
+        assert!(notices.contains(linked), "{linked}");
+    }
     let unit = std::fs::read_to_string(root.join("lib/systemd/system/cotenant.service")).unwrap();
     assert!(
         unit.contains("ExecStart=/usr/bin/cotenant serve --config /etc/cotenant/cotenant.yaml")
