@@ -438,13 +438,8 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
         .saturating_sub(cx.state.ledger.unused_reserve())
         .min(machine);
     let promised = cx.state.promised_at(sample.taken_at);
-    if let Some(change) = cx.state.pressure.observe(&sample, headroom) {
-        cx.out.push(Action::LevelChanged {
-            from: change.from,
-            to: change.to,
-            reason: change.reason,
-        });
-    }
+    let change = cx.state.pressure.observe(&sample, headroom);
+    cx.note_level(change);
     cx.state.pressure.note_promised(promised);
     if let Some(release) = cx.machine.page_pool.observe(&sample) {
         cx.decide(MemoryDecision::Released(release));

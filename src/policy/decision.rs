@@ -605,7 +605,7 @@ pub enum GrowthDecision {
         present: Tokens,
         wait: GrowthWait,
     },
-    /// Nothing more is shed that would make the engine slower, until Critical is ahead.
+    /// Nothing more is shed: what is left costs more than the level may.
     EngineSpared { level: PressureLevel },
     /// Nothing is left to shed.
     NothingLeft {

@@ -13,6 +13,7 @@ use super::{
     denial::{Denial, Holders, OPERATOR},
     lease::{Class, LeaseId, LeaseKind},
     lease_table::{Lease, Phase},
+    pay::Pay,
     plan::{Giving, Less, Shrink},
     pressure::PressureLevel,
     price::{self, Stop},
@@ -29,19 +30,8 @@ use cotenant_units::Bytes;
 pub(super) enum Purpose {
     /// For a request of this class: only less urgent holders give, and what counts is what the book gets.
     Request(Class),
-    /// For the machine: every holder gives, and what counts is what is really in use.
-    Pressure(Urgency),
-}
-
-/// How far a shed under pressure goes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Urgency {
-    /// Elevated, with no more to come: nothing that makes the engine slower.
-    Warning,
-    /// Critical, or about to be.
-    Urgent,
-    /// Below the last watermark: even work that is under way.
-    LastResort,
+    /// For the machine: every holder gives as far as that is paid, and what counts is what is really in use.
+    Pressure(Pay),
 }
 
 impl Purpose {
@@ -126,7 +116,10 @@ impl State {
     fn engine_shrink<'a>(&'a self, limits: &'a PlanLimits, purpose: Purpose) -> Option<Shrink<'a>> {
         let (shape, goal) = (self.engine.shape()?, self.engine.goal()?);
         let giving = Giving {
-            is_serious: purpose != Purpose::Pressure(Urgency::Warning),
+            pay: match purpose {
+                Purpose::Request(_) => None,
+                Purpose::Pressure(pay) => Some(pay),
+            },
             droppable: self.engine.kv.droppable,
             chunk: !self.engine.is_chunk_pinned(),
         };
@@ -281,7 +274,7 @@ impl State {
             Some(SpareReason::Pinned)
         } else if !worker.is_settled() {
             Some(SpareReason::Changing)
-        } else if (critical && purpose == Purpose::Pressure(Urgency::LastResort))
+        } else if (critical && matches!(purpose, Purpose::Pressure(pay) if pay.is_unbounded()))
             || self.notification(worker, purpose).is_some()
         {
             None
@@ -328,15 +321,14 @@ impl State {
         }
         match lease.kind {
             LeaseKind::Engine => {
-                let gives = self.engine_offers(purpose);
-                if !self.engine.can_shed(self.now) {
-                    Some(SpareReason::EngineBusy)
-                } else if gives.is_empty() && purpose == Purpose::Pressure(Urgency::Warning) {
-                    Some(SpareReason::KeepsLayers)
-                } else if gives.is_empty() {
-                    Some(SpareReason::AllGiven)
-                } else {
-                    None
+                let gives = |purpose| !self.engine_offers(purpose).is_empty();
+                match purpose {
+                    _ if !self.engine.can_shed(self.now) => Some(SpareReason::EngineBusy),
+                    _ if gives(purpose) => None,
+                    Purpose::Pressure(pay) if gives(Purpose::Pressure(pay.unbounded())) => {
+                        Some(SpareReason::KeepsLayers)
+                    }
+                    _ => Some(SpareReason::AllGiven),
                 }
             }
             LeaseKind::Tenant => {
@@ -622,8 +614,8 @@ mod tests {
 
     #[test]
     fn an_idle_worker_gives_below_the_critical_watermark_and_a_busy_one_at_the_last_resort() {
-        let urgent = Purpose::Pressure(Urgency::Urgent);
-        let last = Purpose::Pressure(Urgency::LastResort);
+        let pay = Pay::at_critical(mib(100));
+        let (urgent, last) = (Purpose::Pressure(pay), Purpose::Pressure(pay.unbounded()));
         let kept =
             |state: &State, purpose| state.why_kept(state.workers.get("tts").unwrap(), purpose);
         let watermarks = state(Bytes::ZERO).params.pressure;

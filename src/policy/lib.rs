@@ -26,6 +26,7 @@ pub mod ledger;
 pub mod page_pool;
 mod pairs;
 pub mod params;
+mod pay;
 pub mod peaks;
 mod plan;
 pub mod pressure;

@@ -278,7 +278,7 @@ pub enum SpareReason {
     Ending,
     /// The engine is loading, or failed to shed a moment ago.
     EngineBusy,
-    /// The engine has no KV blocks to give, and keeps its layers until Critical is ahead.
+    /// The engine has no KV blocks to give, and its layers cost more than the level may.
     KeepsLayers,
     /// The engine has given all that it can.
     AllGiven,

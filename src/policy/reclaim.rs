@@ -6,8 +6,9 @@
 
 use super::{
     choose::{Choice, Offer, choose, reclaimable},
-    holder::{Purpose, Urgency},
+    holder::Purpose,
     lease::Class,
+    pay::Pay,
     pressure::PressureLevel,
     reason::ReclaimReason,
     residency::EnginePlan,
@@ -36,12 +37,9 @@ pub(super) enum Relief {
     /// An earlier request is under way, or no newer sample shows its effect.
     Waits,
     /// This is to be reclaimed.
-    Reclaim {
-        urgency: Urgency,
-        reclaim: Box<Reclaim>,
-    },
-    /// There is nothing that could be asked for this.
-    NothingLeft { urgency: Urgency },
+    Reclaim(Box<Reclaim>),
+    /// There is nothing that could be asked for this; `spared` where the level does not pay for what is left.
+    NothingLeft { spared: bool },
 }
 
 /// The holders that give `missing` bytes back for a request of `class`; none, if they cannot give all of it.
@@ -117,14 +115,8 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     if missing == Bytes::ZERO {
         return Relief::Waits;
     }
-    let urgency = if headroom < limits.last_resort_below {
-        Urgency::LastResort
-    } else if state.pressure.is_urgent() {
-        Urgency::Urgent
-    } else {
-        Urgency::Warning
-    };
-    let purpose = Purpose::Pressure(urgency);
+    let pay = Pay::now(&state.pressure, limits, missing);
+    let purpose = Purpose::Pressure(pay);
     let mut offers = state.offers(purpose);
     let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
     let spared = state.stop_only_for(&mut offers, owed);
@@ -138,12 +130,14 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     match weigh(state, &offers, missing, purpose, reason) {
         Some(mut reclaim) => {
             reclaim.weighing.spared.extend(spared);
-            Relief::Reclaim {
-                urgency,
-                reclaim: Box::new(reclaim),
-            }
+            Relief::Reclaim(Box::new(reclaim))
         }
-        None => Relief::NothingLeft { urgency },
+        None => Relief::NothingLeft {
+            spared: !pay.is_serious()
+                || !state
+                    .engine_offers(Purpose::Pressure(pay.unbounded()))
+                    .is_empty(),
+        },
     }
 }
 
@@ -159,13 +153,13 @@ pub(super) fn next(state: &State) -> Option<NextShed> {
         .minimum_reclaim
         .saturating_add(below.saturating_sub(headroom));
     // At Elevated nothing is given up that makes the engine slower; beyond it everything may be.
-    let chosen_for = |urgency| {
-        let purpose = Purpose::Pressure(urgency);
+    let chosen_for = |pay| {
+        let purpose = Purpose::Pressure(pay);
         select(state, &state.offers(purpose), need, purpose).0
     };
-    let gentle = chosen_for(Urgency::Warning);
+    let gentle = chosen_for(Pay::at_elevated(need));
     let chosen = if gentle.is_empty() {
-        chosen_for(Urgency::Urgent)
+        chosen_for(Pay::at_critical(need))
     } else {
         gentle
     };

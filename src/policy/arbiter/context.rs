@@ -13,7 +13,7 @@ use crate::{
     lease::{Class, LeaseId, Ticket},
     lease_table::{Effect, Lease, LeaseTable, Turn},
     page_pool::PagePool,
-    pressure::Sample,
+    pressure::{LevelChange, Sample},
     reason::ReclaimReason,
     reboot::RebootAdvice,
     state::State,
@@ -160,7 +160,7 @@ impl<'a> Context<'a> {
                 self.state.pressure.expect(more);
             }
             Effect::Moved => self.state.changed_at = self.state.now,
-            Effect::Reclaimed { freed, by_shed } => self.note_reclaimed(freed, by_shed),
+            Effect::Reclaimed { freed, by_shed } => self.note_reclaimed(freed, freed, by_shed),
             Effect::Deny { lease, denial } => self.forget_wants_of(lease, &denial),
         }
     }
@@ -227,14 +227,23 @@ impl<'a> Context<'a> {
             .insert(Want::ours(tenant, class, lease, kind, self.state.now));
     }
 
-    /// Notes that memory came back, by a shed of ours or otherwise.
-    pub(super) fn note_reclaimed(&mut self, freed: Bytes, by_shed: bool) {
+    pub(super) fn note_level(&mut self, change: Option<LevelChange>) {
+        let levels = change.map(|LevelChange { from, to, reason }| Action::LevelChanged {
+            from,
+            to,
+            reason,
+        });
+        self.out.extend(levels);
+    }
+
+    /// Notes that `credited` came off the book, by a shed of ours or otherwise, and that `freed` of it had been used.
+    pub(super) fn note_reclaimed(&mut self, credited: Bytes, freed: Bytes, by_shed: bool) {
         self.state.changed_at = self.state.now;
         self.machine.page_pool.released(freed, self.state.now);
         if by_shed {
             self.state.dwell.begin(self.state.now);
             self.record.stats.sheds = self.record.stats.sheds.saturating_add(1);
-            self.record.stats.shed_bytes = self.record.stats.shed_bytes.saturating_add(freed);
+            self.record.stats.shed_bytes = self.record.stats.shed_bytes.saturating_add(credited);
         }
     }
 

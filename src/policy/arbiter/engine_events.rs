@@ -78,7 +78,7 @@ pub(super) fn take_applied(
             .pressure
             .came_back(credited.min(applied.freed), now),
         Confirmed::Shed(asked) => {
-            cx.note_reclaimed(credited, true);
+            cx.note_reclaimed(credited, credited.min(applied.freed), true);
             cx.state.pressure.came_back(credited, now);
             let promised = before.saturating_sub(cx.state.engine.bytes_in(&asked.plan));
             let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
@@ -109,7 +109,7 @@ pub(super) fn take_applied(
             }
         }
         Confirmed::ChunkEnded => {
-            cx.note_reclaimed(credited, true);
+            cx.note_reclaimed(credited, credited.min(applied.freed), true);
             cx.state.pressure.came_back(credited, now);
         }
         Confirmed::Ready => {

@@ -11,7 +11,7 @@ use crate::{
     growth,
     growth_wait::GrowthWait,
     kv_type::KvType,
-    lease::{Class, Ticket},
+    lease::Ticket,
     params::{ENGINE_TENANT, MachineMemory, Params},
     reason::{PlanChange, PlanReason, ReclaimReason},
     reclaim,
@@ -186,15 +186,10 @@ pub(super) fn take_resized(
     }
 }
 
-/// An operator ends the dwell and the back-off. A regrow that can do nothing is refused with what it waits for.
+/// An operator ends the dwell, of the level too once the headroom has recovered, and the back-off. A regrow that can do nothing is refused with what it waits for.
 pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
-    if let Some(denial) = cx
-        .state
-        .pressure_denial("llm", Class::LlmElastic, Bytes::ZERO)
-    {
-        cx.deny(ticket, denial);
-        return;
-    }
+    let change = cx.state.pressure.end_dwell(cx.state.now);
+    cx.note_level(change);
     cx.state.dwell.forget();
     cx.state.engine.blocked.growth = None;
     let engine = &cx.state.engine;

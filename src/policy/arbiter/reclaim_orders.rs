@@ -10,7 +10,7 @@ use super::{
 use crate::{
     decision::GrowthDecision,
     event::Action,
-    holder::{Purpose, Urgency},
+    holder::Purpose,
     lease::Class,
     reason::{ReclaimReason, StopReason},
     reclaim::{self, Reclaim, Relief},
@@ -48,24 +48,24 @@ pub(super) fn come_within_budget(cx: &mut Context<'_>) {
 
 /// Sheds while the headroom is below the upper watermark.
 pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
-    let urgency = match reclaim::under_pressure(cx.state, cx.record.relieved_at) {
+    let spared = match reclaim::under_pressure(cx.state, cx.record.relieved_at) {
         Relief::Waits => return,
         Relief::NotNeeded => {
             cx.record.said.remove(NOTHING_LEFT);
             return;
         }
-        Relief::Reclaim { urgency, reclaim } => {
+        Relief::Reclaim(reclaim) => {
             if carry_out(cx, *reclaim) {
                 cx.record.relieved_at = Some(cx.state.now);
                 cx.record.said.remove(NOTHING_LEFT);
                 return;
             }
-            urgency
+            false
         }
-        Relief::NothingLeft { urgency } => urgency,
+        Relief::NothingLeft { spared } => spared,
     };
     let level = cx.state.pressure.level();
-    if urgency == Urgency::Warning {
+    if spared {
         return cx.decide_once(NOTHING_LEFT, &[], GrowthDecision::EngineSpared { level });
     }
     let own = cx

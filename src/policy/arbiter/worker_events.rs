@@ -127,10 +127,10 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
     });
     match ended.next {
         AfterExit::Rests => {}
-        AfterExit::Sleeps => cx.note_reclaimed(freed, false),
+        AfterExit::Sleeps => cx.note_reclaimed(freed, freed, false),
         AfterExit::Restarts => worker_orders::start_again_at_once(cx, name),
         AfterExit::Shed { restarts_if_fits } => {
-            cx.note_reclaimed(freed, true);
+            cx.note_reclaimed(freed, freed, true);
             if restarts_if_fits && cx.state.start_least(name) <= cx.state.ledger.free() {
                 worker_orders::start_again_at_once(cx, name);
             }
@@ -571,7 +571,7 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
         });
     }
     if to_shed {
-        cx.note_reclaimed(freed, true);
+        cx.note_reclaimed(freed, freed, true);
     }
 }
 

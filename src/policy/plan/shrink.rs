@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use super::Bounds;
 use crate::{
     kv_type::KvType,
+    pay::Pay,
     price::{KvContents, Price},
     residency::{EnginePlan, ModelShape, PlanLimits},
 };
@@ -34,12 +35,19 @@ pub(crate) struct Shrink<'a> {
 /// What may be given up of a plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Giving {
-    /// Layers, chunk, precision and the oldest tokens, too; else only KV blocks that no answer uses.
-    pub(crate) is_serious: bool,
+    /// What it may cost, where that is bounded.
+    pub(crate) pay: Option<Pay>,
     /// Tokens that the running answer may lose.
     pub(crate) droppable: Tokens,
     /// Whether the chunk may become smaller.
     pub(crate) chunk: bool,
+}
+
+impl Giving {
+    /// Layers, chunk, precision and the oldest tokens, too; else only KV blocks that no answer uses.
+    fn is_serious(&self) -> bool {
+        self.pay.is_none_or(Pay::is_serious)
+    }
 }
 
 impl<'a> Shrink<'a> {
@@ -95,6 +103,10 @@ impl<'a> Shrink<'a> {
                     ..self.nothing()
                 });
             }
+        }
+        let speed = self.bounds.limits.speed;
+        if let Some(pay) = self.giving.pay {
+            all.retain(|less: &Less| pay.affords(less.price_us, less.gives, speed));
         }
         undominated(all)
     }
@@ -176,7 +188,7 @@ impl<'a> Shrink<'a> {
 
     /// Layers that can be given up, the first to go first.
     fn layers(&self) -> Vec<u32> {
-        if self.giving.is_serious {
+        if self.giving.is_serious() {
             self.bounds.layers_to_give(self.from)
         } else {
             Vec::new()
@@ -186,7 +198,7 @@ impl<'a> Shrink<'a> {
     /// The types in which KV may be kept.
     fn kinds(&self) -> Vec<KvType> {
         let has = self.from.kv_type;
-        let least = if self.giving.is_serious {
+        let least = if self.giving.is_serious() {
             self.bounds.limits.kv_type_least.min(has)
         } else {
             has
@@ -197,7 +209,7 @@ impl<'a> Shrink<'a> {
 
     fn least_chunk(&self) -> Tokens {
         let has = self.from.prefill_chunk;
-        if self.giving.chunk && self.giving.is_serious {
+        if self.giving.chunk && self.giving.is_serious() {
             has.min(self.bounds.limits.prefill_chunk)
         } else {
             has
@@ -210,7 +222,7 @@ impl<'a> Shrink<'a> {
         let (bounds, limits) = (&self.bounds, self.bounds.limits);
         let has = bounds.blocks_of(self.from.kv_capacity);
         let free = has.saturating_sub(bounds.blocks_min);
-        if !self.giving.is_serious || kind > limits.kv_type_least.min(self.from.kv_type) {
+        if !self.giving.is_serious() || kind > limits.kv_type_least.min(self.from.kv_type) {
             return free;
         }
         let idle = PlanLimits {

@@ -247,7 +247,7 @@ proptest! {
             prop_assert!(small.resident.is_subset(&grown.resident) && small.kv_capacity <= grown.kv_capacity);
             prop_assert_eq!(shape.grown(&small, Bytes::MAX, &limits, &kv), shape.full_plan(&limits));
             prop_assert!(small.kv_type <= grown.kv_type && grown.kv_type <= limits.kv_type);
-            let giving = Giving { is_serious: true, droppable: Tokens::ZERO, chunk: true };
+            let giving = Giving { pay: None, droppable: Tokens::ZERO, chunk: true };
             let shrink = Shrink::new(&shape, &limits, &grown, kv, giving);
             let held = shape.plan_bytes(&grown);
             let [weights, in_kv] = [shrink.weights(), shrink.kv()].map(|less| less.last().map_or(Bytes::ZERO, |less| less.gives));

@@ -281,6 +281,23 @@ fn what_was_taken_at_once_foretells_no_end() {
 }
 
 #[test]
+fn a_loss_of_a_moment_foretells_no_end() {
+    let mut pressure = Pressure::new(params());
+    let mut headroom = 900;
+    let mut said = Vec::new();
+    for second in 0u64..50 {
+        // Two seconds at rest, as when a worker is started; later without end.
+        if (10..12).contains(&second) || second > 15 {
+            headroom -= 17;
+        }
+        observe(&mut pressure, second * 1000, headroom);
+        said.extend(pressure.exhausted_in().map(|left| (second, left.as_secs())));
+    }
+    assert_eq!(said.first(), Some(&(33, 32)), "{said:?}");
+    assert_eq!(said.len(), 17, "and from then on: {said:?}");
+}
+
+#[test]
 fn elevated_has_a_grace_unless_critical_is_ahead() {
     let grace = Duration::from_secs(2);
     let mut slow = Pressure::new(PressureParams { grace, ..params() });
@@ -389,8 +406,8 @@ fn what_was_granted_is_no_slope() {
     };
     assert_eq!(
         fall(0),
-        (Some(PressureLevel::Elevated), None, true),
-        "a neighbour"
+        (Some(PressureLevel::Elevated), None, false),
+        "a neighbour, which may have all that it wanted"
     );
     assert_eq!(
         fall(200),
@@ -402,6 +419,33 @@ fn what_was_granted_is_no_slope() {
         Some(PressureLevel::Elevated),
         "more than was granted"
     );
+}
+
+#[test]
+fn a_checkpoint_of_the_version_before_is_read() {
+    let mut pressure = Pressure::new(params());
+    for second in 0..5u64 {
+        observe(&mut pressure, second * 1000, 200 - second * 30);
+    }
+    let mut value = serde_json::to_value(&pressure).unwrap();
+    let fields = value.as_object_mut().unwrap();
+    for new in ["losing", "losing_since"] {
+        assert!(fields.remove(new).is_some(), "{new}");
+    }
+    let before = "params last level calm rose_at refaulting_since stalls_in_a_row earlier granted returned \
+                  critical_by_signs lost_lately";
+    assert!(
+        before
+            .split_whitespace()
+            .all(|field| fields.contains_key(field)),
+        "{fields:?}"
+    );
+    assert_eq!(fields.len(), 12, "{fields:?}");
+    let mut read: Pressure = serde_json::from_value(value).unwrap();
+    assert_eq!(read.level(), PressureLevel::Elevated);
+    observe(&mut read, 5000, 50);
+    observe(&mut pressure, 5000, 50);
+    assert_eq!(read.losing_per_s(), pressure.losing_per_s());
 }
 
 proptest! {

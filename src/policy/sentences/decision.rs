@@ -449,7 +449,7 @@ fn growth(decision: &GrowthDecision) -> String {
         ),
         GrowthDecision::EngineSpared { level } => {
             format!(
-                "{level}: nothing more is shed that would make the engine slower, until Critical is ahead"
+                "{level}: nothing more is shed; what is left costs its users more than this level may"
             )
         }
         GrowthDecision::NothingLeft {

@@ -321,6 +321,12 @@ impl Denial {
                 "free {} more, or lower `budget.watermarks.elevated`",
                 needs.saturating_sub(*has)
             )),
+            Self::NotGrowing {
+                wait: GrowthWait::Pressure { .. },
+            } => Some(
+                "wait until the headroom has recovered; `cotenant status` shows who holds memory"
+                    .to_owned(),
+            ),
             Self::NotGrowing { .. } => None,
             Self::Replaced { .. } => {
                 Some("read the lease again: the later call has its own answer".to_owned())

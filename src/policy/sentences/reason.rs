@@ -290,7 +290,7 @@ impl Display for SpareReason {
             }
             Self::Ending => "is ending already",
             Self::EngineBusy => "is loading, or failed to shed a moment ago",
-            Self::KeepsLayers => "has no KV blocks to give, and keeps its layers until Critical is ahead",
+            Self::KeepsLayers => "has no KV blocks to give, and its layers cost more than this level may",
             Self::AllGiven => "has given up all that it can",
             Self::Pinned => "is pinned",
             Self::Changing => "is changing",

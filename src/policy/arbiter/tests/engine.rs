@@ -1,6 +1,6 @@
 //! Tests of the engine: its load, its plans, its failures.
 
-use super::*;
+use super::{kv::untouched, *};
 use crate::{
     decision::{EngineDecision, NextLoad, PlanOutcome},
     engine_control::KvUse,
@@ -73,6 +73,68 @@ fn at_elevated_the_engine_keeps_its_layers_until_critical_is_ahead() {
     rig.samples(385);
     let asked = rig.snapshot().engine.asked.unwrap();
     assert!(asked.resident.len() < 8, "{asked:?}");
+}
+
+/// Of 48 MiB of layers the staging ring takes back 44: all of them give 4 MiB, and each token reads all of them.
+#[test]
+fn layers_that_give_almost_nothing_are_kept_until_the_last_resort() {
+    let mut rig = Rig::new(with_engine(params()));
+    rig.sample(0);
+    let shape = ModelShape {
+        fixed_bytes: mib(16),
+        ring_bytes: mib(44),
+        ..sample_shape(12, mib(4))
+    };
+    rig.tell(Event::EngineInspected { shape });
+    let full = rig.engine_applies();
+    let mut reserved = mib(28);
+    rig.tell(untouched(reserved));
+    // Elevated without a slope: KV that no token has touched is given up, of which the kernel shows nothing.
+    for _ in 0..6 {
+        rig.wait(1000).sample(323);
+        if let Some((revision, in_force)) = rig.plan_asked() {
+            let given = full - rig.snapshot().engine.shape.unwrap().plan_bytes(&in_force);
+            assert_eq!(in_force.resident.len(), 12);
+            reserved = reserved.saturating_sub(given);
+            rig.tell(Event::EngineApplied {
+                revision,
+                in_force,
+                freed: Bytes::ZERO,
+                used: full - given,
+                untouched: reserved,
+                untouched_given: given,
+                took: ms(1),
+            });
+        }
+    }
+    assert!(reserved < mib(8), "{reserved}");
+    // A neighbour takes 8 MiB/s, and Critical is ahead, and there.
+    let mut resident = Vec::new();
+    for used in [331, 339, 347, 355, 363, 371, 379, 385, 385, 393, 393] {
+        rig.wait(1000).sample(used);
+        if rig.plan_asked().is_some() {
+            rig.engine_applies();
+        }
+        let level = rig.snapshot().pressure.level;
+        resident.push((
+            level,
+            rig.snapshot().engine.in_force.unwrap().resident.len(),
+        ));
+    }
+    let kept = [PressureLevel::Elevated, PressureLevel::Critical].map(|level| (level, 12));
+    assert!(
+        kept.iter().all(|kept| resident.contains(kept)),
+        "{resident:?}"
+    );
+    assert!(
+        !resident.contains(&(PressureLevel::Elevated, 0)),
+        "{resident:?}"
+    );
+    assert_eq!(
+        resident.last(),
+        Some(&(PressureLevel::Critical, 0)),
+        "the last resort"
+    );
 }
 
 #[test]

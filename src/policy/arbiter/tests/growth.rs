@@ -229,6 +229,52 @@ fn a_regrow_that_does_nothing_is_refused() {
     );
 }
 
+#[test]
+fn a_level_that_only_dwells_does_so_for_one_dwell_and_a_regrow_ends_it() {
+    let level = |rig: &Rig| rig.snapshot().pressure.level;
+    let mut rig = Rig::with_engine_ready(params());
+    let mut backed_off = 0;
+    for round in 0..3 {
+        rig.samples(390);
+        backed_off += usize::from(decided!(rig, Growth(GrowthDecision::BackedOff { .. })));
+        let used = rig.engine_applies().whole_mib();
+        assert_eq!(level(&rig), PressureLevel::Critical);
+        if round == 2 {
+            // It is refused while the headroom has not recovered, and the remedy is no other class.
+            rig.regrow();
+            let denial = rig.denial();
+            assert!(matches!(denial, Denial::NotGrowing { .. }), "{denial:?}");
+            assert!(!denial.hint().unwrap().contains("class"));
+            rig.wait(300).sample(used);
+            rig.regrow();
+            assert!(
+                matches!(rig.answer(), Answer::Done { .. }),
+                "{:?}",
+                rig.answer()
+            );
+            assert!(acts!(
+                rig,
+                Action::LevelChanged {
+                    to: PressureLevel::Normal,
+                    ..
+                }
+            ));
+            return assert_eq!(backed_off, 2);
+        }
+        // However often growth backs off, and although nothing grows yet.
+        rig.wait(100).sample(used);
+        for _ in 0..20 {
+            assert_eq!(level(&rig), PressureLevel::Critical);
+            rig.wait(100).sample(used);
+        }
+        assert_eq!(level(&rig), PressureLevel::Normal);
+        while rig.plan_asked().is_none() {
+            rig.wait(100).sample(used);
+        }
+        rig.engine_applies();
+    }
+}
+
 /// Each end of what the configuration accepts for growth and shedding, with a shed and a growth: an accepted setting cannot
 /// end the supervisor.
 #[test]

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::{
-    decision::{EngineDecision, PlanOutcome},
+    decision::{EngineDecision, MemoryDecision, PlanOutcome},
     engine_control::KvUse,
     event::ShedLimit,
     params::ResidencyMode,
@@ -149,6 +149,8 @@ fn kv_that_was_never_touched_counts_as_used() {
     // 80 MiB seem to be left of 400, but the engine may touch 30 of them with the next token.
     rig.samples(320);
     assert_eq!(rig.snapshot().pressure.level, PressureLevel::Elevated);
+    assert_eq!(rig.plan_asked(), None, "it may have all that it wanted");
+    rig.wait(2000).sample(320);
     let (revision, plan) = rig.plan_asked().unwrap();
     assert!(plan.kv_capacity < Tokens::new(4096), "{plan:?}");
     let given = mib(132) - shape().plan_bytes(&plan);
@@ -164,6 +166,38 @@ fn kv_that_was_never_touched_counts_as_used() {
     assert_eq!(rig.held("llm"), mib(132) - given);
     let shed = |outcome: &PlanOutcome| matches!(outcome, PlanOutcome::Shed { untouched, .. } if *untouched > Bytes::ZERO);
     assert!(decided!(rig, Engine(EngineDecision::Applied { outcome, .. }) if shed(outcome)));
+}
+
+/// Or a release would be reported that neither the page pool nor the system has.
+#[test]
+fn kv_that_was_never_touched_is_no_release() {
+    let mut rig = Rig::with_engine_ready(params());
+    let pooled = |rig: &mut Rig| {
+        let mut sample = sample_with(mib(132), rig.wait(10).now);
+        sample.gpu.nvmap_pool = Some(mib(10));
+        rig.tell(Event::Sampled(sample));
+    };
+    for (freed, released) in [(0, false), (7, true)] {
+        pooled(&mut rig);
+        rig.operator_shed(mib(14));
+        let (revision, in_force) = rig.plan_asked().unwrap();
+        let used = shape().plan_bytes(&in_force);
+        let given = rig.held("llm") - used;
+        rig.tell(Event::EngineApplied {
+            revision,
+            in_force,
+            freed: mib(freed),
+            used,
+            untouched: Bytes::ZERO,
+            untouched_given: given - mib(freed),
+            took: ms(1),
+        });
+        pooled(&mut rig);
+        let shown =
+            decided!(rig, Memory(MemoryDecision::Released(release)) if release.bytes == mib(freed));
+        assert_eq!(shown, released, "{:#?}", rig.actions);
+        assert_eq!(decided!(rig, Memory(MemoryDecision::Released(_))), released);
+    }
 }
 
 #[test]
