@@ -7,7 +7,6 @@ use super::{
     handoff::Handoff, measure::Measurer, notify, peaks::PeakStore, record::Recorder,
     sampling::Pace, watchdog::Watchdog, workers::Workers,
 };
-use cotenant_journal as journal;
 use cotenant_memory::emergency;
 use cotenant_policy::{
     arbiter::Arbiter,
@@ -137,7 +136,7 @@ impl Perform for Device {
                 });
             }
             Action::EndLease { lease, end } => {
-                let reason = journal::render_lease_end(&lease, &end);
+                let reason = format!("lease {lease} {end}");
                 tracing::warn!(lease = lease.id.0, "{reason}");
                 self.control.notify(Notice::Ended {
                     lease: lease.id,
@@ -205,13 +204,13 @@ impl Perform for Device {
                 tracing::debug!(?weighing, "weighed the candidates for reclaim");
             }
             Action::Decided { decision } if decision.is_error() => {
-                tracing::error!("{}", journal::render_decision(&decision));
+                tracing::error!("{decision}");
             }
             Action::Decided { decision } if decision.is_warning() => {
-                tracing::warn!("{}", journal::render_decision(&decision));
+                tracing::warn!("{decision}");
             }
             Action::Decided { decision } => {
-                tracing::info!("{}", journal::render_decision(&decision));
+                tracing::info!("{decision}");
             }
             Action::Answer { .. } => {} // delivered by the loop
         }

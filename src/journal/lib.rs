@@ -38,7 +38,7 @@ pub use self::{
     own::open_own,
     read::{Contents, ReadError, read},
     rebuilt::Rebuilt,
-    render::{render, render_action, render_decision, render_lease_end},
+    render::{render, render_action},
     replay::{Difference, Outcome, Run, replay},
     why::{Chosen, Why, WhyError, answer_to, why},
     write::{Journal, JournalError, JournalSettings},

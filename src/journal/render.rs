@@ -3,7 +3,6 @@
 use std::fmt::{Display, Write};
 
 use super::{Content, JournalEntry};
-pub use cotenant_policy::sentences::{render_decision, render_lease_end};
 use cotenant_policy::{
     event::{Action, Answer, Event, WorkerCommand},
     kv_type::KvType,
@@ -306,7 +305,7 @@ pub fn render_action(action: &Action) -> String {
             reason,
             ..
         } => format!("lease {} comes down to {bytes}: {reason}", lease.0),
-        Action::EndLease { lease, end } => render_lease_end(lease, end),
+        Action::EndLease { lease, end } => format!("lease {lease} {end}"),
         Action::LoadEngine {
             revision,
             plan: wanted,
@@ -335,7 +334,7 @@ pub fn render_action(action: &Action) -> String {
         Action::ReinspectModel => "read the header of the model's file again".to_owned(),
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
         Action::Weighed { weighing } => weighing.to_string(),
-        Action::Decided { decision } => render_decision(decision),
+        Action::Decided { decision } => decision.to_string(),
     }
 }
 

@@ -1,9 +1,7 @@
 //! Denials: why a request was not granted, with the figures that every API renders in its own protocol.
-//!
-//! `journal/render` makes the sentences.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -11,19 +9,20 @@ use super::{
     growth_wait::GrowthWait,
     lease::Class,
     pressure_level::PressureLevel,
-    reason::{Share, StopReason},
+    reason::{Share, SpareReason, StopReason},
     snapshot::WorkerState,
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, TimeSpan};
 
 /// Stands for the tenant where an operator asks for a shed; no tenant has a name with a space.
 pub const OPERATOR: &str = "an operator";
 
 /// Why a request was not granted.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "denial")]
 pub enum Denial {
     /// Does not fit now, and not after everything that can be reclaimed for this class.
+    #[error("{}", lacks(tenant, *asked, *free, *reclaimable, *budget, holders))]
     InsufficientMemory {
         tenant: String,
         /// Least bytes asked for.
@@ -36,12 +35,14 @@ pub enum Denial {
         holders: Holders,
     },
     /// Would not fit into an empty budget.
+    #[error("cannot grant {asked} to `{tenant}`: the whole budget is {budget}")]
     ExceedsBudget {
         tenant: String,
         asked: Bytes,
         budget: Bytes,
     },
     /// The request's own figures contradict each other, a limit, or the state of what it names.
+    #[error("cannot take the request of `{tenant}`: {field}: `{value}` {problem}")]
     Invalid {
         tenant: String,
         field: String,
@@ -49,21 +50,28 @@ pub enum Denial {
         problem: Problem,
     },
     /// The same request id came before with other content.
+    #[error(
+        "cannot take request `{request_id}` of `{tenant}`: the id was used before with other content"
+    )]
     RequestIdReused { tenant: String, request_id: String },
     /// Too many leases or waiting requests.
+    #[error("cannot take the request of `{tenant}`: {what} is at its limit of {limit}")]
     QuotaExceeded {
         tenant: String,
         what: Quota,
         limit: u64,
     },
     /// No such lease, or it has ended; an expired lease does not come back.
+    #[error("lease {lease} is unknown or has ended")]
     UnknownLease {
         /// As the caller named it.
         lease: String,
     },
     /// A waiting call was replaced by a later one for the same lease.
+    #[error("cannot resize lease {lease}: a later call of its holder has replaced this one")]
     Replaced { lease: String },
     /// The lease was granted again since: a holder of the old generation holds nothing.
+    #[error("lease {lease} cannot be changed with generation {generation}: it is {current} now")]
     StaleGeneration {
         lease: String,
         /// What the caller carries.
@@ -72,6 +80,7 @@ pub enum Denial {
         current: u64,
     },
     /// The lease belongs to another holder.
+    #[error("lease {lease} cannot be changed by uid {uid}: {problem}")]
     NotHolder {
         lease: String,
         /// Of the caller.
@@ -79,6 +88,11 @@ pub enum Denial {
         problem: NotHolder,
     },
     /// The last sample of the machine is older than a grant accepts.
+    #[error(
+        "cannot grant {asked} to `{tenant}`: the last sample is {:.1} s old, and grants need one of at most {:.1} s",
+        age.as_secs_f64(),
+        limit.as_secs_f64()
+    )]
     StaleSample {
         tenant: String,
         asked: Bytes,
@@ -86,6 +100,9 @@ pub enum Denial {
         limit: Duration,
     },
     /// Under this pressure nothing is admitted for this class.
+    #[error(
+        "cannot grant {asked} to `{tenant}`: pressure is {level} and class {class} waits until it is Normal"
+    )]
     PressureHigh {
         tenant: String,
         asked: Bytes,
@@ -93,8 +110,10 @@ pub enum Denial {
         level: PressureLevel,
     },
     /// The engine does not grow back.
+    #[error("cannot grow back: {wait}")]
     NotGrowing { wait: GrowthWait },
     /// The supervisor takes nothing new.
+    #[error("cannot grant {asked} to `{tenant}`: the supervisor is draining")]
     Draining { tenant: String, asked: Bytes },
 }
 
@@ -108,104 +127,104 @@ pub struct Holders {
 }
 
 /// A limit that is reached.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Quota {
     /// Leases of all users and their waiting requests.
+    #[error("leases of all users")]
     Leases,
+    #[error("the queue")]
     Queue,
     /// A user's share of the queue.
-    QueueOf {
-        uid: u32,
-    },
-    LeasesOf {
-        uid: u32,
-    },
+    #[error("the share of uid {uid} in the queue")]
+    QueueOf { uid: u32 },
+    #[error("leases of uid {uid}")]
+    LeasesOf { uid: u32 },
 }
 
 /// Why a peer may not act on a lease.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum NotHolder {
     /// The supervisor holds it itself.
+    #[error("the supervisor holds it itself")]
     Supervisor,
-    OwnedBy {
-        uid: u32,
-    },
+    #[error("it belongs to uid {uid}")]
+    OwnedBy { uid: u32 },
     /// It has ended unacknowledged, and keeps `held` for so long.
+    #[error(
+        "it has ended and belongs to uid {uid}; its {held} are kept for {:.1} s more unless its holder acknowledges \
+         the end",
+        left.as_secs_f64()
+    )]
     Ended {
         uid: u32,
         held: Bytes,
         left: Duration,
     },
     /// Another process waits for it by the same request id.
-    Awaited {
-        pid: Option<u32>,
-    },
+    #[error(
+        "{} waits for it by the same request id",
+        pid.map_or_else(|| "another process".to_owned(), |pid| format!("process {pid}"))
+    )]
+    Awaited { pid: Option<u32> },
 }
 
 /// The fault of a value.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Problem {
+    #[error("is zero")]
     Zero,
-    BelowMin {
-        min: Bytes,
-    },
-    NotBetween {
-        least: Duration,
-        most: Duration,
-    },
-    AboveLimit {
-        limit: Duration,
-    },
-    TooLong {
-        bytes: usize,
-        limit: u32,
-    },
+    #[error("is below min of {min}")]
+    BelowMin { min: Bytes },
+    #[error("is not between {} and {}", TimeSpan(*least), TimeSpan(*most))]
+    NotBetween { least: Duration, most: Duration },
+    #[error("is above the limit of {}", TimeSpan(*limit))]
+    AboveLimit { limit: Duration },
+    #[error("has {bytes} bytes and may have {limit}")]
+    TooLong { bytes: usize, limit: u32 },
     /// A name that is empty or has control characters.
+    #[error("is empty or has control characters")]
     Unprintable,
     /// A name of the supervisor's own holders.
+    #[error("is the name of a holder of ours")]
     OwnHolder,
     /// A name with marks that tell processes of one name apart.
-    Marked {
-        marks: (String, String),
-    },
+    #[error("has `{}` or `{}` in it, which distinguish processes of one name", marks.0, marks.1)]
+    Marked { marks: (String, String) },
     /// More than the target that the lease is under.
-    AboveTarget {
-        target: Bytes,
-    },
+    #[error("is above {target}, to which the lease has been asked to come down")]
+    AboveTarget { target: Bytes },
+    #[error("is not configured")]
     NotConfigured,
+    #[error("no engine is configured")]
     NoEngine,
     /// The engine is loading, or failed to change a moment ago.
+    #[error("the engine is loading, or failed to change a moment ago; it will be kept so later")]
     EngineBusy,
-    NotApplied {
-        revision: u64,
-        reason: String,
-    },
-    NotAVariant {
-        known: Vec<String>,
-    },
-    NotReady {
-        state: WorkerState,
-    },
-    ChangingTo {
-        variant: String,
-    },
+    #[error("was not applied as plan {revision}: {reason}")]
+    NotApplied { revision: u64, reason: String },
+    #[error("{}", no_variant(known))]
+    NotAVariant { known: Vec<String> },
+    #[error("is {} and cannot change", state.word())]
+    NotReady { state: WorkerState },
+    #[error("is changing to `{variant}`; ask again when it has")]
+    ChangingTo { variant: String },
+    #[error("cannot change at present")]
     CannotChange,
     /// A variant that was kept for this error.
-    Kept {
-        error: String,
-    },
-    NotAnswered {
-        within: Duration,
-    },
-    Exited {
-        cause: String,
-    },
+    #[error("was kept: {error}")]
+    Kept { error: String },
+    #[error("was asked for and not answered within {:.1} s", within.as_secs_f64())]
+    NotAnswered { within: Duration },
+    #[error("exited while it changed: {cause}")]
+    Exited { cause: String },
+    #[error("is being stopped: {0}")]
     Stopping(Box<StopReason>),
     /// A fault of settings, in the words of their check.
     #[serde(untagged)]
+    #[error("{0}")]
     Text(String),
 }
 
@@ -219,5 +238,318 @@ impl Denial {
             value: value.to_string(),
             problem,
         }
+    }
+}
+
+impl Denial {
+    /// What the caller or an operator can do about it, if anything.
+    #[must_use]
+    pub fn hint(&self) -> Option<String> {
+        match self {
+            Self::InsufficientMemory {
+                tenant,
+                reclaimable,
+                holders,
+                ..
+            } if tenant == OPERATOR => {
+                let spared = holders
+                    .shares
+                    .first()
+                    .and_then(|share| share.spared.as_ref());
+                Some(match spared {
+                    _ if *reclaimable > Bytes::ZERO => format!("shed {reclaimable} or less"),
+                    Some(SpareReason::EngineBusy | SpareReason::ComingDown { .. }) => {
+                        "try again when `cotenant status` shows no change of the LLM".to_owned()
+                    }
+                    _ => {
+                        "stop a worker by `cotenant stop NAME` to get back the memory that it holds"
+                            .to_owned()
+                    }
+                })
+            }
+            Self::InsufficientMemory {
+                asked,
+                free,
+                reclaimable,
+                ..
+            } => {
+                let reachable = free.saturating_add(*reclaimable);
+                Some(if reachable >= *asked {
+                    "let the request wait: what is missing can be reclaimed in time".to_owned()
+                } else if reachable > Bytes::ZERO {
+                    format!(
+                        "ask for {reachable} or less, or let the request wait until others release"
+                    )
+                } else {
+                    "let the request wait until others release, or stop one of the holders"
+                        .to_owned()
+                })
+            }
+            Self::ExceedsBudget { budget, .. } => Some(format!(
+                "ask for {budget} or less, or raise `budget` in the configuration"
+            )),
+            Self::RequestIdReused { .. } => {
+                Some("use a new request id for a new request".to_owned())
+            }
+            Self::QuotaExceeded { .. } => {
+                Some("release leases that are not needed, or raise the limit".to_owned())
+            }
+            Self::NotGrowing {
+                wait: GrowthWait::Headroom { needs, has, .. },
+            } => Some(format!(
+                "free {} more, or lower `budget.watermarks.elevated`",
+                needs.saturating_sub(*has)
+            )),
+            Self::NotGrowing {
+                wait: GrowthWait::Pressure { .. },
+            } => Some(
+                "wait until the headroom has recovered; `cotenant status` shows who holds memory"
+                    .to_owned(),
+            ),
+            Self::NotGrowing { .. } => None,
+            Self::Replaced { .. } => {
+                Some("read the lease again: the later call has its own answer".to_owned())
+            }
+            Self::StaleGeneration { .. } => {
+                Some("read the lease again, and use what it says".to_owned())
+            }
+            Self::UnknownLease { .. } => {
+                Some("ask for a new lease; an ended one does not come back".to_owned())
+            }
+            Self::PressureHigh { .. } => {
+                Some("let the request wait, or ask in a more urgent class".to_owned())
+            }
+            Self::StaleSample { .. } => {
+                Some("let the request wait until the machine is read again".to_owned())
+            }
+            Self::Draining { .. } => Some(
+                "ask again later: an operator ends it by `cotenant drain --off`, or a restart does"
+                    .to_owned(),
+            ),
+            Self::Invalid {
+                problem: Problem::NotBetween { .. },
+                ..
+            } => Some(
+                "`leases.term_min` and `leases.term_max` of the configuration are the limits"
+                    .to_owned(),
+            ),
+            Self::Invalid {
+                problem: Problem::AboveLimit { .. },
+                ..
+            } => Some("`leases.wait_max` of the configuration is the limit".to_owned()),
+            Self::Invalid { .. } | Self::NotHolder { .. } => None,
+        }
+    }
+}
+
+/// ` (a#1 holds 6 GiB, none of it for batch: interactive is more urgent; …)`, or nothing.
+impl fmt::Display for Holders {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            class,
+            shares,
+            unaccounted,
+        } = self;
+        let shares = shares.iter().map(|share| match &share.spared {
+            Some(why) => format!(
+                "{} holds {}, none of it for {class}: {why}",
+                share.holder, share.held
+            ),
+            None => format!(
+                "{} holds {} and can give {}",
+                share.holder, share.held, share.gives
+            ),
+        });
+        let unaccounted = (*unaccounted > Bytes::ZERO)
+            .then(|| format!("{unaccounted} is unaccounted and held by no tenant"));
+        let all: Vec<String> = shares.chain(unaccounted).collect();
+        if all.is_empty() {
+            return Ok(());
+        }
+        write!(f, " ({})", all.join("; "))
+    }
+}
+
+fn lacks(
+    tenant: &str,
+    asked: Bytes,
+    free: Bytes,
+    reclaimable: Bytes,
+    budget: Bytes,
+    holders: &Holders,
+) -> String {
+    if tenant != OPERATOR {
+        return format!(
+            "cannot grant {asked} to `{tenant}`: {free} is free and {reclaimable} can be reclaimed, of a {budget} budget{holders}"
+        );
+    }
+    let Some(Share { held, spared, .. }) = holders.shares.first() else {
+        return format!("cannot shed {asked}: no LLM is loaded");
+    };
+    let why = spared.as_ref().map(|why| format!(", because it {why}"));
+    format!(
+        "cannot shed {asked}: the LLM can give back {reclaimable} of the {held} that it holds{}",
+        why.unwrap_or_default()
+    )
+}
+
+fn no_variant(known: &[String]) -> String {
+    if known.is_empty() {
+        "cannot be had: the worker has no variants".to_owned()
+    } else {
+        format!("is not one of its variants: {}", known.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        lease::{Class, LeaseId, LeaseName},
+        reason::{Share, SpareReason},
+    };
+
+    #[test]
+    fn a_denial_for_lack_of_memory_says_how_to_get_it() {
+        let denial = |free, reclaimable| Denial::InsufficientMemory {
+            tenant: "tts".to_owned(),
+            asked: Bytes::from_mib(100),
+            free: Bytes::from_mib(free),
+            reclaimable: Bytes::from_mib(reclaimable),
+            budget: Bytes::from_mib(400),
+            holders: Holders {
+                class: Class::Batch,
+                shares: Vec::new(),
+                unaccounted: Bytes::ZERO,
+            },
+        };
+        for (free, reclaimable, words) in [
+            (
+                40,
+                60,
+                "let the request wait: what is missing can be reclaimed in time",
+            ),
+            (
+                40,
+                20,
+                "ask for 60 MiB or less, or let the request wait until others release",
+            ),
+            (
+                0,
+                0,
+                "let the request wait until others release, or stop one of the holders",
+            ),
+        ] {
+            assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
+        }
+    }
+
+    #[test]
+    fn a_shed_that_is_refused_for_now_says_when_to_try_again() {
+        let held = Bytes::from_mib(132);
+        let denial = Denial::InsufficientMemory {
+            tenant: OPERATOR.to_owned(),
+            asked: Bytes::from_mib(10),
+            free: Bytes::ZERO,
+            reclaimable: Bytes::ZERO,
+            budget: Bytes::from_mib(400),
+            holders: Holders {
+                class: Class::AudioRealtime,
+                shares: vec![Share {
+                    holder: LeaseName {
+                        id: LeaseId(1),
+                        tenant: "llm".to_owned(),
+                    },
+                    held,
+                    gives: Bytes::ZERO,
+                    spared: Some(SpareReason::EngineBusy),
+                }],
+                unaccounted: Bytes::ZERO,
+            },
+        };
+        assert_eq!(
+            denial.to_string(),
+            "cannot shed 10 MiB: the LLM can give back 0 B of the 132 MiB that it holds, because it is loading, or failed to \
+             shed a moment ago"
+        );
+        let hint = denial.hint().unwrap();
+        assert!(hint.starts_with("try again when"), "{hint}");
+    }
+
+    #[test]
+    fn a_denial_of_a_value_names_the_setting_that_limits_it() {
+        let invalid = |field, problem| Denial::invalid("a", field, &"1h", problem);
+        let (least, most) = (Duration::from_secs(2), Duration::from_secs(300));
+        let term = invalid("term", Problem::NotBetween { least, most });
+        assert_eq!(
+            term.to_string(),
+            "cannot take the request of `a`: term: `1h` is not between 2 s and 5 min"
+        );
+        assert!(
+            term.hint()
+                .is_some_and(|hint| hint.contains("leases.term_max"))
+        );
+        let wait = invalid("wait", Problem::AboveLimit { limit: most });
+        assert!(
+            wait.hint()
+                .is_some_and(|hint| hint.contains("leases.wait_max"))
+        );
+        let variant = invalid("variant", Problem::NotAVariant { known: Vec::new() });
+        assert!(
+            variant
+                .to_string()
+                .ends_with("variant: `1h` cannot be had: the worker has no variants"),
+            "{variant}"
+        );
+    }
+
+    #[test]
+    fn a_denial_names_the_holders_of_what_is_missing() {
+        let share = |id, held, spared| Share {
+            holder: LeaseName {
+                id: LeaseId(id),
+                tenant: "a".to_owned(),
+            },
+            held: Bytes::from_gib(held),
+            gives: Bytes::from_gib(1),
+            spared,
+        };
+        let class = Class::Interactive;
+        let denial = |shares, unaccounted| Denial::InsufficientMemory {
+            tenant: "b".to_owned(),
+            asked: Bytes::from_gib(6),
+            free: Bytes::from_gib(2),
+            reclaimable: Bytes::ZERO,
+            budget: Bytes::from_gib(8),
+            holders: Holders {
+                class,
+                shares,
+                unaccounted,
+            },
+        };
+        let words =
+            "cannot grant 6 GiB to `b`: 2 GiB is free and 0 B can be reclaimed, of a 8 GiB budget";
+        assert_eq!(denial(Vec::new(), Bytes::ZERO).to_string(), words);
+        let shares = vec![
+            share(1, 6, Some(SpareReason::AsUrgent(class))),
+            share(2, 3, None),
+        ];
+        assert_eq!(
+            denial(shares, Bytes::from_mib(5)).to_string(),
+            format!(
+                "{words} (a#1 holds 6 GiB, none of it for interactive: interactive is as urgent; a#2 holds 3 GiB and can give \
+                 1 GiB; 5 MiB is unaccounted and held by no tenant)"
+            )
+        );
+        let ended = NotHolder::Ended {
+            uid: 1000,
+            held: Bytes::from_mib(300),
+            left: Duration::from_millis(7675),
+        };
+        assert_eq!(
+            ended.to_string(),
+            "it has ended and belongs to uid 1000; its 300 MiB are kept for 7.7 s more unless its holder \
+             acknowledges the end"
+        );
     }
 }

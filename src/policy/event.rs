@@ -4,7 +4,7 @@
 //! nothing; the event that confirms it does.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -333,57 +333,73 @@ pub struct ShedOutcome {
 }
 
 /// Why a shed gave less than an operator asked for.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "limit")]
 pub enum ShedLimit {
     /// The engine runs with no less.
+    #[error("the floor of the engine is {bytes}")]
     Floor { bytes: Bytes },
     /// The running answer uses the rest of the KV capacity.
+    #[error("the running answer uses {tokens} tokens of KV")]
     RunningAnswer { tokens: Tokens },
     /// The engine gave less than it was asked for.
+    #[error("the engine has not confirmed the rest")]
     NotConfirmed,
 }
 
 /// The action for a caller that is done.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum Done {
     /// As the decision says.
+    #[error("{0}")]
     Decided(Decision),
     /// An operator's command to a worker.
-    Worker {
-        worker: String,
-        done: WorkerDone,
-    },
+    #[error("worker `{worker}` {done}")]
+    Worker { worker: String, done: WorkerDone },
     /// The plan that the engine is asked for.
+    #[error("{0}")]
     Grows(PlanReason),
-    WorkerReturns {
-        worker: String,
-    },
-    VariantReturns {
-        worker: String,
-        variant: String,
-    },
+    #[error("worker `{worker}` comes back")]
+    WorkerReturns { worker: String },
+    #[error("worker `{worker}` goes back to variant `{variant}`")]
+    VariantReturns { worker: String, variant: String },
     /// Nothing is waited for any more but the next sample.
+    #[error("what has room grows back with the next sample")]
     GrowsWhenSampled,
     /// Everything has its full size.
+    #[error("everything has its full size")]
     FullSize,
     /// No model can be loaded, since no LLM is configured.
+    #[error("no LLM is configured")]
     NoEngine,
     /// The model is loaded, or is being loaded.
+    #[error("the model is loaded, or is being loaded")]
     Loaded,
     /// The model's file is being read.
+    #[error("the model's file is being read; `cotenant status` shows what comes of it")]
     Inspecting,
     /// KV is kept as this type already.
+    #[error("KV is kept as {0} already")]
     KvIs(KvType),
     /// KV will be kept as this type when the engine is loaded.
+    #[error("KV will be kept as {0} when the engine is loaded")]
     KvWhenLoaded(KvType),
     /// KV will be kept as this type as soon as there is room for `more`, or as soon as the book has room.
+    #[error(
+        "KV will be kept as {kv_type} as soon as {}",
+        more.map_or_else(|| "the book has room".to_owned(), |more| format!("there is room for {more} more"))
+    )]
     KvWhenRoom {
         kv_type: KvType,
         more: Option<Bytes>,
     },
     /// KV is kept as this type from now on.
+    #[error(
+        "KV is kept as {kv_type}: {}, in {:.1} ms; the engine holds {held}, {before} before",
+        kv_given(*before, *held, *freed, *untouched),
+        took.as_secs_f64() * 1000.0
+    )]
     KvChanged {
         kv_type: KvType,
         before: Bytes,
@@ -395,23 +411,28 @@ pub enum Done {
         took: Duration,
     },
     /// The configuration was read again.
+    #[error("{0}")]
     Reconfigured(ChangedKeys),
 }
 
 /// The outcome of a command to a worker.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum WorkerDone {
+    #[error("already runs")]
     Runs,
+    #[error("is already starting")]
     IsStarting,
     /// It starts when there is memory.
+    #[error("starts when there is memory")]
     Starts,
+    #[error("stops")]
     Stops,
+    #[error("is restarted")]
     Restarts,
     /// It is in this variant.
-    IsIn {
-        variant: String,
-    },
+    #[error("is in variant `{variant}`")]
+    IsIn { variant: String },
 }
 
 /// Something to be done. Carrying it out is the shell's work; the outcome comes back as an event.
@@ -473,4 +494,39 @@ pub enum Action {
     Weighed { weighing: Weighing },
     /// A decision with its figures that needs nothing done.
     Decided { decision: Decision },
+}
+
+impl fmt::Display for ShedOutcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            asked, freed, held, ..
+        } = self;
+        write!(f, "shed {freed} of {asked}; the engine holds {held}")?;
+        self.limited_by
+            .map_or(Ok(()), |limit| write!(f, ": {limit}"))
+    }
+}
+
+impl fmt::Display for ChangedKeys {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.applied.as_slice(), self.restart.as_slice()) {
+            ([], []) => f.write_str("nothing has changed"),
+            (applied, []) => write!(f, "applied: {}", applied.join(", ")),
+            ([], restart) => write!(f, "needs a restart: {}", restart.join(", ")),
+            (applied, restart) => write!(
+                f,
+                "applied: {}; needs a restart: {}",
+                applied.join(", "),
+                restart.join(", ")
+            ),
+        }
+    }
+}
+
+fn kv_given(before: Bytes, held: Bytes, freed: Bytes, untouched: Bytes) -> String {
+    let given = before.saturating_sub(held);
+    if given == Bytes::ZERO {
+        return format!("{} more", held.saturating_sub(before));
+    }
+    format!("{given} reclaimed, the kernel shows {freed} and {untouched} had not been touched")
 }

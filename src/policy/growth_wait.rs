@@ -9,30 +9,46 @@ use super::pressure_level::PressureLevel;
 use cotenant_units::Bytes;
 
 /// The cause for which growth waits, with its figures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case", tag = "wait")]
 pub enum GrowthWait {
     /// Nothing is loaded that could grow.
+    #[error("the engine is not loaded")]
     NotLoaded,
     /// The supervisor drains.
+    #[error("the supervisor is draining")]
     Draining,
     /// The level is above Normal. `left`: the rest of its dwell, once the headroom has recovered; absent in older journals.
+    #[error("{}", by_level(*level, *left))]
     Pressure {
         level: PressureLevel,
         #[serde(default)]
         left: Option<Duration>,
     },
     /// Requests wait for memory.
+    #[error(
+        "{waiting} {} for memory",
+        if *waiting == 1 { "request waits" } else { "requests wait" }
+    )]
     Requests { waiting: u32 },
     /// The last sample is older than the last change of what is held.
+    #[error("no sample is newer than the last change")]
     Sample,
     /// The dwell after the last shed.
+    #[error("the dwell after the last shed ends in {:.1} s", left.as_secs_f64())]
     Dwell { left: Duration },
     /// The engine carries out a plan.
+    #[error("a change is under way")]
     Changing,
     /// The last change has to settle, or has failed.
+    #[error("the last change settles for {:.1} s more", left.as_secs_f64())]
     Settling { left: Duration },
     /// The next step would leave too little headroom.
+    #[error(
+        "needs {needs} headroom, has {has} (Elevated {elevated} + hysteresis {hysteresis}{} + {step} for the next \
+         step)",
+        unless_zero(" + ", *reserved, " for workers")
+    )]
     Headroom {
         /// Headroom that the next step needs: all of the following together.
         needs: Bytes,
@@ -48,6 +64,10 @@ pub enum GrowthWait {
         step: Bytes,
     },
     /// The budget has no room for the next step.
+    #[error(
+        "needs {needs} of the budget, {free} is free{}",
+        unless_zero(" and ", *reserved, " of that is reserved for workers")
+    )]
     Budget {
         /// The next step.
         needs: Bytes,
@@ -67,5 +87,26 @@ impl GrowthWait {
             Self::Pressure { left, .. } => *left,
             _ => None,
         }
+    }
+}
+
+fn by_level(level: PressureLevel, left: Option<Duration>) -> String {
+    left.map_or_else(
+        || format!("pressure is {level}"),
+        |left| {
+            format!(
+                "pressure stays {level} until its dwell ends in {:.1} s",
+                left.as_secs_f64()
+            )
+        },
+    )
+}
+
+/// A figure in a sentence, unless there is nothing of it.
+pub(super) fn unless_zero(before: &str, bytes: Bytes, after: &str) -> String {
+    if bytes == Bytes::ZERO {
+        String::new()
+    } else {
+        format!("{before}{bytes}{after}")
     }
 }

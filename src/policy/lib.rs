@@ -41,7 +41,6 @@ pub mod rehearsal;
 pub mod residency;
 pub mod restart;
 pub mod roles;
-pub mod sentences;
 pub mod shedding;
 pub mod sinks;
 pub mod snapshot;

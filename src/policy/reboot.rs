@@ -18,14 +18,17 @@ use super::{
 use cotenant_units::{Bytes, Timestamp};
 
 /// A state of the machine that only a reboot ends, with the figures of the last sample that showed it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
 #[serde(rename_all = "snake_case")]
 pub enum RebootReason {
     /// GPU memory is allocated, and no process holds it.
+    #[error("no process holds {bytes} of the {of} that the GPU has")]
     OrphanedGpuMemory { bytes: Bytes, of: Bytes },
     /// The kernel refuses contiguous memory again and again while memory is plentiful.
+    #[error("the kernel refused contiguous memory {refusals} times though memory is plentiful")]
     ContiguousRefused { refusals: u64 },
     /// Free memory lies in pieces that are too small for drivers.
+    #[error("the largest free block has {largest} with {free} free")]
     Fragmented { free: Bytes, largest: Bytes },
 }
 

@@ -1,6 +1,8 @@
 //! Reports of what was weighed before memory was reclaimed, and of what is reclaimed next.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
+use std::fmt;
+
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -11,30 +13,42 @@ use super::{
 use cotenant_units::Bytes;
 
 /// Who could give memory back, and how.
-#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[derive(
+    Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize, thiserror::Error,
+)]
 #[serde(rename_all = "snake_case", tag = "source")]
 pub enum Source {
     /// KV blocks of the engine that no sequence uses.
+    #[error("unused KV blocks")]
     UnusedKv,
     /// KV blocks that keep what the last answer has left, while no request runs: the prefix of the next prompt.
+    #[error("KV blocks of earlier answers")]
     PrefixKv,
     /// The oldest KV blocks of the running answer, whose request allows that they are dropped; what was said in them is
     /// lost to it.
+    #[error("the oldest KV blocks of the running answer")]
     OldestKv,
     /// KV of the engine, by keeping it in a smaller type; besides that the only one that changes what is answered, and weighed only
     /// where the configuration allows it.
+    #[error("KV in a smaller type")]
     KvType,
     /// Layers of the engine that are resident.
+    #[error("resident layers")]
     Layers,
     /// Workspace of the engine that larger prefill chunks need, while parts are streamed.
+    #[error("larger prefill chunks")]
     PrefillChunk,
     /// A tenant that holds more than its least.
+    #[error("{tenant}#{}", lease.0)]
     Tenant { lease: LeaseId, tenant: String },
     /// An idle worker that can do with a smaller variant.
+    #[error("worker `{worker}` as `{variant}`")]
     WorkerVariant { worker: String, variant: String },
     /// A worker, by stopping it.
+    #[error("stopping worker `{worker}`")]
     WorkerStop { worker: String },
     /// A worker that comes down when it is notified that memory is short.
+    #[error("notifying worker `{worker}`")]
     WorkerNotified { worker: String },
 }
 
@@ -133,4 +147,68 @@ pub struct Spared {
 )]
 const fn is_zero(number: &u64) -> bool {
     *number == 0
+}
+
+impl fmt::Display for Weighing {
+    /// One line: who gives, who would have been dearer, who was spared.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "weighed {} of {} that could come back",
+            self.need, self.reclaimable
+        )?;
+        if let Some(mode) = self.mode {
+            write!(f, ", {mode}")?;
+        }
+        if self.above_ppm > 0 {
+            let above = self.above_ppm.div_ceil(1000);
+            write!(f, ", at most {above} per mille above the cheapest set")?;
+        }
+        for weighed in &self.candidates {
+            let bytes = weighed.bytes;
+            match weighed.chosen {
+                Some(chosen) => write!(f, "; {}: {chosen} of {bytes}", weighed.source)?,
+                None => write!(f, "; not {}: {bytes}", weighed.source)?,
+            }
+            write!(
+                f,
+                " at {}.{} ms/MiB",
+                weighed.score / 1000,
+                weighed.score % 1000 / 100
+            )?;
+        }
+        for spared in &self.spared {
+            write!(
+                f,
+                "; {} with {} is spared: {}",
+                spared.holder, spared.held, spared.why
+            )?;
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for NextShed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            need,
+            below,
+            headroom,
+            ..
+        } = self;
+        if self.chosen.is_empty() {
+            return write!(
+                f,
+                "nothing that may be shed, with headroom below {below} (now {headroom})"
+            );
+        }
+        for (index, Chosen { source, bytes, .. }) in self.chosen.iter().enumerate() {
+            let separator = if index > 0 { ", " } else { "" };
+            write!(f, "{separator}{source} ({bytes})")?;
+        }
+        write!(
+            f,
+            ": cheapest for {need}, with headroom below {below} (now {headroom})"
+        )
+    }
 }

@@ -1,7 +1,7 @@
 //! State of the arbiter as operators, metrics and tests see it.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
-use std::time::Duration;
+use std::{fmt, time::Duration};
 
 use serde::{Deserialize, Serialize};
 
@@ -280,6 +280,33 @@ pub struct Totals {
     pub shed_bytes: Bytes,
     /// Bytes grown back.
     pub regrown_bytes: Bytes,
+}
+
+impl fmt::Display for WorkerWait {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (needs, free) = (self.needs, self.free);
+        write!(f, "it needs {needs}")?;
+        if needs > self.configured {
+            write!(
+                f,
+                ", by what it was seen to use, where {} is configured",
+                self.configured
+            )?;
+        }
+        if !self.is_out_of_reach() {
+            return write!(f, ", and {free} is free for it");
+        }
+        write!(f, ", and at most {} can ever be had", self.most)?;
+        for (number, (keeper, bytes)) in self.keepers.iter().enumerate() {
+            let before = if number == 0 { " while" } else { "," };
+            write!(f, "{before} `{keeper}` keeps {bytes}")?;
+        }
+        f.write_str(if needs > self.configured {
+            "; raise the budget, lower what the others keep, or remove `peaks.json` in the state folder if that was no honest use"
+        } else {
+            "; raise the budget, lower what the others keep, or its `memory.peak`"
+        })
+    }
 }
 
 #[cfg(test)]

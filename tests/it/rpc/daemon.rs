@@ -15,7 +15,7 @@ use cotenant::{
         ControlHandle, MonotonicClock,
         control_loop::{ControlLoop, Perform},
     },
-    journal::{self, Content, Journal, JournalSettings, render_lease_end},
+    journal::{self, Content, Journal, JournalSettings},
     policy::{
         arbiter::{Arbiter, Checkpoint},
         event::{Action, Event},
@@ -476,7 +476,7 @@ impl Perform for Device {
             Action::EndLease { lease, end } => {
                 self.handle.notify(Notice::Ended {
                     lease: lease.id,
-                    reason: render_lease_end(&lease, &end),
+                    reason: format!("lease {lease} {end}"),
                 });
             }
             Action::Measure { tenant } => {
