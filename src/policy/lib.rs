@@ -37,7 +37,6 @@ pub mod reason;
 pub mod reboot;
 mod reclaim;
 pub mod refusal;
-pub mod rehearsal;
 pub mod residency;
 pub mod restart;
 pub mod roles;

@@ -4,12 +4,14 @@ use std::collections::BTreeSet;
 
 use serde::Serialize;
 
-use super::device::Device;
+use super::{
+    device::Device,
+    rehearsal::{Rehearsal, rehearse},
+};
 use cotenant_engine::protocol::Inspected;
 use cotenant_policy::{
     kv_type::KvType,
     params::{EngineParams, Params, ParamsError, ResidencyMode},
-    rehearsal::{Rehearsal, rehearse},
     residency::{EnginePlan, ModelShape, PlanLimits},
     streaming::Calibration,
 };

@@ -10,6 +10,7 @@ mod device;
 pub(super) mod disk;
 mod forecast;
 mod refused;
+mod rehearsal;
 mod report;
 mod svg;
 

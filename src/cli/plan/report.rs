@@ -7,10 +7,11 @@ use serde_json::{Value, json};
 use super::{
     device::Device,
     forecast::{Forecast, ModeForecast, Stack, Verdict},
+    rehearsal::Shortage,
 };
 use crate::output::counted;
 use cotenant_engine::{protocol::Inspected, tensor_group::TensorGroup};
-use cotenant_policy::{params::ENGINE_TENANT, rehearsal::Shortage};
+use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_units::{Bytes, Tokens};
 
 /// The plan for people.

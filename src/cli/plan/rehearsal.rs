@@ -2,7 +2,6 @@
 //!
 //! Nothing here decides. The arbiter that runs in the daemon receives the events that a machine would send if every
 //! holder used what it was granted and every action succeeded at once, so that a prediction is what will be decided.
-#![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -11,7 +10,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-use super::{
+use cotenant_policy::{
     arbiter::Arbiter,
     event::{Action, Event},
     params::{ENGINE_TENANT, Params, ParamsError},
@@ -24,48 +23,48 @@ use cotenant_units::{Bytes, Timestamp};
 
 /// The course of a stack on a machine of this size.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Rehearsal {
+pub(crate) struct Rehearsal {
     /// The holders in the order in which they were started.
-    pub starts: Vec<Start>,
-    pub peak: Bytes,
-    pub held: Bytes,
+    pub(crate) starts: Vec<Start>,
+    pub(crate) peak: Bytes,
+    pub(crate) held: Bytes,
     /// What is left of the budget then.
-    pub headroom: Bytes,
-    pub level: PressureLevel,
+    pub(crate) headroom: Bytes,
+    pub(crate) level: PressureLevel,
     /// The plan of the engine then; `None` when it was not loaded.
-    pub plan: Option<EnginePlan>,
+    pub(crate) plan: Option<EnginePlan>,
     /// Holders that never had the memory to start.
-    pub waiting: Vec<String>,
+    pub(crate) waiting: Vec<String>,
     /// What is reclaimed when other programs take memory, the milder shortage first.
-    pub shortages: Vec<Shortage>,
+    pub(crate) shortages: Vec<Shortage>,
 }
 
 /// The start of one holder.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Start {
-    pub holder: String,
+pub(crate) struct Start {
+    pub(crate) holder: String,
     /// What all holders together hold from then on.
-    pub held: Bytes,
+    pub(crate) held: Bytes,
 }
 
 /// A shortage, and what it costs.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Shortage {
+pub(crate) struct Shortage {
     /// The level that it reaches.
-    pub level: PressureLevel,
+    pub(crate) level: PressureLevel,
     /// What other programs took for it.
-    pub taken_by_others: Bytes,
+    pub(crate) taken_by_others: Bytes,
     /// What is reclaimed, in order.
-    pub reclaimed: Vec<Reclaimed>,
+    pub(crate) reclaimed: Vec<Reclaimed>,
 }
 
 /// One thing that is reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Reclaimed {
+pub(crate) struct Reclaimed {
     /// From whom and how.
     #[serde(flatten)]
-    pub source: Source,
-    pub bytes: Bytes,
+    pub(crate) source: Source,
+    pub(crate) bytes: Bytes,
 }
 
 /// Rehearses the stack of `params`, with the engine's model of `shape`.
@@ -73,7 +72,10 @@ pub struct Reclaimed {
 /// # Errors
 ///
 /// When the parameters cannot work.
-pub fn rehearse(params: &Params, shape: Option<&ModelShape>) -> Result<Rehearsal, ParamsError> {
+pub(crate) fn rehearse(
+    params: &Params,
+    shape: Option<&ModelShape>,
+) -> Result<Rehearsal, ParamsError> {
     let mut params = params.clone();
     if shape.is_none() {
         params.engine = None;
