@@ -22,6 +22,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{
     deadline::Deadline,
+    decision::NextLoad,
     engine_failure::{Cure, EngineFailure, NextTry},
     kv_type::KvType,
     lease::{LeaseId, Ticket},
@@ -90,23 +91,6 @@ enum Retry {
     ReadAt(Timestamp),
     /// The header of its model is being read again.
     Reading,
-}
-
-/// The next step of an engine that has failed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum AfterFailure {
-    /// It is loaded again at this instant.
-    RetryAt(Timestamp),
-    /// Its header is read again at this instant.
-    ReadAt(Timestamp),
-    /// A change is needed first.
-    NeedsChange,
-    /// It has failed too often.
-    GivenUp,
-    /// The disk has to answer first.
-    WaitsForDisk,
-    /// No model was ever read.
-    NothingToLoad,
 }
 
 /// Plans that are in force, or were asked for.
@@ -344,14 +328,14 @@ impl EngineControl {
         true
     }
 
-    /// It is gone, its lease and its plans with it. `hangs` says that the disk does not answer.
+    /// It is gone, its lease and its plans with it; `left` is what reads keep that hang. Returns when it is loaded again.
     pub(super) fn failed(
         &mut self,
         reason: &str,
         cure: Cure,
-        hangs: bool,
+        left: Option<Bytes>,
         now: Timestamp,
-    ) -> AfterFailure {
+    ) -> NextLoad {
         self.lease = None;
         self.plans = Plans {
             last: self.plans.last,
@@ -362,31 +346,34 @@ impl EngineControl {
         self.requests = 0;
         let mut remedy = AGAIN.to_owned();
         let has_shape = self.shape.is_some();
-        let (retry, after) = match (self.restart.as_mut(), cure) {
-            (Some(restart), _) if hangs => (
+        let (retry, next) = match (self.restart.as_mut(), cure, left) {
+            (Some(restart), _, Some(left)) => (
                 Retry::WhenReadable(restart.held_up(now)),
-                AfterFailure::WaitsForDisk,
+                NextLoad::WaitsForDisk { left },
             ),
-            (_, Cure::Change { remedy: change }) => {
+            (_, Cure::Change { remedy: change }, _) => {
                 remedy = change;
-                (Retry::Never, AfterFailure::NeedsChange)
+                (Retry::Never, NextLoad::NeedsChange)
             }
-            (Some(restart), Cure::Reread) => {
+            (Some(restart), Cure::Reread, None) => {
                 let at = restart.held_up(now);
-                (Retry::ReadAt(at), AfterFailure::ReadAt(at))
+                (
+                    Retry::ReadAt(at),
+                    NextLoad::ReadIn(at.saturating_since(now)),
+                )
             }
-            (Some(restart), Cure::Reload) if has_shape => match restart.failed(now) {
-                Verdict::RetryAt(at) => (Retry::At(at), AfterFailure::RetryAt(at)),
-                Verdict::GiveUp => (Retry::Never, AfterFailure::GivenUp),
+            (Some(restart), Cure::Reload, None) if has_shape => match restart.failed(now) {
+                Verdict::RetryAt(at) => (Retry::At(at), NextLoad::In(at.saturating_since(now))),
+                Verdict::GiveUp => (Retry::Never, NextLoad::GivenUp),
             },
-            (_, Cure::Reload | Cure::Reread) => (Retry::Never, AfterFailure::NothingToLoad),
+            (_, Cure::Reload | Cure::Reread, _) => (Retry::Never, NextLoad::NothingToLoad),
         };
         self.failure = Some(Failure {
             reason: reason.to_owned(),
             remedy,
         });
         self.phase = Phase::Failed(retry);
-        after
+        next
     }
 
     /// Takes what the engine reports of its requests and its KV cache. Returns tokens that were lost since.
@@ -802,8 +789,8 @@ mod tests {
         assert_eq!(engine.state(), EngineState::Loading);
         assert_eq!(engine.load_overdue_at(), Some(at(120_000)));
         assert_eq!(
-            engine.failed("no file", Cure::Reload, false, at(1)),
-            AfterFailure::NothingToLoad
+            engine.failed("no file", Cure::Reload, None, at(1)),
+            NextLoad::NothingToLoad
         );
         assert_eq!(
             (engine.state(), engine.load_overdue_at()),

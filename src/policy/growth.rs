@@ -195,18 +195,8 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
     }))
 }
 
-/// What comes back next.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum NextGrowth {
-    /// Of the engine.
-    Engine(Box<EngineStep>),
-    /// A worker that was stopped.
-    Start { worker: String },
-    /// A larger variant of a worker.
-    Variant { worker: String, variant: String },
-    /// The steady size of a worker that came down when it was notified.
-    Steady { worker: String },
-}
+/// Something that comes back, and the step of the engine where it is a part of that.
+pub(super) type NextGrowth = (Source, Option<EngineStep>);
 
 /// The one step that is worth most, of all holders; `None` where nothing is missing.
 ///
@@ -231,12 +221,7 @@ pub(super) fn next(state: &State) -> Result<Option<NextGrowth>, GrowthWait> {
         let waits = waits.or(dwell.map(|left| GrowthWait::Dwell { left }));
         return waits.map_or(Ok(None), Err);
     };
-    Ok(match gain.source {
-        Source::WorkerStop { worker } => Some(NextGrowth::Start { worker }),
-        Source::WorkerVariant { worker, variant } => Some(NextGrowth::Variant { worker, variant }),
-        Source::WorkerNotified { worker } => Some(NextGrowth::Steady { worker }),
-        _ => step.map(|step| NextGrowth::Engine(Box::new(step))),
-    })
+    Ok(Some((gain.source, step)))
 }
 
 /// Whether the engine can be loaded.

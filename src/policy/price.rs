@@ -228,21 +228,18 @@ pub struct Stop {
 
 impl Stop {
     /// Its price, µs: what a process loses with its end, and the start after it, for one that was busy lately more likely at
-    /// once. Of two that are as dear to start, the one that has grown is the better to stop. Work that is lost is dearer than
-    /// all of it.
+    /// once, and for what does not last. Nothing is dearer than work that is lost: a busy worker is stopped only where all
+    /// idle ones do not suffice.
     #[must_use]
     pub fn price(&self) -> u64 {
-        let idle = self.idle.unwrap_or_default().as_secs();
-        let lost = if self.idle.is_none() {
-            LOST_WORK_US
-        } else {
-            UTTERANCE_US
+        let Some(idle) = self.idle else {
+            return u64::MAX;
         };
         let times = self.held.get() / self.lasting.get().max(1);
         micros(self.reload)
-            .saturating_mul(1 + IDLE_LONG_S / idle.saturating_add(1))
-            .saturating_mul(times.clamp(1, TIMES_MOST))
-            .saturating_add(lost)
+            .saturating_mul(1 + IDLE_LONG_S / idle.as_secs().saturating_add(1))
+            .saturating_mul(times.max(1))
+            .saturating_add(UTTERANCE_US)
     }
 }
 
@@ -286,10 +283,6 @@ const MOVE_NS_PER_MIB: u64 = 400_000;
 const LOST_FOR_EVER: u128 = 4;
 /// A process that is stopped loses what it has learned, which costs its user an utterance. Our choice.
 const UTTERANCE_US: u64 = 10_000_000;
-/// A day: a busy worker is stopped only where all idle ones do not suffice.
-const LOST_WORK_US: u64 = 86_400_000_000;
-/// A stop of which less than this part lasts costs no more. Our choice.
-const TIMES_MOST: u64 = 8;
 /// After so many seconds of idleness a stop costs only the start. Our choice.
 const IDLE_LONG_S: u64 = 60;
 /// Parts of the whole in which KV types weigh; and the side that a mode does not prefer is worth one of them. Our choice: it

@@ -11,7 +11,7 @@ use super::{
     admission::{Admission, Want, WantKind},
     dwell::Dwell,
     engine_control::EngineControl,
-    lease::{Class, LeaseId, LeaseKind, LeaseView},
+    lease::{LeaseId, LeaseKind, LeaseView},
     lease_table::{LeaseTable, Phase},
     ledger::Ledger,
     params::{ENGINE_TENANT, ParamFault, Params, ParamsError},
@@ -342,13 +342,16 @@ impl State {
         })
     }
 
-    /// How long a worker has that is notified of pressure.
-    pub(super) fn notified_deadline(&self, class: Class) -> Duration {
-        self.params
-            .shed
-            .deadlines
-            .of(class)
-            .max(NOTIFIED_DEADLINE_MIN)
+    /// How long a holder has that is asked for less; a worker that is notified of pressure has longer.
+    pub(super) fn target_span(&self, id: LeaseId) -> Duration {
+        let shed = &self.params.shed;
+        self.leases.get(id).map_or(shed.settle, |lease| {
+            let span = shed.deadlines.of(lease.class);
+            match lease.kind {
+                LeaseKind::Worker => span.max(NOTIFIED_DEADLINE_MIN),
+                LeaseKind::Engine | LeaseKind::Tenant => span,
+            }
+        })
     }
 
     /// The bytes that a worker which has come down after a notification lacks to its steady size.

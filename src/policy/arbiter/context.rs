@@ -185,11 +185,8 @@ impl<'a> Context<'a> {
     }
 
     /// Asks a holder to come down to `bytes`.
-    pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: ReclaimReason) {
-        let class = self.state.leases.get(id).map(|lease| lease.class);
-        let span = class.map_or(self.state.params.shed.settle, |class| {
-            self.state.params.shed.deadlines.of(class)
-        });
+    pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &ReclaimReason) {
+        let span = self.state.target_span(id);
         let deadline = self.state.now + span;
         let nonce = self
             .with_leases(|leases, turn| leases.begin_revocation(id, bytes, deadline, false, turn));
@@ -199,7 +196,7 @@ impl<'a> Context<'a> {
             nonce,
             bytes,
             deadline,
-            reason,
+            reason: reason.clone(),
         });
     }
 

@@ -6,7 +6,7 @@ use super::{context::Context, engine_orders};
 use crate::{
     deadline::Deadline,
     decision::{EngineDecision, NextLoad, StrayPlan},
-    engine_control::{AfterFailure, Applied, Confirmed, KvUse, PlanKind},
+    engine_control::{Applied, Confirmed, KvUse, PlanKind},
     engine_failure::Cure,
     params::ENGINE_TENANT,
     reason::PlanSize,
@@ -182,20 +182,7 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
         .engine
         .failure()
         .is_none_or(|before| before.reason != reason);
-    let next = match cx
-        .state
-        .engine
-        .failed(reason, cure, left.is_some(), cx.state.now)
-    {
-        AfterFailure::RetryAt(at) => NextLoad::In(at.saturating_since(cx.state.now)),
-        AfterFailure::ReadAt(at) => NextLoad::ReadIn(at.saturating_since(cx.state.now)),
-        AfterFailure::NeedsChange => NextLoad::NeedsChange,
-        AfterFailure::GivenUp => NextLoad::GivenUp,
-        AfterFailure::WaitsForDisk => NextLoad::WaitsForDisk {
-            left: left.unwrap_or_default(),
-        },
-        AfterFailure::NothingToLoad => NextLoad::NothingToLoad,
-    };
+    let next = cx.state.engine.failed(reason, cure, left, cx.state.now);
     let failure = cx
         .state
         .engine

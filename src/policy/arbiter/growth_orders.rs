@@ -7,13 +7,14 @@ use crate::{
     decision::{EngineDecision, GrowthDecision},
     engine_control::{PlanKind, bytes_in},
     event::Done,
-    growth::{self, Load, NextGrowth},
+    growth::{self, Load},
     growth_wait::GrowthWait,
     lease::{Class, LeaseKind},
     lease_table::Lease,
     params::ENGINE_TENANT,
     reason::{PlanChange, PlanReason, PlanSize, ReclaimReason},
     residency::EnginePlan,
+    shedding::Source,
 };
 use cotenant_units::{Bytes, Tokens};
 
@@ -65,18 +66,19 @@ pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
         return Ok(Done::FullSize);
     };
     let done = match next {
-        NextGrowth::Engine(step) => grow_engine(cx, step.plan, step.bytes, step.reason)?,
-        NextGrowth::Start { worker } => {
+        (Source::WorkerStop { worker }, _) => {
             worker_orders::want(cx, &worker);
             serve::serve_queue(cx);
             Done::WorkerReturns { worker }
         }
-        NextGrowth::Variant { worker, variant } => {
+        (Source::WorkerVariant { worker, variant }, _) => {
             worker_orders::queue_variant(cx, &worker, variant.clone());
             serve::serve_queue(cx);
             Done::VariantReturns { worker, variant }
         }
-        NextGrowth::Steady { worker } => worker_orders::restore_notified(cx, &worker)?,
+        (Source::WorkerNotified { worker }, _) => worker_orders::restore_notified(cx, &worker)?,
+        (_, Some(step)) => grow_engine(cx, step.plan, step.bytes, step.reason)?,
+        (_, None) => return Ok(Done::FullSize),
     };
     cx.state.dwell.grown(cx.state.now);
     Ok(done)

@@ -2,13 +2,9 @@
 //!
 //! The choice of holders is made in [`crate::reclaim`].
 
-use super::{
-    context::Context,
-    engine_orders,
-    worker_orders::{self, Less},
-};
+use super::{context::Context, engine_orders, worker_orders};
 use crate::{
-    decision::GrowthDecision,
+    decision::{ChangeCause, GrowthDecision},
     event::Action,
     holder::Purpose,
     lease::Class,
@@ -116,14 +112,17 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
                         .map_or(held, |used| used.min(held)),
                     _ => held,
                 };
-                cx.set_target(id, from.saturating_sub(bytes), reason.clone());
+                cx.set_target(id, from.saturating_sub(bytes), &reason);
                 asked = true;
             }
             Source::WorkerNotified { worker } => {
-                asked |= worker_orders::ask_for_less(cx, &worker, Less::Notification, &reason);
+                asked |= worker_orders::notify_of_pressure(cx, &worker, &reason);
             }
             Source::WorkerVariant { worker, variant } => {
-                asked |= worker_orders::ask_for_less(cx, &worker, Less::Variant(variant), &reason);
+                let reason = reason.clone();
+                let cause = ChangeCause::Room { reason };
+                worker_orders::change(cx, &worker, variant, Vec::new(), cause);
+                asked = true;
             }
             Source::WorkerStop { worker } if !cx.state.workers.is_any_stopping() => {
                 let (held, reclaim) = (bytes, reason.clone());

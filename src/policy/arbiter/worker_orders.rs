@@ -1,9 +1,6 @@
 //! Orders to workers: start, change, come down, stop.
 //!
-//! There is one way to ask a worker for less, [`ask_for_less`], and one to stop it,
-//! [`stop`].
-//!
-//! Such a worker learns one thing only, that memory is short, and what it comes down to is known from its settings. So
+//! A worker that is notified learns one thing only, that memory is short, and what it comes down to is known from its settings. So
 //! it is asked as a tenant is, by a target with a deadline, and credited as a tenant is, when it is measured; but it
 //! cannot answer, so that what is measured after its notification counts at once. One that does not come down is named,
 //! never notified again, and stopped unless it is at work.
@@ -15,21 +12,12 @@ use crate::{
     denial::{Denial, Problem},
     event::{Action, Done},
     growth_wait::GrowthWait,
-    lease::{Class, LeaseId, LeaseKind, Ticket},
+    lease::{LeaseId, LeaseKind, Ticket},
     lease_table::{Lease, Phase, Revocation},
     reason::{IgnoredPressure, ReclaimReason, StopReason},
     worker::{Resizing, StopCause, Worker},
 };
 use cotenant_units::{Bytes, Timestamp};
-
-/// How a worker is asked for less.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) enum Less {
-    /// By a notification that memory is short, to which it comes down to what its settings name.
-    Notification,
-    /// By a smaller variant.
-    Variant(String),
-}
 
 /// Queues the start of a worker.
 pub(super) fn want(cx: &mut Context<'_>, name: &str) {
@@ -142,23 +130,6 @@ pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: V
     }
 }
 
-/// Asks a worker for less, to make room. Returns whether it was asked.
-pub(super) fn ask_for_less(
-    cx: &mut Context<'_>,
-    name: &str,
-    less: Less,
-    reason: &ReclaimReason,
-) -> bool {
-    match less {
-        Less::Notification => notify_of_pressure(cx, name, reason),
-        Less::Variant(variant) => {
-            let reason = reason.clone();
-            change(cx, name, variant, Vec::new(), ChangeCause::Room { reason });
-            true
-        }
-    }
-}
-
 /// Notifies a worker that memory is short. Returns whether it was notified.
 pub(super) fn notify_of_pressure(cx: &mut Context<'_>, name: &str, reason: &ReclaimReason) -> bool {
     let worker = cx.state.workers.get(name);
@@ -166,21 +137,7 @@ pub(super) fn notify_of_pressure(cx: &mut Context<'_>, name: &str, reason: &Recl
     else {
         return false;
     };
-    let class = cx
-        .state
-        .leases
-        .get(id)
-        .map_or(Class::Batch, |lease| lease.class);
-    let deadline = cx.state.now + cx.state.notified_deadline(class);
-    let nonce =
-        cx.with_leases(|leases, turn| leases.begin_revocation(id, least, deadline, false, turn));
-    cx.out.push(Action::SetTarget {
-        lease: id,
-        nonce,
-        bytes: least,
-        deadline,
-        reason: reason.clone(),
-    });
+    cx.set_target(id, least, reason);
     true
 }
 

@@ -188,7 +188,7 @@ mod tests {
         assert_eq!(confirm(&mut engine, 7, &full), Err(StrayPlan::EarlierLoad));
         assert_eq!(confirm(&mut engine, 1, &full), Ok(Confirmed::Ready));
         assert_eq!(confirm(&mut engine, 1, &full), Ok(Confirmed::Unchanged));
-        engine.failed("gone", Cure::Reload, false, Timestamp::from_millis(2));
+        engine.failed("gone", Cure::Reload, None, Timestamp::from_millis(2));
         assert_eq!(confirm(&mut engine, 1, &full), Err(StrayPlan::NoLease));
     }
 
