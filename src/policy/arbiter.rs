@@ -213,16 +213,18 @@ fn take(cx: &mut Context<'_>, event: Event) {
             used,
             taken_at,
         } => take_measurement(cx, &tenant, used, taken_at),
-        Event::LeaseRequested { ticket, request } => requests::take_request(cx, ticket, request),
+        Event::LeaseRequested { ticket, request } => {
+            cx.attempt(ticket, |cx| requests::take_request(cx, ticket, request));
+        }
         Event::LeaseRequestCancelled { ticket } => requests::take_cancellation(cx, ticket),
         Event::LeaseRenewed {
             ticket,
             lease,
             generation,
             peer,
-        } => {
-            requests::take_renewal(cx, ticket, lease, generation, &peer);
-        }
+        } => cx.attempt(ticket, |cx| {
+            requests::take_renewal(cx, ticket, lease, generation, &peer)
+        }),
         Event::LeaseResizeRequested {
             ticket,
             lease,
@@ -231,17 +233,17 @@ fn take(cx: &mut Context<'_>, event: Event) {
             min,
             max,
             wait,
-        } => {
-            requests::take_resize(cx, ticket, lease, generation, &peer, (min, max), wait);
-        }
+        } => cx.attempt(ticket, |cx| {
+            requests::take_resize(cx, ticket, lease, generation, &peer, (min, max), wait)
+        }),
         Event::LeaseReleased {
             ticket,
             lease,
             generation,
             peer,
-        } => {
-            requests::take_release(cx, ticket, lease, generation, &peer);
-        }
+        } => cx.attempt(ticket, |cx| {
+            requests::take_release(cx, ticket, lease, generation, &peer)
+        }),
         Event::TargetAnswered {
             lease,
             nonce,
@@ -326,9 +328,9 @@ fn take(cx: &mut Context<'_>, event: Event) {
             worker,
             variant,
             wait,
-        } => {
-            worker_events::take_resize(cx, ticket, worker, variant, wait);
-        }
+        } => cx.attempt(ticket, |cx| {
+            worker_events::take_resize(cx, ticket, worker, variant, wait)
+        }),
         Event::WorkerResized {
             worker,
             variant,
@@ -352,14 +354,22 @@ fn take(cx: &mut Context<'_>, event: Event) {
         } => {
             growth_orders::take_capacity_wanted(cx, needed, wanted, is_running);
         }
-        Event::OperatorShed { ticket, bytes } => operator::take_shed(cx, ticket, bytes),
-        Event::OperatorRegrow { ticket } => operator::take_regrow(cx, ticket),
-        Event::OperatorKvType { ticket, kv_type } => operator::take_kv_type(cx, ticket, kv_type),
+        Event::OperatorShed { ticket, bytes } => {
+            cx.attempt(ticket, |cx| operator::take_shed(cx, ticket, bytes));
+        }
+        Event::OperatorRegrow { ticket } => {
+            cx.attempt(ticket, |cx| operator::take_regrow(cx, ticket));
+        }
+        Event::OperatorKvType { ticket, kv_type } => {
+            cx.attempt(ticket, |cx| operator::take_kv_type(cx, ticket, kv_type));
+        }
         Event::OperatorWorker {
             ticket,
             worker,
             command,
-        } => worker_events::take_command(cx, ticket, &worker, command),
+        } => cx.attempt(ticket, |cx| {
+            worker_events::take_command(cx, ticket, &worker, command)
+        }),
         Event::Recovered { book, adopted } => restore::take_recovered(cx, book, &adopted),
         Event::DrainRequested => operator::take_drain(cx),
         Event::DrainCancelled => operator::take_drain_cancelled(cx),
@@ -369,7 +379,9 @@ fn take(cx: &mut Context<'_>, event: Event) {
             params,
             changes,
         } => {
-            operator::take_reconfigured(cx, ticket, *params, changes);
+            cx.attempt(ticket, |cx| {
+                operator::take_reconfigured(cx, ticket, *params, changes)
+            });
             // By shorter settings some may be over already.
             serve_deadlines(cx);
         }

@@ -138,6 +138,15 @@ impl State {
         stale.or_else(|| self.pressure_denial(tenant, class, asked))
     }
 
+    /// Nothing more is handed out while the supervisor drains.
+    pub(super) fn not_draining(&self, tenant: &str, asked: Bytes) -> Result<(), Denial> {
+        if !self.draining {
+            return Ok(());
+        }
+        let tenant = tenant.to_owned();
+        Err(Denial::Draining { tenant, asked })
+    }
+
     /// Classes that can wait are not admitted under pressure.
     pub(super) fn pressure_denial(
         &self,

@@ -95,6 +95,17 @@ impl<'a> Context<'a> {
         );
     }
 
+    /// Does what is asked by a ticket, or denies it.
+    pub(super) fn attempt(
+        &mut self,
+        ticket: Ticket,
+        take: impl FnOnce(&mut Self) -> Result<(), Denial>,
+    ) {
+        if let Err(denial) = take(self) {
+            self.deny(ticket, denial);
+        }
+    }
+
     pub(super) fn deny_all(&mut self, tickets: Vec<Ticket>, denial: &Denial) {
         for ticket in tickets {
             self.deny(ticket, denial.clone());
@@ -242,6 +253,13 @@ impl<'a> Context<'a> {
             self.record.stats.sheds = self.record.stats.sheds.saturating_add(1);
             self.record.stats.shed_bytes = self.record.stats.shed_bytes.saturating_add(credited);
         }
+    }
+
+    /// Decides what is also the answer to the caller.
+    pub(super) fn decide_for(&mut self, ticket: Ticket, decision: impl Into<Decision>) {
+        let decision = decision.into();
+        self.decide(decision.clone());
+        self.done(ticket, Done::Decided(decision));
     }
 
     pub(super) fn answer_lease(&mut self, ticket: Ticket, id: LeaseId) {

@@ -19,41 +19,48 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) {
+pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) -> Result<(), Denial> {
     if bytes == Bytes::ZERO {
-        cx.deny(
-            ticket,
-            Denial::invalid(ENGINE_TENANT, "bytes", &bytes, Problem::Zero),
-        );
-        return;
+        return Err(Denial::invalid(
+            ENGINE_TENANT,
+            "bytes",
+            &bytes,
+            Problem::Zero,
+        ));
     }
     let before = cx.state.engine_held();
     let reclaim = reclaim::for_operator(cx.state, bytes, ReclaimReason::Operator { asked: bytes });
     let promised = reclaim.is_some_and(|reclaim| reclaim_orders::carry_out(cx, reclaim));
-    match cx.state.engine.plans.pending.last_key_value() {
-        Some((revision, _)) if promised => {
-            let (revision, wish) = (*revision, Wish::Shed { asked: bytes });
-            cx.state.engine.operators.push(WaitingOperator {
-                ticket,
-                revision,
-                before,
-                wish,
-            });
-        }
-        _ => {
-            let denial = cx.state.nothing_to_shed(bytes);
-            cx.deny(ticket, denial);
-        }
+    if !promised {
+        return Err(cx.state.nothing_to_shed(bytes));
+    }
+    await_engine(cx, ticket, before, Wish::Shed { asked: bytes });
+    Ok(())
+}
+
+/// Answers an operator once the engine has answered the last plan.
+fn await_engine(cx: &mut Context<'_>, ticket: Ticket, before: Bytes, wish: Wish) {
+    if let Some((revision, _)) = cx.state.engine.plans.pending.last_key_value() {
+        let revision = *revision;
+        cx.state.engine.operators.push(WaitingOperator {
+            ticket,
+            revision,
+            before,
+            wish,
+        });
     }
 }
 
 /// From now on KV is kept as `kind` when memory is plentiful. What is there is converted: at once when it becomes
 /// smaller, and as soon as there is room for it when it becomes larger.
-pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
+pub(super) fn take_kv_type(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    kind: KvType,
+) -> Result<(), Denial> {
     let invalid = |problem| Denial::invalid(ENGINE_TENANT, "kv_type", &kind, problem);
     if !cx.state.engine.set_kv_type(kind) {
-        cx.deny(ticket, invalid(Problem::NoEngine));
-        return;
+        return Err(invalid(Problem::NoEngine));
     }
     let (floor, full) = (cx.state.engine.floor_bytes(), cx.state.engine.full_plan());
     let full_bytes = full
@@ -70,15 +77,14 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
         cx.state.engine.goal(),
     ) else {
         cx.done(ticket, Done::KvWhenLoaded(kind));
-        return;
+        return Ok(());
     };
     if goal.kv_type == kind {
         cx.done(ticket, Done::KvIs(kind));
-        return;
+        return Ok(());
     }
     if !cx.state.engine.can_shed(cx.state.now) {
-        cx.deny(ticket, invalid(Problem::EngineBusy));
-        return;
+        return Err(invalid(Problem::EngineBusy));
     }
     let plan = EnginePlan {
         kv_type: kind,
@@ -99,7 +105,7 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
                 more,
             },
         );
-        return;
+        return Ok(());
     }
     let kind_of_plan = if smaller {
         PlanKind::Shed
@@ -113,15 +119,8 @@ pub(super) fn take_kv_type(cx: &mut Context<'_>, ticket: Ticket, kind: KvType) {
         cx.state.dwell.end();
     }
     engine_orders::ask(cx, plan, kind_of_plan, Some(PlanReason::KvType { change }));
-    if let Some((revision, _)) = cx.state.engine.plans.pending.last_key_value() {
-        let (revision, wish) = (*revision, Wish::KvType { kind });
-        cx.state.engine.operators.push(WaitingOperator {
-            ticket,
-            revision,
-            before,
-            wish,
-        });
-    }
+    await_engine(cx, ticket, before, Wish::KvType { kind });
+    Ok(())
 }
 
 /// Goes on with other settings, or with none of them changed.
@@ -130,23 +129,15 @@ pub(super) fn take_reconfigured(
     ticket: Ticket,
     params: Params,
     changes: ChangedKeys,
-) {
+) -> Result<(), Denial> {
     let was_too_large = cx.state.floor_out_of_reach().is_some();
-    match cx.state.reconfigure(params) {
-        Ok(()) => {
-            load_what_fits_now(cx, was_too_large);
-            cx.done(ticket, Done::Reconfigured(changes));
-        }
-        Err(fault) => {
-            let denial = Denial::invalid(
-                "operator",
-                &fault.setting,
-                &fault.value,
-                Problem::Text(fault.problem),
-            );
-            cx.deny(ticket, denial);
-        }
-    }
+    cx.state.reconfigure(params).map_err(|fault| {
+        let problem = Problem::Text(fault.problem);
+        Denial::invalid("operator", &fault.setting, &fault.value, problem)
+    })?;
+    load_what_fits_now(cx, was_too_large);
+    cx.done(ticket, Done::Reconfigured(changes));
+    Ok(())
 }
 
 /// Goes on with the budget of a machine, or of a control group, that has become larger or smaller. Where there is none, what
@@ -187,7 +178,7 @@ pub(super) fn take_resized(
 }
 
 /// An operator ends the dwell, of the level too once the headroom has recovered, and the back-off. A regrow that can do nothing is refused with what it waits for.
-pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
+pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) -> Result<(), Denial> {
     let change = cx.state.pressure.end_dwell(cx.state.now);
     cx.note_level(change);
     cx.state.dwell.forget();
@@ -203,8 +194,9 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) {
             });
             cx.done(ticket, Done::GrowsWhenSampled);
         }
-        Err(wait) => cx.deny(ticket, Denial::NotGrowing { wait }),
+        Err(wait) => return Err(Denial::NotGrowing { wait }),
     }
+    Ok(())
 }
 
 /// Has a model read again whose floor exceeded the budget before that became larger.

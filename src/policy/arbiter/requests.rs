@@ -8,9 +8,9 @@ use super::{
 };
 use crate::{
     admission::{Want, WantKind},
-    decision::{AdmissionDecision, Decision, LeaseDecision, LeaseEnd},
+    decision::{AdmissionDecision, LeaseDecision, LeaseEnd},
     denial::{Denial, NotHolder, Problem, Quota},
-    event::{Action, Answer, Done},
+    event::{Action, Answer},
     lease::{LeaseId, LeaseKind, LeaseRequest, Peer, Ticket},
     lease_table::{OF_PROCESS, OF_USER, Phase},
     params::ENGINE_TENANT,
@@ -18,27 +18,25 @@ use crate::{
 };
 use cotenant_units::{Bytes, TimeSpan};
 
-pub(super) fn take_request(cx: &mut Context<'_>, ticket: Ticket, request: LeaseRequest) {
-    if let Err(denial) = check_request(cx.state, &request) {
-        cx.deny(ticket, denial);
-        return;
+pub(super) fn take_request(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    request: LeaseRequest,
+) -> Result<(), Denial> {
+    check_request(cx.state, &request)?;
+    if answer_repeated(cx, ticket, &request)? {
+        return Ok(());
     }
-    if answer_repeated(cx, ticket, &request) {
-        return;
-    }
-    if let Err(denial) = check_quota(cx.state, &request) {
-        cx.deny(ticket, denial);
-        return;
-    }
+    check_quota(cx.state, &request)?;
     if request.validate_only {
-        answer_validation(cx, ticket, &request);
-        return;
+        return answer_validation(cx, ticket, &request);
     }
     let (id, wait) = (cx.state.leases.next_id(), request.wait);
     let (tenant, class) = (request.tenant.clone(), request.class);
     let want =
         Want::ours(&tenant, class, id, WantKind::Lease(request), cx.state.now).asked(ticket, wait);
     serve::ask_or_queue(cx, want, wait);
+    Ok(())
 }
 
 pub(super) fn take_cancellation(cx: &mut Context<'_>, ticket: Ticket) {
@@ -55,13 +53,11 @@ pub(super) fn take_renewal(
     id: LeaseId,
     generation: u64,
     peer: &Peer,
-) {
-    if let Err(denial) = cx.state.leases.owned(id, generation, peer) {
-        cx.deny(ticket, denial);
-        return;
-    }
+) -> Result<(), Denial> {
+    cx.state.leases.owned(id, generation, peer)?;
     cx.state.leases.renew(id, cx.state.now);
     cx.answer_lease(ticket, id);
+    Ok(())
 }
 
 pub(super) fn take_release(
@@ -70,40 +66,18 @@ pub(super) fn take_release(
     id: LeaseId,
     generation: u64,
     peer: &Peer,
-) {
-    match cx.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn)) {
-        Ok(false) => {}
-        Ok(true) => {
-            let owned = cx
-                .state
-                .leases
-                .get(id)
-                .is_some_and(|lease| lease.is_owned_by(peer));
-            return decide_for(
-                cx,
-                ticket,
-                LeaseDecision::EndAcknowledged {
-                    lease: cx.state.leases.name_of(id),
-                    by: (!owned).then_some(peer.uid),
-                    held: cx.state.ledger.held_by(id),
-                },
-            );
-        }
-        Err(denial) => {
-            cx.deny(ticket, denial);
-            return;
-        }
-    }
-    let by_holder = match cx.state.leases.owned(id, generation, peer) {
-        Ok(lease) => lease.is_owned_by(peer),
-        Err(denial) => {
-            cx.deny(ticket, denial);
-            return;
-        }
-    };
+) -> Result<(), Denial> {
     let lease = cx.state.leases.name_of(id);
     let held = cx.state.ledger.held_by(id);
-    if !by_holder {
+    if cx.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn))? {
+        let ended = cx.state.leases.get(id);
+        let by_other = !ended.is_some_and(|ended| ended.is_owned_by(peer));
+        let by = by_other.then_some(peer.uid);
+        cx.decide_for(ticket, LeaseDecision::EndAcknowledged { lease, by, held });
+        return Ok(());
+    }
+    let owned = cx.state.leases.owned(id, generation, peer)?;
+    if !owned.is_owned_by(peer) {
         cx.out.push(Action::EndLease {
             lease: lease.clone(),
             end: LeaseEnd::ReleasedByOther { uid: peer.uid },
@@ -111,14 +85,8 @@ pub(super) fn take_release(
     }
     // A peer that releases the lease of another answers for it that the holder may not have heard.
     cx.begin_ending(id, Bytes::ZERO);
-    decide_for(cx, ticket, LeaseDecision::Released { lease, held });
-}
-
-/// Decides what is also the answer to the caller.
-fn decide_for(cx: &mut Context<'_>, ticket: Ticket, decision: LeaseDecision) {
-    let decision = Decision::from(decision);
-    cx.decide(decision.clone());
-    cx.done(ticket, Done::Decided(decision));
+    cx.decide_for(ticket, LeaseDecision::Released { lease, held });
+    Ok(())
 }
 
 pub(super) fn take_resize(
@@ -129,29 +97,17 @@ pub(super) fn take_resize(
     peer: &Peer,
     (min, max): (Bytes, Bytes),
     wait: Duration,
-) {
-    let lease = match cx.state.leases.owned(id, generation, peer) {
-        Ok(lease) => lease,
-        Err(denial) => {
-            cx.deny(ticket, denial);
-            return;
-        }
-    };
+) -> Result<(), Denial> {
+    let lease = cx.state.leases.owned(id, generation, peer)?;
     let (tenant, class, uid) = (lease.tenant.clone(), lease.class, lease.owner.0);
     let held = cx.state.ledger.held_by(id);
-    let fault = check_sizes(cx.state, &tenant, min, max).and_then(|()| match &lease.phase {
+    check_sizes(cx.state, &tenant, min, max)?;
+    match &lease.phase {
         Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => {
-            Err(above_target(&tenant, max, revocation.target.bytes))
+            return Err(above_target(&tenant, max, revocation.target.bytes));
         }
-        _ if min > held && cx.state.draining => Err(Denial::Draining {
-            tenant: tenant.clone(),
-            asked: min,
-        }),
-        _ => Ok(()),
-    });
-    if let Err(denial) = fault {
-        cx.deny(ticket, denial);
-        return;
+        _ if min > held => cx.state.not_draining(&tenant, min)?,
+        _ => {}
     }
     // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
     let replaced = Denial::Replaced {
@@ -163,7 +119,7 @@ pub(super) fn take_resize(
         let kind = WantKind::Grow { min, max, uid };
         let want = Want::ours(&tenant, class, id, kind, cx.state.now).asked(ticket, wait);
         serve::ask_or_queue(cx, want, wait);
-        return;
+        return Ok(());
     }
     cx.state.leases.set_bounds(id, min, max);
     if max < held {
@@ -187,6 +143,7 @@ pub(super) fn take_resize(
         }
     }
     cx.answer_lease(ticket, id);
+    Ok(())
 }
 
 fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
@@ -234,13 +191,7 @@ fn check_request(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     if request.wait > limit {
         return time("wait", request.wait, Problem::AboveLimit { limit });
     }
-    if state.draining {
-        return Err(Denial::Draining {
-            tenant: tenant.clone(),
-            asked: request.min,
-        });
-    }
-    Ok(())
+    state.not_draining(tenant, request.min)
 }
 
 fn check_sizes(state: &State, tenant: &str, min: Bytes, max: Bytes) -> Result<(), Denial> {
@@ -267,47 +218,41 @@ fn check_sizes(state: &State, tenant: &str, min: Bytes, max: Bytes) -> Result<()
 
 fn check_quota(state: &State, request: &LeaseRequest) -> Result<(), Denial> {
     let uid = request.peer.uid;
-    let held = state
-        .leases
-        .values()
-        .filter(|lease| lease.kind == LeaseKind::Tenant && lease.owner.0 == uid)
-        .count();
-    let waiting = state
-        .queue
-        .values()
-        .filter(|want| matches!(&want.kind, WantKind::Lease(other) if other.peer.uid == uid))
-        .count();
-    let tenants = state
-        .leases
-        .values()
-        .filter(|lease| lease.kind == LeaseKind::Tenant)
-        .count();
-    if tenants + state.queue.values().count() >= LEASES_MAX {
-        let (what, limit) = (Quota::Leases, Bytes::of_len(LEASES_MAX).get());
-        return Err(Denial::QuotaExceeded {
-            tenant: request.tenant.clone(),
-            what,
-            limit,
-        });
-    }
-    let limit = u64::from(state.params.lease.leases_per_uid);
-    if Bytes::of_len(held + waiting).get() >= limit {
-        return Err(Denial::QuotaExceeded {
-            tenant: request.tenant.clone(),
-            what: Quota::LeasesOf { uid },
-            limit,
-        });
-    }
-    Ok(())
+    let tenants = state.leases.values();
+    let owners = tenants.filter(|lease| lease.kind == LeaseKind::Tenant);
+    let owners: Vec<u32> = owners.map(|lease| lease.owner.0).collect();
+    let waiting = state.queue.values().filter_map(|want| match &want.kind {
+        WantKind::Lease(request) => Some(request.peer.uid),
+        _ => None,
+    });
+    let of_user = owners.iter().copied().chain(waiting);
+    let of_user = of_user.filter(|other| *other == uid).count();
+    let per_user = usize::try_from(state.params.lease.leases_per_uid).unwrap_or(usize::MAX);
+    let (what, limit) = if owners.len() + state.queue.values().count() >= LEASES_MAX {
+        (Quota::Leases, LEASES_MAX)
+    } else if of_user >= per_user {
+        (Quota::LeasesOf { uid }, per_user)
+    } else {
+        return Ok(());
+    };
+    Err(Denial::QuotaExceeded {
+        tenant: request.tenant.clone(),
+        what,
+        limit: Bytes::of_len(limit).get(),
+    })
 }
 
 /// Answers a request that came before: the same lease, the same place in the queue, or that its id was used.
 ///
 /// A place in the queue is that of the process that took it: another one that joined it would be granted what is measured
 /// of the first.
-fn answer_repeated(cx: &mut Context<'_>, ticket: Ticket, request: &LeaseRequest) -> bool {
+fn answer_repeated(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    request: &LeaseRequest,
+) -> Result<bool, Denial> {
     if request.request_id.is_empty() || request.validate_only {
-        return false;
+        return Ok(false);
     }
     let same_id = |other: &LeaseRequest| {
         (&other.tenant, &other.request_id, other.peer.uid)
@@ -329,49 +274,46 @@ fn answer_repeated(cx: &mut Context<'_>, ticket: Ticket, request: &LeaseRequest)
             cx.state.queue.join(lease, ticket);
         }
         (None, Some((lease, true, pid))) => {
-            let denial = Denial::NotHolder {
+            return Err(Denial::NotHolder {
                 lease: format!("{}#{}", request.tenant, lease.0),
                 uid: request.peer.uid,
                 problem: NotHolder::Awaited { pid },
-            };
-            cx.deny(ticket, denial);
+            });
         }
-        (None, None) => return false,
-        _ => cx.deny(
-            ticket,
-            Denial::RequestIdReused {
+        (None, None) => return Ok(false),
+        _ => {
+            return Err(Denial::RequestIdReused {
                 tenant: request.tenant.clone(),
                 request_id: request.request_id.clone(),
-            },
-        ),
+            });
+        }
     }
-    true
+    Ok(true)
 }
 
-fn answer_validation(cx: &mut Context<'_>, ticket: Ticket, request: &LeaseRequest) {
-    if let Some(denial) = cx
-        .state
-        .admission_denial(&request.tenant, request.class, request.min)
-    {
-        cx.deny(ticket, denial);
-        return;
+fn answer_validation(
+    cx: &mut Context<'_>,
+    ticket: Ticket,
+    request: &LeaseRequest,
+) -> Result<(), Denial> {
+    let (tenant, class, min) = (&request.tenant, request.class, request.min);
+    if let Some(denial) = cx.state.admission_denial(tenant, class, min) {
+        return Err(denial);
     }
-    let available = cx.state.available(request.class, true);
-    let missing = request.min.saturating_sub(available);
-    if missing > cx.state.reclaimable_for(request.class) {
-        let denial = cx
-            .state
-            .insufficient(&request.tenant, None, request.min, request.class);
-        cx.deny(ticket, denial);
-    } else {
-        cx.answer(
-            ticket,
-            Answer::WouldGrant {
-                bytes: request.max.min(available).max(request.min),
-                after_shedding: missing,
-            },
-        );
+    let available = cx.state.available(class, true);
+    let after_shedding = min.saturating_sub(available);
+    if after_shedding > cx.state.reclaimable_for(class) {
+        return Err(cx.state.insufficient(tenant, None, min, class));
     }
+    let bytes = request.max.min(available).max(min);
+    cx.answer(
+        ticket,
+        Answer::WouldGrant {
+            bytes,
+            after_shedding,
+        },
+    );
+    Ok(())
 }
 
 /// Whether two requests ask the same, from whichever process.

@@ -21,20 +21,13 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// The outcome of an attempt to serve a want.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Service {
-    Served,
-    Blocked,
-}
-
 /// Serves at once, or queues for as long as `wait` allows.
 pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
     let full = cx.state.queue.full_for(&want);
     let overtakes = cx.state.none_waits_before(want.class);
     let tenant = want.tenant.clone();
     let place = cx.state.queue.insert(want);
-    if overtakes && serve(cx, place) == Service::Served {
+    if overtakes && serve(cx, place) {
         return;
     }
     let denial = match full {
@@ -64,7 +57,7 @@ pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
 
 pub(super) fn serve_queue(cx: &mut Context<'_>) {
     for place in cx.state.queue.places() {
-        if serve(cx, place) == Service::Served {
+        if serve(cx, place) {
             continue;
         }
         let Some(want) = cx.state.queue.get(place) else {
@@ -142,9 +135,10 @@ fn why_not(state: &State, want: &Want) -> Denial {
         .unwrap_or_else(|| state.insufficient(&want.tenant, Some(want.lease), asked, want.class))
 }
 
-fn serve(cx: &mut Context<'_>, place: Place) -> Service {
+/// Returns whether the want is off the queue.
+fn serve(cx: &mut Context<'_>, place: Place) -> bool {
     let Some(want) = cx.state.queue.get(place) else {
-        return Service::Served;
+        return true;
     };
     let asked = cx.state.asked_by(want);
     if cx
@@ -152,7 +146,7 @@ fn serve(cx: &mut Context<'_>, place: Place) -> Service {
         .admission_denial(&want.tenant, want.class, asked)
         .is_some()
     {
-        return Service::Blocked;
+        return false;
     }
     let ours = want.deadline.is_none();
     // A worker that asks for itself has its peak booked until now.
@@ -162,10 +156,10 @@ fn serve(cx: &mut Context<'_>, place: Place) -> Service {
         .available(want.class, !ours)
         .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
     if cx.state.needed_by(want) > available {
-        return Service::Blocked;
+        return false;
     }
     let Some(want) = cx.state.queue.remove(place) else {
-        return Service::Served;
+        return true;
     };
     match want.kind.clone() {
         WantKind::Lease(request) => {
@@ -177,7 +171,7 @@ fn serve(cx: &mut Context<'_>, place: Place) -> Service {
             worker_orders::grow(cx, &want.tenant, variant, want.tickets);
         }
     }
-    Service::Served
+    true
 }
 
 fn grant_lease(

@@ -7,7 +7,11 @@
 
 use std::time::Duration;
 
-use super::{context::Context, learn, reclaim_orders, serve, worker_orders};
+use super::{
+    context::Context,
+    learn, reclaim_orders, serve,
+    worker_orders::{self, invalid},
+};
 use crate::{
     admission::{Want, WantKind},
     death::{DeathCertificate, DeathClass},
@@ -107,20 +111,14 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
     cx.state.renew_worker(name);
     cx.state.ledger.forget(name);
     cx.state.changed_at = cx.state.now;
-    for ticket in ended.tickets {
-        let denial = Denial::invalid(
-            name,
-            "worker",
-            &name,
-            Problem::Exited {
-                cause: cause.to_owned(),
-            },
-        );
-        cx.deny(ticket, denial);
-    }
+    let cause = cause.to_owned();
+    let exited = Problem::Exited {
+        cause: cause.clone(),
+    };
+    cx.deny_all(ended.tickets, &invalid(name, exited));
     cx.decide(WorkerDecision::Exited {
         worker: name.to_owned(),
-        cause: cause.to_owned(),
+        cause,
         expected: ended.stopping || intended,
         freed,
         free: cx.state.ledger.free(),
@@ -231,19 +229,16 @@ pub(super) fn take_command(
     ticket: Ticket,
     name: &str,
     command: WorkerCommand,
-) {
+) -> Result<(), Denial> {
     cx.record.noted += 1;
-    let Some(worker) = cx.state.workers.get_mut(name) else {
-        let denial = Denial::invalid(name, "worker", &name, Problem::NotConfigured);
-        cx.deny(ticket, denial);
-        return;
-    };
-    if cx.state.draining && command != WorkerCommand::Stop {
-        let asked = worker.params.peak_of(None);
-        let tenant = name.to_owned();
-        cx.deny(ticket, Denial::Draining { tenant, asked });
-        return;
+    let worker = cx.state.workers.get(name);
+    let worker = worker.ok_or_else(|| invalid(name, Problem::NotConfigured))?;
+    if command != WorkerCommand::Stop {
+        cx.state.not_draining(name, worker.params.peak_of(None))?;
     }
+    let Some(worker) = cx.state.workers.get_mut(name) else {
+        return Ok(());
+    };
     let done = match (command, worker.state()) {
         (WorkerCommand::Start, WorkerState::Ready) => WorkerDone::Runs,
         (WorkerCommand::Start, WorkerState::Starting) => WorkerDone::IsStarting,
@@ -262,6 +257,7 @@ pub(super) fn take_command(
     }
     let worker = name.to_owned();
     cx.done(ticket, Done::Worker { worker, done });
+    Ok(())
 }
 
 pub(super) fn take_resize(
@@ -270,55 +266,44 @@ pub(super) fn take_resize(
     name: String,
     variant: String,
     wait: Duration,
-) {
-    let refuse = |cx: &mut Context<'_>, field, value: &str, problem| {
-        cx.deny(ticket, Denial::invalid(&name, field, &value, problem));
-    };
-    let Some(worker) = cx.state.workers.get_mut(&name) else {
-        refuse(cx, "worker", &name, Problem::NotConfigured);
-        return;
-    };
+) -> Result<(), Denial> {
+    let worker = cx.state.workers.get(&name);
+    let worker = worker.ok_or_else(|| invalid(&name, Problem::NotConfigured))?;
     let known = &worker.params.variants;
     if !known.iter().any(|known| known.name == variant) {
         let known = known.iter().map(|known| known.name.clone()).collect();
-        refuse(cx, "variant", &variant, Problem::NotAVariant { known });
-        return;
+        let problem = Problem::NotAVariant { known };
+        return Err(Denial::invalid(&name, "variant", &variant, problem));
     }
     if !worker.is_ready() {
         let state = worker.state();
-        refuse(cx, "worker", &name, Problem::NotReady { state });
-        return;
-    }
-    if cx.state.draining {
-        let asked = cx.state.worker_peak(&name, Some(&variant));
-        cx.deny(
-            ticket,
-            Denial::Draining {
-                tenant: name,
-                asked,
-            },
-        );
-        return;
+        return Err(invalid(&name, Problem::NotReady { state }));
     }
     let class = worker.params.class;
-    let Some(run) = worker.run_mut() else { return };
+    let peak = cx.state.worker_peak(&name, Some(&variant));
+    cx.state.not_draining(&name, peak)?;
+    let worker = cx.state.workers.get_mut(&name);
+    let Some(run) = worker.and_then(Worker::run_mut) else {
+        return Ok(());
+    };
     if let Some(resizing) = &mut run.resizing {
-        if resizing.variant == variant {
-            resizing.tickets.push(ticket);
-        } else {
+        if resizing.variant != variant {
             let variant = resizing.variant.clone();
-            refuse(cx, "worker", &name, Problem::ChangingTo { variant });
+            return Err(invalid(&name, Problem::ChangingTo { variant }));
         }
-        return;
+        resizing.tickets.push(ticket);
+        return Ok(());
     }
     if run.variant.as_ref() == Some(&variant) {
         let done = WorkerDone::IsIn { variant };
-        return cx.done(ticket, Done::Worker { worker: name, done });
+        cx.done(ticket, Done::Worker { worker: name, done });
+        return Ok(());
     }
     let wait = wait.min(cx.state.params.lease.wait_max);
     let kind = WantKind::WorkerVariant { variant };
     let want = Want::ours(&name, class, run.lease, kind, cx.state.now).asked(ticket, wait);
     serve::ask_or_queue(cx, want, wait);
+    Ok(())
 }
 
 pub(super) fn take_resized(
@@ -353,20 +338,21 @@ pub(super) fn take_resized(
         cx.state.ledger.measure(name, used, now);
     }
     settle(cx, name);
-    let (worker, tickets) = (name.to_owned(), resizing.map(|resizing| resizing.tickets));
-    let variant = variant.to_owned();
-    let answer = if let Some(error) = error {
+    let tickets = resizing.map(|resizing| resizing.tickets);
+    let tickets = tickets.unwrap_or_default();
+    let (worker, variant) = (name.to_owned(), variant.to_owned());
+    if let Some(error) = error.map(str::to_owned) {
         let kept = Problem::Kept {
-            error: error.to_owned(),
+            error: error.clone(),
         };
         let denial = Denial::invalid(name, "variant", &variant, kept);
         cx.decide(WorkerDecision::VariantKept {
             worker,
             variant,
-            error: error.to_owned(),
+            error,
             used,
         });
-        Err(denial)
+        cx.deny_all(tickets, &denial);
     } else {
         let held = cx.state.worker_held(name);
         let decision = Decision::from(WorkerDecision::Resized {
@@ -377,12 +363,8 @@ pub(super) fn take_resized(
             held,
         });
         cx.decide(decision.clone());
-        Ok(Done::Decided(decision))
-    };
-    for ticket in tickets.unwrap_or_default() {
-        match &answer {
-            Ok(done) => cx.done(ticket, done.clone()),
-            Err(denial) => cx.deny(ticket, denial.clone()),
+        for ticket in tickets {
+            cx.done(ticket, Done::Decided(decision.clone()));
         }
     }
     measure(cx, name);

@@ -124,10 +124,7 @@ pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: V
         change(cx, name, variant, tickets, ChangeCause::Asked);
         return;
     }
-    for ticket in tickets {
-        let denial = Denial::invalid(name, "worker", &name, Problem::CannotChange);
-        cx.deny(ticket, denial);
-    }
+    cx.deny_all(tickets, &invalid(name, Problem::CannotChange));
 }
 
 /// Notifies a worker that memory is short. Returns whether it was notified.
@@ -180,12 +177,7 @@ pub(super) fn stop(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: S
     else {
         return;
     };
-    let denial = Denial::invalid(
-        name,
-        "worker",
-        &name,
-        Problem::Stopping(Box::new(reason.clone())),
-    );
+    let denial = invalid(name, Problem::Stopping(Box::new(reason.clone())));
     cx.deny_all(tickets, &denial);
     cx.forget_wants_of(lease, &denial);
     cx.state.ledger.set_moving(lease, true);
@@ -193,6 +185,11 @@ pub(super) fn stop(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: S
         worker: name.to_owned(),
         reason,
     });
+}
+
+/// What names a worker cannot be done.
+pub(super) fn invalid(name: &str, problem: Problem) -> Denial {
+    Denial::invalid(name, "worker", &name, problem)
 }
 
 pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
