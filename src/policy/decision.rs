@@ -1,7 +1,7 @@
 //! Decisions with their figures, one enum for each machine.
 //!
-//! A decision is a value, so that tests, metrics and `cotenant why` match on it. The sentence beside each variant is no part of
-//! the value; `thiserror` derives `Display` from it.
+//! A decision is a value, so that tests, metrics and `cotenant why` match on it. The sentence beside each variant is no
+//! part of the value; `thiserror` derives `Display` from it.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
 use std::time::Duration;

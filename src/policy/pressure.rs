@@ -58,7 +58,7 @@ pub struct Pressure {
     #[serde(flatten)]
     level: Level,
     #[serde(flatten)]
-    trend: Trend,
+    pub(super) trend: Trend,
     #[serde(flatten)]
     signals: Signals,
 }
@@ -91,25 +91,6 @@ impl Pressure {
     /// Judges by other settings from the next sample on.
     pub const fn set_params(&mut self, params: PressureParams) {
         self.params = params;
-    }
-
-    /// Notes that `bytes` were granted, and will be missing from now on. What is known beforehand and has a bound is no
-    /// slope, and leads nowhere: without this, a large lease looks like a neighbour that fills the machine in a second.
-    pub fn expect(&mut self, bytes: Bytes) {
-        self.trend.granted(bytes);
-    }
-
-    /// Notes that the engine gave back `bytes` at `now`, which the next sample shows: what others take meanwhile is a slope
-    /// all the same.
-    pub fn came_back(&mut self, bytes: Bytes, now: Timestamp) {
-        self.trend.came_back(bytes, now);
-    }
-
-    /// What will be lost within `time` at the slope that goes on.
-    #[must_use]
-    pub fn lost_within(&self, time: Duration) -> Bytes {
-        let per_s = u128::from(self.trend.steady_per_s().get());
-        Bytes::new(to_u64(per_s * time.as_micros() / 1_000_000))
     }
 
     /// Takes a sample with the headroom that it leaves. One that is not newer than the last changes nothing.
@@ -145,16 +126,24 @@ impl Pressure {
         lost: Bytes,
     ) -> Option<LevelChange> {
         let (at, level) = (sample.taken_at, self.level.level);
-        let signs = Signs::between(&last.sample, sample);
+        let signs = Signs::between(&last.sample, sample, lost);
         let elevated = self.params.elevated_below;
         let signal = self.signals.observe(&signs, sample, headroom, elevated);
         match signal {
             Some((to, reason)) if to > level && to > now => self.level.rise(to, reason, at),
             _ if now > level => {
                 self.level.stay();
-                let took = at.saturating_since(last.at);
-                let ahead = self.ahead(took, lost, headroom, now);
-                let (to, by) = self.believed(last, now, ahead, &signs)?;
+                let before = last.headroom;
+                let (to, by) = if last.level >= now {
+                    (now, Confirmation::SecondSample { before })
+                } else if let Some(by) = self.ahead(&signs, headroom, now) {
+                    (now, by)
+                } else if last.level > level || now == PressureLevel::Critical {
+                    let by = Confirmation::FirstSample { before };
+                    (PressureLevel::Elevated, by)
+                } else {
+                    return None;
+                };
                 let watermark = match to {
                     PressureLevel::Critical => self.params.critical_below,
                     PressureLevel::Elevated | PressureLevel::Normal => elevated,
@@ -175,56 +164,30 @@ impl Pressure {
                 let gap = at.saturating_since(last.at) > gap_max;
                 let now = Level::of(&self.params, headroom, self.params.hysteresis);
                 self.level.recover(now, at, gap);
-                let left = self.dwell_left(at)?;
-                let is_over = left == Duration::ZERO;
+                let is_over = self.dwell_left(at)? == Duration::ZERO;
                 is_over.then(|| self.level.fall(headroom, at, self.params.dwell))?
             }
         }
     }
 
-    /// The level up to which one sample is believed that stands for `now`, and why.
-    fn believed(
-        &self,
-        last: &Reading,
-        now: PressureLevel,
-        ahead: Option<Confirmation>,
-        signs: &Signs,
-    ) -> Option<(PressureLevel, Confirmation)> {
-        let before = last.headroom;
-        if last.level >= now {
-            Some((now, Confirmation::SecondSample { before }))
-        } else if let Some(by) = ahead.or_else(|| signs.confirmation()) {
-            Some((now, by))
-        } else if last.level > self.level.level || now == PressureLevel::Critical {
-            let by = Confirmation::FirstSample { before };
-            Some((PressureLevel::Elevated, by))
-        } else {
-            None
-        }
-    }
-
-    /// Where the loss of one sample leads within two more, if that is below the watermark after the next.
-    fn ahead(
-        &self,
-        took: Duration,
-        lost: Bytes,
-        headroom: Bytes,
-        now: PressureLevel,
-    ) -> Option<Confirmation> {
+    /// Where the loss of one sample leads within two more, if that is below the watermark after the next; or another sign.
+    fn ahead(&self, signs: &Signs, headroom: Bytes, now: PressureLevel) -> Option<Confirmation> {
         let next = match now {
             PressureLevel::Normal | PressureLevel::Elevated => self.params.critical_below,
             PressureLevel::Critical => self.params.last_resort_below,
         };
-        let two_samples = 2 * took.min(self.params.sample_max).max(self.params.sample_min);
-        let (took, ahead) = (took.as_micros().max(1), two_samples.as_micros());
-        let left =
-            headroom.saturating_sub(Bytes::new(to_u64(u128::from(lost.get()) * ahead / took)));
-        (lost > Bytes::ZERO && left < next).then(|| Confirmation::Slope {
-            lost,
-            took_ms: to_u64(took / 1000),
+        let (least, most) = (self.params.sample_min, self.params.sample_max);
+        let ahead = 2 * Duration::from_micros(signs.took_us).min(most).max(least);
+        let ahead_us = to_u64(ahead.as_micros());
+        let left = headroom.saturating_sub(Bytes::new(signs.per(ahead_us, signs.lost.get())));
+        let is_steep = signs.lost > Bytes::ZERO && left < next;
+        let slope = is_steep.then_some(Confirmation::Slope {
+            lost: signs.lost,
+            took_ms: signs.took_us / 1000,
             left,
-            ahead_ms: to_u64(ahead / 1000),
-        })
+            ahead_ms: ahead_us / 1000,
+        });
+        slope.or_else(|| signs.confirmation())
     }
 
     /// The level.
@@ -268,12 +231,6 @@ impl Pressure {
     #[must_use]
     pub fn sampled_at(&self) -> Option<Timestamp> {
         self.last.as_ref().map(|last| last.at)
-    }
-
-    /// What headroom has been losing per second over the last seconds; zero if it does not shrink.
-    #[must_use]
-    pub const fn losing_per_s(&self) -> Bytes {
-        self.trend.losing_per_s()
     }
 
     /// When nothing will be left at the slope that goes on; `None` where that has not lasted long enough to foretell it.

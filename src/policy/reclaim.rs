@@ -109,7 +109,7 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     // that takes as much in each settle time.
     let wanted = elevated
         .saturating_add(shed.minimum_reclaim)
-        .saturating_add(state.pressure.lost_within(shed.settle));
+        .saturating_add(state.pressure.trend.lost_within(shed.settle));
     let coming = state.physically_coming_back(level);
     let missing = wanted.saturating_sub(headroom).saturating_sub(coming);
     if missing == Bytes::ZERO {

@@ -168,7 +168,7 @@ impl<'a> Context<'a> {
             Effect::Act(action) => self.out.push(action),
             Effect::Granted { more } => {
                 self.state.changed_at = self.state.now;
-                self.state.pressure.expect(more);
+                self.state.pressure.trend.granted(more);
             }
             Effect::Moved => self.state.changed_at = self.state.now,
             Effect::Reclaimed { freed, by_shed } => self.note_reclaimed(freed, freed, by_shed),

@@ -76,10 +76,11 @@ pub(super) fn take_applied(
         Confirmed::Repeated => cx
             .state
             .pressure
+            .trend
             .came_back(credited.min(applied.freed), now),
         Confirmed::Shed(asked) => {
             cx.note_reclaimed(credited, credited.min(applied.freed), true);
-            cx.state.pressure.came_back(credited, now);
+            cx.state.pressure.trend.came_back(credited, now);
             let promised = before.saturating_sub(cx.state.engine.bytes_in(&asked.plan));
             let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
             if promised.per_mille(cx.state.params.shed.verify_per_mille) > given && !is_asked {
@@ -110,7 +111,7 @@ pub(super) fn take_applied(
         }
         Confirmed::ChunkEnded => {
             cx.note_reclaimed(credited, credited.min(applied.freed), true);
-            cx.state.pressure.came_back(credited, now);
+            cx.state.pressure.trend.came_back(credited, now);
         }
         Confirmed::Ready => {
             cx.state.dwell.took(applied.took);

@@ -62,7 +62,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             elevated_below: state.params.pressure.elevated_below,
             critical_below: state.params.pressure.critical_below,
             minimum_reclaim: state.params.shed.minimum_reclaim,
-            losing_per_s: state.pressure.losing_per_s(),
+            losing_per_s: state.pressure.trend.losing_per_s(),
             exhausted_in: state.pressure.exhausted_in(),
             sample_interval: state.pressure.interval(),
             sample: machine.sample.clone(),

@@ -25,7 +25,9 @@ pub(super) struct Signals {
 /// Growth of the kernel's counters between two samples; nothing for one that is not there, or has gone back.
 pub(super) struct Signs {
     since: Timestamp,
-    took_us: u64,
+    pub(super) took_us: u64,
+    /// Headroom that was lost.
+    pub(super) lost: Bytes,
     refaults: u64,
     stalls: u64,
     scans: u64,
@@ -36,7 +38,7 @@ pub(super) struct Signs {
 }
 
 impl Signs {
-    pub(super) fn between(before: &Sample, now: &Sample) -> Self {
+    pub(super) fn between(before: &Sample, now: &Sample, lost: Bytes) -> Self {
         let grown = |of: fn(&Sample) -> Option<u64>| {
             let grown = of(now).zip(of(before));
             grown.map_or(0, |(now, before)| now.saturating_sub(before))
@@ -45,6 +47,7 @@ impl Signs {
         Self {
             since: before.taken_at,
             took_us: to_u64(took.as_micros().max(1)),
+            lost,
             refaults: grown(|sample| sample.counters.refaults_file),
             stalls: grown(|sample| sample.counters.allocstalls),
             scans: grown(|sample| sample.counters.pgscan_direct),
@@ -56,7 +59,7 @@ impl Signs {
     }
 
     /// `count` in `unit` of time, µs.
-    fn per(&self, unit: u64, count: u64) -> u64 {
+    pub(super) fn per(&self, unit: u64, count: u64) -> u64 {
         to_u64(u128::from(count) * u128::from(unit) / u128::from(self.took_us))
     }
 

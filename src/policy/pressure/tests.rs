@@ -258,7 +258,7 @@ fn the_slope_foretells_when_nothing_will_be_left() {
     for step in 0u64..=20 {
         observe(&mut pressure, step * 200, 900 - step * 20);
     }
-    assert_eq!(pressure.losing_per_s(), mib(100));
+    assert_eq!(pressure.trend.losing_per_s(), mib(100));
     assert_eq!(pressure.exhausted_in(), Some(Duration::from_secs(5)));
     for step in 21..40 {
         observe(&mut pressure, step * 200, 500);
@@ -275,7 +275,7 @@ fn what_was_taken_at_once_foretells_no_end() {
     observe(&mut pressure, 2000, 600);
     for step in 11u64..14 {
         observe(&mut pressure, step * 200, 600);
-        assert!(pressure.losing_per_s() > Bytes::ZERO);
+        assert!(pressure.trend.losing_per_s() > Bytes::ZERO);
         assert_eq!(pressure.exhausted_in(), None);
     }
 }
@@ -313,7 +313,7 @@ fn elevated_has_a_grace_unless_critical_is_ahead() {
     assert!(
         !fast.in_grace(Timestamp::from_millis(1801)),
         "{:?}",
-        fast.losing_per_s()
+        fast.trend.losing_per_s()
     );
 }
 
@@ -356,13 +356,17 @@ fn a_neighbour_that_takes_what_the_engine_gives_back_is_a_slope() {
         for millis in [0, 500, 1000] {
             observe(&mut pressure, millis, 120);
         }
-        pressure.came_back(mib(returned), Timestamp::from_millis(1000));
+        pressure
+            .trend
+            .came_back(mib(returned), Timestamp::from_millis(1000));
         observe(&mut pressure, 1500, 120);
-        pressure.came_back(mib(returned), Timestamp::from_millis(at));
+        pressure
+            .trend
+            .came_back(mib(returned), Timestamp::from_millis(at));
         observe(&mut pressure, 2000, 120);
         (
             pressure.is_urgent(),
-            pressure.lost_within(Duration::from_secs(1)),
+            pressure.trend.lost_within(Duration::from_secs(1)),
         )
     };
     assert_eq!(urgent(0, 1500), (false, Bytes::ZERO));
@@ -380,7 +384,7 @@ fn a_neighbour_that_takes_what_the_engine_gives_back_is_a_slope() {
     let mut pressure = Pressure::new(params());
     let mut lost = |millis, headroom| {
         observe(&mut pressure, millis, headroom);
-        pressure.lost_within(Duration::from_millis(100))
+        pressure.trend.lost_within(Duration::from_millis(100))
     };
     for (millis, headroom) in [(0, 400), (1000, 400), (1100, 250)] {
         assert_eq!(lost(millis, headroom), Bytes::ZERO, "a jump is no slope");
@@ -396,7 +400,7 @@ fn what_was_granted_is_no_slope() {
         let mut pressure = Pressure::new(PressureParams { grace, ..params() });
         observe(&mut pressure, 0, 300);
         observe(&mut pressure, 900, 300);
-        pressure.expect(mib(granted));
+        pressure.trend.granted(mib(granted));
         let first = observe(&mut pressure, 1000, 100);
         (
             first,
@@ -445,7 +449,7 @@ fn a_checkpoint_of_the_version_before_is_read() {
     assert_eq!(read.level(), PressureLevel::Elevated);
     observe(&mut read, 5000, 50);
     observe(&mut pressure, 5000, 50);
-    assert_eq!(read.losing_per_s(), pressure.losing_per_s());
+    assert_eq!(read.trend.losing_per_s(), pressure.trend.losing_per_s());
 }
 
 proptest! {

@@ -13,7 +13,7 @@ use cotenant_units::{Bytes, Timestamp};
 /// Readings and losses of late.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
-pub(super) struct Trend {
+pub(crate) struct Trend {
     /// A reading some seconds ago, and a younger one that will take its place.
     earlier: [Option<(Timestamp, Bytes)>; 2],
     /// What has been granted since the last reading: its loss is no news.
@@ -29,11 +29,15 @@ pub(super) struct Trend {
 }
 
 impl Trend {
-    pub(super) fn granted(&mut self, bytes: Bytes) {
+    /// Notes that `bytes` were granted, and will be missing from now on. What is known beforehand and has a bound is no
+    /// slope, and leads nowhere: without this, a large lease looks like a neighbour that fills the machine in a second.
+    pub(crate) fn granted(&mut self, bytes: Bytes) {
         self.granted = self.granted.saturating_add(bytes);
     }
 
-    pub(super) fn came_back(&mut self, bytes: Bytes, now: Timestamp) {
+    /// Notes that the engine gave back `bytes` at `now`, which the next sample shows: what others take meanwhile is a slope
+    /// all the same.
+    pub(crate) fn came_back(&mut self, bytes: Bytes, now: Timestamp) {
         self.returned = (now, self.returned.1.saturating_add(bytes));
     }
 
@@ -75,14 +79,20 @@ impl Trend {
     }
 
     /// The mean loss per second over the last seconds; zero if headroom does not shrink.
-    pub(super) const fn losing_per_s(&self) -> Bytes {
+    pub(crate) const fn losing_per_s(&self) -> Bytes {
         self.losing
     }
 
     /// The loss per second that goes on.
-    pub(super) fn steady_per_s(&self) -> Bytes {
+    fn steady_per_s(&self) -> Bytes {
         let [lately, before] = self.lost_lately;
         self.losing.min(lately).min(before)
+    }
+
+    /// What will be lost within `time`, if the loss goes on.
+    pub(crate) fn lost_within(&self, time: Duration) -> Bytes {
+        let per_s = u128::from(self.steady_per_s().get());
+        Bytes::new(to_u64(per_s * time.as_micros() / 1_000_000))
     }
 
     /// The most that may go on per second; `None` until there are readings of a second.
