@@ -14,7 +14,9 @@ use serde_json::{Value, json};
 
 pub use super::schema::ConstraintError;
 use super::{
-    helper::{ANSWER_WAIT_MAX, FormPlace, Helper, Job, JobError, Kind, Setup, form_bytes},
+    helper::{
+        ANSWER_WAIT_MAX, FormPlace, Helper, Job, JobError, Kind, Setup, form_bytes, le_bytes,
+    },
     sampling::{MaskError, TokenMask},
     schema::with_layout,
     tokenizer::Tokenizer,
@@ -128,6 +130,7 @@ pub(super) fn mask(
             }),
             stepped: false,
             complete: false,
+            forced: Vec::new(),
             _place: client.place,
         })),
         (_, _, message) => Err(ConstraintError::Schema {
@@ -174,6 +177,8 @@ struct FormMask {
     /// Whether the job has a token that it has not answered yet.
     stepped: bool,
     complete: bool,
+    /// What comes next in any case; the job waits for an answer to it.
+    forced: Vec<u8>,
     _place: Option<FormPlace>,
 }
 
@@ -266,7 +271,7 @@ impl TokenMask for FormMask {
     fn is_complete(&mut self) -> Result<bool, MaskError> {
         if std::mem::take(&mut self.stepped) {
             match self.job.receive()? {
-                (Kind::GoesOn, _) => {}
+                (Kind::GoesOn, forced) => self.forced = forced,
                 (Kind::Complete, _) => self.complete = true,
                 (_, message) => {
                     return Err(MaskError::Form {
@@ -276,6 +281,22 @@ impl TokenMask for FormMask {
             }
         }
         Ok(self.complete)
+    }
+
+    fn force(&mut self, choose: &mut dyn FnMut(&[u8]) -> Vec<u32>) -> Result<Vec<u32>, MaskError> {
+        let forced = std::mem::take(&mut self.forced);
+        if forced.is_empty() {
+            return Ok(Vec::new());
+        }
+        let tokens = choose(&forced);
+        if tokens.is_empty() {
+            self.job.send(Kind::Mask, &[])?;
+        } else {
+            self.job.send(Kind::Token, &le_bytes(&tokens))?;
+            self.stepped = true;
+        }
+        self.asked = Instant::now();
+        Ok(tokens)
     }
 }
 
@@ -333,7 +354,8 @@ mod tests {
         )
     }
 
-    /// An answer of a model that has no opinion: any token that the form allows, by the seed.
+    /// An answer of a model that has no opinion: any token that the form allows, by the seed. Where the form leaves no choice,
+    /// it is asked all the same with an odd seed.
     fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
         let tokenizer = tokenizer();
         let mut sampler = Sampler::new(Sampling {
@@ -353,11 +375,54 @@ mod tests {
             }
             said.push(token);
             mask.accept(token, tokenizer.bytes(token)).unwrap();
-            if mask.is_complete().unwrap() {
-                return Some(tokenizer.decode(&said));
+            loop {
+                if mask.is_complete().unwrap() {
+                    return Some(tokenizer.decode(&said));
+                }
+                let forced = mask.force(&mut |bytes| {
+                    if seed % 2 == 1 {
+                        return Vec::new();
+                    }
+                    tokenizer.encode_ahead(bytes)
+                });
+                let forced = forced.unwrap();
+                said.extend_from_slice(&forced);
+                if forced.is_empty() {
+                    break;
+                }
             }
         }
         None
+    }
+
+    /// The names and punctuation of a call are said at once; the model chooses what is left open.
+    #[test]
+    fn what_a_form_leaves_no_choice_about_comes_at_once() {
+        let wanted = json!({
+            "type": "object",
+            "properties": {"temperature_in_degrees": {"const": 21}, "brightness": {"enum": [10, 20]}},
+            "required": ["temperature_in_degrees", "brightness"],
+            "additionalProperties": false,
+        });
+        let tokenizer = tokenizer();
+        let mut mask = compile(&schema(wanted), &[], ToolFormat::Tagged).unwrap();
+        let first = tokenizer.encode("{").unwrap()[0];
+        mask.apply(&mut vec![0.0; tokenizer.vocabulary() as usize])
+            .unwrap();
+        mask.accept(first, tokenizer.bytes(first)).unwrap();
+        assert!(!mask.is_complete().unwrap());
+        let mut bytes = Vec::new();
+        let forced = mask.force(&mut |forced| {
+            bytes = forced.to_vec();
+            tokenizer.encode_ahead(forced)
+        });
+        let said = tokenizer.decode(&forced.unwrap());
+        let all = String::from_utf8(bytes).unwrap();
+        assert!(
+            all.contains("temperature_in_degrees") && all.starts_with(&said) && said != all,
+            "{all}: {said}"
+        );
+        assert!(!mask.is_complete().unwrap(), "the model goes on from there");
     }
 
     #[test]

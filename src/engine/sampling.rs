@@ -245,6 +245,13 @@ pub trait TokenMask: Send {
     /// # Errors
     /// When the form cannot be followed any more.
     fn is_complete(&mut self) -> Result<bool, MaskError>;
+
+    /// Accepts the tokens that `choose` makes of the bytes that come next in any case, and returns them; none where there are no
+    /// such bytes, or where it makes none of them. Asked once behind each [`Self::is_complete`].
+    ///
+    /// # Errors
+    /// When the form cannot be followed any more.
+    fn force(&mut self, choose: &mut dyn FnMut(&[u8]) -> Vec<u32>) -> Result<Vec<u32>, MaskError>;
 }
 
 /// Why the form of an answer cannot be followed any more.

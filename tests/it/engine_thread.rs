@@ -1135,6 +1135,10 @@ impl TokenMask for NeverReady {
     fn is_complete(&mut self) -> Result<bool, MaskError> {
         Ok(false)
     }
+
+    fn force(&mut self, _choose: &mut dyn FnMut(&[u8]) -> Vec<u32>) -> Result<Vec<u32>, MaskError> {
+        Ok(Vec::new())
+    }
 }
 
 #[test]

@@ -13,17 +13,17 @@ pub(crate) enum Kind {
     Compile,
     /// To a job: render the template with this context, in JSON.
     Render,
-    /// To a job: the token that was chosen.
+    /// To a job: the tokens that were chosen.
     Token,
     /// From a job: it has begun, in the process with this number.
     Begun,
     /// From the helper: a job came to the end of its memory or its time.
     Bound,
-    /// From a job: the grammar goes on, and a mask follows.
+    /// From a job: the grammar goes on. A mask follows; behind bytes that come next in any case only when it is asked for.
     GoesOn,
     /// From a job: the grammar is complete.
     Complete,
-    /// From a job: which tokens may come next, a bit for each.
+    /// From a job: which tokens may come next, a bit for each. To a job: say that.
     Mask,
     /// From a job: the rendered text.
     Text,

@@ -55,7 +55,8 @@ impl Setup {
     }
 }
 
-fn le_bytes(numbers: &[u32]) -> Vec<u8> {
+/// Numbers as the bytes of a frame.
+pub(crate) fn le_bytes(numbers: &[u32]) -> Vec<u8> {
     numbers
         .iter()
         .flat_map(|number| number.to_le_bytes())
@@ -195,25 +196,36 @@ impl Library {
             Ok(followed) => followed,
             Err(message) => return Ok(Err(message)),
         };
+        let mut forced = Vec::new();
         loop {
-            frame::write(stream, Kind::GoesOn, &[])?;
-            let bits = match followed.mask(bounds) {
-                Ok(bits) => bits,
-                Err(message) => return Ok(Err(message)),
+            frame::write(stream, Kind::GoesOn, &forced)?;
+            // What comes next in any case is said without a mask, unless its owner wants one.
+            let mut next = None;
+            if !forced.is_empty() {
+                next = match frame::read(stream)? {
+                    (Kind::Mask, _) => None,
+                    given => Some(given),
+                };
+            }
+            if next.is_none() {
+                let bits = match followed.mask(bounds) {
+                    Ok(bits) => bits,
+                    Err(message) => return Ok(Err(message)),
+                };
+                frame::write(stream, Kind::Mask, &bits)?;
+            }
+            let tokens = match next.map_or_else(|| frame::read(stream), Ok)? {
+                (Kind::Token, tokens) if !tokens.is_empty() => from_le_bytes(&tokens),
+                _ => return Err(io::Error::other("no token")),
             };
-            frame::write(stream, Kind::Mask, &bits)?;
-            let token = match frame::read(stream)? {
-                (Kind::Token, token) => token.try_into().map(u32::from_le_bytes),
-                (_, other) => Err(other),
-            };
-            let token = token.map_err(|_| io::Error::other("no token"))?;
             bounds.time(STEP_CPU_MAX);
-            if let Err(message) = followed.accept(token) {
+            if let Err(message) = followed.accept(&tokens) {
                 return Ok(Err(message));
             }
             if followed.matcher.is_stopped() {
                 return frame::write(stream, Kind::Complete, &[]).map(Ok);
             }
+            forced = followed.forced();
         }
     }
 
@@ -286,14 +298,26 @@ impl<'library> Followed<'library> {
             .collect())
     }
 
-    fn accept(&mut self, token: u32) -> Result<(), String> {
+    fn accept(&mut self, tokens: &[u32]) -> Result<(), String> {
         self.matcher
-            .consume_token(token)
+            .consume_tokens(tokens)
             .map_err(|error| format!("{error:#}"))?;
-        self.said.push(token);
+        self.said.extend_from_slice(tokens);
         Ok(())
     }
+
+    /// The bytes that come next in any case, where they are worth a token.
+    fn forced(&mut self) -> Vec<u8> {
+        let mut forced = self.matcher.compute_ff_bytes();
+        if forced.len() < FORCED_MIN {
+            forced.clear();
+        }
+        forced
+    }
 }
+
+/// The fewest bytes worth a word to the owner: the last token of them is left to the model, and most have two bytes or more.
+const FORCED_MIN: usize = 4;
 
 /// What a byte of a context takes once it is read: maps of JSON with one short entry each take some 20 times their text, and
 /// the text is made of it.

@@ -24,7 +24,7 @@ pub(super) use self::{
     bounds::{form_bytes, most},
     client::{ANSWER_WAIT_MAX, Helper, Job, JobError},
     frame::Kind,
-    job::Setup,
+    job::{Setup, le_bytes},
 };
 pub use self::{client::FormPlace, process::serve_stdin};
 

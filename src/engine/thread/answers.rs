@@ -115,7 +115,7 @@ impl Worker {
             id,
             lane: None,
             tokens: Vec::new(),
-            next: 0,
+            next: Vec::new(),
             generated: 0,
             short: None,
             sampler,
@@ -192,8 +192,14 @@ impl Worker {
         let began = Instant::now();
         let mut step = || {
             self.find_room(answer.id, text.context_max())?;
-            self.forward(answer.id, &[answer.next], answer.is_greedy())?;
-            self.say(text, &mut answer)
+            let room = self.capacity().get() - position_of(&self.sequence);
+            let fits = answer.next.len().min((room as usize).max(1));
+            let tokens: Vec<u32> = answer.next.drain(..fits).collect();
+            self.forward(answer.id, &tokens, answer.is_greedy())?;
+            if answer.next.is_empty() {
+                self.say(text, &mut answer)?;
+            }
+            ControlFlow::Continue(())
         };
         let said = step();
         self.round_takes = began.elapsed();
@@ -221,7 +227,7 @@ impl Worker {
             }
             let rows: Vec<(Lane, u32)> = ready
                 .iter()
-                .filter_map(|answer| Some((answer.lane?, answer.next)))
+                .filter_map(|answer| Some((answer.lane?, *answer.next.first()?)))
                 .collect();
             let requests: Vec<RequestId> = ready.iter().map(|answer| answer.id).collect();
             let failed = self.compute_together(&rows, &requests).err();
@@ -282,7 +288,10 @@ impl Worker {
             return ControlFlow::Break(Err(GenerateError::Stopping));
         };
         answer.short = None;
-        answer.tokens.push(answer.next);
+        answer.tokens.extend(answer.next.drain(..1));
+        if !answer.next.is_empty() {
+            return ControlFlow::Continue(());
+        }
         match model.scores_of(number, lane, &mut self.logits) {
             Ok(()) => self.say(text, answer),
             Err(ForwardError::NotFinite { position }) => {
@@ -331,18 +340,31 @@ impl Worker {
                 }));
             }
         };
-        answer.next = token;
-        answer.generated += 1;
-        let now = Instant::now();
-        self.engine_loop.generated(answer.id, now);
         if text.tokenizer().is_end(token) {
+            self.count(answer);
             answer.ended = true;
             return ControlFlow::Break(Ok(FinishReason::Stop));
         }
-        let bytes = text.tokenizer().bytes(token);
         if let Some(mask) = &mut answer.mask {
-            in_form(mask.accept(token, bytes))?;
+            in_form(mask.accept(token, text.tokenizer().bytes(token)))?;
         }
+        self.write(text, answer, token)?;
+        self.write_forced(text, answer)
+    }
+
+    /// Counts a token of an answer.
+    fn count(&mut self, answer: &mut Answer) -> Instant {
+        let now = Instant::now();
+        answer.generated += 1;
+        self.engine_loop.generated(answer.id, now);
+        now
+    }
+
+    /// Writes a token of an answer, which is to be computed next.
+    fn write(&mut self, text: &TextSide, answer: &mut Answer, token: u32) -> ControlFlow<Outcome> {
+        let now = self.count(answer);
+        answer.next.push(token);
+        let bytes = text.tokenizer().bytes(token);
         let tag = answer.tags.iter().find(|(tag, _)| *tag == token);
         let piece = answer
             .stream
@@ -352,20 +374,38 @@ impl Worker {
             Scan::Met(piece, place) => (piece, Some(FinishReason::StopText(place))),
         };
         self.engine_loop.deliver(answer.id, token, &piece, now)?;
-        let complete = match &mut answer.mask {
-            Some(mask) => {
+        met.map_or(ControlFlow::Continue(()), |met| ControlFlow::Break(Ok(met)))
+    }
+
+    /// Writes the tokens about which the form of an answer leaves no choice; they are computed with the one before them.
+    fn write_forced(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
+        loop {
+            if let Some(mask) = &mut answer.mask {
                 self.wait_for(answer.id, &mut **mask)?;
-                in_form(mask.is_complete())?
+                if in_form(mask.is_complete())? {
+                    return ControlFlow::Break(Ok(FinishReason::Stop));
+                }
             }
-            None => false,
-        };
-        if let Some(reason) = met.or(complete.then_some(FinishReason::Stop)) {
-            return ControlFlow::Break(Ok(reason));
+            if answer.generated >= answer.max_tokens {
+                return ControlFlow::Break(Ok(FinishReason::Length));
+            }
+            let Some(mask) = &mut answer.mask else {
+                return ControlFlow::Continue(());
+            };
+            let left = (answer.max_tokens - answer.generated) as usize;
+            let most = left.min(FORCED_MAX.saturating_sub(answer.next.len()));
+            let forced = in_form(mask.force(&mut |bytes| {
+                let mut tokens = text.tokenizer().encode_ahead(bytes);
+                tokens.truncate(most);
+                tokens
+            }))?;
+            if forced.is_empty() {
+                return ControlFlow::Continue(());
+            }
+            for token in forced {
+                self.write(text, answer, token)?;
+            }
         }
-        if answer.generated >= answer.max_tokens {
-            return ControlFlow::Break(Ok(FinishReason::Length));
-        }
-        ControlFlow::Continue(())
     }
 
     /// Waits until a mask can be asked, and takes commands meanwhile.
@@ -528,7 +568,7 @@ impl Worker {
                 ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
             }
             Err(ForwardError::KvFull { capacity, .. })
-                if tokens.len() == 1 && !self.sequence.is_empty() =>
+                if !self.reads && !self.sequence.is_empty() =>
             {
                 ControlFlow::Break(Ok(self.no_room(id, capacity)))
             }
@@ -594,6 +634,10 @@ fn slice_for(tokens: usize, spent: Duration, round: Duration) -> usize {
     let slice = (f64::from(tokens) * share).clamp(0.0, SLICE_MAX) as usize;
     slice.max(SLICE_MIN)
 }
+
+/// The most tokens that are computed at once since a form leaves no choice about them. Our choice: as many as the names and
+/// punctuation of some tool calls; a form that forces more of them goes on token by token.
+const FORCED_MAX: usize = 64;
 
 /// Tokens that an answer of unknown length is taken to come to when another may join it. Our choice: two to three spoken
 /// paragraphs.

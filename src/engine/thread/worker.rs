@@ -55,8 +55,8 @@ pub(super) struct Answer {
     pub(super) lane: Option<Lane>,
     /// The tokens of a conversation that is set aside, as far as they were computed.
     pub(super) tokens: Vec<u32>,
-    /// The last token that was said, which is to be computed next.
-    pub(super) next: u32,
+    /// The last tokens that were said, which are to be computed next.
+    pub(super) next: Vec<u32>,
     pub(super) generated: u32,
     /// Since when there has been no place for another token.
     pub(super) short: Option<Instant>,

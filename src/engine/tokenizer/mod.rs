@@ -192,6 +192,29 @@ impl Tokenizer {
         Ok(tokens)
     }
 
+    /// Tokens of bytes that come next in a text, as far as none of them may become part of another token with what follows.
+    #[must_use]
+    pub(super) fn encode_ahead(&self, bytes: &[u8]) -> Vec<u32> {
+        let mut tokens = Vec::new();
+        let text = bytes.utf8_chunks().next().map_or("", |chunk| chunk.valid());
+        if self
+            .encode_in_segments(text, SEGMENT_BYTES, &mut tokens)
+            .is_err()
+        {
+            return Vec::new();
+        }
+        tokens.pop();
+        let said: Vec<u8> = tokens
+            .iter()
+            .flat_map(|&token| self.bytes(token))
+            .copied()
+            .collect();
+        if !bytes.starts_with(&said) {
+            tokens.clear();
+        }
+        tokens
+    }
+
     /// Tokens of a rendered template: control tokens are recognised where `mark` is not among their characters. The
     /// marks themselves are dropped.
     ///
