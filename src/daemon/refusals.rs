@@ -50,7 +50,7 @@ const fn expected(refusal: &Refusal) -> &'static str {
             "Unavailable WORKER_LOST retry, 503 worker_lost retry, 500 api_error, worker-lost"
         }
         R::NoThread { .. } => {
-            "Unavailable NO_THREAD retry, 503 no_thread retry, 500 api_error, no-thread"
+            "Unavailable NO_THREAD retry, 503 no_thread retry, 529 overloaded_error, no-thread"
         }
         R::DeadlineUnreachable { .. } => {
             "DeadlineExceeded DEADLINE_UNREACHABLE retry, 503 deadline_unreachable retry, 529 overloaded_error, \

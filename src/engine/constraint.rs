@@ -202,6 +202,15 @@ impl From<JobError> for MaskError {
 }
 
 impl FormMask {
+    /// Asks for a mask instead of what comes next in any case.
+    fn decline(&mut self) -> Result<(), MaskError> {
+        if !std::mem::take(&mut self.forced).is_empty() {
+            self.job.send(Kind::Mask, &[])?;
+            self.asked = Instant::now();
+        }
+        Ok(())
+    }
+
     /// The next frame, which has to be of this kind.
     fn receive(&mut self, wanted: Kind) -> Result<Vec<u8>, MaskError> {
         match self.job.receive()? {
@@ -215,7 +224,11 @@ impl FormMask {
 
 impl TokenMask for FormMask {
     fn is_ready(&mut self, wait: Duration) -> Result<bool, MaskError> {
-        if self.waiting.is_some() || self.complete || self.job.ready(wait)? {
+        if self.waiting.is_some() || self.complete {
+            return Ok(true);
+        }
+        self.decline()?;
+        if self.job.ready(wait)? {
             return Ok(true);
         }
         self.job.check(self.asked.elapsed(), ANSWER_WAIT_MAX)?;
@@ -232,6 +245,7 @@ impl TokenMask for FormMask {
             }
             return Ok(());
         }
+        self.decline()?;
         let allowed = self.receive(Kind::Mask)?;
         let bits = allowed
             .iter()
@@ -290,12 +304,12 @@ impl TokenMask for FormMask {
         }
         let tokens = choose(&forced);
         if tokens.is_empty() {
-            self.job.send(Kind::Mask, &[])?;
-        } else {
-            self.job.send(Kind::Token, &le_bytes(&tokens))?;
-            self.stepped = true;
+            self.forced = forced;
+            return Ok(tokens);
         }
+        self.job.send(Kind::Token, &le_bytes(&tokens))?;
         self.asked = Instant::now();
+        self.stepped = true;
         Ok(tokens)
     }
 }

@@ -247,7 +247,7 @@ pub trait TokenMask: Send {
     fn is_complete(&mut self) -> Result<bool, MaskError>;
 
     /// Accepts the tokens that `choose` makes of the bytes that come next in any case, and returns them; none where there are no
-    /// such bytes, or where it makes none of them. Asked once behind each [`Self::is_complete`].
+    /// such bytes, or where it makes none of them. May be asked behind [`Self::is_complete`].
     ///
     /// # Errors
     /// When the form cannot be followed any more.

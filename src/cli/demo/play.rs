@@ -90,7 +90,7 @@ impl Scenario {
         Self {
             // At rest all of it fits, the LLM whole and what the workers hold after a sentence, with the reserve and the watermark's
             // hysteresis. While Whisper loads it does not.
-            total: Bytes::from_mib(864 + 2 * HEAVIER),
+            total: Bytes::from_mib(896 + 2 * HEAVIER),
             reserve: Bytes::from_mib(64 + 2 * HEAVIER),
             neighbour: Bytes::from_mib(250),
             model: "smollm2",
@@ -120,7 +120,7 @@ impl Scenario {
             "\
 budget:
   total: {total}MiB
-  reserve: {reserve}MiB
+  reserve: {reserve}MiB{hysteresis}
   scope: session          # what counts is the memory of the demonstration's own processes
   dwell: 2s
   sample_max: 100ms
@@ -132,6 +132,11 @@ workers:
 {workers}",
             total = self.total.whole_mib(),
             reserve = self.reserve.whole_mib(),
+            // The least shed ends a level.
+            hysteresis = self
+                .published
+                .as_ref()
+                .map_or("", |_| "\n  hysteresis: 16MiB"),
             model = model.display(),
             name = self.model,
             llm = self.llm,
