@@ -59,6 +59,8 @@ pub(super) struct Active {
     asked_at: Option<Instant>,
     /// Its usage says how its tokens were kept: those of a pass that was not finished are given up before it ends.
     pub(super) noted: bool,
+    /// Whether each of its tokens has taken a pass of its own.
+    pub(super) own_passes: bool,
     /// How it is to end, since a command point has found that it is.
     ended: Option<Outcome>,
 }
@@ -343,7 +345,12 @@ impl EngineLoop {
             droppable: Tokens::ZERO,
             dropped: Tokens::ZERO,
         });
+        let own_passes = self.active.is_empty();
+        for beside in &mut self.active {
+            beside.own_passes = false;
+        }
         self.active.push(Active {
+            own_passes,
             queued,
             usage: Usage {
                 prompt_tokens,
@@ -464,6 +471,7 @@ impl EngineLoop {
             usage,
             started,
             first_token,
+            own_passes,
             ..
         } = active;
         // A mean that forgets: three parts what was known, one part the last answer.
@@ -473,7 +481,8 @@ impl EngineLoop {
         } else {
             (known * 3 + took) / 4
         };
-        self.finished(queued, rest, outcome, usage, (started, first_token));
+        let timed = first_token.filter(|_| own_passes);
+        self.finished(queued, rest, outcome, usage, (started, timed));
     }
 
     fn ended_in_queue(&mut self, ended: Ended) {
@@ -493,7 +502,7 @@ impl EngineLoop {
         rest: &str,
         outcome: Outcome,
         usage: Usage,
-        (started, first_token): (Instant, Option<Instant>),
+        (started, timed): (Instant, Option<Instant>),
     ) {
         let Queued {
             request,
@@ -507,7 +516,7 @@ impl EngineLoop {
             outcome: outcome.clone(),
             usage,
             waited: started.saturating_duration_since(submitted),
-            prompt_took: first_token.map(|first| first.saturating_duration_since(started)),
+            prompt_took: timed.map(|first| first.saturating_duration_since(started)),
             took: started.elapsed(),
         });
         // The numbers are there before the requester can ask for them.

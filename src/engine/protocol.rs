@@ -143,7 +143,8 @@ pub enum EngineEvent {
         usage: Usage,
         /// From submission to the start.
         waited: Duration,
-        /// From the start to the first token; `None` if there was none.
+        /// From the start to the first token; `None` if there was none, or where others were answered meanwhile, or tokens took no
+        /// pass of their own: it says nothing of the time for a token then.
         prompt_took: Option<Duration>,
         /// From the start to the end.
         took: Duration,

@@ -1159,6 +1159,105 @@ fn the_time_of_an_answer_includes_the_wait_for_its_form() {
     stage.stop();
 }
 
+/// Some letters come first in any case: all at once, or one at a time.
+struct Led {
+    letters: &'static [u8],
+    said: usize,
+    at_once: bool,
+}
+
+impl TokenMask for Led {
+    fn is_ready(&mut self, _wait: Duration) -> Result<bool, MaskError> {
+        Ok(true)
+    }
+
+    fn apply(&mut self, logits: &mut [f32]) -> Result<(), MaskError> {
+        if let Some(&letter) = self.letters.get(self.said) {
+            for (token, logit) in logits.iter_mut().enumerate() {
+                if token != usize::from(letter) {
+                    *logit = f32::NEG_INFINITY;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn accept(&mut self, _token: u32, _bytes: &[u8]) -> Result<(), MaskError> {
+        self.said += 1;
+        Ok(())
+    }
+
+    fn is_complete(&mut self) -> Result<bool, MaskError> {
+        Ok(false)
+    }
+
+    fn force(&mut self, choose: &mut dyn FnMut(&[u8]) -> Vec<u32>) -> Result<Vec<u32>, MaskError> {
+        let left = self.letters.get(self.said..).unwrap_or_default();
+        if !self.at_once || left.is_empty() {
+            return Ok(Vec::new());
+        }
+        let tokens = choose(left);
+        self.said += tokens.len();
+        Ok(tokens)
+    }
+}
+
+#[test]
+fn what_a_form_forces_ends_and_goes_on_as_token_by_token() {
+    let long: &[u8] = &[b'q'; 200];
+    for (letters, most, stop, context) in [
+        (b"kitchen".as_slice(), 20, None, 512),
+        // In the middle of what is forced: the most tokens, a stop text, the end of the KV capacity.
+        (b"kitchen", 3, None, 512),
+        (b"kitchen", 20, Some("tc"), 512),
+        (long, 300, None, 128),
+        (long, 300, None, 512),
+    ] {
+        let answer_of = |at_once| {
+            let mut stage = Stage::new(
+                Setting {
+                    kv_capacity: context,
+                    ..Setting::default()
+                },
+                babble,
+            );
+            let asked = GenerateRequest {
+                stop: stop.map(str::to_owned).into_iter().collect(),
+                ..limited(1, "a", most)
+            };
+            let mut prepared = stage.handle.prepare(&asked, Client::PATIENT).unwrap();
+            prepared.mask = Some(Box::new(Led {
+                letters,
+                said: 0,
+                at_once,
+            }));
+            let answer = collect(&mut stage.handle.submit(asked, prepared).unwrap());
+            let timed = loop {
+                if let EngineEvent::RequestFinished { prompt_took, .. } = stage.event() {
+                    break prompt_took.is_some();
+                }
+            };
+            assert_eq!(
+                timed, !at_once,
+                "a pass of several tokens tells no time for one"
+            );
+            let next = stage.ask(limited(2, &format!("a{}", answer.text), 5));
+            stage.stop();
+            (
+                answer.text.clone(),
+                answer.tokens.clone(),
+                answer.reason(),
+                next.text,
+            )
+        };
+        assert_eq!(
+            answer_of(true),
+            answer_of(false),
+            "{most} {stop:?} {context}"
+        );
+    }
+}
+
 #[test]
 fn a_long_answer_ends_while_others_as_urgent_wait() {
     for (class, written) in [

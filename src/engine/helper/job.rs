@@ -309,12 +309,16 @@ impl<'library> Followed<'library> {
     /// The bytes that come next in any case, where they are worth a token.
     fn forced(&mut self) -> Vec<u8> {
         let mut forced = self.matcher.compute_ff_bytes();
+        forced.truncate(FORCED_MAX);
         if forced.len() < FORCED_MIN {
             forced.clear();
         }
         forced
     }
 }
+
+/// The most bytes at once: a few hundred tokens, more than are computed in one pass. A value may have as many as a schema.
+const FORCED_MAX: usize = 1024;
 
 /// The fewest bytes worth a word to the owner: the last token of them is left to the model, and most have two bytes or more.
 const FORCED_MIN: usize = 4;

@@ -192,8 +192,9 @@ impl Worker {
         let began = Instant::now();
         let mut step = || {
             self.find_room(answer.id, text.context_max())?;
-            let room = self.capacity().get() - position_of(&self.sequence);
-            let fits = answer.next.len().min((room as usize).max(1));
+            let end = text.context_max().min(self.capacity()).get();
+            let room = end.saturating_sub(position_of(&self.sequence)).max(1);
+            let fits = answer.next.len().min(room as usize);
             let tokens: Vec<u32> = answer.next.drain(..fits).collect();
             self.forward(answer.id, &tokens, answer.is_greedy())?;
             if answer.next.is_empty() {
@@ -401,6 +402,9 @@ impl Worker {
             }))?;
             if forced.is_empty() {
                 return ControlFlow::Continue(());
+            }
+            if let Some(active) = self.engine_loop.of_mut(answer.id) {
+                active.own_passes = false;
             }
             for token in forced {
                 self.write(text, answer, token)?;
