@@ -1,0 +1,221 @@
+//! Decisions about the engine's load, plans and failures.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{growth_wait::unless_zero, reason::PlanSize, residency::FloorError};
+use cotenant_units::Bytes;
+
+/// A decision about the engine.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum EngineDecision {
+    /// The model is not loaded, since no memory that comes free would suffice.
+    #[error(
+        "the model is not loaded: {error} with all memory free; use a smaller model or `llm.kv_floor`, or a larger \
+         budget"
+    )]
+    FloorExceedsBudget { error: FloorError },
+    /// A model was inspected, and no engine is configured.
+    #[error("`{model}` was inspected, and no engine is configured")]
+    NotConfigured { model: String },
+    /// A model was inspected while one is loaded, and is ignored.
+    #[error("`{model}` was inspected while a model is loaded: ignored")]
+    AlreadyLoaded { model: String },
+    /// The memory of a model is known.
+    #[error("`{model}` has {layers} layers, {token} of KV for each token and needs {full} in full")]
+    Inspected {
+        model: String,
+        layers: u32,
+        /// KV of one token.
+        token: Bytes,
+        full: Bytes,
+    },
+    /// A model that failed is loaded again after a wait.
+    #[error("the model was inspected again; it is loaded in {:.1} s", wait.as_secs_f64())]
+    LoadDelayed { wait: Duration },
+    /// The floor does not fit now.
+    #[error(
+        "the engine waits for memory: {error}: {free} is free, {kept} is kept for workers, headroom is {headroom} \
+         with a watermark of {watermark}"
+    )]
+    WaitsForMemory {
+        error: FloorError,
+        free: Bytes,
+        /// Kept for workers.
+        kept: Bytes,
+        headroom: Bytes,
+        watermark: Bytes,
+    },
+    /// The model is loaded.
+    #[error(
+        "loading the engine with {plan}, {full} in full: {free} is free after it, {kept} of that is kept for workers"
+    )]
+    Loading {
+        plan: PlanSize,
+        full: Bytes,
+        free: Bytes,
+        /// Kept for workers, of what is free.
+        kept: Bytes,
+    },
+    /// A report about a plan that is not waited for is ignored.
+    #[error("{}", stray.about(*revision))]
+    StrayPlan { revision: u64, stray: StrayPlan },
+    /// A plan is in force.
+    #[error("{}", outcome.with(*revision, took.as_millis(), plan.as_ref(), *used, *free))]
+    Applied {
+        revision: u64,
+        outcome: PlanOutcome,
+        plan: Option<PlanSize>,
+        used: Bytes,
+        free: Bytes,
+        took: Duration,
+    },
+    /// A shed gave back less than it promised.
+    #[error("engine promised {promised}, {credited} are credited and the kernel shows {freed}")]
+    Short {
+        promised: Bytes,
+        credited: Bytes,
+        freed: Bytes,
+    },
+    /// A plan could not be applied.
+    #[error(
+        "the engine could not apply plan {revision} ({plan}): {reason}; in force was {}",
+        or_empty(in_force.as_ref())
+    )]
+    NotApplied {
+        revision: u64,
+        reason: String,
+        plan: PlanSize,
+        in_force: Option<PlanSize>,
+    },
+    /// The engine is gone, and `freed` off the book.
+    #[error("the LLM has failed: {reason}; {freed} are off the book; {next}")]
+    Gone {
+        reason: String,
+        freed: Bytes,
+        next: NextLoad,
+    },
+    /// The running answer has lost its oldest tokens, as its request allows.
+    #[error(
+        "the answer has lost {tokens} tokens of its context, the oldest, as its request allows: {in_all} in all"
+    )]
+    ContextLost { tokens: u32, in_all: u32 },
+    /// The plan in force is unknown, and the last known one is asked for.
+    #[error("the plan in force is unknown; asking for the last one that was known")]
+    Unconfirmed,
+    /// A plan was not answered in time, and is asked for again.
+    #[error(
+        "the engine has not answered plan {revision} within {:.1} s; asking again",
+        after.as_secs_f64()
+    )]
+    Unanswered { revision: u64, after: Duration },
+}
+
+/// Why a report about a plan is ignored.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum StrayPlan {
+    /// The engine holds no lease.
+    NoLease,
+    /// It is of an earlier load.
+    EarlierLoad,
+    /// It failed, and is not waited for any more.
+    Failed { reason: String },
+}
+
+/// The effect of a plan that is in force; `freed` as the kernel shows it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum PlanOutcome {
+    /// The engine is ready.
+    Ready,
+    Shed {
+        credited: Bytes,
+        freed: Bytes,
+        /// Given up, and never touched.
+        untouched: Bytes,
+    },
+    /// A prompt's larger chunk has ended, and smaller ones follow.
+    ChunkEnded {
+        credited: Bytes,
+        freed: Bytes,
+    },
+    Grown,
+    /// It is what was in force.
+    Confirmed,
+}
+
+/// When an engine that is gone is loaded again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum NextLoad {
+    #[error("loading again in {:.1} s", .0.as_secs_f64())]
+    In(Duration),
+    /// Its file is read again.
+    #[error("reading its file again in {:.1} s", .0.as_secs_f64())]
+    ReadIn(Duration),
+    /// When the file or the settings have changed.
+    #[error("it is not loaded again until that has changed")]
+    NeedsChange,
+    /// It failed too often.
+    #[error("it failed too often and is not loaded again")]
+    GivenUp,
+    /// When the disk has answered; reads that hang keep so much.
+    #[error("reads that hang keep {left}, and it is inspected again when the disk has answered")]
+    WaitsForDisk { left: Bytes },
+    #[error("there is nothing to load")]
+    NothingToLoad,
+}
+
+impl StrayPlan {
+    fn about(&self, revision: u64) -> String {
+        match self {
+            Self::NoLease => format!("the engine applied plan {revision}, and holds no lease"),
+            Self::EarlierLoad => {
+                format!("the engine applied plan {revision} of an earlier load: ignored")
+            }
+            Self::Failed { reason } => {
+                format!("plan {revision} failed, and is no longer waited for: {reason}")
+            }
+        }
+    }
+}
+
+impl PlanOutcome {
+    fn with(
+        &self,
+        revision: u64,
+        ms: u128,
+        plan: Option<&PlanSize>,
+        used: Bytes,
+        free: Bytes,
+    ) -> String {
+        let holds = format!("{}, uses {used}", or_empty(plan));
+        match self {
+            Self::Ready => format!("engine ready after {ms} ms: {holds}"),
+            Self::Shed {
+                credited,
+                freed,
+                untouched,
+            } => {
+                let untouched = unless_zero(" and ", *untouched, " had not been touched");
+                format!(
+                    "engine shed {credited} in {ms} ms, the kernel shows {freed}{untouched}: {holds}; {free} is free"
+                )
+            }
+            Self::ChunkEnded { credited, freed } => format!(
+                "a chunk of a prompt has ended, and smaller ones follow: engine gave up {credited} in {ms} ms, the kernel \
+                 shows {freed}: {holds}; {free} is free"
+            ),
+            Self::Grown => format!("engine has grown in {ms} ms: {holds}; {free} is free"),
+            Self::Confirmed => format!("engine applied plan {revision} in {ms} ms: {holds}"),
+        }
+    }
+}
+
+fn or_empty(plan: Option<&PlanSize>) -> String {
+    plan.map(ToString::to_string).unwrap_or_default()
+}

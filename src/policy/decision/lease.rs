@@ -1,0 +1,253 @@
+//! Decisions about leases.
+#![expect(missing_docs, reason = "fields are named by what they hold")]
+
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use crate::{
+    growth_wait::unless_zero,
+    lease::{LeaseName, TargetAnswer},
+    reason::still_uses,
+};
+use cotenant_units::Bytes;
+
+/// A decision about a lease.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum LeaseDecision {
+    /// A lease could not be booked.
+    #[error("`{tenant}`: cannot book {asked}: {free} is free")]
+    NotBooked {
+        tenant: String,
+        asked: Bytes,
+        free: Bytes,
+    },
+    /// The process of the holder has ended, and its memory is credited.
+    #[error(
+        "{lease}{}: its process has ended and its memory is free; {free} is free of {budget}",
+        with_more(leases - 1)
+    )]
+    HolderGone {
+        /// The lease by which its end was noticed.
+        lease: LeaseName,
+        /// How many leases it had, that one included.
+        leases: usize,
+        free: Bytes,
+        budget: Bytes,
+    },
+    /// A holder has answered its target; nothing is credited for that.
+    #[error("{lease} {}", answered(answer, *claimed))]
+    Answered {
+        lease: LeaseName,
+        answer: TargetAnswer,
+        claimed: Option<Bytes>,
+    },
+    /// A holder has answered a target that is not in force.
+    #[error("{lease} answered target {nonce}, and {}: ignored", in_force(*current))]
+    AnswerIgnored {
+        lease: LeaseName,
+        nonce: u64,
+        current: Option<u64>,
+    },
+    /// A holder uses more than it holds.
+    #[error(
+        "`{holder}` uses {used} and holds {held}: {} are unaccounted; {free} is free",
+        used.saturating_sub(*held)
+    )]
+    BeyondLease {
+        /// As whom it is measured.
+        holder: String,
+        used: Bytes,
+        held: Bytes,
+        /// What is free; what it uses beyond is not.
+        free: Bytes,
+    },
+    /// A target was measured to be reached, and what that freed is credited.
+    #[error(
+        "{lease} is down to {stays}, {freed} verified after {} ms: it uses {used}; {free} is free of {budget}",
+        took.as_millis()
+    )]
+    Reduced {
+        lease: LeaseName,
+        stays: Bytes,
+        freed: Bytes,
+        took: Duration,
+        used: Bytes,
+        free: Bytes,
+        budget: Bytes,
+    },
+    /// A holder wanted to come down and was not measured there: it keeps what it holds.
+    #[error(
+        "{lease} wanted to come down to {target} and {}: it keeps what it holds",
+        still_uses(*used)
+    )]
+    WishNotSeen {
+        lease: LeaseName,
+        target: Bytes,
+        used: Option<Bytes>,
+    },
+    /// An ended lease is off the book by a reading.
+    #[error(
+        "{lease} is off the book with {held}{}; {free} is free of {budget}",
+        unless_zero("; ", *rest, " is still in use and unaccounted")
+    )]
+    Closed {
+        lease: LeaseName,
+        held: Bytes,
+        /// What of it is still used, and unaccounted.
+        rest: Bytes,
+        free: Bytes,
+        budget: Bytes,
+    },
+    /// An ended lease is off the book by a sample, since its holder cannot be measured.
+    #[error(
+        "{lease} has ended and cannot be measured: its {held} are free as far as the last sample shows"
+    )]
+    ClosedUnmeasured { lease: LeaseName, held: Bytes },
+    /// An ended lease is off the book, and its bytes are unaccounted: no reading was had in time.
+    #[error(
+        "{lease} has ended and was not measured in time: its {held} are unaccounted until it is"
+    )]
+    ClosedUnaccounted { lease: LeaseName, held: Bytes },
+    /// An ended lease keeps what its holder may still take, since that has not acknowledged the end.
+    #[error(
+        "{lease} has ended unacknowledged: {bytes} stay on the book for {:.1} s at most; {free} is free of {budget}",
+        at_most.as_secs_f64()
+    )]
+    KeptUntilAcknowledged {
+        lease: LeaseName,
+        bytes: Bytes,
+        /// For how long at most: the rest of its term.
+        at_most: Duration,
+        free: Bytes,
+        budget: Bytes,
+    },
+    /// Its holder gives it back, or another process on the holder's behalf; it is free once measured.
+    #[error("released {lease} with {held}, free once measured")]
+    Released { lease: LeaseName, held: Bytes },
+    /// Its end is acknowledged, by the holder or on its behalf by the user `by`.
+    #[error("{lease}{}", acknowledged(*by, *held))]
+    EndAcknowledged {
+        lease: LeaseName,
+        by: Option<u32>,
+        held: Bytes,
+    },
+    /// Leases and workers of the run before are taken over.
+    #[error(
+        "taken over from the run before: {leases} leases, {workers} workers, {held} held of {budget}"
+    )]
+    TakenOver {
+        leases: usize,
+        workers: usize,
+        held: Bytes,
+        budget: Bytes,
+    },
+    /// A book of an earlier run comes too late, and is not taken over.
+    #[error("a book of an earlier run comes too late and is not taken over")]
+    BookTooLate,
+    /// A lease of the run before is not taken over, since a worker has its name now.
+    #[error("lease {lease} is not taken over: a worker has its name now")]
+    NameTaken { lease: LeaseName },
+    /// A lease of the run before is not taken over, since it does not fit.
+    #[error("lease {lease} is not taken over: its {held} do not fit, {free} is free of {budget}")]
+    NotTakenOver {
+        lease: LeaseName,
+        held: Bytes,
+        free: Bytes,
+        budget: Bytes,
+    },
+}
+
+/// Why a lease ends against the will of its holder.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum LeaseEnd {
+    /// It was not renewed within its term.
+    #[error("expired: not renewed within its {} s term", term.as_secs_f64())]
+    Expired { term: Duration },
+    /// Another process of its user, or an operator, released it.
+    #[error("was released by uid {uid}, not by its holder")]
+    ReleasedByOther { uid: u32 },
+    /// Its holder has not come down to its target in time.
+    #[error(
+        "ends: {cause}; its target of {target} was due {:.1} s ago, and nothing is credited",
+        late.as_secs_f64()
+    )]
+    NotReduced {
+        target: Bytes,
+        /// How long the deadline of the target is over.
+        late: Duration,
+        cause: NotReduced,
+    },
+}
+
+/// How it is known that a holder has not come down to its target.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum NotReduced {
+    /// It has not answered.
+    #[error("it has not answered")]
+    Unanswered,
+    /// It has refused.
+    #[error("it refused: {reason}")]
+    Refused { reason: String },
+    /// A reading that is newer than its answer shows more.
+    #[error("{claim} and still uses {used}")]
+    Measured { used: Bytes, claim: Claim },
+    /// It has answered, and no reading since then could be taken.
+    #[error("{claim} and cannot be measured")]
+    Unmeasurable { claim: Claim },
+}
+
+/// The claim of a holder about a target that it has not been seen to reach.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(rename_all = "snake_case")]
+pub enum Claim {
+    /// The memory has been given back.
+    #[error("it answered `applied`")]
+    Applied,
+    /// It needs more time.
+    #[error("it asked for more time")]
+    Deferred,
+    /// It asked for less by itself.
+    #[error("it asked for less itself")]
+    Resized,
+}
+
+fn answered(answer: &TargetAnswer, claimed: Option<Bytes>) -> String {
+    match (answer, claimed) {
+        (TargetAnswer::Applied, Some(claimed)) => {
+            format!("reports to use {claimed} now; not yet measured")
+        }
+        (TargetAnswer::Applied, None) => {
+            "reports that it has come down; not yet measured".to_owned()
+        }
+        (TargetAnswer::Deferred { overage }, _) => {
+            format!("still needs {overage} above its target")
+        }
+        (TargetAnswer::Refused { reason }, _) => format!("refuses its target: {reason}"),
+    }
+}
+
+fn acknowledged(by: Option<u32>, held: Bytes) -> String {
+    by.map_or_else(
+        || " has ended, and its holder has acknowledged it".to_owned(),
+        |uid| format!(": end acknowledged by uid {uid} on the holder's behalf; {held} credited once measured"),
+    )
+}
+
+fn in_force(target: Option<u64>) -> String {
+    target.map_or_else(
+        || "has no target".to_owned(),
+        |target| format!("target {target} is in force"),
+    )
+}
+
+fn with_more(leases: usize) -> String {
+    if leases == 0 {
+        String::new()
+    } else {
+        format!(" with {leases} more leases")
+    }
+}
