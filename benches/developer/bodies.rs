@@ -228,6 +228,20 @@ async fn request(target: &Target, number: u32, size: usize) -> Result<bool, Stri
 }
 
 async fn post(port: u16, path: &str, body: &[u8]) -> Result<bool, String> {
+    let answer = exchange(port, path, body).await?;
+    let status = answer
+        .get(9..12)
+        .and_then(|status| str::from_utf8(status).ok())
+        .unwrap_or_default();
+    match status {
+        "200" => Ok(true),
+        "400" | "404" | "413" | "429" | "503" | "529" => Ok(false),
+        other => Err(format!("{path}: status `{other}`")),
+    }
+}
+
+/// Sends one request on a connection of its own; returns the response, its head included.
+pub(crate) async fn exchange(port: u16, path: &str, body: &[u8]) -> Result<Vec<u8>, String> {
     let failed = |error: std::io::Error| format!("{path}: {error}");
     let mut stream = TcpStream::connect(("127.0.0.1", port))
         .await
@@ -242,15 +256,7 @@ async fn post(port: u16, path: &str, body: &[u8]) -> Result<bool, String> {
     let _refused = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _reset = stream.read_to_end(&mut answer).await;
-    let status = answer
-        .get(9..12)
-        .and_then(|status| str::from_utf8(status).ok())
-        .unwrap_or_default();
-    match status {
-        "200" => Ok(true),
-        "400" | "404" | "413" | "429" | "503" | "529" => Ok(false),
-        other => Err(format!("{path}: status `{other}`")),
-    }
+    Ok(answer)
 }
 
 /// A session whose tools, and an item, are the value.

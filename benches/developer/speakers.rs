@@ -1,7 +1,8 @@
 //! `developer speakers`: several speakers on one model.
 //!
 //! How soon an answer begins for one who has just spoken, and for one after whom seven others have; what answers at once come to, each
-//! beside the same answer alone; and how long the next token takes while a long prompt of another one is read.
+//! beside the same answer alone; how long the next token takes while a long prompt of another one is read; and how soon a call is
+//! written whose form leaves little choice.
 
 use std::{
     path::{Path, PathBuf},
@@ -23,7 +24,10 @@ use cotenant::{
         operator_service_client::OperatorServiceClient,
     },
 };
+use serde_json::{Value, json};
 use tonic::transport::Channel;
+
+use crate::{bodies::exchange, soak::free_port};
 
 /// Settings of the measurement.
 #[derive(Clone, Debug, clap::Args)]
@@ -48,7 +52,8 @@ pub(crate) struct SpeakersArgs {
 /// Runs it.
 pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     let model = std::path::absolute(&args.model).map_err(|error| error.to_string())?;
-    let stage = Stage::set(|folder| configuration(folder, &model, args))
+    let port = free_port().map_err(|error| error.to_string())?;
+    let stage = Stage::set(|folder| configuration(folder, &model, port, args))
         .map_err(|error| error.to_string())?;
     let channel = daemon::connected(&stage, PATIENCE).await?;
     let mut operator = OperatorServiceClient::new(channel.clone());
@@ -66,6 +71,7 @@ pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     turns(args, &channel, &mut report).await?;
     together(args, &channel, &mut report).await?;
     long_prompt(&channel, &mut report).await?;
+    forced_call(port, &mut report).await?;
     report.others(&reading);
     Ok(report)
 }
@@ -214,6 +220,70 @@ async fn long_prompt(channel: &Channel, report: &mut Report) -> Result<(), Strin
     Ok(())
 }
 
+/// A call with four parameters, and a text of as many tokens.
+async fn forced_call(port: u16, report: &mut Report) -> Result<(), String> {
+    let one_of = |values: [&str; 3]| json!({"enum": values});
+    let call = json!({
+        "model": "speakers",
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "Turn on the light in the kitchen at 80 percent, warm."}],
+        "tools": [{"type": "function", "function": {"name": "set_light_in_room", "parameters": {
+            "type": "object",
+            "properties": {
+                "room_name": one_of(["kitchen", "hall", "bedroom"]),
+                "brightness_percent": {"type": "integer", "minimum": 0, "maximum": 100},
+                "color_temperature": one_of(["warm_white", "cold_white", "daylight"]),
+                "turn_on_immediately": {"type": "boolean"},
+            },
+            "required": ["room_name", "brightness_percent", "color_temperature", "turn_on_immediately"],
+            "additionalProperties": false,
+        }}}],
+        "tool_choice": {"type": "function", "function": {"name": "set_light_in_room"}},
+    });
+    let (call_takes, tokens) = timed(port, &call).await?;
+    let text = json!({
+        "model": "speakers",
+        "temperature": 0,
+        "messages": [{"role": "user", "content": "Tell me a story."}],
+        "max_tokens": tokens,
+    });
+    let (text_takes, told) = timed(port, &text).await?;
+    let (call_takes, text_takes) = (call_takes / tokens, text_takes / told);
+    report.figure("tokens of a call by its form", "", tokens, None);
+    report.figure("tokens/s of it", "", 1.0 / call_takes, None);
+    report.figure("tokens/s of a text of as many", "", 1.0 / text_takes, None);
+    report.figure(
+        "the one over the other",
+        "",
+        text_takes / call_takes,
+        Some(Limit::AtLeast(1.5)),
+    );
+    Ok(())
+}
+
+/// Seconds that a chat completion takes, and its tokens; the median of some, behind one that warms the prompt.
+async fn timed(port: u16, body: &Value) -> Result<(f64, f64), String> {
+    let body = body.to_string();
+    let (mut takes, mut tokens) = (Vec::new(), 0.0);
+    for turn in 0..CALLS + 1 {
+        let began = Instant::now();
+        let answer = exchange(port, "/v1/chat/completions", body.as_bytes()).await?;
+        let took = began.elapsed().as_secs_f64();
+        let answer = String::from_utf8_lossy(&answer);
+        let said: Value = answer
+            .split_once("\r\n\r\n")
+            .and_then(|(_, body)| serde_json::from_str(body).ok())
+            .unwrap_or_default();
+        tokens = said["usage"]["completion_tokens"]
+            .as_f64()
+            .ok_or_else(|| format!("no completion: {answer}"))?;
+        if turn > 0 {
+            takes.push(took);
+        }
+    }
+    Ok((median(&takes).unwrap_or_default(), tokens))
+}
+
 /// Asks on; the answer becomes a part of the conversation. Returns the time to the first token, in ms.
 async fn ask_on(
     channel: &Channel,
@@ -309,7 +379,7 @@ fn question(number: usize, turn: u32) -> String {
     )
 }
 
-fn configuration(folder: &Path, model: &Path, args: &SpeakersArgs) -> String {
+fn configuration(folder: &Path, model: &Path, port: u16, args: &SpeakersArgs) -> String {
     let (model, threads, context) = (model.display(), args.threads, args.context);
     let folder = folder.display();
     format!(
@@ -317,6 +387,7 @@ fn configuration(folder: &Path, model: &Path, args: &SpeakersArgs) -> String {
 budget: {{total: 8GiB, reserve: 256MiB, scope: session}}
 llm: {{path: {model}, name: speakers, threads: {threads}, context: {context}}}
 grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
+http: {{listen: \"127.0.0.1:{port}\"}}
 journal: {{path: {folder}/journal.ndjson}}
 state_dir: {folder}/state
 runtime_dir: {folder}
@@ -337,5 +408,6 @@ const LONG_PROMPT: usize = 290;
 const SHORT_ANSWER: u32 = 24;
 const ANSWER: u32 = 128;
 const LONG_ANSWER: u32 = 1024;
+const CALLS: u32 = 7;
 /// The longest that one step may take.
 const PATIENCE: Duration = Duration::from_secs(120);
