@@ -274,8 +274,9 @@ async fn timed(port: u16, body: &Value) -> Result<(f64, f64), String> {
             .split_once("\r\n\r\n")
             .and_then(|(_, body)| serde_json::from_str(body).ok())
             .unwrap_or_default();
-        tokens = said["usage"]["completion_tokens"]
-            .as_f64()
+        tokens = said
+            .pointer("/usage/completion_tokens")
+            .and_then(Value::as_f64)
             .ok_or_else(|| format!("no completion: {answer}"))?;
         if turn > 0 {
             takes.push(took);
