@@ -12,8 +12,10 @@ use self::schema::KeptSchema;
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
 
+pub mod refusal;
 pub mod refusals;
 pub mod schema;
+pub mod sinks;
 
 /// Who speaks in a conversation. A closed set: templates make control tokens of it, so it must not be free text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]

@@ -1,6 +1,6 @@
 //! Kinds of refusals: the one table that each wire format maps to its own codes.
 
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use super::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
 /// What a [`Refusal`] is to the client of any API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,12 +6,12 @@ use std::{collections::VecDeque, sync::Arc};
 use futures_util::{FutureExt as _, StreamExt as _, future::BoxFuture, stream};
 
 use super::llm::{Guarded, Llm, RETRY_SOON, Wanted};
-use cotenant_conversation::{AnswerPart, Prompt};
+use cotenant_conversation::{AnswerPart, Prompt, refusal::Refusal};
 use cotenant_engine::{self as engine, AnswerReader};
 use cotenant_http::backend::{
     ChatBackend, ChatEvent, ChatRequest, ChatStream, FinishReason, TokenizerBackend,
 };
-use cotenant_policy::{lease::Class, refusal::Refusal};
+use cotenant_policy::lease::Class;
 use cotenant_units::Tokens;
 
 impl ChatBackend for Llm {

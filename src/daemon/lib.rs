@@ -6,6 +6,7 @@
 //! `listeners` serve clients, and `activation` takes what systemd listens on.
 
 mod activation;
+mod backlog;
 mod bind;
 mod certificates;
 mod chat;

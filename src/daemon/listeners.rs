@@ -17,13 +17,12 @@ use super::{
     wyoming,
 };
 use cotenant_config::{Config, GrpcLimits, RolesConfig, TcpConfig};
-use cotenant_conversation::refusals::not_configured;
+use cotenant_conversation::{refusal::Refusal, refusals::not_configured};
 use cotenant_http::{self as http, Access, backend::Backends};
 use cotenant_policy::{
     health::Health,
     lease::LeaseId,
     pressure::PressureLevel,
-    refusal::Refusal,
     snapshot::{EngineState, Snapshot, WorkerState},
 };
 use cotenant_rpc::{

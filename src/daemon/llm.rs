@@ -16,14 +16,13 @@ use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::Cur
 use cotenant_config::LlmConfig;
 use cotenant_conversation::{
     FinishReason, SamplingWish,
+    refusal::Refusal,
     refusals::{invalid, no_thread},
 };
 use cotenant_engine::{
     self as engine, AnswerStyle, EngineHandle, EngineSnapshot, PromptError, RequestId, SubmitError,
 };
-use cotenant_policy::{
-    engine_failure::NextTry, event::Event, refusal::Refusal, snapshot::EngineState,
-};
+use cotenant_policy::{engine_failure::NextTry, event::Event, snapshot::EngineState};
 use cotenant_rpc::{
     llm::{self, Generator},
     supervisor::Supervisor as _,

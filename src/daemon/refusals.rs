@@ -5,8 +5,8 @@ use tonic::Code;
 use tonic_types::StatusExt as _;
 
 use super::wyoming::rendered as wyoming;
-use cotenant_dev::samples::refusals;
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusal::Refusal;
+use cotenant_dev::refusals::refusals;
 use cotenant_rpc::status::refused;
 
 /// The table: gRPC code, reason and whether it has a RetryInfo; HTTP status of OpenAI's API (and Ollama's), code and

@@ -15,19 +15,21 @@ use tokio::{
 };
 
 use super::{
+    backlog::Backlog,
     control_handle::{AtWork, ControlHandle},
     workers::{Speaker, Way},
 };
 use cotenant_config::WorkerProtocol;
-use cotenant_conversation::refusals::{invalid, not_configured, worker_lost};
+use cotenant_conversation::{
+    refusal::Refusal,
+    refusals::{invalid, not_configured, worker_lost},
+};
 use cotenant_http::backend::{
     RequestMeta, SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript,
     VoiceWish,
 };
 use cotenant_policy::{
-    backlog::Backlog,
     event::Event,
-    refusal::Refusal,
     snapshot::{self, Rest, Snapshot},
 };
 use cotenant_rpc::supervisor::Supervisor as _;

@@ -25,9 +25,9 @@ use super::{
     sampling::{Sampling, SamplingError},
     tokenizer::EncodeError,
 };
-use cotenant_conversation::AnswerForm;
+use cotenant_conversation::{AnswerForm, sinks::Sinks};
 pub use cotenant_conversation::{Prompt, Usage};
-use cotenant_policy::{lease::Class, sinks::Sinks};
+use cotenant_policy::lease::Class;
 use cotenant_units::Tokens;
 
 /// Names one request, chosen by its submitter; unique among the requests the engine knows.

@@ -7,8 +7,8 @@ use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use super::fault::{Fault, shortened};
-use cotenant_conversation::refusals::at_limit;
-use cotenant_policy::{lease::Class, refusal::Refusal};
+use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
+use cotenant_policy::lease::Class;
 use cotenant_units::Tokens;
 
 /// Who may use the APIs.

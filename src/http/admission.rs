@@ -6,7 +6,7 @@ use super::{
     backend::{ChatBackend, ChatRequest, ChatStream, Prompt, Retention, Role},
     patience::patiently,
 };
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusal::Refusal;
 
 /// Admits a request, which is held for up to `limit` while asking again `helps`. A conversation that is longer than the context
 /// loses its oldest messages, where the request allows it, until it fits, and one of Ollama's the beginning of its text.

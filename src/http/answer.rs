@@ -40,8 +40,7 @@ use super::{
     patience::is_of_memory,
     stream::{Payload, admission_patience, held_for_memory, lines, sse},
 };
-use cotenant_conversation::refusals::not_configured;
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::{refusal::Refusal, refusals::not_configured};
 use cotenant_units::Bytes;
 
 /// Writes one answer in the form of one API.

@@ -20,8 +20,7 @@ use super::{
     limits::Limits,
     memory::{Pool, Quota, Share, Short, Who},
 };
-use cotenant_conversation::refusals::at_limit;
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
 use cotenant_units::Bytes;
 
 /// Backends and limits of the HTTP APIs. One value serves any number of listeners.

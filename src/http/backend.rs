@@ -10,12 +10,12 @@ use futures_util::{future::BoxFuture, stream::BoxStream};
 use tokio::sync::mpsc;
 
 use super::Client;
-use cotenant_conversation::refusals::not_configured;
 pub use cotenant_conversation::{
     AnswerForm, AnswerPart, ChatMessage, Conversation, FinishReason, Prompt, Role, SamplingWish,
     ToolCall, Usage,
 };
-use cotenant_policy::{refusal::Refusal, sinks::Sinks, snapshot::Snapshot};
+use cotenant_conversation::{refusal::Refusal, refusals::not_configured, sinks::Sinks};
+use cotenant_policy::snapshot::Snapshot;
 use cotenant_speech::{audio::MonoAudio, decoder::Decoder};
 use cotenant_telemetry::{SpanContext, Tracer};
 use cotenant_units::{Bytes, Tokens};

@@ -15,7 +15,7 @@ use super::{
     numbers::Whole,
     sampling::{SamplingDialect, SamplingFields},
 };
-use cotenant_policy::sinks::Sinks;
+use cotenant_conversation::sinks::Sinks;
 use cotenant_units::Tokens;
 
 /// The body of `POST /v1/chat/completions`.

@@ -9,8 +9,10 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use cotenant_conversation::refusals::{self, Kind, with_hint};
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::{
+    refusal::Refusal,
+    refusals::{self, Kind, with_hint},
+};
 
 /// A failure as clients of OpenAI's API expect it.
 #[derive(Clone, Debug, PartialEq, Eq)]

@@ -8,7 +8,7 @@ use super::{
     api::Api,
     backend::{AnswerPart, ChatEvent, ChatStream, FinishReason, Usage},
 };
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_conversation::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
 /// One generation: its events, measured, in an order that writers rely on.
 ///

@@ -7,7 +7,7 @@
 //! ```
 //!
 //! A request is *admitted first and answered then*: while the answer has no byte yet, a refusal is a status code with
-//! retry headers; afterwards it can only be an error object in the stream. [`cotenant_policy::refusal::Refusal`] is the
+//! retry headers; afterwards it can only be an error object in the stream. [`cotenant_conversation::refusal::Refusal`] is the
 //! one list of reasons; `fault.rs` renders it.
 
 pub mod backend;
@@ -56,7 +56,9 @@ pub use server::{ClientListener, serve};
 
 /// The answers to a refused request, as clients of OpenAI's, Ollama's and Anthropic's APIs see them.
 #[must_use]
-pub fn rendered(refusal: &cotenant_policy::refusal::Refusal) -> [axum::response::Response; 3] {
+pub fn rendered(
+    refusal: &cotenant_conversation::refusal::Refusal,
+) -> [axum::response::Response; 3] {
     use axum::response::IntoResponse as _;
     [
         fault::Fault::from(refusal.clone()).into_response(),

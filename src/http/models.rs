@@ -9,7 +9,7 @@ use super::{
     backend::{ModelInfo, ModelKind},
     fault::{Fault, shortened},
 };
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusal::Refusal;
 
 /// The chat model that a client means; the first when it names none.
 pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault> {

@@ -363,7 +363,7 @@ mod tests {
 
     use super::*;
     use crate::body::parse_json;
-    use cotenant_policy::sinks::Sinks;
+    use cotenant_conversation::sinks::Sinks;
 
     fn asked(body: &Value) -> Result<Asked, String> {
         parse_json::<WireRequest>(body.to_string().as_bytes())

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusal::Refusal;
 
 /// Asks again what is refused for now, as long as `limit` and as `helps`, which is given the refusal and how often it was asked,
 /// allow. What is refused for longer than that is not waited for.

@@ -30,8 +30,7 @@ use super::{
     patience::{is_of_memory, patiently},
     stream::{Payload, broken_off, held_for_memory, ignored_header, sse},
 };
-use cotenant_conversation::refusals::worker_lost;
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::{refusal::Refusal, refusals::worker_lost};
 use cotenant_speech::{
     audio::{MonoAudio, TTS_RATE_HZ, pcm_bytes, wav_stream_header},
     encode::{Encoder, Encoding},

@@ -23,7 +23,7 @@ use super::{
     fault::Fault,
     limits::Limits,
 };
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusal::Refusal;
 
 /// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {

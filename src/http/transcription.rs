@@ -21,8 +21,10 @@ use super::{
     patience::{is_of_memory, patiently},
     stream::{Payload, admission_patience, broken_off, held_for_memory, ignored_header, sse},
 };
-use cotenant_conversation::refusals::{at_limit, no_thread, worker_lost};
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::{
+    refusal::Refusal,
+    refusals::{at_limit, no_thread, worker_lost},
+};
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio},
     decode::{READ_FORMATS, decode_for_asr, is_wav},

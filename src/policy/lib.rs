@@ -3,7 +3,6 @@
 
 mod admission;
 pub mod arbiter;
-pub mod backlog;
 pub mod book;
 mod choose;
 pub mod compute;
@@ -36,17 +35,14 @@ mod reach;
 pub mod reason;
 pub mod reboot;
 mod reclaim;
-pub mod refusal;
 pub mod residency;
 pub mod restart;
 pub mod roles;
 pub mod shedding;
-pub mod sinks;
 pub mod snapshot;
 pub mod speed;
 mod state;
 pub mod streaming;
-pub mod target;
 mod worker;
 mod worker_control;
 
@@ -57,9 +53,5 @@ pub use self::arbiter::Arbiter;
 extern crate self as cotenant_policy;
 #[cfg(test)]
 #[path = "../dev/samples.rs"]
-#[expect(
-    dead_code,
-    unreachable_pub,
-    reason = "it is a module of `cotenant-dev`, too"
-)]
+#[expect(unreachable_pub, reason = "it is a module of `cotenant-dev`, too")]
 mod samples;

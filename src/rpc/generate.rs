@@ -18,8 +18,8 @@ use super::{
         self, GenerateResponse, generate_request, generate_response, llm_service_server::LlmService,
     },
 };
-use cotenant_conversation::{ChatMessage, FinishReason, Role, SamplingWish, Usage};
-use cotenant_policy::{
+use cotenant_conversation::{
+    ChatMessage, FinishReason, Role, SamplingWish, Usage,
     refusal::{RETRY_AFTER_DEFAULT, Refusal},
     sinks::Sinks,
 };

@@ -23,12 +23,12 @@ use super::{
     slots::Slot,
     status::{CallError, shorten},
     supervisor::Notice,
+    target::{SentTarget, Verdict},
     v1::{self, HoldLeaseRequest, HoldLeaseResponse, TargetState, hold_lease_response},
 };
 use cotenant_policy::{
     event::Event,
     lease::{LeaseId, LeaseView, Target, TargetAnswer},
-    target::{SentTarget, Verdict},
 };
 use cotenant_units::Bytes;
 

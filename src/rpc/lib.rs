@@ -40,6 +40,7 @@ pub mod server;
 mod slots;
 pub mod status;
 pub mod supervisor;
+pub mod target;
 
 pub use client::Endpoint;
 pub use convert::class as lease_class;

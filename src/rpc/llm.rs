@@ -5,8 +5,9 @@ use std::time::Duration;
 use futures_util::future::BoxFuture;
 use tokio::sync::mpsc;
 
-use cotenant_conversation::{ChatMessage, FinishReason, SamplingWish, Usage};
-use cotenant_policy::{refusal::Refusal, sinks::Sinks};
+use cotenant_conversation::{
+    ChatMessage, FinishReason, SamplingWish, Usage, refusal::Refusal, sinks::Sinks,
+};
 use cotenant_units::Tokens;
 
 /// Generates text; the daemon implements it over the engine.

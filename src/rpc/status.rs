@@ -36,10 +36,8 @@ use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
 
 use super::supervisor::SubmitError;
-use cotenant_policy::{
-    denial::Denial,
-    refusal::{Refusal, quoted},
-};
+use cotenant_conversation::refusal::{Refusal, quoted};
+use cotenant_policy::denial::Denial;
 use cotenant_units::Bytes;
 
 /// Domain of every ErrorInfo.

@@ -5,6 +5,7 @@ use std::{io::Write as _, net::SocketAddr, sync::Arc, time::Duration};
 use cotenant::{
     causes::in_one_line,
     config::Config,
+    conversation::refusal::Refusal,
     engine::Header,
     http::{
         self, Api, Limits,
@@ -14,7 +15,7 @@ use cotenant::{
             StatusBackend, TokenizerBackend, TranscribeRequest, Transcript, Usage, Voice,
         },
     },
-    policy::{refusal::Refusal, snapshot::Snapshot},
+    policy::snapshot::Snapshot,
     speech::{
         audio::MonoAudio,
         decode::decode_whole_for_asr,

@@ -14,6 +14,7 @@ use std::{
 use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
 use cotenant::{
+    conversation::sinks::Sinks,
     engine::{
         ApplyFailure, ChatMessage, Client, Engine, EngineEvent, EngineHandle, EngineOptions,
         EnginePhase, FinishReason, Flow, ForwardError, GenerateError, GenerateEvent,
@@ -25,7 +26,7 @@ use cotenant::{
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },
-    policy::{kv_type::KvType, lease::Class, residency::EnginePlan, sinks::Sinks},
+    policy::{kv_type::KvType, lease::Class, residency::EnginePlan},
     units::{Bytes, Tokens},
 };
 use tokio::sync::mpsc;

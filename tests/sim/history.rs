@@ -12,8 +12,8 @@ use cotenant::{
         reason::PlanReason,
         residency::EnginePlan,
         snapshot::{EngineState, EngineView, Rest, Snapshot, WorkerState, WorkerView},
-        target::Verdict,
     },
+    rpc::target::Verdict,
     units::Timestamp,
 };
 

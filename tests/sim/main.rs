@@ -33,7 +33,7 @@ use std::{
     panic::{catch_unwind, resume_unwind},
 };
 
-use cotenant::policy::target::Verdict;
+use cotenant::rpc::target::Verdict;
 
 use self::{
     faults::Faults,

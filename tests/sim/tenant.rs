@@ -3,10 +3,8 @@
 use std::collections::BTreeSet;
 
 use cotenant::{
-    policy::{
-        lease::{LeaseId, LeaseView, Peer, Ticket},
-        target::SentTarget,
-    },
+    policy::lease::{LeaseId, LeaseView, Peer, Ticket},
+    rpc::target::SentTarget,
     units::{Bytes, Timestamp},
 };
 use rand::Rng;

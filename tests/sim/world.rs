@@ -17,8 +17,8 @@ use cotenant::{
         params::Scope,
         pressure::{GpuReading, MemoryReading, Sample},
         snapshot::{EngineState, Rest, WorkerState},
-        target::Verdict,
     },
+    rpc::target::Verdict,
     units::{Bytes, Timestamp},
 };
 use rand::{Rng, SeedableRng};

@@ -25,7 +25,10 @@ use super::{
     refuse::{error_of, not_handled},
     shared::{Api, Counted, DONE, NOT_NOW, WRONG},
 };
-use cotenant_conversation::refusals::{Passing, not_configured};
+use cotenant_conversation::{
+    refusal::Refusal,
+    refusals::{Passing, not_configured},
+};
 use cotenant_http::{
     backend::{
         AnswerPart, ChatEvent, ChatMessage, ChatRequest, Prompt, RequestMeta, Role, SpeechRequest,
@@ -33,7 +36,6 @@ use cotenant_http::{
     },
     patiently,
 };
-use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     audio::{MonoAudio, pcm_bytes},
     sentences::Sentences,

@@ -3,8 +3,10 @@
 //! Recognition and speech end with `error` and a closed connection. A conversation that fails for want of memory or
 //! context is `not-handled` with the reason, so that it is spoken to the user; other failures of it are an `error` too.
 
-use cotenant_conversation::refusals::{Kind, with_hint};
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::{
+    refusal::Refusal,
+    refusals::{Kind, with_hint},
+};
 use cotenant_speech::server;
 
 /// The `error` that a refusal is.

@@ -8,8 +8,8 @@ use serde_json::json;
 use tokio::{io::AsyncWriteExt as _, time::timeout};
 
 use cotenant_config::WyomingConfig;
+use cotenant_conversation::refusal::Refusal;
 use cotenant_http::backend::VoiceWish;
-use cotenant_policy::refusal::Refusal;
 use cotenant_speech::wyoming::{
     AudioFormat, Event, Frame, Voice,
     event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},

@@ -16,7 +16,7 @@ use super::super::{
     patience,
     speech::begun,
 };
-use cotenant_policy::refusal::Refusal;
+use cotenant_conversation::refusal::Refusal;
 use cotenant_speech::sentences::Sentences;
 
 /// What happens while a response is given, in order. It ends after [`ChatEvent::Finished`] and the last sound, or with a

@@ -42,8 +42,10 @@ use super::{
     run::{Run, Step, Voice, patiently},
     settings::Settings,
 };
-use cotenant_conversation::refusals::at_limit;
-use cotenant_policy::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_conversation::{
+    refusal::{RETRY_AFTER_DEFAULT, Refusal},
+    refusals::at_limit,
+};
 use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
 use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Bytes;

@@ -2,8 +2,8 @@ use std::{os::unix::ffi::OsStrExt as _, time::Duration};
 
 use base64::Engine as _;
 use cotenant::{
+    conversation::refusal::Refusal,
     http::{Limits, backend::VoiceWish},
-    policy::refusal::Refusal,
     speech::{
         audio::{MonoAudio, parse_wav},
         decode::decode_whole_for_asr,

@@ -1,11 +1,11 @@
 use std::time::{Duration, Instant};
 
 use cotenant::{
+    conversation::refusal::Refusal,
     http::{
         Limits,
         backend::{AnswerPart, ChatEvent, FinishReason, Role, Usage},
     },
-    policy::refusal::Refusal,
     units::{Bytes, Tokens},
 };
 use serde_json::{Value, json};

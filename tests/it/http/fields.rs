@@ -2,10 +2,7 @@
 
 use std::time::Duration;
 
-use cotenant::{
-    http::Limits,
-    policy::{pressure::PressureLevel, refusal::Refusal},
-};
+use cotenant::{conversation::refusal::Refusal, http::Limits, policy::pressure::PressureLevel};
 use serde_json::{Value, json};
 
 use super::{

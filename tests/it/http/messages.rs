@@ -3,11 +3,11 @@
 use std::time::Duration;
 
 use cotenant::{
+    conversation::refusal::Refusal,
     http::{
         Limits,
         backend::{AnswerPart, ChatEvent, FinishReason, Usage},
     },
-    policy::refusal::Refusal,
     units::Tokens,
 };
 use serde_json::{Value, json};

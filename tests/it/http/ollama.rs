@@ -3,10 +3,10 @@
 use std::time::Duration;
 
 use cotenant::{
+    conversation::refusal::Refusal,
     http::backend::{AnswerForm, AnswerPart, ChatEvent, FinishReason, Prompt, Usage},
     policy::{
         kv_type::KvType,
-        refusal::Refusal,
         residency::{EnginePlan, KvShape, LayerKind, LayerShape, ModelShape},
         snapshot::{EngineState, EngineView, Snapshot},
     },

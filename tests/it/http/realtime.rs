@@ -4,6 +4,7 @@ use std::{net::SocketAddr, sync::atomic::Ordering, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
+    conversation::refusal::Refusal,
     heap,
     http::{
         Limits,
@@ -11,7 +12,7 @@ use cotenant::{
             AnswerForm, AnswerPart, ChatEvent, ChatRequest, FinishReason, Role, Usage, VoiceWish,
         },
     },
-    policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
+    policy::{pressure::PressureLevel, snapshot::Snapshot},
     units::{Bytes, Tokens},
 };
 use futures_util::{SinkExt as _, StreamExt as _};

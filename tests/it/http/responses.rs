@@ -256,12 +256,13 @@ async fn a_wrong_request_names_its_field() {
         assert_eq!(answer.error_code(), code, "{more}");
         assert_eq!(answer.json()["error"]["param"], param);
     }
-    open.script
-        .refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
+    open.script.refuse([
+        cotenant::conversation::refusal::Refusal::ContextLengthExceeded {
             model: "tiny".to_owned(),
             prompt: cotenant::units::Tokens::new(9000),
             limit: cotenant::units::Tokens::new(4096),
-        }]);
+        },
+    ]);
     let answer = post_json(open.address, PATH, &question(&json!({}))).await;
     assert_eq!(
         (answer.status, answer.json()["error"]["param"].clone()),
@@ -412,12 +413,13 @@ async fn each_prompt_of_a_request_has_its_choice_in_order() {
     );
     assert!(asked.iter().all(|chat| chat.max_tokens.is_none()));
 
-    open.script
-        .refuse([cotenant::policy::refusal::Refusal::ContextLengthExceeded {
+    open.script.refuse([
+        cotenant::conversation::refusal::Refusal::ContextLengthExceeded {
             model: "tiny".to_owned(),
             prompt: cotenant::units::Tokens::new(9000),
             limit: cotenant::units::Tokens::new(4096),
-        }]);
+        },
+    ]);
     let refused = post_json(open.address, path, &texts).await;
     assert_eq!(
         (refused.status, refused.json()["error"]["param"].clone()),

@@ -10,6 +10,7 @@ use std::{
 };
 
 use cotenant::{
+    conversation::refusal::Refusal,
     http::{
         Access, Api, Limits,
         backend::{
@@ -20,7 +21,7 @@ use cotenant::{
         },
         serve,
     },
-    policy::{pressure::PressureLevel, refusal::Refusal, snapshot::Snapshot},
+    policy::{pressure::PressureLevel, snapshot::Snapshot},
     speech::decoder::Decoder,
     telemetry::Tracer,
     units::{Bytes, Tokens},

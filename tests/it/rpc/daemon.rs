@@ -11,6 +11,7 @@ use std::{
 };
 
 use cotenant::{
+    conversation::refusal::Refusal,
     daemon::{
         ControlHandle, MonotonicClock,
         control_loop::{ControlLoop, Perform},
@@ -22,7 +23,6 @@ use cotenant::{
         lease::Class,
         params::{Params, Scope, WorkerParams},
         pressure::{MemoryReading, Sample},
-        refusal::Refusal,
         snapshot::Snapshot,
     },
     rpc::{

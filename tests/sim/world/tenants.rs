@@ -7,8 +7,8 @@ use cotenant::{
         denial::Denial,
         event::{Answer, Event},
         lease::{LeaseId, LeaseRequest, Target, TargetAnswer, Ticket},
-        target::Verdict,
     },
+    rpc::target::Verdict,
     units::{Bytes, Timestamp},
 };
 use rand::Rng;

@@ -27,11 +27,11 @@ use super::super::{
     shared::{Api, Backends},
 };
 use cotenant_config::WyomingConfig;
+use cotenant_conversation::refusal::Refusal;
 use cotenant_http::backend::{
     AnswerPart, ChatBackend, ChatEvent, ChatMessage, ChatRequest, ChatStream, FinishReason,
     SpeechBackend, SpeechRequest, SpeechStream, TranscribeRequest, Transcript, Usage,
 };
-use cotenant_policy::refusal::Refusal;
 use cotenant_speech::{
     client::Endpoint,
     server::{Server, ServerLimits},

@@ -6,7 +6,7 @@ use cotenant_units::Timestamp;
 
 /// The requests that a worker has, as amounts of work: audio to be recognised, or the length of a text when it is spoken.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Backlog {
+pub(crate) struct Backlog {
     /// Sum of what is not answered.
     work: Duration,
     requests: u32,
@@ -21,7 +21,7 @@ impl Backlog {
     ///
     /// # Errors
     /// With the time that its answer would take.
-    pub fn admit(
+    pub(crate) fn admit(
         &mut self,
         now: Timestamp,
         work: Duration,
@@ -44,7 +44,7 @@ impl Backlog {
     ///
     /// # Errors
     /// As [`Self::admit`].
-    pub fn admit_whole(
+    pub(crate) fn admit_whole(
         &mut self,
         now: Timestamp,
         first: Duration,
@@ -60,12 +60,12 @@ impl Backlog {
     }
 
     /// A request that was admitted is answered: that is a measurement.
-    pub fn answered(&mut self, now: Timestamp, work: Duration) {
+    pub(crate) fn answered(&mut self, now: Timestamp, work: Duration) {
         self.answered_in(now, work, now.saturating_since(self.since));
     }
 
     /// The same where it is known how long the worker was busy with it: between answers clients may have been slow to read.
-    pub fn answered_in(&mut self, now: Timestamp, work: Duration, took: Duration) {
+    pub(crate) fn answered_in(&mut self, now: Timestamp, work: Duration, took: Duration) {
         let took = took.as_micros();
         let millis = work.as_millis().max(u128::from(WORK_MIN_MILLIS));
         let pace = u64::try_from(took.saturating_mul(1000) / millis).unwrap_or(u64::MAX);
@@ -79,7 +79,7 @@ impl Backlog {
     }
 
     /// A request that was admitted has ended without an answer.
-    pub fn dropped(&mut self, work: Duration) {
+    pub(crate) fn dropped(&mut self, work: Duration) {
         self.requests = self.requests.saturating_sub(1);
         self.work = self.work.saturating_sub(work);
     }

@@ -24,7 +24,7 @@ impl Sinks {
     /// As clients write it: a number of tokens, or -1 for the whole prompt (llama.cpp's `n_keep`); `None` for anything else.
     ///
     /// ```
-    /// # use cotenant_policy::sinks::Sinks;
+    /// # use cotenant_conversation::sinks::Sinks;
     /// # use cotenant_units::Tokens;
     /// assert_eq!(Sinks::from_wire(-1), Some(Sinks::Prompt));
     /// assert_eq!(Sinks::from_wire(64), Some(Sinks::Tokens(Tokens::new(64))));

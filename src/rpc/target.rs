@@ -4,7 +4,7 @@
 //! newest target only, and once: said again it gives the same verdict and changes nothing, and what has been applied
 //! stays applied, for the measurement has the last word. After kvcached's revisions of a memory limit.
 
-use super::lease::{Target, TargetAnswer};
+use cotenant_policy::lease::{Target, TargetAnswer};
 use cotenant_units::Bytes;
 
 /// The verdict on an answer.

@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
-use super::pressure::PressureLevel;
+use cotenant_policy::pressure::PressureLevel;
 use cotenant_units::{Bytes, Tokens};
 
 /// Why a request is refused, or why one that had begun could not be finished.
