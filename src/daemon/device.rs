@@ -10,6 +10,7 @@ use super::{
 use cotenant_memory::emergency;
 use cotenant_policy::{
     arbiter::Arbiter,
+    decision::{Decision, EngineDecision, LeaseDecision, MemoryDecision, NextLoad, WorkerDecision},
     event::{Action, Event},
     lease::{LeaseKind, LeaseView},
     pressure::PressureLevel,
@@ -18,6 +19,7 @@ use cotenant_policy::{
 use cotenant_rpc::supervisor::Notice;
 use cotenant_telemetry::Metrics;
 use cotenant_units::Timestamp;
+use tracing::Level;
 
 /// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
 /// arbiter asks then.
@@ -203,15 +205,11 @@ impl Perform for Device {
             Action::Weighed { weighing } => {
                 tracing::debug!(?weighing, "weighed the candidates for reclaim");
             }
-            Action::Decided { decision } if decision.is_error() => {
-                tracing::error!("{decision}");
-            }
-            Action::Decided { decision } if decision.is_warning() => {
-                tracing::warn!("{decision}");
-            }
-            Action::Decided { decision } => {
-                tracing::info!("{decision}");
-            }
+            Action::Decided { decision } => match level_of(&decision) {
+                Level::ERROR => tracing::error!("{decision}"),
+                Level::WARN => tracing::warn!("{decision}"),
+                _ => tracing::info!("{decision}"),
+            },
             Action::Answer { .. } => {} // delivered by the loop
         }
     }
@@ -245,5 +243,44 @@ impl Perform for Device {
             self.upkeep.notified = now;
             notify::alive(&state);
         }
+    }
+}
+
+/// The level at which a log shows a decision: an error ends a service until something changes, a warning tells of something that
+/// has not gone as it should.
+const fn level_of(decision: &Decision) -> Level {
+    use {EngineDecision as Engine, LeaseDecision as Lease, WorkerDecision as Worker};
+    match decision {
+        Decision::Engine(Engine::Gone {
+            next: NextLoad::NeedsChange | NextLoad::GivenUp | NextLoad::NothingToLoad,
+            ..
+        }) => Level::ERROR,
+        Decision::Engine(
+            Engine::FloorExceedsBudget { .. }
+            | Engine::Short { .. }
+            | Engine::NotApplied { .. }
+            | Engine::Gone { .. }
+            | Engine::Unconfirmed
+            | Engine::Unanswered { .. },
+        )
+        | Decision::Lease(
+            Lease::NotBooked { .. }
+            | Lease::BeyondLease { .. }
+            | Lease::ClosedUnaccounted { .. }
+            | Lease::NotTakenOver { .. },
+        )
+        | Decision::Worker(
+            Worker::Unresponsive { .. }
+            | Worker::GivenUp { .. }
+            | Worker::NeedsOperator { .. }
+            | Worker::Outgrown { .. }
+            | Worker::PeakRaised { .. }
+            | Worker::IgnoresPressure(_)
+            | Worker::NotSmaller { .. },
+        )
+        | Decision::Memory(MemoryDecision::RebootAdvised(_) | MemoryDecision::TooSmall { .. }) => {
+            Level::WARN
+        }
+        _ => Level::INFO,
     }
 }

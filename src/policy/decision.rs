@@ -53,62 +53,6 @@ pub enum Decision {
     Memory(MemoryDecision),
 }
 
-impl Decision {
-    /// Whether it ends a service until something changes: a log shows it as an error.
-    #[must_use]
-    pub const fn is_error(&self) -> bool {
-        use NextLoad as Next;
-        matches!(
-            self,
-            Self::Engine(EngineDecision::Gone {
-                next: Next::NeedsChange | Next::GivenUp | Next::NothingToLoad,
-                ..
-            })
-        )
-    }
-
-    /// Whether something has not gone as it should: a log shows it as a warning.
-    #[must_use]
-    pub const fn is_warning(&self) -> bool {
-        use {EngineDecision as Engine, LeaseDecision as Lease, WorkerDecision as Worker};
-        match self {
-            Self::Lease(decision) => matches!(
-                decision,
-                Lease::NotBooked { .. }
-                    | Lease::BeyondLease { .. }
-                    | Lease::ClosedUnaccounted { .. }
-                    | Lease::NotTakenOver { .. }
-            ),
-            Self::Engine(decision) => matches!(
-                decision,
-                Engine::FloorExceedsBudget { .. }
-                    | Engine::Short { .. }
-                    | Engine::NotApplied { .. }
-                    | Engine::Gone { .. }
-                    | Engine::Unconfirmed
-                    | Engine::Unanswered { .. }
-            ),
-            Self::Worker(decision) => matches!(
-                decision,
-                Worker::Unresponsive { .. }
-                    | Worker::GivenUp { .. }
-                    | Worker::NeedsOperator { .. }
-                    | Worker::Outgrown { .. }
-                    | Worker::PeakRaised { .. }
-                    | Worker::IgnoresPressure(_)
-                    | Worker::NotSmaller { .. }
-            ),
-            Self::Memory(decision) => {
-                matches!(
-                    decision,
-                    MemoryDecision::RebootAdvised(_) | MemoryDecision::TooSmall { .. }
-                )
-            }
-            Self::Admission(_) | Self::Growth(_) => false,
-        }
-    }
-}
-
 macro_rules! wrapped {
     ($($machine:ident($decision:ident)),* $(,)?) => {
         $(impl From<$decision> for Decision {
