@@ -27,7 +27,7 @@ use cotenant_memory::emergency::{self, Locked};
 use cotenant_policy::{
     event::{Answer, ChangedKeys, Event},
     lease::Ticket,
-    shedding::NextShed,
+    shedding::{Chosen, NextShed},
     snapshot::{Snapshot, WorkerState},
 };
 use cotenant_probe::{
@@ -122,7 +122,7 @@ impl ControlHandle {
 
     /// Notes what would be shed first.
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
-        let text = next.map(ToString::to_string).unwrap_or_default();
+        let text = next.map(next_shed_in_words).unwrap_or_default();
         *locked(&self.next_shed) = text;
     }
 
@@ -402,4 +402,44 @@ impl Supervisor for ControlHandle {
 fn is_descendant(pid: u32) -> bool {
     let own = std::process::id();
     pid != own && leader_of(&ProbeRoot::default().proc, &BTreeSet::from([own]), pid).is_some()
+}
+
+/// What would be shed first, and at which headroom, for people.
+fn next_shed_in_words(next: &NextShed) -> String {
+    let (below, now) = (next.below, next.headroom);
+    let when = format!("with headroom below {below} (now {now})");
+    if next.chosen.is_empty() {
+        return format!("nothing that may be shed, {when}");
+    }
+    let given = |Chosen { source, bytes }: &Chosen| format!("{source} ({bytes})");
+    let given: Vec<String> = next.chosen.iter().map(given).collect();
+    format!("{}: cheapest for {}, {when}", given.join(", "), next.need)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use cotenant_policy::shedding::Source;
+    use cotenant_units::Bytes;
+
+    #[test]
+    fn what_is_shed_next_is_one_line() {
+        let source = Source::UnusedKv;
+        let bytes = Bytes::from_mib(20);
+        let mut next = NextShed {
+            chosen: vec![Chosen { source, bytes }],
+            need: bytes,
+            below: Bytes::from_mib(52),
+            headroom: Bytes::from_mib(268),
+        };
+        assert_eq!(
+            next_shed_in_words(&next),
+            "unused KV blocks (20 MiB): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"
+        );
+        next.chosen.clear();
+        assert_eq!(
+            next_shed_in_words(&next),
+            "nothing that may be shed, with headroom below 52 MiB (now 268 MiB)"
+        );
+    }
 }

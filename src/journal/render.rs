@@ -9,6 +9,7 @@ use cotenant_policy::{
     lease::{LeaseView, TargetAnswer},
     pressure::Sample,
     residency::EnginePlan,
+    shedding::Weighing,
 };
 use cotenant_units::{Bytes, TimeSpan};
 
@@ -333,9 +334,35 @@ pub fn render_action(action: &Action) -> String {
         Action::InspectModel => "read the header of the model's file".to_owned(),
         Action::ReinspectModel => "read the header of the model's file again".to_owned(),
         Action::StorePeaks { peaks } => format!("keep {} learned peaks", peaks.iter().count()),
-        Action::Weighed { weighing } => weighing.to_string(),
+        Action::Weighed { weighing } => weighed(weighing),
         Action::Decided { decision } => decision.to_string(),
     }
+}
+
+/// Who gives, who would have been dearer, who was spared.
+fn weighed(weighing: &Weighing) -> String {
+    let (need, reclaimable) = (weighing.need, weighing.reclaimable);
+    let mut text = format!("weighed {need} of {reclaimable} that could come back");
+    if let Some(mode) = weighing.mode {
+        let _ = write!(text, ", {mode}");
+    }
+    if weighing.above_ppm > 0 {
+        let above = weighing.above_ppm.div_ceil(1000);
+        let _ = write!(text, ", at most {above} per mille above the cheapest set");
+    }
+    for one in &weighing.candidates {
+        let _ = match one.chosen {
+            Some(chosen) => write!(text, "; {}: {chosen} of {}", one.source, one.bytes),
+            None => write!(text, "; not {}: {}", one.source, one.bytes),
+        };
+        let (ms, tenths) = (one.score / 1000, one.score % 1000 / 100);
+        let _ = write!(text, " at {ms}.{tenths} ms/MiB");
+    }
+    for spared in &weighing.spared {
+        let (holder, held, why) = (&spared.holder, spared.held, &spared.why);
+        let _ = write!(text, "; {holder} with {held} is spared: {why}");
+    }
+    text
 }
 
 fn render_sample(sample: &Sample) -> String {

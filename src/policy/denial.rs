@@ -9,7 +9,7 @@ use super::{
     growth_wait::GrowthWait,
     lease::Class,
     pressure_level::PressureLevel,
-    reason::{Share, SpareReason, StopReason},
+    reason::{Share, StopReason},
     snapshot::WorkerState,
 };
 use cotenant_units::{Bytes, TimeSpan};
@@ -241,107 +241,6 @@ impl Denial {
     }
 }
 
-impl Denial {
-    /// What the caller or an operator can do about it, if anything.
-    #[must_use]
-    pub fn hint(&self) -> Option<String> {
-        match self {
-            Self::InsufficientMemory {
-                tenant,
-                reclaimable,
-                holders,
-                ..
-            } if tenant == OPERATOR => {
-                let spared = holders
-                    .shares
-                    .first()
-                    .and_then(|share| share.spared.as_ref());
-                Some(match spared {
-                    _ if *reclaimable > Bytes::ZERO => format!("shed {reclaimable} or less"),
-                    Some(SpareReason::EngineBusy | SpareReason::ComingDown { .. }) => {
-                        "try again when `cotenant status` shows no change of the LLM".to_owned()
-                    }
-                    _ => {
-                        "stop a worker by `cotenant stop NAME` to get back the memory that it holds"
-                            .to_owned()
-                    }
-                })
-            }
-            Self::InsufficientMemory {
-                asked,
-                free,
-                reclaimable,
-                ..
-            } => {
-                let reachable = free.saturating_add(*reclaimable);
-                Some(if reachable >= *asked {
-                    "let the request wait: what is missing can be reclaimed in time".to_owned()
-                } else if reachable > Bytes::ZERO {
-                    format!(
-                        "ask for {reachable} or less, or let the request wait until others release"
-                    )
-                } else {
-                    "let the request wait until others release, or stop one of the holders"
-                        .to_owned()
-                })
-            }
-            Self::ExceedsBudget { budget, .. } => Some(format!(
-                "ask for {budget} or less, or raise `budget` in the configuration"
-            )),
-            Self::RequestIdReused { .. } => {
-                Some("use a new request id for a new request".to_owned())
-            }
-            Self::QuotaExceeded { .. } => {
-                Some("release leases that are not needed, or raise the limit".to_owned())
-            }
-            Self::NotGrowing {
-                wait: GrowthWait::Headroom { needs, has, .. },
-            } => Some(format!(
-                "free {} more, or lower `budget.watermarks.elevated`",
-                needs.saturating_sub(*has)
-            )),
-            Self::NotGrowing {
-                wait: GrowthWait::Pressure { .. },
-            } => Some(
-                "wait until the headroom has recovered; `cotenant status` shows who holds memory"
-                    .to_owned(),
-            ),
-            Self::NotGrowing { .. } => None,
-            Self::Replaced { .. } => {
-                Some("read the lease again: the later call has its own answer".to_owned())
-            }
-            Self::StaleGeneration { .. } => {
-                Some("read the lease again, and use what it says".to_owned())
-            }
-            Self::UnknownLease { .. } => {
-                Some("ask for a new lease; an ended one does not come back".to_owned())
-            }
-            Self::PressureHigh { .. } => {
-                Some("let the request wait, or ask in a more urgent class".to_owned())
-            }
-            Self::StaleSample { .. } => {
-                Some("let the request wait until the machine is read again".to_owned())
-            }
-            Self::Draining { .. } => Some(
-                "ask again later: an operator ends it by `cotenant drain --off`, or a restart does"
-                    .to_owned(),
-            ),
-            Self::Invalid {
-                problem: Problem::NotBetween { .. },
-                ..
-            } => Some(
-                "`leases.term_min` and `leases.term_max` of the configuration are the limits"
-                    .to_owned(),
-            ),
-            Self::Invalid {
-                problem: Problem::AboveLimit { .. },
-                ..
-            } => Some("`leases.wait_max` of the configuration is the limit".to_owned()),
-            Self::Invalid { .. } | Self::NotHolder { .. } => None,
-        }
-    }
-}
-
 /// ` (a#1 holds 6 GiB, none of it for batch: interactive is more urgent; …)`, or nothing.
 impl fmt::Display for Holders {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -410,42 +309,7 @@ mod tests {
     };
 
     #[test]
-    fn a_denial_for_lack_of_memory_says_how_to_get_it() {
-        let denial = |free, reclaimable| Denial::InsufficientMemory {
-            tenant: "tts".to_owned(),
-            asked: Bytes::from_mib(100),
-            free: Bytes::from_mib(free),
-            reclaimable: Bytes::from_mib(reclaimable),
-            budget: Bytes::from_mib(400),
-            holders: Holders {
-                class: Class::Batch,
-                shares: Vec::new(),
-                unaccounted: Bytes::ZERO,
-            },
-        };
-        for (free, reclaimable, words) in [
-            (
-                40,
-                60,
-                "let the request wait: what is missing can be reclaimed in time",
-            ),
-            (
-                40,
-                20,
-                "ask for 60 MiB or less, or let the request wait until others release",
-            ),
-            (
-                0,
-                0,
-                "let the request wait until others release, or stop one of the holders",
-            ),
-        ] {
-            assert_eq!(denial(free, reclaimable).hint().as_deref(), Some(words));
-        }
-    }
-
-    #[test]
-    fn a_shed_that_is_refused_for_now_says_when_to_try_again() {
+    fn a_shed_that_is_refused_for_now_says_why() {
         let held = Bytes::from_mib(132);
         let denial = Denial::InsufficientMemory {
             tenant: OPERATOR.to_owned(),
@@ -472,27 +336,16 @@ mod tests {
             "cannot shed 10 MiB: the LLM can give back 0 B of the 132 MiB that it holds, because it is loading, or failed to \
              shed a moment ago"
         );
-        let hint = denial.hint().unwrap();
-        assert!(hint.starts_with("try again when"), "{hint}");
     }
 
     #[test]
-    fn a_denial_of_a_value_names_the_setting_that_limits_it() {
+    fn a_denial_of_a_value_names_its_bounds() {
         let invalid = |field, problem| Denial::invalid("a", field, &"1h", problem);
         let (least, most) = (Duration::from_secs(2), Duration::from_secs(300));
         let term = invalid("term", Problem::NotBetween { least, most });
         assert_eq!(
             term.to_string(),
             "cannot take the request of `a`: term: `1h` is not between 2 s and 5 min"
-        );
-        assert!(
-            term.hint()
-                .is_some_and(|hint| hint.contains("leases.term_max"))
-        );
-        let wait = invalid("wait", Problem::AboveLimit { limit: most });
-        assert!(
-            wait.hint()
-                .is_some_and(|hint| hint.contains("leases.wait_max"))
         );
         let variant = invalid("variant", Problem::NotAVariant { known: Vec::new() });
         assert!(

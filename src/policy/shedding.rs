@@ -1,8 +1,6 @@
 //! Reports of what was weighed before memory was reclaimed, and of what is reclaimed next.
 #![expect(missing_docs, reason = "fields are named by what they hold")]
 
-use std::fmt;
-
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -147,68 +145,4 @@ pub struct Spared {
 )]
 const fn is_zero(number: &u64) -> bool {
     *number == 0
-}
-
-impl fmt::Display for Weighing {
-    /// One line: who gives, who would have been dearer, who was spared.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "weighed {} of {} that could come back",
-            self.need, self.reclaimable
-        )?;
-        if let Some(mode) = self.mode {
-            write!(f, ", {mode}")?;
-        }
-        if self.above_ppm > 0 {
-            let above = self.above_ppm.div_ceil(1000);
-            write!(f, ", at most {above} per mille above the cheapest set")?;
-        }
-        for weighed in &self.candidates {
-            let bytes = weighed.bytes;
-            match weighed.chosen {
-                Some(chosen) => write!(f, "; {}: {chosen} of {bytes}", weighed.source)?,
-                None => write!(f, "; not {}: {bytes}", weighed.source)?,
-            }
-            write!(
-                f,
-                " at {}.{} ms/MiB",
-                weighed.score / 1000,
-                weighed.score % 1000 / 100
-            )?;
-        }
-        for spared in &self.spared {
-            write!(
-                f,
-                "; {} with {} is spared: {}",
-                spared.holder, spared.held, spared.why
-            )?;
-        }
-        Ok(())
-    }
-}
-
-impl fmt::Display for NextShed {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self {
-            need,
-            below,
-            headroom,
-            ..
-        } = self;
-        if self.chosen.is_empty() {
-            return write!(
-                f,
-                "nothing that may be shed, with headroom below {below} (now {headroom})"
-            );
-        }
-        for (index, Chosen { source, bytes, .. }) in self.chosen.iter().enumerate() {
-            let separator = if index > 0 { ", " } else { "" };
-            write!(f, "{separator}{source} ({bytes})")?;
-        }
-        write!(
-            f,
-            ": cheapest for {need}, with headroom below {below} (now {headroom})"
-        )
-    }
 }

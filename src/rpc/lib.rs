@@ -25,6 +25,7 @@ mod convert;
 pub mod deaths;
 mod generate;
 pub mod health;
+mod hint;
 mod hold;
 mod holders;
 pub mod json;

@@ -35,7 +35,7 @@ use std::{collections::HashMap, fmt::Display, time::Duration};
 use tonic::{Code, Status};
 use tonic_types::{ErrorDetails, FieldViolation, QuotaViolation, StatusExt};
 
-use super::supervisor::SubmitError;
+use super::{hint::hint, supervisor::SubmitError};
 use cotenant_conversation::refusal::{Refusal, quoted};
 use cotenant_policy::denial::Denial;
 use cotenant_units::Bytes;
@@ -295,7 +295,7 @@ pub fn of_denial(denial: &Denial, retry_after: Option<Duration>) -> Status {
             .with_bytes("asked_bytes", *asked)
             .retry(retry_after.unwrap_or(RESTART_AFTER)),
     };
-    match denial.hint() {
+    match hint(denial) {
         Some(hint) => builder.with("hint", hint).status(),
         None => builder.status(),
     }

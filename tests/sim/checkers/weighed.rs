@@ -20,14 +20,14 @@ impl Checker for Weighed {
                         .filter_map(|weighed| weighed.chosen)
                         .sum();
                     if chosen < weighing.need.min(weighing.reclaimable) {
-                        return Err(format!("too little was chosen: {weighing}"));
+                        return Err(format!("too little was chosen: {weighing:?}"));
                     }
                     if weighing
                         .candidates
                         .iter()
                         .any(|weighed| weighed.chosen > Some(weighed.bytes))
                     {
-                        return Err(format!("more was chosen than there is: {weighing}"));
+                        return Err(format!("more was chosen than there is: {weighing:?}"));
                     }
                 }
                 Action::SetTarget { reason, .. } if !reported => {

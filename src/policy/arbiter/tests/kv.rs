@@ -390,10 +390,6 @@ fn a_shed_of_an_engine_at_its_floor_names_what_the_engine_can_give_and_nothing_o
         denial.to_string(),
         "cannot shed 100 GiB: the LLM can give back 0 B of the 28 MiB that it holds, because it has given up all that it can"
     );
-    assert_eq!(
-        denial.hint().as_deref(),
-        Some("stop a worker by `cotenant stop NAME` to get back the memory that it holds")
-    );
 }
 
 #[test]
@@ -438,12 +434,7 @@ fn what_is_shed_next_is_what_is_shed_then() {
         (next.below, next.headroom, next.need),
         (mib(52), mib(268), mib(20))
     );
-    assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next}");
-    assert!(
-        next.to_string()
-            .contains("): cheapest for 20 MiB, with headroom below 52 MiB (now 268 MiB)"),
-        "{next}"
-    );
+    assert_eq!(next.chosen[0].source, Source::UnusedKv, "{next:?}");
     // The headroom comes down to just below the watermark, for longer than the grace.
     rig.samples(349);
     let at_once = rig.plan_asked();
