@@ -395,7 +395,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::{lease::LeaseId, price::Stop};
+    use crate::{lease::LeaseId, price::of_stop};
     use std::time::Duration;
 
     const fn mib(mib: u64) -> Bytes {
@@ -424,18 +424,8 @@ mod tests {
 
     fn stop(name: &str, class: Class, size: u64) -> Offer {
         let worker = name.to_owned();
-        let stop = Stop {
-            reload: Duration::from_secs(1),
-            idle: Some(Duration::from_secs(60)),
-            held: mib(size),
-            lasting: mib(size),
-        };
-        Offer::whole(
-            Source::WorkerStop { worker },
-            class,
-            mib(size),
-            stop.price(),
-        )
+        let price_us = of_stop(Duration::from_secs(1), Some(Duration::from_secs(60)), 1);
+        Offer::whole(Source::WorkerStop { worker }, class, mib(size), price_us)
     }
 
     #[test]

@@ -2,21 +2,20 @@
 //!
 //! The engine offers [smaller plans](crate::plan), tenants what they hold beyond their least. A worker that reacts to
 //! pressure notifications is notified, one with a smaller variant becomes smaller, and only then is one stopped, one at a
-//! time. Beside prices a few rules hold ([`State::why_spared`]): a holder that is as urgent as the request is spared, and so
-//! are pinned and changing ones; under pressure a worker is asked only below the Critical watermark, and a busy one only
-//! below that of the last resort.
+//! time. Beside prices a few rules hold ([`State::asked`]): a holder that is as urgent as the request is spared, and so is
+//! one that is pinned, changing or at its floor; a worker is not stopped within its dwell, and a busy one at the last resort
+//! only; and nothing but the engine, and holders that are less urgent, gives before the headroom is Critical.
 
 use std::{cmp::Reverse, time::Duration};
 
 use super::{
-    choose::{Offer, Step, choose, reclaimable},
+    choose::{Offer, Step, reclaimable},
     denial::{Denial, Holders, OPERATOR},
     lease::{Class, LeaseId, LeaseKind},
     lease_table::{Lease, Phase},
-    pay::Pay,
+    pay::{Level, Pay},
     plan::{Giving, Less, Shrink},
-    pressure::PressureLevel,
-    price::{self, Stop},
+    price,
     reason::{Share, SpareReason},
     residency::{EnginePlan, PlanLimits},
     shedding::{Chosen, Source, Spared},
@@ -35,48 +34,74 @@ pub(super) enum Purpose {
 }
 
 impl Purpose {
-    pub(super) fn takes_from(self, class: Class) -> bool {
+    /// What may be paid, where that is bounded.
+    const fn pay(self) -> Option<Pay> {
         match self {
-            Self::Request(urgent) => class > urgent,
-            Self::Pressure(_) => true,
+            Self::Request(_) => None,
+            Self::Pressure(pay) => Some(pay),
         }
+    }
+
+    /// Whether it is pressure that is not as severe as that.
+    fn is_below(self, level: Level) -> bool {
+        self.pay().is_some_and(|pay| pay.level < level)
+    }
+
+    /// Whether it spares a class that is more urgent than the engine, which gives first.
+    fn spares(self, class: Class) -> bool {
+        class < Class::LlmElastic && self.is_below(Level::Critical)
     }
 }
 
 impl State {
     /// Everything that could give memory back.
     pub(super) fn offers(&self, purpose: Purpose) -> Vec<Offer> {
-        let mut offers = Vec::new();
-        if purpose.takes_from(Class::LlmElastic) {
-            offers.extend(self.engine_offers(purpose));
-        }
-        for id in self.leases.ids() {
-            offers.extend(self.tenant_offer(*id, purpose));
-        }
-        for worker in self.workers.values() {
-            offers.extend(self.worker_offer(worker, purpose));
-        }
-        offers
+        let asked = self.leases.ids().map(|id| self.asked(*id, purpose));
+        asked.filter_map(Result::ok).flatten().collect()
     }
 
-    /// What one lease could give.
-    pub(super) fn gives(&self, id: LeaseId, purpose: Purpose) -> Bytes {
+    /// What a lease could give.
+    ///
+    /// # Errors
+    /// Why it is not asked.
+    fn asked(&self, id: LeaseId, purpose: Purpose) -> Result<Vec<Offer>, SpareReason> {
         let Some(lease) = self.leases.get(id) else {
-            return Bytes::ZERO;
+            return Ok(Vec::new());
         };
-        let offers = match lease.kind {
-            LeaseKind::Engine if purpose.takes_from(lease.class) => self.engine_offers(purpose),
-            LeaseKind::Engine => Vec::new(),
-            LeaseKind::Tenant => self.tenant_offer(id, purpose).into_iter().collect(),
-            LeaseKind::Worker => {
-                let worker = self.workers.get(&lease.tenant);
-                worker
-                    .and_then(|worker| self.worker_offer(worker, purpose))
-                    .into_iter()
-                    .collect()
+        match (purpose, &lease.phase) {
+            (Purpose::Request(urgent), _) if lease.class == urgent => {
+                return Err(SpareReason::AsUrgent(urgent));
             }
-        };
-        reclaimable(&offers)
+            (Purpose::Request(urgent), _) if lease.class < urgent => {
+                return Err(SpareReason::MoreUrgent(lease.class));
+            }
+            (_, Phase::Revoking(revocation)) => {
+                let to = revocation.target.bytes;
+                return Err(SpareReason::ComingDown { to });
+            }
+            (_, Phase::Ending { .. }) => return Err(SpareReason::Ending),
+            (_, Phase::Granted) => {}
+        }
+        match (lease.kind, self.workers.get(&lease.tenant)) {
+            (LeaseKind::Engine, _) => self.engine_asked(purpose),
+            (LeaseKind::Worker, Some(worker)) => self.worker_asked(worker, purpose),
+            _ => self.tenant_asked(id, lease, purpose),
+        }
+    }
+
+    fn engine_asked(&self, purpose: Purpose) -> Result<Vec<Offer>, SpareReason> {
+        if !self.engine.can_shed(self.now) {
+            return Err(SpareReason::EngineBusy);
+        }
+        let offers = self.engine_offers(purpose);
+        if !offers.is_empty() {
+            return Ok(offers);
+        }
+        let more = purpose.pay().map(|pay| Purpose::Pressure(pay.unbounded()));
+        Err(match more.map(|more| self.engine_offers(more)) {
+            Some(more) if !more.is_empty() => SpareReason::KeepsLayers,
+            _ => SpareReason::AllGiven,
+        })
     }
 
     /// What the engine could give: weights and KV, whose prices add up.
@@ -116,10 +141,7 @@ impl State {
     fn engine_shrink<'a>(&'a self, limits: &'a PlanLimits, purpose: Purpose) -> Option<Shrink<'a>> {
         let (shape, goal) = (self.engine.shape()?, self.engine.goal()?);
         let giving = Giving {
-            pay: match purpose {
-                Purpose::Request(_) => None,
-                Purpose::Pressure(pay) => Some(pay),
-            },
+            pay: purpose.pay(),
             droppable: self.engine.kv.droppable,
             chunk: !self.engine.is_chunk_pinned(),
         };
@@ -169,184 +191,98 @@ impl State {
         (gives_something.then_some(plan), chosen, rows)
     }
 
-    fn tenant_offer(&self, id: LeaseId, purpose: Purpose) -> Option<Offer> {
-        let lease = self.leases.get(id)?;
-        if lease.kind != LeaseKind::Tenant || self.why_spared(id, purpose).is_some() {
-            return None;
+    fn tenant_asked(
+        &self,
+        id: LeaseId,
+        lease: &Lease,
+        purpose: Purpose,
+    ) -> Result<Vec<Offer>, SpareReason> {
+        let class = lease.class;
+        if purpose.spares(class) {
+            return Err(SpareReason::BeforeCritical(class));
         }
-        let held = self.ledger.held_by(id);
-        let used = match purpose {
-            Purpose::Request(_) => held,
-            Purpose::Pressure(_) => self
-                .ledger
-                .used_by(&lease.holder)
-                .map_or(held, |used| used.min(held)),
-        };
-        let bytes = used.saturating_sub(lease.min);
-        let deadline = self.params.shed.deadlines.of(lease.class);
+        if self.ledger.held_by(id) <= lease.min {
+            return Err(SpareReason::AtLeast(lease.min));
+        }
+        let bytes = self.counts(id, purpose).saturating_sub(lease.min);
+        let deadline = self.params.shed.deadlines.of(class);
         let price_us = price::of_tenant(bytes, deadline, self.engine.speed());
-        let source = Source::Tenant {
-            lease: id,
-            tenant: lease.tenant.clone(),
-        };
-        (bytes > Bytes::ZERO)
-            .then(|| Offer::even(source, lease.class, TENANT_UNIT, bytes, price_us))
+        let tenant = lease.tenant.clone();
+        let source = Source::Tenant { lease: id, tenant };
+        let offer = Offer::even(source, class, TENANT_UNIT, bytes, price_us);
+        Ok(Vec::from_iter((bytes > Bytes::ZERO).then_some(offer)))
     }
 
-    fn worker_offer(&self, worker: &Worker, purpose: Purpose) -> Option<Offer> {
-        let is_spared = self.why_spared(worker.lease()?, purpose).is_some();
-        if is_spared {
-            None
-        } else {
-            self.offer_of(worker, purpose)
+    /// A worker gives by a notification where it reacts to one, by a smaller variant while it is idle, and else by being
+    /// stopped, one worker at a time.
+    fn worker_asked(&self, worker: &Worker, purpose: Purpose) -> Result<Vec<Offer>, SpareReason> {
+        let (params, is_busy) = (&worker.params, worker.requests > 0);
+        let name = params.name.clone();
+        let id = worker.lease().filter(|_| worker.is_settled());
+        if params.pinned {
+            return Err(SpareReason::Pinned);
         }
-    }
-
-    /// The share of a worker that is not kept: by a notification where it reacts to one, by a smaller variant while it is
-    /// idle, and else by being stopped, one worker at a time.
-    fn offer_of(&self, worker: &Worker, purpose: Purpose) -> Option<Offer> {
-        if let Some(notified) = self.notification(worker, purpose) {
-            return Some(notified);
+        let id = id.ok_or(SpareReason::Changing)?;
+        let least = params.shrinks_to.filter(|_| !worker.ignores_pressure());
+        if let Some(least) = least.filter(|_| !purpose.spares(params.class)) {
+            let bytes = self.counts(id, purpose).saturating_sub(least);
+            if bytes > Bytes::ZERO {
+                let source = Source::WorkerNotified { worker: name };
+                return Ok(vec![self.worker_offer(worker, source, bytes)]);
+            }
         }
-        let (name, class) = (worker.params.name.clone(), worker.params.class);
-        let held = self.worker_held(&name);
-        if held == Bytes::ZERO {
-            return None; // it holds a lease of its own, and is asked by that
-        }
-        if worker.requests == 0
-            && let Some(smaller) = worker.smaller_variant(held)
-        {
-            let bytes = held.saturating_sub(worker.params.steady_of(Some(smaller)));
-            let variant = Source::WorkerVariant {
-                worker: name,
-                variant: smaller.to_owned(),
-            };
-            let price_us = price::of_variant(worker.reload());
-            return Some(Offer::whole(variant, class, bytes, price_us));
-        }
-        if self.workers.is_any_stopping() {
-            return None;
-        }
-        let idle = self.now.saturating_since(worker.idle_since);
-        let stop = Stop {
-            reload: worker.reload(),
-            idle: (worker.requests == 0).then_some(idle),
-            held,
-            lasting: held.saturating_sub(self.start_least(&name)),
-        };
-        let source = Source::WorkerStop { worker: name };
-        Some(Offer::whole(source, class, held, stop.price()))
-    }
-
-    /// The share of a worker that is notified: of its use under pressure, of its lease for a request.
-    fn notification(&self, worker: &Worker, purpose: Purpose) -> Option<Offer> {
-        let (least, id) = (worker.params.shrinks_to?, worker.lease()?);
-        let (name, class) = (&worker.params.name, worker.params.class);
-        let pressed = matches!(purpose, Purpose::Pressure(_));
-        let spared = !purpose.takes_from(class)
-            || worker.params.pinned
-            || worker.ignores_pressure()
-            || (pressed
-                && class < Class::LlmElastic
-                && self.pressure.level() < PressureLevel::Critical);
-        let granted = matches!(self.leases.get(id)?.phase, Phase::Granted);
-        if spared || self.queue.waits_for(id) || !granted || !worker.is_settled() {
-            return None;
+        let is_last = purpose.pay().is_some() && !purpose.is_below(Level::LastResort);
+        let dwells = worker.not_worth_stopping_until().filter(|_| !is_last);
+        if is_busy && !is_last {
+            return Err(SpareReason::Busy);
+        } else if purpose.is_below(Level::Critical) {
+            return Err(SpareReason::BeforeCritical(params.class));
+        } else if let Some(until) = dwells.filter(|until| *until > self.now) {
+            let remaining = until.saturating_since(self.now);
+            return Err(SpareReason::WantedAgain { remaining });
         }
         let held = self.ledger.held_by(id);
-        let has = match self.ledger.measurement(name) {
-            Some(measured) if pressed => measured.used,
-            _ => held,
+        let smaller = worker.smaller_variant(held).filter(|_| !is_busy);
+        let (source, bytes) = match smaller {
+            // It holds a lease of its own, and is asked by that.
+            _ if held == Bytes::ZERO => return Ok(Vec::new()),
+            Some(smaller) => {
+                let (worker, variant) = (name, smaller.to_owned());
+                let bytes = held.saturating_sub(params.steady_of(Some(smaller)));
+                (Source::WorkerVariant { worker, variant }, bytes)
+            }
+            None if self.workers.is_any_stopping() => return Ok(Vec::new()),
+            None => (Source::WorkerStop { worker: name }, held),
         };
-        let bytes = has.saturating_sub(least);
-        let price_us = price::of_notification(bytes, worker.reload(), self.engine.speed());
-        let source = Source::WorkerNotified {
-            worker: name.clone(),
-        };
-        (bytes > Bytes::ZERO).then(|| Offer::whole(source, class, bytes, price_us))
+        Ok(vec![self.worker_offer(worker, source, bytes)])
     }
 
-    /// Why a worker is not asked to give anything for `purpose`; `None` if it is.
-    fn why_kept(&self, worker: &Worker, purpose: Purpose) -> Option<SpareReason> {
-        let pressed = matches!(purpose, Purpose::Pressure(_));
-        let critical = self.pressure.level() == PressureLevel::Critical;
-        if worker.params.pinned {
-            Some(SpareReason::Pinned)
-        } else if !worker.is_settled() {
-            Some(SpareReason::Changing)
-        } else if (critical && matches!(purpose, Purpose::Pressure(pay) if pay.is_unbounded()))
-            || self.notification(worker, purpose).is_some()
-        {
-            None
-        } else if worker.requests > 0 {
-            Some(SpareReason::Busy)
-        } else if worker.lease().is_some_and(|id| self.queue.waits_for(id)) {
-            Some(SpareReason::WaitsToGrow)
-        } else if pressed && !critical {
-            Some(SpareReason::WorkersBeforeCritical)
-        } else if pressed && !self.pressure.is_critical_now() {
-            Some(SpareReason::Recovered)
-        } else {
-            let until = worker
-                .not_worth_stopping_until()
-                .filter(|until| *until > self.now);
-            until.map(|until| SpareReason::WantedAgain {
-                remaining: until.saturating_since(self.now),
-            })
-        }
+    /// What counts of a lease: for a request all that it holds, under pressure what is used of that.
+    pub(super) fn counts(&self, id: LeaseId, purpose: Purpose) -> Bytes {
+        let held = self.ledger.held_by(id);
+        let lease = self.leases.get(id).filter(|_| purpose.pay().is_some());
+        let used = lease.and_then(|lease| self.ledger.used_by(&lease.holder));
+        used.map_or(held, |used| used.min(held))
     }
 
-    /// Why a lease is not asked to give anything for `purpose`; `None` if it can be asked.
-    pub(super) fn why_spared(&self, id: LeaseId, purpose: Purpose) -> Option<SpareReason> {
-        let lease = self.leases.get(id)?;
-        let critical = self.pressure.level() == PressureLevel::Critical;
-        if let Purpose::Request(urgent) = purpose
-            && lease.class <= urgent
-        {
-            let than = if lease.class == urgent {
-                SpareReason::AsUrgent
-            } else {
-                SpareReason::MoreUrgent
-            };
-            return Some(than(lease.class));
-        }
-        match (&lease.phase, lease.kind) {
-            (Phase::Revoking(revocation), _) => {
-                return Some(SpareReason::ComingDown {
-                    to: revocation.target.bytes,
-                });
+    /// What a worker gives, or comes back to, at the price of being without it.
+    fn worker_offer(&self, worker: &Worker, source: Source, bytes: Bytes) -> Offer {
+        let (params, reload) = (&worker.params, worker.reload());
+        let price_us = match &source {
+            Source::WorkerVariant { .. } => price::of_variant(reload),
+            Source::WorkerNotified { .. } => {
+                price::of_notification(bytes, reload, self.engine.speed())
             }
-            (Phase::Ending { .. }, _) => return Some(SpareReason::Ending),
-            (Phase::Granted, _) => {}
-        }
-        match lease.kind {
-            LeaseKind::Engine => {
-                let gives = |purpose| !self.engine_offers(purpose).is_empty();
-                match purpose {
-                    _ if !self.engine.can_shed(self.now) => Some(SpareReason::EngineBusy),
-                    _ if gives(purpose) => None,
-                    Purpose::Pressure(pay) if gives(Purpose::Pressure(pay.unbounded())) => {
-                        Some(SpareReason::KeepsLayers)
-                    }
-                    _ => Some(SpareReason::AllGiven),
-                }
+            _ if worker.run().is_none() => price::of_stop(reload, Some(Duration::MAX), 1),
+            _ => {
+                let idle = self.now.saturating_since(worker.idle_since);
+                // What is booked for its next start does not stay free.
+                let lasts = bytes.saturating_sub(self.start_least(&params.name));
+                let times = bytes.get() / lasts.get().max(1);
+                price::of_stop(reload, (worker.requests == 0).then_some(idle), times)
             }
-            LeaseKind::Tenant => {
-                let pressed = matches!(purpose, Purpose::Pressure(_));
-                // One that waits to become larger is asked like any other: the request is served before it.
-                if pressed && lease.class < Class::LlmElastic && !critical {
-                    Some(SpareReason::BeforeCritical(lease.class))
-                } else if self.ledger.held_by(id) <= lease.min {
-                    Some(SpareReason::AtLeast(lease.min))
-                } else {
-                    None
-                }
-            }
-            LeaseKind::Worker => {
-                let worker = self.workers.get(&lease.tenant)?;
-                self.why_kept(worker, purpose)
-            }
-        }
+        };
+        Offer::whole(source, params.class, bytes, price_us)
     }
 
     /// That there is not enough for `tenant`, and who has what. What is `own` to it already, or booked for the worker that
@@ -362,13 +298,6 @@ impl State {
             Some(*id) == own || (lease.kind == LeaseKind::Worker && lease.tenant == tenant)
         };
         let others = self.leases.iter().filter(|one| !is_own(one));
-        let purpose = Purpose::Request(class);
-        let shares = others.map(|(id, _)| Share {
-            holder: self.leases.name_of(id),
-            held: self.ledger.held_by(id),
-            gives: self.gives(id, purpose),
-            spared: self.why_spared(id, purpose),
-        });
         Denial::InsufficientMemory {
             tenant: tenant.to_owned(),
             asked,
@@ -377,158 +306,104 @@ impl State {
             budget: self.ledger.budget(),
             holders: Holders {
                 class,
-                shares: shares.collect(),
+                shares: others.map(|(id, _)| self.share(id, class)).collect(),
                 unaccounted: self.ledger.unaccounted(),
             },
+        }
+    }
+
+    /// What a lease has, and could give to a request of `class`.
+    fn share(&self, id: LeaseId, class: Class) -> Share {
+        let asked = self.asked(id, Purpose::Request(class));
+        Share {
+            holder: self.leases.name_of(id),
+            held: self.ledger.held_by(id),
+            gives: asked.as_deref().map_or(Bytes::ZERO, reclaimable),
+            spared: asked.err(),
         }
     }
 
     /// That the engine gives an operator nothing of `asked`, and why; nothing else is shed on command.
     pub(super) fn nothing_to_shed(&self, asked: Bytes) -> Denial {
         let class = Class::AudioRealtime;
-        let engine = self.engine.lease;
-        let mut denial = self.insufficient(OPERATOR, None, asked, class);
-        if let Denial::InsufficientMemory {
-            free,
-            reclaimable,
-            holders,
-            ..
-        } = &mut denial
-        {
-            *free = Bytes::ZERO;
-            *reclaimable = engine.map_or(Bytes::ZERO, |id| self.gives(id, Purpose::Request(class)));
-            holders
-                .shares
-                .retain(|share| Some(share.holder.id) == engine);
-            holders.unaccounted = Bytes::ZERO;
+        let share = self.engine.lease.map(|id| self.share(id, class));
+        Denial::InsufficientMemory {
+            tenant: OPERATOR.to_owned(),
+            asked,
+            free: Bytes::ZERO,
+            reclaimable: share.as_ref().map_or(Bytes::ZERO, |share| share.gives),
+            budget: self.ledger.budget(),
+            holders: Holders {
+                class,
+                shares: Vec::from_iter(share),
+                unaccounted: Bytes::ZERO,
+            },
         }
-        denial
-    }
-
-    /// Leaves only those stops among the offers that are chosen for what is `owed`, what is missing below the watermark:
-    /// what a slope foretells comes from others. Returns the workers that are spared by that.
-    pub(super) fn stop_only_for(&self, offers: &mut Vec<Offer>, owed: Bytes) -> Vec<Spared> {
-        let goes_on = |offer: &&Offer| !offer.source.stops();
-        let without_stops: Bytes = offers.iter().filter(goes_on).map(Offer::bytes).sum();
-        let stopped = if without_stops >= owed {
-            Vec::new()
-        } else {
-            choose(offers, owed).chosen
-        };
-        let mut spared = Vec::new();
-        offers.retain(|offer| {
-            let Source::WorkerStop { worker } = &offer.source else {
-                return true;
-            };
-            let is_chosen = stopped.iter().any(|chosen| chosen.source == offer.source);
-            let id = self.workers.get(worker).and_then(Worker::lease);
-            if let Some(id) = id.filter(|_| !is_chosen) {
-                spared.push(Spared {
-                    why: SpareReason::OthersSuffice,
-                    holder: self.leases.name_of(id).to_string(),
-                    held: self.ledger.held_by(id),
-                });
-            }
-            is_chosen
-        });
-        spared
     }
 
     /// Holders that are not asked, with the reason.
     pub(super) fn spared(&self, purpose: Purpose) -> Vec<Spared> {
-        self.leases
-            .ids()
-            .filter_map(|id| {
-                Some(Spared {
-                    why: self.why_spared(*id, purpose)?,
-                    holder: self.leases.name_of(*id).to_string(),
-                    held: self.ledger.held_by(*id),
-                })
+        let spared = |id: &LeaseId| {
+            Some(Spared {
+                why: self.asked(*id, purpose).err()?,
+                holder: self.leases.name_of(*id).to_string(),
+                held: self.ledger.held_by(*id),
             })
-            .collect()
+        };
+        self.leases.ids().filter_map(spared).collect()
     }
 
     /// Workers that were stopped, made smaller or notified to make room and fit again, with what being without it
     /// costs.
     pub(super) fn worker_returns(&self, room: Bytes) -> Vec<Offer> {
         // Of two that are worth the same for their size, the more urgent one, and then the one that is started first.
-        let mut stopped: Vec<_> = self
-            .workers
-            .values()
-            .filter(|worker| worker.was_shed())
-            .collect();
-        stopped
+        let mut workers: Vec<&Worker> = self.workers.values().collect();
+        workers
             .sort_by_key(|worker| Reverse((worker.params.class, worker.params.start.start_order)));
-        let stopped = stopped.into_iter().map(|worker| {
-            let params = &worker.params;
-            let source = Source::WorkerStop {
-                worker: params.name.clone(),
-            };
-            let least = self.start_least(&params.name);
-            let stop = Stop {
-                reload: worker.reload(),
-                idle: Some(Duration::MAX),
-                held: least,
-                lasting: least,
-            };
-            Offer::whole(source, params.class, least, stop.price())
+        let returns = workers.into_iter().filter_map(|worker| {
+            let (source, bytes) = self.comes_back_to(worker)?;
+            let fits = bytes <= self.room_for(worker, room);
+            fits.then(|| self.worker_offer(worker, source, bytes))
         });
-        let (free, (booked, touched)) = (self.ledger.free(), self.engine.lends());
-        let stopped = stopped.filter(|gain| {
-            let (on_the_book, measured) = if gain.class < Class::LlmElastic {
-                (free.saturating_add(booked), room.saturating_add(touched))
-            } else {
-                (free, room)
-            };
-            gain.bytes() <= on_the_book.min(measured)
-        });
-        let variants = self
-            .workers
-            .values()
-            .filter_map(|worker| self.variant_return(worker));
-        let notified = self
-            .workers
-            .values()
-            .filter_map(|worker| self.notified_return(worker));
-        let running = variants.chain(notified);
-        let running = running.filter(|gain| gain.bytes() <= self.room_beside(gain.class, room));
-        stopped.chain(running).collect()
+        returns.collect()
     }
 
-    fn variant_return(&self, worker: &Worker) -> Option<Offer> {
-        let variant = worker
-            .run()?
-            .before_shed
-            .clone()
-            .filter(|_| worker.is_settled())?;
-        let name = &worker.params.name;
-        let peak = self.worker_peak(name, Some(&variant));
-        let source = Source::WorkerVariant {
-            worker: name.clone(),
-            variant,
-        };
-        let more = peak.saturating_sub(self.worker_held(name));
-        let price_us = price::of_variant(worker.reload());
-        Some(Offer::whole(source, worker.params.class, more, price_us))
-    }
-
-    fn notified_return(&self, worker: &Worker) -> Option<Offer> {
+    /// What a worker has given up, and what it takes to have it back.
+    fn comes_back_to(&self, worker: &Worker) -> Option<(Source, Bytes)> {
+        let name = worker.params.name.clone();
+        if worker.was_shed() {
+            let least = self.start_least(&name);
+            return Some((Source::WorkerStop { worker: name }, least));
+        }
+        let before = worker.run()?.before_shed.clone();
+        if let Some(variant) = before.filter(|_| worker.is_settled()) {
+            let peak = self.worker_peak(&name, Some(&variant));
+            let more = peak.saturating_sub(self.worker_held(&name));
+            let worker = name;
+            return Some((Source::WorkerVariant { worker, variant }, more));
+        }
         let more = self.notified_lacks(worker)?;
-        let price_us = price::of_notification(more, worker.reload(), self.engine.speed());
-        let source = Source::WorkerNotified {
-            worker: worker.params.name.clone(),
-        };
-        Some(Offer::whole(source, worker.params.class, more, price_us))
+        Some((Source::WorkerNotified { worker: name }, more))
     }
 
-    /// What is left of the room for a running worker when those have theirs that come back and are as urgent.
-    fn room_beside(&self, class: Class, room: Bytes) -> Bytes {
-        let returning = self.returning_workers().into_iter();
-        let kept = returning.filter(|(returning, _)| *returning <= class);
-        let kept = kept
-            .map(|(_, bytes)| bytes)
-            .fold(Bytes::ZERO, Bytes::saturating_add);
-        room.saturating_sub(kept).min(self.available(class, true))
+    /// The part of `room` for a worker: with what the engine gives back at once, where it is to be started and more urgent;
+    /// beside those that come back and are as urgent, where it runs.
+    fn room_for(&self, worker: &Worker, room: Bytes) -> Bytes {
+        let (class, free) = (worker.params.class, self.ledger.free());
+        if worker.was_shed() && class < Class::LlmElastic {
+            let (booked, touched) = self.engine.lends();
+            free.saturating_add(booked)
+                .min(room.saturating_add(touched))
+        } else if worker.was_shed() {
+            free.min(room)
+        } else {
+            let returning = self.returning_workers().into_iter();
+            let kept = returning.filter(|(returning, _)| *returning <= class);
+            let kept = kept
+                .map(|(_, bytes)| bytes)
+                .fold(Bytes::ZERO, Bytes::saturating_add);
+            room.saturating_sub(kept).min(self.available(class, true))
+        }
     }
 
     /// What others could give back for `class`.
@@ -569,7 +444,7 @@ mod tests {
         lease::LeaseKind,
         lease_table::{Lease, Turn},
         params::{Params, Scope, WorkerParams},
-        pressure::{Pressure, Sample},
+        pressure::{Pressure, PressureLevel, Sample},
     };
     use cotenant_units::Timestamp;
 
@@ -614,19 +489,20 @@ mod tests {
 
     #[test]
     fn an_idle_worker_gives_below_the_critical_watermark_and_a_busy_one_at_the_last_resort() {
-        let pay = Pay::at_critical(mib(100));
+        let pay = Pay::new(Level::Critical, mib(100));
         let (urgent, last) = (Purpose::Pressure(pay), Purpose::Pressure(pay.unbounded()));
-        let kept =
-            |state: &State, purpose| state.why_kept(state.workers.get("tts").unwrap(), purpose);
+        let now = |state: &State| Pay::now(&state.pressure, &state.params.pressure, mib(100));
+        let kept = |state: &State, purpose| {
+            let worker = state.workers.get("tts").unwrap();
+            state.worker_asked(worker, purpose).err()
+        };
         let watermarks = state(Bytes::ZERO).params.pressure;
         let mut critical = state(Bytes::ZERO);
         assert_eq!(kept(&critical, urgent), None);
         let elevated = state(watermarks.critical_below.saturating_add(mib(1)));
         assert_eq!(elevated.pressure.level(), PressureLevel::Elevated);
-        assert_eq!(
-            kept(&elevated, urgent),
-            Some(SpareReason::WorkersBeforeCritical)
-        );
+        let before = Some(SpareReason::BeforeCritical(Class::AudioRealtime));
+        assert_eq!(kept(&elevated, Purpose::Pressure(now(&elevated))), before);
         let normal = state(mib(900));
         assert_eq!(kept(&normal, Purpose::Request(Class::AudioRealtime)), None);
         let mut recovered = state(Bytes::ZERO);
@@ -635,7 +511,8 @@ mod tests {
             ..Sample::default()
         };
         recovered.pressure.observe(&later, mib(900));
-        assert_eq!(kept(&recovered, urgent), Some(SpareReason::Recovered));
+        assert_eq!(recovered.pressure.level(), PressureLevel::Critical);
+        assert_eq!(kept(&recovered, Purpose::Pressure(now(&recovered))), before);
         let worker = critical.workers.get_mut("tts").unwrap();
         worker.works(1, Timestamp::from_millis(2));
         assert_eq!(kept(&critical, urgent), Some(SpareReason::Busy));

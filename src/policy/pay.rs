@@ -2,7 +2,7 @@
 //!
 //! Beyond the price of a plan stands that of not shedding: at Elevated nothing is lost yet, at Critical the kernel drops
 //! pages that are read again, below the last resort it ends a process. So Elevated gives up only KV that no answer uses,
-//! Critical pays for layers what reading them is worth, and the last resort pays anything.
+//! Critical pays for layers what reading them is worth, and for workers; the last resort pays anything.
 
 use super::{params::PressureParams, pressure::Pressure, speed::Speed};
 use cotenant_units::Bytes;
@@ -10,47 +10,47 @@ use cotenant_units::Bytes;
 /// The pay for the bytes that are missing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pay {
-    level: Level,
+    pub(super) level: Level,
     missing: Bytes,
 }
 
+/// How much is paid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Level {
+pub(super) enum Level {
+    /// Only what no answer uses.
     Elevated,
+    /// An answer may become slower, and lose what it can do without: Critical is ahead within the grace, or was reached and
+    /// dwells.
+    Urgent,
+    /// Holders that are more urgent than the engine give, too.
     Critical,
+    /// Even work that is under way may be ended.
     LastResort,
 }
 
 impl Pay {
-    /// By the last sample: Critical counts from when it is ahead within the grace.
+    pub(super) const fn new(level: Level, missing: Bytes) -> Self {
+        Self { level, missing }
+    }
+
+    /// By the last sample.
     pub(super) fn now(pressure: &Pressure, limits: &PressureParams, missing: Bytes) -> Self {
         let is_last = |headroom| headroom < limits.last_resort_below;
-        let level = if pressure.headroom().is_some_and(is_last) {
-            Level::LastResort
-        } else if pressure.is_urgent() {
+        let level = if !pressure.is_urgent() {
+            Level::Elevated
+        } else if !pressure.is_critical_now() {
+            Level::Urgent
+        } else if !pressure.headroom().is_some_and(is_last) {
             Level::Critical
         } else {
-            Level::Elevated
+            Level::LastResort
         };
-        Self { level, missing }
-    }
-
-    pub(super) const fn at_elevated(missing: Bytes) -> Self {
-        let level = Level::Elevated;
-        Self { level, missing }
-    }
-
-    pub(super) const fn at_critical(missing: Bytes) -> Self {
-        let level = Level::Critical;
         Self { level, missing }
     }
 
     /// The same below the last resort.
     pub(super) const fn unbounded(self) -> Self {
-        Self {
-            level: Level::LastResort,
-            ..self
-        }
+        Self::new(Level::LastResort, self.missing)
     }
 
     /// Whether an answer may become slower, and lose what it can do without.
@@ -58,15 +58,11 @@ impl Pay {
         self.level > Level::Elevated
     }
 
-    /// Whether even work that is under way may be ended.
-    pub(super) fn is_unbounded(self) -> bool {
-        self.level == Level::LastResort
-    }
-
     /// Whether layers that give `bytes` may cost `price_us`; what they give beyond what is missing counts for nothing.
     pub(super) fn affords(self, price_us: u64, bytes: Bytes, speed: Speed) -> bool {
         let worth = speed.reading_us(bytes.min(self.missing));
-        self.is_unbounded() || (self.is_serious() && price_us <= worth.saturating_mul(READS))
+        self.level == Level::LastResort
+            || (self.is_serious() && price_us <= worth.saturating_mul(READS))
     }
 }
 

@@ -213,34 +213,18 @@ pub fn of_notification(bytes: Bytes, reload: Duration, speed: Speed) -> u64 {
     (micros(reload) / 4).saturating_add(speed.reading_us(bytes))
 }
 
-/// A worker that may be stopped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Stop {
-    /// Time to start it again.
-    pub reload: Duration,
-    /// How long it has had nothing to do; `None` while it works.
-    pub idle: Option<Duration>,
-    /// What it holds.
-    pub held: Bytes,
-    /// What of that stays free when it is started again.
-    pub lasting: Bytes,
-}
-
-impl Stop {
-    /// Its price, µs: what a process loses with its end, and the start after it, for one that was busy lately more likely at
-    /// once, and for what does not last. Nothing is dearer than work that is lost: a busy worker is stopped only where all
-    /// idle ones do not suffice.
-    #[must_use]
-    pub fn price(&self) -> u64 {
-        let Some(idle) = self.idle else {
-            return u64::MAX;
-        };
-        let times = self.held.get() / self.lasting.get().max(1);
-        micros(self.reload)
-            .saturating_mul(1 + IDLE_LONG_S / idle.as_secs().saturating_add(1))
-            .saturating_mul(times.max(1))
-            .saturating_add(UTTERANCE_US)
-    }
+/// The price of a worker's end, µs: what a process loses by it, and `reload` to start it again, for one that was busy lately more
+/// likely at once; so many `times` as what it holds is more than what lasts when it is started again. Nothing is dearer
+/// than work that is lost: one that is not `idle` is stopped only where all idle ones do not suffice.
+#[must_use]
+pub fn of_stop(reload: Duration, idle: Option<Duration>, times: u64) -> u64 {
+    let Some(idle) = idle else {
+        return u64::MAX;
+    };
+    micros(reload)
+        .saturating_mul(1 + IDLE_LONG_S / idle.as_secs().saturating_add(1))
+        .saturating_mul(times.max(1))
+        .saturating_add(UTTERANCE_US)
 }
 
 /// By how much the wait of a class counts.

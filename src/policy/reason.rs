@@ -322,8 +322,8 @@ pub enum SpareReason {
     /// The engine has given all that it can.
     #[error("has given up all that it can")]
     AllGiven,
-    /// Holders of this class give at Critical only.
-    #[error("{0} gives at Critical only")]
+    /// Holders of this class, or workers, give only while the headroom is Critical.
+    #[error("{0} gives only while the headroom is Critical")]
     BeforeCritical(Class),
     #[error("is at its least of {0}")]
     AtLeast(Bytes),
@@ -333,17 +333,15 @@ pub enum SpareReason {
     Changing,
     #[error("is busy")]
     Busy,
-    #[error("waits to become larger")]
-    WaitsToGrow,
-    /// Workers give at Critical only.
-    #[error("workers give at Critical only")]
-    WorkersBeforeCritical,
-    /// The level is Critical still, and headroom is above its watermark again.
-    #[error("headroom is above the critical watermark; workers are stopped only below it")]
-    Recovered,
-    /// A worker that could be stopped; others give what is missing now.
-    #[error("would be stopped, and others give what is missing now")]
-    OthersSuffice,
+    /// By a rule of an older version, in its journal.
+    #[serde(
+        rename = "recovered",
+        alias = "workers_before_critical",
+        alias = "waits_to_grow",
+        alias = "others_suffice"
+    )]
+    #[error("was not asked by a rule of an older version")]
+    Older,
     /// A worker that was stopped to make room and was needed again at once; it is not stopped for so long.
     #[error(
         "was wanted again at once when it was stopped; it is not stopped for {:.0} s",

@@ -8,7 +8,7 @@ use super::{
     choose::{Choice, Offer, choose, reclaimable},
     holder::Purpose,
     lease::Class,
-    pay::Pay,
+    pay::{Level, Pay},
     pressure::PressureLevel,
     reason::ReclaimReason,
     residency::EnginePlan,
@@ -119,7 +119,15 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
     let purpose = Purpose::Pressure(pay);
     let mut offers = state.offers(purpose);
     let owed = elevated.saturating_sub(headroom).saturating_sub(coming);
-    let spared = state.stop_only_for(&mut offers, owed);
+    // A process is ended only for what is missing below the watermark: what a slope foretells comes from others.
+    let goes_on = |offer: &&Offer| !offer.source.stops();
+    let without_stops: Bytes = offers.iter().filter(goes_on).map(Offer::bytes).sum();
+    let need = if without_stops >= owed {
+        offers.retain(|offer| !offer.source.stops());
+        missing
+    } else {
+        owed
+    };
     let reason = ReclaimReason::Pressure {
         level,
         headroom,
@@ -127,11 +135,8 @@ pub(super) fn under_pressure(state: &State, relieved_at: Option<Timestamp>) -> R
         missing,
         wanted,
     };
-    match weigh(state, &offers, missing, purpose, reason) {
-        Some(mut reclaim) => {
-            reclaim.weighing.spared.extend(spared);
-            Relief::Reclaim(Box::new(reclaim))
-        }
+    match weigh(state, &offers, need, purpose, reason) {
+        Some(reclaim) => Relief::Reclaim(Box::new(reclaim)),
         None => Relief::NothingLeft {
             spared: !pay.is_serious()
                 || !state
@@ -157,9 +162,9 @@ pub(super) fn next(state: &State) -> Option<NextShed> {
         let purpose = Purpose::Pressure(pay);
         select(state, &state.offers(purpose), need, purpose).0
     };
-    let gentle = chosen_for(Pay::at_elevated(need));
+    let gentle = chosen_for(Pay::new(Level::Elevated, need));
     let chosen = if gentle.is_empty() {
-        chosen_for(Pay::at_critical(need))
+        chosen_for(Pay::new(Level::Critical, need))
     } else {
         gentle
     };

@@ -6,7 +6,6 @@ use super::{context::Context, engine_orders, worker_orders};
 use crate::{
     decision::{ChangeCause, GrowthDecision},
     event::Action,
-    holder::Purpose,
     lease::Class,
     reason::{ReclaimReason, StopReason},
     reclaim::{self, Reclaim, Relief},
@@ -103,15 +102,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
     for Chosen { source, bytes } in chosen {
         match source {
             Source::Tenant { lease: id, .. } => {
-                let held = cx.state.ledger.held_by(id);
-                let from = match (purpose, cx.state.leases.get(id)) {
-                    (Purpose::Pressure(_), Some(lease)) => cx
-                        .state
-                        .ledger
-                        .used_by(&lease.holder)
-                        .map_or(held, |used| used.min(held)),
-                    _ => held,
-                };
+                let from = cx.state.counts(id, purpose);
                 cx.set_target(id, from.saturating_sub(bytes), &reason);
                 asked = true;
             }
