@@ -275,8 +275,7 @@ const fn level_of(decision: &Decision) -> Level {
             | Worker::NeedsOperator { .. }
             | Worker::Outgrown { .. }
             | Worker::PeakRaised { .. }
-            | Worker::IgnoresPressure(_)
-            | Worker::NotSmaller { .. },
+            | Worker::IgnoresPressure(_),
         )
         | Decision::Memory(MemoryDecision::RebootAdvised(_) | MemoryDecision::TooSmall { .. }) => {
             Level::WARN

@@ -166,6 +166,8 @@ impl Figures {
                     .any(|worker| worker.name == lease.tenant);
                 let what = if is_worker { "worker" } else { "tenant" };
                 let asked = self.asked.remove(&Holder::Lease(lease.id));
+                let changed = || self.asked.remove(&Holder::Worker(lease.tenant.clone()));
+                let asked = asked.or_else(changed);
                 self.count_shed(asked, after, &[(what, *freed)]);
             }
             Decision::Worker(WorkerDecision::Changing {
@@ -174,10 +176,6 @@ impl Figures {
                 ..
             }) => {
                 self.ask(Holder::Worker(worker.clone()), word(reason), after);
-            }
-            Decision::Worker(WorkerDecision::Settled { worker, freed, .. }) if shed => {
-                let asked = self.asked.remove(&Holder::Worker(worker.clone()));
-                self.count_shed(asked, after, &[("worker", *freed)]);
             }
             Decision::Worker(WorkerDecision::Exited {
                 worker,

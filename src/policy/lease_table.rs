@@ -26,7 +26,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 
-pub(super) use self::phase::{Evidence, Lease, Phase, Revocation, Unacknowledged};
+pub(super) use self::phase::{Evidence, Lease, Lower, Phase, Revocation, Unacknowledged};
 use super::{
     book::LastNumbers,
     decision::LeaseDecision,

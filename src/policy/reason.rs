@@ -154,7 +154,8 @@ pub enum StopReason {
     /// To make room; it holds `held`.
     #[error("for its {held}: {reclaim}")]
     Reclaim { held: Bytes, reclaim: ReclaimReason },
-    /// It was notified that memory is short, and has not come down.
+    /// It was asked to come down for want of memory, and has not.
+    #[serde(alias = "not_smaller")]
     #[error("{0}")]
     IgnoredPressure(IgnoredPressure),
     /// It did not answer after its start.
@@ -166,12 +167,6 @@ pub enum StopReason {
     /// It did not answer whether it has changed its variant.
     #[error("it did not answer within {:.1} s whether it is `{variant}`", within.as_secs_f64())]
     NotChanged { variant: String, within: Duration },
-    /// It reported a smaller variant and was not measured there.
-    #[error(
-        "it reported that it has become smaller and {}; it still holds {held}",
-        still_uses(*used)
-    )]
-    NotSmaller { used: Option<Bytes>, held: Bytes },
     /// It has had nothing to do.
     #[error("it has had nothing to do")]
     Idle,
@@ -191,11 +186,12 @@ pub enum StopReason {
     AskedBefore,
 }
 
-/// A worker that was notified that memory is short, and has not come down.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+/// A worker that was notified that memory is short, or has confirmed a smaller variant, and has not come down.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize, thiserror::Error)]
+#[serde(default)]
 #[error(
-    "worker `{worker}` (pid {pid}) {}, its target is {target}, {:.1} s past the deadline: it was notified that \
-     memory is short and has not come down; nothing is credited",
+    "worker `{worker}` (pid {pid}) {}, its target is {target}, {:.1} s past the deadline: memory is short and it has \
+     not come down; nothing is credited",
     still_uses(*used),
     late.as_secs_f64()
 )]

@@ -24,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use self::run::{Ready, Stage};
 pub(super) use self::{
     exit::{AfterExit, Ended, Failure},
-    run::{Due, Resizing, Run, StopCause},
+    run::{Resizing, Run, StopCause},
 };
 use super::{
     book::{BookedRun, BookedWorker, WorkerHistory},
@@ -32,6 +32,7 @@ use super::{
     event::WorkerCommand,
     lease::{LeaseId, Ticket},
     params::WorkerParams,
+    reason::StopReason,
     restart::{Restart, Verdict},
     snapshot::{Rest, WorkerState},
 };
@@ -85,10 +86,10 @@ enum Phase {
 }
 
 /// The consequence of an operator's command.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Commanded {
     Start,
-    Stop(StopCause),
+    Stop(StopReason),
     /// It did not run, and is not to be started.
     Withdraw,
     Nothing,
@@ -97,14 +98,14 @@ pub(super) enum Commanded {
 /// A step that a ready worker takes by itself.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum RestStep {
-    Stop(StopCause),
+    Stop(StopReason),
     Shrink {
         variant: String,
         idle: Duration,
     },
-    /// It is at work; it goes back to this variant if it had been made small for being idle.
-    Work {
-        before_rest: Option<String>,
+    /// It is at work, and goes back to this variant, for it had been made small for being idle.
+    Grow {
+        variant: String,
     },
 }
 
@@ -287,7 +288,6 @@ impl Worker {
         match (&run.stage, &run.resizing) {
             (Stage::Stopping { .. }, _) => Bytes::ZERO,
             (Stage::Ready(_), Some(resizing)) => self.params.steady_of(Some(&resizing.variant)),
-            (Stage::Ready(ready), None) if ready.verify_by.is_some() => self.steady(),
             _ => held,
         }
     }
@@ -515,7 +515,7 @@ impl Worker {
             WorkerCommand::Stop => {
                 self.wanted = false;
                 if up {
-                    return Commanded::Stop(StopCause::Operator);
+                    return Commanded::Stop(StopReason::Operator);
                 }
                 if let Some(cause) = self.run_mut().and_then(Run::stopping_mut) {
                     *cause = StopCause::Operator;
@@ -534,7 +534,7 @@ impl Worker {
                 match command {
                     WorkerCommand::Recycle if up => {
                         self.wanted = true;
-                        Commanded::Stop(StopCause::Recycle)
+                        Commanded::Stop(StopReason::Recycle)
                     }
                     _ if up || waiting || self.is_stopping() => Commanded::Nothing,
                     _ => Commanded::Start,
@@ -543,9 +543,11 @@ impl Worker {
         }
     }
 
-    /// It is asked to change. Returns `false` if it cannot be.
-    pub(super) fn change(&mut self, resizing: Resizing) -> bool {
-        self.run_mut().map(|run| run.change(resizing)).is_some()
+    /// It is asked to change.
+    pub(super) fn change(&mut self, resizing: Resizing) {
+        if let Some(run) = self.run_mut() {
+            run.change(resizing);
+        }
     }
 
     /// It has changed, or kept its variant. Returns what was asked of it, or `None` if it is not ready.
@@ -553,21 +555,13 @@ impl Worker {
         &mut self,
         variant: &str,
         failed: bool,
-        believed: Duration,
         now: Timestamp,
     ) -> Option<Option<Resizing>> {
         let smaller = self.params.steady_of(Some(variant)) < self.steady();
-        self.run_mut()?
-            .changed((variant, smaller), failed, believed, now)
+        self.run_mut()?.changed((variant, smaller), failed, now)
     }
 
-    /// It was measured at its steady size. Returns whether it had been made smaller to make room.
-    pub(super) fn take_verified(&mut self) -> bool {
-        self.ready_mut()
-            .is_some_and(|ready| ready.verify_by.take().is_some())
-    }
-
-    /// It has not come down although it was notified that memory is short. Returns whether it is ready.
+    /// It has not come down although it was asked to. Returns whether it is ready.
     pub(super) fn ignored_pressure(&mut self) -> bool {
         let ready = self.ready_mut();
         ready.is_some_and(|ready| {
@@ -576,24 +570,23 @@ impl Worker {
         })
     }
 
-    /// Takes what is due at `now`.
-    pub(super) fn take_due(&mut self, now: Timestamp) -> Option<Due> {
-        let next = self.next_due()?;
-        if next > now {
-            return None;
+    /// Takes what is due at `now`: why it is to be stopped, or nothing where it is to be started again.
+    pub(super) fn take_due(&mut self, now: Timestamp) -> Option<Option<StopReason>> {
+        let (_, due) = self.due().filter(|(at, _)| *at <= now)?;
+        if let Some(run) = self.run_mut().filter(|run| run.stopping().is_some()) {
+            run.since = now;
         }
-        match &mut self.phase {
-            Phase::BackingOff { .. } => Some(Due::Retry),
-            Phase::Running(run) => run.take_due(&self.params.start, now),
-            Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => None,
-        }
+        Some(due)
     }
 
-    /// When [`take_due`](Self::take_due) has something.
-    fn next_due(&self) -> Option<Timestamp> {
+    /// What is due, and when.
+    fn due(&self) -> Option<(Timestamp, Option<StopReason>)> {
         match &self.phase {
-            Phase::BackingOff { until } => Some(*until),
-            Phase::Running(run) => run.next_due(&self.params.start, self.params.stop_grace),
+            Phase::BackingOff { until } => Some((*until, None)),
+            Phase::Running(run) => {
+                let (at, reason) = run.due(&self.params.start, self.params.stop_grace)?;
+                Some((at, Some(reason)))
+            }
             Phase::Stopped(_) | Phase::AwaitingMemory | Phase::Degraded => None,
         }
     }
@@ -683,7 +676,7 @@ mod tests {
         let mut worker = ready();
         assert_eq!(
             worker.command(WorkerCommand::Stop, at(200)),
-            Commanded::Stop(StopCause::Operator)
+            Commanded::Stop(StopReason::Operator)
         );
         worker.stop(StopCause::Operator, at(200));
         assert_eq!(
@@ -702,23 +695,21 @@ mod tests {
             asked_at: at(200),
             to_shed: true,
         };
-        assert!(worker.change(resizing.clone()));
+        worker.change(resizing.clone());
         assert_eq!(worker.stays(Bytes::from_mib(100)), Bytes::from_mib(40));
-        assert!(
-            worker
-                .changed("small", false, Duration::from_millis(250), at(300))
-                .is_some()
-        );
-        assert!(worker.take_due(at(549)).is_none());
-        assert!(matches!(worker.take_due(at(550)), Some(Due::NotSmaller)));
-        assert!(worker.take_due(at(550)).is_none());
-        assert!(worker.change(resizing));
+        assert!(worker.changed("small", false, at(300)).is_some());
+        assert_eq!(worker.take_due(at(60_300)), None);
+        worker.change(resizing);
+        assert_eq!(worker.take_due(at(60_199)), None);
         assert!(matches!(
             worker.take_due(at(60_200)),
-            Some(Due::NotChanged(_))
+            Some(Some(StopReason::NotChanged { .. }))
         ));
         worker.stop(StopCause::NotReady, at(60_200));
-        assert!(matches!(worker.take_due(at(63_200)), Some(Due::NotStopped)));
+        assert_eq!(
+            worker.take_due(at(63_200)),
+            Some(Some(StopReason::NotStopped))
+        );
         assert!(worker.take_due(at(63_200)).is_none());
     }
 

@@ -9,7 +9,8 @@ use serde::{Deserialize, Serialize};
 use super::{
     lease::LeaseId,
     params::WorkerParams,
-    worker::{Due, RestStep, Worker},
+    reason::StopReason,
+    worker::{RestStep, Worker},
 };
 use cotenant_units::Timestamp;
 
@@ -90,7 +91,7 @@ impl WorkerControl {
     }
 
     /// Takes the next thing that is due.
-    pub(super) fn take_due(&mut self, now: Timestamp) -> Option<(String, Due)> {
+    pub(super) fn take_due(&mut self, now: Timestamp) -> Option<(String, Option<StopReason>)> {
         let mut workers = self.0.iter_mut();
         workers.find_map(|(name, worker)| Some((name.clone(), worker.take_due(now)?)))
     }
@@ -126,11 +127,26 @@ impl WorkerControl {
 
 #[cfg(test)]
 mod tests {
-    use super::*;
+    use std::time::Duration;
 
+    use super::*;
+    use crate::params::{RestParams, VariantParams};
+    use cotenant_units::Bytes;
+
+    /// Becomes smaller when it has been idle for a second.
     fn worker(name: &str) -> WorkerParams {
+        let variant = |name: &str, mib| VariantParams {
+            name: name.to_owned(),
+            steady: Bytes::from_mib(mib),
+            peak: Bytes::from_mib(mib),
+        };
         WorkerParams {
             name: name.to_owned(),
+            variants: vec![variant("open", 100), variant("small", 40)],
+            rest: RestParams {
+                idle_shrink_after: Some(Duration::from_secs(1)),
+                ..RestParams::default()
+            },
             ..WorkerParams::default()
         }
     }
@@ -148,8 +164,8 @@ mod tests {
         let now = Timestamp::from_millis(1);
         for name in ["a", "b"] {
             comes_up(&mut workers, name, now);
-            workers.get_mut(name).unwrap().works(1, now);
         }
+        let now = now + Duration::from_secs(1);
         let (first, _) = workers.take_rest(None, |_| true, now).unwrap();
         let (second, _) = workers.take_rest(Some(&first), |_| true, now).unwrap();
         assert_eq!((first.as_str(), second.as_str()), ("a", "b"));

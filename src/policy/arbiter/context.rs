@@ -10,8 +10,8 @@ use crate::{
     decision::Decision,
     denial::{Denial, Problem},
     event::{Action, Answer, Done},
-    lease::{Class, LeaseId, Ticket},
-    lease_table::{Effect, Lease, LeaseTable, Turn},
+    lease::{Class, LeaseId, LeaseKind, Ticket},
+    lease_table::{Effect, Lease, LeaseTable, Lower, Turn},
     page_pool::PagePool,
     pressure::{LevelChange, Sample},
     reason::ReclaimReason,
@@ -197,10 +197,17 @@ impl<'a> Context<'a> {
 
     /// Asks a holder to come down to `bytes`.
     pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &ReclaimReason) {
-        let span = self.state.target_span(id);
-        let deadline = self.state.now + span;
-        let nonce = self
-            .with_leases(|leases, turn| leases.begin_revocation(id, bytes, deadline, false, turn));
+        let deadline = self.state.now + self.state.target_span(id);
+        let lease = self.state.leases.get(id);
+        // A worker cannot answer: what is measured after its notification counts.
+        let is_worker = lease.is_some_and(|lease| lease.kind == LeaseKind::Worker);
+        let lower = Lower {
+            who: id,
+            to: bytes,
+            deadline,
+            answered_at: is_worker.then_some(self.state.now),
+        };
+        let nonce = self.with_leases(|leases, turn| leases.begin_revocation(&lower, false, turn));
         self.refuse_growth_of(id, bytes);
         self.out.push(Action::SetTarget {
             lease: id,

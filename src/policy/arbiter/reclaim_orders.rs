@@ -10,7 +10,6 @@ use crate::{
     reason::{ReclaimReason, StopReason},
     reclaim::{self, Reclaim, Relief},
     shedding::{Chosen, Source},
-    worker::StopCause,
 };
 use cotenant_units::Bytes;
 
@@ -118,7 +117,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
             Source::WorkerStop { worker } if !cx.state.workers.is_any_stopping() => {
                 let (held, reclaim) = (bytes, reason.clone());
                 let reason = StopReason::Reclaim { held, reclaim };
-                worker_orders::stop(cx, &worker, StopCause::Shed, reason);
+                worker_orders::stop(cx, &worker, reason);
                 asked = true;
             }
             // One is stopped at a time; and the engine is asked once for all that was chosen.

@@ -136,19 +136,14 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
     });
     if fits < held {
         let budget = cx.state.ledger.budget();
-        worker_orders::stop(
-            cx,
-            name,
-            StopCause::Recycle,
-            StopReason::OverBudget { held, budget },
-        );
+        worker_orders::stop(cx, name, StopReason::OverBudget { held, budget });
     } else if let Some(stop) = run.stop {
         let cause = match stop {
             BookedStop::Again => StopCause::Recycle,
             BookedStop::ForGood => StopCause::Operator,
             BookedStop::ToShed => StopCause::Shed,
         };
-        worker_orders::stop(cx, name, cause, StopReason::AskedBefore);
+        worker_orders::stop_for(cx, name, cause, StopReason::AskedBefore);
     }
 }
 

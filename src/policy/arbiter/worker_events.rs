@@ -13,18 +13,19 @@ use super::{
     worker_orders::{self, invalid},
 };
 use crate::{
-    admission::{Want, WantKind},
+    admission::{Admission, Want, WantKind},
     death::{DeathCertificate, DeathClass},
     decision::{ChangeCause, Decision, StrayReport, WorkerDecision},
     denial::{Denial, Problem},
     event::{Action, Done, WorkerCommand, WorkerDone},
-    lease::{Class, Ticket},
+    lease::{Class, LeaseId, Ticket},
+    lease_table::{Lease, LeaseTable},
     pressure_level::PressureLevel,
     reason::{ReclaimReason, StopReason},
     reclaim,
     snapshot::WorkerState,
     state::State,
-    worker::{AfterExit, Commanded, Due, Failure, Resizing, RestStep, StopCause, Worker},
+    worker::{AfterExit, Commanded, Failure, Resizing, RestStep, Worker},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -248,10 +249,7 @@ pub(super) fn take_command(
     };
     match worker.command(command, cx.state.now) {
         Commanded::Start => worker_orders::want(cx, name),
-        Commanded::Stop(StopCause::Recycle) => {
-            worker_orders::stop(cx, name, StopCause::Recycle, StopReason::Recycle);
-        }
-        Commanded::Stop(cause) => worker_orders::stop(cx, name, cause, StopReason::Operator),
+        Commanded::Stop(reason) => worker_orders::stop(cx, name, reason),
         Commanded::Withdraw => cx.state.queue.take_start_of(name),
         Commanded::Nothing => {}
     }
@@ -318,14 +316,7 @@ pub(super) fn take_resized(
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
-    let believed = cx
-        .state
-        .params
-        .shed
-        .deadlines
-        .of(worker.params.class)
-        .max(cx.state.params.shed.settle);
-    let Some(resizing) = worker.changed(variant, error.is_some(), believed, now) else {
+    let Some(resizing) = worker.changed(variant, error.is_some(), now) else {
         let variant = variant.to_owned();
         ignore(cx, name, StrayReport::Changed { variant });
         return;
@@ -337,7 +328,13 @@ pub(super) fn take_resized(
     if let Some(used) = used {
         cx.state.ledger.measure(name, used, now);
     }
-    settle(cx, name);
+    let to_shed = |resizing: &&Resizing| resizing.to_shed && error.is_none();
+    if let Some(since) = resizing.as_ref().filter(to_shed).map(|it| it.asked_at) {
+        // Others wait for it, so a worker that only confirms it is not believed for long.
+        worker_orders::verify_variant(cx, name, used, since);
+    } else {
+        settle(cx, name);
+    }
     let tickets = resizing.map(|resizing| resizing.tickets);
     let tickets = tickets.unwrap_or_default();
     let (worker, variant) = (name.to_owned(), variant.to_owned());
@@ -372,56 +369,13 @@ pub(super) fn take_resized(
 
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     while let Some((name, due)) = cx.state.workers.take_due(cx.state.now) {
-        let within = cx
-            .state
-            .workers
-            .get(&name)
-            .map_or(Duration::ZERO, |worker| worker.params.start.ready_timeout);
         match due {
-            Due::Retry => worker_orders::want(cx, &name),
-            Due::NotReady => worker_orders::stop(
-                cx,
-                &name,
-                StopCause::NotReady,
-                StopReason::NotReady { within },
-            ),
-            Due::NotStopped => cx.out.push(Action::StopWorker {
-                worker: name,
-                reason: StopReason::NotStopped,
-            }),
-            Due::NotChanged(Resizing {
-                variant, tickets, ..
-            }) => {
-                let denial =
-                    Denial::invalid(&name, "variant", &variant, Problem::NotAnswered { within });
-                cx.deny_all(tickets, &denial);
-                // It may still change at any time, to a size that could not be booked by then.
-                let reason = StopReason::NotChanged { variant, within };
-                worker_orders::stop(cx, &name, StopCause::NotReady, reason);
+            None => worker_orders::want(cx, &name),
+            Some(reason @ StopReason::NotStopped) => {
+                let worker = name;
+                cx.out.push(Action::StopWorker { worker, reason });
             }
-            Due::NotSmaller => {
-                let used = cx.state.ledger.used_by(&name);
-                let held = cx.state.worker_held(&name);
-                if cx
-                    .state
-                    .workers
-                    .get(&name)
-                    .is_some_and(|worker| worker.requests == 0)
-                {
-                    worker_orders::stop(
-                        cx,
-                        &name,
-                        StopCause::Shed,
-                        StopReason::NotSmaller { used, held },
-                    );
-                } else {
-                    cx.decide(WorkerDecision::NotSmaller {
-                        worker: name,
-                        used,
-                        held,
-                    });
-                }
-            }
+            Some(reason) => worker_orders::stop(cx, &name, reason),
         }
     }
 }
@@ -430,29 +384,19 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
 pub(super) fn serve_rests(cx: &mut Context<'_>) {
     let mut last: Option<String> = None;
     loop {
-        let may_rest = |id| !cx.state.draining && !cx.state.queue.waits_for(id);
-        let Some((name, step)) =
-            cx.state
-                .workers
-                .take_rest(last.as_deref(), may_rest, cx.state.now)
-        else {
-            return;
-        };
+        let state = &mut *cx.state;
+        let may_rest = may_rest(state.draining, &state.queue, &state.leases);
+        let step = state
+            .workers
+            .take_rest(last.as_deref(), may_rest, state.now);
+        let Some((name, step)) = step else { return };
         match step {
-            RestStep::Stop(cause) => {
-                let reason = match cause {
-                    StopCause::Idle => StopReason::Idle,
-                    _ => StopReason::Outgrown,
-                };
-                worker_orders::stop(cx, &name, cause, reason);
-            }
+            RestStep::Stop(reason) => worker_orders::stop(cx, &name, reason),
             RestStep::Shrink { variant, idle } => {
                 worker_orders::change(cx, &name, variant, Vec::new(), ChangeCause::Idle { idle });
             }
-            RestStep::Work { before_rest } => {
-                if let Some(variant) = before_rest {
-                    worker_orders::queue_variant(cx, &name, variant);
-                }
+            RestStep::Grow { variant } => {
+                worker_orders::queue_variant(cx, &name, variant);
                 serve::serve_queue(cx);
             }
         }
@@ -460,8 +404,16 @@ pub(super) fn serve_rests(cx: &mut Context<'_>) {
     }
 }
 
+/// Whether the worker of a lease may rest: it neither waits to become larger nor comes down.
+fn may_rest(draining: bool, queue: &Admission, leases: &LeaseTable) -> impl Fn(LeaseId) -> bool {
+    move |id| {
+        let comes_down = leases.get(id).and_then(Lease::revocation).is_some();
+        !draining && !comes_down && !queue.waits_for(id)
+    }
+}
+
 pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
-    let may_rest = |id| !state.draining && !state.queue.waits_for(id);
+    let may_rest = may_rest(state.draining, &state.queue, &state.leases);
     let workers = state.workers.next_deadline(may_rest, state.now);
     [workers, state.engine.holds_workers_until(state.now)]
         .into_iter()
@@ -500,7 +452,7 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     let Some(worker) = cx
         .state
         .workers
-        .get_mut(name)
+        .get(name)
         .filter(|worker| worker.is_settled())
     else {
         return;
@@ -536,7 +488,6 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     } else {
         stays
     };
-    let to_shed = is_steady && worker.take_verified();
     let freed = cx.state.ledger.lower(id, stays);
     worker_orders::set_moving(cx, name);
     if freed > Bytes::ZERO {
@@ -551,9 +502,6 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
             freed,
             free: cx.state.ledger.free(),
         });
-    }
-    if to_shed {
-        cx.note_reclaimed(freed, freed, true);
     }
 }
 

@@ -13,7 +13,7 @@ use crate::{
     event::{Action, Done},
     growth_wait::GrowthWait,
     lease::{LeaseId, LeaseKind, Ticket},
-    lease_table::{Lease, Phase, Revocation},
+    lease_table::{Lease, Lower, Phase, Revocation},
     reason::{IgnoredPressure, ReclaimReason, StopReason},
     worker::{Resizing, StopCause, Worker},
 };
@@ -167,7 +167,12 @@ pub(super) fn change(
     cx.out.push(Action::ResizeWorker { worker, variant });
 }
 
-pub(super) fn stop(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
+pub(super) fn stop(cx: &mut Context<'_>, name: &str, reason: StopReason) {
+    stop_for(cx, name, StopCause::of(&reason), reason);
+}
+
+/// Stops a worker for a reason that does not say what follows its exit.
+pub(super) fn stop_for(cx: &mut Context<'_>, name: &str, cause: StopCause, reason: StopReason) {
     cx.record.noted += 1;
     let Some((lease, tickets)) = cx
         .state
@@ -211,6 +216,32 @@ pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
 /// Subject of what is decided once for each start that is out of reach.
 pub(super) fn out_of_reach(name: &str) -> String {
     format!("worker `{name}` is out of reach")
+}
+
+/// Has a worker be measured in its smaller variant, which it was asked for at `since` and has confirmed.
+pub(super) fn verify_variant(
+    cx: &mut Context<'_>,
+    name: &str,
+    used: Option<Bytes>,
+    since: Timestamp,
+) {
+    let Some(worker) = cx.state.workers.get(name) else {
+        return;
+    };
+    let (shed, now) = (&cx.state.params.shed, cx.state.now);
+    let span = shed.deadlines.of(worker.params.class).max(shed.settle);
+    if let Some(who) = worker.lease() {
+        let lower = Lower {
+            who,
+            to: worker.steady(),
+            deadline: now + span,
+            answered_at: Some(since),
+        };
+        cx.with_leases(|leases, turn| leases.begin_revocation(&lower, false, turn));
+    }
+    if used.is_some() {
+        settle_notified(cx, name, used, now);
+    }
 }
 
 /// Credits a worker that was notified if the measurement shows it. Returns whether it has been notified and not
@@ -263,12 +294,7 @@ pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &R
         cx.decide(WorkerDecision::IgnoresPressure(ignored));
     } else {
         let name = ignored.worker.clone();
-        stop(
-            cx,
-            &name,
-            StopCause::Shed,
-            StopReason::IgnoredPressure(ignored),
-        );
+        stop(cx, &name, StopReason::IgnoredPressure(ignored));
     }
 }
 

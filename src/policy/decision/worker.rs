@@ -6,7 +6,7 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use crate::{
-    reason::{IgnoredPressure, ReclaimReason, still_uses},
+    reason::{IgnoredPressure, ReclaimReason},
     snapshot::WorkerState,
 };
 use cotenant_units::Bytes;
@@ -144,19 +144,10 @@ pub enum WorkerDecision {
         had: Bytes,
         needs: Bytes,
     },
-    /// It was notified that memory is short, has not come down, and keeps what it holds since it is at work.
+    /// It was asked to come down, has not, and keeps what it holds since it is at work.
+    #[serde(alias = "not_smaller")]
     #[error("{0}; it is at work and keeps what it holds")]
     IgnoresPressure(IgnoredPressure),
-    /// It reported a smaller variant, is not measured there, and holds what it held.
-    #[error(
-        "worker `{worker}` reported that it has become smaller and {}; it still holds {held}",
-        still_uses(*used)
-    )]
-    NotSmaller {
-        worker: String,
-        used: Option<Bytes>,
-        held: Bytes,
-    },
     /// It may hold its steady size again.
     #[error("worker `{worker}` may hold its {steady} again")]
     Restored { worker: String, steady: Bytes },

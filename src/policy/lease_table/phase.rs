@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     decision::{Claim, NotReduced},
-    lease::{Class, LeaseKind, LeaseRequest, Peer, Target, TargetAnswer},
+    lease::{Class, LeaseId, LeaseKind, LeaseRequest, Peer, Target, TargetAnswer},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -121,6 +121,16 @@ pub(crate) struct Unacknowledged {
     pub(crate) bytes: Bytes,
     /// The end of the term that it was granted last: after it no holder relies on its lease.
     pub(crate) until: Timestamp,
+}
+
+/// A holder that has to come down: a tenant to its target, a worker for a notification or in a smaller variant.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Lower {
+    pub(crate) who: LeaseId,
+    pub(crate) to: Bytes,
+    pub(crate) deadline: Timestamp,
+    /// Since when it is known to come down; `None` until it answers.
+    pub(crate) answered_at: Option<Timestamp>,
 }
 
 /// A lower target under way.

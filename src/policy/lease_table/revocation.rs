@@ -1,6 +1,6 @@
 //! Targets of leases: set, answered, and credited or escalated by a reading.
 
-use super::{Effect, Evidence, Lease, LeaseTable, Phase, Revocation, Turn};
+use super::{Effect, Evidence, Lease, LeaseTable, Lower, Phase, Revocation, Turn};
 use crate::{
     decision::{LeaseDecision, LeaseEnd},
     event::Action,
@@ -10,29 +10,27 @@ use crate::{
 use cotenant_units::{Bytes, Timestamp};
 
 impl LeaseTable {
-    /// Begins to ask a holder down to `bytes`. Returns the number of the target.
+    /// Begins to ask a holder down. Returns the number of the target.
     pub(crate) fn begin_revocation(
         &mut self,
-        id: LeaseId,
-        bytes: Bytes,
-        deadline: Timestamp,
+        lower: &Lower,
         voluntary: bool,
         turn: &mut Turn<'_>,
     ) -> u64 {
         self.last.nonce += 1;
         let nonce = self.last.nonce;
-        turn.ledger.set_moving(id, true);
-        if let Some(lease) = self.leases.get_mut(&id) {
+        turn.ledger.set_moving(lower.who, true);
+        if let Some(lease) = self.leases.get_mut(&lower.who) {
             lease.phase = Phase::Revoking(Revocation {
                 target: Target {
                     nonce,
-                    bytes,
-                    deadline,
+                    bytes: lower.to,
+                    deadline: lower.deadline,
                 },
                 asked_at: turn.now,
                 used_before: turn.ledger.used_by(&lease.holder),
                 answered: None,
-                answered_at: (voluntary || lease.kind == LeaseKind::Worker).then_some(turn.now),
+                answered_at: lower.answered_at,
                 applied_at: None,
                 evidence: Evidence::Missing,
                 next_poll: turn.now + self.shed.verify_poll,
@@ -68,8 +66,13 @@ impl LeaseTable {
             Some(Phase::Revoking(revocation)) => first = revocation.asked_at,
             _ => {}
         }
-        let deadline = (now + timeout).min(first + timeout * WISHES);
-        self.begin_revocation(id, bytes, deadline, true, turn);
+        let lower = Lower {
+            who: id,
+            to: bytes,
+            deadline: (now + timeout).min(first + timeout * WISHES),
+            answered_at: Some(now),
+        };
+        self.begin_revocation(&lower, true, turn);
         if let Some(Phase::Revoking(revocation)) =
             self.leases.get_mut(&id).map(|lease| &mut lease.phase)
         {

@@ -4,16 +4,18 @@ use std::time::Duration;
 
 use super::{
     Phase, RestStep, Worker,
-    run::{Stage, StopCause, WindCause, Winding},
+    run::{Stage, WindCause, Winding},
 };
+use crate::reason::StopReason;
 use cotenant_units::{Bytes, Timestamp};
 
 impl Worker {
-    /// When time brings something to it; `may_rest` unless it waits to become larger, or nothing new is admitted.
+    /// When time brings something to it; `may_rest` unless it waits to become larger or comes down, or nothing new
+    /// is admitted.
     pub(crate) fn next_deadline(&self, may_rest: bool, now: Timestamp) -> Option<Timestamp> {
         let own = [
             self.comes_up_by(now),
-            self.next_due(),
+            self.due().map(|(at, _)| at),
             self.next_rest(may_rest, now),
         ];
         own.into_iter().flatten().min()
@@ -37,8 +39,8 @@ impl Worker {
                     None
                 }
                 cause if quiet => Some(RestStep::Stop(match cause {
-                    WindCause::Idle => StopCause::Idle,
-                    WindCause::Outgrown => StopCause::Recycle,
+                    WindCause::Idle => StopReason::Idle,
+                    WindCause::Outgrown => StopReason::Outgrown,
                 })),
                 // Its work goes on: it takes requests again, and is recycled another time. Only a shortage of memory stops
                 // a worker in its work.
@@ -50,13 +52,13 @@ impl Worker {
                 _ => None,
             };
         }
-        if !may_rest || run.resizing.is_some() || ready.verify_by.is_some() {
+        if !may_rest || run.resizing.is_some() {
             return None;
         }
         if requests > 0 {
             ready.shrunk = false;
             let before_rest = ready.before_rest.take();
-            return Some(RestStep::Work { before_rest });
+            return before_rest.map(|variant| RestStep::Grow { variant });
         }
         if sleeps_at.is_some_and(|at| at <= now) {
             ready.winding = Some(Winding {
@@ -83,7 +85,7 @@ impl Worker {
             }
             return Some(winding.since + WIND_DOWN_MAX).filter(|at| *at > now);
         }
-        if !may_rest || self.requests > 0 || run.resizing.is_some() || ready.verify_by.is_some() {
+        if !may_rest || self.requests > 0 || run.resizing.is_some() {
             return None;
         }
         [self.shrinks_at(), self.sleeps_at()]

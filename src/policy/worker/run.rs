@@ -9,6 +9,7 @@ use crate::{
     book::{BookedChange, BookedRun, BookedStop},
     lease::{LeaseId, Ticket},
     params::StartParams,
+    reason::StopReason,
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -48,8 +49,6 @@ pub(super) enum Stage {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
     pub(super) at: Timestamp,
-    /// A smaller variant has to be measured by then.
-    pub(super) verify_by: Option<Timestamp>,
     pub(super) winding: Option<Winding>,
     /// Since when it has been measured above what it may hold.
     pub(super) over_since: Option<Timestamp>,
@@ -60,7 +59,7 @@ pub(super) struct Ready {
     pub(super) before_rest: Option<String>,
     /// It was asked into its smallest variant for being idle, or could not be.
     pub(super) shrunk: bool,
-    /// It was notified that memory is short, and did not come down.
+    /// It was asked to come down for want of memory, and did not.
     pub(super) ignores_pressure: bool,
 }
 
@@ -129,16 +128,22 @@ pub(crate) enum StopCause {
     NotReady,
 }
 
-/// A deadline of a worker that has come.
-#[derive(Debug)]
-pub(crate) enum Due {
-    Retry,
-    NotReady,
-    NotStopped,
-    /// It has not answered whether it has changed.
-    NotChanged(Resizing),
-    /// It confirmed a smaller variant and was not measured there.
-    NotSmaller,
+impl StopCause {
+    /// What a stop for this reason is for.
+    pub(crate) const fn of(reason: &StopReason) -> Self {
+        match reason {
+            StopReason::Reclaim { .. } | StopReason::IgnoredPressure(_) => Self::Shed,
+            StopReason::Idle => Self::Idle,
+            StopReason::Operator => Self::Operator,
+            StopReason::NotReady { .. }
+            | StopReason::NotStopped
+            | StopReason::NotChanged { .. } => Self::NotReady,
+            StopReason::Outgrown
+            | StopReason::Recycle
+            | StopReason::OverBudget { .. }
+            | StopReason::AskedBefore => Self::Recycle,
+        }
+    }
 }
 
 impl Run {
@@ -250,7 +255,6 @@ impl Run {
         let took = now.saturating_since(self.since);
         self.stage = Stage::Ready(Ready {
             at: now,
-            verify_by: None,
             winding: None,
             over_since: None,
             breath: Breath::default(),
@@ -295,7 +299,6 @@ impl Run {
         &mut self,
         (variant, smaller): (&str, bool),
         failed: bool,
-        believed: Duration,
         now: Timestamp,
     ) -> Option<Option<Resizing>> {
         let Stage::Ready(ready) = &mut self.stage else {
@@ -314,54 +317,33 @@ impl Run {
         if failed {
             // It has kept its size, so that there is none to go back to.
             ready.before_rest = None;
-        } else if resizing.as_ref().is_some_and(|resizing| resizing.to_shed) {
-            // Others wait for it, so a worker that only confirms it is not believed for long.
-            ready.verify_by = Some(now + believed);
-        } else {
+        } else if resizing.as_ref().is_none_or(|resizing| !resizing.to_shed) {
             self.before_shed = None;
         }
         Some(resizing)
     }
 
-    /// Takes what is due at `now`.
-    pub(super) fn take_due(&mut self, start: &StartParams, now: Timestamp) -> Option<Due> {
-        match &mut self.stage {
-            Stage::Starting => Some(Due::NotReady),
+    /// What its process is stopped for if it does nothing, and when.
+    pub(super) fn due(
+        &self,
+        start: &StartParams,
+        stop_grace: Duration,
+    ) -> Option<(Timestamp, StopReason)> {
+        let within = start.ready_timeout;
+        Some(match &self.stage {
+            Stage::Starting => (self.since + within, StopReason::NotReady { within }),
             Stage::Stopping { .. } => {
-                self.since = now;
-                Some(Due::NotStopped)
+                let at = self.since + stop_grace + STOP_SLACK;
+                (at, StopReason::NotStopped)
             }
-            Stage::Ready(ready) => {
-                match self
-                    .resizing
-                    .take_if(|resizing| resizing.asked_at + start.ready_timeout <= now)
-                {
-                    Some(resizing) => {
-                        self.since = now;
-                        Some(Due::NotChanged(resizing))
-                    }
-                    None => ready
-                        .verify_by
-                        .take_if(|by| *by <= now)
-                        .map(|_| Due::NotSmaller),
-                }
+            Stage::Ready(_) => {
+                let resizing = self.resizing.as_ref()?;
+                let variant = resizing.variant.clone();
+                // It may still change at any time, to a size that could not be booked by then.
+                let reason = StopReason::NotChanged { variant, within };
+                (resizing.asked_at + within, reason)
             }
-        }
-    }
-
-    /// When [`take_due`](Self::take_due) has something.
-    pub(super) fn next_due(&self, start: &StartParams, stop_grace: Duration) -> Option<Timestamp> {
-        match &self.stage {
-            Stage::Starting => Some(self.since + start.ready_timeout),
-            Stage::Stopping { .. } => Some(self.since + stop_grace + STOP_SLACK),
-            Stage::Ready(ready) => {
-                let changed = self
-                    .resizing
-                    .as_ref()
-                    .map(|resizing| resizing.asked_at + start.ready_timeout);
-                [changed, ready.verify_by].into_iter().flatten().min()
-            }
-        }
+        })
     }
 }
 

@@ -418,12 +418,15 @@ fn a_worker_that_only_says_that_it_has_become_smaller_is_named_and_stopped() {
     resized(&mut rig, "open", 100, None);
     rig.samples(395);
     resized(&mut rig, "grammar", 100, None);
-    assert_eq!(rig.held("asr"), mib(100), "not credited");
-    rig.pass(250);
-    let stays = StopReason::NotSmaller {
+    assert_eq!(rig.held("asr"), mib(104), "not credited");
+    rig.pass(450);
+    let stays = StopReason::IgnoredPressure(crate::reason::IgnoredPressure {
+        worker: "asr".to_owned(),
+        pid: 7,
         used: Some(mib(100)),
-        held: mib(100),
-    };
+        target: mib(40),
+        late: ms(200),
+    });
     assert_eq!(rig.stop_reason("asr"), Some(stays));
 }
 
