@@ -111,7 +111,7 @@ impl Arbiter {
         self.state.now = self.state.now.max(now);
         let mut cx = Context::new(&mut self.state, &mut self.machine, &mut self.record);
         if let Event::LeaseRenewed { lease, .. } = event
-            && self.idle_until.is_some_and(|until| cx.state.now < until)
+            && self.idle_until.is_some_and(|until| cx.now < until)
         {
             // The end of one lease moves away, and nothing else: the whole book need not be gone through for it. With
             // hundreds of tenants that is most of what there is to do.
@@ -306,10 +306,10 @@ fn take(cx: &mut Context<'_>, event: Event) {
             };
             engine_events::take_activity(cx, requests, kv);
         }
-        Event::EngineCalibrated(calibration) => cx.state.engine.calibrated(calibration),
+        Event::EngineCalibrated(calibration) => cx.engine.calibrated(calibration),
         Event::EngineTimed(timing) => {
-            cx.state.engine.timed(&timing);
-            cx.state.renew_dwell();
+            cx.engine.timed(&timing);
+            cx.renew_dwell();
         }
         Event::WorkerReady { worker, pid } => worker_events::take_ready(cx, &worker, pid),
         Event::WorkerDied { certificate } => worker_events::take_died(cx, &certificate),
@@ -401,77 +401,71 @@ fn follow_up(cx: &mut Context<'_>) {
     reclaim_orders::relieve_pressure(cx);
     growth_orders::grow_back(cx);
     worker_events::serve_rests(cx);
-    cx.state.ledger.lower_ceiling();
+    cx.ledger.lower_ceiling();
 }
 
 /// A sample of the machine: headroom, level, and what the kernel keeps.
 fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
-    sample.taken_at = sample.taken_at.min(cx.state.now);
+    sample.taken_at = sample.taken_at.min(cx.now);
     if cx
-        .state
         .pressure
         .sampled_at()
         .is_some_and(|last| sample.taken_at <= last)
     {
         cx.out.push(Action::SampleAfter {
-            wait: cx.state.pressure.interval(),
+            wait: cx.pressure.interval(),
         });
         return;
     }
     // Memory that the engine has leased and not touched looks available, and may be touched with the next token.
-    let untouched = cx.state.engine.kv.untouched;
+    let untouched = cx.engine.kv.untouched;
     let machine = sample.available().saturating_sub(untouched);
-    let scope_used = match cx.state.params.budget.scope {
+    let scope_used = match cx.params.budget.scope {
         Scope::Machine => Some(
             sample
                 .total()
-                .max(cx.state.params.budget.total)
+                .max(cx.params.budget.total)
                 .saturating_sub(machine),
         ),
         Scope::Session => sample.scope_used.map(|used| used.saturating_add(untouched)),
     };
     let scope_left = match scope_used {
         Some(used) => {
-            cx.state.ledger.observe_scope(used, sample.taken_at);
-            match cx.state.params.budget.scope {
+            cx.ledger.observe_scope(used, sample.taken_at);
+            match cx.params.budget.scope {
                 Scope::Machine => machine,
-                Scope::Session => cx.state.params.budget.total.saturating_sub(used),
+                Scope::Session => cx.params.budget.total.saturating_sub(used),
             }
         }
         // Unknown is not zero: the book decides.
         None => cx
-            .state
             .params
             .budget
             .total
-            .saturating_sub(cx.state.ledger.used_by_holders()),
+            .saturating_sub(cx.ledger.used_by_holders()),
     };
     let headroom = scope_left
-        .saturating_sub(cx.state.ledger.unused_reserve())
+        .saturating_sub(cx.ledger.unused_reserve())
         .min(machine);
-    let promised = cx.state.promised_at(sample.taken_at);
-    let change = cx.state.pressure.observe(&sample, headroom);
+    let promised = cx.promised_at(sample.taken_at);
+    let change = cx.pressure.observe(&sample, headroom);
     cx.note_level(change);
-    cx.state.pressure.note_promised(promised);
+    cx.pressure.note_promised(promised);
     if let Some(release) = cx.machine.page_pool.observe(&sample) {
         cx.decide(MemoryDecision::Released(release));
     }
-    for changed in cx
-        .machine
-        .reboot
-        .observe(&sample, cx.state.pressure.level())
-    {
+    for changed in cx.machine.reboot.observe(&sample, cx.pressure.level()) {
         cx.decide(match changed {
             Changed::Advised(reason) => MemoryDecision::RebootAdvised(reason),
             Changed::NotAdvised(reason) => MemoryDecision::RebootNotAdvised(reason),
         });
     }
-    let short = cx.state.params.pressure.elevated_below;
-    if let Some(bytes) = cx.machine.page_pool.bytes_to_empty(short, cx.state.now) {
+    let short = cx.params.pressure.elevated_below;
+    if let Some(bytes) = cx.machine.page_pool.bytes_to_empty(short, cx.now) {
         cx.out.push(Action::EmptyPagePool { bytes });
     }
     cx.out.push(Action::SampleAfter {
-        wait: cx.state.pressure.interval(),
+        wait: cx.pressure.interval(),
     });
     cx.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
     cx.machine.sample = Some(sample);
@@ -479,27 +473,23 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
 
 /// A measurement of a holder, and what it settles.
 fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, taken_at: Timestamp) {
-    let taken_at = taken_at.min(cx.state.now);
+    let taken_at = taken_at.min(cx.now);
     match used {
-        Some(used) if cx.state.leases.is_known(tenant) => {
-            cx.state.ledger.measure(tenant, used, taken_at);
+        Some(used) if cx.leases.is_known(tenant) => {
+            cx.ledger.measure(tenant, used, taken_at);
         }
         Some(_) => return,
         None => {}
     }
     // One that was overtaken by a newer one says how it was, and not how it is.
-    let newest = cx
-        .state
-        .ledger
-        .measurement(tenant)
-        .map(|measured| measured.at);
+    let newest = cx.ledger.measurement(tenant).map(|measured| measured.at);
     if used.is_some() && newest.is_some_and(|at| taken_at < at) {
         return;
     }
     if tenant == ENGINE_TENANT {
         learn::from_engine(cx);
         engine_orders::settle(cx);
-    } else if cx.state.workers.contains(tenant) {
+    } else if cx.workers.contains(tenant) {
         if !worker_orders::settle_notified(cx, tenant, used, taken_at) {
             worker_events::settle(cx, tenant);
         }
@@ -517,7 +507,7 @@ fn take_measurement(cx: &mut Context<'_>, tenant: &str, used: Option<Bytes>, tak
 
 fn serve_lease_deadlines(cx: &mut Context<'_>) {
     cx.with_leases(LeaseTable::expire);
-    for id in cx.state.leases.overdue(cx.state.now) {
+    for id in cx.leases.overdue(cx.now) {
         if let Some(revocation) = cx.with_leases(|leases, turn| leases.escalate(id, turn)) {
             worker_orders::end_notification(cx, id, &revocation);
         }

@@ -1,6 +1,10 @@
 //! State, and the actions of the present call: what each handler of an event and each order works with.
 
-use std::{collections::BTreeMap, time::Duration};
+use std::{
+    collections::BTreeMap,
+    ops::{Deref, DerefMut},
+    time::Duration,
+};
 
 use serde::{Deserialize, Serialize};
 
@@ -20,7 +24,7 @@ use crate::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// One call of the arbiter: the state that it changes, and the actions that it has decided on.
+/// One call of the arbiter: the state that it changes, which it stands for, and the actions that it has decided on.
 #[derive(Debug)]
 pub(super) struct Context<'a> {
     pub(super) state: &'a mut State,
@@ -60,6 +64,20 @@ pub(super) struct Stats {
     pub(super) sheds: u64,
     pub(super) shed_bytes: Bytes,
     pub(super) regrown_bytes: Bytes,
+}
+
+impl Deref for Context<'_> {
+    type Target = State;
+
+    fn deref(&self) -> &State {
+        self.state
+    }
+}
+
+impl DerefMut for Context<'_> {
+    fn deref_mut(&mut self) -> &mut State {
+        self.state
+    }
 }
 
 impl<'a> Context<'a> {
@@ -143,7 +161,7 @@ impl<'a> Context<'a> {
 
     /// The instant after `span`, later than now whatever a setting says: a deadline that is due at once would go unserved.
     pub(super) fn later(&self, span: Duration) -> Timestamp {
-        Deadline::after(self.state.now, span).at()
+        Deadline::after(self.now, span).at()
     }
 
     /// Changes the table, and applies what follows from that, in order.
@@ -152,7 +170,7 @@ impl<'a> Context<'a> {
         change: impl FnOnce(&mut LeaseTable, &mut Turn<'_>) -> T,
     ) -> T {
         let mut turn = Turn {
-            now: self.state.now,
+            now: self.now,
             ledger: &mut self.state.ledger,
             effects: Vec::new(),
         };
@@ -167,10 +185,10 @@ impl<'a> Context<'a> {
         match effect {
             Effect::Act(action) => self.out.push(action),
             Effect::Granted { more } => {
-                self.state.changed_at = self.state.now;
-                self.state.pressure.trend.granted(more);
+                self.changed_at = self.now;
+                self.pressure.trend.granted(more);
             }
-            Effect::Moved => self.state.changed_at = self.state.now,
+            Effect::Moved => self.changed_at = self.now,
             Effect::Reclaimed { freed, by_shed } => self.note_reclaimed(freed, freed, by_shed),
             Effect::Deny { lease, denial } => self.forget_wants_of(lease, &denial),
         }
@@ -197,15 +215,15 @@ impl<'a> Context<'a> {
 
     /// Asks a holder to come down to `bytes`.
     pub(super) fn set_target(&mut self, id: LeaseId, bytes: Bytes, reason: &ReclaimReason) {
-        let deadline = self.state.now + self.state.target_span(id);
-        let lease = self.state.leases.get(id);
+        let deadline = self.now + self.target_span(id);
+        let lease = self.leases.get(id);
         // A worker cannot answer: what is measured after its notification counts.
         let is_worker = lease.is_some_and(|lease| lease.kind == LeaseKind::Worker);
         let lower = Lower {
             who: id,
             to: bytes,
             deadline,
-            answered_at: is_worker.then_some(self.state.now),
+            answered_at: is_worker.then_some(self.now),
         };
         let nonce = self.with_leases(|leases, turn| leases.begin_revocation(&lower, false, turn));
         self.refuse_growth_of(id, bytes);
@@ -220,7 +238,7 @@ impl<'a> Context<'a> {
 
     /// Denies what waits for a lease or a worker that is gone.
     pub(super) fn forget_wants_of(&mut self, lease: LeaseId, denial: &Denial) {
-        for want in self.state.queue.take_for(lease) {
+        for want in self.queue.take_for(lease) {
             self.deny_all(want.tickets, denial);
         }
     }
@@ -228,7 +246,7 @@ impl<'a> Context<'a> {
     /// Refuses what waits to make a lease larger that is asked to come down to `target`, as a call would be that comes
     /// now.
     fn refuse_growth_of(&mut self, lease: LeaseId, target: Bytes) {
-        for want in self.state.queue.take_growth_of(lease) {
+        for want in self.queue.take_growth_of(lease) {
             if let WantKind::Grow { max, .. } = want.kind {
                 self.deny_all(want.tickets, &above_target(&want.tenant, max, target));
             }
@@ -253,8 +271,8 @@ impl<'a> Context<'a> {
 
     /// Notes that `credited` came off the book, by a shed of ours or otherwise, and that `freed` of it had been used.
     pub(super) fn note_reclaimed(&mut self, credited: Bytes, freed: Bytes, by_shed: bool) {
-        self.state.changed_at = self.state.now;
-        self.machine.page_pool.released(freed, self.state.now);
+        self.changed_at = self.now;
+        self.machine.page_pool.released(freed, self.now);
         if by_shed {
             self.state.dwell.begin(self.state.now);
             self.record.stats.sheds = self.record.stats.sheds.saturating_add(1);
@@ -270,7 +288,7 @@ impl<'a> Context<'a> {
     }
 
     pub(super) fn answer_lease(&mut self, ticket: Ticket, id: LeaseId) {
-        if let Some(lease) = self.state.lease_view(id) {
+        if let Some(lease) = self.lease_view(id) {
             self.answer(ticket, Answer::Lease { lease });
         }
     }

@@ -16,10 +16,10 @@ use crate::{
 use cotenant_units::{Bytes, Tokens};
 
 pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
-    let Some(params) = &cx.state.engine.params else {
+    let Some(params) = &cx.engine.params else {
         return cx.decide(EngineDecision::NotConfigured { model: shape.name });
     };
-    if cx.state.engine.lease.is_some() {
+    if cx.engine.lease.is_some() {
         return cx.decide(EngineDecision::AlreadyLoaded { model: shape.name });
     }
     let limits = PlanLimits::new(params, Tokens::ZERO);
@@ -30,13 +30,13 @@ pub(super) fn take_inspected(cx: &mut Context<'_>, shape: ModelShape) {
         full: shape.plan_bytes(&shape.full_plan(&limits)),
     });
     // Memory that reads of an earlier load have kept is back.
-    cx.state.ledger.forget(ENGINE_TENANT);
+    cx.ledger.forget(ENGINE_TENANT);
     if let Some(at) = cx.state.engine.inspected(shape, cx.state.now) {
-        let wait = at.saturating_since(cx.state.now);
+        let wait = at.saturating_since(cx.now);
         cx.decide(EngineDecision::LoadDelayed { wait });
     }
-    if let Some(error) = cx.state.floor_out_of_reach() {
-        cx.state.engine.refuse(error.to_string(), FITS);
+    if let Some(error) = cx.floor_out_of_reach() {
+        cx.engine.refuse(error.to_string(), FITS);
         cx.decide(EngineDecision::FloorExceedsBudget { error });
     }
 }
@@ -47,43 +47,41 @@ pub(super) fn take_applied(
     in_force: EnginePlan,
     applied: &Applied,
 ) {
-    let now = cx.state.now;
+    let now = cx.now;
     let (confirmed, id) = match cx
-        .state
         .engine
         .confirm(revision, in_force, applied.untouched, now)
     {
-        Ok(confirmed) => (confirmed, cx.state.engine.lease),
+        Ok(confirmed) => (confirmed, cx.engine.lease),
         Err(stray) => return ignore_plan(cx, revision, stray),
     };
     let Some(id) = id else { return };
-    let before = cx.state.ledger.held_by(id);
-    cx.state.ledger.measure(ENGINE_TENANT, applied.used, now);
-    let stays = cx.state.engine.needs().max(applied.used.min(before));
-    let credited = cx.state.ledger.lower(id, stays);
-    let is_asked = !cx.state.engine.plans.pending.is_empty();
-    cx.state.ledger.set_moving(id, is_asked);
-    cx.state.changed_at = now;
+    let before = cx.ledger.held_by(id);
+    cx.ledger.measure(ENGINE_TENANT, applied.used, now);
+    let stays = cx.engine.needs().max(applied.used.min(before));
+    let credited = cx.ledger.lower(id, stays);
+    let is_asked = !cx.engine.plans.pending.is_empty();
+    cx.ledger.set_moving(id, is_asked);
+    cx.changed_at = now;
     cx.decide(EngineDecision::Applied {
         revision,
         outcome: confirmed.outcome(credited, applied),
         plan: plan_in_force(cx.state),
         used: applied.used.saturating_sub(applied.untouched),
-        free: cx.state.ledger.free(),
+        free: cx.ledger.free(),
         took: applied.took,
     });
     match confirmed {
         Confirmed::Repeated => cx
-            .state
             .pressure
             .trend
             .came_back(credited.min(applied.freed), now),
         Confirmed::Shed(asked) => {
             cx.note_reclaimed(credited, credited.min(applied.freed), true);
-            cx.state.pressure.trend.came_back(credited, now);
-            let promised = before.saturating_sub(cx.state.engine.bytes_in(&asked.plan));
+            cx.pressure.trend.came_back(credited, now);
+            let promised = before.saturating_sub(cx.engine.bytes_in(&asked.plan));
             let given = credited.min(applied.freed.saturating_add(applied.untouched_given));
-            if promised.per_mille(cx.state.params.shed.verify_per_mille) > given && !is_asked {
+            if promised.per_mille(cx.params.shed.verify_per_mille) > given && !is_asked {
                 cx.decide(EngineDecision::Short {
                     promised,
                     credited,
@@ -95,27 +93,27 @@ pub(super) fn take_applied(
             asked,
             without_chunk,
         } => {
-            cx.state.engine.blocked.growth = Some(cx.later(cx.state.params.shed.settle));
-            cx.state.dwell.took(applied.took);
-            cx.state.renew_dwell();
-            let in_force = cx.state.engine.plans.in_force.as_ref();
-            let bytes = in_force.map_or(asked.from, |plan| cx.state.engine.bytes_in(plan));
+            cx.engine.blocked.growth = Some(cx.later(cx.params.shed.settle));
+            cx.dwell.took(applied.took);
+            cx.renew_dwell();
+            let in_force = cx.engine.plans.in_force.as_ref();
+            let bytes = in_force.map_or(asked.from, |plan| cx.engine.bytes_in(plan));
             let stats = &mut cx.record.stats;
             stats.regrown_bytes = stats
                 .regrown_bytes
                 .saturating_add(bytes.saturating_sub(asked.from));
             // The layers whose place the larger chunk should have taken may come back at once.
-            if without_chunk && cx.state.dwell.began_at(asked.asked_at) {
-                cx.state.dwell.end();
+            if without_chunk && cx.dwell.began_at(asked.asked_at) {
+                cx.dwell.end();
             }
         }
         Confirmed::ChunkEnded => {
             cx.note_reclaimed(credited, credited.min(applied.freed), true);
-            cx.state.pressure.trend.came_back(credited, now);
+            cx.pressure.trend.came_back(credited, now);
         }
         Confirmed::Ready => {
-            cx.state.dwell.took(applied.took);
-            cx.state.renew_dwell();
+            cx.dwell.took(applied.took);
+            cx.renew_dwell();
         }
         Confirmed::Unchanged => {}
     }
@@ -123,7 +121,7 @@ pub(super) fn take_applied(
 }
 
 pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &str) {
-    let Some(pending) = cx.state.engine.plans.answered(revision) else {
+    let Some(pending) = cx.engine.plans.answered(revision) else {
         let reason = reason.to_owned();
         return ignore_plan(cx, revision, StrayPlan::Failed { reason });
     };
@@ -134,58 +132,46 @@ pub(super) fn take_apply_failed(cx: &mut Context<'_>, revision: u64, reason: &st
     cx.decide(EngineDecision::NotApplied {
         revision,
         reason: reason.to_owned(),
-        plan: PlanSize::of(cx.state.engine.shape(), &pending.plan),
+        plan: PlanSize::of(cx.engine.shape(), &pending.plan),
         in_force: plan_in_force(cx.state),
     });
-    let (settle, dwell) = (cx.state.params.shed.settle, cx.state.dwell.base());
+    let (settle, dwell) = (cx.params.shed.settle, cx.dwell.base());
     // Neither growth nor the same shed is tried again at once: what failed a moment ago fails again.
     if pending.kind == PlanKind::Shed {
-        cx.state.engine.blocked.shed = Some(cx.later(settle));
+        cx.engine.blocked.shed = Some(cx.later(settle));
     }
     // The plan in force is asked for before anything grows; after a longer time, if that one failed.
-    let confirms = cx.state.engine.plans.in_force.as_ref() == Some(&pending.plan);
-    let confirm_at = Deadline::after(
-        cx.state.now,
-        if confirms { settle.max(dwell) } else { settle },
-    );
+    let confirms = cx.engine.plans.in_force.as_ref() == Some(&pending.plan);
+    let confirm_at = Deadline::after(cx.now, if confirms { settle.max(dwell) } else { settle });
     let grows_at = match pending.kind {
-        PlanKind::Regrow => confirm_at.at().max(cx.state.now + dwell),
+        PlanKind::Regrow => confirm_at.at().max(cx.now + dwell),
         PlanKind::Shed | PlanKind::Load => confirm_at.at(),
     };
-    cx.state.engine.blocked.growth = cx.state.engine.blocked.growth.max(Some(grows_at));
+    cx.engine.blocked.growth = cx.engine.blocked.growth.max(Some(grows_at));
     // Its finished part is on the book until the engine reports which plan is in force.
-    cx.state
-        .engine
-        .plans
-        .failed(revision, pending.plan, confirm_at);
+    cx.engine.plans.failed(revision, pending.plan, confirm_at);
     engine_orders::settle(cx);
     engine_orders::answer_operators(cx, revision, Err(reason));
 }
 
 pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: Option<Bytes>) {
-    if cx.state.engine.params.is_none() {
+    if cx.engine.params.is_none() {
         return;
     }
-    let freed = cx
-        .state
-        .engine
-        .lease
-        .map_or(Bytes::ZERO, |id| cx.drop_lease(id));
+    let freed = cx.engine.lease.map_or(Bytes::ZERO, |id| cx.drop_lease(id));
     match left {
         // No lease holds it, and nothing can be granted of it.
         Some(left) => cx.state.ledger.measure(ENGINE_TENANT, left, cx.state.now),
-        None => cx.state.ledger.forget(ENGINE_TENANT),
+        None => cx.ledger.forget(ENGINE_TENANT),
     }
-    cx.state.changed_at = cx.state.now;
+    cx.changed_at = cx.now;
     // A retry that fails like the one before is no news.
     let is_news = cx
-        .state
         .engine
         .failure()
         .is_none_or(|before| before.reason != reason);
     let next = cx.state.engine.failed(reason, cure, left, cx.state.now);
     let failure = cx
-        .state
         .engine
         .failure()
         .map_or_else(String::new, |failure| failure.to_string());
@@ -200,7 +186,7 @@ pub(super) fn take_failed(cx: &mut Context<'_>, reason: &str, cure: Cure, left: 
 }
 
 pub(super) fn take_activity(cx: &mut Context<'_>, requests: u32, kv: KvUse) {
-    let lost = cx.state.engine.activity(requests, kv);
+    let lost = cx.engine.activity(requests, kv);
     if lost > 0 {
         cx.decide(EngineDecision::ContextLost {
             tokens: lost,

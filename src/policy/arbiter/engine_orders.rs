@@ -16,7 +16,7 @@ use cotenant_units::{Bytes, Tokens};
 
 /// Asks the engine for a smaller plan.
 pub(super) fn shed(cx: &mut Context<'_>, plan: EnginePlan, reclaim: ReclaimReason) {
-    let engine = &cx.state.engine;
+    let engine = &cx.engine;
     let goal = engine.goal().unwrap_or(&plan);
     let gives = engine.bytes_in(goal).saturating_sub(engine.bytes_in(&plan));
     let change = PlanChange::of(engine.shape(), goal, &plan);
@@ -35,14 +35,13 @@ pub(super) fn ask(
     kind: PlanKind,
     reason: Option<PlanReason>,
 ) {
-    let revision = cx.state.engine.plans.next_revision();
+    let revision = cx.engine.plans.next_revision();
     let from = cx
-        .state
         .engine
         .goal()
-        .map_or(Bytes::ZERO, |goal| cx.state.engine.bytes_in(goal));
-    if let Some(id) = cx.state.engine.lease {
-        cx.state.ledger.set_moving(id, true);
+        .map_or(Bytes::ZERO, |goal| cx.engine.bytes_in(goal));
+    if let Some(id) = cx.engine.lease {
+        cx.ledger.set_moving(id, true);
     }
     cx.state.engine.plans.pending.insert(
         revision,
@@ -73,13 +72,13 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
         cx.decide(EngineDecision::Unconfirmed);
         ask(cx, plan, PlanKind::Shed, Some(PlanReason::Confirm));
     }
-    let Some((revision, overdue)) = cx.state.engine.overdue(cx.state.now) else {
+    let Some((revision, overdue)) = cx.engine.overdue(cx.now) else {
         return;
     };
-    let after = cx.state.now.saturating_since(overdue.asked_at);
+    let after = cx.now.saturating_since(overdue.asked_at);
     cx.decide(EngineDecision::Unanswered { revision, after });
-    cx.state.engine.plans.answered(revision);
-    cx.state.engine.plans.doubt(revision, overdue.plan.clone());
+    cx.engine.plans.answered(revision);
+    cx.engine.plans.doubt(revision, overdue.plan.clone());
     answer_operators(cx, revision, Err("it does not answer"));
     if overdue.kind == PlanKind::Shed {
         // It may still be under way: the dwell counts from when it was last asked for.
@@ -90,14 +89,14 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
 
 /// Credits what a newer measurement of the engine shows.
 pub(super) fn settle(cx: &mut Context<'_>) {
-    let Some(id) = cx.state.engine.lease else {
+    let Some(id) = cx.engine.lease else {
         return;
     };
-    if !cx.state.engine.is_ready() {
+    if !cx.engine.is_ready() {
         return;
     }
-    let held = cx.state.ledger.held_by(id);
-    let used = cx.state.ledger.used_by(ENGINE_TENANT).unwrap_or(held);
+    let held = cx.ledger.held_by(id);
+    let used = cx.ledger.used_by(ENGINE_TENANT).unwrap_or(held);
     cx.state
         .ledger
         .lower(id, cx.state.engine.needs().max(used.min(held)));
@@ -123,11 +122,11 @@ pub(super) fn answer_operators(
     revision: u64,
     outcome: Result<&Applied, &str>,
 ) {
-    let held = cx.state.engine_held();
-    let (due, waiting) = std::mem::take(&mut cx.state.engine.operators)
+    let held = cx.engine_held();
+    let (due, waiting) = std::mem::take(&mut cx.engine.operators)
         .into_iter()
         .partition(|operator| operator.revision <= revision);
-    cx.state.engine.operators = waiting;
+    cx.engine.operators = waiting;
     let due: Vec<WaitingOperator> = due;
     for WaitingOperator {
         ticket,

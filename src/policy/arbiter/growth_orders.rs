@@ -20,7 +20,7 @@ use cotenant_units::{Bytes, Tokens};
 
 /// Grows back what was shed, one step at a time.
 pub(super) fn grow_back(cx: &mut Context<'_>) {
-    if cx.state.dwell.left(cx.state.now).is_none() {
+    if cx.dwell.left(cx.now).is_none() {
         let _ = grow_one_step(cx);
     }
 }
@@ -34,7 +34,7 @@ pub(super) fn take_capacity_wanted(
     wanted: Tokens,
     is_running: bool,
 ) {
-    let Some(present) = cx.state.engine.goal().map(|plan| plan.kv_capacity) else {
+    let Some(present) = cx.engine.goal().map(|plan| plan.kv_capacity) else {
         return;
     };
     let wanted = wanted.max(needed);
@@ -42,9 +42,9 @@ pub(super) fn take_capacity_wanted(
         return;
     }
     let grown = growth::capacity_plan(cx.state, needed, wanted, is_running).and_then(|plan| {
-        let engine = &cx.state.engine;
+        let engine = &cx.engine;
         let change = PlanChange::of(engine.shape(), engine.goal().unwrap_or(&plan), &plan);
-        let bytes = cx.state.engine.bytes_in(&plan);
+        let bytes = cx.engine.bytes_in(&plan);
         // It has not begun, so that nothing uses the capacity yet.
         cx.state
             .engine
@@ -91,9 +91,8 @@ fn grow_engine(
     bytes: Bytes,
     reason: PlanReason,
 ) -> Result<Done, GrowthWait> {
-    let held = cx.state.engine_held();
+    let held = cx.engine_held();
     let booked = cx
-        .state
         .engine
         .lease
         .is_some_and(|id| cx.grow_lease(id, bytes.max(held)));
@@ -106,7 +105,7 @@ fn grow_engine(
     // layers whose place a larger prefill chunk or KV capacity takes.
     let gives_up =
         |goal: &EnginePlan| plan.kv_type < goal.kv_type || !goal.resident.is_subset(&plan.resident);
-    if cx.state.engine.goal().is_some_and(gives_up) {
+    if cx.engine.goal().is_some_and(gives_up) {
         cx.state.dwell.begin(cx.state.now);
     }
     engine_orders::ask(cx, plan, PlanKind::Regrow, Some(reason.clone()));
@@ -124,7 +123,7 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
             kept,
             headroom,
         }) => {
-            let free = cx.state.ledger.free();
+            let free = cx.ledger.free();
             if let Some(missing) = missing {
                 let reason = ReclaimReason::EngineFloor {
                     missing,
@@ -134,7 +133,7 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
                 reclaim_orders::reclaim_for(cx, Class::LlmElastic, missing, reason);
             }
             let figures = [error.floor, error.available, free, kept, headroom];
-            let watermark = cx.state.params.pressure.elevated_below;
+            let watermark = cx.params.pressure.elevated_below;
             let decision = EngineDecision::WaitsForMemory {
                 error,
                 free,
@@ -148,21 +147,20 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
 }
 
 fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
-    let shape = cx.state.engine.shape();
+    let shape = cx.engine.shape();
     let bytes = bytes_in(shape, &plan);
     let full = cx
-        .state
         .engine
         .full_plan()
         .map_or(bytes, |full| bytes_in(shape, &full));
     let size = PlanSize::of(shape, &plan);
     let (least, generation) = (
-        cx.state.engine.floor_bytes().unwrap_or(bytes),
-        cx.state.leases.next_generation(),
+        cx.engine.floor_bytes().unwrap_or(bytes),
+        cx.leases.next_generation(),
     );
     let kind = (LeaseKind::Engine, Class::LlmElastic);
-    let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), cx.state.now);
-    let id = cx.state.leases.next_id();
+    let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), cx.now);
+    let id = cx.leases.next_id();
     if !cx.grant(id, bytes, lease) {
         return;
     }
@@ -171,7 +169,7 @@ fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
     cx.decide(EngineDecision::Loading {
         plan: size,
         full,
-        free: cx.state.ledger.free(),
+        free: cx.ledger.free(),
         kept,
     });
     engine_orders::ask(cx, plan, PlanKind::Load, None);

@@ -13,7 +13,6 @@ use cotenant_units::Bytes;
 /// Takes what the kernel remembers of a worker's life.
 pub(super) fn take_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
     if cx
-        .state
         .workers
         .get_mut(name)
         .is_some_and(|worker| worker.peaked(peak))
@@ -25,7 +24,7 @@ pub(super) fn take_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
 fn learn_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
     let variant = cx.state.workers.get(name).and_then(Worker::variant);
     if cx.state.peaks.seen(name, variant, peak) {
-        let configured = cx.state.configured_peak(name, variant);
+        let configured = cx.configured_peak(name, variant);
         if peak > configured {
             cx.decide(WorkerDecision::PeakLearned {
                 worker: name.to_owned(),
@@ -41,7 +40,7 @@ fn learn_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
 /// A worker that has come up and is measured at rest has shown what a start takes; and what it has come to use
 /// since, unless it is to end for that.
 pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
-    let Some(measured) = cx.state.ledger.measurement(name) else {
+    let Some(measured) = cx.ledger.measurement(name) else {
         return;
     };
     let worker = cx.state.workers.get_mut(name);
@@ -52,14 +51,13 @@ pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
         Some(Lesson::Lived(peak)) => {
             let variant = cx.state.workers.get(name).and_then(Worker::variant);
             let first = cx
-                .state
                 .peaks
                 .of(name, variant)
                 .is_none_or(|peak| peak.lives == 0);
             if cx.state.peaks.lived(name, variant, peak) {
                 if first && worker_is_auto(cx, name) {
                     let (worker, variant) = (name.to_owned(), variant.map(str::to_owned));
-                    let reserved = cx.state.configured_peak(name, variant.as_deref());
+                    let reserved = cx.configured_peak(name, variant.as_deref());
                     cx.decide(WorkerDecision::PeakLearned {
                         worker,
                         variant,
@@ -75,8 +73,7 @@ pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
 }
 
 fn worker_is_auto(cx: &Context<'_>, name: &str) -> bool {
-    cx.state
-        .workers
+    cx.workers
         .get(name)
         .is_some_and(|worker| worker.params.rest.auto)
 }
@@ -99,11 +96,11 @@ pub(super) fn from_oom(cx: &mut Context<'_>, certificate: &DeathCertificate) {
         .iter()
         .map(|point| point.used)
         .max();
-    let learned = cx.state.peaks.of(name, variant).map(|peak| peak.bytes);
+    let learned = cx.peaks.of(name, variant).map(|peak| peak.bytes);
     let had = had.max(certificate.memory.peak_resident).max(learned);
     let had = had
         .unwrap_or_default()
-        .max(cx.state.configured_peak(name, variant));
+        .max(cx.configured_peak(name, variant));
     let needs = had.saturating_add(had.per_mille(OOM_RAISE_PER_MILLE));
     if cx.state.peaks.seen(name, variant, needs) {
         cx.decide(WorkerDecision::PeakRaised {
@@ -117,12 +114,12 @@ pub(super) fn from_oom(cx: &mut Context<'_>, certificate: &DeathCertificate) {
 
 /// The engine's plans are exact; what it uses is learned for its model, to be seen. Memory that no token has touched is not used.
 pub(super) fn from_engine(cx: &mut Context<'_>) {
-    let untouched = cx.state.engine.kv.untouched;
-    let used = cx.state.ledger.used_by(ENGINE_TENANT);
+    let untouched = cx.engine.kv.untouched;
+    let used = cx.ledger.used_by(ENGINE_TENANT);
     let used = used.map(|used| used.saturating_sub(untouched));
-    let model = cx.state.engine.shape().map(|shape| shape.name.clone());
+    let model = cx.engine.shape().map(|shape| shape.name.clone());
     if let (Some(used), Some(model)) = (used, model)
-        && cx.state.peaks.seen(ENGINE_TENANT, Some(&model), used)
+        && cx.peaks.seen(ENGINE_TENANT, Some(&model), used)
     {
         store_peaks(cx);
     }
@@ -134,7 +131,7 @@ fn store_peaks(cx: &mut Context<'_>) {
             .peaks
             .name_model(&worker.params.name, worker.params.model.as_deref());
     }
-    let peaks = cx.state.peaks.clone();
+    let peaks = cx.peaks.clone();
     cx.out.push(Action::StorePeaks { peaks });
 }
 

@@ -28,11 +28,11 @@ pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) -> R
             Problem::Zero,
         ));
     }
-    let before = cx.state.engine_held();
+    let before = cx.engine_held();
     let reclaim = reclaim::for_operator(cx.state, bytes, ReclaimReason::Operator { asked: bytes });
     let promised = reclaim.is_some_and(|reclaim| reclaim_orders::carry_out(cx, reclaim));
     if !promised {
-        return Err(cx.state.nothing_to_shed(bytes));
+        return Err(cx.nothing_to_shed(bytes));
     }
     await_engine(cx, ticket, before, Wish::Shed { asked: bytes });
     Ok(())
@@ -40,9 +40,9 @@ pub(super) fn take_shed(cx: &mut Context<'_>, ticket: Ticket, bytes: Bytes) -> R
 
 /// Answers an operator once the engine has answered the last plan.
 fn await_engine(cx: &mut Context<'_>, ticket: Ticket, before: Bytes, wish: Wish) {
-    if let Some((revision, _)) = cx.state.engine.plans.pending.last_key_value() {
+    if let Some((revision, _)) = cx.engine.plans.pending.last_key_value() {
         let revision = *revision;
-        cx.state.engine.operators.push(WaitingOperator {
+        cx.engine.operators.push(WaitingOperator {
             ticket,
             revision,
             before,
@@ -59,23 +59,18 @@ pub(super) fn take_kv_type(
     kind: KvType,
 ) -> Result<(), Denial> {
     let invalid = |problem| Denial::invalid(ENGINE_TENANT, "kv_type", &kind, problem);
-    if !cx.state.engine.set_kv_type(kind) {
+    if !cx.engine.set_kv_type(kind) {
         return Err(invalid(Problem::NoEngine));
     }
-    let (floor, full) = (cx.state.engine.floor_bytes(), cx.state.engine.full_plan());
-    let full_bytes = full
-        .as_ref()
-        .map(|full| bytes_in(cx.state.engine.shape(), full));
-    if let Some((id, full_bytes)) = cx.state.engine.lease.zip(full_bytes) {
-        cx.state
-            .leases
+    let (floor, full) = (cx.engine.floor_bytes(), cx.engine.full_plan());
+    let full_bytes = full.as_ref().map(|full| bytes_in(cx.engine.shape(), full));
+    if let Some((id, full_bytes)) = cx.engine.lease.zip(full_bytes) {
+        cx.leases
             .set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
     }
-    let (Some(id), Some(shape), Some(goal)) = (
-        cx.state.engine.lease,
-        cx.state.engine.shape(),
-        cx.state.engine.goal(),
-    ) else {
+    let (Some(id), Some(shape), Some(goal)) =
+        (cx.engine.lease, cx.engine.shape(), cx.engine.goal())
+    else {
         cx.done(ticket, Done::KvWhenLoaded(kind));
         return Ok(());
     };
@@ -83,15 +78,15 @@ pub(super) fn take_kv_type(
         cx.done(ticket, Done::KvIs(kind));
         return Ok(());
     }
-    if !cx.state.engine.can_shed(cx.state.now) {
+    if !cx.engine.can_shed(cx.now) {
         return Err(invalid(Problem::EngineBusy));
     }
     let plan = EnginePlan {
         kv_type: kind,
         ..goal.clone()
     };
-    let (before, bytes) = (cx.state.ledger.held_by(id), shape.plan_bytes(&plan));
-    let change = PlanChange::of(cx.state.engine.shape(), goal, &plan);
+    let (before, bytes) = (cx.ledger.held_by(id), shape.plan_bytes(&plan));
+    let change = PlanChange::of(cx.engine.shape(), goal, &plan);
     let smaller = kind < goal.kv_type;
     // Not against the lease: after a growth that failed it holds what is given back as soon as that is confirmed.
     let more = bytes.saturating_sub(shape.plan_bytes(goal));
@@ -116,7 +111,7 @@ pub(super) fn take_kv_type(
     if smaller {
         cx.state.dwell.begin(cx.state.now);
     } else {
-        cx.state.dwell.end();
+        cx.dwell.end();
     }
     engine_orders::ask(cx, plan, kind_of_plan, Some(PlanReason::KvType { change }));
     await_engine(cx, ticket, before, Wish::KvType { kind });
@@ -130,8 +125,8 @@ pub(super) fn take_reconfigured(
     params: Params,
     changes: ChangedKeys,
 ) -> Result<(), Denial> {
-    let was_too_large = cx.state.floor_out_of_reach().is_some();
-    cx.state.reconfigure(params).map_err(|fault| {
+    let was_too_large = cx.floor_out_of_reach().is_some();
+    cx.reconfigure(params).map_err(|fault| {
         let problem = Problem::Text(fault.problem);
         Denial::invalid("operator", &fault.setting, &fault.value, problem)
     })?;
@@ -147,15 +142,15 @@ pub(super) fn take_resized(
     machine: MachineMemory,
     params: Result<Box<Params>, String>,
 ) {
-    let was_too_large = cx.state.floor_out_of_reach().is_some();
+    let was_too_large = cx.floor_out_of_reach().is_some();
     let resized = params.and_then(|params| {
         let mut params = *params;
         params.machine = machine.clone();
-        cx.state.resize(params).map_err(|fault| fault.to_string())
+        cx.resize(params).map_err(|fault| fault.to_string())
     });
     if let Err(reason) = resized {
-        cx.state.params.machine = machine.clone();
-        let budget = cx.state.ledger.budget();
+        cx.params.machine = machine.clone();
+        let budget = cx.ledger.budget();
         return cx.decide(MemoryDecision::TooSmall {
             machine,
             budget,
@@ -163,10 +158,7 @@ pub(super) fn take_resized(
         });
     }
     load_what_fits_now(cx, was_too_large);
-    let (budget, floor) = (
-        cx.state.ledger.budget(),
-        cx.state.engine.keeps().unwrap_or(Bytes::ZERO),
-    );
+    let (budget, floor) = (cx.ledger.budget(), cx.engine.keeps().unwrap_or(Bytes::ZERO));
     if floor > budget {
         let reason = format!("the LLM keeps its floor of {floor}");
         cx.decide(MemoryDecision::TooSmall {
@@ -181,16 +173,16 @@ pub(super) fn take_resized(
 pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) -> Result<(), Denial> {
     let change = cx.state.pressure.end_dwell(cx.state.now);
     cx.note_level(change);
-    cx.state.dwell.forget();
-    cx.state.engine.blocked.growth = None;
-    let engine = &cx.state.engine;
+    cx.dwell.forget();
+    cx.engine.blocked.growth = None;
+    let engine = &cx.engine;
     let lacks_something = engine.is_ready() && engine.full_plan().as_ref() != engine.goal();
     match growth_orders::grow_one_step(cx) {
         Ok(done) => cx.done(ticket, done),
         Err(GrowthWait::Sample) if lacks_something => {
             // Something was given back a moment ago. It grows by itself as soon as a sample shows how much there is.
             cx.out.push(Action::SampleAfter {
-                wait: cx.state.params.pressure.sample_min,
+                wait: cx.params.pressure.sample_min,
             });
             cx.done(ticket, Done::GrowsWhenSampled);
         }
@@ -201,21 +193,21 @@ pub(super) fn take_regrow(cx: &mut Context<'_>, ticket: Ticket) -> Result<(), De
 
 /// Has a model read again whose floor exceeded the budget before that became larger.
 fn load_what_fits_now(cx: &mut Context<'_>, was_too_large: bool) {
-    if was_too_large && cx.state.engine.lease.is_none() && cx.state.floor_out_of_reach().is_none() {
-        cx.state.engine.read_again();
+    if was_too_large && cx.engine.lease.is_none() && cx.floor_out_of_reach().is_none() {
+        cx.engine.read_again();
         cx.out.push(Action::InspectModel);
     }
 }
 
 /// Has the header of a model read again that is not loaded; what follows is as at the start.
 pub(super) fn take_load(cx: &mut Context<'_>, ticket: Ticket) {
-    let done = if cx.state.engine.params.is_none() {
+    let done = if cx.engine.params.is_none() {
         Done::NoEngine
-    } else if cx.state.engine.lease.is_some() {
+    } else if cx.engine.lease.is_some() {
         Done::Loaded
     } else {
         // Failures before the operator's command do not count any more.
-        cx.state.engine.read_again();
+        cx.engine.read_again();
         cx.out.push(Action::InspectModel);
         Done::Inspecting
     };
@@ -223,15 +215,15 @@ pub(super) fn take_load(cx: &mut Context<'_>, ticket: Ticket) {
 }
 
 pub(super) fn take_drain(cx: &mut Context<'_>) {
-    if !cx.state.draining {
-        cx.state.draining = true;
+    if !cx.draining {
+        cx.draining = true;
         cx.decide(AdmissionDecision::DrainBegun);
         serve::deny_all_waiting(cx);
     }
 }
 
 pub(super) fn take_drain_cancelled(cx: &mut Context<'_>) {
-    if mem::take(&mut cx.state.draining) {
+    if mem::take(&mut cx.draining) {
         cx.decide(AdmissionDecision::DrainEnded);
     }
 }

@@ -26,17 +26,14 @@ pub(super) fn reclaim_for(
 
 /// Asks back what is held beyond a budget that was lowered, one round for each settle time.
 pub(super) fn come_within_budget(cx: &mut Context<'_>) {
-    let settle = cx.state.params.shed.settle;
-    let settling = cx
-        .record
-        .relieved_at
-        .is_some_and(|at| cx.state.now < at + settle);
+    let settle = cx.params.shed.settle;
+    let settling = cx.record.relieved_at.is_some_and(|at| cx.now < at + settle);
     if let Some(reclaim) = (!settling)
         .then(|| reclaim::over_budget(cx.state))
         .flatten()
     {
         carry_out(cx, reclaim);
-        cx.record.relieved_at = Some(cx.state.now);
+        cx.record.relieved_at = Some(cx.now);
     }
 }
 
@@ -50,7 +47,7 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
         }
         Relief::Reclaim(reclaim) => {
             if carry_out(cx, *reclaim) {
-                cx.record.relieved_at = Some(cx.state.now);
+                cx.record.relieved_at = Some(cx.now);
                 cx.record.said.remove(NOTHING_LEFT);
                 return;
             }
@@ -58,7 +55,7 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
         }
         Relief::NothingLeft { spared } => spared,
     };
-    let level = cx.state.pressure.level();
+    let level = cx.pressure.level();
     if spared {
         return cx.decide_once(NOTHING_LEFT, &[], GrowthDecision::EngineSpared { level });
     }
@@ -67,7 +64,7 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
         .sample
         .as_ref()
         .and_then(|sample| sample.own_used);
-    let unaccounted = cx.state.ledger.unaccounted();
+    let unaccounted = cx.ledger.unaccounted();
     let decision = GrowthDecision::NothingLeft {
         level,
         unaccounted,
@@ -101,7 +98,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
     for Chosen { source, bytes } in chosen {
         match source {
             Source::Tenant { lease: id, .. } => {
-                let from = cx.state.counts(id, purpose);
+                let from = cx.counts(id, purpose);
                 cx.set_target(id, from.saturating_sub(bytes), &reason);
                 asked = true;
             }
@@ -114,7 +111,7 @@ pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
                 worker_orders::change(cx, &worker, variant, Vec::new(), cause);
                 asked = true;
             }
-            Source::WorkerStop { worker } if !cx.state.workers.is_any_stopping() => {
+            Source::WorkerStop { worker } if !cx.workers.is_any_stopping() => {
                 let (held, reclaim) = (bytes, reason.clone());
                 let reason = StopReason::Reclaim { held, reclaim };
                 worker_orders::stop(cx, &worker, reason);

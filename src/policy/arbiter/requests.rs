@@ -31,16 +31,15 @@ pub(super) fn take_request(
     if request.validate_only {
         return answer_validation(cx, ticket, &request);
     }
-    let (id, wait) = (cx.state.leases.next_id(), request.wait);
+    let (id, wait) = (cx.leases.next_id(), request.wait);
     let (tenant, class) = (request.tenant.clone(), request.class);
-    let want =
-        Want::ours(&tenant, class, id, WantKind::Lease(request), cx.state.now).asked(ticket, wait);
+    let want = Want::ours(&tenant, class, id, WantKind::Lease(request), cx.now).asked(ticket, wait);
     serve::ask_or_queue(cx, want, wait);
     Ok(())
 }
 
 pub(super) fn take_cancellation(cx: &mut Context<'_>, ticket: Ticket) {
-    for want in cx.state.queue.cancel(ticket) {
+    for want in cx.queue.cancel(ticket) {
         cx.decide(AdmissionDecision::Withdrawn {
             tenant: want.tenant,
         });
@@ -54,7 +53,7 @@ pub(super) fn take_renewal(
     generation: u64,
     peer: &Peer,
 ) -> Result<(), Denial> {
-    cx.state.leases.owned(id, generation, peer)?;
+    cx.leases.owned(id, generation, peer)?;
     cx.state.leases.renew(id, cx.state.now);
     cx.answer_lease(ticket, id);
     Ok(())
@@ -67,16 +66,16 @@ pub(super) fn take_release(
     generation: u64,
     peer: &Peer,
 ) -> Result<(), Denial> {
-    let lease = cx.state.leases.name_of(id);
-    let held = cx.state.ledger.held_by(id);
+    let lease = cx.leases.name_of(id);
+    let held = cx.ledger.held_by(id);
     if cx.with_leases(|leases, turn| leases.acknowledge_end(id, generation, peer, turn))? {
-        let ended = cx.state.leases.get(id);
+        let ended = cx.leases.get(id);
         let by_other = !ended.is_some_and(|ended| ended.is_owned_by(peer));
         let by = by_other.then_some(peer.uid);
         cx.decide_for(ticket, LeaseDecision::EndAcknowledged { lease, by, held });
         return Ok(());
     }
-    let owned = cx.state.leases.owned(id, generation, peer)?;
+    let owned = cx.leases.owned(id, generation, peer)?;
     if !owned.is_owned_by(peer) {
         cx.out.push(Action::EndLease {
             lease: lease.clone(),
@@ -98,47 +97,44 @@ pub(super) fn take_resize(
     (min, max): (Bytes, Bytes),
     wait: Duration,
 ) -> Result<(), Denial> {
-    let lease = cx.state.leases.owned(id, generation, peer)?;
+    let lease = cx.leases.owned(id, generation, peer)?;
     let (tenant, class, uid) = (lease.tenant.clone(), lease.class, lease.owner.0);
-    let held = cx.state.ledger.held_by(id);
+    let held = cx.ledger.held_by(id);
     check_sizes(cx.state, &tenant, min, max)?;
     match &lease.phase {
         Phase::Revoking(revocation) if !revocation.voluntary && max > revocation.target.bytes => {
             return Err(above_target(&tenant, max, revocation.target.bytes));
         }
-        _ if min > held => cx.state.not_draining(&tenant, min)?,
+        _ if min > held => cx.not_draining(&tenant, min)?,
         _ => {}
     }
     // The last call says what its holder wants; what waits of an earlier one would be granted beside it.
     let replaced = Denial::Replaced {
-        lease: cx.state.leases.name_of(id).to_string(),
+        lease: cx.leases.name_of(id).to_string(),
     };
     cx.forget_wants_of(id, &replaced);
     if min > held {
-        let wait = wait.min(cx.state.params.lease.wait_max);
+        let wait = wait.min(cx.params.lease.wait_max);
         let kind = WantKind::Grow { min, max, uid };
-        let want = Want::ours(&tenant, class, id, kind, cx.state.now).asked(ticket, wait);
+        let want = Want::ours(&tenant, class, id, kind, cx.now).asked(ticket, wait);
         serve::ask_or_queue(cx, want, wait);
         return Ok(());
     }
-    cx.state.leases.set_bounds(id, min, max);
+    cx.leases.set_bounds(id, min, max);
     if max < held {
         // Less than it has all the same, if more than it wanted last: what it was spared for goes on.
         cx.with_leases(|leases, turn| leases.lower_voluntarily(id, max, turn));
     } else {
         // A holder that wanted less may change its mind before that is measured.
         if cx
-            .state
             .leases
             .get(id)
             .is_some_and(|lease| lease.wants_less_than(max))
         {
             cx.state.leases.end_revocation(id, &mut cx.state.ledger);
         }
-        if cx.state.none_waits_before(class) {
-            let more = max
-                .saturating_sub(held)
-                .min(cx.state.available(class, true));
+        if cx.none_waits_before(class) {
+            let more = max.saturating_sub(held).min(cx.available(class, true));
             cx.grow_lease(id, held.saturating_add(more));
         }
     }
@@ -258,11 +254,11 @@ fn answer_repeated(
         (&other.tenant, &other.request_id, other.peer.uid)
             == (&request.tenant, &request.request_id, request.peer.uid)
     };
-    let granted = cx.state.leases.iter().find_map(|(id, lease)| {
+    let granted = cx.leases.iter().find_map(|(id, lease)| {
         let other = lease.request.as_ref().filter(|other| same_id(other))?;
         (!lease.is_ending()).then(|| (id, same_content(other, request)))
     });
-    let waiting = cx.state.queue.values().find_map(|want| match &want.kind {
+    let waiting = cx.queue.values().find_map(|want| match &want.kind {
         WantKind::Lease(other) if same_id(other) => {
             Some((want.lease, same_content(other, request), other.peer.pid))
         }
@@ -271,7 +267,7 @@ fn answer_repeated(
     match (granted, waiting) {
         (Some((id, true)), _) => cx.answer_lease(ticket, id),
         (None, Some((lease, true, pid))) if pid == request.peer.pid => {
-            cx.state.queue.join(lease, ticket);
+            cx.queue.join(lease, ticket);
         }
         (None, Some((lease, true, pid))) => {
             return Err(Denial::NotHolder {
@@ -297,13 +293,13 @@ fn answer_validation(
     request: &LeaseRequest,
 ) -> Result<(), Denial> {
     let (tenant, class, min) = (&request.tenant, request.class, request.min);
-    if let Some(denial) = cx.state.admission_denial(tenant, class, min) {
+    if let Some(denial) = cx.admission_denial(tenant, class, min) {
         return Err(denial);
     }
-    let available = cx.state.available(class, true);
+    let available = cx.available(class, true);
     let after_shedding = min.saturating_sub(available);
-    if after_shedding > cx.state.reclaimable_for(class) {
-        return Err(cx.state.insufficient(tenant, None, min, class));
+    if after_shedding > cx.reclaimable_for(class) {
+        return Err(cx.insufficient(tenant, None, min, class));
     }
     let bytes = request.max.min(available).max(min);
     cx.answer(

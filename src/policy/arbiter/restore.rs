@@ -60,13 +60,13 @@ pub(super) fn book(state: &State) -> Book {
 }
 
 pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[AdoptedWorker]) {
-    if cx.state.leases.ids().next().is_some() || !cx.state.queue.is_empty() {
+    if cx.leases.ids().next().is_some() || !cx.queue.is_empty() {
         return cx.decide(LeaseDecision::BookTooLate);
     }
     cx.record.noted += 1;
     // A target may have been sent that was not written down; its number must not come to mean another one.
     book.last.nonce = book.last.nonce.saturating_add(NONCES_SKIPPED);
-    cx.state.leases.skip(book.last);
+    cx.leases.skip(book.last);
     for booked in &book.workers {
         if let Some(worker) = cx.state.workers.get_mut(&booked.name) {
             worker.restore(booked, cx.state.now);
@@ -85,20 +85,19 @@ pub(super) fn take_recovered(cx: &mut Context<'_>, mut book: Book, adopted: &[Ad
     for lease in book.ended {
         let id = lease.id;
         restore_lease(cx, lease);
-        let held = cx.state.ledger.held_by(id);
+        let held = cx.ledger.held_by(id);
         cx.begin_ending(id, held);
     }
-    cx.state.changed_at = cx.state.now;
+    cx.changed_at = cx.now;
     let tenants = cx
-        .state
         .leases
         .values()
         .filter(|lease| lease.kind == LeaseKind::Tenant);
     cx.decide(LeaseDecision::TakenOver {
         leases: tenants.count(),
         workers: adopted.len(),
-        held: cx.state.ledger.held(),
-        budget: cx.state.ledger.budget(),
+        held: cx.ledger.held(),
+        budget: cx.ledger.budget(),
     });
 }
 
@@ -122,7 +121,7 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
         )
     });
     // Bytes that do not fit are not promised: it shows as unaccounted, and the worker has to go.
-    let fits = held.min(cx.state.ledger.free());
+    let fits = held.min(cx.ledger.free());
     if !worker_orders::book(cx, name, id, fits) {
         return;
     }
@@ -135,7 +134,7 @@ fn adopt_worker(cx: &mut Context<'_>, adopted: &AdoptedWorker, booked: Option<&B
         held,
     });
     if fits < held {
-        let budget = cx.state.ledger.budget();
+        let budget = cx.ledger.budget();
         worker_orders::stop(cx, name, StopReason::OverBudget { held, budget });
     } else if let Some(stop) = run.stop {
         let cause = match stop {
@@ -157,23 +156,22 @@ fn restore_lease(cx: &mut Context<'_>, booked: BookedLease) {
         max,
         request,
     } = booked;
-    let term = request.term.clamp(
-        cx.state.params.lease.term_min,
-        cx.state.params.lease.term_max,
-    );
+    let term = request
+        .term
+        .clamp(cx.params.lease.term_min, cx.params.lease.term_max);
     let tenant = request.tenant.clone();
-    if cx.state.workers.contains(&tenant) {
+    if cx.workers.contains(&tenant) {
         let lease = LeaseName { id, tenant };
         return cx.decide(LeaseDecision::NameTaken { lease });
     }
-    let holder = cx.state.leases.holder_for(&request);
-    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.state.now);
+    let holder = cx.leases.holder_for(&request);
+    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.now);
     if !cx.grant(id, held, lease) {
         cx.decide(LeaseDecision::NotTakenOver {
             lease: LeaseName { id, tenant },
             held,
-            free: cx.state.ledger.free(),
-            budget: cx.state.ledger.budget(),
+            free: cx.ledger.free(),
+            budget: cx.ledger.budget(),
         });
     }
 }

@@ -23,52 +23,44 @@ use cotenant_units::Bytes;
 
 /// Serves at once, or queues for as long as `wait` allows.
 pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
-    let full = cx.state.queue.full_for(&want);
-    let overtakes = cx.state.none_waits_before(want.class);
+    let full = cx.queue.full_for(&want);
+    let overtakes = cx.none_waits_before(want.class);
     let tenant = want.tenant.clone();
-    let place = cx.state.queue.insert(want);
+    let place = cx.queue.insert(want);
     if overtakes && serve(cx, place) {
         return;
     }
     let denial = match full {
-        _ if wait.is_zero() => cx
-            .state
-            .queue
-            .get(place)
-            .map(|want| why_not(cx.state, want)),
+        _ if wait.is_zero() => cx.queue.get(place).map(|want| why_not(cx.state, want)),
         Some(full) => Some(quota_of(&tenant, full)),
         None => None,
     };
     if let Some(denial) = denial {
-        let tickets = cx.state.queue.remove(place).map(|want| want.tickets);
+        let tickets = cx.queue.remove(place).map(|want| want.tickets);
         cx.deny_all(tickets.unwrap_or_default(), &denial);
         return;
     }
     // It is passed over from now on, so that this is the only time to tell.
-    let hopeless = cx
-        .state
-        .queue
-        .get(place)
-        .filter(|want| cx.state.is_out_of_reach(want));
+    let hopeless = cx.queue.get(place).filter(|want| cx.is_out_of_reach(want));
     if let Some(denial) = hopeless.map(|want| why_not(cx.state, want)) {
         cx.decide(AdmissionDecision::OutOfReach { tenant, denial });
     }
 }
 
 pub(super) fn serve_queue(cx: &mut Context<'_>) {
-    for place in cx.state.queue.places() {
+    for place in cx.queue.places() {
         if serve(cx, place) {
             continue;
         }
-        let Some(want) = cx.state.queue.get(place) else {
+        let Some(want) = cx.queue.get(place) else {
             continue;
         };
-        if cx.state.holds_back(want) {
+        if cx.holds_back(want) {
             let first = want.lease;
             note_first(cx, Some(first));
             return reclaim_for_want(cx, place);
         }
-        if want.kind == WantKind::WorkerStart && cx.state.is_out_of_reach(want) {
+        if want.kind == WantKind::WorkerStart && cx.is_out_of_reach(want) {
             let name = want.tenant.clone();
             explain_out_of_reach(cx, &name);
         }
@@ -86,8 +78,8 @@ fn note_first(cx: &mut Context<'_>, first: Option<LeaseId>) {
 
 /// Explains a start that waits for more than it can ever have, once for each change of the figures.
 fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
-    let worker = cx.state.workers.get(name);
-    if let Some(wait) = worker.and_then(|worker| cx.state.worker_wait(worker)) {
+    let worker = cx.workers.get(name);
+    if let Some(wait) = worker.and_then(|worker| cx.worker_wait(worker)) {
         let worker = name.to_owned();
         let mut figures = vec![wait.needs, wait.configured, wait.free, wait.most];
         figures.extend(wait.keepers.iter().map(|(_, bytes)| *bytes));
@@ -119,9 +111,9 @@ pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
 }
 
 pub(super) fn deny_all_waiting(cx: &mut Context<'_>) {
-    for want in cx.state.queue.take_all() {
+    for want in cx.queue.take_all() {
         let denial = Denial::Draining {
-            asked: cx.state.asked_by(&want),
+            asked: cx.asked_by(&want),
             tenant: want.tenant,
         };
         cx.deny_all(want.tickets, &denial);
@@ -137,12 +129,11 @@ fn why_not(state: &State, want: &Want) -> Denial {
 
 /// Returns whether the want is off the queue.
 fn serve(cx: &mut Context<'_>, place: Place) -> bool {
-    let Some(want) = cx.state.queue.get(place) else {
+    let Some(want) = cx.queue.get(place) else {
         return true;
     };
-    let asked = cx.state.asked_by(want);
+    let asked = cx.asked_by(want);
     if cx
-        .state
         .admission_denial(&want.tenant, want.class, asked)
         .is_some()
     {
@@ -150,15 +141,14 @@ fn serve(cx: &mut Context<'_>, place: Place) -> bool {
     }
     let ours = want.deadline.is_none();
     // A worker that asks for itself has its peak booked until now.
-    let reserved = cx.state.reserved_until_asked(want);
+    let reserved = cx.reserved_until_asked(want);
     let available = cx
-        .state
         .available(want.class, !ours)
         .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
-    if cx.state.needed_by(want) > available {
+    if cx.needed_by(want) > available {
         return false;
     }
-    let Some(want) = cx.state.queue.remove(place) else {
+    let Some(want) = cx.queue.remove(place) else {
         return true;
     };
     match want.kind.clone() {
@@ -184,26 +174,24 @@ fn grant_lease(
     let (min, max, term) = (request.min, request.max, request.term);
     let bytes = max.min(available);
     // A worker that asks for itself is measured as the worker.
-    let holder = if cx.state.workers.contains(&request.tenant) {
+    let holder = if cx.workers.contains(&request.tenant) {
         request.tenant.clone()
     } else {
-        cx.state.leases.holder_for(&request)
+        cx.leases.holder_for(&request)
     };
-    let generation = cx.state.leases.next_generation();
-    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.state.now);
+    let generation = cx.leases.next_generation();
+    let lease = Lease::of_tenant(request, holder, generation, (min, max), term, cx.now);
     if !cx.with_leases(|leases, turn| leases.grant((want.lease, lease), from, bytes, turn)) {
-        let denial = cx
-            .state
-            .insufficient(&want.tenant, Some(want.lease), min, want.class);
+        let denial = cx.insufficient(&want.tenant, Some(want.lease), min, want.class);
         cx.deny_all(want.tickets, &denial);
         return;
     }
     cx.decide(AdmissionDecision::Granted {
-        lease: cx.state.leases.name_of(want.lease),
+        lease: cx.leases.name_of(want.lease),
         bytes,
-        waited: cx.state.now.saturating_since(want.since),
-        free: cx.state.ledger.free(),
-        budget: cx.state.ledger.budget(),
+        waited: cx.now.saturating_since(want.since),
+        free: cx.ledger.free(),
+        budget: cx.ledger.budget(),
     });
     for ticket in want.tickets {
         cx.answer_lease(ticket, want.lease);
@@ -213,24 +201,23 @@ fn grant_lease(
 fn grow_for(cx: &mut Context<'_>, want: Want, (min, max): (Bytes, Bytes), available: Bytes) {
     let id = want.lease;
     if cx
-        .state
         .leases
         .get(id)
         .is_some_and(|lease| lease.wants_less_than(max))
     {
         cx.state.leases.end_revocation(id, &mut cx.state.ledger);
     }
-    let held = cx.state.ledger.held_by(id);
+    let held = cx.ledger.held_by(id);
     let bytes = max.min(held.saturating_add(available)).max(min);
     cx.grow_lease(id, bytes);
-    cx.state.leases.set_bounds(id, min, max);
+    cx.leases.set_bounds(id, min, max);
     cx.decide(AdmissionDecision::Grown {
-        lease: cx.state.leases.name_of(id),
+        lease: cx.leases.name_of(id),
         from: held,
         to: bytes,
-        waited: cx.state.now.saturating_since(want.since),
-        free: cx.state.ledger.free(),
-        budget: cx.state.ledger.budget(),
+        waited: cx.now.saturating_since(want.since),
+        free: cx.ledger.free(),
+        budget: cx.ledger.budget(),
     });
     for ticket in want.tickets {
         cx.answer_lease(ticket, id);
@@ -239,12 +226,11 @@ fn grow_for(cx: &mut Context<'_>, want: Want, (min, max): (Bytes, Bytes), availa
 
 /// Asks back what the first in the queue lacks, if enough can be had.
 fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
-    let Some(want) = cx.state.queue.get(place) else {
+    let Some(want) = cx.queue.get(place) else {
         return;
     };
-    let asked = cx.state.asked_by(want);
+    let asked = cx.asked_by(want);
     if cx
-        .state
         .admission_denial(&want.tenant, want.class, asked)
         .is_some()
     {
@@ -253,13 +239,11 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
     let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
     let own = Some(want.lease);
     let reserved = cx
-        .state
         .reserved_until_asked(want)
         .map_or(Bytes::ZERO, |(_, bytes)| bytes);
-    let needed = cx.state.needed_by(want);
-    let coming_back = cx.state.coming_back();
+    let needed = cx.needed_by(want);
+    let coming_back = cx.coming_back();
     let expected = cx
-        .state
         .available(class, !ours)
         .saturating_add(coming_back)
         .saturating_add(reserved);
@@ -271,9 +255,9 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
         tenant: tenant.clone(),
         class,
         needed,
-        free: cx.state.ledger.free(),
+        free: cx.ledger.free(),
         coming_back,
-        budget: cx.state.ledger.budget(),
+        budget: cx.ledger.budget(),
     };
     let has_its_turn = ours && place.0 < class && place.0 < Class::LlmElastic;
     let asked_for = if has_its_turn {
@@ -285,7 +269,7 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
         reclaim_orders::reclaim_for(cx, class, missing, reason)
     };
     if !asked_for {
-        let denial = cx.state.insufficient(&tenant, own, asked, class);
+        let denial = cx.insufficient(&tenant, own, asked, class);
         let figures = figures_of(&denial);
         cx.decide_once(
             FIRST_WAITS,

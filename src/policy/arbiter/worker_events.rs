@@ -30,9 +30,9 @@ use crate::{
 use cotenant_units::{Bytes, Timestamp};
 
 pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
-    let now = cx.state.now;
+    let now = cx.now;
     cx.record.noted += 1;
-    let Some(worker) = cx.state.workers.get_mut(name) else {
+    let Some(worker) = cx.workers.get_mut(name) else {
         return;
     };
     let Some(took) = worker.answered(pid, now) else {
@@ -47,7 +47,7 @@ pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
         .run()
         .and_then(|run| run.resizing.as_ref())
         .map(|resizing| resizing.variant.clone());
-    cx.state.changed_at = now;
+    cx.changed_at = now;
     cx.decide(WorkerDecision::Ready {
         worker: name.to_owned(),
         pid,
@@ -64,7 +64,7 @@ pub(super) fn take_ready(cx: &mut Context<'_>, name: &str, pid: u32) {
 }
 
 pub(super) fn take_died(cx: &mut Context<'_>, certificate: &DeathCertificate) {
-    let Some(worker) = cx.state.workers.get_mut(&certificate.worker) else {
+    let Some(worker) = cx.workers.get_mut(&certificate.worker) else {
         return;
     };
     worker.died(certificate.summary());
@@ -81,7 +81,7 @@ pub(super) fn take_died(cx: &mut Context<'_>, certificate: &DeathCertificate) {
 
 /// Ends the process that did not answer, unless it is not the one that runs now or is about to end.
 pub(super) fn take_unresponsive(cx: &mut Context<'_>, name: &str, pid: u32, evidence: String) {
-    let Some(worker) = cx.state.workers.get(name) else {
+    let Some(worker) = cx.workers.get(name) else {
         return;
     };
     if !worker.is_ready() || worker.run().is_none_or(|run| run.pid != Some(pid)) {
@@ -109,9 +109,9 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
         return;
     };
     let freed = cx.drop_lease(ended.lease);
-    cx.state.renew_worker(name);
-    cx.state.ledger.forget(name);
-    cx.state.changed_at = cx.state.now;
+    cx.renew_worker(name);
+    cx.ledger.forget(name);
+    cx.changed_at = cx.now;
     let cause = cause.to_owned();
     let exited = Problem::Exited {
         cause: cause.clone(),
@@ -122,7 +122,7 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
         cause,
         expected: ended.stopping || intended,
         freed,
-        free: cx.state.ledger.free(),
+        free: cx.ledger.free(),
     });
     match ended.next {
         AfterExit::Rests => {}
@@ -130,7 +130,7 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
         AfterExit::Restarts => worker_orders::start_again_at_once(cx, name),
         AfterExit::Shed { restarts_if_fits } => {
             cx.note_reclaimed(freed, freed, true);
-            if restarts_if_fits && cx.state.start_least(name) <= cx.state.ledger.free() {
+            if restarts_if_fits && cx.start_least(name) <= cx.ledger.free() {
                 worker_orders::start_again_at_once(cx, name);
             }
         }
@@ -139,7 +139,7 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
 }
 
 fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
-    let Some(worker) = cx.state.workers.get(name) else {
+    let Some(worker) = cx.workers.get(name) else {
         return;
     };
     let (name, failures, limits) = (
@@ -150,7 +150,7 @@ fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
     cx.decide(match failure {
         Failure::RetriesAt(at) => WorkerDecision::Restarting {
             worker: name,
-            wait: at.saturating_since(cx.state.now),
+            wait: at.saturating_since(cx.now),
             failures,
             intensity: limits.intensity,
             window: limits.window,
@@ -165,9 +165,8 @@ fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
 }
 
 pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
-    let now = cx.state.now;
+    let now = cx.now;
     if cx
-        .state
         .workers
         .get_mut(name)
         .is_some_and(|worker| worker.works(requests, now))
@@ -179,26 +178,21 @@ pub(super) fn take_activity(cx: &mut Context<'_>, name: &str, requests: u32) {
 /// Books what the last requests of a worker have taken, as far as it is free, and has the engine give the rest if it can:
 /// what this request takes is not missed when it takes it.
 fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
-    let Some(worker) = cx
-        .state
-        .workers
-        .get(name)
-        .filter(|worker| worker.is_settled())
-    else {
+    let Some(worker) = cx.workers.get(name).filter(|worker| worker.is_settled()) else {
         return;
     };
     let (need, class) = (worker.breathes_to(), worker.params.class);
     let Some(id) = worker
         .lease()
-        .filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO)
+        .filter(|id| cx.ledger.held_by(*id) > Bytes::ZERO)
     else {
         return;
     };
-    let held = cx.state.ledger.held_by(id);
+    let held = cx.ledger.held_by(id);
     let more = need.saturating_sub(held);
-    let missing = more.saturating_sub(cx.state.ledger.free());
+    let missing = more.saturating_sub(cx.ledger.free());
     cx.grow_lease(id, held.saturating_add(more).saturating_sub(missing));
-    let missing = missing.saturating_sub(cx.state.coming_back());
+    let missing = missing.saturating_sub(cx.coming_back());
     if missing == Bytes::ZERO || class >= Class::LlmElastic {
         return;
     }
@@ -206,9 +200,9 @@ fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
         tenant: name.to_owned(),
         class,
         needed: need,
-        free: cx.state.ledger.free(),
-        coming_back: cx.state.coming_back(),
-        budget: cx.state.ledger.budget(),
+        free: cx.ledger.free(),
+        coming_back: cx.coming_back(),
+        budget: cx.ledger.budget(),
     };
     if let Some(reclaim) = reclaim::from_engine(cx.state, missing, reason) {
         reclaim_orders::carry_out(cx, reclaim);
@@ -217,7 +211,7 @@ fn prepare_for_work(cx: &mut Context<'_>, name: &str) {
 
 /// A request needs a worker: one that sleeps is started, one that was made small for being idle grows back.
 pub(super) fn take_wanted(cx: &mut Context<'_>, name: &str) {
-    if !cx.state.draining && cx.state.workers.get(name).is_some_and(Worker::can_be_woken) {
+    if !cx.draining && cx.workers.get(name).is_some_and(Worker::can_be_woken) {
         cx.decide(WorkerDecision::Woken {
             worker: name.to_owned(),
         });
@@ -232,10 +226,10 @@ pub(super) fn take_command(
     command: WorkerCommand,
 ) -> Result<(), Denial> {
     cx.record.noted += 1;
-    let worker = cx.state.workers.get(name);
+    let worker = cx.workers.get(name);
     let worker = worker.ok_or_else(|| invalid(name, Problem::NotConfigured))?;
     if command != WorkerCommand::Stop {
-        cx.state.not_draining(name, worker.params.peak_of(None))?;
+        cx.not_draining(name, worker.params.peak_of(None))?;
     }
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return Ok(());
@@ -250,7 +244,7 @@ pub(super) fn take_command(
     match worker.command(command, cx.state.now) {
         Commanded::Start => worker_orders::want(cx, name),
         Commanded::Stop(reason) => worker_orders::stop(cx, name, reason),
-        Commanded::Withdraw => cx.state.queue.take_start_of(name),
+        Commanded::Withdraw => cx.queue.take_start_of(name),
         Commanded::Nothing => {}
     }
     let worker = name.to_owned();
@@ -265,7 +259,7 @@ pub(super) fn take_resize(
     variant: String,
     wait: Duration,
 ) -> Result<(), Denial> {
-    let worker = cx.state.workers.get(&name);
+    let worker = cx.workers.get(&name);
     let worker = worker.ok_or_else(|| invalid(&name, Problem::NotConfigured))?;
     let known = &worker.params.variants;
     if !known.iter().any(|known| known.name == variant) {
@@ -278,8 +272,8 @@ pub(super) fn take_resize(
         return Err(invalid(&name, Problem::NotReady { state }));
     }
     let class = worker.params.class;
-    let peak = cx.state.worker_peak(&name, Some(&variant));
-    cx.state.not_draining(&name, peak)?;
+    let peak = cx.worker_peak(&name, Some(&variant));
+    cx.not_draining(&name, peak)?;
     let worker = cx.state.workers.get_mut(&name);
     let Some(run) = worker.and_then(Worker::run_mut) else {
         return Ok(());
@@ -299,7 +293,7 @@ pub(super) fn take_resize(
     }
     let wait = wait.min(cx.state.params.lease.wait_max);
     let kind = WantKind::WorkerVariant { variant };
-    let want = Want::ours(&name, class, run.lease, kind, cx.state.now).asked(ticket, wait);
+    let want = Want::ours(&name, class, run.lease, kind, cx.now).asked(ticket, wait);
     serve::ask_or_queue(cx, want, wait);
     Ok(())
 }
@@ -311,9 +305,9 @@ pub(super) fn take_resized(
     used: Option<Bytes>,
     error: Option<&str>,
 ) {
-    let now = cx.state.now;
+    let now = cx.now;
     cx.record.noted += 1;
-    let Some(worker) = cx.state.workers.get_mut(name) else {
+    let Some(worker) = cx.workers.get_mut(name) else {
         return;
     };
     let Some(resizing) = worker.changed(variant, error.is_some(), now) else {
@@ -324,9 +318,9 @@ pub(super) fn take_resized(
     let took = resizing.as_ref().map_or(Duration::ZERO, |resizing| {
         now.saturating_since(resizing.asked_at)
     });
-    cx.state.changed_at = now;
+    cx.changed_at = now;
     if let Some(used) = used {
-        cx.state.ledger.measure(name, used, now);
+        cx.ledger.measure(name, used, now);
     }
     let to_shed = |resizing: &&Resizing| resizing.to_shed && error.is_none();
     if let Some(since) = resizing.as_ref().filter(to_shed).map(|it| it.asked_at) {
@@ -351,7 +345,7 @@ pub(super) fn take_resized(
         });
         cx.deny_all(tickets, &denial);
     } else {
-        let held = cx.state.worker_held(name);
+        let held = cx.worker_held(name);
         let decision = Decision::from(WorkerDecision::Resized {
             worker,
             variant,
@@ -423,13 +417,12 @@ pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
 
 /// Starts the next one whose turn has come.
 pub(super) fn start_in_order(cx: &mut Context<'_>) {
-    if cx.state.draining {
+    if cx.draining {
         return;
     }
-    let next = cx.state.workers.next_to_start(
-        cx.state.engine.holds_workers_until(cx.state.now).is_none(),
-        cx.state.now,
-    );
+    let next = cx
+        .workers
+        .next_to_start(cx.engine.holds_workers_until(cx.now).is_none(), cx.now);
     if let Some(name) = next.map(str::to_owned) {
         worker_orders::want(cx, &name);
     }
@@ -437,24 +430,19 @@ pub(super) fn start_in_order(cx: &mut Context<'_>) {
 
 /// Credits what a measurement of a worker shows, once it is where it wants to be.
 pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
-    let Some(measured) = cx.state.ledger.measurement(name) else {
+    let Some(measured) = cx.ledger.measurement(name) else {
         return;
     };
     // While its memory is there, a worker's lease is what it uses; declared sizes are guesses.
-    let up = cx.state.workers.get(name).filter(|worker| worker.is_up());
+    let up = cx.workers.get(name).filter(|worker| worker.is_up());
     if let Some(id) = up
         .and_then(Worker::lease)
-        .filter(|id| cx.state.ledger.held_by(*id) > Bytes::ZERO)
+        .filter(|id| cx.ledger.held_by(*id) > Bytes::ZERO)
     {
-        cx.state.ledger.follow(id);
+        cx.ledger.follow(id);
     }
     watch_growth(cx, name, measured.used);
-    let Some(worker) = cx
-        .state
-        .workers
-        .get(name)
-        .filter(|worker| worker.is_settled())
-    else {
+    let Some(worker) = cx.workers.get(name).filter(|worker| worker.is_settled()) else {
         return;
     };
     let Some(id) = worker
@@ -464,11 +452,11 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     else {
         return;
     };
-    let held = cx.state.ledger.held_by(id);
+    let held = cx.ledger.held_by(id);
     let steady = worker.steady();
     let tolerance = held
         .saturating_sub(steady)
-        .per_mille(1000u32.saturating_sub(cx.state.params.shed.verify_per_mille));
+        .per_mille(1000u32.saturating_sub(cx.params.shed.verify_per_mille));
     let is_steady = measured.used <= steady.saturating_add(tolerance);
     let (auto, need) = (worker.params.rest.auto, worker.breathes_to());
     let stays = if is_steady && !auto && need == Bytes::ZERO {
@@ -488,10 +476,10 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
     } else {
         stays
     };
-    let freed = cx.state.ledger.lower(id, stays);
+    let freed = cx.ledger.lower(id, stays);
     worker_orders::set_moving(cx, name);
     if freed > Bytes::ZERO {
-        cx.state.changed_at = cx.state.now;
+        cx.changed_at = cx.now;
     }
     // What comes and goes with each request is not worth a line.
     if freed > Bytes::ZERO && need == Bytes::ZERO {
@@ -500,16 +488,16 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
             used: measured.used,
             stays,
             freed,
-            free: cx.state.ledger.free(),
+            free: cx.ledger.free(),
         });
     }
 }
 
 /// Has a worker wind down that holds more than it may, by its last measurement.
 fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
-    let settle = cx.state.params.shed.settle;
+    let settle = cx.params.shed.settle;
     let wanted = is_memory_wanted(cx.state);
-    let fresh = cx.state.renewed(name);
+    let fresh = cx.renewed(name);
     let Some(worker) = cx.state.workers.get_mut(name) else {
         return;
     };
@@ -519,7 +507,7 @@ fn watch_growth(cx: &mut Context<'_>, name: &str, used: Bytes) {
             worker: name.to_owned(),
             used,
             above,
-            held: cx.state.worker_held(name),
+            held: cx.worker_held(name),
             requests,
         });
     }

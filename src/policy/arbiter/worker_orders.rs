@@ -27,13 +27,13 @@ pub(super) fn want(cx: &mut Context<'_>, name: &str) {
     };
     worker.want(cx.state.now);
     let class = worker.params.class;
-    let id = cx.state.leases.next_id();
+    let id = cx.leases.next_id();
     cx.queue_own(name, class, id, WantKind::WorkerStart);
 }
 
 /// Queues the change of a worker to a larger variant.
 pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
-    let Some(worker) = cx.state.workers.get(name) else {
+    let Some(worker) = cx.workers.get(name) else {
         return;
     };
     if let Some(lease) = worker.lease() {
@@ -49,20 +49,20 @@ pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
 /// Starts a worker that has just ended in order to be started again, before its memory is granted to another
 /// holder.
 pub(super) fn start_again_at_once(cx: &mut Context<'_>, name: &str) {
-    if cx.state.draining || cx.state.start_least(name) > cx.state.ledger.free() {
+    if cx.draining || cx.start_least(name) > cx.ledger.free() {
         want(cx, name);
         return;
     }
-    let id = cx.state.leases.next_id();
+    let id = cx.leases.next_id();
     start(cx, name, id);
 }
 
 /// Starts a worker; the caller has made sure that the least it needs fits.
 pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
     cx.record.noted += 1;
-    let peak = cx.state.worker_peak(name, None);
-    let spare = cx.state.ledger.free().min(peak);
-    let peak = cx.state.start_least(name).max(spare);
+    let peak = cx.worker_peak(name, None);
+    let spare = cx.ledger.free().min(peak);
+    let peak = cx.start_least(name).max(spare);
     if !book(cx, name, id, peak) {
         want(cx, name);
         return;
@@ -76,8 +76,8 @@ pub(super) fn start(cx: &mut Context<'_>, name: &str, id: LeaseId) {
     cx.decide(WorkerDecision::Starting {
         worker: name.to_owned(),
         peak,
-        free: cx.state.ledger.free(),
-        budget: cx.state.ledger.budget(),
+        free: cx.ledger.free(),
+        budget: cx.ledger.budget(),
     });
     cx.out.push(Action::StartWorker {
         worker: name.to_owned(),
@@ -102,11 +102,11 @@ pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) 
         kind,
         cx.state.leases.next_generation(),
         bounds,
-        cx.state.now,
+        cx.now,
     );
     let booked = cx.grant(id, bytes, lease);
     if booked {
-        cx.state.ledger.set_moving(id, true);
+        cx.ledger.set_moving(id, true);
     }
     booked
 }
@@ -114,12 +114,11 @@ pub(super) fn book(cx: &mut Context<'_>, name: &str, id: LeaseId, bytes: Bytes) 
 /// Lets a worker change; the caller has made sure that the larger size fits.
 pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: Vec<Ticket>) {
     let changeable = cx
-        .state
         .workers
         .get(name)
         .filter(|worker| worker.is_settled())
         .and_then(Worker::lease);
-    let peak = cx.state.worker_peak(name, Some(&variant));
+    let peak = cx.worker_peak(name, Some(&variant));
     if changeable.is_some_and(|id| cx.grow_lease(id, peak)) {
         change(cx, name, variant, tickets, ChangeCause::Asked);
         return;
@@ -129,7 +128,7 @@ pub(super) fn grow(cx: &mut Context<'_>, name: &str, variant: String, tickets: V
 
 /// Notifies a worker that memory is short. Returns whether it was notified.
 pub(super) fn notify_of_pressure(cx: &mut Context<'_>, name: &str, reason: &ReclaimReason) -> bool {
-    let worker = cx.state.workers.get(name);
+    let worker = cx.workers.get(name);
     let Some((id, least)) = worker.and_then(|worker| worker.lease().zip(worker.params.shrinks_to))
     else {
         return false;
@@ -149,7 +148,7 @@ pub(super) fn change(
     let resizing = Resizing {
         variant: variant.clone(),
         tickets,
-        asked_at: cx.state.now,
+        asked_at: cx.now,
         to_shed: matches!(cause, ChangeCause::Room { .. }),
     };
     let worker = name.to_owned();
@@ -160,7 +159,7 @@ pub(super) fn change(
             cause,
         });
     }
-    if let Some(worker) = cx.state.workers.get_mut(name) {
+    if let Some(worker) = cx.workers.get_mut(name) {
         worker.change(resizing);
     }
     set_moving(cx, name);
@@ -185,7 +184,7 @@ pub(super) fn stop_for(cx: &mut Context<'_>, name: &str, cause: StopCause, reaso
     let denial = invalid(name, Problem::Stopping(Box::new(reason.clone())));
     cx.deny_all(tickets, &denial);
     cx.forget_wants_of(lease, &denial);
-    cx.state.ledger.set_moving(lease, true);
+    cx.ledger.set_moving(lease, true);
     cx.out.push(Action::StopWorker {
         worker: name.to_owned(),
         reason,
@@ -203,7 +202,6 @@ pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
     };
     if let Some(run) = worker.run() {
         let measured = cx
-            .state
             .ledger
             .measurement(name)
             .is_some_and(|measured| measured.at >= run.since);
@@ -225,10 +223,10 @@ pub(super) fn verify_variant(
     used: Option<Bytes>,
     since: Timestamp,
 ) {
-    let Some(worker) = cx.state.workers.get(name) else {
+    let Some(worker) = cx.workers.get(name) else {
         return;
     };
-    let (shed, now) = (&cx.state.params.shed, cx.state.now);
+    let (shed, now) = (&cx.params.shed, cx.now);
     let span = shed.deadlines.of(worker.params.class).max(shed.settle);
     if let Some(who) = worker.lease() {
         let lower = Lower {
@@ -252,11 +250,11 @@ pub(super) fn settle_notified(
     used: Option<Bytes>,
     taken_at: Timestamp,
 ) -> bool {
-    let Some(id) = cx.state.workers.get(name).and_then(Worker::lease) else {
+    let Some(id) = cx.workers.get(name).and_then(Worker::lease) else {
         return false;
     };
     if !matches!(
-        cx.state.leases.get(id).map(|lease| &lease.phase),
+        cx.leases.get(id).map(|lease| &lease.phase),
         Some(Phase::Revoking(_))
     ) {
         return false;
@@ -270,13 +268,13 @@ pub(super) fn settle_notified(
 
 /// The deadline has passed, and the worker has not come down.
 pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &Revocation) {
-    let Some(lease) = cx.state.leases.get(id) else {
+    let Some(lease) = cx.leases.get(id) else {
         return;
     };
     let name = lease.tenant.clone();
     let used = revocation.evidence.used();
-    let late = cx.state.now.saturating_since(revocation.target.deadline);
-    let Some(worker) = cx.state.workers.get_mut(&name) else {
+    let late = cx.now.saturating_since(revocation.target.deadline);
+    let Some(worker) = cx.workers.get_mut(&name) else {
         return;
     };
     if !worker.ignored_pressure() {
@@ -301,17 +299,16 @@ pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &R
 /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
 pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done, GrowthWait> {
     let Some((id, steady)) = cx
-        .state
         .workers
         .get(name)
         .and_then(|worker| Some((worker.lease()?, worker.steady())))
     else {
         return Err(GrowthWait::Changing);
     };
-    let now = cx.state.now;
-    match cx.state.ledger.raise(id, steady, now) {
+    let now = cx.now;
+    match cx.ledger.raise(id, steady, now) {
         Ok(()) => {
-            cx.state.changed_at = now;
+            cx.changed_at = now;
             let worker = name.to_owned();
             let decision = Decision::from(WorkerDecision::Restored { worker, steady });
             cx.decide(decision.clone());
@@ -319,7 +316,7 @@ pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done,
         }
         Err(_) => Err(GrowthWait::Budget {
             needs: steady,
-            free: cx.state.ledger.free(),
+            free: cx.ledger.free(),
             reserved: Bytes::ZERO,
         }),
     }
