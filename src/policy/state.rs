@@ -12,7 +12,7 @@ use super::{
     dwell::Dwell,
     engine_control::EngineControl,
     lease::{LeaseId, LeaseKind, LeaseView},
-    lease_table::{LeaseTable, Phase},
+    lease_table::{Lease, LeaseTable, Phase},
     ledger::Ledger,
     params::{ENGINE_TENANT, ParamFault, Params, ParamsError},
     peaks::{LearnedPeak, Peaks},
@@ -232,42 +232,38 @@ impl State {
         }
     }
 
+    /// The size that a holder is on its way to.
+    fn goes_to(&self, lease: &Lease, held: Bytes) -> Bytes {
+        match (&lease.phase, lease.kind) {
+            (Phase::Revoking(revocation), _) => revocation.target.bytes,
+            (Phase::Granted, LeaseKind::Engine) => {
+                let goal = self.engine.goal();
+                goal.map_or(held, |goal| self.engine.bytes_in(goal))
+            }
+            (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
+            (Phase::Granted, LeaseKind::Tenant) | (Phase::Ending { .. }, _) => held,
+        }
+    }
+
     /// Bytes of all leases in transition that are expected back.
     pub(super) fn coming_back(&self) -> Bytes {
-        let mut sum = Bytes::ZERO;
-        for (id, lease) in self.leases.iter() {
+        let (now, settle) = (self.now, self.params.shed.settle);
+        let coming = self.leases.iter().map(|(id, lease)| {
             let held = self.ledger.held_by(id);
-            let stays = match (&lease.phase, lease.kind) {
-                (Phase::Revoking(revocation), _) => revocation.target.bytes,
-                (
-                    Phase::Ending {
-                        since,
-                        unacknowledged,
-                        ..
-                    },
-                    _,
-                ) => {
-                    // The bytes that its holder may take until its term is over are not waited for before that.
-                    let (settle, over) = (
-                        self.params.shed.settle,
-                        unacknowledged.map_or(*since, |open| open.until),
-                    );
-                    if self.now <= over + settle && over <= self.now + settle {
-                        Bytes::ZERO
-                    } else {
-                        held
-                    }
-                }
-                (Phase::Granted, LeaseKind::Engine) => {
-                    let goal = self.engine.goal();
-                    goal.map_or(held, |goal| self.engine.bytes_in(goal))
-                }
-                (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
-                (Phase::Granted, LeaseKind::Tenant) => held,
-            };
-            sum = sum.saturating_add(held.saturating_sub(stays));
-        }
-        sum
+            if let Phase::Ending {
+                since,
+                unacknowledged,
+                ..
+            } = &lease.phase
+            {
+                // The bytes that its holder may take until its term is over are not waited for before that.
+                let over = unacknowledged.map_or(*since, |open| open.until);
+                let is_awaited = now <= over + settle && over <= now + settle;
+                return if is_awaited { held } else { Bytes::ZERO };
+            }
+            held.saturating_sub(self.goes_to(lease, held))
+        });
+        coming.fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// Bytes that holders have been asked for and have not given back, by what they use.
@@ -275,34 +271,25 @@ impl State {
     /// At Critical only the engine is waited for any longer than the settle time.
     pub(super) fn physically_coming_back(&self, level: PressureLevel) -> Bytes {
         let patient = level < PressureLevel::Critical;
-        let settle = self.params.shed.settle;
-        let mut sum = Bytes::ZERO;
-        for (id, lease) in self.leases.iter() {
+        let is_awaited = |lease: &Lease| match (&lease.phase, lease.kind) {
+            (Phase::Revoking(revocation), _) => {
+                let is_new = self.now < revocation.asked_at + self.params.shed.settle;
+                !revocation.voluntary && (patient || is_new)
+            }
+            (_, LeaseKind::Engine) => !self.engine.plans.pending.is_empty(),
+            (_, LeaseKind::Worker) => patient,
+            (_, LeaseKind::Tenant) => false,
+        };
+        let awaited = self.leases.iter().filter(|(_, lease)| is_awaited(lease));
+        let coming = awaited.map(|(id, lease)| {
             let held = self.ledger.held_by(id);
             let used = self.ledger.used_by(&lease.holder).unwrap_or(held);
-            let stays = match (&lease.phase, lease.kind) {
-                (Phase::Revoking(revocation), _)
-                    if !revocation.voluntary
-                        && (patient || self.now < revocation.asked_at + settle) =>
-                {
-                    revocation.target.bytes
-                }
-                (Phase::Granted, LeaseKind::Worker) if patient => {
-                    self.worker_stays(&lease.tenant, held)
-                }
-                (Phase::Granted, LeaseKind::Engine) => match self.engine.goal() {
-                    Some(goal) if !self.engine.plans.pending.is_empty() => {
-                        self.engine.bytes_in(goal)
-                    }
-                    _ => held,
-                },
-                (Phase::Granted | Phase::Revoking(_) | Phase::Ending { .. }, _) => held,
-            };
-            if stays < held {
-                sum = sum.saturating_add(used.saturating_sub(stays));
+            match self.goes_to(lease, held) {
+                stays if stays < held => used.saturating_sub(stays),
+                _ => Bytes::ZERO,
             }
-        }
-        sum
+        });
+        coming.fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
     /// The booking for a worker that now asks for itself.

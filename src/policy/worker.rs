@@ -466,7 +466,7 @@ impl Worker {
         self.requests = 0;
         self.history.last_exit = Some(cause.to_owned());
         let tickets = run.resizing.take().map(|resizing| resizing.tickets);
-        let (rest, next) = match exit::consequence(&run.stage, intended, self.wanted) {
+        let (rest, next) = match exit::consequence(&run, intended, self.wanted) {
             Some(consequence) => consequence,
             None => (None, self.failed(run.needs_operator, now)),
         };

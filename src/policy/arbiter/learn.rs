@@ -2,80 +2,62 @@
 
 use super::context::Context;
 use crate::{
-    death::DeathCertificate,
-    decision::WorkerDecision,
-    event::Action,
-    params::ENGINE_TENANT,
-    worker::{Lesson, Worker},
+    death::DeathCertificate, decision::WorkerDecision, event::Action, params::ENGINE_TENANT,
+    worker::Lesson,
 };
 use cotenant_units::Bytes;
 
 /// Takes what the kernel remembers of a worker's life.
 pub(super) fn take_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
-    if cx
-        .workers
-        .get_mut(name)
-        .is_some_and(|worker| worker.peaked(peak))
-    {
-        learn_peak(cx, name, peak);
-    }
-}
-
-fn learn_peak(cx: &mut Context<'_>, name: &str, peak: Bytes) {
-    let variant = cx.state.workers.get(name).and_then(Worker::variant);
-    if cx.state.peaks.seen(name, variant, peak) {
-        let configured = cx.configured_peak(name, variant);
-        if peak > configured {
-            cx.decide(WorkerDecision::PeakLearned {
-                worker: name.to_owned(),
-                variant: variant.map(str::to_owned),
-                peak,
-                configured,
-            });
-        }
-        store_peaks(cx);
+    let worker = cx.workers.get_mut(name);
+    if worker.is_some_and(|worker| worker.peaked(peak)) {
+        learn(cx, name, Lesson::Seen(peak));
     }
 }
 
 /// A worker that has come up and is measured at rest has shown what a start takes; and what it has come to use
 /// since, unless it is to end for that.
 pub(super) fn from_life(cx: &mut Context<'_>, name: &str) {
-    let Some(measured) = cx.ledger.measurement(name) else {
-        return;
-    };
-    let worker = cx.state.workers.get_mut(name);
-    match worker
-        .and_then(|worker| worker.lesson(measured.at, cx.state.params.shed.settle, cx.state.now))
-    {
-        Some(Lesson::Seen(peak)) => learn_peak(cx, name, peak),
-        Some(Lesson::Lived(peak)) => {
-            let variant = cx.state.workers.get(name).and_then(Worker::variant);
-            let first = cx
-                .peaks
-                .of(name, variant)
-                .is_none_or(|peak| peak.lives == 0);
-            if cx.state.peaks.lived(name, variant, peak) {
-                if first && worker_is_auto(cx, name) {
-                    let (worker, variant) = (name.to_owned(), variant.map(str::to_owned));
-                    let reserved = cx.configured_peak(name, variant.as_deref());
-                    cx.decide(WorkerDecision::PeakLearned {
-                        worker,
-                        variant,
-                        peak,
-                        configured: reserved,
-                    });
-                }
-                store_peaks(cx);
-            }
-        }
-        None => {}
+    let (settle, now) = (cx.params.shed.settle, cx.now);
+    let measured = cx.ledger.measurement(name);
+    let lesson = measured
+        .zip(cx.workers.get_mut(name))
+        .and_then(|(measured, worker)| worker.lesson(measured.at, settle, now));
+    if let Some(lesson) = lesson {
+        learn(cx, name, lesson);
     }
 }
 
-fn worker_is_auto(cx: &Context<'_>, name: &str) -> bool {
-    cx.workers
-        .get(name)
-        .is_some_and(|worker| worker.params.rest.auto)
+fn learn(cx: &mut Context<'_>, name: &str, lesson: Lesson) {
+    let Some(worker) = cx.workers.get(name) else {
+        return;
+    };
+    let (auto, variant) = (worker.params.rest.auto, worker.variant().map(str::to_owned));
+    let known = variant.as_deref();
+    let configured = cx.configured_peak(name, known);
+    let (peak, is_learned, is_news) = match lesson {
+        Lesson::Seen(peak) => {
+            let learned = cx.peaks.seen(name, known, peak);
+            (peak, learned, peak > configured)
+        }
+        Lesson::Lived(peak) => {
+            let before = cx.peaks.of(name, known);
+            let is_first = before.is_none_or(|before| before.lives == 0);
+            let learned = cx.peaks.lived(name, known, peak);
+            (peak, learned, is_first && auto)
+        }
+    };
+    if is_learned && is_news {
+        cx.decide(WorkerDecision::PeakLearned {
+            worker: name.to_owned(),
+            variant,
+            peak,
+            configured,
+        });
+    }
+    if is_learned {
+        store_peaks(cx);
+    }
 }
 
 /// A worker that was killed at the limit of its control group would have used more than was ever seen of it: what it

@@ -127,27 +127,29 @@ fn why_not(state: &State, want: &Want) -> Denial {
         .unwrap_or_else(|| state.insufficient(&want.tenant, Some(want.lease), asked, want.class))
 }
 
+/// What a want needs beyond what it holds, and what there is for it; `None` where it is not admitted now.
+fn needed_and_available(state: &State, want: &Want) -> Option<(Bytes, Bytes)> {
+    let denial = state.admission_denial(&want.tenant, want.class, state.asked_by(want));
+    // A worker that asks for itself has its peak booked until now.
+    let reserved = state.reserved_until_asked(want);
+    let available = state
+        .available(want.class, want.deadline.is_some())
+        .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
+    (denial.is_none()).then(|| (state.needed_by(want), available))
+}
+
 /// Returns whether the want is off the queue.
 fn serve(cx: &mut Context<'_>, place: Place) -> bool {
     let Some(want) = cx.queue.get(place) else {
         return true;
     };
-    let asked = cx.asked_by(want);
-    if cx
-        .admission_denial(&want.tenant, want.class, asked)
-        .is_some()
-    {
+    let Some((needed, available)) = needed_and_available(cx.state, want) else {
+        return false;
+    };
+    if needed > available {
         return false;
     }
-    let ours = want.deadline.is_none();
-    // A worker that asks for itself has its peak booked until now.
     let reserved = cx.reserved_until_asked(want);
-    let available = cx
-        .available(want.class, !ours)
-        .saturating_add(reserved.map_or(Bytes::ZERO, |(_, bytes)| bytes));
-    if cx.needed_by(want) > available {
-        return false;
-    }
     let Some(want) = cx.queue.remove(place) else {
         return true;
     };
@@ -229,24 +231,13 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
     let Some(want) = cx.queue.get(place) else {
         return;
     };
-    let asked = cx.asked_by(want);
-    if cx
-        .admission_denial(&want.tenant, want.class, asked)
-        .is_some()
-    {
+    let Some((needed, available)) = needed_and_available(cx.state, want) else {
         return;
-    }
+    };
     let (tenant, class, ours) = (want.tenant.clone(), want.class, want.deadline.is_none());
-    let own = Some(want.lease);
-    let reserved = cx
-        .reserved_until_asked(want)
-        .map_or(Bytes::ZERO, |(_, bytes)| bytes);
-    let needed = cx.needed_by(want);
+    let (own, asked) = (Some(want.lease), cx.asked_by(want));
     let coming_back = cx.coming_back();
-    let expected = cx
-        .available(class, !ours)
-        .saturating_add(coming_back)
-        .saturating_add(reserved);
+    let expected = available.saturating_add(coming_back);
     let missing = needed.saturating_sub(expected);
     if missing == Bytes::ZERO {
         return;

@@ -459,23 +459,18 @@ pub(super) fn settle(cx: &mut Context<'_>, name: &str) {
         .per_mille(1000u32.saturating_sub(cx.params.shed.verify_per_mille));
     let is_steady = measured.used <= steady.saturating_add(tolerance);
     let (auto, need) = (worker.params.rest.auto, worker.breathes_to());
-    let stays = if is_steady && !auto && need == Bytes::ZERO {
-        steady
-    } else {
-        measured.used.max(steady)
-    };
+    let mut stays = measured.used.max(steady);
+    if is_steady && !auto && need == Bytes::ZERO {
+        stays = steady;
+    }
     // What its request may still take stays booked until that has ended.
-    let stays = if worker.requests > 0 {
-        stays.max(need.min(held))
-    } else {
-        stays
-    };
+    if worker.requests > 0 {
+        stays = stays.max(need.min(held));
+    }
     // Pages come and go with each measurement.
-    let stays = if stays < held && held.saturating_sub(stays) < NOTICED {
-        held
-    } else {
-        stays
-    };
+    if held.saturating_sub(stays) < NOTICED {
+        stays = stays.max(held);
+    }
     let freed = cx.ledger.lower(id, stays);
     worker_orders::set_moving(cx, name);
     if freed > Bytes::ZERO {

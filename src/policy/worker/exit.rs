@@ -1,6 +1,6 @@
 //! Exit of a worker's process, and its consequence.
 
-use super::run::{Stage, StopCause};
+use super::run::{Run, Stage, StopCause};
 use crate::{
     lease::{LeaseId, Ticket},
     snapshot::Rest,
@@ -44,41 +44,23 @@ pub(crate) enum Failure {
     NeedsOperator,
 }
 
-/// How a worker rests after the exit of a process in `stage`, and what follows; `None` after a failure.
+/// How a worker rests after the exit of a process, and what follows; `None` after a failure.
 pub(super) fn consequence(
-    stage: &Stage,
+    run: &Run,
     intended: bool,
     wanted: bool,
 ) -> Option<(Option<Rest>, AfterExit)> {
-    match stage {
-        Stage::Stopping {
-            cause: StopCause::Operator,
-            ..
-        } => Some((Some(Rest::Operator), AfterExit::Rests)),
-        Stage::Stopping {
-            cause: StopCause::Idle,
-            ..
-        } => Some((Some(Rest::Idle), AfterExit::Sleeps)),
-        Stage::Stopping {
-            cause: StopCause::Shed,
-            outgrown,
-        } => {
-            let restarts_if_fits = *outgrown && wanted;
-            Some((
-                wanted.then_some(Rest::Shed),
-                AfterExit::Shed { restarts_if_fits },
-            ))
+    Some(match run.stopping() {
+        Some(StopCause::Operator) => (Some(Rest::Operator), AfterExit::Rests),
+        Some(StopCause::Idle) => (Some(Rest::Idle), AfterExit::Sleeps),
+        Some(StopCause::Shed) => {
+            let outgrown = matches!(run.stage, Stage::Stopping { outgrown: true, .. });
+            let restarts_if_fits = outgrown && wanted;
+            let rest = wanted.then_some(Rest::Shed);
+            (rest, AfterExit::Shed { restarts_if_fits })
         }
-        Stage::Stopping {
-            cause: StopCause::Recycle,
-            ..
-        } => Some((None, AfterExit::Restarts)),
-        Stage::Starting | Stage::Ready(_) if intended => Some((None, AfterExit::Rests)),
-        Stage::Stopping {
-            cause: StopCause::NotReady,
-            ..
-        }
-        | Stage::Starting
-        | Stage::Ready(_) => None,
-    }
+        Some(StopCause::Recycle) => (None, AfterExit::Restarts),
+        None if intended => (None, AfterExit::Rests),
+        Some(StopCause::NotReady) | None => return None,
+    })
 }
