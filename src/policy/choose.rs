@@ -138,7 +138,7 @@ fn choose_within(offers: &[Offer], need: Bytes, sets_max: usize) -> Choice {
     }
     let mut search = Search::default();
     let all = search.cheapest_bytes_first(offers, need);
-    if all.bytes <= need {
+    if reclaimable(offers) <= need {
         return search.choice(offers, &all, need);
     }
     let (mut front, mut best) = (vec![Partial::default()], all);
@@ -562,6 +562,26 @@ mod tests {
             sum = (sum.0 + cost, sum.1 + 1, sum.2 + chosen.bytes);
         }
         sum
+    }
+
+    #[test]
+    fn whole_offers_that_give_just_enough_are_compared_with_parts_of_others() {
+        let offer = |lease, steps: &[(u64, u64)]| Offer {
+            source: tenant(lease),
+            class: Class::LlmElastic,
+            steps: Vec::from_iter(steps.iter().map(|(bytes, price_us)| Step {
+                bytes: Bytes::new(*bytes),
+                price_us: *price_us,
+            })),
+            unit: Bytes::ZERO,
+        };
+        let offers = [
+            offer(1, &[(38, 27)]),
+            offer(2, &[(73, 0)]),
+            offer(3, &[(38, 0), (76, 128)]),
+        ];
+        let choice = choose(&offers, Bytes::new(149));
+        assert_eq!(key(&offers, &choice), (654, 3, Bytes::new(149)));
     }
 
     fn check(offers: &[Offer], need: Bytes, sets_max: usize) -> Result<(), TestCaseError> {
