@@ -28,7 +28,9 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
 
 /// A type of the KV cache; shells complete it.
 pub(super) fn kv_type() -> impl TypedValueParser<Value = KvType> {
-    PossibleValuesParser::new(KvType::ALL.map(KvType::word)).try_map(|word| word.parse::<KvType>())
+    let of_word = |word: String| KvType::ALL.into_iter().find(|kind| kind.word() == word);
+    PossibleValuesParser::new(KvType::ALL.map(KvType::word))
+        .try_map(move |word| of_word(word).ok_or("is no type of the KV cache"))
 }
 
 /// The number of a line of the journal: `4711`.

@@ -1,6 +1,6 @@
 //! Storage types of the KV cache.
 
-use std::{fmt, str::FromStr};
+use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
@@ -82,22 +82,6 @@ impl fmt::Display for KvType {
     }
 }
 
-/// There is no KV type of that name.
-#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
-#[error("cannot keep KV as `{0}`: the types are f16, q8 and q4")]
-pub struct UnknownKvType(pub String);
-
-impl FromStr for KvType {
-    type Err = UnknownKvType;
-
-    fn from_str(word: &str) -> Result<Self, UnknownKvType> {
-        Self::ALL
-            .into_iter()
-            .find(|kind| kind.word() == word)
-            .ok_or_else(|| UnknownKvType(word.to_owned()))
-    }
-}
-
 /// Elements that share a scale, as in GGUF's `Q8_0` and `Q4_0`.
 pub const SHARE_A_SCALE: usize = 32;
 
@@ -106,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn smaller_types_take_less_lose_more_and_are_found_by_their_word() {
+    fn smaller_types_take_less_and_lose_more() {
         for pair in KvType::ALL.windows(2) {
             for elements in [8, 32, 80, 96, 256] {
                 assert!(pair[0].row_bytes(elements) < pair[1].row_bytes(elements));
@@ -114,12 +98,5 @@ mod tests {
             assert!(pair[0].worth_lost() > pair[1].worth_lost() && pair[0] < pair[1]);
             assert_eq!(pair[1].smaller(), Some(pair[0]));
         }
-        for kind in KvType::ALL {
-            assert_eq!(kind.word().parse(), Ok(kind));
-        }
-        assert_eq!(
-            "q5".parse::<KvType>().unwrap_err().to_string(),
-            "cannot keep KV as `q5`: the types are f16, q8 and q4"
-        );
     }
 }
