@@ -51,7 +51,7 @@ use crate::{
     pressure::Sample,
     reboot::Changed,
     reclaim,
-    residency::{EnginePlan, PlanLimits},
+    residency::EnginePlan,
     shedding::NextShed,
     snapshot::Snapshot,
     state::State,
@@ -178,8 +178,7 @@ impl Arbiter {
     /// there is no model.
     #[must_use]
     pub fn floor_plan(&self) -> Option<EnginePlan> {
-        let limits = PlanLimits::new(self.state.engine.params.as_ref()?, Tokens::ZERO);
-        Some(self.state.engine.shape()?.floor_plan(&limits))
+        self.state.engine.floor_plan()
     }
 
     /// Asserts that the state makes sense.

@@ -28,8 +28,9 @@ use super::{
     lease::{LeaseId, Ticket},
     params::{EngineParams, ResidencyMode},
     price::{KvContents, Price},
+    reason::PlanChange,
     residency::{EnginePlan, ModelShape, PlanLimits},
-    restart::{Restart, Verdict},
+    restart::Restart,
     snapshot::{EngineState, KvView},
     speed::Speed,
     streaming::Calibration,
@@ -363,8 +364,8 @@ impl EngineControl {
                 )
             }
             (Some(restart), Cure::Reload, None) if has_shape => match restart.failed(now) {
-                Verdict::RetryAt(at) => (Retry::At(at), NextLoad::In(at.saturating_since(now))),
-                Verdict::GiveUp => (Retry::Never, NextLoad::GivenUp),
+                Some(at) => (Retry::At(at), NextLoad::In(at.saturating_since(now))),
+                None => (Retry::Never, NextLoad::GivenUp),
             },
             (_, Cure::Reload | Cure::Reread, _) => (Retry::Never, NextLoad::NothingToLoad),
         };
@@ -395,7 +396,13 @@ impl EngineControl {
 
     /// Bytes of a plan; zero while the shape is unknown.
     pub(super) fn bytes_in(&self, plan: &EnginePlan) -> Bytes {
-        bytes_in(self.shape(), plan)
+        let shape = self.shape.as_ref();
+        shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
+    }
+
+    /// From the goal to another plan.
+    pub(super) fn change_to(&self, plan: &EnginePlan) -> PlanChange {
+        PlanChange::of(self.shape(), self.goal().unwrap_or(plan), plan)
     }
 
     /// The plan that it has been asked for last, or that is in force.
@@ -573,10 +580,19 @@ impl EngineControl {
         waits[0].saturating_sub(waits[1])
     }
 
-    pub(super) fn floor_bytes(&self) -> Option<Bytes> {
+    /// The least that it can hold, whatever runs.
+    pub(super) fn floor_plan(&self) -> Option<EnginePlan> {
         let limits = PlanLimits::new(self.params.as_ref()?, Tokens::ZERO);
-        let shape = self.shape.as_ref()?;
-        Some(shape.plan_bytes(&shape.floor_plan(&limits)))
+        Some(self.shape.as_ref()?.floor_plan(&limits))
+    }
+
+    pub(super) fn floor_bytes(&self) -> Option<Bytes> {
+        Some(self.bytes_in(&self.floor_plan()?))
+    }
+
+    /// The least and the most that its lease holds.
+    pub(super) fn lease_bounds(&self) -> Option<(Bytes, Bytes)> {
+        Some((self.floor_bytes()?, self.bytes_in(&self.full_plan()?)))
     }
 
     /// The floor, while the engine is to be loaded, the first time or again.
@@ -749,11 +765,6 @@ impl Plans {
         self.confirm_at.take_if(|at| *at <= now)?;
         self.in_force.clone().filter(|_| self.pending.is_empty())
     }
-}
-
-/// Bytes of a plan; zero while the shape is unknown.
-pub(super) fn bytes_in(shape: Option<&ModelShape>, plan: &EnginePlan) -> Bytes {
-    shape.map_or(Bytes::ZERO, |shape| shape.plan_bytes(plan))
 }
 
 /// Tokens of a running answer that no shed takes the room of. Our choice: two blocks, of which it has written one when it

@@ -85,8 +85,6 @@ impl GrowthRoom {
 pub(super) struct EngineStep {
     /// The plan.
     pub(super) plan: EnginePlan,
-    /// What the lease has to hold for it.
-    pub(super) bytes: Bytes,
     /// What it takes, and what being without it costs.
     pub(super) gain: Offer,
     /// Why it is asked for.
@@ -118,7 +116,6 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         // The ring of a model whose layers are smaller than it: all resident takes no more than some streamed.
         return Ok(Some(EngineStep {
             plan: full,
-            bytes: held,
             gain: gain(Source::Layers, Bytes::new(1), 0),
             reason: PlanReason::FullForNothing {
                 now: PlanSize::of(Some(shape), goal),
@@ -151,7 +148,6 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
         };
         return Ok(Some(EngineStep {
             plan,
-            bytes: bytes.max(held),
             gain: gain(Source::PrefillChunk, taken, 0),
             reason,
         }));
@@ -189,7 +185,6 @@ fn engine_step(state: &State, room: GrowthRoom) -> Result<Option<EngineStep>, Gr
     };
     Ok(Some(EngineStep {
         plan,
-        bytes,
         gain: gain(Source::Layers, gained, price),
         reason,
     }))

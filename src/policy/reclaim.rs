@@ -56,13 +56,8 @@ pub(super) fn for_request(
 /// The same, from what the engine has beyond its floor.
 pub(super) fn from_engine(state: &State, missing: Bytes, reason: ReclaimReason) -> Option<Reclaim> {
     let purpose = Purpose::Request(Class::Interactive);
-    enough(
-        state,
-        &state.engine_offers(purpose),
-        missing,
-        purpose,
-        reason,
-    )
+    let offers = state.engine_offers(purpose);
+    enough(state, &offers, missing, purpose, reason)
 }
 
 /// The share of the engine for an operator who asks for `bytes`: as much of that as it has.
@@ -79,13 +74,8 @@ pub(super) fn over_budget(state: &State) -> Option<Reclaim> {
         return None;
     }
     let purpose = Purpose::Request(Class::AudioRealtime);
-    weigh(
-        state,
-        &state.offers(purpose),
-        missing,
-        purpose,
-        ReclaimReason::OverBudget { over, budget },
-    )
+    let reason = ReclaimReason::OverBudget { over, budget };
+    weigh(state, &state.offers(purpose), missing, purpose, reason)
 }
 
 /// The shed while the headroom is below the upper watermark; `relieved_at` is when something was shed last.
@@ -184,11 +174,7 @@ fn enough(
     reason: ReclaimReason,
 ) -> Option<Reclaim> {
     let suffices = reclaimable(offers) >= missing;
-    if suffices {
-        weigh(state, offers, missing, purpose, reason)
-    } else {
-        None
-    }
+    suffices.then(|| weigh(state, offers, missing, purpose, reason))?
 }
 
 /// The cheapest set that suffices, or all that there is.

@@ -9,15 +9,6 @@ use serde::{Deserialize, Serialize};
 use super::params::RestartParams;
 use cotenant_units::Timestamp;
 
-/// The consequence of a failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Verdict {
-    /// Start again then.
-    RetryAt(Timestamp),
-    /// Failed too often within the window.
-    GiveUp,
-}
-
 /// The failures of one worker, or of the engine.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restart {
@@ -50,8 +41,8 @@ impl Restart {
         self.ready_since = Some(now);
     }
 
-    /// It failed: the wait doubles with each failure in a row, and is short again after it has answered for long enough.
-    pub fn failed(&mut self, now: Timestamp) -> Verdict {
+    /// It failed. Returns when it is started again; `None` where it failed too often within the window. The wait doubles with each failure in a row, and is short again after it has answered for long enough.
+    pub fn failed(&mut self, now: Timestamp) -> Option<Timestamp> {
         self.forget_if_stable(now);
         while let Some(oldest) = self.recent.front()
             && now.saturating_since(*oldest) >= self.params.window
@@ -60,10 +51,7 @@ impl Restart {
         }
         self.recent.push_back(now);
         let limit = usize::try_from(self.params.intensity).unwrap_or(usize::MAX);
-        if self.recent.len() > limit {
-            return Verdict::GiveUp;
-        }
-        Verdict::RetryAt(self.next_try(now))
+        (self.recent.len() <= limit).then(|| self.next_try(now))
     }
 
     /// It failed for something that is waited for anyway: the wait grows as with any failure, and it is never given up.
@@ -124,23 +112,20 @@ mod tests {
             backoff_max: Duration::from_secs(2),
             ..RestartParams::default()
         });
-        assert_eq!(restart.failed(at(0)), Verdict::RetryAt(at(500)));
-        assert_eq!(restart.failed(at(500)), Verdict::RetryAt(at(1500)));
-        assert_eq!(restart.failed(at(1500)), Verdict::RetryAt(at(3500)));
-        assert_eq!(restart.failed(at(3500)), Verdict::RetryAt(at(5500)));
-        assert_eq!(restart.failed(at(5500)), Verdict::GiveUp);
+        assert_eq!(restart.failed(at(0)), Some(at(500)));
+        assert_eq!(restart.failed(at(500)), Some(at(1500)));
+        assert_eq!(restart.failed(at(1500)), Some(at(3500)));
+        assert_eq!(restart.failed(at(3500)), Some(at(5500)));
+        assert_eq!(restart.failed(at(5500)), None);
     }
 
     #[test]
     fn failures_outside_the_window_do_not_count_but_the_wait_stays_long() {
         let mut restart = Restart::new(RestartParams::default());
         for second in [0, 30, 59] {
-            assert!(matches!(
-                restart.failed(at(second * 1000)),
-                Verdict::RetryAt(_)
-            ));
+            assert!(restart.failed(at(second * 1000)).is_some());
         }
-        assert_eq!(restart.failed(at(60_000)), Verdict::RetryAt(at(64_000)));
+        assert_eq!(restart.failed(at(60_000)), Some(at(64_000)));
     }
 
     #[test]
@@ -148,8 +133,8 @@ mod tests {
         let mut restart = Restart::new(RestartParams::default());
         let _ = restart.failed(at(0));
         restart.ready(at(1000));
-        assert_eq!(restart.failed(at(60_999)), Verdict::RetryAt(at(61_999)));
+        assert_eq!(restart.failed(at(60_999)), Some(at(61_999)));
         restart.ready(at(62_000));
-        assert_eq!(restart.failed(at(122_000)), Verdict::RetryAt(at(122_500)));
+        assert_eq!(restart.failed(at(122_000)), Some(at(122_500)));
     }
 }

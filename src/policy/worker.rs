@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use self::run::{Ready, Stage};
 pub(super) use self::{
-    exit::{AfterExit, Ended, Failure},
+    exit::{AfterExit, Ended},
     run::{Resizing, Run, StopCause},
 };
 use super::{
@@ -33,7 +33,7 @@ use super::{
     lease::{LeaseId, Ticket},
     params::WorkerParams,
     reason::StopReason,
-    restart::{Restart, Verdict},
+    restart::Restart,
     snapshot::{Rest, WorkerState},
 };
 use cotenant_units::{Bytes, Timestamp};
@@ -174,12 +174,16 @@ impl Worker {
         }
     }
 
+    fn ready(&self) -> Option<&Ready> {
+        self.run()?.ready()
+    }
+
     fn ready_mut(&mut self) -> Option<&mut Ready> {
         self.run_mut()?.ready_mut()
     }
 
     pub(super) fn is_ready(&self) -> bool {
-        self.run().is_some_and(|run| run.ready().is_some())
+        self.ready().is_some()
     }
 
     /// Starting or ready.
@@ -238,15 +242,11 @@ impl Worker {
     }
 
     pub(super) fn is_winding_down(&self) -> bool {
-        self.run()
-            .and_then(Run::ready)
-            .is_some_and(|ready| ready.winding.is_some())
+        self.ready().is_some_and(|ready| ready.winding.is_some())
     }
 
     pub(super) fn ignores_pressure(&self) -> bool {
-        self.run()
-            .and_then(Run::ready)
-            .is_some_and(|ready| ready.ignores_pressure)
+        self.ready().is_some_and(|ready| ready.ignores_pressure)
     }
 
     /// Whether it was stopped to make room, and comes back.
@@ -408,7 +408,7 @@ impl Worker {
 
     /// How long it has answered since its start.
     pub(super) fn has_run(&self, now: Timestamp) -> Duration {
-        let ready = self.run().and_then(Run::ready);
+        let ready = self.ready();
         ready.map_or(Duration::ZERO, |ready| now.saturating_since(ready.at))
     }
 
@@ -435,14 +435,13 @@ impl Worker {
 
     /// The most that its last requests have taken; nothing before the first.
     pub(super) fn breathes_to(&self) -> Bytes {
-        self.run()
-            .and_then(Run::ready)
+        self.ready()
             .map_or(Bytes::ZERO, |ready| ready.breath.need())
     }
 
     /// Until when it is not stopped again to make room: one that was wanted at once each time is not worth it.
     pub(super) fn not_worth_stopping_until(&self) -> Option<Timestamp> {
-        let ready_at = self.run()?.ready()?.at;
+        let ready_at = self.ready()?.at;
         let times = self.returns.in_a_row.checked_sub(1)?;
         Some(ready_at + RETURN_DWELL.saturating_mul(1 << times))
     }
@@ -490,16 +489,10 @@ impl Worker {
         if !self.wanted {
             return AfterExit::Rests;
         }
-        let (phase, failure) = if needs_operator {
-            (Phase::Degraded, Failure::NeedsOperator)
-        } else {
-            match self.restart.failed(now) {
-                Verdict::RetryAt(until) => (Phase::BackingOff { until }, Failure::RetriesAt(until)),
-                Verdict::GiveUp => (Phase::Degraded, Failure::GivenUp),
-            }
-        };
-        self.phase = phase;
-        AfterExit::Failed(failure)
+        let retries = !needs_operator;
+        let until = retries.then(|| self.restart.failed(now)).flatten();
+        self.phase = until.map_or(Phase::Degraded, |until| Phase::BackingOff { until });
+        AfterExit::Failed { needs_operator }
     }
 
     /// Failures within the window of its restarts.
@@ -655,7 +648,9 @@ mod tests {
             (StopCause::Recycle, AfterExit::Restarts, None),
             (
                 StopCause::NotReady,
-                AfterExit::Failed(Failure::RetriesAt(at(5500))),
+                AfterExit::Failed {
+                    needs_operator: false,
+                },
                 None,
             ),
         ] {
@@ -667,6 +662,8 @@ mod tests {
                 (next, rest),
                 "{cause:?}"
             );
+            let failed = cause == StopCause::NotReady;
+            assert_eq!(worker.retry_at(), failed.then_some(at(5500)), "{cause:?}");
             assert!(worker.exited(false, "again", at(5001)).is_none());
         }
     }

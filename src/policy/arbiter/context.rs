@@ -236,6 +236,14 @@ impl<'a> Context<'a> {
         });
     }
 
+    /// A holder that itself wanted less than `max` has changed its mind before that was measured.
+    pub(super) fn forget_wish(&mut self, id: LeaseId, max: Bytes) {
+        let lease = self.leases.get(id);
+        if lease.is_some_and(|lease| lease.wants_less_than(max)) {
+            self.state.leases.end_revocation(id, &mut self.state.ledger);
+        }
+    }
+
     /// Denies what waits for a lease or a worker that is gone.
     pub(super) fn forget_wants_of(&mut self, lease: LeaseId, denial: &Denial) {
         for want in self.queue.take_for(lease) {

@@ -6,9 +6,8 @@ use crate::{
     denial::{Denial, Problem},
     engine_control::{Applied, Pending, PlanKind, WaitingOperator, Wish},
     event::{Action, Answer, Done, ShedLimit, ShedOutcome},
-    lease::Ticket,
     params::ENGINE_TENANT,
-    reason::{PlanChange, PlanReason, ReclaimReason},
+    reason::{PlanReason, ReclaimReason},
     residency::EnginePlan,
     state::State,
 };
@@ -19,7 +18,7 @@ pub(super) fn shed(cx: &mut Context<'_>, plan: EnginePlan, reclaim: ReclaimReaso
     let engine = &cx.engine;
     let goal = engine.goal().unwrap_or(&plan);
     let gives = engine.bytes_in(goal).saturating_sub(engine.bytes_in(&plan));
-    let change = PlanChange::of(engine.shape(), goal, &plan);
+    let change = engine.change_to(&plan);
     let reason = PlanReason::Shed {
         reclaim,
         gives,
@@ -130,7 +129,7 @@ pub(super) fn answer_operators(
     let due: Vec<WaitingOperator> = due;
     for WaitingOperator {
         ticket,
-        revision: asked_as,
+        revision,
         before,
         wish,
     } in due
@@ -158,28 +157,16 @@ pub(super) fn answer_operators(
                 };
                 cx.answer(ticket, Answer::Shed(outcome));
             }
-            (Err(reason), Wish::KvType { kind }) => {
-                deny_unapplied(cx, ticket, "kv_type", &kind, asked_as, reason);
-            }
-            (Err(reason), Wish::Shed { .. }) => {
-                deny_unapplied(cx, ticket, "plan", &asked_as, asked_as, reason);
+            (Err(reason), wish) => {
+                let (field, value) = match wish {
+                    Wish::KvType { kind } => ("kv_type", kind.to_string()),
+                    Wish::Shed { .. } => ("plan", revision.to_string()),
+                };
+                let reason = reason.to_owned();
+                let problem = Problem::NotApplied { revision, reason };
+                let denial = Denial::invalid(ENGINE_TENANT, field, &value, problem);
+                cx.deny(ticket, denial);
             }
         }
     }
-}
-
-fn deny_unapplied(
-    cx: &mut Context<'_>,
-    ticket: Ticket,
-    field: &str,
-    value: &dyn ToString,
-    revision: u64,
-    reason: &str,
-) {
-    let reason = reason.to_owned();
-    let problem = Problem::NotApplied { revision, reason };
-    cx.deny(
-        ticket,
-        Denial::invalid(ENGINE_TENANT, field, value, problem),
-    );
 }

@@ -5,14 +5,14 @@
 use super::{context::Context, engine_orders, reclaim_orders, serve, worker_orders};
 use crate::{
     decision::{EngineDecision, GrowthDecision},
-    engine_control::{PlanKind, bytes_in},
+    engine_control::PlanKind,
     event::Done,
     growth::{self, Load},
     growth_wait::GrowthWait,
     lease::{Class, LeaseKind},
     lease_table::Lease,
     params::ENGINE_TENANT,
-    reason::{PlanChange, PlanReason, PlanSize, ReclaimReason},
+    reason::{PlanReason, PlanSize, ReclaimReason},
     residency::EnginePlan,
     shedding::Source,
 };
@@ -42,14 +42,12 @@ pub(super) fn take_capacity_wanted(
         return;
     }
     let grown = growth::capacity_plan(cx.state, needed, wanted, is_running).and_then(|plan| {
-        let engine = &cx.engine;
-        let change = PlanChange::of(engine.shape(), engine.goal().unwrap_or(&plan), &plan);
-        let bytes = cx.engine.bytes_in(&plan);
+        let change = cx.engine.change_to(&plan);
         // It has not begun, so that nothing uses the capacity yet.
         cx.state
             .engine
             .pin_capacity(needed.min(plan.kv_capacity), cx.state.now);
-        grow_engine(cx, plan, bytes, PlanReason::Capacity { wanted, change })
+        grow_engine(cx, plan, PlanReason::Capacity { wanted, change })
     });
     if let Err(wait) = grown {
         cx.decide(GrowthDecision::CapacityWithheld {
@@ -77,7 +75,7 @@ pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
             Done::VariantReturns { worker, variant }
         }
         (Source::WorkerNotified { worker }, _) => worker_orders::restore_notified(cx, &worker)?,
-        (_, Some(step)) => grow_engine(cx, step.plan, step.bytes, step.reason)?,
+        (_, Some(step)) => grow_engine(cx, step.plan, step.reason)?,
         (_, None) => return Ok(Done::FullSize),
     };
     cx.state.dwell.grown(cx.state.now);
@@ -88,10 +86,9 @@ pub(super) fn grow_one_step(cx: &mut Context<'_>) -> Result<Done, GrowthWait> {
 fn grow_engine(
     cx: &mut Context<'_>,
     plan: EnginePlan,
-    bytes: Bytes,
     reason: PlanReason,
 ) -> Result<Done, GrowthWait> {
-    let held = cx.engine_held();
+    let (bytes, held) = (cx.engine.bytes_in(&plan), cx.engine_held());
     let booked = cx
         .engine
         .lease
@@ -147,19 +144,14 @@ pub(super) fn load_engine(cx: &mut Context<'_>) {
 }
 
 fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
-    let shape = cx.engine.shape();
-    let bytes = bytes_in(shape, &plan);
-    let full = cx
-        .engine
-        .full_plan()
-        .map_or(bytes, |full| bytes_in(shape, &full));
-    let size = PlanSize::of(shape, &plan);
-    let (least, generation) = (
-        cx.engine.floor_bytes().unwrap_or(bytes),
-        cx.leases.next_generation(),
+    let (bytes, size) = (
+        cx.engine.bytes_in(&plan),
+        PlanSize::of(cx.engine.shape(), &plan),
     );
+    let bounds = cx.engine.lease_bounds().unwrap_or((bytes, bytes));
+    let generation = cx.leases.next_generation();
     let kind = (LeaseKind::Engine, Class::LlmElastic);
-    let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, (least, full), cx.now);
+    let lease = Lease::of_ours(ENGINE_TENANT, kind, generation, bounds, cx.now);
     let id = cx.leases.next_id();
     if !cx.grant(id, bytes, lease) {
         return;
@@ -168,7 +160,7 @@ fn load_with(cx: &mut Context<'_>, plan: EnginePlan, kept: Bytes) {
     cx.record.said.remove(WAITS);
     cx.decide(EngineDecision::Loading {
         plan: size,
-        full,
+        full: bounds.1,
         free: cx.ledger.free(),
         kept,
     });

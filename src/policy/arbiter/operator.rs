@@ -6,14 +6,14 @@ use super::{context::Context, engine_orders, growth_orders, reclaim_orders, serv
 use crate::{
     decision::{AdmissionDecision, MemoryDecision},
     denial::{Denial, Problem},
-    engine_control::{PlanKind, WaitingOperator, Wish, bytes_in},
+    engine_control::{PlanKind, WaitingOperator, Wish},
     event::{Action, ChangedKeys, Done},
     growth,
     growth_wait::GrowthWait,
     kv_type::KvType,
     lease::Ticket,
     params::{ENGINE_TENANT, MachineMemory, Params},
-    reason::{PlanChange, PlanReason, ReclaimReason},
+    reason::{PlanReason, ReclaimReason},
     reclaim,
     residency::EnginePlan,
 };
@@ -62,11 +62,8 @@ pub(super) fn take_kv_type(
     if !cx.engine.set_kv_type(kind) {
         return Err(invalid(Problem::NoEngine));
     }
-    let (floor, full) = (cx.engine.floor_bytes(), cx.engine.full_plan());
-    let full_bytes = full.as_ref().map(|full| bytes_in(cx.engine.shape(), full));
-    if let Some((id, full_bytes)) = cx.engine.lease.zip(full_bytes) {
-        cx.leases
-            .set_bounds(id, floor.unwrap_or(Bytes::ZERO), full_bytes);
+    if let Some((id, (floor, full))) = cx.engine.lease.zip(cx.engine.lease_bounds()) {
+        cx.leases.set_bounds(id, floor, full);
     }
     let (Some(id), Some(shape), Some(goal)) =
         (cx.engine.lease, cx.engine.shape(), cx.engine.goal())
@@ -86,7 +83,7 @@ pub(super) fn take_kv_type(
         ..goal.clone()
     };
     let (before, bytes) = (cx.ledger.held_by(id), shape.plan_bytes(&plan));
-    let change = PlanChange::of(cx.engine.shape(), goal, &plan);
+    let change = cx.engine.change_to(&plan);
     let smaller = kind < goal.kv_type;
     // Not against the lease: after a growth that failed it holds what is given back as soon as that is confirmed.
     let more = bytes.saturating_sub(shape.plan_bytes(goal));

@@ -125,14 +125,7 @@ pub(super) fn take_resize(
         // Less than it has all the same, if more than it wanted last: what it was spared for goes on.
         cx.with_leases(|leases, turn| leases.lower_voluntarily(id, max, turn));
     } else {
-        // A holder that wanted less may change its mind before that is measured.
-        if cx
-            .leases
-            .get(id)
-            .is_some_and(|lease| lease.wants_less_than(max))
-        {
-            cx.state.leases.end_revocation(id, &mut cx.state.ledger);
-        }
+        cx.forget_wish(id, max);
         if cx.none_waits_before(class) {
             let more = max.saturating_sub(held).min(cx.available(class, true));
             cx.grow_lease(id, held.saturating_add(more));

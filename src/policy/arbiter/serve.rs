@@ -202,13 +202,7 @@ fn grant_lease(
 
 fn grow_for(cx: &mut Context<'_>, want: Want, (min, max): (Bytes, Bytes), available: Bytes) {
     let id = want.lease;
-    if cx
-        .leases
-        .get(id)
-        .is_some_and(|lease| lease.wants_less_than(max))
-    {
-        cx.state.leases.end_revocation(id, &mut cx.state.ledger);
-    }
+    cx.forget_wish(id, max);
     let held = cx.ledger.held_by(id);
     let bytes = max.min(held.saturating_add(available)).max(min);
     cx.grow_lease(id, bytes);

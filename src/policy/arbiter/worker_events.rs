@@ -25,7 +25,7 @@ use crate::{
     reclaim,
     snapshot::WorkerState,
     state::State,
-    worker::{AfterExit, Commanded, Failure, Resizing, RestStep, Worker},
+    worker::{AfterExit, Commanded, Resizing, RestStep, Worker},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -134,33 +134,31 @@ pub(super) fn take_exited(cx: &mut Context<'_>, name: &str, intended: bool, caus
                 worker_orders::start_again_at_once(cx, name);
             }
         }
-        AfterExit::Failed(failure) => decide_failure(cx, name, failure),
+        AfterExit::Failed { needs_operator } => decide_failure(cx, name, needs_operator),
     }
 }
 
-fn decide_failure(cx: &mut Context<'_>, name: &str, failure: Failure) {
+fn decide_failure(cx: &mut Context<'_>, name: &str, needs_operator: bool) {
     let Some(worker) = cx.workers.get(name) else {
         return;
     };
-    let (name, failures, limits) = (
-        name.to_owned(),
-        worker.recent_failures(),
-        worker.params.start.restart,
-    );
-    cx.decide(match failure {
-        Failure::RetriesAt(at) => WorkerDecision::Restarting {
-            worker: name,
+    let (retry_at, failures) = (worker.retry_at(), worker.recent_failures());
+    let limits = worker.params.start.restart;
+    let (worker, window) = (name.to_owned(), limits.window);
+    cx.decide(match retry_at {
+        Some(at) => WorkerDecision::Restarting {
+            worker,
             wait: at.saturating_since(cx.now),
             failures,
             intensity: limits.intensity,
-            window: limits.window,
+            window,
         },
-        Failure::GivenUp => WorkerDecision::GivenUp {
-            worker: name,
+        None if needs_operator => WorkerDecision::NeedsOperator { worker },
+        None => WorkerDecision::GivenUp {
+            worker,
             failures,
-            window: limits.window,
+            window,
         },
-        Failure::NeedsOperator => WorkerDecision::NeedsOperator { worker: name },
     });
 }
 

@@ -298,26 +298,18 @@ pub(super) fn end_notification(cx: &mut Context<'_>, id: LeaseId, revocation: &R
 
 /// Books a worker's steady size again. It is not notified of that: it takes the memory when it needs it.
 pub(super) fn restore_notified(cx: &mut Context<'_>, name: &str) -> Result<Done, GrowthWait> {
-    let Some((id, steady)) = cx
-        .workers
-        .get(name)
-        .and_then(|worker| Some((worker.lease()?, worker.steady())))
-    else {
-        return Err(GrowthWait::Changing);
-    };
-    let now = cx.now;
-    match cx.ledger.raise(id, steady, now) {
-        Ok(()) => {
-            cx.changed_at = now;
-            let worker = name.to_owned();
-            let decision = Decision::from(WorkerDecision::Restored { worker, steady });
-            cx.decide(decision.clone());
-            Ok(Done::Decided(decision))
-        }
-        Err(_) => Err(GrowthWait::Budget {
+    let worker = cx.workers.get(name);
+    let sized = worker.and_then(|worker| Some((worker.lease()?, worker.steady())));
+    let (id, steady) = sized.ok_or(GrowthWait::Changing)?;
+    if !cx.grow_lease(id, steady) {
+        return Err(GrowthWait::Budget {
             needs: steady,
             free: cx.ledger.free(),
             reserved: Bytes::ZERO,
-        }),
+        });
     }
+    let worker = name.to_owned();
+    let decision = Decision::from(WorkerDecision::Restored { worker, steady });
+    cx.decide(decision.clone());
+    Ok(Done::Decided(decision))
 }

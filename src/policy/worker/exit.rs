@@ -5,7 +5,6 @@ use crate::{
     lease::{LeaseId, Ticket},
     snapshot::Rest,
 };
-use cotenant_units::Timestamp;
 
 /// A process that has ended.
 #[derive(Debug)]
@@ -31,17 +30,10 @@ pub(crate) enum AfterExit {
         restarts_if_fits: bool,
     },
     Restarts,
-    Failed(Failure),
-}
-
-/// The consequence of a failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Failure {
-    RetriesAt(Timestamp),
-    /// It failed too often.
-    GivenUp,
-    /// It would fail in the same way again.
-    NeedsOperator,
+    /// It failed, and is started again unless that was too often, or an operator has to change something first.
+    Failed {
+        needs_operator: bool,
+    },
 }
 
 /// How a worker rests after the exit of a process, and what follows; `None` after a failure.

@@ -59,7 +59,7 @@ impl Worker {
     /// Whether it goes on with its use beyond its bounds, or came back from it: then that is a need. Otherwise it is not known
     /// yet, or the worker ends for it, and the next one is started as if it had not been.
     fn stays_grown(&self, settle: Duration, now: Timestamp) -> bool {
-        let Some(ready) = self.run().and_then(Run::ready) else {
+        let Some(ready) = self.ready() else {
             return true;
         };
         ready.over_since.is_none_or(|since| {
@@ -74,11 +74,7 @@ impl Worker {
             .run()
             .is_some_and(|run| run.peak.counted || run.taken_over_at.is_some());
         let rest = self.params.rest;
-        let may_leak = || {
-            self.run()
-                .and_then(Run::ready)
-                .is_some_and(|ready| ready.breath.may_leak())
-        };
+        let may_leak = || self.ready().is_some_and(|ready| ready.breath.may_leak());
         let above = rest.recycle_above.or_else(|| {
             (rest.recycle_leaks && may_leak()).then(|| self.params.peak_of(self.variant()))
         });

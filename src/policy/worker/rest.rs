@@ -95,7 +95,7 @@ impl Worker {
     }
 
     fn shrinks_at(&self) -> Option<Timestamp> {
-        let shrunk = self.run()?.ready()?.shrunk;
+        let shrunk = self.ready()?.shrunk;
         let after = self.params.rest.idle_shrink_after.filter(|_| !shrunk)?;
         self.smallest().map(|_| self.idle_since + after)
     }
@@ -131,7 +131,7 @@ impl Worker {
         settle: Duration,
         now: Timestamp,
     ) -> Option<Bytes> {
-        let ready_at = self.run()?.ready()?.at;
+        let ready_at = self.ready()?.at;
         let may_be_recycled = self.may_be_recycled(ready_at, now);
         let (busy, rest) = (self.requests > 0, self.params.rest);
         let peak = self.params.peak_of(self.variant());
