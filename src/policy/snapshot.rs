@@ -90,31 +90,6 @@ pub enum WorkerState {
 }
 
 impl WorkerState {
-    /// All of them.
-    pub const ALL: [Self; 7] = [
-        Self::Stopped,
-        Self::AwaitingMemory,
-        Self::BackingOff,
-        Self::Starting,
-        Self::Ready,
-        Self::Stopping,
-        Self::Degraded,
-    ];
-
-    /// Its name in metrics.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Stopped => "stopped",
-            Self::AwaitingMemory => "awaiting_memory",
-            Self::BackingOff => "backing_off",
-            Self::Starting => "starting",
-            Self::Ready => "ready",
-            Self::Stopping => "stopping",
-            Self::Degraded => "degraded",
-        }
-    }
-
     /// As messages name it.
     #[must_use]
     pub const fn word(self) -> &'static str {
@@ -140,18 +115,6 @@ pub enum Rest {
     Operator,
     /// Its memory was needed; it comes back when there is room, or with the next request.
     Shed,
-}
-
-impl Rest {
-    /// In one word: `idle`, `operator`, `shed`.
-    #[must_use]
-    pub const fn word(self) -> &'static str {
-        match self {
-            Self::Idle => "idle",
-            Self::Operator => "operator",
-            Self::Shed => "shed",
-        }
-    }
 }
 
 /// A worker as others see it.

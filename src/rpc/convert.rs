@@ -15,7 +15,7 @@ use cotenant_policy::{
     lease::{Class, LeaseId, LeaseKind, LeaseState, LeaseView, Target},
     pressure::{GpuUse, PressureLevel},
     residency::{EnginePlan, ModelShape},
-    snapshot::{EngineState, EngineView, Snapshot, WorkerState, WorkerView},
+    snapshot::{EngineState, EngineView, Rest, Snapshot, WorkerState, WorkerView},
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -351,10 +351,13 @@ fn worker(view: &WorkerView) -> v1::Worker {
         starts: view.starts,
         failures: view.failures,
         last_exit: view.last_exit.clone().unwrap_or_default(),
-        resting: view
-            .rest
-            .map(|rest| rest.word().to_owned())
-            .unwrap_or_default(),
+        resting: match view.rest {
+            None => "",
+            Some(Rest::Idle) => "idle",
+            Some(Rest::Operator) => "operator",
+            Some(Rest::Shed) => "shed",
+        }
+        .to_owned(),
         winding_up: view.winding_up,
         death_class: death.map_or_else(String::new, |death| death.class.name().to_owned()),
         needs_operator: death.is_some_and(|death| death.needs_operator),

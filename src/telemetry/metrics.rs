@@ -594,8 +594,8 @@ impl Metrics {
 impl Metrics {
     fn observe_workers(&self, snapshot: &Snapshot) {
         for worker in &snapshot.workers {
-            for state in WorkerState::ALL {
-                let series = labels([("worker", &worker.name), ("state", state.name())]);
+            for (state, name) in WORKER_STATES {
+                let series = labels([("worker", &worker.name), ("state", name)]);
                 self.worker_state
                     .get_or_create(&series)
                     .set((state == worker.state).into());
@@ -632,6 +632,17 @@ type Known = Family<Labels<0>, Size>;
 
 /// Labels of a series, in the order in which they are written.
 type Labels<const N: usize> = [(&'static str, String); N];
+
+/// All states of a worker with their names in metrics.
+const WORKER_STATES: [(WorkerState, &str); 7] = [
+    (WorkerState::Stopped, "stopped"),
+    (WorkerState::AwaitingMemory, "awaiting_memory"),
+    (WorkerState::BackingOff, "backing_off"),
+    (WorkerState::Starting, "starting"),
+    (WorkerState::Ready, "ready"),
+    (WorkerState::Stopping, "stopping"),
+    (WorkerState::Degraded, "degraded"),
+];
 
 fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
     labels.map(|(name, value)| (name, value.to_owned()))
