@@ -32,10 +32,7 @@ use super::{
     decision::LeaseDecision,
     denial::{Denial, NotHolder},
     event::Action,
-    lease::{
-        LeaseId, LeaseKind, LeaseMemory, LeaseName, LeaseOwner, LeaseRequest, LeaseState,
-        LeaseView, Peer, Target,
-    },
+    lease::{LeaseId, LeaseKind, LeaseMemory, LeaseName, LeaseRequest, LeaseView, Peer},
     ledger::Ledger,
     params::ShedParams,
 };
@@ -155,44 +152,7 @@ impl LeaseTable {
     }
 
     pub(super) fn view(&self, id: LeaseId, ledger: &Ledger) -> Option<LeaseView> {
-        let lease = self.leases.get(&id)?;
-        let measured = ledger.measurement(&lease.holder);
-        let (state, target) = match &lease.phase {
-            Phase::Granted => (LeaseState::Granted, None),
-            Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
-            Phase::Ending { deadline, .. } => (
-                LeaseState::Gone,
-                Some(Target {
-                    nonce: 0,
-                    bytes: Bytes::ZERO,
-                    deadline: *deadline,
-                }),
-            ),
-        };
-        let (owner_uid, owner_pid) = lease.owner;
-        Some(LeaseView {
-            id,
-            tenant: lease.tenant.clone(),
-            holder: lease.holder.clone(),
-            kind: lease.kind,
-            class: lease.class,
-            state,
-            generation: lease.generation,
-            memory: LeaseMemory {
-                held: ledger.held_by(id),
-                min: lease.min,
-                max: lease.max,
-                used: measured.map(|measured| measured.used),
-                used_at: measured.map(|measured| measured.at),
-            },
-            target,
-            granted_at: lease.granted_at,
-            expires_at: lease.expires_at,
-            owner: LeaseOwner {
-                owner_uid,
-                owner_pid,
-            },
-        })
+        Some(self.leases.get(&id)?.view(id, ledger))
     }
 
     /// Leases that have ended and whose holders still use memory.

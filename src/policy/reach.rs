@@ -13,7 +13,6 @@ use super::{
     admission::{Want, WantKind},
     denial::Denial,
     lease::{Class, LeaseKind},
-    lease_table::Phase,
     params::{ENGINE_TENANT, Scope},
     pressure_level::PressureLevel,
     residency::FloorError,
@@ -222,48 +221,32 @@ impl State {
 
     /// The most that can ever be booked for a holder while those stay that it cannot take from.
     fn reach(&self, holder: &str, class: Class, whose: Whose) -> Bytes {
-        let kept = self.keepers(holder, class, whose).map(|(_, bytes)| bytes);
-        self.ledger
-            .budget()
-            .saturating_sub(kept.fold(Bytes::ZERO, Bytes::saturating_add))
+        let keepers = self.keepers(holder, class, whose).into_iter();
+        keepers.fold(self.ledger.budget(), |left, (_, bytes)| {
+            left.saturating_sub(bytes)
+        })
     }
 
     /// The holders that keep something against a holder of `class`, whatever happens.
-    fn keepers<'a>(
-        &'a self,
-        holder: &'a str,
-        class: Class,
-        whose: Whose,
-    ) -> impl Iterator<Item = (&'a str, Bytes)> + 'a {
-        let engine = self.engine.keeps();
-        let workers = self.workers.values().filter_map(move |worker| {
+    fn keepers(&self, holder: &str, class: Class, whose: Whose) -> Vec<(&str, Bytes)> {
+        let mut kept = Vec::from_iter(self.engine.keeps().map(|floor| (ENGINE_TENANT, floor)));
+        kept.extend(self.workers.values().filter_map(|worker| {
             let params = &worker.params;
             let gives = params.class > class && !params.pinned;
             let held = self.worker_held(&params.name);
-            let keeps = params.name != holder && worker.is_up() && !gives && held > Bytes::ZERO;
+            let keeps = worker.is_up() && !gives && held > Bytes::ZERO;
             keeps.then(|| (params.name.as_str(), worker.steady().min(held)))
-        });
-        let others = (whose == Whose::All).then(|| {
-            let tenants = self.leases.iter().filter_map(move |(id, lease)| {
-                let stays =
-                    lease.kind == LeaseKind::Tenant && !matches!(lease.phase, Phase::Ending { .. });
-                let keeps = stays && lease.tenant != holder;
-                keeps.then(|| {
-                    (
-                        lease.tenant.as_str(),
-                        lease.min.min(self.ledger.held_by(id)),
-                    )
-                })
-            });
-            let unmanaged = self.ledger.unmanaged();
-            tenants.chain(std::iter::once(("", unmanaged)))
-        });
-        engine
-            .map(|floor| (ENGINE_TENANT, floor))
-            .into_iter()
-            .filter(move |(name, _)| *name != holder)
-            .chain(workers)
-            .chain(others.into_iter().flatten())
+        }));
+        if whose == Whose::All {
+            kept.extend(self.leases.iter().filter_map(|(id, lease)| {
+                let stays = lease.kind == LeaseKind::Tenant && !lease.is_ending();
+                let keeps = lease.min.min(self.ledger.held_by(id));
+                stays.then_some((lease.tenant.as_str(), keeps))
+            }));
+            kept.push(("", self.ledger.unmanaged()));
+        }
+        kept.retain(|(name, _)| *name != holder);
+        kept
     }
 
     /// The memory that a worker waits for, if it does.
@@ -279,6 +262,7 @@ impl State {
             free: self.available(class, false),
             most: self.reach(name, class, Whose::Ours),
             keepers: keepers
+                .into_iter()
                 .map(|(keeper, bytes)| (keeper.to_owned(), bytes))
                 .collect(),
         })

@@ -7,7 +7,9 @@ use super::{
 use crate::{
     admission::{Want, WantKind},
     growth,
-    lease::{LeaseKind, LeaseMemory, LeaseOwner, LeaseState, LeaseView},
+    lease::{LeaseState, LeaseView},
+    lease_table::Lease,
+    ledger::Ledger,
     snapshot::{EngineView, MemoryView, PressureView, Snapshot, Totals, WorkerView},
     state::State,
 };
@@ -36,7 +38,8 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
         .filter_map(|id| state.lease_view(*id))
         .collect();
     leases.extend(state.leases.residual_views(&state.ledger));
-    leases.extend(state.queue.values().filter_map(waiting_view));
+    let waiting = state.queue.values();
+    leases.extend(waiting.filter_map(|want| waiting_view(want, &state.ledger)));
     Snapshot {
         at: state.now,
         memory: MemoryView {
@@ -116,31 +119,16 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
     }
 }
 
-fn waiting_view(want: &Want) -> Option<LeaseView> {
-    let WantKind::Lease(request) = &want.kind else {
+/// A request that waits, as the lease that it will be.
+fn waiting_view(want: &Want, ledger: &Ledger) -> Option<LeaseView> {
+    let WantKind::Lease(request) = want.kind.clone() else {
         return None;
     };
+    let (bounds, term) = ((request.min, request.max), request.term);
+    let lease = Lease::of_tenant(request, String::new(), 0, bounds, term, want.since);
     Some(LeaseView {
-        id: want.lease,
-        tenant: want.tenant.clone(),
-        holder: String::new(),
-        kind: LeaseKind::Tenant,
-        class: want.class,
         state: LeaseState::Requested,
-        generation: 0,
-        memory: LeaseMemory {
-            held: Bytes::ZERO,
-            min: request.min,
-            max: request.max,
-            used: None,
-            used_at: None,
-        },
-        target: None,
-        granted_at: want.since,
         expires_at: None,
-        owner: LeaseOwner {
-            owner_uid: request.peer.uid,
-            owner_pid: request.peer.pid,
-        },
+        ..lease.view(want.lease, ledger)
     })
 }

@@ -6,7 +6,11 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     decision::{Claim, NotReduced},
-    lease::{Class, LeaseId, LeaseKind, LeaseRequest, Peer, Target, TargetAnswer},
+    lease::{
+        Class, LeaseId, LeaseKind, LeaseMemory, LeaseOwner, LeaseRequest, LeaseState, LeaseView,
+        Peer, Target, TargetAnswer,
+    },
+    ledger::Ledger,
 };
 use cotenant_units::{Bytes, Timestamp};
 
@@ -72,6 +76,47 @@ impl Lease {
             owner: (request.peer.uid, request.peer.pid),
             request: Some(request),
             ..lease
+        }
+    }
+
+    /// As others see it.
+    pub(crate) fn view(&self, id: LeaseId, ledger: &Ledger) -> LeaseView {
+        let measured = ledger.measurement(&self.holder);
+        let (state, target) = match &self.phase {
+            Phase::Granted => (LeaseState::Granted, None),
+            Phase::Revoking(revocation) => (LeaseState::Revoking, Some(revocation.target.clone())),
+            Phase::Ending { deadline, .. } => (
+                LeaseState::Gone,
+                Some(Target {
+                    nonce: 0,
+                    bytes: Bytes::ZERO,
+                    deadline: *deadline,
+                }),
+            ),
+        };
+        let (owner_uid, owner_pid) = self.owner;
+        LeaseView {
+            id,
+            tenant: self.tenant.clone(),
+            holder: self.holder.clone(),
+            kind: self.kind,
+            class: self.class,
+            state,
+            generation: self.generation,
+            memory: LeaseMemory {
+                held: ledger.held_by(id),
+                min: self.min,
+                max: self.max,
+                used: measured.map(|measured| measured.used),
+                used_at: measured.map(|measured| measured.at),
+            },
+            target,
+            granted_at: self.granted_at,
+            expires_at: self.expires_at,
+            owner: LeaseOwner {
+                owner_uid,
+                owner_pid,
+            },
         }
     }
 
