@@ -109,7 +109,12 @@ impl Arbiter {
     #[must_use]
     pub fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
         self.state.now = self.state.now.max(now);
-        let mut cx = Context::new(&mut self.state, &mut self.machine, &mut self.record);
+        let mut cx = Context {
+            state: &mut self.state,
+            machine: &mut self.machine,
+            record: &mut self.record,
+            out: Vec::new(),
+        };
         if let Event::LeaseRenewed { lease, .. } = event
             && self.idle_until.is_some_and(|until| cx.now < until)
         {

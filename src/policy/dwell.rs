@@ -14,7 +14,7 @@ use super::decision::GrowthDecision;
 use cotenant_units::Timestamp;
 
 /// When something may grow back after a shed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Dwell {
     /// The longest dwell before a back-off.
     span: Duration,
@@ -38,26 +38,16 @@ pub struct Dwell {
 impl Dwell {
     /// Before anything was shed.
     #[must_use]
-    pub const fn new(span: Duration, by_growth: bool) -> Self {
-        Self {
-            span,
-            least: Self::least_of(span, by_growth),
-            shed_at: None,
-            grown_at: None,
-            regrets: 0,
-            took: None,
-            continues: false,
-        }
+    pub fn new(span: Duration, by_growth: bool) -> Self {
+        let mut dwell = Self::default();
+        dwell.set_span(span, by_growth);
+        dwell
     }
 
     /// Waits for another time from now on.
     pub const fn set_span(&mut self, span: Duration, by_growth: bool) {
         self.span = span;
-        self.least = Self::least_of(span, by_growth);
-    }
-
-    const fn least_of(span: Duration, by_growth: bool) -> Duration {
-        if by_growth { LEAST } else { span }
+        self.least = if by_growth { LEAST } else { span };
     }
 
     /// The dwell without a back-off.

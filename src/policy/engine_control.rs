@@ -40,7 +40,7 @@ use cotenant_units::{Bytes, Timestamp, Tokens};
 pub(super) use self::answer::{Applied, Confirmed};
 
 /// The engine as the arbiter knows it.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct EngineControl {
     pub(super) params: Option<EngineParams>,
     shape: Option<ModelShape>,
@@ -67,9 +67,10 @@ struct Failure {
 }
 
 /// The engine's place in its life.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 enum Phase {
     /// Nothing is configured, or the model's header was not read.
+    #[default]
     Absent,
     /// Waits for memory, or loads since `asked_at`.
     Loading { asked_at: Option<Timestamp> },
@@ -196,17 +197,8 @@ impl EngineControl {
     pub(super) fn new(params: Option<&EngineParams>) -> Self {
         Self {
             params: params.cloned(),
-            shape: None,
-            lease: None,
-            phase: Phase::Absent,
-            failure: None,
             restart: params.map(|params| Restart::new(params.restart)),
-            plans: Plans::default(),
-            kv: KvUse::default(),
-            pace: Pace::default(),
-            blocked: Blocked::default(),
-            operators: Vec::new(),
-            requests: 0,
+            ..Self::default()
         }
     }
 

@@ -104,18 +104,14 @@ impl Turn<'_> {
 }
 
 impl LeaseTable {
-    pub(super) const fn new(shed: ShedParams, rarely: Duration) -> Self {
+    pub(super) fn new(shed: ShedParams, rarely: Duration) -> Self {
         Self {
             shed,
             rarely,
             leases: BTreeMap::new(),
             residual: BTreeMap::new(),
             beyond: BTreeSet::new(),
-            last: LastNumbers {
-                lease: 0,
-                generation: 0,
-                nonce: 0,
-            },
+            last: LastNumbers::default(),
             changes: 0,
         }
     }

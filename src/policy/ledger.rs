@@ -29,7 +29,7 @@ pub struct OverCommit {
 }
 
 /// The book.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Ledger {
     budget: Bytes,
     reserve: Bytes,
@@ -74,16 +74,11 @@ struct ScopeUse {
 impl Ledger {
     /// An empty book.
     #[must_use]
-    pub const fn new(budget: Bytes, reserve: Bytes) -> Self {
+    pub fn new(budget: Bytes, reserve: Bytes) -> Self {
         Self {
             budget,
             reserve,
-            ceiling: None,
-            entries: BTreeMap::new(),
-            measured: BTreeMap::new(),
-            scope: None,
-            outside: [None, None],
-            changes: 0,
+            ..Self::default()
         }
     }
 

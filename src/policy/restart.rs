@@ -10,7 +10,7 @@ use super::params::RestartParams;
 use cotenant_units::Timestamp;
 
 /// The failures of one worker, or of the engine.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Restart {
     params: RestartParams,
     /// Failures within the window, oldest first; never more than the intensity and one.
@@ -22,12 +22,10 @@ pub struct Restart {
 impl Restart {
     /// Nothing has failed yet.
     #[must_use]
-    pub const fn new(params: RestartParams) -> Self {
+    pub fn new(params: RestartParams) -> Self {
         Self {
             params,
-            recent: VecDeque::new(),
-            in_a_row: 0,
-            ready_since: None,
+            ..Self::default()
         }
     }
 

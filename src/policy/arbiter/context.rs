@@ -80,20 +80,7 @@ impl DerefMut for Context<'_> {
     }
 }
 
-impl<'a> Context<'a> {
-    pub(super) const fn new(
-        state: &'a mut State,
-        machine: &'a mut Machine,
-        record: &'a mut Record,
-    ) -> Self {
-        Self {
-            state,
-            machine,
-            record,
-            out: Vec::new(),
-        }
-    }
-
+impl Context<'_> {
     pub(super) fn answer(&mut self, ticket: Ticket, answer: Answer) {
         self.out.push(Action::Answer { ticket, answer });
     }

@@ -13,7 +13,7 @@ use crate::{
     event::{Action, Done},
     growth_wait::GrowthWait,
     lease::{LeaseId, LeaseKind, Ticket},
-    lease_table::{Lease, Lower, Phase, Revocation},
+    lease_table::{Lease, Lower, Revocation},
     reason::{IgnoredPressure, ReclaimReason, StopReason},
     worker::{Resizing, StopCause, Worker},
 };
@@ -33,16 +33,9 @@ pub(super) fn want(cx: &mut Context<'_>, name: &str) {
 
 /// Queues the change of a worker to a larger variant.
 pub(super) fn queue_variant(cx: &mut Context<'_>, name: &str, variant: String) {
-    let Some(worker) = cx.workers.get(name) else {
-        return;
-    };
-    if let Some(lease) = worker.lease() {
-        cx.queue_own(
-            name,
-            worker.params.class,
-            lease,
-            WantKind::WorkerVariant { variant },
-        );
+    let worker = cx.workers.get(name);
+    if let Some((lease, class)) = worker.and_then(|it| Some((it.lease()?, it.params.class))) {
+        cx.queue_own(name, class, lease, WantKind::WorkerVariant { variant });
     }
 }
 
@@ -196,19 +189,16 @@ pub(super) fn invalid(name: &str, problem: Problem) -> Denial {
     Denial::invalid(name, "worker", &name, problem)
 }
 
+/// A measurement runs behind a worker that starts, changes or stops.
 pub(super) fn set_moving(cx: &mut Context<'_>, name: &str) {
-    let Some(worker) = cx.state.workers.get(name) else {
+    let worker = cx.workers.get(name);
+    let Some((run, is_settled)) = worker.and_then(|it| Some((it.run()?, it.is_settled()))) else {
         return;
     };
-    if let Some(run) = worker.run() {
-        let measured = cx
-            .ledger
-            .measurement(name)
-            .is_some_and(|measured| measured.at >= run.since);
-        cx.state
-            .ledger
-            .set_moving(run.lease, !(worker.is_settled() && measured));
-    }
+    let measured = cx.ledger.measurement(name);
+    let is_measured = measured.is_some_and(|measured| measured.at >= run.since);
+    let id = run.lease;
+    cx.ledger.set_moving(id, !(is_settled && is_measured));
 }
 
 /// Subject of what is decided once for each start that is out of reach.
@@ -250,15 +240,11 @@ pub(super) fn settle_notified(
     used: Option<Bytes>,
     taken_at: Timestamp,
 ) -> bool {
-    let Some(id) = cx.workers.get(name).and_then(Worker::lease) else {
+    let id = cx.workers.get(name).and_then(Worker::lease);
+    let comes_down = |id: &LeaseId| cx.leases.get(*id).and_then(Lease::revocation).is_some();
+    let Some(id) = id.filter(comes_down) else {
         return false;
     };
-    if !matches!(
-        cx.leases.get(id).map(|lease| &lease.phase),
-        Some(Phase::Revoking(_))
-    ) {
-        return false;
-    }
     if let Some(revocation) = cx.with_leases(|leases, turn| leases.verify(id, used, taken_at, turn))
     {
         end_notification(cx, id, &revocation);

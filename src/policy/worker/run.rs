@@ -46,7 +46,7 @@ pub(super) enum Stage {
 }
 
 /// State of a worker that answers.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Ready {
     pub(super) at: Timestamp,
     pub(super) winding: Option<Winding>,
@@ -147,7 +147,7 @@ impl StopCause {
 }
 
 impl Run {
-    pub(super) const fn new(lease: LeaseId, variant: Option<String>, now: Timestamp) -> Self {
+    pub(super) fn new(lease: LeaseId, variant: Option<String>, now: Timestamp) -> Self {
         Self {
             lease,
             pid: None,
@@ -156,12 +156,7 @@ impl Run {
             since: now,
             resizing: None,
             before_shed: None,
-            peak: RunPeak {
-                seen: None,
-                counted: false,
-                of_others: None,
-                next_is_of_others: false,
-            },
+            peak: RunPeak::default(),
             taken_over_at: None,
             answered: false,
             needs_operator: false,
@@ -255,12 +250,7 @@ impl Run {
         let took = now.saturating_since(self.since);
         self.stage = Stage::Ready(Ready {
             at: now,
-            winding: None,
-            over_since: None,
-            breath: Breath::default(),
-            before_rest: None,
-            shrunk: false,
-            ignores_pressure: false,
+            ..Ready::default()
         });
         self.answered = true;
         self.pid = Some(pid);
