@@ -15,6 +15,8 @@ use std::{collections::BTreeMap, time::Duration};
 use serde::{Deserialize, Serialize};
 
 use super::{
+    decision::AdmissionDecision,
+    denial::Quota,
     lease::{Class, LeaseId, LeaseRequest, Ticket},
     params::LeaseParams,
 };
@@ -60,25 +62,6 @@ pub(super) enum WantKind {
     WorkerStart,
     /// A worker that is to become larger.
     WorkerVariant { variant: String },
-}
-
-/// A change of rank by waiting.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(super) struct Aged {
-    pub(super) tenant: String,
-    pub(super) class: Class,
-    pub(super) waited: Duration,
-    /// As what it is served now; `None` when it has had its turn.
-    pub(super) rank: Option<Class>,
-}
-
-/// A bound of the queue that is reached.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Full {
-    /// That of all.
-    All { limit: u32 },
-    /// The share of one user.
-    User { uid: u32, limit: u32 },
 }
 
 impl Want {
@@ -155,14 +138,14 @@ impl Admission {
     }
 
     /// The bound that one more request would break.
-    pub(super) fn full_for(&self, want: &Want) -> Option<Full> {
+    pub(super) fn full_for(&self, want: &Want) -> Option<(Quota, u32)> {
         let asked = self
             .values()
             .filter(|other| other.deadline.is_some())
             .count();
         let limit = self.limits.queue_max;
         if reached(asked, limit) {
-            return Some(Full::All { limit });
+            return Some((Quota::Queue, limit));
         }
         let uid = want.user()?;
         // One user does not fill it.
@@ -171,7 +154,7 @@ impl Admission {
             .values()
             .filter(|other| other.user() == Some(uid))
             .count();
-        reached(theirs, share).then_some(Full::User { uid, limit: share })
+        reached(theirs, share).then_some((Quota::QueueOf { uid }, share))
     }
 
     /// Puts it behind those of its class.
@@ -264,7 +247,7 @@ impl Admission {
     }
 
     /// Gives what has waited for long a better place, and what has had its turn its own one.
-    pub(super) fn age(&mut self, now: Timestamp) -> Vec<Aged> {
+    pub(super) fn age(&mut self, now: Timestamp) -> Vec<AdmissionDecision> {
         let age = self.age_span();
         let rank = |want: &Want| want.rank(now, age).map(|(rank, _)| rank);
         let moving = self
@@ -274,15 +257,19 @@ impl Admission {
         let mut aged = Vec::new();
         for ((_, arrival), mut want) in moving {
             let rank = rank(&want);
-            aged.push(Aged {
-                tenant: want.tenant.clone(),
-                class: want.class,
-                waited: now.saturating_since(want.since),
-                rank,
-            });
-            if rank.is_none() {
+            let (tenant, class) = (want.tenant.clone(), want.class);
+            aged.push(if let Some(rank) = rank {
+                let waited = now.saturating_since(want.since);
+                AdmissionDecision::Aged {
+                    tenant,
+                    class,
+                    waited,
+                    rank,
+                }
+            } else {
                 want.ages_from = now;
-            }
+                AdmissionDecision::TurnOver { tenant, class }
+            });
             self.waiting
                 .insert((rank.unwrap_or(want.class), arrival), want);
         }

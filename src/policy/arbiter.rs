@@ -472,7 +472,6 @@ fn take_sample(cx: &mut Context<'_>, mut sample: Sample) {
         wait: cx.pressure.interval(),
     });
     cx.with_leases(|leases, turn| leases.close_unmeasurable(sample.taken_at, turn));
-    cx.machine.sample = Some(sample);
 }
 
 /// A measurement of a holder, and what it settles.

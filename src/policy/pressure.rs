@@ -214,6 +214,12 @@ impl Pressure {
         self.last.as_ref().map(|last| last.headroom)
     }
 
+    /// The last sample.
+    #[must_use]
+    pub fn sample(&self) -> Option<&Sample> {
+        self.last.as_ref().map(|last| &last.sample)
+    }
+
     /// Notes what the engine held and did not use yet when the last sample was taken, as for templates and forms.
     pub const fn note_promised(&mut self, bytes: Bytes) {
         if let Some(last) = &mut self.last {

@@ -21,7 +21,6 @@ use cotenant_units::{Bytes, Timestamp};
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Reclaim {
     pub(super) purpose: Purpose,
-    pub(super) reason: ReclaimReason,
     pub(super) weighing: Weighing,
     /// What is given, by kind and holder.
     pub(super) chosen: Vec<Chosen>,
@@ -190,13 +189,12 @@ fn weigh(
         return None;
     }
     let choice = Choice { chosen, above_ppm };
-    let mut weighing = Weighing::new(reason.clone(), need, &rows, &choice);
+    let mut weighing = Weighing::new(reason, need, &rows, &choice);
     weighing.reclaimable = reclaimable(offers);
     weighing.mode = state.engine.mode().filter(|_| state.engine.lease.is_some());
     weighing.spared = state.spared(purpose);
     Some(Reclaim {
         purpose,
-        reason,
         weighing,
         chosen: choice.chosen,
         plan,

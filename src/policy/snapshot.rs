@@ -235,7 +235,7 @@ pub struct PressureView {
 }
 
 /// What was given back and grown back so far.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Totals {
     /// Sheds carried out.
     pub sheds: u64,

@@ -213,11 +213,6 @@ impl State {
         worker.map_or(Bytes::ZERO, |worker| worker.params.peak_of(variant))
     }
 
-    pub(super) fn worker_stays(&self, name: &str, held: Bytes) -> Bytes {
-        let worker = self.workers.get(name);
-        worker.map_or(held, |worker| worker.stays(held).min(held))
-    }
-
     /// What the engine holds and does not use yet in a sample of this instant: what was measured later may be missing there.
     pub(super) fn promised_at(&self, sampled_at: Timestamp) -> Bytes {
         let measured = self.ledger.measurement(ENGINE_TENANT);
@@ -240,7 +235,10 @@ impl State {
                 let goal = self.engine.goal();
                 goal.map_or(held, |goal| self.engine.bytes_in(goal))
             }
-            (Phase::Granted, LeaseKind::Worker) => self.worker_stays(&lease.tenant, held),
+            (Phase::Granted, LeaseKind::Worker) => {
+                let worker = self.workers.get(&lease.tenant);
+                worker.map_or(held, |worker| worker.stays(held).min(held))
+            }
             (Phase::Granted, LeaseKind::Tenant) | (Phase::Ending { .. }, _) => held,
         }
     }

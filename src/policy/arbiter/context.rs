@@ -17,9 +17,10 @@ use crate::{
     lease::{Class, LeaseId, LeaseKind, Ticket},
     lease_table::{Effect, Lease, LeaseTable, Lower, Turn},
     page_pool::PagePool,
-    pressure::{LevelChange, Sample},
+    pressure::LevelChange,
     reason::ReclaimReason,
     reboot::RebootAdvice,
+    snapshot::Totals,
     state::State,
 };
 use cotenant_units::{Bytes, Timestamp};
@@ -41,7 +42,6 @@ pub(super) struct Machine {
     pub(super) page_pool: PagePool,
     #[serde(default)]
     pub(super) reboot: RebootAdvice,
-    pub(super) sample: Option<Sample>,
 }
 
 /// Decisions and changes so far, as far as later calls need them.
@@ -49,21 +49,13 @@ pub(super) struct Machine {
 pub(super) struct Record {
     /// The last shed under pressure.
     pub(super) relieved_at: Option<Timestamp>,
-    pub(super) stats: Stats,
+    pub(super) stats: Totals,
     /// Changes of what outlives this run, besides those that the ledger and the leases count.
     pub(super) noted: u64,
     /// Figures of what was last decided about a subject, so that it is not decided again with each sample.
     pub(super) said: BTreeMap<String, Vec<Bytes>>,
     /// The request that the queue waits for, of which it was last decided that it waits.
     pub(super) first_waits: Option<LeaseId>,
-}
-
-/// Sums for the snapshot.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(super) struct Stats {
-    pub(super) sheds: u64,
-    pub(super) shed_bytes: Bytes,
-    pub(super) regrown_bytes: Bytes,
 }
 
 impl Deref for Context<'_> {

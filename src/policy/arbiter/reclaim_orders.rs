@@ -59,11 +59,7 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
     if spared {
         return cx.decide_once(NOTHING_LEFT, &[], GrowthDecision::EngineSpared { level });
     }
-    let own = cx
-        .machine
-        .sample
-        .as_ref()
-        .and_then(|sample| sample.own_used);
+    let own = cx.pressure.sample().and_then(|sample| sample.own_used);
     let unaccounted = cx.ledger.unaccounted();
     let decision = GrowthDecision::NothingLeft {
         level,
@@ -81,11 +77,11 @@ pub(super) fn relieve_pressure(cx: &mut Context<'_>) {
 pub(super) fn carry_out(cx: &mut Context<'_>, reclaim: Reclaim) -> bool {
     let Reclaim {
         purpose,
-        reason,
         weighing,
         chosen,
         plan,
     } = reclaim;
+    let reason = weighing.reason.clone();
     cx.out.push(Action::Weighed { weighing });
     if chosen
         .iter()

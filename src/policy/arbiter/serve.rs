@@ -10,9 +10,9 @@ use super::{
     worker_orders::{self, out_of_reach},
 };
 use crate::{
-    admission::{Full, Place, Want, WantKind},
+    admission::{Place, Want, WantKind},
     decision::AdmissionDecision,
-    denial::{Denial, Holders, Quota},
+    denial::{Denial, Holders},
     lease::{Class, LeaseId, LeaseRequest},
     lease_table::Lease,
     reason::ReclaimReason,
@@ -32,7 +32,11 @@ pub(super) fn ask_or_queue(cx: &mut Context<'_>, want: Want, wait: Duration) {
     }
     let denial = match full {
         _ if wait.is_zero() => cx.queue.get(place).map(|want| why_not(cx.state, want)),
-        Some(full) => Some(quota_of(&tenant, full)),
+        Some((what, limit)) => Some(Denial::QuotaExceeded {
+            tenant: tenant.clone(),
+            what,
+            limit: limit.into(),
+        }),
         None => None,
     };
     if let Some(denial) = denial {
@@ -93,16 +97,7 @@ fn explain_out_of_reach(cx: &mut Context<'_>, name: &str) {
 
 pub(super) fn serve_deadlines(cx: &mut Context<'_>) {
     for aged in cx.state.queue.age(cx.state.now) {
-        let (tenant, class, waited) = (aged.tenant, aged.class, aged.waited);
-        cx.decide(match aged.rank {
-            Some(rank) => AdmissionDecision::Aged {
-                tenant,
-                class,
-                waited,
-                rank,
-            },
-            None => AdmissionDecision::TurnOver { tenant, class },
-        });
+        cx.decide(aged);
     }
     for want in cx.state.queue.take_due(cx.state.now) {
         let denial = why_not(cx.state, &want);
@@ -261,18 +256,6 @@ fn reclaim_for_want(cx: &mut Context<'_>, place: Place) {
             &figures,
             AdmissionDecision::Waits { tenant, denial },
         );
-    }
-}
-
-fn quota_of(tenant: &str, full: Full) -> Denial {
-    let (what, limit) = match full {
-        Full::All { limit } => (Quota::Queue, limit),
-        Full::User { uid, limit } => (Quota::QueueOf { uid }, limit),
-    };
-    Denial::QuotaExceeded {
-        tenant: tenant.to_owned(),
-        what,
-        limit: u64::from(limit),
     }
 }
 

@@ -1,9 +1,6 @@
 //! Snapshot and next deadline, computed from the state.
 
-use super::{
-    context::{Machine, Stats},
-    worker_events,
-};
+use super::{context::Machine, worker_events};
 use crate::{
     admission::{Want, WantKind},
     growth,
@@ -31,7 +28,7 @@ pub(super) fn next_deadline(state: &State) -> Option<Timestamp> {
 }
 
 /// The state as operators, metrics and tests see it.
-pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapshot {
+pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snapshot {
     let mut leases: Vec<LeaseView> = state
         .leases
         .ids()
@@ -68,7 +65,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             losing_per_s: state.pressure.trend.losing_per_s(),
             exhausted_in: state.pressure.exhausted_in(),
             sample_interval: state.pressure.interval(),
-            sample: machine.sample.clone(),
+            sample: state.pressure.sample().cloned(),
             machine: state.params.machine.clone(),
         },
         leases,
@@ -109,11 +106,7 @@ pub(super) fn snapshot(state: &State, machine: &Machine, stats: Stats) -> Snapsh
             .collect(),
         peaks: state.peaks.clone(),
         draining: state.draining,
-        totals: Totals {
-            sheds: stats.sheds,
-            shed_bytes: stats.shed_bytes,
-            regrown_bytes: stats.regrown_bytes,
-        },
+        totals,
         last_release: machine.page_pool.last_release,
         reboot: machine.reboot.reasons().collect(),
     }
