@@ -201,6 +201,7 @@ impl Context<'_> {
         let lower = Lower {
             who: id,
             to: bytes,
+            had: None,
             deadline,
             answered_at: is_worker.then_some(self.now),
         };

@@ -222,6 +222,7 @@ pub(super) fn verify_variant(
         let lower = Lower {
             who,
             to: worker.steady(),
+            had: Some(cx.ledger.held_by(who)),
             deadline: now + span,
             answered_at: Some(since),
         };

@@ -173,6 +173,8 @@ pub(crate) struct Unacknowledged {
 pub(crate) struct Lower {
     pub(crate) who: LeaseId,
     pub(crate) to: Bytes,
+    /// What it had before, where that is not its last measurement.
+    pub(crate) had: Option<Bytes>,
     pub(crate) deadline: Timestamp,
     /// Since when it is known to come down; `None` until it answers.
     pub(crate) answered_at: Option<Timestamp>,

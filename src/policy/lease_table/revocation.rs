@@ -28,7 +28,7 @@ impl LeaseTable {
                     deadline: lower.deadline,
                 },
                 asked_at: turn.now,
-                used_before: turn.ledger.used_by(&lease.holder),
+                used_before: lower.had.or(turn.ledger.used_by(&lease.holder)),
                 answered: None,
                 answered_at: lower.answered_at,
                 applied_at: None,
@@ -69,6 +69,7 @@ impl LeaseTable {
         let lower = Lower {
             who: id,
             to: bytes,
+            had: None,
             deadline: (now + timeout).min(first + timeout * WISHES),
             answered_at: Some(now),
         };

@@ -338,6 +338,21 @@ fn under_critical_pressure_an_idle_worker_becomes_smaller_before_it_is_stopped()
     panic!("the variant was not restored");
 }
 
+/// What it is measured to use when it confirms the change says nothing of what it has given.
+#[test]
+fn a_smaller_variant_may_use_a_little_more_than_it_is_set_to() {
+    let mut rig = Rig::with_workers(vec![asr()]);
+    rig.ready("asr", 40);
+    ask_variant(&mut rig, "open", 0);
+    resized(&mut rig, "open", 100, None);
+    rig.samples(395);
+    rig.measure("asr", 45);
+    resized(&mut rig, "grammar", 45, None);
+    assert_eq!(rig.held("asr"), mib(45));
+    rig.pass(1000);
+    assert!(!rig.stops("asr"), "{:#?}", rig.actions);
+}
+
 #[test]
 fn a_worker_is_stopped_for_what_is_missing_now_and_not_for_foresight() {
     let mut params = with_engine(params());
