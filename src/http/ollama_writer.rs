@@ -91,7 +91,7 @@ impl OllamaWriter {
             .map(|plan| plan.kv_capacity)
     }
 
-    /// The answer to a request that asks nothing but to have the model ready, or to have it given up. It stays either way.
+    /// The answer to a request that only loads or unloads the model. The model stays in either case.
     pub(super) fn nothing_asked(&self, unload: bool) -> Value {
         let reason = if unload { "unload" } else { "load" };
         let end = json!({"done": true, "done_reason": reason});

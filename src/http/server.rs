@@ -30,7 +30,7 @@ use super::{
 
 /// A listener for clients: TCP or Unix.
 pub trait ClientListener: Listener {
-    /// Who can reach it.
+    /// Reachability of the address.
     fn reach(&self) -> Reach;
 
     /// The connection with its options set.

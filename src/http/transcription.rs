@@ -1,4 +1,4 @@
-//! `POST /v1/audio/transcriptions`: text from an audio file.
+//! Handler of `POST /v1/audio/transcriptions`: text from an audio file.
 
 use std::{collections::VecDeque, io, sync::Arc, time::Duration};
 
@@ -177,7 +177,7 @@ async fn streamed(
     Ok(sse(payloads, meta, limits))
 }
 
-/// What is reported of speech that is being recognised.
+/// Progress of a recognition.
 pub(super) enum Recognised {
     Piece(String),
     Whole(String),
@@ -188,13 +188,13 @@ pub(super) enum Recognised {
 pub(super) struct Hearing {
     work: Option<BoxFuture<'static, Result<Transcript, Refusal>>>,
     pieces: mpsc::Receiver<String>,
-    /// Whether any of it was reported.
+    /// Whether any text was reported.
     heard: bool,
     ready: VecDeque<Recognised>,
 }
 
 impl Hearing {
-    /// What `work` recognises, and tells in pieces before it ends.
+    /// The events of `work`, with the pieces it reports before it ends.
     pub(super) fn of(
         work: BoxFuture<'static, Result<Transcript, Refusal>>,
         pieces: mpsc::Receiver<String>,
@@ -368,8 +368,8 @@ impl Format {
     }
 }
 
-/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read all of OpenAI's fields unasked,
-/// and some refuse a segment that lacks one.
+/// One segment for the whole. Values that the recogniser does not provide are 0 or empty, since clients read all of
+/// OpenAI's fields, and some refuse a segment that lacks one.
 fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     let seconds = duration.as_secs_f64();
     let segments: Vec<Value> = (!transcript.text.is_empty())
@@ -405,7 +405,7 @@ fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> Strin
     format!("{number}00:00:00{point}000 --> {end}\n{text}\n\n")
 }
 
-/// The English name, which is what `verbose_json` has, of an ISO 639-1 code; the code itself when it is not known.
+/// The English name of an ISO 639-1 code, as used by `verbose_json`; the code itself if it is unknown.
 fn language_name(code: &str) -> &str {
     let primary = code.split(['-', '_']).next().unwrap_or(code);
     LANGUAGES

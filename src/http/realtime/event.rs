@@ -1,4 +1,4 @@
-//! Events of clients, read.
+//! Parser of client events.
 
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
@@ -10,7 +10,7 @@ use super::super::{
 };
 use cotenant_units::Bytes;
 
-/// What a client wants.
+/// Request of a client.
 #[derive(Debug)]
 pub(super) enum ClientEvent {
     Append(Append),

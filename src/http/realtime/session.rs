@@ -1,4 +1,4 @@
-//! One session: its events, one after the other.
+//! Event loop of one session.
 
 use std::{collections::VecDeque, future::pending, sync::Arc, time::Duration};
 
@@ -55,14 +55,14 @@ pub(super) struct Session {
     id: String,
     conversation: String,
     settings: Settings,
-    /// Memory for the settings, and for what a response makes of them.
+    /// Memory for the settings and for values that a response derives from them.
     memory: RequestMemory,
     items: Items,
     input: Input,
     /// The item of the turn that is being spoken.
     turn: Option<String>,
     hearing: Option<Heard>,
-    /// What is to be recognised then.
+    /// Utterances to recognise next.
     said: VecDeque<Said>,
     /// The span of the last turn, which the response to it continues.
     turn_span: Option<Span>,
@@ -76,7 +76,7 @@ pub(super) struct Session {
 struct Said {
     item: String,
     utterance: Utterance,
-    /// Whether a response is to follow it.
+    /// Whether a response follows it.
     respond: bool,
 }
 
@@ -95,12 +95,12 @@ struct Heard {
 struct Active {
     output: Output,
     settings: Settings,
-    /// Whether it goes on with the conversation, or with its input alone.
+    /// Whether it continues the conversation, or its own input only.
     own: bool,
     input: Vec<Value>,
-    /// For what is its own.
+    /// Reservation for its own data.
     _memory: RequestMemory,
-    /// `None` until what was said before it is recognised.
+    /// `None` until the preceding speech is recognised.
     run: Option<Run>,
     span: Span,
     finished: Option<(FinishReason, Usage)>,
@@ -114,7 +114,7 @@ struct Times {
     used: Instant,
 }
 
-/// What a session waits for.
+/// Events that a session waits for.
 enum Happening {
     Sent(Result<(), Error>),
     Came(Option<Result<Message, Error>>),
@@ -124,7 +124,7 @@ enum Happening {
     Time,
 }
 
-/// Whether the session goes on.
+/// Whether the session continues.
 enum Next {
     GoOn,
     Close(u16, &'static str),
@@ -410,7 +410,7 @@ impl Session {
         }
     }
 
-    /// Sets memory aside for what the client has sent, and for what a response makes of it.
+    /// Reserves memory for client input and for values that a response derives from it.
     fn set_aside(&self, memory: &RequestMemory, sent: &Value) -> Result<(), Fault> {
         let tree = bounded_tree(
             sent.to_string().as_bytes(),
@@ -474,7 +474,7 @@ impl Session {
                     .as_ref()
                     .is_some_and(|turns| turns.interrupt)
                 {
-                    // who goes on speaking has not asked yet
+                    // a user who continues to speak has not asked yet
                     self.said.iter_mut().for_each(|said| said.respond = false);
                     if let Some(heard) = &mut self.hearing {
                         heard.respond = false;
@@ -501,7 +501,7 @@ impl Session {
         }
     }
 
-    /// Makes an item of what was said.
+    /// Turns an utterance into an item.
     fn committed(&mut self, utterance: Utterance, respond: bool) {
         let id = self
             .turn
@@ -533,7 +533,7 @@ impl Session {
         }
     }
 
-    /// Has the recogniser hear what was said first.
+    /// Starts recognition of the oldest utterance.
     fn hear(&mut self) {
         while self.hearing.is_none()
             && let Some(said) = self.said.pop_front()
@@ -583,7 +583,7 @@ impl Session {
         Ok((Hearing::of(work, heard), place))
     }
 
-    /// What a part of the session is asked with.
+    /// Request metadata for a part of the session.
     fn part_meta(&self, span: &Span) -> RequestMeta {
         RequestMeta {
             id: self.meta.id.clone(),
@@ -839,7 +839,7 @@ impl Session {
                 AnswerPart::ToolCall { name, arguments } => {
                     active.output.call(&name, &arguments, place);
                 }
-                // the protocol has no word for what is thought
+                // the protocol has no event for reasoning
                 AnswerPart::Reasoning(_) => {}
             },
             Some(Step::Chat(ChatEvent::Finished { reason, usage })) => {
@@ -873,7 +873,7 @@ impl Session {
         }
     }
 
-    /// Ends the response that is given, if one is; what worked for it stops.
+    /// Ends the current response, if any, and cancels its work.
     fn end(&mut self, end: End) {
         if let Some(active) = self.active.take() {
             drop(active.run);
@@ -896,7 +896,7 @@ impl Session {
     }
 }
 
-/// What comes next of something that may not be there; nothing if it is not.
+/// The next event of an optional source; pending forever without one.
 async fn of_any<'a, T, F, R>(source: Option<&'a mut T>, next: impl FnOnce(&'a mut T) -> F) -> R
 where
     F: Future<Output = R>,
@@ -922,9 +922,10 @@ const NO_WORDS: &str = "cannot give a response: no item of the conversation has 
 const SPEED: &str = "session.audio.output.speed";
 /// Events that wait before a response does. Our choice: some 2 s of sound.
 const WAITING_MAX: usize = 8;
-/// Bytes that wait before the client is heard again: events repeat what it sends.
+/// Unsent bytes above which no client input is read: events repeat it.
 const UNSENT_MAX: Bytes = Bytes::from_kib(256);
-/// How many trees there are at once of settings: the session's, those of its response, and those of the request to the LLM.
+/// JSON trees of settings that exist at once: the session's, those of its response, and those of the request to the
+/// LLM.
 const TREES_MAX: u64 = 3;
 /// Utterances that wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;
