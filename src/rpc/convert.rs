@@ -121,7 +121,7 @@ pub const fn class(class: Class) -> v1::LeaseClass {
     }
 }
 
-/// The state in one message, with what [`Supervisor::complete`] adds to it.
+/// The state in one message, completed by [`Supervisor::complete`].
 pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse {
     // Read before the state, so that no event after it is missing from the state.
     let last_sequence = *supervisor.events().last_sequence().borrow();
@@ -411,7 +411,7 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
     }
 }
 
-/// That a request asks for a lease of a kind that can be asked for.
+/// Checks that clients may request a lease of this kind.
 pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     match v1::LeaseKind::try_from(number) {
         Ok(v1::LeaseKind::Unspecified | v1::LeaseKind::Tenant) => Ok(()),
@@ -632,7 +632,7 @@ mod tests {
         assert_eq!(before.left(end), after.left(end));
         assert_eq!(after.left(end).seconds, 30);
         assert_eq!(before.time(end).seconds - after.time(end).seconds, 43_200);
-        // What lies before the epoch by a clock that was never set is shown, and is no panic.
+        // Times before the epoch, by a clock that was never set, are shown and do not panic.
         assert_eq!(after.time(Timestamp::START).seconds, -5);
     }
 

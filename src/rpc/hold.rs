@@ -86,7 +86,7 @@ struct Held {
     sent: SentTarget,
 }
 
-/// What happens next on a stream.
+/// Next event on a stream.
 enum Next {
     Message(Box<HoldLeaseRequest>),
     Notice(Notice),
@@ -144,7 +144,7 @@ impl Hold {
             .renew(&self.call, lease, message.generation)
             .await?;
         if answer.is_some() {
-            // What is measured is the process that asked for the lease; only it can say what has become of its memory.
+            // The process that requested the lease is the one measured; only it can report about its memory.
             self.call.check_holds(&view)?;
         }
         if self.held.is_none()

@@ -146,7 +146,7 @@ impl Watches {
     }
 }
 
-/// Leases that are added before those that are gone are taken out (our choice: what they take in memory is nothing).
+/// Additions between two removals of ended leases (our choice: their memory is negligible).
 const FORGET_AFTER: usize = 64;
 
 /// How often an event is offered to a full inbox (our choice: well below the shortest term).

@@ -53,11 +53,11 @@ pub enum CallError {
     RoleMissing {
         /// The call.
         call: &'static str,
-        /// Who tried.
+        /// User of the caller.
         uid: u32,
         /// Its role, or `no role`.
         role: String,
-        /// What it needs.
+        /// Required role.
         needed: String,
         /// The key of the configuration that gives it.
         remedy: String,
@@ -65,7 +65,7 @@ pub enum CallError {
     /// The deadline that the client set has passed.
     #[error("no answer within the {} ms that the client allows", .allowed.as_millis())]
     DeadlinePassed {
-        /// What the client set.
+        /// The client's timeout.
         allowed: Duration,
     },
     /// A field of the request.
@@ -88,7 +88,7 @@ pub enum CallError {
         worker: String,
         /// Its process, when it has one.
         runs_as: Option<u32>,
-        /// Who asks: `process 7`, or that the kernel does not tell.
+        /// The caller, `process 7`, or that the kernel does not identify it.
         asker: String,
     },
     /// A request by another name than that of the worker which the process is of.
@@ -103,7 +103,7 @@ pub enum CallError {
         worker: String,
         /// Its process.
         runs_as: u32,
-        /// Who asks.
+        /// The caller.
         asker: String,
     },
     /// Something that only the holder of a lease may do or say, by another process.
@@ -115,7 +115,7 @@ pub enum CallError {
         lease: String,
         /// `process 7`, or that the kernel does not tell.
         holder: String,
-        /// As `holder`, who calls.
+        /// The caller, in the form of `holder`.
         caller: String,
     },
     /// The lease is of another run of the supervisor.
@@ -141,7 +141,7 @@ pub enum CallError {
     UnknownWorker {
         /// As the caller named it.
         worker: String,
-        /// Those there are.
+        /// Existing names.
         known: String,
     },
     /// Too many open streams.
@@ -152,13 +152,13 @@ pub enum CallError {
         /// The limit.
         limit: u64,
     },
-    /// The client did not take what was sent to it.
+    /// The client did not read its stream.
     #[error("the client has not read its stream for {} s", .patience.as_secs())]
     ReaderStalled {
         /// How long it may.
         patience: Duration,
     },
-    /// The configuration file cannot be used; what ran goes on.
+    /// The configuration file cannot be used; the running one stays in force.
     #[error("{report}")]
     ConfigInvalid {
         /// Every fault, with its place and remedy.
@@ -531,7 +531,7 @@ impl<'a> Builder<'a> {
             .bad_request(field, &format!("{}{problem}", quoted(value)))
     }
 
-    /// What is missing, also as a figure of the name of its kind.
+    /// Names the missing resource, also as a figure under its kind.
     fn resource(mut self, kind: &str, name: &str) -> Self {
         self.details
             .set_resource_info(format!("{DOMAIN}.{kind}"), name, "", self.message);
@@ -559,7 +559,7 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// The proto's name of a field that policy names by what it means.
+/// The proto's name of a field of policy.
 fn proto_field(field: &str) -> &str {
     match field {
         "max" => "max_bytes",

@@ -46,7 +46,7 @@ pub enum LogError {
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
-    /// Nothing is logged any more.
+    /// The log has ended.
     #[error("cannot change the filter of the log")]
     Gone {
         /// As the subscriber has it.
