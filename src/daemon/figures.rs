@@ -1,5 +1,5 @@
-//! Metrics of what is decided: sheds, reclaims, denials, restarts. Taken from the actions, so that the figures and the
-//! journal cannot tell different stories.
+//! Metrics of decisions: sheds, reclaims, denials, restarts. Derived from the actions, so that figures and journal
+//! cannot disagree.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,7 +18,7 @@ use cotenant_policy::{
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_units::{Bytes, Timestamp};
 
-/// Counts what is decided.
+/// Counters of decisions.
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
     tracer: Tracer,
@@ -34,7 +34,7 @@ pub(super) struct Figures {
     fallen: BTreeMap<String, &'static str>,
 }
 
-/// By what a question for memory is answered.
+/// The holder from which memory was reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Holder {
     /// A plan of the engine, by its revision.
@@ -65,8 +65,8 @@ impl Figures {
         }
     }
 
-    /// Takes one turn of the loop: the state after it, and what is to be done. `last_end` says in one word how a worker
-    /// ended.
+    /// Takes one turn of the loop: the state after it, and its actions. `last_end` is the class of a worker's end in
+    /// one word.
     pub(super) fn turn(
         &mut self,
         after: &Snapshot,
@@ -222,7 +222,8 @@ impl Figures {
         first
     }
 
-    /// Drops questions to holders that nothing is asked of any more: they have gone, or their lease has ended otherwise.
+    /// Drops requests to holders that are no longer outstanding: the holder has exited, or its lease has ended
+    /// otherwise.
     fn forget_unasked(&mut self, after: &Snapshot) {
         self.asked.retain(|holder, _| match holder {
             Holder::Plan(_) => true,
@@ -234,7 +235,7 @@ impl Figures {
         });
     }
 
-    /// Counts a shed; what the arbiter credited is what came back.
+    /// Counts a shed with the bytes that the arbiter credited.
     fn count_shed(&self, asked: Option<Asked>, after: &Snapshot, parts: &[(&'static str, Bytes)]) {
         let level = asked.map_or(after.pressure.level, |asked| asked.level);
         self.metrics.shed(level);
@@ -277,7 +278,7 @@ const fn word(reason: &ReclaimReason) -> &'static str {
     }
 }
 
-/// Which parts of the engine `freed` came from. What it was credited with bounds all of them.
+/// Parts of the engine that `freed` came from, bounded in total by the credited bytes.
 fn parts_of(
     shape: &ModelShape,
     old: &EnginePlan,
@@ -398,7 +399,7 @@ mod tests {
             });
         }
 
-        /// The engine carries out what it was just asked for.
+        /// The engine performs its last request.
         fn apply(&mut self) {
             let asked = self.actions.iter().find_map(|action| match action {
                 Action::ApplyPlan { revision, plan, .. }

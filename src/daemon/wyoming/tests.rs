@@ -348,7 +348,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
             .contains("shed to 512"),
         "{refused:?}"
     );
-    // What was said before the KV cache was reclaimed is the answer.
+    // The text before the KV cache was reclaimed is the answer.
     served.answers(vec![
         Step::Say("Half"),
         Step::Fail(Refusal::KvReclaimed {
@@ -405,7 +405,7 @@ async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answ
         "{}",
         served.metrics.encode()
     );
-    // Nothing heard: nothing asked, nothing spoken.
+    // Nothing recognised: no question, no speech.
     served.hears(" ");
     client.utter(100).await;
     assert_eq!(
@@ -473,7 +473,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
         0,
         "generation goes on"
     );
-    // The old answer is closed, with what there was of it.
+    // The old answer is closed, with the part that existed.
     let frames = client.until("audio-stop").await;
     let handled = frames.iter().find(|frame| frame.kind == "handled").unwrap();
     assert_eq!(handled.data["text"], "Once upon a time. And");
@@ -527,7 +527,7 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
     client
         .say(audio_start(AudioFormat::mono_16_bit(16_000)))
         .await;
-    // The generation ends although the client has not read what was sent, and the rest of it never comes.
+    // The generation ends although the client has not read the sent part, and the rest is never sent.
     timeout(PATIENCE, served.script.dropped.notified())
         .await
         .unwrap();
