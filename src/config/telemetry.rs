@@ -1,4 +1,4 @@
-//! Where spans of requests go.
+//! Settings of the span exporter.
 
 use std::path::PathBuf;
 

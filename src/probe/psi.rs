@@ -1,6 +1,6 @@
 //! Pressure stall information of memory: the file and triggers.
 //!
-//! What a host allows is a ladder. Each rung is tried in turn and the first that holds is kept:
+//! Rights on a host form a ladder. Each rung is tried in turn, and the first that works is kept:
 //!
 //! | rung | condition | detection |
 //! |---|---|---|
@@ -85,7 +85,7 @@ impl Pressure {
     }
 }
 
-/// What a host allows us to know about stalls.
+/// Access to stall information on a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PsiRung {
     /// Neither file nor trigger.
@@ -129,7 +129,7 @@ impl fmt::Display for PsiRung {
 /// The rung that holds, and its trigger.
 #[derive(Debug)]
 pub struct PsiWatch {
-    /// What this host allows.
+    /// Access on this host.
     pub rung: PsiRung,
     /// Why not a higher rung; none on the highest.
     pub reason: Option<String>,
@@ -264,7 +264,7 @@ impl PsiAlarm {
     }
 }
 
-/// Whether an error means that the kernel has no such thing.
+/// Whether an error means that the kernel lacks the feature.
 fn is_absent(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::EOPNOTSUPP)
 }

@@ -29,7 +29,7 @@ impl Sentences {
         whole
     }
 
-    /// Returns what is left, if it can be spoken.
+    /// Returns the rest, if it can be spoken.
     #[must_use]
     pub fn finish(self) -> Option<String> {
         spoken(&self.pending)
@@ -68,7 +68,7 @@ fn first_end(text: &str) -> Option<usize> {
     None
 }
 
-/// Whether a full stop behind `text` belongs to a number of a list, an initial or a title.
+/// Whether a full stop after `text` belongs to a list number, an initial or a title.
 fn is_abbreviated(text: &str) -> bool {
     let word = text.rsplit(char::is_whitespace).next().unwrap_or_default();
     let is_number = !word.is_empty() && word.chars().all(|character| character.is_ascii_digit());

@@ -62,7 +62,7 @@ impl Frame {
     }
 }
 
-/// The longest message that is accepted; what a peer announces is not believed beyond this.
+/// Limits of an accepted message; larger announced lengths are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameLimits {
     /// Bytes of the header line with its newline.
@@ -71,7 +71,7 @@ pub struct FrameLimits {
     pub data: usize,
     /// Bytes of the payload.
     pub payload: usize,
-    /// What header line and JSON object may each take in memory once they are parsed.
+    /// Memory of header line and JSON object, each after parsing.
     pub tree: Bytes,
 }
 
@@ -88,7 +88,7 @@ impl Default for FrameLimits {
     }
 }
 
-/// What [`decode`] found at the start of some bytes.
+/// Result of [`decode`] at the start of some bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decoded {
     /// A whole message and how many bytes it took.
@@ -162,11 +162,10 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
 
     /// The next message; `None` when the peer closed the stream between two messages.
     ///
-    /// Nothing is lost when the returned future is dropped before it is done.
+    /// Dropping the returned future loses nothing.
     ///
     /// # Errors
-    /// When the stream fails, ends within a message, or carries something else than messages. Nothing can be read
-    /// after that.
+    /// When the stream fails, ends within a message, or carries anything but messages. Nothing can be read after that.
     pub async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         loop {
             if self.buffer.len() >= self.needed {
@@ -182,7 +181,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                     Decoded::Incomplete(needed) => self.needed = needed,
                 }
             }
-            // What the peer announces is reserved as it arrives, not before.
+            // Space for announced data is reserved as it arrives, not before.
             self.buffer.reserve(READ_SIZE);
             if self.inner.read_buf(&mut self.buffer).await? == 0 {
                 if self.buffer.is_empty() {
@@ -195,7 +194,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         }
     }
 
-    /// Reads and drops what still comes, up to the end of the stream or about `limit` bytes.
+    /// Reads and discards the remaining data, up to the end of the stream or about `limit` bytes.
     pub async fn discard(&mut self, limit: usize) {
         let mut dropped = 0;
         while dropped < limit {
@@ -232,10 +231,10 @@ pub enum FrameError {
         /// The limit in bytes.
         limit: usize,
     },
-    /// The header line is not what it must be.
+    /// The header line is malformed.
     #[error("header of a Wyoming message is not a JSON object with a `type`")]
     Header(#[source] serde_json::Error),
-    /// The data is not what it must be.
+    /// The data is malformed.
     #[error("data of a Wyoming message is not a JSON object")]
     Data(#[source] serde_json::Error),
     /// A part is announced longer than is accepted.
@@ -243,7 +242,7 @@ pub enum FrameError {
     TooLong {
         /// The field of the header.
         field: &'static str,
-        /// What it says.
+        /// Announced length.
         announced: u64,
         /// The limit in bytes.
         limit: usize,
@@ -253,7 +252,7 @@ pub enum FrameError {
     TreeTooLarge {
         /// The part.
         part: &'static str,
-        /// What its values take.
+        /// Memory of its values.
         tree: Bytes,
         /// The limit.
         limit: Bytes,
