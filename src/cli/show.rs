@@ -248,10 +248,10 @@ const WIDTH: usize = 80;
 /// With fewer columns nothing can be read.
 const COLUMNS_MIN: usize = 40;
 
-/// Where the second line of a paragraph begins: below its text.
+/// Indentation of the continued lines of a paragraph.
 const INDENT: usize = 10;
 
-/// What else is to be known of a worker: why it waits, or how it ended last.
+/// Notes about a worker: why it waits, or how it ended last.
 fn said_of(worker: &v1::Worker) -> Option<String> {
     let class = match worker.death_class.as_str() {
         "" => String::new(),

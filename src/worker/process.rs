@@ -1,7 +1,7 @@
 //! Child process and process group, with the system calls that need `unsafe`.
 //!
-//! The child leads a process group of its own, so that it is signalled together with its children. It is waited for by
-//! a pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to another process.
+//! The child leads its own process group, so that it is signalled together with its children. It is waited for by a
+//! pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to another process.
 
 use std::{
     io,
@@ -36,7 +36,7 @@ pub(super) struct Process {
     pid: libc::pid_t,
     pidfd: AsyncFd<OwnedFd>,
     reaped: bool,
-    /// Whether it is our child: another process's is reaped by its parent, and only its parent learns how it ended.
+    /// Whether it is our child: only the parent reaps a process and learns its exit status.
     child: bool,
 }
 
@@ -185,7 +185,7 @@ impl Drop for Process {
     }
 }
 
-/// A process that is not a child, held so that its id cannot come to mean another.
+/// A process that is not a child, held so that its id cannot be reused unnoticed.
 #[derive(Debug)]
 pub(super) struct UnmanagedProcess {
     pidfd: OwnedFd,
@@ -323,9 +323,9 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
 
 /// A pipe for an output: our end, and that of the child.
 ///
-/// On a long leash the child's end can read as well as write, as the descriptors of a terminal can. So there is always
-/// a reader: a worker that writes while no supervisor runs neither gets SIGPIPE nor an error. What it writes waits in
-/// the pipe for the next supervisor; a worker that writes more than the pipe holds waits too.
+/// On a long leash the child's end can read as well as write, like the descriptors of a terminal. So there is always a
+/// reader: a worker that writes while no supervisor runs gets neither SIGPIPE nor an error. Its output waits in the
+/// pipe for the next supervisor; a worker that writes more than the pipe holds waits too.
 fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
     let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
     if leash == Leash::Ours {
@@ -494,6 +494,6 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
 /// Enough to fork; the thread does nothing else.
 const SPAWNER_STACK: usize = 256 << 10;
 
-/// What a worker may write while no supervisor reads: the largest pipe that a user may have (pipe(7)). The kernel takes
-/// the pages when they are written, and not before.
+/// Bytes that a worker may write while no supervisor reads: the largest pipe that a user may have (pipe(7)). The kernel
+/// allocates pages only when they are written.
 const PIPE_BYTES: libc::c_int = 1 << 20;

@@ -24,12 +24,12 @@ pub(super) enum HttpError {
         /// The body, shortened.
         body: String,
     },
-    /// The answer is not what it should be.
+    /// The response is not the expected one.
     #[error("`{path}` answered without `{field}`")]
     Field {
         /// The path.
         path: &'static str,
-        /// What is missing.
+        /// The missing field.
         field: &'static str,
     },
 }

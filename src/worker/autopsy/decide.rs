@@ -1,7 +1,7 @@
 //! Classification of a death from evidence, as a pure function.
 //!
-//! The kernel's record that names the process comes first, our own intent second, the signal or code third, and the
-//! program's words only explain what it did itself. What nothing proves is not said: a SIGKILL without a record is a
+//! The kernel's record that names the process comes first, our own intent second, the signal or code third; the
+//! program's output explains only its own actions. Unproven causes are not stated: a SIGKILL without a record is a
 //! SIGKILL of an unknown sender, and a code of 137 is a code.
 
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::report::{ExitStatus, Intent, signal_name};
 use cotenant_policy::death::{Confidence, DeathClass, DeathVerdict, Finding};
 use cotenant_units::Bytes;
 
-/// What one rule says: the class, how sure it is, what happened as the rest of a sentence, and the remedy.
+/// Result of one rule: the class, its certainty, the event as the rest of a sentence, and the remedy.
 struct Ruling {
     class: DeathClass,
     confidence: Confidence,
@@ -54,7 +54,7 @@ impl Ruling {
     }
 }
 
-/// Decides what a process died of.
+/// Classifies the death of a process.
 pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     let words = quotes(evidence.recent_lines());
     let ruling = rule(evidence, &words);
@@ -549,8 +549,9 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
 }
 
 /// Whether the dynamic loader ended the process, so that the next start ends in the same way. Any other code is the
-/// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before its
-/// first instruction, so that it never was ready, its message is the last line, and little time was computed.
+/// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before
+/// its first instruction, so the program was never ready, the loader's message is the last line, and little CPU time
+/// was used.
 fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
     let is_last = evidence
         .recent_lines()
@@ -812,7 +813,7 @@ const CUDA_LIBRARIES: [&str; 8] = [
     "libnvinfer.so",
 ];
 
-/// What helps where the GPU's allocator refuses.
+/// Remedy when the GPU's allocator refuses.
 const LARGEST_FIRST: &str =
     "start the largest first and let smaller ones follow, or allocate in smaller pieces";
 

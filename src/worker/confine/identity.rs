@@ -89,8 +89,9 @@ impl Ids {
     }
 }
 
-/// Keeps the capabilities that a unit gives the supervisor (`AmbientCapabilities=`) from the worker: they outlive `exec`, and
-/// the change from one user to another when neither is root (capabilities(7)). Between fork and exec: a system call only.
+/// Keeps the capabilities that a unit gives the supervisor (`AmbientCapabilities=`) from the worker: they survive
+/// `exec`, and a change of user when neither is root (capabilities(7)). Called between fork and exec: a system call
+/// only.
 pub(super) fn drop_ambient() -> io::Result<()> {
     // SAFETY: four numbers, of which the last three are not used.
     if unsafe {

@@ -98,7 +98,7 @@ fn due_after(taken: Bytes, rate: Bytes) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
 }
 
-/// Anonymous memory. Nothing is taken before it is touched.
+/// Anonymous memory, taken when touched.
 struct Ballast {
     /// Start of the mapping as an address; `None` when nothing was asked for.
     start: Option<std::ptr::NonNull<std::ffi::c_void>>,
@@ -178,5 +178,5 @@ fn say(line: &str) {
 /// Page size of all supported machines; a larger one is touched more often than needed, never less.
 const PAGE: usize = 4096;
 
-/// Taken between two looks at the clock: 2.5 ms of what a desktop takes at 6000 MiB/s is 16 MiB.
+/// Bytes taken between two looks at the clock: 2.5 ms at a desktop's 6000 MiB/s are 16 MiB.
 const STEP: Bytes = Bytes::from_kib(256);

@@ -18,7 +18,7 @@ pub(super) struct Pocketsphinx {
     functions: Functions,
 }
 
-/// What a decoder listens for.
+/// Vocabulary of a decoder.
 #[derive(Clone, Debug)]
 pub(super) enum Search {
     /// The sentences of a JSGF grammar, given as text.
@@ -49,8 +49,7 @@ impl Pocketsphinx {
                 ps_get_hyp: sphinx.function("ps_get_hyp")?,
             }
         };
-        // It logs some hundred lines per start; what matters comes back as an error here.
-        // SAFETY: null means silence.
+        // It logs some hundred lines per start; relevant failures return as errors here. SAFETY: null disables the log.
         unsafe { (functions.err_set_logfp)(ptr::null_mut()) };
         Ok(Self { functions })
     }
@@ -250,7 +249,7 @@ pub enum SphinxError {
 }
 
 impl SphinxError {
-    /// What to do, where that is known.
+    /// Remedy, if known.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
@@ -348,7 +347,7 @@ const WORDS_NAMED: usize = 5;
 /// Samples per call: 100 ms.
 const BLOCK: usize = 1600;
 
-/// Where `pocketsphinx-en-us` puts the model.
+/// Folder of the model in `pocketsphinx-en-us`.
 const MODEL_FOLDER: &str = "/usr/share/pocketsphinx/model/en-us";
 
 const REMEDY: &str = "install it with `apt-get install libpocketsphinx3 libsphinxbase3`";

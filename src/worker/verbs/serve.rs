@@ -48,8 +48,8 @@ impl ListenArgs {
 
 /// Serves until SIGTERM or SIGINT, on one thread; the engine has another.
 ///
-/// `make` runs after the address is taken, so that two workers on one socket do not both load a model, and before the
-/// first connection is accepted: who is answered is served.
+/// `make` runs after the address is bound, so that two workers on one socket do not both load a model, and before the
+/// first connection is accepted, so that accepted connections are served.
 pub(super) fn serve<S: Service>(
     endpoint: &Endpoint,
     make: impl FnOnce() -> Result<S, VerbError>,
@@ -184,5 +184,5 @@ pub(super) fn trim() {
     }
 }
 
-/// Requests that may wait for the engine, in the order in which they came: one of each connection that a server has by default.
+/// Requests queued for the engine, in order of arrival: one for each connection that a server allows by default.
 const JOBS_QUEUED: usize = 16;

@@ -153,7 +153,7 @@ struct Streaming {
     speech: Speech,
 }
 
-/// What was sent of one spoken text.
+/// Audio sent for one text.
 #[derive(Default)]
 struct Speech {
     format: Option<AudioFormat>,
@@ -212,7 +212,7 @@ impl Session for Speaking {
 }
 
 impl Speaking {
-    /// What was begun by `synthesize-start`, which this event goes on with.
+    /// The synthesis begun by `synthesize-start`, which this event continues.
     fn begun(&mut self, event: &str) -> Result<Streaming, Refusal> {
         let without = || format!("`{event}` without `synthesize-start`");
         let streaming = self.streaming.take();
@@ -274,7 +274,7 @@ impl Speech {
     }
 }
 
-/// What the engine's thread is asked.
+/// A job of the engine's thread.
 struct Job {
     sentence: String,
     reply: oneshot::Sender<Result<MonoAudio, SpeakError>>,

@@ -82,7 +82,7 @@ impl Values {
         self.add(what, "MiB", mib(bytes));
     }
 
-    /// Adds what part of the whole an amount is.
+    /// Adds an amount with its share of the whole.
     pub fn part(&mut self, what: impl Into<String>, part: Bytes, whole: Bytes) {
         self.add(what, "%", percent(part.get(), whole.get()));
     }
