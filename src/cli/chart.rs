@@ -57,7 +57,7 @@ pub(super) enum MarkKind {
     Note,
     /// Memory was taken again.
     Regrow,
-    /// Memory was given back.
+    /// Memory was released.
     Shed,
 }
 
@@ -179,7 +179,7 @@ impl Chart {
         )
     }
 
-    /// The chart as an SVG file of its own.
+    /// The chart as a standalone SVG file.
     ///
     /// # Errors
     /// When the drawing library fails, which writing to memory excludes.

@@ -144,7 +144,7 @@ impl CliError {
             Self::Call(status) if refused_certificate(status).is_some() => REFUSED,
             Self::Connect(_) => UNREACHABLE,
             Self::Call(status) if !is_ours(status) => match status.code() {
-                // The transport's own words: the connection broke, or nothing came in time.
+                // The transport's own error: the connection broke, or timed out.
                 Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled => UNREACHABLE,
                 Code::Internal | Code::Unknown if broken(status) => UNREACHABLE,
                 Code::Internal | Code::Unknown | Code::DataLoss => FAILED,
@@ -247,7 +247,7 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
                 {
                     "CertificateExpired" => "it has expired",
                     "CertificateRequired" => "there is none",
-                    // Another CA of the same name: its signature is not by the key of ours.
+                    // Another CA with the same name: its signature does not match our key.
                     "UnknownCA" | "DecryptError" => "its CA is not that of `grpc.tcp.client_ca`",
                     _ => "it cannot be verified",
                 },

@@ -219,8 +219,7 @@ struct Keeper {
     say: Say,
     lease: Lease,
     term: Duration,
-    /// When the message was sent to which the supervisor last said that the lease is renewed: its term runs from no
-    /// earlier than that.
+    /// Sending time of the message behind the last confirmed renewal: the term runs no earlier than from then.
     heard: Instant,
     /// When the messages of this stream were sent that have not been answered so.
     sent: VecDeque<Instant>,
@@ -474,7 +473,7 @@ impl Keeper {
 /// The program under the lease.
 struct Program {
     child: Child,
-    /// How it has ended, while others that it has started go on.
+    /// Exit status, while other processes that it has started continue.
     exited: Option<ExitStatus>,
     /// Open for both directions, so that a reader neither waits for us nor sees an end.
     fifo: fs::File,
@@ -651,7 +650,7 @@ impl Say {
         };
         if self.beside_a_program {
             use std::io::Write as _;
-            // The program goes on, also when stderr is closed.
+            // The program continues, even when stderr is closed.
             let _ = std::io::stderr()
                 .lock()
                 .write_all(exit::escaped(&line).as_bytes());
@@ -745,7 +744,7 @@ mod tests {
             said.try_recv().is_err(),
             "its receipts are no reason to say it again"
         );
-        // Another stream asks again.
+        // Another stream repeats the target.
         hears(&mut keeper, &say, target(7, 1));
         assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
         hears(&mut keeper, &say, target(8, u64::MAX));

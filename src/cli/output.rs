@@ -99,7 +99,7 @@ pub(super) fn write_list(
     }
 }
 
-/// Reads a journal, and says which of its lines cannot be read.
+/// Reads a journal, and reports unreadable lines.
 pub(super) fn read_journal(path: &Path, act: impl Into<String>) -> Result<Contents, CliError> {
     let contents = journal::read(path).map_err(|error| CliError::failed(act, error))?;
     if !contents.damaged.is_empty() {

@@ -65,7 +65,7 @@ fn run_again() -> io::Result<ExitStatus> {
     })
 }
 
-/// Has the kernel end `command` when the thread that starts it is gone, however that came.
+/// Makes the kernel end `command` when the thread that starts it is gone for any reason.
 pub fn end_with_parent(command: &mut Command) {
     // SAFETY: `prctl` is a system call alone, which touches no memory of this process.
     unsafe {
@@ -85,7 +85,7 @@ impl Interrupts {
         Ok(Self([hangup, interrupt, terminate]))
     }
 
-    /// Waits for the next one; returns the exit code that tells of it.
+    /// Waits for the next one; returns the corresponding exit code.
     pub async fn next(&mut self) -> u8 {
         let [(hangup, one), (interrupt, two), (terminate, three)] = &mut self.0;
         let number = tokio::select! {

@@ -286,7 +286,7 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     .render()
 }
 
-/// Sequences of the LLM, a row each; the class stands for a client without a name.
+/// Sequences of the LLM, a row each; the class replaces a missing client name.
 pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     let mut table = Table::new([
         Column::Text("SEQ"),

@@ -11,7 +11,7 @@ use std::{
 use super::session::end_with_parent;
 use cotenant_units::Bytes;
 
-/// The commands that the recogniser's small variant knows.
+/// Commands of the recogniser's small variant.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
 
 /// Path of the demo model: in the package's place, or in the sources that this program was built from.
@@ -70,7 +70,7 @@ impl Drop for TemporaryFolder {
     }
 }
 
-/// A child process that is ended with its value: first asked, then forced.
+/// A child process that is ended on drop: by SIGTERM, then by SIGKILL.
 #[derive(Debug)]
 pub struct Process(Child);
 

@@ -194,7 +194,7 @@ fn milliseconds(time: Option<Duration>) -> String {
     )
 }
 
-/// Longest recording that is read; the API has a limit of its own.
+/// Longest recording that is read; the API has its own limit.
 const RECORDING_MAX: Duration = Duration::from_secs(600);
 
 /// Samples per message: 64 ms at 16 kHz.

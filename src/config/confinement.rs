@@ -100,7 +100,7 @@ fn resources(checker: &mut Checker, raw: &RawLimits, at: &str) -> BTreeMap<Resou
     resources
 }
 
-/// `none` as no limit, a faulty or missing value as nothing said.
+/// `none` as no limit, a faulty or missing value as absent.
 fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64>> {
     if text.0.as_deref() == Some("none") {
         return Some(None);
@@ -268,7 +268,7 @@ fn circle(config: &Config, name: &str) -> Option<Vec<String>> {
 /// How `after` names the LLM.
 pub(super) const LLM: &str = "llm";
 
-/// LiveKit gives up after 10 s between two bytes, then tries again and adds load.
+/// LiveKit stops waiting after 10 s between two bytes, then retries and adds load.
 const WAKE_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Far beyond the kernel's own maximum of open files and processes.

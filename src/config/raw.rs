@@ -140,7 +140,7 @@ fn is_blank(text: &str) -> bool {
         .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
 }
 
-/// Turns an error of the YAML reader into a fault of ours.
+/// Converts an error of the YAML reader.
 fn fault(path: String, error: &serde_yaml::Error) -> Fault {
     let position = error.location().map(|at| (at.line(), at.column()));
     let whole = error.to_string();
@@ -162,7 +162,7 @@ fn fault(path: String, error: &serde_yaml::Error) -> Fault {
     }
 }
 
-/// Puts the reader's words into ours, with a remedy where we know one.
+/// Rewords the reader's message, with a remedy if one is known.
 fn explain(message: &str) -> (String, Option<String>) {
     let mut quoted = message.split('`').skip(1).step_by(2);
     if message.starts_with("unknown field") {
@@ -308,7 +308,7 @@ impl<'de> Deserialize<'de> for MemoryForm {
     }
 }
 
-/// Goes down a path and fails where it ends, so that the reader's error tells the position.
+/// Descends a path and fails at its end, so that the reader's error has the position.
 struct Walk<'a>(&'a [&'a str]);
 
 impl<'de> DeserializeSeed<'de> for Walk<'_> {

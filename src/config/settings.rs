@@ -176,7 +176,7 @@ pub enum KvMemory {
     AtOnce,
 }
 
-/// Which tokens the LLM may say, besides control tokens and single bytes.
+/// Tokens that the LLM may generate, besides control tokens and single bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VocabularyConfig {
     /// All.
@@ -202,7 +202,7 @@ pub struct LlmConfig {
     pub device: DeviceSettings,
     /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.
     pub context: Tokens,
-    /// Which tokens it may say. Default: all.
+    /// Tokens that it may generate. Default: all.
     pub vocabulary: VocabularyConfig,
     /// Tokens of an answer whose request names no limit. Default 4096, 1 to 1048576.
     pub answer_tokens_max: Tokens,
@@ -230,7 +230,7 @@ pub struct LlmConfig {
     pub after: Vec<String>,
     /// How long loading may take before the workers are started without waiting for it. Default 2 min, 1 s to 1 h.
     pub load_timeout: Duration,
-    /// How long the engine may take over a change before it is asked again. Default 2 s, 100 ms to 10 min.
+    /// How long the engine may take to apply a change before the request is repeated. Default 2 s, 100 ms to 10 min.
     pub apply_timeout: Duration,
     /// When it may be loaded again after a failure.
     pub restart: RestartParams,
@@ -265,11 +265,11 @@ pub enum WorkerProtocol {
 /// Address of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Listen {
-    /// A TCP port on loopback that the supervisor picks before each start; `${PORT}` in argv and env stands for it.
+    /// A TCP port on loopback that the supervisor picks before each start; `${PORT}` in argv and env.
     FreePort,
     /// Nowhere.
     Nowhere,
-    /// This TCP port on loopback; `${PORT}` in argv and env stands for it.
+    /// This TCP port on loopback; `${PORT}` in argv and env.
     Port(u16),
     /// This Unix socket, `${SOCKET}` in argv and env. Default for Wyoming: `<runtime_dir>/<name>.sock`, or a free port
     /// for a worker with `user`, which may not create a socket there.
@@ -372,7 +372,7 @@ pub struct WorkerConfig {
     pub autostart: bool,
     /// Whether it is exempt from being stopped or shrunk for others. Default no.
     pub pinned: bool,
-    /// Workers, or `llm`, that must be up or given up before it is started.
+    /// Workers, or `llm`, that must be up, or given up, before it is started.
     pub after: Vec<String>,
     /// Holder of its lease.
     pub lease: LeaseHolder,
@@ -430,9 +430,9 @@ pub struct HttpConfig {
     pub keys_file: Option<PathBuf>,
     /// Endpoints served without a key although clients have keys. Default `health`.
     pub keyless: Vec<Keyless>,
-    /// Names of models as clients send them, and the model or worker that each stands for. Default none.
+    /// Names of models used by clients, and the model or worker for each. Default none.
     pub models: BTreeMap<String, String>,
-    /// Names of voices as clients send them, and the worker's voice that each stands for.
+    /// Names of voices used by clients, and the worker's voice for each.
     pub voices: BTreeMap<String, String>,
 }
 
@@ -441,7 +441,7 @@ pub struct HttpConfig {
 pub struct WyomingConfig {
     /// Addresses; default none, since port 10300 is often that of a worker.
     pub listen: Vec<WyomingListen>,
-    /// Languages that the LLM is said to know. Default `en`.
+    /// Declared languages of the LLM. Default `en`.
     pub languages: Vec<String>,
     /// System prompt of each conversation. Default nothing.
     pub system: Option<String>,
@@ -475,7 +475,7 @@ impl Config {
         http.into_iter().chain(wyoming).chain(grpc).collect()
     }
 
-    /// The listeners that other machines reach and that ask for no key, each with its setting.
+    /// The listeners that other machines reach without a key, each with its setting.
     #[must_use]
     pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let keyed = |key: &str| {
@@ -534,7 +534,7 @@ pub struct RolesConfig {
     pub operators: Ids,
     /// Read; shed, drain and recycle workers.
     pub watchdogs: Ids,
-    /// Read, have leases of their own, generate.
+    /// Read, hold leases, generate.
     pub tenants: Ids,
     /// Read.
     pub viewers: Ids,
@@ -636,14 +636,14 @@ pub enum LeaseHolder {
     /// The supervisor, on its behalf. Default.
     #[default]
     Supervisor,
-    /// The worker itself, as a tenant by its own name; its peak is booked until it has asked.
+    /// The worker itself, as a tenant under its own name; its peak is booked until its request.
     Own,
 }
 
 /// Behaviour of an idle worker. Without either setting it is kept warm.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IdleConfig {
-    /// After this time it is asked into its smallest variant. 1 s to 24 h.
+    /// Idle time after which it switches to its smallest variant. 1 s to 24 h.
     pub shrink_after: Option<Duration>,
     /// After this time it is stopped, and started by the next request. 1 s to 24 h.
     pub stop_after: Option<Duration>,

@@ -240,7 +240,7 @@ fn exact(bytes: u64) -> String {
     format!("{}{unit}", bytes >> shift)
 }
 
-/// Digits, and at most one point between digits, with at most [`DECIMALS_MAX`] of them behind it.
+/// Digits, and at most one point between digits, followed by at most [`DECIMALS_MAX`].
 fn is_number(text: &str) -> bool {
     let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     match text.split_once('.') {

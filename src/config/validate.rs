@@ -439,7 +439,7 @@ impl Checker {
         }
     }
 
-    /// Tokens that may be said: a number, or the path of a text.
+    /// The vocabulary: a number of tokens, or the path of a text.
     fn vocabulary(&mut self, raw: &Text) -> VocabularyConfig {
         const PATH: &str = "llm.vocabulary";
         match raw.0.as_deref() {

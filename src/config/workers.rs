@@ -215,7 +215,7 @@ fn endpoint(
         (Some(_), _) => checker
             .number(&port_key, &raw.port, 1..=u16::MAX)
             .map_or(Listen::Nowhere, Listen::Port),
-        // Another user may not create a socket in a folder of ours.
+        // Another user may not create a socket in the daemon's folder.
         (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Listen::FreePort,
         (None, WorkerProtocol::Wyoming) => {
             let socket = runtime_dir.join(format!("{name}.sock"));

@@ -56,7 +56,7 @@ const DEATHS_PER_WORKER: usize = 16;
 #[derive(Debug)]
 pub struct ControlHandle {
     boot_id: String,
-    /// Earlier runs whose leases go on.
+    /// Earlier runs whose leases continue.
     continued: Vec<String>,
     clock: MonotonicClock,
     inbox: mpsc::Sender<Inbound>,
@@ -87,7 +87,7 @@ pub struct ControlHandle {
 pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
 
 impl ControlHandle {
-    /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases go on, and
+    /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases continue, and
     /// `event_lines` is the length of the event log.
     #[must_use]
     pub fn new(
@@ -351,7 +351,7 @@ impl Supervisor for ControlHandle {
             .map(|(pid, _)| *pid);
         let is_it = match runs_as {
             Some(_) => of == Some(tenant),
-            // It is about to run: its process may ask before it is reported here, and descends from ours.
+            // It is about to run: its process may send a request before it is reported here, and descends from ours.
             None if worker.state == WorkerState::Starting => {
                 of.is_none() && pid.is_some_and(is_descendant)
             }

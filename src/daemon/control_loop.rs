@@ -58,7 +58,7 @@ pub trait Perform {
         None
     }
 
-    /// Does the periodic work that is due. `sampled` says whether a sample was among the last events.
+    /// Does the periodic work that is due. `sampled` is whether a sample was among the last events.
     fn upkeep(&mut self, _now: Timestamp, _arbiter: &Arbiter, _sampled: bool) {}
 }
 

@@ -20,7 +20,7 @@ use cotenant_telemetry::Metrics;
 use cotenant_units::Timestamp;
 
 /// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
-/// arbiter asks then.
+/// arbiter requests a measurement then.
 const ROUND: Duration = Duration::from_millis(500);
 
 /// The longest time between two rounds, whether there are samples or not.

@@ -54,7 +54,7 @@ pub(super) struct CurrentEngine {
 }
 
 impl CurrentEngine {
-    /// A handle to ask it.
+    /// A handle to the engine.
     pub(super) fn handle(&self) -> EngineHandle {
         self.handle
             .read()
@@ -446,7 +446,7 @@ pub(super) fn start_engine(
         .map_err(RunError::system("the engine's thread"))
 }
 
-/// The tokens that the LLM may say, as the engine takes it.
+/// The reduced vocabulary, in the engine's form.
 pub fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     match &llm.vocabulary {
         VocabularyConfig::All => None,
@@ -472,7 +472,7 @@ pub fn threads(llm: &LlmConfig) -> usize {
     )
 }
 
-/// As many as a configuration may ask for.
+/// Maximum of the configuration.
 const THREADS_MAX: usize = 256;
 
 /// Requests running or waiting, and the KV need of the running one. KV of the last answer is kept only while the space

@@ -22,7 +22,7 @@ use cotenant_units::{Bytes, Timestamp};
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
     tracer: Tracer,
-    /// Holders that were asked for memory which is not verified to be back.
+    /// Holders with a reclaim request that is not verified yet.
     asked: BTreeMap<Holder, Asked>,
     /// The plan of the engine by the last report.
     in_force: Option<EnginePlan>,
@@ -259,7 +259,7 @@ impl Figures {
     }
 }
 
-/// Why the engine is asked for less, in one word; `None` where it is not.
+/// Reason of a smaller plan in one word; `None` if it is not smaller.
 fn shed_by(reason: &PlanReason) -> Option<&'static str> {
     match reason {
         PlanReason::Shed { reclaim, .. } => Some(word(reclaim)),
@@ -611,7 +611,7 @@ mod tests {
         };
         for round in 0..2 {
             scene.sample(Bytes::ZERO);
-            // Two processes of one name; the second one is asked.
+            // Two processes of one name; the second one gets the request.
             for (pid, mib) in [(1, 40), (2, 360)] {
                 scene.tell(Event::LeaseRequested {
                     ticket: Ticket(1),

@@ -49,12 +49,12 @@ pub(super) struct Handoff {
 /// State left by the previous run.
 #[derive(Default)]
 pub(super) struct Inheritance {
-    /// The names of the runs whose leases go on, the last one first.
+    /// Names of the runs whose leases continue, the last one first.
     pub(super) boot_ids: Vec<String>,
     book: Option<Book>,
     /// Path of a saved book that could not be read.
     lost: Option<String>,
-    /// Tenants that are alive, of leases that go on and of those that have ended.
+    /// Living tenants, of continuing leases and of ended ones.
     pub(super) holders: Vec<(LeaseId, Arc<Process>)>,
 }
 
@@ -340,7 +340,7 @@ mod tests {
         let config = config_in(folder.path());
         let place = Place::take(&config).await.unwrap();
         let path = place.successor.lock.clone();
-        // A child that lives is the owner now, as far as the file says.
+        // By the file, a living child is the owner now.
         let mut other = Command::new("cat")
             .stdin(std::process::Stdio::piped())
             .spawn()

@@ -66,7 +66,7 @@ impl HangDetector {
         self.unanswered.answered();
     }
 
-    /// Keeps a worker counted as at work that was given up on, for as long as it computes. Returns at once.
+    /// Keeps an abandoned worker counted as busy while it computes. Returns at once.
     pub(super) fn busy_until_done(&self, at_work: AtWork) {
         let (worker, life) = (self.worker.clone(), self.worker.starts());
         tokio::spawn(async move {

@@ -381,7 +381,7 @@ fn files_for(wanted: u64) -> u64 {
     }
 }
 
-/// The socket, the process behind it, and that process once more for each lease that it holds (one, as a rule).
+/// The socket, the process behind it, and that process once more for each lease that it holds (usually one).
 const FILES_PER_CONNECTION: u64 = 3;
 
 /// Files of the journal, the model, the probes, the workers' pipes and the HTTP clients (our choice: 64 workers with

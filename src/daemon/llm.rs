@@ -213,7 +213,7 @@ impl Llm {
         let (request, prepared) = blocking(move || {
             let gone = || gone.is_cancelled();
             let prepared = asked.prepare(&request, engine::Client { place, gone: &gone });
-            // The engine goes on with tokens and a mask: no tree waits in its queue.
+            // The engine receives tokens and a mask: no tree waits in its queue.
             (request.prompt, request.form) = (engine::Prompt::default(), None);
             (request, prepared)
         })
@@ -531,7 +531,7 @@ fn draining(act: &str) -> Refusal {
 /// As it reads after "cannot".
 const ACT: &str = "start an answer";
 
-/// As clients of OpenAI's API know them, and where these have none, the engine's own.
+/// OpenAI's names, and the engine's own where OpenAI has none.
 const fn reason_word(reason: engine::FinishReason) -> &'static str {
     match reason {
         engine::FinishReason::Stop | engine::FinishReason::StopText(_) => "stop",

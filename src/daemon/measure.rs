@@ -535,7 +535,7 @@ mod tests {
 
     #[test]
     fn a_child_that_holds_a_lease_answers_for_itself_and_not_its_parent() {
-        // A tenant (100) with a child (101), one that is a tenant too (102) with a child of its own (103).
+        // A tenant (100) with a child (101), and with another one that is a tenant too (102) and has a child (103).
         let folder = tempfile::tempdir().unwrap();
         for (pid, parent, kib) in [(100, 1, 10), (101, 100, 20), (102, 100, 40), (103, 102, 80)] {
             let own = folder.path().join(format!("proc/{pid}"));

@@ -44,7 +44,7 @@ impl Parts {
         })
     }
 
-    /// Starts a task that has to go on as long as the daemon runs; any end is a loss.
+    /// Starts a task that must run as long as the daemon; any end is a loss.
     pub(super) fn spawn_permanent(
         &self,
         name: &'static str,

@@ -22,7 +22,7 @@ use cotenant_probe::{
 use cotenant_threads::{NotDone, blocking};
 use cotenant_units::{causes::in_one_line, lock::locked};
 
-/// Time between two samples until the arbiter has said otherwise.
+/// Time between two samples until the arbiter has set another one.
 const FIRST_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Asks for samples at another pace; the wait under way is cut short when the new one is shorter.
@@ -54,7 +54,7 @@ const fn watch_of(rung: PsiRung) -> StallWatch {
     }
 }
 
-/// Starts sampling, which goes on as long as the pace is held; `machine` follows the memory that the machine has.
+/// Starts sampling, which continues while the pace is held; `machine` follows the machine's memory.
 pub(super) fn spawn(
     sampler: Sampler,
     root: &ProbeRoot,
@@ -120,7 +120,7 @@ pub(super) fn spawn(
                     blocking(move || emergency::within(|| locked(&theirs).refresh()))
                 });
                 match refresh.await {
-                    // Without a thread it is asked for again after the next sample.
+                    // Without a thread, the release is requested again after the next sample.
                     Ok(()) | Err(NotDone::NoThread(_)) => {}
                     Err(broken) => return tell_broken(&broken),
                 }

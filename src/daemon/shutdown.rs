@@ -16,7 +16,7 @@ use super::{
 };
 use cotenant_policy::event::Event;
 
-/// How long requests in flight may go on when the daemon is to end. With [`STOP_GRACE`] after it, well below
+/// How long requests in flight may continue when the daemon ends. With [`STOP_GRACE`] after it, well below
 /// `TimeoutStopSec=20s` of the unit.
 const DRAIN_MAX: Duration = Duration::from_secs(8);
 

@@ -76,7 +76,7 @@ pub(super) struct Voice {
     tts: Option<Speaker>,
     recordings: Arc<Queue>,
     texts: Arc<Queue>,
-    /// Places of recordings that the recogniser has at once; further ones wait in the order in which they came.
+    /// Places of recordings that the recogniser has at once; further ones wait in order of arrival.
     places: Semaphore,
     /// Names of the voices that the worker announced last.
     announced: Mutex<Vec<String>>,
@@ -303,7 +303,7 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
     }
 }
 
-/// How a worker that listens there is asked.
+/// The client for a worker at this endpoint.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
     let timeouts = ClientTimeouts {
         // A server of one thread describes itself when it has spoken for another client.
@@ -366,7 +366,7 @@ pub(super) fn is_same_language(one: &str, other: &str) -> bool {
     primary(one) == primary(other)
 }
 
-/// A recogniser that does not know the language would hear something else. One that names no languages is asked anyway.
+/// A recogniser for other languages would produce wrong text. One that announces no languages is used anyway.
 fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
     if known.is_empty() || known.iter().any(|tag| is_same_language(tag, wanted)) {
         return Ok(());

@@ -51,7 +51,7 @@ pub(super) struct Workers {
     runtime: Handle,
 }
 
-/// A worker that hears or speaks, and how it is asked.
+/// A speech worker, and the way to address it.
 #[derive(Clone, Debug)]
 pub(super) struct Speaker {
     pub(super) handle: WorkerHandle,
@@ -59,7 +59,7 @@ pub(super) struct Speaker {
     pub(super) hangs: HangDetector,
 }
 
-/// How a worker is asked.
+/// The way to address a worker.
 #[derive(Clone, Debug)]
 pub(super) struct Way {
     pub(super) protocol: WorkerProtocol,

@@ -93,7 +93,7 @@ fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
     let before = messages.len();
     while messages.len() > fixed + 1 && (left > wanted || messages.len() == before) {
         left -= size(&messages.remove(fixed).content);
-        // the outcome of a call that is gone says nothing
+        // a result without its call is useless
         while messages.len() > fixed + 1
             && messages
                 .get(fixed)

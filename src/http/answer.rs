@@ -52,7 +52,7 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn part(&mut self, part: AnswerPart) -> Vec<Payload>;
     /// The tokens of prompt and answer, before the end of a stream whose request wants them.
     fn context(&mut self, _tokens: Vec<u32>) {}
-    /// The end of an answer in a stream that has another one behind it.
+    /// The end of an answer that another one follows in the stream.
     fn next(&mut self, _reason: FinishReason, _usage: Usage) -> Vec<Payload> {
         Vec::new()
     }
@@ -62,7 +62,7 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
         vec![Payload::from(&fault.to_json())]
     }
-    /// An answer in one piece that has another one behind it.
+    /// A complete answer that another one follows.
     fn keep(&mut self, _said: Said, _reason: FinishReason, _usage: Usage) {}
     /// The answer in one piece.
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value;
@@ -203,7 +203,7 @@ pub(super) async fn answer_all<W: Writer>(
     Ok((seed, response).into_response())
 }
 
-/// The request that says how an answer comes, and those that are answered behind it.
+/// The request that decides the form of the answer, and the requests answered after it.
 pub(super) type Requests = (ChatRequest, VecDeque<ChatRequest>);
 
 /// A request that is being admitted.

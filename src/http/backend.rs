@@ -143,7 +143,7 @@ pub trait TokenizerBackend: Send + Sync + 'static {
         control: bool,
     ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>>;
 
-    /// The bytes that each token stands for; none for a control token.
+    /// The bytes of each token; none for a control token.
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>>;
 }
 

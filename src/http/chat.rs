@@ -115,7 +115,7 @@ impl Writer for ChatWriter {
     }
 
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
-        // as OpenAI has it: an answer that only calls tools says nothing
+        // as in OpenAI's API: an answer that only calls tools has no content
         let silent = said.text.is_empty() && !said.calls.is_empty();
         let text = Some(said.text).filter(|_| !silent);
         let mut message = json!({"role": "assistant", "content": text});

@@ -389,7 +389,7 @@ pub(super) fn at_least_one(field: &str, tokens: Option<Whole>) -> Result<Option<
         .transpose()
 }
 
-/// The form that `response_format` asks for.
+/// The form requested by `response_format`.
 fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
     let Some(mut format) = format.filter(|format| !format.is_null()) else {
         return Ok(None);
@@ -508,7 +508,7 @@ pub(super) fn function_of(
 pub(super) enum ToolChoice {
     /// The model decides.
     Auto,
-    /// It does not know of them.
+    /// The model is not given the tools.
     None,
     /// One must be called: of this name, or any.
     Required(Option<String>),

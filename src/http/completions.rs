@@ -135,7 +135,7 @@ impl WireRequest {
                 prompt,
                 ..first.clone()
             };
-            // Equal prompts have answers of their own.
+            // Equal prompts get different answers.
             let seed = &mut request.sampling.asked.seed;
             *seed = seed.map(|seed| seed.wrapping_add(place));
             request

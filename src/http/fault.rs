@@ -201,7 +201,7 @@ const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// Read by the OpenAI SDKs before `retry-after`.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
-/// A zero would make the SDK fall back to a backoff of its own.
+/// A zero would make the SDK use its own backoff.
 const RETRY_AFTER_MIN: Duration = Duration::from_millis(1);
 /// Beyond 120 s the OpenAI SDK does not retry at all (`_base_client.py`).
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(120);

@@ -96,7 +96,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// The answer to the question of a browser whether a page may send a request, if it is one. The [`check`] has said so.
+/// The response to a CORS preflight request, if it is one. [`check`] has admitted it.
 pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
     headers.get(header::ACCESS_CONTROL_REQUEST_METHOD)?;
     let mut answer = HeaderMap::new();

@@ -57,13 +57,13 @@ pub struct Limits {
     pub body_timeout: Duration,
     /// How long a body may come as slowly as it likes; then less than 16 KiB/s on average is a 408.
     pub body_grace: Duration,
-    /// How long a client may refuse to read its answer before the connection is given up.
+    /// How long a client may not read its answer before the connection is closed.
     pub write_stall_timeout: Duration,
     /// How long a stream waits for its admission before it is opened all the same and kept alive with comments.
     pub admission_timeout: Duration,
     /// Longest silence of a stream before a comment is sent; a third of the client's patience, if that is less.
     pub keepalive: Duration,
-    /// How long requests in flight may go on when the listeners are closed.
+    /// How long requests in flight may continue after the listeners are closed.
     pub drain_timeout: Duration,
 }
 
@@ -80,7 +80,8 @@ impl Default for Limits {
             json_max: Bytes::from_mib(1),
             // Schemas of common tools take six to seven times their text.
             tree_max: Bytes::from_mib(8),
-            // Our choice: two of the largest, or some hundred common ones. It is memory of ours, outside of any lease.
+            // Our choice: two of the largest, or some hundred common ones. This is memory of the daemon, outside of any
+            // lease.
             requests_memory_max: Bytes::from_mib(40),
             // OpenAI's own limit of a file: 25 MB.
             audio_max: Bytes::from_mib(25),
@@ -101,11 +102,11 @@ impl Default for Limits {
             sessions_memory_max: Bytes::from_mib(16),
             // Our choice: beyond a context of 32k tokens.
             session_items_max: Bytes::from_kib(512),
-            // Our choice: at 16 kHz it is 8.7 minutes, of all that is said at once and waits for the recogniser.
+            // Our choice: at 16 kHz it is 8.7 minutes, the sum of all speech that waits for the recogniser.
             sessions_audio_max: Bytes::from_mib(16),
-            // LiveKit gives up a response that has not begun after 10 s.
+            // LiveKit drops a response that has not begun after 10 s.
             session_patience: Duration::from_secs(10),
-            // Our choice: above a shed (target 300 ms) and growth behind it. Ollama's clients do not ask again.
+            // Our choice: above a shed (target 300 ms) and the growth after it. Ollama's clients do not retry.
             memory_patience: Duration::from_secs(4),
             // Our choice; OpenAI ends a session after an hour, used or not.
             session_idle_timeout: Duration::from_mins(10),
@@ -113,7 +114,7 @@ impl Default for Limits {
             speech_chars_max: 4096,
             // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections block others longer.
             head_timeout: Duration::from_secs(15),
-            // LiveKit gives up after 10 s without a byte; no client that is slower than that is served.
+            // LiveKit stops waiting after 10 s without a byte; slower clients are not served.
             body_idle_timeout: Duration::from_secs(10),
             // 25 MiB in 60 s is 3.5 Mbit/s.
             body_timeout: Duration::from_mins(1),

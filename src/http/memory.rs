@@ -54,7 +54,7 @@ pub(super) struct Quota {
     taken: Arc<Mutex<BTreeMap<Who, usize>>>,
 }
 
-/// Units that a client has; given back when this is dropped.
+/// Units of a client; returned on drop.
 pub(super) struct Share {
     quota: Quota,
     who: Who,

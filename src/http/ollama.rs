@@ -205,7 +205,7 @@ pub(super) async fn generate(
     asked(api, meta, request, Shape::Generate).await
 }
 
-/// The model of a name; Ollama's names end in `:latest` when nothing else is said.
+/// The model with a name; Ollama appends `:latest` to a name without a tag.
 fn model_named(api: &Api, name: &str) -> Result<ModelInfo, Fault> {
     let models = chat_models(api);
     let plain = name.strip_suffix(":latest").unwrap_or(name);
@@ -242,5 +242,5 @@ async fn asked(
 /// The release with the newest features supported here: tools while streaming, `think`, `truncate` and `shift`.
 const OLLAMA_VERSION: &str = "0.12.10";
 
-/// The model is not given up for being idle.
+/// The model is never unloaded for being idle.
 const NEVER: &str = "9999-12-31T23:59:59Z";

@@ -93,7 +93,7 @@ struct WireFunction {
 /// A parsed request, with the fields that only Ollama has.
 #[derive(Debug)]
 pub(super) struct Asked {
-    /// `None` when nothing is asked but to have the model ready.
+    /// `None` when the request only loads or unloads the model.
     pub(super) request: Option<ChatRequest>,
     /// Whether the client asks to unload the model.
     pub(super) unload: bool,

@@ -52,7 +52,7 @@ pub(super) const fn is_of_memory(refusal: &Refusal, _asked: u32) -> bool {
     )
 }
 
-/// Our choice: below it asking is work of its own, above it a shed is long over.
+/// Our choice: below it retries cause load, above it a shed is long over.
 const AGAIN_MIN: Duration = Duration::from_millis(50);
 const AGAIN_MAX: Duration = Duration::from_millis(250);
 

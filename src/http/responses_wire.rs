@@ -132,7 +132,7 @@ impl WireRequest {
         })
     }
 
-    /// The form that `text.format` asks for.
+    /// The form requested by `text.format`.
     fn form(&self) -> Result<Option<AnswerForm>, Fault> {
         let format = match self.text.as_ref().and_then(|text| text.get("format")) {
             None | Some(Value::Null) => return Ok(None),

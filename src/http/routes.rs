@@ -73,7 +73,7 @@ pub(super) fn router(api: &Api) -> Router {
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(api.clone(), guard))
-        // bodies are limited where they are read, with limits of their own
+        // bodies are limited where they are read
         .layer(DefaultBodyLimit::disable())
         .layer(middleware::from_fn_with_state(api.clone(), observe))
         .with_state(api.clone())

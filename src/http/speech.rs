@@ -321,7 +321,7 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
     worker_lost("tts", reason)
 }
 
-/// Bytes as they come. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
+/// Streams the bytes. If synthesis fails midway, the connection is aborted: there is no other way to signal it.
 fn as_body(kind: &'static str, bytes: Encoded) -> Response {
     let bytes = bytes.map(|bytes| bytes.map_err(io::Error::other));
     (
@@ -387,7 +387,7 @@ const ENCODED_AT_ONCE: usize = 2400;
 const ACT: &str = "synthesise speech";
 /// The voice that speaks.
 const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
-/// Which format was sent instead of the one that was asked for.
+/// Header with the format that was sent instead of the requested one.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
 /// OpenAI's own limits.
 pub(super) const SPEED_MIN: f64 = 0.25;

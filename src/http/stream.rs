@@ -120,14 +120,14 @@ where
         .interval(silence(meta, limits))
         .text("keepalive");
     (
-        // tells nginx and its like not to collect the stream
+        // tells nginx and similar proxies not to buffer the stream
         [(NO_BUFFERING, HeaderValue::from_static("no"))],
         Sse::new(events).keep_alive(keepalive),
     )
         .into_response()
 }
 
-/// Silence after which a stream gets a comment: sooner for a client that says it waits less than three times as long.
+/// Silence after which a stream gets a comment: sooner for a client whose timeout is below three times as long.
 pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.keepalive, |patience| {
         limits.keepalive.min((patience / 3).max(SILENCE_MIN))

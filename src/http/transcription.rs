@@ -50,7 +50,7 @@ pub(super) async fn transcriptions(
     let duration = audio.duration();
     let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
     let work = if audio.samples.is_empty() {
-        // nothing was said, and no recogniser is needed
+        // silence needs no recogniser
         async { Ok(Transcript::default()) }.boxed()
     } else {
         let request = TranscribeRequest {
@@ -143,7 +143,7 @@ pub(super) async fn translations() -> Fault {
     )
 }
 
-/// Sends the text as events, in the pieces in which the recogniser tells it; the stream is kept alive while it works.
+/// Sends the text as events, in the recogniser's pieces; the stream is kept alive meanwhile.
 async fn streamed(
     api: &Api,
     meta: &RequestMeta,

@@ -20,7 +20,7 @@ use cotenant_policy::book::Book;
 /// The contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedBook {
-    /// Runs of the supervisor whose leases go on in this book: the one that wrote it, then those before it.
+    /// Runs of the supervisor whose leases continue here: the writing one, then those before it.
     pub boot_ids: Vec<String>,
     /// The kernel's own name for the time since it booted.
     pub kernel_boot_id: String,

@@ -39,7 +39,7 @@ pub enum Outcome {
         /// The line of the checkpoint.
         sequence: u64,
     },
-    /// Up to here every decision was the same; then the journal has a gap, and no checkpoint behind it.
+    /// Every decision up to here was the same; then the journal has a gap, and no checkpoint after it.
     Gap {
         /// The line after the gap.
         sequence: u64,
@@ -220,7 +220,7 @@ impl Run {
     }
 }
 
-/// The arbiter to go on with from a line that has a whole state.
+/// The arbiter to continue with, from a line with a whole state.
 fn begin(entry: &JournalEntry) -> Result<Option<Arbiter>, Outcome> {
     begun(&entry.content)
         .transpose()

@@ -14,7 +14,7 @@ use cotenant_units::{Bytes, Timestamp};
 /// The story of one decision.
 #[derive(Clone, Debug)]
 pub struct Why {
-    /// The line that was asked for.
+    /// The requested line.
     pub asked: JournalEntry,
     /// The event that led to it; the same line, if that is an event.
     pub event: JournalEntry,
@@ -31,7 +31,7 @@ pub struct Why {
 pub struct Chosen {
     /// Its line.
     pub entry: JournalEntry,
-    /// Bytes that it is to give back, or to take, where it is about bytes.
+    /// Bytes that it should release, or take, if it is about bytes.
     pub promised: Option<Bytes>,
     /// By when.
     pub deadline: Option<Timestamp>,

@@ -56,7 +56,7 @@ pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
 /// proves nothing.
 fn can_tell(rule: &str, root: &ProbeRoot) -> bool {
     match rule {
-        // Of the process that asks, here and now.
+        // Of the calling process, here and now.
         "rights" => root.is_live(),
         "psi" => root.proc("vmstat").exists(),
         "cgroup_memory" => root.sys("fs/cgroup").exists(),

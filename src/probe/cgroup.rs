@@ -443,7 +443,7 @@ fn read_memory(version: CgroupVersion, folder: &Path) -> CgroupMemory {
     let bytes = |file: &str| read_number(&folder.join(file)).map(Bytes::new);
     let keyed = |file: &str, key: &[u8]| value_of(&read_optional(&folder.join(file))?, key);
     match version {
-        // Without a limit, version 2 says `max`, which is no number.
+        // Without a limit, version 2 shows `max`, which is no number.
         CgroupVersion::V2 => CgroupMemory {
             used: bytes("memory.current"),
             limit: bytes("memory.max"),

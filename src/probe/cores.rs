@@ -33,7 +33,7 @@ fn physical_cores(root: &ProbeRoot, processors: &[usize]) -> usize {
         let path = root.sys(format!(
             "devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
         ));
-        // Without one, as on most boards with ARM cores, each is a core of its own.
+        // Without one, as on most boards with ARM cores, each processor is a core.
         fs::read_to_string(path).map_or_else(
             |_| processor.to_string(),
             |siblings| siblings.trim().to_owned(),

@@ -146,7 +146,7 @@ pub fn may_empty_pool(root: &ProbeRoot) -> bool {
         .is_ok()
 }
 
-/// Makes nvmap give back `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
+/// Makes nvmap free `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
 ///
 /// # Errors
 /// When there is no such parameter, or it may not be written.

@@ -271,7 +271,7 @@ pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> 
 pub struct MemorySum {
     /// Sum of PSS, and of RSS where PSS could not be read.
     pub used: Bytes,
-    /// Sum of pages without a file behind them; `None` when a process gave no page tables.
+    /// Sum of anonymous pages; `None` when a process gave no page tables.
     pub anonymous: Option<Bytes>,
     /// Peak memory of the processes since their start, less their shared memory now; `None` when a process gave no page
     /// tables.
@@ -559,7 +559,7 @@ ctypes.CDLL(None).pthread_exit(None)
             processes: vec![
                 process(10, 1, 10, 10),
                 process(11, 10, 10, 10),
-                // A worker with a group of its own, and its child, listed before its parent.
+                // A worker with its own group, and its child, listed before its parent.
                 process(12, 14, 14, 14),
                 process(14, 11, 14, 14),
                 process(20, 1, 20, 20),

@@ -196,7 +196,7 @@ impl PsiTrigger {
             .write(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
-        // A folder that stands for /proc holds plain files: leave them as they are.
+        // A folder used as /proc has plain files: leave them as they are.
         let kind = fstatfs(&file)?.filesystem_type();
         if kind != PROC_SUPER_MAGIC && kind != CGROUP2_SUPER_MAGIC {
             return Err(io::Error::new(
@@ -316,10 +316,10 @@ fn hundredths(text: &[u8]) -> Option<u32> {
 
 const MEMORY: &str = "pressure/memory";
 
-/// lmkd and systemd ask for 70 to 100 ms of a second.
+/// lmkd and systemd request 70 to 100 ms of a second.
 const STALL_1S: Duration = Duration::from_millis(100);
 
-/// Rather less of the longer window, which tells later.
+/// A smaller share of the longer window, which notifies later.
 const STALL_2S: Duration = Duration::from_millis(150);
 
 #[cfg(test)]

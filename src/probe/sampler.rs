@@ -159,7 +159,7 @@ enum GpuCounter {
     Counted(Source),
     /// From unaccounted memory; with its value at the first reading.
     Inferred(Option<Bytes>),
-    /// The GPU has memory of its own, or there is none.
+    /// The GPU has dedicated memory, or there is none.
     Apart,
 }
 

@@ -132,7 +132,7 @@ impl SessionReader {
         self.members.iter().any(|member| member.is_stale(now))
     }
 
-    /// Lists all processes, by `getdents64` into a buffer of ours.
+    /// Lists all processes, by `getdents64` into our buffer.
     fn list(&mut self) -> io::Result<()> {
         self.found.clear();
         self.threads.clear();
@@ -279,7 +279,7 @@ impl SessionReader {
             Ok(Some(memory)) => {
                 (member.pss, member.by_rss) = (memory.pss, false);
             }
-            // It has no memory of its own any more.
+            // It no longer has memory.
             Ok(None) => member.pss = Bytes::ZERO,
             Err(error) if is_gone(&error) => member.is_there = false,
             // Another user's: its shared memory counts in full.
@@ -405,7 +405,7 @@ mod tests {
             .process(11, 10, 10)
             .process(20, 1, 20)
             .process(21, 20, 21);
-        // A child with a session of its own, and its child, which is listed before it.
+        // A child with its own session, and its child, which is listed before it.
         machine
             .process(14, 11, 14)
             .process(12, 14, 14)

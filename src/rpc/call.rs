@@ -53,7 +53,7 @@ pub(super) struct Call {
 }
 
 impl Context {
-    /// Admits a call, or says why not.
+    /// Admits a call, or returns the reason to refuse it.
     pub(super) fn admit<T>(
         &self,
         name: &'static str,
@@ -130,7 +130,7 @@ impl Context {
 }
 
 impl Call {
-    /// The peer as policy knows it.
+    /// The peer in policy's form.
     pub(super) fn policy_peer(&self) -> Peer {
         Peer {
             uid: self.peer.uid,
@@ -156,7 +156,7 @@ impl Call {
         (self.peer.uid, self.peer.pid)
     }
 
-    /// Time left until the client gives up.
+    /// Time left until the client's deadline.
     pub(super) fn time_left(&self) -> Option<Duration> {
         self.deadline
             .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))

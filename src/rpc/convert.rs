@@ -457,7 +457,7 @@ pub(super) fn lease_id_of(name: &str) -> Result<LeaseId, CallError> {
         .ok_or_else(|| invalid("name", name, "is not the name of a lease, such as `asr#7`"))
 }
 
-/// The least and the most that a request asks for; a most of zero stands for the least.
+/// Least and greatest size of a request; zero as the greatest means the least.
 pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> {
     let min = size_of("min_bytes", min)?;
     if max == 0 {
@@ -563,7 +563,7 @@ const VALUE_SHOWN: usize = 80;
 /// 1 PiB: above every machine's memory, and so far below 2^64 that sums of sizes cannot overflow.
 const SIZE_MAX: u64 = 1 << 50;
 
-/// The last second that a proto timestamp can say: the end of the year 9999.
+/// The last second of a proto timestamp: the end of the year 9999.
 const MAX_SECONDS: i64 = 253_402_300_799;
 
 #[cfg(test)]

@@ -13,7 +13,7 @@ use super::health_v1::{
     health_server::{self, HealthServer},
 };
 
-/// The whole supervisor, as `grpc_health_probe` asks without a name.
+/// The whole supervisor, queried by `grpc_health_probe` without a name.
 pub const OVERALL: &str = "";
 /// The lease service.
 pub const LEASES: &str = "cotenant.v1.LeaseService";

@@ -11,11 +11,11 @@ use cotenant_units::Tokens;
 
 /// Generates text; the daemon implements it over the engine.
 pub trait Generator: Send + Sync + 'static {
-    /// Admits a request, or says why not. Events come through the channel in the order of [`GenerateEvent`]; dropping
-    /// the receiver stops the generation at the next token.
+    /// Admits a request, or returns the reason to refuse it. Events are sent in the order of [`GenerateEvent`];
+    /// dropping the receiver stops the generation at the next token.
     ///
-    /// The channel should have a bound of a few events, and the engine must not wait for a reader: the service takes
-    /// events out as they come, and drops the receiver when the client does not take them for
+    /// The channel should be bounded to a few events, and the engine must not wait for a reader: the service receives
+    /// events promptly, and drops the receiver when the client does not take them for
     /// [`reader_patience`](super::Limits::reader_patience).
     fn generate(
         &self,

@@ -381,5 +381,5 @@ const PAGE: usize = 64;
 /// Longest name of a variant.
 const VARIANT_MAX: usize = 63;
 
-/// Longest wait in the queue that can be asked for at all; the arbiter has its own limits.
+/// Longest wait in the queue that a request may have; the arbiter has its own limits.
 const WAIT_MAX: Duration = Duration::from_secs(3600);

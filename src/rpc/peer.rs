@@ -158,7 +158,7 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
 
 /// Opens a process by its id.
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes two integers and touches no memory of ours.
+    // SAFETY: pidfd_open takes two integers and touches no memory of this process.
     let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     match RawFd::try_from(result) {
         // SAFETY: the kernel has just made this descriptor for us, and no other code has its number.

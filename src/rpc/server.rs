@@ -64,7 +64,7 @@ pub struct Limits {
     pub reader_patience: Duration,
     /// Time for clients to read pending data when the server ends. Default 2 s.
     pub stop_grace: Duration,
-    /// How often a silent connection is asked whether it lives. Default 10 s.
+    /// Interval of keepalive pings on a silent connection. Default 10 s.
     pub keepalive_interval: Duration,
     /// How long it has for the answer. Default 5 s.
     pub keepalive_timeout: Duration,
@@ -105,7 +105,7 @@ pub enum BindError {
         /// As configured.
         address: String,
     },
-    /// The system says no.
+    /// The system refuses it.
     #[error("cannot listen on `{address}`")]
     System {
         /// As configured.
@@ -177,10 +177,10 @@ impl Sockets {
         self.add(listener).map_err(system)
     }
 
-    /// Adds the abstract socket `name`, without the `@`. It has no file mode: credentials alone decide.
+    /// Adds the abstract socket `name`, without the `@`. It has no file mode: only credentials decide.
     ///
     /// # Errors
-    /// When another process listens there, or the system says no.
+    /// When another process listens there, or the system refuses.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
         let system = |source| BindError::System {
@@ -335,7 +335,7 @@ impl Server {
         }
 
         let cut = CancellationToken::new();
-        // Dropped with this future, and then no connection goes on without it.
+        // Dropped with this future, which ends all connections.
         let _cut_at_the_end = cut.clone().drop_guard();
         tokio::spawn({
             let (stop, cut) = (stop.clone(), cut.clone());
@@ -487,7 +487,7 @@ async fn accept(
     }
 }
 
-/// Leases given back at once of which a stream still hears; one that misses it hears at its next renewal.
+/// Buffered notices of released leases for each stream; a stream that misses one learns of the end at its next renewal.
 const GIVEN_BACK_MAX: usize = 64;
 
 /// Connections that wait to be served; more wait in the kernel.

@@ -97,7 +97,7 @@ pub enum CallError {
          what it needs is part of that worker's `memory`, or asked for by its name with `lease: own`"
     )]
     OfAWorker {
-        /// The name asked by.
+        /// Name in the request.
         tenant: String,
         /// The worker.
         worker: String,
@@ -106,7 +106,7 @@ pub enum CallError {
         /// The caller.
         asker: String,
     },
-    /// Something that only the holder of a lease may do or say, by another process.
+    /// An action reserved to the holder of a lease, by another process.
     #[error(
         "lease `{lease}` is held by {holder}, which asked for it and is measured, not by {caller}"
     )]
@@ -170,7 +170,7 @@ pub enum CallError {
     /// The event could not be handed over.
     #[error(transparent)]
     NotSubmitted(#[from] SubmitError),
-    /// The arbiter gave an answer of another kind than the request's.
+    /// The arbiter's response does not match the request.
     #[error("the arbiter gave no fitting answer to {call}")]
     UnfitAnswer {
         /// The call.
@@ -178,7 +178,7 @@ pub enum CallError {
     },
 }
 
-/// A caller as people know it; those by TCP have no user here.
+/// A caller for people; callers over TCP have no user here.
 fn caller(uid: &u32) -> String {
     match *uid {
         u32::MAX => "this client".to_owned(),
@@ -186,7 +186,7 @@ fn caller(uid: &u32) -> String {
     }
 }
 
-/// The status of a call that the arbiter gave an answer of another kind.
+/// The status of a call with a mismatched response of the arbiter.
 pub(super) fn unfit(call: &'static str) -> Status {
     CallError::UnfitAnswer { call }.into()
 }

@@ -155,7 +155,7 @@ pub struct EventLog {
 pub struct Page {
     /// The lines, in order.
     pub records: Vec<Arc<v1::JournalEntry>>,
-    /// Lines between the number asked for and the first of `records` that are not kept any more.
+    /// Lines between the requested number and the first of `records` that are no longer kept.
     pub missed: u64,
 }
 
@@ -253,7 +253,7 @@ mod tests {
             page.records.len()
         );
         assert_eq!(page.missed, 100 - page.records.len() as u64);
-        // One that is larger than all of it is kept alone.
+        // A line larger than the bound is kept alone.
         log.push(v1::JournalEntry {
             body_json: "x".repeat(5 << 20),
             ..record(101)

@@ -409,7 +409,7 @@ pub enum AudioError {
         /// Cause.
         source: symphonia::core::errors::Error,
     },
-    /// It plays too long; how long, its header does not say.
+    /// It plays too long; its header does not have the length.
     #[error("audio is longer than the limit of {:.1} s", limit.as_secs_f64())]
     Longer {
         /// How long it may play.

@@ -107,7 +107,7 @@ impl Default for ClientTimeouts {
 pub struct Heard {
     /// The text; empty when nothing was heard.
     pub text: String,
-    /// Its language, when the server tells: `en`.
+    /// Its language, if the server sends it: `en`.
     pub language: Option<String>,
 }
 
@@ -390,7 +390,7 @@ impl WyomingClient {
         let act = act_of(&request);
         let (mut reader, mut writer) = self.connect().await?;
         let talk = async {
-            // A server that closes at once may have said why before; that explains more than our broken pipe.
+            // A server that closes at once may have sent the reason before, which explains more than our broken pipe.
             let sent = self.send(&mut writer, request, patience).await;
             loop {
                 match (self.receive(&mut reader).await, &sent) {
@@ -723,7 +723,7 @@ pub enum ClientError {
         /// The longest that is taken.
         limit: Duration,
     },
-    /// The server says no.
+    /// The server refuses.
     #[error("`{endpoint}` refused: {text}")]
     Refused {
         /// Address of the server.
@@ -762,7 +762,7 @@ const CODE_CHARS_MAX: usize = 64;
 const SPOKEN_PER_CHARACTER: Duration = Duration::from_secs(1);
 /// Our choice: pauses, and a voice that has to be loaded.
 const SPOKEN_LEAST: Duration = Duration::from_secs(60);
-/// The slowest that a client can ask for.
+/// The slowest speed that a client can request.
 const SPEED_LEAST: f64 = 0.25;
 
 /// Pieces of audio that wait for the player; then the server waits.

@@ -203,7 +203,7 @@ struct Opus {
     encoder: OpusEncoder,
     writer: OggOpusWriter<Vec<u8>>,
     pre_skip: u64,
-    /// Samples of one packet, and how many of the format's 48 kHz each of ours is.
+    /// Samples of one packet, and samples of the format's 48 kHz for each of ours.
     frame: usize,
     ticks: u64,
     taken: u64,

@@ -58,7 +58,7 @@ pub struct Manner<'a> {
 pub struct HttpSpeechClient {
     address: String,
     shape: HttpShape,
-    /// The model name sent to the server, where the protocol asks for one.
+    /// The model name sent to the server, if the protocol requires one.
     model: String,
     timeouts: ClientTimeouts,
 }
@@ -249,7 +249,7 @@ impl HttpSpeechClient {
                     }
                 }
             }
-            // A server that does not know the length ahead writes none, or the largest there is.
+            // A server that cannot know the length ahead writes none, or the maximum.
             if length != u64::MAX && left > 0 {
                 let problem = format!("its audio ends {left} bytes early");
                 let _ = sender.send(Err(client.wrong(problem))).await;
@@ -384,7 +384,7 @@ struct WavHead {
     seen: Vec<u8>,
 }
 
-/// Format, bytes of samples (`u64::MAX` when the server does not know), and the first of them.
+/// Format, bytes of samples (`u64::MAX` if unknown), and the first of them.
 type WavBegin = (AudioFormat, u64, Vec<u8>);
 
 impl WavHead {

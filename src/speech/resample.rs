@@ -159,7 +159,7 @@ pub enum ResampleError {
     /// A block failed.
     #[error("cannot change the sample rate of a block")]
     Run(#[source] rubato::ResampleError),
-    /// A buffer is shorter than it says.
+    /// A buffer is shorter than declared.
     #[error("cannot change the sample rate: a buffer is shorter than it should be")]
     Sizes,
 }

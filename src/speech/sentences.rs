@@ -36,7 +36,7 @@ impl Sentences {
     }
 }
 
-/// Index behind the first sentence of `text`; `None` while it may go on.
+/// Index behind the first sentence of `text`; `None` while it may continue.
 fn first_end(text: &str) -> Option<usize> {
     let mut characters = text.char_indices().peekable();
     let mut last_break = None;

@@ -60,7 +60,7 @@ impl SpeechClient {
         }
     }
 
-    /// Languages that the worker says it hears; empty when it does not say.
+    /// Languages that the worker announces; empty if it announces none.
     ///
     /// # Errors
     /// As [`hear`](Self::hear).

@@ -264,7 +264,7 @@ impl<'a> MakeWriter<'a> for LineWriter {
     }
 }
 
-/// A writer for `capacity` lines, and the thread behind it.
+/// A writer for `capacity` lines, and its thread.
 fn channel(
     out: impl Write + Send + 'static,
     capacity: usize,

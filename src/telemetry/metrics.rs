@@ -256,7 +256,7 @@ impl Metrics {
         }
     }
 
-    /// Takes over everything that a snapshot tells.
+    /// Takes over all figures of a snapshot.
     pub fn observe(&self, snapshot: &Snapshot) {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         set(&self.budget, snapshot.memory.budget);
@@ -399,7 +399,7 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    /// The first token of an answer came.
+    /// Records the first token of an answer.
     pub fn first_token(&self, took: Duration) {
         self.first_token.observe(took.as_secs_f64());
     }

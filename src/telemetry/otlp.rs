@@ -232,7 +232,7 @@ impl Sender {
             .map_err(ExportError::Request)
     }
 
-    /// Sends a batch on a connection of its own.
+    /// Sends a batch on a new connection.
     async fn post(
         &self,
         request: &ExportTraceServiceRequest,

@@ -416,7 +416,7 @@ impl Shared {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An id; never zero, which stands for none.
+    /// An id; never zero, which means none.
     fn fresh(&self) -> u64 {
         self.keys
             .hash_one(self.count.fetch_add(1, Ordering::Relaxed))
@@ -455,7 +455,7 @@ impl Drop for Batch {
     }
 }
 
-/// A piece of work that goes on; it ends when this is dropped.
+/// Work in progress; it ends on drop.
 #[derive(Debug, Default)]
 pub struct Span {
     shared: Option<Arc<Shared>>,

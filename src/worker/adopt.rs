@@ -113,7 +113,7 @@ pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
     let us = nix::unistd::geteuid().as_raw();
     let mut found: Vec<Survivor> = Vec::new();
     let mut processes = processes::all(proc);
-    // A child in a group of its own carries the same variables; the worker itself was there before it.
+    // A child in another group carries the same variables; the worker itself is older.
     processes.sort_by_key(|process| process.start_ticks);
     for process in processes {
         if process.is_dead() || process.group != process.pid || process.pid == std::process::id() {

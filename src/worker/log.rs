@@ -268,7 +268,7 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_output: impl FnMut(Output))
             return;
         }
         if quota.omitted.lines > 0 {
-            // It waits at a full pipe for a moment rather than have a core of ours.
+            // It waits at a full pipe for a moment instead of occupying a core.
             tokio::time::sleep(FLOOD_PAUSE).await;
         }
     }

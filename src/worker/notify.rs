@@ -37,10 +37,10 @@ pub(super) struct Notification {
 }
 
 impl Notifications {
-    /// A socket in `folder`, removed when this is dropped.
+    /// A socket in `folder`, removed on drop.
     ///
-    /// A path, since not every library for it knows abstract names. Anybody may write to it, as a worker may run as
-    /// another user; the kernel names the writer.
+    /// A path, since not every library supports abstract names. Any user may write to it, as a worker may run as
+    /// another user; the kernel identifies the writer.
     pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)

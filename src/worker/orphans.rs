@@ -94,7 +94,7 @@ pub async fn end_orphans(
 
 /// Mark in the environment of a process.
 enum Claim {
-    /// It belongs to a supervisor that runs, or goes on.
+    /// It belongs to a running supervisor, or continues.
     Kept,
     /// The worker that it was left behind by.
     Left(String),

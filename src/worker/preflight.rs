@@ -345,8 +345,8 @@ fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
     facts
 }
 
-/// Libraries that a program needs, itself or through others, and that its dynamic linker does not find. The linker is
-/// asked, since it knows its own search order best; it maps the program and does not run it.
+/// Libraries that a program needs, directly or indirectly, and that its dynamic linker does not find. The linker itself
+/// is run, since it has its own search order; it maps the program and does not run it.
 fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String>) -> Vec<String> {
     let child = Command::new(linker)
         .arg("--list")

@@ -53,14 +53,13 @@ pub(super) struct Spawned {
     pub(super) group: Option<WorkerGroup>,
 }
 
-/// Starts a program in a process group of its own, without stdin, with its output in pipes.
+/// Starts a program in its own process group, without stdin, with its output in pipes.
 ///
-/// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in whatever way. With [`Leash::Long`] it
-/// goes on, and holds the reading end of its pipes too, so that it can write on without a reader: see
-/// [`reopened`].
+/// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in any way. With [`Leash::Long`] it
+/// continues, and holds the reading end of its pipes too, so that it can write without a reader: see [`reopened`].
 ///
 /// # Errors
-/// When it cannot be executed; that is known here, as the new process reports it before it becomes the program.
+/// When it cannot be executed; the new process reports that before it becomes the program.
 pub(super) async fn spawn(
     mut command: Command,
     leash: Leash,
@@ -86,7 +85,7 @@ pub(super) async fn spawn(
 /// Whether a process outlives its supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Leash {
-    /// It goes on.
+    /// It continues.
     Long,
     /// It ends with us.
     Ours,
@@ -118,7 +117,7 @@ impl Process {
         self.pid.unsigned_abs()
     }
 
-    /// The descriptor that stands for it, once more.
+    /// A duplicate of its descriptor.
     pub(super) fn descriptor(&self) -> Option<OwnedFd> {
         self.pidfd.get_ref().try_clone().ok()
     }
@@ -242,7 +241,7 @@ impl UnmanagedProcess {
     }
 }
 
-/// A child as the spawning thread hands it over, before it is known to a runtime.
+/// A child as the spawning thread passes it on, before a runtime owns it.
 struct RawSpawned {
     pid: libc::pid_t,
     /// `None` once handed on.
@@ -422,7 +421,7 @@ fn is_over(pidfd: &OwnedFd) -> bool {
 
 fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
     let _ = signal_group(pid, libc::SIGKILL);
-    // Blocks until the kernel has taken the process down, which is short: it runs no code of its own any more.
+    // Blocks until the kernel has torn the process down, which is short: it no longer runs its own code.
     let _ = wait(pidfd, 0);
     descent::forget(pid);
 }

@@ -73,7 +73,7 @@ pub struct ExitReport {
     pub worker: Arc<str>,
     /// Its process id.
     pub pid: u32,
-    /// How it ended, as `waitid` says.
+    /// Its exit status by `waitid`.
     pub status: ExitStatus,
     /// Our request before it ended; `None` when it ended on its own or by another process.
     pub intended_by_us: Option<Intent>,
@@ -97,7 +97,7 @@ impl fmt::Display for ExitReport {
 
 /// How a process ended.
 ///
-/// A code of 137 is a program that said 137; it is not a signal, and neither of them proves that memory ran out.
+/// A code of 137 is an exit code, not a signal, and neither proves that memory ran out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
     /// It returned this code.
@@ -109,7 +109,7 @@ pub enum ExitStatus {
         /// Whether the kernel wrote a core file.
         core_dumped: bool,
     },
-    /// The kernel did not say.
+    /// Not reported by the kernel.
     Unknown,
 }
 
@@ -118,8 +118,8 @@ pub enum ExitStatus {
 pub enum Intent {
     /// [`stop_because`](super::handle::WorkerHandle::stop_because): SIGTERM, and SIGKILL after the grace.
     Stop,
-    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can say where it stands, and SIGKILL
-    /// after the grace.
+    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can report its state, and SIGKILL after
+    /// the grace.
     Hung,
     /// It did not get ready in time and was stopped.
     NotReady,

@@ -155,7 +155,7 @@ pub enum WorkerState {
         /// Its process id.
         pid: u32,
     },
-    /// It was asked to end.
+    /// Its end was requested.
     Stopping {
         /// Its process id.
         pid: u32,

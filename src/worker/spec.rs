@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 use cotenant_config::{Confinement, WorkerMemory};
 pub use cotenant_config::{Listen, Readiness};
 
-/// Everything the supervisor needs to know about one worker.
+/// Specification of one worker.
 ///
 /// In [`argv`](Self::argv) and in the values of [`env`](Self::env) these variables are replaced at each start:
 ///
@@ -13,7 +13,7 @@ pub use cotenant_config::{Listen, Readiness};
 /// |---|---|
 /// | `${SOCKET}` | path of [`Listen::Socket`] |
 /// | `${PORT}` | port of [`Listen::Port`], or one that is chosen for each start by [`Listen::FreePort`] |
-/// | `${VARIANT}` | the variant asked for, see [`WorkerHandle::start`](super::handle::WorkerHandle::start) |
+/// | `${VARIANT}` | the requested variant, see [`WorkerHandle::start`](super::handle::WorkerHandle::start) |
 /// | `${NAME}` | [`name`](Self::name) |
 /// | `${SELF}` | path of this program, so that its own `worker` verbs need no search in `PATH` |
 ///
@@ -55,7 +55,7 @@ pub struct WorkerSpec {
 /// The supervisors that follow one another in one place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Successor {
-    /// Names the place, by the folder of its sockets: a supervisor takes over the workers of its own place only.
+    /// Identifies the place by the folder of its sockets: a supervisor takes over only the workers of its own place.
     pub place: String,
     /// A file that the supervisor of the moment keeps locked, so that a worker can see whether there is one.
     pub lock: PathBuf,

@@ -377,7 +377,8 @@ impl Supervisor {
         })
     }
 
-    /// Reads both outputs; `found` tells when the line that shows readiness was seen, at first as it is given.
+    /// Reads both outputs; `found` is set when the line that shows readiness was seen, and initially to its given
+    /// value.
     fn follow(
         &self,
         (stdout, stderr): (OwnedFd, OwnedFd),
@@ -503,7 +504,7 @@ impl Supervisor {
         let sentence = certificate.verdict.sentence.clone();
         self.emit(WorkerEventKind::Died(Box::new(certificate)))
             .await;
-        // A SIGKILL that we have not sent is of another process, even when we had asked for an end just before.
+        // A SIGKILL that we have not sent is another process's, even when we had requested an end just before.
         let intent = ending
             .filter(|ending| {
                 ending.killed
@@ -778,7 +779,7 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     }
 }
 
-/// A process that was asked to end.
+/// A process that is being ended.
 struct Ending {
     intent: Intent,
     why: String,

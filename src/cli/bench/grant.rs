@@ -82,7 +82,7 @@ impl While {
     }
 }
 
-/// Tokens of an answer where prompts are waited for (our choice: enough to be asked in one).
+/// Tokens of an answer when prompts are awaited (our choice: enough to be requested during one).
 const SHORT: u32 = 24;
 
 /// Lease of ASR before it requests more.
@@ -118,7 +118,7 @@ struct Rounds {
     in_prompts: Vec<Duration>,
     /// By how much the daemon's proportional set size fell at each grant, ascending.
     fell: Vec<Bytes>,
-    /// Grants within the prompt or the answer in which they were asked for.
+    /// Grants within the prompt or answer of their request.
     within: u32,
     verified: Bytes,
     regrown: Bytes,
@@ -228,7 +228,7 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// All rounds with a daemon of their own.
+/// All rounds, with one daemon.
 async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, String> {
     let began = Instant::now();
     let more = Bytes::from_mib(args.mib);
@@ -307,7 +307,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
     Ok(rounds)
 }
 
-/// The lease that asks for more in each round.
+/// The lease that requests more in each round.
 async fn small_lease(leases: &mut LeaseServiceClient<Channel>) -> Result<Lease, String> {
     leases
         .create_lease(CreateLeaseRequest {

@@ -59,7 +59,7 @@ const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 /// Time between two neighbours, in which the engine grows back.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
 
-/// Pause between two times that the API is asked for its description.
+/// Pause between two `describe` requests.
 const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 
 /// The longest that one step may take.

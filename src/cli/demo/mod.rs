@@ -458,7 +458,7 @@ async fn play(
 
     narrator.decisions(&watch, &mut reported);
 
-    // 2. A neighbour takes memory and asks for no lease.
+    // 2. A neighbour takes memory without a lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
     narrator.say(&format!(
         "a neighbour takes {} without a lease",

@@ -17,9 +17,9 @@ pub(super) struct Scenario {
     reserve: Bytes,
     /// Memory that the neighbour takes without a lease: more than the KV cache can give, so that layers are shed too.
     pub(super) neighbour: Bytes,
-    /// The name under which clients ask for the LLM.
+    /// The LLM's name for clients.
     pub(super) model: &'static str,
-    /// The question that is asked by voice again and again.
+    /// The question that is spoken repeatedly.
     pub(super) question: &'static str,
     /// Request that keeps the LLM generating: a prompt for a long answer, and its token limit.
     pub(super) story: &'static str,

@@ -234,7 +234,7 @@ impl fmt::Display for Sizes {
 /// Written files: the chart, the journal, the daemon's log.
 const FILES: [&str; 3] = ["demo-report.svg", "demo-events.ndjson", "demo-daemon.log"];
 
-/// Makes the folder of the report, and asks whether files can be written in it.
+/// Creates the folder of the report, and checks that it is writable.
 pub(super) fn make_folder(folder: &Path) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     nix::unistd::access(folder, nix::unistd::AccessFlags::W_OK).map_err(io::Error::from)

@@ -50,7 +50,7 @@ pub struct Talk {
     task: tokio::task::JoinHandle<()>,
 }
 
-/// When the last pieces came, one token each with the vocabulary of the demo model.
+/// Times of the last pieces, one token each with the vocabulary of the demo model.
 type Pieces = Arc<Mutex<VecDeque<Instant>>>;
 
 /// The current phase, and its beginning.

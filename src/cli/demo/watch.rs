@@ -28,7 +28,7 @@ pub struct Look {
     pub owners: BTreeMap<String, Bytes>,
     /// KV capacity of the LLM that no token has touched, which the kernel does not count yet.
     pub untouched: Bytes,
-    /// Sum of all leases and the budget that they come from.
+    /// Sum of all leases, and their budget.
     pub held: Bytes,
     /// The budget.
     pub budget: Bytes,
@@ -72,8 +72,8 @@ impl Drop for Watch {
 }
 
 impl Watch {
-    /// Starts to look. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` tells the
-    /// neighbour's process while there is one.
+    /// Starts observing. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` provides
+    /// the neighbour's process while there is one.
     pub fn start(
         client: OperatorServiceClient<Channel>,
         daemon: u32,

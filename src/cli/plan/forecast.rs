@@ -543,7 +543,7 @@ mod tests {
                     within * 100 >= whole * 95,
                     "{parts} of 40: {within} of {whole} in {least} to {expected} to {most}"
                 );
-                // It says something: no wider than the disk, and a tenth at each end of reading and computing.
+                // The forecast is useful: no wider than the disk, and a tenth at each end of reading and computing.
                 assert!(most <= least * 8, "{parts} of 40: {least} to {most}");
             }
         }

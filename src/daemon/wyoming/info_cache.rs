@@ -42,7 +42,7 @@ pub(super) struct Parts {
     pub(super) tts: Option<String>,
     /// Name of the LLM.
     pub(super) llm: Option<String>,
-    /// Languages that the LLM is said to know, and a worker that has never been asked.
+    /// Declared languages of the LLM, and of a worker that has never been asked.
     pub(super) languages: Vec<String>,
 }
 
@@ -201,7 +201,7 @@ fn installed(name: &str, what: &str) -> Artifact {
     }
 }
 
-/// The descriptions in the file; none where it cannot be read, since the workers are asked again.
+/// The descriptions in the file; none if it cannot be read, since the workers are asked again.
 fn read(path: &Path) -> Known {
     let read = || -> io::Result<Known> {
         if fs::metadata(path)?.len() > FILE_MAX {

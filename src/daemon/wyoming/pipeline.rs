@@ -50,7 +50,7 @@ use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Tokens;
 use cotenant_units::lock::locked;
 
-/// The stages that a client asks for.
+/// The requested stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pipeline {
     /// The first one.
@@ -82,7 +82,7 @@ pub(super) enum LastStage {
 }
 
 impl Pipeline {
-    /// The pipeline that a client asks for; `None` when its stages are unknown or out of order.
+    /// The requested pipeline; `None` when its stages are unknown or out of order.
     pub(super) fn parse(wanted: &RunPipeline) -> Option<Self> {
         let from = match wanted.start_stage.as_str() {
             "asr" => FirstStage::Audio,
@@ -116,7 +116,7 @@ pub(super) enum Input {
         /// In which language.
         language: Option<String>,
     },
-    /// Something said in text.
+    /// Text input.
     Text {
         /// The text.
         text: String,
@@ -139,7 +139,7 @@ pub(super) enum Input {
     },
 }
 
-/// The voice that is asked for.
+/// The requested voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct VoiceChoice {
     /// Name of the voice; the worker's own choice without one.
@@ -464,7 +464,7 @@ impl Run {
         self.unless_unwanted(aloud).await.unwrap_or(Ok(()))
     }
 
-    /// Ends the pieces of an answer with the whole of it, as far as it came.
+    /// Ends the pieces of an answer with its complete text so far.
     async fn close_answer(&self, done: bool, answer: &Answer) -> Result<(), Failure> {
         if !answer.begun && !done {
             return match self.unwanted.is_cancelled() {
@@ -556,7 +556,7 @@ impl Run {
                             .await?;
                     }
                     ChatEvent::Finished { .. } => break,
-                    // Shed to fewer tokens than the conversation has: its beginning is given up first.
+                    // Shed to fewer tokens than the conversation has: its beginning is dropped first.
                     ChatEvent::Failed(refusal)
                         if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() =>
                     {

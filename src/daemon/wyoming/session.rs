@@ -31,7 +31,7 @@ pub(crate) struct Connection {
     api: Api,
     language: Option<String>,
     recording: Option<Recording>,
-    /// The stages that the client asked for, when it asked for more than one.
+    /// The requested stages, if there are several.
     pipeline: Option<Pipeline>,
     /// Receiver of text that is spoken while it is written.
     text: Option<Text>,
@@ -443,7 +443,7 @@ fn bad(error: &AudioError) -> SessionError {
 /// Pieces of a text that wait for the voice; then the connection is not read.
 const PIECES_QUEUED: usize = 64;
 
-/// Names of people that an error shows: some voices know hundreds.
+/// Speakers listed in an error: some voices have hundreds.
 const SPEAKERS_SHOWN: usize = 10;
 
 /// Characters of a value that an error shows.

@@ -48,7 +48,7 @@ pub(super) struct Inner {
     /// KiB of audio that may still be recorded.
     pub(super) audio: Arc<Semaphore>,
     pub(super) settings: WyomingConfig,
-    /// Names of voices as clients send them, and the worker's voice that each stands for.
+    /// Names of voices used by clients, and the worker's voice for each.
     pub(super) aliases: BTreeMap<String, String>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tracer: Tracer,

@@ -336,7 +336,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     );
     client.until("handled-stop").await;
     assert_eq!(served.asked(), ["three"]);
-    // Without anything to forget it is said, and the connection stays.
+    // Without turns to drop, the refusal is sent, and the connection stays.
     served.answers(vec![Step::Fail(shed())]);
     client.say(asks("long", None)).await;
     let refused = client.next().await.unwrap();
@@ -367,7 +367,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     assert_eq!(client.refusal().await.0, "engine-lost");
 }
 
-/// A client that has said `heard` and the frames of the answer up to the end of its audio.
+/// A client that has spoken `heard`, with the frames of the answer up to the end of its audio.
 async fn spoken(served: &Served, heard: &str, said: Vec<Step>) -> (Client, Vec<Frame>) {
     served.hears(heard);
     served.answers(said);
@@ -729,7 +729,7 @@ async fn all_utterances_together_take_no_more_memory_than_they_may() {
     }
     let (code, text) = client.refusal().await;
     assert_eq!(code, "busy", "{text}");
-    // It is given back.
+    // The memory is returned.
     served.hears("good night");
     let mut next = served.connect().await;
     next.utter(10_000).await;

@@ -47,7 +47,7 @@ pub(super) struct Input {
     start: u64,
     memory: Option<OwnedSemaphorePermit>,
     detector: Option<VoiceDetector>,
-    /// Samples that came before the detector.
+    /// Samples before the detector was started.
     detector_start: u64,
     prefix: u64,
 }
@@ -66,7 +66,7 @@ impl Input {
         }
     }
 
-    /// Finds turns as `turns` says from now on, or none.
+    /// Detects turns by `turns` from now on; none with `None`.
     pub(super) fn detect(&mut self, turns: Option<&Turns>) {
         self.detector = turns.map(|turns| VoiceDetector::new(turns.threshold, turns.silence));
         self.detector_start = self.end();

@@ -309,7 +309,7 @@ impl Output {
     }
 }
 
-/// Status, its details and usage of a response that gave nothing because of this.
+/// Status, details and usage of a response that failed without output.
 fn with_error(status: &'static str, fault: &Fault) -> (&'static str, Value, Value) {
     let error = fault.to_json().get("error").cloned();
     let details = json!({"type": status, "error": error});

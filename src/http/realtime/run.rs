@@ -78,7 +78,7 @@ where
     patience::patiently(api.limits().session_patience, may_pass, ask).await
 }
 
-/// A session asks again for whatever may pass, but for a supervisor that ends.
+/// A session retries every temporary refusal, except for a supervisor that ends.
 fn may_pass(refusal: &Refusal, _asked: u32) -> bool {
     !matches!(refusal, Refusal::Draining { .. })
 }

@@ -72,7 +72,7 @@ pub(super) struct Session {
     times: Times,
 }
 
-/// Something that was said, and waits for the recogniser.
+/// An utterance that waits for the recogniser.
 struct Said {
     item: String,
     utterance: Utterance,
@@ -107,7 +107,7 @@ struct Active {
 }
 
 struct Times {
-    /// When anything came from the client, and when a ping was sent since then.
+    /// Time of the last client data, and of a ping sent since then.
     seen: Instant,
     pinged: bool,
     /// When something happened that is no sign of life alone.
@@ -128,7 +128,7 @@ enum Happening {
 enum Next {
     GoOn,
     Close(u16, &'static str),
-    /// The client has said that it leaves.
+    /// The client has closed the session.
     Left,
     Gone,
 }
@@ -255,7 +255,7 @@ impl Session {
         }
     }
 
-    /// When a client that says nothing is asked whether it is there, or given up.
+    /// When a silent client is pinged, or disconnected.
     fn deadline(&self) -> Instant {
         let seen = self.times.seen
             + if self.times.pinged {
@@ -592,7 +592,7 @@ impl Session {
         }
     }
 
-    /// The span of a turn: a trace of its own, unless the client has begun one for the session.
+    /// The span of a turn: a new trace, unless the client has begun one for the session.
     fn turn_begins(&self) -> Span {
         let parent = self.meta.trace.filter(|trace| trace.from_caller);
         let span = self
@@ -637,7 +637,7 @@ impl Session {
                 if let Some(span) = &self.turn_span {
                     span.pause();
                 }
-                // a noise without words asks nothing
+                // noise without words needs no response
                 if respond
                     && !text.trim().is_empty()
                     && self.active.is_none()
@@ -655,7 +655,7 @@ impl Session {
         self.hear();
     }
 
-    /// Tells that something that was said cannot be recognised, in the way that its client looks at.
+    /// Reports a failed recognition in the event that its client expects.
     fn unheard(&mut self, item: &str, respond: bool, refusal: &Refusal) {
         let fault = Fault::from(refusal.clone());
         if self.settings.transcription.is_some() {
@@ -682,7 +682,7 @@ impl Session {
         }
     }
 
-    /// Announces a response, which begins when all that was said is recognised.
+    /// Announces a response, which begins when all utterances are recognised.
     fn announce(&mut self, response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
         if self.settings.transcription_only {
             let message = "a session of the type `transcription` gives no responses";
@@ -750,7 +750,7 @@ impl Session {
         Ok(())
     }
 
-    /// Starts the response that waits, once everything that was said before it is recognised.
+    /// Starts the pending response, once all speech before it is recognised.
     fn start(&mut self) {
         if self.hearing.is_some() || !self.said.is_empty() {
             return;
@@ -929,7 +929,7 @@ const UNSENT_MAX: Bytes = Bytes::from_kib(256);
 const TREES_MAX: u64 = 3;
 /// Utterances that wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;
-/// Silence of a client after which it is asked whether it is there, and after which it is given up. Our choice.
+/// Silence of a client after which it is pinged, and after which it is disconnected. Our choice.
 const PING_AFTER: Duration = Duration::from_secs(20);
 const GONE_AFTER: Duration = Duration::from_secs(60);
 /// How long a client may take to read the end. Our choice.

@@ -327,7 +327,7 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     let mut turns = Turns::default();
     let semantic = match map.get("type").and_then(Value::as_str) {
         Some("server_vad") => false,
-        // there is no model that knows when a sentence is complete: a longer pause stands for it
+        // no model decides when a sentence is complete: a longer pause is used instead
         Some("semantic_vad") => true,
         other => {
             return invalid(

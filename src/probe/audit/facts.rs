@@ -37,7 +37,7 @@ pub struct Finding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Severity {
-    /// Good to know.
+    /// Information.
     Note,
     /// Costs memory or speed.
     Warning,
@@ -250,7 +250,7 @@ fn processes(root: &ProbeRoot) -> Vec<Process> {
         .collect()
 }
 
-/// Installed packages that rules ask for, with their versions, from dpkg's list.
+/// Installed packages that rules use, with their versions, from dpkg's list.
 fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let Ok(file) = File::open(root.var("lib/dpkg/status")) else {

@@ -289,7 +289,7 @@ fn disks(facts: &Facts<'_>) -> Vec<String> {
 fn disk_kind(facts: &Facts<'_>) -> Option<Found> {
     let disks = disks(facts);
     (!disks.is_empty() && !disks.iter().any(|name| name.starts_with("nvme"))).then_some(())?;
-    // A disk of a virtual machine says so as a rule, whatever is behind it.
+    // A disk of a virtual machine usually identifies itself, whatever is behind it.
     let is_virtual = |name: &str| {
         let model = facts
             .sys(&format!("block/{name}/device/model"))

@@ -145,7 +145,7 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         name: "L4T",
         found: Some(l4t.to_string()),
         expected: release.map(|release| format!("JetPack {}", release.jetpack)),
-        // A known fault of it is a finding of its own.
+        // A known fault of it is a separate finding.
         belongs: release.is_some().then_some(true),
     }];
     let Some(release) = release else {

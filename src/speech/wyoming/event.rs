@@ -5,7 +5,7 @@ use serde_json::{Map, Value};
 
 use super::{frame::Frame, info::Info};
 
-/// A Wyoming message that this program understands, or any other as it came.
+/// A Wyoming message: one of the known types, or any other unchanged.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Event {
@@ -31,7 +31,7 @@ pub enum Event {
     TranscriptStop,
     /// An assistant has an answer.
     Handled(Handled),
-    /// An assistant has none; the text says why, for people.
+    /// The assistant has no answer; the text is the reason, for people.
     NotHandled(Handled),
     /// An answer in pieces begins.
     HandledStart(HandledStart),
@@ -57,7 +57,7 @@ pub enum Event {
     Ping(Ping),
     /// The answer to [`Ping`](Self::Ping).
     Pong(Ping),
-    /// Our extension: asks a worker to switch to another of its sizes.
+    /// Our extension: requests another variant of a worker.
     Resize(Resize),
     /// The answer to [`Resize`](Self::Resize), sent when the switch is done.
     Resized(Resized),
@@ -66,7 +66,7 @@ pub enum Event {
     Other(Frame),
 }
 
-/// Declares the types in a header and the events that they are; `parse` stands for those that have fields.
+/// Declares the types in a header and their events; `parse` marks those with fields.
 macro_rules! types {
     ($($name:literal => $event:ident $(($parse:ident))?,)+) => {
         impl Event {
@@ -130,7 +130,7 @@ types! {
 }
 
 impl Event {
-    /// The message that stands for it.
+    /// The message of the event.
     #[must_use]
     pub fn into_frame(self) -> Frame {
         let (kind, data) = (self.kind().to_owned(), object(&self));
@@ -284,7 +284,7 @@ pub struct SynthesizeStart {
     pub voice: Option<Voice>,
 }
 
-/// A voice as asked for.
+/// A requested voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Voice {
     /// Its name.
@@ -293,7 +293,7 @@ pub struct Voice {
     /// Or any of this language.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
-    /// One of several people it knows.
+    /// A speaker of a multi-speaker voice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speaker: Option<String>,
 }
@@ -340,7 +340,7 @@ pub struct Resized {
     pub rss_bytes: Option<u64>,
 }
 
-/// Why a message is not the event it says it is.
+/// Reason why a message is not the declared event.
 #[derive(Debug, thiserror::Error)]
 #[error("fields of Wyoming event `{kind}` are not what they must be")]
 pub struct EventError {

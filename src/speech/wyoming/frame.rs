@@ -30,13 +30,13 @@ impl Frame {
         }
     }
 
-    /// The bytes that stand for it.
+    /// The bytes of the message.
     ///
-    /// The fields always go behind the header line, since a reader that uses Python's `readline` gives up on a line
-    /// of 64 KiB.
+    /// The fields always follow the header line, since a reader that uses Python's `readline` fails on a line of 64
+    /// KiB.
     ///
     /// # Errors
-    /// When the type is so long that the header line would pass [`FrameLimits::header`] of the default limits.
+    /// When the type is so long that the header line would exceed [`FrameLimits::header`] of the default limits.
     pub fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let data = if self.data.is_empty() {
             Vec::new()
@@ -260,7 +260,7 @@ pub enum FrameError {
     /// The stream ended within a message.
     #[error("stream ended {received} bytes into a Wyoming message")]
     Truncated {
-        /// Bytes of it that came.
+        /// Received bytes of it.
         received: usize,
     },
     /// The stream failed.
@@ -316,7 +316,7 @@ fn bounded(field: &'static str, announced: Option<u64>, limit: usize) -> Result<
 /// `info.py` this follows.
 const VERSION: &str = "1.10.2";
 
-/// Bytes asked from the stream at once; an audio message of 128 ms has 4 KiB.
+/// Bytes read from the stream at once; an audio message of 128 ms has 4 KiB.
 const READ_SIZE: usize = 8 << 10;
 
 /// A buffer that has grown beyond this is not kept for the next message.

@@ -19,16 +19,16 @@ pub struct Info {
     /// Assistants that handle a text.
     #[serde(deserialize_with = "or_default")]
     pub handle: Vec<HandleProgram>,
-    /// Intent recognisers, as they came.
+    /// Intent recognisers, passed through.
     #[serde(deserialize_with = "or_default")]
     pub intent: Vec<Value>,
-    /// Wake word detectors, as they came.
+    /// Wake word detectors, passed through.
     #[serde(deserialize_with = "or_default")]
     pub wake: Vec<Value>,
-    /// Microphones, as they came.
+    /// Microphones, passed through.
     #[serde(deserialize_with = "or_default")]
     pub mic: Vec<Value>,
-    /// Loudspeakers, as they came.
+    /// Loudspeakers, passed through.
     #[serde(deserialize_with = "or_default")]
     pub snd: Vec<Value>,
 }
@@ -121,7 +121,7 @@ pub struct Model {
     /// Common fields.
     #[serde(flatten)]
     pub artifact: Artifact,
-    /// Languages it knows, as `en` or `en-US`.
+    /// Supported languages, as `en` or `en-US`.
     #[serde(deserialize_with = "or_default")]
     pub languages: Vec<String>,
     /// Speakers of a voice; none for a single-speaker voice.

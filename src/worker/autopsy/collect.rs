@@ -34,8 +34,8 @@ pub(crate) struct Life {
     /// The group of `before`, where its files can be seen.
     group: Option<Cgroup>,
     available: Option<Bytes>,
-    /// Our own resident memory. The kernel counts it as the child's until that executes its program (`fork`, then
-    /// `exec_mmap`), so that a high water below it says nothing.
+    /// Our own resident memory. The kernel counts it as the child's until the child executes its program (`fork`, then
+    /// `exec_mmap`), so a peak below it proves nothing.
     inherited: Option<Bytes>,
 }
 
@@ -78,7 +78,7 @@ impl Life {
             cgroup::path_of(&self.roots, "self"),
         );
         let known = self.before.group.as_ref().map(|group| &group.path);
-        // A group that is also ours tells nothing of the worker.
+        // A group that is also ours proves nothing about the worker.
         if path != own
             && path.as_ref() != known
             && let Some(path) = path

@@ -123,7 +123,7 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
     }
 }
 
-/// A kill by the kernel's killer, where the kernel says so.
+/// A kill by the OOM killer, on the kernel's evidence.
 fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
     let named = evidence
         .found
@@ -163,7 +163,7 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
             )
         });
     }
-    // Without the record the group's own counter still says that one of its few processes was killed.
+    // Without the record the group's own counter still shows that one of its few processes was killed.
     let blind = evidence.found.log.unreadable.is_some()
         || evidence.found.log.incomplete
         || !evidence.found.pid_is_global;
@@ -209,7 +209,7 @@ fn cut(name: &str) -> &str {
         .map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
 }
 
-/// An end that we asked for; `None` when it ended of something else while we asked.
+/// An end that we requested; `None` when it ended for another reason meanwhile.
 fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
     let ours = match status {
         ExitStatus::Code(_) | ExitStatus::Unknown => true,
@@ -433,7 +433,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
                 return missing_library(evidence, code, library, quote);
             }
             Said::UnfitLibrary => return unfit_library(evidence, code, quote),
-            // A program goes on without locked memory unless it says otherwise by the same words.
+            // A program continues without locked memory unless it reports an end in the same words.
             Said::Lock | Said::Assertion => {}
         }
     }
@@ -536,7 +536,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     })
 }
 
-/// By its words only. Libraries try CUDA and go on without, so the next start is not ruled out.
+/// By its output only. Libraries try CUDA and continue without it, so the next start is not ruled out.
 fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::likely(
         DeathClass::CudaMismatch,
@@ -791,7 +791,7 @@ fn core(evidence: &Evidence) -> &'static str {
     }
 }
 
-/// The line that says best why a program ended: the last one that speaks of an error, else the last one.
+/// The line that best explains the end of a program: the last one that mentions an error, else the last one.
 fn last_words(lines: &[String]) -> Option<String> {
     let error = lines
         .iter()

@@ -372,7 +372,7 @@ fn our_own_hand_is_named_with_its_reason() {
         (killed(6), Intent::Hung, false, DeathClass::Hang),
         (killed(9), Intent::Hung, true, DeathClass::Hang),
         (ExitStatus::Code(1), Intent::Hung, false, DeathClass::Hang),
-        // It died of something else while we asked.
+        // It died for another reason while the request was pending.
         (
             killed(11),
             Intent::Stop,
@@ -670,7 +670,7 @@ fn a_programs_own_words_decide_nothing() {
             }
         }
     }
-    // An exception whose text comes from a user is an exception.
+    // An exception with text from a user is still an exception.
     let lines = [
         "Traceback (most recent call last):",
         "  File \"a.py\", line 1",
@@ -913,7 +913,7 @@ fn statuses() -> impl Strategy<Value = ExitStatus> {
 }
 
 proptest! {
-    /// Whatever a program says and however it ends, only the kernel's word makes it a kill for memory.
+    /// Only the kernel's evidence makes an end a kill for memory, for any output and exit status.
     #[test]
     fn nothing_but_the_kernel_says_out_of_memory(
         status in statuses(),

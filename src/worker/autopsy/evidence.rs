@@ -135,7 +135,7 @@ impl Evidence {
         self.machine_kills() == Some(0) || (memcg && self.group_kills() == Some(0))
     }
 
-    /// How many processes of its own group were killed for memory meanwhile; `None` when that is not known.
+    /// Processes of its own group that were killed for memory meanwhile; `None` when unknown.
     pub(super) fn group_kills(&self) -> Option<u64> {
         let after = self
             .found

@@ -100,7 +100,7 @@ impl KernelLog {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                // The reader was overtaken; the next read goes on with the oldest record that is left.
+                // The reader was overtaken; the next read continues with the oldest remaining record.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => tail.incomplete = true,
                 Err(error) => {
                     tail.unreadable = Some(format!("cannot read the kernel log: {error}"));

@@ -121,7 +121,7 @@ pub(super) fn shortened(line: &str) -> String {
     line.trim().chars().take(QUOTE_MAX).collect()
 }
 
-/// How much was asked for at once, where a line tells it: the figure as written.
+/// Size of the failed allocation, if a line has it: the figure as written.
 pub(super) fn asked_for(line: &str) -> Option<String> {
     for (mark, unit) in [
         ("allocating ", " MiB"),

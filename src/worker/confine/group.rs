@@ -135,7 +135,7 @@ impl WorkerGroup {
 
     /// Moves the calling process into it: one system call on a file that is open already.
     pub(super) fn enter(&self) -> io::Result<()> {
-        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 stands for the caller.
+        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 means the caller.
         let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
         if written == 1 {
             Ok(())
@@ -168,7 +168,7 @@ pub(super) fn create(
         Ok(parent) => parent,
         Err(reason) => return (None, measure(Err(reason.clone()))),
     };
-    // A number of its own: the group of the start before may be on its way out still, and must not take this one along.
+    // A unique number: the group of the previous start may still be ending, and must not take this one along.
     let number = STARTS.fetch_add(1, Ordering::Relaxed);
     let folder = parent
         .folder()
@@ -203,7 +203,7 @@ pub(super) fn foresee(groups: &Groups, limit: Option<Bytes>) -> Measure {
 
 fn make(folder: &Path) -> io::Result<File> {
     match fs::create_dir(folder) {
-        // Left by a start of ours that failed in between.
+        // Left by a start that failed in between.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => other?,
     }

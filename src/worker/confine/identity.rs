@@ -80,7 +80,7 @@ impl Ids {
                 Err(io::Error::last_os_error())
             }
         };
-        // SAFETY: the list is as long as is said and lives on; the new process has this one thread.
+        // SAFETY: the list has the stated length and outlives the call; the new process has this one thread.
         done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
         // SAFETY: three numbers; real, effective and saved are set alike, so that there is no way back.
         done(unsafe { libc::setresgid(self.gid, self.gid, self.gid) })?;

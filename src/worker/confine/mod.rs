@@ -68,7 +68,7 @@ pub fn survey(
 }
 
 impl Prepared {
-    /// Prepares all that a confinement asks for.
+    /// Prepares all parts of a confinement.
     pub(super) fn new(
         confinement: &Confinement,
         groups: &Groups,

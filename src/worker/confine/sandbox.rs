@@ -243,7 +243,7 @@ pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
 
 /// Neither wall may be put up by a process that could gain rights by executing a program.
 fn no_new_privileges() -> io::Result<()> {
-    // SAFETY: five numbers; this option cannot fail but by a kernel that does not know it.
+    // SAFETY: five numbers; this option fails only on a kernel without it.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } == 0 {
         Ok(())
     } else {

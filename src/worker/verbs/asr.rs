@@ -92,7 +92,7 @@ pub fn run_asr(options: &AsrOptions) -> Result<(), VerbError> {
     serve(&options.listen.endpoint(), || Recogniser::load(options))
 }
 
-/// The service: one decoder on a thread of its own.
+/// The service: one decoder with its own thread.
 struct Recogniser {
     engine: EngineThread<Job>,
     /// Samples that may still be recorded, all connections together.
@@ -121,7 +121,7 @@ impl Recogniser {
         };
         let engine = EngineThread::start(make, |engine: &mut Engine, job| match job {
             Job::Hear { samples, reply } => {
-                // A client that went away does not want to know.
+                // A disconnected client does not need the result.
                 let _ = reply.send(engine.hear(&samples));
             }
             Job::Resize { vocabulary, reply } => {

@@ -83,7 +83,7 @@ fn is_held(path: &Path) -> io::Result<bool> {
     Ok(asked.l_type != unlocked)
 }
 
-/// Milliseconds that a worker goes on without a supervisor, in place of [`TERM`].
+/// Milliseconds that a worker continues without a supervisor, instead of [`TERM`].
 const TERM_VARIABLE: &str = "COTENANT_ALONE_MS";
 
 /// As long as a lease that names no other term.

@@ -86,9 +86,9 @@ impl Pocketsphinx {
         if config.is_null() {
             return Err(SphinxError::Configuration);
         }
-        // SAFETY: the configuration is valid; the decoder takes a reference of its own.
+        // SAFETY: the configuration is valid; the decoder takes its own reference.
         let raw = unsafe { (self.functions.ps_init)(config) };
-        // SAFETY: gives back our reference.
+        // SAFETY: releases our reference.
         unsafe { (self.functions.cmd_ln_free_r)(config) };
         if raw.is_null() {
             return Err(SphinxError::Model {
@@ -102,7 +102,7 @@ impl Pocketsphinx {
         if let Search::Grammar(text) = search
             && let Err(error) = decoder.listen_for(text)
         {
-            // It says only that it failed; a word it cannot pronounce is the usual reason.
+            // It reports only the failure; a word it cannot pronounce is the usual reason.
             let words = unknown_words(text, &model.dictionary);
             return Err(if words.is_empty() {
                 error

@@ -68,7 +68,7 @@ pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     serve(&options.listen.endpoint(), || Speaker::load(options))
 }
 
-/// The service: one engine on a thread of its own.
+/// The service: one engine with its own thread.
 struct Speaker {
     thread: EngineThread<Job>,
     engine: TtsEngine,
@@ -316,7 +316,7 @@ impl EspeakNg {
             .stderr(Stdio::null())
             .spawn()?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        // It reads all before it writes, but nothing promises that: the text goes from a thread of its own.
+        // It reads all input before it writes, but this is not guaranteed: a separate thread sends the text.
         let wav = thread::scope(|scope| {
             thread::Builder::new().spawn_scoped(scope, move || {
                 if let Some(mut stdin) = stdin {

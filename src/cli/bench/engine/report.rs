@@ -53,7 +53,7 @@ pub struct Peer {
     pub ratio_most: f64,
 }
 
-/// Values by figure, in the order in which the figures first came.
+/// Values by figure, in the order of first occurrence.
 #[derive(Default)]
 pub struct Values {
     /// The figures with their units.

@@ -252,7 +252,7 @@ impl<'settings> Bench<'settings> {
         Ok(started.elapsed().as_secs_f64() / f64::from(tokens))
     }
 
-    /// Half of the layers given up and read again; KV capacity given up and taken back.
+    /// Sheds half of the layers and reloads them; sheds KV capacity and takes it back.
     pub(super) fn elasticity(&mut self) -> Result<(), String> {
         let report = self.apply(50)?;
         self.values.time("shed of half the layers", report.took);
@@ -371,7 +371,7 @@ impl<'settings> Bench<'settings> {
         Ok(best)
     }
 
-    /// The peer's side of a figure of ours, whose values are one for each round.
+    /// The peer's value for one of our figures, which has one value for each round.
     fn peer_figure(&self, what: &str, ours: &[f64]) -> Option<Peer> {
         let (prompt, depth) = match what.strip_prefix("prefill ") {
             Some(prompt) => (prompt.parse().ok()?, 0),

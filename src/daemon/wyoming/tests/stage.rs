@@ -319,7 +319,7 @@ impl Client {
         }
     }
 
-    /// The text and code of the error that comes next, after which the connection is closed.
+    /// The text and code of the next error, after which the connection is closed.
     pub(super) async fn refusal(&mut self) -> (String, String) {
         let error = self.until("error").await.pop().unwrap();
         assert!(self.next().await.is_none(), "it is not closed");
@@ -396,4 +396,4 @@ pub(super) fn shed() -> Refusal {
     }
 }
 
-// ---- what clients see ----
+// ---- clients ----
