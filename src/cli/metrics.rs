@@ -1,4 +1,4 @@
-//! `cotenant metrics`: the figures of `/metrics`, also as a file for node_exporter's textfile collector.
+//! `cotenant metrics`: figures of `/metrics`, also for node_exporter's textfile collector.
 
 use std::{
     fs::{self, File},

@@ -1,4 +1,4 @@
-//! Operators' commands: shed, regrow, kv-type, load, reload, drain, recycle, start, stop, resize.
+//! Operators' commands: `shed`, `regrow`, `load`, `reload`, `drain` and those for workers.
 
 use std::time::{Duration, Instant};
 

@@ -1,4 +1,4 @@
-//! Clients of the HTTP APIs and their keys, from a separate file that only its owner may read.
+//! Clients of the HTTP APIs with their keys, from a file that only its owner may read.
 
 use std::{collections::BTreeMap, fmt, path::Path};
 

@@ -1,4 +1,4 @@
-//! Raw form of the file: every scalar is text, so that all faults can be listed at once.
+//! Raw form of the configuration file: every scalar is text, so that all faults are listed.
 //!
 //! Only the form is checked here: YAML, known keys, no duplicate key, lists where lists belong.
 

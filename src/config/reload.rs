@@ -1,4 +1,4 @@
-//! Merge of a changed file into a running configuration, key by key, with the keys that need a restart.
+//! Merge of a changed file into a running configuration, key by key.
 //!
 //! Every field of [`Config`] is destructured here with its key, so that a new setting does not compile without a
 //! decision.

@@ -1,4 +1,4 @@
-//! Listening sockets passed by systemd, so that clients wait while the daemon restarts (`sd_listen_fds(3)`).
+//! Listening sockets passed by systemd (`sd_listen_fds(3)`), which outlive the daemon.
 //!
 //! `FileDescriptorName=` of the socket unit names the API: `grpc`, `http` or `wyoming`. A socket with a configured
 //! address replaces the daemon's own; one with another address is served too, with a warning.

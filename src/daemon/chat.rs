@@ -1,4 +1,6 @@
-//! Chat completions of HTTP as engine requests, with answers split into thoughts, text and tool calls.
+//! Chat completions of HTTP as engine requests.
+//!
+//! Answers are split into thoughts, text and tool calls.
 
 use std::{collections::VecDeque, sync::Arc};
 

@@ -1,4 +1,4 @@
-//! Control loop: passes every event to the arbiter and its actions to the device, on one path.
+//! Control loop: every event to the arbiter, its actions to the device, on one path.
 //!
 //! ```text
 //!   inbox ────┐

@@ -1,5 +1,6 @@
-//! Metrics of decisions: sheds, reclaims, denials, restarts. Derived from the actions, so that figures and journal
-//! cannot disagree.
+//! Metrics of decisions: sheds, reclaims, denials, restarts.
+//!
+//! They are derived from the actions, so that figures and journal cannot disagree.
 
 use std::{collections::BTreeMap, sync::Arc};
 

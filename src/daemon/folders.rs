@@ -1,4 +1,4 @@
-//! Folders and sockets that the daemon needs: created, refused with a remedy, or inspected without changes.
+//! Folders and sockets of the daemon: created, refused with a remedy, or only inspected.
 
 use std::{
     fs::{self, DirBuilder, Metadata},

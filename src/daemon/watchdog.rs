@@ -1,4 +1,4 @@
-//! Stall detector: a thread that sheds the engine, and then ends the process, when the control loop hangs.
+//! Stall detector: a thread that sheds the engine and ends the process when the loop hangs.
 //!
 //! ```text
 //!   Running ──► no turn for 1.75 s ──► Stalled: the engine sheds to its floor, one line is written

@@ -1,4 +1,4 @@
-//! WAV samples in codings unsupported by `hound`: those of telephones (ITU-T G.711), and 64-bit floating point.
+//! WAV samples that `hound` does not read: ITU-T G.711, and 64-bit floating point.
 
 use super::resample::from_float;
 

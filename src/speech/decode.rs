@@ -1,4 +1,4 @@
-//! Decoder of audio files: WAV, MP3, AAC, FLAC, Vorbis and Opus in the containers of browsers, phones and SDKs.
+//! Decoder of audio files: WAV, MP3, AAC, FLAC, Vorbis and Opus in common containers.
 
 use std::{
     io::{self, Cursor},

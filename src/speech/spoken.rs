@@ -1,4 +1,4 @@
-//! Conversion of written text for a voice: no markup or pictures, addresses reduced to their host.
+//! Conversion of written text for a voice: no markup or pictures, hosts for addresses.
 
 /// A sentence without Markdown, as it is spoken; `None` if nothing is left.
 ///

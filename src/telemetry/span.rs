@@ -1,4 +1,4 @@
-//! Spans of requests and voice turns, buffered within one bound until an exporter takes them.
+//! Spans of requests and voice turns, buffered within one bound for the exporter.
 //!
 //! ```text
 //! begin ─► open ──(set, event)──► dropped ─► ended ─► exporter

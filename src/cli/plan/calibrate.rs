@@ -1,4 +1,4 @@
-//! `cotenant calibrate`: measured speeds of computing and reading on this machine, for `plan`.
+//! `cotenant calibrate`: measured speeds of this machine, for `plan`.
 //!
 //! The engine measures itself as it does after a load. Rounds are repeated, and their difference is the stated error.
 

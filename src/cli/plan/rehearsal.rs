@@ -1,4 +1,4 @@
-//! Rehearsal of a stack: its start and two shortages, decided by the arbiter on a model of the machine.
+//! Rehearsal of a stack: its start and two shortages, decided by the arbiter.
 //!
 //! Nothing here decides. The arbiter of the daemon receives the events that a machine would send if every holder used
 //! its grant and every action succeeded at once, so a prediction is the later decision.

@@ -1,5 +1,6 @@
-//! Costs and benefits of elasticity: against a static engine, on ordered sheds, beside a busy neighbour, and before the
-//! weights are in memory.
+//! Costs and benefits of elasticity.
+//!
+//! Measured against a static engine, on ordered sheds, beside a busy neighbour, and before the weights are in memory.
 
 use std::{
     io,
