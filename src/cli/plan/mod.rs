@@ -1,7 +1,7 @@
 //! `cotenant plan`: memory and speed of a model and a stack on a device, before any download.
 //!
 //! Reads headers only. The shape of a model comes from the engine's own layout, plans from the policy, and the order of
-//! starts and sheds from the arbiter itself ([`rehearsal`](cotenant_policy::rehearsal)), so that the prediction is the
+//! starts and sheds from the arbiter itself ([`rehearsal`]), so that the prediction is the
 //! decision.
 
 pub(super) mod calibrate;
