@@ -204,12 +204,16 @@ fn alerts_and_the_dashboard_name_metrics_that_exist() {
 }
 
 #[test]
-fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
-    let runbook = fs::read_to_string(root().join("docs/runbook.md")).unwrap();
-    let headings: BTreeSet<&str> = runbook
+fn troubleshooting_has_a_section_for_each_alert_and_a_row_for_each_refusal_and_death() {
+    let document = fs::read_to_string(root().join("docs/troubleshooting.md")).unwrap();
+    let headings: BTreeSet<&str> = document
         .lines()
         .filter_map(|line| line.strip_prefix("### "))
-        .flat_map(|line| line.split(", "))
+        .collect();
+    let rows: BTreeSet<&str> = document
+        .lines()
+        .filter_map(|line| line.strip_prefix("| ")?.split(" | ").next())
+        .flat_map(backticked)
         .collect();
     let rules = fs::read_to_string(root().join("deploy/prometheus/cotenant.rules.yml")).unwrap();
     let alerts = rules
@@ -219,11 +223,12 @@ fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
         .lines()
         .filter_map(|line| line.trim().strip_prefix("runbook_url: "));
     for (alert, link) in alerts.clone().zip(links) {
-        // Where the package puts the runbook; anchors are headings in small letters.
+        // The path of the document in the package; anchors are headings in lower case.
+        assert!(headings.contains(alert), "no section for {alert}");
         assert_eq!(
             link,
             format!(
-                "/usr/share/doc/cotenant/runbook.md#{}",
+                "/usr/share/doc/cotenant/troubleshooting.md#{}",
                 alert.to_lowercase()
             )
         );
@@ -249,20 +254,16 @@ fn the_runbook_has_a_section_for_each_alert_refusal_and_death() {
                 .map(str::to_owned)
                 .collect::<Vec<_>>()
         });
-    let names: Vec<String> = alerts
-        .map(str::to_owned)
-        .chain(classes)
-        .chain(denials)
-        .chain(codes)
-        .collect();
-    assert!(names.len() > 45, "{names:?}");
+    assert!(alerts.count() > 10);
+    let names: Vec<String> = classes.into_iter().chain(denials).chain(codes).collect();
+    assert!(names.len() > 35, "{names:?}");
     let missing: Vec<&String> = names
         .iter()
-        .filter(|name| !headings.contains(name.as_str()))
+        .filter(|name| !rows.contains(name.as_str()))
         .collect();
     assert!(
         missing.is_empty(),
-        "docs/runbook.md has no section for {missing:?}"
+        "docs/troubleshooting.md has no row for {missing:?}"
     );
 }
 

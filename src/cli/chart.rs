@@ -1,7 +1,7 @@
 //! Chart of memory by owner over time, as SVG.
 //!
-//! Between two points the value of the earlier one holds, as a book does. Everything is computed in whole pixels; text
-//! is left to the viewer's own fonts, so nothing has to be installed to draw.
+//! Between two points the value of the earlier one holds, as in a ledger. Everything is computed in whole pixels; text
+//! uses the viewer's own fonts, so drawing needs no installed ones.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -22,7 +22,7 @@ use plotters::{
 use cotenant_policy::params::ENGINE_TENANT;
 use cotenant_units::{Bytes, Timestamp};
 
-/// Who held how much at one moment.
+/// Memory by owner at one moment.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct ChartPoint {
     /// When.
@@ -41,14 +41,14 @@ impl ChartPoint {
             .fold(Bytes::ZERO, Bytes::saturating_add)
     }
 
-    /// What one owner holds.
+    /// Memory of one owner.
     #[must_use]
     pub(super) fn of(&self, owner: &str) -> Bytes {
         self.owners.get(owner).copied().unwrap_or(Bytes::ZERO)
     }
 }
 
-/// What kind of thing happened, which decides the colour of its mark.
+/// Kind of a mark, which determines its colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum MarkKind {
     /// Memory got short.
@@ -57,7 +57,7 @@ pub(super) enum MarkKind {
     Note,
     /// Memory was taken again.
     Regrow,
-    /// Memory was given back.
+    /// Memory was released.
     Shed,
 }
 
@@ -66,7 +66,7 @@ pub(super) enum MarkKind {
 pub(super) struct ChartMark {
     /// When.
     pub at: Timestamp,
-    /// What, in a few words; long ones are shortened.
+    /// Label in a few words; long ones are shortened.
     pub label: String,
     /// Which kind.
     pub kind: MarkKind,
@@ -81,13 +81,13 @@ pub(super) struct Chart {
     pub subtitle: String,
     /// Points in the order of time.
     pub points: Vec<ChartPoint>,
-    /// What all owners together may hold.
+    /// Limit of all owners together.
     pub budget: Bytes,
-    /// What that is called.
+    /// Name of the limit.
     pub budget_name: &'static str,
     /// The start of the chart's time since 1970, where times are those of the clock (UTC) rather than seconds.
     pub epoch: Option<Duration>,
-    /// What happened.
+    /// Marked events.
     pub marks: Vec<ChartMark>,
     /// Owners from the bottom to the top of the stack; those not named follow in the order of their names.
     pub order: Vec<String>,
@@ -97,7 +97,7 @@ pub(super) struct Chart {
 #[derive(Debug, thiserror::Error)]
 #[error("cannot draw the chart: {reason}")]
 pub(super) struct ChartError {
-    /// What the drawing library says.
+    /// Message of the drawing library.
     reason: String,
 }
 
@@ -179,7 +179,7 @@ impl Chart {
         )
     }
 
-    /// The chart as an SVG file of its own.
+    /// The chart as a standalone SVG file.
     ///
     /// # Errors
     /// When the drawing library fails, which writing to memory excludes.
@@ -288,7 +288,7 @@ impl Chart {
         Ok(())
     }
 
-    /// The points that can be distinguished: of those within one pixel the one with the largest total, and the last one, which
+    /// The distinguishable points: of those within one pixel the one with the largest total, and the last one, which
     /// holds until the next pixel with any.
     fn columns(&self, frame: &Frame) -> Vec<(i32, &ChartPoint)> {
         let mut columns: Vec<(i32, &ChartPoint)> = Vec::new();
@@ -350,7 +350,7 @@ impl Chart {
 
 type Canvas<'a> = DrawingArea<SVGBackend<'a>, Shift>;
 
-/// Where the plot lies, and what it spans.
+/// Position and range of the plot.
 struct Frame {
     from: Timestamp,
     to: Timestamp,
@@ -638,10 +638,11 @@ const SOFT: RGBColor = RGBColor(102, 112, 133);
 const AXIS: RGBColor = RGBColor(152, 162, 179);
 const GRID: RGBColor = RGBColor(228, 231, 236);
 const BUDGET: RGBColor = RGBColor(201, 42, 42);
-/// The owner of what no lease covers.
+/// Owner of memory without a lease.
 pub(super) const UNACCOUNTED: &str = "unaccounted";
 const UNHELD: RGBColor = RGBColor(138, 147, 166);
-/// Apart in hue and in brightness, so that they differ in print and to most colour-blind eyes. Those of `http/page.html`.
+/// Different in hue and in brightness, so that they differ in print and to most colour-blind eyes. Those of
+/// `http/page.html`.
 const HUES: [RGBColor; 8] = [
     RGBColor(59, 111, 212),
     RGBColor(240, 154, 62),

@@ -1,4 +1,4 @@
-//! `cotenant check`: what a configuration would do on this machine, without starting anything.
+//! `cotenant check`: effect of a configuration on this machine, without starting anything.
 
 use std::{
     error::Error,
@@ -56,7 +56,7 @@ pub struct CheckArgs {
     root: Option<PathBuf>,
 }
 
-/// Prints what this machine has, and the budget that the configuration makes of it.
+/// Prints this machine's capabilities, and the budget that results from the configuration.
 #[must_use]
 pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     let mut sheet = Sheet::new(global.output);
@@ -73,7 +73,8 @@ pub(super) fn run(global: &Global, args: &CheckArgs) -> ExitCode {
     ExitCode::from(code)
 }
 
-/// What the device has, and what costs memory or speed there. `read` is a file of the live machine, whose disk is measured.
+/// The device's capabilities, and its losses of memory or speed. `read` is a file of the live machine, whose disk is
+/// measured.
 fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     sheet.section("machine", "this machine");
     let found = if root.is_live() {
@@ -123,7 +124,7 @@ fn audit_alone(sheet: &mut Sheet, root: &ProbeRoot, read: Option<&Path>) -> u8 {
     exit::OK
 }
 
-/// Reads `file` for a second and prints what its disk does.
+/// Reads `file` for a second and prints the speed of its disk.
 fn print_disk(sheet: &mut Sheet, file: Option<&Path>) {
     let Some(file) = file else { return };
     match DiskRates::measure(file, DISK_TIME, &mut |_| {}) {
@@ -136,7 +137,7 @@ fn print_disk(sheet: &mut Sheet, file: Option<&Path>) {
     }
 }
 
-/// Prints versions beside those that belong to the board's L4T, and what confines a supervisor that runs.
+/// Prints versions beside those for the board's L4T, and the confinement of a running supervisor.
 fn print_software(sheet: &mut Sheet, root: &ProbeRoot) {
     let versions = audit::versions(root);
     if !versions.is_empty() {
@@ -162,7 +163,7 @@ struct Served<'a> {
 }
 
 impl Served<'_> {
-    /// What a loss costs this model, in thousandths of a token per second.
+    /// Loss of this model in thousandths of a token per second.
     fn loses(&self, cost: audit::Cost) -> Option<u64> {
         let [resident, streamed] = self.milli_tokens_per_s;
         let (speed, percent) = match cost {
@@ -398,7 +399,7 @@ fn machine_facts(config: &Config, host: &Host) -> MachineFacts {
     }
 }
 
-/// What would go wrong: faults end the check with its exit code for a bad configuration, warnings do not.
+/// Prints findings: faults end the check with the exit code for an invalid configuration, warnings do not.
 fn print_found(sheet: &mut Sheet, found: &[Found]) {
     if !found.is_empty() {
         sheet.section("findings", "before the start");
@@ -523,7 +524,7 @@ fn print_budget(sheet: &mut Sheet, params: &Params, reading: &Reading) {
     );
 }
 
-/// Prints what was learned of peaks, which counts before what the configuration says.
+/// Prints learned peaks, which override the configuration.
 fn print_peaks(sheet: &mut Sheet, config: &Config) {
     match learned_peaks(&config.state_dir) {
         Ok(peaks) => {
@@ -554,7 +555,7 @@ fn print_peaks(sheet: &mut Sheet, config: &Config) {
     }
 }
 
-/// Prints who wants what; `false` when it cannot work.
+/// Prints the demand of each holder; `false` when it cannot be met.
 fn print_tenants(
     sheet: &mut Sheet,
     config: &Config,
@@ -697,7 +698,7 @@ fn floor_bytes(shape: &ModelShape, llm: &LlmConfig) -> Bytes {
     })
 }
 
-/// What is printed: line by line for people, or as one document.
+/// Output: line by line for people, or one document.
 struct Sheet {
     output: Output,
     document: Map<String, Value>,
@@ -742,12 +743,12 @@ impl Sheet {
         }
     }
 
-    /// Says what it all comes to; the last one counts, and is the last line.
+    /// Sets the verdict; the last one counts, and is the last line.
     fn verdict(&mut self, text: &str) {
         self.verdict = text.to_owned();
     }
 
-    /// Says what is wrong: on stderr for people, as an entry of `errors` for programs.
+    /// Prints a fault: on stderr for people, as an entry of `errors` for programs.
     fn fault(&mut self, error: &dyn Error, hints: &[String]) {
         let mut causes = Vec::new();
         let mut cause = error.source();

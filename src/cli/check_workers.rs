@@ -14,7 +14,7 @@ use cotenant_worker::{
     spec::Readiness,
 };
 
-/// What is known of one worker before it is started.
+/// Facts about one worker before it is started.
 pub(super) struct WorkerCheck {
     name: String,
     argv: Vec<String>,
@@ -22,9 +22,9 @@ pub(super) struct WorkerCheck {
     endpoint: Option<String>,
     ready: String,
     confinement: Vec<String>,
-    /// What may go away until it is started: a port that another process has now.
+    /// Conditions that may pass before it is started: a port that another process has now.
     pub(super) warnings: Vec<String>,
-    /// What would keep it from starting.
+    /// Reasons that would prevent its start.
     pub(super) problems: Vec<String>,
 }
 

@@ -36,7 +36,7 @@ pub(super) async fn run(global: &Global, events: &Events) -> Result<(), CliError
         match print(global, events, &mut client, &mut seen).await {
             Ok(()) if !events.follow => return Ok(()),
             Err(error) if !events.follow || !error.is_gone() => return Err(error),
-            // The supervisor has ended; the next one goes on.
+            // The supervisor has ended; its successor is followed.
             Ok(()) | Err(_) => {}
         }
         eprintln!("the supervisor has gone; waiting for the next one");

@@ -10,7 +10,7 @@
 //! | 70 | the control loop of `serve` stood still | |
 //! | 78 | bad configuration, also of `reload` | |
 //!
-//! `health` follows `grpc_health_probe`, so that it can take its place.
+//! `health` follows `grpc_health_probe`, so that it can replace it.
 
 use std::{borrow::Cow, error::Error, io, process::ExitCode};
 
@@ -34,7 +34,7 @@ pub const REFUSED: u8 = 4;
 /// Bad configuration (`EX_CONFIG` of sysexits.h); systemd does not restart after it.
 pub const CONFIG: u8 = 78;
 
-/// Exit codes of `health`, as of `grpc_health_probe`.
+/// Exit codes of `health`, equal to those of `grpc_health_probe`.
 pub mod health {
     /// Serving.
     pub const SERVING: u8 = 0;
@@ -57,7 +57,7 @@ pub enum CliError {
     /// The supervisor refused, or did not answer.
     #[error("{}", call_text(.0))]
     Call(#[from] Status),
-    /// Something else; the message says what.
+    /// Another failure; the message describes it.
     #[error("{act}")]
     Failed {
         /// `cannot read `journal.ndjson``.
@@ -96,7 +96,7 @@ impl CliError {
         }
     }
 
-    /// The same failure with its remedy. Those of calls and connections bring their own.
+    /// The same failure with its remedy. Failures of calls and connections have their own.
     #[must_use]
     pub fn with_hint(mut self, remedy: impl Into<Option<String>>) -> Self {
         if let Self::Failed { hint, .. } = &mut self {
@@ -114,7 +114,7 @@ impl CliError {
         self
     }
 
-    /// A call to another machine that failed. Where the connection broke off before the alert of a refused certificate was
+    /// A failed call to another machine. If the connection broke off before the alert of a refused certificate was
     /// read, that is the likely reason.
     pub(super) fn of_remote(status: Status) -> Self {
         if refused_certificate(&status).is_some() || !broken(&status) {
@@ -128,7 +128,7 @@ impl CliError {
         .with_code(REFUSED)
     }
 
-    /// Whether the supervisor is not there any more, or is about to end.
+    /// Whether the supervisor is gone, or about to end.
     pub(super) fn is_gone(&self) -> bool {
         match self {
             Self::Call(status) if reason(status).as_deref() == Some("STOPPING") => true,
@@ -144,7 +144,7 @@ impl CliError {
             Self::Call(status) if refused_certificate(status).is_some() => REFUSED,
             Self::Connect(_) => UNREACHABLE,
             Self::Call(status) if !is_ours(status) => match status.code() {
-                // The transport's own words: the connection broke, or nothing came in time.
+                // The transport's own error: the connection broke, or timed out.
                 Code::Unavailable | Code::DeadlineExceeded | Code::Cancelled => UNREACHABLE,
                 Code::Internal | Code::Unknown if broken(status) => UNREACHABLE,
                 Code::Internal | Code::Unknown | Code::DataLoss => FAILED,
@@ -200,7 +200,7 @@ impl CliError {
             eprintln!("{}", self.to_json());
         } else if !matches!(self, Self::OutputClosed) {
             eprintln!("error: {}", escaped(&self.to_string()));
-            // The text of a transparent or called error is its own; what lies below comes here.
+            // A transparent or call error has its own text; its causes follow here.
             let mut cause = self.source();
             while let Some(error) = cause {
                 if !matches!(self, Self::Call(_)) {
@@ -226,12 +226,13 @@ impl From<io::Error> for CliError {
     }
 }
 
-/// Whether the connection broke off in the middle of an answer: then the transport has a cause to name.
+/// Whether the connection broke off in the middle of a response: then the transport has a cause to name.
 fn broken(status: &Status) -> bool {
     !is_ours(status) && status.source().is_some()
 }
 
-/// Why the other side refuses our certificate, if that is what broke the connection. Under TLS 1.3 the first call finds out.
+/// The reason why the other side refuses our certificate, if that broke the connection. Under TLS 1.3 the first call
+/// reveals it.
 fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
     let mut next = Some(error);
     while let Some(error) = next {
@@ -246,7 +247,7 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
                 {
                     "CertificateExpired" => "it has expired",
                     "CertificateRequired" => "there is none",
-                    // Another CA of the same name: its signature is not by the key of ours.
+                    // Another CA with the same name: its signature does not match our key.
                     "UnknownCA" | "DecryptError" => "its CA is not that of `grpc.tcp.client_ca`",
                     _ => "it cannot be verified",
                 },
@@ -288,7 +289,7 @@ fn call_text(status: &Status) -> String {
     }
 }
 
-/// Whether the supervisor itself said so, rather than the transport.
+/// Whether the status comes from the supervisor itself rather than the transport.
 fn is_ours(status: &Status) -> bool {
     status
         .get_details_error_info()
@@ -299,7 +300,7 @@ fn reason(status: &Status) -> Option<String> {
     status.get_details_error_info().map(|info| info.reason)
 }
 
-/// What the supervisor states with a refusal: object, values, limits. Numbers are numbers; null where there are none.
+/// Figures of a refusal: object, values, limits. Numbers are numbers; null without any.
 fn figures(status: &Status) -> Value {
     let info = status.get_details_error_info().map(|info| info.metadata);
     let figure = |text: String| text.parse::<u64>().map_or(Value::String(text), Value::from);
@@ -352,7 +353,7 @@ fn call_hint(status: &Status) -> Option<String> {
 /// Text with every control character escaped that a terminal would obey: others may have written it.
 #[must_use]
 pub fn escaped(text: &str) -> Cow<'_, str> {
-    // Those that turn the direction of what follows around hide what a line says.
+    // Characters that change the direction of text hide the content of a line.
     let turns = |char| matches!(char, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}');
     let is_obeyed = |char: char| char.is_control() && !matches!(char, '\n' | '\t') || turns(char);
     if !text.contains(is_obeyed) {

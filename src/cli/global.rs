@@ -1,4 +1,4 @@
-//! Options of all commands, and calls to the supervisor that keep to them.
+//! Options of all commands, and calls to the supervisor under them.
 
 use std::{fs, io, path::PathBuf, time::Duration};
 
@@ -72,7 +72,7 @@ impl Global {
         }
     }
 
-    /// What both sides of a connection by TLS are known by, if it was named.
+    /// Certificates of both sides of a TLS connection, if configured.
     fn identification(&self) -> Result<Option<Identification>, CliError> {
         let (Some(cert), Some(key), Some(ca)) = (&self.cert, &self.key, &self.ca) else {
             return Ok(None);
@@ -123,7 +123,7 @@ impl Global {
     }
 }
 
-/// Where the supervisor listens by default.
+/// Default address of the supervisor.
 const DEFAULT_ENDPOINT: &str = "unix:///run/cotenant/cotenant.sock";
 
 /// How much longer than the deadline a call may take (our choice).

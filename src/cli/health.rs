@@ -37,7 +37,7 @@ pub struct Health {
     wait: bool,
 }
 
-/// What came of asking.
+/// Outcome of the query.
 enum Found {
     Status(ServingStatus),
     Unreachable(CliError),

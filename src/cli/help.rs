@@ -1,4 +1,4 @@
-//! The list of commands in groups: clap lists them in one.
+//! Grouped list of commands: clap lists them in one.
 
 use std::fmt::Write as _;
 

@@ -1,11 +1,11 @@
-//! `cotenant hold`: a lease for a program that does not know leases.
+//! `cotenant hold`: a lease for a program without lease support.
 //!
-//! The program is notified that memory is short by a FIFO in `$MEMORY_PRESSURE_WATCH`, as systemd has it, and its memory is
-//! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or without a supervisor
-//! for a term) the program is ended too, before the term is over: memory without a lease may not be used.
+//! The program is notified of memory pressure by a FIFO in `$MEMORY_PRESSURE_WATCH`, as by systemd, and its memory is
+//! measured here as the supervisor measures it. When the lease is over (ended by the supervisor, or without a
+//! supervisor for a term) the program is ended too, before the term is over: memory without a lease may not be used.
 //!
-//! A target is answered once the program has read that memory is short, and not before: one that has not may fill its
-//! lease in the next moment, however little it uses now.
+//! A target is answered only after the program has read the notification: before that it may fill its lease in the next
+//! moment, however little it uses now.
 
 use std::{
     collections::VecDeque,
@@ -201,7 +201,7 @@ enum Over {
     Interrupted(u8),
 }
 
-/// What happens next.
+/// Next event.
 enum Next {
     Exited(ExitStatus),
     Heard(Box<Result<Option<HoldLeaseResponse>, Status>>),
@@ -211,7 +211,7 @@ enum Next {
 /// A target that is to be answered.
 struct Due {
     target: Target,
-    /// What has been said to it on this stream already is not said again: each answer is answered, twice.
+    /// Whether the answer was already sent on this stream. It is not repeated: each one gets two responses.
     said: bool,
 }
 
@@ -219,8 +219,7 @@ struct Keeper {
     say: Say,
     lease: Lease,
     term: Duration,
-    /// When the message was sent to which the supervisor last said that the lease is renewed: its term runs from no
-    /// earlier than that.
+    /// Sending time of the message behind the last confirmed renewal: the term runs no earlier than from then.
     heard: Instant,
     /// When the messages of this stream were sent that have not been answered so.
     sent: VecDeque<Instant>,
@@ -273,7 +272,7 @@ impl Keeper {
         }
     }
 
-    /// Time left until the lease may not be relied on any more; what a program has to end is not in it.
+    /// Time left until the lease expires, without the time that the program has to end.
     fn left(&self) -> Duration {
         let to_end = self
             .program
@@ -353,7 +352,7 @@ impl Keeper {
         }
     }
 
-    /// Takes what the supervisor says; returns why the lease is over, if it is.
+    /// Handles a message of the supervisor; returns the reason if the lease is over.
     fn hear(&mut self, response: HoldLeaseResponse) -> Result<Option<String>, CliError> {
         match response.message {
             Some(Message::Renewed(lease)) => {
@@ -386,8 +385,8 @@ impl Keeper {
         Ok(None)
     }
 
-    /// Answers the target that is due by what is measured, once the program has heard of it: that it is not there yet
-    /// once, and that it is.
+    /// Answers the pending target by the measured memory, once the program has read its notification: once that it is
+    /// not reached yet, and when it is.
     fn answer(&mut self, say: &mpsc::Sender<HoldLeaseRequest>) -> Result<(), CliError> {
         let has_heard = self.program.as_ref().is_none_or(Program::has_heard);
         let Some(Due { target, said }) = self.due.take_if(|_| has_heard) else {
@@ -474,7 +473,7 @@ impl Keeper {
 /// The program under the lease.
 struct Program {
     child: Child,
-    /// How it has ended, while others that it has started go on.
+    /// Exit status, while other processes that it has started continue.
     exited: Option<ExitStatus>,
     /// Open for both directions, so that a reader neither waits for us nor sees an end.
     fifo: fs::File,
@@ -511,7 +510,7 @@ impl Program {
         let _ = unistd::write(&self.fifo, b"\n");
     }
 
-    /// Whether it has read all notifications. A watcher of a FIFO reads it: it would stay readable else.
+    /// Whether it has read all notifications. A watcher of a FIFO reads it: it would stay readable otherwise.
     fn has_heard(&self) -> bool {
         let mut unread = [PollFd::new(self.fifo.as_fd(), PollFlags::POLLIN)];
         poll(&mut unread, PollTimeout::ZERO).is_ok_and(|unread| unread == 0)
@@ -541,7 +540,7 @@ impl Program {
         orphans::descendants(&ProbeRoot::default().proc, self.child.id())
     }
 
-    /// Asks it and what it has started to end, and makes them after `grace`.
+    /// Sends SIGTERM to it and its descendants, and SIGKILL after `grace`.
     async fn end(&mut self, grace: Duration) {
         let proc = ProbeRoot::default().proc;
         let pid = self.child.id().and_then(|pid| i32::try_from(pid).ok());
@@ -574,7 +573,7 @@ fn fifo(path: &Path) -> std::io::Result<fs::File> {
         .open(path)
 }
 
-/// What this process and those below it use, as the supervisor measures it.
+/// Memory of this process and its descendants, as measured by the supervisor.
 fn used() -> Option<Bytes> {
     let proc = ProbeRoot::default().proc;
     let table = ProcessTable::read(&proc).ok()?;
@@ -605,7 +604,7 @@ fn code_of(status: ExitStatus) -> ExitCode {
     ExitCode::from(code.or_else(signalled).unwrap_or(exit::FAILED))
 }
 
-/// Where lines go: beside a program, whose output is the data, to stderr.
+/// Destination of messages: stderr, since stdout belongs to the program.
 struct Say {
     output: Output,
     beside_a_program: bool,
@@ -651,7 +650,7 @@ impl Say {
         };
         if self.beside_a_program {
             use std::io::Write as _;
-            // The program goes on, also when stderr is closed.
+            // The program continues, even when stderr is closed.
             let _ = std::io::stderr()
                 .lock()
                 .write_all(exit::escaped(&line).as_bytes());
@@ -667,13 +666,14 @@ const ANSWERS_MAX: usize = 8;
 /// Between two tries to reach the supervisor.
 const PAUSE: Duration = Duration::from_millis(100);
 
-/// Between two measurements while a target is due: a fifth of what a non-compliant holder is given beyond its deadline (our choice).
+/// Between two measurements while a target is pending: a fifth of the time that a non-compliant holder has beyond its
+/// deadline (our choice).
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Between two looks whether what an ended program has started has ended too (our choice).
+/// Between two checks whether the descendants of an ended program have ended too (our choice).
 const LOOK_FOR_OTHERS: Duration = Duration::from_millis(250);
 
-/// Between SIGTERM and SIGKILL, at most: what is left of the term may be less.
+/// Between SIGTERM and SIGKILL, at most: the rest of the term may be less.
 const GRACE: Duration = Duration::from_secs(5);
 
 /// Exit codes of a shell for a program that it does not find, or may not execute.
@@ -744,7 +744,7 @@ mod tests {
             said.try_recv().is_err(),
             "its receipts are no reason to say it again"
         );
-        // Another stream asks again.
+        // Another stream repeats the target.
         hears(&mut keeper, &say, target(7, 1));
         assert_eq!(said.try_recv().unwrap().state(), TargetState::Deferred);
         hears(&mut keeper, &say, target(8, u64::MAX));

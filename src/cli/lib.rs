@@ -1,7 +1,7 @@
 //! Command line: clients of a running daemon, and commands that need none.
 //!
-//! Data goes to stdout and everything else to stderr. `--output json` gives one document, `ndjson` one line for each
-//! thing; names are those of proto3 JSON, except that 64-bit numbers stay numbers. Environment variables that are read:
+//! Data is written to stdout and everything else to stderr. `--output json` gives one document, `ndjson` one line for
+//! each item; names are those of proto3 JSON, except that 64-bit integers are numbers. Environment variables read:
 //! `COTENANT_ENDPOINT`.
 
 mod ascii_chart;
@@ -169,7 +169,7 @@ pub fn main(arguments: impl IntoIterator<Item = OsString>, commit: &'static str)
                 let text = text.trim_start_matches("error: ").trim();
                 return CliError::plain(text, code).report(true);
             }
-            // Help and version come this way too, and are no fault. Nothing can be done when they cannot be printed.
+            // Help and version arrive here too, and are no fault. If they cannot be printed, nothing can be done.
             let _ = error.print();
             return ExitCode::from(code);
         }

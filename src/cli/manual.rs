@@ -1,4 +1,4 @@
-//! Man pages and completion scripts, of the commands that are not hidden.
+//! Man pages and completion scripts of the commands that are not hidden.
 
 use std::{
     fs::{self, OpenOptions},
@@ -21,7 +21,8 @@ pub(super) fn visible(command: &Command) -> Command {
         .subcommands(subcommands.cloned())
 }
 
-/// Writes a page for each command into `folder`, with what clap has no place for: exit status, environment, files, examples.
+/// Writes a page for each command into `folder`, with sections that clap lacks: exit status, environment, files,
+/// examples.
 ///
 /// # Errors
 /// When a page cannot be written.
@@ -91,7 +92,7 @@ const EXITS: &[(&str, &str)] = &[
     ("78", "bad configuration, or a stack that cannot work"),
 ];
 
-/// Those of `grpc_health_probe`.
+/// Exit codes of `grpc_health_probe`.
 const HEALTH_EXITS: &[(&str, &str)] = &[
     ("0", "serving"),
     ("1", "bad arguments"),

@@ -1,4 +1,4 @@
-//! `cotenant metrics`: the figures of `/metrics`, also as a file for node_exporter's textfile collector.
+//! `cotenant metrics`: figures of `/metrics`, also for node_exporter's textfile collector.
 
 use std::{
     fs::{self, File},
@@ -33,7 +33,8 @@ pub struct Metrics {
     textfile: Option<PathBuf>,
 }
 
-/// Reads the figures and writes them. A supervisor that does not answer leaves the file as it was: node_exporter shows its age.
+/// Reads the figures and writes them. If the supervisor does not respond, the file stays unchanged: node_exporter shows
+/// its age.
 pub(super) fn run(global: &Global, args: &Metrics) -> Result<(), CliError> {
     let text = read(global, args)?;
     match (&args.textfile, global.output) {
@@ -80,7 +81,7 @@ fn read(global: &Global, args: &Metrics) -> Result<String, CliError> {
         .map_err(unreachable)
 }
 
-/// Puts the text in place of the file. What is written has a name that the collector does not read (it takes `*.prom`).
+/// Replaces the file with the text. The temporary file has a name that the collector does not read (it takes `*.prom`).
 fn replace(path: &Path, text: &str) -> io::Result<()> {
     let mut name = path.file_name().unwrap_or_default().to_owned();
     name.push(".new");
@@ -91,7 +92,7 @@ fn replace(path: &Path, text: &str) -> io::Result<()> {
     });
     let done = written.and_then(|()| fs::rename(&new, path));
     if done.is_err() {
-        // What is left of it is of no use; the fault itself is reported.
+        // A leftover is useless; the fault itself is reported.
         let _ = fs::remove_file(&new);
     }
     done
@@ -106,7 +107,7 @@ fn samples(text: &str) -> impl Iterator<Item = Value> {
             let value = match (value.parse::<u64>(), value.parse::<f64>()) {
                 (Ok(whole), _) => Value::from(whole),
                 (_, Ok(number)) if number.is_finite() => Value::from(number),
-                // What JSON has no number for stays text: `NaN`, `+Inf`.
+                // Values without a JSON number stay text: `NaN`, `+Inf`.
                 (_, Ok(_)) => Value::from(value),
                 _ => return None,
             };

@@ -1,4 +1,4 @@
-//! Operators' commands: shed, regrow, kv-type, load, reload, drain, recycle, start, stop, resize.
+//! Operators' commands: `shed`, `regrow`, `load`, `reload`, `drain` and those for workers.
 
 use std::time::{Duration, Instant};
 
@@ -59,7 +59,7 @@ pub struct Resize {
     wait: Duration,
 }
 
-/// What can be done to a worker.
+/// Commands for a worker.
 #[derive(Clone, Copy)]
 pub(super) enum Control {
     Recycle,
@@ -156,7 +156,7 @@ pub(super) async fn load(global: &Global, load: &Load) -> Result<(), CliError> {
     output::write_done(global.output, &message, loaded(state, took))
 }
 
-/// What a load has come to, for programs.
+/// Outcome of a load, for programs.
 fn loaded(state: EngineState, took: Option<Duration>) -> Value {
     json!({
         "state": state.as_str_name(),
@@ -174,7 +174,7 @@ async fn engine(
     Ok(status.engine.unwrap_or_default())
 }
 
-/// What has been read of how much, how fast, and how long the rest takes at that rate.
+/// Bytes read and total, rate, and remaining time at that rate.
 fn reading(read: u64, whole: u64, took: Duration) -> String {
     let mut text = format!("{} of {}", Bytes::new(read), Bytes::new(whole));
     let rate = u128::from(read) * 1000 / took.as_millis().max(1);

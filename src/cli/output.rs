@@ -24,7 +24,7 @@ pub enum Output {
     Ndjson,
 }
 
-/// Whether arguments that could not be parsed ask for JSON all the same.
+/// Whether arguments that could not be parsed request JSON.
 pub(super) fn is_for_programs(arguments: &[&str]) -> bool {
     let asks = |value: &str| matches!(value, "json" | "ndjson");
     arguments
@@ -39,8 +39,8 @@ pub(super) fn is_for_programs(arguments: &[&str]) -> bool {
         })
 }
 
-/// Writes text for people: control characters other than line ends and tabs are escaped, since names, logs and answers may
-/// hold sequences that a terminal would obey.
+/// Writes text for people: control characters other than line ends and tabs are escaped, since names, logs and answers
+/// may contain terminal sequences.
 ///
 /// # Errors
 /// When stdout cannot be written.
@@ -99,7 +99,7 @@ pub(super) fn write_list(
     }
 }
 
-/// Reads a journal, and says which of its lines cannot be read.
+/// Reads a journal, and reports unreadable lines.
 pub(super) fn read_journal(path: &Path, act: impl Into<String>) -> Result<Contents, CliError> {
     let contents = journal::read(path).map_err(|error| CliError::failed(act, error))?;
     if !contents.damaged.is_empty() {
@@ -129,7 +129,7 @@ pub fn write_report(
     }
 }
 
-/// Writes what was done: in words, or as an object of them, as `message`, and of what is known of it.
+/// Writes an outcome: in words, or as an object with the words as `message` and the known values.
 pub(super) fn write_done(output: Output, message: &str, mut known: Value) -> Result<(), CliError> {
     if output == Output::Table {
         return write(&format!("{message}\n"));
@@ -173,7 +173,7 @@ pub enum Column {
     Figure(&'static str),
 }
 
-/// What a column shows of an item.
+/// A column's text for an item.
 pub(super) type Cell<T> = fn(&T) -> String;
 
 impl Table {

@@ -110,7 +110,7 @@ fn points_json(chart: &Chart) -> impl Iterator<Item = Value> {
     })
 }
 
-/// What is drawn of a journal.
+/// Drawing derived from a journal.
 #[derive(Debug, Default)]
 struct History {
     /// Time of the first point, µs since 1970.
@@ -128,7 +128,7 @@ struct Happened {
     at: Timestamp,
     kind: MarkKind,
     what: String,
-    /// What it moved; the most for what nothing else outweighs.
+    /// Bytes moved; the maximum for events that are always shown.
     bytes: Bytes,
     times: u32,
 }
@@ -175,7 +175,7 @@ impl History {
         }
         owners.insert(UNACCOUNTED.to_owned(), state.memory.unaccounted);
         self.budget = self.budget.max(state.memory.budget);
-        // What does not change is drawn by its first and its last point.
+        // A constant value is drawn by its first and its last point.
         match self.points.as_mut_slice() {
             [.., before, last] if before.owners == owners && last.owners == owners => last.at = at,
             _ => self.points.push(ChartPoint { at, owners }),

@@ -1,4 +1,4 @@
-//! Progress of long work on stderr: on a terminal one line that is drawn again and cleared at the end, elsewhere at most lines.
+//! Progress of long work on stderr: one redrawn line on a terminal, a few lines elsewhere.
 
 use std::io::{self, IsTerminal as _, Write as _};
 
@@ -35,7 +35,7 @@ impl Progress {
         }
     }
 
-    /// Draws `done` of `whole`, and what is being done; nothing where stderr is no terminal.
+    /// Draws `done` of `whole`, and the current action; nothing unless stderr is a terminal.
     pub(super) fn show(&mut self, done: u64, whole: u64, what: &str) {
         if self.terminal {
             let line = line(done, whole, what, self.colour);
@@ -46,7 +46,7 @@ impl Progress {
         }
     }
 
-    /// Progress is for people who wait: a terminal that cannot be written to is no fault.
+    /// Progress is for waiting people: a terminal that cannot be written to is no fault.
     fn write(&self, text: &str) {
         let mut terminal = io::stderr().lock();
         let _ = terminal
@@ -76,7 +76,7 @@ fn line(done: u64, whole: u64, what: &str, colour: bool) -> String {
     }
 }
 
-/// Leaves room for what is being done on a terminal of 40 columns.
+/// Leaves room for the action on a terminal of 40 columns.
 const WIDTH: u64 = 12;
 
 #[cfg(test)]

@@ -28,12 +28,12 @@ pub struct ServeArgs {
     config: ConfigFile,
 }
 
-/// Threads of the runtime for HTTP, speech, sampling and the pipes of workers; the loop with gRPC, and the engine, have their
-/// own.
+/// Threads of the runtime for HTTP, speech, sampling and the pipes of workers; the loop with gRPC, and the engine, have
+/// their own.
 const RUNTIME_THREADS_MAX: usize = 3;
 
-/// Threads of the daemon beside the runtime's and those that compute: the loop, the watchdog, journal and log, the engine
-/// with its readers, the one that starts workers, and some that wait for disks.
+/// Threads of the daemon besides the runtime's and the compute threads: the loop, the watchdog, journal and log, the
+/// engine with its readers, the one that starts workers, and some that wait for disks.
 const THREADS_BESIDE: usize = 12;
 
 /// How long threads that wait for the system may take to notice that the daemon has ended.
@@ -43,7 +43,8 @@ const SHUTDOWN_MAX: Duration = Duration::from_secs(1);
 #[must_use]
 pub(super) fn run(args: &ServeArgs) -> ExitCode {
     heap::return_early();
-    // Nothing that is made here or by workers may be written to by other users, whatever the shell or the container says.
+    // Files created here or by workers must not be writable by other users, whatever umask the shell or the container
+    // has.
     let umask = Mode::S_IWGRP | Mode::S_IWOTH;
     stat::umask(stat::umask(umask) | umask);
     // SAFETY: no descriptor has been opened yet, and no thread started.
@@ -120,7 +121,7 @@ pub(super) fn run(args: &ServeArgs) -> ExitCode {
     }
 }
 
-/// Whether so many threads can be had at once: the runtime, asked for a thread that the system does not give, panics.
+/// Whether so many threads are available at once: the runtime panics when the system refuses it a thread.
 fn enough_threads(wanted: usize) -> io::Result<()> {
     let gate = Arc::new(Mutex::new(()));
     let closed = gate.lock();

@@ -15,12 +15,12 @@ use tokio::signal::unix::{SignalKind, signal};
 /// Exit code of a program that a signal ended, as shells have it, without the signal's number.
 const SIGNALLED: u8 = 128;
 
-/// Runs `work` in a session of its own: what counts as the budget there is the session, so that nothing else on this
-/// host disturbs the figures.
+/// Runs `work` in its own session: the budget there is that of the session, so that nothing else on this host disturbs
+/// the figures.
 ///
-/// The leader of a process group, as shells start programs, cannot begin one; and one that does is out of
-/// reach of Ctrl-C. So this program starts itself once more in a new session, hands it the signals that end programs,
-/// and takes over its exit code.
+/// The leader of a process group, as shells start programs, cannot begin a session; and a session is out of reach of
+/// Ctrl-C. So this program starts itself once more in a new session, forwards the signals that end programs, and takes
+/// over its exit code.
 pub fn in_own_session(work: impl FnOnce() -> ExitCode) -> ExitCode {
     if unistd::getsid(None).is_ok_and(|session| session == unistd::getpid()) {
         return work();
@@ -65,7 +65,7 @@ fn run_again() -> io::Result<ExitStatus> {
     })
 }
 
-/// Has the kernel end `command` when the thread that starts it is gone, however that came.
+/// Makes the kernel end `command` when the thread that starts it is gone for any reason.
 pub fn end_with_parent(command: &mut Command) {
     // SAFETY: `prctl` is a system call alone, which touches no memory of this process.
     unsafe {
@@ -85,7 +85,7 @@ impl Interrupts {
         Ok(Self([hangup, interrupt, terminate]))
     }
 
-    /// Waits for the next one; returns the exit code that tells of it.
+    /// Waits for the next one; returns the corresponding exit code.
     pub async fn next(&mut self) -> u8 {
         let [(hangup, one), (interrupt, two), (terminate, three)] = &mut self.0;
         let number = tokio::select! {

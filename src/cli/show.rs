@@ -248,10 +248,10 @@ const WIDTH: usize = 80;
 /// With fewer columns nothing can be read.
 const COLUMNS_MIN: usize = 40;
 
-/// Where the second line of a paragraph begins: below its text.
+/// Indentation of the continued lines of a paragraph.
 const INDENT: usize = 10;
 
-/// What else is to be known of a worker: why it waits, or how it ended last.
+/// Notes about a worker: why it waits, or how it ended last.
 fn said_of(worker: &v1::Worker) -> Option<String> {
     let class = match worker.death_class.as_str() {
         "" => String::new(),
@@ -286,7 +286,7 @@ pub(super) fn holders_table(leases: &[v1::Lease]) -> String {
     .render()
 }
 
-/// Sequences of the LLM, a row each; the class stands for a client without a name.
+/// Sequences of the LLM, a row each; the class replaces a missing client name.
 pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     let mut table = Table::new([
         Column::Text("SEQ"),

@@ -11,13 +11,13 @@ use std::{
 use super::session::end_with_parent;
 use cotenant_units::Bytes;
 
-/// The commands that the recogniser's small variant knows.
+/// Commands of the recogniser's small variant.
 const GRAMMAR: &str = include_str!("../../deploy/home.gram");
 
-/// Where the demo model is: where a package puts it, or in the sources that this program was built from.
+/// Path of the demo model: in the package's place, or in the sources that this program was built from.
 ///
 /// # Errors
-/// When it is nowhere, or it is not known where this program is.
+/// When it is in neither, or the path of this program is unknown.
 pub fn demo_model() -> io::Result<PathBuf> {
     // A build folder may lie outside the sources, so the current one counts as well.
     model_of(&std::env::current_exe()?, Path::new(""))
@@ -58,7 +58,7 @@ impl TemporaryFolder {
         Err(io::Error::other("no free name for a temporary folder"))
     }
 
-    /// Where it is.
+    /// Its path.
     pub fn path(&self) -> &Path {
         &self.0
     }
@@ -70,7 +70,7 @@ impl Drop for TemporaryFolder {
     }
 }
 
-/// A child process that is ended with its value: first asked, then forced.
+/// A child process that is ended on drop: by SIGTERM, then by SIGKILL.
 #[derive(Debug)]
 pub struct Process(Child);
 
@@ -129,8 +129,8 @@ pub struct Stage {
 
 impl Stage {
     /// Writes model, grammar and configuration into a new folder, and starts the daemon on them. `configuration` gets
-    /// the folder, which holds `home.gram`, and `demo.gguf` where it names that; the socket has to be `cotenant.sock` in it, and the journal
-    /// `journal.ndjson`.
+    /// the folder, which has `home.gram`, and `demo.gguf` if it names that; the socket must be `cotenant.sock` in it,
+    /// and the journal `journal.ndjson`.
     pub fn set(configuration: impl FnOnce(&Path) -> String) -> io::Result<Self> {
         let folder = TemporaryFolder::new("cotenant-stage")?;
         let at = |name: &str| folder.0.join(name);
@@ -160,7 +160,7 @@ impl Stage {
         Ok(())
     }
 
-    /// Where gRPC is.
+    /// Socket of gRPC.
     pub fn socket(&self) -> PathBuf {
         self.folder.0.join("cotenant.sock")
     }
@@ -180,7 +180,7 @@ impl Stage {
         &mut self.daemon
     }
 
-    /// A problem with what the daemon wrote last.
+    /// A problem with the daemon's last output.
     #[must_use]
     pub fn last_words(&self, problem: impl std::fmt::Display) -> String {
         let log = self.log_tail(15);
@@ -230,9 +230,10 @@ impl Process {
     }
 }
 
-/// The daemon's setting of glibc's allocator, as `deploy/cotenant.service` has it, which only the environment can give before the
-/// first thread: two heaps instead of eight for each processor, and no freed chunks kept by each thread: up to seven of each of
-/// 64 sizes to 1032 bytes (glibc's tcache), 236 KiB, which fill slowly over hundreds of thousands of requests.
+/// The daemon's setting of glibc's allocator, as in `deploy/cotenant.service`, which only the environment can set
+/// before the first thread: two heaps instead of eight for each processor, and no freed chunks kept by each thread: up
+/// to seven of each of 64 sizes to 1032 bytes (glibc's tcache), 236 KiB, which fill slowly over hundreds of thousands
+/// of requests.
 pub const ALLOCATOR: (&str, &str) = (
     "GLIBC_TUNABLES",
     "glibc.malloc.arena_max=2:glibc.malloc.tcache_count=0",

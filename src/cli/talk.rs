@@ -33,7 +33,7 @@ pub struct Talk {
     pub out: Option<PathBuf>,
 }
 
-/// What came of one utterance; times are counted from its end.
+/// Results of one utterance; times are counted from its end.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Spoken {
     pub(super) heard: String,
@@ -158,7 +158,7 @@ pub(super) async fn utter(
                     .get_or_insert_with(|| ended.elapsed());
                 spoken.answer.push_str(&piece.text);
             }
-            // Nothing was heard, and nothing will be said.
+            // Nothing was recognised, so nothing will be spoken.
             Event::NotHandled(_) if spoken.heard.trim().is_empty() => break,
             Event::NotHandled(reason) => spoken.answer = reason.text.unwrap_or_default(),
             Event::AudioStart(start) => {
@@ -194,7 +194,7 @@ fn milliseconds(time: Option<Duration>) -> String {
     )
 }
 
-/// Longest recording that is read; the API has a limit of its own.
+/// Longest recording that is read; the API has its own limit.
 const RECORDING_MAX: Duration = Duration::from_secs(600);
 
 /// Samples per message: 64 ms at 16 kHz.

@@ -220,7 +220,7 @@ fn describe_known(text: &mut String, before: &Snapshot, at: Timestamp) {
     }
 }
 
-/// Whether something is still to come of it.
+/// Whether an outcome is still pending.
 fn is_pending(entry: &JournalEntry) -> bool {
     matches!(
         entry.content,

@@ -18,8 +18,8 @@ use super::{
 use cotenant_policy::lease::Class;
 use cotenant_units::Bytes;
 
-/// Reads values and collects what is wrong with them. Every reader returns `None` both for a missing and for a
-/// faulty value; the fault is kept.
+/// Reads values and collects their faults. Every reader returns `None` both for a missing and for a faulty value; the
+/// fault is kept.
 #[derive(Default)]
 pub(super) struct Checker {
     pub(super) faults: Vec<Fault>,
@@ -210,7 +210,7 @@ impl Checker {
         self.socket_fits(path, &socket).then_some(socket)
     }
 
-    /// Whether the kernel takes a path as that of a socket.
+    /// Whether the path is short enough for a socket.
     pub(super) fn socket_fits(&mut self, path: &str, socket: &Path) -> bool {
         let length = socket.as_os_str().len();
         if length > SOCKET_PATH_MAX {

@@ -1,4 +1,4 @@
-//! Clients of the HTTP APIs and their keys, from a file of their own that only its owner may read.
+//! Clients of the HTTP APIs with their keys, from a file that only its owner may read.
 
 use std::{collections::BTreeMap, fmt, path::Path};
 
@@ -18,7 +18,7 @@ use cotenant_units::Tokens;
 pub struct ClientConfig {
     /// Its name in events and logs; as that of a worker.
     pub name: String,
-    /// What it sends to be known.
+    /// Key that identifies it.
     pub key: Secret,
     /// How urgent its requests are for the LLM. Default `interactive`.
     pub class: Class,

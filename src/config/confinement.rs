@@ -1,4 +1,4 @@
-//! Settings of a worker's limits, sandbox, start and rest.
+//! Settings of a worker's limits, sandbox, start and idle time.
 
 use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 
@@ -9,7 +9,7 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Checks who holds the lease.
+/// Checks the lease holder.
 pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHolder {
     let words = [
         ("own", LeaseHolder::Own),
@@ -20,7 +20,7 @@ pub(super) fn lease(checker: &mut Checker, raw: &RawWorker, at: &str) -> LeaseHo
         .unwrap_or_default()
 }
 
-/// Checks what happens when there is nothing to do.
+/// Checks the behaviour when idle.
 pub(super) fn idle(
     checker: &mut Checker,
     raw: &RawIdle,
@@ -51,7 +51,7 @@ pub(super) fn idle(
     idle
 }
 
-/// Checks what it may use and touch.
+/// Checks limits and sandbox.
 pub(super) fn confinement(checker: &mut Checker, raw: &RawWorker, at: &str) -> Confinement {
     let limits = format!("{at}.limits");
     let (user, group) = (
@@ -100,7 +100,7 @@ fn resources(checker: &mut Checker, raw: &RawLimits, at: &str) -> BTreeMap<Resou
     resources
 }
 
-/// `none` as no limit, a faulty or missing value as nothing said.
+/// `none` as no limit, a faulty or missing value as absent.
 fn or_none(text: &Text, read: impl FnOnce() -> Option<u64>) -> Option<Option<u64>> {
     if text.0.as_deref() == Some("none") {
         return Some(None);
@@ -149,8 +149,7 @@ pub(super) fn wake_timeout(checker: &mut Checker, raw: &RawWorker, at: &str) -> 
         .unwrap_or(WAKE_TIMEOUT)
 }
 
-/// Measured memory above which a worker is recycled, `None` when there is no such bound; and whether it is recycled when it
-/// leaks.
+/// Measured memory above which a worker is recycled, `None` without a bound; and whether it is recycled when it leaks.
 pub(super) fn recycle_above(
     checker: &mut Checker,
     text: &Text,
@@ -269,7 +268,7 @@ fn circle(config: &Config, name: &str) -> Option<Vec<String>> {
 /// How `after` names the LLM.
 pub(super) const LLM: &str = "llm";
 
-/// LiveKit gives up after 10 s between two bytes, then tries again and adds load.
+/// LiveKit stops waiting after 10 s between two bytes, then retries and adds load.
 const WAKE_TIMEOUT: Duration = Duration::from_secs(8);
 
 /// Far beyond the kernel's own maximum of open files and processes.

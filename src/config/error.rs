@@ -39,7 +39,7 @@ impl LoadError {
         &self.kind
     }
 
-    /// The whole message as the command line prints it: what failed, each cause on a line, each hint once.
+    /// The whole message as the command line prints it: the failed action, each cause on a line, each hint once.
     #[must_use]
     pub fn report(&self) -> String {
         let mut report = format!("error: {self}\n");
@@ -67,7 +67,7 @@ pub enum LoadErrorKind {
     TooLong,
     /// The file of keys cannot be read.
     Keys(io::Error),
-    /// It sets nothing: a write that was cut short, as a rule. With what to write.
+    /// It sets nothing: usually a truncated write. With an example to write.
     Empty(&'static str),
     /// It is a model rather than a configuration.
     Model,
@@ -82,7 +82,7 @@ pub enum LoadErrorKind {
 }
 
 impl LoadErrorKind {
-    /// What to do about it, each remedy once, in the order of the faults.
+    /// Remedies, each once, in the order of the faults.
     #[must_use]
     pub fn hints(&self) -> Vec<String> {
         match self {
@@ -141,13 +141,13 @@ impl std::error::Error for LoadErrorKind {}
 /// One thing that is wrong in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Fault {
-    /// Where, as keys and indices: `workers[0].argv`; empty for the file as a whole.
+    /// Position as keys and indices: `workers[0].argv`; empty for the file as a whole.
     pub path: String,
     /// Line and column of the value, from 1, where known.
     pub position: Option<(usize, usize)>,
-    /// What is wrong, with the value and the limit.
+    /// The fault, with the value and the limit.
     pub message: String,
-    /// What to write instead.
+    /// Correction.
     pub hint: Option<String>,
 }
 
@@ -232,7 +232,7 @@ fn read(file: File) -> Result<String, LoadErrorKind> {
         .map_err(|error| LoadErrorKind::NotUtf8(error.utf8_error().valid_up_to()))
 }
 
-/// What a file of keys is.
+/// Example of a file of keys.
 pub(super) const KEYS_HINT: &str =
     "write `clients: [{name: …, key: …}]` into a file of the supervisor's user, mode 0600";
 
@@ -242,10 +242,10 @@ const GGUF: &[u8] = b"GGUF";
 /// The deepest nesting of a configuration (our choice; its keys need 8).
 pub(super) const DEPTH_MAX: usize = 64;
 
-/// Whether values of a YAML text are nested deeper than [`DEPTH_MAX`]: the parser takes the square of the depth in time.
+/// Whether values of a YAML text are nested deeper than [`DEPTH_MAX`]: the parser's time is quadratic in the depth.
 ///
-/// Brackets in comments and quoted text do not count. Depth by indentation needs as many columns as levels on each line, so
-/// the size of the file bounds it.
+/// Brackets in comments and quoted text do not count. Depth by indentation needs as many columns as levels on each
+/// line, so the size of the file bounds it.
 pub(super) fn is_too_deep(text: &str) -> bool {
     let (mut flow, mut quote) = (0usize, None::<char>);
     for line in text.lines() {

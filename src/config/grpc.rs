@@ -126,7 +126,7 @@ fn roles(checker: &mut Checker, raw: &RawRoles) -> RolesConfig {
     }
 }
 
-/// Ids of users or groups. The highest number is no id: it stands for none (`chown(2)`).
+/// Ids of users or groups. The highest number is not an id: it means none (`chown(2)`).
 fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
     if raw.len() > IDS_MAX {
         checker.fault(
@@ -140,7 +140,7 @@ fn numbers(checker: &mut Checker, at: &str, raw: &[Text]) -> Vec<u32> {
         .collect()
 }
 
-/// An id; where a name is written in its place, the fault says how to find the id.
+/// An id; if a name is written instead, the fault says how to find the id.
 fn id(checker: &mut Checker, key: &str, text: &Text) -> Option<u32> {
     let number = checker.number(key, text, 0..=u32::MAX - 1);
     let name = text

@@ -1,4 +1,4 @@
-//! A configuration file as a whole: read, parsed, checked.
+//! Loading of a configuration file: read, parsed, checked.
 
 use std::path::Path;
 

@@ -10,10 +10,10 @@ use cotenant_policy::params::{
 use cotenant_units::Bytes;
 
 impl Config {
-    /// The settings of policy for a `machine`, all of which is the budget's where `budget.total` is not set.
+    /// The settings of policy for a `machine`, whose whole memory is the budget unless `budget.total` is set.
     ///
     /// # Errors
-    /// A total that the machine does not have, and what [`Config::params_within`] finds.
+    /// A total above the machine's memory, and the faults of [`Config::params_within`].
     pub fn params(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
         if let Some(total) = self.budget.total.filter(|total| *total > machine.total) {
             let hint = match machine.limited_by {
@@ -35,8 +35,8 @@ impl Config {
     /// The settings of policy for a machine that may have less than `budget.total`: a limit may be lowered at any time.
     ///
     /// # Errors
-    /// What cannot work with a budget of that size, all at once: a reserve or watermarks that leave nothing, workers
-    /// that can never be granted what they need.
+    /// All contradictions with a budget of that size at once: a reserve or watermarks that leave nothing, workers that
+    /// can never be granted their memory.
     pub fn params_within(&self, machine: &MachineMemory) -> Result<Params, Vec<Fault>> {
         let total = self
             .budget
@@ -110,7 +110,7 @@ impl Config {
         }
     }
 
-    /// What policy finds wrong, with the path that it has in the file.
+    /// A fault found by policy, with its path in the file.
     fn fault(&self, fault: &ParamFault) -> Fault {
         let (path, hint) = match fault.setting.as_str() {
             "budget.reserve" => ("budget.reserve".to_owned(), BUDGET_HINT),
@@ -236,7 +236,7 @@ fn worker(
     }
 }
 
-/// Names what a worker runs: another program, model or option has another name.
+/// Name of a worker's program with its options: another program, model or option has another name.
 fn model(config: &WorkerConfig) -> String {
     let words = config.argv.iter();
     let words = words.chain(config.env.iter().flat_map(|(name, value)| [name, value]));
@@ -249,17 +249,17 @@ fn model(config: &WorkerConfig) -> String {
     format!("{hash:016x}")
 }
 
-/// The first start of a worker whose sizes are left to be learned reserves one part in so many of the budget at most (our
-/// choice: a recogniser, a voice and an LLM).
+/// The first start of a worker with sizes to be learned reserves at most this part of the budget (our choice: a
+/// recogniser, a voice and an LLM).
 const AUTO_SHARE: u64 = 3;
 
 /// FNV-1a of 64 bits: the same in every version of this program.
 const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
 const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
-/// What policy allows a worker beyond `ready.timeout`: our choice, longer than a busy machine keeps a thread waiting. The
-/// worker's own supervision ends the wait, since it can tell what the last attempt ran into; the arbiter's deadline is for
-/// the case that it does not.
+/// Time that policy allows a worker beyond `ready.timeout`: our choice, longer than a busy machine keeps a thread
+/// waiting. The worker's own supervision normally ends the wait, since it has the error of the last attempt; the
+/// arbiter's deadline is the backstop.
 const READY_BACKSTOP: Duration = Duration::from_secs(5);
 
 const BUDGET_HINT: &str = "lower `budget.reserve` or raise `budget.total`";

@@ -1,6 +1,6 @@
-//! Raw form of the file: every scalar is text, so that all faults can be listed at once.
+//! Raw form of the configuration file: every scalar is text, so that all faults are listed.
 //!
-//! What is checked here is the form alone: YAML, known keys, no key twice, lists where lists belong.
+//! Only the form is checked here: YAML, known keys, no duplicate key, lists where lists belong.
 
 use std::{collections::BTreeMap, fmt};
 
@@ -101,7 +101,7 @@ pub(super) fn parse<T: Default + DeserializeOwned>(text: &str) -> Result<T, Load
     })
 }
 
-/// Where the value at `path` (`workers[0].argv`) begins, from line and column 1; where it is missing, the innermost
+/// Position of the value at `path` (`workers[0].argv`), from line and column 1; if it is missing, of the innermost
 /// mapping or list around it.
 pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     let steps: Vec<&str> = path
@@ -120,7 +120,7 @@ pub(super) fn position(text: &str, path: &str) -> Option<(usize, usize)> {
     })
 }
 
-/// Whether a file gives no key a value. An empty list is a value: it says that there is none.
+/// Whether a file sets no value. An empty list is a value: it means none.
 pub(super) fn sets_nothing(text: &str) -> bool {
     fn is_nothing(value: &Value) -> bool {
         match value {
@@ -140,7 +140,7 @@ fn is_blank(text: &str) -> bool {
         .all(|line| line.trim().is_empty() || line.trim_start().starts_with('#'))
 }
 
-/// Turns an error of the YAML reader into a fault of ours.
+/// Converts an error of the YAML reader.
 fn fault(path: String, error: &serde_yaml::Error) -> Fault {
     let position = error.location().map(|at| (at.line(), at.column()));
     let whole = error.to_string();
@@ -162,7 +162,7 @@ fn fault(path: String, error: &serde_yaml::Error) -> Fault {
     }
 }
 
-/// Puts the reader's words into ours, with a remedy where we know one.
+/// Rewords the reader's message, with a remedy if one is known.
 fn explain(message: &str) -> (String, Option<String>) {
     let mut quoted = message.split('`').skip(1).step_by(2);
     if message.starts_with("unknown field") {
@@ -308,7 +308,7 @@ impl<'de> Deserialize<'de> for MemoryForm {
     }
 }
 
-/// Goes down a path and fails where it ends, so that the reader's error tells the position.
+/// Descends a path and fails at its end, so that the reader's error has the position.
 struct Walk<'a>(&'a [&'a str]);
 
 impl<'de> DeserializeSeed<'de> for Walk<'_> {
@@ -396,7 +396,7 @@ impl Walk<'_> {
     }
 }
 
-/// Causes in the words of the YAML parser, what they are called here if not so, and the remedy.
+/// Causes in the words of the YAML parser, their names here if different, and the remedy.
 const EXPLAINED: [(&str, &str, &str); 8] = [
     ("did not find expected", "", LOOK),
     ("not allowed in this context", "", LOOK),
@@ -419,5 +419,5 @@ const LOOK: &str = "look for a missing quote, bracket or colon here or on the li
 const INDENT: &str = "indent with spaces; quote values that begin with a special character";
 const WRITE_OUT: &str = "write the values out instead of `&` and `*`";
 
-/// What [`Walk`] says where its path ends.
+/// Marker of [`Walk`] at the end of its path.
 const FOUND: &str = "the path ends here";

@@ -1,7 +1,7 @@
-//! What a running supervisor takes over of a changed file, key by key, and what needs a restart.
+//! Merge of a changed file into a running configuration, key by key.
 //!
-//! Every field of [`Config`] is taken apart here with its key, so that a new setting does not compile before it is
-//! decided on.
+//! Every field of [`Config`] is destructured here with its key, so that a new setting does not compile without a
+//! decision.
 
 use super::{
     BudgetConfig, Config, Confinement, GrpcConfig, GrpcLimits, HttpConfig, JournalConfig,
@@ -36,8 +36,8 @@ struct Merge {
     seen: Vec<(String, bool)>,
 }
 
-/// Builds a struct of settings field by field: those behind `live` are taken over, those behind `fixed` kept. A field goes
-/// by its own name below `at`, or by the one behind `as`.
+/// Builds a struct of settings field by field: fields after `live` are taken over, fields after `fixed` kept. A field's
+/// key is its own name below `at`, or the one after `as`.
 macro_rules! merged {
     (
         $merge:ident, $at:expr, $old:expr, $new:expr,

@@ -35,17 +35,17 @@ pub struct Config {
     pub wyoming: WyomingConfig,
     /// gRPC for tenants and operators.
     pub grpc: GrpcConfig,
-    /// Where events and actions are written; none when they are not.
+    /// Destination of events and actions; `None` disables the journal.
     pub journal: Option<JournalConfig>,
     /// After which crashes the LLM stays off.
     pub safe_profile: SafeProfileConfig,
-    /// What outlives a restart. Default `/var/lib/cotenant`.
+    /// State that outlives a restart. Default `/var/lib/cotenant`.
     pub state_dir: PathBuf,
     /// Sockets. Default `/run/cotenant`.
     pub runtime_dir: PathBuf,
-    /// What is logged and how.
+    /// Filter and format of the log.
     pub log: LogConfig,
-    /// Where spans of requests go.
+    /// Destination of request spans.
     pub telemetry: TelemetryConfig,
 }
 
@@ -79,8 +79,8 @@ impl fmt::Display for Watermark {
     }
 }
 
-/// Headroom below which memory counts as scarce. Elevated is above critical, critical above the last resort. What is
-/// not set takes policy's default, a part of the budget.
+/// Headroom below which memory counts as scarce. Elevated is above critical, critical above the last resort. Absent
+/// values take policy's default, a part of the budget.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Watermarks {
     /// Below it the level is Elevated. Default 13%.
@@ -94,10 +94,10 @@ pub struct Watermarks {
 /// Memory that may be handed out, and when it counts as scarce.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BudgetConfig {
-    /// All memory that the budget is about, reserve included. Default: what the machine has, or the tightest limit
-    /// of a control group around us when that is lower.
+    /// All memory of the budget, reserve included. Default: the machine's memory, or the tightest limit of a control
+    /// group around us if that is lower.
     pub total: Option<Bytes>,
-    /// Memory that is never handed out: OS, JetPack, display, and what the supervisor itself holds beside the engine's
+    /// Memory that is never handed out: OS, JetPack, display, and the supervisor's own memory besides the engine's
     /// plan. Default: see [`BudgetConfig::reserve_of`].
     pub reserve: Option<Bytes>,
     /// Whose use counts. Default: the whole machine's.
@@ -106,8 +106,8 @@ pub struct BudgetConfig {
     pub watermarks: Watermarks,
     /// How far above a watermark headroom must be to leave its level. Default 2% of the budget.
     pub hysteresis: Option<Watermark>,
-    /// How long headroom must be back before the level falls and the engine grows, 0 s to 1 h. Default: ten times as long as
-    /// the LLM's last growth or load took, 1 s to 60 s; without an LLM 60 s.
+    /// How long headroom must be back before the level falls and the engine grows, 0 s to 1 h. Default: ten times the
+    /// duration of the LLM's last growth or load, 1 s to 60 s; without an LLM 60 s.
     pub dwell: Option<Duration>,
     /// How long a shortage that is Elevated may last before anything is shed for it; Critical never waits. Default 2 s,
     /// 0 s to 1 min.
@@ -124,8 +124,8 @@ pub struct BudgetConfig {
 impl BudgetConfig {
     /// The reserve for a budget of `total`.
     ///
-    /// As set; else for a machine 8 % of it, at least 128 MiB (an Orin NX with 15 656 MiB uses 1224 MiB when idle and
-    /// headless); for a session 32 MiB, twice what the supervisor itself may use without a model.
+    /// The setting; else for a machine 8 % of it, at least 128 MiB (an Orin NX with 15 656 MiB uses 1224 MiB when idle
+    /// and headless); for a session 32 MiB, twice the greatest use of the supervisor without a model.
     #[must_use]
     pub fn reserve_of(&self, total: Bytes) -> Bytes {
         self.reserve.unwrap_or_else(|| match self.scope {
@@ -140,8 +140,8 @@ impl BudgetConfig {
 /// How memory is taken back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct SheddingConfig {
-    /// What a shed leaves above the upper watermark, so that one action is enough. Default: 5 % of the budget, at
-    /// least 256 MiB, at most a quarter of the budget.
+    /// Headroom that a shed leaves above the upper watermark, so that one action is enough. Default: 5 % of the budget,
+    /// at least 256 MiB, at most a quarter of the budget.
     pub reclaim_min: Option<Bytes>,
     /// Time for the effect of a shed to show before the next one. Default 250 ms, 0 s to 60 s.
     pub settle: Duration,
@@ -166,23 +166,24 @@ pub struct LeaseConfig {
     pub per_user_max: u32,
 }
 
-/// When KV capacity that is held becomes memory. What is held is on the book in either case, and no other holder gets it.
+/// When held KV capacity is populated. It is in the ledger in either case, and no other holder gets it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum KvMemory {
-    /// As tokens come: growing takes microseconds, and programs that are no tenants may take what looks available. Default.
+    /// As tokens arrive: growing takes microseconds, and programs without a lease may take memory that looks available.
+    /// Default.
     AsNeeded,
     /// At once: it counts as used for every program, and growing takes as long as the kernel needs for the pages.
     AtOnce,
 }
 
-/// Which tokens the LLM may say, besides control tokens and single bytes.
+/// Tokens that the LLM may generate, besides control tokens and single bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum VocabularyConfig {
     /// All.
     All,
     /// The first ones, which are the most frequent.
     First(u32),
-    /// Those with which nearly all of this text can be said.
+    /// The tokens that encode nearly all of this text.
     Text(PathBuf),
 }
 
@@ -197,31 +198,31 @@ pub struct LlmConfig {
     pub threads: Option<u32>,
     /// Answers that are computed together; `None` for as many as the model can. 1 to 8.
     pub parallel: Option<u32>,
-    /// What computes it. Default: a GPU that can, else the CPU.
+    /// Compute device. Default: a GPU that can compute, else the CPU.
     pub device: DeviceSettings,
     /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.
     pub context: Tokens,
-    /// Which tokens it may say. Default: all.
+    /// Tokens that it may generate. Default: all.
     pub vocabulary: VocabularyConfig,
     /// Tokens of an answer whose request names no limit. Default 4096, 1 to 1048576.
     pub answer_tokens_max: Tokens,
     /// How long an answer may take, its prompt included; it is cut then, as by its length. Default 5 min, 1 s to 1 day.
     pub answer_time_max: Duration,
-    /// The longest that one answer is written while others wait that are at least as urgent. Default 60 s, 1 s to 1 day.
+    /// Longest time that one answer is written while equally or more urgent ones wait. Default 60 s, 1 s to 1 day.
     pub answer_time_shared: Duration,
     /// KV tokens below which the engine does not run. Default 512, 64 up to `context`.
     pub kv_floor: Tokens,
     /// When KV capacity that is held becomes memory.
     pub kv_memory: KvMemory,
-    /// In what form KV is kept when memory is ample. Default `f16`.
+    /// KV type when memory is ample. Default `f16`.
     pub kv_type: KvType,
     /// The smallest type to which KV is converted when memory is short. Default: as `kv_type`, so that it never is.
     pub kv_type_least: KvType,
     /// Tokens of one prefill chunk. Default 128, 1 to 4096.
     pub prefill_chunk: Tokens,
-    /// The most that a chunk has while parts are streamed. Default 512, or `prefill_chunk` if that is larger; up to 4096.
+    /// Largest prefill chunk while parts are streamed. Default 512, or `prefill_chunk` if that is larger; up to 4096.
     pub prefill_chunk_max: Tokens,
-    /// What is given up first.
+    /// Order of shedding.
     pub mode: ResidencyMode,
     /// Layers that stay resident whatever happens. Default 0.
     pub resident_layers_min: Layers,
@@ -229,13 +230,13 @@ pub struct LlmConfig {
     pub after: Vec<String>,
     /// How long loading may take before the workers are started without waiting for it. Default 2 min, 1 s to 1 h.
     pub load_timeout: Duration,
-    /// How long the engine may take over a change before it is asked again. Default 2 s, 100 ms to 10 min.
+    /// How long the engine may take to apply a change before the request is repeated. Default 2 s, 100 ms to 10 min.
     pub apply_timeout: Duration,
     /// When it may be loaded again after a failure.
     pub restart: RestartParams,
 }
 
-/// What a worker does.
+/// Role of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WorkerRole {
     /// Speech to text.
@@ -246,10 +247,10 @@ pub enum WorkerRole {
     Tts,
 }
 
-/// What a worker speaks.
+/// Protocol of a worker.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum WorkerProtocol {
-    /// Nothing that we use. Default for the role `other`.
+    /// None that we use. Default for the role `other`.
     None,
     /// OpenAI's audio routes over HTTP: `/v1/audio/transcriptions`, `/v1/audio/speech`.
     OpenaiHttp,
@@ -261,17 +262,17 @@ pub enum WorkerProtocol {
     Wyoming,
 }
 
-/// Where a worker listens.
+/// Address of a worker.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Listen {
-    /// A TCP port on loopback that the supervisor picks before each start; `${PORT}` in argv and env stands for it.
+    /// A TCP port on loopback that the supervisor picks before each start; `${PORT}` in argv and env.
     FreePort,
     /// Nowhere.
     Nowhere,
-    /// This TCP port on loopback; `${PORT}` in argv and env stands for it.
+    /// This TCP port on loopback; `${PORT}` in argv and env.
     Port(u16),
-    /// This Unix socket; `${SOCKET}` in argv and env stands for it. Default for Wyoming:
-    /// `<runtime_dir>/<name>.sock`, and a free port for a worker with `user`, who may not create a socket there.
+    /// This Unix socket, `${SOCKET}` in argv and env. Default for Wyoming: `<runtime_dir>/<name>.sock`, or a free port
+    /// for a worker with `user`, which may not create a socket there.
     Socket(PathBuf),
 }
 
@@ -300,7 +301,7 @@ pub enum Readiness {
 }
 
 impl Readiness {
-    /// Whether it cannot be seen later.
+    /// Whether it is lost once the start has passed.
     #[must_use]
     pub const fn is_shown_once(&self) -> bool {
         matches!(self, Self::LogLine(_) | Self::LogPattern(_) | Self::Notify)
@@ -310,28 +311,28 @@ impl Readiness {
 /// When a worker counts as ready, and how long that may take.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ReadyConfig {
-    /// What is looked at.
+    /// Kind of check.
     pub check: Readiness,
     /// How long it may take. Default 60 s, 100 ms to 30 min.
     pub timeout: Duration,
 }
 
-/// What a worker needs.
+/// Memory of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct WorkerMemory {
-    /// Whether its sizes are left to be learned: then `peak` is what the first start reserves.
+    /// Whether its sizes are to be learned: `peak` is then the reservation for the first start.
     pub auto: bool,
-    /// What it holds at rest; with variants, it is that of the first.
+    /// Memory at rest; with variants, that of the first.
     pub steady: Bytes,
     /// The most it holds while it loads or serves a request. Default 1.25 × `steady`, not below it.
     pub peak: Bytes,
     /// Ways to run it, the one to start with first; empty when there is one way only.
     pub variants: Vec<VariantParams>,
-    /// Measured memory above which it takes nothing new, ends what it does, and is restarted; `None` when there is no such
+    /// Measured memory above which it takes no new requests, finishes current ones, and is restarted; `None` without a
     /// bound. Default: none.
     pub recycle_above: Option<Bytes>,
-    /// Whether the same follows when what is left after its work grows without end and memory is wanted. Default: yes; not
-    /// with `recycle_above: none`.
+    /// Whether the same happens when the memory left after its work grows without end and memory is wanted. Default:
+    /// yes; not with `recycle_above: none`.
     pub recycle_leaks: bool,
 }
 
@@ -340,7 +341,7 @@ pub struct WorkerMemory {
 pub struct WorkerConfig {
     /// Unique; `a-z`, `0-9`, `-`, `_`, starts with a letter, at most 32 characters. Names its lease.
     pub name: String,
-    /// What it does.
+    /// Its role.
     pub role: WorkerRole,
     /// Program and arguments; not empty. `${SOCKET}`, `${PORT}`, `${NAME}`, `${VARIANT}` and `${SELF}` (the
     /// supervisor's own program) are replaced at the start.
@@ -349,17 +350,17 @@ pub struct WorkerConfig {
     pub env: BTreeMap<String, String>,
     /// Folder to start in. Default: the supervisor's.
     pub working_dir: Option<PathBuf>,
-    /// What it speaks.
+    /// Its protocol.
     pub protocol: WorkerProtocol,
     /// The model name sent to it, with `openai-http`. Default: its name.
     pub model: String,
-    /// Where it listens.
+    /// Its address.
     pub listen: Listen,
     /// When it counts as ready.
     pub ready: ReadyConfig,
     /// How urgent its work is. Default `audio-realtime` for `asr` and `tts`, else `batch`.
     pub class: Class,
-    /// What it needs.
+    /// Its memory.
     pub memory: WorkerMemory,
     /// When it may start again.
     pub restart: RestartParams,
@@ -369,19 +370,19 @@ pub struct WorkerConfig {
     pub oom_score_adj: i16,
     /// Whether it is started with the supervisor. Default true.
     pub autostart: bool,
-    /// Whether it is never stopped nor made smaller to make room for others. Default no.
+    /// Whether it is exempt from being stopped or shrunk for others. Default no.
     pub pinned: bool,
-    /// Workers, or `llm`, that must be up or given up before it is started.
+    /// Workers, or `llm`, that must be up, or given up, before it is started.
     pub after: Vec<String>,
-    /// Who holds its lease.
+    /// Holder of its lease.
     pub lease: LeaseHolder,
-    /// What happens when it has nothing to do.
+    /// Behaviour when idle.
     pub idle: IdleConfig,
     /// How long a request waits for it while it does not run. Default 8 s, 0 s to 10 min.
     pub wake_timeout: Duration,
     /// How long its answer may keep a request waiting, also between two pieces of it. Default 30 s, 100 ms to 10 min.
     pub answer_timeout: Duration,
-    /// What it may use and touch.
+    /// Limits and sandbox.
     pub confinement: Confinement,
     /// How it is notified that memory is short.
     pub pressure: PressureConfig,
@@ -390,13 +391,13 @@ pub struct WorkerConfig {
 /// How a worker is notified that memory is short, by systemd's memory pressure protocol.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct PressureConfig {
-    /// What `$MEMORY_PRESSURE_WATCH` names.
+    /// File behind `$MEMORY_PRESSURE_WATCH`.
     pub watch: PressureWatch,
-    /// What it comes down to when it is notified; below `memory.steady`. `None` when it cannot be counted on.
+    /// Size after a notification; below `memory.steady`. `None` if it cannot be relied on.
     pub shrinks_to: Option<Bytes>,
 }
 
-/// What `$MEMORY_PRESSURE_WATCH` names.
+/// File behind `$MEMORY_PRESSURE_WATCH`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum PressureWatch {
     /// A FIFO, for a worker of one process. Default.
@@ -408,7 +409,7 @@ pub enum PressureWatch {
     Socket,
 }
 
-/// What may be served without a key.
+/// Endpoints that may be served without a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Keyless {
     /// `GET /health`.
@@ -420,27 +421,27 @@ pub enum Keyless {
 /// HTTP APIs and metrics.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct HttpConfig {
-    /// Where it listens; none with `listen: none`. Default `127.0.0.1:8410`; port 0 takes a free one.
+    /// Address; none with `listen: none`. Default `127.0.0.1:8410`; port 0 takes a free one.
     pub listen: Option<SocketAddr>,
-    /// Host names besides this machine's own names and addresses under which it is served, and whose pages may use it. Default
-    /// none.
+    /// Host names, besides this machine's own names and addresses, under which it is served, and whose pages may use
+    /// it. Default none.
     pub allowed_hosts: Vec<String>,
     /// File with the clients and their keys; without it every client is served. Default none.
     pub keys_file: Option<PathBuf>,
-    /// What is served without a key where clients have keys. Default `health`.
+    /// Endpoints served without a key although clients have keys. Default `health`.
     pub keyless: Vec<Keyless>,
-    /// Names of models as clients send them, and the model or worker that each stands for. Default none.
+    /// Names of models used by clients, and the model or worker for each. Default none.
     pub models: BTreeMap<String, String>,
-    /// Names of voices as clients send them, and the worker's voice that each stands for.
+    /// Names of voices used by clients, and the worker's voice for each.
     pub voices: BTreeMap<String, String>,
 }
 
 /// The Wyoming API: recogniser, voice, assistant and the pipeline through all three, on one address.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct WyomingConfig {
-    /// Where it listens; default nowhere, since port 10300 is often that of a worker.
+    /// Addresses; default none, since port 10300 is often that of a worker.
     pub listen: Vec<WyomingListen>,
-    /// Languages that the LLM is said to know. Default `en`.
+    /// Declared languages of the LLM. Default `en`.
     pub languages: Vec<String>,
     /// System prompt of each conversation. Default nothing.
     pub system: Option<String>,
@@ -453,7 +454,7 @@ pub struct WyomingConfig {
     pub connections_max: u32,
     /// Conversations that are remembered. Default 32, 0 (none) to 10000.
     pub conversations_max: u32,
-    /// What is remembered of each conversation. Default 16 KiB, up to 1 MiB.
+    /// Remembered part of each conversation. Default 16 KiB, up to 1 MiB.
     pub history_max: Bytes,
 }
 
@@ -474,7 +475,7 @@ impl Config {
         http.into_iter().chain(wyoming).chain(grpc).collect()
     }
 
-    /// The listeners that other machines reach and that ask for no key, each with its setting.
+    /// The listeners that other machines reach without a key, each with its setting.
     #[must_use]
     pub fn open_listeners(&self) -> Vec<(&'static str, SocketAddr)> {
         let keyed = |key: &str| {
@@ -503,18 +504,18 @@ pub struct GrpcConfig {
     pub socket: Option<PathBuf>,
     /// Name of the abstract socket, without its `@`; none with `abstract_name: none`. Default `cotenant`.
     pub abstract_name: Option<String>,
-    /// Where other machines connect by TLS. Default nowhere.
+    /// TLS listener for other machines. Default none.
     pub tcp: Option<TcpConfig>,
-    /// Who may do what, by user and group. Root and the daemon's own user are operators always.
+    /// Roles by user and group. Root and the daemon's own user are always operators.
     pub roles: RolesConfig,
-    /// What a peer may take.
+    /// Limits of a peer.
     pub limits: GrpcLimits,
 }
 
 /// gRPC by TLS, for clients with a certificate only.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TcpConfig {
-    /// Where it listens. Required; port 0 takes a free one.
+    /// Address. Required; port 0 takes a free one.
     pub listen: SocketAddr,
     /// Certificate of the supervisor, PEM. Required.
     pub cert: PathBuf,
@@ -522,27 +523,27 @@ pub struct TcpConfig {
     pub key: PathBuf,
     /// Root of the clients' certificates. Required.
     pub client_ca: PathBuf,
-    /// What every client with such a certificate may do: operator, viewer or watchdog. Default viewer.
+    /// Role of every client with such a certificate: operator, viewer or watchdog. Default viewer.
     pub role: Role,
 }
 
-/// Who may do what over gRPC. Where a peer has several roles, the first of operator, watchdog, tenant, viewer counts.
+/// Roles over gRPC. A peer with several has the first of operator, watchdog, tenant, viewer.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RolesConfig {
     /// Do everything.
     pub operators: Ids,
     /// Read; shed, drain and recycle workers.
     pub watchdogs: Ids,
-    /// Read, have leases of their own, generate.
+    /// Read, hold leases, generate.
     pub tenants: Ids,
     /// Read.
     pub viewers: Ids,
-    /// All other users: tenant, viewer, or nothing. Default nothing: the abstract socket has no file mode, so that every
-    /// local user reaches it.
+    /// All other users: tenant, viewer, or none. Default none: the abstract socket has no file mode, so every local
+    /// user reaches it.
     pub others: Option<Role>,
 }
 
-/// What a peer may take of the gRPC server.
+/// Limits of a peer of the gRPC server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct GrpcLimits {
     /// Largest message that is taken. Default 1 MiB, 4 KiB to 64 MiB.
@@ -558,7 +559,7 @@ pub struct GrpcLimits {
     pub reader_patience: Duration,
 }
 
-/// Where events and actions are written.
+/// Destination of events and actions.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct JournalConfig {
     /// The file. Default `<state_dir>/journal.ndjson`.
@@ -588,7 +589,7 @@ pub enum LogFormat {
     Text,
 }
 
-/// What is logged and how.
+/// Filter and format of the log.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct LogConfig {
     /// Filter in the syntax of `RUST_LOG`: `info`, `cotenant_policy=debug,info`. Default `info`.
@@ -597,7 +598,7 @@ pub struct LogConfig {
     pub format: LogFormat,
 }
 
-/// Where spans of requests go.
+/// Destination of request spans.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TelemetryConfig {
     /// The collector; `None` for none. Default.
@@ -610,9 +611,9 @@ pub struct TelemetryConfig {
 /// A collector of spans.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct OtlpConfig {
-    /// Whether it is sent gRPC, and not protobuf over HTTP.
+    /// Whether it receives gRPC rather than protobuf over HTTP.
     pub grpc: bool,
-    /// Whether by TLS.
+    /// Whether the connection uses TLS.
     pub tls: bool,
     /// `host:port`.
     pub authority: String,
@@ -629,26 +630,26 @@ const MACHINE_RESERVE_MIN: Bytes = Bytes::from_mib(128);
 /// Twice the 16 MiB that the supervisor promises to need without a model.
 const SESSION_RESERVE: Bytes = Bytes::from_mib(32);
 
-/// Who holds the lease of a worker.
+/// Holder of a worker's lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum LeaseHolder {
     /// The supervisor, on its behalf. Default.
     #[default]
     Supervisor,
-    /// The worker itself, as a tenant by its own name; its peak is booked until it has asked.
+    /// The worker itself, as a tenant under its own name; its peak is booked until its request.
     Own,
 }
 
-/// What happens to a worker that has nothing to do. Without either it is kept warm.
+/// Behaviour of an idle worker. Without either setting it is kept warm.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct IdleConfig {
-    /// After this time it is asked into its smallest variant. 1 s to 24 h.
+    /// Idle time after which it switches to its smallest variant. 1 s to 24 h.
     pub shrink_after: Option<Duration>,
     /// After this time it is stopped, and started by the next request. 1 s to 24 h.
     pub stop_after: Option<Duration>,
 }
 
-/// What a worker may use and touch.
+/// Limits and sandbox of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Confinement {
     /// Limit of its control group, page cache included; it may not swap. `None` sets no limit. 1 MiB or more.
@@ -663,7 +664,7 @@ pub struct Confinement {
     pub files: Option<FileAccess>,
     /// Whether system calls that no speech worker needs are refused.
     pub syscalls: SyscallFilter,
-    /// Whether it is not started where something of this cannot be put into force.
+    /// Whether the start fails if one of these cannot be applied.
     pub required: bool,
 }
 

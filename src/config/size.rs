@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use cotenant_units::Bytes;
 
-/// What is wrong with a size, a percentage or a duration.
+/// Fault of a size, a percentage or a duration.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SizeError {
     /// No text at all.
@@ -32,7 +32,7 @@ pub enum SizeError {
         power: u32,
         /// Binary meaning.
         shift: u32,
-        /// What was probably meant.
+        /// Probable intention.
         meant: String,
     },
     /// A unit that does not exist.
@@ -54,7 +54,7 @@ pub enum SizeError {
 }
 
 impl SizeError {
-    /// What to write instead.
+    /// Correction.
     #[must_use]
     pub fn hint(&self) -> String {
         match self {
@@ -240,7 +240,7 @@ fn exact(bytes: u64) -> String {
     format!("{}{unit}", bytes >> shift)
 }
 
-/// Digits, and at most one point between digits, with at most [`DECIMALS_MAX`] of them behind it.
+/// Digits, and at most one point between digits, followed by at most [`DECIMALS_MAX`].
 fn is_number(text: &str) -> bool {
     let digits = |part: &str| !part.is_empty() && part.bytes().all(|b| b.is_ascii_digit());
     match text.split_once('.') {
@@ -265,7 +265,7 @@ fn scaled(number: &str, scale: u64) -> Option<(u64, bool)> {
     Some((value, !exact.is_multiple_of(ten_to)))
 }
 
-/// Says what is wrong with a unit that is none of ours.
+/// The error for an unknown unit.
 fn size_unit_error(text: &str, number: &str, unit: &str) -> SizeError {
     let lower = unit.to_ascii_lowercase();
     let letter = lower.chars().next().unwrap_or(' ');

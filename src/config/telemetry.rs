@@ -1,4 +1,4 @@
-//! Where spans of requests go.
+//! Settings of the span exporter.
 
 use std::path::PathBuf;
 
@@ -44,7 +44,7 @@ fn parsed(written: &str) -> Option<OtlpConfig> {
         _ => return None,
     };
     let (authority, path) = rest.split_at(rest.find('/').unwrap_or(rest.len()));
-    // In brackets an address of IPv6 has colons of its own.
+    // An IPv6 address in brackets contains colons.
     let host_end = authority.rfind(']').map_or(0, |end| end + 1);
     let (host, number) = match authority.get(host_end..)?.find(':') {
         Some(colon) => authority.split_at_checked(host_end + colon)?,

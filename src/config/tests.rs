@@ -8,7 +8,7 @@ use cotenant_units::Bytes;
 
 const EXAMPLE: &str = include_str!("../../deploy/cotenant.yaml");
 
-/// What `cotenant` prints for a file with this text.
+/// Output of `cotenant` for a file with this text.
 fn report(text: &str) -> String {
     let kind = Config::parse(text).unwrap_err();
     LoadError::new(Path::new("/etc/cotenant/cotenant.yaml"), kind).report()
@@ -42,7 +42,7 @@ fn an_empty_file_gives_the_defaults_and_the_example_says_the_same() {
     assert_eq!(Config::parse("# nothing\n\n").unwrap(), defaults);
     assert_eq!(Config::parse("---\n").unwrap(), defaults);
     let example = Config::parse(EXAMPLE).unwrap();
-    // Watermarks are written out in the example and left to policy otherwise: compare what follows from them.
+    // Watermarks are written out in the example and left to policy otherwise: compare the derived values.
     let total = MachineMemory::of(Bytes::from_mib(15_656));
     assert_eq!(example.params(&total), defaults.params(&total));
     let same = Config {

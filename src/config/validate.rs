@@ -86,7 +86,7 @@ pub(super) fn check(raw: RawConfig, text: &str) -> Result<Config, LoadErrorKind>
     for fault in faults.iter_mut().take(POSITIONS_MAX) {
         fault.position = raw::position(text, &fault.path);
     }
-    // Those without a position last.
+    // Faults without a position last.
     faults.sort_by_key(|fault| (fault.position.is_none(), fault.position));
     Err(LoadErrorKind::Faults(faults))
 }
@@ -439,7 +439,7 @@ impl Checker {
         }
     }
 
-    /// Tokens that may be said: a number, or the path of a text.
+    /// The vocabulary: a number of tokens, or the path of a text.
     fn vocabulary(&mut self, raw: &Text) -> VocabularyConfig {
         const PATH: &str = "llm.vocabulary";
         match raw.0.as_deref() {
@@ -564,7 +564,7 @@ impl Checker {
 const ANSWER_TOKENS_MAX: u32 = 4096;
 /// Our choice: longer than clients wait for each other.
 const ANSWER_TIME_MAX: Duration = Duration::from_secs(300);
-/// Our choice: longer than what is spoken, shorter than most clients wait for their first token.
+/// Our choice: longer than a spoken answer, shorter than most clients wait for their first token.
 const ANSWER_TIME_SHARED: Duration = Duration::from_secs(60);
 /// The largest prefill chunk, as the engine's.
 const CHUNK_MAX: u32 = 4096;

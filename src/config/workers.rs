@@ -169,7 +169,7 @@ fn model(
 }
 
 impl WorkerProtocol {
-    /// Whether it is spoken over HTTP.
+    /// Whether it runs over HTTP.
     #[must_use]
     pub const fn is_http(self) -> bool {
         matches!(
@@ -179,7 +179,7 @@ impl WorkerProtocol {
     }
 }
 
-/// Where a worker listens.
+/// Address of a worker.
 fn endpoint(
     checker: &mut Checker,
     raw: &RawWorker,
@@ -215,7 +215,7 @@ fn endpoint(
         (Some(_), _) => checker
             .number(&port_key, &raw.port, 1..=u16::MAX)
             .map_or(Listen::Nowhere, Listen::Port),
-        // Another user may not create a socket in a folder of ours.
+        // Another user may not create a socket in the daemon's folder.
         (None, WorkerProtocol::Wyoming) if raw.user.0.is_some() => Listen::FreePort,
         (None, WorkerProtocol::Wyoming) => {
             let socket = runtime_dir.join(format!("{name}.sock"));
@@ -529,7 +529,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     let auto = raw.steady.0.is_none();
     let steady = checker.size(&steady_key, &raw.steady, WORKER_SIZES);
     let (steady, peak) = if auto {
-        // What a first start reserves may be written alone.
+        // The reservation of a first start may be written alone.
         let first = checker.size(&peak_key, &raw.peak, WORKER_SIZES);
         (AUTO_STEADY, first.unwrap_or(AUTO_PEAK))
     } else {
@@ -550,7 +550,7 @@ fn memory(checker: &mut Checker, raw: &RawMemory, at: &str) -> WorkerMemory {
     }
 }
 
-/// How it is notified that memory is short, and what that can be counted on to bring.
+/// Notification of memory pressure, and its reliable effect.
 fn pressure(
     checker: &mut Checker,
     raw: &RawPressure,
@@ -647,20 +647,20 @@ pub(super) fn restart(checker: &mut Checker, raw: &RawRestart, at: &str) -> Rest
 /// Peak over steady until it has been measured: 1.11 to 1.19 was seen for speech stacks, 20–40 % is the rule of thumb.
 const PEAK_ABOVE_STEADY_PER_MILLE: u32 = 250;
 
-/// What a compiled pattern may take; a counted repetition of a repetition would take gigabytes.
+/// Memory of a compiled pattern; a counted repetition of a repetition would take gigabytes.
 const PATTERN_BYTES_MAX: usize = 1 << 20;
 
-/// What the first start of a worker reserves whose sizes are left to be learned, where no `peak` is written (our choice: Whisper
-/// tiny and base and Piper take 145 to 320 MiB). What it uses beyond is booked as it is measured.
+/// Reservation for the first start of a worker with sizes to be learned, without a `peak` (our choice: Whisper tiny and
+/// base and Piper take 145 to 320 MiB). Use beyond it is booked as measured.
 const AUTO_PEAK: Bytes = Bytes::from_mib(320);
 
-/// What such a worker is known to hold at rest: nothing, and its lease is what it is measured to use.
+/// Initial size at rest of such a worker: nearly zero, since its lease follows the measured use.
 const AUTO_STEADY: Bytes = Bytes::from_kib(4);
 
 /// From a page to far beyond any device.
 const WORKER_SIZES: RangeInclusive<Bytes> = Bytes::from_kib(4)..=SIZE_MAX;
 
-/// How long an answer may keep a request waiting: what LiveKit gives STT and TTS (`livekit/agents/types.py`).
+/// Longest time that a request waits for an answer: LiveKit's value for STT and TTS (`livekit/agents/types.py`).
 const ANSWER_TIMEOUT: Duration = Duration::from_secs(30);
 
 /// The book, the metrics and the chart are meant for a handful; a bound keeps a generated file from going wild.
@@ -669,5 +669,5 @@ const WORKERS_MAX: usize = 64;
 /// Names that the supervisor uses for itself in the book.
 const RESERVED: [&str; 4] = ["cotenant", "engine", "llm", "supervisor"];
 
-/// What `argv` and `env` may contain.
+/// Placeholders of `argv` and `env`.
 const PLACEHOLDERS: [&str; 5] = ["NAME", "PORT", "SELF", "SOCKET", "VARIANT"];

@@ -1,7 +1,7 @@
-//! Sockets that systemd holds and passes on, so that clients wait while the daemon restarts (`sd_listen_fds(3)`).
+//! Listening sockets passed by systemd (`sd_listen_fds(3)`), which outlive the daemon.
 //!
-//! `FileDescriptorName=` of the socket unit names the API: `grpc`, `http` or `wyoming`. A socket whose address the
-//! configuration names takes the place of our own; one with another address is served as well, with a warning.
+//! `FileDescriptorName=` of the socket unit names the API: `grpc`, `http` or `wyoming`. A socket with a configured
+//! address replaces the daemon's own; one with another address is served too, with a warning.
 
 use std::{
     fmt,
@@ -31,7 +31,7 @@ pub struct PassedSockets {
 #[derive(Debug)]
 pub(super) struct PassedSocket {
     name: String,
-    /// Where it listens.
+    /// Address of the socket.
     pub(super) address: Address,
     /// The socket.
     pub(super) listener: PassedListener,
@@ -44,7 +44,7 @@ pub(super) enum PassedListener {
     Unix(UnixListener),
 }
 
-/// Where a socket listens.
+/// Address of a socket.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Address {
     Tcp(SocketAddr),
@@ -52,7 +52,7 @@ pub(super) enum Address {
     Abstract(String),
 }
 
-/// What becomes of a passed socket.
+/// Use of a passed socket.
 #[derive(Debug, PartialEq, Eq)]
 enum Use {
     /// It is served in place of our own.
@@ -74,7 +74,8 @@ impl PassedSockets {
         match sd_notify::listen_fds_with_names() {
             Ok(descriptors) => {
                 for (descriptor, name) in descriptors {
-                    // SAFETY: it is open, or setting its flag had failed; by the caller's promise it has no other owner.
+                    // SAFETY: it is open, or setting its flag would have failed; by the caller's promise it has no
+                    // other owner.
                     let descriptor = unsafe { OwnedFd::from_raw_fd(descriptor) };
                     match PassedListener::of(descriptor) {
                         Ok((address, listener)) => passed.sockets.push(PassedSocket {
@@ -115,7 +116,7 @@ impl PassedSockets {
         }
     }
 
-    /// Those with another address than is configured that other machines reach without a key, each with its setting.
+    /// Sockets with unconfigured addresses that other machines reach without a key, each with its setting.
     pub(super) fn open_listeners(&self, config: &Config) -> Vec<(&'static str, SocketAddr)> {
         let open = self.sockets.iter().filter_map(|socket| {
             match (
@@ -144,7 +145,7 @@ impl PassedSockets {
         })
     }
 
-    /// Whether there is one for an address that is configured for an API.
+    /// Whether a socket was passed for a configured address of an API.
     pub(super) fn hold(&self, api: &str, configured: &Address) -> bool {
         self.sockets
             .iter()
@@ -188,7 +189,7 @@ impl PassedListener {
 }
 
 impl Address {
-    /// Whether a socket that listens on `other` is what this configured address asks for; port 0 takes any.
+    /// Whether a socket that listens on `other` serves this configured address; port 0 matches any.
     fn takes(&self, other: &Self) -> bool {
         match (self, other) {
             (Self::Tcp(wanted), Self::Tcp(other)) => {
@@ -219,7 +220,7 @@ pub(super) const HTTP: &str = "http";
 /// Name of the sockets of Wyoming.
 pub(super) const WYOMING: &str = "wyoming";
 
-/// What becomes of a socket, by its name, its address and the configuration.
+/// Use of a socket, by its name, its address and the configuration.
 fn purpose(name: &str, address: &Address, config: &Config) -> Use {
     let (key, configured) = match (name, address) {
         (GRPC, Address::Tcp(_)) => {

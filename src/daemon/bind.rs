@@ -1,7 +1,8 @@
 //! TCP listeners on addresses that the machine may not have yet.
 //!
-//! At boot the network comes later than the supervisor, and an address of a wireless network may go and return. Linux lets a
-//! socket listen on an address that no interface has (`IP_FREEBIND`, ip(7)); it serves as soon as one has it.
+//! At boot the network starts later than the supervisor, and an address of a wireless network may disappear and return.
+//! Linux lets a socket listen on an address of no interface (`IP_FREEBIND`, ip(7)), and serves it as soon as an
+//! interface has it.
 
 use std::{
     io,
@@ -73,7 +74,7 @@ fn bind_freely(socket: &impl AsFd, address: SocketAddr) -> io::Result<()> {
     }
 }
 
-/// Connections that may wait to be accepted; what the runtime's own listeners have.
+/// Connections that may wait to be accepted; the value of the runtime's own listeners.
 const BACKLOG: u32 = 1024;
 
 #[cfg(test)]

@@ -1,5 +1,6 @@
-//! Chat completions of HTTP: their requests become requests of the engine, and its answers are taken apart into
-//! thoughts, text and calls of tools.
+//! Chat completions of HTTP as engine requests.
+//!
+//! Answers are split into thoughts, text and tool calls.
 
 use std::{collections::VecDeque, sync::Arc};
 
@@ -36,7 +37,7 @@ impl ChatBackend for Llm {
                 called: false,
                 ended: false,
             };
-            // What goes wrong before the first word is a refusal, which clients may cure by asking again.
+            // A failure before the first word is a refusal, which clients may retry.
             let mut begun = Vec::new();
             while let Some(event) = answer.next().await {
                 match event {
@@ -97,7 +98,7 @@ impl Llm {
     }
 }
 
-/// The most that a client may have of what it asks for.
+/// The smaller of the requested number and the client's limit.
 fn limited(asked: Option<Tokens>, limit: Option<Tokens>) -> Option<Tokens> {
     match (asked, limit) {
         (Some(asked), Some(limit)) => Some(asked.min(limit)),
@@ -202,7 +203,7 @@ impl Answer {
     }
 }
 
-/// What a chat request wants of its answer.
+/// Engine parameters of a chat request.
 fn wanted_of(request: &ChatRequest) -> Wanted {
     Wanted {
         client: request

@@ -1,4 +1,4 @@
-//! The kernel's monotonic clock: the only place of the daemon that reads it for decisions.
+//! The kernel's monotonic clock: the only place in the daemon that reads it for decisions.
 
 use std::{
     future::pending,

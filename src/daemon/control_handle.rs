@@ -1,4 +1,4 @@
-//! Handle to the control loop: its inbox, its published state, its notices and its event log.
+//! Handle to the control loop: inbox, published state, notices and event log.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -56,7 +56,7 @@ const DEATHS_PER_WORKER: usize = 16;
 #[derive(Debug)]
 pub struct ControlHandle {
     boot_id: String,
-    /// Earlier runs whose leases go on.
+    /// Earlier runs whose leases continue.
     continued: Vec<String>,
     clock: MonotonicClock,
     inbox: mpsc::Sender<Inbound>,
@@ -68,26 +68,26 @@ pub struct ControlHandle {
     work: watch::Sender<BTreeMap<String, u32>>,
     /// When the loop last ran, in microseconds.
     beat: AtomicU64,
-    /// What is kept in memory whatever happens, and what is not.
+    /// Outcome of each request to lock memory.
     locked: Mutex<Vec<Locked>>,
     listeners: OnceLock<Vec<(&'static str, SocketAddr)>>,
-    /// What each worker is confined by since its last start.
+    /// Confinement of each worker since its last start.
     confinement: Mutex<BTreeMap<String, Vec<String>>>,
-    /// Where each worker runs.
+    /// Process of each worker.
     processes: Mutex<BTreeMap<String, WorkerProcess>>,
     /// The engine of the moment.
     engine: Mutex<Option<EngineHandle>>,
-    /// What would be shed first, and why, at the last round of measurements.
+    /// The first candidate of the next shed with its reason, from the last round of measurements.
     next_shed: Mutex<String>,
-    /// Where the configuration is read again.
+    /// Channel of reload calls.
     reloads: OnceLock<mpsc::Sender<ReloadCall>>,
 }
 
-/// A call to read the configuration again, and who waits for the outcome.
+/// A call to reload the configuration, with the receiver of its outcome.
 pub(super) type ReloadCall = oneshot::Sender<Result<ChangedKeys, String>>;
 
 impl ControlHandle {
-    /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases go on, and
+    /// A handle and the inbox that the loop reads. `continued` names the earlier runs whose leases continue, and
     /// `event_lines` is the length of the event log.
     #[must_use]
     pub fn new(
@@ -120,7 +120,7 @@ impl ControlHandle {
         (Arc::new(control), receiver)
     }
 
-    /// Notes what would be shed first.
+    /// Records the first candidate of the next shed.
     pub(super) fn note_next_shed(&self, next: Option<&NextShed>) {
         let text = next.map(next_shed_in_words).unwrap_or_default();
         *locked(&self.next_shed) = text;
@@ -152,18 +152,18 @@ impl ControlHandle {
         running.collect()
     }
 
-    /// Notes what a worker is confined by.
+    /// Records the confinement of a worker.
     pub(super) fn note_confinement(&self, worker: &str, lines: Vec<String>) {
         let mut notes = locked(&self.confinement);
         notes.insert(worker.to_owned(), lines);
     }
 
-    /// Notes what became of the wish to keep something in memory.
-    /// Notes the configured addresses, for the status.
+    /// Records the configured addresses, for the status.
     pub(super) fn note_listeners(&self, listeners: Vec<(&'static str, SocketAddr)>) {
         let _ = self.listeners.set(listeners);
     }
 
+    /// Records the outcome of a request to lock memory.
     pub(super) fn note_locked(&self, found: Locked) {
         if found.is_locked() {
             tracing::info!("{found}");
@@ -190,7 +190,7 @@ impl ControlHandle {
         self.snapshot.borrow().clone()
     }
 
-    /// Memory of this process beyond what the engine holds; `None` where it cannot be read.
+    /// Memory of this process without the engine's; `None` if it cannot be read.
     pub(super) fn own_use(&self) -> Option<Bytes> {
         let resident = processes::resident(&ProbeRoot::default().proc, std::process::id())?;
         let engine = locked(&self.engine);
@@ -210,7 +210,7 @@ impl ControlHandle {
         Some(self.clock.now().saturating_since(taken_at))
     }
 
-    /// Counts one more request in flight at a worker, until what is returned is dropped.
+    /// Counts one more request in flight at a worker, until the returned guard is dropped.
     pub(super) fn at_work(self: &Arc<Self>, worker: &str) -> AtWork {
         self.work.send_modify(|counts| {
             let count = counts.entry(worker.to_owned()).or_default();
@@ -351,11 +351,11 @@ impl Supervisor for ControlHandle {
             .map(|(pid, _)| *pid);
         let is_it = match runs_as {
             Some(_) => of == Some(tenant),
-            // It is about to run: its process may ask before it is reported here, and descends from ours.
+            // It is about to run: its process may send a request before it is reported here, and descends from ours.
             None if worker.state == WorkerState::Starting => {
                 of.is_none() && pid.is_some_and(is_descendant)
             }
-            // The arbiter knows what it has to say.
+            // Decided by the arbiter.
             None => true,
         };
         (!is_it).then_some(Bar::NotTheWorker { runs_as })

@@ -1,4 +1,4 @@
-//! Control loop: every event goes to the arbiter, and what it decides to the device, on one path.
+//! Control loop: every event to the arbiter, its actions to the device, on one path.
 //!
 //! ```text
 //!   inbox ────┐
@@ -7,8 +7,8 @@
 //!                    └── the next renewal of a series ◄──────────┘ (the state is published once for the series)
 //! ```
 //!
-//! The daemon, the simulation, the RPC tests and the fault tests of the watchdog drive this loop; they differ in [`Clock`]
-//! and [`Perform`] only.
+//! The daemon, the simulation, the RPC tests and the fault tests of the watchdog drive this loop; they differ only in
+//! [`Clock`] and [`Perform`].
 
 use std::{collections::BTreeMap, future::Future, sync::Arc};
 
@@ -32,7 +32,7 @@ pub trait Clock {
     fn sleep_until(&self, at: Option<Timestamp>) -> impl Future<Output = ()> + Send;
 }
 
-/// What the loop acts on. Nothing here waits: outcomes come back as events.
+/// The device that performs actions. Nothing here blocks: outcomes return as events.
 pub trait Perform {
     /// Notes that the loop runs.
     fn wake(&mut self, _now: Timestamp) {}
@@ -40,14 +40,14 @@ pub trait Perform {
     /// Records `event`, which `arbiter` has not handled yet.
     fn record_event(&mut self, now: Timestamp, event: &Event, arbiter: &Arbiter);
 
-    /// Records what was decided.
+    /// Records the actions of an event.
     fn record_actions(&mut self, now: Timestamp, actions: &[Action]);
 
-    /// Hands the engine the plans among `actions`, ahead of everything else: other holders wait for what it gives up.
+    /// Passes the plans among `actions` to the engine, before everything else: other holders wait for its memory.
     fn apply_plans(&mut self, actions: &[Action]);
 
-    /// Makes the state durable and visible. Runs before `actions` are carried out, so that a caller finds in the state
-    /// what its answer says.
+    /// Makes the state durable and visible. Runs before `actions` are performed, so that a caller finds the state of
+    /// its response published.
     fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]);
 
     /// Carries out one action. Answers are delivered by the loop, and plans have been handed over already.
@@ -58,14 +58,14 @@ pub trait Perform {
         None
     }
 
-    /// Does the periodic work that is due. `sampled` says whether a sample was among the last events.
+    /// Does the periodic work that is due. `sampled` is whether a sample was among the last events.
     fn upkeep(&mut self, _now: Timestamp, _arbiter: &Arbiter, _sampled: bool) {}
 }
 
-/// An event, and the caller who waits for the answer to its ticket.
+/// An event, and the caller that waits for the response to its ticket.
 #[derive(Debug)]
 pub struct Inbound {
-    /// What happened.
+    /// The event.
     pub event: Event,
     /// The caller.
     pub caller: Option<(Ticket, oneshot::Sender<Answer>)>,
@@ -88,7 +88,7 @@ pub struct ControlLoop<C, P> {
 const BATCH_MAX: usize = 256;
 
 impl Inbound {
-    /// Whether the event changes nothing but the end of one lease's term.
+    /// Whether the event only renews the term of one lease.
     const fn is_renewal(&self) -> bool {
         matches!(self.event, Event::LeaseRenewed { .. })
     }
@@ -121,12 +121,12 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         &self.arbiter
     }
 
-    /// What the loop acts on.
+    /// The device.
     pub const fn device(&self) -> &P {
         &self.device
     }
 
-    /// Ends the loop; returns the state machine and what it acted on.
+    /// Ends the loop; returns the state machine and the device.
     pub fn into_parts(self) -> (Arbiter, P) {
         (self.arbiter, self.device)
     }
@@ -145,20 +145,20 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
             };
             self.device.wake(self.clock.now());
             let sampled = received.is_some_and(|first| self.handle_batch(first, inbox));
-            // Callers who do not wait any more, and could not cancel because the inbox was full.
+            // Callers that no longer wait, and could not cancel because the inbox was full.
             self.callers.retain(|_, caller| !caller.is_closed());
             self.device.upkeep(self.clock.now(), &self.arbiter, sampled);
         }
     }
 
-    /// Handles one event, publishes the state and carries out what was decided.
+    /// Handles one event, publishes the state and performs the actions.
     pub fn handle(&mut self, inbound: impl Into<Inbound>) {
         self.device.wake(self.clock.now());
         self.decide(inbound.into());
         self.publish();
     }
 
-    /// Handles `first` and what waits behind it; returns whether a sample was among them.
+    /// Handles `first` and the events queued behind it; returns whether a sample was among them.
     fn handle_batch(&mut self, first: Inbound, inbox: &mut mpsc::Receiver<Inbound>) -> bool {
         let (mut sampled, mut left) = (false, BATCH_MAX);
         let mut next = Some(first);
@@ -197,7 +197,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
         }
     }
 
-    /// Publishes the state, then carries out what was decided.
+    /// Publishes the state, then performs the actions.
     fn publish(&mut self) {
         let state = Arc::new(self.arbiter.snapshot());
         self.free = state.memory.free;
@@ -216,7 +216,7 @@ impl<C: Clock, P: Perform> ControlLoop<C, P> {
     }
 }
 
-/// Whether the arbiter keeps more of an event than the emergency reserve can bear, and sheds nothing for it.
+/// Whether the arbiter retains more of an event than the emergency reserve allows, and sheds nothing for it.
 fn retains_much(event: &Event, free: Bytes) -> bool {
     match event {
         Event::EngineInspected { .. } | Event::Recovered { .. } => true,
@@ -261,7 +261,7 @@ mod tests {
         }
     }
 
-    /// A device that notes what reaches it, in order.
+    /// A device that records its calls, in order.
     #[derive(Debug, Default)]
     struct Notes {
         calls: Vec<&'static str>,
@@ -455,7 +455,7 @@ mod tests {
     fn a_plan_decided_during_a_renewal_reaches_the_engine() {
         let (mut scene, lease) = shed_requested();
         scene.apply();
-        // Samples go on, and the dwell ends between two of them: what comes next is a renewal.
+        // Samples continue, and the dwell ends between two of them: the next event is a renewal.
         let mut answers = Vec::new();
         let planned = scene.control_loop.device.planned.len();
         for _ in 0..200 {
@@ -555,7 +555,7 @@ mod tests {
         for answer in &mut answers {
             assert!(matches!(answer.try_recv(), Ok(Answer::Lease { .. })));
         }
-        // Another event between them is published by itself.
+        // Another event between them is published separately.
         let _answers = [scene.renew(&lease), scene.renew(&lease)];
         scene.inbox.try_send(Event::DeadlineReached.into()).unwrap();
         let _last = scene.renew(&lease);
@@ -630,7 +630,7 @@ mod tests {
             .collect()
     }
 
-    /// A configuration with these values, beside what a small model needs.
+    /// A configuration with these values, besides those of a small model.
     fn document(values: &[(&str, &str)]) -> String {
         let base = "{budget: {scope: session}, llm: {path: /m.gguf}}";
         let mut whole: serde_yaml::Value = serde_yaml::from_str(base).unwrap();
@@ -651,7 +651,8 @@ mod tests {
         serde_yaml::to_string(&whole).unwrap()
     }
 
-    /// Sheds and grows with these settings; invariants are checked after each event. Returns plans that reached the engine.
+    /// Sheds and grows with these settings, with invariants checked after each event. Returns the plans that reached
+    /// the engine.
     fn shed_and_grow(params: Params) -> usize {
         let budget = params.budget.bytes();
         let mut scene = Scene::new(params);
@@ -743,7 +744,7 @@ mod tests {
         ));
     }
 
-    /// What another setting has to be for the end of a range: key and end, other key and its value.
+    /// Required companions for the end of a range: key and end, other key and its value.
     const COMPANIONS: [(&str, &str, &str, &str); 7] = [
         ("budget.total", "least", "budget.reserve", "0B"),
         (

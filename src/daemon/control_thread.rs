@@ -1,9 +1,8 @@
 //! Control thread: a single-threaded runtime for the loop and gRPC.
 //!
-//! A request, what is decided about it, and the answer stay on the thread that the kernel has woken for it. On a runtime of
-//! several threads each of them wakes another one to share what there is to do, and each that wakes may wait for a
-//! processor; a grant took three to four such wake-ups. Whatever takes long (reading `/proc`, starting processes, speech,
-//! HTTP) runs on the other runtime.
+//! A request, its decision and its response stay on the thread that the kernel has woken for it. On a multi-threaded
+//! runtime each thread wakes another one to share work, and each wake-up may wait for a processor; a grant took three
+//! to four of them. Slow work (reading `/proc`, starting processes, speech, HTTP) runs on the other runtime.
 
 use std::{io, sync::mpsc, thread, time::Duration};
 
@@ -39,7 +38,7 @@ impl ControlThread {
             }
             // Dropped or sent to by the starter: both end it.
             runtime.block_on(stopped).ok();
-            // What still waits for a disk is left alone.
+            // Tasks that still wait for a disk are abandoned.
             runtime.shutdown_background();
             end.send(()).ok();
         })?;
@@ -59,7 +58,7 @@ impl ControlThread {
     /// Ends it, and waits no longer than `limit`.
     pub fn end(self, limit: Duration) {
         drop(self.stop);
-        // Nothing more can be done about a thread that does not end.
+        // A thread that does not end cannot be helped.
         self.ended.recv_timeout(limit).ok();
     }
 }

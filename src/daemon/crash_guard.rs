@@ -1,8 +1,8 @@
-//! Counts runs that did not end in order; after several within a time the LLM stays off.
+//! Counter of runs without an orderly end; several within a time keep the LLM off.
 //!
-//! The LLM runs in this process, so what ends it may end the daemon with each load. The speech workers survive that, and
-//! are of use without it. Runs of another program or configuration do not count: an upgrade ends the daemon with SIGKILL, so
-//! that its workers survive, and what is new has not crashed yet.
+//! The LLM runs in this process, so its faults may end the daemon at each load. The speech workers survive that, and
+//! are useful without it. Runs of another program or configuration do not count: an upgrade ends the daemon with
+//! SIGKILL, so that its workers survive, and a new program has not crashed yet.
 
 use std::{
     fs,
@@ -40,8 +40,8 @@ pub(super) struct CrashGuard {
 }
 
 impl CrashGuard {
-    /// Counts this run with the configuration in `config` as one that may crash. Returns why the LLM stays off, if enough
-    /// have crashed before it.
+    /// Counts this run with the configuration in `config` as a possible crash. Returns the reason to keep the LLM off,
+    /// if enough earlier ones have crashed.
     pub(super) fn begin(
         state_dir: &Path,
         config: &Path,
@@ -106,7 +106,7 @@ impl CrashGuard {
         self.write(&runs);
     }
 
-    /// What is there; nothing where that cannot be read: a count that is too low only delays the safe profile.
+    /// The recorded runs; none if the file cannot be read: a low count only delays the safe profile.
     fn read(&self) -> Runs {
         let read = fs::read(&self.file).and_then(|text| Ok(serde_json::from_slice(&text)?));
         read.unwrap_or_else(|error| {
@@ -132,8 +132,8 @@ impl CrashGuard {
 /// The program that runs, also where another file has its name by now.
 const PROGRAM: &str = "/proc/self/exe";
 
-/// Names a program file and the contents of a configuration: another one each time that the file is replaced, even by its
-/// like, or that the contents change.
+/// Identifies a program file and the contents of a configuration; changes whenever the file is replaced, even by an
+/// equal one, or the contents change.
 fn subject(program: &Path, config: &Path) -> String {
     let program = fs::metadata(program).map_or((0, 0, 0), |file| {
         (file.ctime(), file.ctime_nsec(), file.len())

@@ -1,4 +1,4 @@
-//! Carries out what the arbiter decides, on the engine, the workers and the machine.
+//! Device of the control loop: performs actions on engine, workers and machine.
 
 use std::{sync::Arc, time::Duration};
 
@@ -22,7 +22,7 @@ use cotenant_units::Timestamp;
 use tracing::Level;
 
 /// Time between two rounds of measuring every holder, close to a sample. Verifying a shed does not wait for it: the
-/// arbiter asks then.
+/// arbiter requests a measurement then.
 const ROUND: Duration = Duration::from_millis(500);
 
 /// The longest time between two rounds, whether there are samples or not.
@@ -41,7 +41,7 @@ pub(super) struct Device {
     pub(super) upkeep: Upkeep,
 }
 
-/// What is written down of each event: in the journal, for the next run, in the metrics.
+/// Records of each event: journal, hand-over to the next run, metrics.
 pub(super) struct Accounts {
     pub(super) recorder: Recorder,
     pub(super) handoff: Handoff,
@@ -86,7 +86,7 @@ impl Perform for Device {
                 .metrics
                 .worker_died(&certificate.worker, class);
         }
-        // A sample may be what a shed begins with; the next event of another kind brings the checkpoint too.
+        // A sample may begin a shed; the next event of another kind records the checkpoint.
         if !matches!(event, Event::Sampled(_)) {
             emergency::outside(|| self.accounts.recorder.checkpoint_if_wanted(now, arbiter));
         }
@@ -107,7 +107,7 @@ impl Perform for Device {
     }
 
     fn publish(&mut self, arbiter: &Arbiter, state: Arc<Snapshot>, actions: &[Action]) {
-        // First of all: what a caller learns must hold when this process is killed in the next moment.
+        // First of all: the state that a caller sees must survive a kill of this process in the next moment.
         self.accounts.handoff.keep(arbiter);
         self.control.publish(Arc::clone(&state));
         let last_end = |worker: &str| self.workers.last_end(worker);
@@ -186,7 +186,7 @@ impl Perform for Device {
             Action::SampleAfter { wait } => self.pace.set(wait),
             Action::LevelChanged { from, to, reason } => {
                 tracing::warn!(%from, %to, %reason, "pressure level changes");
-                // Workers that can spare something give it up at once; the next sample shows what it brings.
+                // Workers release their spare memory at once; the next sample shows the result.
                 if to == PressureLevel::Critical {
                     self.workers.tell_all_memory_is_short();
                 }
@@ -221,7 +221,7 @@ impl Perform for Device {
     fn upkeep(&mut self, now: Timestamp, arbiter: &Arbiter, sampled: bool) {
         let state = self.control.state();
         let since = now.saturating_since(self.upkeep.measured);
-        // Where the next sample would come too late, this one has to do.
+        // If the next sample would be too late, this one must do.
         let last_chance = since + state.pressure.sample_interval > ROUND_MAX;
         if since >= ROUND_MAX || (sampled && (since >= ROUND || last_chance)) {
             self.upkeep.measured = now;

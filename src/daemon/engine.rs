@@ -1,4 +1,4 @@
-//! Adapter of the engine: its events become those of the arbiter.
+//! Adapter of the engine: translates its events for the arbiter.
 
 use std::{
     io,
@@ -42,7 +42,7 @@ use cotenant_units::{Bytes, Timestamp, Tokens};
 /// Events of the engine that may wait for the loop.
 const ENGINE_EVENTS: usize = 256;
 
-/// Starts an engine that tells the given sink what happens.
+/// Starts an engine that reports its events to the given sink.
 pub(super) type Starter =
     Box<dyn Fn(mpsc::Sender<EngineEvent>) -> io::Result<Engine> + Send + Sync>;
 
@@ -54,7 +54,7 @@ pub(super) struct CurrentEngine {
 }
 
 impl CurrentEngine {
-    /// A handle to ask it.
+    /// A handle to the engine.
     pub(super) fn handle(&self) -> EngineHandle {
         self.handle
             .read()
@@ -62,7 +62,7 @@ impl CurrentEngine {
             .clone()
     }
 
-    /// What the header of the model's file says of its weights, once it has been read.
+    /// Weights by the header of the model's file, once it has been read.
     pub(super) fn weights(&self) -> Option<Weights> {
         locked(&self.weights).clone()
     }
@@ -137,7 +137,7 @@ impl Inspector {
         }
     }
 
-    /// What a load of it is to find.
+    /// The file that a load expects.
     pub(super) fn expected(&self) -> Expected {
         self.expected.clone()
     }
@@ -203,7 +203,7 @@ async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
         tokio::time::sleep(FILE_LOOK).await;
         let failed = inspector.control.state().engine.state == EngineState::Failed;
         let now = identity(&path);
-        // Compared with what was read, not with what is there at the first look after it failed.
+        // Compared with the file that was read, not with the one at the first look after the failure.
         let changed = now.is_some()
             && now
                 != *inspector
@@ -220,7 +220,7 @@ async fn retry_when_changed(path: PathBuf, inspector: Inspector) {
     }
 }
 
-/// What changes with a file: its device and number, its length, when it was written, and when its permissions were changed.
+/// Identity of a file: device and inode, length, modification time, and time of the last change of permissions.
 type Identity = (u64, u64, u64, [i64; 4]);
 
 fn identity(path: &Path) -> Option<Identity> {
@@ -240,7 +240,7 @@ const FILE_LOOK: Duration = Duration::from_secs(1);
 /// How often it is looked whether a disk that hung has answered. Our choice: a model takes longer to load.
 const HUNG_LOOK: Duration = Duration::from_secs(1);
 
-/// The engine and what was asked of it.
+/// The engine and its outstanding requests.
 pub(super) struct EngineDriver {
     start: Starter,
     inspector: Inspector,
@@ -289,18 +289,18 @@ impl EngineDriver {
         })
     }
 
-    /// Reads the model's header, see [`Inspector`], at the start and for an operator: a GPU that did not compute is tried again.
+    /// Reads the model's header, see [`Inspector`], at the start and for an operator: a failed GPU is tried again.
     pub(super) fn inspect(&self) {
         backend::retry_gpu();
         self.reinspect();
     }
 
-    /// The same after a failure, by itself: the CPU stays chosen where a GPU did not compute.
+    /// The same after a failure, automatically: after a failed GPU the CPU stays chosen.
     pub(super) fn reinspect(&self) {
         self.inspector.begin();
     }
 
-    /// Loads the model with `plan`, which was made for that of `shape`, into a new engine when the last one has broken down.
+    /// Loads the model with `plan`, which was made for `shape`, into a new engine if the last one has failed.
     pub(super) fn load(&mut self, revision: u64, plan: EnginePlan, shape: Option<ModelShape>) {
         self.inspector.expected.set(shape);
         let phase = self.engine.handle().snapshot().phase;
@@ -326,13 +326,13 @@ impl EngineDriver {
         self.engine.handle().load(&self.path, plan);
     }
 
-    /// Changes what the engine holds.
+    /// Changes the engine's plan.
     pub(super) fn apply(&self, revision: u64, plan: EnginePlan) {
         self.engine.handle().apply(revision, plan);
     }
 
-    /// Takes no more requests; what is returned waits until those that there are have been answered. A model that is
-    /// being loaded is not waited for, since no request can have reached it.
+    /// Stops new requests; the returned future waits for the current ones. A loading model is not waited for, since no
+    /// request can have reached it.
     pub(super) fn drain(&self) -> impl Future<Output = ()> + Send + use<> {
         let handle = self.engine.handle();
         handle.drain();
@@ -372,7 +372,7 @@ impl EngineDriver {
 /// Between two looks whether the engine has ended.
 const LOOK_EVERY: Duration = Duration::from_millis(2);
 
-/// What clients read of the weights that answer: their number, and the type of the largest group of them.
+/// Weights as shown to clients: their number, and the type of the largest group.
 fn weights_of(tensors: &[TensorGroup]) -> Weights {
     let used =
         |group: &&TensorGroup| !matches!(group.kind, TensorKind::MultiToken | TensorKind::Vision);
@@ -446,7 +446,7 @@ pub(super) fn start_engine(
         .map_err(RunError::system("the engine's thread"))
 }
 
-/// The tokens that the LLM may say, as the engine takes it.
+/// The reduced vocabulary, in the engine's form.
 pub fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     match &llm.vocabulary {
         VocabularyConfig::All => None,
@@ -455,7 +455,7 @@ pub fn sayable(llm: &LlmConfig) -> Option<Sayable> {
     }
 }
 
-/// What the LLM computes on.
+/// Compute device of the LLM.
 pub fn compute(llm: &LlmConfig) -> Compute {
     Compute {
         threads: threads(llm),
@@ -463,8 +463,8 @@ pub fn compute(llm: &LlmConfig) -> Compute {
     }
 }
 
-/// Threads that the LLM computes on: one for each physical core unless configured, since a second one on the same core takes
-/// from the first.
+/// Compute threads of the LLM: one for each physical core unless configured, since two on one core slow each other
+/// down.
 pub fn threads(llm: &LlmConfig) -> usize {
     llm.threads.map_or_else(
         || usable_cores(&ProbeRoot::default()).min(THREADS_MAX),
@@ -472,16 +472,17 @@ pub fn threads(llm: &LlmConfig) -> usize {
     )
 }
 
-/// As many as a configuration may ask for.
+/// Maximum of the configuration.
 const THREADS_MAX: usize = 256;
 
-/// Requests running or waiting, and what the running one needs of the KV cache. What the last answer has left there is
-/// kept only as long as the space is not needed.
+/// Requests running or waiting, and the KV need of the running one. KV of the last answer is kept only while the space
+/// is not needed.
 pub(super) fn activity(handle: &EngineHandle) -> Event {
     let snapshot = handle.snapshot();
     let running = snapshot.running.len();
     let position = snapshot.position.get();
-    // Other conversations lie beside it: that the next prompt goes on from one of them is as likely as that it needs new capacity.
+    // Other conversations are cached beside it: the next prompt is as likely to continue one of them as to need new
+    // capacity.
     let (kv_used, kv_kept) = if running > 0 {
         (position, 0)
     } else {
@@ -522,9 +523,9 @@ async fn forward(
     inspector: Inspector,
 ) {
     let control = Arc::clone(&inspector.control);
-    // What reads that hang have left, once that is reported.
+    // Memory retained by hung reads, once reported.
     let mut hung: Option<Retained> = None;
-    // What was timed while the plan changed says nothing of either.
+    // Timings taken while the plan changed are valid for neither plan.
     let mut changed = true;
     // The plan that was put into force last.
     let mut last = 0;
@@ -628,7 +629,7 @@ async fn forward(
             EngineEvent::RequestFinished { usage, .. } => {
                 let mut finished = activity(&handle);
                 if let Event::EngineActivity { kv_dropped, .. } = &mut finished {
-                    // What the answer lost in its last moments was not reported yet.
+                    // Losses of the answer in its last moments were not reported yet.
                     *kv_dropped = usage.dropped_tokens.get();
                 }
                 finished
@@ -638,7 +639,7 @@ async fn forward(
                 wanted,
                 client,
             } => {
-                // What it has used by now is not given away for it.
+                // Capacity that it has used by now is not given away for it.
                 control.tell(activity(&handle)).await;
                 let client = client.as_deref().map(str::to_owned);
                 Event::CapacityWanted {

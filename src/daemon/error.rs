@@ -1,4 +1,4 @@
-//! Errors that keep the daemon from starting, or end it.
+//! Errors that prevent the start of the daemon, or end it.
 
 use std::{
     error::Error,
@@ -31,12 +31,12 @@ pub enum RunError {
         path: PathBuf,
         /// Its key in the configuration.
         key: &'static str,
-        /// Who could.
+        /// Reason.
         why: String,
-        /// What can be done.
+        /// Remedy.
         remedy: String,
     },
-    /// The threads that it needs cannot be had.
+    /// The system refuses the required threads.
     #[error("cannot start {wanted} threads")]
     Threads {
         /// How many it needs.
@@ -119,7 +119,7 @@ pub enum RunError {
     /// Signals or threads cannot be set up.
     #[error("cannot set up {what}")]
     System {
-        /// What.
+        /// The object.
         what: &'static str,
         /// Why not.
         #[source]
@@ -128,7 +128,7 @@ pub enum RunError {
 }
 
 impl RunError {
-    /// Names what of the system's failed, for `map_err`.
+    /// Names the failed system object, for `map_err`.
     pub(super) fn system(what: &'static str) -> impl Fn(io::Error) -> Self {
         move |source| Self::System { what, source }
     }
@@ -141,7 +141,7 @@ impl RunError {
         }
     }
 
-    /// Names what cannot listen, for `map_err`.
+    /// Names the failed listener, for `map_err`.
     pub(super) fn listen(listener: String) -> impl FnOnce(io::Error) -> Self {
         |source| Self::Listen { listener, source }
     }
@@ -208,7 +208,7 @@ impl RunError {
     }
 }
 
-/// What to do where nothing can be written.
+/// Remedy for a full file system.
 fn full(error: &RunError) -> Option<&'static str> {
     let mut cause: Option<&(dyn Error + 'static)> = Some(error);
     while let Some(error) = cause {

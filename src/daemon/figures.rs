@@ -1,5 +1,6 @@
-//! Metrics of what is decided: sheds, reclaims, denials, restarts. Taken from the actions, so that the figures and the
-//! journal cannot tell different stories.
+//! Metrics of decisions: sheds, reclaims, denials, restarts.
+//!
+//! They are derived from the actions, so that figures and journal cannot disagree.
 
 use std::{collections::BTreeMap, sync::Arc};
 
@@ -18,11 +19,11 @@ use cotenant_policy::{
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_units::{Bytes, Timestamp};
 
-/// Counts what is decided.
+/// Counters of decisions.
 pub(super) struct Figures {
     metrics: Arc<Metrics>,
     tracer: Tracer,
-    /// Holders that were asked for memory which is not verified to be back.
+    /// Holders with a reclaim request that is not verified yet.
     asked: BTreeMap<Holder, Asked>,
     /// The plan of the engine by the last report.
     in_force: Option<EnginePlan>,
@@ -34,7 +35,7 @@ pub(super) struct Figures {
     fallen: BTreeMap<String, &'static str>,
 }
 
-/// By what a question for memory is answered.
+/// The holder from which memory was reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Holder {
     /// A plan of the engine, by its revision.
@@ -65,8 +66,8 @@ impl Figures {
         }
     }
 
-    /// Takes one turn of the loop: the state after it, and what is to be done. `last_end` says in one word how a worker
-    /// ended.
+    /// Takes one turn of the loop: the state after it, and its actions. `last_end` is the class of a worker's end in
+    /// one word.
     pub(super) fn turn(
         &mut self,
         after: &Snapshot,
@@ -220,7 +221,8 @@ impl Figures {
         first
     }
 
-    /// Drops questions to holders that nothing is asked of any more: they have gone, or their lease has ended otherwise.
+    /// Drops requests to holders that are no longer outstanding: the holder has exited, or its lease has ended
+    /// otherwise.
     fn forget_unasked(&mut self, after: &Snapshot) {
         self.asked.retain(|holder, _| match holder {
             Holder::Plan(_) => true,
@@ -232,7 +234,7 @@ impl Figures {
         });
     }
 
-    /// Counts a shed; what the arbiter credited is what came back.
+    /// Counts a shed with the bytes that the arbiter credited.
     fn count_shed(&self, asked: Option<Asked>, after: &Snapshot, parts: &[(&'static str, Bytes)]) {
         let level = asked.map_or(after.pressure.level, |asked| asked.level);
         self.metrics.shed(level);
@@ -256,7 +258,7 @@ impl Figures {
     }
 }
 
-/// Why the engine is asked for less, in one word; `None` where it is not.
+/// Reason of a smaller plan in one word; `None` if it is not smaller.
 fn shed_by(reason: &PlanReason) -> Option<&'static str> {
     match reason {
         PlanReason::Shed { reclaim, .. } => Some(word(reclaim)),
@@ -275,7 +277,7 @@ const fn word(reason: &ReclaimReason) -> &'static str {
     }
 }
 
-/// Which parts of the engine `freed` came from. What it was credited with bounds all of them.
+/// Parts of the engine that `freed` came from, bounded in total by the credited bytes.
 fn parts_of(
     shape: &ModelShape,
     old: &EnginePlan,
@@ -396,7 +398,7 @@ mod tests {
             });
         }
 
-        /// The engine carries out what it was just asked for.
+        /// The engine performs its last request.
         fn apply(&mut self) {
             let asked = self.actions.iter().find_map(|action| match action {
                 Action::ApplyPlan { revision, plan, .. }
@@ -608,7 +610,7 @@ mod tests {
         };
         for round in 0..2 {
             scene.sample(Bytes::ZERO);
-            // Two processes of one name; the second one is asked.
+            // Two processes of one name; the second one gets the request.
             for (pid, mib) in [(1, 40), (2, 360)] {
                 scene.tell(Event::LeaseRequested {
                     ticket: Ticket(1),

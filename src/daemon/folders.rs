@@ -1,4 +1,4 @@
-//! Folders and sockets that the daemon needs: made, or refused with a remedy; and looked at without changing anything.
+//! Folders and sockets of the daemon: created, refused with a remedy, or only inspected.
 
 use std::{
     fs::{self, DirBuilder, Metadata},
@@ -88,11 +88,11 @@ fn is_closed(key: &'static str, path: &Path, found: &Metadata) -> Result<(), Run
 
 /// Something that keeps a daemon from starting.
 pub struct Obstacle {
-    /// What, with its cause.
+    /// Description, with its cause.
     pub text: String,
-    /// What can be done.
+    /// Remedy.
     pub remedy: String,
-    /// Whether that is sure: what cannot be seen by this user may be as it should.
+    /// Whether it is certain: an object that this user cannot see may be correct.
     pub is_sure: bool,
 }
 
@@ -107,7 +107,7 @@ impl From<RunError> for Obstacle {
     }
 }
 
-/// What would keep the daemon from starting, as far as it can be seen without starting anything.
+/// Obstacles to the start of the daemon that are visible without starting anything.
 pub fn obstacles(config: &Config) -> Vec<Obstacle> {
     let mut found: Vec<Obstacle> = Vec::new();
     for (key, folder) in [
@@ -168,7 +168,7 @@ pub fn obstacles(config: &Config) -> Vec<Obstacle> {
     found
 }
 
-/// What is in the place of a file of ours, or keeps this user from making one there.
+/// An obstacle in place of one of the daemon's files, or to creating one there.
 fn no_file(path: &Path) -> Option<Obstacle> {
     let shown = path.display();
     let (text, is_sure) = match fs::symlink_metadata(path) {
@@ -189,7 +189,8 @@ fn no_file(path: &Path) -> Option<Obstacle> {
     })
 }
 
-/// The listener that has an address, unless it is a supervisor's or systemd's; and an address that this user may not have.
+/// The listener that has an address, unless it is a supervisor's or systemd's; or an address that this user may not
+/// bind.
 fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
     let refused = std::net::TcpListener::bind(address).err()?.kind();
     if refused == io::ErrorKind::PermissionDenied {
@@ -222,7 +223,7 @@ fn taken(key: &str, address: std::net::SocketAddr) -> Option<Obstacle> {
     })
 }
 
-/// Whether a path is a folder, or could be made one.
+/// Whether a path is a folder, or could be created as one.
 fn could_be_folder(path: &Path) -> Result<(), RunError> {
     let failed = RunError::folder(path);
     for around in path
@@ -240,12 +241,12 @@ fn could_be_folder(path: &Path) -> Result<(), RunError> {
     Ok(())
 }
 
-/// Whether this user may not see what the cause is about.
+/// Whether this user may not see the object of the error.
 fn is_denied(error: &RunError) -> bool {
     in_one_line(error).contains("Permission denied")
 }
 
-/// Others may reach what is readable by name in it: sockets of workers, the calibration.
+/// Others may reach the readable files in it: sockets of workers, the calibration.
 const FOLDER_MODE: u32 = 0o755;
 
 #[cfg(test)]
@@ -258,7 +259,7 @@ mod tests {
         Config::parse(text).unwrap()
     }
 
-    /// What would keep a daemon with these settings from starting.
+    /// Obstacles of a daemon with these settings.
     fn said(text: &str) -> Vec<String> {
         obstacles(&config(text))
             .into_iter()

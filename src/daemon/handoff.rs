@@ -1,8 +1,7 @@
 //! Hand-over of workers and leases between two runs of the daemon.
 //!
-//! The folder of sockets is the place in which supervisors follow one another. Two files of it belong to this module:
-//! `supervisor.lock` is locked as long as there is a supervisor, whatever ends it, and workers look at it; `book` is what
-//! the next one has to know.
+//! The folder of sockets identifies the supervisor. This module owns two of its files: `supervisor.lock` is locked
+//! while a supervisor exists, however it ends, and workers check it; `book` is the state for the next one.
 
 use std::{
     fs::{File, OpenOptions},
@@ -42,24 +41,24 @@ pub(super) struct Handoff {
     _lock: File,
     file: BookFile,
     saved: SavedBook,
-    /// [`Arbiter::book_changes`] of what is written.
+    /// [`Arbiter::book_changes`] of the written state.
     written: Option<u64>,
     failing: bool,
 }
 
-/// What the run before has left.
+/// State left by the previous run.
 #[derive(Default)]
 pub(super) struct Inheritance {
-    /// The names of the runs whose leases go on, the last one first.
+    /// Names of the runs whose leases continue, the last one first.
     pub(super) boot_ids: Vec<String>,
     book: Option<Book>,
-    /// Where the book is kept that could not be read.
+    /// Path of a saved book that could not be read.
     lost: Option<String>,
-    /// Tenants that are alive, of leases that go on and of those that have ended.
+    /// Living tenants, of continuing leases and of ended ones.
     pub(super) holders: Vec<(LeaseId, Arc<Process>)>,
 }
 
-/// Where the supervisors of this configuration follow one another.
+/// Folder that identifies the supervisors of this configuration.
 pub(super) fn successor_of(config: &Config) -> Successor {
     let folder = config
         .runtime_dir
@@ -72,13 +71,14 @@ pub(super) fn successor_of(config: &Config) -> Successor {
 }
 
 impl Place {
-    /// Takes the place; where a supervisor that is gone still has it, waits until it has not.
+    /// Takes the place; waits while processes of a dead supervisor still hold it.
     ///
-    /// One that is killed while it starts a worker leaves a process that is not the worker yet: it holds the lock and the
-    /// listeners until it becomes the program, and only then has the environment by which a worker is recognised.
+    /// A supervisor that is killed while it starts a worker leaves a process that is not the worker yet: it holds the
+    /// lock and the listeners until it executes the program, and only then has the environment by which a worker is
+    /// recognised.
     ///
     /// # Errors
-    /// When another supervisor is there, or the file cannot be used.
+    /// When another supervisor is running, or the file cannot be used.
     pub(super) async fn take(config: &Config) -> Result<Self, RunError> {
         let successor = successor_of(config);
         let failed = |source| RunError::Place {
@@ -108,7 +108,7 @@ impl Place {
 }
 
 impl Handoff {
-    /// Reads what the run before has left in the place.
+    /// Reads the state that the previous run left in the place.
     ///
     /// # Errors
     /// When the files cannot be used.
@@ -171,7 +171,7 @@ impl Handoff {
         }
     }
 
-    /// Writes down that the run has ended in order: its workers are gone, its tenants may still hold what they hold.
+    /// Records an orderly end of the run: its workers are gone, its tenants may keep their memory.
     pub(super) fn close(mut self, arbiter: &Arbiter) {
         self.saved.book = arbiter.book();
         self.saved.book.workers.clear();
@@ -192,7 +192,7 @@ impl Inheritance {
         let mut book = found.book;
         let holders = &mut self.holders;
         let mut is_held = |lease: &BookedLease| {
-            // Where the process cannot be seen from here, only the term tells.
+            // If the process is not visible from here, only the term decides.
             let Some(pid) = lease.request.peer.pid else {
                 return true;
             };
@@ -226,7 +226,7 @@ impl Inheritance {
         self.book = Some(book);
     }
 
-    /// Whether each worker had answered, as far as is known.
+    /// Records which workers had answered, as far as known.
     pub(super) fn note_readiness(&self, survivors: &mut [Survivor]) {
         for survivor in survivors {
             let booked = self.book.iter().flat_map(|book| &book.workers);
@@ -253,8 +253,8 @@ impl Inheritance {
     }
 }
 
-/// Locks a file for as long as it is open in this process and nowhere else (`F_OFD_SETLK`), and writes down whose it is. `None`
-/// where another process has locked it.
+/// Locks a file while it is open in this process and nowhere else (`F_OFD_SETLK`), and writes the owner into it. `None`
+/// if another process has locked it.
 fn lock(path: &Path) -> io::Result<Option<File>> {
     let mut options = OpenOptions::new();
     options
@@ -314,8 +314,8 @@ fn kernel_boot_id() -> String {
 /// its lease by its term long before.
 const RUNS_FOLLOWED: usize = 15;
 
-/// How long a supervisor that is gone may still hold the place. Between fork and exec a child makes system calls only, but
-/// on a machine in need of memory these may wait for pages.
+/// How long a dead supervisor's children may still hold the place. Between fork and exec a child makes only system
+/// calls, but under memory pressure these may wait for pages.
 const GONE_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Between two looks.
@@ -340,7 +340,7 @@ mod tests {
         let config = config_in(folder.path());
         let place = Place::take(&config).await.unwrap();
         let path = place.successor.lock.clone();
-        // A child that lives is the owner now, as far as the file says.
+        // By the file, a living child is the owner now.
         let mut other = Command::new("cat")
             .stdin(std::process::Stdio::piped())
             .spawn()
@@ -351,7 +351,7 @@ mod tests {
         assert!(matches!(refused, Err(RunError::Running { pid, .. }) if pid == other.id()));
         other.kill().unwrap();
         other.wait().unwrap();
-        // It is gone, and what it had forked still holds the lock for a moment.
+        // It is gone, and its forked child still holds the lock for a moment.
         let (next, ()) = tokio::join!(Place::take(&config), async {
             tokio::time::sleep(GONE_LOOK_EVERY * 5).await;
             drop(place);

@@ -1,9 +1,9 @@
-//! Detects workers that run but do not respond.
+//! Detector of workers that run but do not respond.
 //!
-//! A request that got no answer in time proves little: the work may be long, or the machine slow. A worker counts as
-//! unresponsive when several questions after such a request, each on a connection of its own, get no answer either, or
-//! when no request in a row was answered: a worker that still describes itself and does nothing hangs as well. The
-//! detector only reports it; policy decides.
+//! A request without an answer in time proves little: the work may be long, or the machine slow. A worker counts as
+//! unresponsive when several probes after such a request, each on its own connection, get no answer either, or when
+//! several requests in a row got none: a worker that still describes itself and does nothing hangs as well. The
+//! detector only reports; policy decides.
 
 use std::{
     sync::{Arc, Mutex},
@@ -66,7 +66,7 @@ impl HangDetector {
         self.unanswered.answered();
     }
 
-    /// Keeps a worker counted as at work that was given up on, for as long as it computes. Returns at once.
+    /// Keeps an abandoned worker counted as busy while it computes. Returns at once.
     pub(super) fn busy_until_done(&self, at_work: AtWork) {
         let (worker, life) = (self.worker.clone(), self.worker.starts());
         tokio::spawn(async move {
@@ -161,7 +161,7 @@ async fn examine(
 /// Questions that a worker may leave unanswered after a late request: one slow answer under thrash is no death.
 const QUESTIONS: u32 = 3;
 
-/// Requests in a row without an answer in time. Our choice: with the pauses of clients that try again (LiveKit: every 2 s,
+/// Requests in a row without an answer in time. Our choice: with the pauses of retrying clients (LiveKit: every 2 s,
 /// three times) a worker that does nothing is ended while its first client still tries.
 const IN_A_ROW: u32 = 3;
 

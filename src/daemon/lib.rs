@@ -1,9 +1,9 @@
 //! Composition root, control loop and adapters.
 //!
-//! `run` builds everything, `control_loop` is the loop, `control_thread` the thread that it runs on, and `shutdown` the
-//! end of a run; nothing here decides. `device` carries out actions; `engine`, `workers`, `sampling` and `measure` turn
-//! what happens into events; `record`, `handoff` and `figures` keep account; `llm`, `voice`, `status`, `wyoming` and
-//! `listeners` serve clients, and `activation` takes what systemd listens on.
+//! `run` builds everything, `control_loop` is the loop, `control_thread` its thread, and `shutdown` the end of a run;
+//! nothing here decides. `device` performs actions; `engine`, `workers`, `sampling` and `measure` produce events;
+//! `record`, `handoff` and `figures` keep records; `llm`, `voice`, `status`, `wyoming` and `listeners` serve clients,
+//! and `activation` takes systemd's sockets.
 
 mod activation;
 mod backlog;

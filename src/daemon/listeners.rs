@@ -58,7 +58,7 @@ pub(super) struct Listeners {
     wyoming: String,
 }
 
-/// What the APIs serve.
+/// Backends that the APIs serve.
 pub(super) struct Clients {
     pub(super) backends: Backends,
     pub(super) access: watch::Receiver<Arc<Access>>,
@@ -82,7 +82,7 @@ impl Generator for NoModel {
 }
 
 impl Bound {
-    /// Takes what `config` wants, where it was not `passed`, and all that was.
+    /// Binds the listeners of `config` that were not `passed`, and takes all passed ones.
     pub(super) async fn take(config: &Config, passed: &PassedSockets) -> Result<Self, RunError> {
         let mut bound = Self {
             sockets: Sockets::new(),
@@ -167,7 +167,7 @@ impl Bound {
 }
 
 impl Listeners {
-    /// Serves what was taken: gRPC with what `on_control` starts, the rest with `parts`.
+    /// Serves the bound listeners: gRPC with the tasks of `on_control`, the rest with `parts`.
     pub(super) async fn open(
         mut bound: Bound,
         control: &Arc<ControlHandle>,
@@ -263,12 +263,12 @@ impl Listeners {
         Ok(())
     }
 
-    /// Where gRPC listens, for people.
+    /// Address of gRPC, for people.
     pub(super) fn grpc_address(&self) -> &str {
         &self.grpc
     }
 
-    /// Where HTTP listens, for people.
+    /// Address of HTTP, for people.
     pub(super) fn http_address(&self) -> String {
         let words: Vec<String> = self.http.iter().map(ToString::to_string).collect();
         if words.is_empty() {
@@ -278,7 +278,7 @@ impl Listeners {
         }
     }
 
-    /// Where Wyoming listens, for people.
+    /// Addresses of Wyoming, for people.
     pub(super) fn wyoming_address(&self) -> &str {
         &self.wyoming
     }
@@ -337,7 +337,7 @@ fn roles_of(config: &RolesConfig) -> Roles {
     roles.tenants.clone_from(&config.tenants);
     roles.viewers.clone_from(&config.viewers);
     roles.others = config.others;
-    // Members of its group may connect; an administrator decides who they are.
+    // Members of its group may connect; an administrator chooses them.
     let own = nix::unistd::getegid().as_raw();
     if own != 0 && config.others.is_none() {
         roles.viewers.gids.push(own);
@@ -368,7 +368,7 @@ fn limits_of(config: &GrpcLimits) -> server::Limits {
     }
 }
 
-/// Raises the limit of open files to `wanted`, as far as it may be; returns what it is.
+/// Raises the limit of open files to `wanted`, as far as allowed; returns the limit.
 fn files_for(wanted: u64) -> u64 {
     let Ok((soft, hard)) = getrlimit(Resource::RLIMIT_NOFILE) else {
         return wanted; // what is not known bounds nothing; accepting stops and goes on when there are none left
@@ -380,7 +380,7 @@ fn files_for(wanted: u64) -> u64 {
     }
 }
 
-/// The socket, the process behind it, and that process once more for each lease that it holds (one, as a rule).
+/// The socket, the process behind it, and that process once more for each lease that it holds (usually one).
 const FILES_PER_CONNECTION: u64 = 3;
 
 /// Files of the journal, the model, the probes, the workers' pipes and the HTTP clients (our choice: 64 workers with

@@ -1,4 +1,4 @@
-//! Generation for HTTP and gRPC: their requests become requests of the engine, and its events theirs.
+//! Generation for HTTP and gRPC: requests passed to the engine, and its events passed back.
 
 use std::{
     sync::{
@@ -42,12 +42,12 @@ const GROWTH_PATIENCE: Duration = Duration::from_millis(500);
 /// Events that the gRPC service may be behind.
 const STREAM_BUFFER: usize = 16;
 
-/// What decides whether an answer comes in time.
+/// Deadline of an answer.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Wanted {
-    /// How long the caller waits, and for what.
+    /// The caller's patience.
     pub(super) patience: Option<Duration>,
-    /// Whether it has to be complete by then, or only begun.
+    /// Whether the answer must be complete by then, or only begun.
     pub(super) whole: bool,
     /// KV capacity that the caller would like.
     pub(super) context: Option<Tokens>,
@@ -55,7 +55,7 @@ pub(super) struct Wanted {
     pub(super) client: Option<Arc<str>>,
     /// The span that the answer is a part of.
     pub(super) trace: Option<SpanContext>,
-    /// Whether the tokens of the prompt are wanted.
+    /// Whether the tokens of the prompt are requested.
     pub(super) tokens: bool,
 }
 
@@ -109,8 +109,8 @@ impl Llm {
         &self.0.name
     }
 
-    /// How tokens are chosen: as asked, else as the model's file recommends, else by these defaults; with a seed by chance where
-    /// none is asked for.
+    /// Sampling as requested, else as the model's file recommends, else by these defaults; with a random seed unless
+    /// one is requested.
     pub(super) fn sampling(&self, asked: SamplingWish, defaults: SamplingWish) -> engine::Sampling {
         let wish = asked
             .or(self.0.engine.handle().recommended_sampling())
@@ -122,7 +122,8 @@ impl Llm {
         .into()
     }
 
-    /// Hands a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves others.
+    /// Passes a request to the engine. Rendering and encoding a long prompt takes too long for a thread that serves
+    /// others.
     pub(super) async fn submit(
         &self,
         request: engine::GenerateRequest,
@@ -211,7 +212,7 @@ impl Llm {
         let (request, prepared) = blocking(move || {
             let gone = || gone.is_cancelled();
             let prepared = asked.prepare(&request, engine::Client { place, gone: &gone });
-            // The engine goes on with tokens and a mask: no tree waits in its queue.
+            // The engine receives tokens and a mask: no tree waits in its queue.
             (request.prompt, request.form) = (engine::Prompt::default(), None);
             (request, prepared)
         })
@@ -246,7 +247,7 @@ impl Llm {
         worked.map_err(|error| self.refuse(&error))
     }
 
-    /// Refuses at once what cannot come while the caller waits for it.
+    /// Refuses answers that cannot arrive within the caller's patience.
     fn check_in_time(
         &self,
         engine: &EngineSnapshot,
@@ -282,8 +283,8 @@ impl Llm {
         })
     }
 
-    /// Reports to the arbiter that the prompt needs, or the caller would like, more KV capacity than is in force. Growth
-    /// keeps its dwell and its back-off; only the prompt is waited for, for at most [`GROWTH_PATIENCE`].
+    /// Reports to the arbiter that the prompt needs, or the caller wishes, more KV capacity than is in force. Growth
+    /// keeps its dwell and its back-off; only the prompt waits, for at most [`GROWTH_PATIENCE`].
     async fn ask_for_room(
         &self,
         engine: &EngineHandle,
@@ -401,7 +402,7 @@ impl Llm {
         }
     }
 
-    /// A prompt that does not fit now fits later only if it fits what is wanted when memory is ample.
+    /// Refusal of a prompt that does not fit now: temporary only if it fits the capacity wanted with ample memory.
     fn beyond_kv(&self, prompt: Tokens, capacity: Tokens) -> Refusal {
         if prompt > self.0.context {
             return Refusal::ContextLengthExceeded {
@@ -451,14 +452,14 @@ pub(super) struct Guarded {
     id: RequestId,
     metrics: Arc<Metrics>,
     span: Span,
-    /// Whether a token has come.
+    /// Whether a token has arrived.
     begun: bool,
     /// Tokens of the prompt, where they are wanted.
     pub(super) prompt: Vec<u32>,
 }
 
 impl Guarded {
-    /// What happens next.
+    /// The next event.
     pub(super) async fn next(&mut self) -> Option<engine::GenerateEvent> {
         let event = self.events.recv().await;
         if let Some(event) = &event {
@@ -467,7 +468,7 @@ impl Guarded {
         event
     }
 
-    /// Notes in span and metrics what happens, whichever API asked.
+    /// Records an event in span and metrics, for any API.
     fn note(&mut self, event: &engine::GenerateEvent) {
         let span = &self.span;
         match event {
@@ -529,7 +530,7 @@ fn draining(act: &str) -> Refusal {
 /// As it reads after "cannot".
 const ACT: &str = "start an answer";
 
-/// As clients of OpenAI's API know them, and where these have none, the engine's own.
+/// OpenAI's names, and the engine's own where OpenAI has none.
 const fn reason_word(reason: engine::FinishReason) -> &'static str {
     match reason {
         engine::FinishReason::Stop | engine::FinishReason::StopText(_) => "stop",

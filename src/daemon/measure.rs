@@ -6,9 +6,9 @@
 //!                └──► Measured { used: None } ──► read at last ──► Measured { used, taken_at }
 //! ```
 //!
-//! Reading a holder takes as long as it is large, and waits for its memory lock. So no holder waits for another one, and
-//! each reading has a time limit: what is not read within it is unknown, which is not zero. Each holder is read at most
-//! once at a time; a question meanwhile is answered by one more reading, which begins after the question.
+//! The time to read a holder grows with its size, and includes waiting for its memory lock. So holders are read
+//! independently, and each reading has a time limit: a value not read within it is unknown, which is not zero. At most
+//! one reading of a holder runs at a time; a request meanwhile starts one more, which begins after the request.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -61,7 +61,7 @@ struct Shared {
     peaks: Mutex<BTreeMap<String, Bytes>>,
     /// Holders that are being measured, and whether they are to be measured once more.
     under_way: Mutex<BTreeMap<String, Again>>,
-    /// Whether it was said that the page pool of the GPU may not be emptied.
+    /// Whether the refusal to empty the GPU's page pool was logged.
     pool_refused: AtomicBool,
 }
 
@@ -71,8 +71,8 @@ enum Again {
     Yes,
 }
 
-/// The processes of the machine, listed once for all holders that are asked for together: with many tenants the list is
-/// what costs.
+/// The processes of the machine, listed once for all holders of a request: with many tenants the list dominates the
+/// cost.
 #[derive(Clone, Default)]
 struct Listing(Arc<OnceCell<Option<Arc<ProcessTable>>>>);
 
@@ -112,8 +112,7 @@ impl Measurer {
         }
     }
 
-    /// Gives back what nvmap's page pool keeps, away from the loop: the kernel frees some 100 000 pages. Where that is not
-    /// allowed it is said once.
+    /// Empties nvmap's page pool, away from the loop: the kernel frees some 100 000 pages. A refusal is logged once.
     pub(super) fn empty_page_pool(&self, bytes: Bytes) {
         let shared = Arc::clone(&self.shared);
         self.parts.spawn("emptying the page pool", async move {
@@ -146,7 +145,8 @@ impl Measurer {
 }
 
 impl Shared {
-    /// Those of `holders` that are not being measured; they are from now on. The others are to be measured once more.
+    /// The `holders` that are not being measured yet; they are from now on. The others are measured once more
+    /// afterwards.
     fn depart(&self, holders: impl IntoIterator<Item = String>) -> BTreeSet<String> {
         let mut under_way = locked(&self.under_way);
         let mut due = BTreeSet::new();
@@ -180,7 +180,7 @@ impl Shared {
     }
 
     async fn measure(&self, holder: &str, listing: &Listing) {
-        // What is read may be as old as the beginning of the reading.
+        // The reading may be as old as its beginning.
         let taken_at = self.control.clock().now();
         if holder == ENGINE_TENANT {
             let used = self.read_engine().await;
@@ -210,7 +210,7 @@ impl Shared {
         }
     }
 
-    /// Waits for a reading. Where it takes longer than `limit` the holder is reported as unmeasured meanwhile.
+    /// Waits for a reading. If it takes longer than `limit`, the holder is reported as unmeasured meanwhile.
     async fn within_limit<T>(
         &self,
         holder: &str,
@@ -243,7 +243,7 @@ impl Shared {
             .await;
     }
 
-    /// Whether a peak is another one than the last that was reported.
+    /// Whether a peak differs from the last reported one.
     fn is_news(&self, worker: &str, peak: Bytes) -> bool {
         let mut peaks = locked(&self.peaks);
         peaks.insert(worker.to_owned(), peak) != Some(peak)
@@ -287,10 +287,10 @@ impl Shared {
 /// How long reading one holder may take: 16 GiB of small pages take 1.2 s on an x86-64 server (our choice: some more).
 const READING_MAX: Duration = Duration::from_secs(2);
 
-/// The processes behind each holder of a tenant's lease, with those whose lease has ended and that still use memory.
+/// The processes behind each holder of a tenant's lease, including ended leases whose memory is still in use.
 ///
-/// A process that only waits for a lease is left out: its memory is not that of a holder whose name it asks by, and where
-/// it is a holder's child, what it uses is the holder's.
+/// A process that only waits for a lease is excluded: its memory is not that of the holder with the same name; and if
+/// it is a holder's child, its memory is the holder's.
 fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
     let mut owners: BTreeMap<&str, Vec<u32>> = BTreeMap::new();
     for lease in leases {
@@ -302,8 +302,8 @@ fn owners_of(leases: &[LeaseView]) -> BTreeMap<&str, Vec<u32>> {
     owners
 }
 
-/// What the processes behind a tenant's leases use, children included: zero when all of them are gone, `None` when none
-/// is known or what is there cannot be read. Children that are `holders` themselves answer for themselves.
+/// Memory of the processes behind a tenant's leases, children included: zero when all are gone, `None` when none is
+/// known or one cannot be read. Children that are `holders` themselves are excluded.
 fn tenant_memory(
     root: &ProbeRoot,
     table: &ProcessTable,
@@ -343,7 +343,7 @@ fn tenant_memory(
     )
 }
 
-/// Whether there is no such process. One that `/proc` does not show may only be hidden from us (`hidepid`).
+/// Whether the process does not exist. A process missing in `/proc` may only be hidden from us (`hidepid`).
 fn is_gone(pid: u32) -> bool {
     i32::try_from(pid)
         .is_ok_and(|pid| pid > 0 && kill(Pid::from_raw(pid), None) == Err(Errno::ESRCH))
@@ -480,8 +480,8 @@ mod tests {
         }
     }
 
-    /// Or a holder would be charged for the memory of any process that asks by its name, and a holder's child that asks for a lease of
-    /// its own would have no owner while it waits.
+    /// Otherwise a holder would be charged for any process that requests a lease by its name, and a holder's child with
+    /// a pending lease of its own would have no owner.
     #[test]
     fn who_waits_for_a_lease_is_not_measured_for_it() {
         let tenant = |holder, state, pid| lease(holder, LeaseKind::Tenant, state, Some(pid));
@@ -535,7 +535,7 @@ mod tests {
 
     #[test]
     fn a_child_that_holds_a_lease_answers_for_itself_and_not_its_parent() {
-        // A tenant (100) with a child (101), one that is a tenant too (102) with a child of its own (103).
+        // A tenant (100) with a child (101), and with another one that is a tenant too (102) and has a child (103).
         let folder = tempfile::tempdir().unwrap();
         for (pid, parent, kib) in [(100, 1, 10), (101, 100, 20), (102, 100, 40), (103, 102, 80)] {
             let own = folder.path().join(format!("proc/{pid}"));
@@ -559,7 +559,7 @@ mod tests {
             Some(Bytes::from_kib(150)),
             "one tenant with two leases"
         );
-        // What the GPU of a Jetson holds for each, and for others.
+        // Memory that the GPU of a Jetson holds for each, and for others.
         let clients = root.sys("kernel/debug/nvmap/iovmm/clients");
         std::fs::create_dir_all(clients.parent().unwrap()).unwrap();
         std::fs::write(

@@ -1,4 +1,4 @@
-//! Notification of systemd: readiness, watchdog, status.
+//! Notifications to systemd: readiness, watchdog, status.
 
 use std::{sync::Arc, time::Duration};
 

@@ -1,6 +1,6 @@
 //! Critical tasks: when one ends, the daemon ends.
 //!
-//! A task that panicked unnoticed would leave the daemon running without it; systemd restarts the daemon instead.
+//! An unnoticed panic of a task would leave the daemon running without it; systemd restarts the daemon instead.
 
 use std::panic::AssertUnwindSafe;
 
@@ -15,7 +15,7 @@ pub(super) struct Parts {
 }
 
 impl Parts {
-    /// A starter on the runtime that this is called in, and where it reports what was lost.
+    /// A starter on the current runtime, and the receiver of lost tasks.
     pub(super) fn new() -> (Self, mpsc::Receiver<String>) {
         let (lost, losses) = mpsc::channel(1);
         let runtime = Handle::current();
@@ -44,7 +44,7 @@ impl Parts {
         })
     }
 
-    /// Starts a task that has to go on as long as the daemon runs; any end is a loss.
+    /// Starts a task that must run as long as the daemon; any end is a loss.
     pub(super) fn spawn_permanent(
         &self,
         name: &'static str,

@@ -1,7 +1,7 @@
-//! Learned peaks on disk, from one run to the next.
+//! Learned peaks on disk, kept from one run to the next.
 //!
-//! The file is replaced as a whole, so that a reader finds the old one or the new one. One that cannot be read is reported
-//! and left alone until there is something to put in its place.
+//! The file is replaced as a whole, so that a reader finds the old one or the new one. An unreadable one is reported
+//! and left alone until there is a replacement.
 
 use std::{
     fs::{self, File},
@@ -30,7 +30,7 @@ struct Stored {
     peaks: Vec<LearnedPeak>,
 }
 
-/// What a reader of this version understands.
+/// Format version that this reader supports.
 const VERSION: u32 = 1;
 
 /// Why the peaks of earlier runs are not known.
@@ -55,7 +55,7 @@ enum PeaksErrorKind {
 }
 
 impl PeaksError {
-    /// Whether they are there, and not for this user.
+    /// Whether the file exists and this user may not read it.
     #[must_use]
     pub fn is_denied(&self) -> bool {
         matches!(&self.kind, PeaksErrorKind::Read(error) if error.kind() == io::ErrorKind::PermissionDenied)
@@ -68,10 +68,10 @@ impl PeaksError {
     }
 }
 
-/// What was learned in earlier runs; nothing where there is no file.
+/// Peaks learned in earlier runs; none without a file.
 ///
 /// # Errors
-/// When there is one that cannot be read or understood.
+/// When the file cannot be read or parsed.
 pub fn learned_peaks(state_dir: &Path) -> Result<Peaks, PeaksError> {
     let path = state_dir.join(FILE);
     read(&path).map_err(|kind| PeaksError { path, kind })
@@ -113,7 +113,7 @@ fn write(path: &Path, peaks: &Peaks) -> io::Result<()> {
     }
 }
 
-/// Writes what was learned, away from the loop; what comes while it writes is written once, as it is then.
+/// Writes learned peaks away from the loop; updates during a write are merged into the next one.
 #[derive(Clone, Debug)]
 pub(super) struct PeakStore(watch::Sender<Peaks>);
 

@@ -25,7 +25,7 @@ pub(super) struct Recorder {
 }
 
 impl Recorder {
-    /// Opens the journal that `config` wants, and writes with what this run starts.
+    /// Opens the journal of `config`, and writes the settings of this run.
     pub(super) fn open(
         config: &Config,
         control: &Arc<ControlHandle>,
@@ -54,7 +54,7 @@ impl Recorder {
         })
     }
 
-    /// Records all of `arbiter` if what follows could not be replayed otherwise.
+    /// Records the whole state of `arbiter` if later lines could not be replayed otherwise.
     pub(super) fn checkpoint_if_wanted(&mut self, at: Timestamp, arbiter: &Arbiter) {
         if self.journal.wants_checkpoint() {
             let checkpoint = Box::new(Checkpoint::of(arbiter));
@@ -63,15 +63,15 @@ impl Recorder {
         }
     }
 
-    /// Notes what the arbiter is about to handle. It is recorded with what was decided about it, or when this is dropped.
+    /// Holds the event that the arbiter is about to handle. It is recorded with its actions, or when this is dropped.
     ///
-    /// Lines may wait for a disk that stalls, for as long as it stalls. So none of them lies in the emergency reserve,
-    /// which an event is copied into while the arbiter handles it.
+    /// Lines may wait for a stalled disk for as long as it stalls. So they are not allocated from the emergency
+    /// reserve, from which the arbiter's copy of the event is.
     pub(super) fn event(&mut self, at: Timestamp, event: &Event) {
         self.handled = Some((at, event.clone()));
     }
 
-    /// Records the event that was handled, and what is to be done about it.
+    /// Records the handled event and its actions.
     pub(super) fn actions(&mut self, at: Timestamp, actions: &[Action]) {
         emergency::outside(|| {
             self.record_handled();
@@ -98,14 +98,14 @@ impl Recorder {
 }
 
 impl Drop for Recorder {
-    /// An event at which the arbiter panicked is what the next reader of the journal looks for.
+    /// An event at which the arbiter panicked is the first thing that a reader of the journal looks for.
     fn drop(&mut self) {
         self.record_handled();
     }
 }
 
-/// What was said of the present moment. A death, the exit that follows from it and what is decided about it may read
-/// the same; readers see one line for each fact, and the journal has all of them.
+/// Sentences of the present instant. A death, its exit and the decision about it may read the same; readers see one
+/// line for each fact, and the journal has all of them.
 #[derive(Default)]
 struct Shown {
     at: Option<prost_types::Duration>,
@@ -113,7 +113,7 @@ struct Shown {
 }
 
 impl Shown {
-    /// Whether a line says what was not said yet at its instant.
+    /// Whether a line is new at its instant.
     fn is_news(&mut self, record: &v1::JournalEntry) -> bool {
         if self.at != record.at {
             self.at = record.at;

@@ -1,4 +1,4 @@
-//! Comparison of all refusals in all protocols.
+//! Comparison table of all refusals in all protocols.
 
 use axum::response::Response;
 use tonic::Code;
@@ -12,7 +12,7 @@ use cotenant_rpc::status::refused;
 /// The table: gRPC code, reason and whether it has a RetryInfo; HTTP status of OpenAI's API (and Ollama's), code and
 /// `x-should-retry`; status and type of Anthropic's; Wyoming's code, and whether a conversation gets `not-handled`.
 ///
-/// The match is exhaustive: a new refusal has to say what it is in each protocol.
+/// The match is exhaustive: a new refusal must be defined for each protocol.
 const fn expected(refusal: &Refusal) -> &'static str {
     use Refusal as R;
     match refusal {

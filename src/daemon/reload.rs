@@ -1,6 +1,6 @@
-//! Reads the configuration again while the daemon runs.
+//! Reload of the configuration while the daemon runs.
 //!
-//! Everything is read and checked before anything changes; the arbiter has the last word, since only it knows what is held.
+//! Everything is read and checked before anything changes; the arbiter decides last, since only it has the ledger.
 
 use std::{
     collections::BTreeMap,
@@ -33,7 +33,7 @@ use cotenant_worker::handle::WorkerHandle;
 /// Calls that may wait; each reads the file when its turn comes.
 const CALLS_MAX: usize = 4;
 
-/// What a reload changes, beside what is known to the arbiter.
+/// Settings outside of the arbiter that a reload changes.
 pub(super) struct Reloader {
     pub(super) file: PathBuf,
     pub(super) log: LogFilter,
@@ -85,7 +85,7 @@ impl ReloadError {
 }
 
 impl Reloader {
-    /// Opens the way for calls; returns what serves them, one after the other, for as long as the daemon runs.
+    /// Opens the channel of reload calls; returns the task that serves them in order while the daemon runs.
     pub(super) fn open(self) -> impl Future<Output = ()> {
         let (calls, waiting) = mpsc::channel(CALLS_MAX);
         self.control.note_reloader(calls);
@@ -110,7 +110,7 @@ impl Reloader {
                 Err(error) => {
                     let cause = in_one_line(error);
                     tracing::error!("configuration not reloaded, nothing is changed: {cause}");
-                    // What the arbiter has denied is in the journal with the denial.
+                    // The journal already has the arbiter's denials.
                     if !matches!(error, ReloadError::Denied(_)) {
                         self.control.tell(Event::ReloadRefused { cause }).await;
                     }
@@ -215,7 +215,7 @@ pub(super) fn clients_of(config: &Config) -> Result<Option<Vec<ClientConfig>>, L
     file.map(config::load_clients).transpose()
 }
 
-/// Who may use the HTTP APIs; clients that were there `before` keep what they have in flight.
+/// Access rules of the HTTP APIs; clients that existed `before` keep their requests in flight.
 pub(super) fn access_of(
     config: &Config,
     clients: Option<Vec<ClientConfig>>,

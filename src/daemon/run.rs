@@ -81,7 +81,7 @@ const LISTENERS_PATIENCE: Duration = Duration::from_millis(500);
 /// Between two looks at them.
 const LISTENERS_LOOK_EVERY: Duration = Duration::from_millis(5);
 
-/// Where settings come from that may change while the daemon runs, the log that they change, and what systemd listens on.
+/// Source of settings that may change while the daemon runs, the log that they change, and systemd's sockets.
 pub struct Source {
     /// The configuration file.
     pub file: PathBuf,
@@ -91,8 +91,9 @@ pub struct Source {
     pub sockets: PassedSockets,
 }
 
-/// Runs the daemon until a signal ends it; SIGHUP has it read `source` again. `dropped` counts the lines that its log has lost. gRPC is served and
-/// decisions are made on `control_runtime`, one after the other; everything else runs on the runtime of the caller.
+/// Runs the daemon until a signal ends it; SIGHUP reloads `source`. `dropped` counts the lines that its log has lost.
+/// gRPC and decisions share `control_runtime`, which is single-threaded; everything else runs on the runtime of the
+/// caller.
 ///
 /// # Errors
 /// When it cannot start, or loses a critical task. Faults of the engine and of workers are events.
@@ -123,8 +124,8 @@ pub async fn run(
     let params = params_for(&config, &machine.borrow())?;
     let arbiter = Arbiter::new(params.clone())?;
 
-    // The instance. Where another supervisor runs this is where it ends, and nothing of that one has been touched. Where
-    // that one cannot be named, the address that is in use says more than the lock, so that error comes first.
+    // The instance. If another supervisor is running, the start ends here and has touched nothing of it. If that
+    // supervisor cannot be named, the address in use is more informative than the lock, so that error comes first.
     let place = match Place::take(&config).await {
         Err(error @ RunError::Running { .. }) => return Err(error),
         place => place,
@@ -136,7 +137,7 @@ pub async fn run(
     let (guard, safe_profile) =
         CrashGuard::begin(&config.state_dir, &source.file, config.safe_profile);
 
-    // What all parts share.
+    // State shared by all parts.
     let runs = inheritance.boot_ids.clone();
     let (control, inbox) = ControlHandle::new(boot_id.clone(), runs, clock, EVENT_LOG_LINES);
     control.note_locked(set_aside);
@@ -151,7 +152,7 @@ pub async fn run(
     let tracer = tracer_of(&config.telemetry, &boot_id, &parts);
     let on_control = parts.on(&control_runtime);
 
-    // Holders: workers, the engine, and what an earlier run has left.
+    // Holders: workers, the engine, and those of an earlier run.
     let workers = Workers::new(&config, &control, &parts);
     on_control.spawn(
         "activity of workers",
@@ -225,7 +226,7 @@ pub async fn run(
         pace,
     };
     let mut control_loop = ControlLoop::new(arbiter, clock, device);
-    // Before anything else can be admitted: what holders of the earlier run hold, and what unmanaged processes use.
+    // Before anything else can be admitted: memory of the earlier run's holders, and of unmanaged processes.
     for event in inheritance.events(adopted) {
         control_loop.handle(event);
     }
@@ -296,7 +297,7 @@ pub async fn run(
     }
 }
 
-/// What the APIs serve, by the workers and the engine that there are.
+/// Backends of the APIs for the existing workers and engine.
 fn clients_of(
     config: &Config,
     control: &Arc<ControlHandle>,
@@ -402,7 +403,8 @@ fn params_for(config: &Config, machine: &MachineMemory) -> Result<Params, RunErr
     Ok(params)
 }
 
-/// Gives back what only the start needed, and locks the rest. The first requests and samples count as the start too.
+/// Releases memory that only the start needed, and locks the rest. The first requests and samples count as part of the
+/// start.
 async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     tokio::time::sleep(SETTLED).await;
     if !has_engine {
@@ -416,8 +418,8 @@ async fn settle(control: Arc<ControlHandle>, has_engine: bool) {
     }
 }
 
-/// Takes over the workers that the run before has left alive and ends what else it has left. Returns them as policy
-/// wants to know them, and their processes.
+/// Takes over the living workers of the previous run and ends its other processes. Returns the workers in policy's
+/// form, and their processes.
 async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWorker>, Vec<u32>) {
     let roots = ProbeRoot::default();
     all_visible(&roots).await;
@@ -431,8 +433,8 @@ async fn adopt(workers: &Workers, inheritance: &Inheritance) -> (Vec<AdoptedWork
     (adopted, pids)
 }
 
-/// Binds the listeners. Their addresses may be in use for an instant after another supervisor has ended: the kernel closes
-/// its sockets one after the other.
+/// Binds the listeners. Their addresses may be in use for an instant after another supervisor has ended: the kernel
+/// closes its sockets one after the other.
 async fn take_listeners(
     config: &Config,
     passed: &PassedSockets,

@@ -1,4 +1,4 @@
-//! Sampling of the machine at the arbiter's interval and on stalls.
+//! Sampler of the machine, at the arbiter's interval and on stalls.
 
 use std::{
     pin::pin,
@@ -22,7 +22,7 @@ use cotenant_probe::{
 use cotenant_threads::{NotDone, blocking};
 use cotenant_units::{causes::in_one_line, lock::locked};
 
-/// Time between two samples until the arbiter has said otherwise.
+/// Time between two samples until the arbiter has set another one.
 const FIRST_INTERVAL: Duration = Duration::from_millis(100);
 
 /// Asks for samples at another pace; the wait under way is cut short when the new one is shorter.
@@ -54,7 +54,7 @@ const fn watch_of(rung: PsiRung) -> StallWatch {
     }
 }
 
-/// Starts sampling, which goes on as long as the pace is held; `machine` follows the memory that the machine has.
+/// Starts sampling, which continues while the pace is held; `machine` follows the machine's memory.
 pub(super) fn spawn(
     sampler: Sampler,
     root: &ProbeRoot,
@@ -70,7 +70,7 @@ pub(super) fn spawn(
     parts.spawn_permanent("sampling", async move {
         let mut failing = false;
         loop {
-            // What is read may be as old as the beginning of the reading.
+            // The reading may be as old as its beginning.
             let taken_at = control.clock().now();
             let of_session = locked(&sampler).is_of_session();
             let reading = if of_session {
@@ -120,7 +120,7 @@ pub(super) fn spawn(
                     blocking(move || emergency::within(|| locked(&theirs).refresh()))
                 });
                 match refresh.await {
-                    // Without a thread it is asked for again after the next sample.
+                    // Without a thread, the release is requested again after the next sample.
                     Ok(()) | Err(NotDone::NoThread(_)) => {}
                     Err(broken) => return tell_broken(&broken),
                 }
@@ -137,8 +137,8 @@ pub(super) fn spawn(
     });
 }
 
-/// Waits for a reading, and logs when it takes too long. It cannot be cut short: what it waits for is in the kernel. The
-/// last sample grows old meanwhile, and what rests on samples has a greatest age for them.
+/// Waits for a reading, and logs when it takes too long. It cannot be cancelled while it blocks in the kernel.
+/// Meanwhile the last sample ages, and decisions based on samples have a greatest age for them.
 async fn within_limit<T>(read: impl Future<Output = T>) -> T {
     let mut read = pin!(read);
     match tokio::time::timeout(READING_MAX, &mut read).await {
@@ -150,10 +150,10 @@ async fn within_limit<T>(read: impl Future<Output = T>) -> T {
     }
 }
 
-/// How long a reading may take: a thousand times what it takes (our choice).
+/// Longest duration of a reading: a thousand times the usual one (our choice).
 const READING_MAX: Duration = Duration::from_secs(2);
 
-/// What is cancelled belongs to a daemon that ends.
+/// Logs a failed reading; a cancelled one belongs to a daemon that ends.
 fn tell_broken(broken: &NotDone) {
     tracing::error!(%broken, "sampling has broken down");
 }

@@ -1,4 +1,4 @@
-//! The sequences of the LLM, as operators see them.
+//! Sequences of the LLM, as shown to operators.
 
 use cotenant_engine::{EngineHandle, EngineSnapshot, RunningRequest};
 use cotenant_rpc::{lease_class, v1};
@@ -38,7 +38,7 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
             v1::SequenceState::Answer
         };
         let tokens = one.prompt_tokens.get().saturating_add(one.generated.get());
-        // Several share what they begin with.
+        // Several share their prefix.
         let position = if is_alone {
             snapshot.position
         } else {
@@ -63,7 +63,7 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     running.chain(kept).chain(waiting).collect()
 }
 
-/// Tokens in the KV cache while nothing runs: of the last conversation, and of those beside it with what goes with them.
+/// Tokens in the KV cache while nothing runs: of the last conversation, and of parked ones with their state.
 pub(super) fn kept_tokens(snapshot: &EngineSnapshot) -> u32 {
     let held = snapshot.breakdown.as_ref();
     let beside = held.map_or(0, |held| (held.kv_marks + held.kv_parked).get());

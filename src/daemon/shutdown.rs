@@ -1,4 +1,4 @@
-//! The end of a run: drains what is in flight, then stops the engine, the workers and the listeners.
+//! End of a run: drains requests in flight, then stops engine, workers and listeners.
 
 use std::{future::Future, sync::Arc, time::Duration};
 
@@ -16,7 +16,7 @@ use super::{
 };
 use cotenant_policy::event::Event;
 
-/// How long requests in flight may go on when the daemon is to end. With [`STOP_GRACE`] after it, well below
+/// How long requests in flight may continue when the daemon ends. With [`STOP_GRACE`] after it, well below
 /// `TimeoutStopSec=20s` of the unit.
 const DRAIN_MAX: Duration = Duration::from_secs(8);
 
@@ -74,7 +74,7 @@ fn drained(control_loop: &DaemonLoop) -> impl Future<Output = ()> + use<> {
     }
 }
 
-/// Ends what was started.
+/// Ends everything that was started.
 async fn stop(control_loop: DaemonLoop, listeners: Listeners) {
     let (arbiter, device) = control_loop.into_parts();
     device.watchdog.stand_down();

@@ -1,4 +1,4 @@
-//! Signals that the daemon handles.
+//! Signal handling of the daemon.
 
 use std::io;
 

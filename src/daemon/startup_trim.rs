@@ -5,18 +5,18 @@ use std::{ffi::c_void, ptr::NonNull};
 use nix::sys::mman::{MmapAdvise, madvise};
 use procfs::process::{MMPermissions, MMapPath, Process, VmFlags};
 
-/// Takes text and constants of the program and its libraries out of this process's memory; what is still used is mapped again.
+/// Drops text and constants of the program and its libraries from this process's memory; pages still in use are mapped
+/// again.
 ///
-/// Reading the configuration, binding the listeners and starting the threads touches most of them once, which a daemon
-/// that waits does not need. Only for a daemon without an LLM: where there is one to shed, the text of the shed path
-/// has to stay, since it is locked as far as it is there, and reading it back from disk in need of memory takes long. Only
-/// mappings of which no page has been changed are dropped, so that relocated constants stay. A mapping that was locked as
-/// it is touched is so again.
+/// Reading the configuration, binding the listeners and starting the threads touches most of them once, and an idle
+/// daemon does not need them. Only for a daemon without an LLM: otherwise the text of the shed path has to stay, since
+/// it is locked as far as it is resident, and reading it from disk under memory pressure takes long. Only mappings
+/// without changed pages are dropped, so relocated constants stay. A mapping with lock-on-fault keeps it.
 pub(super) fn drop_program() {
     let Ok(maps) = Process::myself().and_then(|process| process.smaps()) else {
         return;
     };
-    // First all ranges are read, then all are dropped: what reads them is not wanted either.
+    // First all ranges are read, then all are dropped, including the code that reads them.
     let ranges = maps.0.into_iter().filter_map(|map| {
         let of_file = matches!(map.pathname, MMapPath::Path(_));
         let readable = map
@@ -38,8 +38,8 @@ pub(super) fn drop_program() {
     });
     let ranges: Vec<_> = ranges.collect();
     for (address, length, locked) in ranges {
-        // SAFETY: the range is a private, read-only mapping of a file, and none of its pages has been changed since it was
-        // mapped, so that dropping them changes no content: the next access reads them from the file again. Locking
+        // SAFETY: the range is a private, read-only mapping of a file, and none of its pages has been changed since it
+        // was mapped, so dropping them changes no content: the next access reads them from the file again. Locking
         // changes none either.
         let dropped = unsafe {
             if locked {

@@ -35,7 +35,7 @@ struct Names {
 }
 
 impl Status {
-    /// What HTTP shows of a daemon.
+    /// State that HTTP shows of a daemon.
     pub(super) fn new(
         control: &Arc<ControlHandle>,
         metrics: &Arc<Metrics>,

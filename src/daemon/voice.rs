@@ -50,15 +50,15 @@ use cotenant_worker::handle::WorkerState;
 /// When a client may try again while a worker is being started.
 const RETRY_SOON: Duration = Duration::from_millis(500);
 
-/// When a client may try again while a worker waits for what it cannot have. Our choice: as long as a request waits for a
-/// worker at most, since an operator has to change something first.
+/// Retry time for a worker that waits for memory it cannot get. Our choice: the longest wait of a request for a worker,
+/// since an operator has to change something first.
 const RETRY_LATE: Duration = Duration::from_secs(60);
 
-/// What of a client's patience is left for the answer itself, a refusal included.
+/// Part of a client's patience reserved for the response itself, also a refusal.
 const TO_ANSWER: Duration = Duration::from_millis(200);
 
-/// Recordings that a recogniser has at once. Our choice: short ones are heard between the parts of a long one, and its memory
-/// is that of one long one and some short ones.
+/// Recordings that a recogniser has at once. Our choice: short ones are transcribed between the parts of a long one,
+/// and its memory is that of one long one and some short ones.
 const RECORDINGS_AT_ONCE: usize = 4;
 
 /// As it reads after "cannot".
@@ -68,7 +68,7 @@ const SPEAK: &str = "speak";
 /// How long a character is when it is spoken, by which texts and recordings are measured alike.
 const SPOKEN_CHARACTER: Duration = Duration::from_millis(60);
 
-/// What is one piece of work.
+/// A single piece of work.
 const NO_REST: (Duration, u32) = (Duration::ZERO, 0);
 
 /// The speech workers as the APIs use them.
@@ -78,14 +78,14 @@ pub(super) struct Voice {
     tts: Option<Speaker>,
     recordings: Arc<Queue>,
     texts: Arc<Queue>,
-    /// Places of recordings that the recogniser has at once; further ones wait in the order in which they came.
+    /// Places of recordings that the recogniser has at once; further ones wait in order of arrival.
     places: Semaphore,
     /// Names of the voices that the worker announced last.
     announced: Mutex<Vec<String>>,
     tracer: Tracer,
 }
 
-/// What a worker has to do.
+/// Pending work of a worker.
 struct Queue {
     act: &'static str,
     control: Arc<ControlHandle>,
@@ -117,8 +117,8 @@ impl Queue {
         })
     }
 
-    /// A place in the queue, if the answer, up to its end where there is a `rest` of so many parts, is to be expected while
-    /// the client waits.
+    /// A place in the queue, if the answer, complete with a `rest` of so many parts, can be expected within the
+    /// client's patience.
     fn admit(
         self: &Arc<Self>,
         work: Duration,
@@ -199,7 +199,7 @@ impl Voice {
         };
         let name = speaker.handle.name().to_owned();
         let limit = speaker.way.wake_timeout;
-        // What has not begun before the client gives up is of no use to it; a refusal in time is.
+        // A start after the client's timeout is of no use to it; a refusal before it is.
         let limit = meta.patience.map_or(limit, |patience| {
             limit.min(patience.saturating_sub(TO_ANSWER))
         });
@@ -244,13 +244,13 @@ impl Voice {
     }
 }
 
-/// What can be done with a worker now.
+/// Availability of a worker.
 enum Look {
     /// Ask it there.
     Go(Endpoint),
     /// It will not take this request.
     Never(Refusal),
-    /// It may take it in a while; what it does now.
+    /// It may become available; its current activity.
     Wait(&'static str),
 }
 
@@ -305,7 +305,7 @@ fn look(state: &Snapshot, speaker: &Speaker, act: &str) -> Look {
     }
 }
 
-/// How a worker that listens there is asked.
+/// The client for a worker at this endpoint.
 fn client_of(endpoint: Endpoint, way: &Way) -> SpeechClient {
     let timeouts = ClientTimeouts {
         // A server of one thread describes itself when it has spoken for another client.
@@ -338,7 +338,8 @@ fn lost(worker: String) -> impl FnOnce(ClientError) -> Refusal {
     move |error| worker_lost(&worker, in_one_line(&error))
 }
 
-/// The refusal for a worker's failure. Input that the worker will never accept is a final error, which clients do not repeat.
+/// The refusal for a worker's failure. Input that the worker will never accept is a permanent error, which clients do
+/// not retry.
 fn refusal_of(error: ClientError, worker: String, field: &str) -> Refusal {
     match error {
         ClientError::Refused {
@@ -361,13 +362,13 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
 }
 
-/// Whether two tags are of one language, as `en` and `en-GB` are.
+/// Whether two tags have the same language, such as `en` and `en-GB`.
 pub(super) fn is_same_language(one: &str, other: &str) -> bool {
     let primary = |tag: &str| tag.split(['-', '_']).next().map(str::to_lowercase);
     primary(one) == primary(other)
 }
 
-/// A recogniser that does not know the language would hear something else. One that names no languages is asked anyway.
+/// A recogniser for other languages would produce wrong text. One that announces no languages is used anyway.
 fn check_language(wanted: &str, known: &[&str]) -> Result<(), Refusal> {
     if known.is_empty() || known.iter().any(|tag| is_same_language(tag, wanted)) {
         return Ok(());
@@ -416,7 +417,7 @@ impl SpeechBackend for Voice {
             if let Some(speaker) = &self.tts
                 && let Look::Go(endpoint) = look(&self.control.state(), speaker, SPEAK)
             {
-                // One that does not answer now is what it was before.
+                // A worker that does not respond keeps its last description.
                 let _unheard = self.announced_by(&client_of(endpoint, &speaker.way)).await;
             }
             locked(&self.announced).clone()
@@ -535,7 +536,7 @@ impl Voice {
         let mut sentences = Sentences::default();
         let mut texts: VecDeque<String> = sentences.push(&request.text).into_iter().collect();
         texts.extend(sentences.finish());
-        // Of a text without words the worker makes what it will.
+        // A text without words is passed on unchanged.
         let first = texts.pop_front().unwrap_or_else(|| request.text.clone());
         let rest = match request.whole {
             true => (
@@ -621,7 +622,7 @@ struct Speaking {
     _at_work: AtWork,
 }
 
-/// The sentence that is spoken, and what brings it to the rate of the first.
+/// The current sentence, and the resampler to the rate of the first.
 struct Sound {
     speech: client::SpeechStream,
     resampler: Option<Resampler>,

@@ -1,4 +1,4 @@
-//! Stall detector: a thread that sheds the engine, and then ends the process, when the control loop does not run.
+//! Stall detector: a thread that sheds the engine and ends the process when the loop hangs.
 //!
 //! ```text
 //!   Running ──► no turn for 1.75 s ──► Stalled: the engine sheds to its floor, one line is written
@@ -7,8 +7,9 @@
 //!                                             the process ends with code 70, and systemd starts the next one
 //! ```
 //!
-//! It needs nothing that the loop could hold: the loop's time is an atomic, the plan was made before, and lines go to
-//! stderr by one system call. Only the loop notifies systemd's watchdog, so that systemd sees the stall too.
+//! It depends on nothing that the loop could hold: the loop's time is an atomic, the plan was made before, and lines
+//! are written to stderr by one system call. Only the loop notifies systemd's watchdog, so systemd detects the stall
+//! too.
 
 use std::{
     io,
@@ -119,8 +120,8 @@ impl Shared {
                     say(
                         "cotenant: the control loop has not run for 5 s: ending with code 70, to be restarted\n",
                     );
-                    // Nothing is unwound: the thread that hangs may hold any lock.
-                    // SAFETY: `_exit` takes a number and does not return.
+                    // No unwinding: the hung thread may hold any lock. SAFETY: `_exit` takes a number and does not
+                    // return.
                     unsafe { libc::_exit(EXIT_STALLED) };
                 }
             }
@@ -136,13 +137,13 @@ impl Shared {
         let Some(floor) = self.floor().take() else {
             return false;
         };
-        // Revision 0 is older than any of the arbiter's: what that has asked for stays asked.
+        // Revision 0 is older than any of the arbiter's, whose requests therefore stay in force.
         engine.handle().apply(0, floor);
         true
     }
 }
 
-/// What a look at the loop asks for.
+/// Action required after a look at the loop.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Reaction {
     None,

@@ -47,11 +47,11 @@ pub(super) struct Workers {
     place: String,
     groups: Groups,
     control: Arc<ControlHandle>,
-    /// For what takes long: the loop has a runtime of its own.
+    /// For slow work: the loop has its own runtime.
     runtime: Handle,
 }
 
-/// A worker that hears or speaks, and how it is asked.
+/// A speech worker, and the way to address it.
 #[derive(Clone, Debug)]
 pub(super) struct Speaker {
     pub(super) handle: WorkerHandle,
@@ -59,7 +59,7 @@ pub(super) struct Speaker {
     pub(super) hangs: HangDetector,
 }
 
-/// How a worker is asked.
+/// The way to address a worker.
 #[derive(Clone, Debug)]
 pub(super) struct Way {
     pub(super) protocol: WorkerProtocol,
@@ -71,7 +71,7 @@ pub(super) struct Way {
     pub(super) answer_timeout: Duration,
 }
 
-/// What is carried out one after the other.
+/// Work that is performed in order.
 enum Order {
     Start { variant: Option<String> },
     Stop { reason: String },
@@ -138,7 +138,7 @@ impl Workers {
         self.handles.clone()
     }
 
-    /// What all of them were made from.
+    /// Specifications of all workers.
     pub(super) fn specs(&self) -> Vec<WorkerSpec> {
         self.handles
             .values()
@@ -146,12 +146,12 @@ impl Workers {
             .collect()
     }
 
-    /// Where their supervisors follow one another.
+    /// The place that identifies their supervisors.
     pub(super) fn place(&self) -> &str {
         &self.place
     }
 
-    /// Where their control groups are.
+    /// Their control groups.
     pub(super) const fn groups(&self) -> &Groups {
         &self.groups
     }
@@ -434,7 +434,7 @@ fn end_of(exit: &ExitReport) -> &'static str {
     }
 }
 
-/// What the book has of a worker at its end.
+/// The lease of a worker at its death.
 fn lease_of(state: &Snapshot, worker: &str) -> Option<LeaseAtDeath> {
     let lease = state
         .leases
@@ -463,7 +463,7 @@ fn tell_death(certificate: &DeathCertificate) {
     }
 }
 
-/// What a worker watches, beside its socket.
+/// Pressure file of a worker, beside its socket.
 fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::PressureWatch> {
     let kind = match worker.pressure.watch {
         PressureWatch::Fifo => PressureKind::Fifo,
@@ -475,7 +475,7 @@ fn pressure_of(worker: &WorkerConfig, runtime_dir: &Path) -> Option<spec::Pressu
     Some(spec::PressureWatch { path, kind, owner })
 }
 
-/// What the worker module needs to know, from what the configuration says.
+/// Specification for the worker module, from the configuration.
 pub fn spec_of(worker: &WorkerConfig, runtime_dir: &Path) -> WorkerSpec {
     WorkerSpec {
         class: worker.class.to_string(),

@@ -1,4 +1,4 @@
-//! Who may use the APIs: host names, and clients with keys. May change while they are served.
+//! Access to the APIs: host names and API keys, replaceable while they are served.
 
 use std::{fmt, hint::black_box, sync::Arc};
 
@@ -11,18 +11,18 @@ use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
 use cotenant_policy::lease::Class;
 use cotenant_units::Tokens;
 
-/// Who may use the APIs.
+/// Access rules of the APIs.
 #[derive(Clone, Debug, Default)]
 pub struct Access {
     /// Host names besides those of this machine under which they are served.
     pub hosts: Vec<String>,
     /// Clients with keys; `None` when every client is served.
     pub clients: Option<Vec<Arc<Client>>>,
-    /// What needs no key all the same.
+    /// Endpoints that need no key.
     pub keyless: Keyless,
 }
 
-/// What is served without a key where clients have keys.
+/// Endpoints that are served without a key although clients have keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Keyless {
     /// `GET /health`.
@@ -42,7 +42,7 @@ impl Key {
         Self(key)
     }
 
-    /// Whether it is this one, in a time that depends on the length of `sent` alone.
+    /// Whether the keys are equal; the time depends on the length of `sent` only.
     fn is(&self, sent: &[u8]) -> bool {
         let known = self.0.as_bytes();
         let mut differ = u8::from(known.len() != sent.len());
@@ -63,7 +63,7 @@ impl fmt::Debug for Key {
 /// A client with a key.
 #[derive(Debug)]
 pub struct Client {
-    /// What events and logs call it.
+    /// Name in events and logs.
     pub name: Arc<str>,
     key: Key,
     /// How urgent its requests are for the LLM.
@@ -75,7 +75,7 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client of which nothing is in flight, or as much as of `before`, if that has the same name and limit.
+    /// A client without requests in flight, or with those of `before` if it has the same name and limit.
     #[must_use]
     pub fn new(
         (name, key): (&str, Key),
@@ -135,10 +135,10 @@ impl PartialEq for Client {
 impl Eq for Client {}
 
 impl Access {
-    /// The client that a request is of; `None` where every client is served.
+    /// The client of a request; `None` if every client is served.
     ///
     /// # Errors
-    /// 401 without a key, or with an unknown one, except for what needs none.
+    /// 401 without a key or with an unknown one, except for keyless endpoints.
     pub(super) fn client_of(
         &self,
         path: &str,
@@ -191,8 +191,8 @@ impl Access {
     }
 }
 
-/// The key that a browser sends for the page: the password of Basic authentication, with any name. Only the page takes it,
-/// since a browser would also send it with what a page of another site has it request.
+/// The key that a browser sends for the page: the password of Basic authentication, with any name. Only the page
+/// accepts it: a browser would also send it with requests that a page of another site makes.
 fn key_as_password(headers: &HeaderMap) -> Option<Vec<u8>> {
     let (scheme, encoded) = headers
         .get(header::AUTHORIZATION)?

@@ -1,4 +1,4 @@
-//! Admission of a request: held while memory is short, and shortened where it may be.
+//! Admission of a request: held while memory is short, and shortened where that is allowed.
 
 use std::time::Duration;
 
@@ -8,11 +8,12 @@ use super::{
 };
 use cotenant_conversation::refusal::Refusal;
 
-/// Admits a request, which is held for up to `limit` while asking again `helps`. A conversation that is longer than the context
-/// loses its oldest messages, where the request allows it, until it fits, and one of Ollama's the beginning of its text.
+/// Admits a request, which is held for up to `limit` while `helps` allows a retry. A conversation longer than the
+/// context loses its oldest messages, if the request allows it, until it fits; with Ollama's API also the beginning of
+/// its text.
 ///
 /// # Errors
-/// The refusal that stays.
+/// The last refusal.
 pub(super) async fn admitted(
     backend: &dyn ChatBackend,
     mut request: ChatRequest,
@@ -45,7 +46,8 @@ fn shorten(request: &mut ChatRequest, retention: Retention, fits: f64) -> bool {
     }
 }
 
-/// Takes the beginning of the text, or of the last message, until this part of it is left; whether anything could be taken.
+/// Removes the beginning of the text, or of the last message, until this part of it is left. Returns whether anything
+/// was removed.
 fn without_beginning(prompt: &mut Prompt, part: f64) -> bool {
     let text = match prompt {
         Prompt::Chat(conversation) => match conversation.messages.last_mut() {
@@ -91,7 +93,7 @@ fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
     let before = messages.len();
     while messages.len() > fixed + 1 && (left > wanted || messages.len() == before) {
         left -= size(&messages.remove(fixed).content);
-        // the outcome of a call that is gone says nothing
+        // a result without its call is useless
         while messages.len() > fixed + 1
             && messages
                 .get(fixed)
@@ -103,8 +105,8 @@ fn without_oldest(prompt: &mut Prompt, part: f64) -> bool {
     messages.len() < before
 }
 
-/// Part of the context that a conversation fills again when it has lost its oldest messages. Our choice: the next turns fit
-/// without losing more, and find what is left in the KV cache.
+/// Part of the context that a conversation fills after it lost its oldest messages. Our choice: the next turns fit
+/// without further losses and reuse the KV cache.
 pub(super) const RETENTION: f64 = 0.8;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Answers of the LLM, in one piece or streamed, for every API of text.
+//! Answers of the LLM, in one piece or streamed, shared by all text APIs.
 //!
 //! ```text
 //!               refused                       refused: the API's error
@@ -45,13 +45,13 @@ use cotenant_units::Bytes;
 
 /// Writes one answer in the form of one API.
 pub(super) trait Writer: Send + Sized + 'static {
-    /// What opens a stream, once the prompt has been read.
+    /// First payloads of a stream, once the prompt has been read.
     fn begin(&mut self, prompt: Usage) -> Vec<Payload>;
     /// A part of the answer.
     fn part(&mut self, part: AnswerPart) -> Vec<Payload>;
     /// The tokens of prompt and answer, before the end of a stream whose request wants them.
     fn context(&mut self, _tokens: Vec<u32>) {}
-    /// The end of an answer in a stream that has another one behind it.
+    /// The end of an answer that another one follows in the stream.
     fn next(&mut self, _reason: FinishReason, _usage: Usage) -> Vec<Payload> {
         Vec::new()
     }
@@ -61,7 +61,7 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn fail(&mut self, fault: &Fault) -> Vec<Payload> {
         vec![Payload::from(&fault.to_json())]
     }
-    /// An answer in one piece that has another one behind it.
+    /// A complete answer that another one follows.
     fn keep(&mut self, _said: Said, _reason: FinishReason, _usage: Usage) {}
     /// The answer in one piece.
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value;
@@ -69,7 +69,7 @@ pub(super) trait Writer: Send + Sized + 'static {
     fn named(&self, fault: Fault) -> Fault {
         fault
     }
-    /// What keeps a stream of lines alive; streams of events have comments.
+    /// Keep-alive line of a line stream; event streams use comments.
     fn silence(&self) -> Option<Payload> {
         None
     }
@@ -84,10 +84,10 @@ pub(super) fn llm(api: &Api) -> Result<Arc<dyn ChatBackend>, Fault> {
     chat.ok_or_else(|| not_configured(ACT, "model").into())
 }
 
-/// Reads a request of JSON, and sets memory aside for it and for what is made of it, until the last byte of its answer.
+/// Reads a JSON request and reserves memory for it and for values built from it, until the last byte of its answer.
 ///
 /// # Errors
-/// 400 or 413 when it is not JSON of the right fields or takes too much, 429 when there is no memory for it now.
+/// 400 or 413 when it is not JSON with valid fields or takes too much, 429 when there is no memory for it now.
 pub(super) async fn read_json<T: DeserializeOwned>(
     api: &Api,
     request: Request,
@@ -128,10 +128,10 @@ async fn read_made<T: DeserializeOwned>(
     Ok((parse_json(&body)?, memory))
 }
 
-/// Answers a request, as it wants it.
+/// Answers a request, streamed or in one piece as requested.
 ///
 /// # Errors
-/// What is known before the first byte.
+/// Failures before the first byte.
 pub(super) async fn answer<W: Writer>(
     api: Api,
     request: ChatRequest,
@@ -141,10 +141,10 @@ pub(super) async fn answer<W: Writer>(
     answer_all(api, (request, VecDeque::new()), writer, began).await
 }
 
-/// Answers requests one after the other, as parts of one answer that comes as the first of them wants it.
+/// Answers requests one after the other, as parts of one answer in the form that the first one requests.
 ///
 /// # Errors
-/// What is known before the first byte.
+/// Failures before the first byte.
 pub(super) async fn answer_all<W: Writer>(
     api: Api,
     (first, rest): Requests,
@@ -202,7 +202,7 @@ pub(super) async fn answer_all<W: Writer>(
     Ok((seed, response).into_response())
 }
 
-/// The request that says how an answer comes, and those that are answered behind it.
+/// The request that decides the form of the answer, and the requests answered after it.
 pub(super) type Requests = (ChatRequest, VecDeque<ChatRequest>);
 
 /// A request that is being admitted.
@@ -212,7 +212,7 @@ type Admission = BoxFuture<'static, Result<ChatStream, Refusal>>;
 struct Asked {
     api: Api,
     backend: Arc<dyn ChatBackend>,
-    /// Those that are still to be answered.
+    /// Requests that are not answered yet.
     requests: VecDeque<ChatRequest>,
     /// How long each waits for memory that is short.
     hold: Duration,
@@ -231,7 +231,7 @@ impl Asked {
     }
 }
 
-/// Where a streamed answer is.
+/// Progress of a streamed answer.
 enum Stage {
     Admitting(Admission, Instant),
     Running(Generation),
@@ -345,7 +345,7 @@ const SEED: HeaderName = HeaderName::from_static("x-cotenant-seed");
 /// As it reads after "cannot".
 const ACT: &str = "start an answer";
 const READ: &str = "read the request";
-/// How many trees there are at once of one request: its fields, and what the prompt or the answer repeats of them.
+/// JSON trees that exist at once for one request: its fields, and their copies in the prompt or the answer.
 const TREES_MAX: u64 = 2;
 /// Bytes of a number in a list that doubles, for the two bytes of its text.
 const PLAIN_MAX: usize = 4;

@@ -1,4 +1,4 @@
-//! State that all handlers share: backends, limits, and the permits that keep to them.
+//! State shared by all handlers: backends, limits and their permits.
 
 use std::{
     collections::hash_map::RandomState,
@@ -38,8 +38,8 @@ struct Shared {
     transcriptions: Arc<Semaphore>,
     speeches: Arc<Semaphore>,
     sessions: Arc<Semaphore>,
-    /// Requests of JSON with what is made of them, audio files with what is decoded from them, and what realtime sessions
-    /// are set to: none of them takes the memory of another.
+    /// Separate pools for JSON requests with derived values, audio files with decoded audio, and settings of realtime
+    /// sessions.
     requests: Pool,
     bodies: Pool,
     settings: Pool,
@@ -59,7 +59,7 @@ impl Api {
         )
     }
 
-    /// The same, for whom `access` names at the time of a request.
+    /// The same, with access rules that may change while it serves.
     #[must_use]
     pub fn with_access(
         backends: Backends,
@@ -97,7 +97,7 @@ impl Api {
         }
     }
 
-    /// Who may use the APIs now.
+    /// Current access rules.
     pub(super) fn access(&self) -> Arc<Access> {
         Arc::clone(&self.shared.access.borrow())
     }
@@ -115,10 +115,10 @@ impl Api {
         self.shared.connections.take(who, 1)
     }
 
-    /// Whether there is place for a request of this kind: its body is not read in vain.
+    /// Checks for a free place before the body is read.
     ///
     /// # Errors
-    /// When all are taken.
+    /// When all places are taken.
     pub(super) fn has_place(&self, kind: Kind) -> Result<(), Refusal> {
         self.place(kind).map(drop)
     }
@@ -199,7 +199,7 @@ impl Api {
         &self.shared.bodies
     }
 
-    /// Memory for what realtime sessions are set to.
+    /// Memory for settings of realtime sessions.
     pub(super) fn settings_memory(&self) -> &Pool {
         &self.shared.settings
     }
@@ -208,7 +208,7 @@ impl Api {
 /// The places of one request: among those of its kind, and among its client's.
 pub(super) type Permits = (OwnedSemaphorePermit, Option<OwnedSemaphorePermit>);
 
-/// What is limited by itself, so that one kind of request does not keep another from its place.
+/// Request classes with separate limits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Kind {
     Chat,
@@ -229,7 +229,7 @@ impl Kind {
     }
 }
 
-/// What one client may have: the others keep as much.
+/// The share of one client; the others keep the rest.
 fn half(bytes: Bytes) -> Bytes {
     Bytes::new(bytes.get() / 2)
 }
@@ -241,7 +241,7 @@ fn kib(bytes: Bytes) -> Arc<Semaphore> {
     Arc::new(Semaphore::new(Bytes::new(bytes.get() >> 10).as_len()))
 }
 
-/// What handlers take from the middleware of every request.
+/// Request metadata that the middleware passes to handlers.
 pub(super) type Meta = Extension<RequestMeta>;
 
 /// Seconds since 1970, as OpenAI's `created`.

@@ -1,8 +1,8 @@
-//! What the APIs need from the rest of the program, as traits that `daemon` implements.
+//! Backends that the APIs need, as traits that `daemon` implements.
 //!
-//! Everything here is plain: no engine, no worker, no lease. A request carries what the client said; an answer is a
-//! stream of plain events. **Dropping a future or a stream cancels the work behind it**: that is how a client that
-//! has gone away frees what it held.
+//! Everything here is plain data, without engine, worker or lease. A request carries the client's fields; an answer is
+//! a stream of events. **Dropping a future or a stream cancels the work behind it**, so a client that disconnects frees
+//! its resources.
 
 use std::{sync::Arc, time::Duration};
 
@@ -25,7 +25,7 @@ use cotenant_units::{Bytes, Tokens};
 pub struct Backends {
     /// The LLM; `None` when no model is configured.
     pub chat: Option<Arc<dyn ChatBackend>>,
-    /// What counts its tokens.
+    /// Token counter.
     pub tokenizer: Option<Arc<dyn TokenizerBackend>>,
     /// Reads the audio files that clients send.
     pub decoder: Decoder,
@@ -44,16 +44,16 @@ impl Backends {
     }
 }
 
-/// What every request carries besides its content.
+/// Metadata of every request besides its content.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct RequestMeta {
     /// `x-request-id`: the caller's, or one made here. The same one goes back in the answer and into the log.
     pub id: String,
-    /// How long the caller waits between two bytes, as it says in `x-stainless-read-timeout`.
+    /// Longest pause between two bytes that the client accepts, from `x-stainless-read-timeout`.
     ///
-    /// What cannot begin within that time should be refused at once.
+    /// Work that cannot begin within this time should be refused at once.
     pub patience: Option<Duration>,
-    /// Who it is by its key; `None` where no key is needed.
+    /// The client with this key; `None` if no key is needed.
     pub client: Option<Arc<Client>>,
     /// The span that this is a part of: at first the caller's, from its header `traceparent`.
     pub trace: Option<SpanContext>,
@@ -79,7 +79,7 @@ pub struct ChatRequest {
     pub meta: RequestMeta,
     /// Name of the model; one of [`StatusBackend::models`].
     pub model: String,
-    /// What the answer continues; never empty.
+    /// The conversation to continue; never empty.
     pub prompt: Prompt,
     /// Most tokens to generate; `None` leaves it to the model and the context.
     pub max_tokens: Option<Tokens>,
@@ -91,32 +91,32 @@ pub struct ChatRequest {
     pub form: Option<AnswerForm>,
     /// KV capacity that the client would like to have; a wish, which the arbiter grants or not.
     pub context_wanted: Option<Tokens>,
-    /// What stays of the context where the oldest of it may be dropped, so that the answer goes on when there is no room for
-    /// more; `None` where nothing may be.
+    /// Tokens that stay when the oldest part of the context is dropped so that the answer continues; `None` if nothing
+    /// may be dropped.
     pub sinks: Option<Sinks>,
-    /// What stays of a prompt beyond the context; `None` where it is refused.
+    /// Part of a prompt beyond the context that stays; `None` if it is refused.
     pub retention: Option<Retention>,
-    /// Whether [`ChatEvent::Context`] is wanted.
+    /// Whether [`ChatEvent::Context`] is requested.
     pub context_reported: bool,
-    /// Whether the answer is sent as it comes. One that is not must be complete within the client's patience.
+    /// Whether the answer is streamed. Otherwise it must be complete within the client's patience.
     pub streamed: bool,
 }
 
-/// What stays of a prompt that is longer than the context, as the part of the context that it fills again.
+/// Part of an overlong prompt that stays, as the part of the context that it fills.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Retention {
     /// The latest messages, each of them whole.
     Messages(f64),
-    /// Likewise, and where the last is too long by itself its end.
+    /// As above; an overlong last message keeps only its end.
     Text(f64),
 }
 
 /// How the tokens of an answer are chosen.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ChatSampling {
-    /// What the client asks for. It goes before what the model's file recommends.
+    /// The client's wish, which precedes the recommendation of the model's file.
     pub asked: SamplingWish,
-    /// What the API takes where neither says anything. Where it says nothing either, the likeliest token is taken.
+    /// Defaults of the API, if neither client nor file sets a value. Without them decoding is greedy.
     pub defaults: SamplingWish,
 }
 
@@ -130,12 +130,12 @@ impl Default for ChatSampling {
     }
 }
 
-/// What reads and counts tokens, of whatever model is there.
+/// Tokenizer of the loaded model.
 pub trait TokenizerBackend: Send + Sync + 'static {
     /// The number of tokens of a prompt, however long it is.
     fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>>;
 
-    /// The tokens of a text: with what begins a sequence or without, with control tokens recognised in it or not.
+    /// The tokens of a text, optionally with the beginning-of-sequence token and with control tokens recognised in it.
     fn tokenize(
         &self,
         text: String,
@@ -143,29 +143,29 @@ pub trait TokenizerBackend: Send + Sync + 'static {
         control: bool,
     ) -> BoxFuture<'_, Result<Vec<u32>, Refusal>>;
 
-    /// The bytes that each token stands for; none for a control token.
+    /// The bytes of each token; none for a control token.
     fn pieces(&self, tokens: Vec<u32>) -> BoxFuture<'_, Result<Vec<Vec<u8>>, Refusal>>;
 }
 
-/// What happens in one chat completion.
+/// Events of one chat completion.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum ChatEvent {
     /// The prompt has been tokenized. Comes once, first.
     Started {
         /// Tokens of the prompt.
         prompt_tokens: Tokens,
-        /// Those of them that were still in the KV cache.
+        /// Prompt tokens that were still in the KV cache.
         cached_tokens: Tokens,
     },
     /// More of the answer; whole characters.
     Part(AnswerPart),
-    /// The tokens of prompt and answer, with which another conversation may begin. Comes before the end, where it is wanted.
+    /// The tokens of prompt and answer, as the prefix of a later conversation. Sent before the end, if requested.
     Context(Vec<u32>),
     /// The answer is complete. Comes last.
     Finished {
         /// Why it ended.
         reason: FinishReason,
-        /// What it took.
+        /// Resource usage.
         usage: Usage,
     },
     /// The answer cannot be completed. Comes last.
@@ -199,7 +199,7 @@ pub struct TranscribeRequest {
     pub language: Option<String>,
     /// Text that the client expects something like.
     pub prompt: Option<String>,
-    /// Where pieces of the text go while it is recognised, by a recogniser that tells them; the whole comes at the end.
+    /// Receiver of partial transcripts, for recognisers that send them; the whole text follows at the end.
     pub pieces: Option<mpsc::Sender<String>>,
 }
 
@@ -223,11 +223,12 @@ pub struct SpeechRequest {
     pub text: String,
     /// The voice that is to speak.
     pub voice: VoiceWish,
-    /// One of the people whom the voice knows.
+    /// A speaker of a multi-speaker voice.
     pub speaker: Option<String>,
     /// 0.25 to 4; 1 is the voice's own.
     pub speed: f64,
-    /// Whether the answer is sent in one piece. It must be complete within the client's patience, any other must begin.
+    /// Whether the answer is sent in one piece. It must then be complete within the client's patience; otherwise it
+    /// must begin within it.
     pub whole: bool,
 }
 
@@ -241,7 +242,7 @@ pub enum VoiceWish {
     Known(String),
     /// One that only the client names: it speaks if the worker announces it, else the other one does.
     Asked {
-        /// What the client calls it.
+        /// Name that clients use.
         name: String,
         /// The default voice, where the configuration names any.
         otherwise: Option<String>,
@@ -309,7 +310,7 @@ pub struct ModelInfo {
     pub id: String,
     /// Other names for it.
     pub aliases: Vec<String>,
-    /// What it does.
+    /// Task of the model.
     pub kind: ModelKind,
     /// When it was made or loaded, in seconds since 1970; 0 when that is not known.
     pub created: u64,
@@ -319,7 +320,7 @@ pub struct ModelInfo {
     pub weights: Option<Weights>,
 }
 
-/// What a model's weights are.
+/// Number and type of a model's weights.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Weights {
     /// How many there are.
@@ -329,14 +330,14 @@ pub struct Weights {
 }
 
 impl ModelInfo {
-    /// Whether a client means it by this name.
+    /// Whether a client's name denotes this model.
     #[must_use]
     pub fn is_called(&self, name: &str) -> bool {
         self.id == name || self.aliases.iter().any(|alias| alias == name)
     }
 }
 
-/// What a model does.
+/// Task of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ModelKind {
     /// Answers in text.

@@ -33,12 +33,12 @@ pub(super) fn announced_length(headers: &HeaderMap) -> Option<Bytes> {
     value.parse().ok().map(Bytes::new)
 }
 
-/// Reads a body to its end, in pieces of at most [`PIECE_MAX`]. `hold` sets memory aside for so many bytes of it, before they
-/// are kept: a client that announces much and sends little has little.
+/// Reads a body to its end, in pieces of at most [`PIECE_MAX`]. `hold` reserves memory for each piece before it is
+/// kept, so a client that announces much and sends little holds little.
 ///
 /// # Errors
-/// 413 when it is longer than allowed, at once when its announced length already is; 408 when it comes too slowly;
-/// 400 when it breaks off; whatever `hold` returns.
+/// 413 when it is longer than allowed, at once if its announced length already is; 408 when it arrives too slowly; 400
+/// when it is cut off; any error of `hold`.
 pub(super) async fn read_body(
     headers: &HeaderMap,
     body: Body,
@@ -95,10 +95,10 @@ pub(super) async fn received(body: Body) -> Result<Piece, Fault> {
         .map_err(|error| broken(0, &error))
 }
 
-/// What JSON takes in memory once it is parsed.
+/// Memory of the JSON after parsing.
 ///
 /// # Errors
-/// 413 when that is more than `max`.
+/// 413 when it exceeds `max`.
 pub(super) fn bounded_tree(text: &[u8], max: Bytes) -> Result<Bytes, Fault> {
     let tree = heap::tree_bytes(text);
     if tree <= max {
@@ -149,7 +149,7 @@ pub(super) fn wrong_type(error: &serde_path_to_error::Error<serde_json::Error>) 
     }
 }
 
-/// What the library says of Rust's types, said of JSON's.
+/// Translates the parser's messages from Rust's types to JSON's.
 fn in_words_of_json(cause: &str) -> String {
     let words = [
         ("type: map", "type: object"),

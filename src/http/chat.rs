@@ -1,4 +1,4 @@
-//! `POST /v1/chat/completions`, and the writer of its answers.
+//! Handler of `POST /v1/chat/completions`, and the writer of its answers.
 
 use std::time::Instant;
 
@@ -86,7 +86,7 @@ impl Writer for ChatWriter {
             AnswerPart::Reasoning(text) => {
                 vec![self.choice(&json!({"reasoning_content": text}), None)]
             }
-            // who is called, and then with what
+            // first the name, then the arguments
             AnswerPart::ToolCall { name, arguments } => {
                 let index = self.calls;
                 self.calls += 1;
@@ -115,7 +115,7 @@ impl Writer for ChatWriter {
     }
 
     fn whole(self, said: Said, reason: FinishReason, usage: Usage) -> Value {
-        // as OpenAI has it: an answer that only calls tools says nothing
+        // as in OpenAI's API: an answer that only calls tools has no content
         let silent = said.text.is_empty() && !said.calls.is_empty();
         let text = Some(said.text).filter(|_| !silent);
         let mut message = json!({"role": "assistant", "content": text});
@@ -180,8 +180,7 @@ pub(super) fn usage_json(usage: Usage) -> Value {
     merged(json, shed_from(usage))
 }
 
-/// What is ours in the usage, and there only where the answer is not what it would be with all the memory that it could
-/// have.
+/// Our extension of the usage, present only if the answer was affected by missing memory.
 pub(super) fn shed_from(usage: Usage) -> Value {
     let mut shed = json!({});
     if usage.kv_type != KvType::F16 {

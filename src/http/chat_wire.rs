@@ -1,7 +1,7 @@
 //! Parser of OpenAI's chat completion requests.
 //!
-//! Fields that no code reads are ignored, and named in the header `x-cotenant-ignored` unless they are harmless; those that would
-//! change what the answer *is* are refused.
+//! Unknown fields are ignored, and named in the header `x-cotenant-ignored` unless they are harmless; fields that would
+//! change the answer are refused.
 
 use serde::Deserialize;
 use serde_json::{Map, Value, json};
@@ -67,7 +67,7 @@ struct WireMessage {
     tool_calls: Option<Vec<WireToolCall>>,
     tool_call_id: Option<String>,
     name: Option<String>,
-    /// Whether an answer continues it, as Mistral and DeepSeek call it.
+    /// Whether the answer continues it, in the dialect of Mistral and DeepSeek.
     prefix: Option<bool>,
     /// The same, as Moonshot and Alibaba call it.
     partial: Option<bool>,
@@ -92,14 +92,14 @@ pub(super) struct WireStreamOptions {
 }
 
 impl WireStreamOptions {
-    /// Whether the client wants the usage as the last chunk.
+    /// Whether the client requests the usage as the last chunk.
     pub(super) fn include_usage(options: Option<&Self>) -> bool {
         options.and_then(|options| options.include_usage) == Some(true)
     }
 }
 
 impl WireRequest {
-    /// Whether the client wants the usage as the last chunk.
+    /// Whether the client requests the usage as the last chunk.
     pub(super) fn include_usage(&self) -> bool {
         WireStreamOptions::include_usage(self.stream_options.as_ref())
     }
@@ -186,7 +186,7 @@ impl WireRequest {
     }
 }
 
-/// What a request says of an answer that was begun.
+/// Fields about a begun answer.
 struct Begun {
     continued: Option<bool>,
     prompted: Option<bool>,
@@ -358,7 +358,7 @@ pub(super) fn stop_texts(
     Ok(texts.into_iter().filter(|text| !text.is_empty()).collect())
 }
 
-/// What stays of a context of which the oldest may be dropped, if it may.
+/// Tokens that stay when the oldest part of a context is dropped, if that is allowed.
 pub(super) fn sinks(may: bool, field: &str, keep: Option<Whole>) -> Result<Option<Sinks>, Fault> {
     let sinks = keep.map_or(Ok(Sinks::DEFAULT), |number| {
         Sinks::from_wire(number.get()).ok_or_else(|| {
@@ -389,7 +389,7 @@ pub(super) fn at_least_one(field: &str, tokens: Option<Whole>) -> Result<Option<
         .transpose()
 }
 
-/// The form that `response_format` asks for.
+/// The form requested by `response_format`.
 fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
     let Some(mut format) = format.filter(|format| !format.is_null()) else {
         return Ok(None);
@@ -469,10 +469,10 @@ pub(super) fn checked_tools(field: &str, tools: Option<Value>) -> Result<Vec<Val
     Ok(tools)
 }
 
-/// A tool of OpenAI's chat completions from one that is described by fields of its own: those taken, each with its name there.
+/// A tool of OpenAI's chat completions from one with other field names; `fields` maps them.
 ///
 /// # Errors
-/// 400 when it has no name, or what should be a JSON schema is none.
+/// 400 when it has no name, or an invalid JSON schema.
 pub(super) fn function_of(
     field: &str,
     tool: &Value,
@@ -503,12 +503,12 @@ pub(super) fn function_of(
     Ok(json!({"type": "function", "function": function}))
 }
 
-/// Whether tools are called.
+/// Whether and which tools must be called.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum ToolChoice {
     /// The model decides.
     Auto,
-    /// It does not know of them.
+    /// The model is not given the tools.
     None,
     /// One must be called: of this name, or any.
     Required(Option<String>),

@@ -1,4 +1,4 @@
-//! `POST /v1/completions`: text that goes on, without the model's template.
+//! Handler of `POST /v1/completions`: text continued without the model's template.
 
 use std::{collections::VecDeque, time::Instant};
 
@@ -90,7 +90,7 @@ impl WireRequest {
         refuse_unsupported(&self.unknown)?;
         let mut prompts: VecDeque<Prompt> = prompts(self.prompt)?.into();
         let streamed = self.stream == Some(true);
-        // An answer in one piece is complete when the last prompt is answered: each has its part of the client's patience.
+        // An answer in one piece is complete with the last prompt: each prompt has a share of the client's patience.
         let parts = u32::try_from(prompts.len()).unwrap_or(u32::MAX).max(1);
         meta.patience = match meta.patience {
             Some(patience) if !streamed => Some(patience / parts),
@@ -135,7 +135,7 @@ impl WireRequest {
                 prompt,
                 ..first.clone()
             };
-            // Equal prompts have answers of their own.
+            // Equal prompts get different answers.
             let seed = &mut request.sampling.asked.seed;
             *seed = seed.map(|seed| seed.wrapping_add(place));
             request
@@ -191,13 +191,13 @@ struct CompletionWriter {
     fingerprint: String,
     model: String,
     include_usage: bool,
-    /// What goes before each answer.
+    /// Text echoed before each answer.
     echoes: Vec<String>,
     /// Answers that are complete, where they come in one piece.
     choices: Vec<Value>,
     /// The place of the prompt that is answered.
     index: usize,
-    /// What the answers took so far.
+    /// Usage of the answers so far.
     usage: Usage,
 }
 
@@ -210,7 +210,7 @@ impl CompletionWriter {
         self.chunk(self.object(&json!([self.choice(text, reason)])), None)
     }
 
-    /// What goes before the answer.
+    /// Text echoed before the answer.
     fn echo(&self) -> &str {
         self.echoes.get(self.index).map_or("", String::as_str)
     }

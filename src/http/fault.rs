@@ -1,4 +1,4 @@
-//! Errors in the form of OpenAI's API, and [`Refusal`] rendered so.
+//! Errors in OpenAI's form, and the rendering of [`Refusal`].
 
 use std::time::Duration;
 
@@ -63,7 +63,7 @@ impl Fault {
         self
     }
 
-    /// What is wrong with a conversation is about `messages`; this names the field as the API has it.
+    /// Replaces `messages`, the field that chats name for faults of a conversation, with the API's field.
     #[must_use]
     pub(super) fn input_named(self, field: &str) -> Self {
         self.renamed(CONVERSATION, field)
@@ -107,7 +107,7 @@ impl Fault {
         self.code
     }
 
-    /// Whether it is worth trying again.
+    /// Whether a retry may succeed.
     pub(super) const fn passes(&self) -> bool {
         self.retry_after.is_some()
     }
@@ -192,7 +192,7 @@ pub(super) fn shortened(value: &str) -> String {
     text
 }
 
-/// The field that chats have for what the answer continues.
+/// The field of chats that faults of a conversation name.
 const CONVERSATION: &str = "messages";
 const INVALID_REQUEST: &str = "invalid_request_error";
 const RATE_LIMIT: &str = "rate_limit_error";
@@ -203,7 +203,7 @@ const SHOULD_RETRY: HeaderName = HeaderName::from_static("x-should-retry");
 /// Read by the OpenAI SDKs before `retry-after`.
 const RETRY_AFTER_MS: HeaderName = HeaderName::from_static("retry-after-ms");
 
-/// A zero would make the SDK fall back to a backoff of its own.
+/// A zero would make the SDK use its own backoff.
 const RETRY_AFTER_MIN: Duration = Duration::from_millis(1);
 /// Beyond 120 s the OpenAI SDK does not retry at all (`_base_client.py`).
 const RETRY_AFTER_MAX: Duration = Duration::from_secs(120);

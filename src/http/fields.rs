@@ -1,4 +1,4 @@
-//! Fields of requests that no code reads: refused where the answer would be another one, else named.
+//! Unsupported request fields: refused if they would change the answer, otherwise named.
 
 use serde_json::{Map, Value, json};
 
@@ -7,8 +7,8 @@ use super::{
     numbers::Whole,
 };
 
-/// Names of the fields of `place` that a client has set and that are not honoured, as far as a header can carry them: they are
-/// the client's own words.
+/// Names of the unsupported fields of `place` that a client has set, as far as a header can carry them: they are client
+/// input.
 pub(super) fn not_honoured(place: &str, fields: &Map<String, Value>) -> Vec<String> {
     let nameable = |name: &str| {
         name.len() <= NAME_MAX
@@ -65,7 +65,7 @@ pub(super) fn one_answer(field: &str, number: Option<Whole>) -> Result<(), Fault
     }
 }
 
-/// Whether a field says anything.
+/// Whether a field has an effect.
 pub(super) fn is_set(value: Option<&Value>) -> bool {
     match value {
         None | Some(Value::Null) => false,

@@ -1,4 +1,4 @@
-//! One generation, as every HTTP API follows it.
+//! One generation, as followed by every HTTP API.
 
 use std::time::{Duration, Instant};
 
@@ -63,7 +63,7 @@ impl Generation {
             | ChatEvent::Finished { .. } => {}
         }
         match event {
-            // what has been said stands: the client sees an answer that was cut short
+            // the text sent so far stays: the client sees a truncated answer
             ChatEvent::Failed(Refusal::KvReclaimed { generated, .. }) if self.any_text => {
                 self.usage.completion_tokens = generated;
                 ChatEvent::Finished {
@@ -84,7 +84,7 @@ pub(super) fn ended_silently() -> Refusal {
     }
 }
 
-/// What the model said, all of it.
+/// The complete output of the model.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Said {
     pub(super) reasoning: String,

@@ -1,8 +1,8 @@
 //! Host names and origins under which browsers may reach the APIs.
 //!
-//! A page of another site can make its own name resolve to our address (DNS rebinding), and then reads answers as its own.
-//! Its requests carry that name in `Host`, and the site in `Origin`: both are checked before anything else. Pages of the hosts
-//! that may are let in by CORS.
+//! A page of another site can make its own name resolve to our address (DNS rebinding) and then read answers as
+//! same-origin. Its requests carry that name in `Host` and the site in `Origin`: both are checked first. Pages of
+//! allowed hosts are admitted by CORS.
 
 use std::{net::IpAddr, sync::OnceLock};
 
@@ -24,10 +24,10 @@ pub enum Reach {
     Socket,
 }
 
-/// Refuses what a page of a foreign site has a browser send.
+/// Refuses browser requests made by pages of foreign sites.
 ///
 /// # Errors
-/// 400 without a host name where HTTP demands one, 421 for one that is not ours, 403 for an origin that is not.
+/// 400 without a host name where HTTP requires one, 421 for a foreign host name, 403 for a foreign origin.
 pub(super) fn check(
     reach: Reach,
     version: Version,
@@ -96,7 +96,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// The answer to the question of a browser whether a page may send a request, if it is one. The [`check`] has said so.
+/// The response to a CORS preflight request, if it is one. [`check`] has admitted it.
 pub(super) fn preflight(headers: &HeaderMap) -> Option<Response> {
     headers.get(header::ACCESS_CONTROL_REQUEST_METHOD)?;
     let mut answer = HeaderMap::new();

@@ -1,4 +1,4 @@
-//! Limits of one client and of all together.
+//! Limits per client and in total.
 
 use std::time::Duration;
 
@@ -9,15 +9,15 @@ use cotenant_units::Bytes;
 pub struct Limits {
     /// Connections open at once, of which one address may have half; the next one gets a 503 and is closed.
     pub connections_max: usize,
-    /// Requests of one kind (chat, transcription, speech) in flight at once, all clients together; the next one gets a 429.
+    /// Requests of one kind (chat, transcription, speech) in flight at once, of all clients; the next one gets a 429.
     pub requests_max: usize,
     /// Request line and headers together; more is a 431. Not below 8 KiB.
     pub head_max: Bytes,
     /// A JSON body; more is a 413.
     pub json_max: Bytes,
-    /// What a JSON body takes in memory once it is parsed; more is a 413.
+    /// Memory of a JSON body once it is parsed; more is a 413.
     pub tree_max: Bytes,
-    /// JSON bodies, and what is made of them, in memory at once, all clients together, of which one may have half; the next
+    /// JSON bodies and values built from them in memory at once, of all clients, half of it for one client; the next
     /// one gets a 429.
     pub requests_memory_max: Bytes,
     /// A multipart body with audio; more is a 413.
@@ -32,20 +32,19 @@ pub struct Limits {
     pub sessions_max: usize,
     /// One message of a realtime session; more ends the session.
     pub session_message_max: Bytes,
-    /// What the tools and other settings of a realtime session take in memory, and what one of its messages does; more is an
-    /// error event.
+    /// Memory of the tools and other settings of a realtime session, and of one message; more is an error event.
     pub session_tree_max: Bytes,
-    /// Settings of realtime sessions in memory, all together, of which one client may have half; more is an error event.
+    /// Memory of all settings of realtime sessions, half of it for one client; more is an error event.
     pub sessions_memory_max: Bytes,
-    /// What the items of one conversation take in memory; the oldest are deleted beyond it.
+    /// Memory of the items of one conversation; the oldest are deleted beyond it.
     pub session_items_max: Bytes,
     /// Audio that realtime sessions keep, all together; more is an error event.
     pub sessions_audio_max: Bytes,
-    /// How long a realtime session waits for what is short now: its clients do not ask again.
+    /// Time that a realtime session waits out a shortage: its clients do not retry.
     pub session_patience: Duration,
     /// How long a realtime session may be without an event before it ends.
     pub session_idle_timeout: Duration,
-    /// How long any other request waits for memory that is short now; at most half of what the client waits, and less than a stream
+    /// Time that any other request waits out a shortage; at most half of the client's patience, and less than a stream
     /// waits for its admission.
     pub memory_patience: Duration,
     /// Characters of one text to be spoken.
@@ -58,13 +57,13 @@ pub struct Limits {
     pub body_timeout: Duration,
     /// How long a body may come as slowly as it likes; then less than 16 KiB/s on average is a 408.
     pub body_grace: Duration,
-    /// How long a client may refuse to read its answer before the connection is given up.
+    /// How long a client may not read its answer before the connection is closed.
     pub write_stall_timeout: Duration,
     /// How long a stream waits for its admission before it is opened all the same and kept alive with comments.
     pub admission_timeout: Duration,
-    /// Longest silence of a stream before it gets a comment; a third of what the client waits, if that is less.
+    /// Longest silence of a stream before a comment is sent; a third of the client's patience, if that is less.
     pub keepalive: Duration,
-    /// How long requests in flight may go on when the listeners are closed.
+    /// How long requests in flight may continue after the listeners are closed.
     pub drain_timeout: Duration,
 }
 
@@ -79,9 +78,10 @@ impl Default for Limits {
             head_max: Bytes::from_kib(32),
             // Our choice: 32k tokens of context are about 128 KiB of text; JSON escapes may make it six times as long.
             json_max: Bytes::from_mib(1),
-            // Six to seven times the text is what the schemas of common tools take.
+            // Schemas of common tools take six to seven times their text.
             tree_max: Bytes::from_mib(8),
-            // Our choice: two of the largest, or some hundred common ones. It is memory of ours, outside of any lease.
+            // Our choice: two of the largest, or some hundred common ones. This is memory of the daemon, outside of any
+            // lease.
             requests_memory_max: Bytes::from_mib(40),
             // OpenAI's own limit of a file: 25 MB.
             audio_max: Bytes::from_mib(25),
@@ -89,8 +89,8 @@ impl Default for Limits {
             audio_duration_max: Duration::from_mins(10),
             // Our choice: a queue of some files; a processor decodes the longest one in seconds.
             decode_timeout: Duration::from_mins(1),
-            // Our choice: one largest file, what decoding it may take, its samples, and some small files. It is memory of
-            // ours, outside of any lease.
+            // Our choice: one file of maximum size, its decoder, its samples, and some small files. This is memory of
+            // the daemon, outside of any lease.
             bodies_max: Bytes::from_mib(72),
             // Our choice: a house has few microphones.
             sessions_max: 8,
@@ -102,11 +102,11 @@ impl Default for Limits {
             sessions_memory_max: Bytes::from_mib(16),
             // Our choice: beyond a context of 32k tokens.
             session_items_max: Bytes::from_kib(512),
-            // Our choice: at 16 kHz it is 8.7 minutes, of all that is said at once and waits for the recogniser.
+            // Our choice: at 16 kHz it is 8.7 minutes, the sum of all speech that waits for the recogniser.
             sessions_audio_max: Bytes::from_mib(16),
-            // LiveKit gives up a response that has not begun after 10 s.
+            // LiveKit drops a response that has not begun after 10 s.
             session_patience: Duration::from_secs(10),
-            // Our choice: above a shed (target 300 ms) and growth behind it. Ollama's clients do not ask again.
+            // Our choice: above a shed (target 300 ms) and the growth after it. Ollama's clients do not retry.
             memory_patience: Duration::from_secs(4),
             // Our choice; OpenAI ends a session after an hour, used or not.
             session_idle_timeout: Duration::from_mins(10),
@@ -114,11 +114,11 @@ impl Default for Limits {
             speech_chars_max: 4096,
             // Our choice, as for bodies; hyper's default of 30 s would let 128 idle connections block others longer.
             head_timeout: Duration::from_secs(15),
-            // LiveKit gives up after 10 s without a byte; no client that is slower than that is served.
+            // LiveKit stops waiting after 10 s without a byte; slower clients are not served.
             body_idle_timeout: Duration::from_secs(10),
             // 25 MiB in 60 s is 3.5 Mbit/s.
             body_timeout: Duration::from_mins(1),
-            // As for a pause: what is shorter than some 100 KiB may take as long as one.
+            // As for a pause: bodies below some 100 KiB may take as long as one.
             body_grace: Duration::from_secs(10),
             // Our choice: a client that has not read for this long is gone; generation is stopped with it.
             write_stall_timeout: Duration::from_secs(30),

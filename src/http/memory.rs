@@ -1,4 +1,4 @@
-//! What clients share: memory set aside for their requests, and connections. None has all of it.
+//! Shared memory for requests, and shared connections; no client can use all of it.
 
 use std::{
     collections::BTreeMap,
@@ -54,7 +54,7 @@ pub(super) struct Quota {
     taken: Arc<Mutex<BTreeMap<Who, usize>>>,
 }
 
-/// Units that a client has; given back when this is dropped.
+/// Units of a client; returned on drop.
 pub(super) struct Share {
     quota: Quota,
     who: Who,
@@ -112,7 +112,7 @@ impl Share {
             Some(0) => {}
             Some(more) => {
                 let mut more = self.quota.take(&self.who, more)?;
-                // What the other gives back is then nothing.
+                // The other permit is empty then.
                 if let Some(permit) = more.permit.split(more.units()) {
                     self.permit.merge(permit);
                 }
@@ -196,7 +196,7 @@ impl Pool {
     }
 }
 
-/// Memory set aside. What is freed with it is given back to the system.
+/// Reserved memory. Memory freed with it is returned to the system.
 pub(super) struct Held {
     share: Share,
     pool: Pool,
@@ -232,7 +232,7 @@ pub(super) struct RequestMemory {
 }
 
 impl RequestMemory {
-    /// Nothing yet, for a request of this client.
+    /// An empty reservation for a request of this client.
     pub(super) fn of(who: Who) -> Self {
         Self {
             who,
@@ -240,12 +240,12 @@ impl RequestMemory {
         }
     }
 
-    /// That of a request, by which its body was received.
+    /// The reservation under which the request's body was received.
     pub(super) fn in_extensions(extensions: &Extensions) -> Self {
         extensions.get::<Self>().cloned().unwrap_or_default()
     }
 
-    /// Nothing yet, for something else of the same client.
+    /// An empty reservation for other data of the same client.
     pub(super) fn other(&self) -> Self {
         Self::of(self.who.clone())
     }

@@ -63,8 +63,8 @@ pub(super) async fn count_tokens(
     Ok(Json(json!({"input_tokens": count.get()})).into_response())
 }
 
-/// Refuses versions of the API that are not known. They differ in what they refuse: the newer one has no `temperature`,
-/// `top_p` and `top_k`, which are taken from clients of both.
+/// Refuses unknown versions of the API. Known ones differ in refused fields: the newer one has no `temperature`,
+/// `top_p` and `top_k`, which are accepted from clients of both.
 fn check_version(headers: &HeaderMap) -> Result<(), Fault> {
     let version = headers
         .get(VERSION_HEADER)
@@ -98,7 +98,7 @@ impl IntoResponse for MessagesFault {
 /// The status and the body of a failure.
 fn of_fault(fault: &Fault) -> (StatusCode, Value) {
     let (status, kind) = match fault.status() {
-        // what passes is an overload, as long as it is not our own fault
+        // temporary refusals are an overload, unless they are our own fault
         StatusCode::SERVICE_UNAVAILABLE if fault.passes() && !fault.code().ends_with("_lost") => {
             (overloaded(), "overloaded_error")
         }

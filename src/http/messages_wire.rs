@@ -99,14 +99,14 @@ impl WireRequest {
         ignored(known, &self.unknown)
     }
 
-    /// Whether the client wants to read what the model thinks.
+    /// Whether the client requests the reasoning of the model.
     pub(super) fn thinks(&self) -> bool {
         self.thinking
             .as_ref()
             .is_some_and(|thinking| thinking.kind != "disabled")
     }
 
-    /// What an answer continues.
+    /// The conversation to continue.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.

@@ -30,7 +30,7 @@ pub(super) fn model_named(api: &Api, name: Option<&str>) -> Result<String, Fault
     }
 }
 
-/// Tells one file from another by name, size and time, in the length that clients cut up; it is no digest of its content.
+/// Identifies a file by name, size and time, in the length that clients truncate; it is no digest of the content.
 pub(super) fn digest(model: &ModelInfo) -> String {
     (0u8..4)
         .map(|part| {
@@ -67,7 +67,7 @@ pub(super) fn unknown_model<'a>(
     })
 }
 
-/// What a model is for, in one word.
+/// The task of a model in one word.
 pub(super) const fn task(kind: ModelKind) -> &'static str {
     match kind {
         ModelKind::Chat => "chat",

@@ -1,4 +1,4 @@
-//! Numbers of requests: whole ones, also written as `8192.0`, and those between limits.
+//! Numbers in requests: integers, also written as `8192.0`, and bounded values.
 
 use std::fmt;
 
@@ -10,8 +10,8 @@ use serde_json::Value;
 
 use super::fault::{Fault, invalid};
 
-/// A whole number of a request. Clients that keep their settings as floating-point numbers send `8192.0`, which every API
-/// takes; `8192.5` is refused.
+/// An integer in a request. Clients that keep their settings as floating-point numbers send `8192.0`, which every API
+/// accepts; `8192.5` is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Whole(i64);
 

@@ -1,7 +1,7 @@
 //! Ollama's API: tags, ps, show, version, chat, generate.
 //!
-//! What is about memory stays the arbiter's: `num_ctx` is a wish for KV capacity, `keep_alive` one for the model's life.
-//! Everything but chat and generate is answered from memory, also while the model loads.
+//! Memory remains the arbiter's decision: `num_ctx` is a wish for KV capacity, `keep_alive` one for the model's
+//! lifetime. All endpoints but chat and generate are answered from cached state, also while the model loads.
 
 use std::time::{Duration, Instant, SystemTime};
 
@@ -40,8 +40,8 @@ impl IntoResponse for OllamaFault {
     }
 }
 
-/// `GET /api/version`: the version of Ollama whose API this is, since clients refuse versions before those of functions that they
-/// use; and our own.
+/// `GET /api/version`: the version of Ollama whose API this is, because clients refuse versions that lack functions
+/// they use; and our own.
 pub(super) async fn version() -> Json<Value> {
     Json(json!({"version": OLLAMA_VERSION, "cotenant": env!("CARGO_PKG_VERSION")}))
 }
@@ -61,8 +61,8 @@ pub(super) async fn tags(State(api): State<Api>) -> Json<Value> {
     Json(json!({"models": models}))
 }
 
-/// `GET /api/ps`: what is in memory. `size` is what the model would hold if it had all it wants, `size_vram` what it
-/// holds now, `context_length` the KV capacity in force.
+/// `GET /api/ps`: memory use. `size` is the model with all memory it wants, `size_vram` its current memory,
+/// `context_length` the KV capacity in force.
 pub(super) async fn ps(State(api): State<Api>) -> Json<Value> {
     let snapshot = api.backends().status.snapshot();
     let models: Vec<Value> = chat_models(&api)
@@ -205,7 +205,7 @@ pub(super) async fn generate(
     asked(api, meta, request, Shape::Generate).await
 }
 
-/// The model of a name; Ollama's names end in `:latest` when nothing else is said.
+/// The model with a name; Ollama appends `:latest` to a name without a tag.
 fn model_named(api: &Api, name: &str) -> Result<ModelInfo, Fault> {
     let models = chat_models(api);
     let plain = name.strip_suffix(":latest").unwrap_or(name);
@@ -239,8 +239,8 @@ async fn asked(
     Ok((ignored, answer(api, request, writer, began).await?).into_response())
 }
 
-/// The release that brought what is newest of its API here: tools while streaming, `think`, `truncate` and `shift`.
+/// The release with the newest features supported here: tools while streaming, `think`, `truncate` and `shift`.
 const OLLAMA_VERSION: &str = "0.12.10";
 
-/// The model is not given up for being idle.
+/// The model is never unloaded for being idle.
 const NEVER: &str = "9999-12-31T23:59:59Z";

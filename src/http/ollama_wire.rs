@@ -1,9 +1,9 @@
 //! Requests of Ollama's API.
 //!
-//! `num_ctx` and `keep_alive` are wishes: the arbiter decides what the engine holds, and the last line of an answer says
-//! which context was granted. `shift` and `num_keep` mean what they mean there, but for what holds without them: an answer drops
-//! nothing of its context unless the request allows it. `truncate` leaves out the oldest messages of a conversation that is longer
-//! than the context, as there.
+//! `num_ctx` and `keep_alive` are wishes: the arbiter decides, and the last line of an answer states the granted
+//! context. `shift` and `num_keep` have Ollama's meaning but another default: an answer drops context only if the
+//! request allows it. `truncate` omits the oldest messages of a conversation that is longer than the context, as in
+//! Ollama.
 
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -24,8 +24,8 @@ use super::{
 };
 use cotenant_units::Tokens;
 
-/// The body of `POST /api/chat` and of `POST /api/generate`. One list of fields, since a fault in a list within a list would
-/// not name its field.
+/// The body of `POST /api/chat` and of `POST /api/generate`. One flat list of fields, since a fault in a nested list
+/// would not name its field.
 #[derive(Debug, Deserialize)]
 pub(super) struct WireRequest {
     pub(super) model: String,
@@ -90,12 +90,12 @@ struct WireFunction {
     arguments: Value,
 }
 
-/// A request in plain values, and what is Ollama's alone.
+/// A parsed request, with the fields that only Ollama has.
 #[derive(Debug)]
 pub(super) struct Asked {
-    /// `None` when nothing is asked but to have the model ready.
+    /// `None` when the request only loads or unloads the model.
     pub(super) request: Option<ChatRequest>,
-    /// Whether the client would like the model to be given up.
+    /// Whether the client asks to unload the model.
     pub(super) unload: bool,
     /// Fields that the client set and that are not honoured.
     pub(super) ignored: Vec<String>,
@@ -205,7 +205,7 @@ impl WireRequest {
         let form = answer_form(self.format)?;
         let unload = keep_alive(self.keep_alive.as_ref())?;
         if unload {
-            // What the engine holds is the arbiter's to decide.
+            // The arbiter decides about the engine's memory.
             ignored.insert(0, "keep_alive".to_owned());
         }
         ignored.truncate(IGNORED_MAX);
@@ -253,7 +253,7 @@ impl WireRequest {
             stop: stop_texts("options.stop", options.stop, STOP_TEXTS_MAX)?,
             form,
             context_wanted: context,
-            // A request that says what stays allows the rest to be dropped.
+            // A request that names tokens to keep allows the rest to be dropped.
             sinks: sinks(
                 self.shift.unwrap_or(options.num_keep.is_some()),
                 "options.num_keep",
@@ -323,7 +323,7 @@ fn answer_form(format: Option<Value>) -> Result<Option<AnswerForm>, Fault> {
     }
 }
 
-/// Whether the client would like the model to be given up: seconds, or a number with a unit; negative is for ever.
+/// Whether the client asks to unload the model: seconds, or a number with a unit; negative means forever.
 fn keep_alive(wish: Option<&Value>) -> Result<bool, Fault> {
     let wrong = |value: &Value| {
         Fault::invalid(

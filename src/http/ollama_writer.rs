@@ -52,7 +52,7 @@ impl OllamaWriter {
         Payload::from(&merged(self.line(said), json!({"done": false})))
     }
 
-    /// The last of an answer; with all of it, when it comes in one piece.
+    /// The last line of an answer; with the whole answer unless it is streamed.
     fn last(&self, said: &Said, reason: FinishReason, usage: Usage) -> Value {
         let nanos = |time: Duration| u64::try_from(time.as_nanos()).unwrap_or(u64::MAX);
         let reason = match reason {
@@ -91,7 +91,7 @@ impl OllamaWriter {
             .map(|plan| plan.kv_capacity)
     }
 
-    /// The answer to a request that asks nothing but to have the model ready, or to have it given up. It stays either way.
+    /// The answer to a request that only loads or unloads the model. The model stays in either case.
     pub(super) fn nothing_asked(&self, unload: bool) -> Value {
         let reason = if unload { "unload" } else { "load" };
         let end = json!({"done": true, "done_reason": reason});
@@ -150,7 +150,7 @@ impl Writer for OllamaWriter {
         self.last(&said, reason, usage)
     }
 
-    /// Lines cannot have comments; an empty piece says nothing and keeps the client from giving up.
+    /// Lines cannot have comments; an empty piece has no content and keeps the connection alive.
     fn silence(&self) -> Option<Payload> {
         Some(self.piece(&Said::default()))
     }

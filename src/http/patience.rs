@@ -1,4 +1,4 @@
-//! Requests that are held while what refuses them passes.
+//! Requests that are held while their refusal is temporary.
 
 use std::time::Duration;
 
@@ -6,11 +6,11 @@ use tokio::time::{Instant, sleep};
 
 use cotenant_conversation::refusal::Refusal;
 
-/// Asks again what is refused for now, as long as `limit` and as `helps`, which is given the refusal and how often it was asked,
-/// allow. What is refused for longer than that is not waited for.
+/// Retries temporary refusals within `limit` and while `helps`, given the refusal and the number of attempts, allows
+/// it. Refusals that last longer are returned at once.
 ///
 /// # Errors
-/// The refusal that does not pass, or has not passed in time.
+/// A permanent refusal, or one that outlasts the limit.
 pub async fn patiently<T, F>(
     limit: Duration,
     helps: impl Fn(&Refusal, u32) -> bool,
@@ -41,7 +41,7 @@ where
     }
 }
 
-/// Whether the refusal is one that a shed, or growth behind it, ends within seconds.
+/// Whether a shed, or growth after it, ends the refusal within seconds.
 pub(super) const fn is_of_memory(refusal: &Refusal, _asked: u32) -> bool {
     matches!(
         refusal,
@@ -52,7 +52,7 @@ pub(super) const fn is_of_memory(refusal: &Refusal, _asked: u32) -> bool {
     )
 }
 
-/// Our choice: below it asking is work of its own, above it a shed is long over.
+/// Our choice: below it retries cause load, above it a shed is long over.
 const AGAIN_MIN: Duration = Duration::from_millis(50);
 const AGAIN_MAX: Duration = Duration::from_millis(250);
 

@@ -70,7 +70,7 @@ impl WireRequest {
         ignored(known, &self.unknown)
     }
 
-    /// Refuses what would change what the answer is.
+    /// Refuses fields that would change the answer.
     fn refuse_unsupported(&self) -> Result<(), Fault> {
         let nothing_kept =
             "is not supported: answers are not kept, so send the whole conversation in `input`";
@@ -100,7 +100,7 @@ impl WireRequest {
         }
     }
 
-    /// What an answer continues.
+    /// The conversation to continue.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
@@ -132,7 +132,7 @@ impl WireRequest {
         })
     }
 
-    /// The form that `text.format` asks for.
+    /// The form requested by `text.format`.
     fn form(&self) -> Result<Option<AnswerForm>, Fault> {
         let format = match self.text.as_ref().and_then(|text| text.get("format")) {
             None | Some(Value::Null) => return Ok(None),
@@ -224,10 +224,10 @@ pub(super) fn function_tools(field: &str, tools: &[Value]) -> Result<Vec<Value>,
     )
 }
 
-/// What `tool_choice` says: a function is named beside its type there.
+/// Parses `tool_choice`, which has the name of a function beside its type.
 ///
 /// # Errors
-/// 400 when it names no tool, or is none of the words.
+/// 400 when it names no tool, or has an unknown value.
 pub(super) fn function_choice(
     choice: Option<&Value>,
     tools: &[Value],
@@ -266,7 +266,7 @@ pub(super) fn push_item(
             let content = item.get_mut("content").map(Value::take).unwrap_or_default();
             let content = text_of(&format!("{field}.content"), content)?;
             match messages.last_mut() {
-                // what was thought, or called, before these words
+                // the reasoning or call before this text
                 Some(last)
                     if role == Role::Assistant && last.role == role && last.content.is_empty() =>
                 {

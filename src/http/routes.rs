@@ -73,13 +73,13 @@ pub(super) fn router(api: &Api) -> Router {
         .fallback(unknown_route)
         .method_not_allowed_fallback(wrong_method)
         .layer(middleware::from_fn_with_state(api.clone(), guard))
-        // bodies are limited where they are read, with limits of their own
+        // bodies are limited where they are read
         .layer(DefaultBodyLimit::disable())
         .layer(middleware::from_fn_with_state(api.clone(), observe))
         .with_state(api.clone())
 }
 
-/// What every request passes: it gets its id, is counted, and is measured to the last byte of the answer.
+/// Outer middleware: assigns an id, counts the request, and measures it to the last byte of the answer.
 async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let meta = request_meta(&api, request.headers());
     let id = HeaderValue::from_str(&meta.id).ok();
@@ -97,7 +97,7 @@ async fn observe(State(api): State<Api>, mut request: Request, next: Next) -> Re
     held_by_body(response, |status| measured.answered(status))
 }
 
-/// What every request passes then: it names us, comes from no page of a foreign site, and has a key where keys are needed.
+/// Guard: the request names this host, comes from no page of a foreign site, and has a key where keys are needed.
 async fn guard(State(api): State<Api>, request: Request, next: Next) -> Response {
     let reach = request
         .extensions()
@@ -147,7 +147,8 @@ async fn for_client(
             let unknown = fault.status() == StatusCode::UNAUTHORIZED;
             let mut response = in_shape_of(request.uri(), fault);
             if unknown {
-                // a browser asks the user for the key, as a password; the page's own requests must not ask again and again
+                // a browser asks the user for the key, as a password; requests of the page itself must not ask
+                // repeatedly
                 let scheme = match request.uri().path() {
                     "/" => "Basic realm=\"cotenant: any name, an API key as password\"",
                     _ => "Bearer",
@@ -162,7 +163,7 @@ async fn for_client(
     }
 }
 
-/// What is sent to us: its body is read before the request takes a place, which a slow one would keep from others.
+/// Receives the body before the request takes a place, which a slow one would keep from others.
 async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let kind = Kind::of(request.uri().path());
     let client = request
@@ -185,7 +186,7 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
             _ => (api.request_memory(), limits.json_max),
         };
         let hold = |bytes| memory.hold(pool, "read the request", bytes);
-        // what only looks takes no place
+        // read-only requests take no place
         let looks = parts.uri.path() == SHOW;
         let read = match if looks { Ok(()) } else { api.has_place(kind) } {
             Ok(()) => read_body(&parts.headers, body, api.body_limits(max), hold).await,
@@ -205,7 +206,7 @@ async fn receive(State(api): State<Api>, mut request: Request, next: Next) -> Re
     held_by_body(next.run(request).await, |_status| memory)
 }
 
-/// What work passes besides: only so much of it at once, and none that a foreign page makes a browser send.
+/// Admission of work: a bounded number at once, and none that a foreign page makes a browser send.
 async fn admit(State(api): State<Api>, mut request: Request, next: Next) -> Response {
     let is_foreign = request
         .headers()
@@ -281,7 +282,7 @@ async fn unknown_route(method: Method, uri: Uri) -> Response {
     )
 }
 
-/// What there is instead of an endpoint that there is not.
+/// Endpoints to suggest instead of an unknown one.
 fn served(path: &str) -> &'static str {
     if path.contains("embed") || path.contains("rerank") {
         "there are no embeddings here; the model answers at /v1/chat/completions and /api/chat"
@@ -338,7 +339,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
     }
 }
 
-/// Measures one request; what it saw is entered when it is dropped, so that a client that goes away is measured too.
+/// Measurement of one request; recorded on drop, so that a client that disconnects is measured too.
 struct Measured {
     api: Api,
     route: String,
@@ -403,7 +404,7 @@ impl<H: Unpin> HttpBody for HoldingBody<H> {
     }
 }
 
-/// What is sent to us and is no work.
+/// A POST endpoint that only reads.
 const SHOW: &str = "/api/show";
 const REQUEST_ID: HeaderName = HeaderName::from_static("x-request-id");
 /// The client's own limit between two bytes, in seconds; sent by OpenAI's SDKs.

@@ -1,4 +1,4 @@
-//! Sampling fields of requests, and the defaults of the APIs that have them.
+//! Sampling fields of requests, and the defaults of each API.
 
 use super::{
     backend::{ChatSampling, SamplingWish},
@@ -19,9 +19,9 @@ pub(super) struct SamplingFields {
     pub(super) seed: Option<Whole>,
 }
 
-/// How an API writes the fields, and what it takes for those that are absent.
+/// Spelling of the fields in an API, and its defaults.
 pub(super) struct SamplingDialect {
-    /// What goes before the name of a field.
+    /// Prefix of field names.
     prefix: &'static str,
     /// The highest temperature.
     temperature_max: f64,
@@ -52,7 +52,7 @@ impl SamplingDialect {
         ..Self::OPENAI
     };
 
-    /// Ollama's: `DefaultOptions` in its `api/types.go`, as of August 2026.
+    /// Ollama's: `DefaultOptions` in its `api/types.go`, August 2026.
     pub(super) const OLLAMA: Self = Self {
         prefix: "options.",
         temperature_max: 2.0,
@@ -64,7 +64,8 @@ impl SamplingDialect {
         },
     };
 
-    /// What the fields say, and the defaults for the rest. A request without a seed gets one, so that an answer can be repeated.
+    /// The parsed fields, with defaults for the rest. A request without a seed gets one, so that an answer can be
+    /// repeated.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
@@ -75,7 +76,7 @@ impl SamplingDialect {
         let asked = SamplingWish {
             temperature: ranged("temperature", fields.temperature, 0.0, self.temperature_max)?,
             top_p: ranged("top_p", fields.top_p, 0.0, 1.0)?,
-            // 0, -1 and what is above all vocabularies are "all"
+            // 0, -1 and values above all vocabularies mean "all"
             top_k: fields.top_k.map(|top_k| top_k.to().unwrap_or(0)),
             min_p: ranged("min_p", fields.min_p, 0.0, 1.0)?,
             frequency_penalty: ranged("frequency_penalty", fields.frequency_penalty, -2.0, 2.0)?,

@@ -30,13 +30,13 @@ use super::{
 
 /// A listener for clients: TCP or Unix.
 pub trait ClientListener: Listener {
-    /// Who can reach it.
+    /// Reachability of the address.
     fn reach(&self) -> Reach;
 
     /// The connection with its options set.
     fn prepared(io: Self::Io) -> Self::Io;
 
-    /// The address of a client, where it has one of its own.
+    /// The IP address of a client, if it has one.
     fn address(client: &Self::Addr) -> Option<IpAddr>;
 }
 
@@ -77,8 +77,8 @@ impl ClientListener for UnixListener {
 
 /// Serves the APIs on a TCP or Unix listener until `shutdown` is cancelled.
 ///
-/// Then nothing new is accepted; requests in flight may go on for [`Limits::drain_timeout`] and are dropped after it,
-/// which cancels them. Dropping the future drops all connections at once.
+/// Then no new request is accepted; requests in flight may continue for [`Limits::drain_timeout`] and are dropped after
+/// it, which cancels them. Dropping the future drops all connections at once.
 pub async fn serve<L: ClientListener>(mut listener: L, api: Api, shutdown: CancellationToken) {
     let mut connections = JoinSet::new();
     let (sessions, _ended_with_this) = Sessions::new(&shutdown);

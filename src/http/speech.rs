@@ -1,7 +1,7 @@
-//! `POST /v1/audio/speech`: speech from text, as it is synthesised.
+//! Handler of `POST /v1/audio/speech`: speech from text, streamed while it is synthesised.
 //!
-//! `pcm` is 24 kHz mono S16LE, whatever the voice's own rate is, because clients read it without asking; it, `mp3`, `flac` and
-//! `opus` are sent as they are synthesised. There is no encoder for `aac`: a WAV file says so by its content type.
+//! `pcm` is 24 kHz mono S16LE at any rate of the voice, because clients assume it; `pcm`, `mp3`, `flac` and `opus` are
+//! streamed. There is no encoder for `aac`: a WAV file is sent under its own content type.
 
 use std::{future, io};
 
@@ -123,7 +123,7 @@ struct WireRequest {
     stream_format: Option<String>,
 }
 
-/// What is sent.
+/// Format of the audio sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Format {
     Pcm,
@@ -132,7 +132,7 @@ enum Format {
 }
 
 impl Format {
-    /// The format that is asked for, or what is sent instead of it, by its name.
+    /// The requested format, or its substitute with its name.
     fn parse(name: Option<&str>) -> Result<(Self, Option<&'static str>), Fault> {
         Ok(match name {
             None | Some("mp3") => (Self::Encoded(Encoding::Mp3), None),
@@ -223,7 +223,7 @@ fn converted<C: Send + 'static, O: Send + 'static>(
     converted.filter(is_something).boxed()
 }
 
-/// Whether a piece is an error or has something in it.
+/// Whether a piece is an error or non-empty.
 fn is_something<O>(piece: &Result<Vec<O>, Refusal>) -> future::Ready<bool> {
     future::ready(!piece.as_ref().is_ok_and(Vec::is_empty))
 }
@@ -273,8 +273,8 @@ fn checked_text(text: String, limits: &Limits) -> Result<String, Fault> {
     Ok(text)
 }
 
-/// The voice that a client means: by name or alias one of the configuration, or else one that the worker may announce. The
-/// first, which is the default, when it names none, or one that there is not: clients of other servers name voices of those.
+/// The voice for a request: one of the configuration by name or alias, or one that the worker may announce. Without a
+/// name, or with an unknown one, the first, which is the default: clients of other servers send names of those.
 pub(super) fn voice_named(wanted: Option<&Value>, voices: &[Voice]) -> Result<VoiceWish, Fault> {
     let default = voices.first().map(|voice| voice.name.clone());
     let wanted = match wanted {
@@ -320,7 +320,7 @@ fn unusable(error: &dyn std::error::Error) -> Refusal {
     worker_lost("tts", reason)
 }
 
-/// Bytes as they come. When synthesis fails in the middle, the connection breaks, which is the only way to say so.
+/// Streams the bytes. If synthesis fails midway, the connection is aborted: there is no other way to signal it.
 fn as_body(kind: &'static str, bytes: Encoded) -> Response {
     let bytes = bytes.map(|bytes| bytes.map_err(io::Error::other));
     (
@@ -360,8 +360,8 @@ async fn as_wav(mut pieces: Pieces, limits: &Limits) -> Result<Response, Fault> 
         .into_response())
 }
 
-/// Base64 of the bytes, as events. When synthesis fails in the middle, an event says why, and the connection breaks: clients
-/// ignore events that they do not know, and would take what came for all of it.
+/// Base64 of the bytes, as events. If synthesis fails midway, an event states the cause and the connection is aborted:
+/// clients ignore unknown events and would take the part for the whole.
 fn as_events(bytes: Encoded, meta: &RequestMeta, limits: &Limits) -> Response {
     let delta = |bytes: &[u8]| json!({"type": "speech.audio.delta", "audio": BASE64.encode(bytes)});
     let done = json!({
@@ -386,7 +386,7 @@ const ENCODED_AT_ONCE: usize = 2400;
 const ACT: &str = "synthesise speech";
 /// The voice that speaks.
 const VOICE: HeaderName = HeaderName::from_static("x-cotenant-voice");
-/// Which format was sent instead of the one that was asked for.
+/// Header with the format that was sent instead of the requested one.
 const SENT_FORMAT: HeaderName = HeaderName::from_static("x-cotenant-format");
 /// OpenAI's own limits.
 pub(super) const SPEED_MIN: f64 = 0.25;

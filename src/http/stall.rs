@@ -14,11 +14,9 @@ use tokio::{
 
 /// Wraps a connection.
 ///
-/// - A write that makes no progress for `stall` fails with `TimedOut`, which drops the answer and, with it, whatever
-///   generates it.
-/// - Closing *lingers*: it sends our end first, then reads and forgets what the client still sends, for a short time.
-///   A socket closed with unread bytes makes the kernel send a reset, and the client would see that instead of our
-///   413 or 431.
+/// - A write without progress for `stall` fails with `TimedOut`, which drops the answer and cancels its generation.
+/// - Closing *lingers*: our end is sent first, then client data is read and discarded for a short time. A socket closed
+///   with unread bytes makes the kernel send a reset, which the client would see instead of our 413 or 431.
 pub(super) struct StallGuard<T> {
     io: T,
     stall: Duration,

@@ -27,7 +27,7 @@ use cotenant_policy::{
 pub(super) async fn models(State(api): State<Api>) -> Json<Value> {
     let models = api.backends().status.models();
     let models: Vec<Value> = models.iter().flat_map(named_json).collect();
-    // the last three are what Anthropic's clients turn pages by
+    // the last three are Anthropic's pagination
     let (first, last) = (models.first(), models.last());
     let id = |model: Option<&Value>| model.and_then(|model| model.get("id")).cloned();
     Json(json!({
@@ -70,8 +70,8 @@ fn model_json(model: &ModelInfo, name: &str) -> Value {
     })
 }
 
-/// `GET /health`: 200 when a request would be taken, 503 while it would not: pressure alone never makes it fail.
-/// `GET /health?live`: 200 as long as the program answers, for what restarts it otherwise.
+/// `GET /health`: 200 when a request would be accepted, otherwise 503; pressure alone never makes it fail. `GET
+/// /health?live`: 200 as long as the program responds, for supervisors that restart it.
 pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
     let asked = query.as_deref().unwrap_or_default();
     if asked
@@ -116,7 +116,7 @@ fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, 
     }
 }
 
-/// `GET /running`, as llama-swap has it: what runs, and in which state.
+/// `GET /running`, in llama-swap's form: running models and their state.
 pub(super) async fn running(State(api): State<Api>) -> Json<Value> {
     Json(
         json!({"running": running_of(&api.backends().status.snapshot(), &api.backends().status.models())}),
@@ -153,8 +153,8 @@ fn running_of(snapshot: &Snapshot, models: &[ModelInfo]) -> Vec<Value> {
     running
 }
 
-/// Whether `Accept` weighs OpenMetrics at least as much as the older text. Only its own name counts for it: a client that
-/// takes anything may know the older one alone.
+/// Whether `Accept` weighs OpenMetrics at least as much as the older text. Wildcards do not count: such a client may
+/// know only the older format.
 fn prefers_openmetrics<'a>(accept: impl Iterator<Item = &'a [u8]>) -> bool {
     let (mut open, mut plain) = (0.0f64, 0.0f64);
     for header in accept {
@@ -197,8 +197,8 @@ pub(super) async fn metrics(State(api): State<Api>, headers: HeaderMap) -> Respo
         .into_response()
 }
 
-/// OpenMetrics as Prometheus's text format 0.0.4: counters are described by the name of their samples, there are no units,
-/// no infos and no end.
+/// OpenMetrics converted to Prometheus's text format 0.0.4: counters are described by the name of their samples,
+/// without units, infos and end.
 fn in_prometheus_text(metrics: &str) -> String {
     let kind_of = |name: &str| {
         let mut types = metrics
@@ -263,7 +263,7 @@ const PAGE_MAY_DO: &str = "default-src 'none'; script-src 'sha256-uCKGIEjmHTPHnb
                            connect-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'; \
                            require-trusted-types-for 'script'; trusted-types 'none'";
 
-/// What scrapers without OpenMetrics read, and people.
+/// Content type for people and for scrapers without OpenMetrics.
 const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
 
 /// The format that `prometheus-client` writes.

@@ -1,4 +1,4 @@
-//! Streams of server-sent events: opened in time, kept alive, broken off.
+//! Streams of server-sent events: opened in time, kept alive, aborted on failure.
 
 use std::{borrow::Borrow, convert::Infallible, io, time::Duration};
 
@@ -25,21 +25,21 @@ use super::{
 };
 use cotenant_conversation::refusal::Refusal;
 
-/// How long a stream waits for its admission before it is opened: half of what the client waits for the first byte.
+/// Time that a stream waits for its admission before it is opened: half of the client's patience for the first byte.
 pub(super) fn admission_patience(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.admission_timeout, |patience| {
         limits.admission_timeout.min(patience / 2)
     })
 }
 
-/// How long a request waits for memory that is short now, so that it is refused by a status code and while its client waits.
+/// Time that a request waits out a shortage, so that its refusal is a status code and arrives while the client waits.
 pub(super) fn held_for_memory(api: &Api, meta: &RequestMeta) -> Duration {
     api.limits()
         .memory_patience
         .min(admission_patience(meta, api.limits()))
 }
 
-/// What one event, or one line, of a stream carries.
+/// Payload of one event, or of one line, of a stream.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Payload {
     /// The event's name, for APIs that name them.
@@ -106,7 +106,7 @@ where
 {
     let events = payloads.then(|payload| async {
         if payload.is_err() {
-            // What came before is sent first: a connection that breaks takes along what waits to be written.
+            // Let earlier data be sent first: aborting the connection discards unsent data.
             tokio::task::yield_now().await;
         }
         payload.map(|payload| {
@@ -120,14 +120,14 @@ where
         .interval(silence(meta, limits))
         .text("keepalive");
     (
-        // tells nginx and its like not to collect the stream
+        // tells nginx and similar proxies not to buffer the stream
         [(NO_BUFFERING, HeaderValue::from_static("no"))],
         Sse::new(events).keep_alive(keepalive),
     )
         .into_response()
 }
 
-/// Silence after which a stream gets a comment: sooner for a client that says it waits less than three times as long.
+/// Silence after which a stream gets a comment: sooner for a client whose timeout is below three times as long.
 pub(super) fn silence(meta: &RequestMeta, limits: &Limits) -> Duration {
     meta.patience.map_or(limits.keepalive, |patience| {
         limits.keepalive.min((patience / 3).max(SILENCE_MIN))
@@ -153,7 +153,7 @@ pub(super) fn ignored_header(ignored: &[impl Borrow<str>]) -> HeaderMap {
     headers
 }
 
-/// The last event of a stream that fails, and what breaks its connection off.
+/// The last event of a failed stream, and the error that aborts its connection.
 pub(super) fn broken_off(refusal: Refusal) -> [io::Result<Payload>; 2] {
     let error = Fault::from(refusal.clone()).to_json();
     let error = merged(error, json!({"type": "error"}));

@@ -1,4 +1,4 @@
-//! `POST /tokenize` and `POST /detokenize`, as llama.cpp's server has them.
+//! Handlers of `POST /tokenize` and `POST /detokenize`, in the form of llama.cpp's server.
 
 use std::{fmt::Write as _, sync::Arc};
 
@@ -26,7 +26,7 @@ struct WireTokenize {
     content: String,
     #[serde(default)]
     add_special: bool,
-    /// Whether control tokens written in the text are recognised: on by default there.
+    /// Whether control tokens written in the text are recognised; llama.cpp's default is yes.
     parse_special: Option<bool>,
     #[serde(default)]
     with_pieces: bool,
@@ -54,7 +54,7 @@ pub(super) async fn tokenize(State(api): State<Api>, request: Request) -> Result
         let pieces = backend.pieces(tokens.clone()).await?;
         for (index, (token, piece)) in tokens.iter().zip(&pieces).enumerate() {
             let comma = if index == 0 { "" } else { "," };
-            // what is no text by itself is given as bytes
+            // a piece that is not valid text is given as bytes
             let piece =
                 std::str::from_utf8(piece).map_or_else(|_| json!(piece), |text| json!(text));
             let _infallible = write!(json, "{comma}{{\"id\":{token},\"piece\":{piece}}}");
@@ -108,7 +108,7 @@ pub(super) async fn detokenize(
     Ok(Json(json!({"content": String::from_utf8_lossy(&bytes)})))
 }
 
-/// What reads and counts tokens.
+/// The tokenizer of the model.
 ///
 /// # Errors
 /// 404 when there is no model.

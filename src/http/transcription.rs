@@ -1,4 +1,4 @@
-//! `POST /v1/audio/transcriptions`: text from an audio file.
+//! Handler of `POST /v1/audio/transcriptions`: text from an audio file.
 
 use std::{collections::VecDeque, io, sync::Arc, time::Duration};
 
@@ -52,7 +52,7 @@ pub(super) async fn transcriptions(
     let duration = audio.duration();
     let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
     let work = if audio.samples.is_empty() {
-        // nothing was said, and no recogniser is needed
+        // silence needs no recogniser
         async { Ok(Transcript::default()) }.boxed()
     } else {
         let request = TranscribeRequest {
@@ -145,7 +145,7 @@ pub(super) async fn translations() -> Fault {
     )
 }
 
-/// Sends the text as events, in the pieces in which the recogniser tells it; the stream is kept alive while it works.
+/// Sends the text as events, in the recogniser's pieces; the stream is kept alive meanwhile.
 async fn streamed(
     api: &Api,
     meta: &RequestMeta,
@@ -179,7 +179,7 @@ async fn streamed(
     Ok(sse(payloads, meta, limits))
 }
 
-/// What is reported of speech that is being recognised.
+/// Progress of a recognition.
 pub(super) enum Recognised {
     Piece(String),
     Whole(String),
@@ -190,13 +190,13 @@ pub(super) enum Recognised {
 pub(super) struct Hearing {
     work: Option<BoxFuture<'static, Result<Transcript, Refusal>>>,
     pieces: mpsc::Receiver<String>,
-    /// Whether any of it was reported.
+    /// Whether any text was reported.
     heard: bool,
     ready: VecDeque<Recognised>,
 }
 
 impl Hearing {
-    /// What `work` recognises, and tells in pieces before it ends.
+    /// The events of `work`, with the pieces it reports before it ends.
     pub(super) fn of(
         work: BoxFuture<'static, Result<Transcript, Refusal>>,
         pieces: mpsc::Receiver<String>,
@@ -370,8 +370,8 @@ impl Format {
     }
 }
 
-/// One segment for the whole. What the recogniser does not tell is 0, or empty, since clients read all of OpenAI's fields unasked,
-/// and some refuse a segment that lacks one.
+/// One segment for the whole. Values that the recogniser does not provide are 0 or empty, since clients read all of
+/// OpenAI's fields, and some refuse a segment that lacks one.
 fn verbose(transcript: &Transcript, duration: Duration) -> Value {
     let seconds = duration.as_secs_f64();
     let segments: Vec<Value> = (!transcript.text.is_empty())
@@ -407,7 +407,7 @@ fn subtitles(text: &str, duration: Duration, point: char, number: &str) -> Strin
     format!("{number}00:00:00{point}000 --> {end}\n{text}\n\n")
 }
 
-/// The English name, which is what `verbose_json` has, of an ISO 639-1 code; the code itself when it is not known.
+/// The English name of an ISO 639-1 code, as used by `verbose_json`; the code itself if it is unknown.
 fn language_name(code: &str) -> &str {
     let primary = code.split(['-', '_']).next().unwrap_or(code);
     LANGUAGES

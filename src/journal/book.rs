@@ -1,9 +1,9 @@
-//! Leases and numbers on disk for the next run.
+//! Leases and sequence numbers on disk for the next run.
 //!
-//! It is written before any client learns what is in it, so it cannot wait for a thread as the journal does. Two places
-//! in one file are written in turn, each with its length and a checksum: a write that a kill has cut short leaves the
-//! one before it. What the kernel has taken survives the process; a machine that goes down takes the workers and
-//! tenants with it, so nothing is forced to the disk.
+//! They are written before a client learns of them, and so cannot wait for a thread as the journal does. Two slots in
+//! one file are written in turn, each with its length and a checksum: a write that a kill cuts short leaves the
+//! previous one intact. Data accepted by the kernel survives the process; if the machine goes down, workers and tenants
+//! end with it, so nothing is forced to disk.
 
 use std::{
     fs::{File, OpenOptions},
@@ -20,19 +20,19 @@ use cotenant_policy::book::Book;
 /// The contents of the file.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SavedBook {
-    /// Runs of the supervisor whose leases go on in this book: the one that wrote it, then those before it.
+    /// Runs of the supervisor whose leases continue here: the writing one, then those before it.
     pub boot_ids: Vec<String>,
     /// The kernel's own name for the time since it booted.
     pub kernel_boot_id: String,
     /// Time since the kernel booted when it was written, in clock ticks of `/proc/PID/stat`.
     pub written_at_ticks: u64,
-    /// Whether the run ended in order, and its workers with it.
+    /// Whether the run ended in order, together with its workers.
     pub closed: bool,
     /// The book.
     pub book: Book,
 }
 
-/// What a run finds of the one before it.
+/// State found of the previous run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum FoundBook {
     /// There was no run before it.
@@ -64,7 +64,8 @@ pub struct BookError {
 }
 
 impl BookFile {
-    /// Opens the file, and reads what an earlier run has left. A file without a whole book makes room for a new one.
+    /// Opens the file, and reads the state of an earlier run. A file without a complete record is set aside for a new
+    /// one.
     ///
     /// # Errors
     /// When the file cannot be opened, read or renamed.

@@ -1,8 +1,8 @@
 //! Parser of a journal line.
 //!
-//! What a line says is of the kind that stands before it, as it is always written: it is read as that at once. What
-//! derives from a flattened, tagged value would first be kept whole as a value of any form, for each of the half a
-//! million lines of a day.
+//! The kind of a line precedes its body, as it is always written, so the body is parsed directly as that kind. Serde's
+//! derive for a flattened, tagged value would first buffer it as a value of any form, for each of the half a million
+//! lines of a day.
 
 use std::fmt;
 
@@ -29,7 +29,7 @@ pub struct JournalEntry {
     pub at: Timestamp,
     /// The same by the wall clock, µs since 1970.
     pub unix_us: u64,
-    /// What it says.
+    /// Content of the line.
     #[serde(flatten)]
     pub content: Content,
 }

@@ -1,9 +1,8 @@
 //! Events, decisions and actions as records: written, read and replayed.
 //!
-//! A journal is a file of JSON lines. The first line of a run has the settings that policy was started with; after it
-//! come the events in the order in which the arbiter took them, each followed by the actions that it returned. That is
-//! all that a decision depends on, so that [`replay()`] gives the same decisions, and a report from the field becomes a
-//! test by copying one file.
+//! A journal is a file of JSON lines. The first line of a run has the settings of policy; then follow the events in the
+//! order in which the arbiter handled them, each with the actions that it returned. A decision depends on nothing else,
+//! so [`replay()`] gives the same decisions, and a report from the field becomes a test by copying one file.
 //!
 //! ```text
 //! {"sequence":1,"boot_id":"3f2c…","at":0,"unix_us":1790000000000000,"kind":"start","body":{"version":"0.1.0","params":{…}}}
@@ -11,16 +10,16 @@
 //! {"sequence":3,"boot_id":"3f2c…","at":1042,"unix_us":…,"kind":"action","body":{"action":"sample_after",…}}
 //! ```
 //!
-//! A checkpoint is the whole state of the arbiter between two events. One stands at the head of every file that follows
-//! another one, and after every gap, so that a file that was put aside can be replayed alone. An old reader counts such
-//! a line as damaged; a new reader of an old journal misses nothing but the resumption.
+//! A checkpoint is the whole state of the arbiter between two events. One is written at the head of every file that
+//! follows another one, and after every gap, so that a rotated file can be replayed alone. An old reader counts such a
+//! line as damaged; a new reader of an old journal lacks only this resumption.
 //!
-//! A decision is written as an enum with its figures, `{"action":"decided","decision":{"worker":{"starting":{…}}}}`, and
-//! made a sentence where it is read; so are reasons, answers and denials. A reader of an older version counts a line with
-//! a decision or reason that it has no enum for as damaged.
+//! A decision is written as an enum with its figures, `{"action":"decided","decision":{"worker":{"starting":{…}}}}`,
+//! and rendered as a sentence by the reader; so are reasons, answers and denials. An older reader counts a line with an
+//! unknown decision or reason as damaged.
 //!
-//! Old readers refuse events that they do not know, since they cannot replay them; new readers take old lines as long as
-//! no field that they need is missing.
+//! Old readers refuse unknown events, since they cannot replay them; new readers accept old lines unless a required
+//! field is missing.
 
 mod book;
 mod entry;

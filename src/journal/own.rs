@@ -7,11 +7,11 @@ use std::{
     path::Path,
 };
 
-/// Opens a plain file of this user or root. A symbolic link is refused: in a folder that others may write to it would
-/// lead our writing into a file of theirs, or of ours.
+/// Opens a plain file of this user or root. A symbolic link is refused: in a folder that others may write to, it would
+/// redirect our writes into another file.
 ///
 /// # Errors
-/// When it is something else, belongs to another user, or cannot be opened.
+/// When it is another kind of file, belongs to another user, or cannot be opened.
 pub fn open_own(path: &Path, options: &mut OpenOptions) -> io::Result<File> {
     // Without waiting for the other end of a FIFO.
     let file = options

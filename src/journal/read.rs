@@ -16,7 +16,7 @@ pub struct Contents {
     pub entries: Vec<JournalEntry>,
     /// Numbers of the lines that could not be read, from 1.
     pub damaged: Vec<u64>,
-    /// Whether the last line has no end, as after a crash; it is not among the damaged ones.
+    /// Whether the last line is incomplete, as after a crash; it does not count as damaged.
     pub torn: bool,
 }
 
@@ -39,7 +39,7 @@ pub enum ReadError {
         path: PathBuf,
         /// Lines in the file.
         lines: u64,
-        /// What is wrong with the first.
+        /// Fault of the first damaged line.
         #[source]
         source: serde_json::Error,
     },
@@ -101,7 +101,7 @@ pub fn read(path: &Path) -> Result<Contents, ReadError> {
     }
 }
 
-/// What stands in some lines.
+/// Parsed lines, with the damaged ones counted.
 #[derive(Default)]
 struct Lines {
     lines: u64,

@@ -1,4 +1,4 @@
-//! The arbiter, rebuilt along the lines of a journal.
+//! The arbiter, rebuilt from the lines of a journal.
 
 use super::{Content, JournalEntry};
 use cotenant_policy::{arbiter::Arbiter, event::Event};
@@ -12,7 +12,7 @@ pub struct Rebuilt {
 }
 
 impl Rebuilt {
-    /// Takes the next line. Where it is an event and there is an arbiter to handle it, both; the caller has it handled.
+    /// Takes the next line. For an event with an arbiter to handle it, returns both; the caller handles the event.
     pub fn at<'a>(&mut self, entry: &'a JournalEntry) -> Option<(&mut Arbiter, &'a Event)> {
         if entry.sequence != self.last + 1 || entry.boot_id != self.boot_id {
             self.arbiter = None;

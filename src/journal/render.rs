@@ -407,7 +407,7 @@ fn counted<N: Copy + Display + PartialEq + From<u8>>(count: N, noun: &str) -> St
     format!("{count} {noun}{end}")
 }
 
-/// What the kernel shows to be back, and what had only been reserved, for which it had nothing to take back.
+/// The memory that the kernel has back, and the part that was only reserved and had never been touched.
 fn given_back(freed: Bytes, reserved: Bytes) -> String {
     match (freed, reserved) {
         (Bytes::ZERO, Bytes::ZERO) => String::new(),

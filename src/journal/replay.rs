@@ -32,14 +32,14 @@ pub struct Run {
 pub enum Outcome {
     /// Every decision was the same.
     Same,
-    /// A decision was another one; what comes after it is not compared.
+    /// A decision differs; the rest is not compared.
     Differs(Box<Difference>),
     /// Every decision was the same, and the state at a checkpoint is not.
     StateDiffers {
         /// The line of the checkpoint.
         sequence: u64,
     },
-    /// Up to here every decision was the same; then the journal has a gap, and no checkpoint behind it.
+    /// Every decision up to here was the same; then the journal has a gap, and no checkpoint after it.
     Gap {
         /// The line after the gap.
         sequence: u64,
@@ -76,8 +76,9 @@ pub struct Difference {
 
 /// Feeds the events of each run through an arbiter and compares its actions with those of the journal.
 ///
-/// A run begins with its start or, where that is missing, with its first checkpoint; behind a gap it goes on from the
-/// next one. The last event's actions may be missing from its end, since a supervisor may die between writing two lines.
+/// A run begins with its start or, if that is missing, with its first checkpoint; after a gap it resumes at the next
+/// checkpoint. The last event's actions may be missing at its end, since a supervisor may die between writing two
+/// lines.
 #[must_use]
 pub fn replay(entries: &[JournalEntry]) -> Vec<Run> {
     entries
@@ -112,7 +113,8 @@ impl Run {
             sequence: first.sequence,
         };
         let mut arbiter = None;
-        // Whether a checkpoint is taken for what it says: right at the start, where a state may have been restored.
+        // Whether a checkpoint is accepted without comparison: right at the start, where a state may have been
+        // restored.
         let mut fresh = false;
         let mut last = first.sequence.saturating_sub(1);
         while let Some((entry, after)) = rest.split_first() {
@@ -218,7 +220,7 @@ impl Run {
     }
 }
 
-/// The arbiter to go on with from a line that has a whole state.
+/// The arbiter to continue with, from a line with a whole state.
 fn begin(entry: &JournalEntry) -> Result<Option<Arbiter>, Outcome> {
     begun(&entry.content)
         .transpose()

@@ -14,24 +14,24 @@ use cotenant_units::{Bytes, Timestamp};
 /// The story of one decision.
 #[derive(Clone, Debug)]
 pub struct Why {
-    /// The line that was asked for.
+    /// The requested line.
     pub asked: JournalEntry,
     /// The event that led to it; the same line, if that is an event.
     pub event: JournalEntry,
-    /// What the arbiter knew before it; `None` where the journal has no state to go on from.
+    /// State of the arbiter before it; `None` if the journal has no earlier state.
     pub before: Option<Box<Snapshot>>,
-    /// What the arbiter knew after it.
+    /// State of the arbiter after it.
     pub after: Option<Box<Snapshot>>,
     /// Everything that the event led to, in order.
     pub actions: Vec<Chosen>,
 }
 
-/// One thing that was decided, and what came of it.
+/// One decision, and its outcome.
 #[derive(Clone, Debug)]
 pub struct Chosen {
     /// Its line.
     pub entry: JournalEntry,
-    /// Bytes that it is to give back, or to take, where it is about bytes.
+    /// Bytes that it should release, or take, if it is about bytes.
     pub promised: Option<Bytes>,
     /// By when.
     pub deadline: Option<Timestamp>,
@@ -246,7 +246,7 @@ fn chosen(entry: &JournalEntry, before: Option<&Snapshot>, later: &[JournalEntry
     chosen
 }
 
-/// The lease that was measured at its target, and what was credited.
+/// The lease that was measured at its target, and the credited bytes.
 const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
     match action {
         Action::Decided {
@@ -256,7 +256,7 @@ const fn reduced(action: &Action) -> Option<(LeaseId, Bytes)> {
     }
 }
 
-/// What the engine gives back, or takes, on its way from what it was asked for last to `plan`.
+/// Bytes that the engine releases, or takes, between its last requested plan and `plan`.
 fn difference(before: &Snapshot, plan: &EnginePlan) -> Option<Bytes> {
     let shape = before.engine.shape.as_ref()?;
     let goal = before
@@ -307,7 +307,7 @@ mod tests {
         pressure::{MemoryReading, Sample},
     };
 
-    /// A run in which a small request asks memory back from a large holder, who answers.
+    /// A run in which a small request reclaims memory from a large holder, which answers.
     fn lines() -> Vec<JournalEntry> {
         let params = Params::for_budget(Bytes::from_mib(1000), Bytes::ZERO, Scope::Session);
         let mut arbiter = Arbiter::new(params.clone()).unwrap();

@@ -1,4 +1,4 @@
-//! Journal writer on a thread of its own.
+//! Journal writer with its own thread.
 
 use std::{
     fs::{File, OpenOptions},
@@ -72,7 +72,7 @@ pub struct Journal {
     /// Lines dropped since the last one that was taken.
     missing: u64,
     lost: Arc<Lost>,
-    /// Whether a checkpoint should come before the next event.
+    /// Whether a checkpoint should precede the next event.
     wants_checkpoint: Arc<AtomicBool>,
 }
 
@@ -84,8 +84,8 @@ struct Lost {
 }
 
 impl Journal {
-    /// Opens the journal of run `boot_id`, behind what earlier runs have written. `observer` sees each line with its
-    /// entry, on the writer's thread, whether or not the disk takes it.
+    /// Opens the journal of run `boot_id`, appending to earlier runs. `observer` sees each line with its entry, on the
+    /// writer's thread, whether or not the disk accepts it.
     ///
     /// # Errors
     ///
@@ -133,8 +133,8 @@ impl Journal {
         })
     }
 
-    /// Whether a checkpoint should be recorded before the next event: the file is nearly full, or lines are missing, and
-    /// what follows could not be replayed otherwise. Recording one takes the wish back.
+    /// Whether a checkpoint should be recorded before the next event: the file is nearly full, or lines are missing and
+    /// later ones could not be replayed. Recording one resets this.
     #[must_use]
     pub fn wants_checkpoint(&self) -> bool {
         self.wants_checkpoint.load(Ordering::Relaxed)
@@ -205,7 +205,7 @@ impl Journal {
 }
 
 impl Drop for Journal {
-    /// Writes what waits.
+    /// Writes the queued lines.
     fn drop(&mut self) {
         self.queue = None;
         if let Some(writer) = self.writer.take()
@@ -216,8 +216,8 @@ impl Drop for Journal {
     }
 }
 
-/// Between two looks of the writer (our choice): the queue holds what a loop that does nothing else writes in a
-/// hundred times this.
+/// Pause between two polls of the writer (our choice): the queue holds a hundred times the output of a loop that only
+/// writes.
 const REST: Duration = Duration::from_millis(1);
 
 struct Writer<F> {
@@ -236,7 +236,7 @@ const LOSS_LOGGED_EVERY: Duration = Duration::from_secs(60);
 impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
     fn run(mut self) {
         while let Ok(mut entry) = self.lines.recv() {
-            // Flushed when there is a pause, so that a busy loop costs few system calls and a reader sees whole lines soon.
+            // Flushed at a pause, so that a busy loop costs few system calls and a reader sees whole lines soon.
             loop {
                 self.write(&entry);
                 match self.lines.try_recv() {
@@ -246,7 +246,8 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
             }
             let flushed = self.file.as_mut().map_or(Ok(()), Rotating::flush);
             self.judge(&flushed);
-            // What comes meanwhile is taken together: waking this thread for each line costs the loop more than the line.
+            // Lines that arrive meanwhile are taken together: waking this thread for each line costs the loop more than
+            // the line.
             std::thread::sleep(REST);
         }
     }
@@ -290,8 +291,8 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
         }
     }
 
-    /// Whether a loss is logged, and not only counted: a full disk takes a short line now and then, and is not helped by a
-    /// full log.
+    /// Whether a loss is logged in addition to being counted: a full disk accepts a short line now and then, and a full
+    /// log does not help.
     fn is_to_be_logged(&mut self) -> bool {
         let is_due = self
             .loss_logged
@@ -312,7 +313,7 @@ struct Rotating {
     kept: u32,
     /// Length of the checkpoint at the head, if there is one.
     head: u64,
-    /// Whether the last line may have no end.
+    /// Whether the last line may be incomplete.
     torn: bool,
 }
 
@@ -330,8 +331,8 @@ impl Rotating {
         })
     }
 
-    /// Whether it is time for a checkpoint, which then begins the next file. What still comes before it has an eighth of
-    /// the file to go into; if that is not enough, the next file begins without one, and has it a little later.
+    /// Whether a checkpoint is due, which begins the next file. Lines before it have an eighth of the file; if that is
+    /// not enough, the next file begins without one and gets it a little later.
     const fn is_nearly_full(&self) -> bool {
         self.length > self.length_max / 8 * 7 && self.length > self.head.saturating_mul(2)
     }

@@ -1,6 +1,6 @@
 //! Reclaimable part of ZFS's cache (ARC).
 //!
-//! `MemAvailable` does not count it, although ZFS gives it back under pressure as the page cache is given back.
+//! `MemAvailable` does not count it, although ZFS releases it under pressure like the page cache.
 
 use super::{
     ProbeRoot,
@@ -17,13 +17,13 @@ impl ArcStats {
         Self(Source::open_optional(root.proc("spl/kstat/zfs/arcstats")))
     }
 
-    /// What ZFS can give back now; `None` without ZFS.
+    /// Memory that ZFS can release now; `None` without ZFS.
     pub(super) fn read(&mut self) -> Option<Bytes> {
         reclaimable(self.0.as_mut()?.read().ok()?)
     }
 }
 
-/// The size of the cache beyond the least that ZFS keeps (`c_min`); lines are `name type value`. `None` where either is missing.
+/// The size of the cache beyond ZFS's minimum (`c_min`); lines are `name type value`. `None` if either is missing.
 fn reclaimable(text: &[u8]) -> Option<Bytes> {
     let value = |wanted: &[u8]| {
         lines(text).find_map(|(_, line)| {

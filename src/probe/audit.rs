@@ -1,8 +1,8 @@
-//! Audit of a device: what costs memory or speed here, and its remedy.
+//! Audit of a device: losses of memory or speed, each with its remedy.
 //!
-//! Every rule reads small files below a [`ProbeRoot`] and returns at most one finding. What cannot be read is no finding.
-//! Costs in bytes are measured here; costs in percent are of the tokens per second of an answer, which the bandwidth of
-//! memory bounds, or of streamed layers where the disk is concerned.
+//! Every rule reads small files below a [`ProbeRoot`] and returns at most one finding. An unreadable file is no
+//! finding. Costs in bytes are measured here; costs in percent are of the tokens per second of an answer, which memory
+//! bandwidth bounds, or of streamed layers for findings about the disk.
 
 mod facts;
 mod hardware;
@@ -27,7 +27,7 @@ pub fn rule_count() -> usize {
     rules().count()
 }
 
-/// Versions of a Jetson's software, each with what belongs to its L4T; empty elsewhere.
+/// Versions of a Jetson's software, each with the one for its L4T; empty elsewhere.
 #[must_use]
 pub fn versions(root: &ProbeRoot) -> Vec<Version> {
     software::versions(&Facts::read(root))
@@ -52,11 +52,11 @@ pub fn audit(root: &ProbeRoot) -> Vec<Finding> {
         .collect()
 }
 
-/// Whether a rule that concludes from the absence of a file can be applied: in a copy of some files of a machine, absence says
-/// nothing.
+/// Whether a rule that concludes from the absence of a file can be applied: in a partial copy of a machine, absence
+/// proves nothing.
 fn can_tell(rule: &str, root: &ProbeRoot) -> bool {
     match rule {
-        // Of the process that asks, here and now.
+        // Of the calling process, here and now.
         "rights" => root.is_live(),
         "psi" => root.proc("vmstat").exists(),
         "cgroup_memory" => root.sys("fs/cgroup").exists(),

@@ -36,7 +36,7 @@ impl L4tRelease {
         })
     }
 
-    /// What is known to be wrong with this release, with its remedy.
+    /// Known fault of this release, with its remedy.
     #[must_use]
     pub fn warning(self) -> Option<&'static str> {
         (self == REFUSES_LARGE).then_some(
@@ -45,7 +45,7 @@ impl L4tRelease {
         )
     }
 
-    /// Whether CUDA memory is nvmap memory. From R38 (Thor) on it is not.
+    /// Whether CUDA memory is nvmap memory. Since R38 (Thor) it is not.
     #[must_use]
     pub fn uses_nvmap(self) -> bool {
         self.major < 38
@@ -58,7 +58,7 @@ impl fmt::Display for L4tRelease {
     }
 }
 
-/// What the device tree and the release file say.
+/// Contents of the device tree and the release file.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Board {
     /// `NVIDIA Jetson Orin NX Engineering Reference Developer Kit`; none on machines without a device tree.

@@ -1,7 +1,7 @@
-//! `/proc/buddyinfo`: the largest free blocks of memory.
+//! Largest free blocks of memory, from `/proc/buddyinfo`.
 //!
-//! tegrastats prints the same as `lfb 53x1MB`. It is a weak sign: the GPU's pages need not lie together, and only a block of
-//! 64 KiB spares its page tables something.
+//! tegrastats prints the same as `lfb 53x1MB`. It is a weak sign: the GPU's pages need not be contiguous, and only
+//! blocks of 64 KiB save entries in its page tables.
 
 use super::{
     ProbeRoot,

@@ -44,18 +44,18 @@ pub struct Capability {
     pub name: &'static str,
     /// How much of it there is.
     pub presence: Presence,
-    /// What was found, or why nothing was.
+    /// The finding, or the reason for its absence.
     pub detail: String,
-    /// What follows for the supervisor.
+    /// Consequence for the supervisor.
     pub consequence: String,
 }
 
-/// What this machine has, in a fixed order.
+/// Capabilities of this machine, in a fixed order.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Capabilities {
     /// One entry each, present or not.
     pub items: Vec<Capability>,
-    /// What is known to cause trouble here, each with its remedy.
+    /// Known causes of trouble here, each with its remedy.
     pub warnings: Vec<String>,
 }
 
@@ -79,8 +79,8 @@ impl Capabilities {
         found
     }
 
-    /// What the files of another machine in a folder say. Nothing is said of what was not copied, and of what only a process there
-    /// could find: its rights, its control group, whether a pressure trigger can be armed.
+    /// The capabilities shown by copied files of another machine. Files that were not copied are not reported, nor are
+    /// properties that only a process there could test: its rights, its control group, PSI triggers.
     #[must_use]
     pub fn of_copy(root: &ProbeRoot) -> Self {
         let board = Board::read(root);

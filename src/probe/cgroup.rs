@@ -1,8 +1,8 @@
 //! Control groups, version 1 and 2; GPU memory of a Jetson does not count in them.
 //!
 //! A group is found by the mounts that this process sees: a container may mount its own group, or any folder of the
-//! hierarchy, anywhere. A limit of a group binds all groups below it, so that the tightest one rules; of those around the
-//! topmost group that can be seen, version 1 shows the lowest limit (`hierarchical_memory_limit`), and version 2 nothing.
+//! hierarchy, anywhere. A limit of a group binds all groups below it, so the tightest one applies; for groups above the
+//! topmost visible one, version 1 shows the lowest limit (`hierarchical_memory_limit`), and version 2 nothing.
 
 use std::{
     collections::VecDeque,
@@ -34,12 +34,12 @@ pub struct Cgroup {
     folder: PathBuf,
 }
 
-/// What a group uses and may use.
+/// Usage and limit of a group.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct CgroupMemory {
     /// All that is charged to it, page cache too; the root group of version 2 has none.
     pub used: Option<Bytes>,
-    /// What it may use; `None` without a limit.
+    /// Its limit; `None` without one.
     pub limit: Option<Bytes>,
     /// Processes of it that the kernel killed for want of memory.
     pub oom_kills: Option<u64>,
@@ -48,8 +48,8 @@ pub struct CgroupMemory {
 }
 
 impl Cgroup {
-    /// The group that charges the memory of this process: its own, or the closest around it that has the memory controller.
-    /// `None` when no memory controller is mounted, as in many containers.
+    /// The group that charges the memory of this process: its own, or the closest one above it with the memory
+    /// controller. `None` when no memory controller is mounted, as in many containers.
     #[must_use]
     pub fn own(root: &ProbeRoot) -> Option<Self> {
         let Place { mount, folder } = Place::of(root, &root.proc("self/cgroup"), process::id())?;
@@ -79,7 +79,7 @@ impl Cgroup {
         &self.folder
     }
 
-    /// What it uses and may use now.
+    /// Its current usage and limit.
     #[must_use]
     pub fn memory(&self) -> CgroupMemory {
         read_memory(self.mount.version, &self.folder)
@@ -106,7 +106,7 @@ impl Cgroup {
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Mount {
     version: CgroupVersion,
-    /// Where it is.
+    /// Mount point.
     point: PathBuf,
     /// The group that is seen there.
     shows: String,
@@ -164,7 +164,7 @@ impl Mount {
             .take_while(|around| around.starts_with(&self.point))
     }
 
-    /// The folder of a group, if its path leads into what is seen here.
+    /// The folder of a group, if its path is inside the visible hierarchy.
     fn folder(&self, group: &str) -> Option<PathBuf> {
         if climbs(&self.shows) || climbs(group) {
             return None;
@@ -203,12 +203,12 @@ impl Mount {
     }
 }
 
-/// Whether a path leads out of the root that it is seen from.
+/// Whether a path leads out of its visible root.
 fn climbs(path: &str) -> bool {
     path.split('/').any(|part| part == "..")
 }
 
-/// Where the memory of a process may be charged.
+/// Group that may be charged for the memory of a process.
 struct Place {
     mount: Mount,
     folder: PathBuf,
@@ -231,7 +231,8 @@ impl Place {
             let folder = match mount.folder(path) {
                 Some(folder) => has(&folder).then_some(folder),
                 None if !has(&mount.point) => None,
-                // As a last resort the top: in a container it is the container's group, unless this process has left it.
+                // As a last resort the top: in a container it is the container's group, unless this process has left
+                // it.
                 None => mount
                     .folder_with(pid)
                     .or_else(|| (!climbs(path)).then(|| mount.point.clone())),
@@ -250,8 +251,8 @@ pub fn path_of(root: &ProbeRoot, process: &str) -> Option<String> {
     membership.v1_memory.or(membership.v2)
 }
 
-/// The limits of the control groups around this process, with their files kept open: a sample reads them. A limit may be
-/// set, raised or lowered at any time, and this process may be moved to another group.
+/// The limits of the control groups around this process, with their files kept open: each sample reads them. A limit
+/// may be set, raised or lowered at any time, and this process may be moved to another group.
 #[derive(Debug)]
 pub(super) struct GroupWatch {
     root: ProbeRoot,
@@ -270,7 +271,7 @@ struct WatchedGroup {
     used: Option<Source>,
     stat: Option<Source>,
     version: CgroupVersion,
-    /// Whether its statistics tell of limits that cannot be seen otherwise.
+    /// Whether its statistics include limits that are not visible otherwise.
     is_top: bool,
 }
 
@@ -339,7 +340,7 @@ impl WatchedGroup {
     fn open(mount: &Mount, folder: &Path, is_top: bool) -> Self {
         let (limits, used): (&[&str], _) = match mount.version {
             CgroupVersion::V1 => (&["memory.limit_in_bytes"], "memory.usage_in_bytes"),
-            // Above `memory.high` every allocation is made to wait until something was reclaimed: that is no room either.
+            // Above `memory.high` every allocation waits for reclaim, so this is no room either.
             CgroupVersion::V2 => (&["memory.max", "memory.high"], "memory.current"),
         };
         Self {
@@ -376,7 +377,7 @@ impl WatchedGroup {
             .chain(around)
             .filter(|limit| *limit < V1_UNLIMITED)
             .min()?;
-        // Reclaimed before the group kills, as `MemAvailable` counts it for the machine; with what is below the group.
+        // Reclaimed before the group kills, as in the machine's `MemAvailable`; includes groups below.
         let cache: [&[u8]; 2] = match self.version {
             CgroupVersion::V1 => [b"total_inactive_file", b"total_active_file"],
             CgroupVersion::V2 => [b"inactive_file", b"active_file"],
@@ -429,7 +430,7 @@ impl Membership {
     }
 }
 
-/// Whether the memory controller shows itself in a folder. The root group of version 2 has `memory.stat` alone.
+/// Whether a folder shows the memory controller. The root group of version 2 has only `memory.stat`.
 fn has_controller(version: CgroupVersion, folder: &Path) -> bool {
     let file = match version {
         CgroupVersion::V1 => "memory.usage_in_bytes",
@@ -442,7 +443,7 @@ fn read_memory(version: CgroupVersion, folder: &Path) -> CgroupMemory {
     let bytes = |file: &str| read_number(&folder.join(file)).map(Bytes::new);
     let keyed = |file: &str, key: &[u8]| value_of(&read_optional(&folder.join(file))?, key);
     match version {
-        // Without a limit, version 2 says `max`, which is no number.
+        // Without a limit, version 2 shows `max`, which is no number.
         CgroupVersion::V2 => CgroupMemory {
             used: bytes("memory.current"),
             limit: bytes("memory.max"),

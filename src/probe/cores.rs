@@ -9,8 +9,8 @@ use nix::{
 
 use super::ProbeRoot;
 
-/// Physical cores among the processors that this process may use (`taskset`, `cpuset`), but no more than the quota of CPU
-/// time of its control group amounts to.
+/// Physical cores among the processors that this process may use (`taskset`, `cpuset`), limited by the CPU quota of its
+/// control group.
 #[must_use]
 pub fn usable_cores(root: &ProbeRoot) -> usize {
     let quota = available_parallelism().map_or(1, NonZeroUsize::get);
@@ -33,7 +33,7 @@ fn physical_cores(root: &ProbeRoot, processors: &[usize]) -> usize {
         let path = root.sys(format!(
             "devices/system/cpu/cpu{processor}/topology/thread_siblings_list"
         ));
-        // Without one, as on most boards with ARM cores, each is a core of its own.
+        // Without one, as on most boards with ARM cores, each processor is a core.
         fs::read_to_string(path).map_or_else(
             |_| processor.to_string(),
             |siblings| siblings.trim().to_owned(),
@@ -54,8 +54,8 @@ mod tests {
     fn processors_that_share_a_core_count_once() {
         let folder = tempfile::tempdir().unwrap();
         let root = ProbeRoot::at(folder.path());
-        // Four cores with two processors each, numbered as on Intel's; a fifth core without a sibling; and one whose siblings
-        // the kernel does not tell.
+        // Four cores with two processors each, numbered as on Intel's; a fifth core without a sibling; and one whose
+        // siblings the kernel does not report.
         for (processor, siblings) in [
             (0, "0,4"),
             (1, "1,5"),
@@ -78,7 +78,7 @@ mod tests {
         for (processors, cores) in [
             (vec![0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 6),
             (vec![0, 1, 2, 3, 4, 5, 6, 7], 4),
-            // What a container may use.
+            // Processors allowed in a container.
             (vec![0, 4], 1),
             (vec![0, 1], 2),
             (vec![9, 10], 2),

@@ -39,20 +39,20 @@ pub enum ProbeErrorKind {
     /// The system did not hand it out.
     #[error(transparent)]
     Io(#[from] io::Error),
-    /// It is not what it should be.
+    /// The content is malformed.
     #[error(transparent)]
     Parse(#[from] ParseError),
 }
 
-/// Text that is not what it should be.
+/// Malformed text.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{}{message}", at(*line))]
 pub struct ParseError {
-    /// What was looked for.
+    /// The expected item.
     pub(super) what: &'static str,
     /// Line, from 1; none when a whole line is missing.
     pub(super) line: Option<usize>,
-    /// What is wrong.
+    /// The fault.
     pub(super) message: String,
 }
 

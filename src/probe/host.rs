@@ -21,7 +21,7 @@ pub struct Host {
     pub lock_limit: Option<Bytes>,
 }
 
-/// A process and what it uses.
+/// A process and its memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Neighbour {
     /// Its id.
@@ -93,8 +93,8 @@ pub fn largest_processes(count: usize) -> Vec<Neighbour> {
     found
 }
 
-/// Processes that have `device` open, such as `/dev/nvmap`: on a Jetson they are the ones that hold GPU memory, which no
-/// other list of processes shows. Those whose files this user may not see are left out.
+/// Processes that have `device` open, such as `/dev/nvmap`: on a Jetson these hold GPU memory, which no other list of
+/// processes shows. Processes whose files this user may not see are omitted.
 #[must_use]
 pub fn holders_of(device: &Path) -> Vec<Neighbour> {
     let Ok(processes) = procfs::process::all_processes() else {

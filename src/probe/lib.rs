@@ -1,25 +1,25 @@
 //! Readings of the machine and of processes.
 //!
-//! Every reader takes a [`ProbeRoot`], so that a folder can stand in for `/proc`, `/sys` and `/etc`. Parsers take
-//! bytes and return for any bytes. What a kernel or a board does not have is `None`, never zero.
+//! Every reader takes a [`ProbeRoot`], so that a folder can replace `/proc`, `/sys` and `/etc`. Parsers take bytes and
+//! return for any bytes. A value that a kernel or board lacks is `None`, never zero.
 //!
-//! | file | what it reads |
+//! | file | contents |
 //! |---|---|
-//! | `meminfo` | `/proc/meminfo` with CMA; what a tenant can get, and unaccounted memory |
-//! | `arc` | what ZFS's cache can give back |
+//! | `meminfo` | `/proc/meminfo` with CMA; memory that a tenant can get, and unaccounted memory |
+//! | `arc` | reclaimable part of ZFS's cache |
 //! | `buddyinfo` | the largest free blocks |
 //! | `vmstat` | refaults, scans, stalls, swap-ins, OOM kills |
 //! | `psi` | pressure stall information, and triggers on it |
 //! | `process` | PSS, RSS and relations of processes; sums over a session or a tree |
 //! | `cgroup` | usage and limits of control groups, version 1 and 2 |
 //! | `nvmap` | GPU memory of a Jetson, as root |
-//! | `swap` | swap devices and what zram costs |
+//! | `swap` | swap devices and the memory of zram |
 //! | `board` | model and L4T release |
-//! | `audit` | what costs memory or speed here, with remedies |
-//! | `sandbox` | what confines a supervisor that runs |
+//! | `audit` | losses of memory or speed here, with remedies |
+//! | `sandbox` | confinement of a running supervisor |
 //! | `cores` | physical cores that this process may compute on |
-//! | `capabilities` | what is here, what is not, and what follows from it |
-//! | `sampler` | all that one sample needs, cheaply and again and again |
+//! | `capabilities` | capabilities that are present or absent, and their consequences |
+//! | `sampler` | all files of one sample, read cheaply and repeatedly |
 
 mod arc;
 pub mod audit;

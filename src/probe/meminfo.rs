@@ -1,4 +1,4 @@
-//! `/proc/meminfo`.
+//! Memory of the machine, from `/proc/meminfo`.
 //!
 //! Keys vary by kernel and release, so every key but `MemTotal` and `MemAvailable` may be missing. The unit that the
 //! kernel prints as `kB` is 1024 bytes.
@@ -12,9 +12,9 @@ use cotenant_units::Bytes;
 /// One reading of `/proc/meminfo`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Meminfo {
-    /// `MemTotal`: what the kernel manages; 15 656 MiB on an Orin NX 16 GB.
+    /// `MemTotal`: memory managed by the kernel; 15 656 MiB on an Orin NX 16 GB.
     pub total: Bytes,
-    /// `MemAvailable`: the kernel's estimate of what can be had without swapping. May be below `MemFree`.
+    /// `MemAvailable`: the kernel's estimate of memory available without swapping. May be below `MemFree`.
     pub available: Bytes,
     /// `MemFree`.
     pub free: Option<Bytes>,
@@ -104,7 +104,7 @@ impl Meminfo {
         Ok(info)
     }
 
-    /// What a tenant can get for certain: `MemAvailable − CmaFree`.
+    /// Memory that a tenant can certainly get: `MemAvailable − CmaFree`.
     ///
     /// The kernel counts free CMA as available and nvmap cannot use it; NVIDIA's own driver subtracts it too
     /// (`system_heap_free_mem()`, `nvmap_ioctl.c`).
@@ -114,10 +114,10 @@ impl Meminfo {
             .saturating_sub(self.cma_free.unwrap_or_default())
     }
 
-    /// What no line of the file accounts for: drivers' memory, nvmap and its page pool, and the store of zram.
+    /// Memory in no line of the file: drivers' memory, nvmap and its page pool, and the store of zram.
     ///
-    /// Its growth since the start, less that of the zram store, follows what the GPU holds where nvmap cannot be
-    /// read. A missing line counts as zero.
+    /// Its growth since the start, less that of the zram store, follows the GPU's memory if nvmap cannot be read. A
+    /// missing line counts as zero.
     #[must_use]
     pub fn residual(&self) -> Bytes {
         let accounted = [

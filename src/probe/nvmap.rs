@@ -1,8 +1,8 @@
 //! GPU memory of a Jetson: debugfs files of nvmap, readable by root only.
 //!
-//! CUDA memory on Orin is nvmap memory: charged to no control group, seen by no `smaps`. A freed allocation goes to a
-//! page pool of up to an eighth of the memory first, and `/proc/meminfo` shows neither. Absent is normal: no Jetson,
-//! no root, or debugfs not mounted.
+//! CUDA memory on Orin is nvmap memory: charged to no control group, absent from `smaps`. A freed allocation first goes
+//! to a page pool of up to an eighth of the memory; `/proc/meminfo` shows neither. Absence is normal: no Jetson, no
+//! root, or debugfs not mounted.
 
 use std::{
     fs::OpenOptions,
@@ -26,7 +26,7 @@ pub struct PagePool {
 }
 
 impl PagePool {
-    /// All that can be had from it.
+    /// All readable files of nvmap.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         page().saturating_mul(self.available_pages.saturating_add(self.to_zero_pages))
@@ -38,7 +38,7 @@ impl PagePool {
 pub struct Client {
     /// Process.
     pub pid: u32,
-    /// What it holds.
+    /// Its memory.
     pub size: Bytes,
 }
 
@@ -52,7 +52,7 @@ pub struct Clients {
 }
 
 impl Clients {
-    /// What a process holds; `None` when it has no row.
+    /// Memory of a process; `None` when it has no row.
     #[must_use]
     pub fn of(&self, pid: u32) -> Option<Bytes> {
         let mut held = self
@@ -64,7 +64,7 @@ impl Clients {
         Some(held.fold(first, Bytes::saturating_add))
     }
 
-    /// What all rows hold together; `None` when the table was cut.
+    /// Sum of all rows; `None` when the table was truncated.
     #[must_use]
     pub fn held_by_all(&self) -> Option<Bytes> {
         let held = self.rows.iter().map(|row| row.size);
@@ -72,7 +72,7 @@ impl Clients {
             .map(|_complete| held.fold(Bytes::ZERO, Bytes::saturating_add))
     }
 
-    /// What several processes hold together; `None` when none of them has a row.
+    /// Memory of several processes together; `None` when none of them has a row.
     #[must_use]
     pub fn of_all(&self, pids: impl IntoIterator<Item = u32>) -> Option<Bytes> {
         let held = pids.into_iter().filter_map(|pid| self.of(pid));
@@ -130,14 +130,14 @@ impl Nvmap {
         })
     }
 
-    /// What each process holds.
+    /// Memory of each process.
     #[must_use]
     pub fn clients(&self) -> Option<Clients> {
         read_optional(&self.folder.join("iovmm/clients")).map(|text| Clients::parse(&text))
     }
 }
 
-/// Whether [`empty_pool`] is allowed here: it takes root, or write access to the parameter.
+/// Whether [`empty_pool`] is allowed here: it requires root, or write access to the parameter.
 #[must_use]
 pub fn may_empty_pool(root: &ProbeRoot) -> bool {
     OpenOptions::new()
@@ -146,7 +146,7 @@ pub fn may_empty_pool(root: &ProbeRoot) -> bool {
         .is_ok()
 }
 
-/// Makes nvmap give back `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
+/// Makes nvmap free `bytes` of its page pool. Takes as long as the kernel needs to free the pages.
 ///
 /// # Errors
 /// When there is no such parameter, or it may not be written.
@@ -160,8 +160,8 @@ pub fn empty_pool(root: &ProbeRoot, bytes: Bytes) -> io::Result<()> {
 /// Writing a number runs the shrinker of the page pool over so many pages (`nvmap_pp.c`).
 const SHRINK: &str = "module/nvmap/parameters/shrink_page_pools";
 
-/// `name with blanks 1234 5678K`, or with another size before the last. The name is left out: it is cut to 15 characters
-/// and may show `_` for `-`.
+/// `name with blanks 1234 5678K`, or with another size before the last. The name is omitted: it is truncated to 15
+/// characters and may show `_` for `-`.
 fn row(words: &[&[u8]], sizes: usize) -> Option<Client> {
     let size = kib(words.last()?)?;
     let pid = words.get(words.len().checked_sub(sizes + 1)?)?;

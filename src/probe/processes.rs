@@ -1,8 +1,8 @@
-//! Processes: which belong together, when they started, and what they use.
+//! Processes: relations, start times and memory.
 //!
-//! The one reader of `/proc/<pid>` for workers, tenants, sessions and socket peers. Everything takes the folder that
-//! stands for `/proc`, so that tests can give one of their own. Reading page tables (`smaps_rollup`) takes 50 to 75 ms for
-//! each GiB of small pages on an x86-64 server, and waits for the process's memory lock: call [`sum`] on a thread that may
+//! The only reader of `/proc/<pid>` for workers, tenants, sessions and socket peers. Everything takes the folder used
+//! as `/proc`, so that tests can provide their own. Reading page tables (`smaps_rollup`) takes 50 to 75 ms for each GiB
+//! of small pages on an x86-64 server, and waits for the process's memory lock: call [`sum`] on a thread that may
 //! block, one task for each holder.
 
 use std::{
@@ -66,23 +66,24 @@ impl ProcessStat {
         })
     }
 
-    /// Whether it has ended and only waits to be reaped; it holds no memory then.
+    /// Whether it is a zombie; it holds no memory then.
     #[must_use]
     pub const fn is_dead(self) -> bool {
         self.main_thread_has_ended() && self.threads <= 1
     }
 
-    /// Whether the main thread has ended. Others may run on: then the memory is shown by them, and no more by the process.
+    /// Whether the main thread has ended. Other threads may continue: then they show the memory, and the process does
+    /// not.
     #[must_use]
     pub const fn main_thread_has_ended(self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
 }
 
-/// What a process uses, from `/proc/<pid>/smaps_rollup`. GPU memory is not in it.
+/// Memory of a process, from `/proc/<pid>/smaps_rollup`, without GPU memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct ProcessMemory {
-    /// Pages in memory, those shared with others in part: what ending it would free at least.
+    /// Resident pages, shared ones in part: the least that its end would free.
     pub pss: Bytes,
     /// Pages in memory, shared ones in full.
     pub rss: Bytes,
@@ -117,7 +118,7 @@ impl ProcessMemory {
     }
 }
 
-/// The thread that shows the memory of a process whose main thread has ended while others run on; `None` for every other
+/// The thread that shows the memory of a process whose main thread has ended while others run; `None` for every other
 /// process.
 #[must_use]
 pub fn living_thread(proc: &Path, pid: u32) -> Option<u32> {
@@ -245,10 +246,10 @@ impl ProcessTable {
     }
 }
 
-/// The leader whose [`family`](ProcessTable::family) a process belongs to, out of `leaders`; the nearest one, where they
-/// start one another.
+/// The leader whose [`family`](ProcessTable::family) a process belongs to, out of `leaders`; the nearest one if they
+/// started one another.
 ///
-/// Goes up from `pid`: listing every process of the machine would take milliseconds.
+/// Ascends from `pid`: listing every process of the machine would take milliseconds.
 #[must_use]
 pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> {
     let mut next = pid;
@@ -265,15 +266,15 @@ pub fn leader_of(proc: &Path, leaders: &BTreeSet<u32>, pid: u32) -> Option<u32> 
     None
 }
 
-/// What several processes use together.
+/// Memory of several processes together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MemorySum {
     /// Sum of PSS, and of RSS where PSS could not be read.
     pub used: Bytes,
-    /// Sum of pages without a file behind them; `None` when a process gave no page tables.
+    /// Sum of anonymous pages; `None` when a process gave no page tables.
     pub anonymous: Option<Bytes>,
-    /// The most that the processes have used since they were started, less what they share now; `None` when a process
-    /// gave no page tables.
+    /// Peak memory of the processes since their start, less their shared memory now; `None` when a process gave no page
+    /// tables.
     pub peak: Option<Bytes>,
     /// Processes counted.
     pub processes: u32,
@@ -281,7 +282,7 @@ pub struct MemorySum {
     pub by_rss: u32,
 }
 
-/// Adds up what processes use; those that have ended count nothing.
+/// Adds up the memory of processes; ended ones count as zero.
 pub fn sum(proc: &Path, pids: impl IntoIterator<Item = u32>) -> MemorySum {
     let mut sum = MemorySum {
         anonymous: Some(Bytes::ZERO),
@@ -356,7 +357,7 @@ impl OpenMemory {
         }
     }
 
-    /// What at least is in memory and in no page table.
+    /// Lower bound of resident memory that is in no page table.
     fn not_mapped(&self) -> Bytes {
         let all: Bytes = self.files.values().copied().sum();
         self.mapped
@@ -389,7 +390,7 @@ pub fn own_session() -> u32 {
     nix::unistd::getsid(None).map_or(0, |session| session.as_raw().unsigned_abs())
 }
 
-/// Whether an error means that the process has ended: its files vanish, or read as ESRCH.
+/// Whether an error means that the process has ended: its files vanish, or reads fail with ESRCH.
 pub(super) fn is_gone(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::ESRCH)
 }
@@ -558,7 +559,7 @@ ctypes.CDLL(None).pthread_exit(None)
             processes: vec![
                 process(10, 1, 10, 10),
                 process(11, 10, 10, 10),
-                // A worker with a group of its own, and its child, listed before its parent.
+                // A worker with its own group, and its child, listed before its parent.
                 process(12, 14, 14, 14),
                 process(14, 11, 14, 14),
                 process(20, 1, 20, 20),

@@ -1,6 +1,6 @@
 //! Pressure stall information of memory: the file and triggers.
 //!
-//! What a host allows is a ladder. Each rung is tried in turn and the first that holds is kept:
+//! Rights on a host form a ladder. Each rung is tried in turn, and the first that works is kept:
 //!
 //! | rung | condition | detection |
 //! |---|---|---|
@@ -85,7 +85,7 @@ impl Pressure {
     }
 }
 
-/// What a host allows us to know about stalls.
+/// Access to stall information on a host.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum PsiRung {
     /// Neither file nor trigger.
@@ -129,7 +129,7 @@ impl fmt::Display for PsiRung {
 /// The rung that holds, and its trigger.
 #[derive(Debug)]
 pub struct PsiWatch {
-    /// What this host allows.
+    /// Access on this host.
     pub rung: PsiRung,
     /// Why not a higher rung; none on the highest.
     pub reason: Option<String>,
@@ -196,7 +196,7 @@ impl PsiTrigger {
             .write(true)
             .custom_flags(libc::O_NONBLOCK)
             .open(path)?;
-        // A folder that stands for /proc holds plain files: leave them as they are.
+        // A folder used as /proc has plain files: leave them as they are.
         let kind = fstatfs(&file)?.filesystem_type();
         if kind != PROC_SUPER_MAGIC && kind != CGROUP2_SUPER_MAGIC {
             return Err(io::Error::new(
@@ -264,7 +264,7 @@ impl PsiAlarm {
     }
 }
 
-/// Whether an error means that the kernel has no such thing.
+/// Whether an error means that the kernel lacks the feature.
 fn is_absent(error: &io::Error) -> bool {
     error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(libc::EOPNOTSUPP)
 }
@@ -316,10 +316,10 @@ fn hundredths(text: &[u8]) -> Option<u32> {
 
 const MEMORY: &str = "pressure/memory";
 
-/// lmkd and systemd ask for 70 to 100 ms of a second.
+/// lmkd and systemd request 70 to 100 ms of a second.
 const STALL_1S: Duration = Duration::from_millis(100);
 
-/// Rather less of the longer window, which tells later.
+/// A smaller share of the longer window, which notifies later.
 const STALL_2S: Duration = Duration::from_millis(150);
 
 #[cfg(test)]

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-/// The folders that stand for `/proc`, `/sys`, `/dev`, `/etc`, `/var` and `/lib`.
+/// The folders used as `/proc`, `/sys`, `/dev`, `/etc`, `/var` and `/lib`.
 ///
 /// ```
 /// use cotenant_probe::ProbeRoot;
@@ -26,7 +26,8 @@ pub struct ProbeRoot {
 }
 
 impl ProbeRoot {
-    /// A tree with `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be missing.
+    /// A tree with `proc`, `sys`, `dev`, `etc`, `var` and `lib` (or `usr/lib`) below `root`; any of them may be
+    /// missing.
     #[must_use]
     pub fn at(root: &Path) -> Self {
         let lib = Some(root.join("lib"))
@@ -44,7 +45,7 @@ impl ProbeRoot {
         }
     }
 
-    /// Whether it is the machine itself, and not a copy of some of its files.
+    /// Whether it is the machine itself rather than a copy of some of its files.
     #[must_use]
     pub fn is_live(&self) -> bool {
         self.proc == Path::new("/proc")

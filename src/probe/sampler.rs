@@ -1,9 +1,8 @@
 //! Sampler: all files of one sample, kept open, and the wait for the next.
 //!
 //! Files stay open and are read in place; a sample of the machine costs some tens of microseconds (25 µs in the kernel,
-//! measured on an x86-64 server, most of it for `vmstat`). How often to sample
-//! is decided by policy. When tasks stall for memory before the interval is over, the trigger of
-//! [`PsiWatch`] ends the wait.
+//! measured on an x86-64 server, most of it for `vmstat`). Policy decides the interval. When tasks stall for memory
+//! before it is over, the trigger of [`PsiWatch`] ends the wait.
 
 use std::time::{Duration, Instant};
 
@@ -30,12 +29,12 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Timestamp};
 
-/// What the kernel says at one moment. What is not there is `None`.
+/// Readings of one moment. Missing values are `None`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Reading {
-    /// Memory; what ZFS's cache can give back counts as available.
+    /// Memory; the reclaimable part of ZFS's cache counts as available.
     pub meminfo: Meminfo,
-    /// What the control groups around us allow, where one has a limit.
+    /// Room within the control groups around us, if one has a limit.
     pub group: Option<GroupRoom>,
     /// Counters of reclaim.
     pub vmstat: Option<Vmstat>,
@@ -43,7 +42,7 @@ pub struct Reading {
     pub pressure: Option<Pressure>,
     /// The page pool of nvmap.
     pub pool: Option<PagePool>,
-    /// What the GPU holds.
+    /// GPU memory.
     pub gpu: Option<GpuUse>,
     /// The part of it that no process holds, at most 10 s old.
     pub gpu_orphaned: Option<Bytes>,
@@ -51,7 +50,7 @@ pub struct Reading {
     pub zram_store: Option<Bytes>,
     /// The largest free blocks.
     pub free_blocks: Option<FreeBlocks>,
-    /// What the processes of a session use, where the budget is for a session.
+    /// Memory of a session's processes, if the budget is that of a session.
     pub scope: Option<MemorySum>,
 }
 
@@ -78,7 +77,7 @@ impl Reading {
             },
             gpu: GpuReading {
                 cma_free: self.meminfo.cma_free,
-                // Not `NvMapMemFree`: where the kernel prints it, its own estimate of what is available has it already.
+                // Not `NvMapMemFree`: where the kernel prints it, its own estimate of available memory includes it.
                 nvmap_pool: self.pool.map(|pool| pool.bytes()),
                 gpu_used: self.gpu,
                 gpu_orphaned: self.gpu_orphaned,
@@ -125,8 +124,8 @@ pub struct Sampler {
     orphans: Orphans,
 }
 
-/// GPU memory that no process holds: what nvmap has allocated beyond the rows of its table. Memory that two processes share
-/// is in both rows, so that it is more rather than less.
+/// GPU memory without a process: nvmap's allocations beyond the rows of its table. Memory shared by two processes is in
+/// both rows, so the figure is a lower bound.
 #[derive(Debug)]
 struct Orphans {
     nvmap: Option<Nvmap>,
@@ -160,7 +159,7 @@ enum GpuCounter {
     Counted(Source),
     /// From unaccounted memory; with its value at the first reading.
     Inferred(Option<Bytes>),
-    /// The GPU has memory of its own, or there is none.
+    /// The GPU has dedicated memory, or there is none.
     Apart,
 }
 
@@ -197,13 +196,13 @@ impl GpuCounter {
 }
 
 impl Sampler {
-    /// Opens what this machine has.
+    /// Opens the files that this machine has.
     ///
-    /// With a session, each reading lists all processes, 1.7 ms for 120 of them on an x86-64 server, and reads page tables
-    /// of those that are new or have become smaller, so read on a thread that may block.
+    /// With a session, each reading lists all processes, 1.7 ms for 120 of them on an x86-64 server, and reads page
+    /// tables of new and shrunken ones, so read on a thread that may block.
     ///
     /// # Errors
-    /// When there is no `/proc/meminfo`, or processes that are wanted cannot be listed; everything else may be missing.
+    /// When there is no `/proc/meminfo`, or required processes cannot be listed; everything else may be missing.
     pub fn open(root: &ProbeRoot, session: Option<u32>) -> Result<Self, ProbeError> {
         let path = root.proc("meminfo");
         let meminfo =
@@ -240,7 +239,7 @@ impl Sampler {
         }
     }
 
-    /// Whether that differs from `known`, for less than it takes to make it.
+    /// Whether the machine of `reading` differs from `known`, without building it.
     #[must_use]
     pub fn has_changed(&self, reading: &Reading, known: &MachineMemory) -> bool {
         reading.total() != known.total || self.limited_by(reading) != known.limited_by.as_deref()
@@ -268,8 +267,8 @@ impl Sampler {
     /// Reads everything now.
     ///
     /// # Errors
-    /// When memory cannot be read, or the processes of the session cannot be listed. What else cannot be read is
-    /// `None` in the reading.
+    /// When memory cannot be read, or the processes of the session cannot be listed. Other unreadable values are `None`
+    /// in the reading.
     pub fn read(&mut self) -> Result<Reading, ProbeError> {
         let meminfo = match self.meminfo.read() {
             Ok(text) => Meminfo::parse(text),
@@ -307,7 +306,7 @@ impl Sampler {
             .is_some_and(|session| session.wants_refresh(Instant::now()))
     }
 
-    /// Reads what the next readings are reckoned from, for some milliseconds: to be done when the last one was handed on.
+    /// Updates the basis of the next readings, for some milliseconds; to be called after the last one was delivered.
     pub fn refresh(&mut self) {
         if let Some(session) = &mut self.session {
             session.refresh(Instant::now());
@@ -367,7 +366,7 @@ impl Ticker {
         }
     }
 
-    /// What this host allows us to know about stalls.
+    /// Access to stall information on this host.
     #[must_use]
     pub fn rung(&self) -> PsiRung {
         self.rung

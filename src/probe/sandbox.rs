@@ -1,4 +1,4 @@
-//! Confinement of a supervisor that runs here: capabilities, new privileges, system call filters.
+//! Confinement of a running supervisor: capabilities, new privileges, system call filters.
 
 use std::{fmt, fs};
 
@@ -7,7 +7,7 @@ use super::{
     source::{number, read_optional},
 };
 
-/// What the kernel reports about one process of the supervisor, in `/proc/PID/status`.
+/// Status of one process of the supervisor, from `/proc/PID/status`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Sandbox {
     /// Its process.
@@ -18,14 +18,14 @@ pub struct Sandbox {
     pub no_new_privileges: bool,
     /// Whether system calls are filtered (`Seccomp: 2`).
     pub filtered: bool,
-    /// `CapEff`: what it may do now.
+    /// `CapEff`: its effective capabilities.
     pub effective: u64,
     /// `CapBnd`: the most that it and its children may ever do.
     pub bounding: u64,
 }
 
 impl Sandbox {
-    /// Those of all supervisors that run: processes called `cotenant` with the argument `serve`.
+    /// Statuses of all running supervisors: processes called `cotenant` with the argument `serve`.
     #[must_use]
     pub fn of_daemons(root: &ProbeRoot) -> Vec<Self> {
         let entries = fs::read_dir(&root.proc).into_iter().flatten().flatten();

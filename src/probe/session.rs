@@ -1,4 +1,4 @@
-//! Memory use of the processes of a session.
+//! Memory of the processes of a session.
 //!
 //! ```text
 //!   list  ──► every process, its parent and its session                     some 10 µs each
@@ -6,10 +6,9 @@
 //!   PSS   ──► of the members, from their page tables                        10 ms for each GiB
 //! ```
 //!
-//! Page tables are read when a process is new, when it has become smaller, and in turn; between two readings a process
-//! that grows has its last PSS and what its RSS has grown by, which is never too little. So a neighbour that fills memory
-//! is seen at once, and not after its page tables were walked while it fills them. Nothing is allocated once the lists
-//! are as long as they have to be.
+//! Page tables are read when a process is new, when it has shrunk, and in turn; between two readings a growing process
+//! counts with its last PSS plus its RSS growth, which is never too little. So a neighbour that fills memory is seen at
+//! once, without a walk of its page tables. Nothing is allocated once the lists have reached their size.
 
 use std::{
     fmt::Write as _,
@@ -53,7 +52,7 @@ struct Found {
     is_member: bool,
 }
 
-/// A process of the session, and what it was last seen to use.
+/// A process of the session, and its last readings.
 #[derive(Clone, Copy, Debug)]
 struct Member {
     pid: u32,
@@ -92,7 +91,7 @@ impl SessionReader {
         self.others.extend(pids);
     }
 
-    /// What they use now, never too little: what has grown since page tables were read counts in full.
+    /// Their current memory, never too little: growth since page tables were read counts in full.
     pub(super) fn read(&mut self, now: Instant) -> Result<MemorySum, ProbeError> {
         self.list()
             .map_err(|error| ProbeError::io("processes", &self.root.proc, error))?;
@@ -111,8 +110,8 @@ impl SessionReader {
         Ok(sum)
     }
 
-    /// Reads the page tables of those that were not read for longest, for a few milliseconds: what the next reading is
-    /// reckoned from. Not before the reading has been delivered.
+    /// Reads the oldest page-table readings again, for a few milliseconds, as the basis of the next reading. To be
+    /// called after the reading has been delivered.
     pub(super) fn refresh(&mut self, now: Instant) {
         let ends = Instant::now() + REFRESH;
         while Instant::now() < ends {
@@ -133,7 +132,7 @@ impl SessionReader {
         self.members.iter().any(|member| member.is_stale(now))
     }
 
-    /// Lists all processes, by `getdents64` into a buffer of ours.
+    /// Lists all processes, by `getdents64` into our buffer.
     fn list(&mut self) -> io::Result<()> {
         self.found.clear();
         self.threads.clear();
@@ -185,7 +184,7 @@ impl SessionReader {
         })
     }
 
-    /// Marks the members of the session and all that descend from them, and remembers what is known of each.
+    /// Marks the members of the session and their descendants, with their last readings.
     fn choose(&mut self) {
         self.found.sort_unstable_by_key(|found| found.pid);
         for found in &mut self.found {
@@ -273,17 +272,17 @@ impl SessionReader {
             member.is_there = false;
             return;
         };
-        // What it has grown by while its tables were read counts as grown.
+        // Growth while its tables were read counts as grown.
         member.rss_then = rss;
         member.rss = member.rss.max(rss);
         match read {
             Ok(Some(memory)) => {
                 (member.pss, member.by_rss) = (memory.pss, false);
             }
-            // It has no memory of its own any more.
+            // It no longer has memory.
             Ok(None) => member.pss = Bytes::ZERO,
             Err(error) if is_gone(&error) => member.is_there = false,
-            // Another user's: what it shares counts too.
+            // Another user's: its shared memory counts in full.
             Err(_) => (member.pss, member.by_rss) = (rss, true),
         }
     }
@@ -312,7 +311,7 @@ impl SessionReader {
 }
 
 impl Member {
-    /// Whether its page tables should be read: now and then, and whenever that costs little and brings something.
+    /// Whether its page tables should be read: now and then, and whenever it is cheap and useful.
     fn is_stale(&self, now: Instant) -> bool {
         let Some(read_at) = self.read_at else {
             return true;
@@ -341,7 +340,7 @@ const NOISE: Bytes = Bytes::from_mib(1);
 const SMALL: Bytes = Bytes::from_mib(64);
 /// For how long page tables are read after a sample (our choice: some 512 MiB of small pages).
 const REFRESH: Duration = Duration::from_millis(5);
-/// How old a reading of page tables may be: others may have begun or ceased to share what a process has.
+/// Greatest age of a reading of page tables: sharing with others may have changed.
 const STALE: Duration = Duration::from_secs(1);
 
 #[cfg(test)]
@@ -406,7 +405,7 @@ mod tests {
             .process(11, 10, 10)
             .process(20, 1, 20)
             .process(21, 20, 21);
-        // A child with a session of its own, and its child, which is listed before it.
+        // A child with its own session, and its child, which is listed before it.
         machine
             .process(14, 11, 14)
             .process(12, 14, 14)
@@ -428,7 +427,7 @@ mod tests {
         let mut reader = machine.reader(10);
         let start = Instant::now();
         assert_eq!(mib(reader.read(start).unwrap()), 150);
-        // It fills memory; what of it is shared is not known before its tables are read again.
+        // It fills memory; its shared part is unknown until its tables are read again.
         machine.rss(10, 300).pss(10, 170);
         assert_eq!(mib(reader.read(start).unwrap()), 250);
         assert!(
@@ -440,7 +439,7 @@ mod tests {
         reader.refresh(later);
         assert!(!reader.wants_refresh(later));
         assert_eq!(mib(reader.read(later).unwrap()), 170);
-        // It gives back: only what the tables say is gone.
+        // It shrinks: only memory that the tables confirm is gone.
         machine.rss(10, 280).pss(10, 160);
         assert_eq!(mib(reader.read(later).unwrap()), 160);
         // Another program with the same number is another process.

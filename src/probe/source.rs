@@ -52,7 +52,7 @@ impl Source {
         Ok(self.buffer.get(..length).unwrap_or_default())
     }
 
-    /// Where it is.
+    /// Its path.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -103,7 +103,7 @@ pub(super) fn number(digits: &[u8]) -> Option<u64> {
 /// Enough for `/proc/vmstat`, the longest file of a sample.
 const FIRST_BUFFER: usize = 8 * 1024;
 
-/// Nothing that is read here is longer; `iovmm/clients` has about 100 bytes a process.
+/// No file read here is longer; `iovmm/clients` has about 100 bytes per process.
 const TEXT_MAX: usize = 1 << 20;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! `/proc/vmstat`: counters that show reclaim early.
+//! Counters of `/proc/vmstat` that show reclaim early.
 
 use super::{
     ProbeError, ProbeRoot,

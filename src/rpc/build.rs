@@ -4,7 +4,7 @@ use std::{env, error::Error, fs, path::PathBuf};
 
 use prost::Message;
 
-/// Where the proto files are, from the folder of this package.
+/// Folder of the proto files, relative to this package.
 const FOLDER: &str = "../../proto";
 
 /// Relative to that folder.
@@ -22,7 +22,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     compiler.include_source_info(true).include_imports(true);
     compiler.open_files(FILES)?;
     let descriptors = compiler.file_descriptor_set();
-    // What reflection serves has no comments: they would be most of what an idle daemon keeps of it.
+    // Reflection serves no comments: they would be most of its memory in an idle daemon.
     let mut served = descriptors.clone();
     served
         .file

@@ -1,4 +1,4 @@
-//! One call: peer, deadline, and its path to the arbiter and back.
+//! One gRPC call: peer, deadline, and its path to the arbiter and back.
 
 use std::{
     sync::Arc,
@@ -21,21 +21,21 @@ use cotenant_policy::{
     lease::{LeaseView, Peer, Ticket},
 };
 
-/// What all services share.
+/// State shared by all services.
 #[derive(Clone)]
 pub(super) struct Context {
     /// The daemon.
     pub(super) supervisor: Arc<dyn Supervisor>,
-    /// Who may do what.
+    /// Roles of peers.
     pub(super) roles: Arc<Roles>,
     /// Open streams of each peer.
     pub(super) streams: Slots,
-    /// Ends of leases that were given back here: the arbiter has no word for who held them, since the one who gives back
-    /// knows; but it may be an operator, or another connection of the holder.
+    /// Ends of leases that were released here. The arbiter does not notify the releasing caller, which may be an
+    /// operator or another connection of the holder.
     pub(super) given_back: broadcast::Sender<Notice>,
     /// How long a client may leave its stream unread.
     pub(super) patience: Duration,
-    /// What callers may do who come from other machines with a certificate; `None` on Unix sockets.
+    /// Role of callers from other machines with a certificate; `None` on Unix sockets.
     pub(super) remote: Option<Role>,
     /// Cancelled when the server ends.
     pub(super) stop: CancellationToken,
@@ -44,16 +44,16 @@ pub(super) struct Context {
 /// One call.
 #[derive(Clone, Debug)]
 pub(super) struct Call {
-    /// Who makes it.
+    /// The caller.
     pub(super) peer: PeerInfo,
-    /// What the peer is.
+    /// Role of the peer.
     pub(super) role: Role,
-    /// Until when the client waits, and what it allowed in all.
+    /// The client's deadline, and its whole timeout.
     deadline: Option<(Instant, Duration)>,
 }
 
 impl Context {
-    /// Admits a call, or says why not.
+    /// Admits a call, or returns the reason to refuse it.
     pub(super) fn admit<T>(
         &self,
         name: &'static str,
@@ -130,7 +130,7 @@ impl Context {
 }
 
 impl Call {
-    /// The peer as policy knows it.
+    /// The peer in policy's form.
     pub(super) fn policy_peer(&self) -> Peer {
         Peer {
             uid: self.peer.uid,
@@ -139,7 +139,7 @@ impl Call {
         }
     }
 
-    /// That the caller is the process that holds the lease: the one that asked for it, and that is measured.
+    /// Checks that the caller is the process that requested the lease, which is the one measured.
     pub(super) fn check_holds(&self, view: &LeaseView) -> Result<(), CallError> {
         if (view.owner.owner_uid, view.owner.owner_pid) == (self.peer.uid, self.peer.pid) {
             return Ok(());
@@ -156,7 +156,7 @@ impl Call {
         (self.peer.uid, self.peer.pid)
     }
 
-    /// Time left until the client gives up.
+    /// Time left until the client's deadline.
     pub(super) fn time_left(&self) -> Option<Duration> {
         self.deadline
             .map(|(deadline, _)| deadline.saturating_duration_since(Instant::now()))
@@ -170,7 +170,8 @@ impl Call {
         }
     }
 
-    /// Waits until the client's deadline is near, and returns what the client allowed; for ever without a deadline.
+    /// Waits until shortly before the client's deadline, and returns the client's timeout; pending forever without a
+    /// deadline.
     pub(super) async fn expired(&self) -> Duration {
         match self.deadline {
             Some((deadline, allowed)) => {
@@ -208,11 +209,11 @@ impl Drop for Pending<'_> {
     }
 }
 
-/// How long before the client's deadline the call ends with `DEADLINE_EXCEEDED`.
+/// Time before the client's deadline at which the call ends with `DEADLINE_EXCEEDED`.
 ///
-/// tonic ends it at the deadline itself with `CANCELLED`, and the client's own timer races with the answer; a tenth of
-/// what is allowed, at most 200 ms, is enough for a Unix socket (our choice). With 20 ms the reason came too late twice
-/// in three times where others had all the processors.
+/// tonic ends it at the deadline itself with `CANCELLED`, and the client's own timer races with the response. A tenth
+/// of the timeout, at most 200 ms, is enough for a Unix socket (our choice). With 20 ms the status came too late twice
+/// in three runs on a fully loaded machine.
 fn margin(allowed: Duration) -> Duration {
     (allowed / 10).min(Duration::from_millis(200))
 }

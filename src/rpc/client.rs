@@ -14,18 +14,18 @@ use hyper_util::rt::TokioIo;
 use tokio::net::UnixStream;
 use tonic::transport::{Certificate, Channel, ClientTlsConfig, Identity, Uri};
 
-/// Where the supervisor listens.
+/// Address of the supervisor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Endpoint {
     /// A path socket: `unix:///run/cotenant/cotenant.sock`, `unix:relative.sock`.
     Path(PathBuf),
     /// An abstract socket: `unix-abstract:cotenant`, `@cotenant`.
     Abstract(String),
-    /// Another machine: `https://box.example:8411`, with what both sides are known by.
+    /// Another machine: `https://box.example:8411`, with the certificates of both sides.
     Tls(String, Option<Identification>),
 }
 
-/// What both sides of a TLS connection are known by, PEM.
+/// Certificates of both sides of a TLS connection, PEM.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Identification {
     /// Our certificate.

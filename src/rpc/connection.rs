@@ -1,4 +1,4 @@
-//! Accepted gRPC connections, each in a slot of its own and ended on request.
+//! Accepted gRPC connections, each in its own slot and closed on request.
 
 use std::{
     io,

@@ -121,7 +121,7 @@ pub const fn class(class: Class) -> v1::LeaseClass {
     }
 }
 
-/// The state in one message, with what [`Supervisor::complete`] adds to it.
+/// The state in one message, completed by [`Supervisor::complete`].
 pub(super) fn full_status(supervisor: &dyn Supervisor) -> v1::GetStatusResponse {
     // Read before the state, so that no event after it is missing from the state.
     let last_sequence = *supervisor.events().last_sequence().borrow();
@@ -414,7 +414,7 @@ pub(super) fn class_of(number: i32) -> Result<Class, CallError> {
     }
 }
 
-/// That a request asks for a lease of a kind that can be asked for.
+/// Checks that clients may request a lease of this kind.
 pub(super) fn tenant_kind(number: i32) -> Result<(), CallError> {
     match v1::LeaseKind::try_from(number) {
         Ok(v1::LeaseKind::Unspecified | v1::LeaseKind::Tenant) => Ok(()),
@@ -460,7 +460,7 @@ pub(super) fn lease_id_of(name: &str) -> Result<LeaseId, CallError> {
         .ok_or_else(|| invalid("name", name, "is not the name of a lease, such as `asr#7`"))
 }
 
-/// The least and the most that a request asks for; a most of zero stands for the least.
+/// Least and greatest size of a request; zero as the greatest means the least.
 pub(super) fn sizes_of(min: u64, max: u64) -> Result<(Bytes, Bytes), CallError> {
     let min = size_of("min_bytes", min)?;
     if max == 0 {
@@ -566,7 +566,7 @@ const VALUE_SHOWN: usize = 80;
 /// 1 PiB: above every machine's memory, and so far below 2^64 that sums of sizes cannot overflow.
 const SIZE_MAX: u64 = 1 << 50;
 
-/// The last second that a proto timestamp can say: the end of the year 9999.
+/// The last second of a proto timestamp: the end of the year 9999.
 const MAX_SECONDS: i64 = 253_402_300_799;
 
 #[cfg(test)]
@@ -635,7 +635,7 @@ mod tests {
         assert_eq!(before.left(end), after.left(end));
         assert_eq!(after.left(end).seconds, 30);
         assert_eq!(before.time(end).seconds - after.time(end).seconds, 43_200);
-        // What lies before the epoch by a clock that was never set is shown, and is no panic.
+        // Times before the epoch, by a clock that was never set, are shown and do not panic.
         assert_eq!(after.time(Timestamp::START).seconds, -5);
     }
 

@@ -242,10 +242,11 @@ fn sampling_of(options: v1::SamplingOptions) -> Result<SamplingWish, CallError> 
     })
 }
 
-/// Pieces of text that wait for the client to read, besides what HTTP/2 buffers.
+/// Pieces of text that wait for the client to read, besides HTTP/2's buffers.
 const OUTBOUND_MAX: usize = 16;
 
-/// Messages of one conversation (our choice: beyond any context): two bytes are an empty one, which takes 200 in memory.
+/// Messages of one conversation (our choice: beyond any context): an empty one has two bytes on the wire, and 200 in
+/// memory.
 const MESSAGES_MAX: usize = 4096;
 
 /// Stop texts of one request; OpenAI allows 4, llama.cpp any number.

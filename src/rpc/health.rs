@@ -13,7 +13,7 @@ use super::health_v1::{
     health_server::{self, HealthServer},
 };
 
-/// The whole supervisor, as `grpc_health_probe` asks without a name.
+/// The whole supervisor, queried by `grpc_health_probe` without a name.
 pub const OVERALL: &str = "";
 /// The lease service.
 pub const LEASES: &str = "cotenant.v1.LeaseService";
@@ -39,7 +39,7 @@ pub fn worker(name: &str) -> String {
 pub struct Health(watch::Sender<BTreeMap<String, ServingStatus>>);
 
 impl Health {
-    /// Nothing serves but the services themselves, and no reboot is advised, until it is set.
+    /// Only the services themselves are serving, and no reboot is advised, until a status is set.
     pub(super) fn new() -> Self {
         let parts = [OVERALL, ENGINE, PRESSURE].map(|name| (name, ServingStatus::NotServing));
         let services = [LEASES, OPERATORS, LLM, REBOOT].map(|name| (name, ServingStatus::Serving));

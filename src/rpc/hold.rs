@@ -86,7 +86,7 @@ struct Held {
     sent: SentTarget,
 }
 
-/// What happens next on a stream.
+/// Next event on a stream.
 enum Next {
     Message(Box<HoldLeaseRequest>),
     Notice(Notice),
@@ -128,7 +128,7 @@ impl Hold {
         }
     }
 
-    /// The holder says something.
+    /// A message of the holder.
     async fn message(&mut self, message: HoldLeaseRequest) -> Result<(), Status> {
         let lease = self.context.lease_of(&message.name, &message.boot_id)?;
         if let Some(held) = &self.held
@@ -144,7 +144,7 @@ impl Hold {
             .renew(&self.call, lease, message.generation)
             .await?;
         if answer.is_some() {
-            // What is measured is the process that asked for the lease; only it can say what has become of its memory.
+            // The process that requested the lease is the one measured; only it can report about its memory.
             self.call.check_holds(&view)?;
         }
         if self.held.is_none()
@@ -192,7 +192,7 @@ impl Hold {
         Ok(())
     }
 
-    /// The supervisor says something; returns whether the lease has ended.
+    /// A notice of the supervisor; returns whether the lease has ended.
     async fn notice(&mut self, notice: Notice) -> Result<bool, Status> {
         let Some(held) = &mut self.held else {
             return Ok(false);
@@ -262,7 +262,7 @@ impl Hold {
         .await
     }
 
-    /// Waits while the client does not read, and no longer than its patience; its lease goes on until its term.
+    /// Waits while the client does not read, up to its patience; its lease continues until its term.
     async fn send(&self, message: hold_lease_response::Message) -> Result<(), Status> {
         let response = HoldLeaseResponse {
             message: Some(message),

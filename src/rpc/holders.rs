@@ -22,10 +22,10 @@ use cotenant_units::lock::locked;
 
 /// Watches the processes that hold leases.
 ///
-/// A lost connection says nothing: the lease goes on until its term. The end of the process does, and the lease ends
-/// with it. Only the process that asked for the lease is watched, since it is the one that is measured: the end of
-/// another one says nothing of the memory. It is watched beyond the end of its lease too, for as long as the arbiter
-/// lists that: it may have given back the lease and not the memory, or may not have heard that it is over.
+/// A lost connection proves nothing: the lease continues until its term. The end of the process ends the lease. Only
+/// the process that requested the lease is watched, since it is the one measured. It is watched beyond the end of its
+/// lease, while the arbiter lists it: it may have released the lease and not the memory, or may not have been notified
+/// of the end.
 #[derive(Clone)]
 pub(super) struct Holders {
     supervisor: Arc<dyn Supervisor>,
@@ -64,7 +64,7 @@ impl Holders {
         }
     }
 
-    /// As [`attach`](Self::attach), for a process that is known to hold the lease.
+    /// As [`attach`](Self::attach), for a process that holds the lease.
     pub(super) fn attach_holder(&self, lease: LeaseId, process: &Arc<Process>) {
         let mut watches = locked(&self.watches);
         watches.forget_those_gone(&*self.supervisor);
@@ -88,7 +88,7 @@ impl Holders {
         watches.added += usize::from(leases.insert(lease));
     }
 
-    /// Waits for the end of a process and tells the arbiter.
+    /// Waits for the end of a process and notifies the arbiter.
     async fn watch(self, process: Arc<Process>, leases: Arc<Mutex<BTreeSet<LeaseId>>>) {
         let ended = tokio::select! {
             ended = process.ended() => ended,
@@ -146,7 +146,7 @@ impl Watches {
     }
 }
 
-/// Leases that are added before those that are gone are taken out (our choice: what they take in memory is nothing).
+/// Additions between two removals of ended leases (our choice: their memory is negligible).
 const FORGET_AFTER: usize = 64;
 
 /// How often an event is offered to a full inbox (our choice: well below the shortest term).

@@ -1,4 +1,4 @@
-//! Messages as JSON documents: names of proto3 JSON, with 64-bit numbers as numbers.
+//! Messages as JSON documents: names of proto3 JSON, with 64-bit integers as numbers.
 
 use std::time::Duration;
 
@@ -6,7 +6,7 @@ use serde_json::{Value, json};
 
 use super::{convert, supervisor::Supervisor, v1};
 
-/// The state with its last events: what the page at `/` shows.
+/// The state with its last events, for the page at `/`.
 #[must_use]
 pub fn document(supervisor: &dyn Supervisor) -> Value {
     let mut document = status(&convert::full_status(supervisor));
@@ -53,8 +53,8 @@ fn time(time: &prost_types::Timestamp) -> Value {
     Value::String(time.to_string())
 }
 
-/// A message as an object: its fields by their names in proto3 JSON, some with a value of their own. What is null or an
-/// empty text is left out, as proto3 JSON does.
+/// A message as an object: its fields by their names in proto3 JSON, some with a custom value. Nulls and empty texts
+/// are omitted, as in proto3 JSON.
 macro_rules! object {
     (@value $message:ident $field:ident) => { json!($message.$field) };
     (@value $message:ident $field:ident $value:expr) => { json!($value) };
@@ -136,7 +136,7 @@ pub fn status(status: &v1::GetStatusResponse) -> Value {
 }
 
 fn budget_json(budget: &v1::Budget) -> Value {
-    // Not by `object!`: what the supervisor takes is shown as null while it is unknown.
+    // Not by `object!`: an unknown own use of the supervisor is shown as null.
     json!({
         "budgetBytes": budget.budget_bytes,
         "heldBytes": budget.held_bytes,
@@ -221,7 +221,7 @@ pub fn entry(entry: &v1::JournalEntry) -> Value {
         time = entry.time.as_ref().map(time),
         kind = entry.kind().as_str_name(),
         name, summary,
-        // As a document of its own rather than as text in a text; what cannot be read is left out.
+        // A nested document rather than a text; an unreadable one is omitted.
         body = serde_json::from_str::<Value>(&entry.body_json).ok(),
     )
 }
@@ -235,7 +235,7 @@ pub fn command_gap_ms(engine: &v1::Engine) -> Option<f64> {
         .map(|gap| gap.as_secs_f64() * 1e3)
 }
 
-/// Events of a document: what fits a screen (our choice).
+/// Events in a document: one screen (our choice).
 const EVENTS_SHOWN: usize = 40;
 
 #[cfg(test)]

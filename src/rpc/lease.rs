@@ -50,7 +50,7 @@ impl Leases {
 }
 
 impl Context {
-    /// The lease that a call is about, once its name and its run are known to be right.
+    /// The lease of a call, once its name and run are verified.
     pub(super) fn lease_of(&self, name: &str, boot_id: &str) -> Result<LeaseId, CallError> {
         let lease = convert::lease_id_of(name)?;
         let current = self.supervisor.boot_id();
@@ -368,8 +368,8 @@ const PAGE_MAX: usize = 1000;
 /// Term of a request that names none: etcd's clients renew every third of it, hence every 10 s.
 const TERM_DEFAULT: Duration = Duration::from_secs(30);
 
-/// Longest term that can be asked for at all; the arbiter has its own limits.
+/// Longest term that a request may have; the arbiter has its own limits.
 const TERM_MAX: Duration = Duration::from_secs(24 * 3600);
 
-/// Longest wait in the queue that can be asked for at all; the arbiter has its own limits.
+/// Longest wait in the queue that a request may have; the arbiter has its own limits.
 const WAIT_MAX: Duration = Duration::from_secs(3600);

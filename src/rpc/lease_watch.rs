@@ -18,20 +18,20 @@ use cotenant_policy::{
 };
 use cotenant_units::lock::locked;
 
-/// The state that was sent last, and since when it is the state, so that a watch can be taken up again.
+/// The last state sent, and the sequence since when it holds, so that a watch can be resumed.
 ///
-/// Nothing is noted without watchers: a lease that returns is compared with what was sent last.
+/// Without watchers nothing is recorded: a returning lease is compared with the last state sent.
 #[derive(Debug, Default)]
 pub(super) struct States(Mutex<Seen>);
 
 #[derive(Debug, Default)]
 struct Seen {
-    /// What was looked through last: once, however many watch.
+    /// The last snapshot examined: once for all watchers.
     snapshot: Option<Arc<Snapshot>>,
     leases: Option<Arc<Vec<LeaseView>>>,
     /// The sequence with which it was seen first.
     since: u64,
-    /// Whether another state has been sent with that same sequence.
+    /// Whether another state was sent with the same sequence.
     ambiguous: bool,
     /// The highest sequence that was sent with any state.
     sent: u64,
@@ -101,12 +101,12 @@ pub(super) struct Watching {
     call: Call,
     states: Arc<States>,
     snapshots: watch::Receiver<Arc<Snapshot>>,
-    /// What the reader has.
+    /// State that the reader has.
     sent: Option<Arc<Vec<LeaseView>>>,
 }
 
 impl Watching {
-    /// A reader that has what it says.
+    /// A reader that has the state of its request.
     pub(super) fn new(
         context: Context,
         call: Call,
@@ -186,7 +186,7 @@ mod tests {
         let again = seen.look(&first, 2);
         assert!(Arc::ptr_eq(&again, &mark) && !Arc::ptr_eq(&again, &leases));
         assert_eq!((seen.since, seen.sent, seen.ambiguous), (1, 2, false));
-        // Another state with the same leases is the same to those who watch.
+        // For watchers, another snapshot with the same leases is the same state.
         assert!(Arc::ptr_eq(&seen.look(&second, 3), &mark));
         assert!(Arc::ptr_eq(seen.snapshot.as_ref().unwrap(), &second));
     }

@@ -1,22 +1,22 @@
 //! gRPC `cotenant.v1`: tenants, operators and generation over Unix sockets.
 //!
-//! The services know the daemon by two traits only: [`Supervisor`] takes events to the arbiter and shows its state,
-//! [`Generator`] generates text. [`Server`] joins them, the sockets and the standard services (health, reflection).
+//! The services depend on two traits of the daemon: [`Supervisor`] passes events to the arbiter and shows its state,
+//! [`Generator`] generates text. [`Server`] combines them, the sockets and the standard services (health, reflection).
 //!
-//! | file | what it is |
+//! | file | contents |
 //! |---|---|
-//! | `supervisor.rs`, `llm.rs` | what the daemon offers to the services |
-//! | `server.rs` | sockets, limits, the services put together |
-//! | `peer.rs`, `roles.rs`, `slots.rs` | who is at the other end of a socket, what it may do, how much it has open |
-//! | `call.rs` | one call: credentials, deadline, the way to the arbiter and back |
+//! | `supervisor.rs`, `llm.rs` | interfaces that the daemon implements |
+//! | `server.rs` | sockets, limits, assembly of the services |
+//! | `peer.rs`, `roles.rs`, `slots.rs` | the peer of a socket, its role, its open connections and streams |
+//! | `call.rs` | one call: credentials, deadline, the path to the arbiter and back |
 //! | `lease.rs`, `hold.rs`, `holders.rs` | leases, their streams, and the processes behind them |
 //! | `lease_watch.rs` | all leases, now and after each change |
-//! | `outlet.rs` | the server's side of a stream, and what happens to a client that does not read |
+//! | `outlet.rs` | server side of a stream, with a cut-off for clients that do not read |
 //! | `operator.rs`, `generate.rs` | the other services |
 //! | `convert.rs`, `status.rs` | proto to domain and back, errors with their details |
 //! | `json.rs` | messages as JSON, for the command line and the page |
-//! | `health.rs` | what `grpc.health.v1` says |
-//! | `client.rs` | how the command line connects |
+//! | `health.rs` | `grpc.health.v1` |
+//! | `client.rs` | client connection of the command line |
 
 mod call;
 pub mod client;
@@ -76,6 +76,6 @@ pub mod health_v1 {
     tonic::include_proto!("grpc.health.v1");
 }
 
-/// The descriptors of both packages and what they import, for reflection.
+/// Descriptors of both packages and their imports, for reflection.
 pub const DESCRIPTOR_SET: &[u8] =
     include_bytes!(concat!(env!("OUT_DIR"), "/cotenant_descriptor.bin"));

@@ -12,11 +12,11 @@ use cotenant_units::Tokens;
 
 /// Generates text; the daemon implements it over the engine.
 pub trait Generator: Send + Sync + 'static {
-    /// Admits a request, or says why not. Events come through the channel in the order of [`GenerateEvent`]; dropping
-    /// the receiver stops the generation at the next token.
+    /// Admits a request, or returns the reason to refuse it. Events are sent in the order of [`GenerateEvent`];
+    /// dropping the receiver stops the generation at the next token.
     ///
-    /// The channel should have a bound of a few events, and the engine must not wait for a reader: the service takes
-    /// events out as they come, and drops the receiver when the client does not take them for
+    /// The channel should be bounded to a few events, and the engine must not wait for a reader: the service receives
+    /// events promptly, and drops the receiver when the client does not take them for
     /// [`reader_patience`](super::Limits::reader_patience).
     fn generate(
         &self,
@@ -24,7 +24,7 @@ pub trait Generator: Send + Sync + 'static {
     ) -> BoxFuture<'_, Result<mpsc::Receiver<GenerateEvent>, Refusal>>;
 }
 
-/// What to go on from.
+/// Text or conversation to continue.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Input {
     /// Messages, put through the model's chat template; oldest first, at least one.
@@ -36,7 +36,7 @@ pub enum Input {
 /// A request for text.
 #[derive(Clone, Debug, PartialEq)]
 pub struct GenerateRequest {
-    /// What to go on from.
+    /// Text or conversation to continue.
     pub input: Input,
     /// How to choose tokens. The ranges have been checked.
     pub sampling: SamplingWish,
@@ -44,9 +44,10 @@ pub struct GenerateRequest {
     pub max_tokens: Option<Tokens>,
     /// Texts that end the generation and are not part of the answer.
     pub stop: Vec<String>,
-    /// What stays of the context where the oldest of it may be dropped.
+    /// Tokens that stay when the oldest part of the context is dropped.
     pub sinks: Option<Sinks>,
-    /// Time left until the client gives up, if it has said so: what cannot come in time may be refused at once.
+    /// Time left until the client's deadline, if it has one: requests that cannot finish in time may be refused at
+    /// once.
     pub time_left: Option<Duration>,
 }
 
@@ -68,7 +69,7 @@ pub enum GenerateEvent {
         model: String,
         /// Tokens of the prompt.
         prompt: Tokens,
-        /// What the random numbers begin with.
+        /// Seed of the random numbers.
         seed: u64,
     },
     /// More text; whole characters.
@@ -80,7 +81,7 @@ pub enum GenerateEvent {
     Finished {
         /// Why.
         reason: FinishReason,
-        /// What it took.
+        /// Resource usage.
         usage: Usage,
         /// How long it took.
         times: Times,

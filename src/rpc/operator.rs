@@ -35,7 +35,7 @@ impl Operators {
         Self { context }
     }
 
-    /// Asks the arbiter for what needs this permission; its words once it is done.
+    /// Sends a command that needs this permission to the arbiter; returns its message once it is done.
     async fn done<T>(
         &self,
         name: &'static str,
@@ -47,7 +47,7 @@ impl Operators {
         words_in(self.context.ask(&call, event).await?, name)
     }
 
-    /// That there is a worker of this name.
+    /// Checks that a worker with this name exists.
     fn known_worker(&self, name: &str) -> Result<(), CallError> {
         let snapshot = self.context.supervisor.snapshot().borrow().clone();
         if snapshot.workers.iter().any(|worker| worker.name == name) {
@@ -314,13 +314,13 @@ impl OperatorService for Operators {
     }
 }
 
-/// A reader of `WatchEvents`. It takes from the log what the client takes from it, and so holds one page at most.
+/// A reader of `WatchEvents`. It reads from the log at the client's pace, and so holds at most one page.
 struct Reader {
     context: Context,
     call: Call,
     /// Number of the last event sent or missed.
     after: u64,
-    /// Whether the reader begins with what there is, so that nothing before it is missed.
+    /// Whether the reader begins with the oldest event available, so that no gap is reported before it.
     from_the_oldest: bool,
     follow: bool,
     /// The page that is being sent, last event first.
@@ -381,5 +381,5 @@ const PAGE: usize = 64;
 /// Longest name of a variant.
 const VARIANT_MAX: usize = 63;
 
-/// Longest wait in the queue that can be asked for at all; the arbiter has its own limits.
+/// Longest wait in the queue that a request may have; the arbiter has its own limits.
 const WAIT_MAX: Duration = Duration::from_secs(3600);

@@ -1,8 +1,8 @@
 //! Server side of a stream, with a cut-off for clients that do not read.
 //!
-//! Between the source of a stream and the client there are a few responses here and one window of HTTP/2; more is never
-//! kept for a client that does not read. Once that much waits and nothing of it is taken for the patience of the
-//! server, the source ends and its slot is free; the client, should it read again, finds the reason at the end.
+//! Between the source of a stream and the client are a few responses here and one window of HTTP/2; nothing more is
+//! buffered for a client that does not read. If these are full and none is read for the server's patience, the source
+//! ends and its slot is free; the client finds the reason at the end if it reads again.
 
 use std::{
     pin::pin,
@@ -21,7 +21,7 @@ use super::{slots::Slot, status::CallError};
 #[derive(Debug)]
 pub(super) struct Outlet<T> {
     responses: mpsc::Sender<T>,
-    /// What the client receives after the last response.
+    /// Status after the last response.
     last: Arc<OnceLock<Status>>,
     patience: Duration,
 }
@@ -89,7 +89,7 @@ impl<T: Send + 'static> Outlet<T> {
     }
 }
 
-/// Takes what `source` gives to a client, one response ahead of it. `slot` is free when the source has ended.
+/// Pumps `source` to a client, one response ahead. `slot` is freed when the source has ended.
 pub(super) fn pump<T: Send + 'static>(
     source: impl Stream<Item = Result<T, Status>> + Send + 'static,
     slot: Slot,

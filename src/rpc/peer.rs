@@ -64,8 +64,7 @@ pub struct Process {
 }
 
 impl Process {
-    /// The process that connected to `socket`; `None` when it has ended already, or may be a later process with the same
-    /// id.
+    /// The process that connected to `socket`; `None` when it has ended, or a later process may have its id.
     fn of_peer(socket: BorrowedFd<'_>, pid: u32, waiting_at: Option<u64>) -> Option<Self> {
         match peer_pidfd(socket.as_raw_fd()) {
             Some(pidfd) => Some(Self { pid, pidfd }),
@@ -73,12 +72,12 @@ impl Process {
         }
     }
 
-    /// The same before Linux 6.5, where the socket does not give the process itself.
+    /// The same before Linux 6.5, where the socket does not provide a pidfd.
     ///
-    /// The id could have passed on after the connection was made. A process that took it over was started when the
-    /// connection was waiting already; and a process that has ended has closed its end of the connection, unless a child
-    /// has inherited it. So the process is opened first, then the connection is seen to be still open, and the process
-    /// to be older than the connection.
+    /// The id could have been reused since the connection was made. A process that reused it started while the
+    /// connection was already waiting; and an ended process has closed its end of the connection, unless a child has
+    /// inherited it. So the process is opened first; then the connection is checked to be open, and the process to be
+    /// older than it.
     fn of_waiting_peer(socket: BorrowedFd<'_>, pid: u32, waiting_at: u64) -> Option<Self> {
         let process = Self::of_earlier_peer(pid, waiting_at)?;
         (!is_hung_up(socket)).then_some(process)
@@ -109,7 +108,8 @@ impl Process {
     /// When the process cannot be watched, for want of file descriptors.
     pub async fn ended(&self) -> io::Result<()> {
         let pidfd = self.pidfd.try_clone()?;
-        // SAFETY: an `OwnedFd` keeps its one descriptor open and the same until it is dropped, together with the `AsyncFd`.
+        // SAFETY: an `OwnedFd` keeps its descriptor open and unchanged until it is dropped, together with the
+        // `AsyncFd`.
         let pidfd = unsafe { AsyncFd::register_with_interest(pidfd, Interest::READABLE) }?;
         let _ready = pidfd.readable().await?;
         Ok(())
@@ -158,7 +158,7 @@ fn socket_option<T: Copy>(fd: RawFd, option: libc::c_int, values: &mut [T]) -> O
 
 /// Opens a process by its id.
 fn pidfd_open(pid: u32) -> io::Result<OwnedFd> {
-    // SAFETY: pidfd_open takes two integers and touches no memory of ours.
+    // SAFETY: pidfd_open takes two integers and touches no memory of this process.
     let result = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
     match RawFd::try_from(result) {
         // SAFETY: the kernel has just made this descriptor for us, and no other code has its number.

@@ -22,7 +22,7 @@ use cotenant_policy::roles::Bounds;
 pub struct Remote {
     pub(super) listener: TcpListener,
     pub(super) tls: ServerTlsConfig,
-    /// What every client with a certificate may do.
+    /// Role of every client with a certificate.
     pub(super) role: Role,
 }
 
@@ -37,11 +37,11 @@ pub struct Certificates {
 }
 
 impl Certificates {
-    /// Whether they can be used together.
+    /// Checks that certificate, key and CA fit together.
     ///
     /// # Errors
     ///
-    /// When they cannot.
+    /// When they do not.
     pub fn check(&self) -> Result<(), RemoteError> {
         tls_of(self).map(|_tls| ())
     }
@@ -53,7 +53,7 @@ pub enum RemoteError {
     /// The certificates cannot be used.
     #[error("cannot use the certificate, key and client CA of `grpc.tcp`")]
     Certificates(#[source] tonic::transport::Error),
-    /// The address cannot be had.
+    /// The address cannot be bound.
     #[error("cannot listen for gRPC on {address}")]
     Listen {
         /// As configured.
@@ -89,11 +89,11 @@ impl Remote {
         })
     }
 
-    /// Where it listens.
+    /// Bound address.
     ///
     /// # Errors
     ///
-    /// When the system does not say.
+    /// When the system does not provide it.
     pub fn address(&self) -> io::Result<SocketAddr> {
         self.listener.local_addr()
     }

@@ -21,7 +21,7 @@ pub enum Permission {
 }
 
 impl Permission {
-    /// Whether a role covers it.
+    /// Whether the role includes it.
     #[must_use]
     pub const fn is_of(self, role: Role) -> bool {
         match role {
@@ -65,7 +65,7 @@ fn is_among(ids: &Ids, peer: &PeerInfo) -> bool {
             .any(|gid| *gid == peer.gid || peer.groups.contains(gid))
 }
 
-/// Who has which role. Where a peer has several, the first of operator, watchdog, tenant, viewer counts.
+/// Assignment of roles. A peer with several has the first of operator, watchdog, tenant, viewer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Roles {
     /// Operators; root and the daemon's own user always are.

@@ -49,7 +49,7 @@ use super::{
 use cotenant_policy::{lease::LeaseId, roles::Bounds};
 use cotenant_probe::processes::boot_ticks;
 
-/// What a server allows.
+/// Limits of a server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Limits {
     /// Largest message that is taken, in bytes. Default 1 MiB: a prompt of a quarter of a million tokens.
@@ -62,9 +62,9 @@ pub struct Limits {
     pub streams: Bounds,
     /// How long a client may leave its stream unread before the generation is stopped. Default 20 s.
     pub reader_patience: Duration,
-    /// How long clients have to take what was sent to them when the server ends. Default 2 s.
+    /// Time for clients to read pending data when the server ends. Default 2 s.
     pub stop_grace: Duration,
-    /// How often a silent connection is asked whether it lives. Default 10 s.
+    /// Interval of keepalive pings on a silent connection. Default 10 s.
     pub keepalive_interval: Duration,
     /// How long it has for the answer. Default 5 s.
     pub keepalive_timeout: Duration,
@@ -105,7 +105,7 @@ pub enum BindError {
         /// As configured.
         address: String,
     },
-    /// The system says no.
+    /// The system refuses it.
     #[error("cannot listen on `{address}`")]
     System {
         /// As configured.
@@ -145,11 +145,11 @@ impl Sockets {
         Self::default()
     }
 
-    /// Adds a path socket with the file mode `mode`, such as `0o660`. What a dead supervisor left there is removed; the
-    /// file is removed when the server ends.
+    /// Adds a path socket with the file mode `mode`, such as `0o660`. A socket left by a dead supervisor is removed;
+    /// the file is removed when the server ends.
     ///
     /// # Errors
-    /// When another process listens there, something else is there, or the system says no.
+    /// When another process listens there, another kind of file exists, or the system refuses.
     pub fn bind_path(&mut self, path: &Path, mode: u32) -> Result<(), BindError> {
         let address = || path.display().to_string();
         let system = |source| BindError::System {
@@ -172,15 +172,15 @@ impl Sockets {
         }
         let listener = StdListener::bind(path).map_err(system)?;
         self.files.push(SocketFile::of(path).map_err(system)?);
-        // Until here the mode is the umask's; who gets in between is still asked for its credentials.
+        // Until here the umask sets the mode; credentials of early connections are checked as well.
         fs::set_permissions(path, fs::Permissions::from_mode(mode)).map_err(system)?;
         self.add(listener).map_err(system)
     }
 
-    /// Adds the abstract socket `name`, without the `@`. It has no file mode: credentials alone decide.
+    /// Adds the abstract socket `name`, without the `@`. It has no file mode: only credentials decide.
     ///
     /// # Errors
-    /// When another process listens there, or the system says no.
+    /// When another process listens there, or the system refuses.
     pub fn bind_abstract(&mut self, name: &str) -> Result<(), BindError> {
         let address = || format!("@{name}");
         let system = |source| BindError::System {
@@ -292,7 +292,7 @@ impl Server {
         self
     }
 
-    /// Sets what the health service says.
+    /// Sets the statuses of the health service.
     #[must_use]
     pub fn health(&self) -> Health {
         self.health.clone()
@@ -335,7 +335,7 @@ impl Server {
         }
 
         let cut = CancellationToken::new();
-        // Dropped with this future, and then no connection goes on without it.
+        // Dropped with this future, which ends all connections.
         let _cut_at_the_end = cut.clone().drop_guard();
         tokio::spawn({
             let (stop, cut) = (stop.clone(), cut.clone());
@@ -441,7 +441,7 @@ async fn accept_one(listener: &UnixListener) -> io::Result<(UnixStream, Option<u
     .await
 }
 
-/// Accepts connections of one socket until the server ends. Those above the limits are closed at once.
+/// Accepts connections of one socket until the server ends. Connections above the limits are closed at once.
 async fn accept(
     listener: UnixListener,
     slots: Slots,
@@ -487,7 +487,7 @@ async fn accept(
     }
 }
 
-/// Leases given back at once of which a stream still hears; one that misses it hears at its next renewal.
+/// Buffered notices of released leases for each stream; a stream that misses one learns of the end at its next renewal.
 const GIVEN_BACK_MAX: usize = 64;
 
 /// Connections that wait to be served; more wait in the kernel.

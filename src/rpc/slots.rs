@@ -11,7 +11,7 @@ use cotenant_units::lock::locked;
 /// A user, and the process where it is known.
 pub(super) type Key = (u32, Option<u32>);
 
-/// Counts what is open, by process, by user and in all.
+/// Counts open connections and streams by process, by user and in total.
 #[derive(Clone, Debug)]
 pub(super) struct Slots {
     open: Arc<Mutex<BTreeMap<Key, u64>>>,

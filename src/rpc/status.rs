@@ -51,11 +51,11 @@ pub enum CallError {
     RoleMissing {
         /// The call.
         call: &'static str,
-        /// Who tried.
+        /// User of the caller.
         uid: u32,
         /// Its role, or `no role`.
         role: String,
-        /// What it needs.
+        /// Required role.
         needed: String,
         /// The key of the configuration that gives it.
         remedy: String,
@@ -63,7 +63,7 @@ pub enum CallError {
     /// The deadline that the client set has passed.
     #[error("no answer within the {} ms that the client allows", .allowed.as_millis())]
     DeadlinePassed {
-        /// What the client set.
+        /// The client's timeout.
         allowed: Duration,
     },
     /// A field of the request.
@@ -86,7 +86,7 @@ pub enum CallError {
         worker: String,
         /// Its process, when it has one.
         runs_as: Option<u32>,
-        /// Who asks: `process 7`, or that the kernel does not tell.
+        /// The caller, `process 7`, or that the kernel does not identify it.
         asker: String,
     },
     /// A request by another name than that of the worker which the process is of.
@@ -95,16 +95,16 @@ pub enum CallError {
          what it needs is part of that worker's `memory`, or asked for by its name with `lease: own`"
     )]
     OfAWorker {
-        /// The name asked by.
+        /// Name in the request.
         tenant: String,
         /// The worker.
         worker: String,
         /// Its process.
         runs_as: u32,
-        /// Who asks.
+        /// The caller.
         asker: String,
     },
-    /// Something that only the holder of a lease may do or say, by another process.
+    /// An action reserved to the holder of a lease, by another process.
     #[error(
         "lease `{lease}` is held by {holder}, which asked for it and is measured, not by {caller}"
     )]
@@ -113,7 +113,7 @@ pub enum CallError {
         lease: String,
         /// `process 7`, or that the kernel does not tell.
         holder: String,
-        /// As `holder`, who calls.
+        /// The caller, in the form of `holder`.
         caller: String,
     },
     /// The lease is of another run of the supervisor.
@@ -139,7 +139,7 @@ pub enum CallError {
     UnknownWorker {
         /// As the caller named it.
         worker: String,
-        /// Those there are.
+        /// Existing names.
         known: String,
     },
     /// Too many open streams.
@@ -150,13 +150,13 @@ pub enum CallError {
         /// The limit.
         limit: u64,
     },
-    /// The client did not take what was sent to it.
+    /// The client did not read its stream.
     #[error("the client has not read its stream for {} s", .patience.as_secs())]
     ReaderStalled {
         /// How long it may.
         patience: Duration,
     },
-    /// The configuration file cannot be used; what ran goes on.
+    /// The configuration file cannot be used; the running one stays in force.
     #[error("{report}")]
     ConfigInvalid {
         /// Every fault, with its place and remedy.
@@ -168,7 +168,7 @@ pub enum CallError {
     /// The event could not be handed over.
     #[error(transparent)]
     NotSubmitted(#[from] SubmitError),
-    /// The arbiter gave an answer of another kind than the request's.
+    /// The arbiter's response does not match the request.
     #[error("the arbiter gave no fitting answer to {call}")]
     UnfitAnswer {
         /// The call.
@@ -176,7 +176,7 @@ pub enum CallError {
     },
 }
 
-/// A caller as people know it; those by TCP have no user here.
+/// A caller for people; callers over TCP have no user here.
 fn caller(uid: &u32) -> String {
     match *uid {
         u32::MAX => "this client".to_owned(),
@@ -184,7 +184,7 @@ fn caller(uid: &u32) -> String {
     }
 }
 
-/// The status of a call that the arbiter gave an answer of another kind.
+/// The status of a call with a mismatched response of the arbiter.
 pub(super) fn unfit(call: &'static str) -> Status {
     CallError::UnfitAnswer { call }.into()
 }
@@ -529,7 +529,7 @@ impl<'a> Builder<'a> {
             .bad_request(field, &format!("{}{problem}", quoted(value)))
     }
 
-    /// What is missing, also as a figure of the name of its kind.
+    /// Names the missing resource, also as a figure under its kind.
     fn resource(mut self, kind: &str, name: &str) -> Self {
         self.details
             .set_resource_info(format!("{DOMAIN}.{kind}"), name, "", self.message);
@@ -557,7 +557,7 @@ impl<'a> Builder<'a> {
     }
 }
 
-/// The proto's name of a field that policy names by what it means.
+/// The proto's name of a field of policy.
 fn proto_field(field: &str) -> &str {
     match field {
         "max" => "max_bytes",

@@ -17,12 +17,12 @@ use cotenant_policy::{
 use cotenant_units::lock::locked;
 use cotenant_units::{Bytes, Timestamp};
 
-/// The daemon as the services see it. Nothing here waits.
+/// The daemon's interface for the services. Nothing here blocks.
 pub trait Supervisor: Send + Sync + 'static {
     /// Names this run of the daemon; leases and sequences of another run mean nothing in this one.
     fn boot_id(&self) -> &str;
 
-    /// Whether leases of that run go on in this one: of this run itself, and of those before it that were taken over.
+    /// Whether leases of that run continue in this one: those of this run, and of earlier ones that were taken over.
     fn continues(&self, boot_id: &str) -> bool {
         boot_id == self.boot_id()
     }
@@ -65,14 +65,14 @@ pub trait Supervisor: Send + Sync + 'static {
     /// The last death certificates of workers.
     fn deaths(&self) -> &DeathLog;
 
-    /// What keeps the process `pid` from a lease by the name `tenant`, if anything: only a worker asks by its name,
-    /// and who is measured with a worker asks by no other.
+    /// Reason to refuse the process `pid` a lease with the name `tenant`, if any: only a worker may use its name, and a
+    /// process that is measured with a worker may use no other.
     fn bar(&self, _tenant: &str, _pid: Option<u32>) -> Option<Bar> {
         None
     }
 
-    /// Fills in what the snapshot does not have: what is locked in memory, the counts of the emergency reserve, what
-    /// would be shed first, the engine's load, sequences and command gap, and what each worker is confined by.
+    /// Fills in values outside of the snapshot: locked memory, the counts of the emergency reserve, the next shed, the
+    /// engine's load, sequences and command gap, and the confinement of each worker.
     fn complete(&self, _status: &mut v1::GetStatusResponse) {}
 }
 
@@ -113,7 +113,7 @@ pub enum Notice {
         lease: LeaseId,
         /// Names the target.
         nonce: u64,
-        /// What the holder may keep.
+        /// Bytes that the holder may keep.
         bytes: Bytes,
         /// By when.
         deadline: Timestamp,
@@ -150,12 +150,12 @@ pub struct EventLog {
     capacity: usize,
 }
 
-/// What [`EventLog::after`] finds.
+/// Result of [`EventLog::after`].
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Page {
     /// The lines, in order.
     pub records: Vec<Arc<v1::JournalEntry>>,
-    /// Lines between the number asked for and the first of `records` that are not kept any more.
+    /// Lines between the requested number and the first of `records` that are no longer kept.
     pub missed: u64,
 }
 
@@ -163,7 +163,7 @@ pub struct Page {
 #[derive(Debug, Default)]
 struct Kept {
     records: VecDeque<Arc<v1::JournalEntry>>,
-    /// What their texts take.
+    /// Bytes of their texts.
     bytes: usize,
     /// Number of the last line that made place for another one.
     gone_up_to: u64,
@@ -229,7 +229,8 @@ const fn text_bytes(record: &v1::JournalEntry) -> usize {
     record.name.len() + record.summary.len() + record.body_json.len()
 }
 
-/// What the texts of all lines may take: a line has some 500 bytes, and one with a whole book of leases some 100 KiB.
+/// Greatest size of the texts of all lines: a line has some 500 bytes, and one with a whole ledger of leases some 100
+/// KiB.
 const BYTES_MAX: usize = 4 << 20;
 
 #[cfg(test)]
@@ -252,7 +253,7 @@ mod tests {
             page.records.len()
         );
         assert_eq!(page.missed, 100 - page.records.len() as u64);
-        // One that is larger than all of it is kept alone.
+        // A line larger than the bound is kept alone.
         log.push(v1::JournalEntry {
             body_json: "x".repeat(5 << 20),
             ..record(101)

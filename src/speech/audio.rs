@@ -1,4 +1,4 @@
-//! WAV and PCM in common formats, to and from 16-bit mono.
+//! Reader and writer of WAV and PCM in common formats, to and from 16-bit mono.
 
 use std::{
     io::{self, Cursor, Read as _},
@@ -71,7 +71,7 @@ impl MonoAudio {
     /// The same at another rate.
     ///
     /// # Errors
-    /// When either rate is outside of what is supported.
+    /// When either rate is outside the supported range.
     pub fn resampled(self, sample_rate_hz: u32) -> Result<Self, AudioError> {
         if sample_rate_hz == self.sample_rate_hz {
             return Ok(self);
@@ -140,14 +140,14 @@ pub fn wav_stream_header(sample_rate_hz: u32) -> Vec<u8> {
     header
 }
 
-/// Reads a WAV file of 8, 16, 24 or 32 bits, 32 or 64 bits of floating point, A-law or mu-law, of any rate and number of
-/// channels, as mono.
+/// Reads a WAV file of 8, 16, 24 or 32 bits, 32 or 64 bits of floating point, A-law or mu-law, of any rate and number
+/// of channels, as mono.
 ///
-/// A data length that stands for "not known yet" (0 or nearly 2^31 or 2^32) means up to the end of the file. A file
-/// without samples is no error: nothing was said.
+/// A data length that means "not known yet" (0 or nearly 2^31 or 2^32) extends to the end of the file. A file without
+/// samples is not an error: it is silence.
 ///
 /// # Errors
-/// When it is not a WAV file, is cut short, plays longer than `limit`, or has a rate that is not supported.
+/// When it is not a WAV file, is truncated, plays longer than `limit`, or has an unsupported rate.
 pub fn parse_wav(file: &[u8], limit: Duration) -> Result<MonoAudio, AudioError> {
     let mut samples = Vec::new();
     let sample_rate_hz = read_wav(file, limit, |_rate_hz, block| {
@@ -286,7 +286,7 @@ impl PcmDecoder {
         })
     }
 
-    /// What it decodes.
+    /// Format that it decodes.
     #[must_use]
     pub const fn format(&self) -> AudioFormat {
         self.format
@@ -392,7 +392,7 @@ pub enum AudioError {
     Container {
         /// The name of its format.
         format: &'static str,
-        /// What is wrong.
+        /// Cause.
         source: symphonia::core::errors::Error,
     },
     /// There is no sound in it.
@@ -406,10 +406,10 @@ pub enum AudioError {
     TrackCoding {
         /// The name of its format.
         format: &'static str,
-        /// What is wrong.
+        /// Cause.
         source: symphonia::core::errors::Error,
     },
-    /// It plays too long; how long, its header does not say.
+    /// It plays too long; its header does not have the length.
     #[error("audio is longer than the limit of {:.1} s", limit.as_secs_f64())]
     Longer {
         /// How long it may play.
@@ -426,7 +426,7 @@ pub enum AudioError {
         /// Packets until then.
         packets: usize,
     },
-    /// An Opus stream without what a decoder has to know.
+    /// An Opus stream without the header that a decoder requires.
     #[error("the Opus stream has no identification header")]
     OpusHeader,
     /// Surround sound.
@@ -473,7 +473,7 @@ impl Mixer {
 /// A chunk of a WAV file.
 #[derive(Clone, Copy)]
 struct Chunk {
-    /// Where its length is written.
+    /// Offset of its length field.
     length_at: usize,
     /// Its length as written.
     declared: u32,
@@ -482,7 +482,7 @@ struct Chunk {
 }
 
 impl Chunk {
-    /// Where its contents begin.
+    /// Offset of its contents.
     const fn body(self) -> usize {
         self.length_at + 4
     }
@@ -509,8 +509,8 @@ fn chunk(file: &[u8], wanted: [u8; 4]) -> Option<Chunk> {
     }
 }
 
-/// Whether a length stands for "not known yet": 0 before audio, or 2^31 or close to it or to 2^32 as `arecord`, `sox` and `ffmpeg`
-/// write it to pipes, and more than what is there.
+/// Whether a length means "not known yet": 0 before audio, or 2^31 or close to it or to 2^32 as `arecord`, `sox` and
+/// `ffmpeg` write it to pipes, and more than the file has.
 fn is_open_ended(data: Chunk) -> bool {
     let nearly = |power: u64| (power - (1 << 12)..=power).contains(&u64::from(data.declared));
     data.present > 0 && data.declared == 0

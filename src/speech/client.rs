@@ -28,7 +28,7 @@ use super::{
 
 pub use super::wyoming::event::Resized;
 
-/// Where a Wyoming server listens.
+/// Address of a Wyoming server.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
 pub enum Endpoint {
     /// On a Unix socket.
@@ -102,12 +102,12 @@ impl Default for ClientTimeouts {
     }
 }
 
-/// What a recogniser has heard.
+/// Transcript of a recogniser.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Heard {
     /// The text; empty when nothing was heard.
     pub text: String,
-    /// Its language, when the server tells: `en`.
+    /// Its language, if the server sends it: `en`.
     pub language: Option<String>,
 }
 
@@ -130,7 +130,7 @@ impl WyomingClient {
         }
     }
 
-    /// What the server is.
+    /// The description of the server.
     ///
     /// # Errors
     /// When it cannot be reached, does not answer in time, or answers something else.
@@ -148,7 +148,7 @@ impl WyomingClient {
         Ok(reply)
     }
 
-    /// Whether the server answers at all.
+    /// Checks that the server responds.
     ///
     /// # Errors
     /// As [`describe`](Self::describe).
@@ -160,7 +160,7 @@ impl WyomingClient {
         .await
     }
 
-    /// Whether the server accepts a connection, whatever it speaks.
+    /// Checks that the server accepts a connection, with any protocol.
     ///
     /// # Errors
     /// When it cannot be reached.
@@ -183,8 +183,8 @@ impl WyomingClient {
         .await
     }
 
-    /// What is said in `audio`, where the server is set to expect `language`; an empty text when nothing was heard. A
-    /// server that tells the text in pieces is passed on to `pieces` while it does.
+    /// The transcript of `audio`, from a server set to expect `language`; empty when no speech was recognised. Partial
+    /// transcripts are passed on to `pieces` as they arrive.
     ///
     /// # Errors
     /// As [`describe`](Self::describe), and when the server refuses.
@@ -299,7 +299,7 @@ impl WyomingClient {
         self.speak(text, voice, None).await
     }
 
-    /// The same by one of several people whom the voice knows.
+    /// The same with one speaker of a multi-speaker voice.
     ///
     /// # Errors
     /// As [`synthesize`](Self::synthesize).
@@ -367,7 +367,7 @@ impl WyomingClient {
         Ok(SpeechStream::new(format.rate, receiver))
     }
 
-    /// A connection of one's own, for what takes several events.
+    /// A separate connection for an exchange of several events.
     ///
     /// # Errors
     /// When the server cannot be reached.
@@ -390,7 +390,7 @@ impl WyomingClient {
         let act = act_of(&request);
         let (mut reader, mut writer) = self.connect().await?;
         let talk = async {
-            // A server that closes at once may have said why before; that explains more than our broken pipe.
+            // A server that closes at once may have sent the reason before, which explains more than our broken pipe.
             let sent = self.send(&mut writer, request, patience).await;
             loop {
                 match (self.receive(&mut reader).await, &sent) {
@@ -540,7 +540,7 @@ pub struct SpeechStream {
 }
 
 impl SpeechStream {
-    /// What arrives at the other end of `receiver`.
+    /// The stream of items from `receiver`.
     pub(super) const fn new(
         sample_rate_hz: u32,
         receiver: mpsc::Receiver<Result<Vec<i16>, ClientError>>,
@@ -641,7 +641,7 @@ impl SpokenLength {
     }
 }
 
-/// What a server says of itself, as one line of an error.
+/// A server's message as one line of an error.
 pub(super) fn brief(text: &str) -> String {
     let start: String = text.chars().take(REFUSAL_CHARS_MAX).collect();
     let mut line = start.split_whitespace().collect::<Vec<_>>().join(" ");
@@ -658,7 +658,7 @@ pub enum ClientError {
     /// No server listens.
     #[error("cannot connect to `{endpoint}`")]
     Connect {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
         /// Why not.
         #[source]
@@ -667,7 +667,7 @@ pub enum ClientError {
     /// A step took too long.
     #[error("`{endpoint}` did not {act} within {:.1} s", limit.as_secs_f64())]
     Late {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
         /// The step.
         act: &'static str,
@@ -677,56 +677,56 @@ pub enum ClientError {
     /// The connection ended where an answer was due.
     #[error("`{endpoint}` closed the connection without an answer")]
     Closed {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
     },
     /// The connection failed.
     #[error("connection to `{endpoint}` broke")]
     Broken {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
         /// How.
         #[source]
         source: io::Error,
     },
-    /// What came is not Wyoming.
+    /// The response is not Wyoming.
     #[error("`{endpoint}` does not speak Wyoming")]
     Frame {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
-        /// What is wrong with it.
+        /// Cause.
         #[source]
         source: FrameError,
     },
-    /// What came is Wyoming with wrong fields.
+    /// The response is Wyoming with wrong fields.
     #[error("`{endpoint}` sent a wrong event")]
     Event {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
-        /// What is wrong with it.
+        /// Cause.
         #[source]
         source: EventError,
     },
-    /// What came over HTTP is not what was asked for.
+    /// The HTTP response is not the expected one.
     #[error("`{endpoint}` answered wrongly: {problem}")]
     Answer {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
-        /// What is wrong with it.
+        /// Fault of the response.
         problem: String,
     },
     /// The speech is longer than any that the text can have.
     #[error("`{endpoint}` speaks for more than {:.0} s, which the text cannot take", limit.as_secs_f64())]
     Endless {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
         /// The longest that is taken.
         limit: Duration,
     },
-    /// The server says no.
+    /// The server refuses.
     #[error("`{endpoint}` refused: {text}")]
     Refused {
-        /// Whom we asked.
+        /// Address of the server.
         endpoint: Endpoint,
         /// Its reason.
         text: String,
@@ -754,15 +754,15 @@ type BoxedWriter = Box<dyn AsyncWrite + Send + Unpin>;
 /// Samples per message: 64 ms at 16 kHz, between Home Assistant's 20 ms and the reference tools' 128 ms.
 const CHUNK_SAMPLES: usize = 1024;
 
-/// What is shown of a refusal.
+/// Shown part of a refusal.
 const REFUSAL_CHARS_MAX: usize = 300;
 const CODE_CHARS_MAX: usize = 64;
 
-/// Our choice: ten times what people take for a character; numbers and signs are spoken as several words.
+/// Our choice: ten times the usual time for a character; numbers and signs are spoken as several words.
 const SPOKEN_PER_CHARACTER: Duration = Duration::from_secs(1);
 /// Our choice: pauses, and a voice that has to be loaded.
 const SPOKEN_LEAST: Duration = Duration::from_secs(60);
-/// The slowest that a client can ask for.
+/// The slowest speed that a client can request.
 const SPEED_LEAST: f64 = 0.25;
 
 /// Pieces of audio that wait for the player; then the server waits.

@@ -1,8 +1,8 @@
-//! WAV samples in the codings that `hound` does not read: those of telephones (ITU-T G.711), and 64-bit floating point.
+//! WAV samples that `hound` does not read: ITU-T G.711, and 64-bit floating point.
 
 use super::resample::from_float;
 
-/// What the format chunk of such a file says.
+/// Format chunk of such a file.
 #[derive(Clone, Copy)]
 pub(super) struct CodedFormat {
     coding: Coding,
@@ -52,7 +52,7 @@ impl CodedFormat {
         })
     }
 
-    /// The samples of these bytes in the range of 16 bits, channel after channel; what is left of the last one is not read.
+    /// The samples of these bytes in the range of 16 bits, channel after channel; an incomplete last one is ignored.
     pub(super) fn samples(self, bytes: &[u8]) -> impl Iterator<Item = i32> {
         bytes
             .chunks_exact(self.width())

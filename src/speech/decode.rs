@@ -1,4 +1,4 @@
-//! Decoder of audio files: WAV, MP3, AAC, FLAC, Vorbis and Opus in the containers of browsers, phones and SDKs.
+//! Decoder of audio files: WAV, MP3, AAC, FLAC, Vorbis and Opus in common containers.
 
 use std::{
     io::{self, Cursor},
@@ -39,10 +39,11 @@ pub fn is_wav(file: &[u8]) -> bool {
     file.starts_with(b"RIFF")
 }
 
-/// Reads an audio file as a recogniser takes it, 16 kHz mono, and hands the samples on in blocks.
+/// Reads an audio file in the form for a recogniser, 16 kHz mono, and passes the samples on in blocks.
 ///
 /// # Errors
-/// When it is in none of the formats, is damaged or cut short, plays longer than `limit`, or the samples cannot be handed on.
+/// When it is in none of the formats, is damaged or truncated, plays longer than `limit`, or the samples cannot be
+/// passed on.
 pub fn decode_for_asr(
     file: &[u8],
     limit: Duration,
@@ -170,7 +171,7 @@ fn read_container(
                 first: first_bytes(file),
             },
         })?;
-    // One that begins with something else is known by what was found in it.
+    // A file with other leading data is named by the detected format.
     let format = format.unwrap_or(reader.format_info().short_name);
     let unreadable = |source| AudioError::Container { format, source };
     let mut track = Track::of(&*reader, format)?;
@@ -185,7 +186,7 @@ fn read_container(
                 continue;
             }
             Err(MediaError::IoError(error)) if error.kind() == io::ErrorKind::UnexpectedEof => {
-                // What a browser records has no lengths, and ends where it ends.
+                // Recordings of browsers have no lengths, and simply end.
                 if reader.format_info().format == FORMAT_ID_MKV && packets > 0 {
                     break;
                 }
@@ -201,7 +202,7 @@ fn read_container(
             damaged += 1;
         }
     }
-    // The first packets of a stream that was cut refer to what came before.
+    // The first packets of a cut stream refer to missing ones.
     if damaged > DAMAGED_FREE && damaged > packets / DAMAGED_SHARE {
         return Err(AudioError::Damaged { damaged, packets });
     }
@@ -251,7 +252,7 @@ impl Codec {
         ))
     }
 
-    /// Hands on what is in a packet; `false` when it is damaged.
+    /// Decodes a packet and passes its samples on; `false` when it is damaged.
     fn decode(&mut self, packet: &Packet, output: &mut Output<'_>) -> Result<bool, AudioError> {
         let (decoder, interleaved, format) = match self {
             Self::Opus(opus) => return opus.decode(&packet.data, output),
@@ -355,7 +356,7 @@ const OPUS_RATE_RATIO: usize = 3;
 /// Packets that may be damaged whatever there is: the first ones of an MP3 refer to those before.
 const DAMAGED_FREE: usize = 3;
 
-/// Above one in so many, the audio is not what was said.
+/// Above one damaged packet in so many, the audio no longer represents the speech.
 const DAMAGED_SHARE: usize = 20;
 
 /// Longest title or comment that is kept, though none is used.

@@ -1,7 +1,7 @@
-//! Process that decodes one audio file, bounded by the kernel.
+//! Process that decodes one audio file under kernel limits.
 //!
-//! What clients send is decoded by libraries that cannot be interrupted, and whose use of memory follows from the file: 300
-//! bytes of a Vorbis header may ask for gigabytes. So it is done in a process of its own, which ends with its client.
+//! Client audio is decoded by libraries that cannot be interrupted, and whose memory depends on the file: 300 bytes of
+//! a Vorbis header may request gigabytes. A separate process that ends with its client contains them.
 //!
 //! ```text
 //! daemon ── limit, length, file ──► decoder (RLIMIT_DATA, RLIMIT_CPU) ── samples … done, or an error ──► daemon
@@ -47,11 +47,11 @@ impl Decoder {
         }
     }
 
-    /// Reads an audio file as 16 kHz mono. `room` is asked, with the bytes of the samples so far, whether there is memory for
-    /// them. Dropping the returned future ends the process.
+    /// Reads an audio file as 16 kHz mono. `room` is called with the bytes of the samples so far, and answers whether
+    /// there is memory for them. Dropping the returned future ends the process.
     ///
     /// # Errors
-    /// When the file cannot be read within the bounds, there is no room, or the process cannot be used.
+    /// When the file cannot be read within the limits, there is no room, or the process cannot be used.
     pub async fn decode(
         &self,
         file: &[u8],
@@ -90,7 +90,7 @@ impl Decoder {
                         return Err(DecodeError::NoRoom);
                     }
                     if samples.capacity() < samples.len() + body.len() / 2 {
-                        // Doubling would take up to twice of what `room` was asked for.
+                        // Doubling would take up to twice the bytes that `room` has admitted.
                         samples.reserve_exact(SAMPLES_STEP);
                     }
                     samples.extend(
@@ -126,7 +126,7 @@ pub enum DecodeError {
     Io(#[from] io::Error),
 }
 
-/// What a stream that ends early means.
+/// The error for a stream that ends early.
 fn ended(error: io::Error) -> DecodeError {
     match error.kind() {
         io::ErrorKind::UnexpectedEof
@@ -157,7 +157,7 @@ pub fn serve_stdin() -> ExitCode {
 }
 
 fn serve() -> io::Result<()> {
-    // What ends it here leaves no core, and is the first that a machine short of memory ends.
+    // A kill at these limits leaves no core, and under memory shortage this process is the first to be killed.
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
     setrlimit(Resource::RLIMIT_CPU, CPU_MAX.as_secs(), CPU_MAX.as_secs())?;
     let _ = fs::write("/proc/self/oom_score_adj", OOM_SCORE);
@@ -208,7 +208,7 @@ fn in_words(error: &dyn std::error::Error) -> String {
     }
 }
 
-/// What counts towards `RLIMIT_DATA` now.
+/// Current memory counted by `RLIMIT_DATA`.
 fn data_bytes() -> io::Result<u64> {
     let text = fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
@@ -220,10 +220,10 @@ fn data_bytes() -> io::Result<u64> {
 /// The argument that makes this program a decoder.
 pub const DECODER_VERB: &str = "audio-decoder";
 
-/// What decoding may allocate beside the file. Our choice: five times what files of ten minutes in all formats take.
+/// Allocation limit of decoding besides the file. Our choice: five times the use of ten-minute files in all formats.
 pub const BYTES_MAX: Bytes = Bytes::from_mib(24);
 
-/// What decoding may take of a processor. Our choice: ten minutes of any format take a tenth of it on a slow board.
+/// Processor time of decoding. Our choice: ten minutes of any format take a tenth of it on a slow board.
 const CPU_MAX: Duration = Duration::from_secs(30);
 
 /// Files that are decoded at once: it takes seconds at most, and a whole processor.

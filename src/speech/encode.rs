@@ -1,4 +1,4 @@
-//! Encoders of speech as it is synthesised: FLAC, MP3, and Opus in Ogg.
+//! Streaming encoders of speech: FLAC, MP3, and Opus in Ogg.
 
 use flacenc::{
     bitsink::ByteSink,
@@ -10,7 +10,7 @@ use flacenc::{
 use opus_pure::{Application, MAX_PACKET_BYTES, OggOpusWriter, OpusEncoder, OpusHead};
 use rusty_mp3::{Mp3Encode, encoder_header, header::FrameHeader};
 
-/// What speech can be encoded as.
+/// Encodings of speech.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Encoding {
     /// FLAC, lossless; about half of PCM.
@@ -159,8 +159,7 @@ fn bytes_of(part: &impl BitRepr) -> Result<Vec<u8>, EncodeError> {
     Ok(sink.into_inner())
 }
 
-/// Frames of a constant rate, each of which stands for itself. There is no frame before them that states the length, which is
-/// not known yet.
+/// Self-contained frames of a constant rate. No frame states the length, which is not known yet.
 struct Mp3 {
     encoder: Mp3Encode,
     header: FrameHeader,
@@ -192,7 +191,7 @@ impl Mp3 {
         Ok(encoded)
     }
 
-    /// Lets out what encoder and decoder still hold.
+    /// Flushes encoder and decoder.
     fn finish(&mut self) -> Result<Vec<u8>, EncodeError> {
         let padded = (self.pending.len() + MP3_HELD).div_ceil(self.frame) * self.frame;
         self.pending.resize(padded, 0.0);
@@ -204,7 +203,7 @@ struct Opus {
     encoder: OpusEncoder,
     writer: OggOpusWriter<Vec<u8>>,
     pre_skip: u64,
-    /// Samples of one packet, and how many of the format's 48 kHz each of ours is.
+    /// Samples of one packet, and samples of the format's 48 kHz for each of ours.
     frame: usize,
     ticks: u64,
     taken: u64,
@@ -254,7 +253,7 @@ impl Opus {
             .unwrap_or_default())
     }
 
-    /// Lets out what the encoder still holds, and states where the audio ends (RFC 7845, section 4.4).
+    /// Flushes the encoder, and states where the audio ends (RFC 7845, section 4.4).
     fn finish(mut self) -> Result<Vec<u8>, EncodeError> {
         let held = usize::try_from(self.pre_skip.div_ceil(self.ticks)).unwrap_or(0);
         let padded = (self.pending.len() + held).div_ceil(self.frame) * self.frame;
@@ -290,7 +289,8 @@ const MP3_HELD: usize = 1105;
 const PACKETS_PER_SECOND: u32 = 50;
 const OPUS_RATE_HZ: u32 = 48_000;
 
-/// Our choice: speech at this rate cannot be distinguished from the original, and a slow board encodes it in hundredths of its time.
+/// Our choice: speech at this rate cannot be distinguished from the original, and a slow board encodes it in hundredths
+/// of its duration.
 const OPUS_BITS_PER_SECOND: i32 = 32_000;
 const OPUS_COMPLEXITY: i32 = 5;
 

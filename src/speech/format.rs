@@ -1,4 +1,4 @@
-//! Formats of files by their first bytes.
+//! File formats by their first bytes.
 
 /// The format of a file by its first bytes, and whether there is a reader for it; `None` where they tell none.
 pub(super) fn format_of(file: &[u8]) -> Option<(&'static str, bool)> {
@@ -11,7 +11,7 @@ pub(super) fn format_of(file: &[u8]) -> Option<(&'static str, bool)> {
     }
 }
 
-/// Whether a file begins with these bytes; `?` stands for any.
+/// Whether a file begins with these bytes; `?` matches any.
 fn begins_with(file: &[u8], magic: &[u8]) -> bool {
     file.get(..magic.len()).is_some_and(|first| {
         let mut pairs = first.iter().zip(magic);
@@ -24,7 +24,7 @@ fn text_of(file: &[u8]) -> Option<&'static str> {
     let first = file.get(..TEXT_BYTES).unwrap_or(file);
     let text = match std::str::from_utf8(first) {
         Ok(text) => text,
-        // a character that the end of what is looked at cuts
+        // a character cut by the end of the examined part
         Err(error) if error.error_len().is_none() && first.len() < file.len() => {
             std::str::from_utf8(first.get(..error.valid_up_to())?).ok()?
         }

@@ -1,6 +1,7 @@
 //! HTTP clients of speech servers: OpenAI's audio routes, whisper.cpp's, Piper's.
 //!
-//! One connection per request, a time-out on every step, and no more of an answer in memory than is needed.
+//! Each request has its own connection and a timeout on every step, and keeps no more of the response in memory than
+//! needed.
 
 use std::{
     sync::atomic::{AtomicU64, Ordering},
@@ -46,7 +47,7 @@ pub enum HttpShape {
 pub struct Manner<'a> {
     /// Name of the voice.
     pub voice: Option<&'a str>,
-    /// One of the people whom the voice knows.
+    /// A speaker of a multi-speaker voice.
     pub speaker: Option<&'a str>,
     /// 1 is the voice's own.
     pub speed: f64,
@@ -57,7 +58,7 @@ pub struct Manner<'a> {
 pub struct HttpSpeechClient {
     address: String,
     shape: HttpShape,
-    /// The model name sent to the server, where the protocol asks for one.
+    /// The model name sent to the server, if the protocol requires one.
     model: String,
     timeouts: ClientTimeouts,
 }
@@ -74,7 +75,7 @@ impl HttpSpeechClient {
         }
     }
 
-    /// What is said in `audio`, where the server is set to expect `language`.
+    /// The transcript of `audio`, from a server set to expect `language`.
     ///
     /// # Errors
     /// When it cannot be reached, does not answer in time, refuses, or answers something else.
@@ -129,19 +130,19 @@ impl HttpSpeechClient {
             .unwrap_or_else(|_| Err(self.late("transcribe", patience)))
     }
 
-    /// Whether the server speaks at the speed that is asked for.
+    /// Whether the server honours the requested speed.
     #[must_use]
     pub const fn takes_speed(&self) -> bool {
         matches!(self.shape, HttpShape::Openai | HttpShape::Piper)
     }
 
-    /// Where the server takes `text`, and as what; by one of the people whom the voice knows (Piper alone takes that).
+    /// The server's path and body for `text`, with a speaker (Piper only).
     fn spoken_as(&self, text: &str, said: &Manner<'_>) -> Option<(&'static str, Value)> {
         let hurried = (said.speed - 1.0).abs() > f64::EPSILON;
         let (path, mut asked) = match self.shape {
             HttpShape::Openai => (
                 "/v1/audio/speech",
-                // Raw PCM is 24 kHz by the protocol and not by every server; WAV says what it is.
+                // Raw PCM is 24 kHz by the protocol but not by every server; WAV states its rate.
                 json!({
                     "model": self.model,
                     "input": text,
@@ -248,7 +249,7 @@ impl HttpSpeechClient {
                     }
                 }
             }
-            // A server that does not know the length ahead writes none, or the largest there is.
+            // A server that cannot know the length ahead writes none, or the maximum.
             if length != u64::MAX && left > 0 {
                 let problem = format!("its audio ends {left} bytes early");
                 let _ = sender.send(Err(client.wrong(problem))).await;
@@ -293,7 +294,7 @@ impl HttpSpeechClient {
         Ok((response, connection))
     }
 
-    /// The answer, if it is one; what the server says instead goes into the error.
+    /// The response if successful; otherwise the server's message becomes the error.
     async fn accepted(
         &self,
         response: Response<Incoming>,
@@ -383,7 +384,7 @@ struct WavHead {
     seen: Vec<u8>,
 }
 
-/// Format, bytes of samples (`u64::MAX` when the server does not know), and the first of them.
+/// Format, bytes of samples (`u64::MAX` if unknown), and the first of them.
 type WavBegin = (AudioFormat, u64, Vec<u8>);
 
 impl WavHead {
@@ -489,7 +490,7 @@ fn boundary() -> String {
     format!("cotenant-{:032x}-{count:016x}", since.as_nanos())
 }
 
-/// What OpenAI's own voice is called that every compatible server has.
+/// The voice of OpenAI that every compatible server has.
 const OPENAI_VOICE: &str = "alloy";
 
 /// By OpenAI's reference: raw PCM is 24 kHz, mono, 16 bit.
@@ -497,12 +498,12 @@ const OPENAI_PCM_RATE_HZ: u32 = 24_000;
 
 /// A transcript of ten minutes has about 10 KiB; with segments and tokens a hundred times that.
 const TEXT_BYTES_MAX: usize = 1 << 20;
-/// What JSON of that size commonly takes.
+/// Usual memory of JSON of that size.
 const TEXT_TREE_MAX: units::Bytes = units::Bytes::from_mib(8);
 
-/// What is read of a refusal.
+/// Bytes read of a refusal.
 const REFUSAL_BYTES_MAX: usize = 16 << 10;
-/// Tags before the samples are short; a file with a picture in it is not what we asked for.
+/// Tags before the samples are short; a file with a picture is not the requested audio.
 const WAV_HEAD_BYTES_MAX: usize = 64 << 10;
 
 #[cfg(test)]

@@ -1,19 +1,19 @@
 //! Wyoming frames and audio formats, shared by workers, APIs and clients.
 //!
-//! | module | what it is |
+//! | module | contents |
 //! |---|---|
 //! | [`wyoming`] | the protocol: frames, events, the `info` of a server |
-//! | [`client`] | asks a worker: describe, transcribe, synthesize, resize |
-//! | [`server`] | answers: the loop that the Wyoming API and the built-in workers share |
-//! | [`http`] | asks a worker that speaks HTTP |
-//! | [`worker`] | asks a worker, whatever it speaks |
-//! | [`audio`] | WAV and PCM in every common shape, to and from 16-bit mono |
+//! | [`client`] | Wyoming client: describe, transcribe, synthesize, resize |
+//! | [`server`] | the server loop shared by the Wyoming API and the built-in workers |
+//! | [`http`] | clients of HTTP workers |
+//! | [`worker`] | client of a worker with any protocol |
+//! | [`audio`] | WAV and PCM in every common format, to and from 16-bit mono |
 //! | [`decode`] | files in compressed formats, to 16 kHz mono |
-//! | [`decoder`] | the same in a process of its own, with bounds |
+//! | [`decoder`] | the same in a separate process with limits |
 //! | [`encode`] | speech in compressed formats |
-//! | [`sentences`] | cuts an answer where a voice can begin, and leaves markup away |
+//! | [`sentences`] | splits an answer at points where a voice can begin, and removes markup |
 //! | [`resample`] | from one sample rate to another |
-//! | [`voice_activity`] | where speech begins and ends |
+//! | [`voice_activity`] | begin and end of speech |
 
 pub mod audio;
 pub mod client;

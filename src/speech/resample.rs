@@ -72,7 +72,7 @@ impl Resampler {
         })
     }
 
-    /// Takes a piece and returns what is ready.
+    /// Takes a piece and returns the finished samples.
     ///
     /// # Errors
     /// When the resampler itself fails, which its sizes exclude.
@@ -159,12 +159,12 @@ pub enum ResampleError {
     /// A block failed.
     #[error("cannot change the sample rate of a block")]
     Run(#[source] rubato::ResampleError),
-    /// A buffer is shorter than it says.
+    /// A buffer is shorter than declared.
     #[error("cannot change the sample rate: a buffer is shorter than it should be")]
     Sizes,
 }
 
-/// A sample between −1 and 1 as 16 bits; what lies outside is cut, and what is no number is silence.
+/// A sample between −1 and 1 as 16 bits; values outside are clipped, and NaN is silence.
 #[expect(clippy::cast_possible_truncation, reason = "a float cast saturates")]
 pub(super) fn from_float(sample: f32) -> i16 {
     (sample * f32::from(i16::MAX)).round() as i16

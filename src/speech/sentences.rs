@@ -29,14 +29,14 @@ impl Sentences {
         whole
     }
 
-    /// Returns what is left, if it can be spoken.
+    /// Returns the rest, if it can be spoken.
     #[must_use]
     pub fn finish(self) -> Option<String> {
         spoken(&self.pending)
     }
 }
 
-/// Index behind the first sentence of `text`; `None` while it may go on.
+/// Index behind the first sentence of `text`; `None` while it may continue.
 fn first_end(text: &str) -> Option<usize> {
     let mut characters = text.char_indices().peekable();
     let mut last_break = None;
@@ -68,7 +68,7 @@ fn first_end(text: &str) -> Option<usize> {
     None
 }
 
-/// Whether a full stop behind `text` belongs to a number of a list, an initial or a title.
+/// Whether a full stop after `text` belongs to a list number, an initial or a title.
 fn is_abbreviated(text: &str) -> bool {
     let word = text.rsplit(char::is_whitespace).next().unwrap_or_default();
     let is_number = !word.is_empty() && word.chars().all(|character| character.is_ascii_digit());

@@ -30,12 +30,12 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// What is served.
+/// Handler of a server's connections.
 pub trait Service: Send + Sync + 'static {
-    /// What is remembered of one connection.
+    /// State of one connection.
     type Session: Session;
 
-    /// What it says about itself; answered at once, so it must not wait for an engine.
+    /// Service description; returned at once, so it must not wait for an engine.
     fn info(&self) -> Info;
 
     /// A new connection.
@@ -44,10 +44,10 @@ pub trait Service: Send + Sync + 'static {
 
 /// One connection. `describe` and `ping` do not get here.
 pub trait Session: Send + 'static {
-    /// Takes one event and answers what there is to answer. Events that mean nothing to it are ignored.
+    /// Handles one event and sends its responses. Irrelevant events are ignored.
     ///
-    /// What takes long is better started here and waited for in [`progress`](Self::progress): until this returns,
-    /// nothing else on the connection is read, and a client that has gone is not missed.
+    /// Slow work should be started here and awaited in [`progress`](Self::progress): until this returns, nothing else
+    /// on the connection is read, and a disconnect is not noticed.
     ///
     /// # Errors
     /// A refusal is sent as `error`; in any case the connection is closed.
@@ -57,8 +57,8 @@ pub trait Session: Send + 'static {
         reply: &Reply,
     ) -> impl Future<Output = Result<(), SessionError>> + Send;
 
-    /// Waits for the end of what [`handle`](Self::handle) has started. Without such work it waits for ever. Nothing is
-    /// lost when the returned future is dropped.
+    /// Waits for work started by [`handle`](Self::handle); pending forever without any. Dropping the returned future
+    /// loses nothing.
     ///
     /// # Errors
     /// As [`handle`](Self::handle).
@@ -66,16 +66,16 @@ pub trait Session: Send + 'static {
         std::future::pending()
     }
 
-    /// What it is doing between two events.
+    /// Activity between two events.
     fn activity(&self) -> Activity {
         Activity::Idle
     }
 }
 
-/// What a connection is doing.
+/// Activity of a connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activity {
-    /// Nothing: it gives way to a new connection.
+    /// Idle: it gives way to a new connection.
     Idle,
     /// A recording or a text is coming in. It gives way when nothing has come for a while.
     Receiving,
@@ -141,11 +141,11 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Sends one event, when there is room in the connection's queue. Nothing is half sent when the returned future is
+    /// Sends one event, when there is room in the connection's queue. No event is half sent when the returned future is
     /// dropped.
     ///
     /// # Errors
-    /// When the client did not take earlier events in time or is gone.
+    /// When the client did not take earlier events in time or has disconnected.
     pub async fn send(&self, event: Event) -> Result<(), FrameError> {
         let outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
         self.queue.send(outgoing).await.map_err(|_| {
@@ -156,8 +156,8 @@ impl Reply {
         })
     }
 
-    /// A way to send what may become unwanted: when the token is cancelled, nothing more of it is written, not even
-    /// what waits in the queue.
+    /// A sender for cancellable output: when the token is cancelled, nothing more of it is written, including queued
+    /// events.
     #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
@@ -194,14 +194,14 @@ impl Reply {
         (Self { queue, wanted }, task)
     }
 
-    /// Lets the writer end when it has written what waits.
+    /// Lets the writer end after the queued events.
     async fn end(&self) {
         // When it has ended already, there is nothing to do.
         let _ = self.queue.send(Outgoing::End).await;
     }
 }
 
-/// What waits to be written.
+/// Queued output.
 #[derive(Debug)]
 enum Outgoing {
     Frame(Frame, CancellationToken),
@@ -211,8 +211,8 @@ enum Outgoing {
 /// Limits of a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct ServerLimits {
-    /// Connections at the same time. A further one takes the place of the one that has been idle for longest; where none is
-    /// idle, it is refused.
+    /// Connections at the same time. A further one takes the place of the longest idle one; if none is idle, it is
+    /// refused.
     pub connections: usize,
     /// A connection on which nothing comes for this long is closed.
     pub idle: Duration,
@@ -230,7 +230,7 @@ impl Default for ServerLimits {
             connections: 16,
             idle: Duration::from_secs(60),
             write: Duration::from_secs(10),
-            // Clients send no lists; what servers say of themselves has many.
+            // Clients send no lists; descriptions of servers have many.
             frame: FrameLimits {
                 tree: Bytes::from_mib(1),
                 ..FrameLimits::default()
@@ -302,10 +302,10 @@ impl Server {
         })
     }
 
-    /// Where it listens; for a TCP port of 0, the port that was chosen.
+    /// Address; for a TCP port of 0, the chosen port.
     ///
     /// # Errors
-    /// When the kernel does not say.
+    /// When the kernel does not provide it.
     pub fn endpoint(&self) -> Result<Endpoint, io::Error> {
         Ok(match &self.listener {
             Listener::Unix(_, file) => Endpoint::Unix(file.path.clone()),
@@ -356,7 +356,7 @@ impl Server {
     }
 }
 
-/// The places of all connections, and what each is doing.
+/// The places of all connections, and their activity.
 struct Seats {
     limit: usize,
     next: u64,
@@ -414,7 +414,7 @@ impl Seat {
         })
     }
 
-    /// Notes what the connection does from now on.
+    /// Records the activity of the connection from now on.
     fn note(&self, activity: Activity) {
         if let Some((noted, since, _)) = locked(&self.seats).taken.get_mut(&self.number) {
             (*noted, *since) = (activity, Instant::now());
@@ -499,8 +499,8 @@ impl<S: Service> Connection<S> {
             return;
         };
         if writer.shutdown().await.is_ok() && refused {
-            // What the client still sends must be taken: closing with unread bytes would reset a TCP connection and
-            // could lose our answer on its way.
+            // Pending client data must be read: closing with unread bytes would reset a TCP connection and could lose
+            // our response on its way.
             let _ = timeout(LINGER, self.reader.discard(LINGER_BYTES)).await;
         }
     }
@@ -552,7 +552,7 @@ impl<S: Service> Connection<S> {
     }
 }
 
-/// Why a connection ends early, including what the server itself finds wrong.
+/// Cause of an early end of a connection, including the server's own refusals.
 enum ConnectionError {
     Session(SessionError),
     Frame(FrameError),
@@ -618,7 +618,7 @@ impl Drop for SocketFile {
     }
 }
 
-/// Whether a path is a socket on which no process listens. To connect to any other file is refused in the same way.
+/// Whether a path is a socket without a listener. Connecting to any other file is refused in the same way.
 async fn is_abandoned(path: &Path) -> bool {
     let is_socket = fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
     is_socket
@@ -666,7 +666,7 @@ const FRAMES_QUEUED: usize = 8;
 /// Pause after an accept that failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 
-/// How long, and how much, a client may go on sending after it was refused. Nothing of it is kept; ten minutes in the
-/// quality of a CD have 101 MiB.
+/// Time and bytes for which a client may continue to send after a refusal. The data is discarded; ten minutes in CD
+/// quality have 101 MiB.
 const LINGER: Duration = Duration::from_secs(2);
 const LINGER_BYTES: usize = 128 << 20;

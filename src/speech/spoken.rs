@@ -1,8 +1,8 @@
-//! Written text as a voice reads it: without markup, addresses as their host, and no pictures.
+//! Conversion of written text for a voice: no markup or pictures, hosts for addresses.
 
-/// A sentence without Markdown, as it is spoken; `None` where nothing is left to say.
+/// A sentence without Markdown, as it is spoken; `None` if nothing is left.
 ///
-/// Sentences never span lines, so that what marks a line stands at the beginning of a sentence.
+/// Sentences never span lines, so line markup is always at the beginning of a sentence.
 pub(super) fn spoken(sentence: &str) -> Option<String> {
     let line = sentence.trim();
     if line.starts_with("```") || line.starts_with("~~~") {
@@ -141,7 +141,7 @@ fn word(word: &str) -> String {
     format!("{lead}{host}{tail}")
 }
 
-/// Whether a character is an emoji or a part of one (Unicode 16, emoji-data, without what plain text has as well).
+/// Whether a character is an emoji or a part of one (Unicode 16, emoji-data, without characters of plain text).
 const fn is_picture(character: char) -> bool {
     matches!(
         character,

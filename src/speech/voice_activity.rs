@@ -14,7 +14,7 @@ use std::time::Duration;
 
 use super::audio::ASR_RATE_HZ;
 
-/// Where speech begins or ends, in samples since the first one.
+/// Begin or end of speech, in samples since the first one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum VoiceEdge {
     /// Speech began there.
@@ -132,8 +132,9 @@ impl VoiceDetector {
     }
 }
 
-/// Whether a whole recording contains speech: some frames in a row are above the least level and well above the quietest tenth of the
-/// recording. Silence, hum and the noise of a fan do not vary as much; recognisers make words of them.
+/// Whether a whole recording contains speech: several consecutive frames are above the least level and well above the
+/// quietest tenth of the recording. Silence, hum and the noise of a fan do not vary as much; recognisers make words of
+/// them.
 ///
 /// ```
 /// # use cotenant_speech::voice_activity::contains_speech;
@@ -207,8 +208,8 @@ const ONSET: u32 = 3;
 const ABOVE_BACKGROUND: f64 = 10.0;
 /// 6 dB below the gate: a voice falls at the end of a word. Our choice.
 const RELEASE: f64 = 0.25;
-/// 6 dB above the quietest tenth of a recording. Our choice: half of what begins a turn, since what is judged here is lost if it is
-/// judged wrongly.
+/// 6 dB above the quietest tenth of a recording. Our choice: half of the margin that begins a turn, since a wrong
+/// decision here loses the recording.
 const ABOVE_QUIETEST: f64 = 4.0;
 /// −60 dB of full scale, the least that the detector's threshold can be set to.
 const LEAST_POWER: f64 = 1e-6;

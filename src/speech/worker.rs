@@ -18,8 +18,8 @@ pub enum SpeechClient {
 }
 
 impl SpeechClient {
-    /// What is said in `audio`, where the worker is set to expect `language`. One that tells the text in pieces is passed
-    /// on to `pieces` while it does.
+    /// The transcript of `audio`, from a worker set to expect `language`. Partial transcripts are passed on to `pieces`
+    /// as they arrive.
     ///
     /// # Errors
     /// When it cannot be reached, does not answer in time, refuses, or answers something else.
@@ -35,7 +35,7 @@ impl SpeechClient {
         }
     }
 
-    /// Whether the worker speaks at the speed that is asked for. Wyoming has no word for it.
+    /// Whether the worker honours the requested speed. Wyoming has no field for it.
     #[must_use]
     pub const fn takes_speed(&self) -> bool {
         match self {
@@ -60,7 +60,7 @@ impl SpeechClient {
         }
     }
 
-    /// Languages that the worker says it hears; empty when it does not say.
+    /// Languages that the worker announces; empty if it announces none.
     ///
     /// # Errors
     /// As [`hear`](Self::hear).
@@ -79,8 +79,8 @@ impl SpeechClient {
         Ok(languages)
     }
 
-    /// Names of the voices that the worker says it has; empty when it does not say. One that it would have to download first is
-    /// left out.
+    /// Names of the voices that the worker announces; empty if it announces none. Voices that it would have to download
+    /// first are omitted.
     ///
     /// # Errors
     /// As [`hear`](Self::hear).

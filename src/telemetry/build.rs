@@ -1,8 +1,8 @@
-//! Generates the part of OTLP that is spoken to collectors, without protoc.
+//! Generates the part of OTLP that collectors need, without protoc.
 
 use std::error::Error;
 
-/// Where the proto files are, from the folder of this package.
+/// Folder of the proto files, relative to this package.
 const FOLDER: &str = "../../proto";
 
 fn main() -> Result<(), Box<dyn Error>> {

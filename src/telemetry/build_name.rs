@@ -1,4 +1,4 @@
-//! Which build this is, as the program says when it begins.
+//! Build identification that the program prints at startup.
 
 use std::sync::OnceLock;
 

@@ -1,4 +1,4 @@
-//! Tracing set-up, the table of all metrics, and spans for a collector.
+//! Tracing set-up, metrics table, and spans for a collector.
 
 pub mod build_name;
 mod log;

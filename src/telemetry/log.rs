@@ -46,7 +46,7 @@ pub enum LogError {
         #[source]
         source: tracing_subscriber::filter::ParseError,
     },
-    /// Nothing is logged any more.
+    /// The log has ended.
     #[error("cannot change the filter of the log")]
     Gone {
         /// As the subscriber has it.
@@ -264,7 +264,7 @@ impl<'a> MakeWriter<'a> for LineWriter {
     }
 }
 
-/// A writer for `capacity` lines, and the thread behind it.
+/// A writer for `capacity` lines, and its thread.
 fn channel(
     out: impl Write + Send + 'static,
     capacity: usize,

@@ -1,7 +1,7 @@
 //! Table of all metrics, in OpenMetrics format.
 //!
-//! Most figures come from one [`Snapshot`] at a time; what happens between two snapshots is counted by the methods
-//! named after it.
+//! Most figures come from one [`Snapshot`] at a time; events between two snapshots are counted by the methods named
+//! after them.
 
 use std::{
     collections::BTreeSet,
@@ -256,7 +256,7 @@ impl Metrics {
         }
     }
 
-    /// Takes over everything that a snapshot tells.
+    /// Takes over all figures of a snapshot.
     pub fn observe(&self, snapshot: &Snapshot) {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         set(&self.budget, snapshot.memory.budget);
@@ -353,15 +353,15 @@ impl Metrics {
             .inc();
     }
 
-    /// What a shed gave back: `kv`, `layers`, `workspace`, `worker`, `tenant`; and why it was asked for: `lease`,
-    /// `operator`, `pressure`.
+    /// Bytes released by a shed: `kv`, `layers`, `workspace`, `worker`, `tenant`; and its reason: `lease`, `operator`,
+    /// `pressure`.
     pub fn shed_bytes(&self, what: &str, reason: &str, bytes: Bytes) {
         self.shed_bytes
             .get_or_create(&labels([("what", what), ("reason", reason)]))
             .inc_by(bytes.get());
     }
 
-    /// What sequences hold in the KV cache.
+    /// Bytes of sequences in the KV cache.
     pub fn set_kv_used(&self, bytes: Bytes) {
         set(&self.kv_used, bytes);
     }
@@ -380,7 +380,7 @@ impl Metrics {
             .inc();
     }
 
-    /// What a worker uses, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or that is not known.
+    /// Memory of a worker, by kind: `pss`, `rss`, `cgroup`. `None` when it has ended, or the figure is unknown.
     pub fn set_worker_memory(&self, worker: &str, kind: &str, bytes: Option<Bytes>) {
         let labels = labels([("worker", worker), ("kind", kind)]);
         match bytes {
@@ -399,7 +399,7 @@ impl Metrics {
             .observe(took.as_secs_f64());
     }
 
-    /// The first token of an answer came.
+    /// Records the first token of an answer.
     pub fn first_token(&self, took: Duration) {
         self.first_token.observe(took.as_secs_f64());
     }
@@ -433,7 +433,7 @@ impl Metrics {
         self.command_gap.set(gap.as_secs_f64());
     }
 
-    /// How often what a shed needed was set aside, and how often not.
+    /// Allocations of sheds that the emergency reserve served, and those that it could not.
     pub fn set_standby(&self, served: u64, missed: u64) {
         raise(&self.standby_served, served);
         raise(&self.standby_missed, missed);
@@ -498,7 +498,7 @@ impl Metrics {
                 .get_or_create(&labels([("state", state)]))
                 .set(0);
         }
-        // What has ended must vanish; a scrape waits meanwhile.
+        // Ended leases must vanish; a scrape waits meanwhile.
         self.lease_held.clear();
         self.lease_used.clear();
         self.lease_target.clear();

@@ -1,7 +1,8 @@
 //! Exporter of spans by OTLP, over gRPC or HTTP.
 //!
-//! A batch is sent once and not repeated: a collector that is away, slow or refuses costs the spans of the batch, and is
-//! reported once until it takes spans again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses HTTP/1.1.
+//! A batch is sent once without retries: an unreachable, slow or refusing collector costs the spans of the batch, and
+//! is reported once until it accepts spans again. With TLS both protocols use HTTP/2; without it OTLP over HTTP uses
+//! HTTP/1.1.
 
 use std::{collections::BTreeMap, fs, io, path::PathBuf, time::Duration};
 
@@ -44,7 +45,7 @@ pub mod v1 {
     tonic::include_proto!("opentelemetry.proto.collector.trace.v1");
 }
 
-/// Where spans go.
+/// Destination of spans.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Collector {
     /// By which protocol.
@@ -95,7 +96,7 @@ pub async fn export(tracer: Tracer, collector: Collector, resource: BTreeMap<Str
     let mut reported = false;
     loop {
         tracer.ended().await;
-        // What ends together is sent together.
+        // Spans that end together are sent together.
         sleep(GATHER).await;
         loop {
             let batch = tracer.batch();
@@ -210,7 +211,7 @@ impl Sender {
         Ok(self.channel.insert(channel).clone())
     }
 
-    /// The request over HTTP; `scheme` is left out of what HTTP/1.1 sends.
+    /// The request over HTTP; HTTP/1.1 omits `scheme`.
     fn posted(
         &self,
         request: &ExportTraceServiceRequest,
@@ -231,7 +232,7 @@ impl Sender {
             .map_err(ExportError::Request)
     }
 
-    /// Sends a batch on a connection of its own.
+    /// Sends a batch on a new connection.
     async fn post(
         &self,
         request: &ExportTraceServiceRequest,
@@ -253,13 +254,13 @@ impl Sender {
         tokio::pin!(connection);
         tokio::select! {
             answer = exchange => answer,
-            // The exchange reports what went wrong; that the connection has ended is no news then.
+            // The exchange reports the failure; the end of the connection adds nothing.
             Err(error) = &mut connection => Err(ExportError::Http(error)),
         }
     }
 }
 
-/// What a collector answers over HTTP. A body that cannot be read is that of a collector which has taken everything.
+/// The collector's response over HTTP. An unreadable body counts as full acceptance.
 async fn answer_of<B>(response: Response<B>) -> Result<ExportTraceServiceResponse, ExportError>
 where
     B: Body<Error: Into<Box<dyn std::error::Error + Send + Sync>>>,

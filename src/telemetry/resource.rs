@@ -1,9 +1,9 @@
-//! Resource that the spans belong to: this program, its run and its machine.
+//! OTLP resource of the spans: this program, its run and its machine.
 
 use std::collections::BTreeMap;
 
-/// Attributes of the resource, by their keys: those of the run `instance` on the machine `host`, and over them what the
-/// standard variables `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME` say.
+/// Attributes of the resource, by their keys: those of the run `instance` on the machine `host`, overridden by the
+/// standard variables `OTEL_RESOURCE_ATTRIBUTES` and `OTEL_SERVICE_NAME`.
 #[must_use]
 pub fn resource(
     instance: &str,
@@ -33,7 +33,7 @@ pub fn resource(
     attributes
 }
 
-/// The pairs of `key=value,key=value`. `None` where one is malformed: then none counts, by OpenTelemetry's specification.
+/// The pairs of `key=value,key=value`. `None` if one is malformed: OpenTelemetry's specification then discards all.
 fn listed(text: &str) -> Option<Vec<(String, String)>> {
     let pairs = text.split(',').filter(|pair| !pair.trim().is_empty());
     pairs

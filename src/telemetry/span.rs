@@ -1,10 +1,11 @@
-//! Spans of requests and voice turns, kept within one bound until an exporter takes them.
+//! Spans of requests and voice turns, buffered within one bound for the exporter.
 //!
 //! ```text
 //! begin ─► open ──(set, event)──► dropped ─► ended ─► exporter
 //! ```
 //!
-//! Open and ended spans share [`BYTES_MAX`]; what finds no room is counted and left out. Nothing here waits for a collector.
+//! Open and ended spans share [`BYTES_MAX`]; spans that find no room are counted and omitted. Nothing here waits for a
+//! collector.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque, hash_map::RandomState},
@@ -27,7 +28,7 @@ pub struct SpanContext {
     pub span_id: u64,
     /// Whether the trace is recorded.
     pub sampled: bool,
-    /// Whether the trace began with the caller.
+    /// Whether the caller began the trace.
     pub from_caller: bool,
 }
 
@@ -146,7 +147,7 @@ pub type Attribute = (&'static str, SpanValue);
 pub(super) struct SpanEvent {
     /// When, after the beginning of the span.
     pub after: Duration,
-    /// What.
+    /// Name of the event.
     pub name: &'static str,
     /// With its figures.
     pub attributes: Vec<Attribute>,
@@ -159,7 +160,7 @@ pub(super) struct EndedSpan {
     pub context: SpanContext,
     /// The span around it.
     pub parent: Option<u64>,
-    /// What was done.
+    /// Name of the operation.
     pub name: String,
     /// Its place between programs.
     pub kind: SpanKind,
@@ -167,9 +168,9 @@ pub(super) struct EndedSpan {
     pub began: Duration,
     /// How long it took.
     pub took: Duration,
-    /// What is known of it.
+    /// Attributes known so far.
     pub attributes: Vec<Attribute>,
-    /// What happened meanwhile.
+    /// Events during the span.
     pub events: Vec<SpanEvent>,
     /// Attributes and events that found no room.
     pub left_out: u32,
@@ -351,8 +352,8 @@ impl Tracer {
         }
     }
 
-    /// Notes something in every open span that has no open span below it: what happens to the device happens in the stage
-    /// that each request is in.
+    /// Adds an event to every open span without an open child: an event of the device belongs to the current stage of
+    /// each request.
     pub fn event_in_stages(&self, name: &'static str, attributes: &[Attribute]) {
         let Some(shared) = &self.0 else {
             return;
@@ -415,7 +416,7 @@ impl Shared {
         self.spans.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// An id; never zero, which stands for none.
+    /// An id; never zero, which means none.
     fn fresh(&self) -> u64 {
         self.keys
             .hash_one(self.count.fetch_add(1, Ordering::Relaxed))
@@ -431,7 +432,7 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// Counts what became of the batch: so many of its spans were lost.
+    /// Records the outcome of the batch: so many of its spans were lost.
     pub(super) fn settled(self, lost: usize) {
         let Some(shared) = &self.shared else {
             return;
@@ -454,7 +455,7 @@ impl Drop for Batch {
     }
 }
 
-/// A piece of work that goes on; it ends when this is dropped.
+/// Work in progress; it ends on drop.
 #[derive(Debug, Default)]
 pub struct Span {
     shared: Option<Arc<Shared>>,
@@ -462,7 +463,7 @@ pub struct Span {
 }
 
 impl Span {
-    /// What spans below it are begun with; that of its parent where it is not recorded.
+    /// Context for child spans; that of the parent if this span is not recorded.
     #[must_use]
     pub fn context(&self) -> Option<SpanContext> {
         self.context
@@ -538,13 +539,13 @@ impl Drop for Span {
     }
 }
 
-/// What all spans may take (our choice: some 500 of them, twenty minutes of a device that is spoken with).
+/// Memory of all spans (our choice: some 500 of them, twenty minutes of a device in conversation).
 const BYTES_MAX: usize = 512 << 10;
 
 /// Spans that are sent together (our choice: some 64 KiB).
 const BATCH_MAX: usize = 64;
 
-/// Attributes and events of one span (our choice, above what any has; sheds may come often).
+/// Attributes and events of one span (our choice, above any observed number; sheds may be frequent).
 const ATTRIBUTES_MAX: usize = 24;
 const EVENTS_MAX: usize = 32;
 

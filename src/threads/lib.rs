@@ -1,7 +1,7 @@
 //! Threads for work that blocks: reads files, parses, computes.
 //!
 //! tokio's own pool panics where the system gives no thread, or keeps the work until it gives one. Here work waits for a
-//! thread for up to [`WAIT_MAX`] and is refused then, with the system's error.
+//! thread for up to `WAIT_MAX` and is refused then, with the system's error.
 
 use std::{
     any::Any,
@@ -47,7 +47,7 @@ pub fn start() -> io::Result<()> {
 /// Begins work on a thread of its own; it goes on when the returned future is dropped.
 ///
 /// # Errors
-/// When it panics, or no thread was free for [`WAIT_MAX`]: then it was not begun.
+/// When it panics, or no thread was free for `WAIT_MAX`: then it was not begun.
 pub fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = Result<T, NotDone>> + Send {

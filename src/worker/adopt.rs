@@ -1,7 +1,7 @@
 //! Take-over of workers that outlived their supervisor.
 //!
-//! All of it stands in the environment that the worker was started with: there from its first moment, and gone with it.
-//! A file beside it could be behind; this cannot.
+//! All required data is in the environment that the worker was started with: present from its first moment, and gone
+//! with it. A separate file could be stale.
 
 use std::{
     fs,
@@ -27,11 +27,11 @@ use cotenant_speech::client::Endpoint;
 pub(super) struct LaunchRecord {
     /// Name of the worker.
     pub(super) worker: String,
-    /// Where its supervisors are: see [`Successor`](super::spec::Successor).
+    /// Place of its supervisors: see [`Successor`](super::spec::Successor).
     pub(super) place: String,
     /// Of the specification: a worker with another one is not taken over.
     pub(super) specification: String,
-    /// Where it listens, as `unix:///path` or `tcp://host:port`.
+    /// Its address, as `unix:///path` or `tcp://host:port`.
     pub(super) endpoint: Option<String>,
     /// The variant it was started in.
     pub(super) variant: Option<String>,
@@ -48,8 +48,8 @@ pub struct Survivor {
     pub worker: String,
     /// The variant it was started in.
     pub variant: Option<String>,
-    /// Whether it has shown before that it can serve, if the caller knows. One that has is not asked for what it shows
-    /// only once, such as a line of its output.
+    /// Whether it has been ready before, if known. Such a worker is not checked for signs that it shows only once, such
+    /// as a line of its output.
     pub was_ready: bool,
     pub(super) endpoint: Option<Endpoint>,
     pub(super) mark: SupervisorMark,
@@ -113,7 +113,7 @@ pub fn survivors(roots: &ProbeRoot, specs: &[WorkerSpec]) -> Vec<Survivor> {
     let us = nix::unistd::geteuid().as_raw();
     let mut found: Vec<Survivor> = Vec::new();
     let mut processes = processes::all(proc);
-    // A child in a group of its own carries the same variables; the worker itself was there before it.
+    // A child in another group carries the same variables; the worker itself is older.
     processes.sort_by_key(|process| process.start_ticks);
     for process in processes {
         if process.is_dead() || process.group != process.pid || process.pid == std::process::id() {
@@ -209,7 +209,7 @@ fn user_id(user: &str) -> Option<u32> {
 
 /// Names a specification: equal ones have equal names, in one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
-    // FNV-1a, 64 bits: only those gain by a collision who could write the configuration as well.
+    // FNV-1a, 64 bits: only a process that could write the configuration as well would gain by a collision.
     let hash = format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| {
         (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
     });

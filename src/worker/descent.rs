@@ -1,8 +1,8 @@
 //! Adoption of processes whose parent has ended (`PR_SET_CHILD_SUBREAPER`).
 //!
-//! A worker is asked to adopt its own descendants, so that one that forks twice and begins a session of its own stays
-//! below the worker: it is measured with it, and ends with it. When the worker has ended they become children of this
-//! process, which has started none of them: what is a child and was never started here has outlived its worker.
+//! A worker adopts its own descendants, so a process that forks twice and begins its own session stays below the
+//! worker: it is measured with it, and ends with it. When the worker has ended they become children of this process,
+//! which has started none of them: a child that was never started here has outlived its worker.
 
 use std::{
     collections::BTreeSet,
@@ -42,9 +42,9 @@ pub(super) fn forget(pid: libc::pid_t) {
     children().remove(&pid.unsigned_abs());
 }
 
-/// Whether a process is a child of this one that this one has not started, and not older than `since`.
+/// Whether a process is a child that this process has not started, and not older than `since`.
 ///
-/// A child in our own process group is one of ours: workers and what they start have other groups.
+/// A child in our own process group is one of ours: workers and their children have other groups.
 pub(super) fn is_adopted(process: &ProcessStat, since: u64) -> bool {
     process.parent == std::process::id()
         && process.start_ticks >= since
@@ -53,7 +53,7 @@ pub(super) fn is_adopted(process: &ProcessStat, since: u64) -> bool {
         && !children().contains(&process.pid)
 }
 
-/// Makes this process the one that adopts what workers leave behind.
+/// Makes this process adopt the leftover processes of workers.
 pub(super) fn prepare() {
     if let Err(error) = adopt_descendants() {
         tracing::warn!(%error, "what workers leave behind is found by its environment only");
@@ -61,8 +61,8 @@ pub(super) fn prepare() {
     only_ours();
 }
 
-/// Whether all children that this process is given come from its workers: not where it is the first process of a
-/// container, nor where the program that became this one had children.
+/// Whether all children that this process adopts come from its workers: not if it is the first process of a container,
+/// nor if the program that became this one had children.
 fn only_ours() -> bool {
     static ONLY: OnceLock<bool> = OnceLock::new();
     *ONLY.get_or_init(|| {

@@ -25,11 +25,12 @@ use cotenant_probe::{
 use cotenant_speech::client::{ClientError, ClientTimeouts, Endpoint, WyomingClient};
 use cotenant_threads::blocking;
 
-/// A worker, whether it runs or not.
+/// A worker, running or not.
 ///
-/// Each has a task of its own that owns the process; the methods ask that task. When the last handle is dropped, or
-/// the runtime ends, the worker is killed with its group. No restart happens here. A worker whose specification names
-/// an [successor](WorkerSpec::successor) goes on when the whole supervisor is killed, and is [adopted](Self::adopt) by the next.
+/// Each has a task that owns the process; the methods send requests to that task. When the last handle is dropped, or
+/// the runtime ends, the worker is killed with its group. No restart happens here. A worker whose specification names a
+/// [successor](WorkerSpec::successor) continues when the whole supervisor is killed, and is [adopted](Self::adopt) by
+/// the next.
 #[derive(Clone, Debug)]
 pub struct WorkerHandle {
     shared: Arc<Shared>,
@@ -127,7 +128,7 @@ impl WorkerHandle {
             .await
     }
 
-    /// What it holds now; also sent as an event. `None` when it does not run or cannot be read.
+    /// Its current memory; also sent as an event. `None` when it does not run or cannot be read.
     pub async fn measure(&self) -> Option<MemoryReading> {
         let Status { start, state, .. } = self.status.borrow().clone();
         let pid = state.pid()?;
@@ -202,8 +203,8 @@ impl WorkerHandle {
         })
     }
 
-    /// Tells it that memory is short. Returns how many of its processes could be notified: none when it does not run, or
-    /// no process has connected to its socket.
+    /// Notifies it of memory pressure. Returns how many of its processes could be notified: none when it does not run,
+    /// or no process has connected to its socket.
     pub fn tell_memory_is_short(&self) -> usize {
         self.shared.tap().as_ref().map_or(0, Tap::tell)
     }
@@ -227,13 +228,13 @@ impl WorkerHandle {
         &self.shared.name
     }
 
-    /// What it was made from at its last start.
+    /// Its specification at the last start.
     #[must_use]
     pub fn spec(&self) -> Arc<WorkerSpec> {
         self.shared.spec()
     }
 
-    /// Changes what it is made from at its next start; its name stays.
+    /// Changes its specification from the next start on; its name stays.
     pub fn change(&self, spec: WorkerSpec) {
         *self.shared.next_spec() = Some(Arc::new(spec));
     }
@@ -250,7 +251,7 @@ impl WorkerHandle {
         WorkerProcess(self.status.clone())
     }
 
-    /// Where it listens, while it runs.
+    /// Its address, while it runs.
     #[must_use]
     pub fn endpoint(&self) -> Option<Endpoint> {
         self.status.borrow().endpoint.clone()
@@ -262,7 +263,7 @@ impl WorkerHandle {
         self.status.borrow().variant.clone()
     }
 
-    /// What its last start was confined by, and what of it could not be put into force.
+    /// Measures of its last start, in force or not.
     #[must_use]
     pub fn measures(&self) -> Vec<Measure> {
         self.shared.measures().clone()
@@ -298,11 +299,11 @@ impl WorkerHandle {
 pub struct ResizeReport {
     /// The variant it is in.
     pub variant: String,
-    /// What was measured after.
+    /// Memory measured after it.
     pub after: Option<MemoryReading>,
 }
 
-/// What the family of `leader` uses; `None` when the leader is gone or cannot be seen, which is not the same as nothing.
+/// Memory of the family of `leader`; `None` when the leader is gone or invisible, which differs from zero.
 fn measure(roots: &ProbeRoot, leader: u32) -> Option<(MemoryReading, BTreeSet<Known>)> {
     let proc = &roots.proc;
     if ProcessStat::read(proc, leader)?.is_dead() {

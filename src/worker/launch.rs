@@ -88,21 +88,21 @@ impl Launch {
     }
 }
 
-/// What a start would be, without anything being done for it.
+/// Outcome of a hypothetical start.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Foreseen {
     /// Program and arguments; a port that is chosen at the start is shown as `<a free port>`.
     pub argv: Vec<String>,
-    /// Where it would listen.
+    /// Its address.
     pub endpoint: Option<String>,
-    /// Who has its port now, in words.
+    /// The present user of its port, in words.
     pub taken_by: Option<String>,
 }
 
-/// What a worker would be started as in its first variant.
+/// Outcome of a start of a worker in its first variant.
 ///
 /// # Errors
-/// What would keep its command line from being built.
+/// Faults that would prevent its command line from being built.
 pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
     let (port, socket) = match &spec.listen {
         Listen::FreePort => (Some("<a free port>".to_owned()), None),
@@ -145,8 +145,8 @@ pub fn foresee(spec: &WorkerSpec) -> Result<Foreseen, LaunchError> {
     })
 }
 
-/// Whether a worker has a variable of the supervisor's environment without being given it: what names folders, languages,
-/// libraries and devices, and how they are used. The rest may be a secret of the supervisor or of another worker.
+/// Whether a worker inherits a variable of the supervisor's environment: those about folders, languages, libraries and
+/// devices, and their use. The others may be secrets of the supervisor or of another worker.
 fn is_inherited(name: &str) -> bool {
     let is_secret = name
         .split('_')
@@ -166,7 +166,7 @@ fn named(variable: &str) -> Option<String> {
     env::var(variable.strip_prefix("ENV:")?).ok()
 }
 
-/// What a variable stands for in one start.
+/// Value of a variable in one start.
 fn value_of(
     spec: &WorkerSpec,
     variant: Option<&str>,
@@ -198,13 +198,13 @@ pub enum LaunchError {
     Variable {
         /// Its name.
         variable: String,
-        /// Where it stands.
+        /// The text that contains it.
         text: String,
     },
     /// A variable that does not end.
     #[error("`${{` in `{text}` has no `}}`")]
     Unclosed {
-        /// Where it stands.
+        /// The text that contains it.
         text: String,
     },
     /// The socket's path is too long for the kernel.
@@ -221,7 +221,7 @@ pub enum LaunchError {
         /// The path.
         path: PathBuf,
     },
-    /// What lies in the socket's place cannot be removed.
+    /// The object in the socket's place cannot be removed.
     #[error("cannot remove `{}`", path.display())]
     Socket {
         /// The path.
@@ -235,7 +235,7 @@ pub enum LaunchError {
     PortTaken {
         /// The port.
         port: u16,
-        /// Who, as far as can be seen.
+        /// The owner, as far as visible.
         owner: String,
     },
     /// No TCP port is free.
@@ -280,7 +280,7 @@ fn substituted(text: &str, value: impl Fn(&str) -> Option<String>) -> Result<Str
     Ok(result)
 }
 
-/// A port as configured, if it is there to be had.
+/// A port as configured, if it is free.
 fn fixed(port: u16) -> Result<Claimed, LaunchError> {
     let taken = |owner| LaunchError::PortTaken { port, owner };
     let claimed = Claimed::fixed(port).ok_or_else(|| taken("another worker".to_owned()))?;

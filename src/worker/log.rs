@@ -30,7 +30,7 @@ pub(super) struct LogLine {
     pub(super) text: String,
 }
 
-/// What a line must hold.
+/// Required content of a line.
 #[derive(Clone, Debug)]
 pub(super) enum Needle {
     Text(String),
@@ -115,8 +115,8 @@ impl LogTail {
         })
     }
 
-    /// What was kept so far, once everything that the pipe holds has been read; waits for that no longer than `limit`,
-    /// and not for others that hold the pipe open. A last line without an end is not among it while they do.
+    /// The lines kept so far, once everything in the pipe has been read; waits for that no longer than `limit`, and not
+    /// for other processes that hold the pipe open. An unfinished last line is not included while they do.
     pub(super) async fn so_far(&self, limit: Duration) -> Vec<LogLine> {
         let drained = async {
             let mut empty = 0;
@@ -134,7 +134,7 @@ impl LogTail {
         lines.iter().cloned().collect()
     }
 
-    /// What was kept, oldest first; waits a moment for what is still in the pipe.
+    /// The kept lines, oldest first; waits a moment for the rest of the pipe.
     pub(super) async fn finish(self) -> Vec<String> {
         // A process that inherited the pipe and lives on would keep it open.
         let abort = self.reader.abort_handle();
@@ -146,7 +146,7 @@ impl LogTail {
     }
 }
 
-/// What comes of one output.
+/// Item from one output.
 enum Output {
     /// A line, and whether it is shown in our log.
     Line { text: String, is_shown: bool },
@@ -154,7 +154,7 @@ enum Output {
     Omitted(Omitted),
 }
 
-/// What was left out of our log.
+/// Lines omitted from our log.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 struct Omitted {
     lines: u64,
@@ -172,7 +172,7 @@ impl fmt::Display for Omitted {
     }
 }
 
-/// Bound of what one output brings into our log.
+/// Limit of the lines from one output in our log.
 #[derive(Debug, Default)]
 struct Quota {
     /// When the present window began; `None` before its first line.
@@ -182,7 +182,7 @@ struct Quota {
 }
 
 impl Quota {
-    /// Ends the window if it is over at `now`; what was left out in it, if anything was.
+    /// Ends the window if it is over at `now`; returns the omitted lines, if any.
     fn ended(&mut self, now: Instant) -> Option<Omitted> {
         self.began
             .take_if(|began| now.saturating_duration_since(*began) >= WINDOW)?;
@@ -206,7 +206,7 @@ impl Quota {
         false
     }
 
-    /// When to report what was left out, where anything was.
+    /// Time of the report about omitted lines, if there are any.
     fn reports_at(&self) -> Option<Instant> {
         self.began
             .filter(|_| self.omitted.lines > 0)
@@ -268,7 +268,7 @@ async fn read_lines(mut pipe: pipe::Receiver, mut on_output: impl FnMut(Output))
             return;
         }
         if quota.omitted.lines > 0 {
-            // It waits at a full pipe for a moment rather than have a core of ours.
+            // It waits at a full pipe for a moment instead of occupying a core.
             tokio::time::sleep(FLOOD_PAUSE).await;
         }
     }
@@ -303,20 +303,20 @@ fn left_in(pipe: &OwnedFd) -> libc::c_int {
     if result == 0 { bytes } else { 0 }
 }
 
-/// How often a pipe has to be found empty: what was taken from it is a line a moment later.
+/// How often a pipe has to be found empty: data taken from it is a line a moment later.
 const EMPTY_LOOKS: u32 = 3;
 
 /// Pause between two looks at a pipe.
 const LOOK_PAUSE: Duration = Duration::from_millis(1);
 
-/// What is kept of a longer line: a Python traceback line or a TensorRT message fits.
+/// Kept part of a longer line: a Python traceback line or a TensorRT message fits.
 const LINE_BYTES_MAX: usize = 1024;
 
 /// Bytes read at once.
 const BUFFER_BYTES: usize = 16 << 10;
 
-/// Lines of one output that are shown in our log in [`WINDOW`]. Our choice: a traceback, or the start of a model server that
-/// reports each tensor, and 20 KiB/s at most for as long as it goes on.
+/// Lines of one output that are shown in our log in [`WINDOW`]. Our choice: a traceback, or the start of a model server
+/// that reports each tensor, and 20 KiB/s at most in the long run.
 const LINES_PER_WINDOW: u32 = 400;
 const WINDOW: Duration = Duration::from_secs(10);
 

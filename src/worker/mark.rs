@@ -1,4 +1,4 @@
-//! Marks that tell which supervisor started a process.
+//! Marks that identify the supervisor of a process.
 
 use std::{
     fmt, fs, io,
@@ -33,7 +33,7 @@ impl SupervisorMark {
         })
     }
 
-    /// Whether that supervisor still runs; also `true` when it lived where we cannot see it.
+    /// Whether that supervisor still runs; also `true` when it lived in an invisible namespace.
     pub(super) fn may_run(&self, proc: &Path) -> bool {
         let ours = namespace_of(proc, std::process::id());
         if !ours.is_ok_and(|ours| ours == self.namespace) {

@@ -21,7 +21,7 @@ use tokio::{io::Interest, net::UnixDatagram};
 
 use cotenant_probe::processes::ProcessTable;
 
-/// Takes what one start of a worker tells.
+/// Receiver of the notifications of one start.
 #[derive(Debug)]
 pub(super) struct Notifications {
     socket: UnixDatagram,
@@ -29,7 +29,7 @@ pub(super) struct Notifications {
     proc: PathBuf,
 }
 
-/// What a worker reported.
+/// Notifications of a worker.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Notification {
     pub(super) ready: bool,
@@ -37,10 +37,10 @@ pub(super) struct Notification {
 }
 
 impl Notifications {
-    /// A socket in `folder`, removed when this is dropped.
+    /// A socket in `folder`, removed on drop.
     ///
-    /// A path, since not every library for it knows abstract names. Anybody may write to it, as a worker may run as
-    /// another user; the kernel names the writer.
+    /// A path, since not every library supports abstract names. Any user may write to it, as a worker may run as
+    /// another user; the kernel identifies the writer.
     pub(super) fn open(folder: &Path, name: &str, proc: PathBuf) -> io::Result<Self> {
         let since = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -67,7 +67,7 @@ impl Notifications {
         }
     }
 
-    /// What `NOTIFY_SOCKET` is to be.
+    /// Value of `NOTIFY_SOCKET`.
     pub(super) fn path(&self) -> &Path {
         &self.path
     }
@@ -106,7 +106,7 @@ impl Drop for Notifications {
     }
 }
 
-/// Takes one datagram with who sent it, as the kernel says.
+/// Takes one datagram with its sender, as identified by the kernel.
 fn receive(fd: std::os::fd::RawFd) -> io::Result<(String, Option<UnixCredentials>)> {
     let mut text = [0u8; MESSAGE_BYTES_MAX];
     let mut buffers = [IoSliceMut::new(&mut text)];

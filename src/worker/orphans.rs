@@ -28,7 +28,7 @@ pub struct Orphan {
 /// Id and start of a process, which together name one.
 pub(super) type Known = (u32, u64);
 
-/// What belongs to one launch of a worker.
+/// Processes and group of one launch of a worker.
 pub(super) struct Launched<'a> {
     /// The worker's own process, which has ended and is not reaped.
     pub(super) leader: u32,
@@ -41,11 +41,11 @@ pub(super) struct Launched<'a> {
     pub(super) seen: BTreeSet<Known>,
 }
 
-/// Ends the workers of supervisors that do not run any more; to be called before the first worker is started.
+/// Ends the workers of supervisors that no longer run; to be called before the first worker is started.
 ///
-/// Without a successor a worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not. Only
-/// processes that carry a mark of a supervisor of this process namespace are ended, what descends from them, and what
-/// shares a control group with them; none of a supervisor that runs beside us, and none that is left to the heirs of
+/// Without a successor a worker gets SIGKILL from the kernel when its supervisor dies, but its own children do not.
+/// Only processes that carry a mark of a supervisor of this process namespace are ended, with their descendants and the
+/// processes in their control groups; none of a supervisor that runs beside us, and none that is left to successors in
 /// another place than `place`. `spared` are taken over, with their children.
 pub async fn end_orphans(
     roots: &ProbeRoot,
@@ -92,9 +92,9 @@ pub async fn end_orphans(
     .await
 }
 
-/// What the environment of a process says about it.
+/// Mark in the environment of a process.
 enum Claim {
-    /// It belongs to a supervisor that runs, or goes on.
+    /// It belongs to a running supervisor, or continues.
     Kept,
     /// The worker that it was left behind by.
     Left(String),
@@ -122,9 +122,8 @@ pub(super) async fn end_left_behind(roots: &ProbeRoot, launched: Launched<'_>) -
     .await
 }
 
-/// The processes that this one has started and that the kernel has given it, with all below them, but for `leader`; those
-/// that have ended are reaped. For a program that has made itself the one that
-/// [adopts](descent::adopt_descendants) and that runs nothing but `leader`.
+/// The processes that this one has started or adopted, with all below them, except `leader`; ended ones are reaped. For
+/// a program that has made itself the [adopter](descent::adopt_descendants) and runs only `leader`.
 #[must_use]
 pub fn descendants(proc: &Path, leader: Option<u32>) -> usize {
     let living = |process: &ProcessStat| match UnmanagedProcess::open(process.pid) {
@@ -231,5 +230,5 @@ async fn end_where(
 /// A killed process is gone within milliseconds, unless a driver holds it.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// How often it is looked for what is left: more than a process that forks in a loop gets through (our choice).
+/// How often leftovers are searched for: more rounds than a process that forks in a loop survives (our choice).
 const PASSES_MAX: usize = 16;

@@ -47,7 +47,7 @@ impl Drop for Claimed {
     }
 }
 
-/// Whether a process listens on a port of loopback now, and which.
+/// The process that listens on a port of loopback now, if any.
 pub(super) fn listener(port: u16) -> Option<String> {
     match TcpListener::bind((Ipv4Addr::LOCALHOST, port)) {
         Err(error) if error.kind() == io::ErrorKind::AddrInUse => {}

@@ -24,11 +24,11 @@ pub struct Found {
     pub worker: Option<String>,
     /// Its rule, in one word that does not change: `missing_library`.
     pub rule: &'static str,
-    /// Whether the worker cannot start, or only may be in trouble.
+    /// Whether the worker cannot start, or only may have trouble.
     pub severity: Severity,
-    /// What, with figures.
+    /// The finding, with figures.
     pub text: String,
-    /// What can be done.
+    /// Remedy.
     pub remedy: String,
 }
 
@@ -52,7 +52,7 @@ impl Severity {
     }
 }
 
-/// What is known of a worker's program before the start.
+/// Facts about a worker's program before the start.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 struct ProgramFacts {
     found: Option<String>,
@@ -64,12 +64,12 @@ struct ProgramFacts {
     port_owner: Option<(u16, String)>,
 }
 
-/// What is known of the machine.
+/// Facts about the machine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct MachineFacts {
-    /// Whether CPU and GPU have one memory.
+    /// Whether CPU and GPU share one memory.
     pub unified: bool,
-    /// What a process may lock; `None` is no limit.
+    /// Memory that a process may lock; `None` is no limit.
     pub lock_limit: Option<Bytes>,
     /// Why workers cannot have control groups.
     pub no_groups: Option<String>,
@@ -192,7 +192,7 @@ fn judge_program(worker: &str, argv: &[String], facts: &ProgramFacts) -> Vec<Fou
     found
 }
 
-/// Flags of programs that are common as workers, and what they mean on a machine with one memory.
+/// Flags of common worker programs, and their meaning on a machine with unified memory.
 fn judge_arguments(
     worker: &str,
     argv: &[String],
@@ -345,8 +345,8 @@ fn program_facts(worker: &WorkerConfig) -> ProgramFacts {
     facts
 }
 
-/// Libraries that a program needs, itself or through others, and that its dynamic linker does not find. The linker is
-/// asked, since it knows its own search order best; it maps the program and does not run it.
+/// Libraries that a program needs, directly or indirectly, and that its dynamic linker does not find. The linker itself
+/// is run, since it has its own search order; it maps the program and does not run it.
 fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String>) -> Vec<String> {
     let child = Command::new(linker)
         .arg("--list")
@@ -360,7 +360,7 @@ fn missing_libraries(linker: &str, program: &Path, env: &BTreeMap<String, String
         return Vec::new();
     };
     let deadline = Instant::now() + LINKER_TIME;
-    // Its list is far below what a pipe holds, so it ends before it is read.
+    // Its list is far below the pipe's capacity, so it ends before it is read.
     while matches!(child.try_wait(), Ok(None)) {
         if Instant::now() >= deadline {
             let _ = child.kill();

@@ -1,9 +1,9 @@
 //! Memory-pressure notification of workers, by systemd's protocol.
 //!
-//! A worker with none of our code finds the path of a FIFO or of a socket in `$MEMORY_PRESSURE_WATCH`, opens or connects
-//! to it, and gives back what it can spare whenever it can be read (`docs/PRESSURE.md` of systemd; sd-event, GLib and
-//! others have it built in). The bytes mean nothing and are thrown away. Nothing has to be written first, so that there
-//! is no `$MEMORY_PRESSURE_WRITE`: what a worker wrote into a FIFO would come back to itself.
+//! A worker without cotenant's code finds the path of a FIFO or of a socket in `$MEMORY_PRESSURE_WATCH`, opens or
+//! connects to it, and releases its spare memory whenever it is readable (`docs/PRESSURE.md` of systemd; sd-event, GLib
+//! and others have it built in). The bytes have no meaning and are discarded. Nothing has to be written first, so there
+//! is no `$MEMORY_PRESSURE_WRITE`: a worker would read its own bytes from a FIFO.
 //!
 //! A FIFO has one reader; a worker of several processes needs the socket, where each connects.
 
@@ -34,7 +34,7 @@ use cotenant_units::lock::locked;
 /// Name of the variable with the path.
 pub(super) const WATCH_VARIABLE: &str = "MEMORY_PRESSURE_WATCH";
 
-/// Name of the variable with what is to be written first; never set.
+/// Name of the variable with data to be written first; never set.
 pub(super) const WRITE_VARIABLE: &str = "MEMORY_PRESSURE_WRITE";
 
 /// Value of [`WATCH_VARIABLE`] that switches watching off, whatever this process has inherited.
@@ -81,8 +81,8 @@ impl Tap {
         }
     }
 
-    /// Takes up the FIFO of a worker that has outlived the supervisor that started it; a socket is made again, for those
-    /// that connect again.
+    /// Opens the FIFO of a worker that has outlived its supervisor; a socket is created again, for clients that
+    /// reconnect.
     pub(super) fn reopen(watch: &PressureWatch) -> Result<Self, TapError> {
         if watch.kind == PressureKind::Socket {
             return Self::open(watch);
@@ -98,8 +98,8 @@ impl Tap {
     pub(super) fn keep_open_in(&self, command: &mut Command) {
         let End::Fifo(fifo) = &self.end else { return };
         let fd = fifo.as_raw_fd();
-        // SAFETY: fcntl is async-signal-safe and touches no memory; the descriptor is open in the new process as in this
-        // one, since the worker that is being started keeps this value until it has ended.
+        // SAFETY: fcntl is async-signal-safe and touches no memory; the descriptor is open in the new process as in
+        // this one, since the worker that is being started keeps this value until it has ended.
         unsafe {
             command.pre_exec(move || match libc::fcntl(fd, libc::F_SETFD, 0) {
                 0 => Ok(()),
@@ -197,10 +197,10 @@ fn clear(path: &Path) -> io::Result<()> {
     }
 }
 
-/// What is written; any bytes will do.
+/// The byte written; any value will do.
 const SIGN: [u8; 1] = *b"\n";
 
-/// Processes of one worker that can watch (our choice: far above what speech workers have).
+/// Processes of one worker that can watch (our choice: far above those of speech workers).
 const WATCHERS_MAX: usize = 64;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Child process and process group, with the system calls that need `unsafe`.
 //!
-//! The child leads a process group of its own, so that it is signalled together with its children. It is waited for by
-//! a pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to another process.
+//! The child leads its own process group, so that it is signalled together with its children. It is waited for by a
+//! pidfd and reaped last: until then its id, which is also the id of the group, cannot be given to another process.
 
 use std::{
     io,
@@ -36,7 +36,7 @@ pub(super) struct Process {
     pid: libc::pid_t,
     pidfd: AsyncFd<OwnedFd>,
     reaped: bool,
-    /// Whether it is our child: another process's is reaped by its parent, and only its parent learns how it ended.
+    /// Whether it is our child: only the parent reaps a process and learns its exit status.
     child: bool,
 }
 
@@ -53,14 +53,13 @@ pub(super) struct Spawned {
     pub(super) group: Option<WorkerGroup>,
 }
 
-/// Starts a program in a process group of its own, without stdin, with its output in pipes.
+/// Starts a program in its own process group, without stdin, with its output in pipes.
 ///
-/// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in whatever way. With [`Leash::Long`] it
-/// goes on, and holds the reading end of its pipes too, so that it can write on without a reader: see
-/// [`reopened`].
+/// With [`Leash::Ours`] the kernel sends it SIGKILL when this program ends in any way. With [`Leash::Long`] it
+/// continues, and holds the reading end of its pipes too, so that it can write without a reader: see [`reopened`].
 ///
 /// # Errors
-/// When it cannot be executed; that is known here, as the new process reports it before it becomes the program.
+/// When it cannot be executed; the new process reports that before it becomes the program.
 pub(super) async fn spawn(
     mut command: Command,
     leash: Leash,
@@ -86,7 +85,7 @@ pub(super) async fn spawn(
 /// Whether a process outlives its supervisor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Leash {
-    /// It goes on.
+    /// It continues.
     Long,
     /// It ends with us.
     Ours,
@@ -118,7 +117,7 @@ impl Process {
         self.pid.unsigned_abs()
     }
 
-    /// The descriptor that stands for it, once more.
+    /// A duplicate of its descriptor.
     pub(super) fn descriptor(&self) -> Option<OwnedFd> {
         self.pidfd.get_ref().try_clone().ok()
     }
@@ -185,7 +184,7 @@ impl Drop for Process {
     }
 }
 
-/// A process that is not a child, held so that its id cannot come to mean another.
+/// A process that is not a child, held so that its id cannot be reused unnoticed.
 #[derive(Debug)]
 pub(super) struct UnmanagedProcess {
     pidfd: OwnedFd,
@@ -242,7 +241,7 @@ impl UnmanagedProcess {
     }
 }
 
-/// A child as the spawning thread hands it over, before it is known to a runtime.
+/// A child as the spawning thread passes it on, before a runtime owns it.
 struct RawSpawned {
     pid: libc::pid_t,
     /// `None` once handed on.
@@ -323,9 +322,9 @@ fn spawner() -> io::Result<&'static mpsc::Sender<Job>> {
 
 /// A pipe for an output: our end, and that of the child.
 ///
-/// On a long leash the child's end can read as well as write, as the descriptors of a terminal can. So there is always
-/// a reader: a worker that writes while no supervisor runs neither gets SIGPIPE nor an error. What it writes waits in
-/// the pipe for the next supervisor; a worker that writes more than the pipe holds waits too.
+/// On a long leash the child's end can read as well as write, like the descriptors of a terminal. So there is always a
+/// reader: a worker that writes while no supervisor runs gets neither SIGPIPE nor an error. Its output waits in the
+/// pipe for the next supervisor; a worker that writes more than the pipe holds waits too.
 fn output(leash: Leash) -> io::Result<(OwnedFd, OwnedFd)> {
     let (reader, writer) = nix::unistd::pipe2(nix::fcntl::OFlag::O_CLOEXEC)?;
     if leash == Leash::Ours {
@@ -422,7 +421,7 @@ fn is_over(pidfd: &OwnedFd) -> bool {
 
 fn kill_and_reap(pid: libc::pid_t, pidfd: &OwnedFd) {
     let _ = signal_group(pid, libc::SIGKILL);
-    // Blocks until the kernel has taken the process down, which is short: it runs no code of its own any more.
+    // Blocks until the kernel has torn the process down, which is short: it no longer runs its own code.
     let _ = wait(pidfd, 0);
     descent::forget(pid);
 }
@@ -494,6 +493,6 @@ fn wait(pidfd: &OwnedFd, flags: libc::c_int) -> io::Result<Option<ExitStatus>> {
 /// Enough to fork; the thread does nothing else.
 const SPAWNER_STACK: usize = 256 << 10;
 
-/// What a worker may write while no supervisor reads: the largest pipe that a user may have (pipe(7)). The kernel takes
-/// the pages when they are written, and not before.
+/// Bytes that a worker may write while no supervisor reads: the largest pipe that a user may have (pipe(7)). The kernel
+/// allocates pages only when they are written.
 const PIPE_BYTES: libc::c_int = 1 << 20;

@@ -17,11 +17,11 @@ pub struct WorkerEvent {
     pub worker: Arc<str>,
     /// Which start this belongs to, from 1; events of an earlier start may still arrive after the next one began.
     pub start: u64,
-    /// What happened.
+    /// Kind of event.
     pub kind: WorkerEventKind,
 }
 
-/// What happened to a worker.
+/// Event of a worker.
 #[derive(Clone, Debug)]
 pub enum WorkerEventKind {
     /// The process runs.
@@ -45,7 +45,7 @@ pub enum WorkerEventKind {
     Died(Box<DeathCertificate>),
     /// It is gone, with every process of its group.
     Exited(ExitReport),
-    /// What it holds, on request.
+    /// Its memory, on request.
     Measured(MemoryReading),
 }
 
@@ -61,7 +61,7 @@ pub enum FailureReason {
     NotReady {
         /// For how long it was waited.
         waited: Duration,
-        /// What the last attempt ran into, if there was one.
+        /// Error of the last attempt, if there was one.
         last_attempt: Option<String>,
     },
 }
@@ -73,9 +73,9 @@ pub struct ExitReport {
     pub worker: Arc<str>,
     /// Its process id.
     pub pid: u32,
-    /// How it ended, as `waitid` says.
+    /// Its exit status by `waitid`.
     pub status: ExitStatus,
-    /// What we had asked of it before it ended; `None` when it ended on its own or by the hand of another process.
+    /// Our request before it ended; `None` when it ended on its own or by another process.
     pub intended_by_us: Option<Intent>,
     /// When it was ready, if ever.
     pub ready_at: Option<Instant>,
@@ -97,7 +97,7 @@ impl fmt::Display for ExitReport {
 
 /// How a process ended.
 ///
-/// A code of 137 is a program that said 137; it is not a signal, and neither of them proves that memory ran out.
+/// A code of 137 is an exit code, not a signal, and neither proves that memory ran out.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ExitStatus {
     /// It returned this code.
@@ -109,17 +109,17 @@ pub enum ExitStatus {
         /// Whether the kernel wrote a core file.
         core_dumped: bool,
     },
-    /// The kernel did not say.
+    /// Not reported by the kernel.
     Unknown,
 }
 
-/// What the supervisor wanted when a worker ended.
+/// The supervisor's intent when a worker ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Intent {
     /// [`stop_because`](super::handle::WorkerHandle::stop_because): SIGTERM, and SIGKILL after the grace.
     Stop,
-    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can say where it stands, and SIGKILL
-    /// after the grace.
+    /// [`end_hung`](super::handle::WorkerHandle::end_hung): SIGABRT, so that it can report its state, and SIGKILL after
+    /// the grace.
     Hung,
     /// It did not get ready in time and was stopped.
     NotReady,
@@ -145,22 +145,22 @@ pub fn signal_name(signal: i32) -> String {
         .map_or_else(|_| format!("signal {signal}"), |known| known.to_string())
 }
 
-/// What a worker's processes use.
+/// Memory of a worker's processes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryReading {
     /// Of the process, its descendants, and the members of its group.
     pub sum: MemorySum,
-    /// What the kernel charges to the worker's control group, when it has one that is not also the supervisor's.
+    /// Memory charged to the worker's control group, if that is not also the supervisor's.
     pub cgroup: Option<Bytes>,
-    /// What nvmap counts for its processes on a Jetson, where that can be read.
+    /// Memory that nvmap counts for its processes on a Jetson, if readable.
     pub gpu: Option<Bytes>,
 }
 
 impl MemoryReading {
-    /// What it holds, GPU memory included.
+    /// Its memory, GPU memory included.
     ///
-    /// Pages of the GPU that the processor has mapped are in both sums, so where there is GPU memory the first counts no more than
-    /// the control group is charged, which has none of them.
+    /// GPU pages that the processor has mapped are in both sums, so with GPU memory the first counts at most the charge
+    /// of the control group, which excludes them.
     #[must_use]
     pub fn used(&self) -> Bytes {
         match self.gpu {
@@ -185,8 +185,8 @@ impl MemoryReading {
 mod tests {
     use super::*;
 
-    /// The figures of a board: resident with and without what the processor has mapped of the GPU's pages, charged to the
-    /// control group, and counted by nvmap.
+    /// The figures of a board: resident with and without processor-mapped GPU pages, charged to the control group, and
+    /// counted by nvmap.
     #[test]
     fn gpu_memory_counts_once_whether_it_is_mapped_or_not() {
         let mib = Bytes::from_mib;

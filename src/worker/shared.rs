@@ -24,7 +24,7 @@ use cotenant_probe::{ProbeRoot, processes::ProcessTable};
 use cotenant_speech::client::Endpoint;
 use cotenant_units::lock::locked;
 
-/// What all handles and the task of one worker share.
+/// State shared by all handles and the task of one worker.
 #[derive(Debug)]
 pub(super) struct Shared {
     pub(super) name: Arc<str>,
@@ -40,7 +40,7 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// What a worker that does not run shares.
+    /// Shared state of a worker that does not run.
     pub(super) fn new(spec: WorkerSpec, roots: ProbeRoot, groups: Groups) -> Self {
         Self {
             name: spec.name.as_str().into(),
@@ -83,13 +83,13 @@ impl Shared {
         locked(&self.family)
     }
 
-    /// Our end of what the process watches; `None` while there is none.
+    /// Our end of the pressure file; `None` while there is none.
     pub(super) fn tap(&self) -> MutexGuard<'_, Option<Tap>> {
         locked(&self.tap)
     }
 }
 
-/// What the task publishes.
+/// State published by the task.
 #[derive(Clone, Debug)]
 pub(super) struct Status {
     pub(super) start: u64,
@@ -109,7 +109,7 @@ impl Default for Status {
     }
 }
 
-/// What the task is asked.
+/// Requests to the task.
 #[derive(Debug)]
 pub(super) enum Command {
     Adopt {
@@ -155,7 +155,7 @@ pub enum WorkerState {
         /// Its process id.
         pid: u32,
     },
-    /// It was asked to end.
+    /// Its end was requested.
     Stopping {
         /// Its process id.
         pid: u32,
@@ -177,7 +177,7 @@ impl WorkerState {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum StartError {
-    /// What it is to watch cannot be made.
+    /// Its pressure file cannot be created.
     #[error("cannot start worker `{worker}`")]
     Pressure {
         /// Its name.

@@ -5,7 +5,7 @@ use std::{collections::BTreeMap, path::PathBuf, time::Duration};
 use cotenant_config::{Confinement, WorkerMemory};
 pub use cotenant_config::{Listen, Readiness};
 
-/// Everything the supervisor needs to know about one worker.
+/// Specification of one worker.
 ///
 /// In [`argv`](Self::argv) and in the values of [`env`](Self::env) these variables are replaced at each start:
 ///
@@ -13,7 +13,7 @@ pub use cotenant_config::{Listen, Readiness};
 /// |---|---|
 /// | `${SOCKET}` | path of [`Listen::Socket`] |
 /// | `${PORT}` | port of [`Listen::Port`], or one that is chosen for each start by [`Listen::FreePort`] |
-/// | `${VARIANT}` | the variant asked for, see [`WorkerHandle::start`](super::handle::WorkerHandle::start) |
+/// | `${VARIANT}` | the requested variant, see [`WorkerHandle::start`](super::handle::WorkerHandle::start) |
 /// | `${NAME}` | [`name`](Self::name) |
 /// | `${SELF}` | path of this program, so that its own `worker` verbs need no search in `PATH` |
 ///
@@ -26,11 +26,11 @@ pub struct WorkerSpec {
     pub class: String,
     /// Program and arguments; the program is looked up in `PATH` when it has no `/`.
     pub argv: Vec<String>,
-    /// Added to what is inherited of the supervisor's environment; `${ENV:NAME}` is any other variable of that.
+    /// Added to the variables inherited from the supervisor's environment; `${ENV:NAME}` is any other variable of it.
     pub env: BTreeMap<String, String>,
     /// Folder to start in; that of the supervisor when `None`.
     pub working_dir: Option<PathBuf>,
-    /// Where it listens. A socket left there by an earlier run is removed before the start.
+    /// Its address. A socket left there by an earlier run is removed before the start.
     pub listen: Listen,
     /// How it shows that it can serve.
     pub readiness: Readiness,
@@ -38,24 +38,24 @@ pub struct WorkerSpec {
     pub ready_timeout: Duration,
     /// Time between SIGTERM and SIGKILL where no other is given.
     pub stop_grace: Duration,
-    /// What it is expected to hold, and the sizes between which it can be switched while it runs.
+    /// Its expected memory, and the variants between which it can be switched while it runs.
     pub memory: WorkerMemory,
     /// Kernel's bias for its out-of-memory killer, −1000 … 1000; lowering it needs `CAP_SYS_RESOURCE`.
     pub oom_score_adj: Option<i16>,
-    /// What it may use and touch.
+    /// Its limits and sandbox.
     pub confinement: Confinement,
-    /// What `$MEMORY_PRESSURE_WATCH` names; `/dev/null` when `None`.
+    /// File behind `$MEMORY_PRESSURE_WATCH`; `/dev/null` when `None`.
     pub pressure: Option<PressureWatch>,
     /// How many last lines of stdout and of stderr are kept for reports.
     pub log_lines: usize,
-    /// Who may take it over when its supervisor ends without a word; `None` has the kernel end it then.
+    /// Place whose next supervisor may take it over after an unorderly end; with `None` the kernel ends it then.
     pub successor: Option<Successor>,
 }
 
 /// The supervisors that follow one another in one place.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Successor {
-    /// Names the place, by the folder of its sockets: a supervisor takes over the workers of its own place only.
+    /// Identifies the place by the folder of its sockets: a supervisor takes over only the workers of its own place.
     pub place: String,
     /// A file that the supervisor of the moment keeps locked, so that a worker can see whether there is one.
     pub lock: PathBuf,
@@ -86,18 +86,18 @@ impl WorkerSpec {
     }
 }
 
-/// A file that can be read whenever a worker is to give back what it can spare.
+/// A file that is readable whenever a worker should release its spare memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct PressureWatch {
     /// Its path; made at each start, and gone with the process.
     pub path: PathBuf,
-    /// What it is.
+    /// Its kind.
     pub kind: PressureKind,
     /// Name or number of the user it belongs to; the supervisor's own when `None`.
     pub owner: Option<String>,
 }
 
-/// What a worker watches.
+/// Kind of a pressure file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum PressureKind {
     /// A FIFO, for a worker of one process.

@@ -126,7 +126,7 @@ impl Supervisor {
         let mark = mark.map_err(failed)?;
         let label = format!("{} {}", spec.name, LAUNCHES.fetch_add(1, Ordering::Relaxed));
         let mut command = launch.command;
-        // What tells this process of its own supervisor and its own pressure file is not for a worker.
+        // Variables about this process's own supervisor and pressure file are not for a worker.
         for variable in OURS.into_iter().chain([NOTIFY_VARIABLE, WRITE_VARIABLE]) {
             if !spec.env.contains_key(variable) {
                 command.env_remove(variable);
@@ -219,7 +219,7 @@ impl Supervisor {
         })
     }
 
-    /// Prepares what the new process is confined by; tells what this machine cannot do.
+    /// Prepares the confinement of the new process; reports missing features of this machine.
     fn confine(&self, launch: &Launch) -> Result<Prepared, StartError> {
         let spec = self.shared.spec();
         let tap = spec.pressure.as_ref().map(Tap::open).transpose();
@@ -264,7 +264,7 @@ impl Supervisor {
             } => (program.as_str(), Some(source)),
             _ => (spec.argv.first().map_or("", String::as_str), None),
         };
-        // A pipe or a group may be what there is no room for.
+        // The missing resource may be needed for a pipe or a group.
         let source = source.or_else(|| refused_by_the_kernel(error));
         let start = self.status.borrow().start;
         autopsy::not_started(
@@ -277,7 +277,7 @@ impl Supervisor {
         )
     }
 
-    /// Why a process has ended; asked while it can still be looked at, before what it left behind is ended.
+    /// Cause of an end; determined while the process can still be inspected, before its leftovers are ended.
     async fn examine(
         &self,
         child: &mut Child,
@@ -327,7 +327,7 @@ impl Supervisor {
             Process::adopt(survivor.pid, || survivor.is_still_there(proc)).map_err(failed)?;
         let pid = process.pid();
         let output = |fd| process::reopened(proc, pid, fd).map_err(failed);
-        // What it has said once and the supervisor before has read is not said again.
+        // Output that the previous supervisor has read is not repeated.
         let (stdout, stderr, log_line) = self
             .follow((output(1)?, output(2)?), survivor.was_ready)
             .map_err(failed)?;
@@ -339,7 +339,7 @@ impl Supervisor {
             _ => None,
         };
         let port = port.and_then(Claimed::fixed);
-        // What the kernel has said of it while there was no reader is not known.
+        // Kernel messages from the time without a reader are unknown.
         let mut life = Life::before_start(&self.shared.roots);
         life.look_at_group(pid);
         self.status.send_modify(|status| {
@@ -377,7 +377,8 @@ impl Supervisor {
         })
     }
 
-    /// Reads both outputs; `found` tells when the line that shows readiness was seen, at first as it is given.
+    /// Reads both outputs; `found` is set when the line that shows readiness was seen, and initially to its given
+    /// value.
     fn follow(
         &self,
         (stdout, stderr): (OwnedFd, OwnedFd),
@@ -503,7 +504,7 @@ impl Supervisor {
         let sentence = certificate.verdict.sentence.clone();
         self.emit(WorkerEventKind::Died(Box::new(certificate)))
             .await;
-        // A SIGKILL that we have not sent is of another process, even when we had asked for an end just before.
+        // A SIGKILL that we have not sent is another process's, even when we had requested an end just before.
         let intent = ending
             .filter(|ending| {
                 ending.killed
@@ -523,8 +524,8 @@ impl Supervisor {
         self.emit(WorkerEventKind::Exited(report)).await;
     }
 
-    /// Begins to end a process: the intent is on record before the signal is sent. `None` when it has ended by itself
-    /// just before, which must not be reported as our doing.
+    /// Begins to end a process: the intent is on record before the signal is sent. `None` when it has just ended by
+    /// itself, which must not be reported as our doing.
     fn end(
         &self,
         process: &Process,
@@ -536,7 +537,7 @@ impl Supervisor {
             return None;
         }
         let pid = process.pid();
-        // Where they do not become ours with its end they are found by this.
+        // If they do not become ours with its end, they are found by this.
         self.shared
             .family()
             .extend(family(&self.shared.roots.proc, pid).unwrap_or_default());
@@ -568,7 +569,7 @@ impl Supervisor {
         }
     }
 
-    /// Ends what a process left behind, reaps it and says how it ended.
+    /// Ends the leftovers of a process, reaps it and returns its exit status.
     async fn bury(
         &self,
         child: Child,
@@ -652,7 +653,7 @@ fn refused_by_the_kernel(error: &StartError) -> Option<&io::Error> {
     None
 }
 
-/// A process and what belongs to it.
+/// A process with its resources.
 struct Child {
     process: Process,
     stdout: LogTail,
@@ -661,17 +662,17 @@ struct Child {
     endpoint: Option<Endpoint>,
     started_at: Instant,
     ready_at: Option<Instant>,
-    /// Whether a supervisor before us has started it.
+    /// Whether a previous supervisor has started it.
     taken_over: bool,
     mark: SupervisorMark,
     /// Name of the worker and number of this launch, as in the environment of the process.
     label: String,
-    /// Where it tells that it is ready.
+    /// Receiver of its readiness.
     notifications: Option<Notifications>,
     /// Removed when the last of its processes has ended.
     group: Option<WorkerGroup>,
     _port: Option<Claimed>,
-    /// What was noted before the start, until its end is examined.
+    /// State before the start, until its end is examined.
     life: Option<Life>,
     program: String,
 }
@@ -778,7 +779,7 @@ async fn http_get(address: &str, path: &str, status: u16) -> io::Result<()> {
     }
 }
 
-/// A process that was asked to end.
+/// A process that is being ended.
 struct Ending {
     intent: Intent,
     why: String,
@@ -798,10 +799,11 @@ impl Ending {
 /// Launches of this program so far, so that no two processes carry the same mark.
 static LAUNCHES: AtomicU64 = AtomicU64::new(1);
 
-/// Where sd_notify(3) finds its socket.
+/// Variable with the socket of sd_notify(3).
 const NOTIFY_VARIABLE: &str = "NOTIFY_SOCKET";
 
-/// What systemd tells a service about itself (systemd.exec(5), sd_listen_fds(3), sd_watchdog_enabled(3)).
+/// Variables in which systemd describes a service to itself (systemd.exec(5), sd_listen_fds(3),
+/// sd_watchdog_enabled(3)).
 const OURS: [&str; 17] = [
     "CACHE_DIRECTORY",
     "CONFIGURATION_DIRECTORY",
@@ -831,5 +833,5 @@ const ATTEMPT_TIMEOUT: Duration = Duration::from_secs(1);
 /// First pause between two attempts to reach a worker that starts; doubles up to the longest.
 const ATTEMPT_PAUSE_MIN: Duration = Duration::from_millis(10);
 
-/// Longest pause: what readiness may be seen late by.
+/// Longest pause: the greatest delay until readiness is noticed.
 const ATTEMPT_PAUSE_MAX: Duration = Duration::from_millis(100);

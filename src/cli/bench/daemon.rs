@@ -1,4 +1,4 @@
-//! The daemon that is measured: reached, waited for, and quoted when it does not come up to it.
+//! The daemon under measurement: connection, readiness, and its log on failure.
 
 use std::time::{Duration, Instant};
 
@@ -52,7 +52,7 @@ pub fn last_words(stage: &Stage) -> impl Fn(String) -> String {
     |problem| stage.last_words(problem)
 }
 
-/// What names a lease on its stream.
+/// Identification of a lease on its stream.
 pub fn message_of(lease: &Lease) -> HoldLeaseRequest {
     HoldLeaseRequest {
         name: lease.name.clone(),

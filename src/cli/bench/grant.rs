@@ -1,11 +1,11 @@
 //! `cotenant bench grant`: time to a grant while the LLM generates.
 //!
-//! A full budget; a tenant of the class of ASR that holds a small lease and asks for more; an engine that generates
-//! without a pause and has to shed. Each round asks, waits for the grant, uses the memory, gives it back, and lets the
+//! A full budget; a tenant of the class of ASR that holds a small lease and requests more; an engine that generates
+//! continuously and has to shed. Each round requests, waits for the grant, uses the memory, releases it, and lets the
 //! engine grow again. The engine is in an answer, in a prompt, or in either in turns.
 //!
-//! The whole plan of the engine is in memory (`llm.kv_memory: at-once`), so that the kernel sees each shed. A shed of KV
-//! that no token has touched frees no page and is faster; it is measured after that, as a line of its own.
+//! The whole plan of the engine is resident (`llm.kv_memory: at-once`), so that the kernel sees each shed. A shed of
+//! untouched KV frees no page and is faster; it is measured afterwards, on a separate line.
 
 use std::{
     path::PathBuf,
@@ -71,7 +71,7 @@ pub enum While {
 }
 
 impl While {
-    /// What it does in this round, where that is waited for.
+    /// The engine's phase in this round, if the round waits for one.
     const fn phase(self, round: u32) -> Option<Phase> {
         match self {
             Self::Answer => None,
@@ -82,16 +82,16 @@ impl While {
     }
 }
 
-/// Tokens of an answer where prompts are waited for (our choice: enough to be asked in one).
+/// Tokens of an answer when prompts are awaited (our choice: enough to be requested during one).
 const SHORT: u32 = 24;
 
-/// What ASR holds when it asks for more.
+/// Lease of ASR before it requests more.
 const ASR_SMALL: Bytes = Bytes::from_mib(32);
 
 /// Room that is left in the budget, so that it is not exactly full.
 const SLACK: Bytes = Bytes::from_mib(8);
 
-/// What the daemon itself and this program use beside the budget.
+/// Memory of the daemon itself and of this program, outside the budget.
 const RESERVE: Bytes = Bytes::from_gib(1);
 
 /// The longest that one step may take; the first one may be to read some GiB of a model.
@@ -100,25 +100,25 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// How long a grant may take that needs a shed, at the 99th percentile.
 const GRANT_P99_MAX: Duration = Duration::from_millis(300);
 
-/// Share of the memory asked for that the kernel has to count less for the daemon at a grant. Our choice: the answer under
-/// way touches some pages meanwhile.
+/// Share of the requested memory by which the kernel's count for the daemon must fall at a grant. Our choice: the
+/// running answer touches some pages meanwhile.
 const FELL_LEAST: f64 = 0.8;
 
-/// Whether the KV capacity that is shed was memory.
+/// Whether the shed KV capacity was resident.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kv {
     InUse,
     Untouched,
 }
 
-/// What the rounds of one daemon came to.
+/// Results of the rounds of one daemon.
 #[derive(Default)]
 struct Rounds {
     in_answers: Vec<Duration>,
     in_prompts: Vec<Duration>,
     /// By how much the daemon's proportional set size fell at each grant, ascending.
     fell: Vec<Bytes>,
-    /// Grants within the prompt or the answer in which they were asked for.
+    /// Grants within the prompt or answer of their request.
     within: u32,
     verified: Bytes,
     regrown: Bytes,
@@ -228,7 +228,7 @@ pub(super) async fn run(args: &GrantArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// All rounds with a daemon of their own.
+/// All rounds, with one daemon.
 async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, String> {
     let began = Instant::now();
     let more = Bytes::from_mib(args.mib);
@@ -283,7 +283,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
         lease = resize(&mut leases, &lease, ASR_SMALL)
             .await
             .map_err(|problem| format!("round {round}: {problem}"))?;
-        // What has grown already, or has no room, is refused: the next round waits for what it needs.
+        // A regrow that is complete, or has no room, is refused: the next round waits for its needs.
         if let Err(status) = operator.regrow(RegrowRequest {}).await
             && status.code() != Code::FailedPrecondition
         {
@@ -307,7 +307,7 @@ async fn measure(args: &GrantArgs, total: Bytes, kv: Kv) -> Result<Rounds, Strin
     Ok(rounds)
 }
 
-/// The lease that asks for more in each round.
+/// The lease that requests more in each round.
 async fn small_lease(leases: &mut LeaseServiceClient<Channel>) -> Result<Lease, String> {
     leases
         .create_lease(CreateLeaseRequest {
@@ -330,7 +330,7 @@ async fn small_lease(leases: &mut LeaseServiceClient<Channel>) -> Result<Lease, 
 /// Waits until the LLM does this, and has done it for a part of the time that it takes, another one in each round.
 async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
     let end = Instant::now() + PATIENCE;
-    // One that is under way may end at any moment: what counts is the next.
+    // A phase in progress may end at any moment: the next one counts.
     let under_way = talk.phase();
     let (mut into, mut missed) = (INTO * (round * 37 % 100) / 100, None);
     while Instant::now() < end {
@@ -355,7 +355,8 @@ async fn reach(talk: &Talk, phase: Phase, round: u32) -> Result<(), String> {
     ))
 }
 
-/// How far into a prompt or an answer memory is asked for at most. Our choice: less than either takes with a model of some GiB.
+/// Latest time within a prompt or an answer at which memory is requested. Our choice: less than the duration of either
+/// with a model of some GiB.
 const INTO: Duration = Duration::from_millis(400);
 
 /// Two prompts that begin with other words, so that nothing of the one is of use for the other.

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use nix::sys::resource::{UsageWho, getrusage};
 
-/// An instant, with what all processors and our own processes had used until then.
+/// An instant, with the CPU time of all processors and of our own processes until then.
 #[derive(Debug)]
 pub struct Reading {
     at: Instant,

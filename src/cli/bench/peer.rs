@@ -1,6 +1,6 @@
 //! Peer of a measurement: `llama-bench` on the same file.
 //!
-//! Neither setting is the better one for everything, so the better one counts for each figure.
+//! Neither setting is better for everything, so the better one counts for each figure.
 
 use std::{
     path::Path,
@@ -19,7 +19,7 @@ pub(super) struct PeerFigure {
     pub(super) tokens_per_s: f64,
 }
 
-/// What one run has to measure.
+/// Measurements of one run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct PeerJob<'job> {
     pub(super) program: &'job Path,

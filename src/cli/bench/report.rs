@@ -36,7 +36,7 @@ struct Figure {
     met: Option<bool>,
 }
 
-/// What a figure is to keep to.
+/// Limit of a figure.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Limit {
@@ -98,12 +98,12 @@ impl Report {
         self.figure(format!("{what}: most"), "ms", at(1000), None);
     }
 
-    /// Adds what else there is to know.
+    /// Adds a note.
     pub fn note(&mut self, note: impl Into<String>) {
         self.notes.push(note.into());
     }
 
-    /// Notes what others used of the machine since `reading`.
+    /// Records the use of the machine by others since `reading`.
     pub fn others(&mut self, reading: &Reading) {
         self.others_percent = reading.foreign_percent();
     }

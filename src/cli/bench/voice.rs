@@ -1,7 +1,7 @@
 //! `cotenant bench voice`: time from the end of an utterance to the answer.
 //!
-//! Real engines: flite speaks the commands, pocketsphinx hears them, the demo model answers, flite speaks the answer. Each
-//! command is asked alone first; beside the neighbour the words must be the same.
+//! Real engines: flite speaks the commands, pocketsphinx recognises them, the demo model answers, flite speaks the
+//! answer. Each command is asked alone first; beside the neighbour the words must be the same.
 
 use std::{
     collections::BTreeMap,
@@ -47,11 +47,11 @@ const COMMANDS: [&str; 6] = [
     "good night",
 ];
 
-/// All memory of the session, and what of it is never handed out: as in the demonstration.
+/// All memory of the session, and its reserve: as in the demonstration.
 const TOTAL: Bytes = Bytes::from_mib(300);
 const RESERVE: Bytes = Bytes::from_mib(56);
 
-/// What the neighbour takes without asking, how fast for each second, and for how long it keeps it.
+/// Memory that the neighbour takes without a lease, its rate per second, and how long it keeps it.
 const NEIGHBOUR: Bytes = Bytes::from_mib(160);
 const NEIGHBOUR_RATE: Bytes = Bytes::from_mib(160);
 const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
@@ -59,7 +59,7 @@ const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 /// Time between two neighbours, in which the engine grows back.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
 
-/// Pause between two times that the API is asked for its description.
+/// Pause between two `describe` requests.
 const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
 
 /// The longest that one step may take.
@@ -98,7 +98,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         .map_err(|error| problem(in_one_line(&error)))?;
 
     let mut said = BTreeMap::new();
-    // The first answers touch memory for the first time, and are what later ones are compared with.
+    // The first answers touch memory for the first time, and are the reference for later ones.
     for (command, recording) in &recordings {
         let spoken = one(&mut exchange, recording).await.map_err(&problem)?;
         if spoken.heard != *command {
@@ -192,7 +192,7 @@ async fn recordings(client: &WyomingClient) -> Result<Vec<(&'static str, MonoAud
     Ok(recordings)
 }
 
-/// Asks what is there again and again, each time on a new connection, while `part` goes on.
+/// Sends `describe` repeatedly, each time on a new connection, while `part` runs.
 async fn describing(
     client: &WyomingClient,
     part: impl Future<Output = Result<Part, String>>,

@@ -14,7 +14,7 @@ pub(super) enum HttpError {
         #[source]
         source: Box<ureq::Error>,
     },
-    /// The answer says no.
+    /// The response is an error.
     #[error("`{path}` answered {status}: {body}")]
     Status {
         /// The path.
@@ -24,12 +24,12 @@ pub(super) enum HttpError {
         /// The body, shortened.
         body: String,
     },
-    /// The answer is not what it should be.
+    /// The response is not the expected one.
     #[error("`{path}` answered without `{field}`")]
     Field {
         /// The path.
         path: &'static str,
-        /// What is missing.
+        /// The missing field.
         field: &'static str,
     },
 }
@@ -49,7 +49,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const BOUNDARY: &str = "cotenant-demo-7f3d1c";
 
 impl Http {
-    /// A client of the API at `address`, which asks this LLM.
+    /// A client of the API at `address` for this LLM.
     pub(super) fn new(address: SocketAddr, model: &'static str) -> Self {
         let agent = ureq::Agent::config_builder()
             .timeout_global(Some(PATIENCE))

@@ -1,9 +1,9 @@
 //! `cotenant demo`: the whole system on real processes, with a verdict.
 //!
-//! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the
-//! APIs that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory
-//! without asking; a worker that another process kills. What is claimed at the end was seen from outside: by the daemon's
-//! clients and by the kernel's own figures for its processes. With `--real`, models and speech servers are published ones.
+//! The real daemon on a temporary folder; the demo model; two real speech workers; a spoken question through the APIs
+//! that products use; a recogniser that needs more memory while the LLM speaks; a neighbour that takes memory without a
+//! lease; a worker that another process kills. The final claims are checked from outside: by the daemon's clients and
+//! by the kernel's own figures for its processes. With `--real`, models and speech servers are published ones.
 
 mod http;
 mod play;
@@ -141,8 +141,8 @@ struct Narrator {
 }
 
 impl Narrator {
-    /// Prints text for people: on stdout, or on stderr where that has a document for programs. A closed pipe ends the output,
-    /// not the demonstration.
+    /// Prints text for people: on stdout, or on stderr if stdout has a document for programs. A closed pipe ends the
+    /// output, not the demonstration.
     fn line(&self, text: &str) {
         let _ = match self.output {
             Output::Table => writeln!(std::io::stdout().lock(), "{text}"),
@@ -157,7 +157,7 @@ impl Narrator {
         ));
     }
 
-    /// Prints what the supervisor decided since the last time, in its own words.
+    /// Prints the supervisor's decisions since the last call, as it words them.
     fn decisions(&self, watch: &Watch, reported: &mut usize) {
         let lines = watch.lines();
         for line in lines.iter().skip(*reported) {
@@ -212,7 +212,7 @@ async fn round_trip(http: &Http, question: &'static str) -> Result<RoundTrip, St
     .map_err(|error| error.to_string())?
 }
 
-/// Whether a recogniser heard these words: it writes capitals and punctuation of its own.
+/// Whether a recogniser understood these words: it adds its own capitals and punctuation.
 fn same_words(heard: &str, said: &str) -> bool {
     let words = |text: &str| -> Vec<String> {
         let words = text
@@ -233,7 +233,7 @@ pub(super) fn ready(status: &GetStatusResponse) -> bool {
             .all(|worker| worker.state() == WorkerState::Ready)
 }
 
-/// What will not come up any more, and why.
+/// Part that will not become ready, with the reason.
 fn given_up(status: &GetStatusResponse) -> Option<String> {
     let worker = status
         .workers
@@ -261,7 +261,7 @@ pub(super) fn whole(status: &GetStatusResponse) -> bool {
     })
 }
 
-/// Whether the engine has given up KV capacity and layers, and has no more to do at present.
+/// Whether the engine has shed KV capacity and layers, and has no further change pending.
 fn squeezed_in_both(status: &GetStatusResponse) -> bool {
     status.engine.as_ref().is_some_and(|engine| {
         !engine.changing
@@ -292,7 +292,8 @@ fn resize_asr(variant: &str) -> ResizeWorkerRequest {
     }
 }
 
-/// ASR takes more memory: by its larger variant, or, where it has one size, by its start, from stopped to ready. Returns how long it took.
+/// ASR takes more memory: by its larger variant or, with one size, by a start from stopped to ready. Returns the
+/// duration.
 async fn grow_asr(
     operator: &mut OperatorServiceClient<Channel>,
     watch: &Watch,
@@ -457,7 +458,7 @@ async fn play(
 
     narrator.decisions(&watch, &mut reported);
 
-    // 2. A neighbour takes memory and asks for no lease.
+    // 2. A neighbour takes memory without a lease.
     report.mark(began, MarkKind::Alarm, "neighbour comes");
     narrator.say(&format!(
         "a neighbour takes {} without a lease",
@@ -466,7 +467,7 @@ async fn play(
     let pss_before = watch::pss(stage.daemon().pid());
     let mut neighbour = scenario.start_neighbour().map_err(text)?;
     *locked(&neighbour_pid) = Some(neighbour.pid());
-    // First all of its memory, as the kernel counts it; then the end of what the engine does about it.
+    // First all of its memory, by the kernel's count; then the end of the engine's response.
     let came = watch::until_pss(neighbour.pid(), scenario.neighbour, PATIENCE).await;
     let shed = watch.until(PATIENCE, squeezed_in_both).await;
     let pss_after = watch::pss(stage.daemon().pid());

@@ -5,23 +5,23 @@ use std::{io, net::SocketAddr, path::Path, path::PathBuf};
 use crate::stage::{Process, places};
 use cotenant_units::Bytes;
 
-/// What a process of an unoptimised build weighs more than one of a release build, measured.
+/// Additional memory of a process of an unoptimised build over a release build, measured.
 const HEAVIER: u64 = if cfg!(debug_assertions) { 6 } else { 0 };
 
-/// What is shown, with which models, and how large everything is.
+/// The demonstrated scenario: models and sizes.
 #[derive(Clone, Debug)]
 pub(super) struct Scenario {
     /// All memory of the demonstration's session.
     pub(super) total: Bytes,
-    /// What of it is never handed out: the supervisor itself and this program.
+    /// Its reserve: the supervisor itself and this program.
     reserve: Bytes,
-    /// What the neighbour takes without asking: more than the KV cache can give, so that layers go too.
+    /// Memory that the neighbour takes without a lease: more than the KV cache can give, so that layers are shed too.
     pub(super) neighbour: Bytes,
-    /// The name under which clients ask for the LLM.
+    /// The LLM's name for clients.
     pub(super) model: &'static str,
-    /// The question that is asked by voice again and again.
+    /// The question that is spoken repeatedly.
     pub(super) question: &'static str,
-    /// What keeps the LLM talking: a request for a long answer, and its tokens at most.
+    /// Request that keeps the LLM generating: a prompt for a long answer, and its token limit.
     pub(super) story: &'static str,
     pub(super) story_tokens: u32,
     /// The two sizes of ASR, and how much more the second takes.
@@ -75,7 +75,8 @@ impl Scenario {
 
     /// SmolLM2, Whisper and Piper, which `deploy/real/fetch` has put into `folder`.
     pub(super) fn published(folder: &Path) -> Self {
-        // Measured beside each other, as PSS: Whisper holds 160 MiB after short questions, and 232 while it loads. Piper starts at 50, has 180 after its first sentence and 215 after one of three seconds, and keeps that.
+        // Measured beside each other, as PSS: Whisper holds 160 MiB after short questions, and 232 while it loads.
+        // Piper starts at 50, has 180 after its first sentence and 215 after one of three seconds, and keeps that.
         let workers = "  - name: tts
     role: tts
     argv: [\"{MODELS}/servers/bin/wyoming-piper\", --uri, \"unix://${SOCKET}\", --voice, en_US-joe-medium, --data-dir, \"{MODELS}\"]
@@ -88,8 +89,8 @@ impl Scenario {
 "
         .replace("{MODELS}", &folder.display().to_string());
         Self {
-            // At rest all of it fits, the LLM whole and what the workers hold after a sentence, with the reserve and the watermark's
-            // hysteresis. While Whisper loads it does not.
+            // At rest everything fits: the whole LLM and the workers' memory after a sentence, with the reserve and the
+            // watermark's hysteresis. While Whisper loads it does not.
             total: Bytes::from_mib(896 + 2 * HEAVIER),
             reserve: Bytes::from_mib(64 + 2 * HEAVIER),
             neighbour: Bytes::from_mib(250),

@@ -31,7 +31,7 @@ pub(super) struct Source {
 }
 
 impl Source {
-    /// Fetches what is missing, if the user agrees; returns the folder.
+    /// Fetches missing files, if the user agrees; returns the folder.
     pub(super) fn fetch(&self) -> Result<PathBuf, String> {
         let folder = self.cache.clone().or_else(cache).ok_or(
             "neither XDG_CACHE_HOME nor HOME is set; name a folder for the models with --cache",
@@ -76,7 +76,7 @@ fn cache() -> Option<PathBuf> {
     Some(cache.join("cotenant/real"))
 }
 
-/// What `cotenant plan` says of a configuration: memory of the LLM, and the peak of each worker.
+/// Prediction of `cotenant plan` for a configuration: memory of the LLM, and the peak of each worker.
 pub(super) async fn planned(config: &Path) -> Result<BTreeMap<String, Bytes>, String> {
     let program = env::current_exe().map_err(|error| error.to_string())?;
     let config = config.to_owned();

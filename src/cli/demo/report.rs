@@ -30,7 +30,7 @@ pub(super) struct Check {
 }
 
 impl Check {
-    /// Whether `promise` was kept, and the figures that say so.
+    /// Whether `promise` was kept, and the figures that show it.
     pub(super) const fn new(promise: &'static str, kept: bool, figures: String) -> Self {
         Self {
             promise,
@@ -131,7 +131,7 @@ impl Report {
         }
     }
 
-    /// Writes chart, events and log into `folder`; returns what was written.
+    /// Writes chart, events and log into `folder`; returns the written files.
     pub(super) fn write(
         &self,
         folder: &Path,
@@ -150,7 +150,7 @@ impl Report {
     }
 }
 
-/// Writes what was said, as one WAV file with half a second between question and answer.
+/// Writes the conversation as one WAV file with half a second between question and answer.
 pub(super) fn write_conversation(folder: &Path, parts: &[&[u8]]) -> Result<PathBuf, String> {
     let path = folder.join("demo-conversation.wav");
     let wrong = |error: &dyn std::error::Error| {
@@ -182,7 +182,7 @@ pub(super) struct Sizes {
 }
 
 impl Sizes {
-    /// What `plan` said, and the last look at each owner that it names.
+    /// The prediction of `plan`, and the last look at each owner that it names.
     pub(super) fn of(looks: &[Look], planned: BTreeMap<String, Bytes>) -> Self {
         let last = looks.last();
         let measured = |owner: &str| {
@@ -199,7 +199,7 @@ impl Sizes {
         }
     }
 
-    /// Nothing takes more than was planned, and the LLM takes what was planned.
+    /// No holder takes more than planned, and the LLM takes what was planned for it.
     pub(super) fn check(&self) -> Check {
         let within = |[planned, measured]: [Bytes; 2]| {
             measured <= planned.saturating_add(planned.per_mille(50))
@@ -231,16 +231,16 @@ impl fmt::Display for Sizes {
     }
 }
 
-/// What is written: the chart, the journal, the daemon's log.
+/// Written files: the chart, the journal, the daemon's log.
 const FILES: [&str; 3] = ["demo-report.svg", "demo-events.ndjson", "demo-daemon.log"];
 
-/// Makes the folder of the report, and asks whether files can be written in it.
+/// Creates the folder of the report, and checks that it is writable.
 pub(super) fn make_folder(folder: &Path) -> io::Result<()> {
     fs::create_dir_all(folder)?;
     nix::unistd::access(folder, nix::unistd::AccessFlags::W_OK).map_err(io::Error::from)
 }
 
-/// What of this host is real in the demonstration, and what is not there.
+/// Real and missing features of this host in the demonstration.
 pub(super) fn what_is_real() -> Vec<String> {
     let capabilities = Capabilities::probe(&ProbeRoot::default());
     let mut lines = vec![
@@ -255,8 +255,8 @@ pub(super) fn what_is_real() -> Vec<String> {
     lines
 }
 
-/// What was shed is back: as the engine's report of each plan has it from the kernel, and as the kernel says of the
-/// daemon's whole process.
+/// Shed memory is back with the system: by the kernel's figures in the engine's report of each plan, and in those of
+/// the daemon's whole process.
 pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Bytes>) -> Check {
     let freed: u64 = lines
         .iter()
@@ -270,7 +270,7 @@ pub(super) fn verified(lines: &[Line], before: Option<Bytes>, after: Option<Byte
             .unwrap_or_default()
             .saturating_sub(after.unwrap_or_default()),
     );
-    // A tenth of the largest single release, or 1 MiB, may hide behind what the daemon's other parts took meanwhile.
+    // A tenth of the largest single release, or 1 MiB, may be hidden by growth of the daemon's other parts.
     let hidden = freed.per_mille(100).max(Bytes::from_mib(1));
     let kept = freed > Bytes::ZERO && fell.saturating_add(hidden) >= freed;
     Check::new(
@@ -292,8 +292,8 @@ pub(super) fn within_budget(looks: &[Look]) -> Check {
     )
 }
 
-/// Nothing was killed or stopped by the supervisor, but for what this program has asked it to stop, nor by the kernel. A
-/// server without work that was restarted because it had grown is counted apart.
+/// The supervisor killed or stopped nothing, except at this program's request, nor did the kernel. An idle server that
+/// was restarted because it had grown is counted separately.
 pub(super) fn no_kills(
     lines: &[Line],
     status: &GetStatusResponse,

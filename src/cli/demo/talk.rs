@@ -17,7 +17,7 @@ use cotenant_rpc::v1::{
 };
 use cotenant_units::lock::locked;
 
-/// What the talking came to.
+/// Results of the conversation.
 #[derive(Clone, Debug, Default)]
 pub struct Outcome {
     /// Stories that were finished.
@@ -32,7 +32,7 @@ pub struct Outcome {
     reported: BTreeMap<usize, String>,
 }
 
-/// What the LLM does for the request under way.
+/// Phase of the LLM in the current request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Phase {
     /// It reads the prompt.
@@ -50,10 +50,10 @@ pub struct Talk {
     task: tokio::task::JoinHandle<()>,
 }
 
-/// When the last pieces came, one token each with the vocabulary of the demo model.
+/// Times of the last pieces, one token each with the vocabulary of the demo model.
 type Pieces = Arc<Mutex<VecDeque<Instant>>>;
 
-/// What it does now, and since when.
+/// The current phase, and its beginning.
 type Phases = Arc<Mutex<Option<(Phase, Instant)>>>;
 
 /// Pieces older than this are not part of the present rate.
@@ -98,7 +98,7 @@ impl Talk {
         }
     }
 
-    /// What the LLM does for the request under way, and since when.
+    /// The LLM's phase in the current request, and its beginning.
     pub fn phase(&self) -> Option<(Phase, Instant)> {
         *locked(&self.phase)
     }
@@ -145,7 +145,7 @@ impl Talk {
 /// Tokens of a story (our choice: some seconds of talking).
 const TOKENS: u32 = 256;
 
-/// What is asked for, and where the answer's pieces are counted.
+/// Prompts, and the counters of their answers.
 struct Words {
     prompts: Vec<String>,
     tokens: u32,

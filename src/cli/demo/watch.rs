@@ -19,7 +19,7 @@ use cotenant_units::{Bytes, Timestamp};
 /// Time between two looks at the status.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// One look at who uses what.
+/// One observation of memory by owner.
 #[derive(Clone, Debug)]
 pub struct Look {
     /// Since the beginning of the demonstration.
@@ -28,7 +28,7 @@ pub struct Look {
     pub owners: BTreeMap<String, Bytes>,
     /// KV capacity of the LLM that no token has touched, which the kernel does not count yet.
     pub untouched: Bytes,
-    /// Sum of all leases and the budget that they come from.
+    /// Sum of all leases, and their budget.
     pub held: Bytes,
     /// The budget.
     pub budget: Bytes,
@@ -72,8 +72,8 @@ impl Drop for Watch {
 }
 
 impl Watch {
-    /// Starts to look. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` tells the
-    /// neighbour's process while there is one.
+    /// Starts observing. `daemon` is its process, `began` the beginning of the demonstration, and `neighbour` provides
+    /// the neighbour's process while there is one.
     pub fn start(
         client: OperatorServiceClient<Channel>,
         daemon: u32,
@@ -144,7 +144,7 @@ async fn look(
     seen: Arc<Mutex<Seen>>,
 ) {
     let mut ticks = tokio::time::interval(LOOK);
-    // Where looking takes long, looks are fewer, not closer.
+    // If an observation takes long, there are fewer, not closer ones.
     ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let mut supervisor = None;
     loop {
@@ -176,8 +176,8 @@ async fn look(
     }
 }
 
-/// What the engine uses by its own mappings; `None` while it loads or changes, when its last figure is not that of the
-/// process any more. What has come or gone meanwhile is the engine's: the supervisor's own memory changes little.
+/// Memory of the engine by its own mappings; `None` while it loads or changes, when its last figure no longer matches
+/// the process. Changes meanwhile are the engine's: the supervisor's own memory changes little.
 fn engine_use(status: &GetStatusResponse) -> Option<Bytes> {
     let engine = status.engine.as_ref()?;
     match engine.state() {
@@ -192,8 +192,8 @@ fn engine_use(status: &GetStatusResponse) -> Option<Bytes> {
     Some(Bytes::new(lease.used_bytes?))
 }
 
-/// Who uses what: workers and the neighbour by their processes, the LLM by its own mappings, the supervisor by what is
-/// left of the daemon's process.
+/// Memory by owner: workers and the neighbour by their processes, the LLM by its own mappings, the supervisor by the
+/// rest of the daemon's process.
 fn owners(
     status: &GetStatusResponse,
     engine: Bytes,

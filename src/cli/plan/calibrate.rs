@@ -1,6 +1,6 @@
-//! `cotenant calibrate`: measures what this machine computes and reads, for `plan`.
+//! `cotenant calibrate`: measured speeds of this machine, for `plan`.
 //!
-//! The engine measures itself as it does after a load. Rounds are repeated, and what they differ by is the stated error.
+//! The engine measures itself as it does after a load. Rounds are repeated, and their difference is the stated error.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -54,14 +54,14 @@ pub(crate) struct Coefficients {
     pub disk: DiskRates,
     /// How far rounds of computing were apart, in percent, at least 10.
     pub error_percent: u64,
-    /// What was measured with.
+    /// Setting of the measurement.
     pub setting: Setting,
-    /// What each part of the model takes; absent in files of before.
+    /// Cost of each part of the model; absent in older files.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub layers: Option<LayerCosts>,
 }
 
-/// What the parts of one model take of a token of an answer. They hold for that model alone; others have the mean.
+/// Cost of the parts of one model within a token of an answer. Valid for that model only; others have the mean.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct LayerCosts {
@@ -100,7 +100,7 @@ impl LayerCosts {
         })
     }
 
-    /// Whether they are those of this model, and known better than their mean.
+    /// Whether they belong to this model, and are known better than their mean.
     pub(crate) fn are_of(&self, shape: &ModelShape) -> bool {
         self.error_percent <= LAYERS_ERROR_MAX
             && self.parts.len() == shape.layers.len()
@@ -111,7 +111,7 @@ impl LayerCosts {
                 .all(|((bytes, _), part)| *bytes == part.resident_bytes.get())
     }
 
-    /// What a part takes for each MiB, in thousandths of the mean.
+    /// Cost of a part for each MiB, in thousandths of the mean.
     pub(crate) fn cost(&self, part: u32) -> u64 {
         let (mut bytes, mut time) = (0u128, 0u128);
         for (size, ns) in &self.parts {
@@ -132,7 +132,7 @@ impl LayerCosts {
     }
 }
 
-/// What a measurement of computing holds for.
+/// Scope of a measurement of computing.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase", deny_unknown_fields)]
 pub(crate) struct Setting {
@@ -145,7 +145,7 @@ pub(crate) struct Setting {
 }
 
 impl Setting {
-    /// That of this machine with a model.
+    /// The scope of this machine with a model.
     pub(crate) fn here(inspected: &Inspected, threads: usize) -> Self {
         let most = inspected.tensors.iter().max_by_key(|group| group.bytes);
         Self {
@@ -157,7 +157,7 @@ impl Setting {
 }
 
 impl Coefficients {
-    /// Those that were kept in `path`; `None` when there are none.
+    /// The coefficients kept in `path`; `None` when there are none.
     pub(crate) fn read(path: &Path) -> Result<Option<Self>, CliError> {
         let cannot = |error: std::io::Error| {
             let hint = (error.kind() == ErrorKind::PermissionDenied).then(|| {
@@ -189,7 +189,7 @@ impl Coefficients {
         })
     }
 
-    /// That the rounds were farther apart than what is assumed without a measurement, if they were.
+    /// A warning if the rounds differed by more than the error assumed without a measurement.
     pub(crate) fn doubt(&self) -> Option<String> {
         (self.error_percent > UNMEASURED_PERCENT).then(|| {
             format!(
@@ -199,7 +199,7 @@ impl Coefficients {
         })
     }
 
-    /// Those that rounds of the engine and the reading of a disk come to; `None` without a round.
+    /// Coefficients from rounds of the engine and the reading of a disk; `None` without a round.
     pub(crate) fn of(
         mut rounds: Vec<Calibration>,
         disk: DiskRates,
@@ -233,7 +233,7 @@ impl<'a> Kept<'a> {
         let mut name = path.file_name().unwrap_or_default().to_owned();
         name.push(".new");
         let written = path.with_file_name(name);
-        // Root may measure into a folder of another user's, who must not choose another file by a link.
+        // Root may measure into a folder of another user, who must not choose another file by a link.
         let no_links = OFlag::O_NOFOLLOW.bits();
         let opened = OpenOptions::new()
             .write(true)
@@ -267,7 +267,7 @@ impl<'a> Kept<'a> {
 }
 
 impl Drop for Kept<'_> {
-    /// What was not kept goes; what was has another name by now.
+    /// Removes an unfinished file; a finished one has another name by now.
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.written);
     }
@@ -369,9 +369,9 @@ fn spread(rounds: &[Calibration]) -> u64 {
     (most - least).saturating_mul(100) / least
 }
 
-/// Where `plan` looks.
+/// The file that `plan` reads.
 pub(super) const DEFAULT_FILE: &str = "/var/lib/cotenant/calibration.json";
-/// Error that is assumed where nothing was measured: half to one and a half of what is stated.
+/// Error assumed without a measurement: half to one and a half of the stated value.
 pub(super) const UNMEASURED_PERCENT: u64 = 50;
 /// Rounds of about a second.
 const ROUNDS: u32 = 5;
@@ -425,7 +425,7 @@ mod tests {
             error.hint().unwrap_or_default(),
             "measure again with `cotenant calibrate MODEL`"
         );
-        // Absent is only what is not there; a folder in its place is a fault.
+        // Only a missing file is absent; a folder in its place is a fault.
         let error = Coefficients::read(Path::new("/")).unwrap_err();
         assert_eq!(error.code(), exit::FAILED);
     }

@@ -1,6 +1,6 @@
-//! `cotenant catalogue`: which common models fit on which board, and with how much context.
+//! `cotenant catalogue`: common models by board, with the context that fits.
 //!
-//! Shapes are those of the published configurations; everything else is computed as `plan` does it.
+//! Shapes are those of the published configurations; everything else is computed as in `plan`.
 
 use serde_json::{Value, json};
 
@@ -236,7 +236,8 @@ mod tests {
         }
     }
 
-    /// Published for this model at four bits on an Orin NX 16 GB: 6113 MB beside TensorRT, context and buffers included.
+    /// Published for this model at four bits on an Orin NX 16 GB: 6113 MB beside TensorRT, context and buffers
+    /// included.
     #[test]
     fn qwen3_5_4b_takes_half_of_what_was_published_for_another_engine() {
         let device = Device::named("orin-nx-16g").unwrap();

@@ -1,4 +1,4 @@
-//! Devices that a plan can be made for: boards by name, this machine, or a file.
+//! Devices for a plan: boards by name, this machine, or a file.
 
 use std::{fs::File, io::Read as _, path::Path};
 
@@ -23,15 +23,15 @@ pub(crate) struct Device {
     pub memory: Bytes,
     /// The part of it in the area for contiguous allocations, which serves cameras and displays first.
     pub cma: Bytes,
-    /// What its memory and disk do.
+    /// Speeds of its memory and disk.
     pub rates: Rates,
-    /// What the engine measured on it.
+    /// Measurements of the engine on it.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub calibration: Option<Calibration>,
-    /// What the parts of the model that was measured take.
+    /// Cost of the parts of the measured model.
     #[serde(skip)]
     pub layers: Option<LayerCosts>,
-    /// What it was measured with.
+    /// Setting of the measurement.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub measured_with: Option<Setting>,
     /// Why the error is larger than that of the measurement.
@@ -91,8 +91,9 @@ struct Board {
     disk_mib_per_s: u64,
 }
 
-/// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for kernels on the CPU of a
-/// Jetson, and for the Pi what answers of a model of 1 GiB amount to. Disk: our assumption for sustained large reads of NVMe.
+/// `MemTotal` as captured from each board. Bandwidth: our assumption, 0.3 of the data sheet's for kernels on the CPU of
+/// a Jetson, and for the Pi the equivalent of measured answers of a model of 1 GiB. Disk: our assumption for sustained
+/// large reads of NVMe.
 const BOARDS: [Board; 5] = [
     Board {
         name: "orin-nx-16g",
@@ -172,7 +173,7 @@ impl Device {
         })
     }
 
-    /// The board of this name, or what the file of this name says.
+    /// The board with this name, or the device described by the file with this name.
     pub(crate) fn named(name: &str) -> Result<Self, CliError> {
         if let Some(board) = Self::boards().find(|board| board.name == name) {
             return Ok(board);
@@ -252,7 +253,7 @@ impl Device {
         })
     }
 
-    /// Widens the error by what was measured otherwise than it will run.
+    /// Widens the error for differences between the measured setting and the planned one.
     pub(crate) fn compare(&mut self, runs_with: impl FnOnce() -> Setting) {
         let Some(measured) = &self.measured_with else {
             return;
@@ -298,7 +299,7 @@ impl Device {
 
 impl Coefficients {
     pub(crate) fn rates(&self) -> Rates {
-        // What a disk did for some seconds is not believed to less than the least error.
+        // The speed of a disk over some seconds is trusted to the least error at best.
         let part = |mib_per_s: u64, percent: u64| (mib_per_s.saturating_mul(percent) / 100).max(1);
         let slow = part(self.disk.slow_mib_per_s, 100 - ERROR_LEAST);
         let fast = part(self.disk.fast_mib_per_s, 100 + ERROR_LEAST);
@@ -314,7 +315,7 @@ impl Coefficients {
 /// Other types of weights and other counts of threads differ by up to this, MiB for MiB, on the processors that we have
 /// measured.
 const OTHER_PERCENT: u64 = 25;
-/// Of the disk, as of computing: the least that is believed.
+/// For the disk, as for computing: the least error that is trusted.
 const ERROR_LEAST: u64 = 10;
 /// Beyond it an interval has no lower end.
 const ERROR_MAX: u64 = 99;

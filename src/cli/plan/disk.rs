@@ -1,4 +1,4 @@
-//! Speed of a disk: at first, in the long run, and how far it wanders.
+//! Speed of a disk: initial, sustained, and its variation.
 
 use std::{
     fs::{File, OpenOptions},
@@ -41,9 +41,9 @@ pub(crate) struct DiskRates {
 pub(crate) type Mark = (Duration, u64);
 
 impl DiskRates {
-    /// Reads the file past the page cache for `limit`, from its beginning again where it is shorter, as the engine reads what it
-    /// streams: by as many threads, into huge pages, of which a disk takes larger requests at once than of small ones.
-    /// `progress` is called now and then with the time since the beginning.
+    /// Reads the file past the page cache for `limit`, repeatedly if it is short, as the engine reads streamed parts:
+    /// with as many threads, into huge pages, for which a disk takes larger requests than for small ones. `progress` is
+    /// called now and then with the elapsed time.
     pub(crate) fn measure(
         path: &Path,
         limit: Duration,
@@ -57,7 +57,7 @@ impl DiskRates {
         limit: Duration,
         progress: &mut dyn FnMut(Duration),
     ) -> io::Result<Vec<Mark>> {
-        // Where the file system has no direct reading, what is read is dropped from the page cache instead.
+        // If the file system has no direct I/O, data is dropped from the page cache after reading.
         let direct = OpenOptions::new()
             .read(true)
             .custom_flags(OFlag::O_DIRECT.bits())
@@ -106,7 +106,7 @@ impl DiskRates {
             });
             ended.collect::<io::Result<Vec<()>>>()
         })?;
-        // What was read here was not there before, and does not stay.
+        // Data read here was not cached before, and does not stay cached.
         drop_cache()?;
         let (marks, _) = marks.into_inner().unwrap_or_else(PoisonError::into_inner);
         Ok(marks)

@@ -1,4 +1,4 @@
-//! Arithmetic of a plan: what fits, how much context, how fast.
+//! Arithmetic of a plan: fitting parts, context, speed.
 
 use std::collections::BTreeSet;
 
@@ -17,11 +17,11 @@ use cotenant_policy::{
 };
 use cotenant_units::{Bytes, Tokens};
 
-/// What is planned for.
+/// The planned stack.
 pub(crate) struct Stack {
     /// The settings.
     pub params: Params,
-    /// What is given up first.
+    /// Order of shedding.
     pub mode: ResidencyMode,
 }
 
@@ -42,7 +42,7 @@ impl Stack {
         self.params.engine.clone().unwrap_or_default()
     }
 
-    /// What all workers need at most.
+    /// Sum of the peaks of all workers.
     pub(crate) fn worker_peaks(&self) -> Bytes {
         let peaks = self.params.workers.iter().map(|worker| {
             let learned = &self.params.peaks;
@@ -52,7 +52,7 @@ impl Stack {
     }
 }
 
-/// What was computed.
+/// Result of the computation.
 #[derive(Clone, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct Forecast {
@@ -60,7 +60,7 @@ pub(crate) struct Forecast {
     pub llm: Pieces,
     /// The least that the LLM runs with.
     pub floor: Bytes,
-    /// What the LLM may hold while pressure is Normal: the budget without the workers' peaks, the watermark and its
+    /// The LLM's limit while pressure is Normal: the budget without the workers' peaks, the watermark and its
     /// hysteresis.
     pub room: Bytes,
     /// Start, peak and sheds, as the arbiter decides them.
@@ -71,7 +71,7 @@ pub(crate) struct Forecast {
     pub context_resident: Tokens,
     /// The longest context with all layers streamed.
     pub context_streamed: Tokens,
-    /// What each mode makes of the room.
+    /// Forecast of each mode.
     pub modes: Vec<ModeForecast>,
 }
 
@@ -97,7 +97,7 @@ pub(crate) struct Pieces {
     pub kv_type: KvType,
 }
 
-/// What one mode makes of the room.
+/// Forecast of one mode.
 #[derive(Clone, Copy, Debug, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub(crate) struct ModeForecast {
@@ -241,7 +241,7 @@ fn longest(shape: &ModelShape, plan: &EnginePlan, room: Bytes) -> Tokens {
     Tokens::new(least.saturating_mul(block))
 }
 
-/// Tokens of an answer per second with these parts resident, in thousandths: least, expected, most. The ends are those of
+/// Tokens of an answer per second with these parts resident, in thousandths: least, expected, most. The ends combine
 /// the disk's interval with the error of computing.
 pub(crate) fn speeds(shape: &ModelShape, resident: &BTreeSet<u32>, device: &Device) -> [u64; 3] {
     let Device {
@@ -335,8 +335,8 @@ mod tests {
             }
         }
 
-        /// One token: a reader that is ahead by at most the ring, and kernels that wait for it. Piece by piece, by the two
-        /// instants at which each is read and computed; nothing of the prediction is used.
+        /// One token: a reader that is ahead by at most the ring, and kernels that wait for it. Computed piece by
+        /// piece, by the instants at which each is read and computed, independently of the prediction.
         fn token(
             &mut self,
             resident: &BTreeSet<u32>,
@@ -379,7 +379,7 @@ mod tests {
             rates.collect()
         }
 
-        /// What `cotenant calibrate` makes of it.
+        /// Device calibrated by `cotenant calibrate`.
         fn calibrated(&mut self) -> Device {
             let mut marks: Vec<Mark> = vec![(Duration::ZERO, 0)];
             let began = self.now;
@@ -543,7 +543,7 @@ mod tests {
                     within * 100 >= whole * 95,
                     "{parts} of 40: {within} of {whole} in {least} to {expected} to {most}"
                 );
-                // It says something: no wider than the disk, and a tenth at each end of reading and computing.
+                // The forecast is useful: no wider than the disk, and a tenth at each end of reading and computing.
                 assert!(most <= least * 8, "{parts} of 40: {least} to {most}");
             }
         }

@@ -1,7 +1,7 @@
-//! `cotenant plan`: what a model and a stack would take on a device, before anything is downloaded or started.
+//! `cotenant plan`: memory and speed of a model and a stack on a device, before any download.
 //!
 //! Reads headers only. The shape of a model comes from the engine's own layout, plans from the policy, and the order of
-//! starts and sheds from the arbiter itself ([`rehearsal`](cotenant_policy::rehearsal)), so that the prediction is the
+//! starts and sheds from the arbiter itself ([`rehearsal`]), so that the prediction is the
 //! decision.
 
 pub(super) mod calibrate;
@@ -137,8 +137,8 @@ pub(super) fn run(global: &Global, args: &PlanArgs) -> Result<ExitCode, CliError
     }))
 }
 
-/// Tokens of an answer per second on this machine, in thousandths: with all layers resident, and with all of them streamed.
-/// `None` where neither memory nor kept coefficients can be read.
+/// Tokens of an answer per second on this machine, in thousandths: with all layers resident, and with all of them
+/// streamed. `None` if neither memory nor kept coefficients can be read.
 pub(super) fn speeds_here(inspected: &Inspected, threads: usize) -> Option<[u64; 2]> {
     let mut device = Device::here(Path::new(calibrate::DEFAULT_FILE)).ok()?;
     device.compare(|| Setting::here(inspected, threads));
@@ -265,7 +265,7 @@ fn stack(args: &PlanArgs, config: Option<&Config>, device: &Device) -> Result<St
     })
 }
 
-/// A worker and its peak: `asr=1GiB`, or with what it holds at rest: `asr=1GiB:700MiB`.
+/// A worker and its peak: `asr=1GiB`, or with its size at rest: `asr=1GiB:700MiB`.
 fn worker(text: &str) -> Result<WorkerParams, String> {
     let (name, sizes) = text
         .split_once('=')
@@ -273,7 +273,7 @@ fn worker(text: &str) -> Result<WorkerParams, String> {
         .ok_or_else(|| "not a worker and its peak; write `asr=1GiB`".to_owned())?;
     let (peak, steady) = match sizes.split_once(':') {
         Some((peak, steady)) => (quantity::size(peak)?, quantity::size(steady)?),
-        // The configuration's own default, the other way round: the peak is 1.25 times what it holds at rest.
+        // The inverse of the configuration's default: the peak is 1.25 times the size at rest.
         None => {
             let peak = quantity::size(sizes)?;
             (peak, peak.per_mille(800))

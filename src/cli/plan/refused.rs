@@ -1,4 +1,4 @@
-//! What cannot be planned with, as errors of the command.
+//! Inputs that cannot be planned with, as errors of the command.
 
 use crate::exit::{self, CliError};
 use cotenant_engine::LoadError;

@@ -1,7 +1,7 @@
-//! Rehearsal of a stack: its start and two shortages, decided by the arbiter on a model of the machine.
+//! Rehearsal of a stack: its start and two shortages, decided by the arbiter.
 //!
-//! Nothing here decides. The arbiter that runs in the daemon receives the events that a machine would send if every
-//! holder used what it was granted and every action succeeded at once, so that a prediction is what will be decided.
+//! Nothing here decides. The arbiter of the daemon receives the events that a machine would send if every holder used
+//! its grant and every action succeeded at once, so a prediction is the later decision.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -28,14 +28,14 @@ pub(crate) struct Rehearsal {
     pub(crate) starts: Vec<Start>,
     pub(crate) peak: Bytes,
     pub(crate) held: Bytes,
-    /// What is left of the budget then.
+    /// Remaining budget then.
     pub(crate) headroom: Bytes,
     pub(crate) level: PressureLevel,
     /// The plan of the engine then; `None` when it was not loaded.
     pub(crate) plan: Option<EnginePlan>,
     /// Holders that never had the memory to start.
     pub(crate) waiting: Vec<String>,
-    /// What is reclaimed when other programs take memory, the milder shortage first.
+    /// Reclaims when other programs take memory, the milder shortage first.
     pub(crate) shortages: Vec<Shortage>,
 }
 
@@ -43,25 +43,25 @@ pub(crate) struct Rehearsal {
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Start {
     pub(crate) holder: String,
-    /// What all holders together hold from then on.
+    /// Sum of all leases from then on.
     pub(crate) held: Bytes,
 }
 
-/// A shortage, and what it costs.
+/// A shortage, and its cost.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Shortage {
     /// The level that it reaches.
     pub(crate) level: PressureLevel,
-    /// What other programs took for it.
+    /// Memory that other programs took.
     pub(crate) taken_by_others: Bytes,
-    /// What is reclaimed, in order.
+    /// Reclaims, in order.
     pub(crate) reclaimed: Vec<Reclaimed>,
 }
 
 /// One thing that is reclaimed.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Reclaimed {
-    /// From whom and how.
+    /// Holder and means.
     #[serde(flatten)]
     pub(crate) source: Source,
     pub(crate) bytes: Bytes,
@@ -124,7 +124,7 @@ struct Stage {
     params: Params,
     shape: Option<ModelShape>,
     now: Timestamp,
-    /// What each holder uses.
+    /// Memory of each holder.
     used: BTreeMap<String, Bytes>,
     /// Workers whose start is over.
     settled: BTreeSet<String>,
@@ -179,7 +179,7 @@ impl Stage {
         }
     }
 
-    /// Lets others take memory until the headroom is `target`, and returns what is reclaimed for it.
+    /// Lets others take memory until the headroom is `target`, and returns the resulting reclaims.
     fn shortage(&mut self, level: PressureLevel, target: Bytes) -> Shortage {
         let headroom = self
             .arbiter
@@ -232,7 +232,7 @@ impl Stage {
         });
     }
 
-    /// Gives the arbiter what its actions have led to, until nothing more comes of it.
+    /// Feeds the arbiter the outcomes of its actions, until there are no more.
     fn settle(&mut self) {
         for _ in 0..EVENTS_MAX {
             let Some(event) = self.events.pop_front() else {

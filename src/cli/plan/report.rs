@@ -1,4 +1,4 @@
-//! A plan as text and as JSON.
+//! Text and JSON forms of a plan.
 
 use std::fmt::Write as _;
 
@@ -217,7 +217,7 @@ pub(super) fn json(
     })
 }
 
-/// What the reserve is for. A part that is larger than what is left of it ends the list.
+/// Purposes of the reserve. A part larger than the rest of it ends the list.
 fn reserved(device: &Device, reserve: Bytes) -> [(&'static str, Bytes, &'static str); 4] {
     let daemon = DAEMON.min(reserve);
     let cma = device.cma.min(reserve.saturating_sub(daemon));
@@ -238,7 +238,7 @@ fn reserved(device: &Device, reserve: Bytes) -> [(&'static str, Bytes, &'static 
     ]
 }
 
-/// What the daemon holds without a model, by `a_daemon_without_a_model_is_small`.
+/// Memory of the daemon without a model, by `a_daemon_without_a_model_is_small`.
 const DAEMON: Bytes = Bytes::from_mib(12);
 
 fn headroom(stack: &Stack) -> String {

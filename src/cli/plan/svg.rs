@@ -1,4 +1,4 @@
-//! Memory of a plan as one bar.
+//! Bar chart of the memory of a plan.
 
 use std::fmt::Write as _;
 
@@ -8,7 +8,7 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// The bar as an SVG document: the reserve, each holder, what is free, and the watermarks.
+/// The bar as an SVG document: the reserve, each holder, free memory, and the watermarks.
 pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String {
     let budget = &stack.params.budget;
     let llm = &forecast.llm;
@@ -47,7 +47,7 @@ pub(super) fn bar(device: &Device, stack: &Stack, forecast: &Forecast) -> String
             "#e8ebef",
         ));
     }
-    // What is too much is drawn beyond the end of the memory.
+    // Excess is drawn beyond the end of the memory.
     let whole = sum.max(budget.total).get().max(1);
     let at = |bytes: Bytes| u128::from(bytes.get()) * u128::from(WIDTH) / u128::from(whole);
     let mut body = String::new();

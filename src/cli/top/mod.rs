@@ -117,7 +117,7 @@ async fn look(
         .await
 }
 
-/// Adds what has happened since the last look; at first the last events.
+/// Adds the events since the last look; at first the last events.
 async fn read_events(
     global: &Global,
     client: &mut OperatorServiceClient<Channel>,

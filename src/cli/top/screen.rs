@@ -1,4 +1,4 @@
-//! What `top` draws: lines of a given width from one status, and nothing else.
+//! Rendering of `top`: lines of a given width from one status.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -68,12 +68,12 @@ impl Screen {
         }
     }
 
-    /// Whether a status is of another run of the supervisor than the one that is shown.
+    /// Whether a status is of another run of the supervisor than the shown one.
     pub(super) fn is_another_run(&self, status: &GetStatusResponse) -> bool {
         self.status.boot_id != status.boot_id
     }
 
-    /// Adds an event, and drops the oldest beyond what any terminal shows.
+    /// Adds an event, and drops the oldest beyond the size of any terminal.
     pub(super) fn add(&mut self, entry: JournalEntry) {
         let repeats = self
             .events
@@ -405,7 +405,7 @@ impl Screen {
     }
 }
 
-/// What each owner holds, in the order of the leases.
+/// Memory of each owner, in the order of the leases.
 fn owners(leases: &[Lease]) -> Vec<Part> {
     let mut parts: Vec<Part> = Vec::new();
     for lease in leases {

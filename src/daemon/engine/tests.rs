@@ -1,4 +1,4 @@
-//! The bridge between the engine and the arbiter, with models that are written for it.
+//! Tests of the bridge between engine and arbiter, with scripted models.
 
 use std::{
     collections::BTreeSet,
@@ -180,7 +180,7 @@ async fn a_file_that_holds_another_model_by_then_is_looked_at_again_instead_of_l
     driver.stop(Duration::from_secs(10)).await;
 }
 
-/// A model that finds what it is given when it measures itself; or that has nothing resident any more then.
+/// A model with a fixed outcome of its calibration; `None` leaves nothing resident.
 struct Measured(Model, Option<Calibration>);
 
 impl LanguageModel for Measured {
@@ -260,7 +260,7 @@ struct Pair {
 }
 
 impl Pair {
-    /// Tells the arbiter something, and has the engine do what it says.
+    /// Sends the arbiter an event, and performs its actions on the engine.
     fn tell(&mut self, event: Event) {
         for action in self.arbiter.handle(self.now, event) {
             match action {
@@ -276,7 +276,7 @@ impl Pair {
         self.tell(Event::Sampled(sample_with(used, self.now)));
     }
 
-    /// What the engine says is in force, and that it uses so much.
+    /// The plan that the engine reports in force, and its memory.
     async fn applied(&mut self) -> (EnginePlan, Bytes) {
         let event = self.inbox.recv().await.unwrap().event;
         let Event::EngineApplied {
@@ -297,7 +297,7 @@ impl Pair {
     }
 }
 
-/// A model whose layers are larger than what streams them.
+/// A model whose layers are larger than the ring that streams them.
 fn wide_model() -> (tempfile::TempDir, PathBuf, ModelShape) {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
@@ -335,7 +335,7 @@ async fn what_an_engine_could_not_have_back_after_measuring_is_reported_and_aske
     pair.tell(Event::EngineInspected { shape });
     let (loaded, with_all) = pair.applied().await;
     assert!(!loaded.resident.is_empty());
-    // Measuring is part of the load, and so is what came of it.
+    // Measuring is part of the load, and so is its outcome.
     let (receded, used) = pair.applied().await;
     let fewer = EnginePlan {
         resident: BTreeSet::new(),
@@ -396,7 +396,7 @@ async fn an_engine_that_streams_and_finds_reading_slow_reads_prompts_in_larger_c
         let limits = PlanLimits::new(params.engine.as_ref().unwrap(), Tokens::ZERO);
         let full = shape.plan_bytes(&shape.full_plan(&limits));
         let less = shape.layers.last().unwrap().resident_bytes;
-        // What is used by others leaves the engine all but a part of it.
+        // The use of others leaves the engine all but a part of it.
         let shed_below = params.pressure.elevated_below + params.pressure.hysteresis;
         let free = full.saturating_sub(less) + shed_below;
         let mut pair = Pair {

@@ -25,7 +25,7 @@ struct Conversation {
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct Turns(VecDeque<Turn>);
 
-/// What was asked and what was answered.
+/// One question with its answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 struct Turn {
     asked: String,
@@ -70,7 +70,7 @@ impl Conversations {
         }
     }
 
-    /// What was said so far in a conversation.
+    /// The turns of a conversation so far.
     pub(super) fn recall(&mut self, id: &str) -> Turns {
         self.clock += 1;
         let clock = self.clock;

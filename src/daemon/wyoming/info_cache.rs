@@ -1,6 +1,6 @@
 //! Cache of the service description that `describe` returns.
 //!
-//! A worker is asked when it has become ready, and its description is kept, also in a file, so that `describe` waits
+//! Each worker is asked when it becomes ready, and its description is kept, also in a file, so that `describe` waits
 //! neither for a worker nor for the engine, also after a restart.
 
 use std::{
@@ -42,22 +42,22 @@ pub(super) struct Parts {
     pub(super) tts: Option<String>,
     /// Name of the LLM.
     pub(super) llm: Option<String>,
-    /// Languages that the LLM is said to know, and a worker that has never been asked.
+    /// Declared languages of the LLM, and of a worker that has never been asked.
     pub(super) languages: Vec<String>,
 }
 
-/// What workers have said about themselves, by their names.
+/// Descriptions of workers, by their names.
 type Known = BTreeMap<String, Info>;
 
 impl InfoCache {
-    /// A cache that begins with what is in the file at `path`.
+    /// A cache that begins with the contents of the file at `path`.
     pub(super) fn open(parts: Parts, path: Option<PathBuf>) -> (Arc<Self>, Known) {
         let known = path.as_deref().map(read).unwrap_or_default();
         let shown = Mutex::new(Arc::new(parts.compose(&known)));
         (Arc::new(Self { shown, parts, path }), known)
     }
 
-    /// What is shown now.
+    /// The current description.
     pub(super) fn info(&self) -> Arc<Info> {
         Arc::clone(&locked(&self.shown))
     }
@@ -67,7 +67,7 @@ impl InfoCache {
         *locked(&self.shown) = info;
     }
 
-    /// Asks each worker what it is whenever it has become ready.
+    /// Asks each worker for its description when it becomes ready.
     pub(super) async fn keep(
         self: Arc<Self>,
         mut known: Known,
@@ -136,7 +136,7 @@ impl InfoCache {
 }
 
 impl Parts {
-    /// The whole answer, of what is known.
+    /// The whole description, from the known parts.
     fn compose(&self, known: &Known) -> Info {
         let said = |worker: &Option<String>| worker.as_ref().and_then(|name| known.get(name));
         let asr = match (&self.asr, said(&self.asr)) {
@@ -164,7 +164,7 @@ impl Parts {
             supports_home_control: false,
         });
         Info {
-            // Whether a transcript comes in pieces is as the worker says: they are passed on.
+            // Partial transcripts are as the worker declares them: they are passed on.
             asr,
             tts: tts
                 .into_iter()
@@ -201,7 +201,7 @@ fn installed(name: &str, what: &str) -> Artifact {
     }
 }
 
-/// The descriptions in the file; none where it cannot be read, since the workers are asked again.
+/// The descriptions in the file; none if it cannot be read, since the workers are asked again.
 fn read(path: &Path) -> Known {
     let read = || -> io::Result<Known> {
         if fs::metadata(path)?.len() > FILE_MAX {
@@ -219,7 +219,7 @@ fn read(path: &Path) -> Known {
     }
 }
 
-/// Pause after a worker that did not say what it is.
+/// Pause after a worker that did not describe itself.
 const ASK_AGAIN_AFTER: Duration = Duration::from_millis(500);
 
 /// Longest file that is read: an `info` is bounded by 1 MiB, and there are two.

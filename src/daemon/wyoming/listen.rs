@@ -29,7 +29,7 @@ use cotenant_worker::handle::WorkerHandle;
 pub(crate) struct Bound(Vec<Server>);
 
 impl Bound {
-    /// Takes what `config` wants, where it was not `passed`, and all that was.
+    /// Binds the listeners of `config` that were not `passed`, and takes all passed ones.
     pub(crate) async fn take(config: &Config, passed: &PassedSockets) -> Result<Self, RunError> {
         let limits = ServerLimits {
             connections: usize::try_from(config.wyoming.connections_max).unwrap_or(usize::MAX),
@@ -72,7 +72,7 @@ impl Bound {
         Ok(Self(servers))
     }
 
-    /// Where it listens, for people.
+    /// Addresses of the listeners, for people.
     pub(crate) fn addresses(&self) -> String {
         let known = self.0.iter().filter_map(|server| server.endpoint().ok());
         let words: Vec<String> = known.map(|endpoint| endpoint.to_string()).collect();
@@ -136,5 +136,5 @@ impl Service for Api {
     }
 }
 
-/// What the workers said about themselves, in the folder of what outlives a restart.
+/// Descriptions of workers, in the folder of files that outlive a restart.
 pub(super) const INFO_FILE: &str = "wyoming.json";

@@ -9,8 +9,8 @@
 //! run-pipeline{asr … tts}, audio…       ─► transcript, handled…, audio…            see `pipeline`
 //! ```
 //!
-//! A connection does one thing at a time. In a pipeline a new utterance ends the answer to the one before (barge-in):
-//! generation stops, its KV is free, and audio that is not written yet is dropped.
+//! A connection runs one task at a time. In a pipeline a new utterance ends the answer to the previous one (barge-in):
+//! generation stops, its KV is freed, and unwritten audio is dropped.
 
 mod conversations;
 mod info_cache;

@@ -5,7 +5,7 @@
 //! ```
 //!
 //! The voice speaks the first sentence while the rest of the answer is still being generated. Cancelling drops every
-//! stage where it is: the LLM's request is cancelled, and its KV is free.
+//! stage: the LLM's request is cancelled, and its KV is freed.
 
 use std::{
     future::Future,
@@ -52,7 +52,7 @@ use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Tokens;
 use cotenant_units::lock::locked;
 
-/// The stages that a client asks for.
+/// The requested stages.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Pipeline {
     /// The first one.
@@ -61,7 +61,7 @@ pub(super) struct Pipeline {
     pub(super) to: LastStage,
 }
 
-/// The first stage, by what the client sends.
+/// The first stage, which determines the client's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum FirstStage {
     /// As `audio-start`, `audio-chunk`, `audio-stop`.
@@ -72,7 +72,7 @@ pub(super) enum FirstStage {
     Words,
 }
 
-/// The last stage, by what the client gets.
+/// The last stage, which determines the client's output.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum LastStage {
     /// The transcript.
@@ -84,7 +84,7 @@ pub(super) enum LastStage {
 }
 
 impl Pipeline {
-    /// The pipeline that a client asks for; `None` when its stages are unknown or out of order.
+    /// The requested pipeline; `None` when its stages are unknown or out of order.
     pub(super) fn parse(wanted: &RunPipeline) -> Option<Self> {
         let from = match wanted.start_stage.as_str() {
             "asr" => FirstStage::Audio,
@@ -118,7 +118,7 @@ pub(super) enum Input {
         /// In which language.
         language: Option<String>,
     },
-    /// Something said in text.
+    /// Text input.
     Text {
         /// The text.
         text: String,
@@ -129,24 +129,24 @@ pub(super) enum Input {
     Words {
         /// The text.
         text: String,
-        /// By whom.
+        /// The voice that speaks.
         voice: VoiceChoice,
     },
     /// The same in pieces.
     Pieces {
         /// The pieces.
         written: mpsc::Receiver<String>,
-        /// By whom.
+        /// The voice that speaks.
         voice: VoiceChoice,
     },
 }
 
-/// The voice that is asked for.
+/// The requested voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct VoiceChoice {
     /// Name of the voice; the worker's own choice without one.
     pub(super) voice: Option<String>,
-    /// One of the people whom the voice knows.
+    /// A speaker of a multi-speaker voice.
     pub(super) speaker: Option<String>,
 }
 
@@ -185,7 +185,7 @@ impl From<cotenant_speech::wyoming::FrameError> for Failure {
     }
 }
 
-/// What was answered so far.
+/// The answer so far.
 #[derive(Default)]
 struct Answer {
     text: String,
@@ -194,7 +194,7 @@ struct Answer {
     first_after: Option<Duration>,
 }
 
-/// What was spoken so far.
+/// The speech so far.
 #[derive(Default)]
 struct Spoken {
     format: Option<AudioFormat>,
@@ -261,7 +261,7 @@ impl Run {
         })
     }
 
-    /// What a stage is asked with: its span is below that of the turn.
+    /// Metadata for the requests of a stage: its span is a child of the turn's.
     fn meta(&self) -> RequestMeta {
         RequestMeta {
             trace: self.span.context(),
@@ -316,9 +316,9 @@ impl Run {
             .await?)
     }
 
-    /// The transcript of `audio`; without a sample it is empty, and no recogniser is asked.
+    /// The transcript of `audio`; empty without samples, without a request to the recogniser.
     ///
-    /// Pieces of it are passed on, and `in_pieces` is set; after the first of them nothing is tried again, since its text
+    /// Pieces of it are passed on, and `in_pieces` is set; after the first of them there is no retry, since its text
     /// would be sent twice.
     async fn hear(
         &self,
@@ -466,7 +466,7 @@ impl Run {
         self.unless_unwanted(aloud).await.unwrap_or(Ok(()))
     }
 
-    /// Ends the pieces of an answer with the whole of it, as far as it came.
+    /// Ends the pieces of an answer with its complete text so far.
     async fn close_answer(&self, done: bool, answer: &Answer) -> Result<(), Failure> {
         if !answer.begun && !done {
             return match self.unwanted.is_cancelled() {
@@ -496,7 +496,7 @@ impl Run {
         known.remember(id, asked.to_owned(), answer.text.clone());
     }
 
-    /// Has the LLM answer; what it says goes to the client, and sentence by sentence to `voice`.
+    /// Generates the answer; its text is sent to the client and, sentence by sentence, to `voice`.
     async fn answer(
         &self,
         text: &str,
@@ -549,7 +549,7 @@ impl Run {
                         answer.text.push_str(&piece);
                         if let Some(voice) = &voice {
                             for sentence in sentences.push(&piece) {
-                                // The voice only stops listening when it failed, which is reported by itself.
+                                // The voice stops listening only after a failure, which it reports itself.
                                 let _ = voice.send(sentence).await;
                             }
                         }
@@ -558,13 +558,13 @@ impl Run {
                             .await?;
                     }
                     ChatEvent::Finished { .. } => break,
-                    // Shed to fewer tokens than the conversation has: its beginning is given up first.
+                    // Shed to fewer tokens than the conversation has: its beginning is dropped first.
                     ChatEvent::Failed(refusal)
                         if !answer.begun && is_too_long(&refusal) && turns.forget_oldest() =>
                     {
                         continue 'again;
                     }
-                    // What was said until then is the answer.
+                    // The text until then is the answer.
                     ChatEvent::Failed(Refusal::KvReclaimed { .. }) if answer.begun => break,
                     ChatEvent::Failed(refusal) => return Err(refusal.into()),
                     _ => {}
@@ -724,7 +724,7 @@ impl Run {
     }
 }
 
-/// What a request is called in the metrics.
+/// Name of a request in the metrics.
 const fn name_of(begin: &Input, last: LastStage) -> &'static str {
     match (begin, last) {
         (Input::Words { .. } | Input::Pieces { .. }, _) => "wyoming/synthesize",
@@ -734,7 +734,7 @@ const fn name_of(begin: &Input, last: LastStage) -> &'static str {
     }
 }
 
-/// Whether a shorter prompt would be taken.
+/// Whether a shorter prompt would be accepted.
 const fn is_too_long(refusal: &Refusal) -> bool {
     matches!(
         refusal,

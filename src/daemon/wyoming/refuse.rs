@@ -1,7 +1,7 @@
 //! Rendering of [`Refusal`] over Wyoming.
 //!
-//! Recognition and speech end with `error` and a closed connection. A conversation that fails for want of memory or
-//! context is `not-handled` with the reason, so that it is spoken to the user; other failures of it are an `error` too.
+//! Recognition and speech end with `error` and a closed connection. A conversation that fails for lack of memory or
+//! context is `not-handled` with the reason, so that it is spoken to the user; its other failures are an `error` too.
 
 use cotenant_conversation::{
     refusal::Refusal,
@@ -26,8 +26,8 @@ pub(super) fn not_handled(refusal: &Refusal) -> Option<String> {
     }
 }
 
-/// The `error` of a refusal, and the text of `not-handled` where that is what a conversation gets, for the test that has
-/// all protocols in one table.
+/// The `error` of a refusal, and the text of `not-handled` if a conversation gets that, for the test that compares all
+/// protocols.
 #[cfg(test)]
 pub(crate) fn rendered(refusal: &Refusal) -> (server::Refusal, Option<String>) {
     (error_of(refusal), not_handled(refusal))

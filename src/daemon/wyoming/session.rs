@@ -31,9 +31,9 @@ pub(crate) struct Connection {
     api: Api,
     language: Option<String>,
     recording: Option<Recording>,
-    /// The stages that the client asked for, when it asked for more than one.
+    /// The requested stages, if there are several.
     pipeline: Option<Pipeline>,
-    /// Where pieces of a text go that is being spoken while it is written.
+    /// Receiver of text that is spoken while it is written.
     text: Option<Text>,
     job: Option<Job>,
 }
@@ -100,7 +100,7 @@ impl Connection {
         };
         job.unwanted.cancel();
         match job.end().await {
-            // It has had its answer; what comes now is another matter.
+            // It has had its answer; later events begin another exchange.
             Err(SessionError::Refused(_)) | Ok(()) => Ok(()),
             Err(lost) => Err(lost),
         }
@@ -141,8 +141,8 @@ impl Connection {
         Ok(())
     }
 
-    /// The voice that a client means. A name that there is not is spoken by the default voice, as over HTTP; a speaker is
-    /// never replaced by another one.
+    /// The voice for a request. An unknown name selects the default voice, as over HTTP; a speaker is never replaced by
+    /// another one.
     fn voice(&self, wanted: Option<Voice>) -> Result<VoiceChoice, SessionError> {
         let wanted = wanted.unwrap_or_default();
         let api = &self.api.0;
@@ -200,7 +200,7 @@ impl Connection {
             }
         }
         let Some(language) = wanted.language.filter(|language| !language.is_empty()) else {
-            // The worker's own choice, but for a person who is in one voice only.
+            // The worker's own choice, except for a speaker that only one voice has.
             return Ok(choice(
                 voices.first().copied().filter(|_| speaker.is_some()),
             ));
@@ -303,7 +303,7 @@ impl Session for Connection {
                 };
                 text.bytes += piece.text.len();
                 server::check_text_length(text.bytes)?;
-                // It only stops listening when it failed, which is reported by itself.
+                // It stops listening only after a failure, which it reports itself.
                 let _ = text.pieces.send(piece.text).await;
                 Ok(())
             }
@@ -398,7 +398,7 @@ impl Recording {
         self.hold(api)
     }
 
-    /// Takes what it needs of the memory for audio.
+    /// Takes its share of the memory for audio.
     fn hold(&mut self, api: &Api) -> Result<(), SessionError> {
         let needed = (2 * self.audio.samples.len()).div_ceil(1024);
         let held = self
@@ -443,7 +443,7 @@ fn bad(error: &AudioError) -> SessionError {
 /// Pieces of a text that wait for the voice; then the connection is not read.
 const PIECES_QUEUED: usize = 64;
 
-/// Names of people that an error shows: some voices know hundreds.
+/// Speakers listed in an error: some voices have hundreds.
 const SPEAKERS_SHOWN: usize = 10;
 
 /// Characters of a value that an error shows.

@@ -1,4 +1,4 @@
-//! State that all Wyoming connections share.
+//! State shared by all Wyoming connections.
 
 use std::{
     collections::BTreeMap,
@@ -25,11 +25,11 @@ pub(crate) struct Backends {
     pub(crate) speech: Option<Arc<dyn SpeechBackend>>,
     /// The LLM and its name.
     pub(crate) chat: Option<(Arc<dyn ChatBackend>, String)>,
-    /// The workers that are asked what they are: recogniser and voice.
+    /// Workers that are asked for descriptions: recogniser and voice.
     pub(crate) asr: Option<WorkerHandle>,
     /// See `asr`.
     pub(crate) tts: Option<WorkerHandle>,
-    /// Where requests are counted.
+    /// Counters of requests.
     pub(crate) metrics: Arc<Metrics>,
     /// Begins the spans of turns.
     pub(crate) tracer: Tracer,
@@ -39,7 +39,7 @@ pub(crate) struct Backends {
 #[derive(Clone)]
 pub(crate) struct Api(pub(super) Arc<Inner>);
 
-/// What all connections share.
+/// Shared state of all connections.
 pub(super) struct Inner {
     pub(super) speech: Option<Arc<dyn SpeechBackend>>,
     pub(super) chat: Option<(Arc<dyn ChatBackend>, String)>,
@@ -48,7 +48,7 @@ pub(super) struct Inner {
     /// KiB of audio that may still be recorded.
     pub(super) audio: Arc<Semaphore>,
     pub(super) settings: WyomingConfig,
-    /// Names of voices as clients send them, and the worker's voice that each stands for.
+    /// Names of voices used by clients, and the worker's voice for each.
     pub(super) aliases: BTreeMap<String, String>,
     pub(super) metrics: Arc<Metrics>,
     pub(super) tracer: Tracer,

@@ -336,7 +336,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     );
     client.until("handled-stop").await;
     assert_eq!(served.asked(), ["three"]);
-    // Without anything to forget it is said, and the connection stays.
+    // Without turns to drop, the refusal is sent, and the connection stays.
     served.answers(vec![Step::Fail(shed())]);
     client.say(asks("long", None)).await;
     let refused = client.next().await.unwrap();
@@ -348,7 +348,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
             .contains("shed to 512"),
         "{refused:?}"
     );
-    // What was said before the KV cache was reclaimed is the answer.
+    // The text before the KV cache was reclaimed is the answer.
     served.answers(vec![
         Step::Say("Half"),
         Step::Fail(Refusal::KvReclaimed {
@@ -367,7 +367,7 @@ async fn a_shed_shortens_the_conversation_before_it_refuses_it() {
     assert_eq!(client.refusal().await.0, "engine-lost");
 }
 
-/// A client that has said `heard` and the frames of the answer up to the end of its audio.
+/// A client that has spoken `heard`, with the frames of the answer up to the end of its audio.
 async fn spoken(served: &Served, heard: &str, said: Vec<Step>) -> (Client, Vec<Frame>) {
     served.hears(heard);
     served.answers(said);
@@ -405,7 +405,7 @@ async fn the_pipeline_goes_from_speech_to_speech_and_says_what_it_heard_and_answ
         "{}",
         served.metrics.encode()
     );
-    // Nothing heard: nothing asked, nothing spoken.
+    // Nothing recognised: no question, no speech.
     served.hears(" ");
     client.utter(100).await;
     assert_eq!(
@@ -473,7 +473,7 @@ async fn a_new_utterance_ends_the_answer_to_the_one_before() {
         0,
         "generation goes on"
     );
-    // The old answer is closed, with what there was of it.
+    // The old answer is closed, with the part that existed.
     let frames = client.until("audio-stop").await;
     let handled = frames.iter().find(|frame| frame.kind == "handled").unwrap();
     assert_eq!(handled.data["text"], "Once upon a time. And");
@@ -527,7 +527,7 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
     client
         .say(audio_start(AudioFormat::mono_16_bit(16_000)))
         .await;
-    // The generation ends although the client has not read what was sent, and the rest of it never comes.
+    // The generation ends although the client has not read the sent part, and the rest is never sent.
     timeout(PATIENCE, served.script.dropped.notified())
         .await
         .unwrap();
@@ -729,7 +729,7 @@ async fn all_utterances_together_take_no_more_memory_than_they_may() {
     }
     let (code, text) = client.refusal().await;
     assert_eq!(code, "busy", "{text}");
-    // It is given back.
+    // The memory is returned.
     served.hears("good night");
     let mut next = served.connect().await;
     next.utter(10_000).await;

@@ -1,4 +1,4 @@
-//! `GET /v1/realtime`: the upgrade to a WebSocket, and the sessions of one listener.
+//! Handler of `GET /v1/realtime`: the WebSocket upgrade, and the sessions of one listener.
 
 use std::sync::Arc;
 
@@ -38,7 +38,7 @@ pub(crate) struct Sessions {
 }
 
 impl Sessions {
-    /// Sessions that end when `shutdown` is cancelled, after what they are at, or when the guard is dropped.
+    /// Sessions that end when `shutdown` is cancelled, after their current response, or when the guard is dropped.
     pub(crate) fn new(shutdown: &CancellationToken) -> (Self, DropGuard) {
         let sessions = Self {
             tasks: TaskTracker::new(),
@@ -94,7 +94,7 @@ pub(crate) async fn realtime(
     let message_max = api.limits().session_message_max.as_len();
     let task = sessions.tasks.token();
     Ok(upgrade
-        // what browsers ask for, with their key behind it
+        // the protocol that browsers request, followed by their key
         .protocols(["realtime"])
         .max_message_size(message_max)
         .max_frame_size(message_max)
@@ -111,5 +111,5 @@ pub(crate) async fn realtime(
         }))
 }
 
-/// Our choice: far above an event, and what each session holds.
+/// Our choice: far above the size of an event, and held by each session.
 const READ_BUFFER: usize = 16 << 10;

@@ -1,4 +1,4 @@
-//! Events of clients, read.
+//! Parser of client events.
 
 use serde::{Deserialize, de::DeserializeOwned};
 use serde_json::{Map, Value};
@@ -10,7 +10,7 @@ use super::super::{
 };
 use cotenant_units::Bytes;
 
-/// What a client wants.
+/// Request of a client.
 #[derive(Debug)]
 pub(super) enum ClientEvent {
     Append(Append),
@@ -65,7 +65,7 @@ struct Update {
     session: Map<String, Value>,
 }
 
-/// Reads one message, which may take up to `max` in memory; beside the event, the id that the client gave it.
+/// Reads one message, which may take up to `max` in memory; returns the client's event id besides the event.
 pub(super) fn read(text: &str, max: Bytes) -> (Option<String>, Result<ClientEvent, Fault>) {
     let map = bounded_tree(text.as_bytes(), max)
         .and_then(|_| parse_json::<Map<String, Value>>(text.as_bytes()));

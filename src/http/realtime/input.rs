@@ -1,4 +1,4 @@
-//! Audio that a client sends, and the turns in it.
+//! Audio input of a client, and the turns in it.
 
 use std::{mem, time::Duration};
 
@@ -18,7 +18,7 @@ use cotenant_speech::{
     voice_activity::{VoiceDetector, VoiceEdge},
 };
 
-/// What a user has said, 16 kHz mono, and the permit for its memory.
+/// One utterance of a user, 16 kHz mono, with the permit for its memory.
 pub(super) struct Utterance {
     pub(super) samples: Vec<i16>,
     pub(super) memory: Option<OwnedSemaphorePermit>,
@@ -30,7 +30,7 @@ impl Utterance {
     }
 }
 
-/// What a piece of audio shows.
+/// Turn boundary found in a piece of audio.
 pub(super) enum Turn {
     /// A user has begun to speak, so many milliseconds after the first audio.
     Started { at_ms: u64 },
@@ -43,11 +43,11 @@ pub(super) struct Input {
     api: Api,
     resampler: Option<Resampler>,
     samples: Vec<i16>,
-    /// Where the first of the samples is, counted from the first of the session.
+    /// Position of the first sample, counted from the first of the session.
     start: u64,
     memory: Option<OwnedSemaphorePermit>,
     detector: Option<VoiceDetector>,
-    /// Samples that came before the detector.
+    /// Samples before the detector was started.
     detector_start: u64,
     prefix: u64,
 }
@@ -66,7 +66,7 @@ impl Input {
         }
     }
 
-    /// Finds turns as `turns` says from now on, or none.
+    /// Detects turns by `turns` from now on; none with `None`.
     pub(super) fn detect(&mut self, turns: Option<&Turns>) {
         self.detector = turns.map(|turns| VoiceDetector::new(turns.threshold, turns.silence));
         self.detector_start = self.end();
@@ -76,7 +76,7 @@ impl Input {
     /// Adds a piece: base64 of 16-bit samples at [`TTS_RATE_HZ`].
     ///
     /// # Errors
-    /// When it is none, or there is no room for it. Where turns are found, what was said before is a turn then.
+    /// When it is malformed, or there is no room for it. With turn detection, the audio so far then becomes a turn.
     pub(super) fn append(&mut self, audio: &str, turns: &mut Vec<Turn>) -> Result<(), Fault> {
         let wrong = |problem: String| {
             Fault::invalid("audio", format!("{} characters", audio.len()), problem)
@@ -114,17 +114,17 @@ impl Input {
             .as_ref()
             .is_some_and(|detector| !detector.is_speaking())
         {
-            // only what may turn out to belong to the next turn
+            // keep only samples that may belong to the next turn
             let kept = self.prefix + ONSET_SAMPLES;
             self.forget_before(self.end().saturating_sub(kept));
         }
         Ok(())
     }
 
-    /// What is in the buffer, which is empty then.
+    /// Takes the content of the buffer.
     ///
     /// # Errors
-    /// When it is too little; the buffer is unchanged.
+    /// When it is too short; the buffer is unchanged.
     pub(super) fn commit(&mut self) -> Result<Utterance, Fault> {
         let waits_for_a_turn = self
             .detector
@@ -158,7 +158,7 @@ impl Input {
         Ok(self.take(self.samples.len()))
     }
 
-    /// Forgets what is in the buffer.
+    /// Empties the buffer.
     pub(super) fn clear(&mut self) {
         if let Some(detector) = &mut self.detector {
             detector.reset();
@@ -275,7 +275,7 @@ fn samples_in(time: Duration) -> u64 {
         / 1000
 }
 
-/// KiB of memory for so many samples, and for what the resampler still holds of them.
+/// KiB of memory for so many samples, including those held by the resampler.
 const fn kib_of(samples: usize) -> usize {
     (samples * 2).div_ceil(1024) + 1
 }

@@ -1,4 +1,4 @@
-//! The conversation of a session, item by item, as the protocol shows it.
+//! Items of a session's conversation, in the form of the protocol.
 
 use std::collections::VecDeque;
 
@@ -22,7 +22,7 @@ pub(super) struct Items {
 struct Item {
     id: String,
     shown: Value,
-    /// What was spoken of it, sentence by sentence.
+    /// Spoken sentences of it.
     spoken: Spoken,
 }
 
@@ -51,7 +51,7 @@ impl Spoken {
             .div_ceil(TTS_RATE_HZ.into())
     }
 
-    /// What was heard until then: whole words.
+    /// The words heard until then, whole words only.
     fn heard_until(&self, millis: u64) -> String {
         let samples = millis.saturating_mul(TTS_RATE_HZ.into()) / 1000;
         let ends = self
@@ -148,7 +148,7 @@ impl Items {
         Ok(())
     }
 
-    /// Replaces what an item shows; one that was deleted stays so.
+    /// Replaces the shown form of an item, unless it was deleted.
     pub(super) fn replace(&mut self, id: &str, shown: Value, spoken: Spoken) {
         if let Some(item) = self.items.iter_mut().find(|item| item.id == id) {
             item.shown = shown;
@@ -156,7 +156,7 @@ impl Items {
         }
     }
 
-    /// Writes down what was said in the audio of an item.
+    /// Records the transcript of an item's audio.
     pub(super) fn transcribed(&mut self, id: &str, text: &str) {
         let item = self.items.iter_mut().find(|item| item.id == id);
         if let Some(part) = item.and_then(|item| item.shown.pointer_mut("/content/0"))
@@ -187,7 +187,7 @@ impl Items {
         self.items.pop_front().map(|item| item.id)
     }
 
-    /// Cuts a spoken item to what was heard of it.
+    /// Cuts a spoken item to the part that was heard.
     ///
     /// # Errors
     /// When it is no spoken answer, or shorter.
@@ -305,7 +305,7 @@ pub(super) fn created(
     Ok((id, item))
 }
 
-/// An item with its audio as what was said in it.
+/// An item with its audio replaced by the transcript.
 fn as_text(item: &Value) -> Value {
     let mut item = item.clone();
     let parts = item.get_mut("content").and_then(Value::as_array_mut);
@@ -335,7 +335,7 @@ fn absent(field: &str, id: &str, code: &'static str) -> Fault {
     .of_param(field)
 }
 
-/// What an item takes in memory.
+/// Memory of an item.
 fn size(item: &Value) -> Bytes {
     heap::tree_bytes(item.to_string().as_bytes())
 }

@@ -1,4 +1,4 @@
-//! Events that wait to be sent.
+//! Queue of outgoing events.
 
 use std::{collections::VecDeque, future::poll_fn};
 
@@ -19,7 +19,7 @@ pub(super) struct Outbox {
     waiting: VecDeque<Message>,
     /// Bytes of those.
     bytes: usize,
-    /// Whether something was handed over and may not have been sent.
+    /// Whether an event was handed over and may not have been sent.
     unsent: bool,
 }
 
@@ -40,7 +40,7 @@ impl Outbox {
         self.push(Message::Text(Utf8Bytes::from(event)));
     }
 
-    /// Adds what was wrong, with the id of the event in which it was.
+    /// Adds a fault, with the id of the event that caused it.
     pub(super) fn error(&mut self, fault: &Fault, of_event: Option<&str>) {
         let mut json = fault.to_json();
         if let Some(error) = json.get_mut("error").and_then(Value::as_object_mut) {
@@ -57,7 +57,7 @@ impl Outbox {
         })));
     }
 
-    /// Adds what a client that is there answers.
+    /// Adds a ping, which a live client answers.
     pub(super) fn ping(&mut self) {
         self.push(Message::Ping(Vec::new().into()));
     }
@@ -77,15 +77,15 @@ impl Outbox {
         self.waiting.len()
     }
 
-    /// Whether everything is sent.
+    /// Whether the queue is empty.
     pub(super) fn is_sent(&self) -> bool {
         self.waiting.is_empty() && !self.unsent
     }
 
-    /// Sends what waits; may be dropped and called again.
+    /// Sends the queue; may be dropped and called again.
     ///
     /// # Errors
-    /// When the client is gone, or has not read for too long.
+    /// When the client has disconnected, or has not read for too long.
     pub(super) async fn send(
         &mut self,
         sink: &mut SplitSink<WebSocket, Message>,

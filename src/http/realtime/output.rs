@@ -1,4 +1,4 @@
-//! The events of one response, in their order.
+//! Ordered events of one response.
 
 use serde_json::{Map, Value, json};
 
@@ -15,7 +15,7 @@ use super::{
 };
 use cotenant_speech::audio::pcm_bytes;
 
-/// Where events go, and the conversation that a response becomes part of.
+/// Destination of the events, and the conversation that the response joins.
 pub(super) struct Place<'a> {
     pub(super) outbox: &'a mut Outbox,
     pub(super) items: &'a mut Items,
@@ -25,7 +25,7 @@ pub(super) struct Place<'a> {
 pub(super) enum End {
     /// As the model ended it.
     Finished(FinishReason, Usage),
-    /// Its client, or a user who speaks, ended it.
+    /// Ended by its client, or by a user who speaks.
     Cancelled(&'static str),
     /// There is nothing in the conversation that an answer could be about.
     Unanswerable(Fault),
@@ -94,14 +94,14 @@ impl Output {
         }
     }
 
-    /// Whether this item is being given.
+    /// Whether this item is in progress.
     pub(super) fn gives(&self, item: &str) -> bool {
         self.message
             .as_ref()
             .is_some_and(|message| message.id == item)
     }
 
-    /// More text, or more of the transcript of what is spoken.
+    /// More text, or more of the transcript of speech.
     pub(super) fn text(&mut self, piece: &str, place: &mut Place<'_>) {
         let mut message = self.opened(place);
         message.text.push_str(piece);
@@ -309,7 +309,7 @@ impl Output {
     }
 }
 
-/// Status, its details and usage of a response that gave nothing because of this.
+/// Status, details and usage of a response that failed without output.
 fn with_error(status: &'static str, fault: &Fault) -> (&'static str, Value, Value) {
     let error = fault.to_json().get("error").cloned();
     let details = json!({"type": status, "error": error});

@@ -1,4 +1,4 @@
-//! The work behind one response: the LLM, and the voice that speaks what it says.
+//! Producer of one response: the LLM, and the voice that speaks its text.
 
 use std::time::Instant;
 
@@ -19,8 +19,7 @@ use super::super::{
 use cotenant_conversation::refusal::Refusal;
 use cotenant_speech::sentences::Sentences;
 
-/// What happens while a response is given, in order. It ends after [`ChatEvent::Finished`] and the last sound, or with a
-/// fault.
+/// Progress of a response, in order. The last step is [`ChatEvent::Finished`] with the last sound, or a fault.
 pub(super) enum Step {
     Chat(ChatEvent),
     Sentence(String),
@@ -62,16 +61,16 @@ impl Run {
         }
     }
 
-    /// What happens next; `None` after the last. May be dropped and called again.
+    /// The next step; `None` after the last. May be dropped and called again.
     pub(super) async fn next(&mut self) -> Option<Step> {
         self.steps.recv().await
     }
 }
 
-/// Asks again what is refused for now, as long as a session waits for it.
+/// Retries temporary refusals within the patience of a session.
 ///
 /// # Errors
-/// The refusal that does not pass, or has not passed in time.
+/// A permanent refusal, or one that outlasts the patience.
 pub(super) async fn patiently<T, F>(api: &Api, ask: impl Fn() -> F) -> Result<T, Refusal>
 where
     F: Future<Output = Result<T, Refusal>>,
@@ -79,7 +78,7 @@ where
     patience::patiently(api.limits().session_patience, may_pass, ask).await
 }
 
-/// A session asks again for whatever may pass, but for a supervisor that ends.
+/// A session retries every temporary refusal, except for a supervisor that ends.
 fn may_pass(refusal: &Refusal, _asked: u32) -> bool {
     !matches!(refusal, Refusal::Draining { .. })
 }

@@ -1,4 +1,4 @@
-//! One session: its events, one after the other.
+//! Event loop of one session.
 
 use std::{collections::VecDeque, future::pending, sync::Arc, time::Duration};
 
@@ -57,14 +57,14 @@ pub(super) struct Session {
     id: String,
     conversation: String,
     settings: Settings,
-    /// Memory for the settings, and for what a response makes of them.
+    /// Memory for the settings and for values that a response derives from them.
     memory: RequestMemory,
     items: Items,
     input: Input,
     /// The item of the turn that is being spoken.
     turn: Option<String>,
     hearing: Option<Heard>,
-    /// What is to be recognised then.
+    /// Utterances to recognise next.
     said: VecDeque<Said>,
     /// The span of the last turn, which the response to it continues.
     turn_span: Option<Span>,
@@ -74,11 +74,11 @@ pub(super) struct Session {
     times: Times,
 }
 
-/// Something that was said, and waits for the recogniser.
+/// An utterance that waits for the recogniser.
 struct Said {
     item: String,
     utterance: Utterance,
-    /// Whether a response is to follow it.
+    /// Whether a response follows it.
     respond: bool,
 }
 
@@ -97,26 +97,26 @@ struct Heard {
 struct Active {
     output: Output,
     settings: Settings,
-    /// Whether it goes on with the conversation, or with its input alone.
+    /// Whether it continues the conversation, or its own input only.
     own: bool,
     input: Vec<Value>,
-    /// For what is its own.
+    /// Reservation for its own data.
     _memory: RequestMemory,
-    /// `None` until what was said before it is recognised.
+    /// `None` until the preceding speech is recognised.
     run: Option<Run>,
     span: Span,
     finished: Option<(FinishReason, Usage)>,
 }
 
 struct Times {
-    /// When anything came from the client, and when a ping was sent since then.
+    /// Time of the last client data, and of a ping sent since then.
     seen: Instant,
     pinged: bool,
     /// When something happened that is no sign of life alone.
     used: Instant,
 }
 
-/// What a session waits for.
+/// Events that a session waits for.
 enum Happening {
     Sent(Result<(), Error>),
     Came(Option<Result<Message, Error>>),
@@ -126,11 +126,11 @@ enum Happening {
     Time,
 }
 
-/// Whether the session goes on.
+/// Whether the session continues.
 enum Next {
     GoOn,
     Close(u16, &'static str),
-    /// The client has said that it leaves.
+    /// The client has closed the session.
     Left,
     Gone,
 }
@@ -257,7 +257,7 @@ impl Session {
         }
     }
 
-    /// When a client that says nothing is asked whether it is there, or given up.
+    /// When a silent client is pinged, or disconnected.
     fn deadline(&self) -> Instant {
         let seen = self.times.seen
             + if self.times.pinged {
@@ -412,7 +412,7 @@ impl Session {
         }
     }
 
-    /// Sets memory aside for what the client has sent, and for what a response makes of it.
+    /// Reserves memory for client input and for values that a response derives from it.
     fn set_aside(&self, memory: &RequestMemory, sent: &Value) -> Result<(), Fault> {
         let tree = bounded_tree(
             sent.to_string().as_bytes(),
@@ -476,7 +476,7 @@ impl Session {
                     .as_ref()
                     .is_some_and(|turns| turns.interrupt)
                 {
-                    // who goes on speaking has not asked yet
+                    // a user who continues to speak has not asked yet
                     self.said.iter_mut().for_each(|said| said.respond = false);
                     if let Some(heard) = &mut self.hearing {
                         heard.respond = false;
@@ -503,7 +503,7 @@ impl Session {
         }
     }
 
-    /// Makes an item of what was said.
+    /// Turns an utterance into an item.
     fn committed(&mut self, utterance: Utterance, respond: bool) {
         let id = self
             .turn
@@ -535,7 +535,7 @@ impl Session {
         }
     }
 
-    /// Has the recogniser hear what was said first.
+    /// Starts recognition of the oldest utterance.
     fn hear(&mut self) {
         while self.hearing.is_none()
             && let Some(said) = self.said.pop_front()
@@ -585,7 +585,7 @@ impl Session {
         Ok((Hearing::of(work, heard), place))
     }
 
-    /// What a part of the session is asked with.
+    /// Request metadata for a part of the session.
     fn part_meta(&self, span: &Span) -> RequestMeta {
         RequestMeta {
             id: self.meta.id.clone(),
@@ -594,7 +594,7 @@ impl Session {
         }
     }
 
-    /// The span of a turn: a trace of its own, unless the client has begun one for the session.
+    /// The span of a turn: a new trace, unless the client has begun one for the session.
     fn turn_begins(&self) -> Span {
         let parent = self.meta.trace.filter(|trace| trace.from_caller);
         let span = self
@@ -639,7 +639,7 @@ impl Session {
                 if let Some(span) = &self.turn_span {
                     span.pause();
                 }
-                // a noise without words asks nothing
+                // noise without words needs no response
                 if respond
                     && !text.trim().is_empty()
                     && self.active.is_none()
@@ -657,7 +657,7 @@ impl Session {
         self.hear();
     }
 
-    /// Tells that something that was said cannot be recognised, in the way that its client looks at.
+    /// Reports a failed recognition in the event that its client expects.
     fn unheard(&mut self, item: &str, respond: bool, refusal: &Refusal) {
         let fault = Fault::from(refusal.clone());
         if self.settings.transcription.is_some() {
@@ -684,7 +684,7 @@ impl Session {
         }
     }
 
-    /// Announces a response, which begins when all that was said is recognised.
+    /// Announces a response, which begins when all utterances are recognised.
     fn announce(&mut self, response: Map<String, Value>, closing: bool) -> Result<(), Fault> {
         if self.settings.transcription_only {
             let message = "a session of the type `transcription` gives no responses";
@@ -752,7 +752,7 @@ impl Session {
         Ok(())
     }
 
-    /// Starts the response that waits, once everything that was said before it is recognised.
+    /// Starts the pending response, once all speech before it is recognised.
     fn start(&mut self) {
         if self.hearing.is_some() || !self.said.is_empty() {
             return;
@@ -841,7 +841,7 @@ impl Session {
                 AnswerPart::ToolCall { name, arguments } => {
                     active.output.call(&name, &arguments, place);
                 }
-                // the protocol has no word for what is thought
+                // the protocol has no event for reasoning
                 AnswerPart::Reasoning(_) => {}
             },
             Some(Step::Chat(ChatEvent::Finished { reason, usage })) => {
@@ -875,7 +875,7 @@ impl Session {
         }
     }
 
-    /// Ends the response that is given, if one is; what worked for it stops.
+    /// Ends the current response, if any, and cancels its work.
     fn end(&mut self, end: End) {
         if let Some(active) = self.active.take() {
             drop(active.run);
@@ -898,7 +898,7 @@ impl Session {
     }
 }
 
-/// What comes next of something that may not be there; nothing if it is not.
+/// The next event of an optional source; pending forever without one.
 async fn of_any<'a, T, F, R>(source: Option<&'a mut T>, next: impl FnOnce(&'a mut T) -> F) -> R
 where
     F: Future<Output = R>,
@@ -924,13 +924,14 @@ const NO_WORDS: &str = "cannot give a response: no item of the conversation has 
 const SPEED: &str = "session.audio.output.speed";
 /// Events that wait before a response does. Our choice: some 2 s of sound.
 const WAITING_MAX: usize = 8;
-/// Bytes that wait before the client is heard again: events repeat what it sends.
+/// Unsent bytes above which no client input is read: events repeat it.
 const UNSENT_MAX: Bytes = Bytes::from_kib(256);
-/// How many trees there are at once of settings: the session's, those of its response, and those of the request to the LLM.
+/// JSON trees of settings that exist at once: the session's, those of its response, and those of the request to the
+/// LLM.
 const TREES_MAX: u64 = 3;
 /// Utterances that wait for the recogniser. Our choice.
 const SAID_MAX: usize = 8;
-/// Silence of a client after which it is asked whether it is there, and after which it is given up. Our choice.
+/// Silence of a client after which it is pinged, and after which it is disconnected. Our choice.
 const PING_AFTER: Duration = Duration::from_secs(20);
 const GONE_AFTER: Duration = Duration::from_secs(60);
 /// How long a client may take to read the end. Our choice.

@@ -1,4 +1,4 @@
-//! Settings of a realtime session, as they were last updated.
+//! Settings of a realtime session after its last update.
 
 use std::{sync::Arc, time::Duration};
 
@@ -18,11 +18,11 @@ use super::super::{
 use cotenant_speech::audio::TTS_RATE_HZ;
 use cotenant_units::Tokens;
 
-/// What the next response and the next turn follow.
+/// Settings of the next response and the next turn.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Settings {
     pub(super) model: String,
-    /// Whether speech is only written down.
+    /// Whether speech is only transcribed.
     pub(super) transcription_only: bool,
     pub(super) instructions: String,
     /// Whether answers are spoken.
@@ -34,21 +34,21 @@ pub(super) struct Settings {
     tool_choice: Value,
     pub(super) max_tokens: Option<Tokens>,
     pub(super) turns: Option<Turns>,
-    /// How what is said is written down for the client; `None` when it does not want to read it.
+    /// Transcription settings; `None` if the client does not request transcripts.
     pub(super) transcription: Option<Map<String, Value>>,
     /// Part of the context that is kept when the oldest of a conversation has to be left out; `None` where it may not.
     pub(super) retention: Option<f64>,
 }
 
-/// When a user has said what they want to say.
+/// End-of-turn detection.
 #[derive(Clone, Debug, PartialEq)]
 pub(super) struct Turns {
     pub(super) threshold: f64,
     pub(super) prefix: Duration,
     pub(super) silence: Duration,
-    /// Whether the end of a turn asks for a response.
+    /// Whether the end of a turn requests a response.
     pub(super) respond: bool,
-    /// Whether the beginning of one cancels the response that is given.
+    /// Whether the beginning of a turn cancels the current response.
     pub(super) interrupt: bool,
 }
 
@@ -66,7 +66,7 @@ impl Default for Turns {
 }
 
 impl Settings {
-    /// Those that a session begins with.
+    /// Initial settings of a session.
     pub(super) fn new(model: String, transcription_only: bool, with_speech: bool) -> Self {
         Self {
             model,
@@ -84,7 +84,7 @@ impl Settings {
         }
     }
 
-    /// The settings with what `session.update` says; what it does not name stays.
+    /// The settings updated by `session.update`; absent fields keep their value.
     ///
     /// # Errors
     /// 400 naming the field, its value and the limit.
@@ -106,7 +106,7 @@ impl Settings {
                     let named = model_named(api, Some(model));
                     updated.model = named.map_err(|fault| fault.renamed("model", &field))?;
                 }
-                // what sessions are shown with
+                // fields that only responses show
                 ("id" | "object" | "expires_at", _) => {}
                 _ => updated.set("session", &key, value)?,
             }
@@ -115,10 +115,10 @@ impl Settings {
         Ok(updated)
     }
 
-    /// The settings of one response: those of the session, but for what `response.create` names.
+    /// The settings of one response: those of the session, overridden by `response.create`.
     ///
     /// # Errors
-    /// When a value is wrong, or a setting is not known.
+    /// When a value is wrong, or a setting is unknown.
     pub(super) fn of_response(&self, response: Map<String, Value>) -> Result<Self, Fault> {
         let mut settings = self.clone();
         for (key, value) in response {
@@ -237,16 +237,16 @@ impl Settings {
         Ok((tools, choice))
     }
 
-    /// The voice that speaks, of those that there are.
+    /// The selected voice.
     ///
     /// # Errors
-    /// 400 when what names it is neither a name nor an object with an `id`.
+    /// 400 when the value is neither a name nor an object with an `id`.
     pub(super) fn voice(&self, api: &Api) -> Result<VoiceWish, Fault> {
         voice_named(self.voice.as_ref(), &api.backends().status.voices())
             .map_err(|fault| fault.renamed("voice", "session.audio.output.voice"))
     }
 
-    /// The session as clients are shown it: what is in force.
+    /// The settings in force, as shown to clients.
     pub(super) fn shown(&self, id: &str) -> Value {
         let format = json!({"type": "audio/pcm", "rate": TTS_RATE_HZ});
         let input = json!({
@@ -317,7 +317,7 @@ impl Turns {
     }
 }
 
-/// What `turn_detection` says.
+/// Parses `turn_detection`.
 fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     let map = match value {
         Value::Null | Value::Bool(false) => return Ok(None),
@@ -327,7 +327,7 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     let mut turns = Turns::default();
     let semantic = match map.get("type").and_then(Value::as_str) {
         Some("server_vad") => false,
-        // there is no model that knows when a sentence is complete: a longer pause stands for it
+        // no model decides when a sentence is complete: a longer pause is used instead
         Some("semantic_vad") => true,
         other => {
             return invalid(
@@ -391,7 +391,7 @@ fn turns(field: &str, value: Value) -> Result<Option<Turns>, Fault> {
     Ok(Some(turns))
 }
 
-/// What `truncation` says.
+/// Parses `truncation`.
 fn retention(field: &str, value: &Value) -> Result<Option<f64>, Fault> {
     match value {
         Value::Null => Ok(Some(RETENTION)),

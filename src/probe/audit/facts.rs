@@ -1,4 +1,4 @@
-//! What rules of the audit read, and what they return.
+//! Input and output of audit rules.
 
 use std::{
     collections::BTreeMap,
@@ -25,11 +25,11 @@ pub struct Finding {
     pub rule: &'static str,
     /// How bad it is.
     pub severity: Severity,
-    /// What was found, with figures.
+    /// The finding, with figures.
     pub text: String,
-    /// What it costs.
+    /// Its cost.
     pub cost: Cost,
-    /// What to do about it.
+    /// Its remedy.
     pub remedy: &'static str,
 }
 
@@ -37,17 +37,17 @@ pub struct Finding {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "camelCase")]
 pub enum Severity {
-    /// Good to know.
+    /// Information.
     Note,
     /// Costs memory or speed.
     Warning,
 }
 
-/// What a finding costs.
+/// Cost of a finding.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "camelCase", tag = "kind", content = "value")]
 pub enum Cost {
-    /// Nothing now; a fault or a blind spot.
+    /// None now; a fault or a blind spot.
     Risk,
     /// Memory that nothing else can have.
     Memory(Bytes),
@@ -74,11 +74,11 @@ impl std::fmt::Display for Cost {
 pub struct Version {
     /// `CUDA`.
     pub name: &'static str,
-    /// What is installed; `None` where no package is.
+    /// Installed version; `None` if no package is installed.
     pub found: Option<String>,
-    /// What belongs to this L4T; `None` for an L4T that is not known.
+    /// Version for this L4T; `None` for an unknown L4T.
     pub expected: Option<String>,
-    /// Whether it belongs; `None` where nothing is installed.
+    /// Whether both match; `None` if nothing is installed.
     pub belongs: Option<bool>,
 }
 
@@ -98,7 +98,7 @@ impl std::fmt::Display for Version {
     }
 }
 
-/// What is read once for all rules.
+/// Files read once for all rules.
 pub(super) struct Facts<'a> {
     pub(super) root: &'a ProbeRoot,
     pub(super) board: Board,
@@ -207,7 +207,7 @@ impl<'a> Facts<'a> {
         unit.into_iter().chain(beside).collect()
     }
 
-    /// Processes of these names that run, each name once, and what they use together.
+    /// Running processes with these names, each name once, and their memory together.
     pub(super) fn running(&self, names: &[&str]) -> Option<(String, Bytes)> {
         let mut found: Vec<&str> = Vec::new();
         let mut sum = Bytes::ZERO;
@@ -250,7 +250,7 @@ fn processes(root: &ProbeRoot) -> Vec<Process> {
         .collect()
 }
 
-/// Installed packages that rules ask for, with their versions, from dpkg's list.
+/// Installed packages that rules use, with their versions, from dpkg's list.
 fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
     let mut found = BTreeMap::new();
     let Ok(file) = File::open(root.var("lib/dpkg/status")) else {
@@ -272,7 +272,7 @@ fn packages(root: &ProbeRoot) -> BTreeMap<String, String> {
     found
 }
 
-/// Whether a rule wants to know the version of this package.
+/// Whether a rule uses the version of this package.
 fn asks_for(package: &str) -> bool {
     matches!(package, "nvidia-l4t-core" | "nvidia-jetpack")
         || ["cuda-cudart-", "libnvinfer", "libcudnn"]

@@ -55,7 +55,7 @@ fn power_mode(facts: &Facts<'_>) -> Option<Found> {
     };
     let (_, most) = names.iter().max_by_key(|(_, name)| rank(name))?;
     (rank(name) < rank(most)).then_some(())?;
-    // 15W of an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz. What other modes of other modules cost, their clocks say.
+    // 15W of an Orin NX: 4 of 8 cores, GPU at 612 of 918 MHz. For other modes and modules the clocks show the cost.
     let is_measured = Module::of(facts) == Some(Module::OrinNx) && *name == "15W";
     warning(
         format!(
@@ -289,7 +289,7 @@ fn disks(facts: &Facts<'_>) -> Vec<String> {
 fn disk_kind(facts: &Facts<'_>) -> Option<Found> {
     let disks = disks(facts);
     (!disks.is_empty() && !disks.iter().any(|name| name.starts_with("nvme"))).then_some(())?;
-    // A disk of a virtual machine says so as a rule, whatever is behind it.
+    // A disk of a virtual machine usually identifies itself, whatever is behind it.
     let is_virtual = |name: &str| {
         let model = facts
             .sys(&format!("block/{name}/device/model"))

@@ -22,7 +22,8 @@ pub(super) const RULES: &[Rule] = &[
     ("free_blocks", free_blocks),
 ];
 
-/// What modules have, and what a stock image leaves of it (`MemTotal` as captured; the Orin NX 8 GB as the Orin Nano), in MiB.
+/// Memory of modules, and the part left by a stock image (`MemTotal` as captured; the Orin NX 8 GB as the Orin Nano),
+/// in MiB.
 const MODULES: [(&str, u64, u64); 7] = [
     ("nvidia,p3767-0000", 16_384, 15_656),
     ("nvidia,p3767-0001", 8192, 7619),
@@ -251,5 +252,5 @@ fn free_blocks(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// What nvmap asks for first (`nvmap_alloc.c`).
+/// Size that nvmap tries first (`nvmap_alloc.c`).
 const BIG_PAGE: Bytes = Bytes::from_kib(64);

@@ -39,7 +39,7 @@ pub(super) const RULES: &[Rule] = &[
     ("other_oom_policy", other_oom_policy),
 ];
 
-/// What belongs to one generation of L4T.
+/// Versions of one generation of L4T.
 struct Release {
     major: u32,
     jetpack: &'static str,
@@ -106,7 +106,7 @@ fn l4t_known_fault(facts: &Facts<'_>) -> Option<Found> {
         format!(
             "L4T {l4t} refuses single GPU allocations of a few GiB with gigabytes free (NVIDIA bug 5602402)"
         ),
-        // 4 GiB failed with 5.36 GiB free, 3 GiB succeeded: 2.36 GiB cannot be had in one piece.
+        // 4 GiB failed with 5.36 GiB free, 3 GiB succeeded: 2.36 GiB cannot be allocated in one piece.
         Cost::Memory(Bytes::from_mib(2416)),
         "upgrade to L4T 36.5 or newer; programs that allocate by tensor are not affected",
     )
@@ -135,7 +135,7 @@ fn l4t_package(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// The software of a Jetson, each part with what belongs to its L4T; empty elsewhere.
+/// The software of a Jetson, each part with the version for its L4T; empty elsewhere.
 pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
     let Some(l4t) = facts.board.l4t else {
         return Vec::new();
@@ -145,7 +145,7 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         name: "L4T",
         found: Some(l4t.to_string()),
         expected: release.map(|release| format!("JetPack {}", release.jetpack)),
-        // A known fault of it is a finding of its own.
+        // A known fault of it is a separate finding.
         belongs: release.is_some().then_some(true),
     }];
     let Some(release) = release else {
@@ -184,7 +184,7 @@ pub(super) fn versions(facts: &Facts<'_>) -> Vec<Version> {
         let found = installed.map(|(_, version)| version).min_by_key(belongs);
         versions.push(Version::judged(name, found.cloned(), expected, starts));
     }
-    // Without the list of packages, what is not found may be installed.
+    // Without the list of packages, a package that is not found may be installed.
     let lists_packages = facts.root.var("lib/dpkg/status").is_file();
     versions
         .retain(|version| version.found.is_some() || (lists_packages && version.name != "kernel"));
@@ -315,7 +315,7 @@ fn unit_sandbox(facts: &Facts<'_>) -> Option<Found> {
     )
 }
 
-/// A setting, the values that do no harm, and what others do.
+/// A setting, its harmless values, and the effect of others.
 const SANDBOX: [(&str, &[&str], &str); 7] = [
     (
         "PrivateDevices",

@@ -5,11 +5,11 @@ use serde_json::{Map, Value};
 
 use super::{frame::Frame, info::Info};
 
-/// A Wyoming message that this program understands, or any other as it came.
+/// A Wyoming message: one of the known types, or any other unchanged.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 #[serde(untagged)]
 pub enum Event {
-    /// Asks a server what it is.
+    /// Requests the description of a server.
     Describe,
     /// The answer to [`Describe`](Self::Describe).
     Info(Box<Info>),
@@ -21,7 +21,7 @@ pub enum Event {
     AudioChunk(AudioChunk),
     /// Audio has ended.
     AudioStop(AudioStop),
-    /// What was heard; as a request: what was said to an assistant.
+    /// A transcript; as a request: words to an assistant.
     Transcript(Transcript),
     /// A transcript in pieces begins.
     TranscriptStart(TranscriptStart),
@@ -31,7 +31,7 @@ pub enum Event {
     TranscriptStop,
     /// An assistant has an answer.
     Handled(Handled),
-    /// An assistant has none; the text says why, for people.
+    /// The assistant has no answer; the text is the reason, for people.
     NotHandled(Handled),
     /// An answer in pieces begins.
     HandledStart(HandledStart),
@@ -39,7 +39,7 @@ pub enum Event {
     HandledChunk(Text),
     /// Its end; the whole of it has come as [`Handled`](Self::Handled) before.
     HandledStop,
-    /// What follows is to go through several stages.
+    /// The following input passes several stages.
     RunPipeline(RunPipeline),
     /// A whole text is to be spoken.
     Synthesize(Synthesize),
@@ -57,7 +57,7 @@ pub enum Event {
     Ping(Ping),
     /// The answer to [`Ping`](Self::Ping).
     Pong(Ping),
-    /// Our extension: asks a worker to switch to another of its sizes.
+    /// Our extension: requests another variant of a worker.
     Resize(Resize),
     /// The answer to [`Resize`](Self::Resize), sent when the switch is done.
     Resized(Resized),
@@ -66,7 +66,7 @@ pub enum Event {
     Other(Frame),
 }
 
-/// Declares the types in a header and the events that they are; `parse` stands for those that have fields.
+/// Declares the types in a header and their events; `parse` marks those with fields.
 macro_rules! types {
     ($($name:literal => $event:ident $(($parse:ident))?,)+) => {
         impl Event {
@@ -130,7 +130,7 @@ types! {
 }
 
 impl Event {
-    /// The message that stands for it.
+    /// The message of the event.
     #[must_use]
     pub fn into_frame(self) -> Frame {
         let (kind, data) = (self.kind().to_owned(), object(&self));
@@ -162,7 +162,7 @@ pub struct AudioFormat {
 }
 
 impl AudioFormat {
-    /// Mono, 16 bits, little-endian: what speech workers take and give.
+    /// Mono, 16 bits, little-endian: the format of speech workers.
     #[must_use]
     pub const fn mono_16_bit(rate: u32) -> Self {
         Self {
@@ -187,7 +187,7 @@ pub struct Transcribe {
 /// Fields of `audio-start`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AudioStart {
-    /// What the chunks will be.
+    /// Format of the chunks.
     #[serde(flatten)]
     pub format: AudioFormat,
     /// Milliseconds on the sender's clock.
@@ -198,7 +198,7 @@ pub struct AudioStart {
 /// Fields and payload of `audio-chunk`.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct AudioChunk {
-    /// What it is.
+    /// Its format.
     #[serde(flatten)]
     pub format: AudioFormat,
     /// Milliseconds on the sender's clock.
@@ -220,7 +220,7 @@ pub struct AudioStop {
 /// Fields of `transcript`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Transcript {
-    /// What was said.
+    /// The recognised text.
     pub text: String,
     /// In which language.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -241,7 +241,7 @@ pub struct TranscriptStart {
 /// Fields of `handled` and `not-handled`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Handled {
-    /// What the assistant says.
+    /// The assistant's answer.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text: Option<String>,
     /// Belongs to a conversation.
@@ -269,9 +269,9 @@ pub struct RunPipeline {
 /// Fields of `synthesize`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Synthesize {
-    /// What is to be said.
+    /// The text to speak.
     pub text: String,
-    /// By whom.
+    /// The voice to use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub voice: Option<Voice>,
 }
@@ -279,12 +279,12 @@ pub struct Synthesize {
 /// Fields of `synthesize-start`.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SynthesizeStart {
-    /// By whom.
+    /// The voice to use.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub voice: Option<Voice>,
 }
 
-/// A voice as asked for.
+/// A requested voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Voice {
     /// Its name.
@@ -293,7 +293,7 @@ pub struct Voice {
     /// Or any of this language.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub language: Option<String>,
-    /// One of several people it knows.
+    /// A speaker of a multi-speaker voice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub speaker: Option<String>,
 }
@@ -340,7 +340,7 @@ pub struct Resized {
     pub rss_bytes: Option<u64>,
 }
 
-/// Why a message is not the event it says it is.
+/// Reason why a message is not the declared event.
 #[derive(Debug, thiserror::Error)]
 #[error("fields of Wyoming event `{kind}` are not what they must be")]
 pub struct EventError {

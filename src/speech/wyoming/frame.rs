@@ -30,13 +30,13 @@ impl Frame {
         }
     }
 
-    /// The bytes that stand for it.
+    /// The bytes of the message.
     ///
-    /// The fields always go behind the header line, since a reader that uses Python's `readline` gives up on a line
-    /// of 64 KiB.
+    /// The fields always follow the header line, since a reader that uses Python's `readline` fails on a line of 64
+    /// KiB.
     ///
     /// # Errors
-    /// When the type is so long that the header line would pass [`FrameLimits::header`] of the default limits.
+    /// When the type is so long that the header line would exceed [`FrameLimits::header`] of the default limits.
     pub fn encode(&self) -> Result<Vec<u8>, FrameError> {
         let data = if self.data.is_empty() {
             Vec::new()
@@ -62,7 +62,7 @@ impl Frame {
     }
 }
 
-/// The longest message that is accepted; what a peer announces is not believed beyond this.
+/// Limits of an accepted message; larger announced lengths are refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct FrameLimits {
     /// Bytes of the header line with its newline.
@@ -71,7 +71,7 @@ pub struct FrameLimits {
     pub data: usize,
     /// Bytes of the payload.
     pub payload: usize,
-    /// What header line and JSON object may each take in memory once they are parsed.
+    /// Memory of header line and JSON object, each after parsing.
     pub tree: Bytes,
 }
 
@@ -88,7 +88,7 @@ impl Default for FrameLimits {
     }
 }
 
-/// What [`decode`] found at the start of some bytes.
+/// Result of [`decode`] at the start of some bytes.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Decoded {
     /// A whole message and how many bytes it took.
@@ -162,11 +162,10 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
 
     /// The next message; `None` when the peer closed the stream between two messages.
     ///
-    /// Nothing is lost when the returned future is dropped before it is done.
+    /// Dropping the returned future loses nothing.
     ///
     /// # Errors
-    /// When the stream fails, ends within a message, or carries something else than messages. Nothing can be read
-    /// after that.
+    /// When the stream fails, ends within a message, or carries anything but messages. Nothing can be read after that.
     pub async fn next(&mut self) -> Result<Option<Frame>, FrameError> {
         loop {
             if self.buffer.len() >= self.needed {
@@ -182,7 +181,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
                     Decoded::Incomplete(needed) => self.needed = needed,
                 }
             }
-            // What the peer announces is reserved as it arrives, not before.
+            // Space for announced data is reserved as it arrives, not before.
             self.buffer.reserve(READ_SIZE);
             if self.inner.read_buf(&mut self.buffer).await? == 0 {
                 if self.buffer.is_empty() {
@@ -195,7 +194,7 @@ impl<R: AsyncRead + Unpin> FrameReader<R> {
         }
     }
 
-    /// Reads and drops what still comes, up to the end of the stream or about `limit` bytes.
+    /// Reads and discards the remaining data, up to the end of the stream or about `limit` bytes.
     pub async fn discard(&mut self, limit: usize) {
         let mut dropped = 0;
         while dropped < limit {
@@ -232,10 +231,10 @@ pub enum FrameError {
         /// The limit in bytes.
         limit: usize,
     },
-    /// The header line is not what it must be.
+    /// The header line is malformed.
     #[error("header of a Wyoming message is not a JSON object with a `type`")]
     Header(#[source] serde_json::Error),
-    /// The data is not what it must be.
+    /// The data is malformed.
     #[error("data of a Wyoming message is not a JSON object")]
     Data(#[source] serde_json::Error),
     /// A part is announced longer than is accepted.
@@ -243,7 +242,7 @@ pub enum FrameError {
     TooLong {
         /// The field of the header.
         field: &'static str,
-        /// What it says.
+        /// Announced length.
         announced: u64,
         /// The limit in bytes.
         limit: usize,
@@ -253,7 +252,7 @@ pub enum FrameError {
     TreeTooLarge {
         /// The part.
         part: &'static str,
-        /// What its values take.
+        /// Memory of its values.
         tree: Bytes,
         /// The limit.
         limit: Bytes,
@@ -261,7 +260,7 @@ pub enum FrameError {
     /// The stream ended within a message.
     #[error("stream ended {received} bytes into a Wyoming message")]
     Truncated {
-        /// Bytes of it that came.
+        /// Received bytes of it.
         received: usize,
     },
     /// The stream failed.
@@ -317,7 +316,7 @@ fn bounded(field: &'static str, announced: Option<u64>, limit: usize) -> Result<
 /// `info.py` this follows.
 const VERSION: &str = "1.10.2";
 
-/// Bytes asked from the stream at once; an audio message of 128 ms has 4 KiB.
+/// Bytes read from the stream at once; an audio message of 128 ms has 4 KiB.
 const READ_SIZE: usize = 8 << 10;
 
 /// A buffer that has grown beyond this is not kept for the next message.

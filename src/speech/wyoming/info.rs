@@ -1,7 +1,7 @@
 //! Service description of a Wyoming server.
 //!
 //! Written strictly, since the reference client raises `TypeError` when `name`, `installed` or `attribution` is
-//! missing; read leniently, since servers of every age are asked.
+//! missing; read leniently, since servers of any version are asked.
 
 use serde::{Deserialize, Deserializer, Serialize};
 use serde_json::Value;
@@ -19,40 +19,40 @@ pub struct Info {
     /// Assistants that handle a text.
     #[serde(deserialize_with = "or_default")]
     pub handle: Vec<HandleProgram>,
-    /// Intent recognisers, as they came.
+    /// Intent recognisers, passed through.
     #[serde(deserialize_with = "or_default")]
     pub intent: Vec<Value>,
-    /// Wake word detectors, as they came.
+    /// Wake word detectors, passed through.
     #[serde(deserialize_with = "or_default")]
     pub wake: Vec<Value>,
-    /// Microphones, as they came.
+    /// Microphones, passed through.
     #[serde(deserialize_with = "or_default")]
     pub mic: Vec<Value>,
-    /// Loudspeakers, as they came.
+    /// Loudspeakers, passed through.
     #[serde(deserialize_with = "or_default")]
     pub snd: Vec<Value>,
 }
 
-/// Who made something.
+/// Author of an artifact.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Attribution {
     /// Name of the author or project.
     #[serde(deserialize_with = "or_default")]
     pub name: String,
-    /// Where it is found.
+    /// Its address.
     #[serde(deserialize_with = "or_default")]
     pub url: String,
 }
 
-/// What every program, model and voice says.
+/// Common fields of every program, model and voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Artifact {
     /// Its name.
     #[serde(deserialize_with = "or_default")]
     pub name: String,
-    /// Who made it.
+    /// Its author.
     #[serde(deserialize_with = "or_default")]
     pub attribution: Attribution,
     /// Whether it can be used now.
@@ -70,13 +70,13 @@ pub struct Artifact {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct AsrProgram {
-    /// What it is.
+    /// Common fields.
     #[serde(flatten)]
     pub artifact: Artifact,
-    /// What it recognises with.
+    /// Models of the recogniser.
     #[serde(deserialize_with = "or_default")]
     pub models: Vec<Model>,
-    /// Whether it sends a transcript in pieces.
+    /// Whether it sends partial transcripts.
     #[serde(deserialize_with = "or_default")]
     pub supports_transcript_streaming: bool,
 }
@@ -85,13 +85,13 @@ pub struct AsrProgram {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct TtsProgram {
-    /// What it is.
+    /// Common fields.
     #[serde(flatten)]
     pub artifact: Artifact,
-    /// By whom it speaks. The field is `voices`, not `models`.
+    /// Its voices. The field is `voices`, not `models`.
     #[serde(deserialize_with = "or_default")]
     pub voices: Vec<Model>,
-    /// Whether it takes a text in pieces.
+    /// Whether it accepts a text in pieces.
     #[serde(deserialize_with = "or_default")]
     pub supports_synthesize_streaming: bool,
 }
@@ -100,16 +100,16 @@ pub struct TtsProgram {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct HandleProgram {
-    /// What it is.
+    /// Common fields.
     #[serde(flatten)]
     pub artifact: Artifact,
-    /// What it answers with.
+    /// Models of the assistant.
     #[serde(deserialize_with = "or_default")]
     pub models: Vec<Model>,
     /// Whether it sends an answer in pieces.
     #[serde(deserialize_with = "or_default")]
     pub supports_handled_streaming: bool,
-    /// Whether it can switch things in the house.
+    /// Whether it can control the home.
     #[serde(deserialize_with = "or_default")]
     pub supports_home_control: bool,
 }
@@ -118,25 +118,25 @@ pub struct HandleProgram {
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct Model {
-    /// What it is.
+    /// Common fields.
     #[serde(flatten)]
     pub artifact: Artifact,
-    /// Languages it knows, as `en` or `en-US`.
+    /// Supported languages, as `en` or `en-US`.
     #[serde(deserialize_with = "or_default")]
     pub languages: Vec<String>,
-    /// People whom a voice knows; none where it is one person's.
+    /// Speakers of a voice; none for a single-speaker voice.
     #[serde(deserialize_with = "speakers", skip_serializing_if = "Vec::is_empty")]
     pub speakers: Vec<Speaker>,
 }
 
-/// One of the people whom a voice knows.
+/// A speaker of a multi-speaker voice.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Speaker {
     /// Its name.
     pub name: String,
 }
 
-/// Those that can be read; models of recognisers may have something else of this name.
+/// The readable ones; models of recognisers may have something else under this name.
 fn speakers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<Speaker>, D::Error> {
     let value = Option::<Value>::deserialize(deserializer)?;
     let listed = value

@@ -1,4 +1,4 @@
-//! Captures of errors and kernel logs, and what is made of each.
+//! Captured errors and kernel logs, with the expected results.
 
 use std::{fs, path::Path};
 

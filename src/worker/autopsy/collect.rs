@@ -1,6 +1,6 @@
 //! Collection of evidence before the start and after the end.
 //!
-//! Nothing here waits. What cannot be read is left unknown.
+//! Nothing here waits. Evidence that cannot be read stays unknown.
 
 use std::{
     ffi::OsStr,
@@ -25,7 +25,7 @@ use cotenant_probe::{
 use cotenant_units::Bytes;
 use cotenant_units::lock::locked;
 
-/// What is noted of one start, to be compared at its end.
+/// State at one start, to be compared at its end.
 #[derive(Debug)]
 pub(crate) struct Life {
     roots: ProbeRoot,
@@ -34,20 +34,20 @@ pub(crate) struct Life {
     /// The group of `before`, where its files can be seen.
     group: Option<Cgroup>,
     available: Option<Bytes>,
-    /// Our own resident memory. The kernel counts it as the child's until that executes its program (`fork`, then
-    /// `exec_mmap`), so that a high water below it says nothing.
+    /// Our own resident memory. The kernel counts it as the child's until the child executes its program (`fork`, then
+    /// `exec_mmap`), so a peak below it proves nothing.
     inherited: Option<Bytes>,
 }
 
-/// What has been gathered so far.
+/// Evidence gathered so far.
 pub(super) fn held(found: &Mutex<Gathered>) -> MutexGuard<'_, Gathered> {
     locked(found)
 }
 
-/// What is to be looked at besides.
+/// Further evidence to collect.
 #[derive(Debug, Default)]
 pub(super) struct Questions {
-    /// Whether another process may have killed it.
+    /// Whether to look for processes that may have killed it.
     pub(super) killers: bool,
     /// A library that it misses, and further folders where another version may be.
     pub(super) library: Option<(String, Vec<PathBuf>)>,
@@ -78,7 +78,7 @@ impl Life {
             cgroup::path_of(&self.roots, "self"),
         );
         let known = self.before.group.as_ref().map(|group| &group.path);
-        // A group that is also ours tells nothing of the worker.
+        // A group that is also ours proves nothing about the worker.
         if path != own
             && path.as_ref() != known
             && let Some(path) = path
@@ -89,8 +89,8 @@ impl Life {
         }
     }
 
-    /// Everything at the end; the process has ended and is not reaped yet. Each thing is put into `found` as soon as it is
-    /// known, what the output asks for first, so that a caller whose time is up has what there was until then.
+    /// All evidence at the end; the process has ended and is not reaped yet. Each item is stored in `found` as soon as
+    /// it is known, evidence suggested by the output first, so that a caller whose time is up has the items so far.
     pub(super) fn gather(
         mut self,
         pid: u32,
@@ -126,7 +126,8 @@ impl Life {
         let mut log = self.log.read(deadline);
         let mut counters = after();
         let rose = |counters: &Counters| counters != &self.before;
-        // The line is written just after the counter and the signal, on another processor: look again, but not for long.
+        // The line is written just after the counter and the signal, on another processor: look again, but not for
+        // long.
         for _ in 0..LOG_LOOKS {
             if !log.records.is_empty() || log.unreadable.is_some() || !rose(&counters) {
                 break;
@@ -139,8 +140,8 @@ impl Life {
             .map(|comm| comm.trim_end().to_owned())
             .unwrap_or_default();
         let is_global = names_are_global(&proc);
-        // What the kernel says counts together or not at all: counters without those before, or a log without knowing
-        // whose numbers are in it, would tell of what has not happened.
+        // The kernel's evidence counts together or not at all: counters without their earlier values, or a log whose
+        // process numbers are unknown, would suggest events that did not happen.
         note(&mut |found| {
             found.log = std::mem::take(&mut log);
             (found.before, found.after) = (self.before.clone(), std::mem::take(&mut counters));
@@ -191,7 +192,7 @@ fn machine_kills(proc: &Path) -> Option<u64> {
         .ok()
 }
 
-/// Whether process numbers here are those of the kernel's log: in the initial namespace alone.
+/// Whether process numbers here equal those in the kernel's log: only in the initial namespace.
 fn names_are_global(proc: &Path) -> bool {
     // `PROC_PID_INIT_INO` of the kernel, 0xEFFFFFFC.
     fs::read_link(proc.join("self/ns/pid"))
@@ -298,7 +299,7 @@ pub(crate) fn other_versions(library: &str, folders: &[PathBuf]) -> Vec<String> 
     found
 }
 
-/// What is wrong with a file as a program; `None` when it looks like one of this machine, or cannot be read.
+/// Reason why a file is no program for this machine; `None` when it looks like one, or cannot be read.
 pub(crate) fn unfit(program: &Path) -> Option<String> {
     let mut head = Vec::new();
     File::open(program)

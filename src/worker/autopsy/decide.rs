@@ -1,7 +1,7 @@
 //! Classification of a death from evidence, as a pure function.
 //!
-//! The kernel's record that names the process comes first, our own intent second, the signal or code third, and the
-//! program's words only explain what it did itself. What nothing proves is not said: a SIGKILL without a record is a
+//! The kernel's record that names the process comes first, our own intent second, the signal or code third; the
+//! program's output explains only its own actions. Unproven causes are not stated: a SIGKILL without a record is a
 //! SIGKILL of an unknown sender, and a code of 137 is a code.
 
 use std::time::Duration;
@@ -15,7 +15,7 @@ use crate::report::{ExitStatus, Intent, signal_name};
 use cotenant_policy::death::{Confidence, DeathClass, DeathVerdict, Finding};
 use cotenant_units::Bytes;
 
-/// What one rule says: the class, how sure it is, what happened as the rest of a sentence, and the remedy.
+/// Result of one rule: the class, its certainty, the event as the rest of a sentence, and the remedy.
 struct Ruling {
     class: DeathClass,
     confidence: Confidence,
@@ -54,7 +54,7 @@ impl Ruling {
     }
 }
 
-/// Decides what a process died of.
+/// Classifies the death of a process.
 pub(super) fn decide(evidence: &Evidence) -> DeathVerdict {
     let words = quotes(evidence.recent_lines());
     let ruling = rule(evidence, &words);
@@ -123,7 +123,7 @@ fn rule(evidence: &Evidence, words: &[Quote]) -> Ruling {
     }
 }
 
-/// A kill by the kernel's killer, where the kernel says so.
+/// A kill by the OOM killer, on the kernel's evidence.
 fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
     let named = evidence
         .found
@@ -163,7 +163,7 @@ fn killed_for_memory(evidence: &Evidence) -> Option<Ruling> {
             )
         });
     }
-    // Without the record the group's own counter still says that one of its few processes was killed.
+    // Without the record the group's own counter still shows that one of its few processes was killed.
     let blind = evidence.found.log.unreadable.is_some()
         || evidence.found.log.incomplete
         || !evidence.found.pid_is_global;
@@ -209,7 +209,7 @@ fn cut(name: &str) -> &str {
         .map_or(name, |(at, _)| name.get(..at).unwrap_or(name))
 }
 
-/// An end that we asked for; `None` when it ended of something else while we asked.
+/// An end that we requested; `None` when it ended for another reason meanwhile.
 fn killed_by_us(status: ExitStatus, asked: &Asked) -> Option<Ruling> {
     let ours = match status {
         ExitStatus::Code(_) | ExitStatus::Unknown => true,
@@ -433,7 +433,7 @@ fn by_code(evidence: &Evidence, words: &[Quote], code: i32) -> Ruling {
                 return missing_library(evidence, code, library, quote);
             }
             Said::UnfitLibrary => return unfit_library(evidence, code, quote),
-            // A program goes on without locked memory unless it says otherwise by the same words.
+            // A program continues without locked memory unless it reports an end in the same words.
             Said::Lock | Said::Assertion => {}
         }
     }
@@ -536,7 +536,7 @@ fn allocation(evidence: &Evidence, quote: &Quote, how: &str) -> Ruling {
     })
 }
 
-/// By its words only. Libraries try CUDA and go on without, so the next start is not ruled out.
+/// By its output only. Libraries try CUDA and continue without it, so the next start is not ruled out.
 fn cuda_mismatch(quote: &Quote) -> Ruling {
     Ruling::likely(
         DeathClass::CudaMismatch,
@@ -549,8 +549,9 @@ fn cuda_mismatch(quote: &Quote) -> Ruling {
 }
 
 /// Whether the dynamic loader ended the process, so that the next start ends in the same way. Any other code is the
-/// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before its
-/// first instruction, so that it never was ready, its message is the last line, and little time was computed.
+/// program's own: it ran, and a library that it tried to load may have been optional. The loader ends a program before
+/// its first instruction, so the program was never ready, the loader's message is the last line, and little CPU time
+/// was used.
 fn loader_refused(evidence: &Evidence, code: i32, quote: &Quote) -> bool {
     let is_last = evidence
         .recent_lines()
@@ -790,7 +791,7 @@ fn core(evidence: &Evidence) -> &'static str {
     }
 }
 
-/// The line that says best why a program ended: the last one that speaks of an error, else the last one.
+/// The line that best explains the end of a program: the last one that mentions an error, else the last one.
 fn last_words(lines: &[String]) -> Option<String> {
     let error = lines
         .iter()
@@ -812,7 +813,7 @@ const CUDA_LIBRARIES: [&str; 8] = [
     "libnvinfer.so",
 ];
 
-/// What helps where the GPU's allocator refuses.
+/// Remedy when the GPU's allocator refuses.
 const LARGEST_FIRST: &str =
     "start the largest first and let smaller ones follow, or allocate in smaller pieces";
 

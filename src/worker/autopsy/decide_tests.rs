@@ -372,7 +372,7 @@ fn our_own_hand_is_named_with_its_reason() {
         (killed(6), Intent::Hung, false, DeathClass::Hang),
         (killed(9), Intent::Hung, true, DeathClass::Hang),
         (ExitStatus::Code(1), Intent::Hung, false, DeathClass::Hang),
-        // It died of something else while we asked.
+        // It died for another reason while the request was pending.
         (
             killed(11),
             Intent::Stop,
@@ -513,8 +513,8 @@ fn refused_allocations_with_memory_free_are_no_kill() {
     assert!(faulty.contains("L4T 36.4.7 refuses"), "{faulty}");
 }
 
-/// Outputs of real programs under a limit of address space of 256 MiB, and how each ended: Python 3.11, `NumPy` 2, C++ with
-/// libstdc++, C with `perror`, Rust 1.95.
+/// Outputs of real programs under a limit of address space of 256 MiB, with their exit status: Python 3.11, `NumPy` 2,
+/// C++ with libstdc++, C with `perror`, Rust 1.95.
 const REFUSED: [(&[&str], ExitStatus); 5] = [
     (
         &[
@@ -603,7 +603,7 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
             );
         }
     }
-    // It does not bound what the GPU's allocator gives.
+    // The limit does not bound the GPU's allocator.
     let cuda = limited(
         &["CUDA error: out of memory"],
         ExitStatus::Code(1),
@@ -615,8 +615,8 @@ fn a_limit_of_its_own_explains_a_refused_allocation_of_a_process_that_came_near_
     );
 }
 
-/// What people say, what is logged of others, and words without the form of a runtime's message decide nothing, however
-/// near the worker came to its limit.
+/// Transcripts, log lines about other processes, and words that are not in the form of a runtime's message decide
+/// nothing, however near the worker came to its limit.
 #[test]
 fn a_programs_own_words_decide_nothing() {
     let abort = ExitStatus::Signal {
@@ -670,7 +670,7 @@ fn a_programs_own_words_decide_nothing() {
             }
         }
     }
-    // An exception whose text comes from a user is an exception.
+    // An exception with text from a user is still an exception.
     let lines = [
         "Traceback (most recent call last):",
         "  File \"a.py\", line 1",
@@ -913,7 +913,7 @@ fn statuses() -> impl Strategy<Value = ExitStatus> {
 }
 
 proptest! {
-    /// Whatever a program says and however it ends, only the kernel's word makes it a kill for memory.
+    /// Only the kernel's evidence makes an end a kill for memory, for any output and exit status.
     #[test]
     fn nothing_but_the_kernel_says_out_of_memory(
         status in statuses(),

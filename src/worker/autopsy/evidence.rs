@@ -24,13 +24,13 @@ pub(super) struct Evidence {
     pub(super) was_ready: bool,
 }
 
-/// What is gathered at the end.
+/// Evidence gathered at the end.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Gathered {
     /// As the kernel has it, at most 15 characters; empty when it was not read in time.
     pub(super) comm: String,
     pub(super) log: KernelLogTail,
-    /// Whether its pid is also the number by which the kernel's log names it.
+    /// Whether its pid is also the number in the kernel's log.
     pub(super) pid_is_global: bool,
     pub(super) before: Counters,
     pub(super) after: Counters,
@@ -43,15 +43,15 @@ pub(super) struct Gathered {
     pub(super) killers: Vec<String>,
     /// For a library that it misses: files of another version that are there.
     pub(super) other_versions: Vec<String>,
-    /// What is wrong with the file of the program, where the kernel would not execute it.
+    /// Reason why the kernel would not execute the program's file.
     pub(super) unfit_program: Option<String>,
-    /// Whether the kernel promises no more memory than there is (`vm.overcommit_memory` is 2).
+    /// Whether the kernel refuses to overcommit (`vm.overcommit_memory` is 2).
     pub(super) strict_overcommit: bool,
-    /// What is known to be wrong with the board's release of L4T; `None` on any other machine.
+    /// Known fault of the board's L4T release; `None` on any other machine.
     pub(super) l4t_fault: Option<&'static str>,
 }
 
-/// What we asked of it.
+/// Our request to end it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Asked {
     pub(super) intent: Intent,
@@ -97,7 +97,7 @@ impl Limits {
         self.finite.get(name).copied()
     }
 
-    /// In bytes and seconds, for people. Those that every process has are left out.
+    /// In bytes and seconds, for people. Values common to all processes are omitted.
     pub(super) fn lines(&self) -> Vec<String> {
         self.finite
             .iter()
@@ -114,8 +114,8 @@ impl Limits {
     }
 }
 
-/// The age of a line beyond which it explains no end. Our choice: programs unload for some seconds after their last error,
-/// and a warning from the start of a minute ago is not their last error.
+/// Greatest age of a line that explains an end. Our choice: programs unload for some seconds after their last error,
+/// and a warning of a minute ago is not their last error.
 pub(super) const RECENT: Duration = Duration::from_secs(10);
 
 pub(super) const ADDRESS_SPACE: &str = "Max address space";
@@ -130,12 +130,12 @@ impl Evidence {
         self.lines.get(first..).unwrap_or_default()
     }
 
-    /// Whether the kernel's counters show that it killed nothing for memory, whatever a record says.
+    /// Whether the kernel's counters show no kill for memory, whatever a record says.
     pub(super) fn counters_deny_kills(&self, memcg: bool) -> bool {
         self.machine_kills() == Some(0) || (memcg && self.group_kills() == Some(0))
     }
 
-    /// How many processes of its own group were killed for memory meanwhile; `None` when that is not known.
+    /// Processes of its own group that were killed for memory meanwhile; `None` when unknown.
     pub(super) fn group_kills(&self) -> Option<u64> {
         let after = self
             .found
@@ -164,8 +164,8 @@ impl Evidence {
         )
     }
 
-    /// Whether the kernel has counted at least half of `limit` as resident in it. Our choice: a limit of address space also
-    /// counts what is reserved and never used, some hundred MiB of stacks and arenas.
+    /// Whether at least half of `limit` was resident by the kernel's count. Our choice: a limit of address space also
+    /// counts memory that is reserved and never used, some hundred MiB of stacks and arenas.
     pub(super) fn had_come_near(&self, limit: Bytes) -> bool {
         self.found
             .peak_resident

@@ -13,8 +13,8 @@ use cotenant_policy::death::{
     Confidence, DeathCertificate, DeathClass, DeathVerdict, Finding, ProcessEnd,
 };
 
-/// A certificate for a start that gave no process. `error` is the cause with its causes in words, `source` the kernel's
-/// answer to the attempt to execute, where it was that, or what else the kernel refused on the way there.
+/// A certificate for a start without a process. `error` is the cause with its chain in words, `source` the kernel's
+/// response to the attempt to execute, or to another call on the way.
 pub(crate) fn not_started(
     worker: &str,
     start: u64,
@@ -120,7 +120,7 @@ pub(crate) fn not_started(
     }
 }
 
-/// Whether the kernel refused something that it may have another time.
+/// Whether the kernel refused a resource that may be available later.
 fn is_for_want(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -161,7 +161,7 @@ pub(crate) fn find_program(program: &str, env: &BTreeMap<String, String>) -> Opt
         .cloned()
 }
 
-/// What a script names in its first line, or the dynamic linker that an ELF file names.
+/// The interpreter in the first line of a script, or the dynamic linker of an ELF file.
 pub(crate) fn interpreter(program: &Path) -> Option<String> {
     let bytes = read_head(program)?;
     if let Some(line) = bytes.strip_prefix(b"#!") {

@@ -1,7 +1,7 @@
 //! Kernel log records during the life of a process.
 //!
 //! `/dev/kmsg` is opened at its end before the start and read, without waiting, after the end. So a record that names
-//! the id of the process is about this process: no other process had the id in between.
+//! the id of the process concerns this process: no other process had the id in between.
 
 use std::{
     fs::{File, OpenOptions},
@@ -23,7 +23,7 @@ pub(super) struct KernelRecord {
     pub(super) text: String,
 }
 
-/// What a record is about.
+/// Subject of a record.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum RecordKind {
     /// Killed for memory, of the machine or of a control group.
@@ -34,13 +34,13 @@ pub(super) enum RecordKind {
         /// The group of the process, where it is logged.
         task_group: Option<String>,
     },
-    /// It did what the processor refused.
+    /// A fault raised by the processor.
     Fault,
     /// It made a system call that is forbidden.
     Seccomp,
 }
 
-/// What could be read of the log.
+/// Records that could be read from the log.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub(super) struct KernelLogTail {
     pub(super) records: Vec<KernelRecord>,
@@ -69,7 +69,7 @@ impl KernelLog {
         }
     }
 
-    /// What has been added since, up to a bound. Never waits.
+    /// The records added since, up to a bound. Never waits.
     pub(super) fn read(&mut self, deadline: Instant) -> KernelLogTail {
         let mut tail = KernelLogTail::default();
         let file = match &mut self.file {
@@ -100,7 +100,7 @@ impl KernelLog {
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == ErrorKind::WouldBlock => break,
-                // The reader was overtaken; the next read goes on with the oldest record that is left.
+                // The reader was overtaken; the next read continues with the oldest remaining record.
                 Err(error) if error.raw_os_error() == Some(libc::EPIPE) => tail.incomplete = true,
                 Err(error) => {
                     tail.unreadable = Some(format!("cannot read the kernel log: {error}"));
@@ -130,10 +130,10 @@ pub(super) fn parse(line: &str) -> Option<KernelRecord> {
     })
 }
 
-/// The text behind the head; `None` for a line that a program wrote to `/dev/kmsg`.
+/// The text after the head; `None` for a line that a program wrote to `/dev/kmsg`.
 ///
-/// The head begins with `facility * 8 + level`. The kernel's own facility is 0, which the kernel gives to no line written
-/// by a program (`devkmsg_write` in Linux's `kernel/printk/printk.c`).
+/// The head begins with `facility * 8 + level`. The kernel's own facility is 0, which no line written by a program gets
+/// (`devkmsg_write` in Linux's `kernel/printk/printk.c`).
 fn text_of(line: &str) -> Option<&str> {
     let line = match line.split_once(';') {
         Some((head, text))
@@ -171,7 +171,7 @@ fn parse_oom(text: &str) -> Option<(u32, &str, RecordKind)> {
         value.split(',').next().map(str::to_owned)
     };
     let constraint = field("constraint")?;
-    // The name may hold commas and equal signs; what follows it may not.
+    // The name may contain commas and equal signs; the rest of the line may not.
     let (_, task) = rest.rsplit_once(",task=")?;
     let (before_uid, _) = task.rsplit_once(",uid=")?;
     let (comm, pid) = before_uid.rsplit_once(",pid=")?;

@@ -5,8 +5,8 @@
 //!  counters, kernel log ──►  counters, kernel log, usage, limits, last lines ──► decide() ──► DeathCertificate
 //! ```
 //!
-//! [`collect`] reads, [`decide`] decides and reads nothing. The whole takes a few milliseconds and never more than
-//! [`GATHER_MAX`] and [`LINES_MAX`] together: whatever has not been read by then is unknown, and is said to be.
+//! [`collect`] reads; [`decide`] decides and reads nothing. The whole takes a few milliseconds and never more than
+//! [`GATHER_MAX`] and [`LINES_MAX`] together: evidence not read by then is reported as unknown.
 
 #[cfg(test)]
 mod captures;
@@ -64,7 +64,7 @@ pub(super) struct Case {
     pub(super) env: BTreeMap<String, String>,
     pub(super) started_at: Instant,
     pub(super) ready_at: Option<Instant>,
-    /// Whether it has shown that it is ready. One that counts as ready once it is started shows nothing.
+    /// Whether readiness was observed. A worker that counts as ready on start shows none.
     pub(super) was_ready: bool,
     pub(super) exited_at: Instant,
 }
@@ -78,7 +78,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         status,
         ..
     } = case;
-    // What the program was for itself is in stderr; stdout may be anything, such as what people said.
+    // Messages of the program itself are in stderr; stdout may be anything, such as transcripts.
     let lines = if case.stderr.is_empty() {
         case.stdout
     } else {
@@ -115,7 +115,7 @@ pub(super) async fn certify(case: Case) -> DeathCertificate {
         let gathering = blocking(move || {
             life.gather(pid, pidfd.as_ref(), &questions, &found);
         });
-        // What is not there by then stays unknown.
+        // Missing evidence stays unknown.
         let _ = tokio::time::timeout(GATHER_MAX, gathering).await;
     }
     let mut gathered = std::mem::take(&mut *collect::held(&found));
@@ -205,7 +205,7 @@ struct Point {
 }
 
 impl History {
-    /// Adds what its tree used and what the machine had at that time.
+    /// Adds the memory of its tree, and the machine's available memory at that time.
     pub(super) fn push(&mut self, used: Bytes, available: Option<Bytes>) {
         if self.points.len() >= HISTORY {
             self.points.pop_front();
@@ -238,7 +238,7 @@ fn missing_library(lines: &[String]) -> Option<String> {
         })
 }
 
-/// Where the libraries of CUDA lie: the worker's own path, and those of the distributions and of JetPack.
+/// Folders of CUDA's libraries: the worker's own path, and those of the distributions and of JetPack.
 pub(super) fn library_folders(env: &BTreeMap<String, String>) -> Vec<PathBuf> {
     let own = env
         .get("LD_LIBRARY_PATH")
@@ -282,6 +282,6 @@ const HISTORY: usize = 32;
 /// Lines of output in a certificate.
 const LAST_LINES: usize = 20;
 
-/// A program that ended sooner than this with a code of a shell (2 syntax, 126 not executable, 127 not found) may be none:
-/// execvp(3) lets a shell try what the kernel does not execute.
+/// A program that ended sooner than this with a code of a shell (2 syntax, 126 not executable, 127 not found) may not
+/// be a program: execvp(3) lets a shell try files that the kernel does not execute.
 const PROGRAM_DOUBT: Duration = Duration::from_secs(5);

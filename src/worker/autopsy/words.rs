@@ -1,11 +1,11 @@
-//! Causes named in the last lines of a program's output.
+//! Causes of death named in the last lines of a program's output.
 //!
-//! A program's words are evidence of what *it* ran into: a refused allocation, a missing library. They never prove that
-//! the kernel killed it for memory, so no text leads to an out-of-memory class. A line that only contains such words, as
-//! a transcript may, is quoted and decides nothing: a class needs the final message of a runtime, in the form in which
-//! that runtime prints it ([`Quote::is_final`]).
+//! A program's output is evidence of failures in its *own* actions: a refused allocation, a missing library. It never
+//! proves that the kernel killed it for memory, so no text leads to an out-of-memory class. A line that only contains
+//! such words, as a transcript may, is quoted and decides nothing: a class requires the final message of a runtime, in
+//! the form in which that runtime prints it ([`Quote::is_final`]).
 
-/// What a line says.
+/// Meaning of a line.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Said {
     /// An allocation was refused.
@@ -22,7 +22,7 @@ pub(super) enum Said {
     UnfitLibrary,
 }
 
-/// Who refused.
+/// Allocator that refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Allocator {
     /// CUDA or a library on it.
@@ -33,16 +33,16 @@ pub(super) enum Allocator {
     NvMap,
 }
 
-/// A line and what it says.
+/// A line with its meaning.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) struct Quote {
     pub(super) said: Said,
     pub(super) line: String,
-    /// Whether it has the form and the place of a runtime's own message about an end.
+    /// Whether it has the form and position of a runtime's final message.
     pub(super) is_final: bool,
 }
 
-/// What the last lines say, the latest first.
+/// Meanings of the last lines, the latest first.
 pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
     let first = lines.len().saturating_sub(LINES_MAX);
     let quoted = lines
@@ -64,8 +64,8 @@ pub(super) fn quotes(lines: &[String]) -> Vec<Quote> {
     quoted.collect()
 }
 
-/// Whether a line is a message of a runtime, a driver or the dynamic loader: it begins as theirs do. Lines of a log begin
-/// with the log's own fields, and so does what a log says of others.
+/// Whether a line is a message of a runtime, a driver or the dynamic loader, by its beginning. Log lines begin with the
+/// log's own fields, also those about other processes.
 fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
     if RUNTIMES.iter().any(|(start, rest)| {
         line.strip_prefix(start)
@@ -73,7 +73,8 @@ fn is_runtimes_own(line: &str, earlier: &[String]) -> bool {
     }) {
         return true;
     }
-    // What the C library says of the call: `malloc: Cannot allocate memory`, `malloc of 12 bytes: Cannot allocate memory`.
+    // The C library's message about the call: `malloc: Cannot allocate memory`, `malloc of 12 bytes: Cannot allocate
+    // memory`.
     let call = line.split([' ', ':', '(']).next().unwrap_or_default();
     if line.ends_with("Cannot allocate memory") && ALLOCATORS.contains(&call) {
         return true;
@@ -120,7 +121,7 @@ pub(super) fn shortened(line: &str) -> String {
     line.trim().chars().take(QUOTE_MAX).collect()
 }
 
-/// How much was asked for at once, where a line tells it: the figure as written.
+/// Size of the failed allocation, if a line has it: the figure as written.
 pub(super) fn asked_for(line: &str) -> Option<String> {
     for (mark, unit) in [
         ("allocating ", " MiB"),
@@ -238,9 +239,9 @@ const HOST_ALLOCATION: [&str; 11] = [
     "mmap failed: Cannot",
 ];
 
-/// Messages with which runtimes and drivers end a program or report a refusal: the beginning of the line, and text of the
-/// rest. C++ (libstdc++, libc++), Rust, Go, the JVM, V8, shells; ggml and llama.cpp, CUDA, the
-/// driver of a Jetson, cudarc, MatX, Ollama, PyTorch without a traceback.
+/// Messages with which runtimes and drivers end a program or report a refusal: the beginning of the line, and text of
+/// the rest. C++ (libstdc++, libc++), Rust, Go, the JVM, V8, shells; ggml and llama.cpp, CUDA, the driver of a Jetson,
+/// cudarc, MatX, Ollama, PyTorch without a traceback.
 const RUNTIMES: [(&str, &str); 31] = [
     ("terminate called after throwing an instance of '", ""),
     ("what():  ", ""),
@@ -344,11 +345,11 @@ const ASSERTION: [&str; 15] = [
     "corrupted ",
 ];
 
-/// Lines looked back: what a program says at its end is at the end.
+/// Lines examined: a program's final message is at its end.
 const LINES_MAX: usize = 30;
 
-/// Lines that a runtime prints behind its message: a note, a backtrace that is switched off, what a caller adds to it (our
-/// choice; llama.cpp adds three).
+/// Lines that a runtime prints after its message: a note, a disabled backtrace, an addition by a caller (our choice;
+/// llama.cpp adds three).
 const LINES_AFTER_MAX: usize = 6;
 
 /// Characters of a line that are quoted.

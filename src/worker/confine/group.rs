@@ -1,8 +1,8 @@
 //! Control group of each worker.
 //!
-//! In version 2 a group that hands controllers down holds no processes itself. So a supervisor that is alone in its
-//! group (a unit with `Delegate=`) first moves into a leaf of it. Where other processes share the group, nothing is
-//! done to them, and workers have no groups.
+//! In version 2 a group that delegates controllers cannot hold processes. So a supervisor that is alone in its group (a
+//! unit with `Delegate=`) first moves into a leaf of it. If other processes share the group, they are left alone, and
+//! workers have no groups.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -20,7 +20,7 @@ use cotenant_probe::{
 };
 use cotenant_units::Bytes;
 
-/// Where the groups of workers are made.
+/// Parent of the workers' groups.
 #[derive(Clone, Debug)]
 pub struct Groups {
     parent: Result<Cgroup, String>,
@@ -80,7 +80,7 @@ impl Groups {
         gone.iter().map(|folder| members(folder)).collect()
     }
 
-    /// Where groups are made, or why they are not.
+    /// Folder of the groups, or the reason for their absence.
     ///
     /// # Errors
     /// The reason in words.
@@ -113,10 +113,10 @@ impl WorkerGroup {
         members(&self.folder)
     }
 
-    /// The group of a worker that was taken over, with its limit once more; `None` when it is gone.
+    /// The group of a worker that was taken over, with its limit set again; `None` when it is gone.
     ///
-    /// In version 2 the unit takes the memory controller back when a supervisor has ended, since the group that hands it
-    /// down takes no process, also not the next supervisor. Limits end with it.
+    /// In version 2 the unit takes the memory controller back when a supervisor has ended: a delegating group admits no
+    /// process, also not the next supervisor. Limits end with it.
     pub(crate) fn reopened(folder: PathBuf, limit: Option<Bytes>) -> Option<Self> {
         let procs = OpenOptions::new()
             .write(true)
@@ -135,7 +135,7 @@ impl WorkerGroup {
 
     /// Moves the calling process into it: one system call on a file that is open already.
     pub(super) fn enter(&self) -> io::Result<()> {
-        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 stands for the caller.
+        // SAFETY: the byte is static and the descriptor open; `write` is async-signal-safe. 0 means the caller.
         let written = unsafe { libc::write(self.procs.as_raw_fd(), c"0".as_ptr().cast(), 1) };
         if written == 1 {
             Ok(())
@@ -155,7 +155,7 @@ impl Drop for WorkerGroup {
     }
 }
 
-/// Makes the group of a worker, and says what is in force.
+/// Creates the group of a worker, with the measure in force.
 pub(super) fn create(
     groups: &Groups,
     worker: &str,
@@ -168,7 +168,7 @@ pub(super) fn create(
         Ok(parent) => parent,
         Err(reason) => return (None, measure(Err(reason.clone()))),
     };
-    // A number of its own: the group of the start before may be on its way out still, and must not take this one along.
+    // A unique number: the group of the previous start may still be ending, and must not take this one along.
     let number = STARTS.fetch_add(1, Ordering::Relaxed);
     let folder = parent
         .folder()
@@ -189,7 +189,7 @@ pub(super) fn create(
     }
 }
 
-/// What [`create`] would say.
+/// The result of [`create`], without creating anything.
 pub(super) fn foresee(groups: &Groups, limit: Option<Bytes>) -> Measure {
     Measure {
         what: if limit.is_some() { LIMIT } else { GROUP },
@@ -203,7 +203,7 @@ pub(super) fn foresee(groups: &Groups, limit: Option<Bytes>) -> Measure {
 
 fn make(folder: &Path) -> io::Result<File> {
     match fs::create_dir(folder) {
-        // Left by a start of ours that failed in between.
+        // Left by a start that failed in between.
         Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
         other => other?,
     }
@@ -338,7 +338,7 @@ const PREFIX: &str = "cotenant-worker-";
 /// Groups that were made so far.
 static STARTS: AtomicU64 = AtomicU64::new(0);
 
-/// Where the supervisor itself goes in version 2.
+/// Leaf group of the supervisor in version 2.
 const LEAF: &str = "cotenant-supervisor";
 
 #[cfg(test)]
@@ -395,7 +395,7 @@ mod tests {
         let (_dir, roots) = tree("4:cpu,memory:/a\n0::/\n", &files);
         let groups = Groups::open(&roots);
         assert!(groups.describe().unwrap().starts_with("version 1"));
-        // A plain folder has no `cgroup.procs` of its own: what the kernel would refuse is reported, not left out.
+        // A plain folder has no `cgroup.procs`: a refusal by the kernel is reported.
         let (group, measure) = create(&groups, "asr", Some(Bytes::from_mib(64)));
         assert!(group.is_none() && measure.asked);
         assert!(

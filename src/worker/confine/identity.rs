@@ -80,7 +80,7 @@ impl Ids {
                 Err(io::Error::last_os_error())
             }
         };
-        // SAFETY: the list is as long as is said and lives on; the new process has this one thread.
+        // SAFETY: the list has the stated length and outlives the call; the new process has this one thread.
         done(unsafe { libc::setgroups(self.others.len(), self.others.as_ptr()) })?;
         // SAFETY: three numbers; real, effective and saved are set alike, so that there is no way back.
         done(unsafe { libc::setresgid(self.gid, self.gid, self.gid) })?;
@@ -89,8 +89,9 @@ impl Ids {
     }
 }
 
-/// Keeps the capabilities that a unit gives the supervisor (`AmbientCapabilities=`) from the worker: they outlive `exec`, and
-/// the change from one user to another when neither is root (capabilities(7)). Between fork and exec: a system call only.
+/// Keeps the capabilities that a unit gives the supervisor (`AmbientCapabilities=`) from the worker: they survive
+/// `exec`, and a change of user when neither is root (capabilities(7)). Called between fork and exec: a system call
+/// only.
 pub(super) fn drop_ambient() -> io::Result<()> {
     // SAFETY: four numbers, of which the last three are not used.
     if unsafe {

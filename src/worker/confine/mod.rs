@@ -1,8 +1,8 @@
 //! Confinement of a worker: control group, limits, user, files, system calls.
 //!
-//! All is prepared by the supervisor and put into force by the new process itself between fork and exec, so that not
-//! one instruction of the worker runs without it. What this machine cannot do is reported as a [`Measure`] and never left
-//! out in silence; with [`Confinement::required`] the worker is not started without it.
+//! The supervisor prepares everything, and the new process puts it into force between fork and exec, so that no
+//! instruction of the worker runs without it. Features that this machine lacks are reported as a [`Measure`], never
+//! silently omitted; with [`Confinement::required`] the worker is then not started.
 
 use std::{
     io::{self, Read as _},
@@ -33,14 +33,14 @@ pub(super) struct Prepared {
     filter: Option<seccompiler::BpfProgram>,
     steps: io::PipeReader,
     step: io::PipeWriter,
-    /// What is in force, and what is not.
+    /// Measures, in force or not.
     pub(super) measures: Vec<Measure>,
 }
 
-/// What would be in force for a worker, without starting anything: for `cotenant check`.
+/// Measures that would apply to a worker, without starting anything: for `cotenant check`.
 ///
 /// # Errors
-/// What would keep it from starting.
+/// Reasons that would prevent the start.
 pub fn survey(
     confinement: &Confinement,
     groups: &Groups,
@@ -68,7 +68,7 @@ pub fn survey(
 }
 
 impl Prepared {
-    /// Prepares all that a confinement asks for.
+    /// Prepares all parts of a confinement.
     pub(super) fn new(
         confinement: &Confinement,
         groups: &Groups,
@@ -108,7 +108,8 @@ impl Prepared {
         })
     }
 
-    /// Puts into force what needs the supervisor's rights: group, limits, user. To be called between fork and exec.
+    /// Puts into force the parts that need the supervisor's rights: group, limits, user. To be called between fork and
+    /// exec.
     ///
     /// Allocates nothing, and makes system calls only: another thread may have held any lock at the fork.
     pub(super) fn enter(&self) -> io::Result<()> {
@@ -152,7 +153,7 @@ impl Prepared {
         self.group.as_ref()
     }
 
-    /// What the new process was doing when it failed, and the group that is left. To be called once it is there or not.
+    /// The failed step of the new process, and its group. To be called after the start succeeded or failed.
     pub(super) fn finish(self) -> (Option<WorkerGroup>, Option<&'static str>) {
         let Self {
             mut steps,
@@ -169,13 +170,13 @@ impl Prepared {
 
     fn at(&self, step: Step) {
         let byte = step as u8;
-        // SAFETY: one byte that lives on the stack is written to an open descriptor; `write` is async-signal-safe. That
-        // it fails costs no more than a word in an error.
+        // SAFETY: one byte on the stack is written to an open descriptor; `write` is async-signal-safe. If it fails,
+        // only a word in an error is lost.
         let _ = unsafe { libc::write(self.step.as_raw_fd(), std::ptr::from_ref(&byte).cast(), 1) };
     }
 }
 
-/// What the new process does before it becomes the program.
+/// Steps of the new process before it executes the program.
 #[derive(Clone, Copy)]
 #[repr(u8)]
 enum Step {

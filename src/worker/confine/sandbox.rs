@@ -16,7 +16,7 @@ use seccompiler::{BpfProgram, SeccompAction, SeccompFilter, TargetArch};
 use super::settings::{Measure, Surroundings};
 use cotenant_config::{FileAccess, SyscallFilter};
 
-/// Builds the walls around files, and says what is in force.
+/// Builds the Landlock rules for files, with the measure in force.
 pub(super) fn files(
     access: Option<&FileAccess>,
     around: &Surroundings<'_>,
@@ -54,7 +54,7 @@ pub(super) fn files(
 
 fn ruleset(access: &FileAccess, around: &Surroundings<'_>) -> Result<Option<OwnedFd>, String> {
     let words = |error: &dyn std::error::Error| error.to_string();
-    // The newest that is asked for; what an older kernel does not know is left out by the crate, and its version is reported.
+    // The newest requested version; the crate omits features that an older kernel lacks, and its version is reported.
     let abi = ABI::V5;
     let read = AccessFs::from_read(abi);
     let all = AccessFs::from_all(abi);
@@ -132,8 +132,8 @@ pub(super) fn restrict_files(ruleset: &OwnedFd) -> io::Result<()> {
     }
 }
 
-/// A wall that is in the way of nothing but the memory, descriptors and environment of processes on its other side: who
-/// is in any domain of Landlock may not trace who is not in it, also by `/proc/PID/mem` (`ptrace_access_check`).
+/// A Landlock domain that separates only memory, descriptors and environment of processes: a process in a domain may
+/// not trace one outside, also by `/proc/PID/mem` (`ptrace_access_check`).
 pub(super) fn process_wall() -> Result<OwnedFd, String> {
     let ruleset = Ruleset::default()
         .set_compatibility(CompatLevel::HardRequirement)
@@ -154,12 +154,12 @@ pub(super) fn be_undumpable() {
 /// Between fork and exec: system calls only.
 pub(super) fn bound_capabilities() {
     for capability in (0..CAPABILITIES_MAX).filter(|capability| !KEPT.contains(capability)) {
-        // SAFETY: numbers only. It fails for a capability that the kernel does not know, and for one who has none.
+        // SAFETY: numbers only. It fails for a capability unknown to the kernel, and without the right to drop.
         let _ = unsafe { libc::prctl(libc::PR_CAPBSET_DROP, capability, 0, 0, 0) };
     }
 }
 
-/// Builds the filter of system calls, and says what is in force.
+/// Builds the filter of system calls, with the measure in force.
 pub(super) fn calls(filter: SyscallFilter) -> (Option<BpfProgram>, Option<Measure>) {
     if filter == SyscallFilter::All {
         return (None, None);
@@ -201,7 +201,7 @@ fn program() -> Result<BpfProgram, String> {
         .map_err(|error| error.to_string())
 }
 
-/// Whether the kernel takes filters that answer with an error.
+/// Whether the kernel supports filters that return an error.
 fn has_seccomp() -> bool {
     let action: u32 = libc::SECCOMP_RET_ERRNO;
     // SAFETY: `action` is valid for reads, and the flags must be 0.
@@ -243,7 +243,7 @@ pub(super) fn restrict_calls(program: &BpfProgram) -> io::Result<()> {
 
 /// Neither wall may be put up by a process that could gain rights by executing a program.
 fn no_new_privileges() -> io::Result<()> {
-    // SAFETY: five numbers; this option cannot fail but by a kernel that does not know it.
+    // SAFETY: five numbers; this option fails only on a kernel without it.
     if unsafe { libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) } == 0 {
         Ok(())
     } else {
@@ -251,7 +251,7 @@ fn no_new_privileges() -> io::Result<()> {
     }
 }
 
-/// What programs and their libraries read. What is not there is left out.
+/// Paths that programs and their libraries read. Missing ones are omitted.
 const SYSTEM_READ: [&str; 9] = [
     "/usr",
     "/lib",
@@ -271,10 +271,10 @@ const SYSTEM_WRITE: [&str; 1] = ["/dev"];
 /// linux/landlock.h.
 const LANDLOCK_CREATE_RULESET_VERSION: libc::c_uint = 1;
 
-/// What no speech worker needs, and what would let one see into others or change the machine.
+/// System calls that no speech worker needs, and that would let one inspect others or change the machine.
 ///
 /// `pidfd_send_signal` stays: it reaches nothing that `kill` does not reach, and runtimes end their children by it.
-/// Programs that try io_uring go on without it, since containers refuse it too.
+/// Programs that try io_uring continue without it, since containers refuse it too.
 const REFUSED: [i64; 34] = [
     libc::SYS_acct,
     libc::SYS_add_key,
@@ -312,8 +312,9 @@ const REFUSED: [i64; 34] = [
     libc::SYS_userfaultfd,
 ];
 
-/// What a restricted worker keeps of root: `CAP_CHOWN`, `CAP_DAC_OVERRIDE`, `CAP_DAC_READ_SEARCH`, `CAP_FOWNER`, `CAP_FSETID`,
-/// `CAP_KILL`, `CAP_SETGID`, `CAP_SETUID`, `CAP_NET_BIND_SERVICE`, `CAP_IPC_LOCK`, `CAP_SYS_NICE` of linux/capability.h.
+/// Capabilities of root that a restricted worker keeps: `CAP_CHOWN`, `CAP_DAC_OVERRIDE`, `CAP_DAC_READ_SEARCH`,
+/// `CAP_FOWNER`, `CAP_FSETID`, `CAP_KILL`, `CAP_SETGID`, `CAP_SETUID`, `CAP_NET_BIND_SERVICE`, `CAP_IPC_LOCK`,
+/// `CAP_SYS_NICE` of linux/capability.h.
 const KEPT: [libc::c_ulong; 11] = [0, 1, 2, 3, 4, 5, 6, 7, 10, 14, 23];
 
 /// Bits of a set of capabilities.

@@ -1,15 +1,15 @@
-//! What became of a confinement.
+//! Outcome of a confinement.
 
 use std::{fmt, io, path::Path};
 
-/// One part of a confinement, and what became of it.
+/// One part of a confinement with its outcome.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Measure {
     /// `memory limit`, `files`, `system calls`, `control group`, …
     pub what: &'static str,
-    /// What is in force, in words; or why it is not.
+    /// The state in force, in words; or the reason why it is not.
     pub state: Result<String, String>,
-    /// Whether the configuration asks for it; what is not asked for and cannot be had is worth no warning.
+    /// Whether the configuration requests it; the absence of an unrequested measure is not warned of.
     pub asked: bool,
 }
 
@@ -22,14 +22,14 @@ impl fmt::Display for Measure {
     }
 }
 
-/// What a start needs to know beside the confinement itself.
+/// Parameters of a start besides the confinement itself.
 pub(crate) struct Surroundings<'a> {
     pub(crate) worker: &'a str,
     pub(crate) program: &'a str,
     pub(crate) working_dir: Option<&'a Path>,
     /// Folder in which it makes its socket.
     pub(crate) socket_dir: Option<&'a Path>,
-    /// What it watches for memory pressure.
+    /// Pressure file that it watches.
     pub(crate) watched: Option<&'a Path>,
 }
 
@@ -54,10 +54,10 @@ pub enum ConfineError {
         name: String,
         /// The supervisor's own.
         own: u32,
-        /// What it lacks.
+        /// The missing capability.
         capability: &'static str,
     },
-    /// A resource limit is above what the supervisor itself may have.
+    /// A resource limit exceeds the supervisor's own.
     #[error(
         "cannot set `limits.{resource}` to {wanted}: the supervisor's own hard limit is {hard}"
     )]
@@ -72,13 +72,13 @@ pub enum ConfineError {
     /// Something that is required is not there.
     #[error("cannot confine it as required: {measure}")]
     Required {
-        /// What, and why not.
+        /// The measure, and the reason.
         measure: String,
     },
     /// The system refused something that should work.
     #[error("cannot prepare {what}")]
     System {
-        /// What.
+        /// The item.
         what: &'static str,
         /// Why not.
         #[source]

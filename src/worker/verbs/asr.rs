@@ -92,7 +92,7 @@ pub fn run_asr(options: &AsrOptions) -> Result<(), VerbError> {
     serve(&options.listen.endpoint(), || Recogniser::load(options))
 }
 
-/// The service: one decoder on a thread of its own.
+/// The service: one decoder with its own thread.
 struct Recogniser {
     engine: EngineThread<Job>,
     /// Samples that may still be recorded, all connections together.
@@ -121,7 +121,7 @@ impl Recogniser {
         };
         let engine = EngineThread::start(make, |engine: &mut Engine, job| match job {
             Job::Hear { samples, reply } => {
-                // A client that went away does not want to know.
+                // A disconnected client does not need the result.
                 let _ = reply.send(engine.hear(&samples));
             }
             Job::Resize { vocabulary, reply } => {
@@ -222,7 +222,7 @@ impl Recording {
             return Err(Refusal::new(TOO_LONG, text));
         }
         if self.samples.capacity() < self.samples.len() + samples.len() {
-            // Doubling would take twice of what there is in the end.
+            // Doubling would take up to twice the final size.
             let step = RECORDING_STEP.max(samples.len());
             let permits = u32::try_from(step).unwrap_or(u32::MAX);
             let held = Arc::clone(&self.room)
@@ -241,7 +241,7 @@ impl Recording {
         Ok(())
     }
 
-    /// The samples, and what is held for them.
+    /// The samples, and their memory reservations.
     fn finish(mut self) -> Result<(Vec<i16>, Vec<OwnedSemaphorePermit>), Refusal> {
         if let Some(resampler) = self.resampler {
             self.samples
@@ -273,7 +273,7 @@ impl Session for Hearing {
             }
             Event::AudioStop(_) => {
                 let recording = self.recording.take();
-                // Nothing recorded is nothing said.
+                // An empty recording is silence.
                 let (samples, _held) = recording.map_or(Ok(<_>::default()), Recording::finish)?;
                 let text = hear(&self.engine, &samples, reply).await?;
                 let transcript = Event::Transcript(Transcript {
@@ -312,8 +312,8 @@ impl Session for Hearing {
     }
 }
 
-/// The words of a recording. A long one is heard in parts, each followed by a piece of the transcript: a sign of life, and
-/// what others have recorded is heard in between.
+/// The words of a recording. A long one is recognised in parts, each followed by a partial transcript: a sign of life,
+/// and recordings of other clients are recognised in between.
 async fn hear(
     engine: &EngineThread<Job>,
     samples: &[i16],
@@ -406,7 +406,7 @@ fn busy() -> Refusal {
     Refusal::new(BUSY, "too many requests wait for the recogniser")
 }
 
-/// What the engine's thread is asked.
+/// Jobs of the engine's thread.
 enum Job {
     Hear {
         samples: Vec<i16>,
@@ -418,7 +418,7 @@ enum Job {
     },
 }
 
-/// The decoder and what is needed to load another.
+/// The decoder, with the settings to load another.
 struct Engine {
     engine: Pocketsphinx,
     files: ModelFiles,
@@ -511,7 +511,7 @@ const PART_MAX: usize = 15 * RATE;
 const FRAME: usize = RATE / 20;
 const PAUSE_FRAMES: usize = 14;
 
-/// Quiet is a twentieth of what is loud, or the noise of a silent room.
+/// Quiet means a twentieth of the loud parts, or the noise of a silent room.
 const QUIET_SHARE: u64 = 20;
 const QUIET_LEVEL: u64 = 60;
 
@@ -541,7 +541,7 @@ mod tests {
             (4 * RATE..5 * RATE).contains(&first),
             "cut in the first pause: {first}"
         );
-        // Half a second is no pause; what has none is cut nevertheless.
+        // Half a second is no pause; audio without one is cut nevertheless.
         assert!(parts[1].len() > 10 * RATE, "{}", parts[1].len());
         assert_eq!(
             parts.len(),

@@ -38,9 +38,9 @@ fn size(text: &str) -> Result<Bytes, String> {
     parse_size(text).map_err(|error| format!("{error}; {}", error.hint()))
 }
 
-/// Takes memory page by page, says when it is full, and holds it.
+/// Takes memory page by page, reports when it is full, and holds it.
 ///
-/// Writes `taking 400 MiB` and, once every page is there, `holding 400 MiB` to stdout, and tells `NOTIFY_SOCKET`.
+/// Writes `taking 400 MiB` and, once every page is resident, `holding 400 MiB` to stdout, and notifies `NOTIFY_SOCKET`.
 ///
 /// # Errors
 /// When the memory cannot be mapped, or a rate is too slow to take a page a minute.
@@ -98,9 +98,9 @@ fn due_after(taken: Bytes, rate: Bytes) -> Duration {
     Duration::from_micros(u64::try_from(micros).unwrap_or(u64::MAX))
 }
 
-/// Anonymous memory. Nothing is taken before it is touched.
+/// Anonymous memory, taken when touched.
 struct Ballast {
-    /// Start of the mapping as an address; `None` when nothing was asked for.
+    /// Start of the mapping as an address; `None` for a size of zero.
     start: Option<std::ptr::NonNull<std::ffi::c_void>>,
     length: usize,
 }
@@ -118,7 +118,7 @@ impl Ballast {
             source: error.into(),
         };
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing of ours.
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches no existing memory.
         let start = unsafe {
             mman::mmap_anonymous(
                 None,
@@ -137,7 +137,7 @@ impl Ballast {
         })
     }
 
-    /// Writes to every page of a range. Each gets a content of its own, so that no deduplication takes it back.
+    /// Writes to every page of a range. Each gets unique content, so that no deduplication frees it.
     fn touch(&mut self, from: Bytes, bytes: Bytes) {
         let Some(start) = self.start else { return };
         let end = from
@@ -178,5 +178,5 @@ fn say(line: &str) {
 /// Page size of all supported machines; a larger one is touched more often than needed, never less.
 const PAGE: usize = 4096;
 
-/// Taken between two looks at the clock: 2.5 ms of what a desktop takes at 6000 MiB/s is 16 MiB.
+/// Bytes taken between two looks at the clock: 2.5 ms at a desktop's 6000 MiB/s are 16 MiB.
 const STEP: Bytes = Bytes::from_kib(256);

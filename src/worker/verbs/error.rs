@@ -16,7 +16,7 @@ pub enum VerbError {
     /// It cannot listen.
     #[error("cannot listen on `{endpoint}`")]
     Listen {
-        /// Where.
+        /// The address.
         endpoint: Endpoint,
         /// Why not.
         #[source]
@@ -41,7 +41,7 @@ pub enum VerbError {
         path: PathBuf,
         /// Its length.
         bytes: Bytes,
-        /// What is read.
+        /// The limit.
         most: Bytes,
     },
     /// The recogniser cannot be used.
@@ -53,7 +53,7 @@ pub enum VerbError {
     /// The program espeak-ng cannot be used.
     #[error("cannot run `espeak-ng`")]
     Espeak(#[source] io::Error),
-    /// The memory cannot be had.
+    /// The memory cannot be allocated.
     #[error("cannot map {bytes} of memory")]
     Map {
         /// How much.
@@ -62,13 +62,13 @@ pub enum VerbError {
         #[source]
         source: io::Error,
     },
-    /// What was asked for makes no sense.
+    /// The arguments are invalid.
     #[error("{0}")]
     Options(String),
 }
 
 impl VerbError {
-    /// What to do, where that is known.
+    /// Remedy, if known.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {

@@ -22,7 +22,7 @@ impl Flite {
     /// Loads the library and its voice.
     pub(super) fn load() -> Result<Self, FliteError> {
         let open = |name| Library::open(name, REMEDY);
-        // The voice needs the language and the lexicon, and names neither as a dependency of its own in some builds.
+        // The voice needs the language and the lexicon, and some builds declare neither as a dependency.
         let flite = open("libflite.so.1")?;
         open("libflite_usenglish.so.1")?;
         open("libflite_cmulex.so.1")?;
@@ -50,7 +50,7 @@ impl Flite {
     pub(super) fn speak(&mut self, text: &str) -> Result<MonoAudio, FliteError> {
         // A NUL within would end the text for C.
         let c_text = CString::new(text.replace('\0', " ")).map_err(|_| FliteError::Silent)?;
-        // SAFETY: the text ends with a NUL, the voice comes from the library, and `&mut self` keeps others out.
+        // SAFETY: the text ends with a NUL, the voice comes from the library, and `&mut self` excludes other callers.
         let wave = unsafe { (self.functions.text_to_wave)(c_text.as_ptr(), self.voice) };
         if wave.is_null() {
             return Err(FliteError::Silent);
@@ -66,7 +66,7 @@ impl Flite {
 /// Samples of the first channel.
 ///
 /// # Safety
-/// `samples` of the wave must point to as many samples as it says.
+/// `samples` of the wave must point to the stated number of samples.
 unsafe fn copied(wave: &Wave) -> Option<MonoAudio> {
     let rate = u32::try_from(wave.sample_rate)
         .ok()

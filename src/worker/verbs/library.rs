@@ -15,13 +15,13 @@ pub(super) struct Library {
 impl Library {
     /// Opens a library; the dynamic linker searches for it.
     ///
-    /// It is never closed again: these libraries keep tables and thread state that may outlive any handle.
+    /// It is never closed: these libraries keep tables and thread state that may outlive any handle.
     ///
     /// # Errors
-    /// When it is not installed; `remedy` says what to do.
+    /// When it is not installed; `remedy` is the advice.
     pub(super) fn open(name: &'static str, remedy: &'static str) -> Result<Self, LibraryError> {
         // SAFETY: opening runs the initialisers of the library. Those opened here (pocketsphinx, sphinxbase, flite and
-        // what they link to) are C libraries of the distribution whose initialisers have no preconditions.
+        // their dependencies) are C libraries of the distribution whose initialisers have no preconditions.
         let opened = unsafe { UnixLibrary::open(Some(OsStr::new(name)), RTLD_NOW | RTLD_GLOBAL) };
         match opened {
             Ok(library) => Ok(Self {
@@ -70,7 +70,7 @@ pub struct LibraryError {
 }
 
 impl LibraryError {
-    /// What to do.
+    /// Remedy.
     #[must_use]
     pub const fn hint(&self) -> &'static str {
         self.remedy

@@ -1,8 +1,8 @@
-//! Supervisor of a built-in worker: notified of readiness, and missed when it is gone.
+//! Lifeline of a built-in worker: readiness notification, and exit without a supervisor.
 //!
-//! A supervisor keeps a file locked, and names it in the environment of its workers. When it is gone the kernel takes the
-//! lock away; when the next one is there it has it again. A worker that finds no supervisor for longer than a lease goes on
-//! without renewal gives its memory back by ending.
+//! A supervisor keeps a file locked, and names it in the environment of its workers. When it ends, the kernel releases
+//! the lock; the next one takes it again. A worker that finds no supervisor for longer than a lease lasts without
+//! renewal exits to return its memory.
 
 use std::{
     env,
@@ -53,14 +53,14 @@ async fn without(lock: &Path, term: Duration) {
                     return;
                 }
             }
-            // What cannot be seen is not taken for absence.
+            // An unreadable lock is not taken for absence.
             Ok(true) | Err(_) => alone_since = None,
         }
         sleep(LOOK_EVERY.min(term / 4)).await;
     }
 }
 
-/// Whether the file is locked; one that does not exist is not.
+/// Whether the file is locked; a missing one is not.
 fn is_held(path: &Path) -> io::Result<bool> {
     let file = match File::open(path) {
         Ok(file) => file,
@@ -83,7 +83,7 @@ fn is_held(path: &Path) -> io::Result<bool> {
     Ok(asked.l_type != unlocked)
 }
 
-/// Milliseconds that a worker goes on without a supervisor, in place of [`TERM`].
+/// Milliseconds that a worker continues without a supervisor, instead of [`TERM`].
 const TERM_VARIABLE: &str = "COTENANT_ALONE_MS";
 
 /// As long as a lease that names no other term.

@@ -18,7 +18,7 @@ pub(super) struct Pocketsphinx {
     functions: Functions,
 }
 
-/// What a decoder listens for.
+/// Vocabulary of a decoder.
 #[derive(Clone, Debug)]
 pub(super) enum Search {
     /// The sentences of a JSGF grammar, given as text.
@@ -49,8 +49,7 @@ impl Pocketsphinx {
                 ps_get_hyp: sphinx.function("ps_get_hyp")?,
             }
         };
-        // It logs some hundred lines per start; what matters comes back as an error here.
-        // SAFETY: null means silence.
+        // It logs some hundred lines per start; relevant failures return as errors here. SAFETY: null disables the log.
         unsafe { (functions.err_set_logfp)(ptr::null_mut()) };
         Ok(Self { functions })
     }
@@ -87,9 +86,9 @@ impl Pocketsphinx {
         if config.is_null() {
             return Err(SphinxError::Configuration);
         }
-        // SAFETY: the configuration is valid; the decoder takes a reference of its own.
+        // SAFETY: the configuration is valid; the decoder takes its own reference.
         let raw = unsafe { (self.functions.ps_init)(config) };
-        // SAFETY: gives back our reference.
+        // SAFETY: releases our reference.
         unsafe { (self.functions.cmd_ln_free_r)(config) };
         if raw.is_null() {
             return Err(SphinxError::Model {
@@ -103,7 +102,7 @@ impl Pocketsphinx {
         if let Search::Grammar(text) = search
             && let Err(error) = decoder.listen_for(text)
         {
-            // It says only that it failed; a word it cannot pronounce is the usual reason.
+            // It reports only the failure; a word it cannot pronounce is the usual reason.
             let words = unknown_words(text, &model.dictionary);
             return Err(if words.is_empty() {
                 error
@@ -250,7 +249,7 @@ pub enum SphinxError {
 }
 
 impl SphinxError {
-    /// What to do, where that is known.
+    /// Remedy, if known.
     #[must_use]
     pub const fn hint(&self) -> Option<&'static str> {
         match self {
@@ -348,7 +347,7 @@ const WORDS_NAMED: usize = 5;
 /// Samples per call: 100 ms.
 const BLOCK: usize = 1600;
 
-/// Where `pocketsphinx-en-us` puts the model.
+/// Folder of the model in `pocketsphinx-en-us`.
 const MODEL_FOLDER: &str = "/usr/share/pocketsphinx/model/en-us";
 
 const REMEDY: &str = "install it with `apt-get install libpocketsphinx3 libsphinxbase3`";

@@ -48,8 +48,8 @@ impl ListenArgs {
 
 /// Serves until SIGTERM or SIGINT, on one thread; the engine has another.
 ///
-/// `make` runs after the address is taken, so that two workers on one socket do not both load a model, and before the
-/// first connection is accepted: who is answered is served.
+/// `make` runs after the address is bound, so that two workers on one socket do not both load a model, and before the
+/// first connection is accepted, so that accepted connections are served.
 pub(super) fn serve<S: Service>(
     endpoint: &Endpoint,
     make: impl FnOnce() -> Result<S, VerbError>,
@@ -86,7 +86,7 @@ pub(super) fn serve<S: Service>(
     })
 }
 
-/// A thread that owns an engine and is asked one thing at a time.
+/// A thread that owns an engine and performs one job at a time.
 #[derive(Debug)]
 pub(super) struct EngineThread<J> {
     jobs: blocking::SyncSender<J>,
@@ -162,11 +162,11 @@ pub(super) fn own_rss() -> Option<Bytes> {
     ))
 }
 
-/// Keeps large allocations in mappings of their own, which go back to the kernel the moment they are freed.
+/// Keeps large allocations in separate mappings, which return to the kernel when they are freed.
 ///
 /// By default glibc raises its threshold to the largest block ever freed, up to 32 MiB. After the first switch from the
-/// open vocabulary to a grammar the next language model then lands in the heap, where the models of later switches
-/// pin it: 61 MiB instead of 36 MiB stayed in the second round.
+/// open vocabulary to a grammar the next language model then lands in the heap, where the models of later switches pin
+/// it: 61 MiB instead of 36 MiB stayed in the second round.
 pub(super) fn keep_large_blocks_apart() {
     #[cfg(target_env = "gnu")]
     // SAFETY: `mallopt` may be called at any time; this parameter takes a number of bytes.
@@ -184,5 +184,5 @@ pub(super) fn trim() {
     }
 }
 
-/// Requests that may wait for the engine, in the order in which they came: one of each connection that a server has by default.
+/// Requests queued for the engine, in order of arrival: one for each connection that a server allows by default.
 const JOBS_QUEUED: usize = 16;

@@ -68,7 +68,7 @@ pub fn run_tts(options: &TtsOptions) -> Result<(), VerbError> {
     serve(&options.listen.endpoint(), || Speaker::load(options))
 }
 
-/// The service: one engine on a thread of its own.
+/// The service: one engine with its own thread.
 struct Speaker {
     thread: EngineThread<Job>,
     engine: TtsEngine,
@@ -153,7 +153,7 @@ struct Streaming {
     speech: Speech,
 }
 
-/// What was sent of one spoken text.
+/// Audio sent for one text.
 #[derive(Default)]
 struct Speech {
     format: Option<AudioFormat>,
@@ -212,7 +212,7 @@ impl Session for Speaking {
 }
 
 impl Speaking {
-    /// What was begun by `synthesize-start`, which this event goes on with.
+    /// The synthesis begun by `synthesize-start`, which this event continues.
     fn begun(&mut self, event: &str) -> Result<Streaming, Refusal> {
         let without = || format!("`{event}` without `synthesize-start`");
         let streaming = self.streaming.take();
@@ -274,7 +274,7 @@ impl Speech {
     }
 }
 
-/// What the engine's thread is asked.
+/// A job of the engine's thread.
 struct Job {
     sentence: String,
     reply: oneshot::Sender<Result<MonoAudio, SpeakError>>,
@@ -316,7 +316,7 @@ impl EspeakNg {
             .stderr(Stdio::null())
             .spawn()?;
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take());
-        // It reads all before it writes, but nothing promises that: the text goes from a thread of its own.
+        // It reads all input before it writes, but this is not guaranteed: a separate thread sends the text.
         let wav = thread::scope(|scope| {
             thread::Builder::new().spawn_scoped(scope, move || {
                 if let Some(mut stdin) = stdin {

@@ -118,11 +118,11 @@ fn configurations_in_documents_are_accepted() {
     for document in [
         "README.md",
         "docs/operating.md",
-        "docs/servers.md",
         "docs/clients/home-assistant.md",
         "docs/clients/langchain.md",
         "docs/clients/livekit-pipecat.md",
         "docs/clients/ollama.md",
+        "docs/clients/speech-servers.md",
     ] {
         let text = std::fs::read_to_string(repository(document)).unwrap();
         for example in text
@@ -280,7 +280,7 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
         "/usr/share/fish/vendor_completions.d/cotenant.fish",
         "/usr/share/doc/cotenant/copyright",
         "/usr/share/doc/cotenant/third-party-notices.gz",
-        "/usr/share/doc/cotenant/runbook.md",
+        "/usr/share/doc/cotenant/troubleshooting.md",
         "/etc/cotenant/cotenant.yaml",
     ] {
         assert!(

@@ -1,4 +1,4 @@
-//! The Python helper of one file: the README's example, as it stands there.
+//! The Python helper of one file, with the example of `docs/clients/leases.md`.
 
 use std::{path::Path, process::Stdio};
 
@@ -14,7 +14,7 @@ use crate::support::PATIENCE;
 const MIB: u64 = 1 << 20;
 
 const EXAMPLE: &str = include_str!("../../clients/lease_example.py");
-const README: &str = include_str!("../../../README.md");
+const DOCUMENT: &str = include_str!("../../../docs/clients/leases.md");
 
 /// Refused with its reason; granted, resized, given back.
 const SHORT: &str = r#"
@@ -90,11 +90,10 @@ fn python(installation: &Installation) -> Option<Command> {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn the_readmes_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_stays_away()
-{
+async fn the_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_stays_away() {
     assert!(
-        README.contains(EXAMPLE),
-        "the README shows another example than the one that is tested"
+        DOCUMENT.contains(EXAMPLE),
+        "the document shows another example than the one that is tested"
     );
     let installation = Installation::new(&budget(220));
     let (Some(mut short), Some(mut example)) = (python(&installation), python(&installation))

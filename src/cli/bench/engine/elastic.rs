@@ -1,5 +1,6 @@
-//! What being elastic costs and brings: against an engine that is not, when memory is ordered back, when a neighbour takes
-//! a core, and before the weights are in memory.
+//! Costs and benefits of elasticity.
+//!
+//! Measured against a static engine, on ordered sheds, beside a busy neighbour, and before the weights are in memory.
 
 use std::{
     io,
@@ -112,7 +113,7 @@ impl Bench<'_> {
                     report.asked.saturating_sub(report.grown),
                 );
             }
-            // What was given up is grown back at once, or after a pause in which a virtual machine's host may take it.
+            // Shed memory is grown back at once, or after a pause in which a virtual machine's host may take it.
             let rest = match turn % 10 {
                 0 => Some(""),
                 5 => {
@@ -151,7 +152,7 @@ impl Bench<'_> {
             self.model.reset();
             let prompt = self.tokens(0, PROMPT_SHED_TOKENS.min(self.settings.prompt_max));
             if turn == 0 {
-                // What it says without an order, and how long it takes.
+                // The answer without an order, and its duration.
                 let started = Instant::now();
                 expected = self.forward(&prompt)?.to_vec();
                 self.values
@@ -184,7 +185,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// A plan with so much less, spread evenly, that what a shed is to give back is given.
+    /// A plan smaller by this amount, spread evenly, so that a shed frees the requested bytes.
     fn fewer(&self, all: &EnginePlan) -> EnginePlan {
         let parts = count(self.layout.parts.len());
         let wanted = Bytes::from_mib(self.settings.shed_mib);
@@ -206,8 +207,8 @@ impl Bench<'_> {
         }
     }
 
-    /// Seconds in which what `plan` leaves out is read as growing reads it, into memory that has been touched before: the
-    /// middle one of three.
+    /// Seconds to read the parts missing in `plan` as growth reads them, into memory that has been touched before: the
+    /// median of three.
     fn read_raw(&self, plan: &EnginePlan) -> Result<f64, String> {
         let file =
             WeightFile::open(self.model.header().parts()).map_err(|error| in_one_line(&error))?;
@@ -259,6 +260,6 @@ const PROMPT_SHED_TOKENS: u32 = 256;
 const ORDER_LEAST: Duration = Duration::from_micros(500);
 const FEW_TOKENS: Duration = Duration::from_millis(20);
 const FEW_LAYERS: Duration = Duration::from_millis(100);
-/// How long a shed lies back in the figures that say so: the free pages of a virtual machine are reported to its host after 2 s
+/// Pause after a shed, as named in the figures: the free pages of a virtual machine are reported to its host after 2 s
 /// (`PAGE_REPORTING_DELAY` in Linux's `mm/page_reporting.c`).
 const REST: Duration = Duration::from_secs(3);

@@ -1,8 +1,8 @@
 //! `cotenant bench engine`: speed, memory and elasticity with the user's own model.
 //!
-//! All figures are measured in one run and in turns: each round takes every figure once, and the peer's where there is
-//! one, so that drift of the machine's speed does not favour either. A model whose streamed and resident logits differ is
-//! not measured.
+//! All figures are measured in one run and in turns: each round takes every figure once, and the peer's if there is
+//! one, so that drift of the machine's speed favours neither. A model whose streamed and resident logits differ is not
+//! measured.
 
 mod elastic;
 mod report;

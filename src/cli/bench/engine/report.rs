@@ -53,7 +53,7 @@ pub struct Peer {
     pub ratio_most: f64,
 }
 
-/// Values by figure, in the order in which the figures first came.
+/// Values by figure, in the order of first occurrence.
 #[derive(Default)]
 pub struct Values {
     /// The figures with their units.
@@ -82,7 +82,7 @@ impl Values {
         self.add(what, "MiB", mib(bytes));
     }
 
-    /// Adds what part of the whole an amount is.
+    /// Adds an amount with its share of the whole.
     pub fn part(&mut self, what: impl Into<String>, part: Bytes, whole: Bytes) {
         self.add(what, "%", percent(part.get(), whole.get()));
     }

@@ -1,4 +1,4 @@
-//! Settings of the engine's measurements, whatever the model.
+//! Settings of the engine's measurements, for any model.
 
 use std::path::{Path, PathBuf};
 
@@ -80,7 +80,7 @@ impl EngineSettings {
         })
     }
 
-    /// What computes.
+    /// Compute device.
     fn compute(&self) -> Compute {
         let choice = if self.cuda {
             DeviceChoice::Cuda

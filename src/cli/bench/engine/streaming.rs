@@ -1,4 +1,4 @@
-//! Streaming: what comes of reading and computing at the same time.
+//! Streaming: overlap of reading and computing.
 
 use std::{sync::Arc, time::Instant};
 
@@ -11,8 +11,8 @@ use cotenant_engine::{
 use cotenant_units::causes::in_one_line;
 
 impl Bench<'_> {
-    /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are taken
-    /// next to it, computing before and after.
+    /// Decoding with a share of the layers resident, over the slower of reading alone and computing alone. Both are
+    /// measured next to it, computing before and after.
     pub(super) fn streaming(&mut self) -> Result<(), String> {
         self.model.reset();
         let first = self.tokens(0, 1);
@@ -55,7 +55,7 @@ impl Bench<'_> {
         Ok(())
     }
 
-    /// Seconds in which the readers bring what is streamed for one token, without computing.
+    /// Seconds in which the readers transfer the streamed parts of one token, without computing.
     ///
     /// # Errors
     /// When the file cannot be read.
@@ -89,7 +89,7 @@ impl Bench<'_> {
         Ok(started.elapsed().as_secs_f64() / f64::from(STREAMED_TOKENS))
     }
 
-    /// What the plan in force reads for each token.
+    /// Extents that the plan in force reads for each token.
     fn streamed(&self) -> Vec<Extent> {
         let resident = &self.model.plan().resident;
         self.layout

@@ -153,7 +153,7 @@ impl<'settings> Bench<'settings> {
         // Whole logits, which the gate has compared, are the bench's own.
         heap::trim();
         let held = self.model.breakdown();
-        // What is untouched is leased and in no memory: a resident set cannot have it.
+        // Untouched memory is leased and not resident, so a resident set cannot include it.
         let book = held.used();
         let rss = arena::process_resident().saturating_sub(self.rss_before);
         let pages = self.model.kernel_resident();
@@ -252,7 +252,7 @@ impl<'settings> Bench<'settings> {
         Ok(started.elapsed().as_secs_f64() / f64::from(tokens))
     }
 
-    /// Half of the layers given up and read again; KV capacity given up and taken back.
+    /// Sheds half of the layers and reloads them; sheds KV capacity and takes it back.
     pub(super) fn elasticity(&mut self) -> Result<(), String> {
         let report = self.apply(50)?;
         self.values.time("shed of half the layers", report.took);
@@ -371,7 +371,7 @@ impl<'settings> Bench<'settings> {
         Ok(best)
     }
 
-    /// The peer's side of a figure of ours, whose values are one for each round.
+    /// The peer's value for one of our figures, which has one value for each round.
     fn peer_figure(&self, what: &str, ours: &[f64]) -> Option<Peer> {
         let (prompt, depth) = match what.strip_prefix("prefill ") {
             Some(prompt) => (prompt.parse().ok()?, 0),
@@ -538,11 +538,12 @@ pub fn count(layers: usize) -> u32 {
 
 /// Prompts that prefill is measured with.
 const PROMPTS: [u32; 2] = [128, 512];
-/// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no context.
+/// The longest prompt for which the workspace is watched, whatever `--prompt-max` says: beyond it most models have no
+/// context.
 const PROMPT_MAX: u32 = 32_768;
 /// Tokens of the prompt that exactness is checked with: several chunks of odd sizes by default.
 const GATE_PROMPT: u32 = 150;
-/// Use by others above which a round is marked: what the peers' survey kept (8 %).
+/// Use by others above which a round is marked: the limit of the peers' survey (8 %).
 const FOREIGN_MAX_PERCENT: f64 = 8.0;
 
 #[cfg(test)]

@@ -50,13 +50,13 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(30);
 
 // ---- backends ----
 
-/// What a scripted backend does next.
+/// Next step of a scripted backend.
 pub(super) enum Turn<T> {
     Give(T),
     Refuse(Refusal),
 }
 
-/// What a voice says, or the error that ends it.
+/// Audio of a voice, or the error that ends it.
 pub(super) type Chunks = Vec<Result<Vec<i16>, Refusal>>;
 
 #[derive(Default)]
@@ -92,7 +92,7 @@ impl SpeechBackend for Script {
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
-        // What nothing is scripted for is spoken as one sample for each character.
+        // Unscripted text is spoken as one sample for each character.
         let default = vec![Ok(vec![1; request.text.len()])];
         self.spoken.lock().unwrap().push(request);
         let turn = self.speech.lock().unwrap().pop_front();
@@ -206,7 +206,7 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
         tracer: Tracer::default(),
     };
     let folder = tempfile::tempdir().unwrap();
-    // What the voice said of itself in an earlier run.
+    // Description of the voice from an earlier run.
     let voice = TtsProgram {
         voices: vec![Model {
             artifact: Artifact {
@@ -273,7 +273,7 @@ impl Served {
             .push_back(Turn::Give(steps));
     }
 
-    /// What the LLM was asked last, without its roles.
+    /// The LLM's last prompt, without its roles.
     pub(super) fn asked(&self) -> Vec<String> {
         let asked = self.script.asked.lock().unwrap();
         let messages = asked.last().unwrap().prompt.messages();
@@ -319,7 +319,7 @@ impl Client {
         }
     }
 
-    /// The text and code of the error that comes next, after which the connection is closed.
+    /// The text and code of the next error, after which the connection is closed.
     pub(super) async fn refusal(&mut self) -> (String, String) {
         let error = self.until("error").await.pop().unwrap();
         assert!(self.next().await.is_none(), "it is not closed");
@@ -396,4 +396,4 @@ pub(super) fn shed() -> Refusal {
     }
 }
 
-// ---- what clients see ----
+// ---- clients ----
