@@ -5,6 +5,7 @@
 
 mod autopsy;
 mod bodies;
+mod drafts;
 mod engine;
 mod first_byte;
 mod kill;
@@ -55,6 +56,8 @@ enum Measurement {
     Autopsy(autopsy::AutopsyArgs),
     /// Whether the daemon gives back what large requests of every API have taken.
     Bodies(bodies::BodiesArgs),
+    /// Answers with drafted tokens beside the same answers without.
+    Drafts(drafts::DraftsArgs),
     /// The engine on models of random weights, and beside llama.cpp's logits.
     Engine(Box<engine::EngineArgs>),
     /// Time from a neighbour's crossing of the watermark to the first byte shed.
@@ -126,6 +129,12 @@ fn run(measurement: &Measurement, output: Output) -> Result<ExitCode, CliError> 
         Measurement::Replay(args) => {
             let report =
                 replay::run(args).map_err(|problem| CliError::plain(problem, exit::FAILED))?;
+            report.write(output)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Measurement::Drafts(args) => {
+            let report =
+                drafts::run(args).map_err(|problem| CliError::plain(problem, exit::FAILED))?;
             report.write(output)?;
             Ok(ExitCode::SUCCESS)
         }

@@ -198,6 +198,8 @@ pub struct LlmConfig {
     pub threads: Option<u32>,
     /// Answers that are computed together; `None` for as many as the model can. 1 to 8.
     pub parallel: Option<u32>,
+    /// Whether tokens are drafted from what prompt and answer repeat. Default true.
+    pub drafts: bool,
     /// Compute device. Default: a GPU that can compute, else the CPU.
     pub device: DeviceSettings,
     /// KV tokens wanted when memory is ample. Default 4096, 64 to 1048576.

@@ -366,6 +366,7 @@ impl Checker {
             name: name.unwrap_or_default(),
             threads: self.number("llm.threads", &raw.threads, 1..=256),
             parallel: self.number("llm.parallel", &raw.parallel, 1..=8),
+            drafts: self.switch("llm.drafts", &raw.drafts).unwrap_or(true),
             device: self.device(raw),
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),

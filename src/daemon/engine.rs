@@ -427,6 +427,7 @@ pub(super) fn start_engine(
     let vocabulary = sayable(llm);
     let options = EngineOptions {
         answers_max: llm.parallel.map_or(usize::MAX, |most| most as usize),
+        drafts: llm.drafts,
         ..EngineOptions::default()
     };
     let inspector = Inspector::new(llm, control);

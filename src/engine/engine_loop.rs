@@ -367,6 +367,13 @@ impl EngineLoop {
         self.publish();
     }
 
+    /// Notes how many tokens of a draft were right.
+    pub(super) const fn drafted(&mut self, tokens: usize, accepted: usize) {
+        let state = &mut self.state;
+        state.tokens_drafted = state.tokens_drafted.saturating_add(tokens as u64);
+        state.drafts_accepted = state.drafts_accepted.saturating_add(accepted as u64);
+    }
+
     /// Notes how much of a request's prompt is in the KV cache already, and what all take of it.
     pub(super) fn reused(&mut self, id: RequestId, cached: Tokens, held: Tokens) {
         if let Some(running) = self.running_mut(id) {

@@ -504,6 +504,14 @@ pub struct ReadError {
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ForwardError {
+    /// More tokens or results in one pass than there are buffers for.
+    #[error("cannot compute {tokens} tokens in one pass: there are buffers for {limit}")]
+    BeyondChunk {
+        /// Tokens of the pass.
+        tokens: usize,
+        /// The most tokens, or results.
+        limit: usize,
+    },
     /// The checkpoint asked to stop.
     #[error("cancelled at layer {layer} of position {position}")]
     Cancelled {

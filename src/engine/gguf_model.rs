@@ -14,7 +14,7 @@ use super::{
     gguf::Header,
     helper::Helper,
     language_model::{LanguageModel, Opened},
-    model::{Asked, Lane, Model, ModelOptions, Opening, Scores, Selected},
+    model::{Asked, Lane, Model, ModelOptions, Opening, Scores, Selected, Span},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
     reader::LoadProgress,
@@ -224,6 +224,18 @@ fn with_text_held(report: ApplyReport, text: Bytes) -> ApplyReport {
     }
 }
 
+/// The token that a device has found; otherwise the scores go into `logits`.
+fn greatest(scores: Scores<'_>, logits: &mut Vec<f32>) -> Option<u32> {
+    match scores {
+        Scores::Greatest(token) => Some(token),
+        Scores::All(computed) => {
+            logits.clear();
+            logits.extend_from_slice(&computed);
+            None
+        }
+    }
+}
+
 impl LanguageModel for GgufModel {
     fn forward(
         &mut self,
@@ -251,14 +263,8 @@ impl LanguageModel for GgufModel {
             text: self.text_held(),
             checkpoint,
         };
-        match self.model.forward_greedy(tokens, &mut checkpoint)? {
-            Scores::Greatest(token) => Ok(Some(token)),
-            Scores::All(computed) => {
-                logits.clear();
-                logits.extend_from_slice(&computed);
-                Ok(None)
-            }
-        }
+        let scores = self.model.forward_greedy(tokens, &mut checkpoint)?;
+        Ok(greatest(scores, logits))
     }
 
     fn refused(&self) -> Option<&str> {
@@ -317,32 +323,50 @@ impl LanguageModel for GgufModel {
         self.model.leave(lane);
     }
 
-    fn make_places(&mut self, lanes: &[Lane]) -> bool {
-        self.model.make_places(lanes)
+    fn make_places(&mut self, lane: Lane, tokens: u32) -> bool {
+        self.model.make_places(lane, tokens)
+    }
+
+    fn rows_max(&self) -> usize {
+        self.model.rows_max()
     }
 
     fn forward_together(
         &mut self,
-        tokens: &[(Lane, u32)],
+        spans: &[Span<'_>],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<(), ForwardError> {
         let mut checkpoint = WithText {
             checkpoint,
             text: self.text_held(),
         };
-        self.model.forward_together(tokens, &mut checkpoint)
+        self.model.forward_together(spans, &mut checkpoint)
     }
 
     fn scores_of(
         &mut self,
         number: usize,
-        lane: Lane,
+        position: u32,
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError> {
-        let computed = self.model.logits_of(number, lane)?;
+        let computed = self.model.logits_of(number, position)?;
         logits.clear();
         logits.extend_from_slice(&computed);
         Ok(())
+    }
+
+    fn greatest_of(
+        &mut self,
+        number: usize,
+        position: u32,
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<u32>, ForwardError> {
+        let scores = self.model.greatest_of(number, position)?;
+        Ok(greatest(scores, logits))
+    }
+
+    fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
+        self.model.take_back(lane, tokens);
     }
 
     fn held(&self) -> Tokens {

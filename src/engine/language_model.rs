@@ -6,7 +6,7 @@ use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
-    model::{Asked, Lane, Selected, common_prefix},
+    model::{Asked, Lane, Selected, Span, common_prefix},
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -82,38 +82,60 @@ pub trait LanguageModel {
     /// The answer of one that was set aside is over: it stays as a conversation that may be gone on with.
     fn leave(&mut self, _lane: Lane) {}
 
-    /// Finds a place for one more token in each of these, beside all others that were set aside; says whether there is.
-    fn make_places(&mut self, lanes: &[Lane]) -> bool {
-        lanes.is_empty()
+    /// Finds places for so many more tokens of one that was set aside, beside all others; says whether there are.
+    fn make_places(&mut self, lane: Lane, tokens: u32) -> bool {
+        let _ = (lane, tokens);
+        false
     }
 
-    /// Appends a token to each of some that were set aside, [`Self::answers_max`] of them at most; their scores are read by
-    /// [`Self::scores_of`], in the same order.
+    /// How many tokens may be computed in one pass.
+    fn rows_max(&self) -> usize {
+        self.plan().prefill_chunk.get() as usize
+    }
+
+    /// Appends the tokens of some spans to their conversations in one pass, [`Self::rows_max`] of them with
+    /// [`Self::answers_max`] results at most; these are read by [`Self::scores_of`] in the order of the spans.
     ///
     /// # Errors
-    /// As [`Self::forward`]; after any of them nothing was appended.
+    /// As [`Self::forward`]; after any of them nothing was appended, and a sequence that has a span is lost.
     fn forward_together(
         &mut self,
-        tokens: &[(Lane, u32)],
+        spans: &[Span<'_>],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<(), ForwardError> {
-        let _ = (tokens, checkpoint);
+        let _ = (spans, checkpoint);
         Err(ForwardError::SequenceLost)
     }
 
-    /// The scores behind one of the last tokens that were computed together, the one of this number.
+    /// The scores of one of the results of the last pass, of a token at `position` of its conversation.
     ///
     /// # Errors
     /// When they are not finite, or the device has failed.
     fn scores_of(
         &mut self,
         number: usize,
-        lane: Lane,
+        position: u32,
         logits: &mut Vec<f32>,
     ) -> Result<(), ForwardError> {
-        let _ = (number, lane, logits);
+        let _ = (number, position, logits);
         Err(ForwardError::SequenceLost)
     }
+
+    /// As [`Self::scores_of`] for a token that is the first of the most likely: says which, or puts the scores into `logits`.
+    ///
+    /// # Errors
+    /// As there.
+    fn greatest_of(
+        &mut self,
+        number: usize,
+        position: u32,
+        logits: &mut Vec<f32>,
+    ) -> Result<Option<u32>, ForwardError> {
+        self.scores_of(number, position, logits).map(|()| None)
+    }
+
+    /// Takes back the last tokens of one that was set aside, or of the sequence.
+    fn take_back(&mut self, _lane: Option<Lane>, _tokens: u32) {}
 
     /// Tokens of the capacity that the sequence takes, with those whose answers are under way beside it.
     fn held(&self) -> Tokens {

@@ -19,6 +19,7 @@ pub mod breakdown;
 pub mod chat;
 pub mod constraint;
 pub mod disk;
+mod drafts;
 mod engine_loop;
 pub mod error;
 pub mod generate;

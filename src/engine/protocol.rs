@@ -33,6 +33,8 @@ pub struct EngineOptions {
     pub unread_limit: Duration,
     /// Answers that are computed together, where the model can do that. Default: as many as it can.
     pub answers_max: usize,
+    /// Whether tokens are drafted from what was said before. Default: they are.
+    pub drafts: bool,
 }
 
 impl Default for EngineOptions {
@@ -42,6 +44,7 @@ impl Default for EngineOptions {
             stream_buffer: 32,
             unread_limit: Duration::from_secs(10),
             answers_max: usize::MAX,
+            drafts: true,
         }
     }
 }
@@ -305,6 +308,10 @@ pub struct EngineSnapshot {
     pub tokens_prefilled: u64,
     /// Tokens generated since the start.
     pub tokens_generated: u64,
+    /// Tokens drafted since the start.
+    pub tokens_drafted: u64,
+    /// How many of them were right.
+    pub drafts_accepted: u64,
     /// Rate of generation in the running answer, or the last one.
     pub tokens_per_second: f64,
     /// Rate at which the last prompt was taken in; 0 while it is not known, which it is not after a change of plan.

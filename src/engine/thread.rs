@@ -13,6 +13,7 @@
 //! in the snapshot.
 
 mod answers;
+mod passes;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -32,6 +33,7 @@ use tokio::sync::mpsc;
 use self::worker::Worker;
 use super::{
     disk::{DiskTimeout, Retained},
+    drafts::PassSpeed,
     engine_loop::{Broken, EngineLoop},
     error::LoadError,
     gguf_model::GgufModel,
@@ -203,6 +205,7 @@ impl Worker {
             answers: Vec::new(),
             reads: false,
             round_takes: Duration::ZERO,
+            speed: PassSpeed::default(),
             left: Retained::default(),
             text: None,
             opener,

@@ -3,8 +3,8 @@
 use std::{ops::Range, time::Instant};
 
 use super::{
+    batch::Batch,
     loaded::Model,
-    parked::Lane,
     products::{Failure, Input, Progress, Want},
     residency,
     weights::Place,
@@ -31,8 +31,8 @@ pub(super) struct Pass<'pass, 'checkpoint> {
     pub(super) needed: u32,
     /// Tokens of the chunk.
     pub(super) rows: usize,
-    /// The conversations that these belong to, one token each; none where all belong to the sequence.
-    pub(super) lanes: Vec<Lane>,
+    /// The conversations that these belong to.
+    pub(super) batch: Batch,
     /// What the last part has made is to be added to the residual stream, by this.
     pub(super) residual: Option<Residual>,
 }
@@ -88,26 +88,22 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// What operations set where a result is not finite, behind the logits of a row: of keys and values, and of the logits.
-    pub(super) fn flags(&self, row: usize) -> View {
-        let at = row * logits_stride(&self.model.spec) + self.model.spec.vocabulary;
+    /// What operations set where a result is not finite, behind its logits: of keys and values, and of the logits.
+    pub(super) fn flags(&self, result: usize) -> View {
+        let at = result * logits_stride(&self.model.spec) + self.model.spec.vocabulary;
         self.model.logits.view(at..at + FLAGS)
-    }
-
-    /// Which row's flags and logits are those of row `row` of the chunk: of a sequence only one is computed at a time.
-    const fn result_of(&self, row: usize) -> usize {
-        if self.lanes.is_empty() { 0 } else { row }
     }
 
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
     pub(super) fn rotate(&mut self, rows: usize) -> Result<(), ForwardError> {
-        if self.lanes.is_empty() {
+        let own = self.batch.own().clone();
+        if !own.is_empty() {
             // Tokens keep the positions at which they were read, whatever is dropped before them.
             let sequence = &self.model.sequence;
             let position = sequence.position as usize + sequence.dropped.tokens() as usize;
-            return self.rotate_from(position, 0..rows, rows);
+            self.rotate_from(position, own.clone(), rows)?;
         }
-        for row in 0..rows {
+        for row in (0..own.start).chain(own.end..rows) {
             let (_, position) = self.lane(row).ok_or(ForwardError::SequenceLost)?;
             self.rotate_from(position, row..row + 1, rows)?;
         }
@@ -147,8 +143,9 @@ impl Pass<'_, '_> {
 
     /// The number of the conversation that row `row` belongs to among those that are parked, and its position.
     fn lane(&self, row: usize) -> Option<(usize, usize)> {
-        let (number, position) = self.model.sequence.lane(*self.lanes.get(row)?)?;
-        Some((number, position as usize))
+        let other = self.batch.other(row)?;
+        let (number, length) = self.model.sequence.lane(other.lane)?;
+        Some((number, length as usize + other.ahead as usize))
     }
 
     /// One layer for the rows of a chunk.
@@ -353,17 +350,15 @@ impl Pass<'_, '_> {
     /// Rows from `first` on of a chunk that may attend together in a layer: where its window has passed on, the place of a
     /// token is that of one before it.
     fn rows_together(&self, index: usize, first: usize) -> usize {
-        if !self.lanes.is_empty() {
-            return 1;
-        }
+        let run = self.batch.run(first);
         let spec = &self.model.spec;
         let Some(window) = spec.layers.get(index).and_then(|layer| spec.window(layer)) else {
-            return usize::MAX;
+            return run;
         };
         let position = self.model.sequence.position as usize + first;
         // Rows whose windows reach over a gap see each a number of tokens of its own.
         if self.model.sequence.dropped.window(position, window) == window {
-            WINDOW_ROWS
+            run.min(WINDOW_ROWS)
         } else {
             1
         }
@@ -401,15 +396,16 @@ impl Pass<'_, '_> {
             rows.start
         };
         let sequence = &self.model.sequence;
-        let (cells, position) = if self.lanes.is_empty() {
-            let position = sequence.position as usize + rows.start;
+        let own = self.batch.own();
+        let (cells, position) = if own.contains(&rows.start) {
+            let position = sequence.position as usize + rows.start - own.start;
             (sequence.cache.cells(window.is_some()), position)
         } else {
             let (lane, position) = self.lane(rows.start).ok_or(Failure::Stopped)?;
             (sequence.cache.cells_of(lane), position)
         };
         let of_rows = |width: usize| rows.start * width..rows.end * width;
-        let flags = self.flags(self.result_of(rows.start));
+        let flags = self.flags(self.batch.result_of(rows.start));
         self.model.backend.queue(Operation::Attend(Attend {
             spec,
             window: window.map(|window| self.model.sequence.dropped.window(position, window)),
@@ -568,7 +564,7 @@ impl Pass<'_, '_> {
         }
     }
 
-    /// Logits of some rows of the chunk, each row once: of one, or of all of them where each is of a conversation of its own.
+    /// Logits of some rows of the chunk, the results from the first one on.
     pub(super) fn head(&mut self, rows: Range<usize>) -> Result<(), ForwardError> {
         let (width, vocabulary) = (self.model.spec.width, self.model.spec.vocabulary);
         let stride = logits_stride(&self.model.spec);

@@ -1,5 +1,6 @@
 //! A model that computes: weights resident or streamed, a sequence, and what may be changed between two tokens.
 
+mod batch;
 mod calibrate;
 mod damage;
 mod dropped;
@@ -20,6 +21,7 @@ mod tests;
 mod weights;
 mod workspace;
 
+pub use batch::Span;
 pub use calibrate::PartTime;
 pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};

@@ -3,6 +3,7 @@
 use std::path::Path;
 
 use super::{
+    batch::Span,
     calibrate::{self, PartTime},
     damage,
     loaded::{Logits, Model, ModelOptions, Scores},
@@ -160,7 +161,7 @@ impl Model {
             .saturating_sub(first)
             .saturating_sub(1);
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        match pass::greatest(backend, &self.logits, vocabulary, (first, row)) {
+        match pass::greatest(backend, &self.logits, (vocabulary, 0), (first, row)) {
             Ok(Some(token)) => Ok(Scores::Greatest(token)),
             Ok(None) => {
                 let logits = pass::result(backend, &self.logits, vocabulary, (first, row));
@@ -192,6 +193,12 @@ impl Model {
         shape::answers_max(&self.spec).min(self.workspace.chunk())
     }
 
+    /// How many tokens may be computed in one pass, with the present chunk size.
+    #[must_use]
+    pub const fn rows_max(&self) -> usize {
+        self.workspace.chunk()
+    }
+
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the
     /// model cannot do that.
     pub fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
@@ -209,33 +216,54 @@ impl Model {
         self.sequence.leave(lane);
     }
 
-    /// Finds a place for one more token in each of these, beside all others that were set aside; says whether there is.
-    pub fn make_places(&mut self, lanes: &[Lane]) -> bool {
-        self.sequence.make_places(lanes)
+    /// Finds places for so many more tokens of one that was set aside, beside all others; says whether there are.
+    pub fn make_places(&mut self, lane: Lane, tokens: u32) -> bool {
+        let kept = self.sequence.kept();
+        self.sequence.make_places([(lane, tokens)], kept)
     }
 
-    /// Appends a token to each of some that were set aside, [`Self::answers_max`] of them at most; their logits are read by
-    /// [`Self::logits_of`], in the same order.
+    /// Appends the tokens of some spans to their conversations in one pass: a chunk of the plan at most, and
+    /// [`Self::answers_max`] results, which are read by [`Self::logits_of`] or [`Self::greatest_of`] in the order of the spans.
     ///
     /// # Errors
-    /// As [`Self::forward`]; after any of them nothing was appended.
+    /// As [`Self::forward`]; after any of them nothing was appended, and a sequence that has a span is lost.
     pub fn forward_together(
         &mut self,
-        tokens: &[(Lane, u32)],
+        spans: &[Span<'_>],
         checkpoint: &mut dyn Checkpoint,
     ) -> Result<(), ForwardError> {
-        pass::run_together(self, tokens, checkpoint)
+        pass::run_together(self, spans, checkpoint)
     }
 
-    /// The logits of one of the last tokens that were computed together.
+    /// The logits of one of the results of the last pass, of a token at `position` of its conversation.
     ///
     /// # Errors
     /// When they are not finite, or the device has failed.
-    pub fn logits_of(&mut self, number: usize, lane: Lane) -> Result<Logits<'_>, ForwardError> {
-        let position = self.sequence.lane(lane).map_or(0, |(_, length)| length);
+    pub fn logits_of(&mut self, number: usize, position: u32) -> Result<Logits<'_>, ForwardError> {
         let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
-        let at = position.saturating_sub(1);
-        pass::result_of(backend, &self.logits, (vocabulary, number), at).map(Logits)
+        pass::result_of(backend, &self.logits, (vocabulary, number), position).map(Logits)
+    }
+
+    /// The first of the most likely tokens by one of the results of the last pass, where the device finds it; otherwise its logits.
+    ///
+    /// # Errors
+    /// As [`Self::logits_of`].
+    pub fn greatest_of(
+        &mut self,
+        number: usize,
+        position: u32,
+    ) -> Result<Scores<'_>, ForwardError> {
+        let (vocabulary, backend) = (self.spec.vocabulary, self.backend.as_mut());
+        let found = pass::greatest(backend, &self.logits, (vocabulary, number), (position, 0))?;
+        match found {
+            Some(token) => Ok(Scores::Greatest(token)),
+            None => self.logits_of(number, position).map(Scores::All),
+        }
+    }
+
+    /// Takes back the last tokens of one that was set aside, or of the sequence.
+    pub fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
+        self.sequence.take_back(lane, tokens);
     }
 
     /// As [`Self::kv_precision`], of one that was set aside.

@@ -1,11 +1,17 @@
 //! One forward pass: what is admitted, its chunks, and the results that are read.
 
-use super::{forward::Pass, loaded::Model, parked::Lane, residency, weights::Place};
+use super::{
+    batch::{Batch, Span},
+    forward::Pass,
+    loaded::Model,
+    residency,
+    weights::Place,
+};
 use crate::{
     backend::{Backend, Buffer, Operation},
     error::ForwardError,
     preemption::{Checkpoint, Preemption},
-    shape::FLAGS,
+    shape::{self, FLAGS},
 };
 
 /// Logits of each token, with its index.
@@ -36,7 +42,7 @@ pub(super) fn run(
         preemption,
         needed,
         rows: 0,
-        lanes: Vec::new(),
+        batch: Batch::default(),
         residual: None,
     };
     let result = pass.chunks(tokens, &mut each);
@@ -48,49 +54,76 @@ pub(super) fn run(
     Ok(first)
 }
 
-/// Appends one token to each of some conversations that were set aside: no more than are computed together. The logits of each
-/// are to be read.
+/// Appends the tokens of some spans to their conversations, no more than a chunk of them. Their results are to be read, in the
+/// order of the spans.
 pub(super) fn run_together(
     model: &mut Model,
-    tokens: &[(Lane, u32)],
+    spans: &[Span<'_>],
     checkpoint: &mut dyn Checkpoint,
 ) -> Result<(), ForwardError> {
     if let Some(error) = &model.sequence.broken {
         return Err(error.clone().into());
     }
-    let (lanes, tokens): (Vec<_>, Vec<_>) = tokens.iter().copied().unzip();
+    let (batch, tokens) = Batch::of(spans);
     refuse_unknown(model, &tokens)?;
-    if !model.sequence.make_places(&lanes) {
+    let results = shape::answers_max(&model.spec);
+    if tokens.len() > model.workspace.chunk() || batch.results() > results {
+        return Err(ForwardError::BeyondChunk {
+            tokens: tokens.len(),
+            limit: model.workspace.chunk().min(results),
+        });
+    }
+    let has_own = !batch.own().is_empty();
+    if has_own && model.sequence.lost {
+        return Err(ForwardError::SequenceLost);
+    }
+    for span in spans {
+        if span.lane.is_none() {
+            let needed = admit(model, span.tokens)?;
+            if !model.sequence.touch(model.backend.as_mut(), needed) {
+                let capacity = model.sequence.cache.capacity();
+                return Err(ForwardError::KvFull { capacity, needed });
+            }
+        }
+    }
+    let own = u32::try_from(batch.own().len()).unwrap_or(u32::MAX);
+    let end = model.sequence.position.saturating_add(own);
+    let needed = model.sequence.kept().max(end);
+    let places = spans.iter().filter_map(|span| {
+        let tokens = u32::try_from(span.tokens.len()).unwrap_or(u32::MAX);
+        Some((span.lane?, tokens))
+    });
+    if !model.sequence.make_places(places, needed) {
         let capacity = model.sequence.cache.capacity();
         let needed = model.sequence.held(0);
         return Err(ForwardError::KvFull { capacity, needed });
     }
-    let (preemption, needed) = (
-        Preemption::new(checkpoint, model.estimators),
-        model.sequence.kept(),
-    );
+    let preemption = Preemption::new(checkpoint, model.estimators);
     let mut pass = Pass {
         model,
         preemption,
         needed,
-        rows: lanes.len(),
-        lanes,
+        rows: tokens.len(),
+        batch,
         residual: None,
     };
     pass.model.weights.expect_head(true);
-    let result = pass
-        .chunk(&tokens)
-        .and_then(|()| pass.head(0..tokens.len()));
+    let scored = pass.batch.scored();
+    let result = pass.chunk(&tokens).and_then(|()| pass.head(scored));
     pass.end_chunk();
-    let (estimators, lanes) = (pass.preemption.estimators, pass.lanes);
+    let estimators = pass.preemption.estimators;
     model.estimators = estimators;
     if result.is_err() {
         // The readers may have been left in the middle of the pass.
         model.restart_stream();
+        model.sequence.lost |= has_own;
     }
     result?;
-    for (lane, token) in lanes.into_iter().zip(tokens) {
-        model.sequence.extend(lane, token);
+    model.sequence.position = end;
+    for span in spans {
+        if let Some(lane) = span.lane {
+            model.sequence.extend(lane, span.tokens);
+        }
     }
     Ok(())
 }
@@ -144,6 +177,7 @@ impl Pass<'_, '_> {
             let chunk = tokens.get(done..end).unwrap_or_default();
             let last = end == tokens.len();
             self.model.weights.expect_head(last || each.is_some());
+            self.batch = Batch::of_sequence(chunk.len());
             (self.rows, self.residual) = (chunk.len(), None);
             let result = self
                 .chunk(chunk)
@@ -179,8 +213,8 @@ impl Pass<'_, '_> {
 
     /// All layers for one chunk.
     fn chunk(&mut self, tokens: &[u32]) -> Result<(), ForwardError> {
-        for row in 0..self.lanes.len().max(1) {
-            let floats = self.flags(row);
+        for result in 0..self.batch.results() {
+            let floats = self.flags(result);
             self.model
                 .backend
                 .queue(Operation::Fill { floats, value: 0.0 })?;
@@ -189,7 +223,7 @@ impl Pass<'_, '_> {
             .model
             .sequence
             .position
-            .saturating_add(u32::try_from(tokens.len()).unwrap_or(u32::MAX));
+            .saturating_add(u32::try_from(self.batch.own().len()).unwrap_or(u32::MAX));
         self.model.sequence.cache.write_up_to(end);
         self.embed(tokens)?;
         self.rotate(tokens.len())?;
@@ -265,14 +299,14 @@ pub(super) fn result<'a>(
     Ok(logits)
 }
 
-/// Waits for what is queued, and returns the logits of one of several that were computed together, at `position` of its own.
+/// Waits for what is queued, and returns the logits of one of several results, of a token at `position` of its conversation.
 pub(super) fn result_of<'a>(
     backend: &'a mut dyn Backend,
     logits: &'a Buffer,
-    (vocabulary, row): (usize, usize),
+    (vocabulary, number): (usize, usize),
     position: u32,
 ) -> Result<&'a [f32], ForwardError> {
-    let first = row * (vocabulary + FLAGS);
+    let first = number * (vocabulary + FLAGS);
     let (logits, flags) = backend
         .read(logits, first..first + vocabulary + FLAGS)?
         .split_at(vocabulary);
@@ -280,14 +314,16 @@ pub(super) fn result_of<'a>(
     Ok(logits)
 }
 
-/// Waits for what is queued, and returns the number of the greatest logit where the backend finds it; `place` as for [`result`].
+/// Waits for what is queued, and returns the number of the greatest logit of a result where the backend finds it; `place` as for
+/// [`result`].
 pub(super) fn greatest(
     backend: &mut dyn Backend,
     logits: &Buffer,
-    vocabulary: usize,
+    (vocabulary, number): (usize, usize),
     place: (u32, u32),
 ) -> Result<Option<u32>, ForwardError> {
-    let flags = backend.read(logits, vocabulary..vocabulary + FLAGS)?;
+    let first = number * (vocabulary + FLAGS) + vocabulary;
+    let flags = backend.read(logits, first..first + FLAGS)?;
     is_finite(flags, place)?;
     let found = flags.get(1).map(|number| number.to_bits());
     Ok(found.filter(|number| (*number as usize) < vocabulary))

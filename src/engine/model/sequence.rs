@@ -395,20 +395,26 @@ impl Sequence {
         self.position.max(self.expected)
     }
 
-    /// Finds a place for one more token in each of these; says whether there is.
-    pub(super) fn make_places(&mut self, lanes: &[Lane]) -> bool {
-        lanes.iter().all(|lane| {
+    /// Finds places for so many more tokens of each of these, while the sequence keeps those of `kept` tokens; says whether there
+    /// are.
+    pub(super) fn make_places(
+        &mut self,
+        lanes: impl IntoIterator<Item = (Lane, u32)>,
+        kept: u32,
+    ) -> bool {
+        lanes.into_iter().all(|(lane, tokens)| {
             loop {
-                let Some((number, length)) = self.lane(*lane) else {
+                let Some((number, length)) = self.lane(lane) else {
                     return false;
                 };
-                if self.cache.extend(number, length + 1, self.kept()) {
+                let end = length.saturating_add(tokens);
+                if self.cache.extend(number, end, kept) {
                     return true;
                 }
                 if !self.give_up_one() {
                     return false;
                 }
-                self.cache.cut(self.position);
+                self.cache.cut(kept);
             }
         })
     }
@@ -426,11 +432,25 @@ impl Sequence {
         Some(parked.kv_precision)
     }
 
-    /// Notes that a token of one that was set aside has been computed.
-    pub(super) fn extend(&mut self, lane: Lane, token: u32) {
+    /// Notes that tokens of one that was set aside have been computed.
+    pub(super) fn extend(&mut self, lane: Lane, tokens: &[u32]) {
         let number = self.parked.number_of(lane);
         if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
-            parked.tokens.push(token);
+            parked.tokens.extend_from_slice(tokens);
+        }
+    }
+
+    /// Takes back the last tokens of one that was set aside, or of the sequence, of a model that can be cut back anywhere.
+    pub(super) fn take_back(&mut self, lane: Option<Lane>, tokens: u32) {
+        let Some(lane) = lane else {
+            self.position = self.position.saturating_sub(tokens);
+            self.cache.cut(self.position);
+            return;
+        };
+        let number = self.parked.number_of(lane);
+        if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
+            let left = parked.tokens.len().saturating_sub(tokens as usize);
+            parked.tokens.truncate(left);
         }
     }
 

@@ -9,21 +9,22 @@
 //!            alone       in slices    together  alone
 //! ```
 //!
-//! A prompt that joins is read in slices that take about as long as a token of those before it, which go on in between.
+//! A prompt that joins is read in slices, each in one pass with the next tokens of those before it.
 
 use std::{
     ops::ControlFlow,
     time::{Duration, Instant},
 };
 
-use super::worker::{Answer, ROOM_LOOK, Worker, position_of};
+use super::worker::{Answer, Worker, position_of};
 use crate::{
     answer::answer_tags,
-    engine_loop::{BetweenLayers, Outcome},
-    error::{ForwardError, NOT_FINITE_REMEDY},
+    drafts::Drafter,
+    engine_loop::Outcome,
+    error::NOT_FINITE_REMEDY,
     generate::{FinishReason, GenerateError, GenerateRequest, RequestId},
     mailbox::Queued,
-    model::{Asked, Lane, Selected},
+    model::{Asked, Selected},
     sampling::{MaskError, SampleError, Sampler, TokenMask},
     stops::{Scan, StopStrings},
     text::TextSide,
@@ -116,6 +117,8 @@ impl Worker {
             lane: None,
             tokens: Vec::new(),
             next: Vec::new(),
+            rows: 1,
+            drafter: Drafter::default(),
             generated: 0,
             short: None,
             sampler,
@@ -151,7 +154,7 @@ impl Worker {
     }
 
     /// The answer that is left alone has the model's sequence again.
-    fn take_up(&mut self) {
+    pub(super) fn take_up(&mut self) {
         let Some(model) = self.model.as_mut().filter(|_| !self.reads) else {
             return;
         };
@@ -165,147 +168,8 @@ impl Worker {
         }
     }
 
-    /// All answers under way go on by a token, where there is place for it.
-    pub(super) fn go_on(&mut self) {
-        self.take_commands();
-        let ended = |worker: &Self, answer: &Answer| worker.engine_loop.ended(answer.id).cloned();
-        for answer in std::mem::take(&mut self.answers) {
-            match ended(self, &answer) {
-                Some(outcome) => self.end(answer, outcome),
-                None => self.answers.push(answer),
-            }
-        }
-        self.take_up();
-        let Some(text) = self.text.clone() else {
-            return;
-        };
-        if self.answers.iter().any(|answer| answer.lane.is_some()) {
-            let began = Instant::now();
-            self.go_on_together(&text);
-            self.round_takes = began.elapsed();
-        } else if let Some(answer) = self.answers.pop() {
-            self.go_on_alone(&text, answer);
-        }
-    }
-
-    fn go_on_alone(&mut self, text: &TextSide, mut answer: Answer) {
-        let began = Instant::now();
-        let mut step = || {
-            self.find_room(answer.id, text.context_max())?;
-            let end = text.context_max().min(self.capacity()).get();
-            let room = end.saturating_sub(position_of(&self.sequence)).max(1);
-            let fits = answer.next.len().min(room as usize);
-            let tokens: Vec<u32> = answer.next.drain(..fits).collect();
-            self.forward(answer.id, &tokens, answer.is_greedy())?;
-            if answer.next.is_empty() {
-                self.say(text, &mut answer)?;
-            }
-            ControlFlow::Continue(())
-        };
-        let said = step();
-        self.round_takes = began.elapsed();
-        match said {
-            ControlFlow::Continue(()) => self.answers.push(answer),
-            ControlFlow::Break(outcome) => self.end(answer, outcome),
-        }
-    }
-
-    /// The answers that are set aside go on by a token each, as many as may be in one pass.
-    fn go_on_together(&mut self, text: &TextSide) {
-        let mut waiting = std::mem::take(&mut self.answers);
-        let mut computed = false;
-        while !waiting.is_empty() {
-            let most = self.model.as_ref().map_or(1, |model| model.answers_max());
-            let rest = waiting.split_off(waiting.len().min(most.max(1)));
-            let some = std::mem::replace(&mut waiting, rest);
-            let (ready, short) = self.with_places(text.context_max(), some);
-            computed |= !ready.is_empty();
-            for mut answer in short {
-                match self.ends_short(text.context_max(), &mut answer) {
-                    Some(reason) => self.end(answer, Ok(reason)),
-                    None => self.answers.push(answer),
-                }
-            }
-            let rows: Vec<(Lane, u32)> = ready
-                .iter()
-                .filter_map(|answer| Some((answer.lane?, *answer.next.first()?)))
-                .collect();
-            let requests: Vec<RequestId> = ready.iter().map(|answer| answer.id).collect();
-            let failed = self.compute_together(&rows, &requests).err();
-            for (number, mut answer) in ready.into_iter().enumerate() {
-                let said = match &failed {
-                    Some(failed) => failed.clone(),
-                    None => self.say_next(text, number, &mut answer),
-                };
-                match said {
-                    ControlFlow::Continue(()) => self.answers.push(answer),
-                    ControlFlow::Break(outcome) => self.end(answer, outcome),
-                }
-            }
-        }
-        if !computed {
-            std::thread::sleep(ROOM_LOOK);
-        }
-    }
-
-    /// Computes a token of each of some conversations; otherwise says what becomes of their answers.
-    fn compute_together(
-        &mut self,
-        rows: &[(Lane, u32)],
-        requests: &[RequestId],
-    ) -> Result<(), ControlFlow<Outcome>> {
-        let Some(model) = self.model.as_mut().filter(|_| !rows.is_empty()) else {
-            return Err(ControlFlow::Continue(()));
-        };
-        self.greatest = None;
-        let mut between = BetweenLayers::new(&mut self.engine_loop, requests);
-        let result = model.forward_together(rows, &mut between);
-        self.note_computed(result.is_err());
-        match result {
-            Ok(()) => Ok(()),
-            // They end, or are tried again.
-            Err(ForwardError::Cancelled { .. } | ForwardError::KvFull { .. }) => {
-                Err(ControlFlow::Continue(()))
-            }
-            Err(error) => {
-                if let Some(cure) = error.cure() {
-                    self.ends = Some((in_one_line(&error), cure));
-                }
-                Err(ControlFlow::Break(Err(GenerateError::Model {
-                    message: in_one_line(&error),
-                })))
-            }
-        }
-    }
-
-    /// Says the next token of an answer whose last one was computed with others, as number `number` of them.
-    fn say_next(
-        &mut self,
-        text: &TextSide,
-        number: usize,
-        answer: &mut Answer,
-    ) -> ControlFlow<Outcome> {
-        let (Some(lane), Some(model)) = (answer.lane, self.model.as_mut()) else {
-            return ControlFlow::Break(Err(GenerateError::Stopping));
-        };
-        answer.short = None;
-        answer.tokens.extend(answer.next.drain(..1));
-        if !answer.next.is_empty() {
-            return ControlFlow::Continue(());
-        }
-        match model.scores_of(number, lane, &mut self.logits) {
-            Ok(()) => self.say(text, answer),
-            Err(ForwardError::NotFinite { position }) => {
-                ControlFlow::Break(Err(GenerateError::NotFinite { position }))
-            }
-            Err(error) => ControlFlow::Break(Err(GenerateError::Model {
-                message: in_one_line(&error),
-            })),
-        }
-    }
-
     /// Says the token that follows what was computed last of an answer.
-    fn say(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
+    pub(super) fn say(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
         if answer.generated >= answer.max_tokens {
             return ControlFlow::Break(Ok(FinishReason::Length));
         }
@@ -421,7 +285,7 @@ impl Worker {
     }
 
     /// Ends an answer.
-    fn end(&mut self, mut answer: Answer, outcome: Outcome) {
+    pub(super) fn end(&mut self, mut answer: Answer, outcome: Outcome) {
         let mut rest = answer.stops.finish();
         if answer.ended {
             // Only an answer that the model has ended stops in the middle of a character by its own doing; behind a stop string
@@ -503,7 +367,7 @@ impl Worker {
         self.engine_loop.reused(id, cached, held);
         let fresh = prompt.get(kept as usize..).unwrap_or_default();
         self.reads = true;
-        let read = self.read_slices(fresh, answer);
+        let read = self.read_slices(text, fresh, answer);
         self.reads = false;
         if let Some(model) = self.model.as_mut() {
             model.expect(0);
@@ -523,100 +387,6 @@ impl Worker {
             }
         }
     }
-
-    /// Reads tokens of a prompt; returns how long that took.
-    fn read_slices(&mut self, fresh: &[u32], answer: &Answer) -> ControlFlow<Outcome, Duration> {
-        let (mut at, mut took, mut slice) = (0, Duration::ZERO, SLICE_FIRST);
-        while at < fresh.len() {
-            if self.answers.is_empty() {
-                slice = fresh.len();
-            }
-            let end = fresh.len().min(at + slice);
-            let began = Instant::now();
-            let last = end == fresh.len();
-            let tokens = fresh.get(at..end).unwrap_or_default();
-            self.forward(answer.id, tokens, last && answer.is_greedy())?;
-            let spent = began.elapsed();
-            took += spent;
-            at = end;
-            if !last && !self.answers.is_empty() {
-                self.go_on();
-                slice = slice_for(tokens.len(), spent, self.round_takes);
-            }
-        }
-        ControlFlow::Continue(took)
-    }
-
-    /// Appends tokens to the sequence, for a request; plans are put into force between layers. With `greedy`, the token that comes
-    /// next may be found instead of the scores.
-    fn forward(&mut self, id: RequestId, tokens: &[u32], greedy: bool) -> ControlFlow<Outcome> {
-        self.go_on_unless_ended(id)?;
-        let Some(model) = self.model.as_mut() else {
-            return ControlFlow::Break(Err(GenerateError::Stopping));
-        };
-        let requests = [id];
-        let mut between = BetweenLayers::new(&mut self.engine_loop, &requests);
-        let result = if greedy {
-            model.forward_greedy(tokens, &mut between, &mut self.logits)
-        } else {
-            model
-                .forward(tokens, &mut between, &mut self.logits)
-                .map(|()| None)
-        };
-        let ended = self.engine_loop.ended(id).cloned();
-        let broken = result.is_err();
-        let outcome = match result {
-            Ok(greatest) => {
-                self.greatest = greatest;
-                self.sequence.extend_from_slice(tokens);
-                ended.map_or(ControlFlow::Continue(()), ControlFlow::Break)
-            }
-            Err(ForwardError::KvFull { capacity, .. })
-                if !self.reads && !self.sequence.is_empty() =>
-            {
-                ControlFlow::Break(Ok(self.no_room(id, capacity)))
-            }
-            Err(ForwardError::KvFull { capacity, needed }) => {
-                ControlFlow::Break(Err(GenerateError::KvFull {
-                    position: Tokens::new(position_of(&self.sequence)),
-                    tokens: Tokens::new(needed),
-                    capacity,
-                }))
-            }
-            Err(error) => {
-                if let Some(cure) = error.cure() {
-                    self.ends = Some((in_one_line(&error), cure));
-                }
-                // Before anything of it is given up.
-                if let Some(active) = self.engine_loop.of_mut(id) {
-                    active.note_kept(&**model, None);
-                    active.noted = true;
-                }
-                if matches!(error, ForwardError::Cancelled { .. }) {
-                    // What was computed before it is as good as ever.
-                    let kept = model.recover() as usize;
-                    let missing = kept.saturating_sub(self.sequence.len());
-                    self.sequence.extend(tokens.iter().take(missing));
-                    self.sequence.truncate(kept);
-                } else {
-                    // Whatever it was, the sequence is lost or worth nothing.
-                    model.reset();
-                    self.sequence.clear();
-                }
-                ControlFlow::Break(match (ended, error) {
-                    (Some(outcome), _) => outcome,
-                    (None, ForwardError::NotFinite { position }) => {
-                        Err(GenerateError::NotFinite { position })
-                    }
-                    (None, error) => Err(GenerateError::Model {
-                        message: in_one_line(&error),
-                    }),
-                })
-            }
-        };
-        self.note_computed(broken);
-        outcome
-    }
 }
 
 /// Tokens that the answer to a request is likely to come to.
@@ -624,19 +394,6 @@ fn likely(request: &GenerateRequest) -> u32 {
     request
         .max_tokens
         .map_or(ANSWER_LIKELY, |most| most.get().min(ANSWER_LIKELY))
-}
-
-/// Tokens of a prompt that take about as long as `round`, where `tokens` took `spent`.
-fn slice_for(tokens: usize, spent: Duration, round: Duration) -> usize {
-    let share = round.as_secs_f64() / spent.as_secs_f64().max(1e-6);
-    let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
-    #[expect(
-        clippy::cast_possible_truncation,
-        clippy::cast_sign_loss,
-        reason = "bounded"
-    )]
-    let slice = (f64::from(tokens) * share).clamp(0.0, SLICE_MAX) as usize;
-    slice.max(SLICE_MIN)
 }
 
 /// The most tokens that are computed at once since a form leaves no choice about them. Our choice: as many as the names and
@@ -648,13 +405,6 @@ const FORCED_MAX: usize = 64;
 const ANSWER_LIKELY: u32 = 256;
 /// What an answer is taken to come to at least beyond what it has.
 const ANSWER_MIN: u32 = 64;
-/// The first slice of a prompt that is read beside answers, before its speed is known.
-const SLICE_FIRST: usize = 16;
-/// The least tokens of one: with fewer, weights are read more often than it saves.
-const SLICE_MIN: usize = 4;
-/// The most tokens of one.
-const SLICE_MAX: f64 = 4096.0;
-
 /// Answers in a row with results that are not finite after which the model is given up. Our choice.
 const NOT_FINITE_MAX: u32 = 3;
 

@@ -112,6 +112,64 @@ fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
     }
 }
 
+/// A question that repeats itself, so that tokens are drafted for the answer.
+fn repeating(id: u64, number: u64) -> GenerateRequest {
+    let content = "the lamp in the hall is on and ".repeat(1 + usize::try_from(number).unwrap());
+    let said = ChatMessage::new(Role::User, content);
+    GenerateRequest {
+        prompt: Prompt::Chat(vec![said].into()),
+        max_tokens: Some(Tokens::new(120)),
+        ..spoken(id, number)
+    }
+}
+
+#[test]
+fn drafts_change_no_token_whatever_plans_arrive() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 11)
+        .write(&path)
+        .unwrap();
+    let start = |drafts: bool| {
+        let (sink, mut events) = mpsc::channel(4096);
+        let options = EngineOptions {
+            drafts,
+            ..EngineOptions::default()
+        };
+        let engine = Engine::start(options, ModelOptions::for_threads(1), sink).unwrap();
+        engine.handle().load(&path, plan(5, 4096));
+        assert!(matches!(
+            events.blocking_recv(),
+            Some(EngineEvent::Ready { .. })
+        ));
+        engine
+    };
+    let (with, without) = (start(true), start(false));
+    let mut revision = 0;
+    for number in 0..SPEAKERS {
+        let request = repeating(number, number);
+        let expected = collect(&mut without.handle().generate(request.clone()).unwrap());
+        for turn in 0..3u64 {
+            let id = RequestId::new(100 * (turn + 1) + number);
+            let request = GenerateRequest {
+                id,
+                ..request.clone()
+            };
+            let mut stream = with.handle().generate(request).unwrap();
+            if turn > 0 {
+                // Layers go and come while drafts are verified.
+                let resident = u32::try_from((number + turn) % 6).unwrap();
+                revision += 1;
+                with.handle().apply(revision, plan(resident, 4096));
+            }
+            assert_eq!(collect(&mut stream), expected, "question {number}");
+        }
+    }
+    let (with, without) = (with.handle().snapshot(), without.handle().snapshot());
+    assert!(with.drafts_accepted > 100, "{with:?}");
+    assert_eq!(without.tokens_drafted, 0);
+}
+
 #[test]
 fn no_more_answers_run_together_than_the_options_allow() {
     let folder = tempfile::tempdir().unwrap();

@@ -8,6 +8,7 @@ use std::{
 
 use crate::{
     disk::Retained,
+    drafts::{Drafter, PassSpeed},
     engine_loop::{EngineLoop, Outcome},
     generate::{FinishReason, RequestId},
     language_model::{LanguageModel, Opener},
@@ -35,6 +36,8 @@ pub(super) struct Worker {
     pub(super) reads: bool,
     /// How long they took to go on by a token each.
     pub(super) round_takes: Duration,
+    /// How long passes of an answer that is alone take.
+    pub(super) speed: PassSpeed,
     /// What a load that failed has left to reads that hang.
     pub(super) left: Retained,
     pub(super) text: Option<Arc<TextSide>>,
@@ -57,6 +60,9 @@ pub(super) struct Answer {
     pub(super) tokens: Vec<u32>,
     /// The last tokens that were said, which are to be computed next.
     pub(super) next: Vec<u32>,
+    /// How many of them the next pass computes.
+    pub(super) rows: usize,
+    pub(super) drafter: Drafter,
     pub(super) generated: u32,
     /// Since when there has been no place for another token.
     pub(super) short: Option<Instant>,
@@ -254,7 +260,7 @@ impl Worker {
         for answer in some {
             let lane = answer.lane.filter(|_| position_of(&answer.tokens) < limit);
             let has_place = lane.zip(self.model.as_mut());
-            if has_place.is_some_and(|(lane, model)| model.make_places(&[lane])) {
+            if has_place.is_some_and(|(lane, model)| model.make_places(lane, 1)) {
                 ready.push(answer);
             } else {
                 short.push(answer);

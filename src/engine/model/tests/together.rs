@@ -20,12 +20,14 @@ fn plan_of(resident: u32, kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
 enum Step {
     /// A speaker's prompt is read, beginning as another's does, while the others' answers are under way.
     Ask(usize, u32, u32),
-    /// The answers of these go on by a token each, and at some look there is another plan, or all of it is broken off.
+    /// The answers of these go on by some tokens each, and at some look there is another plan, or all of it is broken off.
     Together([bool; SPEAKERS], u32, Option<(u32, u32)>),
     /// An answer is over.
     Leave(usize),
     /// One goes on alone.
     Alone(usize),
+    /// One goes on alone by several tokens, of which some are taken back.
+    Draft(usize, usize, usize),
     /// Another plan between two tokens.
     Plan(u32, u32, u32),
 }
@@ -38,6 +40,7 @@ fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(who, look, plan)| Step::Together(who, look, plan)),
         1 => (0..SPEAKERS).prop_map(Step::Leave),
         2 => (0..SPEAKERS).prop_map(Step::Alone),
+        2 => (0..SPEAKERS, 1usize..8, 0usize..8).prop_map(|(who, tokens, back)| Step::Draft(who, tokens, back)),
         2 => (0u32..4, 0u32..900, 1u32..70).prop_map(|(parts, kv, chunk)| Step::Plan(parts, kv, chunk)),
     ]
 }
@@ -96,14 +99,25 @@ impl House {
                     prompt: &prompt,
                 };
                 let kept = self.model.select(&[], asked).kept as usize;
-                // In slices, between which the others go on.
+                // In slices, the first ones in one pass with tokens of the others.
                 let (first, rest) = prompt[kept..].split_at((prompt.len() - kept) / 2);
-                if !first.is_empty() {
-                    self.model.forward(first, &mut || Flow::Continue).unwrap();
-                    self.go_on([true; SPEAKERS], &mut || Flow::Continue);
+                self.model.expect(needed);
+                let mut read = kept;
+                for slice in first.chunks(1 + length as usize % 20) {
+                    if self.go_on(
+                        [true; SPEAKERS],
+                        Some((&prompt[..read], slice)),
+                        &mut || Flow::Continue,
+                    ) {
+                        read += slice.len();
+                    } else {
+                        self.model.forward(slice, &mut || Flow::Continue).unwrap();
+                        read += slice.len();
+                    }
                 }
                 let logits = self.model.forward(rest, &mut || Flow::Continue).unwrap();
                 let logits = logits.to_vec();
+                self.model.expect(0);
                 if kind == KvType::F16 {
                     assert!(self.expected(&prompt) == logits, "a prompt");
                 }
@@ -120,7 +134,7 @@ impl House {
                         Flow::Apply(plan_of(parts, kv, chunk, kind))
                     }
                 });
-                self.go_on(who, &mut Once { left, flow });
+                self.go_on(who, None, &mut Once { left, flow });
             }
             Step::Leave(who) => {
                 if let Some((lane, _)) = self.speakers[who].take() {
@@ -148,6 +162,36 @@ impl House {
                     Err(error) => panic!("{error}"),
                 }
             }
+            Step::Draft(who, count, back) => {
+                let Some((lane, mut tokens)) = self.speakers[who].take() else {
+                    return;
+                };
+                assert_eq!(self.model.resume(&[], lane).unwrap(), tokens);
+                let count = count.min(self.model.answers_max());
+                let draft = text(u32::try_from(tokens.len()).unwrap(), count as u32);
+                let span = Span {
+                    lane: None,
+                    tokens: &draft,
+                    scored: count,
+                };
+                match self.model.forward_together(&[span], &mut || Flow::Continue) {
+                    Ok(()) => {
+                        let kept = count - back.min(count);
+                        for number in 0..count {
+                            let all = [&tokens[..], &draft[..=number]].concat();
+                            let at = u32::try_from(all.len()).unwrap();
+                            let logits = self.model.logits_of(number, at).unwrap().to_vec();
+                            assert!(self.expected(&all) == logits, "{number} of a draft");
+                        }
+                        self.model.take_back(None, (count - kept) as u32);
+                        tokens.extend_from_slice(&draft[..kept]);
+                    }
+                    Err(ForwardError::KvFull { .. }) => {}
+                    Err(error) => panic!("{error}"),
+                }
+                let lane = self.model.set_aside(&tokens).unwrap();
+                self.speakers[who] = Some((lane, tokens));
+            }
             Step::Plan(parts, kv, chunk) => {
                 let kind = self.model.plan().kv_type;
                 let report = self.model.apply(&plan_of(parts, kv, chunk, kind)).unwrap();
@@ -162,35 +206,90 @@ impl House {
         assert!(self.model.kernel_resident() <= held.used(), "{held:?}");
     }
 
-    /// The answers of these speakers go on by a token each.
-    fn go_on(&mut self, who: [bool; SPEAKERS], looks: &mut dyn Checkpoint) {
+    /// The answers of these speakers go on, each by a token and some of them by several, in one pass with the next tokens of the
+    /// sequence; says whether they did.
+    fn go_on(
+        &mut self,
+        who: [bool; SPEAKERS],
+        slice: Option<(&[u32], &[u32])>,
+        looks: &mut dyn Checkpoint,
+    ) -> bool {
+        let own = slice.map_or(0, |(_, slice)| slice.len());
+        let rows = self.model.rows_max();
+        if own > rows {
+            return false;
+        }
+        let results = self.model.answers_max() - usize::from(own > 0);
         let some: Vec<usize> = (0..SPEAKERS)
             .filter(|number| who[*number] && self.speakers[*number].is_some())
-            .take(self.model.answers_max())
+            .take(results.min(rows - own))
             .collect();
-        let rows: Vec<(Lane, u32)> = some
+        let mut left = rows - own - some.len();
+        let mut more = |number: usize| {
+            let more = (number * 5 % 7).min(left);
+            left -= more;
+            1 + more
+        };
+        let next: Vec<(Lane, Vec<u32>, usize)> = some
             .iter()
             .map(|number| {
                 let (lane, tokens) = self.speakers[*number].as_ref().unwrap();
-                (*lane, u32::try_from(tokens.len()).unwrap() * 13 % 300)
+                let next = text(
+                    u32::try_from(tokens.len()).unwrap() * 13,
+                    more(*number) as u32,
+                );
+                // All of them have results where there are as many.
+                let all = some.len() == 1 && own == 0 && next.len() <= self.model.answers_max();
+                let scored = if all { next.len() } else { 1 };
+                (*lane, next, scored)
             })
             .collect();
-        if rows.is_empty() {
-            return;
+        let lanes = next.iter().map(|(lane, tokens, scored)| Span {
+            lane: Some(*lane),
+            tokens,
+            scored: *scored,
+        });
+        let own = slice.map(|(_, tokens)| Span {
+            lane: None,
+            tokens,
+            scored: 1,
+        });
+        let spans: Vec<Span<'_>> = own.into_iter().chain(lanes).collect();
+        if spans.is_empty() {
+            return false;
         }
-        match self.model.forward_together(&rows, looks) {
+        match self.model.forward_together(&spans, looks) {
             Ok(()) => {}
-            Err(ForwardError::KvFull { .. } | ForwardError::Cancelled { .. }) => return,
+            Err(ForwardError::KvFull { .. } | ForwardError::Cancelled { .. }) => {
+                if slice.is_some() {
+                    self.model.recover();
+                }
+                return false;
+            }
             Err(error) => panic!("{error}"),
         }
-        self.together += u32::from(rows.len() > 1);
-        for (row, number) in some.into_iter().enumerate() {
-            let logits = self.model.logits_of(row, rows[row].0).unwrap().to_vec();
-            let (_, tokens) = self.speakers[number].as_mut().unwrap();
-            tokens.push(rows[row].1);
-            let tokens = tokens.clone();
-            assert!(self.expected(&tokens) == logits, "{row} of {rows:?}");
+        self.together += u32::from(spans.len() > 1);
+        let mut result = 0;
+        if let Some((before, slice)) = slice {
+            let all = [before, slice].concat();
+            let logits = self.model.logits_of(0, 0).unwrap().to_vec();
+            if self.model.plan().kv_type == KvType::F16 {
+                assert!(self.expected(&all) == logits, "a slice of {}", slice.len());
+            }
+            result += 1;
         }
+        for ((_, next, scored), number) in next.into_iter().zip(some) {
+            let (_, tokens) = self.speakers[number].as_mut().unwrap();
+            let before = tokens.len() + next.len() - scored;
+            tokens.extend(next);
+            let tokens = tokens.clone();
+            for end in before + 1..=tokens.len() {
+                let logits = self.model.logits_of(result, 0).unwrap().to_vec();
+                result += 1;
+                assert!(self.expected(&tokens[..end]) == logits, "speaker {number}");
+            }
+        }
+        true
     }
 }
 

@@ -1,0 +1,204 @@
+//! `developer drafts`: answers with drafted tokens beside the same answers without.
+//!
+//! Two engines answer the same questions in turns, one that drafts and one that does not, with all layers in memory and with half of
+//! them streamed. One question asks for a text that repeats its prompt, one for a text that does not.
+
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use cotenant::{
+    cli::bench::{
+        load::Reading,
+        report::{Limit, Report, median},
+    },
+    conversation::{ChatMessage, Prompt, Role},
+    engine::{
+        Engine, EngineEvent, EngineOptions, GenerateEvent, GenerateRequest, ModelOptions, RequestId,
+    },
+    policy::{
+        compute::Compute,
+        params::EngineParams,
+        residency::{EnginePlan, PlanLimits},
+    },
+    units::Tokens,
+};
+use tokio::sync::mpsc;
+
+/// Settings of the measurement.
+#[derive(Clone, Debug, clap::Args)]
+pub(crate) struct DraftsArgs {
+    /// The model.
+    #[arg(long)]
+    pub model: PathBuf,
+    /// Threads that compute.
+    #[arg(long, default_value_t = 2)]
+    pub threads: u32,
+    /// Turns of each question.
+    #[arg(long, default_value_t = 5, value_parser = clap::value_parser!(u32).range(1..))]
+    pub turns: u32,
+}
+
+/// An engine and its events.
+struct Answering {
+    engine: Engine,
+    _events: mpsc::Receiver<EngineEvent>,
+    asked: u64,
+}
+
+/// Runs it.
+pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
+    let reading = Reading::now();
+    let setting = format!("{}, {} threads", args.model.display(), args.threads);
+    let mut report = Report::new("drafts", setting);
+    let shape = Engine::inspect(&args.model, Compute::from(args.threads))
+        .map_err(|error| error.to_string())?;
+    let full = EnginePlan {
+        kv_capacity: Tokens::new(4096),
+        ..shape.full_plan(&PlanLimits::new(&EngineParams::default(), Tokens::ZERO))
+    };
+    let half = EnginePlan {
+        resident: full.resident.iter().copied().step_by(2).collect(),
+        ..full.clone()
+    };
+    for (name, plan, limit) in [
+        ("all layers in memory", full, Limit::AtLeast(1.5)),
+        ("half of them streamed", half, Limit::AtLeast(1.8)),
+    ] {
+        let mut with = Answering::start(args, &plan, true)?;
+        let mut without = Answering::start(args, &plan, false)?;
+        for (question, content, limit) in [
+            ("repeats", repeats(), limit),
+            ("story", STORY.to_owned(), Limit::AtLeast(0.97)),
+        ] {
+            compare(
+                (args, &format!("{question}, {name}")),
+                [&mut with, &mut without],
+                &content,
+                limit,
+                &mut report,
+            )?;
+        }
+    }
+    report.others(&reading);
+    Ok(report)
+}
+
+/// One question to both engines, in turns.
+fn compare(
+    (args, name): (&DraftsArgs, &str),
+    [with, without]: [&mut Answering; 2],
+    content: &str,
+    limit: Limit,
+    report: &mut Report,
+) -> Result<(), String> {
+    let (mut ratios, mut rates, mut different) = (Vec::new(), Vec::new(), 0u32);
+    let before = with.engine.handle().snapshot();
+    for _ in 0..args.turns {
+        let (text, rate) = with.ask(content)?;
+        let (other, plain) = without.ask(content)?;
+        different += u32::from(text != other);
+        ratios.push(rate / plain);
+        rates.push(plain);
+    }
+    let after = with.engine.handle().snapshot();
+    let count = |tokens: u64| f64::from(u32::try_from(tokens).unwrap_or(u32::MAX));
+    let drafted = count(after.tokens_drafted - before.tokens_drafted);
+    let accepted = count(after.drafts_accepted - before.drafts_accepted);
+    report.figure(
+        format!("{name}: tokens/s without drafts"),
+        "",
+        median(&rates).unwrap_or_default(),
+        None,
+    );
+    report.figure(format!("{name}: drafted tokens"), "", drafted, None);
+    report.figure(
+        format!("{name}: accepted of them"),
+        "%",
+        100.0 * accepted / drafted.max(1.0),
+        None,
+    );
+    report.figure(
+        format!("{name}: tokens/s with drafts over without"),
+        "",
+        median(&ratios).unwrap_or_default(),
+        Some(limit),
+    );
+    report.figure(
+        format!("{name}: different answers"),
+        "",
+        f64::from(different),
+        Some(Limit::AtMost(0.0)),
+    );
+    Ok(())
+}
+
+impl Answering {
+    fn start(args: &DraftsArgs, plan: &EnginePlan, drafts: bool) -> Result<Self, String> {
+        let (sink, mut events) = mpsc::channel(64);
+        let options = EngineOptions {
+            drafts,
+            ..EngineOptions::default()
+        };
+        let model = ModelOptions::for_threads(args.threads as usize);
+        let engine = Engine::start(options, model, sink).map_err(|error| error.to_string())?;
+        engine.handle().load(&args.model, plan.clone());
+        match events.blocking_recv() {
+            Some(EngineEvent::Ready { .. }) => Ok(Self {
+                engine,
+                _events: events,
+                asked: 0,
+            }),
+            other => Err(format!("the model was not loaded: {other:?}")),
+        }
+    }
+
+    /// Asks, and returns the answer with its tokens in each second behind the first one.
+    fn ask(&mut self, content: &str) -> Result<(String, f64), String> {
+        self.asked += 1;
+        let prompt = Prompt::Chat(vec![ChatMessage::new(Role::User, content)].into());
+        let request = GenerateRequest {
+            max_tokens: Some(Tokens::new(ANSWER)),
+            ..GenerateRequest::new(RequestId::new(self.asked), prompt)
+        };
+        let mut stream = self
+            .engine
+            .handle()
+            .generate(request)
+            .map_err(|error| error.to_string())?;
+        let (mut text, mut first) = (String::new(), None::<Instant>);
+        while let Some(event) = stream.blocking_recv() {
+            match event {
+                GenerateEvent::Started { .. } => {}
+                GenerateEvent::Delta { text: more, .. } => {
+                    first.get_or_insert_with(Instant::now);
+                    text.push_str(&more);
+                }
+                GenerateEvent::Finished { usage, .. } => {
+                    let took = first.map_or(Duration::ZERO, |first| first.elapsed());
+                    let tokens = f64::from(usage.completion_tokens.get().saturating_sub(1));
+                    return Ok((text, tokens / took.as_secs_f64().max(1e-6)));
+                }
+                GenerateEvent::Failed(error) => return Err(error.to_string()),
+            }
+        }
+        Err("the engine has ended".to_owned())
+    }
+}
+
+/// A text to be written again, with a change in each line.
+fn repeats() -> String {
+    let lines: Vec<_> = ["kitchen", "hall", "bedroom", "study", "garden", "garage"]
+        .iter()
+        .map(|room| format!("The lamp in the {room} is on, and the window is shut."))
+        .collect();
+    format!(
+        "Repeat this text word for word, three times:\n{}",
+        lines.join("\n")
+    )
+}
+
+const STORY: &str = "Tell me a story about a lighthouse keeper and his cat.";
+/// Tokens of an answer.
+const ANSWER: u32 = 256;

@@ -1,0 +1,143 @@
+//! Rows of a pass: the conversation of each token, and the tokens whose logits are read.
+//!
+//! ```text
+//!   rows    │ lane a: forced │ the sequence: a slice of its prompt │ lane a │ lane b │
+//!   results │                                                  └─0─┘   1        2
+//! ```
+//!
+//! Rows with results are neighbours, so that the head reads its weights once for all of them.
+
+use std::ops::Range;
+
+use super::parked::Lane;
+
+/// Tokens of one conversation that are computed in one pass with those of others.
+#[derive(Clone, Copy, Debug)]
+pub struct Span<'a> {
+    /// The conversation, one that was set aside; `None` for the sequence, whose span comes first.
+    pub lane: Option<Lane>,
+    /// Its next tokens, at least one.
+    pub tokens: &'a [u32],
+    /// How many of the last of them have logits that are read, at least one.
+    pub scored: usize,
+}
+
+/// Rows of a chunk.
+#[derive(Debug, Default)]
+pub(super) struct Batch {
+    /// Those of the sequence.
+    own: Range<usize>,
+    /// Those of other conversations, in order: before and behind `own`.
+    others: Vec<Other>,
+    /// The result that each row belongs to; the first one for all where it is empty.
+    results: Vec<usize>,
+    /// Rows whose logits are computed, one result each.
+    scored: Range<usize>,
+}
+
+/// A row of a conversation that was set aside.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Other {
+    pub(super) lane: Lane,
+    /// Tokens of the same conversation before it in the pass.
+    pub(super) ahead: u32,
+}
+
+impl Batch {
+    /// A chunk of the sequence, with one result at a time.
+    pub(super) fn of_sequence(rows: usize) -> Self {
+        Self {
+            own: 0..rows,
+            ..Self::default()
+        }
+    }
+
+    /// The rows of some spans, and their tokens.
+    pub(super) fn of(spans: &[Span<'_>]) -> (Self, Vec<u32>) {
+        let (mut batch, mut tokens) = (Self::default(), Vec::new());
+        let own = spans.iter().filter(|span| span.lane.is_none());
+        let results = |before: &[Span<'_>]| before.iter().map(|span| span.scored).sum::<usize>();
+        let mut lanes = Vec::new();
+        for (number, span) in spans.iter().enumerate() {
+            if let Some(lane) = span.lane {
+                let first = results(spans.get(..number).unwrap_or_default());
+                let unscored = span.tokens.len().saturating_sub(span.scored);
+                lanes.push((lane, first, span.tokens.split_at(unscored)));
+            }
+        }
+        let push = |batch: &mut Self, lane, ahead: usize, result| {
+            let ahead = u32::try_from(ahead).unwrap_or(u32::MAX);
+            batch.others.push(Other { lane, ahead });
+            batch.results.push(result);
+        };
+        for (lane, first, (unscored, _)) in &lanes {
+            tokens.extend_from_slice(unscored);
+            for ahead in 0..unscored.len() {
+                push(&mut batch, *lane, ahead, *first);
+            }
+        }
+        batch.own = tokens.len()..tokens.len();
+        for span in own {
+            let unscored = span.tokens.len().saturating_sub(span.scored);
+            tokens.extend_from_slice(span.tokens);
+            batch.own.end = tokens.len();
+            let rows = 0..span.tokens.len();
+            batch
+                .results
+                .extend(rows.map(|row| row.saturating_sub(unscored)));
+        }
+        let scored = results(spans);
+        for (lane, first, (unscored, rest)) in &lanes {
+            tokens.extend_from_slice(rest);
+            for row in 0..rest.len() {
+                push(&mut batch, *lane, unscored.len() + row, first + row);
+            }
+        }
+        batch.scored = tokens.len().saturating_sub(scored)..tokens.len();
+        (batch, tokens)
+    }
+
+    /// Rows of the sequence.
+    pub(super) const fn own(&self) -> &Range<usize> {
+        &self.own
+    }
+
+    /// Rows whose logits are computed.
+    pub(super) fn scored(&self) -> Range<usize> {
+        self.scored.clone()
+    }
+
+    /// How many results there are.
+    pub(super) fn results(&self) -> usize {
+        self.scored.len().max(1)
+    }
+
+    /// The result that a row belongs to.
+    pub(super) fn result_of(&self, row: usize) -> usize {
+        self.results.get(row).copied().unwrap_or(0)
+    }
+
+    /// The conversation of a row, where that is not the sequence.
+    pub(super) fn other(&self, row: usize) -> Option<Other> {
+        let number = if row < self.own.start {
+            row
+        } else if row < self.own.end {
+            return None;
+        } else {
+            row - self.own.len()
+        };
+        self.others.get(number).copied()
+    }
+
+    /// Rows from `first` on that belong to the sequence and to one result; one row of another conversation.
+    pub(super) fn run(&self, first: usize) -> usize {
+        if !self.own.contains(&first) {
+            return 1;
+        }
+        let behind = self.results.get(first..self.own.end).unwrap_or_default();
+        let other = behind
+            .iter()
+            .position(|result| *result != self.result_of(first));
+        other.unwrap_or(self.own.end - first)
+    }
+}
