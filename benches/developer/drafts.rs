@@ -18,7 +18,6 @@ use cotenant::{
         Engine, EngineEvent, EngineOptions, GenerateEvent, GenerateRequest, ModelOptions, RequestId,
     },
     policy::{
-        compute::Compute,
         params::EngineParams,
         residency::{EnginePlan, PlanLimits},
     },
@@ -52,8 +51,8 @@ pub(crate) fn run(args: &DraftsArgs) -> Result<Report, String> {
     let reading = Reading::now();
     let setting = format!("{}, {} threads", args.model.display(), args.threads);
     let mut report = Report::new("drafts", setting);
-    let shape = Engine::inspect(&args.model, Compute::from(args.threads))
-        .map_err(|error| error.to_string())?;
+    let shape =
+        Engine::inspect(&args.model, args.threads as usize).map_err(|error| error.to_string())?;
     let full = EnginePlan {
         kv_capacity: Tokens::new(4096),
         ..shape.full_plan(&PlanLimits::new(&EngineParams::default(), Tokens::ZERO))

@@ -292,6 +292,7 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         Column::Text("SEQ"),
         Column::Text("STATE"),
         Column::Figure("KV"),
+        Column::Figure("SHARED"),
         Column::Figure("TOKENS"),
         Column::Figure("BLOCKS"),
         Column::Figure("PROMPT"),
@@ -306,13 +307,14 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
             false => figure.to_string(),
         };
         let mut state = word(sequence.state().as_str_name(), "SEQUENCE_STATE_");
-        if let Some(waited) = &sequence.waited {
-            state = format!("{state} {}", span(waited));
+        if let Some(since) = sequence.waited.as_ref().or(sequence.idle.as_ref()) {
+            state = format!("{state} {}", span(since));
         }
         table.row([
             sequence.id.to_string(),
             state,
             optional((!waits).then_some(sequence.kv_bytes)),
+            optional((sequence.shared_bytes > 0).then_some(sequence.shared_bytes)),
             figure(sequence.kv_tokens),
             figure(sequence.kv_blocks),
             sequence.prompt_tokens.to_string(),

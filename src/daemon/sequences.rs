@@ -1,10 +1,10 @@
-//! Sequences of the LLM, as shown to operators.
+//! Sequences of the LLM for operators: running, kept and waiting ones.
 
 use cotenant_engine::{EngineHandle, EngineSnapshot, RunningRequest};
 use cotenant_rpc::{lease_class, v1};
 use cotenant_units::Tokens;
 
-/// The sequences of an engine: those that run or the kept one, and those that wait.
+/// The sequences of an engine: those that run or the last one, the conversations that are kept beside it, and those that wait.
 pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
     let snapshot = handle.snapshot();
     let kv = snapshot
@@ -28,7 +28,7 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
             kv_blocks: kv.map_or(0, |(shape, _)| {
                 position.get().div_ceil(shape.block_tokens.get().max(1))
             }),
-            waited: None,
+            ..v1::Sequence::default()
         };
     let is_alone = snapshot.running.len() == 1;
     let running = snapshot.running.iter().map(|one| {
@@ -51,6 +51,20 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         .iter()
         .filter(|_| snapshot.running.is_empty() && snapshot.position > Tokens::ZERO);
     let kept = last.map(|last| in_cache(last, snapshot.position, v1::SequenceState::Kept));
+    let bytes = |tokens| kv.map_or(0, |(shape, kind)| shape.capacity_bytes(tokens, kind).get());
+    let beside = snapshot.kept.iter().map(|one| v1::Sequence {
+        id: one.request,
+        state: v1::SequenceState::Kept.into(),
+        client: one.client.as_deref().unwrap_or_default().to_owned(),
+        kv_tokens: one.tokens.get(),
+        kv_bytes: bytes(one.tokens),
+        kv_blocks: kv.map_or(0, |(shape, _)| {
+            one.tokens.get().div_ceil(shape.block_tokens.get().max(1))
+        }),
+        shared_bytes: bytes(one.shared),
+        idle: one.since.elapsed().try_into().ok(),
+        ..v1::Sequence::default()
+    });
     let waiting = handle.waiting().into_iter().map(|request| v1::Sequence {
         id: request.id.get(),
         state: v1::SequenceState::Waiting.into(),
@@ -60,7 +74,7 @@ pub(super) fn sequences(handle: &EngineHandle) -> Vec<v1::Sequence> {
         waited: request.waited.try_into().ok(),
         ..v1::Sequence::default()
     });
-    running.chain(kept).chain(waiting).collect()
+    running.chain(kept).chain(beside).chain(waiting).collect()
 }
 
 /// Tokens in the KV cache while nothing runs: of the last conversation, and of parked ones with their state.

@@ -314,6 +314,7 @@ impl EngineLoop {
         self.state.held = Some(breakdown.total);
         self.state.untouched = breakdown.kv_untouched;
         self.state.breakdown = Some(breakdown);
+        self.state.kept = model.kept_conversations().into();
     }
 
     /// Begins with a request.

@@ -14,7 +14,7 @@ use super::{
     gguf::Header,
     helper::Helper,
     language_model::{LanguageModel, Opened},
-    model::{Asked, Lane, Model, ModelOptions, Opening, Scores, Selected, Span},
+    model::{Asked, Kept, Lane, Model, ModelOptions, Opening, Scores, Selected, Span},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
     reader::LoadProgress,
@@ -305,6 +305,10 @@ impl LanguageModel for GgufModel {
 
     fn answers_max(&self) -> usize {
         self.model.answers_max()
+    }
+
+    fn kept_conversations(&self) -> Vec<Kept> {
+        self.model.kept_conversations()
     }
 
     fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {

@@ -284,6 +284,14 @@ impl KvCache {
         self.tokens_of(blocks).get()
     }
 
+    /// Of each sequence that is parked, the tokens in blocks that others have as well, or the first `used` tokens of the one that
+    /// is not.
+    pub(super) fn shared(&self, used: u32) -> Vec<Tokens> {
+        let blocks = self.whole.shared(blocks_for(&self.shape, used));
+        let tokens = |blocks| self.tokens_of(blocks);
+        blocks.into_iter().map(tokens).collect()
+    }
+
     /// The cache for an operation on a sequence that is parked.
     #[must_use]
     pub(super) fn cells_of(&self, number: usize) -> Cells<'_> {

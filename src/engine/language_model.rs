@@ -6,7 +6,7 @@ use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
-    model::{Asked, Lane, Selected, Span, common_prefix},
+    model::{Asked, Kept, Lane, Selected, Span, common_prefix},
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -59,6 +59,11 @@ pub trait LanguageModel {
     /// How many answers may be computed together, each a sequence of its own.
     fn answers_max(&self) -> usize {
         1
+    }
+
+    /// The conversations that are kept beside the sequence.
+    fn kept_conversations(&self) -> Vec<Kept> {
+        Vec::new()
     }
 
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the

@@ -187,7 +187,9 @@ impl EngineHandle {
     pub fn cancel(&self, id: RequestId) {
         let mut mailbox = self.shared.lock();
         let running = mailbox.running.iter_mut();
-        if let Some((_, cancelled)) = running.into_iter().find(|(running, _)| *running == id) {
+        if let Some(Running { cancelled, .. }) =
+            running.into_iter().find(|running| running.id == id)
+        {
             *cancelled = true;
         } else {
             mailbox.end_where(|queued| {
@@ -303,9 +305,15 @@ struct Mailbox {
     superseded: Vec<(u64, u64)>,
     queue: VecDeque<Queued>,
     ended: Vec<Ended>,
-    /// The running requests, and whether each is cancelled.
-    running: Vec<(RequestId, bool)>,
+    running: Vec<Running>,
     lifecycle: Lifecycle,
+}
+
+/// A request that runs.
+struct Running {
+    id: RequestId,
+    client: Option<Arc<str>>,
+    cancelled: bool,
 }
 
 impl Shared {
@@ -360,7 +368,7 @@ impl Shared {
             }
         }
         let id = queued.request.id;
-        if mailbox.running.iter().any(|(running, _)| *running == id)
+        if mailbox.running.iter().any(|running| running.id == id)
             || mailbox.queue.iter().any(|waiting| waiting.request.id == id)
         {
             return Err(SubmitError::Duplicate { id });
@@ -376,16 +384,7 @@ impl Shared {
                 limit,
             });
         }
-        // Behind those that are as urgent, and those that others have overtaken for long enough.
-        let stays = |waiting: &Queued| {
-            waiting.request.class <= queued.request.class
-                || waiting.submitted.elapsed() >= OVERTAKEN_MAX
-        };
-        let place = mailbox
-            .queue
-            .iter()
-            .rposition(stays)
-            .map_or(0, |last| last + 1);
+        let place = mailbox.place_for(&queued);
         mailbox.queue.insert(place, queued);
         drop(mailbox);
         self.wake.notify_all();
@@ -416,7 +415,7 @@ impl Shared {
                 return Work::Poll;
             }
             if let Some(queued) = mailbox.queue.pop_front() {
-                mailbox.running.push((queued.request.id, false));
+                mailbox.running.push(Running::of(&queued));
                 return Work::Answer(Box::new(queued));
             }
             if mailbox.lifecycle == Lifecycle::Draining {
@@ -455,8 +454,8 @@ impl Shared {
             cancelled: mailbox
                 .running
                 .iter()
-                .filter(|(_, cancelled)| *cancelled)
-                .map(|(id, _)| *id)
+                .filter(|running| running.cancelled)
+                .map(|running| running.id)
                 .collect(),
             lifecycle: mailbox.lifecycle,
             queued: mailbox.queue.len(),
@@ -475,13 +474,13 @@ impl Shared {
             return None;
         }
         let queued = mailbox.queue.pop_front()?;
-        mailbox.running.push((queued.request.id, false));
+        mailbox.running.push(Running::of(&queued));
         Some(queued)
     }
 
     /// A running request is over.
     pub(super) fn done(&self, id: RequestId) {
-        self.lock().running.retain(|(running, _)| *running != id);
+        self.lock().running.retain(|running| running.id != id);
     }
 
     /// Takes nothing more, ever, and hands over what was left.
@@ -510,7 +509,7 @@ impl Shared {
         let mailbox = self.lock();
         mailbox.lifecycle >= Lifecycle::Stopping
             || !mailbox.commands.is_empty()
-            || mailbox.running.iter().any(|(_, cancelled)| *cancelled)
+            || mailbox.running.iter().any(|running| running.cancelled)
             || mailbox.queue.iter().any(|queued| {
                 queued
                     .request
@@ -581,7 +580,41 @@ const OVERTAKEN_MAX: Duration = Duration::from_secs(10);
 /// Plans that may be replaced between two looks at the mailbox before that needs memory.
 const SUPERSEDED: usize = 16;
 
+impl Running {
+    fn of(queued: &Queued) -> Self {
+        Self {
+            id: queued.request.id,
+            client: queued.request.client.clone(),
+            cancelled: false,
+        }
+    }
+}
+
 impl Mailbox {
+    /// Where a request goes in the queue: behind more urgent ones, behind those of its class whose clients have no more requests
+    /// before them than its own has, and behind those that others have overtaken for long enough.
+    fn place_for(&self, queued: &Queued) -> usize {
+        let class = queued.request.class;
+        let turn = self.turn(queued.request.client.as_ref(), self.queue.len());
+        let stays = |(at, waiting): &(usize, &Queued)| {
+            waiting.request.class < class
+                || waiting.submitted.elapsed() >= OVERTAKEN_MAX
+                || waiting.request.class == class
+                    && self.turn(waiting.request.client.as_ref(), *at) <= turn
+        };
+        let waiting: Vec<_> = self.queue.iter().enumerate().collect();
+        waiting.iter().rposition(stays).map_or(0, |last| last + 1)
+    }
+
+    /// How many requests of a client run, or wait among the first `before`.
+    fn turn(&self, client: Option<&Arc<str>>, before: usize) -> usize {
+        let running = self.running.iter().map(|running| running.client.as_ref());
+        let waiting = self.queue.iter().take(before);
+        let waiting = waiting.map(|waiting| waiting.request.client.as_ref());
+        let own = running.chain(waiting).filter(|other| *other == client);
+        own.count()
+    }
+
     /// Takes the plans that were replaced, and leaves room for as many: asking for a shed allocates nothing.
     fn take_superseded(&mut self) -> Vec<(u64, u64)> {
         if self.superseded.is_empty() {
@@ -777,35 +810,66 @@ mod tests {
     #[test]
     fn more_urgent_requests_go_first_and_none_is_overtaken_for_long() {
         let shared = Shared::new(EngineOptions::default());
-        let waits = |id: u64, class, for_time| {
-            let request = GenerateRequest {
-                class,
-                ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new()))
-            };
-            let (reply, _events) = Reply::new(shared.options());
-            let submitted = Instant::now().checked_sub(for_time).unwrap();
-            let (prompt, mask) = (Vec::new(), None);
-            shared
-                .submit(Queued {
-                    request,
-                    prompt,
-                    mask,
-                    reply,
-                    submitted,
-                })
-                .unwrap();
-        };
+        let waits = |id: u64, class, for_time| waits(&shared, id, class, None, for_time);
         waits(1, Class::Batch, OVERTAKEN_MAX);
         waits(2, Class::Batch, Duration::ZERO);
         waits(3, Class::Interactive, Duration::ZERO);
         waits(4, Class::AudioRealtime, Duration::ZERO);
         waits(5, Class::Interactive, Duration::ZERO);
-        let order: Vec<_> = shared
-            .lock()
-            .queue
-            .iter()
-            .map(|waiting| waiting.request.id)
-            .collect();
-        assert_eq!(order, [1, 4, 3, 5, 2].map(RequestId::new));
+        assert_eq!(order(&shared), [1, 4, 3, 5, 2]);
+    }
+
+    #[test]
+    fn clients_take_turns_however_many_requests_one_of_them_has() {
+        let shared = Shared::new(EngineOptions::default());
+        let waits = |id: u64, client: Option<&str>| {
+            waits(&shared, id, Class::Interactive, client, Duration::ZERO);
+        };
+        for id in 0..4 {
+            waits(id, Some("kitchen"));
+        }
+        waits(4, Some("hall"));
+        waits(5, None);
+        waits(6, Some("hall"));
+        assert_eq!(order(&shared), [0, 4, 5, 1, 6, 2, 3]);
+        // Those that run count as well.
+        for _ in 0..2 {
+            assert!(matches!(shared.wait(None), Work::Answer(_)));
+        }
+        waits(7, Some("study"));
+        waits(8, Some("hall"));
+        assert_eq!(order(&shared), [5, 7, 1, 6, 2, 8, 3]);
+        // Those that have waited for long keep their places.
+        for waiting in &mut shared.lock().queue {
+            waiting.submitted = Instant::now().checked_sub(OVERTAKEN_MAX).unwrap();
+        }
+        waits(9, Some("attic"));
+        assert_eq!(order(&shared), [5, 7, 1, 6, 2, 8, 3, 9]);
+    }
+
+    fn waits(shared: &Shared, id: u64, class: Class, client: Option<&str>, for_time: Duration) {
+        let request = GenerateRequest {
+            class,
+            client: client.map(Arc::from),
+            ..GenerateRequest::new(RequestId::new(id), Prompt::Text(String::new()))
+        };
+        let (reply, _events) = Reply::new(shared.options());
+        let submitted = Instant::now().checked_sub(for_time).unwrap();
+        let (prompt, mask) = (Vec::new(), None);
+        shared
+            .submit(Queued {
+                request,
+                prompt,
+                mask,
+                reply,
+                submitted,
+            })
+            .unwrap();
+    }
+
+    fn order(shared: &Shared) -> Vec<u64> {
+        let mailbox = shared.lock();
+        let ids = mailbox.queue.iter().map(|waiting| waiting.request.id.get());
+        ids.collect()
     }
 }

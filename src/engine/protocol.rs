@@ -11,6 +11,7 @@ use super::{
     disk::Retained,
     error::{ApplyError, ApplyReport},
     generate::{FinishReason, GenerateError, RequestId, Usage},
+    model::Kept,
     tensor_group::TensorGroup,
 };
 use cotenant_policy::{
@@ -298,6 +299,8 @@ pub struct EngineSnapshot {
     pub answers_max: usize,
     /// The last request that was answered, of which the KV cache keeps what [`Self::position`] says while nothing runs.
     pub last: Option<RunningRequest>,
+    /// The conversations that are kept beside these.
+    pub kept: Arc<[Kept]>,
     /// Tokens in the KV cache: of the running answers, what several have in common counted once; else of the last one.
     pub position: Tokens,
     /// Requests waiting.

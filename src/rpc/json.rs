@@ -196,7 +196,9 @@ fn sequence_json(sequence: &v1::Sequence) -> Value {
         client,
         class = word(sequence.lease_class().as_str_name(), "LEASE_CLASS_"),
         prompt_tokens, reused_tokens, generated_tokens, kv_tokens, kv_bytes, kv_blocks,
+        shared_bytes = Some(sequence.shared_bytes).filter(|bytes| *bytes > 0),
         waited = sequence.waited.as_ref().map(seconds),
+        idle = sequence.idle.as_ref().map(seconds),
     )
 }
 

@@ -292,6 +292,20 @@ impl Store {
         all.collect::<BTreeSet<_>>().len()
     }
 
+    /// Of each sequence that is parked, the blocks that others have as well, or the first `used` ones.
+    pub(super) fn shared(&self, used: usize) -> Vec<usize> {
+        let mut uses = vec![0u8; self.places.len()];
+        let own = self.places.get(..used).unwrap_or_default();
+        for place in self.parked.iter().flatten().chain(own) {
+            if let Some(uses) = uses.get_mut(*place) {
+                *uses = uses.saturating_add(1);
+            }
+        }
+        let is_shared = |place: &&usize| uses.get(**place).is_some_and(|uses| *uses > 1);
+        let shared = |places: &Vec<usize>| places.iter().filter(is_shared).count();
+        self.parked.iter().map(shared).collect()
+    }
+
     /// How many places so many bytes take; `None` for a store that holds nothing.
     pub(super) fn places_for(&self, bytes: usize) -> Option<usize> {
         let len = self.block_len();

@@ -26,4 +26,4 @@ pub use calibrate::PartTime;
 pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;
-pub use parked::{Asked, Lane, Selected, common_prefix};
+pub use parked::{Asked, Kept, Lane, Selected, common_prefix};

@@ -8,7 +8,7 @@ use super::{
     damage,
     loaded::{Logits, Model, ModelOptions, Scores},
     opening::{self, Disk, Opening},
-    parked::{Asked, Lane, Selected},
+    parked::{Asked, Kept, Lane, Selected},
     pass, residency,
 };
 use crate::{
@@ -197,6 +197,12 @@ impl Model {
     #[must_use]
     pub const fn rows_max(&self) -> usize {
         self.workspace.chunk()
+    }
+
+    /// The conversations that are parked beside the sequence, in the order in which they were.
+    #[must_use]
+    pub fn kept_conversations(&self) -> Vec<Kept> {
+        self.sequence.kept()
     }
 
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the

@@ -11,7 +11,7 @@
 //! capacity that the running answer does not need, and are given up one after the other when it does, or when capacity is
 //! taken away.
 
-use std::sync::Arc;
+use std::{sync::Arc, time::Instant};
 
 use super::marks::{Mark, take_spare};
 use cotenant_policy::kv_type::KvType;
@@ -24,6 +24,8 @@ pub struct Asked<'a> {
     pub client: Option<&'a Arc<str>>,
     /// All of its tokens.
     pub prompt: &'a [u32],
+    /// The number of the request.
+    pub request: u64,
 }
 
 /// How a prompt begins.
@@ -39,6 +41,8 @@ pub struct Selected {
 #[derive(Clone, Debug, Default)]
 pub(super) struct Conversation {
     pub(super) client: Option<Arc<str>>,
+    /// The number of its last request.
+    pub(super) request: u64,
     /// Where its next prompt is likely to part from its last one.
     pub(super) end: u32,
 }
@@ -61,8 +65,24 @@ pub(super) struct Parked {
     pub(super) is_superseded: bool,
     /// When it was parked, by a count of all.
     pub(super) turn: u64,
+    pub(super) since: Instant,
     /// Whether its answer is under way: it is given up for nothing then.
     pub(super) is_lane: bool,
+}
+
+/// A conversation that is parked, for those who look.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Kept {
+    /// The number of its last request.
+    pub request: u64,
+    /// Who asked.
+    pub client: Option<Arc<str>>,
+    /// Tokens of it.
+    pub tokens: Tokens,
+    /// Tokens in blocks that other conversations have as well.
+    pub shared: Tokens,
+    /// When it was parked.
+    pub since: Instant,
 }
 
 /// A conversation that a prompt may go on from.
@@ -130,6 +150,11 @@ impl AllParked {
         self.all.get_mut(number)
     }
 
+    /// All of them with their numbers, but those whose answers are under way.
+    pub(super) fn idle(&self) -> impl Iterator<Item = (usize, &Parked)> {
+        self.all.iter().enumerate().filter(|(_, one)| !one.is_lane)
+    }
+
     /// Parks one more.
     pub(super) fn push(&mut self, mut parked: Parked) -> Lane {
         self.turns += 1;
@@ -186,8 +211,8 @@ impl AllParked {
     /// The one that is missed least: of those that another has taken the place of, if there are any, the one that was parked
     /// first.
     pub(super) fn least_useful(&self) -> Option<usize> {
-        let all = self.all.iter().enumerate().filter(|(_, one)| !one.is_lane);
-        all.min_by_key(|(_, one)| (!one.is_superseded, one.turn))
+        self.idle()
+            .min_by_key(|(_, one)| (!one.is_superseded, one.turn))
             .map(|(number, _)| number)
     }
 

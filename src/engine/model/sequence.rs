@@ -7,11 +7,14 @@
 //! Copies lie in the KV cache, at places that no block has, as do the blocks of conversations that are parked. So they cost no
 //! lease of their own; when tokens or a smaller capacity need the place, those that are missed least are given up.
 
+use std::time::Instant;
+
 use super::{
     dropped::{Dropped, Turn},
     marks::{Kind, Marks},
     parked::{
-        AllParked, Asked, Conversation, LOST_MIN, Lane, Near, Parked, common_prefix, last_within,
+        AllParked, Asked, Conversation, Kept, LOST_MIN, Lane, Near, Parked, common_prefix,
+        last_within,
     },
 };
 use crate::{
@@ -144,6 +147,7 @@ impl Sequence {
             parts
         };
         self.conversation.client = asked.client.cloned();
+        self.conversation.request = asked.request;
         while self.parked.is_beyond(self.cache.capacity()) && self.forget_one() {}
         self.release_copies();
         self.cache.cut(self.position);
@@ -199,6 +203,7 @@ impl Sequence {
             kv_precision: self.kv_precision,
             is_superseded,
             turn: 0,
+            since: Instant::now(),
             is_lane,
         })
     }
@@ -340,6 +345,19 @@ impl Sequence {
         self.cache.tokens_held(used, is_lane).max(used)
     }
 
+    /// The conversations that are parked, in the order in which they were.
+    pub(super) fn kept(&self) -> Vec<Kept> {
+        let shared = self.cache.shared(self.position);
+        let kept = |(number, one): (usize, &Parked)| Kept {
+            request: one.conversation.request,
+            client: one.conversation.client.clone(),
+            tokens: Tokens::new(u32::try_from(one.tokens.len()).unwrap_or(u32::MAX)),
+            shared: shared.get(number).copied().unwrap_or_default(),
+            since: one.since,
+        };
+        self.parked.idle().map(kept).collect()
+    }
+
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where that
     /// cannot be done: its model has a state or windows, which are there once, or tokens of it were dropped.
     pub(super) fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
@@ -387,6 +405,7 @@ impl Sequence {
         let number = self.parked.number_of(lane);
         if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
             parked.is_lane = false;
+            parked.since = Instant::now();
         }
     }
 

@@ -350,9 +350,11 @@ impl Worker {
         let asked = Asked {
             client: active.queued.request.client.as_ref(),
             prompt: &prompt,
+            request: id.get(),
         };
         let Selected { kept, fork } = model.select(&self.sequence, asked);
         let (cached, held) = (Tokens::new(kept), model.held());
+        self.engine_loop.state.kept = model.kept_conversations().into();
         self.sequence.clear();
         self.sequence.extend(prompt.iter().take(kept as usize));
         if let Some(fork) = fork {

@@ -117,6 +117,7 @@ impl Worker {
         match result {
             Ok(report) => {
                 self.engine_loop.state.breakdown = Some(Arc::new(model.breakdown()));
+                self.engine_loop.state.kept = model.kept_conversations().into();
                 self.engine_loop.applied(revision, report);
             }
             Err(error) => {

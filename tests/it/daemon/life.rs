@@ -524,6 +524,26 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
         let shown = &installation.json(&["status"])["engine"]["sequences"][0];
         assert_eq!(shown["kvTokens"], sequence.kv_tokens);
     }
+    // Another conversation that begins in the same way is kept beside it.
+    let other = format!("{question} and the one in the hall?");
+    daemon
+        .chat(json!({ "messages": [{"role": "user", "content": other}] }))
+        .await;
+    let both = daemon.until("two are kept", |status| {
+        let sequences = &status.engine.as_ref().unwrap().sequences;
+        sequences.len() == 2 && sequences[1].idle.is_some()
+    });
+    let engine = both.await.engine.unwrap();
+    let [last, beside] = &engine.sequences[..] else {
+        panic!("{engine:?}");
+    };
+    assert_eq!(last.shared_bytes, 0, "{last:?}");
+    assert_eq!(beside.state(), SequenceState::Kept);
+    assert!(beside.kv_tokens > 100, "{beside:?}");
+    assert!(
+        beside.shared_bytes > 0 && beside.shared_bytes < beside.kv_bytes,
+        "{beside:?}"
+    );
     daemon.end().await;
 }
 

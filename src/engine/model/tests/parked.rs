@@ -63,6 +63,7 @@ impl Talk {
         let asked = Asked {
             client: client.as_ref(),
             prompt,
+            request: 0,
         };
         let Selected { kept, fork } = self.model.select(&self.held, asked);
         if let Some(fork) = fork {
@@ -338,6 +339,7 @@ fn take_turns(path: &Path, turns: &[Turn]) -> u64 {
         let asked = Asked {
             client: Some(&client).filter(|client| !client.is_empty()),
             prompt,
+            request: 0,
         };
         let Selected { kept, fork } = talk.model.select(&talk.held, asked);
         talk.held = prompt[..kept as usize].to_vec();

@@ -97,6 +97,7 @@ impl House {
                 let asked = Asked {
                     client: None,
                     prompt: &prompt,
+                    request: 0,
                 };
                 let kept = self.model.select(&[], asked).kept as usize;
                 // In slices, the first ones in one pass with tokens of the others.
