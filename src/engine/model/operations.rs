@@ -202,7 +202,7 @@ impl Model {
     /// The conversations that are parked beside the sequence, in the order in which they were.
     #[must_use]
     pub fn kept_conversations(&self) -> Vec<Kept> {
-        self.sequence.kept()
+        self.sequence.kept_conversations()
     }
 
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the

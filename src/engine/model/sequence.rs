@@ -346,7 +346,7 @@ impl Sequence {
     }
 
     /// The conversations that are parked, in the order in which they were.
-    pub(super) fn kept(&self) -> Vec<Kept> {
+    pub(super) fn kept_conversations(&self) -> Vec<Kept> {
         let shared = self.cache.shared(self.position);
         let kept = |(number, one): (usize, &Parked)| Kept {
             request: one.conversation.request,

@@ -354,7 +354,7 @@ impl Worker {
         };
         let Selected { kept, fork } = model.select(&self.sequence, asked);
         let (cached, held) = (Tokens::new(kept), model.held());
-        self.engine_loop.state.kept = model.kept_conversations().into();
+        let beside = model.kept_conversations().into();
         self.sequence.clear();
         self.sequence.extend(prompt.iter().take(kept as usize));
         if let Some(fork) = fork {
@@ -366,6 +366,7 @@ impl Worker {
         }
         active.usage.cached_tokens = cached;
         active.queued.reply.started(tokens, cached);
+        self.engine_loop.state.kept = beside;
         self.engine_loop.reused(id, cached, held);
         let fresh = prompt.get(kept as usize..).unwrap_or_default();
         self.reads = true;
