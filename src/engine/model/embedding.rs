@@ -103,5 +103,5 @@ impl Pass<'_, '_> {
 }
 
 /// Bytes of embeddings that are asked for at once, beside the book until they are turned: a dozen rows and more, each of which takes
-/// nine times as long to read as handing a batch over does (docs/changelog.md). Our choice.
+/// nine times as long to read as handing a batch over does. Our choice.
 const ROWS_BYTES_MAX: usize = 16 << 10;

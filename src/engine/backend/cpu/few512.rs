@@ -1,6 +1,6 @@
 //! Products of quantised rows with a few tokens for AVX-512.
 //!
-//! As in [`tile`](super::tile), sixteen rows are turned, so that a lane of a register is a row and no sum needs shuffles. Here the
+//! As in [`super::tile`], sixteen rows are turned, so that a lane of a register is a row and no sum needs shuffles. Here the
 //! quants of a block stay in registers: storing them would pay for more tokens only. A number of a token that is loaded to all
 //! lanes is multiplied with as many rows as registers allow: such a load takes as long as a product (Ice Lake).
 //!
