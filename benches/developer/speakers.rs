@@ -380,13 +380,14 @@ fn question(number: usize, turn: u32) -> String {
     )
 }
 
+/// Without drafts: how many of these are right differs between a text alone and a call, and only one who is alone has them.
 fn configuration(folder: &Path, model: &Path, port: u16, args: &SpeakersArgs) -> String {
     let (model, threads, context) = (model.display(), args.threads, args.context);
     let folder = folder.display();
     format!(
         "\
 budget: {{total: 8GiB, reserve: 256MiB, scope: session}}
-llm: {{path: {model}, name: speakers, threads: {threads}, context: {context}}}
+llm: {{path: {model}, name: speakers, threads: {threads}, context: {context}, drafts: false}}
 grpc: {{socket: {folder}/cotenant.sock, abstract_name: none}}
 http: {{listen: \"127.0.0.1:{port}\"}}
 journal: {{path: {folder}/journal.ndjson}}
