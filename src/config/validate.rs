@@ -367,6 +367,9 @@ impl Checker {
             threads: self.number("llm.threads", &raw.threads, 1..=256),
             parallel: self.number("llm.parallel", &raw.parallel, 1..=8),
             drafts: self.switch("llm.drafts", &raw.drafts).unwrap_or(true),
+            keep_conversations: self
+                .switch("llm.keep_conversations", &raw.keep_conversations)
+                .unwrap_or(false),
             device: self.device(raw),
             context: Tokens::new(context),
             vocabulary: self.vocabulary(&raw.vocabulary),

@@ -415,6 +415,7 @@ fn launch(
 /// When the system gives no thread.
 pub(super) fn start_engine(
     llm: &LlmConfig,
+    state_dir: &Path,
     control: &Arc<ControlHandle>,
     parts: &Parts,
 ) -> Result<EngineDriver, RunError> {
@@ -428,6 +429,9 @@ pub(super) fn start_engine(
     let options = EngineOptions {
         answers_max: llm.parallel.map_or(usize::MAX, |most| most as usize),
         drafts: llm.drafts,
+        conversations: llm
+            .keep_conversations
+            .then(|| state_dir.join("conversations")),
         ..EngineOptions::default()
     };
     let inspector = Inspector::new(llm, control);

@@ -163,7 +163,7 @@ pub async fn run(
     let holders = std::mem::take(&mut inheritance.holders);
     let llm = config.llm.as_ref();
     let engine = llm
-        .map(|llm| start_engine(llm, &control, &on_control))
+        .map(|llm| start_engine(llm, &config.state_dir, &control, &on_control))
         .transpose()?;
     let current = engine.as_ref().map(EngineDriver::current);
     let status = Arc::new(Status::new(

@@ -1,6 +1,7 @@
 //! A GGUF file as a [`LanguageModel`], with what its tokenizer holds.
 
 use std::{
+    io,
     path::{Path, PathBuf},
     sync::Arc,
     thread,
@@ -14,7 +15,7 @@ use super::{
     gguf::Header,
     helper::Helper,
     language_model::{LanguageModel, Opened},
-    model::{Asked, Kept, Lane, Model, ModelOptions, Opening, Scores, Selected, Span},
+    model::{Asked, Kept, Lane, Model, ModelOptions, Opening, Saved, Scores, Selected, Span},
     preemption::{Checkpoint, Flow},
     protocol::{Expected, Inspected},
     reader::LoadProgress,
@@ -305,6 +306,18 @@ impl LanguageModel for GgufModel {
 
     fn answers_max(&self) -> usize {
         self.model.answers_max()
+    }
+
+    fn save_conversations(&mut self, held: &[u32], path: &Path) -> io::Result<Saved> {
+        self.model.save_conversations(held, path)
+    }
+
+    fn restore_conversations(
+        &mut self,
+        path: &Path,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> io::Result<Saved> {
+        self.model.restore_conversations(path, go_on)
     }
 
     fn kept_conversations(&self) -> Vec<Kept> {

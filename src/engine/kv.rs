@@ -241,6 +241,58 @@ impl KvCache {
         places.is_some_and(|places| blocks_for(&self.shape, used) + places <= self.whole.blocks())
     }
 
+    /// Places of a sequence that is parked.
+    pub(super) fn parked_places(&self, number: usize) -> &[usize] {
+        self.whole.parked_places(number)
+    }
+
+    /// Places of a copy, and the blocks of layers with windows that it has.
+    pub(super) fn copy_places(&self, copy: &Copy) -> (&[usize], Range<usize>) {
+        (self.whole.copy_places(copy.id), copy.windows.clone())
+    }
+
+    /// Takes over parked sequences and copies by their places, in a cache that has none.
+    pub(super) fn take_over(
+        &mut self,
+        parked: Vec<Vec<usize>>,
+        copies: Vec<(Vec<usize>, Range<usize>)>,
+    ) -> Vec<Copy> {
+        let (places, windows): (Vec<_>, Vec<_>) = copies.into_iter().unzip();
+        let ids = self.whole.take_over(parked, places);
+        let copies = ids.into_iter().zip(windows);
+        copies.map(|(id, windows)| Copy { id, windows }).collect()
+    }
+
+    /// Waits until nothing in flight uses the cache.
+    pub(super) fn settle(&self, backend: &mut dyn Backend) -> Result<(), DeviceError> {
+        settle(backend)
+    }
+
+    /// What the host has at a place, once the cache is settled; `None` in memory of a device.
+    pub(super) fn bytes_at(&self, place: usize) -> Option<&[u8]> {
+        self.whole.bytes_at(place)
+    }
+
+    /// The same, to be written.
+    pub(super) fn bytes_at_mut(&mut self, place: usize) -> Option<&mut [u8]> {
+        self.whole.bytes_at_mut(place)
+    }
+
+    /// Notes that the first places are about to be in memory.
+    pub(super) fn touch_places(&mut self, count: usize) {
+        self.whole.touch_places(count);
+    }
+
+    /// Bytes of a place.
+    pub(super) fn place_len(&self) -> usize {
+        self.whole.block_len()
+    }
+
+    /// Places that may be used.
+    pub(super) const fn places(&self) -> usize {
+        self.whole.blocks()
+    }
+
     /// Gives up all other copies; their places are free from the next [cut](Self::cut) on.
     pub(super) fn keep_copies<'a>(&mut self, wanted: impl Iterator<Item = &'a Copy>) {
         let wanted: Vec<CopyId> = wanted.map(|copy| copy.id).collect();

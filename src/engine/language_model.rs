@@ -1,12 +1,12 @@
 //! The model as the engine's thread uses it: one sequence, plans, and what is held.
 
-use std::path::Path;
+use std::{io, path::Path};
 
 use super::{
     breakdown::Breakdown,
     disk::Retained,
     error::{ApplyError, ApplyReport, ForwardError, LoadError},
-    model::{Asked, Kept, Lane, Selected, Span, common_prefix},
+    model::{Asked, Kept, Lane, Saved, Selected, Span, common_prefix},
     preemption::Checkpoint,
     text::TextSide,
 };
@@ -64,6 +64,26 @@ pub trait LanguageModel {
     /// The conversations that are kept beside the sequence.
     fn kept_conversations(&self) -> Vec<Kept> {
         Vec::new()
+    }
+
+    /// Writes the conversations that can be gone on from to a file, the sequence with the tokens `held` among them.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    fn save_conversations(&mut self, _held: &[u32], _path: &Path) -> io::Result<Saved> {
+        Ok(Saved::default())
+    }
+
+    /// Takes over the conversations of such a file, and removes it; `go_on` is asked between reads.
+    ///
+    /// # Errors
+    /// When it cannot be read, is damaged, or belongs to another model.
+    fn restore_conversations(
+        &mut self,
+        _path: &Path,
+        _go_on: &mut dyn FnMut() -> bool,
+    ) -> io::Result<Saved> {
+        Ok(Saved::default())
     }
 
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the

@@ -36,6 +36,8 @@ pub struct EngineOptions {
     pub answers_max: usize,
     /// Whether tokens are drafted from what was said before. Default: they are.
     pub drafts: bool,
+    /// File in which conversations are kept from the end of one run to the start of the next. Default: none.
+    pub conversations: Option<PathBuf>,
 }
 
 impl Default for EngineOptions {
@@ -46,6 +48,7 @@ impl Default for EngineOptions {
             unread_limit: Duration::from_secs(10),
             answers_max: usize::MAX,
             drafts: true,
+            conversations: None,
         }
     }
 }

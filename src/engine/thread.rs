@@ -25,7 +25,7 @@ use std::{
     path::{Path, PathBuf},
     sync::Arc,
     thread::JoinHandle,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use tokio::sync::mpsc;
@@ -39,7 +39,7 @@ use super::{
     gguf_model::GgufModel,
     language_model::{Opened, Opener},
     mailbox::{EngineHandle, Shared, Work},
-    model::ModelOptions,
+    model::{ModelOptions, Saved},
     protocol::{EngineEvent, EngineOptions, EnginePhase, Expected, Inspected},
     sayable::Sayable,
 };
@@ -218,7 +218,10 @@ impl Worker {
 
     /// The thread from beginning to end.
     fn run(mut self) {
-        let outcome = catch_unwind(AssertUnwindSafe(|| self.work()));
+        let outcome = catch_unwind(AssertUnwindSafe(|| {
+            self.work();
+            self.save_conversations();
+        }));
         // Dropping the model may break down as well, when it is what broke down before.
         let model = self.model.take();
         let mut kept = model
@@ -326,6 +329,7 @@ impl Worker {
                     breakdown,
                 });
                 self.calibrate();
+                self.restore_conversations();
             }
             Err(error) => self.load_failed(path, &error),
         }
@@ -379,6 +383,55 @@ impl Worker {
                 message: in_one_line(&error),
             }),
         }
+    }
+
+    /// Writes the conversations that are kept to their file, for the next run.
+    fn save_conversations(&mut self) {
+        let path = self.engine_loop.shared.options().conversations.clone();
+        let model = self.model.as_mut().filter(|_| self.ends.is_none());
+        let (Some(path), Some(model)) = (path, model) else {
+            return;
+        };
+        match model.save_conversations(&self.sequence, &path) {
+            Ok(Saved {
+                conversations,
+                bytes,
+            }) => tracing::info!(
+                "saved {conversations} conversations ({}) to `{}`",
+                Bytes::new(bytes),
+                path.display()
+            ),
+            Err(error) => tracing::warn!(
+                "cannot save conversations to `{}`: {error}; their prompts are computed again after the next start",
+                path.display()
+            ),
+        }
+    }
+
+    /// Takes over what an earlier run has saved, unless a command is waiting.
+    fn restore_conversations(&mut self) {
+        let path = self.engine_loop.shared.options().conversations.clone();
+        let (Some(path), Some(model)) = (path, self.model.as_mut()) else {
+            return;
+        };
+        let shared = &self.engine_loop.shared;
+        let mut go_on = || !shared.is_pressed(Instant::now());
+        match model.restore_conversations(&path, &mut go_on) {
+            Ok(Saved {
+                conversations,
+                bytes,
+            }) => tracing::info!(
+                "restored {conversations} conversations ({}) from `{}`",
+                Bytes::new(bytes),
+                path.display()
+            ),
+            Err(error) => tracing::warn!(
+                "cannot restore conversations from `{}`: {error}; their prompts are computed again",
+                path.display()
+            ),
+        }
+        self.engine_loop.note_held(&**model);
+        self.engine_loop.publish();
     }
 
     /// Tells what is held when reads that hung have returned what they kept, or some of it.

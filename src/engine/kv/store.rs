@@ -336,6 +336,52 @@ impl Store {
         ))
     }
 
+    /// The places of a sequence that is parked.
+    pub(super) fn parked_places(&self, number: usize) -> &[usize] {
+        self.parked.get(number).map_or(&[][..], Vec::as_slice)
+    }
+
+    /// The places of a copy.
+    pub(super) fn copy_places(&self, id: CopyId) -> &[usize] {
+        let copy = self.copies.iter().find(|(other, _)| *other == id);
+        copy.map_or(&[][..], |(_, places)| places)
+    }
+
+    /// Takes over parked sequences and copies by their places, in a store that has none; returns the names of the copies.
+    pub(super) fn take_over(
+        &mut self,
+        parked: Vec<Vec<usize>>,
+        copies: Vec<Vec<usize>>,
+    ) -> Vec<CopyId> {
+        self.parked = parked;
+        let first = self.last_copy + 1;
+        self.copies = (first..).map(CopyId).zip(copies).collect();
+        self.last_copy += self.copies.len() as u64;
+        self.cut(0);
+        self.copies.iter().map(|(id, _)| *id).collect()
+    }
+
+    /// Notes that the first places are about to be in memory.
+    pub(super) fn touch_places(&mut self, count: usize) {
+        self.touch_up_to(self.bytes_of(count).round_up(page()));
+    }
+
+    /// What the host has at a place; `None` in memory of a device. Nothing that is queued may use it.
+    pub(super) fn bytes_at(&self, place: usize) -> Option<&[u8]> {
+        let len = self.block_len();
+        let start = self.space.range(place * len, len)?;
+        // SAFETY: the range is open memory of that length; only operations write to it, none of which is in flight.
+        Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
+    }
+
+    /// The same, to be written.
+    pub(super) fn bytes_at_mut(&mut self, place: usize) -> Option<&mut [u8]> {
+        let len = self.block_len();
+        let start = self.space.range(place * len, len)?;
+        // SAFETY: as above, and the store is borrowed exclusively.
+        Some(unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), len) })
+    }
+
     /// Keeps the copies that are wanted.
     pub(super) fn keep_copies(&mut self, is_wanted: impl Fn(CopyId) -> bool) {
         self.copies.retain(|(id, _)| is_wanted(*id));

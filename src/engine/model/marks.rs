@@ -43,6 +43,22 @@ pub(super) struct Mark {
     used: u64,
 }
 
+impl Mark {
+    /// A mark that was saved.
+    pub(super) const fn saved(position: u32, copy: KvCopy, is_fork: bool) -> Self {
+        Self {
+            position,
+            copy,
+            kind: if is_fork { Kind::Fork } else { Kind::End },
+            used: 0,
+        }
+    }
+
+    pub(super) fn is_fork(&self) -> bool {
+        self.kind == Kind::Fork
+    }
+}
+
 impl Marks {
     /// All of them, by position.
     pub(super) fn all(&self) -> &[Mark] {

@@ -15,6 +15,7 @@ mod parked;
 mod pass;
 mod products;
 mod residency;
+mod saved;
 mod sequence;
 #[cfg(test)]
 mod tests;
@@ -27,3 +28,4 @@ pub use growth::{GROWERS, raw_read};
 pub use loaded::{Logits, Model, ModelOptions, Scores};
 pub use opening::Opening;
 pub use parked::{Asked, Kept, Lane, Selected, common_prefix};
+pub use saved::Saved;

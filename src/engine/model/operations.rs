@@ -286,8 +286,8 @@ impl Model {
 
     /// Keeps places for a prompt that the sequence comes to so many tokens by, and that is read in several passes; for none
     /// once it has been read.
-    pub const fn expect(&mut self, tokens: u32) {
-        self.sequence.expected = tokens;
+    pub fn expect(&mut self, tokens: u32) {
+        self.sequence.expect(self.backend.as_mut(), tokens);
     }
 
     /// Puts `plan` into force between two tokens: releases first, then grows.

@@ -150,6 +150,11 @@ impl AllParked {
         self.all.get_mut(number)
     }
 
+    /// Whether there are none.
+    pub(super) const fn is_empty(&self) -> bool {
+        self.all.is_empty()
+    }
+
     /// All of them with their numbers, but those whose answers are under way.
     pub(super) fn idle(&self) -> impl Iterator<Item = (usize, &Parked)> {
         self.all.iter().enumerate().filter(|(_, one)| !one.is_lane)

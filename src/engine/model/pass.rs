@@ -36,7 +36,7 @@ pub(super) fn run(
         return Err(ForwardError::KvFull { capacity, needed });
     }
     let preemption = Preemption::new(checkpoint, model.estimators);
-    let needed = needed.max(model.sequence.expected);
+    let needed = needed.max(model.sequence.kept());
     let mut pass = Pass {
         model,
         preemption,

@@ -38,7 +38,7 @@ pub(super) struct Sequence {
     needed: u32,
     /// How many it comes to by a prompt that is read in several passes, with those of others between them: their places are kept
     /// for it.
-    pub(super) expected: u32,
+    expected: u32,
     pub(super) dropped: Dropped,
     /// Tokens that layers with windows see.
     window: Option<u32>,
@@ -345,6 +345,29 @@ impl Sequence {
         self.cache.tokens_held(used, is_lane).max(used)
     }
 
+    /// Parks the sequence, which has the tokens `held`, where it can be gone on from.
+    pub(super) fn park_whole(&mut self, backend: &mut dyn Backend, held: &[u32]) {
+        if self.position >= LOST_MIN {
+            self.needed = self.position;
+            self.park(backend, held, 0);
+        }
+    }
+
+    /// The conversations that are parked with their numbers, but those whose answers are under way.
+    pub(super) fn idle(&self) -> impl Iterator<Item = (usize, &Parked)> {
+        self.parked.idle()
+    }
+
+    /// Parks one that was saved.
+    pub(super) fn push_saved(&mut self, parked: Parked) {
+        self.parked.push(parked);
+    }
+
+    /// Whether nothing was computed or parked.
+    pub(super) fn is_untouched(&self) -> bool {
+        self.position == 0 && self.parked.is_empty()
+    }
+
     /// The conversations that are parked, in the order in which they were.
     pub(super) fn kept_conversations(&self) -> Vec<Kept> {
         let shared = self.cache.shared(self.position);
@@ -406,6 +429,16 @@ impl Sequence {
         if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
             parked.is_lane = false;
             parked.since = Instant::now();
+        }
+    }
+
+    /// Keeps places for so many tokens of the sequence between two passes, the block that it ends in made its own first; for none
+    /// beyond its own once they have been read.
+    pub(super) fn expect(&mut self, backend: &mut dyn Backend, tokens: u32) {
+        self.expected = tokens;
+        if tokens > 0 {
+            // Without a place the first pass says so.
+            self.make_place(backend, tokens);
         }
     }
 

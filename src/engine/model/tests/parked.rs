@@ -1,6 +1,6 @@
 //! Conversations that take turns: each is answered as if it were alone.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, fs, os::unix::fs::PermissionsExt as _};
 
 use proptest::{prelude::*, test_runner::TestRunner};
 
@@ -422,4 +422,135 @@ fn no_conversation_shows_in_the_answer_of_another_whatever_comes_between() {
             .unwrap_or_else(|failed| panic!("{architecture:?}: {failed}"));
         assert!(reused.get() > 0, "{architecture:?}");
     }
+}
+
+/// Prompts of some clients that begin alike, and go on differently.
+fn prompts() -> Vec<(Option<Arc<str>>, Vec<u32>)> {
+    (0..4)
+        .map(|number: u32| {
+            let client = (number > 0).then(|| Arc::from(format!("client {number}")));
+            (client, [text(0, 150), text(number + 1, 60)].concat())
+        })
+        .collect()
+}
+
+/// A model that has answered these prompts.
+fn talked(path: &Path) -> Talk {
+    let mut talk = Talk::new(path, 4096);
+    for (client, prompt) in prompts() {
+        let asked = Asked {
+            client: client.as_ref(),
+            prompt: &prompt,
+            request: 0,
+        };
+        let kept = talk.model.select(&talk.held, asked).kept as usize;
+        talk.model.mark_at(192);
+        talk.model
+            .forward(&prompt[kept..], &mut || Flow::Continue)
+            .unwrap();
+        talk.held = prompt;
+    }
+    talk
+}
+
+#[test]
+fn conversations_are_gone_on_from_after_a_restart() {
+    for architecture in [
+        Architecture::Qwen3,
+        Architecture::Qwen35,
+        Architecture::Gemma3,
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, file) = (
+            folder.path().join("model.gguf"),
+            folder.path().join("saved"),
+        );
+        tiny(&path, architecture, GgmlDType::F32);
+        let mut talk = talked(&path);
+        let saved = talk.model.save_conversations(&talk.held, &file).unwrap();
+        assert_eq!(saved.conversations, prompts().len(), "{architecture:?}");
+        assert_eq!(file.metadata().unwrap().permissions().mode() & 0o777, 0o600);
+        let mut alone = Talk::new(&path, 4096);
+        let mut later = Talk::new(&path, 4096);
+        let restored = later
+            .model
+            .restore_conversations(&file, &mut || true)
+            .unwrap();
+        assert_eq!(restored, saved);
+        assert!(!file.exists());
+        for (client, prompt) in prompts() {
+            let next = [&prompt[..], &text(90, 30)].concat();
+            let asked = Asked {
+                client: client.as_ref(),
+                prompt: &next,
+                request: 0,
+            };
+            let kept = later.model.select(&later.held, asked).kept as usize;
+            assert!(kept >= 192, "{architecture:?}: {kept}");
+            let logits = later
+                .model
+                .forward(&next[kept..], &mut || Flow::Continue)
+                .unwrap()
+                .to_vec();
+            alone.model.reset();
+            let expected = alone.model.forward(&next, &mut || Flow::Continue).unwrap();
+            assert!(logits == expected[..], "{architecture:?}");
+            later.held = next;
+            later.check();
+        }
+    }
+}
+
+#[test]
+fn saved_conversations_that_do_not_fit_are_left() {
+    let folder = tempfile::tempdir().unwrap();
+    let (path, file) = (
+        folder.path().join("model.gguf"),
+        folder.path().join("saved"),
+    );
+    tiny(&path, Architecture::Qwen3, GgmlDType::F32);
+    let save = || {
+        let mut talk = talked(&path);
+        talk.model.save_conversations(&talk.held, &file).unwrap();
+    };
+    let restore = |kv: u32, kind: KvType, go_on: bool| {
+        let mut later = Talk::new(&path, kv);
+        let plan = plan_of(kv, 64, kind);
+        later.model.apply(&plan).unwrap();
+        let restored = later.model.restore_conversations(&file, &mut || go_on);
+        assert!(!file.exists());
+        later.check();
+        restored.map(|saved| saved.conversations)
+    };
+    // As many as the capacity has places for, the last ones.
+    save();
+    assert_eq!(restore(7 * 64, KvType::F16, true).unwrap(), 1);
+    save();
+    assert_eq!(restore(4096, KvType::F16, false).unwrap(), 0);
+    save();
+    let error = restore(4096, KvType::Q8, true).unwrap_err();
+    assert!(error.to_string().contains("another model or KV type"));
+    // Every byte counts.
+    save();
+    let bytes = fs::read(&file).unwrap();
+    for at in [3, 30, 60, bytes.len() / 2, bytes.len() - 1] {
+        let mut other = bytes.clone();
+        other[at] ^= 1;
+        fs::write(&file, other).unwrap();
+        restore(4096, KvType::F16, true).unwrap_err();
+    }
+    for length in [0, 10, 100, bytes.len() - 1] {
+        fs::write(&file, &bytes[..length]).unwrap();
+        restore(4096, KvType::F16, true).unwrap_err();
+    }
+    // The model was written again.
+    save();
+    tiny(&path, Architecture::Qwen3, GgmlDType::F16);
+    restore(4096, KvType::F16, true).unwrap_err();
+    // A folder that cannot be written.
+    let mut talk = talked(&path);
+    let nowhere = folder.path().join("none/saved");
+    talk.model
+        .save_conversations(&talk.held, &nowhere)
+        .unwrap_err();
 }
