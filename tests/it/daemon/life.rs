@@ -477,6 +477,30 @@ async fn the_page_reads_the_document_of_status_with_the_last_events() {
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn conversations_survive_a_restart_where_they_are_kept_on_disk() {
+    for keeps in [true, false] {
+        let model = demo_model(8192).replace("}\n", &format!(", keep_conversations: {keeps}}}\n"));
+        let installation = Installation::new(&format!("{}{model}", budget(128)));
+        let question = "the light in the kitchen was on all day long. ".repeat(30);
+        let mut messages = vec![json!({"role": "user", "content": question})];
+        let daemon = installation.start().await;
+        let answer = daemon.chat(json!({ "messages": messages })).await;
+        daemon.end().await;
+        let file = installation.path("state/conversations");
+        assert_eq!(file.exists(), keeps);
+        messages.push(json!({"role": "assistant", "content": content(&answer)}));
+        messages.push(json!({"role": "user", "content": "and now?"}));
+        let daemon = installation.start().await;
+        let answer = daemon.chat(json!({ "messages": messages })).await;
+        let usage = answer.json()["usage"].clone();
+        let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64();
+        assert_eq!(cached.unwrap() > 100, keeps, "{usage}");
+        assert!(!file.exists(), "it was read");
+        daemon.end().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(8192)));
     let daemon = installation.start().await;
