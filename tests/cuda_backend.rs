@@ -1,7 +1,7 @@
-//! Models on the CUDA backend, over an imitated driver (`tests/cuda/driver`), against the CPU.
+//! Models on the CUDA backend over an imitated driver, compared with the CPU.
 //!
-//! The driver is a library that a process opens once, with settings in its environment: each case is a process of its own, this
-//! program called as `child`.
+//! The driver (`tests/cuda/driver`) is a library that a process opens once, with settings in its environment: each case
+//! is a separate process, this program called as `child`.
 #![expect(
     clippy::unwrap_used,
     clippy::panic,
@@ -94,7 +94,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), tests.into()).exit_code()
 }
 
-/// Builds the imitated driver where that was not done before.
+/// Builds the imitated driver if needed.
 fn driver() -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
     let build = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build");
@@ -112,12 +112,12 @@ fn driver() -> PathBuf {
     out.join("driver")
 }
 
-/// The folder of another driver that was built beside it.
+/// The folder of another driver built next to it.
 fn other_driver(driver: &Path, name: &str) -> PathBuf {
     driver.with_file_name(name)
 }
 
-/// What a child writes and says with a driver, and settings of it.
+/// Output of a child with a driver and its settings.
 fn run(driver: &Path, settings: &[(&str, &str)], arguments: &[&str]) -> Output {
     let mut child = Command::new(env::current_exe().unwrap());
     child
@@ -136,7 +136,7 @@ fn reported(output: &Output) -> String {
     )
 }
 
-/// Opens a model as the arguments say, and writes what it answers; without a file to write to, says what computes.
+/// Opens a model according to the arguments, and writes its answers; without an output file, prints the compute device.
 fn child(arguments: &[String]) -> ExitCode {
     let word = |at: usize| arguments.get(at).map_or("", String::as_str);
     let device = DeviceSettings {
@@ -193,7 +193,7 @@ fn reported_error(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// The most likely token behind `token`: as the device finds it, or, with `LOGITS` in the environment, by all logits.
+/// The most likely token after `token`: as found by the device, or, with `LOGITS` in the environment, from all logits.
 fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     let first = |logits: &[f32]| {
         let places = 0..u32::try_from(logits.len()).unwrap();
@@ -215,7 +215,7 @@ fn next(model: &mut Model, token: u32) -> Result<u32, String> {
     }
 }
 
-/// Logits behind several changes of what a model holds, and what computed them.
+/// Logits after several changes of a model's memory, and the compute device.
 fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), String> {
     let (shape, _) = Model::inspect(path, compute).map_err(|error| reported_error(&error))?;
     let parts = u32::try_from(shape.layers.len()).unwrap();
@@ -250,7 +250,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     };
     let change = |model: &mut Model, plan: &EnginePlan| {
         let report = model.apply(plan).map_err(|error| reported_error(&error))?;
-        // Of the host pages are touched, and not all of them may have been.
+        // Host pages are touched, though possibly not all of them.
         if report.freed + report.untouched < report.asked
             && model.backend_name().starts_with("cuda")
         {
@@ -268,8 +268,8 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         return Ok((model.backend_name(), rows));
     }
     if let Some(regrown) = number("SEGMENTS") {
-        // Tokens with all layers, with half of them, with none, with all again, and with another cache; or with all layers given up and
-        // read again between two tokens.
+        // Tokens with all layers, with half of them, with none, with all again, and with another cache; or with all
+        // layers released and reread between two tokens.
         let plans = [
             (parts, KvType::F16),
             (parts / 2, KvType::F16),
@@ -297,7 +297,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
         return Ok((model.backend_name(), rows));
     }
     if let Ok(resident) = env::var("BOOK") {
-        // What it holds then is left, so that the driver counts it.
+        // Its final memory is kept, so that the driver counts it.
         step(&mut model, &text(5, 3))?;
         let resident = parts * resident.parse::<u32>().unwrap() / 4;
         change(&mut model, &plan(resident, 700, KvType::Q8))?;
@@ -355,7 +355,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     step(&mut model, &text(21, 3))?;
     step(&mut model, &text(1, 7))?;
     step(&mut model, &text(3, 9))?;
-    // Streamed, in part and all of it.
+    // Streamed, partly and fully.
     change(&mut model, &plan(parts / 2, 128, KvType::F16))?;
     step(&mut model, &text(1, 5))?;
     change(&mut model, &plan(0, 64, KvType::Q8))?;
@@ -371,7 +371,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
     model.keep(12);
     let left = model.position();
     step(&mut model, &text(16 - left, 2))?;
-    // Two conversations in turns: each goes on where it was.
+    // Two conversations in turns: each continues at its own position.
     change(&mut model, &plan(parts, 4096, KvType::F16))?;
     model.reset();
     let (mut talks, mut held) = ([text(40, 4), text(40, 5)], Vec::new());
@@ -380,6 +380,7 @@ fn history(path: &Path, compute: Compute) -> Result<(String, Vec<Vec<f32>>), Str
             let asked = Asked {
                 client: None,
                 prompt: talk,
+                request: 0,
             };
             let kept = model.select(&held, asked).kept as usize;
             let expected = if turn == 0 { 0 } else { talk.len() - 3 };
@@ -431,7 +432,7 @@ fn write_models(folder: &Path) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// What a child says, and its logits.
+/// Output of a child, and its logits.
 fn answered(
     driver: &Path,
     what: &str,
@@ -463,7 +464,7 @@ fn answered(
     (reported(&output), logits.collect())
 }
 
-/// Compares what a child answers with what one on the CPU does.
+/// Compares a child's answers with those on the CPU.
 fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], words: [&str; 3]) {
     let ((name, got), (_, expected)) = thread::scope(|scope| {
         let on_cpu =
@@ -503,7 +504,7 @@ fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], wo
             part <= SPREAD_MAX,
             "{what} {settings:?}, step {step}: {part} of the spread"
         );
-        // The token that the CPU says is said, or one that is as likely.
+        // The token must be the CPU's, or an equally likely one.
         let best = |row: &[f32]| {
             (0..row.len())
                 .max_by(|a, b| row[*a].total_cmp(&row[*b]))
@@ -521,8 +522,8 @@ fn compare(driver: &Path, what: &str, path: &Path, settings: &[(&str, &str)], wo
 /// Tokens of the models' vocabulary: `Synthetic::tiny`.
 const VOCABULARY: usize = 320;
 
-/// The most that logits differ, of the spread of a token's. Measured, the same on every machine: 0.0166 (`Qwen3Vl`), where an activation that
-/// lies between two whole numbers is rounded to the other one.
+/// Largest difference of logits, relative to the spread of a token's logits. Measured, identical on every machine:
+/// 0.0166 (`Qwen3Vl`), where an activation halfway between two integers is rounded to the other one.
 const SPREAD_MAX: f32 = 0.02;
 
 fn models_answer_as_on_the_cpu_whenever_the_driver_executes() {
@@ -578,8 +579,9 @@ fn types_of_all_weights_answer_as_on_the_cpu() {
     }
 }
 
-/// Some layers of true shapes, with a smaller vocabulary: the largest difference of a logit, in standard deviations of them all, beside
-/// the largest between the CPU and llama.cpp for the whole model ("Logits compared" in `src/dev/notebook.md`).
+/// Several layers of real shapes, with a smaller vocabulary: the largest difference of a logit, in standard deviations
+/// of all logits, compared with the largest between the CPU and llama.cpp for the whole model ("Logits compared" in
+/// `src/dev/notebook.md`).
 fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_cpp() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let vocabulary = 2048;
@@ -647,7 +649,7 @@ fn true_shapes_differ_from_the_cpu_by_less_than_half_of_what_it_does_from_llama_
     }
 }
 
-/// Launches of a child with segments: of graphs, and how many were captured.
+/// Launches of a child in segments: launches of graphs, and the number captured.
 fn segments_of(
     driver: &Path,
     path: &Path,
@@ -674,7 +676,7 @@ fn segments_of(
     )
 }
 
-/// Tokens of models of both kinds of layers, whose segments are captured, while layers are given up, streamed and read again.
+/// Tokens of models of both kinds of layers, whose segments are captured, while layers are shed, streamed and reread.
 fn tokens_are_launched_in_segments_that_answer_the_same_and_outlive_a_shed() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let families = [
@@ -711,7 +713,8 @@ fn tokens_are_launched_in_segments_that_answer_the_same_and_outlive_a_shed() {
     }
 }
 
-/// Each call that a graph needs fails once, in the trial and when a token is captured; memory for graphs is short; a graph does something else.
+/// Each call needed by a graph fails once, in the trial and when a token is captured; memory for graphs is short; a
+/// graph does something else.
 fn what_cannot_be_captured_is_launched_as_it_is() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
@@ -745,7 +748,7 @@ fn what_cannot_be_captured_is_launched_as_it_is() {
             );
         }
     }
-    // One that could not be launched may have begun: the model is lost, and the next one has none.
+    // A failed launch may have started: the model is lost, and the next one uses no graphs.
     for at in [1, launched] {
         let (logits, (_, _, name)) = with("FAKE_CUDA_FAULTS", &format!("cuGraphLaunch@{at}=2"));
         assert!(
@@ -757,7 +760,7 @@ fn what_cannot_be_captured_is_launched_as_it_is() {
     assert!(logits == sound && name.contains("without graphs"), "{name}");
 }
 
-/// Grids, sizes of shared memory and parameters as the backend has them, with each access of the kernels watched.
+/// Grids, sizes of shared memory and parameters from the backend, with every access of the kernels checked.
 fn launches_are_within_memory_and_free_of_races() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let log = folder.path().join("log");
@@ -786,7 +789,8 @@ fn launches_are_within_memory_and_free_of_races() {
     }
 }
 
-/// Of the first tile of a prompt's first product a bit is another one: `Products` of `parameters.rs` has its address in byte 88.
+/// One bit of the first tile of a prompt's first product is wrong: `Products` of `parameters.rs` has its address in
+/// byte 88.
 fn tensor_cores_that_compute_something_else_are_not_used() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = written(folder.path(), 0, Architecture::Qwen3);
@@ -856,7 +860,7 @@ fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when
     let peak = notes.iter().find(|note| note["event"] == "exit").unwrap()["peak_bytes"]
         .as_u64()
         .unwrap();
-    // The last granule of the cache does not fit, or none as large as a granule.
+    // The last granule of the cache does not fit, or not even one granule.
     let (less, least) = ((peak - 1).to_string(), (2 << 20).to_string());
     let (output, logits, notes) = with(&[("FAKE_CUDA_MEMORY", &less)], "less");
     assert!(
@@ -878,7 +882,7 @@ fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when
         !logits.is_empty() && logits == expected,
         "the engine computes on as before"
     );
-    // The last part does not fit: the model is opened with fewer, and says the same.
+    // The last part does not fit: the model is opened with fewer parts, and answers the same.
     let said = |output: &Output| {
         reported(output)
             .lines()
@@ -906,7 +910,7 @@ fn too_little_memory_is_fewer_layers_or_a_refusal_when_opening_and_an_error_when
         "{}",
         reported(&fewer)
     );
-    // A model that does not fit beside what a context needs, and a context that does not fit.
+    // A model that does not fit beside the context's memory, and a context that does not fit.
     for (name, limit, reason) in [
         (
             "FAKE_CUDA_MEMORY",
@@ -944,7 +948,7 @@ fn less_than(number: &str, by: u64) -> String {
     (number.parse::<u64>().unwrap() - by).to_string()
 }
 
-/// Each call that gives memory back fails once: what a plan reports to have freed is less than was asked for.
+/// Each releasing call fails once: the plan then reports less freed memory than requested.
 fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (
@@ -975,7 +979,7 @@ fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
         let sound = with("");
         assert!(sound.contains("cuda ("), "{sound}");
         let count = calls(&noted(&log))[name].as_u64().unwrap();
-        // Several parts are given up one behind the other: it is enough to meet every second call.
+        // Several parts are released in succession: every second call suffices.
         let short = (1..=count)
             .step_by(if count > 40 { 2 } else { 1 })
             .filter(|at| {
@@ -995,7 +999,7 @@ fn memory_counts_as_freed_only_when_the_driver_confirms_it() {
     }
 }
 
-/// The script for a machine with a GPU, whose driver is the imitated one.
+/// The script for a machine with a GPU, run on the imitated driver.
 fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is_not() {
     let driver = driver();
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/gpu");
@@ -1040,7 +1044,7 @@ fn a_rehearsal_on_the_imitated_driver_finds_equal_bits_and_a_planted_one_that_is
     );
 }
 
-/// Folder of the driver, its settings, and the reason that is given.
+/// Folder of the driver, its settings, and the expected reason.
 type Case<'a> = (&'a Path, &'a [(&'a str, &'a str)], &'a str);
 
 fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() {
@@ -1105,7 +1109,7 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
     }
 }
 
-/// What the driver has noted of a child, line by line.
+/// The driver's log of a child, by lines.
 fn noted(log: &Path) -> Vec<Value> {
     let text = fs::read_to_string(log).unwrap_or_default();
     text.lines()
@@ -1113,7 +1117,7 @@ fn noted(log: &Path) -> Vec<Value> {
         .collect()
 }
 
-/// Whether nothing was left when contexts went, and the driver has nothing to complain about.
+/// Whether nothing was left when contexts ended, and the driver has no complaints.
 fn is_clean(notes: &[Value]) -> bool {
     let of = |event: &str| {
         notes
@@ -1131,7 +1135,7 @@ fn is_clean(notes: &[Value]) -> bool {
         && of("exit").iter().all(|note| note["contexts_left"] == 0)
 }
 
-/// A child with a short history, and what goes wrong in it beside faults that are planted in the driver.
+/// A child with a short history, and a fault of its own besides the faults injected into the driver.
 struct Sweep {
     driver: PathBuf,
     folder: tempfile::TempDir,
@@ -1150,14 +1154,14 @@ impl Sweep {
         }
     }
 
-    /// What the driver has noted of a child with a fault of the driver and one of its own, and what is wrong with it.
+    /// The driver's log of a child with a driver fault and a fault of its own, and the violation found.
     ///
-    /// What is timed decides nothing, so that every case makes the same calls.
+    /// Measured times decide nothing, so that every case makes the same calls.
     fn case(&self, fault: &str, planted: &str) -> (Vec<Value>, Option<String>) {
         self.case_on(fault, planted, ("orin", "mapped"))
     }
 
-    /// As [`case`](Self::case), on a device with a kind of memory.
+    /// As [`case`](Self::case), on a device with the given kind of memory.
     fn case_on(
         &self,
         fault: &str,
@@ -1179,7 +1183,7 @@ impl Sweep {
             &[self.path.to_str().unwrap(), "cuda", memory],
         );
         let (notes, text) = (noted(&log), reported(&output));
-        // What fails while memory is given back is not reported as an error.
+        // Failures while memory is released are not reported as errors.
         let ended = matches!(output.status.code(), Some(0 | 3)) && !text.contains("panicked");
         let may_leave = fault.ends_with('!') || fault.split('@').next().is_some_and(gives_back);
         let is_wrong = !ended || !(may_leave || is_clean(&notes));
@@ -1190,7 +1194,7 @@ impl Sweep {
 }
 
 impl Sweep {
-    /// That nothing is wrong with any of these faults.
+    /// Asserts that none of these faults causes a violation.
     fn all(&self, faults: &[String], on: (&str, &str)) {
         let wrong_of = &|faults: &[String]| -> Vec<String> {
             let cases = faults.iter().map(|fault| self.case_on(fault, "", on).1);
@@ -1216,7 +1220,7 @@ impl Sweep {
     }
 }
 
-/// What the sweep is there for, planted in the child.
+/// The violations that the sweep looks for, injected into the child.
 fn a_leak_and_a_panic_are_found() {
     let sweep = Sweep::new();
     for planted in ["leak", "panic"] {
@@ -1244,8 +1248,9 @@ fn a_call_that_fails_once_or_permanently_is_an_error_and_leaves_nothing() {
     sweep.all(&faults, ("orin", "mapped"));
 }
 
-/// The first and the last call of each function, where weights lie in memory of a discrete device, and where an integrated one is
-/// measured first: how often it calls then depends on time, so that a fault may come where it was not planted, or not at all.
+/// The first and the last call of each function, with weights in memory of a discrete device, and on an integrated
+/// device that is measured first: the number of calls then depends on time, so that a fault may occur elsewhere, or not
+/// at all.
 fn a_call_that_fails_in_each_kind_of_memory_leaves_nothing() {
     let sweep = Sweep::new();
     for on in [("hopper", "device"), ("orin", "auto")] {
@@ -1258,7 +1263,7 @@ fn a_call_that_fails_in_each_kind_of_memory_leaves_nothing() {
     }
 }
 
-/// Memory of the device is refused once, wherever it is asked for.
+/// Each allocation of device memory fails once.
 fn an_allocation_that_fails_is_an_error_and_leaves_nothing() {
     let sweep = Sweep::new();
     let on = ("hopper", "device");
@@ -1270,7 +1275,7 @@ fn an_allocation_that_fails_is_an_error_and_leaves_nothing() {
     sweep.all(&faults, on);
 }
 
-/// How often each function was called until the process ended.
+/// Number of calls of each function until the process ended.
 fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
     let exit = notes.iter().find(|note| note["event"] == "exit").unwrap();
     let calls = exit["calls"].as_object().unwrap().iter();
@@ -1279,7 +1284,7 @@ fn calls(notes: &[Value]) -> BTreeMap<String, Value> {
         .collect()
 }
 
-/// Counts calls of some tokens, and compares them with those of more: what a token takes.
+/// Counts calls of some tokens, and compares them with those of more: the difference is the cost of a token.
 fn a_token_takes_few_launches_one_wait_and_no_allocation() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
@@ -1303,7 +1308,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             fs::remove_file(&log).ok();
             let mut settings = vec![("FAKE_CUDA_LOG", log.to_str().unwrap()), ("TOKENS", tokens)];
             settings.extend(logits.map(|logits| ("LOGITS", logits)));
-            // What is timed would make calls of its own.
+            // Time measurements would make calls of their own.
             let output = run(
                 &driver,
                 &settings,
@@ -1339,7 +1344,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             assert_eq!(all % each, 0, "{names:?}");
             all / each
         };
-        // Two flags, the number of the greatest logit, and its value.
+        // Two flags, the index of the greatest logit, and its value.
         let read = of_token(&["bytes_to_host"]);
         assert_eq!(read, 16, "{name}");
         assert!(
@@ -1361,7 +1366,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
             (1..=8).contains(&graphs) && alone <= 4,
             "{name}: {graphs} graphs, {alone} launches"
         );
-        // Of any call, where something was left to do. Those for events are ends of segments, as many as there was to wait for.
+        // Waits that had work to wait for. Waits for events are ends of segments, as many as there were to wait for.
         let waits_of = |calls: &BTreeMap<String, Value>| {
             calls["waits"].as_u64().unwrap() - calls["event_waits"].as_u64().unwrap()
         };
@@ -1377,7 +1382,7 @@ fn a_token_takes_few_launches_one_wait_and_no_allocation() {
     }
 }
 
-/// Of more tiles than a launch has matrices.
+/// A head with more tiles than a launch has matrices.
 fn tiles_of_a_head_are_one_launch_with_the_words_of_the_cpu() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
@@ -1415,11 +1420,11 @@ fn tiles_of_a_head_are_one_launch_with_the_words_of_the_cpu() {
         assert_eq!(said, ran("cpu", "3"), "{vocabulary} rows");
         (more - few) / 2
     };
-    // Ten tiles of 8 MiB and more, and one.
+    // Ten tiles of at least 8 MiB, and one.
     assert_eq!(counted(90_000), counted(320));
 }
 
-/// What the book says of a model with all of it resident, half and nothing, beside what the driver has given to the context.
+/// The ledger for a model fully, half and not resident, compared with the driver's allocations for the context.
 fn the_book_has_what_the_driver_has() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let (path, log) = (folder.path().join("model.gguf"), folder.path().join("log"));
@@ -1466,7 +1471,7 @@ fn the_book_has_what_the_driver_has() {
             .iter()
             .find(|note| note["event"] == "context_left")
             .unwrap();
-        // Memory of the host that the device reads is of the system, and on the book as well.
+        // Host memory read by the device belongs to the system, and is in the ledger as well.
         let of = |name: &str| left["left"][name].as_f64().unwrap();
         let driver = of("bytes") + of("registered_bytes") + 8_388_608.0;
         println!(
@@ -1478,7 +1483,7 @@ fn the_book_has_what_the_driver_has() {
                 "{book} on the book, {driver} of the driver"
             );
         } else {
-            // The book has as many graphs as there may be.
+            // The ledger assumes the maximum number of graphs.
             assert!(driver <= book, "{book} on the book, {driver} of the driver");
         }
         if resident == "4" && device == "hopper" {
@@ -1491,8 +1496,8 @@ fn the_book_has_what_the_driver_has() {
     );
 }
 
-/// Of a board with 24 MiB, whose pool keeps 3 MiB: what a shed credits is available by the sample after it, in the pool and
-/// beside it.
+/// On a board with 24 MiB, whose pool keeps 3 MiB: memory credited to a shed is available in the next sample, in the
+/// pool and beside it.
 fn what_a_shed_gives_back_is_seen_in_the_page_pool_of_the_board_and_beside_it() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = folder.path().join("model.gguf");
@@ -1659,7 +1664,7 @@ fn weights_are_mapped_where_an_integrated_device_reads_them_as_fast() {
     );
 }
 
-/// An integrated device reserves 8 GiB of addresses at once: a cache of 16 GiB is not asked for where the context is limited.
+/// An integrated device reserves 8 GiB of addresses at once: with a limited context, no cache of 16 GiB is requested.
 fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
     let path = folder.path().join("model.gguf");
@@ -1681,7 +1686,7 @@ fn a_long_context_takes_no_more_addresses_than_it_is_limited_to() {
     assert!(limited.status.success(), "{}", reported(&limited));
 }
 
-/// A call that fails then has given nothing back.
+/// A failed call has then released nothing.
 fn gives_back(name: &str) -> bool {
     [
         "Free",

@@ -1,4 +1,6 @@
-//! Device kernels, compiled by g++ and run thread by thread, and the imitated driver that runs them: see `docs/cuda.md`.
+//! Device kernels compiled by g++ and run thread by thread, and the imitated driver.
+//!
+//! See `docs/cuda.md`.
 #![expect(
     clippy::expect_used,
     clippy::print_stdout,
@@ -13,7 +15,7 @@ use std::{
 
 use serde_json::Value;
 
-/// Compiles `kernels` or the `driver` where that was not done before; returns the folder.
+/// Compiles `kernels` or the `driver` if needed; returns the folder.
 fn built(part: &str) -> PathBuf {
     let out = Path::new(env!("CARGO_TARGET_TMPDIR")).join("cuda");
     let mut build = Command::new(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/cuda/build"));
@@ -48,7 +50,7 @@ fn kernels_compute_what_references_in_double_precision_do_and_access_nothing_wro
     succeeds(&out, "kernels against references");
 }
 
-/// Faults that `PLANTED` in the kernels names, and the tests that are to find each.
+/// Faults named by `PLANTED` in the kernels, and the tests that must find each.
 const FAULTS: [(&str, &[&str]); 3] = [
     (
         "products",
@@ -101,7 +103,7 @@ fn each_planted_fault_of_a_kernel_is_found() {
             "{fault}: {}",
             found.lines().take(3).collect::<Vec<_>>().join(" ")
         );
-        // A probe that does not come to its end has counted nothing.
+        // A probe that does not complete has counted nothing.
         let count = found
             .lines()
             .next()

@@ -1,4 +1,4 @@
-//! Documents name tests, files and headings that exist.
+//! Checks that documents name existing tests, files and headings.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -130,7 +130,7 @@ fn the_document_of_errors_names_each_field_that_is_ignored() {
             .filter_map(|rest| rest.split('"').next());
         names.extend(pushed.map(str::to_owned));
     }
-    // Those that are refused, or change nothing: arms of a `match`.
+    // Refused or ineffective fields: arms of a `match`.
     let fields = fs::read_to_string(root().join("src/http/fields.rs")).unwrap();
     let arms = fields
         .lines()
@@ -317,7 +317,7 @@ fn prose(text: &str) -> String {
     text.split("```").step_by(2).collect()
 }
 
-/// The anchor that a renderer of Markdown makes of a heading.
+/// The Markdown anchor of a heading.
 fn anchor(heading: &str) -> String {
     heading
         .trim_start_matches('#')

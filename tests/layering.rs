@@ -1,7 +1,7 @@
-//! Files inside of a crate: they import each other in one direction; and the words of comments and documents.
+//! Checks of the source: imports in one direction inside a crate, and banned words.
 //!
-//! What a crate may import of others is in its manifest. Comments, strings and test modules are left out: a doc link or a fixture
-//! ties nothing together.
+//! Imports between crates are declared in manifests. Comments, strings and test modules are ignored: a doc link or a
+//! fixture creates no dependency.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -24,7 +24,7 @@ mod scan;
 use graph::{Crate, Cycle};
 use scan::{blank, collect, without_tests};
 
-/// The crate as it stands.
+/// The current sources.
 fn this_crate() -> Crate {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
     let mut files = Vec::new();
@@ -49,7 +49,7 @@ fn planted(files: &[(&str, &str)]) -> Crate {
     Crate::new(&texts)
 }
 
-/// Fails when there are cycles, and names them.
+/// Fails if there are cycles, and names them.
 fn assert_none(found: &[Cycle], what: &str) {
     let cycles: Vec<_> = found.iter().map(ToString::to_string).collect();
     assert!(cycles.is_empty(), "files {what}:\n{}", cycles.join("\n"));
@@ -197,7 +197,7 @@ fn planted_structs_are_found() {
     assert_eq!(wide.wide_structs("policy", 1, 9).len(), 2);
 }
 
-/// Where the system has no thread left, these panic, or keep their work until it has one.
+/// These panic, or hold their work, when the system has no thread left.
 #[test]
 fn every_thread_is_started_by_what_reports_a_refusal() {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src");
@@ -237,7 +237,7 @@ fn comments_messages_and_documents_use_terms_of_the_field() {
     for folder in ["src", "tests", "benches"] {
         collect(&root.join(folder), &mut files);
     }
-    // This file has the list of the words.
+    // This file contains the list of the words.
     files.retain(|file| !file.ends_with("tests/layering.rs"));
     let mut found = Vec::new();
     for file in &files {
@@ -285,7 +285,7 @@ fn a_planted_word_is_found() {
     );
 }
 
-/// Comments and strings of Rust source, lines kept; names in backticks are left out.
+/// Comments and strings of Rust source, with lines preserved; names in backticks are removed.
 fn prose_of_code(text: &str) -> String {
     let prose: String = text
         .chars()
@@ -301,7 +301,7 @@ fn prose_of_code(text: &str) -> String {
     without_names(&prose)
 }
 
-/// Names of functions, tests among them, as words; lines kept.
+/// Names of functions, including tests, as words; lines preserved.
 fn names_of_functions(text: &str) -> String {
     let names = blank(text)
         .lines()
@@ -315,7 +315,7 @@ fn names_of_functions(text: &str) -> String {
     names.join("\n")
 }
 
-/// Sentences of a document, lines kept.
+/// Sentences of a document, with lines preserved.
 fn prose_of_document(text: &str) -> String {
     let mut in_block = false;
     let lines = text.lines().map(|line| {
@@ -337,7 +337,7 @@ fn without_names(text: &str) -> String {
     lines.collect::<Vec<_>>().join("\n")
 }
 
-/// Words that are no terms of the field, with their lines.
+/// Words that are not terms of the field, with their lines.
 fn banned(text: &str) -> Vec<(usize, &'static str)> {
     let mut found = Vec::new();
     for (index, line) in text.lines().enumerate() {
@@ -346,7 +346,7 @@ fn banned(text: &str) -> Vec<(usize, &'static str)> {
             .map(str::to_lowercase)
             .filter(|word| !word.is_empty())
             .collect();
-        // What users say to an assistant about their doors.
+        // Users mention their doors to an assistant.
         let line = format!(" {} ", words.join(" "))
             .replace(" front door ", " ")
             .replace(" garage door ", " ");
@@ -360,7 +360,7 @@ fn banned(text: &str) -> Vec<(usize, &'static str)> {
     found
 }
 
-/// Private words, each with a term of the field that says it.
+/// Private words, each with an established equivalent.
 const BANNED: [&str; 15] = [
     "anew",
     "asked back",
@@ -379,9 +379,9 @@ const BANNED: [&str; 15] = [
     "whoever",
 ];
 
-/// Files that may hold `impl` blocks of one type.
+/// Most files with `impl` blocks of one type.
 const IMPL_FILES_MAX: usize = 3;
 
-/// Fields and booleans that one struct of `policy` may have.
+/// Most fields and booleans of one struct of `policy`.
 const FIELDS_MAX: usize = 12;
 const FLAGS_MAX: usize = 2;

@@ -1,8 +1,8 @@
-//! `developer bodies`: whether the daemon gives back what large requests of every API have taken.
+//! `developer bodies`: whether the daemon returns the memory of large requests of every API.
 //!
-//! Each field that takes what a client likes gets values of each shape, from a few bytes to the limit of a body: over HTTP, the
-//! Realtime API, Wyoming and gRPC. Most are refused, the others are answered with one token. What counts is the daemon's
-//! anonymous memory a minute behind the last one, beside that before the first.
+//! Each free-form field gets values of each shape, from a few bytes to the limit of a body: over HTTP, the Realtime
+//! API, Wyoming and gRPC. Most are refused, the others are answered with one token. The result compares the daemon's
+//! anonymous memory one minute after the last request with that before the first.
 
 use std::{
     path::Path,
@@ -84,7 +84,7 @@ pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     };
     let reading = Reading::now();
     let read = || anonymous_kib(pid).ok_or("the daemon has ended");
-    // What the first answers make once: buffers of the model, threads, the page of templates.
+    // One-time allocations of the first answers: buffers of the model, threads, the templates' pages.
     for number in 0..WARM_UP {
         let _answered = request(&target, number * PRIME, 3).await;
     }
@@ -154,7 +154,7 @@ pub(crate) async fn run(args: &BodiesArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Where requests go, and values for them.
+/// Target of requests, and their values.
 struct Target {
     port: u16,
     wyoming: Box<Path>,
@@ -162,7 +162,7 @@ struct Target {
     sizes: [Sized; 4],
 }
 
-/// Values of one size, of each shape.
+/// Values of one size, one per shape.
 struct Sized {
     bytes: usize,
     values: Vec<String>,
@@ -203,7 +203,7 @@ impl Counts {
     }
 }
 
-/// Sends request number `number` with values of this size; whether it was answered, or refused.
+/// Sends request number `number` with values of this size; returns whether it was answered or refused.
 async fn request(target: &Target, number: u32, size: usize) -> Result<bool, String> {
     let number = usize::try_from(number).map_err(|error| error.to_string())?;
     let sized = target.sizes.get(size).ok_or("no such size")?;
@@ -240,7 +240,7 @@ async fn post(port: u16, path: &str, body: &[u8]) -> Result<bool, String> {
     }
 }
 
-/// Sends one request on a connection of its own; returns the response, its head included.
+/// Sends one request on a separate connection; returns the response, its head included.
 pub(crate) async fn exchange(port: u16, path: &str, body: &[u8]) -> Result<Vec<u8>, String> {
     let failed = |error: std::io::Error| format!("{path}: {error}");
     let mut stream = TcpStream::connect(("127.0.0.1", port))
@@ -252,14 +252,14 @@ pub(crate) async fn exchange(port: u16, path: &str, body: &[u8]) -> Result<Vec<u
          content-length: {length}\r\n\r\n"
     );
     stream.write_all(head.as_bytes()).await.map_err(failed)?;
-    // One that is refused early may be closed in the middle.
+    // An early refusal may close the connection in the middle.
     let _refused = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _reset = stream.read_to_end(&mut answer).await;
     Ok(answer)
 }
 
-/// A session whose tools, and an item, are the value.
+/// A session with the value as its tools and as an item.
 async fn realtime(target: &Target, value: &str) -> Result<bool, String> {
     let failed = |error: &dyn std::error::Error| format!("realtime: {error}");
     let stream = TcpStream::connect(("127.0.0.1", target.port))
@@ -361,12 +361,12 @@ log: {{filter: error, format: text}}
 
 /// Requests before the first reading.
 const WARM_UP: u32 = 200;
-/// Spreads the first ones over all fields.
+/// Spreads the first requests over all fields.
 const PRIME: u32 = 37;
-/// What may be left a minute later.
+/// Memory that may remain a minute later.
 const LEFT_KIB: f64 = 8.0 * 1024.0;
-/// What requests may take together: those of JSON, sessions, one template, and the bodies that are being read.
+/// Most memory of concurrent requests: JSON requests, sessions, one template, and the bodies being read.
 const MOST_KIB: f64 = 128.0 * 1024.0;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(120);

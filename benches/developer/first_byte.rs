@@ -1,8 +1,8 @@
 //! `developer first-byte`: time from a crossed watermark to the first byte shed.
 //!
-//! The neighbour is this program: it fills memory, real pages, as fast as the machine lets it, and notes when it had
-//! how much. The line is where the daemon's own figures, taken before, put it: headroom down to the upper watermark.
-//! The first byte is seen from outside, by the resident set of the daemon.
+//! The neighbour is this program: it fills memory with real pages as fast as the machine allows, and records the time
+//! of each amount. The line follows from the daemon's own figures, read beforehand: headroom down to the upper
+//! watermark. The first byte is observed from outside, by the resident set of the daemon.
 
 use std::{
     path::Path,
@@ -35,25 +35,25 @@ pub(crate) struct FirstByteArgs {
     pub rounds: u32,
 }
 
-/// How long after the line the first byte may be shed.
+/// Longest delay of the first shed byte after the line.
 const FIRST_BYTE_MAX: Duration = Duration::from_millis(50);
 
-/// How fast the neighbour is to fill at least, MiB in a second.
+/// Least fill rate of the neighbour, in MiB per second.
 const FILL_MIN: f64 = 1024.0;
 
-/// Room between the watermark and what is used before the neighbour comes.
+/// Distance between the watermark and the use before the neighbour.
 const ROOM: Bytes = Bytes::from_mib(384);
 
-/// What the neighbour takes beyond the line, so that something has to be shed for it.
+/// Use by the neighbour beyond the line, so that a shed becomes necessary.
 const BEYOND: Bytes = Bytes::from_mib(64);
 
-/// Taken between two notes of the time.
+/// Bytes between two timestamps.
 const STEP: usize = 1 << 20;
 
-/// KV of 160 MiB of the demo model, of which most can be given up.
+/// KV of 160 MiB of the demo model, most of which can be shed.
 const KV_TOKENS: u32 = 81_920;
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Runs it.
@@ -149,14 +149,14 @@ pub(super) async fn run(args: &FirstByteArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// What one round gave.
+/// Result of one round.
 struct Round {
     mib_per_s: f64,
-    /// From the line to the first fall of the daemon's resident set; `None` when it did not fall.
+    /// From the line to the first fall of the daemon's resident set; `None` if it did not fall.
     first_byte: Option<Duration>,
 }
 
-/// Fills memory and looks when the daemon has become smaller.
+/// Fills memory and observes when the daemon shrinks.
 fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     let crossed = Arc::new(AtomicU64::new(0));
     let done = Arc::new(AtomicBool::new(false));
@@ -168,7 +168,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     let fill = Bytes::new(to_line).saturating_add(BEYOND);
     let length = std::num::NonZeroUsize::new(fill.as_len()).ok_or("nothing to fill")?;
     let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-    // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing of ours.
+    // SAFETY: a new anonymous mapping at an address of the kernel's choice overlaps no memory of ours.
     let start = unsafe {
         mman::mmap_anonymous(
             None,
@@ -180,7 +180,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     .map_err(|error| format!("cannot map {fill}: {error}"))?;
     for offset in (0..length.get()).step_by(STEP) {
         let step = STEP.min(length.get() - offset);
-        // SAFETY: the range lies within the mapping just made, which is ours alone.
+        // SAFETY: the range lies within the new mapping, which is not shared.
         unsafe { start.as_ptr().cast::<u8>().add(offset).write_bytes(1, step) };
         if crossed.load(Ordering::Relaxed) == 0
             && u64::try_from(offset + step).unwrap_or(u64::MAX) >= to_line
@@ -190,14 +190,14 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
         }
     }
     let took = began.elapsed().as_secs_f64();
-    // What a holder was asked for may come a moment later.
+    // Reclaimed memory may arrive slightly later.
     let end = Instant::now() + Duration::from_millis(500);
     while Instant::now() < end && !looking.is_finished() {
         std::thread::sleep(Duration::from_millis(1));
     }
     done.store(true, Ordering::Relaxed);
     let fell = looking.join().map_err(|_| "the look-out is gone")?;
-    // SAFETY: the mapping is ours and no thread looks at it any more.
+    // SAFETY: the mapping is ours and no thread reads it any more.
     unsafe { mman::munmap(start, length.get()) }
         .map_err(|error| format!("cannot unmap: {error}"))?;
     let crossed = match crossed.load(Ordering::Relaxed) {
@@ -216,7 +216,7 @@ fn fill(daemon: u32, to_line: u64) -> Result<Round, String> {
     })
 }
 
-/// When the resident set of the daemon first fell by a megabyte below its highest, as time since `began`.
+/// Time since `began` at which the resident set of the daemon first fell a megabyte below its maximum.
 fn look(daemon: u32, began: Instant, done: &AtomicBool) -> Option<Duration> {
     let mut most = 0;
     while !done.load(Ordering::Relaxed) {
@@ -231,7 +231,7 @@ fn look(daemon: u32, began: Instant, done: &AtomicBool) -> Option<Duration> {
     None
 }
 
-/// 1 MiB in pages of 4 KiB: above what the kernel's counter of a process is off by, 64 pages for each processor.
+/// 1 MiB in pages of 4 KiB: above the error of the kernel's per-process counter, 64 pages per processor.
 const FALL_PAGES: u64 = 256;
 
 fn headroom(status: &GetStatusResponse) -> Option<u64> {
@@ -251,14 +251,14 @@ fn whole(status: &GetStatusResponse) -> bool {
             .pressure
             .as_ref()
             .map_or(0, |pressure| pressure.elevated_below_bytes);
-        // The neighbour of the round before is gone.
+        // The neighbour of the previous round is gone.
         headroom >= line + (ROOM.get() / 8) * 7
     })
 }
 
 fn configuration(folder: &Path) -> String {
     let folder = folder.display();
-    // Engine 165 MiB, this program and the daemon some 60, the watermark 64, and then the room.
+    // Engine 165 MiB, this program and the daemon some 60, the watermark 64, and then the distance.
     format!(
         "\
 budget:

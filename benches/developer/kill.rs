@@ -1,8 +1,8 @@
-//! `developer kill`: the daemon killed at random points, and what its successor keeps.
+//! `developer kill`: a daemon killed at random points, and the state kept by its successor.
 //!
-//! The real daemon with the demo model and workers, a tenant with a lease and real pages, and at each point something
-//! under way: a shed, a grant that needs one, the start or the stop of a worker, the start of the daemon itself. After
-//! each kill: the same workers, nothing promised twice, every lease that was answered for, and for how long there was no answer.
+//! The real daemon with the demo model and workers, a tenant with a lease and real pages, and an operation in progress
+//! at each point: a shed, a grant that needs one, the start or the stop of a worker, the start of the daemon itself.
+//! After each kill: the same workers, no memory granted twice, every acknowledged lease, and the length of the outage.
 
 use std::{
     collections::BTreeSet,
@@ -50,7 +50,7 @@ macro_rules! line {
     }};
 }
 
-/// Runs the benchmark in a session of its own.
+/// Runs the benchmark in a separate session.
 pub(super) fn run(args: &KillArgs) -> Result<ExitCode, CliError> {
     let mut result = Ok(());
     let code = session::in_own_session(|| {
@@ -76,7 +76,7 @@ fn measure(args: &KillArgs) -> Result<(), CliError> {
             }),
             code = interrupts.next() => Err(CliError::plain("the measurement was interrupted", code)),
         };
-        // Processes that are left are ended by a daemon that ends in order.
+        // Remaining processes are ended by a daemon that shuts down cleanly.
         if !matches!(stage.daemon().ended(), Ok(None)) {
             let _ = stage.start_again();
             let _ = answered(&stage).await;
@@ -85,7 +85,7 @@ fn measure(args: &KillArgs) -> Result<(), CliError> {
     })
 }
 
-/// What is under way when the daemon is killed.
+/// The operation in progress at the kill.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Moment {
     Grant,
@@ -95,7 +95,7 @@ enum Moment {
     Worker,
 }
 
-/// What was seen.
+/// Observations.
 #[derive(Default)]
 struct Seen {
     gaps: Vec<Duration>,
@@ -140,7 +140,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
         let (channel, _) = answered(stage).await?;
         let granted = tokio::select! {
             biased;
-            // Until its answer, if that comes before the kill; then the pause goes on.
+            // Until its reply, if that precedes the kill; then the pause continues.
             granted = disturb(&channel, moment, &id, size, point) => { tokio::time::sleep(pause / 2).await; granted }
             () = tokio::time::sleep(pause) => None,
         };
@@ -160,7 +160,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
                 .push(format!("point {point} ({moment:?}): {what}"));
         };
 
-        // From the first answer on nothing is promised twice.
+        // From the first reply on, no memory is granted twice.
         let mut looks = vec![status];
         match renew(&channel, &lease).await {
             Ok(renewed) => lease = renewed,
@@ -176,7 +176,7 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
             }
         }
         if moment == Moment::Grant {
-            // Asked once more, answered or not: it is one lease.
+            // The same request again, acknowledged or not: it is one lease.
             match create(&channel, "guest", &id, size).await {
                 Ok(again) => {
                     if granted
@@ -217,8 +217,8 @@ async fn points(args: &KillArgs, stage: &mut Stage) -> Result<(), String> {
                     "point {point} ({moment:?}): this program itself uses {used}, more than the {LEASE} that it holds"
                 ));
             }
-            // Of the tenants, which are this process under two names, what they hold: it would be counted twice, and what
-            // this program takes for itself is not the daemon's doing.
+            // For the tenants, which are this process under two names, use their held memory: their use would count
+            // twice, and this program's own use is not the daemon's doing.
             let used = status
                 .leases
                 .iter()
@@ -278,7 +278,7 @@ fn report(mut seen: Seen, budget: Bytes, points: u32) -> Result<(), String> {
     }
 }
 
-/// Does what is to be under way; returns a lease if one was granted.
+/// Starts the operation; returns a granted lease, if any.
 async fn disturb(
     channel: &Channel,
     moment: Moment,
@@ -310,7 +310,7 @@ async fn disturb(
     None
 }
 
-/// Waits for the first answer of the daemon.
+/// Waits for the first reply of the daemon.
 async fn answered(stage: &Stage) -> Result<(Channel, GetStatusResponse), String> {
     let end = Instant::now() + PATIENCE;
     loop {
@@ -398,7 +398,7 @@ async fn release(channel: &Channel, lease: &Lease) {
         boot_id: lease.boot_id.clone(),
         generation: lease.generation,
     };
-    // One that is not released ends by its term.
+    // An unreleased lease expires by its term.
     let _ = LeaseServiceClient::new(channel.clone())
         .release_lease(request)
         .await;
@@ -414,7 +414,7 @@ fn engine_ready(status: &GetStatusResponse) -> bool {
     engine.is_some_and(|engine| engine.state() == EngineState::Ready)
 }
 
-/// Nothing is on its way: worker `c` runs or does not, and no lease is ending.
+/// Nothing is in transition: worker `c` runs or does not, and no lease is ending.
 fn calm(status: &GetStatusResponse) -> bool {
     let c = status.workers.iter().find(|worker| worker.name == "c");
     c.is_some_and(|c| matches!(c.state(), WorkerState::Ready | WorkerState::Stopped))
@@ -436,7 +436,7 @@ fn pid(status: &GetStatusResponse, name: &str) -> Option<u32> {
         .pid
 }
 
-/// Processes of our session that have this argument.
+/// Processes of our session with this argument.
 fn processes_with(argument: &str) -> Result<BTreeSet<u32>, String> {
     let entries = std::fs::read_dir("/proc").map_err(|error| error.to_string())?;
     let session = nix::unistd::getsid(None).map_err(|error| error.to_string())?;
@@ -461,8 +461,8 @@ fn configuration(folder: &std::path::Path) -> String {
              ready: {{kind: log, text: holding, timeout: 5s}}, memory: {{steady: 12MiB, peak: 16MiB}}}}\n"
         )
     };
-    // The budget has room for all of them and a part of the model's full plan, so that guests need a shed; workers are of
-    // a higher class than guests, so that none is stopped to make room for one.
+    // The budget fits all of them and a part of the model's full plan, so that guests need a shed; workers have a
+    // higher class than guests, so that none is stopped to make room for one.
     format!(
         "\
 budget: {{total: 432MiB, reserve: 256MiB, scope: session, watermarks: {{elevated: 3MiB, critical: 2MiB, last_resort: 1MiB}}, \
@@ -484,20 +484,20 @@ log: {{filter: info, format: text}}
     )
 }
 
-/// The size of the third worker, which is started and stopped.
+/// Size of the third worker, which is started and stopped.
 const THIRD: &str = "3MiB";
 
 /// The tenant's pages.
 const TENANT: Bytes = Bytes::from_mib(24);
 
-/// What the tenant holds all the time: its pages, and what this program takes for itself. What it used beyond would be
-/// missing elsewhere, and a worker would be stopped for it in the end.
+/// The tenant's constant lease: its pages, and this program's own use. Use beyond it would be missing elsewhere, and a
+/// worker would eventually be stopped for it.
 const LEASE: Bytes = Bytes::from_mib(72);
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-/// What the gap should not be above.
+/// Target for the longest outage.
 const GAP_MAX: Duration = Duration::from_millis(500);
 
 /// SplitMix64: the same seed gives the same points.

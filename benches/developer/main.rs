@@ -1,7 +1,7 @@
 //! Measurements for developers: `cargo bench --bench developer -- COMMAND`.
 //!
-//! The program contains the product: its measurements start `serve`, `worker` and other commands of `cotenant` from their
-//! own executable. Without a command it runs the tests of its measurements.
+//! The program contains the product: its measurements start `serve`, `worker` and other commands of `cotenant` from
+//! their own executable. Without a command it runs its tests.
 
 mod autopsy;
 mod bodies;
@@ -114,7 +114,7 @@ fn measure(arguments: &[OsString]) -> ExitCode {
     } = match Developer::try_parse_from(arguments) {
         Ok(developer) => developer,
         Err(error) => {
-            // Nothing can be done when the help cannot be printed.
+            // A failure to print the help cannot be handled.
             let _ = error.print();
             return ExitCode::from(u8::try_from(error.exit_code()).unwrap_or(exit::USAGE));
         }

@@ -1,9 +1,9 @@
-//! `developer noncompliant`: tenants that say that they have come down, and have not.
+//! `developer noncompliant`: tenants that falsely acknowledge a target.
 //!
-//! Each non-compliant holder is a process of its own, so that its memory is its own too: it holds a lease, fills it with real pages, and
-//! answers its target with APPLIED at once, freeing nothing. How late after the deadline it is notified that its lease has
-//! ended, for that reason, is what it measures itself. The tenant that asked for the memory must not be granted it before the
-//! non-compliant holder's process is gone.
+//! Each non-compliant holder is a separate process with memory of its own: it holds a lease, fills it with real pages,
+//! and replies APPLIED to its target at once without freeing anything. It measures the delay from the deadline to the
+//! notification that its lease has ended for that reason. The requesting tenant must not be granted the memory before
+//! the non-compliant holder's process is gone.
 
 use std::{
     path::{Path, PathBuf},
@@ -51,25 +51,25 @@ pub(crate) struct HolderArgs {
     pub tenant: String,
 }
 
-/// How late after its deadline a non-compliant holder may be found out.
+/// Longest delay of the detection after the deadline.
 const FOUND_MAX: Duration = Duration::from_millis(250);
 
-/// What the daemon may give away.
+/// Budget of the daemon.
 const BUDGET: Bytes = Bytes::from_mib(256);
 
-/// What a non-compliant holder holds.
+/// Lease of a non-compliant holder.
 const HELD: Bytes = Bytes::from_mib(128);
 
-/// What a non-compliant holder fills with pages.
+/// Memory filled by a non-compliant holder.
 const FILLED: Bytes = Bytes::from_mib(96);
 
-/// What a more urgent tenant asks for: more than is free beside the non-compliant holder, and less than there is without it.
+/// Request of a more urgent tenant: more than is free with the non-compliant holder, and less than without it.
 const ASKED: Bytes = Bytes::from_mib(180);
 
-/// How long after a non-compliant holder was found out it is looked whether what it has not freed is granted.
+/// Delay after the detection at which the memory must still not be granted.
 const LOOK_AFTER: Duration = Duration::from_millis(200);
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// Runs it.
@@ -94,7 +94,7 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
         let early = tokio::time::timeout(LOOK_AFTER, &mut asker).await.is_ok();
         credited += u32::from(early);
         holder.end().await;
-        // It may be granted before the end of the non-compliant holder's process is known here.
+        // It may be granted before the end of the non-compliant holder's process is observed here.
         if !early {
             let outcome = tokio::time::timeout(PATIENCE, &mut asker).await;
             let outcome =
@@ -134,7 +134,7 @@ pub(super) async fn run(args: &NoncompliantArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// A non-compliant holder's process, ended with its value.
+/// A non-compliant holder's process, ended on drop.
 struct Holder {
     child: Child,
     lines: Lines<BufReader<ChildStdout>>,
@@ -160,7 +160,7 @@ impl Holder {
         Ok(Self { child, lines })
     }
 
-    /// Waits for a line that begins like this; returns the rest of it.
+    /// Waits for a line with this prefix; returns the rest of it.
     async fn until(&mut self, beginning: &str) -> Result<String, String> {
         let line = tokio::time::timeout(PATIENCE, self.lines.next_line()).await;
         let line = line.map_err(|_| {
@@ -180,7 +180,7 @@ impl Holder {
     }
 }
 
-/// A more urgent tenant asks for more than is free.
+/// A more urgent tenant requests more than is free.
 fn ask(client: &LeaseServiceClient<Channel>, round: u32) -> JoinHandle<Result<(), String>> {
     let mut client = client.clone();
     let request = CreateLeaseRequest {
@@ -202,7 +202,7 @@ fn ask(client: &LeaseServiceClient<Channel>, round: u32) -> JoinHandle<Result<()
     })
 }
 
-/// Gives back what this program holds, and waits until nothing is on the book.
+/// Releases this program's leases, and waits until the ledger is empty.
 async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), String> {
     let end = Instant::now() + PATIENCE;
     while Instant::now() < end {
@@ -215,7 +215,7 @@ async fn until_empty(client: &mut LeaseServiceClient<Channel>) -> Result<(), Str
             return Ok(());
         }
         for lease in leases.iter().filter(|lease| lease.tenant == "asker") {
-            // One that is ending already refuses.
+            // A lease that is already ending refuses.
             let _ = client
                 .release_lease(ReleaseLeaseRequest {
                     name: lease.name.clone(),
@@ -298,7 +298,7 @@ pub(super) async fn hold(args: &HolderArgs) -> Result<(), String> {
             None => return Err("the stream ended without a word".to_owned()),
         }
     }
-    // It keeps what it has until it is killed.
+    // It keeps its memory until it is killed.
     std::future::pending::<()>().await;
     drop(memory);
     Ok(())
@@ -312,7 +312,7 @@ fn line(text: &str) {
 
 fn configuration(folder: &Path) -> String {
     let folder = folder.display();
-    // What daemon and this program use is the reserve here; the watermarks are low, since the budget may be full.
+    // The reserve covers the daemon and this program; the watermarks are low, since the budget may be full.
     format!(
         "\
 budget:

@@ -1,9 +1,8 @@
 //! `developer replay`: time to replay a day of a voice device.
 //!
-//! The day is made of numbers: a machine that is sampled every second and whose holders are measured with it, an
-//! engine and two workers, a tenant that renews its lease, and an utterance now and then for which ASR needs memory
-//! that the engine gives up and gets back. The journal is written by the daemon's own writer; then it is read and replayed as
-//! `cotenant replay` does it.
+//! The day is simulated: a machine sampled every second along with its holders, an engine and two workers, a tenant
+//! that renews its lease, and periodic utterances for which ASR needs memory that the engine sheds and regrows. The
+//! daemon's own writer writes the journal; then it is read and replayed as in `cotenant replay`.
 
 use std::{
     collections::VecDeque,
@@ -40,12 +39,12 @@ pub(crate) struct ReplayArgs {
     pub rounds: u32,
 }
 
-/// How long a day may take.
+/// Longest duration of replaying a day.
 const REPLAY_MAX: Duration = Duration::from_secs(2);
 const MACHINE: Bytes = Bytes::from_gib(8);
 const ENGINE: Bytes = Bytes::from_gib(5);
 const OS: Bytes = Bytes::from_mib(1024);
-/// Seconds between two utterances (our choice: 3 a minute, day and night), and how long one takes.
+/// Seconds between two utterances (our choice: 3 a minute, day and night), and their duration.
 const UTTERANCE_EVERY: u64 = 20;
 const UTTERANCE: u64 = 6;
 const NEEDED: Bytes = Bytes::from_mib(700);
@@ -55,13 +54,13 @@ const TERM: Duration = Duration::from_secs(30);
 ///
 /// # Errors
 ///
-/// When the journal cannot be written or read, or a decision is another one.
+/// The journal cannot be written or read, or a decision differs.
 pub(super) fn run(args: &ReplayArgs) -> Result<Report, String> {
     let folder = std::env::temp_dir().join(format!("cotenant-replay-{}", std::process::id()));
     std::fs::create_dir(&folder)
         .map_err(|error| format!("cannot make `{}`: {error}", folder.display()))?;
     let report = measure(args, &folder.join("journal.ndjson"));
-    // What cannot be removed is in the folder for temporary files.
+    // A remaining folder is in the folder for temporary files.
     let _ = std::fs::remove_dir_all(&folder);
     report
 }
@@ -210,7 +209,7 @@ impl Day {
         }
     }
 
-    /// Whatever was ordered is done.
+    /// Completes all ordered actions.
     fn settle(&mut self) {
         while let Some((revision, in_force)) = self.orders.pop_front() {
             let used = self.shape.plan_bytes(&in_force);
@@ -264,7 +263,7 @@ impl Day {
     fn sample(&mut self) {
         let workers = Bytes::from_mib(1400);
         let tenants = Self::used(self.asr.as_ref()) + Self::used(self.camera.as_ref());
-        // The rest of the machine is not quite still.
+        // The rest of the machine varies slightly.
         let others = OS + Bytes::from_kib(self.tickets * 37 % 4096);
         let free = MACHINE.saturating_sub(others + workers + tenants + self.engine);
         self.tell(Event::Sampled(Sample {
@@ -364,7 +363,7 @@ impl Day {
         self.settle();
     }
 
-    /// Lets time pass, with every deadline at its instant.
+    /// Advances time, with every deadline at its instant.
     fn pass(&mut self, until: Timestamp) {
         while let Some(due) = self.arbiter.next_deadline().filter(|due| *due < until) {
             self.now = due.max(self.now);
@@ -410,7 +409,7 @@ pub(crate) mod tests {
             .iter()
             .filter(|entry| matches!(entry.content, Content::Action(Action::ApplyPlan { .. })))
             .count();
-        // A dwell of a minute or more lies between a shed and the growth after it; it doubles when growth does not stay.
+        // A dwell of a minute or more separates a shed and the next growth; it doubles if growth does not last.
         assert!(sheds > 20, "{sheds} orders to the engine only");
     }
 }

@@ -1,6 +1,6 @@
-//! Bodies of requests that take as much memory for their bytes as they can.
+//! Request bodies that maximise memory per byte.
 
-/// Each field that takes what a client likes, as a body with `@` in place of its value.
+/// Each free-form field, as a body with `@` in place of its value.
 pub(crate) const FIELDS: [(&str, &str); 44] = [
     (
         CHAT,
@@ -141,7 +141,7 @@ const COUNT: &str = "/v1/messages/count_tokens";
 const RESPONSES: &str = "/v1/responses";
 const OLLAMA: &str = "/api/chat";
 
-/// A value of `bytes` that takes as much memory for them as it can, each in a way of its own.
+/// Values of `bytes` that maximise memory per byte, each in a different way.
 pub(crate) fn shapes(bytes: usize) -> Vec<String> {
     let list = |item: &str| {
         let count = bytes / (item.len() + 1);

@@ -1,8 +1,8 @@
-//! `developer soak`: whether the daemon's memory grows with the requests that it has served.
+//! `developer soak`: growth of the daemon's memory with the number of served requests.
 //!
-//! Requests of every kind go round: chats with and without a schema by each API, transcriptions, lists of models, metrics,
-//! states, leases, and bad input. The daemon's anonymous memory is read once a second; what counts is the slope of the line through the readings
-//! after the warm-up. Memory of a mapping that is only given back later shows as noise, a leak as slope.
+//! Requests of every kind in rotation: chats with and without a schema by each API, transcriptions, lists of models,
+//! metrics, states, leases, and bad input. The daemon's anonymous memory is read once a second; the result is the slope
+//! of the regression line after the warm-up. Memory that is returned late shows as noise, a leak as slope.
 
 use std::{
     fs,
@@ -43,7 +43,7 @@ pub(crate) struct SoakArgs {
     pub verbose: bool,
 }
 
-/// One look at the daemon.
+/// One reading of the daemon.
 #[derive(Clone, Copy, Debug)]
 struct Look {
     seconds: f64,
@@ -146,7 +146,7 @@ pub(super) async fn run(args: &SoakArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// Sends request number `number`; each hundred has all kinds.
+/// Sends request number `number`; each hundred contains all kinds.
 async fn request(
     number: u32,
     agent: &ureq::Agent,
@@ -177,7 +177,8 @@ async fn request(
                 min_bytes: 1 << 20,
                 ..CreateLeaseRequest::default()
             };
-            // What was released counts until it is measured, which takes longer than the next request where nothing rests.
+            // Released memory counts until it is measured, which under constant load takes longer than the next
+            // request.
             let lease = loop {
                 match leases.create_lease(asked.clone()).await {
                     Ok(lease) => break lease.into_inner().lease.unwrap_or_default(),
@@ -227,7 +228,7 @@ fn kind_of(body: &str) -> &'static str {
     }
 }
 
-/// Slope of the line with the least squares through the readings; `None` with fewer than two.
+/// Slope of the least-squares line through the readings; `None` with fewer than two.
 fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     let count = f64::from(u32::try_from(looks.len()).ok()?);
     let mean = |of: &dyn Fn(&Look) -> f64| looks.iter().map(of).sum::<f64>() / count;
@@ -240,8 +241,8 @@ fn slope(looks: &[Look], along: impl Fn(&Look) -> f64) -> Option<f64> {
     (spread > 0.0).then(|| together / spread)
 }
 
-/// Pages without a file behind them, counted: `RssAnon` of `status` is a sum of the processors' counters, each up to 32 pages late
-/// (`percpu_counter_batch`).
+/// Pages without a file, counted individually: `RssAnon` of `status` is a sum of per-processor counters, each up to 32
+/// pages late (`percpu_counter_batch`).
 pub(crate) fn anonymous_kib(pid: u32) -> Option<f64> {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).ok()?;
     let line = text
@@ -290,7 +291,7 @@ const MESSAGES: &str = r#"{"model": "soak", "max_tokens": 4, "messages": [{"role
 const RESPONSES: &str =
     r#"{"model": "soak", "max_output_tokens": 16, "input": "turn on the lamp", "store": false}"#;
 
-/// Eight samples of silence at 12.8 kHz as a WAV file: each byte of it is ASCII, as its text has to be.
+/// Eight samples of silence at 12.8 kHz as a WAV file: every byte is ASCII, as required for text.
 const TRANSCRIPTION: &str = concat!(
     "--soak\r\nContent-Disposition: form-data; name=\"model\"\r\n\r\nasr\r\n",
     "--soak\r\nContent-Disposition: form-data; name=\"file\"; filename=\"a.wav\"\r\nContent-Type: audio/wav\r\n\r\n",
@@ -299,16 +300,16 @@ const TRANSCRIPTION: &str = concat!(
     "\r\n--soak--\r\n",
 );
 
-/// Part of the requests that the daemon may warm up with: pools, threads, caches and the bounded logs of events.
+/// Share of the requests that warm the daemon up: pools, threads, caches and the bounded logs of events.
 const WARM_UP: f64 = 0.5;
 
-/// What the line may rise by over all requests: the readings scatter by some pages.
+/// Tolerated rise of the line over all requests: the readings scatter by some pages.
 const GROWTH_KIB_MAX: f64 = 256.0;
 
-/// Before a lease is asked for once more.
+/// Pause before a lease is requested again.
 const REST: Duration = Duration::from_millis(50);
 
 const LOOK_EVERY: Duration = Duration::from_secs(1);
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(60);

@@ -1,8 +1,8 @@
 //! `developer speakers`: several speakers on one model.
 //!
-//! How soon an answer begins for one who has just spoken, and for one after whom seven others have; what answers at once come to, each
-//! beside the same answer alone; how long the next token takes while a long prompt of another one is read; and how soon a call is
-//! written whose form leaves little choice.
+//! Time to the first token for a speaker who has just spoken, and for one after seven others; throughput of concurrent
+//! answers, compared with the same answer alone; time to the next token while a long prompt of another speaker is
+//! computed; and time to a call whose form leaves little choice.
 
 use std::{
     path::{Path, PathBuf},
@@ -76,7 +76,7 @@ pub(crate) async fn run(args: &SpeakersArgs) -> Result<Report, String> {
     Ok(report)
 }
 
-/// One after the other speaks, again and again.
+/// Speakers take turns repeatedly.
 async fn turns(args: &SpeakersArgs, channel: &Channel, report: &mut Report) -> Result<(), String> {
     let mut house: Vec<Vec<ChatMessage>> = (0..SPEAKERS).map(|_| vec![system()]).collect();
     let (mut cold, mut switched, mut warm) = (Vec::new(), Vec::new(), Vec::new());
@@ -93,7 +93,7 @@ async fn turns(args: &SpeakersArgs, channel: &Channel, report: &mut Report) -> R
     let talk = house.first_mut().ok_or("there are no speakers")?;
     for turn in 0..args.turns + 1 {
         let first = ask_on(channel, talk, 0, args.turns + turn).await?;
-        // The first one comes after those of the others.
+        // The first one speaks after the others.
         if turn > 0 {
             warm.push(first);
         }
@@ -116,7 +116,7 @@ async fn turns(args: &SpeakersArgs, channel: &Channel, report: &mut Report) -> R
     Ok(())
 }
 
-/// Some answers alone, and then at once.
+/// Answers one by one, and then concurrently.
 async fn together(
     args: &SpeakersArgs,
     channel: &Channel,
@@ -127,7 +127,7 @@ async fn together(
         .collect();
     let mut alone = Vec::new();
     for talk in &asked {
-        // Once to have the prompt in the cache, and once to measure.
+        // Once to fill the cache with the prompt, and once to measure.
         generate(channel.clone(), talk.clone(), ANSWER).await?;
         alone.push(generate(channel.clone(), talk.clone(), ANSWER).await?);
     }
@@ -186,7 +186,7 @@ async fn together(
     Ok(())
 }
 
-/// A long prompt comes while an answer is written.
+/// A long prompt arrives while an answer is generated.
 async fn long_prompt(channel: &Channel, report: &mut Report) -> Result<(), String> {
     let talk = vec![system(), user(&question(50, 1000))];
     let writes = tokio::spawn(generate(channel.clone(), talk, LONG_ANSWER));
@@ -261,7 +261,7 @@ async fn forced_call(port: u16, report: &mut Report) -> Result<(), String> {
     Ok(())
 }
 
-/// Seconds that a chat completion takes, and its tokens; the median of some, behind one that warms the prompt.
+/// Seconds of a chat completion, and its tokens; the median of several, after one that warms the prompt.
 async fn timed(port: u16, body: &Value) -> Result<(f64, f64), String> {
     let body = body.to_string();
     let (mut takes, mut tokens) = (Vec::new(), 0.0);
@@ -285,7 +285,7 @@ async fn timed(port: u16, body: &Value) -> Result<(f64, f64), String> {
     Ok((median(&takes).unwrap_or_default(), tokens))
 }
 
-/// Asks on; the answer becomes a part of the conversation. Returns the time to the first token, in ms.
+/// Continues the conversation; the answer becomes a part of it. Returns the time to the first token, in ms.
 async fn ask_on(
     channel: &Channel,
     talk: &mut Vec<ChatMessage>,
@@ -301,7 +301,7 @@ async fn ask_on(
     Ok(answer.first.as_secs_f64() * 1e3)
 }
 
-/// What came of a request.
+/// Result of a request.
 struct Answer {
     text: String,
     prompt: u32,
@@ -411,5 +411,5 @@ const SHORT_ANSWER: u32 = 24;
 const ANSWER: u32 = 128;
 const LONG_ANSWER: u32 = 1024;
 const CALLS: u32 = 7;
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(120);

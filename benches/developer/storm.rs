@@ -1,9 +1,9 @@
 //! `developer storm`: random demands in a control group with a memory limit.
 //!
-//! The real daemon with the demo model, workers, neighbours without leases, and tenants that fill what they were
-//! granted: all of them, and this program, in one group with a limit. All together want more than it has, so that the
-//! LLM has to give way in time: the kernel kills a process when a page is wanted and none is left. Its own
-//! counter says whether it had to.
+//! The real daemon with the demo model, workers, neighbours without leases, and tenants that fill their grants: all of
+//! them, and this program, in one limited group. Together they want more than it has, so that the LLM has to shed in
+//! time: the kernel kills a process when a page is needed and none is left. The kernel's own counter shows whether it
+//! had to.
 
 use std::{
     fs,
@@ -47,30 +47,30 @@ pub(crate) struct StormArgs {
     pub seed: u64,
 }
 
-/// Limit of the group. Workers, daemon and this program take some 150 MiB of it and the LLM 135, of which it can do
-/// without 128.
+/// Limit of the group. Workers, daemon and this program take some 150 MiB of it and the LLM 135, of which it can shed
+/// 128.
 const LIMIT: Bytes = Bytes::from_mib(512);
 
-/// What neighbours take at most: with a tenant more than what is left above the watermark, and no more than there is
-/// when the LLM gives all that it can.
+/// Largest total of the neighbours: with a tenant more than the memory above the watermark, and no more than exists
+/// once the LLM has shed all that it can.
 const NEIGHBOURS: u64 = 200;
 
-/// What a tenant fills at most, in MiB.
+/// Most MiB filled by a tenant.
 const TENANT: u64 = 48;
 
-/// What `cotenant hold` itself takes at most, in MiB.
+/// Most MiB used by `cotenant hold` itself.
 const HOLDER: u64 = 16;
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Context of the demo model: 128 MiB of KV.
 const KV_TOKENS: u32 = 65_536;
 
-/// Charged to the group and to no process: page tables, sockets, the kernel's own.
+/// Charged to the group but to no process: page tables, sockets, the kernel's own memory.
 const KERNEL: Bytes = Bytes::from_mib(48);
 
-/// What was seen.
+/// Observations.
 #[derive(Default)]
 struct Seen {
     critical: u32,
@@ -132,7 +132,7 @@ async fn storms(
         if stage.daemon().pid() != daemon || !matches!(stage.daemon().ended(), Ok(None)) {
             return Err(format!("storm {number}: the daemon has ended"));
         }
-        // Two of three begin while the last one is not over.
+        // Two of three start before the last one is over.
         if random.below(3) == 0 {
             daemon::until(&mut operator, PATIENCE, calm)
                 .await
@@ -233,7 +233,7 @@ async fn storms(
     Ok(report)
 }
 
-/// One storm: a neighbour or two, a tenant, sometimes a worker more or less.
+/// One storm: one or two neighbours, a tenant, sometimes a worker started or stopped.
 async fn storm(
     random: &mut Random,
     stage: &Stage,
@@ -265,7 +265,7 @@ async fn storm(
             name: "c".to_owned(),
             command: command.into(),
         };
-        // Refused when it does not fit: that is its good right.
+        // A refusal for lack of memory is legitimate.
         let _ = operator.control_worker(request).await;
     }
     let mut running = Vec::new();
@@ -316,16 +316,16 @@ async fn storm(
     }
     seen.critical += u32::from(critical);
     seen.granted += u32::from(granted);
-    // Ended by a thread: each may take a moment to go.
+    // Ended on a thread: each may take a moment to exit.
     tokio::task::spawn_blocking(move || drop(running))
         .await
         .map_err(|error| error.to_string())
 }
 
-/// A tenant that knows nothing of leases, under `cotenant hold`, and fills what it was granted.
+/// A tenant unaware of leases, under `cotenant hold`, which fills its grant.
 fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
     let program = std::env::current_exe().map_err(|error| error.to_string())?;
-    // The lease is for the holder too.
+    // The lease covers the holder too.
     let (lease, fill) = (format!("{}MiB", mib + HOLDER), format!("{mib}MiB"));
     let endpoint = format!("unix://{}", stage.socket().display());
     let program = program.display().to_string();
@@ -354,7 +354,7 @@ fn held(stage: &Stage, number: u32, mib: u64) -> Result<Vec<String>, String> {
     Ok(arguments.map(str::to_owned).to_vec())
 }
 
-/// Normal, no memory on its way, and the LLM whole again.
+/// Normal, no memory in transition, and the LLM complete again.
 fn calm(status: &GetStatusResponse) -> bool {
     let normal = status
         .pressure
@@ -372,13 +372,13 @@ fn calm(status: &GetStatusResponse) -> bool {
     normal && engine && ready("a") && ready("b")
 }
 
-/// Of the two workers that are stopped by the supervisor only.
+/// Starts of the two workers that only the supervisor stops.
 fn starts(status: &GetStatusResponse) -> u32 {
     let workers = status.workers.iter().filter(|worker| worker.name != "c");
     workers.map(|worker| worker.starts).sum()
 }
 
-/// A control group with a limit, in which this process is as long as this lives.
+/// A limited control group that contains this process for the lifetime of the value.
 struct Limited {
     version: CgroupVersion,
     home: PathBuf,
@@ -404,7 +404,7 @@ impl Limited {
             folder,
         };
         if !group.folder.join(limit_file).exists() {
-            // Version 2 hands a controller on only where it is asked to, and where no process is in the way.
+            // Version 2 delegates a controller only on request, and only from a group without processes.
             fs::write(group.home.join("cgroup.subtree_control"), "+memory").map_err(|error| {
                 failed(
                     "the memory controller is not handed on to groups below ours",
@@ -414,7 +414,7 @@ impl Limited {
         }
         fs::write(group.folder.join(limit_file), limit.get().to_string())
             .map_err(|error| failed(&format!("`{limit_file}`"), &error))?;
-        // No way out into swap, where there is one.
+        // No escape into swap, if there is any.
         let _ = match group.version {
             CgroupVersion::V1 => fs::write(
                 group.folder.join("memory.memsw.limit_in_bytes"),
@@ -439,7 +439,7 @@ impl Limited {
         }
     }
 
-    /// Kills in the group and in those below it: version 1 counts each for itself, version 2 has those below in its own.
+    /// Kills in the group and its descendants: version 1 counts each group separately, version 2 hierarchically.
     fn kills(&self) -> Option<u64> {
         let root = ProbeRoot::default();
         let own = Cgroup::own(&root)?.memory().oom_kills?;
@@ -469,7 +469,7 @@ impl Limited {
 impl Drop for Limited {
     fn drop(&mut self) {
         let _ = self.take_in(&self.home);
-        // The process that ended last may still be on its way out.
+        // The last process may still be exiting.
         let end = Instant::now() + Duration::from_secs(2);
         while Instant::now() < end {
             for entry in fs::read_dir(&self.folder).into_iter().flatten().flatten() {

@@ -1,7 +1,6 @@
 //! `developer grants` and `renewals`: many leases on a daemon without a model.
 //!
-//! All leases are those of one tenant, this program: it is measured once, and what it uses itself is covered by the
-//! first of them.
+//! All leases belong to one tenant, this program: it is measured once, and the first lease covers its own use.
 
 use std::{
     path::Path,
@@ -33,8 +32,8 @@ pub(crate) struct GrantsArgs {
     /// Leases to create and give back, one after the other.
     #[arg(long, default_value_t = 1000, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
-    /// Threads of this program beside its main one, which then hand requests and answers to each other; with none, it is
-    /// the client that most are: one thread that waits for its answer.
+    /// Threads of this program beside its main one, which then hand requests and answers to each other; with none, it
+    /// is the client that most are: one thread that waits for its answer.
     #[arg(long, default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=16))]
     pub client_threads: u32,
 }
@@ -53,19 +52,19 @@ pub(crate) struct RenewalsArgs {
     pub calls: bool,
 }
 
-/// How long a grant may take while memory is free, at the 99th percentile.
+/// Longest grant while memory is free, at the 99th percentile.
 const GRANT_P99_MAX: Duration = Duration::from_millis(1);
 
-/// Renewals that one core is to carry in a second.
+/// Least renewals per second and core.
 const RENEWALS_MIN: f64 = 20_000.0;
 
-/// Held for what this program itself uses.
+/// Covers this program's own use.
 const OWN_USE: Bytes = Bytes::from_mib(256);
 
-/// The longest that one step may take.
+/// Time limit of one step.
 const PATIENCE: Duration = Duration::from_secs(20);
 
-/// Renewals that a stream sends before it waits for the first answer: about what one client has under way at once.
+/// Renewals that a stream sends before it waits for the first reply: roughly one client's concurrency.
 const UNDER_WAY: usize = 4;
 
 /// `developer grants`.
@@ -204,7 +203,7 @@ async fn renew_on_stream(
     Ok(count)
 }
 
-/// A daemon without a model, with room for as many tenants as this program plays.
+/// A daemon without a model, with room for the tenants played by this program.
 async fn open(budget: Bytes) -> Result<(Stage, LeaseServiceClient<Channel>), String> {
     let stage =
         Stage::set(|folder| configuration(folder, budget)).map_err(|error| error.to_string())?;
@@ -269,7 +268,7 @@ fn reported(act: &'static str) -> impl Fn(tonic::Status) -> String {
     move |status| format!("{act}: {}", status.message())
 }
 
-/// Has a process and all its threads run on one processor, the last that it may use.
+/// Pins a process and all its threads to one processor, the last available one.
 fn keep_to_one_core(pid: u32) -> Result<(), String> {
     let failed = |what: &str| format!("cannot keep the daemon to one core: {what}");
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task"))
@@ -312,7 +311,7 @@ fn cpu_seconds(pid: u32) -> Result<f64, String> {
 
 fn configuration(folder: &Path, budget: Bytes) -> String {
     let folder = folder.display();
-    // What the daemon itself uses is the reserve here; watermarks are low, since the budget may be full.
+    // The reserve covers the daemon's own use; watermarks are low, since the budget may be full.
     format!(
         "\
 budget:

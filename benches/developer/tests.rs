@@ -1,4 +1,4 @@
-//! Tests of the measurements: each runs with small numbers, and keeps to everything but time.
+//! Tests of the measurements: each runs with small numbers, and asserts all except time.
 
 use std::{
     fs,
@@ -18,7 +18,7 @@ use crate::{
     replay, rivals,
 };
 
-/// Runs the tests that the arguments name, as the standard harness does.
+/// Runs the tests selected by the arguments, like the standard harness.
 pub(crate) fn run() -> ExitCode {
     let tests: Vec<(&str, fn())> = [
         TESTS,
@@ -184,7 +184,7 @@ fn kill_points_lose_nothing() {
     assert!(text.contains("faults: 0 in 6 points"), "{text}");
 }
 
-/// Each kind of death once; `COTENANT_AUTOPSY_COUNT` asks for more.
+/// Each kind of death once; `COTENANT_AUTOPSY_COUNT` sets a larger number.
 fn every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory() {
     let count = std::env::var("COTENANT_AUTOPSY_COUNT").unwrap_or_else(|_| "1".to_owned());
     let output = developer(&["autopsy", "--output", "json", "--count", &count]);
@@ -205,11 +205,11 @@ fn every_injected_death_is_called_by_its_name_and_none_wrongly_out_of_memory() {
         .filter(|kind| kind["leftOut"].is_null())
         .count();
     assert!(injected >= 8, "those that need no compiler: {injected}");
-    // The delay is promised for a machine at rest and measured there; what is checked here is that nothing waits.
+    // The promised delay applies to an idle machine and is measured there; this only checks that nothing blocks.
     assert!(report["maxMs"].as_f64().unwrap() < 2000.0, "{report:#}");
 }
 
-/// What a reader of the fixtures writes by the command is what the tests write.
+/// The command for readers of the fixtures writes the same file as the tests.
 fn a_model_of_the_fixtures_can_be_written_by_a_command() {
     let folder = tempfile::tempdir().unwrap();
     let (path, wanted) = (
@@ -244,7 +244,7 @@ fn a_model_of_the_fixtures_can_be_written_by_a_command() {
     let bytes = fs::read(&wanted).unwrap();
     assert!(fs::read(&path).unwrap() == bytes);
 
-    // What is there already is not overwritten.
+    // An existing file is not overwritten.
     let again = write();
     assert!(!again.status.success());
     let message = String::from_utf8_lossy(&again.stderr);

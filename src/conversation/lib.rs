@@ -1,4 +1,4 @@
-//! Conversations with the LLM, as the engine and all APIs have them.
+//! Conversations with the LLM, shared by the engine and all APIs.
 
 use std::{
     collections::BTreeSet,
@@ -17,34 +17,34 @@ pub mod refusals;
 pub mod schema;
 pub mod sinks;
 
-/// Who speaks in a conversation. A closed set: templates make control tokens of it, so it must not be free text.
+/// Role of a speaker. A closed set: templates build control tokens from it, so it must not be free text.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Role {
     /// The model.
     Assistant,
-    /// The application; `developer`, as newer clients call it, too.
+    /// The application; also `developer`, as newer clients call it.
     System,
-    /// The outcome of a tool call.
+    /// The result of a tool call.
     Tool,
-    /// The person.
+    /// The user.
     User,
 }
 
 /// One message of a conversation.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ChatMessage {
-    /// Who speaks.
+    /// The speaker.
     pub role: Role,
     /// The text; parts are joined, an absent text is empty.
     pub content: String,
-    /// What the model thought before it spoke.
+    /// The model's thoughts before its text.
     pub reasoning: Option<String>,
-    /// What the model wanted done.
+    /// Tools called by the model.
     pub tool_calls: Vec<ToolCall>,
-    /// Which call this is the outcome of.
+    /// The call whose result this is.
     pub tool_call_id: Option<String>,
-    /// The tool of which this is the outcome.
+    /// The tool whose result this is.
     pub name: Option<String>,
 }
 
@@ -62,7 +62,7 @@ impl ChatMessage {
     }
 }
 
-/// The call of a tool that the model made.
+/// A tool call by the model.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct ToolCall {
     /// Its id.
@@ -73,23 +73,23 @@ pub struct ToolCall {
     pub arguments: String,
 }
 
-/// What was said, and what the model may do about it.
+/// Messages and tools.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Conversation {
-    /// What was said, the oldest first.
+    /// Messages, oldest first.
     pub messages: Vec<ChatMessage>,
-    /// Tools that may be called, as OpenAI's interface writes them: `{"type": "function", "function": {…}}`.
+    /// Callable tools, in OpenAI's format: `{"type": "function", "function": {…}}`.
     pub tools: Vec<Value>,
     /// Variables for the template, such as `enable_thinking`.
     pub variables: Map<String, Value>,
-    /// Whether the last message, which is the model's, is the beginning of the answer.
+    /// Whether the last message, by the model, is the beginning of the answer.
     pub continues: bool,
-    /// Tokens of an earlier conversation, answer included, that go before it.
+    /// Tokens of an earlier conversation, including its answer, that precede it.
     pub before: Vec<u32>,
 }
 
 impl Conversation {
-    /// Whether the last message is one that an answer may continue: words of the model's, behind others.
+    /// Whether an answer may continue the last message: text of the model, after other messages.
     #[must_use]
     pub fn ends_with_words_of_the_model(&self) -> bool {
         let last = self.messages.last().filter(|_| self.messages.len() > 1);
@@ -108,16 +108,16 @@ impl From<Vec<ChatMessage>> for Conversation {
     }
 }
 
-/// What an answer continues.
+/// The input that an answer continues.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Prompt {
-    /// A conversation, rendered with the model's chat template.
+    /// A conversation, rendered by the model's chat template.
     Chat(Conversation),
-    /// Text as it stands. Control tokens written in it are not recognised.
+    /// Verbatim text. Control tokens written in it are not recognised.
     Text(String),
-    /// Text as it stands, with the control tokens that are written in it.
+    /// Verbatim text, in which control tokens are recognised.
     Raw(String),
-    /// Tokens as they stand.
+    /// Verbatim tokens.
     Tokens(Vec<u32>),
 }
 
@@ -128,7 +128,7 @@ impl Default for Prompt {
 }
 
 impl Prompt {
-    /// The messages of a conversation; none of anything else.
+    /// The messages of a conversation; otherwise empty.
     #[must_use]
     pub fn messages(&self) -> &[ChatMessage] {
         match self {
@@ -137,7 +137,7 @@ impl Prompt {
         }
     }
 
-    /// The tools of a conversation; none of anything else.
+    /// The tools of a conversation; otherwise empty.
     #[must_use]
     pub fn tools(&self) -> &[Value] {
         match self {
@@ -150,11 +150,11 @@ impl Prompt {
 /// A part of an answer.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum AnswerPart {
-    /// What the model thinks, before it speaks.
+    /// The model's thoughts before its text.
     Reasoning(String),
-    /// What it says.
+    /// The model's text.
     Text(String),
-    /// What it wants done.
+    /// A tool call.
     ToolCall {
         /// The tool.
         name: String,
@@ -164,7 +164,7 @@ pub enum AnswerPart {
 }
 
 impl ToolCall {
-    /// The arguments as templates want them: an object, or the text when it is none.
+    /// The arguments in the form expected by templates: an object, or the text if it is not one.
     pub fn arguments_value(&self) -> Value {
         let is_object = self.arguments.trim_start().starts_with('{');
         is_object
@@ -174,7 +174,7 @@ impl ToolCall {
     }
 }
 
-/// The form that an answer must have.
+/// Required form of an answer.
 #[derive(Clone, Debug, PartialEq)]
 pub enum AnswerForm {
     /// Any JSON object.
@@ -183,39 +183,39 @@ pub enum AnswerForm {
     JsonSchema {
         /// The schema.
         schema: Value,
-        /// Where the client wrote it, for messages.
+        /// The client's field that contained it, for messages.
         field: &'static str,
     },
-    /// The call of one of the tools: the one of this name, or any.
+    /// A call of the tool with this name, or of any tool.
     ToolCall {
         /// The name.
         name: Option<String>,
     },
 }
 
-/// How tokens are chosen, as far as it is said: by a client, by the model's file, or by the API.
+/// Partial sampling settings: of a client, of the model's file, or of the API.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct SamplingWish {
-    /// 0 to 2; 0 takes the likeliest token always.
+    /// 0 to 2; 0 always takes the most likely token.
     pub temperature: Option<f64>,
-    /// 0 to 1: only the likeliest tokens that together have this probability; 0 leaves one.
+    /// 0 to 1: only the most likely tokens that together reach this probability; 0 leaves one.
     pub top_p: Option<f64>,
-    /// Only this many of the likeliest tokens; 0 for all.
+    /// Only this many of the most likely tokens; 0 for all.
     pub top_k: Option<u32>,
-    /// 0 to 1: only tokens that are at least this many times as likely as the likeliest.
+    /// 0 to 1: only tokens at least this many times as likely as the most likely one.
     pub min_p: Option<f64>,
-    /// Divides the score of tokens that occurred lately; 1 has no effect.
+    /// Divisor for the score of recent tokens; 1 has no effect.
     pub repeat_penalty: Option<f64>,
-    /// Subtracted for each time that a token was generated, −2 to 2.
+    /// Subtracted for each occurrence of a generated token, −2 to 2.
     pub frequency_penalty: Option<f64>,
-    /// Subtracted from every token that was generated, −2 to 2.
+    /// Subtracted once from every generated token, −2 to 2.
     pub presence_penalty: Option<f64>,
     /// The same seed, settings and prompt give the same answer.
     pub seed: Option<u64>,
 }
 
 impl SamplingWish {
-    /// Nothing is said.
+    /// No settings.
     pub const NONE: Self = Self {
         temperature: None,
         top_p: None,
@@ -227,13 +227,13 @@ impl SamplingWish {
         seed: None,
     };
 
-    /// The distribution as the model computed it: OpenAI's default, and that of APIs whose originals have none.
+    /// The unmodified distribution: OpenAI's default, and that of APIs whose originals specify none.
     pub const AS_COMPUTED: Self = Self {
         temperature: Some(1.0),
         ..Self::NONE
     };
 
-    /// The same, with what `other` says where this says nothing.
+    /// The same, completed by `other`.
     #[must_use]
     pub fn or(self, other: Self) -> Self {
         Self {
@@ -248,16 +248,16 @@ impl SamplingWish {
         }
     }
 
-    /// A seed by chance, of 32 bits, which every client's language holds.
+    /// A random seed of 32 bits, which every client's language can represent.
     #[must_use]
     pub fn random_seed() -> u64 {
-        // The standard library's hash maps have keys by chance, others for each.
+        // The standard library's hash maps use random keys, different for each map.
         RandomState::new().hash_one(0u8) >> 32
     }
 }
 
 impl AnswerForm {
-    /// Keywords of its schemas that are not kept, by the field that they are in: an answer may be other than they ask for.
+    /// Keywords of its schemas that are not enforced, by the containing field: an answer may violate them.
     #[must_use]
     pub fn let_through(&self, tools: &[Value]) -> BTreeSet<String> {
         let named = |field: &'static str, schema: &Value| {
@@ -285,36 +285,36 @@ impl AnswerForm {
     }
 }
 
-/// Why an answer ended, as APIs report it.
+/// Reason for the end of an answer, as reported by APIs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum FinishReason {
     /// The limit of tokens, the context, or the KV capacity was reached.
     Length,
     /// The model ended it.
     Stop,
-    /// A stop text was found: the one at this place of the request's.
+    /// A stop text was found: the one at this index of the request.
     StopText(usize),
-    /// The model ended it, and wants tools called.
+    /// The model ended it with tool calls.
     ToolCalls,
 }
 
-/// What an answer took.
+/// Resources taken by an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Usage {
     /// Tokens of the prompt.
     pub prompt_tokens: Tokens,
-    /// Those of them that were in the KV cache already.
+    /// Prompt tokens that were already in the KV cache.
     pub cached_tokens: Tokens,
-    /// Tokens generated, the ending one included.
+    /// Tokens generated, the end token included.
     pub completion_tokens: Tokens,
-    /// The smallest type in which any of its context was kept.
+    /// The smallest KV type in which any of its context was kept.
     pub kv_type: KvType,
-    /// Tokens of its context that were dropped while it was given, the oldest behind those that stay.
+    /// Tokens of its context dropped while it was generated: the oldest after the sinks.
     pub dropped_tokens: Tokens,
 }
 
 impl Usage {
-    /// Of two answers together.
+    /// The sum of two answers.
     #[must_use]
     pub fn and(self, other: Self) -> Self {
         let sum = |one: Tokens, other: Tokens| Tokens::new(one.get().saturating_add(other.get()));

@@ -1,22 +1,22 @@
-//! Kinds of refusals: the one table that each wire format maps to its own codes.
+//! Kinds of refusals: the table that each wire format maps to its own codes.
 
 use super::refusal::{RETRY_AFTER_DEFAULT, Refusal};
 
-/// What a [`Refusal`] is to the client of any API.
+/// Representation of a [`Refusal`] for the clients of any API.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Kind {
-    /// Name in JSON, for programs, for example `memory_pressure`.
+    /// Machine-readable name in JSON, for example `memory_pressure`.
     pub code: &'static str,
     /// Name in events of Wyoming, for example `memory-pressure`.
     pub word: &'static str,
-    /// Status over HTTP.
+    /// HTTP status.
     pub status: u16,
 }
 
-/// How often a refused request is tried again on behalf of the client.
+/// Number of retries of a refused request on the client's behalf.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Passing {
-    /// As often as the time allows: the same request may well be served in a moment.
+    /// As many as time allows: an identical request may succeed shortly.
     Soon,
     /// Once.
     Once,
@@ -41,7 +41,7 @@ impl Kind {
             R::Draining { .. } => ("draining", "draining", 503),
             R::Starting { .. } => ("starting", "starting", 503),
             R::EngineLost { .. } => ("engine_lost", "engine-lost", 503),
-            // No 503, which every client and proxy takes for temporary.
+            // Not 503, which every client and proxy treats as temporary.
             R::ModelFailed { .. } => ("model_failed", "model-failed", 500),
             R::WorkerLost { .. } => ("worker_lost", "worker-lost", 503),
             R::NoThread { .. } => ("no_thread", "no-thread", 503),
@@ -56,7 +56,7 @@ impl Kind {
 }
 
 impl Passing {
-    /// Whether the same request may well be served in a moment, so that it waits instead of being refused at once.
+    /// Whether an identical request may succeed shortly, so that it waits instead of being refused at once.
     #[must_use]
     pub const fn of(refusal: &Refusal) -> Self {
         use Refusal as R;
@@ -66,7 +66,7 @@ impl Passing {
             | R::QuotaExceeded { .. }
             | R::Draining { .. }
             | R::Starting { .. } => Self::Soon,
-            // It is being restarted; what it was asked for may also be what it died of.
+            // It is being restarted; the request may also be the cause of its death.
             R::WorkerLost { .. } => Self::Once,
             _ => Self::Never,
         }
@@ -82,7 +82,7 @@ pub fn with_hint(refusal: &Refusal) -> String {
     }
 }
 
-/// Refuses an act for which the configuration has nothing.
+/// Refuses an act that the configuration does not enable.
 #[must_use]
 pub fn not_configured(act: &str, what: &str) -> Refusal {
     Refusal::NotConfigured {
@@ -91,7 +91,7 @@ pub fn not_configured(act: &str, what: &str) -> Refusal {
     }
 }
 
-/// Refuses an act because of a limit that is reached for the moment.
+/// Refuses an act because a limit is currently reached.
 #[must_use]
 pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) -> Refusal {
     Refusal::QuotaExceeded {
@@ -102,7 +102,7 @@ pub fn at_limit(act: &str, what: impl Into<String>, limit: impl TryInto<u64>) ->
     }
 }
 
-/// Refuses an act for which the system gives no thread.
+/// Refuses an act because no thread can be started.
 #[must_use]
 pub fn no_thread(act: &str, cause: &impl std::fmt::Display) -> Refusal {
     Refusal::NoThread {

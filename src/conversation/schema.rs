@@ -1,14 +1,14 @@
-//! JSON schemas as forms of answers: what of them is kept, let through by name, or refused.
+//! JSON schemas as forms of answers: enforced, tolerated or refused keywords.
 //!
-//! | keywords | what becomes of them |
+//! | keywords | treatment |
 //! |---|---|
 //! | `SCHEMAS`, `VALUES`, lengths, numbers of items and of properties, `format` | kept |
-//! | `NARROWING`, and what of the above is beyond what a grammar holds | let through, and named |
-//! | `REFUSED`, lower bounds beyond what an answer may have | refused |
-//! | all others: annotations, extensions | no part of the form |
+//! | `NARROWING`, and any of the above beyond the limits of a grammar | tolerated, and named |
+//! | `REFUSED`, lower bounds beyond the length of answers | refused |
+//! | all others: annotations, extensions | not part of the form |
 //!
-//! A schema without bounds of its own gets some where a weak model would go on for ever: a number has 15 digits before and 8
-//! behind the point, and no exponent.
+//! A schema without bounds gets some where a weak model would continue forever: a number has 15 digits before and 8
+//! after the decimal point, and no exponent.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -19,19 +19,19 @@ mod usual;
 
 use self::keywords::{MAPS, NUMBERS, SCHEMAS};
 
-/// A schema as a grammar keeps it.
+/// The enforced form of a schema.
 #[derive(Clone, Debug, PartialEq)]
 pub struct KeptSchema {
-    /// What is kept.
+    /// The enforced schema.
     pub schema: Value,
-    /// Keywords that are not kept, in full or in part: an answer may be other than they ask for.
+    /// Keywords not enforced, in full or in part: an answer may violate them.
     pub let_through: BTreeSet<&'static str>,
 }
 
-/// Why a schema cannot be the form of an answer.
+/// Reason why a schema cannot be the form of an answer.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum SchemaError {
-    /// An answer would have to be longer than answers are.
+    /// An answer would exceed the length of answers.
     #[error("`{keyword}` is {value}, above the limit of {limit}")]
     Bound {
         /// The keyword.
@@ -41,13 +41,13 @@ pub enum SchemaError {
         /// The limit.
         limit: u64,
     },
-    /// A keyword without which it has another meaning.
+    /// A keyword whose omission would change the meaning.
     #[error("`{keyword}` is not supported")]
     Keyword {
         /// The keyword.
         keyword: &'static str,
     },
-    /// A reference that leads to itself alone.
+    /// A reference that only leads to itself.
     #[error("the reference `{reference}` leads to nothing but itself")]
     Loop {
         /// The reference.
@@ -56,16 +56,16 @@ pub enum SchemaError {
     /// Neither an object nor `true`.
     #[error("it is {found}, not an object")]
     NoSchema {
-        /// What it is instead.
+        /// The actual kind of value.
         found: &'static str,
     },
 }
 
 impl KeptSchema {
-    /// Of what a client asks for.
+    /// Reads a client's schema.
     ///
     /// # Errors
-    /// When it is no schema, or asks for what no answer can be.
+    /// It is not a schema, or is unsatisfiable.
     pub fn of(schema: &Value) -> Result<Self, SchemaError> {
         if *schema == Value::Bool(false) {
             return Err(SchemaError::NoSchema { found: "`false`" });
@@ -96,14 +96,14 @@ impl KeptSchema {
     }
 }
 
-/// Reads one schema.
+/// State of reading one schema.
 struct Reading<'schema> {
     root: &'schema Value,
-    /// Least and greatest lengths of texts that are kept.
+    /// Enforced length ranges of texts.
     lengths_kept: BTreeSet<Lengths>,
-    /// Whether objects are written in several places, each of which has to know what the others leave open.
+    /// Whether objects are described in several places, each of which depends on whether the others are open.
     combined: bool,
-    /// Whether it refers to [`any_value`].
+    /// Whether [`any_value`] is referenced.
     any: bool,
     let_through: BTreeSet<&'static str>,
 }
@@ -120,7 +120,7 @@ impl Reading<'_> {
         }
     }
 
-    /// A schema for any value, whose numbers end.
+    /// A schema for any value, with finite numbers.
     fn any(&mut self) -> Value {
         if self.combined {
             return json!({});
@@ -130,7 +130,7 @@ impl Reading<'_> {
     }
 
     fn object(&mut self, map: &Map<String, Value>) -> Result<Value, SchemaError> {
-        // What zod writes for what never is.
+        // zod's notation for an unsatisfiable schema.
         if map
             .get("not")
             .is_some_and(|not| *not == Value::Bool(true) || *not == json!({}))
@@ -152,7 +152,7 @@ impl Reading<'_> {
                 self.check_reference(value)?;
             }
             if let Some(keyword) = NARROWING.into_iter().find(|keyword| keyword == key) {
-                // As they are, these say nothing.
+                // With these values, they have no effect.
                 let idle = !["not", "uniqueItems"].contains(&keyword);
                 if *value != Value::Bool(idle) {
                     self.let_through.insert(keyword);
@@ -181,7 +181,7 @@ impl Reading<'_> {
         Ok(Value::Object(kept))
     }
 
-    /// Refuses a reference that leads back to itself with nothing in between.
+    /// Refuses a reference that leads directly back to itself.
     fn check_reference(&self, reference: &Value) -> Result<(), SchemaError> {
         let mut next = Some(reference);
         for _ in 0..CHAIN_MAX {
@@ -212,7 +212,7 @@ impl Reading<'_> {
         }
     }
 
-    /// `oneOf` is kept as `anyOf`, which is the same where no value is of two of them.
+    /// `oneOf` is kept as `anyOf`, which is equivalent if no value matches two of them.
     fn alternatives(&mut self, map: &Map<String, Value>) {
         let Some(all) = map.get("oneOf").and_then(Value::as_array) else {
             return;
@@ -246,7 +246,7 @@ impl Reading<'_> {
         Ok(())
     }
 
-    /// Numbers of items and of properties.
+    /// Counts of items and of properties.
     fn counts(
         &mut self,
         map: &Map<String, Value>,
@@ -307,7 +307,7 @@ impl Reading<'_> {
                 .is_some_and(|format| FORMATS.contains(&format))
             {
                 kept.insert("format".to_owned(), format.clone());
-                // Their fractions of seconds, and numbers, would go on for ever.
+                // Fractions of seconds, and numbers, in these formats are unbounded.
                 let most = LONGEST.iter().find(|(endless, _)| format == endless);
                 if let Some((_, most)) = most
                     && !kept.contains_key("maxLength")
@@ -320,7 +320,7 @@ impl Reading<'_> {
         }
     }
 
-    /// What an object or a list may have beside what is named.
+    /// Unnamed contents allowed in an object or a list.
     fn rest(&mut self, map: &Map<String, Value>, kept: &mut Map<String, Value>) {
         if let Some(open) = map
             .get("unevaluatedProperties")
@@ -348,7 +348,7 @@ impl Reading<'_> {
     }
 }
 
-/// The least and the greatest length of a text.
+/// The range of a text's length.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 struct Lengths {
     most: Option<u64>,
@@ -367,7 +367,7 @@ fn lengths_of(map: &Map<String, Value>) -> Result<Option<Lengths>, SchemaError> 
     Ok((least.is_some() || most.is_some()).then_some(Lengths { most, least }))
 }
 
-/// All that texts may be long, in a schema and its parts.
+/// All length ranges of texts, in a schema and its parts.
 fn collect_lengths(schema: &Value, all: &mut BTreeSet<Lengths>) -> Result<(), SchemaError> {
     if let Some(map) = schema.as_object() {
         all.extend(lengths_of(map)?);
@@ -375,7 +375,7 @@ fn collect_lengths(schema: &Value, all: &mut BTreeSet<Lengths>) -> Result<(), Sc
     parts(schema).try_for_each(|part| collect_lengths(part, all))
 }
 
-/// Those that are kept: the shortest, as long as all together are within [`LENGTHS_MAX`].
+/// The enforced ones: the shortest, as long as their total is within [`LENGTHS_MAX`].
 fn within_budget(all: BTreeSet<Lengths>) -> BTreeSet<Lengths> {
     let mut by_size: BTreeMap<u64, Vec<Lengths>> = BTreeMap::new();
     for lengths in all {
@@ -397,7 +397,7 @@ fn within_budget(all: BTreeSet<Lengths>) -> BTreeSet<Lengths> {
         .collect()
 }
 
-/// Whether a pattern has what no automaton can look for: what is around a place, or what was matched before.
+/// Whether a pattern contains constructs that no automaton supports: look-around and back-references.
 fn looks_around(pattern: &str) -> bool {
     let escapes = pattern.replace("\\\\", "");
     ["(?=", "(?!", "(?<=", "(?<!", "\\k<"]
@@ -409,7 +409,7 @@ fn looks_around(pattern: &str) -> bool {
             .any(|rest| rest.starts_with(|first: char| ('1'..='9').contains(&first)))
 }
 
-/// Gives numbers without bounds of their own some.
+/// Bounds numbers that have no bounds.
 fn bound_numbers(kept: &mut Map<String, Value>) {
     let Some(kind) = kept.get("type") else { return };
     let (integer, number) = (names(kind, "integer"), names(kind, "number"));
@@ -446,7 +446,8 @@ fn bound_numbers(kept: &mut Map<String, Value>) {
     }
 }
 
-/// Whether a lexer can count in steps of this size: it takes the remainder of each digit by 32 bits (derivre 0.3, `RemainderIs`).
+/// Whether a lexer supports steps of this size: it computes the remainder of each digit in 32 bits (derivre 0.3,
+/// `RemainderIs`).
 fn is_countable(step: f64) -> bool {
     (0..=DECIMALS_MAX).any(|decimals| {
         let place = 10f64.powi(decimals);
@@ -456,7 +457,7 @@ fn is_countable(step: f64) -> bool {
     })
 }
 
-/// A schema, or null, as OpenAPI 3.0 writes it.
+/// A schema or null, in the notation of OpenAPI 3.0.
 fn or_null(mut kept: Map<String, Value>) -> Value {
     if let Some(list) = kept.get_mut("enum").and_then(Value::as_array_mut)
         && !list.contains(&Value::Null)
@@ -471,7 +472,7 @@ fn or_null(mut kept: Map<String, Value>) -> Value {
     Value::Object(kept)
 }
 
-/// Any value, whose numbers end.
+/// Any value, with finite numbers.
 fn any_value() -> Value {
     let again = json!({"$ref": format!("#/$defs/{ANY}")});
     let mut number = Map::from_iter([("type".to_owned(), Value::from("number"))]);
@@ -484,7 +485,7 @@ fn any_value() -> Value {
     ]})
 }
 
-/// Whether the properties of one object are written in several places of it, each of which would rule out the others'.
+/// Whether the properties of one object are described in several places, each of which would rule out the others'.
 pub fn is_combined(schema: &Value) -> bool {
     let many = |keyword: &str| {
         schema
@@ -497,7 +498,7 @@ pub fn is_combined(schema: &Value) -> bool {
         name.as_str()
             .is_some_and(|name| properties.is_some_and(|all| all.get(name).is_some()))
     };
-    // An alternative that only says which of the properties are there names no other.
+    // An alternative that only requires some of the properties names no other.
     let names_more = |schema: &Value| match schema {
         Value::Array(list) => list.iter().any(|schema| {
             schema.as_object().is_none_or(|map| {
@@ -520,7 +521,7 @@ pub fn is_combined(schema: &Value) -> bool {
         || parts(schema).any(is_combined)
 }
 
-/// The schemas that are parts of a schema.
+/// The direct subschemas of a schema.
 fn parts(schema: &Value) -> impl Iterator<Item = &Value> {
     schema
         .as_object()
@@ -534,7 +535,7 @@ fn parts(schema: &Value) -> impl Iterator<Item = &Value> {
         })
 }
 
-/// Calls `act` with each schema that is a part of a schema.
+/// Calls `act` with each direct subschema of a schema.
 pub fn for_each_part(schema: &mut Value, act: &mut dyn FnMut(&mut Value)) {
     for (keyword, value) in schema.as_object_mut().into_iter().flatten() {
         match value {
@@ -550,7 +551,7 @@ pub fn for_each_part(schema: &mut Value, act: &mut dyn FnMut(&mut Value)) {
     }
 }
 
-/// Whether no value is of both: by their types, their values, or those of a property that both require.
+/// Whether no value matches both: by their types, their values, or those of a property that both require.
 fn are_disjoint(root: &Value, one: &Value, other: &Value) -> bool {
     let (one, other) = (resolved(root, one), resolved(root, other));
     let kind = |schema: &Value| match schema.get("type")?.as_str()? {
@@ -590,7 +591,7 @@ fn are_disjoint(root: &Value, one: &Value, other: &Value) -> bool {
     })
 }
 
-/// What a schema refers to, if it does.
+/// The target of a schema's reference, if it has one.
 fn resolved<'schema>(root: &'schema Value, mut schema: &'schema Value) -> &'schema Value {
     for _ in 0..REFERENCES_MAX {
         let target = schema
@@ -605,7 +606,7 @@ fn resolved<'schema>(root: &'schema Value, mut schema: &'schema Value) -> &'sche
     schema
 }
 
-/// The values that a schema names.
+/// The values listed by a schema.
 fn values(schema: &Value) -> Option<Vec<&Value>> {
     let one = schema.get("const").map(|value| vec![value]);
     one.or_else(|| Some(schema.get("enum")?.as_array()?.iter().collect()))
@@ -618,7 +619,7 @@ fn names(kind: &Value, wanted: &str) -> bool {
             .is_some_and(|kinds| kinds.iter().any(|kind| kind == wanted))
 }
 
-/// A number of characters, items or properties; clients write them as floats, too.
+/// A count of characters, items or properties; clients also write it as a float.
 fn count(map: &Map<String, Value>, keyword: &str) -> Option<u64> {
     let value = map.get(keyword)?;
     let whole = |float: f64| {
@@ -640,7 +641,7 @@ const fn name_of(value: &Value) -> &'static str {
     }
 }
 
-/// Keywords that are kept as they are.
+/// Keywords that are kept unchanged.
 const VALUES: [&str; 10] = [
     "$ref",
     "const",
@@ -654,7 +655,7 @@ const VALUES: [&str; 10] = [
     "type",
 ];
 
-/// Keywords that narrow what a schema says otherwise, and that a grammar cannot say.
+/// Keywords that narrow a schema and that a grammar cannot express.
 const NARROWING: [&str; 11] = [
     "contains",
     "dependencies",
@@ -669,16 +670,16 @@ const NARROWING: [&str; 11] = [
     "uniqueItems",
 ];
 
-/// Keywords that stand for a schema elsewhere, which is not looked for.
+/// Keywords that refer to a schema elsewhere, which is not resolved.
 const REFUSED: [&str; 2] = ["$dynamicRef", "$recursiveRef"];
 
-/// Keywords that say what an object has.
+/// Keywords that describe the properties of an object.
 const OBJECTS: [&str; 3] = ["additionalProperties", "patternProperties", "properties"];
 
-/// Keywords that add to the properties of the object beside them.
+/// Keywords that add to the properties of the enclosing object.
 const COMBINING: [&str; 4] = ["$ref", "allOf", "anyOf", "oneOf"];
 
-/// Formats of texts that are kept, which are those that the library knows.
+/// Enforced formats of texts: those supported by the library.
 const FORMATS: [&str; 10] = [
     "date",
     "date-time",
@@ -695,32 +696,32 @@ const FORMATS: [&str; 10] = [
 /// The name of [`any_value`] among the definitions.
 const ANY: &str = "cotenant any";
 
-/// What a number is at most where nothing is said of it. Our choice: each JSON library reads 15 digits as they are written.
+/// Default maximum of a number. Our choice: every JSON library reads 15 digits exactly.
 const NUMBER_MAX: f64 = 1e15;
 
-/// The last place behind the point of a number of which nothing is said.
+/// Default last decimal place of a number.
 const LAST_DECIMAL: f64 = 1e-8;
 
-/// Places behind the point by which a lexer counts; nine digits fit 32 bits.
+/// Decimal places that a lexer can count; nine digits fit 32 bits.
 const DECIMALS_MAX: i32 = 8;
 
-/// Bounds nearer to zero are left alone: there may be nothing between them with so few places.
+/// Bounds nearer to zero are left unchanged: no number with this few decimal places may lie between them.
 const TINY: f64 = 1e-6;
 
-/// Characters of texts whose length is bounded, each pair of bounds once: the lexer has a state for each, and up to four for each
-/// character that is written.
+/// Total length of bounded texts, each pair of bounds counted once: the lexer has a state per character, and up to four
+/// for each character that is generated.
 const LENGTHS_MAX: u64 = 1000;
 
-/// Items or properties. Our choice: beyond what fits a context of 8192 tokens.
+/// Items or properties. Our choice: more than fit a context of 8192 tokens.
 const COUNT_MAX: u64 = 10_000;
 
-/// How often a reference is followed to another.
+/// Limit of references followed in a row.
 const REFERENCES_MAX: usize = 8;
 
-/// After how many references to references one is taken for a loop.
+/// Length of a chain of references that counts as a loop.
 const CHAIN_MAX: usize = 64;
 
-/// The longest texts of formats that have no end of their own: nanoseconds with an offset, and as much for a duration.
+/// The longest texts of unbounded formats: nanoseconds with an offset, and as much for a duration.
 const LONGEST: [(&str, u64); 3] = [("date-time", 35), ("duration", 35), ("time", 24)];
 
 #[cfg(test)]
@@ -740,7 +741,7 @@ mod tests {
                 .extend(more.as_object().unwrap().clone());
             schema
         };
-        // Kept in full.
+        // Fully enforced.
         for schema in [
             json!({"type": "integer", "minimum": 1, "maximum": 3, "exclusiveMinimum": 0, "exclusiveMaximum": 9, "multipleOf": 2}),
             json!({"enum": [1, "a"], "const": 1}),
@@ -755,7 +756,7 @@ mod tests {
                 json!({"minLength": 1, "maxLength": 1000, "pattern": "^a\\(?b", "nullable": true}),
             ),
             json!({"type": "integer", "format": "int64"}),
-            // Annotations and extensions say nothing of an answer.
+            // Annotations and extensions do not constrain an answer.
             text(
                 json!({"title": "t", "description": "d", "default": 1, "examples": [1], "deprecated": true, "readOnly": true,
                 "writeOnly": true, "$schema": "s", "$id": "i", "$anchor": "a", "$comment": "c", "contentMediaType": "m",
@@ -767,7 +768,7 @@ mod tests {
         for format in FORMATS {
             assert_eq!(named(text(json!({"format": format}))), Ok(vec![]));
         }
-        // Let through, and named.
+        // Tolerated, and named.
         for (schema, names) in [
             (text(json!({"format": "password"})), vec!["format"]),
             (text(json!({"pattern": "^(?!a)b"})), vec!["pattern"]),
@@ -851,7 +852,7 @@ mod tests {
         }
     }
 
-    /// Pydantic's union with a discriminator, by which no value is of both.
+    /// Pydantic's union with a discriminator, by which no value matches both.
     #[test]
     fn one_of_is_kept_where_a_property_tells_the_schemas_apart() {
         let of = |kind: &str| json!({"type": "object", "properties": {"kind": {"const": kind, "type": "string"}}, "required": ["kind"]});
@@ -881,7 +882,7 @@ mod tests {
             [length("a"), length("b"), length("c"), length("d")],
             [json!(null), json!(450), json!(450), json!(20)]
         );
-        // A value or a property may be called like a keyword.
+        // A value or a property may have the name of a keyword.
         let odd = json!({"properties": {"minLength": {"const": {"minLength": 9999}}}});
         assert_eq!(
             KeptSchema::of(&odd).unwrap().schema["properties"],

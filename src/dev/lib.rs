@@ -1,4 +1,4 @@
-//! What tests and measurements share: synthetic weights and values to begin with. Not in the product.
+//! Test support shared by crates: synthetic weights and sample values. Not in the product.
 
 pub mod refusals;
 pub mod samples;

@@ -1,7 +1,7 @@
-//! Weights of synthetic models, drawn at random, for tests and benchmarks.
+//! Random weights of synthetic models, for tests and benchmarks.
 //!
-//! Quantised weights are drawn as blocks, not quantised from floats: a block of random quants with a fitting scale is as
-//! good a random weight, and a gigabyte of it takes seconds instead of minutes. The same seed gives the same file.
+//! Quantised weights are drawn as blocks, not quantised from floats: a block of random quants with a fitting scale is
+//! an equally good random weight, and a gigabyte takes seconds instead of minutes. The same seed gives the same file.
 
 use std::{
     fs::File,
@@ -17,13 +17,13 @@ use cotenant_engine::{
 
 /// Models with weights.
 pub trait Weights: Sized {
-    /// A model of `architecture` that a test computes in milliseconds: rows of 256 elements, so that every type fits.
+    /// A model of `architecture` that a test computes in milliseconds: rows of 256 elements, which suit every type.
     fn tiny(architecture: Architecture, types: TypeMix, seed: u64) -> Self;
 
     /// Writes the model to `path`.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// The file cannot be written.
     fn write(&self, path: &Path) -> io::Result<()>;
 }
 
@@ -43,7 +43,7 @@ impl Weights for Synthetic {
                 _ => 64,
             },
             rotary_base: 10_000.0,
-            // Few tokens, so that short tests see a difference.
+            // Few tokens, so that windows matter in short tests.
             windows: if architecture == Architecture::Gemma3 {
                 (6, 2)
             } else {
@@ -139,7 +139,7 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 random.fill(out, bytes);
             }
             GgmlDType::Q2K => {
-                // Scales and minimums of four bits each, the same, so that quants are around 1.5.
+                // Equal scales and minimums of four bits each, so that quants are around 1.5.
                 for _ in 0..16 {
                     let scale = random.between(8, 16);
                     out.push(scale | (scale << 4));
@@ -170,7 +170,7 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 put_half(out, size / (18.5 * 66.0));
             }
             GgmlDType::Q8_1 | GgmlDType::Q8K => {
-                // Nothing is written with these; zeros are valid blocks of both.
+                // Never written; zeros are valid blocks of both.
                 out.resize(out.len() + tensor.dtype.type_size(), 0);
             }
         }
@@ -181,7 +181,7 @@ fn put_half(out: &mut Vec<u8>, value: f32) {
     out.extend_from_slice(&half::f16::from_f32(value).to_bits().to_le_bytes());
 }
 
-/// SplitMix64: small, fast, and the same everywhere.
+/// SplitMix64: small, fast, and identical on all platforms.
 pub struct Random(pub u64);
 
 impl Random {
@@ -216,7 +216,7 @@ impl Random {
         }
     }
 
-    /// Eight 6-bit scales from 32 to 63, the minimums equal to them, packed as K-quants have them.
+    /// Eight 6-bit scales from 32 to 63, with equal minimums, packed as in K-quants.
     fn packed_scales(&mut self) -> [u8; 12] {
         let scales: [u8; 8] = std::array::from_fn(|_| self.between(32, 64));
         let mut packed = [0u8; 12];

@@ -5,11 +5,11 @@
 //!  └──── Reasoning ────────┘ └ Text ┘ └────── ToolCall ────────┘
 //! ```
 //!
-//! Models call tools in other ways than their templates show: without tags, in a code fence, with the tags of another family. So
-//! with tools in the conversation all of these are read, whatever the template: between tags any function counts, elsewhere one of
-//! those that were declared. Nothing that the model wrote is lost: a text that resembles a call and is none comes as text, as it
-//! stands. A call that the end of the answer cuts is one all the same, with the arguments as far as they came: a voice would read it
-//! out as text.
+//! Models deviate from the call format of their templates: calls without tags, in a code fence, or with the tags of
+//! another family. With tools in the conversation, the parser therefore accepts every format regardless of the
+//! template: between tags any function name counts, elsewhere only a declared one. No output of the model is lost: text
+//! that resembles a call but is not one is returned verbatim as text. A call truncated by the end of the answer is
+//! still returned as a call, with the arguments received so far; otherwise a voice would read it aloud.
 
 use serde_json::Value;
 
@@ -20,24 +20,24 @@ use self::calls::{CLOSERS, CallParser, Found, Functions, SEPARATORS};
 use super::{tokenizer::Tokenizer, tool_format::ToolFormat};
 use cotenant_conversation::{AnswerPart, Prompt};
 
-/// How an answer is to be read.
+/// Parsing style of an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct AnswerStyle {
-    /// Whether thoughts are separated, and whether the prompt has begun them already.
+    /// Whether thoughts are separated, and whether the prompt has already opened them.
     pub thoughts: Thoughts,
-    /// How calls are written; `None` when there are no tools to call.
+    /// Format of calls; `None` without tools.
     pub tools: Option<ToolFormat>,
 }
 
-/// Where the model's thoughts are.
+/// Position of the model's thoughts.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Thoughts {
-    /// The model is not known to think: everything is text.
+    /// No known thought tags: everything is text.
     #[default]
     None,
-    /// The prompt ends in the middle of them.
+    /// The prompt ends inside the thoughts.
     Open(ThoughtTags),
-    /// The answer may begin with them.
+    /// The answer may begin with thoughts.
     Perhaps(ThoughtTags),
 }
 
@@ -61,51 +61,52 @@ impl ThoughtTags {
         },
     ];
 
-    /// Those that a template writes or looks for.
+    /// The tags that a template writes or searches for.
     pub(super) fn of(template: &str) -> Option<Self> {
         let mut all = Self::ALL.into_iter();
         all.find(|tags| template.contains(tags.end))
     }
 }
 
-/// Takes an answer apart as it comes.
+/// Incremental parser of an answer.
 #[derive(Debug)]
 pub struct AnswerReader {
     style: AnswerStyle,
     functions: Functions,
     state: State,
-    /// What came and is not certain yet.
+    /// Received text that is not classified yet.
     held: String,
-    /// Whether any text or thought was given out since the last thought or call; white space at its beginning is dropped.
+    /// Whether any text or thought was returned since the last thought or call; leading white space is dropped.
     any_text: bool,
-    /// White space that counts only if more follows.
+    /// White space that counts only if more text follows.
     space: String,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum State {
-    /// Behind a call: its end tag, or another one.
+    /// After a call: its end tag, or another call.
     After(Opener),
-    /// Nothing but white space has come.
+    /// Only white space received so far.
     Beginning,
-    /// Perhaps a call.
+    /// Possibly a call.
     Call(Opener),
     Text,
     Thinking(ThoughtTags),
 }
 
-/// Text with which calls begin.
+/// Text that opens a call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Opener {
     tag: &'static str,
-    /// How much of the tag belongs to the call.
+    /// Length of the tag's suffix that belongs to the call.
     keep: usize,
-    /// Whether any function may be called behind it, declared or not.
+    /// Whether any function name is accepted after it, declared or not.
     any_name: bool,
 }
 
 impl AnswerReader {
-    /// A reader at the beginning of an answer to a conversation with these tools, which is text until a style is set.
+    /// A reader at the beginning of an answer to a conversation with these tools; everything is text until a style is
+    /// set.
     #[must_use]
     pub fn new(tools: &[Value]) -> Self {
         Self::with(Functions::of(tools))
@@ -122,7 +123,7 @@ impl AnswerReader {
         }
     }
 
-    /// Reads the answer, of which nothing has come yet, in this style.
+    /// Sets the parsing style, before the first piece of the answer.
     pub fn set_style(&mut self, style: AnswerStyle) {
         self.style = style;
         self.state = match style.thoughts {
@@ -131,7 +132,7 @@ impl AnswerReader {
         };
     }
 
-    /// The parts that are certain once this piece is there.
+    /// Parts that are certain after this piece.
     pub fn push(&mut self, piece: &str) -> Vec<AnswerPart> {
         let mut parts = Vec::new();
         if self.style == AnswerStyle::default() {
@@ -145,11 +146,11 @@ impl AnswerReader {
         parts
     }
 
-    /// The rest, once nothing follows; `cut` when the model had not come to an end.
+    /// Remaining parts at the end of the answer; `cut` if the model did not finish.
     pub fn finish(&mut self, cut: bool) -> Vec<AnswerPart> {
         let mut parts = Vec::new();
         match self.state {
-            // The beginning of a tag that is cut is no text either.
+            // The beginning of a truncated tag is not text either.
             State::Text if cut && is_tag_begun(&self.held) => return parts,
             State::After(opener) if cut && self.is_closer_begun(opener) => return parts,
             State::Call(opener) if cut => {
@@ -178,7 +179,7 @@ impl AnswerReader {
         parts
     }
 
-    /// Does what can be done with what is held, where nothing may follow; whether there may be more to do.
+    /// Advances by one step over the held text; `ended` if nothing follows. Returns whether to call again.
     fn step(&mut self, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
         match self.state {
             State::Beginning => {
@@ -201,7 +202,7 @@ impl AnswerReader {
                         any_name: format == ToolFormat::Bare,
                     });
                 } else {
-                    // Without thoughts before it, white space at the beginning is the model's own.
+                    // Without preceding thoughts, leading white space belongs to the answer.
                     self.any_text = self.style.thoughts == Thoughts::None;
                     self.state = State::Text;
                 }
@@ -218,7 +219,7 @@ impl AnswerReader {
                     self.held.drain(..tags.end.len());
                     (self.any_text, self.state) = (false, State::Beginning);
                     self.space.clear();
-                    // They come once.
+                    // Thoughts occur once.
                     self.style.thoughts = Thoughts::Open(tags);
                 }
                 at.is_some()
@@ -249,7 +250,7 @@ impl AnswerReader {
         }
     }
 
-    /// Where in the thoughts that are held a call begins, or may begin. Models forget to end their thoughts before it.
+    /// Offset in the held thoughts at which a call begins, or may begin. Models forget to close their thoughts first.
     fn call_in_thoughts(&self) -> usize {
         if self.style.tools.is_none() {
             return self.held.len();
@@ -273,7 +274,7 @@ impl AnswerReader {
         call.min().unwrap_or_else(|| held_back(&self.held, &tags))
     }
 
-    /// The calls of which a text consists, where it has nothing else.
+    /// The calls of a text that consists of calls only.
     fn only_calls(&self, text: &str) -> Option<Vec<AnswerPart>> {
         let mut reader = Self::with(self.functions.clone());
         reader.set_style(AnswerStyle {
@@ -288,7 +289,7 @@ impl AnswerReader {
         (only && !parts.is_empty()).then_some(parts)
     }
 
-    /// Reads a call behind `opener`; whether it is decided if there is one.
+    /// Reads a call after `opener`; returns whether it could be classified.
     fn read(&mut self, opener: Opener, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
         let found = match fenced(opener, &self.held) {
             Fenced::Body(body) => {
@@ -313,7 +314,7 @@ impl AnswerReader {
         true
     }
 
-    /// Skips the end tag of a call and reads another one; whether anything was decided.
+    /// Skips the end tag of a call and reads the next call; returns whether anything was classified.
     fn after(&mut self, opener: Opener, ended: bool, parts: &mut Vec<AnswerPart>) -> bool {
         let rest = self.held.trim_start();
         let fence = [FENCE];
@@ -322,7 +323,7 @@ impl AnswerReader {
                 .iter()
                 .chain(fence.iter().filter(|_| opener.tag == FENCE))
         };
-        // Small models close a bracket too many.
+        // Small models write one closing bracket too many.
         let closed = rest.trim_start_matches(['}', ']']).trim_start();
         let is_closer = |closer: &&str| closed.starts_with(*closer) || is_begun(closed, closer);
         let rest = if closed.is_empty() || closers().any(is_closer) {
@@ -359,7 +360,7 @@ impl AnswerReader {
         }
     }
 
-    /// Whether all that is held is the beginning of a tag behind a call, or in front of another one.
+    /// Whether the held text is only the beginning of a tag after a call, or before the next one.
     fn is_closer_begun(&self, opener: Opener) -> bool {
         let rest = self.held.trim_start();
         let fence = (opener.tag == FENCE).then_some(FENCE);
@@ -367,7 +368,7 @@ impl AnswerReader {
         closers.any(|closer| is_begun(rest, closer)) || is_tag_begun(rest)
     }
 
-    /// Any name counts only where a call is written as JSON or in tags: prose has brackets too.
+    /// Undeclared names count only in calls written as JSON or in tags: prose contains brackets too.
     fn parser(&self, opener: Opener, body: &str, ended: bool) -> CallParser<'_> {
         let structured = body.trim_start().starts_with(['{', '[', '<']);
         let any_name = opener.any_name
@@ -379,7 +380,7 @@ impl AnswerReader {
         }
     }
 
-    /// What seemed to be the beginning of a call is text.
+    /// Reclassifies a suspected call as text.
     fn no_call(&mut self, opener: Opener, parts: &mut Vec<AnswerPart>) {
         self.held.drain(..opener.keep.min(self.held.len()));
         self.state = State::Text;
@@ -394,13 +395,13 @@ impl AnswerReader {
         }
     }
 
-    /// All that is held, as text.
+    /// Returns all held text as text.
     fn rest(&mut self, parts: &mut Vec<AnswerPart>) {
         let held = std::mem::take(&mut self.held);
         self.text(&held, parts);
     }
 
-    /// A piece of a thought; thoughts that are white space are none.
+    /// Returns a piece of a thought; thoughts of white space only are dropped.
     fn thought(&mut self, piece: &str, parts: &mut Vec<AnswerPart>) {
         self.space.push_str(piece);
         if self.any_text || !self.space.trim_start().is_empty() {
@@ -419,7 +420,7 @@ impl AnswerReader {
             self.space.drain(..lead);
         }
         let end = if self.style.tools.is_some() {
-            // What is between text and a call belongs to neither.
+            // White space between text and a call belongs to neither.
             self.space.trim_end().len()
         } else {
             self.space.len()
@@ -434,7 +435,7 @@ impl AnswerReader {
     }
 }
 
-/// The call inside of a code fence, behind the name of its language.
+/// A call inside a code fence, after the name of its language.
 enum Fenced<'text> {
     Body(&'text str),
     More,
@@ -457,12 +458,12 @@ fn fenced(opener: Opener, held: &str) -> Fenced<'_> {
     }
 }
 
-/// Whether `text` is the beginning of `tag`, and not all of it.
+/// Whether `text` is a proper prefix of `tag`.
 fn is_begun(text: &str, tag: &str) -> bool {
     text.len() < tag.len() && tag.starts_with(text)
 }
 
-/// Where the beginning of one of `tags` starts at the end of `text`.
+/// Offset of a prefix of one of `tags` at the end of `text`.
 fn held_back(text: &str, tags: &[&str]) -> usize {
     let begun = |at: &usize| {
         tags.iter()
@@ -474,7 +475,7 @@ fn held_back(text: &str, tags: &[&str]) -> usize {
         .unwrap_or(text.len())
 }
 
-/// Whether a text that was held back is the beginning of a tag, and not of a line or of anything that prose has as well.
+/// Whether held text is the beginning of a tag rather than of a line or anything else that occurs in prose.
 fn is_tag_begun(text: &str) -> bool {
     text.len() > 1
         && OPENERS
@@ -483,10 +484,10 @@ fn is_tag_begun(text: &str) -> bool {
 }
 
 const FENCE: &str = "```";
-/// Languages under which models write calls in a code fence.
+/// Language names of code fences in which models write calls.
 const FENCE_LANGUAGES: [&str; 6] = ["", "json", "tool_call", "tool_code", "python", "xml"];
 
-/// The control tokens of a vocabulary with which the answer to `prompt` writes thoughts and calls, and their texts.
+/// Control tokens of a vocabulary that delimit thoughts and calls in the answer to `prompt`, with their texts.
 pub(super) fn answer_tags(
     tokenizer: &Tokenizer,
     template: &str,
@@ -505,7 +506,7 @@ pub(super) fn answer_tags(
         .collect()
 }
 
-/// Texts that are control tokens in some vocabularies, in front of and inside of calls.
+/// Texts before and inside calls that are control tokens in some vocabularies.
 const CALL_TAGS: [&str; 23] = [
     "<tool_call>",
     "</tool_call>",

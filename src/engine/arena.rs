@@ -1,8 +1,8 @@
-//! Anonymous mappings, one for each piece of memory that is freed by itself.
+//! Anonymous mappings, one per separately freed piece of memory.
 //!
-//! `Vec`-backed weights cannot be shed: glibc raises its mmap threshold with each large `free`, and the second shed of
-//! such memory returns nothing to the kernel. A mapping goes with one `munmap`, and [`Mapping::resident`] asks the kernel
-//! how much of it is in memory.
+//! `Vec`-backed weights cannot be shed: glibc raises its mmap threshold with each large `free`, so the second shed of
+//! such memory returns nothing to the kernel. One `munmap` returns a mapping, and [`Mapping::resident`] queries its
+//! resident size.
 
 use std::{
     fs::File,
@@ -20,7 +20,7 @@ use cotenant_units::{Bytes, page};
 
 /// Anonymous memory of whole pages, dropped by `munmap`.
 ///
-/// Memory that another thread fills while this one reads is a [`SharedMapping`].
+/// For memory filled by another thread during reads, use [`SharedMapping`].
 #[derive(Debug)]
 pub struct Mapping {
     start: NonNull<u8>,
@@ -32,27 +32,27 @@ unsafe impl Send for Mapping {}
 // SAFETY: `&Mapping` only reads; writes go through raw pointers whose users state their exclusion.
 unsafe impl Sync for Mapping {}
 
-/// Whether pages are there from the start.
+/// When pages are populated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Backing {
-    /// The kernel finds each page at its first touch.
+    /// The kernel populates each page at its first access.
     OnTouch,
-    /// Every page is touched before the mapping is handed out, so that a capacity is real memory.
+    /// Every page is populated before the mapping is returned, so that a capacity is resident memory.
     Now,
 }
 
 impl Mapping {
-    /// Maps `bytes`, rounded up to whole pages; in huge pages where it is large enough and the kernel has them.
+    /// Maps `bytes`, rounded up to whole pages; in huge pages if it is large enough and the kernel supports them.
     ///
     /// # Errors
-    /// When the kernel has no address space or, with [`Backing::Now`], no memory.
+    /// No address space or, with [`Backing::Now`], no memory.
     pub fn new(bytes: Bytes, backing: Backing) -> io::Result<Self> {
         let mapping = Self::aligned(bytes, ProtFlags::PROT_READ | ProtFlags::PROT_WRITE)?;
         if mapping.bytes() >= HUGE_PAGE {
-            // Best effort: a kernel without huge pages serves small ones.
+            // Best effort: a kernel without huge pages falls back to small ones.
             mapping.advise(libc::MADV_HUGEPAGE).ok();
         }
-        // Weights and caches in a core file would only hide what matters.
+        // Exclude weights and caches from core dumps.
         mapping.advise(libc::MADV_DONTDUMP).ok();
         if backing == Backing::Now {
             mapping.populate_part(0, mapping.len)?;
@@ -60,7 +60,7 @@ impl Mapping {
         Ok(mapping)
     }
 
-    /// Maps whole pages; where they are as many as a huge page has, from the start of one.
+    /// Maps whole pages, aligned to a huge page if the length is at least one.
     fn aligned(bytes: Bytes, protection: ProtFlags) -> io::Result<Self> {
         let len = bytes.round_up(page()).as_len().max(page().as_len());
         let huge = HUGE_PAGE.as_len();
@@ -71,7 +71,7 @@ impl Mapping {
         };
         let length = NonZeroUsize::new(wanted).ok_or(io::ErrorKind::InvalidInput)?;
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE;
-        // SAFETY: a new anonymous mapping at an address of the kernel's choice touches nothing that exists.
+        // SAFETY: a new anonymous mapping at an address of the kernel's choice overlaps no existing memory.
         let start = unsafe { mman::mmap_anonymous(None, length, protection, flags) }?.cast::<u8>();
         let mut mapping = Self { start, len: wanted };
         if wanted > len {
@@ -86,7 +86,7 @@ impl Mapping {
         Bytes::of_len(self.len)
     }
 
-    /// The address of `len` bytes from `offset`, or `None` when they are not all inside.
+    /// The address of `len` bytes from `offset`, or `None` unless all are inside.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         let end = offset.checked_add(len)?;
@@ -97,41 +97,41 @@ impl Mapping {
         Some(unsafe { self.start.add(offset) })
     }
 
-    /// All of it, to be written.
+    /// All bytes, writable.
     #[must_use]
     pub fn bytes_mut(&mut self) -> &mut [u8] {
-        // SAFETY: the whole mapping, borrowed by the only one who has it; initialised, as anonymous memory is zero.
+        // SAFETY: the whole mapping, borrowed from its only owner; initialised, as anonymous memory is zero.
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr(), self.len) }
     }
 
-    /// How much of it the kernel has in memory now (`mincore`); zero when the kernel does not say.
+    /// Resident size by `mincore`; zero if the call fails.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.resident_in(0, self.len)
     }
 
-    /// The same for `len` bytes from `offset`, which starts at a page.
+    /// Resident size of `len` bytes from the page-aligned `offset`.
     fn resident_in(&self, offset: usize, len: usize) -> Bytes {
         self.range(offset, len)
             .and_then(|start| resident_pages(start.as_ptr(), len))
             .map_or(Bytes::ZERO, |pages| page().saturating_mul(pages))
     }
 
-    /// Unmaps it; whether the kernel has done so.
+    /// Unmaps it; returns whether the kernel confirmed.
     fn unmap(self) -> bool {
         let mapping = ManuallyDrop::new(self);
-        // SAFETY: our own mapping, which is not dropped after this; raw users are gone by their own contract.
+        // SAFETY: our own mapping, which is not dropped after this; raw users have ended by their own contract.
         unsafe { mman::munmap(mapping.start.cast(), mapping.len) }.is_ok()
     }
 
-    /// Keeps `len` bytes that start at a huge page, and returns the rest to the kernel.
+    /// Keeps `len` bytes starting at a huge page and unmaps the rest.
     fn trim_to_huge_page(&mut self, len: usize) -> io::Result<()> {
         let huge = HUGE_PAGE.as_len();
         let address = self.start.addr().get();
         let head = address.next_multiple_of(huge) - address;
         let tail = self.len - head - len;
         if head > 0 {
-            // SAFETY: the first `head` bytes of our own mapping, to which there is no pointer yet.
+            // SAFETY: the first `head` bytes of our own mapping, without pointers into it yet.
             unsafe { mman::munmap(self.start.cast(), head) }?;
             // SAFETY: `head` is smaller than the mapping.
             self.start = unsafe { self.start.add(head) };
@@ -140,7 +140,7 @@ impl Mapping {
         if tail > 0 {
             // SAFETY: `len` bytes from the new start are inside the mapping.
             let end = unsafe { self.start.add(len) };
-            // SAFETY: the last `tail` bytes of our own mapping, to which there is no pointer yet.
+            // SAFETY: the last `tail` bytes of our own mapping, without pointers into it yet.
             unsafe { mman::munmap(end.cast(), tail) }?;
             self.len = len;
         }
@@ -162,15 +162,15 @@ impl Mapping {
         }
     }
 
-    /// Has the kernel find memory for all of it, which is still unused.
+    /// Populates all of it; no byte may be in use yet.
     fn populate(&self) -> io::Result<()> {
         self.populate_part(0, self.len)
     }
 
-    /// Has the kernel find memory for `len` bytes from `offset`, which is still unused.
+    /// Populates `len` bytes from `offset`; none may be in use yet.
     ///
-    /// Piece by piece: asked for all of it at once, the kernel lets no other thread map memory meanwhile. 512 MiB that were new
-    /// to a virtual machine held the control loop up for more than 1.75 s, after which the watchdog sheds the engine.
+    /// In pieces: while the kernel populates one large range, it blocks mappings by other threads. 512 MiB new to a
+    /// virtual machine stalled the control loop for more than 1.75 s, after which the watchdog sheds the engine.
     fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         for at in (0..len).step_by(HUGE_PAGE.as_len()) {
             let piece = HUGE_PAGE.as_len().min(len - at);
@@ -186,61 +186,61 @@ impl Mapping {
         Ok(())
     }
 
-    /// Writes to each page of `len` bytes from `offset`, which is still unused.
+    /// Writes to each page of `len` bytes from `offset`; none may be in use yet.
     ///
-    /// Where memory is new to a virtual machine, a part of 2 MiB takes milliseconds. The kernel, if asked for all of it in
-    /// one go, lets no other thread map memory or start meanwhile; a fault holds up no thread, from Linux 6.4 on.
+    /// If the memory is new to a virtual machine, 2 MiB take milliseconds. One populating call for the whole range
+    /// blocks mappings and thread starts of others; a page fault blocks no other thread, from Linux 6.4 on.
     fn touch(&self, offset: usize, len: usize) {
         let Some(start) = self.range(offset, len) else {
             return;
         };
         for page in (0..len).step_by(page().as_len()) {
-            // A zero that the compiler sees makes a read of it, for which the kernel finds no memory.
-            // SAFETY: inside our own mapping; a write that leaves the byte as it is.
+            // A zero visible to the compiler turns this into a read, which populates nothing.
+            // SAFETY: inside our own mapping; the write leaves the byte unchanged.
             unsafe { AtomicU8::from_ptr(start.add(page).as_ptr()) }
                 .fetch_or(black_box(0), Ordering::Relaxed);
         }
     }
 }
 
-/// Memory as a device has it: its own, or a mapping that it reads where it lies. Dropping it gives it back.
+/// Memory as seen by a device: its own, or a host mapping that it reads in place. Dropping it returns it.
 pub trait DeviceMemory: std::fmt::Debug + Send + Sync {
-    /// Where it lies for the device.
+    /// Device address.
     fn address(&self) -> u64;
 
     /// Length in bytes.
     fn bytes(&self) -> Bytes;
 
-    /// Copies bytes to a place in memory of its own, and returns when they are there.
+    /// Copies bytes into the device's own memory and returns once they have arrived.
     ///
     /// # Errors
     ///
-    /// When there is no such place, or the device refuses.
+    /// The range is outside, or the device refuses.
     fn bring(&self, offset: usize, from: &[u8]) -> io::Result<()>;
 
-    /// Memory of the host that it holds beside, from which it is filled: one part of equal length for each reader.
+    /// Host memory held in addition for filling it: one part of equal length per reader.
     fn staging(&self) -> Option<&SharedMapping> {
         None
     }
 
-    /// Memory of the host from which [`bring`](Self::bring) copies without another copy.
+    /// Host memory from which [`bring`](Self::bring) copies without an intermediate copy.
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// Not available.
     fn page_locked(&self, bytes: Bytes) -> io::Result<SharedMapping>;
 
-    /// Gives it back before it is dropped; whether the device has confirmed that.
+    /// Returns it before the drop; reports whether the device confirmed.
     fn release(&mut self) -> bool;
 }
 
-/// A mapping that several threads have, of which some write to it through [`range`](Self::range), or memory of a device, which has
-/// no address on the host.
+/// A mapping shared by threads, some of which write through [`range`](Self::range), or memory of a device, which has no
+/// host address.
 ///
 /// No safe method reads its bytes.
 #[derive(Debug)]
 pub struct SharedMapping {
-    /// Given up before the mapping that it may stand for.
+    /// Dropped before the mapping it may refer to.
     device: Option<Box<dyn DeviceMemory>>,
     host: Option<Mapping>,
 }
@@ -255,7 +255,7 @@ impl From<Mapping> for SharedMapping {
 }
 
 impl SharedMapping {
-    /// Memory of a device; `host` is the mapping that the device reads, where it is one.
+    /// Memory of a device; `host` is the mapping that the device reads, if any.
     #[cfg_attr(
         not(feature = "cuda"),
         expect(dead_code, reason = "only the backend of a GPU has memory of a device")
@@ -267,10 +267,10 @@ impl SharedMapping {
         }
     }
 
-    /// Reserves address space that cannot be used before its protection is changed.
+    /// Reserves address space that is inaccessible until its protection is changed.
     ///
     /// # Errors
-    /// When the kernel has none.
+    /// No address space.
     pub(super) fn inaccessible(bytes: Bytes) -> io::Result<Self> {
         Mapping::aligned(bytes, ProtFlags::PROT_NONE).map(Self::from)
     }
@@ -285,23 +285,23 @@ impl SharedMapping {
         }
     }
 
-    /// As [`Mapping::range`]; memory of a device has no address.
+    /// As [`Mapping::range`]; `None` for memory of a device.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         self.host.as_ref()?.range(offset, len)
     }
 
-    /// As the device has it, where one does.
+    /// The device's view, if any.
     pub(super) fn device(&self) -> Option<&dyn DeviceMemory> {
         self.device.as_deref()
     }
 
-    /// Whether the host has no address of it.
+    /// Whether it has no host address.
     pub(super) const fn is_beyond_host(&self) -> bool {
         self.host.is_none()
     }
 
-    /// The same with what it is staged in.
+    /// Length including its staging memory.
     #[must_use]
     pub fn held(&self) -> Bytes {
         let staging = self.device().and_then(DeviceMemory::staging);
@@ -309,7 +309,7 @@ impl SharedMapping {
             .saturating_add(staging.map_or(Bytes::ZERO, Self::bytes))
     }
 
-    /// As [`Mapping::resident`]; all of what a device has.
+    /// As [`Mapping::resident`]; memory of a device counts in full.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         match (&self.host, &self.device) {
@@ -318,34 +318,34 @@ impl SharedMapping {
         }
     }
 
-    /// How much of `len` bytes from `offset`, which starts at a page, the kernel has in memory.
+    /// Resident size of `len` bytes from the page-aligned `offset`.
     pub(super) fn resident_in(&self, offset: usize, len: usize) -> Bytes {
         self.host
             .as_ref()
             .map_or(Bytes::ZERO, |host| host.resident_in(offset, len))
     }
 
-    /// Has the kernel find memory for all of it, which is still unused.
+    /// Populates all of it; no byte may be in use yet.
     pub(super) fn populate(&self) -> io::Result<()> {
         self.host.as_ref().map_or(Ok(()), Mapping::populate)
     }
 
-    /// The same for `len` bytes from `offset`.
+    /// As [`Self::populate`], for `len` bytes from `offset`.
     pub(super) fn populate_part(&self, offset: usize, len: usize) -> io::Result<()> {
         self.host
             .as_ref()
             .map_or(Ok(()), |host| host.populate_part(offset, len))
     }
 
-    /// Writes to each page of `len` bytes from `offset`, which are in no slice.
+    /// Writes to each page of `len` bytes from `offset`, which no slice may cover.
     pub(super) fn touch(&self, offset: usize, len: usize) {
         if let Some(host) = &self.host {
             host.touch(offset, len);
         }
     }
 
-    /// Gives it back, once no other thread has it; says how much of it had been in memory: nothing where the device or the kernel
-    /// has not confirmed that it has it back.
+    /// Unmaps it after the last other thread has dropped it; returns the size that had been resident: zero unless the
+    /// device or the kernel confirmed the release.
     #[must_use]
     pub fn release(self) -> Bytes {
         let resident = self.resident();
@@ -363,13 +363,13 @@ impl SharedMapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: our own mapping; slices into it borrow it, and raw users are gone by their own contract.
-        // A failure could only mean that it is not mapped any more, and nothing could be done about it.
+        // SAFETY: our own mapping; slices into it borrow it, and raw users have ended by their own contract. The only
+        // possible failure is a range that is already unmapped, which needs no handling.
         unsafe { mman::munmap(self.start.cast(), self.len) }.ok();
     }
 }
 
-/// Pages of `len` bytes from `address` that are in memory; `None` when a part is not mapped at all.
+/// Resident pages of `len` bytes from `address`; `None` if a part is not mapped.
 fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
     let mut pages = 0u64;
     let mut flags = [0u8; 4096];
@@ -378,8 +378,8 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
     while done < len {
         let part = step.min(len - done);
         let count = part.div_ceil(page().as_len());
-        // SAFETY: `mincore` writes one byte for each page of the part, at most `flags.len()` of them; the addresses are
-        // only looked up, never read.
+        // SAFETY: `mincore` writes one byte per page of the range, at most `flags.len()`; the addresses are looked up,
+        // never dereferenced.
         let result = unsafe {
             libc::mincore(
                 address.wrapping_add(done).cast_mut().cast(),
@@ -400,20 +400,20 @@ fn resident_pages(address: *const u8, len: usize) -> Option<u64> {
     Some(pages)
 }
 
-/// Resident set of this process as `/proc/self/statm` has it; zero when it cannot be read.
+/// Resident set of this process from `/proc/self/statm`; zero if unreadable.
 #[must_use]
 pub fn process_resident() -> Bytes {
     page().saturating_mul(number_of_statm(1).unwrap_or(0))
 }
 
-/// How much of [`process_resident`] are pages of files: text and constants of the program and its libraries, which the
-/// page cache has once for all processes.
+/// File-backed pages within [`process_resident`]: text and constants of the program and its libraries, which the page
+/// cache shares among all processes.
 #[must_use]
 pub fn process_file_resident() -> Bytes {
     page().saturating_mul(number_of_statm(2).unwrap_or(0))
 }
 
-/// One number of `/proc/self/statm`, read without allocating: it is on the shed path.
+/// One field of `/proc/self/statm`, read without allocating for the shed path.
 fn number_of_statm(index: usize) -> Option<u64> {
     let mut text = [0u8; 128];
     let length = File::open("/proc/self/statm").ok()?.read(&mut text).ok()?;
@@ -435,7 +435,7 @@ mod tests {
             assert_eq!(mapping.resident(), Bytes::from_mib(mib));
             let (address, len) = (mapping.start.as_ptr(), mapping.len);
             assert_eq!(SharedMapping::from(mapping).release(), Bytes::from_mib(mib));
-            // Nothing is mapped there, unless another test thread was given the address meanwhile.
+            // The range is unmapped unless another test thread received the address meanwhile.
             if let Some(pages) = resident_pages(address, len) {
                 assert!(page().saturating_mul(pages) <= Bytes::from_mib(mib));
             }

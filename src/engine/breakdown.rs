@@ -2,28 +2,28 @@
 
 use cotenant_units::Bytes;
 
-/// What a model holds at one instant.
+/// Memory held by a model at one instant.
 ///
-/// Each number is the length of mappings that are whole pages, except [`Self::header`], which is heap.
+/// Each number is the length of whole-page mappings, except [`Self::header`], which is heap.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Breakdown {
-    /// Weights of the layers that are resident.
+    /// Weights of the resident layers.
     pub weights: Bytes,
     /// Output head, norms and other small tensors, resident in every plan.
     pub fixed: Bytes,
     /// The header with vocabulary and tables, on the heap.
     pub header: Bytes,
-    /// KV blocks: all that is leased for them.
+    /// KV blocks: everything leased for them.
     pub kv: Bytes,
-    /// How much of that no token has needed yet. It is held, and takes no memory.
+    /// KV memory not yet used by any token: held, but not resident.
     pub kv_untouched: Bytes,
-    /// How much of it has copies of recurrent state and of windows, from which prompts go on.
+    /// KV memory with copies of recurrent state and of windows, from which prompts can continue.
     pub kv_marks: Bytes,
-    /// How much of it has tokens of other conversations than the one that was computed last.
+    /// KV memory with tokens of conversations other than the last computed one.
     pub kv_parked: Bytes,
     /// Recurrent and convolution state.
     pub state: Bytes,
-    /// Activations of one prefill chunk, logits, and what the device takes for itself.
+    /// Activations of one prefill chunk, logits, and the device's own overhead.
     pub workspace: Bytes,
     /// Staging ring for streamed layers.
     pub ring: Bytes,
@@ -32,7 +32,7 @@ pub struct Breakdown {
 }
 
 impl Breakdown {
-    /// What is held and in memory.
+    /// Held memory that is resident.
     #[must_use]
     pub const fn used(&self) -> Bytes {
         self.total.saturating_sub(self.kv_untouched)

@@ -1,22 +1,22 @@
-//! Conversations and how the model wants to see them.
+//! Rendering of conversations by the model's chat template.
 //!
-//! The template of the model file is rendered by `jinja`; this module gives it its context, and keeps what
-//! people say from becoming control text.
+//! `jinja` renders the template of the model file; this module supplies its context and keeps user text from becoming
+//! control text.
 //!
-//! # What people say stays text
+//! # User text stays text
 //!
-//! A rendered conversation is one string, in which `<|im_end|>` written by the template and `<|im_end|>` written by a
-//! person look the same. So before rendering, a mark (a Unicode noncharacter that occurs nowhere else) is set behind each
+//! A rendered conversation is one string, in which `<|im_end|>` from the template and `<|im_end|>` from a user look the
+//! same. Before rendering, a mark (a Unicode noncharacter that occurs nowhere else) is therefore inserted after each
 //! character of a message with which a control token could begin. The tokenizer recognises control tokens in the marked
-//! string, where a person's can no longer be found, and drops the marks before it encodes the rest.
+//! string, which hides those from users, and drops the marks before it encodes the rest.
 //!
-//! Hence a control token can only begin in the template's own text, however the template cuts, trims or joins messages.
-//! That it could begin there and go on in a message is ruled out by a mark in front of messages that begin with the
-//! rest of a control token, or are the middle of one. Roles, of which templates do build control tokens, are a closed
+//! Hence a control token can begin only in the template's own text, however the template cuts, trims or joins messages.
+//! A mark before messages that begin with the rest of a control token, or form the middle of one, keeps a token from
+//! starting in the template and ending in a message. Roles, from which templates do build control tokens, are a closed
 //! set.
 //!
-//! A tag that the template itself looks for in messages, such as `</think>`, is left without a mark, since the template
-//! would no longer find it; a tag that is a control token never is.
+//! Tags that the template itself searches for in messages, such as `</think>`, carry no mark, so that it finds them; a
+//! tag that is a control token always carries one.
 
 use serde_json::{Map, Value, json};
 
@@ -30,12 +30,12 @@ pub use cotenant_conversation::{ChatMessage, Conversation, Role, ToolCall};
 
 /// The chat template of a model.
 pub struct ChatTemplate {
-    /// Empty when the model has none and the usual one would not fit it.
+    /// Empty if the model has none and the usual one does not fit it.
     source: String,
     bos: String,
     eos: String,
     format: ToolFormat,
-    /// Whether the template itself tells the model about tools.
+    /// Whether the template itself declares tools to the model.
     knows_tools: bool,
 }
 
@@ -46,13 +46,13 @@ pub struct Rendered {
     pub text: String,
     /// The mark.
     pub mark: char,
-    /// How the answer is to be read.
+    /// Parsing style of the answer.
     pub style: AnswerStyle,
 }
 
 impl ChatTemplate {
-    /// The template of a model file; ChatML when it has none and its vocabulary has the tokens of ChatML. A file without a
-    /// usable template is an error of `render`, because text without roles can still be continued.
+    /// The template of a model file; ChatML if it has none and its vocabulary has ChatML's tokens. For a file without a
+    /// usable template only `render` fails, because text without roles can still be continued.
     #[must_use]
     pub fn from_header(header: &Header, tokenizer: &Tokenizer) -> Self {
         let text_of = |key: &str| {
@@ -83,21 +83,21 @@ impl ChatTemplate {
         }
     }
 
-    /// Its text; empty when there is none.
+    /// Template text; empty if there is none.
     pub(super) fn source(&self) -> &str {
         &self.source
     }
 
-    /// How the model writes the call of a tool.
+    /// Format of the model's tool calls.
     #[must_use]
     pub const fn tool_format(&self) -> ToolFormat {
         self.format
     }
 
-    /// The conversation up to where the model's answer begins; `render` makes the template's text of a context.
+    /// The conversation up to the beginning of the model's answer; `render` evaluates the template for a context.
     ///
     /// # Errors
-    /// When there is no template, nothing to render, or the template refuses the conversation.
+    /// There is no template, nothing to render, or the template refuses the conversation.
     pub(super) fn render(
         &self,
         conversation: &Conversation,
@@ -134,7 +134,7 @@ impl ChatTemplate {
             .iter()
             .any(|message| message.role == Role::Tool);
         match rendered {
-            // Some templates declare tools and still refuse two answers of theirs in a row, or fail on other forms of them.
+            // Some templates declare tools but refuse two tool results in a row, or fail on other forms of them.
             Err(ChatError::Refused { .. } | ChatError::Render { .. }) if by_tools => {
                 once(&answers_in_words(conversation))
                     .or_else(|_| once(&in_words(conversation, self.knows_system())))
@@ -151,7 +151,7 @@ impl ChatTemplate {
         tokenizer: &Tokenizer,
         render: impl Fn(&Map<String, Value>) -> Result<String, ChatError>,
     ) -> Result<Rendered, ChatError> {
-        // What the model has begun to say goes behind the template's text, which ends where an answer begins.
+        // Text with which the answer is to begin follows the template's output, which ends at the start of an answer.
         let (messages, begun) = match conversation.messages.split_last() {
             Some((last, before)) if conversation.continues => (before, last.content.as_str()),
             _ => (conversation.messages.as_slice(), ""),
@@ -208,7 +208,7 @@ impl ChatTemplate {
         context.insert("add_generation_prompt".to_owned(), Value::Bool(true));
         context.insert("bos_token".to_owned(), json!(self.bos));
         context.insert("eos_token".to_owned(), json!(self.eos));
-        // Where a template joins a list to a text, the engine prints marks as escapes.
+        // If a template joins a list to a text, the template engine prints marks as escapes.
         let mut text = render(&context)?.replace(&printed(mark), &mark.to_string());
         let thoughts = match ThoughtTags::of(&self.source) {
             None => Thoughts::None,
@@ -223,7 +223,7 @@ impl ChatTemplate {
             });
         }
         if let Thoughts::Open(tags) = thoughts {
-            // It is no thought of the model's.
+            // It is not a thought of the model.
             text.push_str(&format!("\n{}\n\n", tags.end));
         }
         if let Some(Value::String(begun)) = said.next() {
@@ -239,12 +239,12 @@ impl ChatTemplate {
         })
     }
 
-    /// Whether a message of the system's may be among the others: where the template looks for it, or looks for nothing.
+    /// Whether a system message may be among the others: the template searches for it, or searches for nothing.
     fn knows_system(&self) -> bool {
         self.source.contains("system") || !self.source.contains("raise_exception")
     }
 
-    /// Sets marks in all texts of a value, where it is: a second tree would take as much memory again.
+    /// Inserts marks into all texts of a value in place: a copy would double its memory.
     fn mark_all(&self, value: &mut Value, mark: char, tokenizer: &Tokenizer) {
         match value {
             Value::String(text) => *text = self.marked(text, mark, tokenizer),
@@ -254,8 +254,8 @@ impl ChatTemplate {
             Value::Object(map) => {
                 map.values_mut()
                     .for_each(|value| self.mark_all(value, mark, tokenizer));
-                // Keys of ours have no character with which a control token could begin; those of schemas may. The others
-                // stay as they are: templates look their own up by name.
+                // Our own keys contain no character with which a control token could begin; keys of schemas may. The
+                // other keys stay unchanged: templates look them up by name.
                 let control = tokenizer.control_texts();
                 let needs_mark =
                     |key: &String| key.chars().any(|character| control.begins_with(character));
@@ -280,7 +280,7 @@ impl ChatTemplate {
         let control = tokenizer.control_texts();
         let mut marked = String::with_capacity(content.len() + 8);
         let trimmed = content.trim();
-        // Templates trim messages; the mark goes inside of what is trimmed, so that they still can.
+        // Templates trim messages; the mark goes inside the trimmed text, so that trimming still works.
         let lead = content.len() - content.trim_start().len();
         let continues = !trimmed.is_empty()
             && control.texts().any(|token| {
@@ -302,7 +302,7 @@ impl ChatTemplate {
         marked
     }
 
-    /// Whether `rest` begins with a tag that the template looks for, and which is not (the beginning of) a control token.
+    /// Whether `rest` begins with a tag that the template searches for and that is not (a prefix of) a control token.
     fn looks_for_tag(&self, rest: &str, control: &super::tokenizer::Literals) -> bool {
         let Some(tag) = rest.find('>').and_then(|end| rest.get(..=end)) else {
             return false;
@@ -314,7 +314,7 @@ impl ChatTemplate {
     }
 }
 
-/// How chats are written with a model file that has no chat template, as a sentence goes on; `None` where it has one.
+/// Chat format for a model file without a chat template, as the end of a sentence; `None` if it has one.
 pub(super) fn without_template(header: &Header) -> Option<&'static str> {
     if header
         .string(KEY_TEMPLATE)
@@ -327,7 +327,7 @@ pub(super) fn without_template(header: &Header) -> Option<&'static str> {
     Some(usual.map_or(REFUSED_WITHOUT, |(_, written)| written))
 }
 
-/// The template for a model file without one by the control tokens that its vocabulary has, and how chats are written then.
+/// Template for a model file without one, by the control tokens of its vocabulary, and the description of the format.
 fn usual(has: impl Fn(&str) -> bool) -> Option<(&'static str, &'static str)> {
     let usual = [
         (
@@ -344,12 +344,12 @@ fn usual(has: impl Fn(&str) -> bool) -> Option<(&'static str, &'static str)> {
     found.map(|(_, template)| template)
 }
 
-/// Whether one of the two begins with the other.
+/// Whether one of the two is a prefix of the other.
 fn meets(rest_of_token: Option<&str>, content: &str) -> bool {
     rest_of_token.is_some_and(|rest| content.starts_with(rest) || rest.starts_with(content))
 }
 
-/// An id of nine letters and digits, which Mistral's templates demand: the last ones, in which ids differ.
+/// An id of nine letters and digits, as Mistral's templates demand: the last characters, in which ids differ.
 fn short_id(id: &str) -> String {
     let characters: Vec<char> = id.chars().filter(char::is_ascii_alphanumeric).collect();
     let last: String = characters
@@ -359,12 +359,12 @@ fn short_id(id: &str) -> String {
     format!("{last:0>9}")
 }
 
-/// A mark as the engine prints it within a list.
+/// A mark as the template engine prints it within a list.
 fn printed(mark: char) -> String {
     mark.escape_unicode().to_string()
 }
 
-/// Whether a text in `value` is one that `is` tells.
+/// Whether a text in `value` satisfies `is`.
 fn contains(value: &Value, is: &impl Fn(&str) -> bool) -> bool {
     match value {
         Value::String(text) => is(text),
@@ -383,42 +383,42 @@ pub enum ChatError {
     /// The template is not valid Jinja.
     #[error("cannot compile the model's chat template: {message}")]
     Compile {
-        /// What the library said.
+        /// Message of the library.
         message: String,
     },
-    /// It takes more memory or time than it may take.
+    /// It exceeds its limit of memory or time.
     #[error("the model's chat template takes more memory or time for it than is allowed")]
     Bound,
     /// The process that computes templates was lost.
     #[error("the text helper failed: {message}")]
     Helper {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
     /// There is nothing to render.
     #[error("the conversation has no messages")]
     Empty,
-    /// This is not written by accident.
+    /// It contains all of the noncharacters used as marks.
     #[error("the messages contain each of the {} Unicode noncharacters that could mark them", MARKS.len())]
     Marks,
-    /// The model has no template and no tokens for the usual one.
+    /// The model has no template and lacks the tokens of the usual one.
     #[error("the model has no chat template, and its vocabulary lacks {}", CHATML_TOKENS.join(" and "))]
     NoTemplate,
     /// The template refuses the conversation, for example because of the order of its roles.
     #[error("the model's chat template refuses the conversation: {message}")]
     Refused {
-        /// What the template said.
+        /// Message of the template.
         message: String,
     },
     /// The template failed.
     #[error("the model's chat template failed: {message}")]
     Render {
-        /// What the library said.
+        /// Message of the library.
         message: String,
     },
 }
 
-/// A message as templates read it, with ids of calls made by `id_of`.
+/// A message as seen by templates, with call ids made by `id_of`.
 fn value_of(message: &ChatMessage, id_of: impl Fn(&str) -> String) -> Value {
     let mut map = Map::new();
     map.insert("role".to_owned(), json!(message.role));
@@ -450,10 +450,10 @@ pub(super) const KEY_TEMPLATE: &str = "tokenizer.chat_template";
 
 const REFUSED_WITHOUT: &str = "chats are refused, and completions go on with a text as it stands";
 
-/// The control tokens that ChatML is made of.
+/// The control tokens of ChatML.
 const CHATML_TOKENS: [&str; 2] = ["<|im_start|>", "<|im_end|>"];
 
-/// ChatML, as models were published with it before templates came with the file.
+/// ChatML, the usual format of models published without a template in the file.
 const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + \
                       '<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}\
                       {% endif %}";
@@ -461,7 +461,7 @@ const CHATML: &str = "{% for message in messages %}{{ '<|im_start|>' + message['
 /// The control tokens of Gemma's turns.
 const GEMMA_TOKENS: [&str; 2] = ["<start_of_turn>", "<end_of_turn>"];
 
-/// Gemma's turns, for files without a template, as Ollama publishes them: what the system says comes before the first question.
+/// Gemma's turns, for files without a template, as published by Ollama: the system text precedes the first question.
 const GEMMA: &str = "{{ bos_token }}{% set said = namespace(before='') %}{% for message in messages %}\
                      {% if message['role'] == 'system' %}{% set said.before = said.before + message['content'] + '\n\n' %}\
                      {% else %}{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else 'user') + '\n' + \
@@ -473,7 +473,7 @@ const MARKS: [char; 8] = [
     '\u{fdd0}', '\u{fdd1}', '\u{fdd2}', '\u{fdd3}', '\u{fdd4}', '\u{fdd5}', '\u{fdd6}', '\u{fdd7}',
 ];
 
-/// Longest tag that templates look for; `</tool_response>` has 16 characters.
+/// Longest tag that templates search for; `</tool_response>` has 16 characters.
 const TAG_LENGTH_MAX: usize = 32;
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Answers that must have a form: JSON by a schema, or the call of a tool.
+//! Constrained answers: JSON by a schema, or a tool call.
 //!
 //! ```text
 //!  AnswerForm ──► schema or grammar ──job──► helper: compiles it, computes masks (llguidance)
@@ -6,7 +6,7 @@
 //!       └─ refused by name                       └──► FormMask: which tokens may come next ──► sampler
 //! ```
 //!
-//! The mask of the next token is computed while the model computes its scores.
+//! The mask of the next token is computed concurrently with the model's logits.
 
 use std::time::{Duration, Instant};
 
@@ -26,7 +26,7 @@ use cotenant_conversation::AnswerForm;
 use cotenant_units::causes::in_one_line;
 use cotenant_units::{Bytes, Tokens};
 
-/// Where a form was asked for, and what, shortened.
+/// Field of the request that set a form, and its shortened value.
 pub(super) fn place(form: &AnswerForm) -> (String, String) {
     match form {
         AnswerForm::JsonObject => ("response_format".to_owned(), "json_object".to_owned()),
@@ -56,23 +56,23 @@ impl From<JobError> for ConstraintError {
     }
 }
 
-/// The client that a form is built for.
+/// The client for which a form is built.
 pub struct Client<'client> {
-    /// Its place among the grammars that exist at once; none where there is only one.
+    /// Its slot among the concurrent grammars; `None` if there is only one.
     pub place: Option<FormPlace>,
-    /// Whether it has gone, so that nothing more is built for it.
+    /// Whether it has disconnected, so that nothing more is built for it.
     pub gone: &'client dyn Fn() -> bool,
 }
 
 impl Client<'_> {
-    /// One that stays and needs no place.
+    /// A client that never disconnects and needs no slot.
     pub const PATIENT: Client<'static> = Client {
         place: None,
         gone: &|| false,
     };
 }
 
-/// What the grammar of this form may allocate for an answer of so many tokens.
+/// Memory limit for the grammar of this form, for an answer of this many tokens.
 pub(super) fn bytes(form: &AnswerForm, tools: &[Value], answer: Tokens) -> Bytes {
     let length = |schema: &Value| with_layout(schema).map_or(0, |kept| kept.to_string().len());
     let grammar = match form {
@@ -90,11 +90,10 @@ pub(super) fn bytes(form: &AnswerForm, tools: &[Value], answer: Tokens) -> Bytes
     form_bytes(grammar, answer.get() as usize)
 }
 
-/// The mask of an answer of this form. `after` is text that comes before the form begins, such as the end of the model's
-/// thoughts.
+/// The mask of an answer of this form. `after` is text that precedes the form, such as the end of the model's thoughts.
 ///
 /// # Errors
-/// When the form cannot be promised.
+/// The form cannot be guaranteed.
 pub(super) fn mask(
     helper: &Helper,
     tokenizer: &Tokenizer,
@@ -139,7 +138,7 @@ pub(super) fn mask(
     }
 }
 
-/// The functions among `tools` that may be called.
+/// The callable functions among `tools`.
 fn wanted_tools<'tools>(
     tools: &'tools [Value],
     name: Option<&str>,
@@ -161,28 +160,28 @@ fn wanted_tools<'tools>(
         })
 }
 
-/// A message in one line, as long as a line: that of a pattern has its cause in the last.
+/// A message as one line of limited length: the cause of a pattern error is in its last line.
 fn one_line(message: &str) -> String {
     let words: Vec<&str> = message.split_whitespace().collect();
     words.join(" ").chars().take(MESSAGE_CHARS_MAX).collect()
 }
 
-/// Lets through what keeps an answer in its form.
+/// Mask that keeps an answer in its form.
 struct FormMask {
     job: Job,
-    /// When the job was last given something to compute.
+    /// When the job last received work.
     asked: Instant,
     ends: Vec<u32>,
     waiting: Option<Waiting>,
-    /// Whether the job has a token that it has not answered yet.
+    /// Whether the job has a token that it has not replied to yet.
     stepped: bool,
     complete: bool,
-    /// What comes next in any case; the job waits for an answer to it.
+    /// Bytes that follow in any case; the job waits for a reply to them.
     forced: Vec<u8>,
     _place: Option<FormPlace>,
 }
 
-/// Text that has to come before the form begins.
+/// Text that must precede the form.
 struct Waiting {
     text: &'static str,
     seen: Vec<u8>,
@@ -202,7 +201,7 @@ impl From<JobError> for MaskError {
 }
 
 impl FormMask {
-    /// Asks for a mask instead of what comes next in any case.
+    /// Requests a mask instead of the forced bytes.
     fn decline(&mut self) -> Result<(), MaskError> {
         if !std::mem::take(&mut self.forced).is_empty() {
             self.job.send(Kind::Mask, &[])?;
@@ -211,7 +210,7 @@ impl FormMask {
         Ok(())
     }
 
-    /// The next frame, which has to be of this kind.
+    /// The next frame, which must be of this kind.
     fn receive(&mut self, wanted: Kind) -> Result<Vec<u8>, MaskError> {
         match self.job.receive()? {
             (kind, body) if kind == wanted => Ok(body),
@@ -314,10 +313,10 @@ impl TokenMask for FormMask {
     }
 }
 
-/// Our choice: what the library says about a schema, without the schema.
+/// Our choice: length limit of the library's message about a schema, without the schema.
 const MESSAGE_CHARS_MAX: usize = 300;
 
-/// Our choice: enough to recognise one's own schema by.
+/// Our choice: long enough to recognise the schema.
 const SHOWN_CHARS_MAX: usize = 80;
 
 #[cfg(test)]
@@ -368,8 +367,8 @@ mod tests {
         )
     }
 
-    /// An answer of a model that has no opinion: any token that the form allows, by the seed. Where the form leaves no choice,
-    /// it is asked all the same with an odd seed.
+    /// An answer of a model without preferences: any token that the form allows, by the seed. With an odd seed, it is
+    /// asked even if the form leaves no choice.
     fn babble(mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
         let tokenizer = tokenizer();
         let mut sampler = Sampler::new(Sampling {
@@ -380,7 +379,7 @@ mod tests {
         .unwrap();
         let mut said = Vec::new();
         for _ in 0..most {
-            // More scores than tokens, as some models have.
+            // More logits than tokens, as in some models.
             let mut logits = vec![0.0; tokenizer.vocabulary() as usize + 7];
             mask.apply(&mut logits).unwrap();
             let token = sampler.next(&logits, &[]).unwrap();
@@ -409,7 +408,7 @@ mod tests {
         None
     }
 
-    /// The names and punctuation of a call are said at once; the model chooses what is left open.
+    /// The names and punctuation of a call are forced; the model chooses the rest.
     #[test]
     fn what_a_form_leaves_no_choice_about_comes_at_once() {
         let wanted = json!({
@@ -492,14 +491,14 @@ mod tests {
         }
         let closed = |schema: Value| with_layout(&schema).unwrap()["additionalProperties"].clone();
         assert_eq!(closed(json!({"properties": {}})), json!(false));
-        // What is said stays, and so does what is free of any properties.
+        // Explicit settings stay, and so do schemas without properties.
         for open in [
             json!({"properties": {}, "additionalProperties": true}),
             json!({"type": "object"}),
         ] {
             assert!(closed(open)["$ref"].is_string());
         }
-        // Where an object is written in several places, each would rule out the others.
+        // An object described in several places: each would rule out the others' properties.
         for combined in [
             json!({"type": "object", "properties": named, "anyOf": [
                 {"required": ["a"]}, {"type": "object", "properties": {"b": {}}},
@@ -512,14 +511,14 @@ mod tests {
             assert_eq!(with_layout(&combined).unwrap()["allOf"], combined["allOf"]);
             assert_eq!(closed(combined), Value::Null);
         }
-        // One that is can be closed, and alternatives that name no more leave the object as it is.
+        // A self-contained object can be closed, and alternatives that name no more leave it unchanged.
         for one in [
             json!({"allOf": [{"properties": named}, {"properties": {"b": {}}}]}),
             json!({"properties": named, "anyOf": [{"required": ["a"]}]}),
         ] {
             assert_eq!(closed(one), json!(false));
         }
-        // A property may be called like a keyword, and values are no schemas.
+        // A property may have the name of a keyword, and values are not schemas.
         let odd = json!({"properties": {"properties": {"const": {"properties": {}}}}});
         let odd = with_layout(&odd).unwrap();
         assert_eq!(
@@ -808,7 +807,7 @@ mod tests {
             json!({"type": "array", "items": {}, "minItems": 1}),
         ] {
             let mut mask = compile(&schema(wanted.clone()), &[], ToolFormat::Tagged).unwrap();
-            // A model that would write sevens for ever.
+            // A model that would generate sevens forever.
             let mut run = 0;
             for _ in 0..60 {
                 let mut logits = vec![0.0; tokenizer().vocabulary() as usize];

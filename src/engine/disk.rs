@@ -1,4 +1,4 @@
-//! Time limit of a disk, work that is abandoned where the disk hangs, and what hanging reads keep.
+//! Time limit for disk reads, abandoned work, and memory kept by hanging reads.
 
 use std::{
     fmt,
@@ -13,11 +13,11 @@ use std::{
 use super::arena::SharedMapping;
 use cotenant_units::Bytes;
 
-/// Time in which a disk has to bring something: the one limit of all reads of a model.
+/// Time within which a disk must deliver data: the single limit of all reads of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DiskTimeout(Duration);
 
-/// The disk does not answer.
+/// The disk did not respond in time.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "cannot read `{what}`: the disk has not answered for {} ms, at most {} ms are waited",
@@ -25,25 +25,25 @@ pub struct DiskTimeout(Duration);
     limit.0.as_millis()
 )]
 pub struct Stalled {
-    /// What is awaited.
+    /// The awaited data.
     pub what: Arc<str>,
-    /// For how long.
+    /// Time waited so far.
     pub waited: Duration,
-    /// How long is waited.
+    /// The time limit.
     pub limit: DiskTimeout,
 }
 
 impl DiskTimeout {
-    /// Of so long.
+    /// A limit of this duration.
     #[must_use]
     pub const fn new(limit: Duration) -> Self {
         Self(limit)
     }
 
-    /// How much longer may be waited for `what`, where nothing has come for `idle`.
+    /// Remaining time to wait for `what`, if nothing has arrived for `idle`.
     ///
     /// # Errors
-    /// When that is over.
+    /// The time is over.
     pub fn left(self, idle: Duration, what: &Arc<str>) -> Result<Duration, Stalled> {
         let left = self.0.saturating_sub(idle);
         if left.is_zero() {
@@ -53,7 +53,7 @@ impl DiskTimeout {
         }
     }
 
-    /// That nothing has come for `waited`, whatever that is.
+    /// The error for `what` after `waited` without data, regardless of the limit.
     #[must_use]
     pub fn stalled(self, waited: Duration, what: &Arc<str>) -> Stalled {
         Stalled {
@@ -71,7 +71,7 @@ impl Default for DiskTimeout {
     }
 }
 
-/// Record of the read under way. Computing between two reads has no time limit.
+/// Record of the read in progress. Computation between two reads has no time limit.
 #[derive(Clone, Default)]
 pub struct DiskWatch {
     shared: Arc<Shared>,
@@ -79,11 +79,11 @@ pub struct DiskWatch {
     hindrance: Option<Hindrance>,
 }
 
-/// Called before the disk is asked, with what it is asked for.
+/// Called before each disk access with its description.
 #[cfg(test)]
 type Hindrance = Arc<dyn Fn(&str) + Send + Sync>;
 
-/// What identifies the first bytes of a file, its header with the table of tensors among them.
+/// Identity of the first bytes of a file, including its header with the tensor table.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Head {
     pub(super) bytes: u64,
@@ -101,13 +101,13 @@ impl Head {
     }
 }
 
-/// Work on its thread.
+/// Work on its own thread.
 pub struct WatchedWork<T> {
     watch: DiskWatch,
     thread: JoinHandle<T>,
 }
 
-/// Memory and threads that were given up, and are kept by reads that hang until these return.
+/// Memory and threads that were abandoned, and that hanging reads keep until they return.
 #[derive(Clone, Debug, Default)]
 pub struct Retained {
     since: Option<Instant>,
@@ -123,9 +123,9 @@ struct Shared {
 
 #[derive(Debug, Default)]
 struct State {
-    /// What the disk is asked for, and since when.
+    /// The current disk access and its start.
     asks: Option<(Arc<str>, Instant)>,
-    /// Bytes that it has brought.
+    /// Bytes delivered by it.
     brought: u64,
     /// The caller has stopped waiting.
     given_up: bool,
@@ -133,7 +133,7 @@ struct State {
 }
 
 impl DiskWatch {
-    /// Which is hindered by `hindrance`.
+    /// A watch hindered by `hindrance`.
     #[cfg(test)]
     pub(super) fn hindered(hindrance: Hindrance) -> Self {
         Self {
@@ -142,10 +142,10 @@ impl DiskWatch {
         }
     }
 
-    /// Asks the disk for `what`. Bytes that it brings are kept by the work until it ends.
+    /// Accesses the disk for `what`. The work keeps the delivered bytes until it ends.
     ///
     /// # Errors
-    /// What `ask` returns, or that its caller has stopped waiting.
+    /// The error of `ask`, or that the caller has stopped waiting.
     pub fn asking(&self, what: &str, ask: impl FnOnce() -> io::Result<usize>) -> io::Result<usize> {
         {
             let mut state = self.shared.lock();
@@ -165,10 +165,10 @@ impl DiskWatch {
         brought
     }
 
-    /// As [`Self::asking`], for something that is not bytes.
+    /// As [`Self::asking`], for results other than bytes.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::asking`].
     pub fn asking_for<T>(&self, what: &str, ask: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
         let mut answer = None;
         self.asking(what, || {
@@ -179,7 +179,7 @@ impl DiskWatch {
     }
 }
 
-/// A file that says at each read what it is asked for, and hashes what it has read.
+/// A file that records each read and hashes the bytes read.
 pub struct WatchedFile<'file> {
     file: &'file File,
     what: &'file str,
@@ -188,7 +188,7 @@ pub struct WatchedFile<'file> {
 }
 
 impl<'file> WatchedFile<'file> {
-    /// Of `file`, which goes by `what`.
+    /// Wraps `file`, named `what` in errors.
     pub fn new(file: &'file File, what: &'file str, watch: &'file DiskWatch) -> Self {
         Self {
             file,
@@ -198,7 +198,7 @@ impl<'file> WatchedFile<'file> {
         }
     }
 
-    /// What identifies the bytes that were read.
+    /// Identity of the bytes read.
     pub(super) fn into_head(self) -> Head {
         self.head
     }
@@ -219,10 +219,10 @@ impl fmt::Debug for DiskWatch {
 }
 
 impl<T: Send + 'static> WatchedWork<T> {
-    /// Begins with `work`, which says at an watch of its own, but hindered as `watch` is, what it asks the disk for.
+    /// Starts `work`, which records its disk accesses in a watch of its own, hindered in the same way as `watch`.
     ///
     /// # Errors
-    /// When there is no thread to be had.
+    /// No thread can be started.
     pub fn start(
         watch: &DiskWatch,
         work: impl FnOnce(&DiskWatch) -> T + Send + 'static,
@@ -233,17 +233,18 @@ impl<T: Send + 'static> WatchedWork<T> {
         let thread = thread::Builder::new()
             .name("cotenant-reader".to_owned())
             .spawn(move || {
-                // Also when it breaks down.
+                // Also on a panic.
                 let _end = End(&theirs.shared);
                 work(&theirs)
             })?;
         Ok(Self { watch, thread })
     }
 
-    /// Waits until it is done.
+    /// Waits for completion.
     ///
     /// # Errors
-    /// When the disk does not answer, with what the work keeps until it returns. What it has yet to ask is not asked any more.
+    /// The disk did not respond in time; with the memory that the work keeps until it returns. Further accesses of the
+    /// work fail.
     pub fn wait(self, limit: DiskTimeout) -> Result<T, (Stalled, Retained)> {
         let shared = &self.watch.shared;
         let mut state = shared.lock();
@@ -266,7 +267,7 @@ impl<T: Send + 'static> WatchedWork<T> {
                     }
                 },
             };
-            // The next question may be asked right after this look.
+            // The next access may begin right after this check.
             let (next, _) = shared
                 .ended
                 .wait_timeout(state, left.max(LOOK_LEAST))
@@ -282,7 +283,7 @@ impl<T: Send + 'static> WatchedWork<T> {
 }
 
 impl Retained {
-    /// Memory that reads may keep which have hung since then.
+    /// Memory that reads hanging since then may keep.
     #[must_use]
     pub fn of(memory: impl IntoIterator<Item = Weak<SharedMapping>>, since: Instant) -> Self {
         let mut left = Self {
@@ -293,18 +294,18 @@ impl Retained {
         left
     }
 
-    /// How many pieces of memory reads still keep; those that came free are forgotten.
+    /// Number of memory pieces still kept by reads; released ones are forgotten.
     pub(super) fn pieces(&mut self) -> usize {
         self.memory.retain(|memory| memory.strong_count() > 0);
         self.memory.len()
     }
 
-    /// The memory that they keep.
+    /// The memory kept.
     pub(super) fn memory(&self) -> impl Iterator<Item = Arc<SharedMapping>> {
         self.memory.iter().filter_map(Weak::upgrade)
     }
 
-    /// Adds what is left elsewhere; what is in both counts once, and what has returned by now not at all.
+    /// Adds what another record keeps; duplicates count once, returned reads are dropped.
     pub fn add(&mut self, other: Self) {
         if !other.hangs() {
             return;
@@ -332,13 +333,13 @@ impl Retained {
         self.memory.iter().any(|memory| memory.strong_count() > 0) || self.works().next().is_some()
     }
 
-    /// For how long.
+    /// Duration of the hang.
     #[must_use]
     pub fn hung(&self) -> Duration {
         self.since.map_or(Duration::ZERO, |since| since.elapsed())
     }
 
-    /// What they keep.
+    /// Bytes kept.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
         let memory: Bytes = self.memory().map(|memory| memory.held()).sum();
@@ -359,7 +360,7 @@ impl Shared {
     }
 }
 
-/// Tells that the work has ended.
+/// Signals the end of the work.
 struct End<'work>(&'work Shared);
 
 impl Drop for End<'_> {
@@ -372,9 +373,9 @@ impl Drop for End<'_> {
     }
 }
 
-/// How often it is looked at where the time for a stall is nearly over.
+/// Polling interval close to the time limit.
 const LOOK_LEAST: Duration = Duration::from_millis(1);
-/// What a thread that reads has in memory beside what it has read: its buffer of 256 KiB, and of its stack some pages.
+/// Resident memory of a reading thread besides the data: its buffer of 256 KiB, and some pages of its stack.
 const THREAD: Bytes = Bytes::from_kib(512);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What can go wrong with a model: loading it, computing with it, changing what it holds.
+//! Errors of loading a model, computing with it and changing its memory.
 
 use std::{
     io,
@@ -12,7 +12,7 @@ use super::disk::{Retained, Stalled};
 use cotenant_policy::{engine_failure::Cure, residency::EnginePlan};
 use cotenant_units::{Bytes, Tokens};
 
-/// That a device does not compute any more.
+/// A device that has stopped computing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("the device has failed: {reason}")]
 pub struct DeviceError {
@@ -20,14 +20,14 @@ pub struct DeviceError {
 }
 
 impl DeviceError {
-    /// For a reason that reads well after a colon.
+    /// With a reason that reads well after a colon.
     #[must_use]
     pub const fn new(reason: String) -> Self {
         Self { reason }
     }
 }
 
-/// Why there is no GPU to compute with: a reason that reads well after a colon, and its remedy.
+/// A GPU that cannot be used: a reason that reads well after a colon, and its remedy.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{reason}")]
 pub struct Unavailable {
@@ -43,7 +43,7 @@ impl Unavailable {
         }
     }
 
-    /// What can be done about it.
+    /// The remedy.
     #[must_use]
     pub const fn remedy(&self) -> &'static str {
         self.remedy
@@ -71,102 +71,102 @@ impl LoadError {
         }
     }
 
-    /// The same, with what reads that hang may keep.
+    /// Adds the memory that hanging reads may keep.
     #[must_use]
     pub fn leaving(mut self, left: Retained) -> Self {
         self.left.add(left);
         self
     }
 
-    /// What reads that hang keep, where that is why, or there are such; it may have returned by now. Loading can be tried
-    /// again when it has.
+    /// Memory kept by hanging reads, if they caused the error or accompany it; they may have returned by now. Loading
+    /// can be retried once they have.
     #[must_use]
     pub fn hung(&self) -> Option<&Retained> {
         (matches!(self.kind, LoadErrorKind::Stalled(_)) || self.left.hangs()).then_some(&*self.left)
     }
 
-    /// What is wrong.
+    /// The fault.
     #[must_use]
     pub const fn kind(&self) -> &LoadErrorKind {
         &self.kind
     }
 
-    /// What loading it again needs.
+    /// Condition for loading it again.
     #[must_use]
     pub fn cure(&self) -> Cure {
         self.kind.cure()
     }
 
-    /// The remedy, where there is one.
+    /// The remedy, if there is one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         self.kind.hint()
     }
 }
 
-/// Why a model cannot be loaded.
+/// Reason why a model cannot be loaded.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum LoadErrorKind {
-    /// Memory for it cannot be had.
+    /// Its memory cannot be allocated.
     #[error("cannot map {bytes} for {what}")]
     Allocate {
-        /// What the memory was for.
+        /// Purpose of the memory.
         what: String,
-        /// How much.
+        /// Requested size.
         bytes: Bytes,
-        /// What the kernel said.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
-    /// A text that is to choose a vocabulary.
+    /// A text meant to choose a vocabulary.
     #[error("cannot choose a vocabulary by `{path}`: {problem}")]
     Vocabulary {
         /// The file.
         path: PathBuf,
-        /// Why.
+        /// The fault.
         problem: String,
     },
-    /// An architecture that the engine does not know.
+    /// An architecture that the engine does not support.
     #[error("architecture `{architecture}` is not supported; supported are {known}")]
     Architecture {
         /// `general.architecture` of the file.
         architecture: String,
-        /// Those that are.
+        /// The supported architectures.
         known: String,
     },
-    /// A file that was replaced, written or cut while it was read.
+    /// A file that was replaced, written or truncated while it was read.
     #[error("`{path}` has changed since its header was read: it had {} bytes and has {}", was.get(), is.get())]
     Changed {
         /// The file.
         path: PathBuf,
-        /// How long it was.
+        /// Its previous length.
         was: Bytes,
-        /// How long it is.
+        /// Its current length.
         is: Bytes,
     },
-    /// Weights that are not what the model was saved with.
+    /// Weights that differ from the saved ones.
     #[error("its weights are damaged: {problem}")]
     Damaged {
-        /// What shows it.
+        /// The evidence.
         problem: String,
     },
-    /// The device computes nothing.
+    /// The device has stopped computing.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A GPU that was asked for does not compute it.
+    /// The requested GPU cannot compute it.
     #[error("no GPU computes it")]
     Gpu(#[from] Unavailable),
-    /// A GPU that was chosen by itself does not start; the CPU is chosen next.
+    /// The automatically chosen GPU does not start; the CPU is chosen next.
     #[error("the GPU that was chosen does not start")]
     GpuLost(#[source] Unavailable),
-    /// Another model than the one for which its plan was made.
+    /// A model other than the planned one.
     #[error("it holds another model than when it was looked at")]
     Replaced,
-    /// Nothing at all.
+    /// An empty file.
     #[error("it is empty: it has 0 bytes")]
     Empty,
-    /// The note that Git keeps in place of a large file.
+    /// A Git LFS pointer in place of the file.
     #[error("it is a pointer of Git LFS, not the model itself")]
     GitLfsPointer,
     /// A name that appears twice.
@@ -175,22 +175,22 @@ pub enum LoadErrorKind {
         /// Key or tensor.
         name: String,
     },
-    /// A number in the header beyond what is believable or fits the file.
+    /// A number in the header that is implausible or does not fit the file.
     #[error("{what} is {value}, at most {limit} is possible")]
     Limit {
-        /// Which number.
+        /// Description of the number.
         what: String,
-        /// What it says.
+        /// Its value.
         value: u64,
-        /// What it may say.
+        /// Its limit.
         limit: u64,
     },
-    /// A metadata value that is missing or makes no sense.
+    /// A missing or invalid metadata value.
     #[error("metadata `{key}`: {problem}")]
     Metadata {
         /// Its key.
         key: String,
-        /// What is wrong with it.
+        /// The fault.
         problem: String,
     },
     /// A folder, socket or device.
@@ -201,7 +201,7 @@ pub enum LoadErrorKind {
     NotFirstPart {
         /// Its number, from 1.
         part: u32,
-        /// Parts that there are.
+        /// Number of parts.
         count: u32,
     },
     /// Another kind of file.
@@ -213,38 +213,38 @@ pub enum LoadErrorKind {
     /// The system refuses to open or read it.
     #[error("cannot read it")]
     Open(#[source] io::Error),
-    /// Something is wrong with another part of a model in several files.
+    /// A fault in another part of a model in several files.
     #[error("its part `{path}` cannot be used")]
     Part {
         /// The part.
         path: PathBuf,
-        /// What is wrong with it.
+        /// Its fault.
         #[source]
         source: Box<Self>,
     },
-    /// The first part of several whose name does not tell those of the others.
+    /// The first part of several, with a name from which the names of the others do not follow.
     #[error("it is the first of {count} parts, but its name does not end in `{suffix}`")]
     PartName {
-        /// What it should end in.
+        /// The expected suffix.
         suffix: String,
-        /// Parts that there are.
+        /// Number of parts.
         count: u32,
     },
-    /// A plan that the model cannot follow.
+    /// A plan that does not fit the model.
     #[error("the plan does not fit it: {0}")]
     Plan(String),
-    /// The disk does not answer.
+    /// The disk did not respond in time.
     #[error(transparent)]
     Stalled(#[from] Stalled),
-    /// A tensor that starts where kernels cannot read it.
+    /// A tensor at an offset that kernels cannot read.
     #[error("tensor `{tensor}` starts at byte {offset}, which is not a multiple of 4")]
     TensorAlignment {
         /// Its name.
         tensor: String,
-        /// Where it starts.
+        /// Its offset.
         offset: u64,
     },
-    /// A tensor that the architecture needs.
+    /// A missing tensor of the architecture.
     #[error("tensor `{tensor}` is missing")]
     TensorMissing {
         /// Its name.
@@ -257,31 +257,31 @@ pub enum LoadErrorKind {
     TensorOverlap {
         /// Its name.
         tensor: String,
-        /// Where it starts.
+        /// Its offset.
         offset: u64,
         /// The name of the other one.
         other: String,
-        /// Where that ends.
+        /// End of the other one.
         end: u64,
     },
-    /// A tensor that ends behind the end of the file.
+    /// A tensor that ends beyond the file.
     #[error("tensor `{tensor}` ends at byte {}, the file has {}", end.get(), file.get())]
     TensorOutside {
         /// Its name.
         tensor: String,
-        /// Where it ends.
+        /// Its end.
         end: Bytes,
         /// Length of the file.
         file: Bytes,
     },
-    /// A tensor whose dimensions do not fit its type, or the other tensors.
+    /// A tensor whose dimensions do not match its type or the other tensors.
     #[error("tensor `{tensor}` has dimensions {dims:?}, which do not fit {dtype}")]
     TensorShape {
         /// Its name.
         tensor: String,
         /// Its dimensions, fastest first.
         dims: Vec<u64>,
-        /// Its type, or what was expected.
+        /// Its type, or the expected dimensions.
         dtype: String,
     },
     /// A tensor of a type that the engine cannot compute with.
@@ -292,7 +292,7 @@ pub enum LoadErrorKind {
         /// Name of its type.
         dtype: String,
     },
-    /// A tensor that would have to be ignored, which would change every answer.
+    /// An unknown tensor; ignoring it would change every answer.
     #[error("tensor `{tensor}` is not known in a model of architecture `{architecture}`")]
     TensorUnknown {
         /// Its name.
@@ -308,20 +308,20 @@ pub enum LoadErrorKind {
         /// The remedy.
         hint: &'static str,
     },
-    /// Threads to compute with cannot be started.
+    /// Compute threads cannot be started.
     #[error("cannot start the threads that compute")]
     Threads(#[source] io::Error),
     /// The file ends inside the header.
     #[error("it ends inside `{what}` at byte {at} of {}", file.get())]
     Truncated {
-        /// What was being read.
+        /// The item being read.
         what: String,
-        /// Where.
+        /// Its offset.
         at: u64,
         /// Length of the file.
         file: Bytes,
     },
-    /// Written for a processor that counts bytes the other way.
+    /// A file in the other byte order.
     #[error(
         "it is GGUF version {version} for big-endian processors; little-endian files are supported"
     )]
@@ -347,8 +347,8 @@ impl From<ReadError> for LoadErrorKind {
 }
 
 impl LoadErrorKind {
-    /// What loading the model again needs: time, where reading it failed or the system lacked something; otherwise a change,
-    /// for its file does not get better by itself.
+    /// Condition for loading the model again: time, if a read failed or the system lacked a resource; otherwise a
+    /// changed file.
     #[must_use]
     pub fn cure(&self) -> Cure {
         use io::ErrorKind as Kind;
@@ -366,14 +366,14 @@ impl LoadErrorKind {
                 _ => Cure::Reread,
             },
             Self::Part { source, .. } if source.cure() == Cure::Reread => Cure::Reread,
-            // The plan was made for a GPU; another one follows from the device that is chosen instead.
+            // The plan was made for a GPU; the device chosen instead needs another one.
             Self::GpuLost(_) => Cure::Reread,
             Self::Changed { .. }
             | Self::Replaced
             | Self::Stalled(_)
             | Self::Threads(_)
             | Self::Weights(_) => Cure::Reread,
-            // Memory may be there the next time, and a device may compute again.
+            // Memory may be available next time, and a device may compute again.
             Self::Allocate { .. } | Self::Device(_) => Cure::Reload,
             _ => Cure::Change {
                 remedy: self.hint().unwrap_or_default().to_owned(),
@@ -381,7 +381,7 @@ impl LoadErrorKind {
         }
     }
 
-    /// The remedy, where there is one.
+    /// The remedy, if there is one.
     #[must_use]
     pub fn hint(&self) -> Option<&'static str> {
         match self {
@@ -431,7 +431,7 @@ impl LoadErrorKind {
     }
 }
 
-/// The file that runs and is nearest to one of a family that is not supported.
+/// The supported file closest to one of an unsupported family.
 fn nearest_family(architecture: &str) -> &'static str {
     let families = [
         (
@@ -464,12 +464,12 @@ fn nearest_family(architecture: &str) -> &'static str {
     )
 }
 
-/// The same for a type.
+/// The same for an unsupported type.
 fn nearest_type(dtype: &str) -> &'static str {
     match dtype.get(..3) {
         Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "take the Q2_K file of the same model",
         Some("IQ3") => "take the Q3_K_M file of the same model",
-        // The type of gpt-oss, of which no file in another type would run.
+        // The type of gpt-oss, whose files do not run in any other type either.
         Some("MXF") => {
             "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M"
         }
@@ -486,41 +486,40 @@ pub struct ReadError {
     pub path: PathBuf,
     /// Tensor or layer.
     pub what: String,
-    /// Where in the file.
+    /// Offset in the file.
     pub offset: u64,
-    /// How much.
+    /// Length.
     pub bytes: Bytes,
-    /// What the system said; kept as text so that the error can be handed to more than one request.
+    /// Error of the system, as text so that it can be returned to several requests.
     pub problem: String,
-    /// Whether the file holds another model than the one that was opened, and is not being written any more: only loading
-    /// it again helps.
+    /// Whether the file holds a model other than the opened one and is no longer being written: only a reload helps.
     pub replaced: bool,
 }
 
-/// A forward pass that did not finish.
+/// A forward pass that did not complete.
 ///
-/// Except for the errors that are found before anything is computed ([`Self::KvFull`], [`Self::NoTokens`],
-/// [`Self::Token`], [`Self::ContextFull`]) the sequence is lost, and the model waits for [`reset`](super::Model::reset).
+/// Except for errors found before any computation ([`Self::KvFull`], [`Self::NoTokens`], [`Self::Token`],
+/// [`Self::ContextFull`]) the sequence is lost, and the model needs [`reset`](super::Model::reset).
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ForwardError {
-    /// More tokens or results in one pass than there are buffers for.
+    /// More tokens or results in one pass than the buffers hold.
     #[error("cannot compute {tokens} tokens in one pass: there are buffers for {limit}")]
     BeyondChunk {
         /// Tokens of the pass.
         tokens: usize,
-        /// The most tokens, or results.
+        /// The limit of tokens or results.
         limit: usize,
     },
-    /// The checkpoint asked to stop.
+    /// The checkpoint requested a stop.
     #[error("cancelled at layer {layer} of position {position}")]
     Cancelled {
         /// Position of the first token of the chunk.
         position: u32,
-        /// Layer that would have been next.
+        /// The layer that would have been next.
         layer: u32,
     },
-    /// More tokens than the model was made for.
+    /// More tokens than the model's context.
     #[error("cannot hold {needed} tokens: the model was made for {limit}")]
     ContextFull {
         /// Tokens needed.
@@ -528,21 +527,21 @@ pub enum ForwardError {
         /// Longest context of the model.
         limit: u32,
     },
-    /// The device computes no more: the engine has to end.
+    /// The device has stopped computing: the engine has to end.
     #[error(transparent)]
     Device(#[from] DeviceError),
     /// More tokens than the KV capacity.
     #[error("cannot hold {needed} tokens: the KV capacity is {capacity}")]
     KvFull {
-        /// Tokens the cache may hold.
+        /// Tokens that the cache may hold.
         capacity: Tokens,
         /// Tokens needed.
         needed: u32,
     },
-    /// Nothing to compute.
+    /// No tokens to compute.
     #[error("cannot compute 0 tokens")]
     NoTokens,
-    /// A result has NaN or infinity in it.
+    /// A result contains NaN or infinity.
     #[error("results at position {position} are not finite: the weights are damaged")]
     NotFinite {
         /// Position of the token.
@@ -551,13 +550,13 @@ pub enum ForwardError {
     /// Weights could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// An earlier error left the sequence half computed.
+    /// An earlier error left the sequence partly computed.
     #[error("the sequence was lost by an earlier error: start a new one")]
     SequenceLost,
-    /// The disk does not answer.
+    /// The disk did not respond in time.
     #[error(transparent)]
     Stalled(#[from] Stalled),
-    /// A token that the vocabulary does not have.
+    /// A token outside the vocabulary.
     #[error("token {token} is not in the vocabulary of {vocabulary}")]
     Token {
         /// The token.
@@ -568,8 +567,8 @@ pub enum ForwardError {
 }
 
 impl ForwardError {
-    /// What loading the model again needs where the engine has to end: the device has failed, or the weights cannot be read,
-    /// or belong to another model by now.
+    /// Condition for loading the model again, for errors that end the engine: the device has failed, or the weights
+    /// cannot be read or belong to another model by now.
     #[must_use]
     pub const fn cure(&self) -> Option<Cure> {
         match self {
@@ -592,47 +591,47 @@ impl ApplyError {
     }
 }
 
-/// The remedy where results are not finite.
+/// The remedy for results that are not finite.
 pub(super) const NOT_FINITE_REMEDY: &str =
     "the weights are damaged: fetch the file again, or take another one";
 
-/// A plan that could not be put into force as a whole; [`Model::plan`](super::Model::plan) says what is.
+/// A plan that was not applied as a whole; [`Model::plan`](super::Model::plan) returns the plan in force.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum ApplyError {
-    /// The kernel gives no memory.
+    /// The kernel refused memory.
     #[error("cannot map {bytes} for {what}")]
     Allocate {
-        /// What the memory was for.
+        /// Purpose of the memory.
         what: String,
-        /// How much.
+        /// Requested size.
         bytes: Bytes,
-        /// What the kernel said.
+        /// Error of the kernel.
         #[source]
         source: io::Error,
     },
     /// A prefill chunk of no tokens.
     #[error("cannot work with a prefill chunk of {chunk} tokens: it must be 1 to {limit}")]
     Chunk {
-        /// What the plan says.
+        /// Value in the plan.
         chunk: u32,
-        /// The largest possible.
+        /// The largest possible chunk.
         limit: u32,
     },
-    /// A plan that grows into what the chunk that is under way still needs.
+    /// A plan that grows into memory that the current chunk still needs.
     #[error(
         "cannot grow while a prefill chunk of {chunk} tokens is under way, into what one of {wanted} leaves: ask again when it has ended"
     )]
     ChunkUnderWay {
-        /// The one under way.
+        /// Tokens of the current chunk.
         chunk: u32,
-        /// What the plan says.
+        /// Value in the plan.
         wanted: u32,
     },
-    /// The device computes no more: the engine has to end.
+    /// The device has stopped computing: the engine has to end.
     #[error(transparent)]
     Device(#[from] DeviceError),
-    /// A plan that names what the model does not have.
+    /// A plan that names parts that the model lacks.
     #[error("the plan names part {layer} of the weights, the model has {layers}")]
     Plan {
         /// Part of the plan.
@@ -643,36 +642,36 @@ pub enum ApplyError {
     /// Weights could not be read.
     #[error(transparent)]
     Read(#[from] ReadError),
-    /// The disk does not answer.
+    /// The disk did not respond in time.
     #[error(transparent)]
     Stalled(#[from] Stalled),
 }
 
-/// What a change of plan did.
+/// Result of a change of plan.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ApplyReport {
-    /// The plan in force now. Its KV capacity is above the one asked for when the sequence needs more; it has fewer parts
-    /// when growing gave way to something else.
+    /// The plan in force now. Its KV capacity exceeds the requested one if the sequence needs more; it has fewer parts
+    /// if growth yielded to another command.
     pub plan: EnginePlan,
-    /// Mapped bytes that the plan gave up.
+    /// Mapped bytes that the plan released.
     pub asked: Bytes,
-    /// Pages of these that the kernel had in memory before and has no longer.
+    /// Released pages that were resident before and are no longer.
     pub freed: Bytes,
-    /// Bytes of what was given up that had never been touched, so that the kernel had nothing to take back.
+    /// Released bytes that had never been touched and so were not resident.
     pub untouched: Bytes,
     /// Mapped bytes that the plan added.
     pub grown: Bytes,
-    /// How much of [`Self::held`] has not been touched, and takes no memory.
+    /// Part of [`Self::held`] that is untouched and not resident.
     pub held_untouched: Bytes,
-    /// Tokens of the running sequence that were dropped for it, where its request allows that.
+    /// Tokens of the running sequence dropped for it, if its request allows that.
     pub dropped: Tokens,
-    /// Everything that the model holds now, by its own mappings: the total of [`Model::breakdown`](super::Model::breakdown).
+    /// Memory of the model now, by its own mappings: the total of [`Model::breakdown`](super::Model::breakdown).
     pub held: Bytes,
     /// Resident set of the process before (`/proc/self/statm`), other threads included.
     pub rss_before: Bytes,
     /// Resident set of the process afterwards.
     pub rss_after: Bytes,
-    /// How long it took.
+    /// Duration of the change.
     pub took: Duration,
 }
 

@@ -1,4 +1,4 @@
-//! One request to the model: what is asked, what is reported, and how it may fail.
+//! Requests to the model: input, events and errors.
 //!
 //! The life of a request:
 //!
@@ -11,7 +11,7 @@
 //!    └──────────────────────► Failed
 //! ```
 //!
-//! Exactly one of `Finished` and `Failed` ends each stream, unless its reader has gone.
+//! Exactly one of `Finished` and `Failed` ends each stream, unless its reader has disconnected.
 
 use std::{
     fmt,
@@ -30,7 +30,7 @@ pub use cotenant_conversation::{Prompt, Usage};
 use cotenant_policy::lease::Class;
 use cotenant_units::Tokens;
 
-/// Names one request, chosen by its submitter; unique among the requests the engine knows.
+/// Identifier of a request, chosen by its submitter; unique among the requests in the engine.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct RequestId(u64);
 
@@ -59,36 +59,36 @@ impl fmt::Display for RequestId {
 pub struct GenerateRequest {
     /// Its name.
     pub id: RequestId,
-    /// What the answer continues.
+    /// The text that the answer continues.
     pub prompt: Prompt,
-    /// How tokens are chosen.
+    /// Settings of token selection.
     pub sampling: Sampling,
-    /// The most tokens that are generated; `None` for as many as the context holds, dropped ones not counted in.
+    /// Limit of generated tokens; `None` for as many as the context holds, not counting dropped ones.
     pub max_tokens: Option<Tokens>,
     /// The answer ends before the first of these strings; they may span tokens. Empty strings are ignored.
     pub stop: Vec<String>,
-    /// When the answer is of no use any more.
+    /// Time after which the answer is useless.
     pub deadline: Option<Instant>,
-    /// How long the answer may take from its turn on, prompt and waits for its form included; it ends with
-    /// [`FinishReason::Length`] then.
+    /// Longest duration of the answer from its turn on, including the prompt and waits for its form; it then ends with
+    /// [`FinishReason::Length`].
     pub time_max: Option<Duration>,
-    /// How long it may be written while one of its class, or a more urgent one, waits; as above.
+    /// Longest duration while a request of its class or a more urgent one waits; ends as above.
     pub time_shared: Option<Duration>,
-    /// The KV capacity up to which more may be asked for while the answer is written; none is where there is as much.
+    /// KV capacity up to which more may be requested while the answer is generated; at that size, no more is requested.
     pub grows_to: Tokens,
-    /// The form that the answer must have.
+    /// The required form of the answer.
     pub form: Option<AnswerForm>,
-    /// What stays of its context where the oldest of it may be dropped, so that it goes on when the KV capacity is used up
-    /// or becomes smaller; nothing may be dropped when absent.
+    /// Tokens kept when the oldest context is dropped, so that the answer continues when the KV capacity is used up or
+    /// shrinks; if absent, nothing may be dropped.
     pub sinks: Option<Sinks>,
     /// More urgent requests leave the queue first.
     pub class: Class,
-    /// Who asks, for those who look.
+    /// The client, for status displays.
     pub client: Option<Arc<str>>,
 }
 
 impl GenerateRequest {
-    /// A request with greedy sampling, no stop strings, no limit of its own, no deadline, no form, and a context of which nothing is dropped.
+    /// A request with greedy sampling, no stop strings, limits, deadline or form, and a context that is never dropped.
     #[must_use]
     pub const fn new(id: RequestId, prompt: Prompt) -> Self {
         Self {
@@ -109,17 +109,17 @@ impl GenerateRequest {
     }
 }
 
-/// What the requester receives.
+/// Events received by the requester.
 #[derive(Debug)]
 pub enum GenerateEvent {
     /// The request left the queue.
     Started {
         /// Tokens of the prompt.
         prompt_tokens: Tokens,
-        /// How many of them were in the KV cache already.
+        /// Prompt tokens that were already in the KV cache.
         cached_tokens: Tokens,
     },
-    /// More of the answer. Pieces are merged when the reader is slower than the model, so that nothing is lost.
+    /// More of the answer. Pieces are merged if the reader is slower than the model, so that nothing is lost.
     Delta {
         /// Whole characters; never empty.
         text: String,
@@ -130,37 +130,37 @@ pub enum GenerateEvent {
     Finished {
         /// Why it ended.
         reason: FinishReason,
-        /// What it took.
+        /// Resources it took.
         usage: Usage,
     },
-    /// There is no (further) answer; nothing follows.
+    /// The answer failed; nothing follows.
     Failed(GenerateError),
 }
 
-/// Why an answer ended.
+/// Reason for the end of an answer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum FinishReason {
-    /// It was cancelled, or its reader went away or stopped reading.
+    /// It was cancelled, or its reader disconnected or stopped reading.
     Cancelled,
-    /// The KV capacity that it needed was taken away while it ran; the text so far is valid.
+    /// The KV capacity that it needed was reclaimed while it ran; the text so far is valid.
     KvReclaimed,
     /// `max_tokens`, `time_max`, `time_shared`, the context or the KV capacity is used up.
     Length,
     /// The model ended it.
     Stop,
-    /// A stop string was met: the one at this place of [`GenerateRequest::stop`].
+    /// A stop string was met: the one at this index of [`GenerateRequest::stop`].
     StopText(usize),
 }
 
 impl FinishReason {
-    /// Whether the model had not come to an end.
+    /// Whether the model did not finish by itself.
     #[must_use]
     pub const fn is_cut(self) -> bool {
         !matches!(self, Self::Stop | Self::StopText(_))
     }
 }
 
-/// Why a prompt cannot be used, now or ever.
+/// Reason why a prompt can never be used.
 #[derive(Debug, thiserror::Error)]
 pub enum PromptError {
     /// More tokens than the model was made for.
@@ -174,20 +174,20 @@ pub enum PromptError {
     /// The conversation cannot be rendered.
     #[error("cannot render the conversation")]
     Chat(#[source] ChatError),
-    /// The answer cannot be held to the form that is wanted.
+    /// The answer cannot be constrained to the requested form.
     #[error("cannot hold the answer to its form")]
     Constraint {
-        /// Where the form was wished for, as the protocol names it.
+        /// Field of the protocol that requested the form.
         field: String,
-        /// What was wished for, shortened.
+        /// The requested form, shortened.
         value: String,
-        /// Why.
+        /// The cause.
         source: ConstraintError,
     },
-    /// The process that computes templates and grammars was lost, which another attempt may not see again.
+    /// The process that computes templates and grammars was lost; a retry may succeed.
     #[error("cannot prepare the answer: the text helper failed: {message}")]
     Helper {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
     /// No tokens at all.
@@ -209,7 +209,7 @@ pub enum PromptError {
     },
 }
 
-/// Why a request was not taken.
+/// Reason for the rejection of a request.
 #[derive(Debug, thiserror::Error)]
 pub enum SubmitError {
     /// Another request of that name is queued or running.
@@ -218,19 +218,19 @@ pub enum SubmitError {
         /// The name.
         id: RequestId,
     },
-    /// The engine finishes what it has and takes nothing more.
+    /// The engine completes its current requests and accepts no more.
     #[error("cannot take a request: the engine is draining")]
     Draining,
-    /// The engine broke down.
+    /// The engine failed.
     #[error("cannot take a request: the engine failed: {message}")]
     Failed {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
     /// No model is ready.
     #[error("cannot take a request: the engine is {phase}")]
     NotReady {
-        /// What the engine is doing instead.
+        /// The current phase of the engine.
         phase: &'static str,
     },
     /// The prompt or a setting cannot be used.
@@ -246,7 +246,7 @@ pub enum SubmitError {
     },
 }
 
-/// Why a request that was taken got no (complete) answer.
+/// Reason why an accepted request got no (complete) answer.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum GenerateError {
     /// Its deadline passed.
@@ -255,25 +255,25 @@ pub enum GenerateError {
         /// Tokens generated until then.
         generated: Tokens,
     },
-    /// The engine broke down.
+    /// The engine failed.
     #[error("cannot go on with the answer: the engine failed: {message}")]
     EngineLost {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
-    /// The form of the answer is beyond what its grammar can be followed with.
+    /// The form of the answer exceeds the limits of its grammar engine.
     #[error("cannot go on with the answer: its form cannot be followed: {message}")]
     Form {
-        /// What the library said.
+        /// Message of the library.
         message: String,
     },
     /// The process that computes grammars was lost.
     #[error("cannot go on with the answer: the text helper failed: {message}")]
     HelperLost {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
-    /// The KV cache filled up before the prompt was in it, because capacity was taken away meanwhile.
+    /// The KV cache filled up before the whole prompt was in it, because capacity was reclaimed meanwhile.
     #[error(
         "cannot take in the prompt: {position} of {tokens} tokens fill the KV capacity of {capacity} tokens"
     )]
@@ -282,16 +282,16 @@ pub enum GenerateError {
         position: Tokens,
         /// Tokens of the prompt.
         tokens: Tokens,
-        /// Present KV capacity.
+        /// Current KV capacity.
         capacity: Tokens,
     },
-    /// The model failed otherwise.
+    /// Another failure of the model.
     #[error("cannot compute the next token: {message}")]
     Model {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
-    /// The model computed something that is not a number.
+    /// The model computed a value that is not a number.
     #[error(
         "cannot choose the token at position {position}: the model computed values that are not finite"
     )]
@@ -299,14 +299,14 @@ pub enum GenerateError {
         /// Position in the sequence.
         position: u32,
     },
-    /// The prompt would fit the model, but not the KV capacity that the engine has now.
+    /// The prompt fits the model, but not the current KV capacity.
     #[error(
         "cannot take a prompt of {tokens} tokens: the present KV capacity is {capacity} of {limit} tokens"
     )]
     PromptBeyondKv {
         /// Tokens of the prompt.
         tokens: Tokens,
-        /// Present KV capacity.
+        /// Current KV capacity.
         capacity: Tokens,
         /// The longest context of the model.
         limit: Tokens,

@@ -1,9 +1,9 @@
-//! The header of a GGUF file: metadata and where each tensor lies.
+//! GGUF headers: metadata and the positions of tensors.
 //!
-//! Read by a parser of our own instead of candle's `gguf_file::Content`, for three reasons: candle keeps each array
-//! element as a 32-byte enum plus a heap string (some 50 MB for a vocabulary of 248 000, where this keeps 9 MB); a
-//! header of a few MB can make it allocate gigabytes; and its errors name neither the tensor nor the type. Block sizes
-//! and types are candle's `GgmlDType`, and a test compares both readers on the same file.
+//! A parser of our own replaces candle's `gguf_file::Content` for three reasons: candle stores each array element as a
+//! 32-byte enum plus a heap string (some 50 MB for a vocabulary of 248 000, against 9 MB here); a header of a few MB
+//! can make it allocate gigabytes; and its errors name neither the tensor nor the type. Block sizes and types are
+//! candle's `GgmlDType`, and a test compares both readers on the same file.
 
 mod dialect;
 mod header;

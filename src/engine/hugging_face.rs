@@ -1,7 +1,7 @@
-//! Shapes of models from the `config.json` of a Hugging Face repository.
+//! Model shapes from the `config.json` of a Hugging Face repository.
 //!
-//! The engine computes from GGUF files. What such a file would occupy follows from the shape and from the type of its
-//! weights, so that a model can be planned for before it is converted or downloaded.
+//! The engine computes from GGUF files. The memory of such a file follows from the shape and the types of its weights,
+//! so that a model can be planned before it is converted or downloaded.
 
 use std::{
     fs::File,
@@ -24,33 +24,33 @@ use super::{
 };
 use cotenant_units::Bytes;
 
-/// Why the shape of a model cannot be taken from its `config.json`.
+/// Error of reading a model's shape from its `config.json`.
 #[derive(Debug, thiserror::Error)]
 #[error("cannot take the shape of a model from `{path}`")]
 pub struct ConfigJsonError {
     /// The file.
     pub path: PathBuf,
-    /// Why.
+    /// The cause.
     #[source]
     pub kind: ConfigJsonErrorKind,
 }
 
-/// What is wrong with a `config.json`.
+/// Fault of a `config.json`.
 #[derive(Debug, thiserror::Error)]
 pub enum ConfigJsonErrorKind {
     /// It cannot be read.
     #[error(transparent)]
     Read(#[from] io::Error),
-    /// It is too long for what it should be.
+    /// It is implausibly long.
     #[error("it has more than {limit}")]
     TooLong {
-        /// The most that is read.
+        /// The length limit.
         limit: Bytes,
     },
     /// It is not JSON.
     #[error("it is not JSON")]
     Json(#[source] serde_json::Error),
-    /// The engine has no such family.
+    /// The engine does not support the family.
     #[error("`model_type` is `{found}`; known are gemma3, llama, phi3, qwen2, qwen3 and qwen3_5")]
     Family {
         /// The family.
@@ -61,9 +61,9 @@ pub enum ConfigJsonErrorKind {
     Dimension {
         /// The key.
         key: &'static str,
-        /// The value, or that it is missing.
+        /// The value, or the text for a missing one.
         value: String,
-        /// What it may be.
+        /// The accepted range.
         limit: String,
     },
 }
@@ -71,7 +71,7 @@ pub enum ConfigJsonErrorKind {
 /// Reads the shape of a model from its `config.json`, for weights of these types.
 ///
 /// # Errors
-/// When the file cannot be read, or is of a family that the engine does not know.
+/// The file cannot be read, or its family is not supported.
 pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, ConfigJsonError> {
     let error = |kind| ConfigJsonError {
         path: path.to_owned(),
@@ -87,10 +87,10 @@ pub fn read_config_json(path: &Path, types: TypeMix) -> Result<Synthetic, Config
     shape_of(&text, types).map_err(error)
 }
 
-/// What a model of this shape would occupy, without weights and without a file.
+/// Memory of a model of this shape, without weights and without a file.
 ///
 /// # Errors
-/// When the engine could not compute with it, or there is no memory for its header.
+/// The engine does not support it, or there is no memory for its header.
 pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, LoadError> {
     let failed = |source: io::Error| {
         let kind = LoadErrorKind::Allocate {
@@ -110,8 +110,8 @@ pub fn inspect_shape(model: &Synthetic, threads: usize) -> Result<Inspected, Loa
     Engine::inspect_with(&path, None, threads)
 }
 
-/// The tensors of `*.safetensors` beside `config`, by what they are for, from their headers. Files that cannot be read, or
-/// whose header lists more than the file has, are left out.
+/// The tensors of `*.safetensors` next to `config`, grouped by purpose, from their headers. Unreadable files, and
+/// headers that list more than the file contains, are skipped.
 #[must_use]
 pub fn safetensors_beside(config: &Path) -> Vec<TensorGroup> {
     let folder = config.parent().unwrap_or(Path::new("."));
@@ -136,7 +136,7 @@ pub fn safetensors_beside(config: &Path) -> Vec<TensorGroup> {
     TensorGroup::of_safetensors(&tensors)
 }
 
-/// The tensors that the header of a safetensors file lists; no more than the file has.
+/// The tensors listed by the header of a safetensors file, if they fit the file.
 fn safetensors_of(path: &Path) -> Option<Vec<NamedTensor>> {
     #[derive(Deserialize)]
     struct Tensor {
@@ -178,7 +178,7 @@ fn safetensors_of(path: &Path) -> Option<Vec<NamedTensor>> {
 
 fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind> {
     let whole: Value = serde_json::from_str(text).map_err(ConfigJsonErrorKind::Json)?;
-    // Models that see have the part that speaks in a section of its own.
+    // Vision models keep the text model in a section of its own.
     let config = whole
         .get("text_config")
         .filter(|part| part.is_object())
@@ -232,7 +232,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
         },
         rotary_base: 10_000.0,
         windows: match architecture {
-            // What the library has where a file leaves it out.
+            // Defaults of the library for keys missing from the file.
             Architecture::Gemma3 => (
                 read.optional("sliding_window", 1 << 24)?.unwrap_or(4096),
                 read.pattern()?,
@@ -247,7 +247,7 @@ fn shape_of(text: &str, types: TypeMix) -> Result<Synthetic, ConfigJsonErrorKind
             .or_else(|| whole.get("tie_word_embeddings"))
         {
             Some(tied) => tied.as_bool().unwrap_or(false),
-            // The library's own default, which Gemma's files rely on.
+            // The library's own default, on which Gemma's files rely.
             None => architecture == Architecture::Gemma3,
         },
         nextn: 0,
@@ -265,7 +265,7 @@ fn rotated(head_dim: u32, part: f64) -> u32 {
     (f64::from(head_dim) * part) as u32
 }
 
-/// Whole numbers of a configuration.
+/// Integers of a configuration.
 struct Dimensions<'a>(&'a Value);
 
 impl Dimensions<'_> {
@@ -274,7 +274,7 @@ impl Dimensions<'_> {
             .ok_or_else(|| wrong(key, "missing".to_owned(), most))
     }
 
-    /// That every so-manyth layer sees all tokens, by a number or by the kinds of the layers.
+    /// Interval of layers that see all tokens, from a number or from the kinds of layers.
     fn pattern(&self) -> Result<u32, ConfigJsonErrorKind> {
         let kinds = self.0.get("layer_types").and_then(Value::as_array);
         let first = kinds.and_then(|kinds| {
@@ -369,8 +369,8 @@ mod tests {
         );
     }
 
-    /// Published as 64 KiB for each token: 8 of 32 layers attend with 4 KV heads of 256 elements, so that is with 4 bytes
-    /// for each element. Kept as f16 it is half of that; were all 32 layers to attend, it would be 128 KiB.
+    /// Published as 64 KiB per token: 8 of 32 layers attend with 4 KV heads of 256 elements, which implies 4 bytes per
+    /// element. As f16 it is half of that; if all 32 layers attended, it would be 128 KiB.
     #[test]
     fn a_token_of_qwen3_5_4b_has_16_ki_elements_of_kv() {
         let shape = inspect(QWEN3_5_4B).shape;
@@ -380,7 +380,7 @@ mod tests {
             shape.kv.bytes_per_token(KvType::F16).get() / 2 * 4,
             Bytes::from_kib(64).get()
         );
-        // 24 recurrent layers of 32 heads of 128 × 128, and what the convolution remembers.
+        // 24 recurrent layers of 32 heads of 128 × 128, and the convolution's state.
         assert!(
             (Bytes::from_mib(48)..Bytes::from_mib(52)).contains(&shape.state_bytes),
             "{}",
@@ -388,7 +388,8 @@ mod tests {
         );
     }
 
-    /// 5 of 34 layers keep all tokens: 20 KiB for each; the others 116 KiB for the last 1024 and those that attend together.
+    /// 5 of 34 layers keep all tokens: 20 KiB per token; the others 116 KiB for the last 1024 and those attending
+    /// together.
     #[test]
     fn the_kv_cache_of_gemma_3_4b_at_131072_tokens_has_2_7_gib() {
         let kv = inspect(GEMMA_3_4B).shape.kv;

@@ -1,8 +1,8 @@
-//! Jinja as Python's jinja2 renders it for transformers.
+//! Jinja rendering compatible with Python's jinja2 as used by transformers.
 //!
-//! minijinja is the engine; what is different here is what models see the difference of: lists, maps and constants print as
-//! Python prints them, `tojson` is `json.dumps`, the length of what is not defined is 0, and a template may refuse a
-//! conversation by `raise_exception`. Noncharacters (U+FDD0 and following) are printed as they are wherever they stand, since
+//! minijinja is the template engine; the differences visible to models are implemented here: lists, maps and constants
+//! print as in Python, `tojson` is `json.dumps`, an undefined value has length 0, and a template may refuse a
+//! conversation by `raise_exception`. Noncharacters (U+FDD0 and following) print verbatim everywhere, since
 //! [`chat`](super::chat) marks texts with them.
 
 use std::{borrow::Cow, error::Error as _, fmt::Write as _};
@@ -18,18 +18,18 @@ pub(super) struct Template {
     environment: Environment<'static>,
 }
 
-/// Why a template cannot be compiled or rendered.
+/// Error of compiling or rendering a template.
 #[derive(Debug, PartialEq, Eq, thiserror::Error)]
 pub(super) enum TemplateError {
-    /// It is no valid Jinja, or failed.
+    /// Invalid Jinja, or a failure while rendering.
     #[error("{0}")]
     Failed(String),
-    /// It refuses what it is given, in these words.
+    /// The template refused its input, with this message.
     #[error("{0}")]
     Refused(String),
 }
 
-/// What `raise_exception` raises.
+/// Error raised by `raise_exception`.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
 struct Raised(String);
@@ -66,7 +66,7 @@ impl Template {
         Ok(Self { environment })
     }
 
-    /// Its text of a context.
+    /// Renders it for a context.
     pub(super) fn render(&self, context: &impl Serialize) -> Result<String, TemplateError> {
         let rendered = self
             .environment
@@ -85,7 +85,7 @@ impl Template {
     }
 }
 
-/// Tags that mark the model's own words for training; what stands between them is rendered as it is.
+/// Removes the tags that mark the model's own words for training, keeping the text between them.
 fn without_generation_tags(source: &str) -> Cow<'_, str> {
     let mut rest = source;
     let mut out = String::new();
@@ -129,7 +129,7 @@ fn text_of(value: &Value) -> String {
     }
 }
 
-/// The length of a text, list or map; 0 of what is not defined.
+/// The length of a text, list or map; 0 if undefined.
 fn length(value: &Value) -> Result<usize, Error> {
     if value.is_undefined() {
         return Ok(0);
@@ -140,7 +140,7 @@ fn length(value: &Value) -> Result<usize, Error> {
     }
 }
 
-/// Python's `json.dumps`, with the defaults that transformers gives it.
+/// Python's `json.dumps`, with the defaults of transformers.
 #[expect(
     clippy::needless_pass_by_value,
     reason = "minijinja hands options over"
@@ -161,7 +161,7 @@ fn to_json(value: &Value, options: Kwargs) -> Result<String, Error> {
     Ok(out)
 }
 
-/// How a value is printed.
+/// Output style of a value.
 #[derive(Clone, Copy)]
 enum Style<'options> {
     Json(&'options Json),
@@ -232,7 +232,7 @@ fn print(value: &Value, style: Style<'_>, out: &mut String, depth: usize) {
             Ok(number) => float(number, is_json, out),
             Err(_) => write!(out, "{value}").unwrap_or_default(),
         },
-        // A text cannot fail to grow.
+        // Writing to a `String` never fails.
         _ => write!(out, "{value}").unwrap_or_default(),
     }
 }
@@ -271,7 +271,7 @@ fn list(
     out.push(close);
 }
 
-/// Python's `repr` of a number with a fraction, and JSON's, which has other words for what is none.
+/// A float as by Python's `repr`, or as JSON, which spells non-finite numbers differently.
 fn float(number: f64, is_json: bool, out: &mut String) {
     let text = match (number, is_json) {
         (number, true) if number.is_nan() => "NaN".to_owned(),
@@ -281,7 +281,7 @@ fn float(number: f64, is_json: bool, out: &mut String) {
         }
         _ => format!("{number:?}"),
     };
-    // Python writes exponents with a sign and two digits at least.
+    // Python writes exponents with a sign and at least two digits.
     match text.split_once('e') {
         Some((digits, exponent)) => {
             let (sign, exponent) = exponent
@@ -334,14 +334,14 @@ fn quote(text: &str, style: Style<'_>, out: &mut String) {
     out.push(mark);
 }
 
-/// Whether Python's `repr` escapes it: what has no glyph, and every space but the common one.
+/// Whether Python's `repr` escapes it: characters without a glyph, and every space except U+0020.
 fn is_hidden(character: char) -> bool {
     character.is_control()
         || (character.is_whitespace() && character != ' ')
         || matches!(character, '\u{ad}' | '\u{200b}'..='\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2060}'..='\u{206f}' | '\u{feff}' | '\u{e000}'..='\u{f8ff}')
 }
 
-/// Dates for templates that tell the model today's, in UTC.
+/// Current dates for templates, in UTC.
 mod date {
     use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -371,7 +371,7 @@ mod date {
         "Wednesday",
     ];
 
-    /// The present time in a format of `strftime`.
+    /// The current time in a format of `strftime`.
     pub(super) fn now(format: &str) -> Result<String, Error> {
         let now = SystemTime::now()
             .duration_since(UNIX_EPOCH)
@@ -463,7 +463,7 @@ mod tests {
         Template::new(source).unwrap().render(context).unwrap()
     }
 
-    /// Each beside what Python 3.12 with jinja2 3.1.6 prints.
+    /// Each value next to the output of Python 3.12 with jinja2 3.1.6.
     #[test]
     fn values_print_as_in_python() {
         for (source, printed) in [

@@ -1,4 +1,4 @@
-//! The LLM in this process: layers resident or streamed, a KV capacity that shrinks and grows.
+//! The LLM in this process: resident or streamed layers, and a resizable KV capacity.
 //!
 //! ```text
 //!  GGUF file ──header──► gguf ──► shape (what each piece occupies) ──► policy plans
@@ -9,8 +9,8 @@
 //!                                                  kv blocks, recurrent state, workspace
 //! ```
 //!
-//! Everything that is large lives in a mapping of its own ([`arena`]), so that giving it back is one `munmap` that the
-//! kernel confirms, and everything held is listed by [`Model::breakdown`].
+//! Every large piece of memory is a separate mapping ([`arena`]), so that one `munmap`, confirmed by the kernel,
+//! returns it, and [`Model::breakdown`] lists everything held.
 
 pub mod answer;
 pub mod arena;

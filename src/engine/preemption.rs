@@ -1,12 +1,12 @@
 //! Preemption points in the forward pass.
 //!
-//! A layer of a prompt's chunk takes long: 50 ms of a model of four billion weights, and several times that beside others.
-//! So products, attention and the delta rule are cut into slices that take about 5 ms, and between two of them no
-//! weight is being read: a plan that waits is put into force at once, also with the part whose product is half made. A
-//! product goes on with the piece behind the last one, from memory or from the file.
+//! One layer of a prefill chunk takes long: 50 ms for a model of four billion weights, and several times that under
+//! contention. Products, attention and the delta rule are therefore cut into slices of about 5 ms, and between two
+//! slices no weight is being read: a pending plan is applied at once, even to the part whose product is incomplete. The
+//! product resumes with the next piece, from memory or from the file.
 //!
-//! A device executes later what is queued. It is given as much work ahead as one slice, so that it never waits for the host, and
-//! a plan waits for no more than that.
+//! A device executes queued work later. One slice is queued ahead, so that the device never waits for the host, and a
+//! plan waits for at most one slice.
 
 use std::time::{Duration, Instant};
 
@@ -16,39 +16,41 @@ use super::{
 };
 use cotenant_policy::residency::EnginePlan;
 
-/// What a checkpoint wants.
+/// Response of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Flow {
-    /// Put this plan into force now, then go on. A smaller prefill chunk takes effect with the next chunk; a larger one
-    /// is not taken in the middle of a pass, and the report says so.
+    /// Apply this plan now, then continue. A smaller prefill chunk takes effect with the next chunk; a larger one is
+    /// refused in the middle of a pass, and the report says so.
     Apply(EnginePlan),
-    /// Go on.
+    /// Continue.
     Continue,
-    /// Stop; the sequence waits for [`Model::recover`](super::Model::recover) or [`Model::reset`](super::Model::reset).
+    /// Stop; the sequence needs [`Model::recover`](super::Model::recover) or [`Model::reset`](super::Model::reset).
     Stop,
 }
 
-/// Polled within a pass, so that commands wait neither for a prompt nor for a layer; closures that return [`Flow`] are one.
+/// Polled within a pass, so that commands wait neither for a prompt nor for a layer; implemented by closures that
+/// return [`Flow`].
 pub trait Checkpoint {
-    /// What to do now: between two layers, and now and then while the disk is waited for.
+    /// The action to take now: called between layers, and periodically while waiting for the disk.
     fn poll(&mut self) -> Flow;
 
-    /// The same in the middle of a layer, some milliseconds after the last poll; where that is depends on the clock.
+    /// As [`Self::poll`], in the middle of a layer, some milliseconds after the last poll; the position depends on the
+    /// clock.
     fn poll_in_layer(&mut self) -> Flow {
         Flow::Continue
     }
 
-    /// Whether something else is wanted while a plan of [`Flow::Apply`] takes long to grow.
+    /// Whether another command is pending while a plan of [`Flow::Apply`] is still growing.
     fn wanted(&mut self) -> bool {
         false
     }
 
-    /// Notified how a plan of [`Flow::Apply`] went.
+    /// Called with the result of a plan of [`Flow::Apply`].
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         drop(result);
     }
 
-    /// Notified when the smaller chunk of a plan that came while a chunk was under way is in force, at the end of that.
+    /// Called when the smaller chunk of a plan received during a chunk takes effect, at the end of that chunk.
     fn rechunked(&mut self, report: ApplyReport) {
         drop(report);
     }
@@ -60,31 +62,31 @@ impl<F: FnMut() -> Flow> Checkpoint for F {
     }
 }
 
-/// Preemption points of one pass: the checkpoint and what it has asked for.
+/// Preemption points of one pass: the checkpoint and its requests.
 pub(super) struct Preemption<'pass> {
     checkpoint: &'pass mut dyn Checkpoint,
     pending: Option<EnginePlan>,
     stopped: bool,
     looked: Instant,
     pub(super) estimators: SliceEstimators,
-    /// The last slice that was queued whole, while it is not known to have been executed.
+    /// The last complete slice queued, until its execution is confirmed.
     ahead: Option<Slice>,
-    /// What was queued behind it.
+    /// Work queued after it.
     open: Option<Slice>,
 }
 
-/// Work that was queued and is not known to have been executed.
+/// Queued work whose execution is not yet confirmed.
 struct Slice {
-    /// How much of a slice it is by the estimators, in parts of [`WHOLE`].
+    /// Its share of a slice by the estimators, in parts of [`WHOLE`].
     share: u64,
     kinds: [bool; 4],
     /// Its end.
     fence: Fence,
-    /// When it began, or could have begun.
+    /// Its start, or earliest possible start.
     began: Instant,
 }
 
-/// Kinds of work, each with an estimator of its own.
+/// Kinds of work, each with its own estimator.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Work {
     Products,
@@ -98,14 +100,14 @@ impl Work {
     const ALL: [Self; 4] = [Self::Products, Self::Attention, Self::Delta, Self::Layers];
 }
 
-/// What a preemption point finds.
+/// Result at a preemption point.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Preempt {
-    /// Go on.
+    /// Continue.
     No,
-    /// A plan waits: pause where nothing is in use, and [`take`](Preemption::take) it.
+    /// A plan is pending: pause with nothing in use, and [`take`](Preemption::take) it.
     Pause,
-    /// The pass is not wanted any more.
+    /// The pass is cancelled.
     Stop,
 }
 
@@ -122,9 +124,9 @@ impl<'pass> Preemption<'pass> {
         }
     }
 
-    /// Notes that work was queued, from `began` on. Where it is executed later, this waits, as soon as it makes a slice, for the
-    /// slice before it: so one is under way and one is ahead, and a command is seen in time. The estimators learn how long work
-    /// takes to be executed.
+    /// Records work queued from `began` on. With deferred execution, once the work fills a slice, this waits for the
+    /// slice before it: one slice runs and one is queued, so commands are noticed in time. The estimators learn the
+    /// execution time.
     pub(super) fn queued(
         &mut self,
         backend: &mut dyn Backend,
@@ -168,17 +170,17 @@ impl<'pass> Preemption<'pass> {
         Ok(())
     }
 
-    /// The same for a layer of a single token.
+    /// As [`Self::queued`], for a layer of a single token.
     pub(super) fn layer_queued(&mut self, backend: &mut dyn Backend) -> Result<(), DeviceError> {
         self.queued(backend, Work::Layers, LAYER, Instant::now())
     }
 
-    /// Asks the checkpoint, at the end of a layer or while the disk is waited for.
+    /// Polls the checkpoint, at the end of a layer or while waiting for the disk.
     pub(super) fn check(&mut self) -> Preempt {
         self.ask(|checkpoint| checkpoint.poll())
     }
 
-    /// Asks it in the middle of a layer, when a slice's time has gone by since the last time.
+    /// Polls it in the middle of a layer, once a slice's time has passed since the last poll.
     pub(super) fn check_if_due(&mut self) -> Preempt {
         if self.looked.elapsed() >= self.estimators.slice {
             self.ask(|checkpoint| checkpoint.poll_in_layer())
@@ -205,30 +207,30 @@ impl<'pass> Preemption<'pass> {
         }
     }
 
-    /// The plan that waits.
+    /// The pending plan.
     pub(super) const fn take(&mut self) -> Option<EnginePlan> {
-        // Nothing is in flight when it is put into force, and the time which that takes says nothing of slices.
+        // Nothing is in flight when it is applied, and its duration is no sample of a slice.
         (self.ahead, self.open) = (None, None);
         self.pending.take()
     }
 
-    /// Whether something else is wanted than the plan under way.
+    /// Whether a command other than the current plan is pending.
     pub(super) fn wanted(&mut self) -> bool {
         self.checkpoint.wanted()
     }
 
-    /// Tells how a plan went.
+    /// Reports the result of a plan.
     pub(super) fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         self.checkpoint.applied(result);
     }
 
-    /// Tells that a smaller chunk has come into force.
+    /// Reports that a smaller chunk has taken effect.
     pub(super) fn rechunked(&mut self, report: ApplyReport) {
         self.checkpoint.rechunked(report);
     }
 }
 
-/// How much of each kind of work fits a slice, as learned from the slices before.
+/// Amount of each kind of work that fits a slice, learned from earlier slices.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SliceEstimators {
     pub(super) products: SliceEstimator,
@@ -244,7 +246,7 @@ impl SliceEstimators {
         Self::of(SLICE, WORK_FIRST)
     }
 
-    /// Slices as small as can be, and a look after each.
+    /// The smallest possible slices, with a poll after each.
     #[cfg(test)]
     pub(super) const fn finest() -> Self {
         Self::of(Duration::ZERO, 0)
@@ -271,7 +273,7 @@ impl SliceEstimators {
     }
 }
 
-/// How much of one kind of work fits a slice.
+/// Amount of one kind of work that fits a slice.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct SliceEstimator {
     /// In multiplications.
@@ -280,43 +282,42 @@ pub(super) struct SliceEstimator {
 }
 
 impl SliceEstimator {
-    /// How much to do before looking again, in multiplications.
+    /// Work until the next poll, in multiplications.
     pub(super) const fn work(self) -> u64 {
         self.work
     }
 
-    /// How many rows of so much work each to do before looking again; at least one.
+    /// Rows of this much work each until the next poll; at least one.
     pub(super) fn rows(self, work_of_row: u64) -> usize {
         usize::try_from(self.work / work_of_row.max(1)).map_or(usize::MAX, |rows| rows.max(1))
     }
 
-    /// Learns from a slice. What it says is followed by halves and doubles, for a single slice may have been held up by
-    /// others.
+    /// Learns from a slice. The estimate moves by at most a factor of two, because contention may have delayed a single
+    /// slice.
     pub(super) fn learn(&mut self, work: u64, took: Duration) {
         let fits = u128::from(work) * self.slice.as_nanos() / took.as_nanos().max(1);
         let fits = u64::try_from(fits).unwrap_or(u64::MAX).min(WORK_MAX);
-        // A small slice says that less than it fits, and not that no more would.
+        // A small slice is a lower bound of the fitting work.
         if work >= self.work || fits < self.work {
             self.work = fits.clamp(self.work / 2, self.work.saturating_mul(2));
         }
     }
 }
 
-/// Our choice: a tenth of the 50 ms in which an order is to be seen. Threads wait for each other once in a slice, for 0.1 ms
-/// at most.
+/// Our choice: a tenth of the 50 ms within which a command must be noticed. Threads synchronise once per slice, for at
+/// most 0.1 ms.
 const SLICE: Duration = Duration::from_millis(5);
 
-/// Before anything was learned: 30 ms where a thread makes two multiplications in a nanosecond, as one without vector
-/// instructions does.
+/// Initial estimate: 30 ms at two multiplications per nanosecond and thread, the rate without vector instructions.
 const WORK_FIRST: u64 = 1 << 26;
 
-/// A slice.
+/// Parts of a slice.
 const WHOLE: u64 = 1024;
 
-/// What a layer of a single token counts for: eight of them before anything was learned.
+/// Weight of a layer of a single token: initially eight make a slice.
 const LAYER: u64 = WORK_FIRST / 8;
 
-/// More is no slice of any processor.
+/// Beyond the capacity of any processor.
 const WORK_MAX: u64 = 1 << 40;
 
 #[cfg(test)]

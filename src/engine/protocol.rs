@@ -1,4 +1,4 @@
-//! Commands, events, results and errors that cross to and from the engine's thread.
+//! Protocol of the engine's thread: commands, events, results and errors.
 
 use std::{
     path::PathBuf,
@@ -26,15 +26,16 @@ use cotenant_units::{Bytes, Tokens};
 /// Settings of the engine's thread.
 #[derive(Clone, Debug)]
 pub struct EngineOptions {
-    /// Requests that may wait. Default 16, at least 1.
+    /// Limit of waiting requests. Default 16, at least 1.
     pub queue_limit: usize,
-    /// Events that a requester may leave unread before deltas are merged. Default 32.
+    /// Unread events of a requester before deltas are merged. Default 32.
     pub stream_buffer: usize,
-    /// How long a requester may read nothing, with its buffer full, before its request is cancelled. Default 10 s.
+    /// Time for which a requester may read nothing, with its buffer full, before its request is cancelled. Default 10
+    /// s.
     pub unread_limit: Duration,
-    /// Answers that are computed together, where the model can do that. Default: as many as it can.
+    /// Number of answers computed together, if the model supports it. Default: the model's maximum.
     pub answers_max: usize,
-    /// Whether tokens are drafted from what was said before. Default: they are.
+    /// Whether tokens are drafted from earlier text. Default: enabled.
     pub drafts: bool,
     /// File in which conversations are kept from the end of one run to the start of the next. Default: none.
     pub conversations: Option<PathBuf>,
@@ -53,56 +54,56 @@ impl Default for EngineOptions {
     }
 }
 
-/// What the engine tells the daemon, through the one bounded sink it was started with.
+/// Reports of the engine to the daemon, through the single bounded sink passed at its start.
 ///
-/// Those that answer a command, and `Failed` and `Stopped`, wait until the sink has room; `RequestStarted`,
-/// `RequestFinished` and `CapacityWanted` are dropped and counted when it has none. Answers go on meanwhile.
+/// Replies to a command, `Failed` and `Stopped` wait until the sink has room; `RequestStarted`, `RequestFinished` and
+/// `CapacityWanted` are dropped and counted if it has none. Answers continue meanwhile.
 #[derive(Debug)]
 pub enum EngineEvent {
-    /// A plan is in force; the bytes it gave back are back.
+    /// A plan is in force; the memory it released has been returned.
     Applied {
-        /// Which plan.
+        /// Revision of the plan.
         revision: u64,
-        /// What was done, and what was not possible.
+        /// Completed and refused parts.
         report: ApplyReport,
-        /// What the engine holds now; `None` when the plan was taken in the middle of a prompt, where the snapshot
-        /// shows it a little later.
+        /// The engine's memory now; `None` if the plan was applied in the middle of a prompt, where the snapshot
+        /// contains it slightly later.
         breakdown: Option<Arc<Breakdown>>,
     },
-    /// A plan could not be put in force. What was done of it until then stays done, and the snapshot says what is in force:
-    /// a little later when the plan was taken in the middle of a prompt.
+    /// A plan could not be applied. Completed parts persist, and the snapshot contains the plan in force: slightly
+    /// later if the plan was applied in the middle of a prompt.
     ApplyFailed {
-        /// Which plan.
+        /// Revision of the plan.
         revision: u64,
-        /// Why.
+        /// The cause.
         error: ApplyFailure,
     },
-    /// What the engine and the disk can do, measured after the load.
+    /// Capabilities of the engine and the disk, measured after the load.
     Calibrated {
-        /// It.
+        /// The measurements.
         calibration: Calibration,
     },
-    /// Weights that were given up for a moment, to measure, could not be had again: less is in force than was asked for.
+    /// Weights released temporarily for a measurement could not be reallocated: less is in force than requested.
     Receded {
-        /// What is in force now.
+        /// The plan in force.
         plan: Arc<EnginePlan>,
-        /// What the engine holds now.
+        /// The engine's memory now.
         breakdown: Arc<Breakdown>,
-        /// Why.
+        /// The cause.
         message: String,
     },
-    /// The smaller prefill chunk of a plan that came while a chunk was under way is in force, for that has ended.
+    /// The smaller prefill chunk of a plan received during a chunk is in force after the end of that chunk.
     Rechunked {
-        /// What came of it.
+        /// Result of the change.
         report: ApplyReport,
     },
-    /// The thread broke down; every request has been answered, and `Stopped` follows.
+    /// The thread failed; every request has been answered, and `Stopped` follows.
     Failed {
-        /// What happened.
+        /// Description of the failure.
         message: String,
-        /// What loading the model again needs.
+        /// Condition for loading the model again.
         cure: Cure,
-        /// What reads that hang keep of its model: nothing is loaded before they have returned.
+        /// Memory of its model kept by hanging reads: nothing is loaded before they have returned.
         hung: Option<Retained>,
     },
     /// A model could not be loaded; another may be tried.
@@ -111,47 +112,47 @@ pub enum EngineEvent {
         path: PathBuf,
         /// The error and its causes.
         message: String,
-        /// The remedy, where there is one.
+        /// The remedy, if there is one.
         hint: Option<&'static str>,
-        /// What loading it again needs.
+        /// Condition for loading it again.
         cure: Cure,
-        /// What reads that hang keep, where the disk does not answer: nothing is loaded before they have returned.
+        /// Memory kept by hanging reads, if the disk does not respond: nothing is loaded before they have returned.
         hung: Option<Retained>,
     },
     /// A model is loaded.
     Ready {
-        /// What computes it, for people.
+        /// The compute backend, for display.
         backend: String,
-        /// Its memory, piece by piece.
+        /// Its memory layout.
         shape: Arc<ModelShape>,
-        /// What is in force.
+        /// The plan in force.
         plan: Arc<EnginePlan>,
-        /// Why that is less than what was asked for.
+        /// Why that is less than requested.
         refused: Option<String>,
-        /// What the engine holds now.
+        /// The engine's memory now.
         breakdown: Arc<Breakdown>,
     },
-    /// The running answer comes to the end of the KV capacity, or waits there.
+    /// The running answer approaches the end of the KV capacity, or waits there.
     CapacityWanted {
-        /// The capacity with which it goes on for a while.
+        /// The capacity with which it continues for a while.
         needed: Tokens,
-        /// What it may come to.
+        /// Its largest possible capacity.
         wanted: Tokens,
-        /// Whose it is, where that is known.
+        /// Its client, if known.
         client: Option<Arc<str>>,
     },
-    /// A request ended, in whatever way.
+    /// A request ended.
     RequestFinished {
         /// Its name.
         id: RequestId,
-        /// How it ended.
+        /// Result of the request.
         outcome: Result<FinishReason, GenerateError>,
-        /// What it took.
+        /// Resources it took.
         usage: Usage,
         /// From submission to the start.
         waited: Duration,
-        /// From the start to the first token; `None` if there was none, or where others were answered meanwhile, or tokens took no
-        /// pass of their own: it says nothing of the time for a token then.
+        /// From the start to the first token; `None` if there was none, or if other answers or forced tokens
+        /// interfered: it is then no measure of the time per token.
         prompt_took: Option<Duration>,
         /// From the start to the end.
         took: Duration,
@@ -165,11 +166,11 @@ pub enum EngineEvent {
         /// From submission to the start.
         waited: Duration,
     },
-    /// The thread ended; the engine holds nothing any more. Nothing follows.
+    /// The thread ended; the engine holds no memory any more. Nothing follows.
     Stopped,
 }
 
-/// Why a plan could not be put in force.
+/// Reason why a plan could not be applied.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum ApplyFailure {
     /// The model refused it.
@@ -184,7 +185,7 @@ pub enum ApplyFailure {
     /// The engine is stopping.
     #[error("cannot apply the plan: the engine is stopping")]
     Stopping,
-    /// A later plan came before this one's turn.
+    /// A later plan arrived before this one's turn.
     #[error("cannot apply the plan: revision {by} came before its turn")]
     Superseded {
         /// The later plan.
@@ -193,7 +194,7 @@ pub enum ApplyFailure {
 }
 
 impl ApplyFailure {
-    /// The failure that a model's error amounts to.
+    /// The failure that corresponds to a model's error.
     pub(super) fn of(error: &ApplyError) -> Self {
         Self::Model {
             message: in_one_line(error),
@@ -201,32 +202,32 @@ impl ApplyFailure {
     }
 }
 
-/// What the engine is doing.
+/// Phase of the engine.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub enum EnginePhase {
-    /// It finishes what it has and takes nothing more.
+    /// It completes its current requests and accepts no more.
     Draining,
-    /// No model was asked for yet, or loading it failed.
+    /// No model was requested yet, or loading it failed.
     #[default]
     Empty,
-    /// It broke down.
+    /// It failed.
     Failed {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
-    /// A model is being loaded.
+    /// A model is loading.
     Loading {
         /// The file.
         path: PathBuf,
     },
-    /// It answers requests.
+    /// It serves requests.
     Ready,
     /// Its thread ended.
     Stopped,
 }
 
 impl EnginePhase {
-    /// One word for messages.
+    /// A single word for messages.
     #[must_use]
     pub const fn word(&self) -> &'static str {
         match self {
@@ -240,26 +241,26 @@ impl EnginePhase {
     }
 }
 
-/// The request that is being answered.
+/// A request being answered.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RunningRequest {
     /// Its name.
     pub id: RequestId,
     /// Its class.
     pub class: Class,
-    /// Who asks, where that is known.
+    /// Its client, if known.
     pub client: Option<Arc<str>>,
     /// Tokens of its prompt.
     pub prompt_tokens: Tokens,
-    /// Tokens that prompt and answer may come to.
+    /// Largest number of tokens of prompt and answer.
     pub most: Tokens,
-    /// Those of them that were in the KV cache already.
+    /// Prompt tokens that were already in the KV cache.
     pub cached: Tokens,
     /// Tokens generated so far.
     pub generated: Tokens,
-    /// Tokens of its context that may be dropped, the oldest.
+    /// Oldest tokens of its context that may be dropped.
     pub droppable: Tokens,
-    /// Tokens of its context that were.
+    /// Tokens of its context that were dropped.
     pub dropped: Tokens,
 }
 
@@ -270,7 +271,7 @@ pub struct WaitingRequest {
     pub id: RequestId,
     /// Its class.
     pub class: Class,
-    /// Who asks, where that is known.
+    /// Its client, if known.
     pub client: Option<Arc<str>>,
     /// Tokens of its prompt.
     pub prompt_tokens: Tokens,
@@ -278,67 +279,66 @@ pub struct WaitingRequest {
     pub waited: Duration,
 }
 
-/// The state of the engine as operators, metrics and tests see it. Published after every token and command;
-/// [`Default`] is the one before anything happened.
+/// The state of the engine for operators, metrics and tests. Published after every token and command; [`Default`] is
+/// the initial one.
 #[derive(Clone, Debug, Default)]
 pub struct EngineSnapshot {
-    /// What it is doing.
+    /// Its phase.
     pub phase: EnginePhase,
     /// The loaded model.
     pub shape: Option<Arc<ModelShape>>,
     /// The plan in force.
     pub plan: Option<Arc<EnginePlan>>,
-    /// The revision of the plan in force; `None` for the one it was loaded with.
+    /// The revision of the plan in force; `None` for the plan of the load.
     pub revision: Option<u64>,
-    /// What it holds in all, as of the last load or plan.
+    /// Its total memory, as of the last load or plan.
     pub held: Option<Bytes>,
-    /// How much of that is still untouched, so that it takes no memory.
+    /// Untouched, and therefore not resident, part of that.
     pub untouched: Bytes,
-    /// What it holds, as of the last load, plan or request.
+    /// Its memory by kind, as of the last load, plan or request.
     pub breakdown: Option<Arc<Breakdown>>,
-    /// The requests that are being answered, in the order in which they began.
+    /// The requests being answered, in the order of their starts.
     pub running: Vec<RunningRequest>,
-    /// How many may be answered together.
+    /// Largest number of concurrent answers.
     pub answers_max: usize,
-    /// The last request that was answered, of which the KV cache keeps what [`Self::position`] says while nothing runs.
+    /// The last answered request, of which the KV cache keeps [`Self::position`] tokens while nothing runs.
     pub last: Option<RunningRequest>,
-    /// The conversations that are kept beside these.
+    /// The conversations kept besides these.
     pub kept: Arc<[Kept]>,
-    /// Tokens in the KV cache: of the running answers, what several have in common counted once; else of the last one.
+    /// Tokens in the KV cache: of the running answers, with shared tokens counted once; otherwise of the last one.
     pub position: Tokens,
     /// Requests waiting.
     pub queued: usize,
-    /// Requests ended, in whatever way.
+    /// Requests ended so far.
     pub requests_finished: u64,
-    /// Prompt tokens computed since the start; cached ones do not count.
+    /// Prompt tokens computed since the start, without cached ones.
     pub tokens_prefilled: u64,
     /// Tokens generated since the start.
     pub tokens_generated: u64,
     /// Tokens drafted since the start.
     pub tokens_drafted: u64,
-    /// How many of them were right.
+    /// Accepted drafted tokens.
     pub drafts_accepted: u64,
     /// Rate of generation in the running answer, or the last one.
     pub tokens_per_second: f64,
-    /// Rate at which the last prompt was taken in; 0 while it is not known, which it is not after a change of plan.
+    /// Prefill rate of the last prompt; 0 while unknown, as after a change of plan.
     pub prefill_per_second: f64,
-    /// How long answers took lately, from their start; zero before the first.
+    /// Recent duration of answers from their start; zero before the first.
     pub answer_takes: Duration,
     /// When the first of the running answers began.
     pub running_since: Option<Instant>,
-    /// The longest time, while working, in which no command could be taken.
+    /// The longest working time without accepting commands.
     pub command_gap_max: Duration,
-    /// Events that found no room in the sink.
+    /// Events dropped by the full sink.
     pub events_dropped: u64,
 }
 
 impl EngineSnapshot {
-    /// How long an answer would take to begin, as far as that is known: what is before it in the queue, and its own
-    /// prompt.
+    /// Estimated time until an answer begins: the requests before it in the queue, and its own prompt.
     #[must_use]
     pub fn begins_after(&self, prompt: Tokens, now: Instant) -> Duration {
         let together = self.answers_max.max(1);
-        // It begins beside those that run.
+        // It starts concurrently with the running ones.
         let is_next = self.running.len() + self.queued < together;
         let running = self.running_since.filter(|_| !is_next);
         let running = running.map_or(Duration::ZERO, |since| {
@@ -353,61 +353,61 @@ impl EngineSnapshot {
             Duration::try_from_secs_f64(f64::from(prompt.get()) / self.prefill_per_second)
                 .unwrap_or(Duration::MAX)
         } else {
-            // Unknown is not slow.
+            // Without an estimate, assume no delay.
             Duration::ZERO
         };
         running.saturating_add(before).saturating_add(prefill)
     }
 }
 
-/// What the thread is asked to do between two tokens.
+/// Command to the thread, executed between two tokens.
 #[derive(Debug)]
 pub(super) enum Command {
     /// Load a model.
     Load {
         /// The file.
         path: PathBuf,
-        /// What it should hold at first.
+        /// Its initial plan.
         plan: EnginePlan,
     },
-    /// Change what the model holds.
+    /// Apply a plan.
     Apply {
-        /// Which plan.
+        /// Revision of the plan.
         revision: u64,
         /// The plan.
         plan: EnginePlan,
     },
 }
 
-/// What the header of a model's file tells.
+/// Contents of a model file's header.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Inspected {
-    /// What the model occupies piece by piece.
+    /// The model's memory layout.
     pub shape: ModelShape,
-    /// How much of what is fixed the tokenizer takes, with the process that computes grammars and chat templates.
+    /// The tokenizer's share of the fixed memory, including the process for grammars and chat templates.
     pub text: Bytes,
-    /// What the file has beside the text model, with its size: it stays there.
+    /// Contents of the file besides the text model, with their sizes: they are not loaded.
     pub unused: Vec<String>,
-    /// How chats are written where the file has no chat template, as a sentence goes on.
+    /// Chat format if the file has no chat template, as the end of a sentence.
     pub without_template: Option<&'static str>,
-    /// The tensors of the file, by what they are for.
+    /// The tensors of the file, grouped by purpose.
     pub tensors: Vec<TensorGroup>,
-    /// Length of the file, of all its parts together.
+    /// Length of the file, of all parts together.
     pub file_bytes: Bytes,
 }
 
-/// The model for which the next plan to load by was made, as it was inspected: a file that holds another one by then is not
-/// loaded by it. Any model, while nothing is set.
+/// The inspected model for which the next load's plan was made: a file that contains another model by then is not
+/// loaded with it. Any model, while unset.
 #[derive(Clone, Debug, Default)]
 pub struct Expected(Arc<Mutex<Option<ModelShape>>>);
 
 impl Expected {
-    /// From now on it is this one.
+    /// Sets the expected model.
     pub fn set(&self, shape: Option<ModelShape>) {
         *self.0.lock().unwrap_or_else(PoisonError::into_inner) = shape;
     }
 
-    /// Whether `found` is it, whatever they are called.
+    /// Whether `found` is the expected model, regardless of names.
     pub(super) fn is(&self, found: &ModelShape) -> bool {
         let expected = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         expected.as_ref().is_none_or(|expected| {
@@ -428,7 +428,7 @@ mod tests {
     fn an_answer_begins_after_what_is_before_it() {
         let now = Instant::now() + Duration::from_secs(60);
         let mut state = EngineSnapshot::default();
-        // Nothing is known: nothing is refused.
+        // Without an estimate nothing is refused.
         assert_eq!(state.begins_after(Tokens::new(50_000), now), Duration::ZERO);
         state.prefill_per_second = 100.0;
         assert_eq!(
@@ -440,14 +440,14 @@ mod tests {
             state.begins_after(Tokens::new(200), now),
             Duration::from_secs(2)
         );
-        // One that has run for a second takes three more, two that wait take eight.
+        // One that has run for a second takes three more, two waiting ones take eight.
         state.running_since = Some(now.checked_sub(Duration::from_secs(1)).unwrap());
         state.queued = 2;
         assert_eq!(
             state.begins_after(Tokens::new(200), now),
             Duration::from_secs(13)
         );
-        // One that takes longer than answers do may end at any time.
+        // One that takes longer than usual may end at any time.
         state.running_since = Some(now.checked_sub(Duration::from_secs(9)).unwrap());
         state.queued = 0;
         assert_eq!(

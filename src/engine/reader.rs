@@ -1,7 +1,7 @@
-//! Weights from the file: direct reads that leave the page cache clean, and a ring that is filled ahead of the kernels.
+//! Weight reads: direct I/O past the page cache, and a read-ahead ring for kernels.
 //!
-//! The page cache is an LRU under what is a cyclic scan, so it helps nothing here and takes memory that the book does not
-//! know about. Reads are `O_DIRECT` over 4 KiB-aligned supersets; where a file system refuses that (tmpfs, some network
+//! The page cache is an LRU and weight reads are a cyclic scan, so it would never hit, and its memory is outside the
+//! ledger. Reads are `O_DIRECT` over 4 KiB-aligned supersets; on file systems that refuse it (tmpfs, some network
 //! mounts) they are buffered and followed by `POSIX_FADV_DONTNEED`.
 
 mod counted;

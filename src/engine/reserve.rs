@@ -1,7 +1,7 @@
-//! Address space that becomes memory part by part.
+//! Reserved address space that is backed by memory part by part.
 //!
-//! Opening changes protection and touches nothing, so that it takes microseconds whatever its length; the kernel finds
-//! pages when they are first used. Closing puts fresh, inaccessible address space in the place of the pages.
+//! Opening changes protection and populates nothing, so that it takes microseconds at any length; the kernel populates
+//! pages at first use. Closing replaces the pages by fresh, inaccessible address space.
 
 use std::{io, num::NonZeroUsize, ptr::NonNull};
 
@@ -10,22 +10,22 @@ use nix::sys::mman::{self, MapFlags, ProtFlags};
 use super::arena::{HUGE_PAGE, SharedMapping};
 use cotenant_units::{Bytes, page};
 
-/// Address space of which the first part is memory.
+/// Address space with an accessible prefix.
 #[derive(Debug)]
 pub struct Reserve {
-    /// All of it, inaccessible but for the first `open` bytes.
+    /// The whole range, inaccessible except for the first `open` bytes.
     space: SharedMapping,
     open: usize,
-    /// Memory is opened and closed in pieces of this size.
+    /// Unit of opening and closing.
     granule: usize,
 }
 
 impl Reserve {
-    /// Reserves room for `bytes`, of which nothing is memory. `granule` is a page, or a huge page where memory is to be
-    /// had in huge pages; anything else is taken as a page.
+    /// Reserves room for `bytes`, all inaccessible. `granule` is a page, or a huge page for memory in huge pages; any
+    /// other value is taken as a page.
     ///
     /// # Errors
-    /// When the kernel has no address space.
+    /// No address space.
     pub fn new(bytes: Bytes, granule: Bytes) -> io::Result<Self> {
         let granule = if granule == HUGE_PAGE {
             HUGE_PAGE
@@ -39,11 +39,11 @@ impl Reserve {
         })
     }
 
-    /// Opens or closes, so that the first `bytes`, rounded up to the granule, are memory. Returns how much the kernel had
-    /// in memory of what was closed.
+    /// Opens or closes until the first `bytes`, rounded up to the granule, are accessible. Returns the resident size of
+    /// the closed part.
     ///
     /// # Errors
-    /// When it is more than what was reserved, or the kernel refuses; nothing has changed then.
+    /// The size exceeds the reservation, or the kernel refuses; nothing has changed then.
     pub fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
         let wanted = bytes.as_len().next_multiple_of(self.granule);
         let mut freed = Bytes::ZERO;
@@ -57,22 +57,22 @@ impl Reserve {
         Ok(freed)
     }
 
-    /// Has the kernel find memory for all that is open behind the first `bytes`.
+    /// Populates everything open after the first `bytes`.
     ///
     /// # Errors
-    /// When it has none; some of it may be memory then.
+    /// No memory; a part may be populated then.
     pub fn populate_from(&self, bytes: Bytes) -> io::Result<()> {
         let from = bytes.as_len().next_multiple_of(self.granule).min(self.open);
         self.space.populate_part(from, self.open - from)
     }
 
-    /// How much of what is open the kernel has in memory now.
+    /// Resident size of the open part.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.space.resident_in(0, self.open)
     }
 
-    /// The address of `len` bytes from `offset`, or `None` when they are not all open.
+    /// The address of `len` bytes from `offset`, or `None` unless all are open.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset.checked_add(len)? > self.open {
@@ -83,7 +83,7 @@ impl Reserve {
 
     fn open_up(&self, offset: usize, len: usize) -> io::Result<()> {
         let start = self.part(offset, len)?;
-        // SAFETY: a part of our own mapping, to which there is no pointer while it is closed.
+        // SAFETY: a part of our own mapping, without pointers into it while it is closed.
         unsafe {
             mman::mprotect(
                 start.cast(),
@@ -94,11 +94,12 @@ impl Reserve {
         let advice = if self.granule == HUGE_PAGE.as_len() {
             libc::MADV_HUGEPAGE
         } else {
-            // Even where all of memory is in huge pages: a part of one cannot be given back.
+            // Even with system-wide huge pages: a part of one cannot be returned.
             libc::MADV_NOHUGEPAGE
         };
         for advice in [advice, libc::MADV_DONTDUMP] {
-            // SAFETY: as above; these advices change no contents. Best effort: a kernel without huge pages has small ones.
+            // SAFETY: as above; these advices change no contents. Best effort: a kernel without huge pages uses small
+            // ones.
             unsafe { libc::madvise(start.as_ptr().cast(), len, advice) };
         }
         Ok(())
@@ -108,7 +109,7 @@ impl Reserve {
         let start = self.part(offset, len)?;
         let length = NonZeroUsize::new(len).ok_or(io::ErrorKind::InvalidInput)?;
         let flags = MapFlags::MAP_PRIVATE | MapFlags::MAP_NORESERVE | MapFlags::MAP_FIXED;
-        // SAFETY: takes the place of a part of our own mapping; `&mut self` in the caller says that nothing borrows from it.
+        // SAFETY: replaces a part of our own mapping; the caller's `&mut self` excludes borrows from it.
         unsafe { mman::mmap_anonymous(Some(start.addr()), length, ProtFlags::PROT_NONE, flags) }?;
         Ok(())
     }
@@ -137,7 +138,7 @@ mod tests {
 
             let start = reserve.range(0, 16 << 20).unwrap();
             for page in 0..2048 {
-                // SAFETY: inside the first 8 MiB of what is open, and ours alone.
+                // SAFETY: inside the first 8 MiB of the open part, and not shared.
                 unsafe { start.add(page * 4096).write(7) };
             }
             assert_eq!(reserve.resident(), Bytes::from_mib(8));
@@ -150,11 +151,11 @@ mod tests {
                 (Bytes::from_mib(4), Bytes::from_mib(4))
             );
             assert!(reserve.range(4 << 20, 1).is_none(), "closed is closed");
-            // SAFETY: open all the time.
+            // SAFETY: open throughout.
             let kept = unsafe { reserve.range(0, 1).unwrap().read() };
             assert_eq!(kept, 7, "what stays is as it was");
 
-            // What comes back is fresh.
+            // Reopened memory is fresh.
             reserve.set_open(Bytes::from_mib(16)).unwrap();
             // SAFETY: open again.
             assert_eq!(unsafe { reserve.range(5 << 20, 1).unwrap().read() }, 0);

@@ -1,4 +1,4 @@
-//! Choice of the next token from the logits.
+//! Token selection from the logits.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -10,10 +10,10 @@ use rand::{Rng as _, SeedableRng as _, rngs::StdRng};
 use super::gguf::Header;
 use cotenant_conversation::SamplingWish;
 
-/// How tokens are chosen.
+/// Settings of token selection.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Sampling {
-    /// Flattens (above 1) or sharpens the distribution; 0 takes the most likely token always. Default 0, at most
+    /// Flattens (above 1) or sharpens the distribution; 0 always takes the most likely token. Default 0, at most
     /// [`TEMPERATURE_MAX`].
     pub temperature: f64,
     /// Only the most likely tokens that together reach this probability are considered. Default 1 (all), at least
@@ -21,9 +21,10 @@ pub struct Sampling {
     pub top_p: f64,
     /// Only this many of the most likely tokens are considered. Default `None` (all), at least 1.
     pub top_k: Option<u32>,
-    /// Only tokens that are at least this many times as likely as the most likely one are considered. Default 0 (all), up to 1.
+    /// Only tokens that are at least this many times as likely as the most likely one are considered. Default 0 (all),
+    /// up to 1.
     pub min_p: f64,
-    /// Start of the random numbers: the same seed, settings and prompt give the same answer. Default 0.
+    /// Seed of the random numbers: the same seed, settings and prompt give the same answer. Default 0.
     pub seed: u64,
     /// Divides the logits of tokens that occurred among the last [`REPEAT_WINDOW`]. Default 1 (no effect),
     /// [`REPEAT_PENALTY_MIN`] to [`REPEAT_PENALTY_MAX`].
@@ -35,7 +36,7 @@ pub struct Sampling {
 }
 
 impl Sampling {
-    /// The most likely token always.
+    /// Always the most likely token.
     pub const GREEDY: Self = Self {
         temperature: 0.0,
         top_p: 1.0,
@@ -50,7 +51,7 @@ impl Sampling {
     /// Checks that each setting is in its range.
     ///
     /// # Errors
-    /// The first setting that is not.
+    /// The first setting out of range.
     pub fn validate(&self) -> Result<(), SamplingError> {
         let checks = [
             ("temperature", self.temperature, 0.0, TEMPERATURE_MAX),
@@ -76,8 +77,8 @@ impl Sampling {
             ),
         ];
         for (setting, value, low, high) in checks {
-            // By what the library computes with, so that a limit that was read from text is one. Written so that a value which
-            // is not a number is refused as well.
+            // Compared in the precision of the computation, so that a limit parsed from text is accepted. The form of
+            // the comparison also refuses NaN.
             if !(low..=high).contains(&f64::from(narrow(value))) {
                 return Err(SamplingError::OutOfRange {
                     setting,
@@ -106,7 +107,8 @@ impl Default for Sampling {
 }
 
 impl From<SamplingWish> for Sampling {
-    /// What is wished for; the most likely token, without penalties, where nothing is. A `top_p` of 0 leaves one token.
+    /// The requested settings; absent ones mean the most likely token without penalties. A `top_p` of 0 leaves one
+    /// token.
     fn from(wish: SamplingWish) -> Self {
         let greedy = Self::GREEDY;
         let alone = wish.top_p == Some(0.0);
@@ -128,7 +130,7 @@ impl From<SamplingWish> for Sampling {
     }
 }
 
-/// What the file of a model recommends, by llama.cpp's keys `general.sampling.…`; what no sampler can use is left out.
+/// The model file's recommendation, by llama.cpp's keys `general.sampling.…`; unusable values are left out.
 pub(super) fn recommended(header: &Header) -> SamplingWish {
     let number = |key: &str, low: f64, high: f64| {
         let value = header
@@ -151,7 +153,7 @@ pub(super) fn recommended(header: &Header) -> SamplingWish {
 }
 
 impl SamplingError {
-    /// The setting, its value, and what is wrong with it.
+    /// The setting, its value, and the fault.
     #[must_use]
     pub fn parts(&self) -> (&'static str, String, String) {
         let Self::OutOfRange {
@@ -165,15 +167,15 @@ impl SamplingError {
     }
 }
 
-/// A setting that cannot be used.
+/// An invalid sampling setting.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SamplingError {
-    /// The value is outside of the range.
+    /// The value is out of range.
     #[error("{setting}: `{}` is not between {} and {}", short(*value), short(*low), short(*high))]
     OutOfRange {
         /// Name of the setting.
         setting: &'static str,
-        /// What was asked.
+        /// The requested value.
         value: f64,
         /// Least value.
         low: f64,
@@ -190,7 +192,7 @@ const fn narrow(value: f64) -> f32 {
     value as f32
 }
 
-/// A number as a person would write it: without dozens of zeros, and without the digits that an `f32` gets as an `f64`.
+/// A number for display: without dozens of zeros, and without the digits added by widening an `f32` to `f64`.
 fn short(value: f64) -> String {
     let narrow = narrow(value);
     match (
@@ -204,13 +206,13 @@ fn short(value: f64) -> String {
     }
 }
 
-/// Logits that no token can be chosen from.
+/// Logits from which no token can be chosen.
 #[derive(Clone, Debug, PartialEq, thiserror::Error)]
 pub enum SampleError {
-    /// There is none.
+    /// No logits.
     #[error("the model gave no logits")]
     Empty,
-    /// One is not a number, or none is finite.
+    /// A logit is NaN, or none is finite.
     #[error("the logit of token {token} is {value}")]
     NotFinite {
         /// The first offending token.
@@ -220,67 +222,67 @@ pub enum SampleError {
     },
 }
 
-/// Rules out tokens that the form of an answer does not allow. Asked between two tokens.
+/// Mask of tokens that the form of an answer disallows. Consulted between tokens.
 pub trait TokenMask: Send {
-    /// Whether [`Self::apply`] and [`Self::is_complete`] can be called without waiting; waits for that so long at most.
+    /// Whether [`Self::apply`] and [`Self::is_complete`] can be called without blocking; waits up to `wait`.
     ///
     /// # Errors
-    /// When the form cannot be followed any more.
+    /// The form cannot be followed any more.
     fn is_ready(&mut self, wait: Duration) -> Result<bool, MaskError>;
 
-    /// Sets the logits of all tokens that may not come next to −∞.
+    /// Sets the logits of all disallowed tokens to −∞.
     ///
     /// # Errors
-    /// When the form cannot be followed any more.
+    /// The form cannot be followed any more.
     fn apply(&mut self, logits: &mut [f32]) -> Result<(), MaskError>;
 
-    /// Takes note of the token that was chosen, and what it stands for.
+    /// Records the chosen token and its bytes.
     ///
     /// # Errors
-    /// When the form cannot be followed any more.
+    /// The form cannot be followed any more.
     fn accept(&mut self, token: u32, bytes: &[u8]) -> Result<(), MaskError>;
 
-    /// Whether the answer is complete with the tokens that were accepted.
+    /// Whether the accepted tokens complete the answer.
     ///
     /// # Errors
-    /// When the form cannot be followed any more.
+    /// The form cannot be followed any more.
     fn is_complete(&mut self) -> Result<bool, MaskError>;
 
-    /// Accepts the tokens that `choose` makes of the bytes that come next in any case, and returns them; none where there are no
-    /// such bytes, or where it makes none of them. May be asked behind [`Self::is_complete`].
+    /// Accepts the tokens that `choose` derives from the forced bytes, and returns them; empty if no bytes are forced
+    /// or `choose` returns none. May be called after [`Self::is_complete`].
     ///
     /// # Errors
-    /// When the form cannot be followed any more.
+    /// The form cannot be followed any more.
     fn force(&mut self, choose: &mut dyn FnMut(&[u8]) -> Vec<u32>) -> Result<Vec<u32>, MaskError>;
 }
 
-/// Why the form of an answer cannot be followed any more.
+/// Reason why the form of an answer cannot be followed any more.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum MaskError {
-    /// It is beyond what its grammar can be followed with.
+    /// It exceeds the limits of its grammar engine.
     #[error("{message}")]
     Form {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
     /// The process that follows it was lost.
     #[error("{message}")]
     Helper {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
 }
 
-/// Chooses the tokens of one answer.
+/// Token selection of one answer.
 pub struct Sampler {
     settings: Sampling,
     random: StdRng,
-    /// How often each token was generated; only kept when a penalty needs it.
+    /// Counts of generated tokens; kept only if a penalty needs them.
     counts: BTreeMap<u32, u32>,
 }
 
 impl Sampler {
-    /// A sampler at its start.
+    /// A sampler in its initial state.
     ///
     /// # Errors
     /// A setting is out of its range.
@@ -296,7 +298,7 @@ impl Sampler {
     /// The next token. `context` is the sequence so far, prompt included.
     ///
     /// # Errors
-    /// When a logit is NaN or +∞, all are −∞, or there is none.
+    /// A logit is NaN or +∞, all are −∞, or there is none.
     pub fn next(&mut self, logits: &[f32], context: &[u32]) -> Result<u32, SampleError> {
         check(logits)?;
         let penalised;
@@ -318,7 +320,7 @@ impl Sampler {
         Ok(token)
     }
 
-    /// Whether [`Self::next`] takes the first of the most likely tokens, whatever came before.
+    /// Whether [`Self::next`] is the plain argmax, independent of the context.
     #[must_use]
     pub fn is_greedy(&self) -> bool {
         self.settings.temperature < TEMPERATURE_MIN && !self.has_penalty()
@@ -372,8 +374,9 @@ impl Sampler {
         values
     }
 
-    /// A token at random: by the softmax of the logits over the temperature, cut to the `top_k` most likely tokens, to the
-    /// fewest of them that reach `top_p` of the whole distribution, and to those that have `min_p` of the first one's probability.
+    /// A random token: by the softmax of the logits over the temperature, restricted to the `top_k` most likely tokens,
+    /// to the fewest of them that reach `top_p` of the whole distribution, and to those with at least `min_p` of the
+    /// first one's probability.
     fn draw(&mut self, logits: &[f32]) -> u32 {
         #[expect(
             clippy::cast_possible_truncation,
@@ -407,7 +410,7 @@ impl Sampler {
             likely.truncate(enough.map_or(likely.len(), |last| last + 1));
         }
         if min_p > 0.0 {
-            // The most likely one weighs 1.
+            // The most likely token has weight 1.
             likely.retain(|(_, weight)| *weight >= min_p);
         }
         let total: f32 = likely.iter().map(|(_, weight)| weight).sum();
@@ -418,18 +421,18 @@ impl Sampler {
                 return token;
             }
         }
-        // Rounding can leave a rest; there is at least the most likely token.
+        // Rounding can leave a remainder; the most likely token always exists.
         likely
             .last()
             .map_or_else(|| argmax(logits), |(token, _)| *token)
     }
 }
 
-/// Refuses logits that no distribution can be made of.
+/// Rejects logits that define no distribution.
 fn check(logits: &[f32]) -> Result<(), SampleError> {
     let mut any_finite = false;
     for (token, &value) in (0u32..).zip(logits) {
-        // −∞ is how a token is ruled out, hence no fault by itself.
+        // −∞ rules a token out and is valid.
         if value.is_nan() || value == f32::INFINITY {
             return Err(SampleError::NotFinite { token, value });
         }
@@ -442,7 +445,7 @@ fn check(logits: &[f32]) -> Result<(), SampleError> {
     }
 }
 
-/// The first of the greatest entries; 0 when there is none.
+/// The first of the greatest entries; 0 if empty.
 fn argmax(logits: &[f32]) -> u32 {
     let mut best = (0u32, f32::NEG_INFINITY);
     for (token, &value) in (0u32..).zip(logits) {
@@ -453,14 +456,14 @@ fn argmax(logits: &[f32]) -> u32 {
     best.0
 }
 
-/// Highest temperature that is taken; that of the OpenAI interface.
+/// Highest accepted temperature; the limit of the OpenAI API.
 pub const TEMPERATURE_MAX: f64 = 2.0;
 
-/// Least `top_p` that is accepted: below any probability that makes a difference, and well above the least positive `f32`.
+/// Least accepted `top_p`: below any probability that makes a difference, and well above the least positive `f32`.
 pub const TOP_P_MIN: f32 = 1e-30;
 
-/// Range of the repetition penalty. Usual are 1 to 2; logits stay below a few hundred, and a hundred times as much is still
-/// far from what an `f32` can hold.
+/// Range of the repetition penalty. Usual values are 1 to 2; logits stay below a few hundred, and a hundred times that
+/// is still far from the limit of an `f32`.
 pub const REPEAT_PENALTY_MIN: f32 = 0.01;
 /// See [`REPEAT_PENALTY_MIN`].
 pub const REPEAT_PENALTY_MAX: f32 = 10.0;
@@ -468,7 +471,7 @@ pub const REPEAT_PENALTY_MAX: f32 = 10.0;
 /// Below it the most likely token is taken; the same figure as in candle.
 const TEMPERATURE_MIN: f64 = 1e-7;
 
-/// Tokens that the repetition penalty looks back on; the default of llama.cpp (`repeat_last_n`).
+/// Window of the repetition penalty in tokens; the default of llama.cpp (`repeat_last_n`).
 pub const REPEAT_WINDOW: usize = 64;
 
 #[cfg(test)]
@@ -481,7 +484,7 @@ mod tests {
         Sampler::new(settings).unwrap()
     }
 
-    /// Tokens chosen from the same logits again and again.
+    /// Tokens repeatedly drawn from the same logits.
     fn draws(settings: Sampling, logits: &[f32], count: usize) -> Vec<u32> {
         let mut sampler = sampler(settings);
         let mut context = vec![];
@@ -519,7 +522,7 @@ mod tests {
                 .filter(|drawn| **drawn == token)
                 .map(|_| 1.0 / f64::from(count))
                 .sum();
-            // Four standard deviations of a share of so many draws.
+            // Four standard deviations of the expected share.
             let bound = 4.0 * (expected * (1.0 - expected) / f64::from(count)).sqrt();
             assert!(
                 (found - expected).abs() < bound,

@@ -1,8 +1,8 @@
 //! Reduced output vocabulary.
 //!
-//! What is read is not touched: every token of a prompt has its embedding, by row from the file where the head does not have
-//! it. What cannot be said by its own token is said by smaller ones: control tokens and all single bytes always stay, so that
-//! every text, and every form that an answer is held to, can still be spelled.
+//! Input is unaffected: every prompt token keeps its embedding, read row by row from the file if the head lacks it.
+//! Text whose own token is removed is spelled by smaller ones: control tokens and all single bytes always stay, so that
+//! every text and every form of an answer can still be generated.
 
 use std::{
     fs::{self, File},
@@ -18,20 +18,20 @@ use super::{
     tokenizer::Tokenizer,
 };
 
-/// Which tokens a model may say, besides control tokens and single bytes.
+/// Tokens that a model may generate, besides control tokens and single bytes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Sayable {
-    /// The first ones. Vocabularies of merged pairs are in the order of their merges, the most frequent first.
+    /// The first ones. Vocabularies of merged pairs are ordered by merge, most frequent first.
     First(u32),
-    /// Those with which nearly all of the text in this file can be said.
+    /// Tokens that cover nearly all of the text in this file.
     Text(PathBuf),
 }
 
 impl Sayable {
-    /// Rows of the head that stay, in whole groups of [`ROWS_TOGETHER`], in order and apart from each other.
+    /// Rows of the head to keep, in whole groups of [`ROWS_TOGETHER`], ascending and disjoint.
     ///
     /// # Errors
-    /// When the text cannot be read or turned into tokens.
+    /// The text cannot be read or tokenized.
     pub(super) fn rows(
         &self,
         header: &Header,
@@ -71,8 +71,8 @@ impl Sayable {
     }
 }
 
-/// Tokens without which not everything could be said: those that are no plain text, and single characters, among which are
-/// all bytes of vocabularies that spell bytes as characters.
+/// Tokens needed to generate any text: special tokens and single characters, including all bytes in vocabularies that
+/// spell bytes as characters.
 fn needed(header: &Header) -> Vec<usize> {
     let kinds = header.ints("tokenizer.ggml.token_type").unwrap_or_default();
     let special = kinds.iter().enumerate().filter(|(_, kind)| **kind != PLAIN);
@@ -107,7 +107,7 @@ fn tokens_of(
             "it has {length} bytes, of at most {TEXT_MAX}"
         )));
     }
-    // Read by read: a slow disk does not hang.
+    // Each read has its own time limit: a slow disk is not a hanging one.
     let file = watch.asking_for(&what, || File::open(path));
     let text = file.and_then(|file| io::read_to_string(WatchedFile::new(&file, &what, watch)));
     let text = text.map_err(|error| wrong(error.to_string()))?;
@@ -121,7 +121,7 @@ fn tokens_of(
     Ok(tokens)
 }
 
-/// Adds the groups that are used most, until nearly all of `tokens` are in one that stays.
+/// Adds the most used groups until nearly all of `tokens` are covered.
 fn choose_by_use(groups: &mut [bool], tokens: &[u32]) {
     let mut uses = vec![0usize; groups.len()];
     for &token in tokens {
@@ -147,11 +147,11 @@ fn choose_by_use(groups: &mut [bool], tokens: &[u32]) {
     }
 }
 
-/// Rows of the head that stay or go together: some tens of KiB, so that reading them is no matter of many small reads.
+/// Rows of the head kept or removed together: some tens of KiB, which avoids many small reads.
 pub(super) const ROWS_TOGETHER: usize = 64;
-/// How much of a text can be said by the tokens that it chooses. Our choice: one word in a thousand is spelled.
+/// Share of a text that its chosen tokens cover. Our choice: one word in a thousand is spelled.
 const SAID_PER_MILLE: usize = 999;
-/// Text is turned into tokens whenever the model is opened: some seconds for this.
+/// The text is tokenized at every opening of the model: some seconds at this size.
 const TEXT_MAX: u64 = 64 << 20;
 /// `LLAMA_TOKEN_TYPE_NORMAL` of `llama.h`.
 const PLAIN: i32 = 1;

@@ -1,49 +1,49 @@
-//! JSON schemas as grammars take them: closed, and with a layout.
+//! Grammar-ready JSON schemas: closed, and with a fixed layout.
 
 use serde_json::{Value, json};
 
 use cotenant_conversation::schema::{KeptSchema, SchemaError, for_each_part, is_combined};
 
-/// Why an answer of that form cannot be promised.
+/// Reason why an answer of this form cannot be guaranteed.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ConstraintError {
-    /// The schema cannot be the form of an answer.
+    /// The schema cannot be a form of an answer.
     #[error(transparent)]
     Form(#[from] SchemaError),
-    /// The library cannot keep the schema: a keyword that contradicts others.
+    /// The library rejects the schema: a keyword contradicts others.
     #[error("{message}")]
     Schema {
-        /// What it said.
+        /// Message of the library.
         message: String,
     },
-    /// The tool that must be called is not among those given.
+    /// The required tool is not among the given ones.
     #[error("no tool is named `{name}`")]
     UnknownTool {
         /// The name.
         name: String,
     },
-    /// A call is demanded, and there is nothing to call.
+    /// A call is required, but there are no tools.
     #[error("there are no tools to call")]
     NoTools,
-    /// Its grammar takes more memory or time than one may take.
+    /// Its grammar exceeds its limit of memory or time.
     #[error("its grammar takes more memory or time to build than is allowed; simplify it")]
     TooLarge,
-    /// The client has gone while it was built.
+    /// The client disconnected while it was built.
     #[error("the client has gone")]
     Gone,
     /// The process that builds grammars cannot be used.
     #[error("the helper process cannot be used: {message}")]
     Helper {
-        /// What happened.
+        /// Description of the failure.
         message: String,
     },
 }
 
-/// A schema with how its JSON is laid out: as Python's `json.dumps` does, which is what models have seen most, and
-/// without the endless white space that weak models fall into.
+/// The schema with its JSON layout: that of Python's `json.dumps`, the most common in training data, which also
+/// prevents endless white space by weak models.
 ///
 /// # Errors
-/// When it is no schema, or asks for what no answer can be.
+/// It is not a schema, or is unsatisfiable.
 pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
     let mut schema = KeptSchema::of(schema)?.schema;
     if !is_combined(&schema) {
@@ -53,22 +53,22 @@ pub(super) fn with_layout(schema: &Value) -> Result<Value, ConstraintError> {
     Ok(schema)
 }
 
-/// Says how JSON by this schema is laid out.
+/// Sets the JSON layout of this schema.
 pub(super) fn lay_out(schema: &mut Value) {
     if let Some(map) = schema.as_object_mut() {
         let layout = json!({
             "whitespace_flexible": false,
             "item_separator": ", ",
             "key_separator": ": ",
-            // Where no value is of two of them it is the same; elsewhere it is named among what is not kept.
+            // Equivalent if no value matches two of them; otherwise listed among the unsupported keywords.
             "coerce_one_of": true,
         });
         map.insert(LAYOUT.to_owned(), layout);
     }
 }
 
-/// Allows no properties but those that are named, where a schema says nothing of it: without that, models go on with keys
-/// of their own making. OpenAI's strict mode demands it of clients, and llama.cpp reads schemas so.
+/// Allows only named properties if a schema leaves it open: otherwise models invent further keys. OpenAI's strict mode
+/// demands this of clients, and llama.cpp reads schemas in the same way.
 fn close(schema: &mut Value) {
     if let Some(map) = schema.as_object_mut()
         && map.contains_key("properties")
@@ -82,5 +82,5 @@ fn close(schema: &mut Value) {
 /// The library's keyword for the layout of the JSON.
 const LAYOUT: &str = "x-guidance";
 
-/// Keywords that say which other properties an object may have.
+/// Keywords that allow further properties of an object.
 const OPENING: [&str; 2] = ["additionalProperties", "patternProperties"];

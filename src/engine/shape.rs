@@ -20,15 +20,15 @@ use cotenant_units::{Bytes, Tokens, page};
 /// The layout of a model.
 #[derive(Clone, Debug)]
 pub struct Layout {
-    /// What can be resident by itself, in the order of use: layers, tensor groups of large ones, then tiles of the head.
+    /// Independently resident units in the order of use: layers, tensor groups of large layers, then tiles of the head.
     pub parts: Vec<PartLayout>,
-    /// For each layer the part that has each of its matrices.
+    /// For each layer, the part that contains each of its matrices.
     pub layers: Vec<Vec<usize>>,
     /// The parts that are tiles of the output head.
     pub head: Range<usize>,
-    /// What is resident in every plan.
+    /// Memory resident in every plan.
     pub fixed: FixedLayout,
-    /// What activations need.
+    /// Widths of activation buffers.
     pub widths: Widths,
     /// Length of the staging ring.
     pub ring: Bytes,
@@ -41,7 +41,7 @@ pub struct PartLayout {
     pub layer: Option<usize>,
     /// Parts of the same layer before this one, or tiles before it.
     pub number: usize,
-    /// Parts of the file that fill the arena, each with its place there.
+    /// Ranges of the file that fill the arena, each with its offset there.
     pub runs: Vec<(Extent, usize)>,
     /// Length of the arena.
     pub arena: Bytes,
@@ -51,7 +51,7 @@ pub struct PartLayout {
     pub pieces: Vec<Piece>,
 }
 
-/// Rows of a matrix that are resident together: all of them in a layer, some in the head.
+/// Rows of a matrix that are resident together: all of them in a layer, a subset in the head.
 #[derive(Clone, Debug)]
 pub struct Slab {
     /// Index among the layer's matrices; 0 in the head.
@@ -62,9 +62,9 @@ pub struct Slab {
     pub rows: usize,
     /// Bytes of a row.
     pub row_bytes: usize,
-    /// Where they lie.
+    /// Position in the file.
     pub extent: Extent,
-    /// Where the first row starts in the arena.
+    /// Offset of the first row in the arena.
     pub offset: usize,
 }
 
@@ -77,14 +77,14 @@ pub struct Piece {
     pub row: usize,
     /// Number of rows.
     pub rows: usize,
-    /// Where they lie.
+    /// Position in the file.
     pub extent: Extent,
 }
 
 /// The mapping that is resident in every plan: vectors as `f32`.
 #[derive(Clone, Debug)]
 pub struct FixedLayout {
-    /// Each layer's vectors: what, from where, and the index of the first `f32`.
+    /// Vectors of each layer: kind, source, and index of the first `f32`.
     pub vectors: Vec<Vec<(Vector, TensorInfo, usize)>>,
     /// Index of the first `f32` of the last norm.
     pub output_norm: usize,
@@ -96,24 +96,24 @@ pub struct FixedLayout {
     pub bytes: Bytes,
 }
 
-/// Elements that one token needs in each activation buffer.
+/// Elements per token in each activation buffer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Widths {
     /// Residual stream, and its normalised copy.
     pub stream: usize,
-    /// The widest projection.
+    /// Width of the widest projection.
     pub wide: usize,
-    /// The second one.
+    /// Width of the second one.
     pub second: usize,
-    /// The third one.
+    /// Width of the third one.
     pub third: usize,
-    /// The fourth one.
+    /// Width of the fourth one.
     pub fourth: usize,
     /// Mixer output before its projection.
     pub mixed: usize,
-    /// Sines and cosines, twice where some layers rotate differently.
+    /// Sines and cosines, doubled if some layers rotate differently.
     pub rotary: usize,
-    /// The longest matrix row: what has to be quantised.
+    /// The longest matrix row, which bounds quantisation.
     pub columns: usize,
 }
 
@@ -157,7 +157,7 @@ impl Layout {
             .max()
             .unwrap_or(0);
         let weights: usize = parts.iter().map(|part| part.arena.as_len()).sum();
-        // Whole pieces, so that none of it lies idle.
+        // Whole pieces, so that no part of the ring is idle.
         let slots = (weights / RING_SHARE)
             .clamp(slot * RING_PIECES, RING_MAX.max(slot * RING_PIECES))
             / slot.max(1);
@@ -171,8 +171,8 @@ impl Layout {
         }
     }
 
-    /// The same as the planner sees it. `activations` is what the backend needs for one token's quantised copy, `scratch`
-    /// what its threads attend in.
+    /// The same as seen by the planner. `activations` is the backend's size of one token's quantised copy, `scratch`
+    /// its threads' attention scratch.
     #[must_use]
     pub fn model_shape(
         &self,
@@ -234,8 +234,8 @@ impl Slab {
     }
 }
 
-/// The matrices of a layer that are resident together, in the order of use: the mixer, gate and up, down, each with what
-/// comes before it when it is small.
+/// Matrices of a layer that are resident together, in the order of use: the mixer, gate and up, down, each with its
+/// preceding matrices if they are small.
 fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     let group_of = |role: Role| match role {
         Role::FfnGate | Role::FfnUp => 1,
@@ -266,7 +266,7 @@ fn groups(layer: &LayerSpec, least: usize) -> Vec<Vec<usize>> {
     groups.into_iter().map(|(_, group)| group).collect()
 }
 
-/// The head in tiles of rows, each of `least` bytes or up to twice as much; the rows that are used.
+/// The used rows of the head in tiles, each of `least` bytes up to twice that.
 fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
     let all = 0..spec.vocabulary;
     let ranges = spec.said.as_deref().unwrap_or(std::slice::from_ref(&all));
@@ -307,7 +307,7 @@ fn head_tiles(spec: &Spec, least: usize) -> Vec<Vec<Slab>> {
 
 impl PartLayout {
     fn of(layer: Option<usize>, number: usize, mut slabs: Vec<Slab>, piece_bytes: usize) -> Self {
-        // Between rows of the head lies what is left away on purpose.
+        // The gaps between rows of the head are removed on purpose.
         let gap_max = if layer.is_some() {
             GAP_MAX
         } else {
@@ -321,7 +321,7 @@ impl PartLayout {
             let extent = &slab.extent;
             let end = extent.offset + extent.bytes as u64;
             match runs.last_mut() {
-                // Next to the one before: one read, one place.
+                // Adjacent to the previous one: one read, one place.
                 Some((run, _))
                     if extent.offset.saturating_sub(run.offset + run.bytes as u64) <= gap_max =>
                 {
@@ -453,13 +453,13 @@ impl Widths {
     }
 }
 
-/// What the KV cache of `spec` occupies for each token.
+/// KV cache size of `spec` per token.
 #[must_use]
 pub fn kv_shape(spec: &Spec) -> KvShape {
     kv_shape_with(spec, page())
 }
 
-/// The same where the kernel has pages of this size.
+/// The same for this page size of the kernel.
 fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
     let mut shape = KvShape {
         attention_layers: narrow(spec.attention_layers()),
@@ -490,7 +490,7 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
         })
     };
     shape.windowed = windowed(shape.block_tokens);
-    // Blocks are whole pages, so that the plan and the kernel count alike; heads are multiples of 8 elements.
+    // Blocks are whole pages, so that plan and kernel count alike; heads are multiples of 8 elements.
     if !blocks_of(&shape).all(|bytes| bytes.get().is_multiple_of(page.get())) {
         shape.block_tokens = Tokens::new(2 * KV_BLOCK_TOKENS.get());
         shape.windowed = windowed(shape.block_tokens);
@@ -501,7 +501,7 @@ fn kv_shape_with(spec: &Spec, page: Bytes) -> KvShape {
     shape
 }
 
-/// Bytes of one block of each kind of layer that there is.
+/// Bytes of one block for each kind of layer present.
 fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> {
     let parts = [
         Some(shape.whole()),
@@ -514,7 +514,7 @@ fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> {
         .filter(|bytes| *bytes > Bytes::ZERO)
 }
 
-/// Recurrent and convolution state of one sequence, in whole pages; nothing for models without recurrent layers.
+/// Recurrent and convolution state of one sequence, in whole pages; zero for models without recurrent layers.
 #[must_use]
 pub fn state_bytes(spec: &Spec) -> Bytes {
     let layers = spec
@@ -527,7 +527,7 @@ pub fn state_bytes(spec: &Spec) -> Bytes {
     })
 }
 
-/// The types that matrices have, each once.
+/// The distinct types of matrices.
 #[must_use]
 pub fn distinct_types(spec: &Spec) -> Vec<GgmlDType> {
     let mut types = Vec::new();
@@ -551,51 +551,53 @@ fn narrow(number: usize) -> u32 {
     u32::try_from(number).unwrap_or(u32::MAX)
 }
 
-/// Tensors of one layer that are no further apart are read in one go, the gap included: norms and biases lie there.
+/// Tensors of one layer within this distance are read in one go, including the gap: norms and biases lie there.
 const GAP_MAX: u64 = 256 * 1024;
-/// Smaller tensor groups are resident together with their neighbours: an arena ends in up to 2 MiB of small pages, which
-/// are slower to read and to give back than the huge ones before them.
+/// Smaller tensor groups are resident together with their neighbours: an arena ends in up to 2 MiB of small pages,
+/// which are slower to read and to release than the huge ones before them.
 const PART_MIN: usize = 8 << 20;
-/// A streamed layer comes in so many pieces or more, so that the ring stays below the layer.
+/// Least number of pieces of a streamed layer, so that the ring stays smaller than the layer.
 const PIECES_PER_LAYER: usize = 8;
-/// Smaller reads cost more in calls than they save in memory.
+/// Smaller reads cost more in system calls than they save in memory.
 const PIECE_MIN: usize = 64 * 1024;
-/// Larger reads gain nothing: 4 MiB reads reach the full rate of NVMe disks.
+/// Larger reads bring no gain: 4 MiB reads reach the full rate of NVMe disks.
 const PIECE_MAX: usize = 4 << 20;
-/// Pieces that fit the ring at least: one in use, one being read, and two for the unevenness between the two.
+/// Least number of pieces in the ring: one in use, one being read, and two as slack between the two rates.
 const RING_PIECES: usize = 4;
-/// The ring is this part of the weights: while the resident ones between two streamed layers are computed on, and the
-/// output head, the disk goes on; memory is some 12 times as fast as it.
+/// The ring's share of the weights: the disk continues while the resident layers between two streamed ones, and the
+/// output head, are computed; memory is some 12 times as fast as the disk.
 const RING_SHARE: usize = 16;
 /// The largest ring.
 const RING_MAX: usize = 64 << 20;
-/// Our choice: with blocks of this size, rounding up to huge pages costs the cache of the default context (4096 tokens, 64
-/// blocks) at most one part in sixteen; and 1 GiB goes back in 2.4 ms, where small pages take 60 to 74.
+/// Our choice: with blocks of this size, rounding up to huge pages costs the cache of the default context (4096 tokens,
+/// 64 blocks) at most one part in sixteen; and releasing 1 GiB takes 2.4 ms, against 60 to 74 with small pages.
 const HUGE_FROM: Bytes = Bytes::from_kib(512);
-/// Rows that attend together at most in a layer with a window, which keeps so many tokens beside the window. Our choice: a
-/// chunk of the default size in one go; and an answer of up to so many tokens can be asked for again without reading its
-/// prompt again.
+/// Most rows that attend together in a layer with a window, which keeps this many tokens in addition to the window. Our
+/// choice: a chunk of the default size in one go; and an answer of up to this many tokens can be repeated without
+/// recomputing its prompt.
 pub(super) const WINDOW_ROWS: usize = 512;
-/// Floats from the logits of one row to those of the next.
+/// Distance between the logits of two rows, in floats.
 pub(super) const fn logits_stride(spec: &Spec) -> usize {
     spec.vocabulary + FLAGS
 }
 
-/// Memory of the logits of all tokens that are computed together.
+/// Memory of the logits of all tokens computed together.
 pub(super) fn logits_bytes(spec: &Spec) -> Bytes {
     Bytes::of_len(logits_stride(spec) * 4 * answers_max(spec))
 }
 
-/// How many answers are computed together: a recurrent state and windows are there once, so that others have to be copied.
+/// Number of answers computed together: recurrent state and windows exist once, so further answers need copies.
 pub(super) fn answers_max(spec: &Spec) -> usize {
     let is_single = spec.recurrent.is_some() || spec.attention.local.is_some();
     if is_single { 1 } else { ANSWERS_MAX }
 }
 
-/// Our choice: with so many, a pass takes some processors to compute longer than to read the weights, and one more gains nothing.
+/// Our choice: at this number, some processors take longer to compute a pass than to read the weights, and more answers
+/// gain nothing.
 const ANSWERS_MAX: usize = 8;
 
-/// Words behind the logits: whether keys or values are not finite, and what [`Finish`](super::backend::Finish) finds.
+/// Words after the logits: whether keys or values are not finite, and the findings of
+/// [`Finish`](super::backend::Finish).
 pub(super) const FLAGS: usize = 4;
 /// Activation buffers, each rounded up to a page.
 const WORKSPACE_BUFFERS: u64 = 14;

@@ -1,4 +1,4 @@
-//! What a model consists of: the header's constants and tensors, checked, in the order in which they are used.
+//! Model specification: checked constants and tensors of the header, in the order of use.
 
 use std::ops::Range;
 
@@ -50,29 +50,29 @@ pub struct Spec {
     pub context_max: u32,
     /// Added to the mean square in every norm.
     pub epsilon: f32,
-    /// What embeddings are multiplied with.
+    /// Factor of embeddings.
     pub embedding_scale: f32,
-    /// What the gate of the feed-forward part goes through.
+    /// Activation function of the feed-forward gate.
     pub activation: Activation,
-    /// What each part's output is multiplied with before it is added to the residual stream.
+    /// Factor of each part's output before it is added to the residual stream.
     pub residual_scale: f32,
-    /// What logits are divided by.
+    /// Divisor of logits.
     pub logit_scale: f32,
-    /// Logits are squeezed between plus and minus this, where a model does so.
+    /// Soft cap of logits, if the model has one.
     pub logit_cap: Option<f32>,
-    /// By which queries grow with their position, where they do.
+    /// Growth of queries with their position, if the model has it.
     pub temperature: Option<Temperature>,
     /// Attention layers.
     pub attention: AttentionSpec,
-    /// Recurrent layers, where there are any.
+    /// Recurrent layers, if any.
     pub recurrent: Option<RecurrentSpec>,
-    /// The layers, first to last; multi-token-prediction blocks are left out.
+    /// The layers, first to last, without multi-token-prediction blocks.
     pub layers: Vec<LayerSpec>,
     /// Rows of input embeddings.
     pub embedding: TensorInfo,
     /// Output head; the embedding itself when tied.
     pub head: TensorInfo,
-    /// Rows of the head that are used, in order; all when absent.
+    /// Used rows of the head, in order; all if absent.
     pub said: Option<Vec<Range<usize>>>,
     /// Whether [`Self::head`] is [`Self::embedding`].
     pub tied: bool,
@@ -85,7 +85,7 @@ pub struct Spec {
 }
 
 impl Spec {
-    /// Leaves the head the rows that are to be said; all where nothing is said about them.
+    /// Restricts the head to the given rows; keeps all if none are given.
     pub(super) fn reduce(
         &mut self,
         header: &Header,
@@ -102,7 +102,7 @@ impl Spec {
     }
 }
 
-/// What the file of this header has beside the text model, in words, with its size; it stays in the file.
+/// Contents of the file besides the text model, as text with sizes; they stay in the file.
 pub(super) fn unused(header: &Header) -> Vec<String> {
     let depth = depth(header);
     let bytes_of = |part: Unused| -> Bytes {
@@ -121,23 +121,23 @@ pub(super) fn unused(header: &Header) -> Vec<String> {
         .collect()
 }
 
-/// Parts of a file that the engine leaves there.
+/// Parts of a file that the engine does not load.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Unused {
     /// Blocks that predict more than one token.
     Prediction,
-    /// What turns pictures into embeddings.
+    /// Image encoder.
     Vision,
 }
 
-/// Blocks of the text model: without those for multi-token prediction.
+/// Blocks of the text model, without multi-token prediction.
 pub(super) fn depth(header: &Header) -> u32 {
     let keys = Keys { header };
     let blocks = header.u32(&keys.full("block_count")).unwrap_or(u32::MAX);
     blocks.saturating_sub(header.u32(&keys.full(KEY_SKIPPED)).unwrap_or(0))
 }
 
-/// The unused part that a tensor belongs to, in a model of `depth` blocks.
+/// The unused part to which a tensor belongs, in a model of `depth` blocks.
 pub(super) fn unused_part(name: &str, depth: u32) -> Option<Unused> {
     let block = name
         .strip_prefix("blk.")
@@ -152,18 +152,18 @@ pub(super) fn unused_part(name: &str, depth: u32) -> Option<Unused> {
     }
 }
 
-/// How names of tensors begin that turn pictures into embeddings.
+/// Prefixes of tensor names of image encoders.
 const VISION: [&str; 2] = ["v.", "mm."];
 
-/// The key for blocks that predict more than one token.
+/// The key for multi-token-prediction blocks.
 const KEY_SKIPPED: &str = "nextn_predict_layers";
 
 impl Spec {
-    /// Checks the header and finds everything that the architecture needs.
+    /// Checks the header and finds all tensors of the architecture.
     ///
     /// # Errors
-    /// When the architecture is unknown, a constant or tensor is missing or contradicts the others, or the file has
-    /// tensors that the engine would have to ignore.
+    /// An unknown architecture, a missing or contradictory constant or tensor, or tensors that the engine would have to
+    /// ignore.
     pub fn read(header: &Header) -> Result<Self, LoadError> {
         Self::read_for(header, None)
     }
@@ -224,7 +224,7 @@ impl Spec {
             }
             _ => return Err(bad_shape(embedding, &format!("[{width}, vocabulary]"))),
         };
-        // Rows beyond the last token are padding; a token without a row would fail each prompt that has it.
+        // Rows beyond the last token are padding; a token without a row would fail every prompt containing it.
         if let Some(tokens) = header
             .strings("tokenizer.ggml.tokens")
             .map(StringTable::len)
@@ -316,13 +316,13 @@ impl Spec {
         })
     }
 
-    /// Length of the embedding of a token in the file.
+    /// Length of a token's embedding in the file.
     #[must_use]
     pub fn embedding_row(&self) -> usize {
         self.width / self.embedding.dtype.block_size() * self.embedding.dtype.type_size()
     }
 
-    /// Tokens that a layer sees, itself included, when not all.
+    /// Tokens seen by a layer, itself included; `None` for all.
     #[must_use]
     pub fn window(&self, layer: &LayerSpec) -> Option<usize> {
         let local = self
@@ -332,7 +332,7 @@ impl Spec {
         local.window
     }
 
-    /// Layers that attend.
+    /// Number of attention layers.
     #[must_use]
     pub fn attention_layers(&self) -> usize {
         self.layers
@@ -351,7 +351,7 @@ impl Spec {
     }
 }
 
-/// A tensor that is left out would change every answer without a word: a bias, a scale, an expert.
+/// An ignored tensor, such as a bias, a scale or an expert, would silently change every answer.
 fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<(), LoadErrorKind> {
     let stray = header.tensors().find(|info| {
         info.name.starts_with(prefix)
@@ -373,7 +373,7 @@ fn refuse_unknown(header: &Header, prefix: &str, layer: &LayerSpec) -> Result<()
     }
 }
 
-/// The same for tensors that belong to no layer.
+/// The same for tensors outside layers.
 fn refuse_stray(header: &Header) -> Result<(), LoadErrorKind> {
     let stray = header.tensors().find(|info| {
         let name = info.name.as_str();
@@ -390,7 +390,7 @@ fn refuse_stray(header: &Header) -> Result<(), LoadErrorKind> {
     }
 }
 
-/// The names of all families, as an error lists them.
+/// The names of all families, for errors.
 fn known() -> String {
     let [names @ .., last] = Architecture::ALL.map(Architecture::name);
     format!("{} and {last}", names.join(", "))

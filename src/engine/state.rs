@@ -1,4 +1,4 @@
-//! Recurrent state of fixed size: matrices and the convolution's last inputs.
+//! Fixed-size recurrent state: matrices and the convolution's last inputs.
 
 use std::io;
 
@@ -15,18 +15,18 @@ use cotenant_units::Bytes;
 #[derive(Debug)]
 pub struct RecurrentState {
     memory: Option<Buffer>,
-    /// Elements of one layer: matrices, then convolution.
+    /// Elements per layer: matrices, then convolution.
     layer_len: usize,
     matrices_len: usize,
-    /// For each layer of the model its number among the recurrent ones.
+    /// For each layer of the model, its index among the recurrent ones.
     index: Vec<Option<usize>>,
 }
 
 impl RecurrentState {
-    /// The state at the start of a sequence; memory is found for it when it is [touched](Self::touch), or used.
+    /// The state at the start of a sequence; memory is populated when it is [touched](Self::touch) or used.
     ///
     /// # Errors
-    /// When there is no memory.
+    /// No memory.
     pub fn new(backend: &dyn Backend, spec: &Spec) -> io::Result<Self> {
         let bytes = shape::state_bytes(spec);
         let mut next = 0;
@@ -55,17 +55,17 @@ impl RecurrentState {
         })
     }
 
-    /// Makes all of it memory, at the start of a sequence: piece by piece, so that other threads may map memory meanwhile.
+    /// Populates all of it at the start of a sequence: in pieces, so that other threads may map memory meanwhile.
     pub fn touch(&self) {
         if let Some(memory) = &self.memory {
             memory.touch();
         }
     }
 
-    /// Back to the start of a sequence.
+    /// Resets to the start of a sequence.
     ///
     /// # Errors
-    /// When the device has failed.
+    /// The device has failed.
     pub fn reset(&self, backend: &mut dyn Backend) -> Result<(), DeviceError> {
         self.memory.as_ref().map_or(Ok(()), |memory| {
             let floats = memory.from(0);
@@ -73,13 +73,13 @@ impl RecurrentState {
         })
     }
 
-    /// Its memory, of a model that has one.
+    /// Its memory; `None` for a model without recurrent layers.
     #[must_use]
     pub const fn memory(&self) -> Option<&Buffer> {
         self.memory.as_ref()
     }
 
-    /// The matrices and the convolution's memory of layer `layer`; `None` for attention layers.
+    /// The matrices and the convolution state of layer `layer`; `None` for attention layers.
     #[must_use]
     pub fn layer(&self, layer: usize) -> Option<(View, View)> {
         let index = (*self.index.get(layer)?)?;
@@ -95,7 +95,7 @@ impl RecurrentState {
         self.memory.as_ref().map_or(Bytes::ZERO, Buffer::bytes)
     }
 
-    /// How much of it the kernel has in memory.
+    /// Resident size.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)

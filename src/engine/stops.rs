@@ -1,25 +1,25 @@
-//! Stop strings, also across several tokens.
+//! Detection of stop strings, also across tokens.
 
-/// Looks for stop strings in a text that arrives in pieces.
+/// Search for stop strings in a text that arrives in pieces.
 #[derive(Debug)]
 pub(super) struct StopStrings {
-    /// With their places in the request.
+    /// With their indices in the request.
     stops: Vec<(usize, String)>,
-    /// The end of the text so far, as far as a stop string may begin in it.
+    /// The end of the text so far in which a stop string may have begun.
     held: String,
 }
 
-/// What a piece of text led to.
+/// Result of a piece of text.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum Scan {
-    /// This text is certain to be before any stop string; it may be empty.
+    /// This text precedes any stop string; it may be empty.
     Clear(String),
-    /// The stop string at this place of the request was met; the text is what is left before it.
+    /// The stop string at this index of the request was met; with the remaining text before it.
     Met(String, usize),
 }
 
 impl StopStrings {
-    /// Empty strings are left out: they would end every answer at once.
+    /// Empty strings are dropped: they would end every answer at once.
     pub(super) fn new(stops: &[String]) -> Self {
         Self {
             stops: stops
@@ -38,7 +38,7 @@ impl StopStrings {
             return Scan::Clear(text.to_owned());
         }
         self.held.push_str(text);
-        // The one that is complete first counts, so that the answer does not depend on how the text was cut.
+        // The first complete match wins, so that the answer does not depend on the split of the text.
         let met = self.stops.iter().filter_map(|(place, stop)| {
             let at = self.held.find(stop)?;
             Some((at + stop.len(), at, *place))
@@ -60,7 +60,7 @@ impl StopStrings {
         Scan::Clear(std::mem::replace(&mut self.held, kept))
     }
 
-    /// What was held back, once nothing follows.
+    /// The held text, at the end of the answer.
     pub(super) fn finish(&mut self) -> String {
         std::mem::take(&mut self.held)
     }
@@ -100,7 +100,7 @@ mod tests {
             run(&["later", "\n"], &["one\ntwo later"]),
             ("one".to_owned(), true)
         );
-        // However the text is cut, the string that is complete first ends it.
+        // For any split of the text, the string that completes first ends it.
         for pieces in [&["ab", "cd"][..], &["ab", "c", "d"], &["abcd"]] {
             assert_eq!(
                 run(&["bcd", "c"], pieces),

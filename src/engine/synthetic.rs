@@ -1,6 +1,6 @@
 //! Headers of GGUF models at any shape.
 //!
-//! `cotenant plan` and `cotenant catalogue` inspect models by them that are not on this machine.
+//! `cotenant plan` and `cotenant catalogue` use them to inspect models that are not on this machine.
 
 use std::{
     fs::File,
@@ -32,7 +32,7 @@ pub struct Synthetic {
     pub rotary: u32,
     /// Base of the rotary angles.
     pub rotary_base: f32,
-    /// Tokens of a sliding window, and that every so-manyth layer has none (`gemma3`).
+    /// Tokens of a sliding window, and the interval of layers without one (`gemma3`).
     pub windows: (u32, u32),
     /// Key heads, value heads and head elements of recurrent layers (`qwen35`).
     pub recurrent: (u32, u32, u32),
@@ -40,13 +40,13 @@ pub struct Synthetic {
     pub vocabulary: u32,
     /// Longest context in the header.
     pub context_max: u32,
-    /// Whether the embedding is the output head too.
+    /// Whether the embedding is also the output head.
     pub tied: bool,
-    /// Blocks for multi-token prediction behind the layers (`qwen35`).
+    /// Blocks for multi-token prediction after the layers (`qwen35`).
     pub nextn: u32,
     /// Types of the matrices.
     pub types: TypeMix,
-    /// Where the weights are drawn from.
+    /// Seed of the weights.
     pub seed: u64,
 }
 
@@ -55,13 +55,13 @@ pub struct Synthetic {
 pub enum TypeMix {
     /// All the same.
     All(GgmlDType),
-    /// As llama.cpp's `Q4_K_M`: Q4_K, with Q6_K for the head and for half of the values and down projections. Rows that are no
-    /// multiple of 256 are in Q5_0 and Q8_0 instead.
+    /// As llama.cpp's `Q4_K_M`: Q4_K, with Q6_K for the head and for half of the values and down projections. Rows not
+    /// divisible by 256 use Q5_0 and Q8_0 instead.
     Q4KM,
 }
 
 impl TypeMix {
-    /// What rows of so many columns are stored in, when it should be `dtype`.
+    /// Storage type of rows of this many columns, if `dtype` is preferred.
     const fn fitting(self, dtype: GgmlDType, columns: u32) -> GgmlDType {
         match (self, dtype) {
             (Self::Q4KM, GgmlDType::Q4K) if !columns.is_multiple_of(256) => GgmlDType::Q5_0,
@@ -70,7 +70,7 @@ impl TypeMix {
         }
     }
 
-    /// The types that llama.cpp calls by this name: `q4_k_m`, `q8_0`.
+    /// The types with this name in llama.cpp: `q4_k_m`, `q8_0`.
     #[must_use]
     pub fn named(name: &str) -> Option<Self> {
         Some(match name {
@@ -173,13 +173,13 @@ impl Synthetic {
         }
     }
 
-    /// Writes the header, and leaves a hole where the weights would be: enough for what only reads headers.
+    /// Writes the header, with a hole in place of the weights: sufficient for header readers.
     ///
     /// # Errors
-    /// When the file cannot be written.
+    /// The file cannot be written.
     pub fn write_hollow(&self, mut file: File) -> io::Result<()> {
         let (mut metadata, tensors) = (self.metadata(), self.tensors());
-        // Vocabularies of byte-level models have about one merge for each token.
+        // Byte-level vocabularies have about one merge per token.
         let merges = (0..self.vocabulary).map(|index| format!("\u{120} filler{index}"));
         if let Some((_, entry)) = metadata
             .iter_mut()
@@ -204,7 +204,7 @@ impl Synthetic {
             (
                 "general.name".to_owned(),
                 Entry::Text(match self.architecture {
-                    // llama.cpp looks for Microsoft's control tokens when the name has `phi3` in it.
+                    // llama.cpp looks for Microsoft's control tokens if the name contains `phi3`.
                     Architecture::Phi3 => format!("synthetic-phi-{}", self.seed),
                     _ => format!("synthetic-{arch}-{}", self.seed),
                 }),
@@ -606,15 +606,15 @@ pub struct Tensor {
     pub columns: u32,
     /// Rows.
     pub rows: u32,
-    /// What its elements are stored as.
+    /// Storage type of its elements.
     pub dtype: GgmlDType,
-    /// How its elements are drawn.
+    /// Distribution of its elements.
     pub draw: Draw,
-    /// One axis only.
+    /// Whether it has one axis only.
     flat: bool,
 }
 
-/// How elements are drawn.
+/// Distribution of elements.
 #[derive(Clone, Copy, Debug)]
 pub enum Draw {
     /// Small, around zero.
@@ -623,7 +623,7 @@ pub enum Draw {
     Decay,
     /// Rotary factors: 1 to 8.
     Factors,
-    /// Around zero, so that a product keeps the size of its input.
+    /// Around zero, so that a product keeps the magnitude of its input.
     Matrix,
     /// Around one.
     Norm,
@@ -659,6 +659,6 @@ impl Tensor {
     }
 }
 
-/// Each tensor begins at a multiple of so many bytes.
+/// Alignment of each tensor, in bytes.
 pub const ALIGNMENT: u64 = 32;
 const CHAT_TEMPLATE: &str = "{%- for message in messages -%}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor -%}{%- if add_generation_prompt -%}<|im_start|>assistant\n{% endif -%}";

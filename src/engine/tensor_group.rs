@@ -1,4 +1,4 @@
-//! Tensors of a model file, by what they are for.
+//! Tensors of a model file, grouped by purpose.
 
 use std::collections::BTreeMap;
 
@@ -13,9 +13,9 @@ use cotenant_units::Bytes;
 /// Tensors of one kind.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct TensorGroup {
-    /// What they are for.
+    /// Their purpose.
     pub kind: TensorKind,
-    /// How many there are.
+    /// Number of tensors.
     pub tensors: u32,
     /// Their elements.
     pub elements: u64,
@@ -38,30 +38,30 @@ pub struct NamedTensor {
     pub bytes: Bytes,
 }
 
-/// What tensors are for.
+/// Purposes of tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TensorKind {
     /// Rows of input embeddings, which are read one by one.
     Embedding,
-    /// Projections of layers that attend.
+    /// Projections of attention layers.
     Attention,
-    /// Projections of layers that keep a state of fixed size.
+    /// Projections of layers with a state of fixed size.
     Recurrent,
     /// Gate, up and down.
     FeedForward,
     /// Norms, biases, convolutions, rotary factors.
     Vectors,
-    /// The output head, where it is not the embedding.
+    /// The output head, if it is not the embedding.
     Head,
     /// Blocks for multi-token prediction, which stay in the file.
     MultiToken,
-    /// What turns pictures into embeddings, which stays in the file.
+    /// Image encoder, which stays in the file.
     Vision,
 }
 
 impl TensorKind {
-    /// In a few words.
+    /// A short name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -77,11 +77,11 @@ impl TensorKind {
     }
 }
 
-/// Name of its type, dimensions and bytes of a tensor.
+/// Type name, dimensions and bytes of a tensor.
 type Measured<'tensor> = (String, &'tensor [u64], Bytes);
 
 impl TensorGroup {
-    /// The groups of a header, those without tensors left out.
+    /// The non-empty groups of a header.
     #[must_use]
     pub fn of(header: &Header) -> Vec<Self> {
         let depth = depth(header);
@@ -103,7 +103,7 @@ impl TensorGroup {
             .collect()
     }
 
-    /// The groups of tensors with the names of a Hugging Face repository.
+    /// The groups of tensors with names of a Hugging Face repository.
     #[must_use]
     pub fn of_safetensors(tensors: &[NamedTensor]) -> Vec<Self> {
         let mut found: BTreeMap<TensorKind, Vec<Measured<'_>>> = BTreeMap::new();
@@ -171,7 +171,7 @@ fn kind_of(header: &Header, info: &TensorInfo, depth: u32) -> TensorKind {
     }
 }
 
-/// By the names of transformers' modules.
+/// Classifies by the module names of transformers.
 fn kind_of_published(tensor: &NamedTensor) -> TensorKind {
     let name = tensor.name.as_str();
     let has = |part: &str| name.contains(part);

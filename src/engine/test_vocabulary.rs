@@ -6,7 +6,7 @@ use candle_core::quantized::gguf_file::{self, Value};
 
 use super::{gguf::Header, tokenizer::byte_symbol};
 
-/// A vocabulary to be changed by a test before it is written.
+/// A vocabulary that tests modify before it is written.
 pub(super) struct TestVocabulary {
     pub(super) model: &'static str,
     pub(super) pre: &'static str,
@@ -55,7 +55,7 @@ impl TestVocabulary {
         u32::try_from(self.texts().iter().position(|known| known == text).unwrap()).unwrap()
     }
 
-    /// The header of a file with nothing but this vocabulary.
+    /// The header of a file that contains only this vocabulary.
     pub(super) fn header(&self) -> Header {
         let texts = self.texts();
         let plain = texts.len() - self.control.len() - self.user_defined.len();

@@ -1,4 +1,4 @@
-//! The text side of a loaded model: from a request to tokens, and from tokens to text.
+//! Text side of a loaded model: requests to tokens, tokens to text.
 
 use std::{
     path::PathBuf,
@@ -22,24 +22,24 @@ use cotenant_conversation::SamplingWish;
 use cotenant_units::causes::in_one_line;
 use cotenant_units::{Bytes, Tokens};
 
-/// Tokenizer, chat template and the limits of prompts. Shared by handles and thread; never changes.
+/// Tokenizer, chat template and the limits of prompts. Shared by handles and the engine thread; immutable.
 pub struct TextSide {
     tokenizer: Tokenizer,
     template: ChatTemplate,
     context_max: Tokens,
     helper: Arc<Helper>,
     sampling: SamplingWish,
-    /// Held while a conversation is rendered: the template gets a tree of its own, and one is enough.
+    /// Held while a conversation is rendered: each rendering copies the conversation, and one copy at a time is enough.
     rendering: Mutex<()>,
 }
 
-/// A request whose prompt is tokens and whose form is a mask.
+/// A request with its prompt as tokens and its form as a mask.
 pub struct Prepared {
-    /// The prompt, complete with what begins a sequence.
+    /// The prompt, including the tokens that begin a sequence.
     pub tokens: Vec<u32>,
-    /// How the answer is to be read.
+    /// Parsing style of the answer.
     pub style: AnswerStyle,
-    /// What holds the answer to its form.
+    /// Mask that constrains the answer to its form.
     pub mask: Option<Box<dyn TokenMask>>,
 }
 
@@ -47,15 +47,16 @@ impl TextSide {
     /// The text side of the model with this header and context.
     ///
     /// # Errors
-    /// When the tokenizer or the chat template cannot be used.
+    /// The tokenizer or the chat template cannot be used.
     pub fn new(header: &Header, context_max: Tokens) -> Result<Self, TextError> {
         Self::with_helper(header, context_max, None)
     }
 
-    /// The same, with templates and grammars computed by this program, which is `cotenant`, under bounds of memory and time.
+    /// The same, with templates and grammars computed in a helper process of the `cotenant` program, with bounded
+    /// memory and time.
     ///
     /// # Errors
-    /// When the tokenizer or the chat template cannot be used.
+    /// The tokenizer or the chat template cannot be used.
     pub fn with_helper(
         header: &Header,
         context_max: Tokens,
@@ -76,10 +77,10 @@ impl TextSide {
         Ok(side)
     }
 
-    /// Refuses a tokenizer or a chat template that no load would take, without building the tokenizer.
+    /// Rejects a tokenizer or a chat template that would fail every load, without building the tokenizer.
     ///
     /// # Errors
-    /// As [`Self::new`], but for what the library of tokenizers refuses.
+    /// As [`Self::new`], except for rejections by the tokenizer library.
     pub fn check(header: &Header) -> Result<(), TextError> {
         Tokenizer::check(header)?;
         let template = header.string(KEY_TEMPLATE).unwrap_or_default();
@@ -91,8 +92,8 @@ impl TextSide {
         Ok(compile(&Helper::new(None), template, setup)?)
     }
 
-    /// What the text side of the model with this header occupies at most, the helper included: whole pages, as everything on
-    /// the ledger.
+    /// Upper bound of the text side's memory for the model with this header, the helper included: in whole pages, like
+    /// everything in the ledger.
     #[must_use]
     pub fn bytes_max(header: &Header) -> Bytes {
         Tokenizer::heap_bytes(header)
@@ -100,7 +101,7 @@ impl TextSide {
             .round_up(Bytes::from_kib(4))
     }
 
-    /// The part of it that is memory of the helper, a process of its own, while forms and templates are asked for.
+    /// The helper process's share of it, while forms and templates are in use.
     #[must_use]
     pub fn helper_bytes_max(header: &Header) -> Bytes {
         let texts = header.strings("tokenizer.ggml.tokens");
@@ -110,10 +111,10 @@ impl TextSide {
         most(tokens, bytes)
     }
 
-    /// The tokens of a request's prompt, and what holds its answer to its form.
+    /// The tokens of a request's prompt, and the mask of its answer.
     ///
     /// # Errors
-    /// When it can never be answered as it is.
+    /// It can never be answered in this form.
     pub fn prepare(
         &self,
         request: &GenerateRequest,
@@ -179,7 +180,7 @@ impl TextSide {
         Arc::clone(&self.helper)
     }
 
-    /// Waits for place for the grammar of a request's answer; `None` where it may have any form.
+    /// Waits for a slot for the grammar of a request's answer; `None` if the answer has no form.
     pub(super) async fn form_place(&self, request: &GenerateRequest) -> Option<FormPlace> {
         let form = request.form.as_ref()?;
         let answer = request
@@ -201,7 +202,7 @@ impl TextSide {
         }
     }
 
-    /// The template's text for a context.
+    /// Renders the template for a context.
     fn render(&self, context: &Map<String, Value>) -> Result<String, ChatError> {
         let failed = |message: String| ChatError::Render { message };
         let context = serde_json::to_vec(context).map_err(|error| failed(error.to_string()))?;
@@ -228,12 +229,12 @@ impl TextSide {
         &self.tokenizer
     }
 
-    /// The chat template; empty when there is none.
+    /// The chat template; empty if there is none.
     pub(super) fn template(&self) -> &str {
         self.template.source()
     }
 
-    /// How the model's file recommends to choose tokens.
+    /// The model file's recommended sampling settings.
     pub(super) const fn sampling(&self) -> SamplingWish {
         self.sampling
     }
@@ -244,10 +245,10 @@ impl TextSide {
         self.context_max
     }
 
-    /// The tokens of a prompt, and how an answer to it is to be read.
+    /// The tokens of a prompt, and the parsing style of its answer.
     ///
     /// # Errors
-    /// When there is nothing in it, or the template or the tokenizer fails.
+    /// The prompt is empty, or the template or the tokenizer fails.
     pub fn encode(&self, prompt: &Prompt) -> Result<(Vec<u32>, AnswerStyle), PromptError> {
         let mut style = AnswerStyle::default();
         let mut tokens = match prompt {
@@ -303,7 +304,7 @@ fn compile(helper: &Helper, template: &str, setup: impl Fn() -> Setup) -> Result
     Err(ChatError::Compile { message })
 }
 
-/// Why a model file's text side cannot be used.
+/// Fault of a model file's text side.
 #[derive(Debug, thiserror::Error)]
 pub enum TextError {
     /// Its chat template cannot be used.

@@ -8,33 +8,33 @@
 //! | [`ToolFormat::Listed`] | `<|tool_call|>[{"name": …, "arguments": {…}}]` (Granite 3) | `<\|tool_call\|>` |
 //! | [`ToolFormat::Bare`] | `{"name": …, "parameters": {…}}` and nothing else (Llama 3) | `"parameters"` and `tools` |
 //!
-//! The format says how a call that a request demands is written; answers are read in all of them (`answer`).
+//! The format determines the syntax of a forced call; answers are parsed in every format (`answer`).
 //!
-//! A template that knows no tools gets them in a system message, in the words of Qwen 2.5's template, and writes
-//! them tagged.
+//! A template without tool support gets the tools in a system message, in the wording of Qwen 2.5's template, and
+//! writes them tagged.
 
 use serde_json::{Map, Value, json};
 
 use super::schema::{ConstraintError, lay_out, with_layout};
 use cotenant_conversation::{ChatMessage, Conversation, Role};
 
-/// How the call of a tool is written.
+/// Syntax of a tool call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum ToolFormat {
-    /// One JSON object, and nothing else.
+    /// A single JSON object.
     Bare,
-    /// A tag in front of a list of JSON objects.
+    /// A tag before a list of JSON objects.
     Listed,
-    /// A tag in front of a name, another between it and its arguments.
+    /// A tag before a name, another between the name and its arguments.
     Mistral,
-    /// Tags around a function and its parameters, each with tags of its own.
+    /// Tags around a function and its parameters, with separate tags for each.
     Parameters,
     /// Tags around one JSON object.
     Tagged,
 }
 
 impl ToolFormat {
-    /// The format of a template, and whether the template itself tells the model about tools.
+    /// The format of a template, and whether the template itself declares tools to the model.
     pub(super) fn of(template: &str) -> (Self, bool) {
         let knows = template.contains("tools");
         let format = if template.contains("<function=") {
@@ -54,8 +54,8 @@ impl ToolFormat {
     }
 }
 
-/// The conversation for a template that knows no tools: all that concerns them as text. Where it does not know a system's
-/// messages either, they are explained before the first question.
+/// The conversation for a template without tool support: everything about tools as text. If it does not support system
+/// messages either, the tools are explained before the first question.
 pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conversation {
     let mut messages = with_answers_joined(&conversation.messages, message_in_words);
     if !conversation.tools.is_empty() {
@@ -77,7 +77,7 @@ pub(super) fn in_words(conversation: &Conversation, knows_system: bool) -> Conve
     }
 }
 
-/// The conversation for a template that has no place for what the system says: it comes before what the user says next.
+/// The conversation for a template without system messages: their text precedes the next user message.
 pub(super) fn system_in_words(conversation: &Conversation) -> Conversation {
     let mut messages: Vec<ChatMessage> = Vec::with_capacity(conversation.messages.len());
     let mut said = String::new();
@@ -97,7 +97,7 @@ pub(super) fn system_in_words(conversation: &Conversation) -> Conversation {
         }
     }
     if !said.is_empty() {
-        // There is nothing behind it but, perhaps, a begun answer.
+        // Nothing follows it except, possibly, a begun answer.
         match messages
             .iter_mut()
             .rfind(|message| message.role == Role::User)
@@ -112,7 +112,7 @@ pub(super) fn system_in_words(conversation: &Conversation) -> Conversation {
     }
 }
 
-/// The conversation for a template that knows tools and refuses the order of their answers: these are text of the user's.
+/// The conversation for a template that supports tools but refuses the order of their results: these become user text.
 pub(super) fn answers_in_words(conversation: &Conversation) -> Conversation {
     let worded = |message: &ChatMessage| {
         if message.role == Role::Tool {
@@ -127,8 +127,8 @@ pub(super) fn answers_in_words(conversation: &Conversation) -> Conversation {
     }
 }
 
-/// Messages after `worded`. Many templates refuse two messages of one role in a row, so that what several tools answered
-/// becomes one message, with what the user says after it.
+/// Messages after `worded`. Many templates refuse two consecutive messages of one role, so the results of several tools
+/// and the user text after them are joined into one message.
 fn with_answers_joined(
     all: &[ChatMessage],
     worded: impl Fn(&ChatMessage) -> ChatMessage,
@@ -188,7 +188,7 @@ fn instructions(tools: &[Value]) -> String {
 /// The grammar of one call of one of `functions`, each with its `name` and `parameters`.
 ///
 /// # Errors
-/// When the parameters of one are no schema that can be kept.
+/// The parameters of a function are not a schema that can be enforced.
 pub(super) fn call_grammar(
     format: ToolFormat,
     functions: &[&Value],
@@ -235,7 +235,7 @@ pub(super) fn call_grammar(
     Ok(format!("start: {}\n{rules}", calls.join(" | ")))
 }
 
-/// The schema of a function's arguments, which are an object whatever is said of them; none are declared, none are written.
+/// The schema of a function's arguments, which are always an object; without declared parameters it is empty.
 fn arguments_of(parameters: Option<&Value>) -> Value {
     let declared = parameters.and_then(Value::as_object);
     let mut schema = declared.cloned().unwrap_or_default();
@@ -252,7 +252,7 @@ fn arguments_of(parameters: Option<&Value>) -> Value {
     Value::Object(schema)
 }
 
-/// The rule of a call in which each parameter has tags of its own: texts as they are, everything else as JSON.
+/// The rule of a call with separate tags for each parameter: texts verbatim, everything else as JSON.
 fn call_by_parameters(
     rules: &mut String,
     index: usize,
@@ -306,7 +306,7 @@ fn call_by_parameters(
         } else {
             let mut schema = schema.clone();
             lay_out(&mut schema);
-            // What the schema of a parameter refers to is beside it in the schema of all.
+            // Definitions referred to by a parameter's schema are in the enclosing schema.
             for shared in ["$defs", "definitions"] {
                 if let (Some(map), Some(definitions)) =
                     (schema.as_object_mut(), parameters.get(shared))
@@ -326,7 +326,7 @@ fn call_by_parameters(
     Ok(call)
 }
 
-/// How many characters a text may have, as patterns write it.
+/// Length limits of a text as a regular-expression repetition.
 fn repetitions(schema: &Value) -> String {
     let bound = |keyword: &str| schema.get(keyword).and_then(Value::as_u64);
     match (bound("minLength"), bound("maxLength")) {
@@ -341,10 +341,10 @@ fn repetitions(schema: &Value) -> String {
     }
 }
 
-/// Keywords after which nothing is known of the arguments of a function.
+/// Keywords that constrain no argument of a function.
 const SAYING_NOTHING: [&str; 4] = ["$schema", "description", "title", "type"];
 
-/// A text as grammars write it, which is as JSON does.
+/// A text as a grammar literal, quoted as in JSON.
 fn literal(text: &str) -> String {
     Value::from(text).to_string()
 }

@@ -1,7 +1,7 @@
-//! Heap of this process: the size of JSON trees before they are built, and the return of free pages.
+//! Heap of this process: size estimates of JSON trees, and the return of free pages.
 //!
-//! A tree of [`serde_json::Value`] takes up to a hundred times the bytes of its text: `{"":0},` is seven bytes of text and
-//! 500 bytes of heap. What a client sends is therefore measured first, and parsed only within a limit.
+//! A tree of [`serde_json::Value`] takes up to a hundred times the bytes of its text: `{"":0},` is seven bytes of text
+//! and 500 bytes of heap. Client input is therefore measured first, and parsed only within a limit.
 
 use std::{
     mem::size_of,
@@ -15,10 +15,10 @@ use tokio::runtime::Handle;
 use cotenant_threads::blocking;
 use cotenant_units::Bytes;
 
-/// Upper bound of the heap that a [`Value`] of this text takes, as glibc allocates it. Linear in the text; allocates
-/// nothing. Of text that is no JSON it bounds what a parser builds before it finds out.
+/// Upper bound of the heap of a [`Value`] of this text, as allocated by glibc. Linear in the text; allocates nothing.
+/// For text that is not JSON, it bounds the partial tree of a failing parser.
 ///
-/// Texts in the tree that begin like an object are counted as if they were parsed too, as arguments of tool calls are.
+/// Texts in the tree that begin like an object count as parsed too, as arguments of tool calls are.
 #[must_use]
 pub fn tree_bytes(text: &[u8]) -> Bytes {
     let mut tree = Tree {
@@ -44,23 +44,23 @@ pub fn tree_bytes(text: &[u8]) -> Bytes {
             _ => tree.filled(),
         }
     }
-    // What is not closed has been built as far as it came.
+    // Unclosed levels have been built up to the end of the text.
     while tree.depth > 0 {
         tree.close();
     }
     Bytes::new(tree.bytes)
 }
 
-/// Sets glibc's allocator so that [`trim`] returns all free memory, whichever thread allocated it.
+/// Configures glibc's allocator so that [`trim`] returns all free memory, regardless of the allocating thread.
 ///
-/// `malloc_trim` returns free pages inside every arena, but free memory at the end only of the main arena. Other arenas, which
-/// serve most threads, shrink in `free` alone, once their end exceeds a threshold. By default this threshold rises to twice the
-/// largest mapping freed, up to 64 MiB, and chunks in fast bins are not merged with the end before `malloc_trim` runs: 22 MiB
-/// stayed at the end of an arena with 1 MiB in use after 300 requests of up to 1 MiB. Without fast bins, allocating and
-/// freeing a small chunk takes about 60 ns longer.
+/// `malloc_trim` returns free pages inside every arena, but free memory at the end only of the main arena. Other
+/// arenas, which serve most threads, shrink only in `free`, once their end exceeds a threshold. By default this
+/// threshold rises to twice the largest freed mapping, up to 64 MiB, and chunks in fast bins are not merged with the
+/// end before `malloc_trim` runs: 22 MiB stayed at the end of an arena with 1 MiB in use after 300 requests of up to 1
+/// MiB. Without fast bins, allocating and freeing a small chunk takes about 60 ns longer.
 pub fn return_early() {
     #[cfg(target_env = "gnu")]
-    // SAFETY: `mallopt` may be called at any time; these parameters take numbers of bytes. None changes what is in use.
+    // SAFETY: `mallopt` may be called at any time; these parameters are byte counts. None affects memory in use.
     unsafe {
         libc::mallopt(libc::M_MXFAST, 0);
         libc::mallopt(libc::M_TRIM_THRESHOLD, ARENA_END_MAX);
@@ -68,17 +68,17 @@ pub fn return_early() {
     }
 }
 
-/// Gives back what the allocator keeps free, where it is glibc's; called after many small allocations were freed.
+/// Returns the allocator's free memory to the system, under glibc; called after many small allocations were freed.
 /// Complete only after [`return_early`].
 pub fn trim() {
     #[cfg(target_env = "gnu")]
     {
-        // SAFETY: gives free pages of the allocator back to the kernel, and changes nothing that is in use.
+        // SAFETY: returns free pages of the allocator to the kernel, and changes nothing in use.
         unsafe { libc::malloc_trim(0) };
     }
 }
 
-/// Notes that a request's memory was freed. Where that adds up, the heap is trimmed soon, away from the threads that serve.
+/// Records that a request's memory was freed. Once enough has accumulated, the heap is trimmed on another thread.
 pub fn freed(bytes: Bytes) {
     let sum = FREED
         .fetch_add(bytes.get(), Ordering::Relaxed)
@@ -94,7 +94,7 @@ pub fn freed(bytes: Bytes) {
         tokio::time::sleep(TRIMMED_AFTER).await;
         TRIM_IS_DUE.store(false, Ordering::Release);
         FREED.store(0, Ordering::Relaxed);
-        // Without a thread it is trimmed with what is freed next.
+        // Without a thread, it is trimmed after the next release.
         let _trimmed = blocking(trim).await;
     });
 }
@@ -105,28 +105,29 @@ static TRIM_IS_DUE: AtomicBool = AtomicBool::new(false);
 /// Our choice: free memory kept at the end of each arena for the next requests.
 #[cfg(target_env = "gnu")]
 const ARENA_END_MAX: libc::c_int = 1 << 20;
-/// Allocations from this size on are separate mappings, unmapped when freed. glibc's default, without its rise to 32 MiB.
+/// Allocations from this size on are separate mappings, unmapped when freed. glibc's default, without its rise to 32
+/// MiB.
 #[cfg(target_env = "gnu")]
 const MAPPED_FROM: libc::c_int = 128 << 10;
-/// Our choice: what the allocator may keep of requests that have ended.
+/// Our choice: memory that the allocator may keep from finished requests.
 const TRIMMED_BEHIND: Bytes = Bytes::from_mib(1);
-/// Our choice: requests that come together are freed together; a trim of some 100 MiB takes 10 ms.
+/// Our choice: concurrent requests are freed together; trimming some 100 MiB takes 10 ms.
 const TRIMMED_AFTER: Duration = Duration::from_millis(250);
 
-/// A text that is being measured.
+/// A text under measurement.
 struct Tree {
     bytes: u64,
     levels: [Level; LEVELS_MAX],
     depth: usize,
 }
 
-/// A list or an object that is open.
+/// An open list or object.
 #[derive(Clone, Copy, Default)]
 struct Level {
     is_object: bool,
     /// Commas so far.
     commas: u64,
-    /// Whether there is anything in it.
+    /// Whether it is non-empty.
     filled: bool,
 }
 
@@ -159,7 +160,7 @@ impl Tree {
             return;
         };
         self.depth = depth;
-        // What is nested deeper than that is refused, or skipped, by the parser.
+        // The parser refuses or skips deeper nesting.
         let Some(level) = self.levels.get(depth) else {
             return;
         };
@@ -178,7 +179,7 @@ impl Tree {
     }
 }
 
-/// The end of the text that begins at `start`, behind its opening quote, and its heap.
+/// The end of the text whose opening quote precedes `start`, and its heap.
 fn string(text: &[u8], start: usize) -> (usize, u64) {
     let mut at = start;
     let mut length = 0;
@@ -201,7 +202,7 @@ fn string(text: &[u8], start: usize) -> (usize, u64) {
                 b'{' => object_bytes(1),
                 b'[' => list_bytes(1),
                 b',' => ENTRY_BYTES,
-                // One of the two around a text.
+                // One of the two quotes around a text.
                 b'"' => ALLOCATED_MIN / 2,
                 _ => 0,
             };
@@ -212,11 +213,11 @@ fn string(text: &[u8], start: usize) -> (usize, u64) {
     } else {
         allocated(length as u64)
     };
-    // The texts in it are no longer than itself.
+    // Nested texts are no longer than the text itself.
     (at + 1, own + if nested { inside + own } else { 0 })
 }
 
-/// The character of the escape behind a backslash, and what follows it; 0 for one that means nothing to JSON's structure.
+/// The character of the escape after a backslash, and the position after it; 0 for one without structural meaning.
 fn escaped(text: &[u8], at: usize) -> (u8, usize) {
     match text.get(at) {
         Some(b'u') => {
@@ -242,7 +243,7 @@ fn list_bytes(entries: u64) -> u64 {
     allocated(entries.next_power_of_two().max(LIST_MIN) * size_of::<Value>() as u64)
 }
 
-/// Heap of an object, which keeps its order: a vector of entries, as long as the table of their places can refer to.
+/// Heap of an ordered object: a vector of entries, with the capacity of its index table.
 fn object_bytes(entries: u64) -> u64 {
     let buckets = if entries <= 3 {
         4
@@ -254,7 +255,7 @@ fn object_bytes(entries: u64) -> u64 {
     allocated(places * entry) + allocated(buckets * 9 + GROUP_BYTES)
 }
 
-/// What glibc takes for an allocation: a word in front, in steps of 16 bytes.
+/// Size of a glibc allocation: a header word, in steps of 16 bytes.
 const fn allocated(bytes: u64) -> u64 {
     let chunk = (bytes + 8).next_multiple_of(16);
     if chunk < ALLOCATED_MIN {
@@ -265,13 +266,13 @@ const fn allocated(bytes: u64) -> u64 {
 }
 
 const ALLOCATED_MIN: u64 = 32;
-/// Entries for which a list allocates first.
+/// Initial capacity of a list in entries.
 const LIST_MIN: u64 = 4;
-/// What the table of an object has beside its places.
+/// Overhead of an object's table besides its places.
 const GROUP_BYTES: u64 = 16;
-/// One more entry of an object that has just grown, the place for it included.
+/// One more entry of an object that has just grown, its table place included.
 const ENTRY_BYTES: u64 = 2 * (size_of::<(u64, String, Value)>() as u64 + 9);
-/// How deep serde_json reads.
+/// Depth limit of serde_json.
 const LEVELS_MAX: usize = 128;
 
 #[cfg(test)]

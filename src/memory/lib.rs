@@ -1,4 +1,4 @@
-//! Memory of this process: what is set aside for sheds, and what its heap gives back.
+//! Memory of this process: the emergency reserve for sheds, and the return of free heap.
 
 pub mod emergency;
 pub mod heap;

@@ -1,7 +1,7 @@
-//! Threads for work that blocks: reads files, parses, computes.
+//! Threads for blocking work: reading files, parsing, computing.
 //!
-//! tokio's own pool panics where the system gives no thread, or keeps the work until it gives one. Here work waits for a
-//! thread for up to `WAIT_MAX` and is refused then, with the system's error.
+//! tokio's own pool panics if the system provides no thread, or holds the work until it does. Here work waits for a
+//! thread for up to `WAIT_MAX` and is then refused with the system's error.
 
 use std::{
     any::Any,
@@ -21,21 +21,21 @@ use tokio::{
 
 use cotenant_units::lock::locked;
 
-/// Why work was not done.
+/// Reason why work was not completed.
 #[derive(Debug, thiserror::Error)]
 pub enum NotDone {
-    /// It was not begun, and may be tried again.
+    /// It was not started, and may be retried.
     #[error("no thread is free for it: {0}")]
     NoThread(#[source] io::Error),
-    /// It broke down.
+    /// It panicked.
     #[error("it panicked: {0}")]
     Panicked(String),
 }
 
-/// Starts the threads that are always there.
+/// Starts the permanent threads.
 ///
 /// # Errors
-/// When the system does not give them.
+/// The system does not provide them.
 pub fn start() -> io::Result<()> {
     let mut pool = locked(&POOL);
     while pool.threads < THREADS_MIN {
@@ -44,10 +44,10 @@ pub fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// Begins work on a thread of its own; it goes on when the returned future is dropped.
+/// Runs work on a pool thread; it continues if the returned future is dropped.
 ///
 /// # Errors
-/// When it panics, or no thread was free for `WAIT_MAX`: then it was not begun.
+/// It panics, or no thread was free for `WAIT_MAX`: then it was not started.
 pub fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> T + Send + 'static,
 ) -> impl Future<Output = Result<T, NotDone>> + Send {
@@ -100,7 +100,7 @@ fn in_words(panic: &(dyn Any + Send)) -> String {
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// Work that waits, by number, and the threads for it.
+/// Queued work by number, and its threads.
 struct Pool {
     queue: VecDeque<(u64, Work)>,
     next: u64,
@@ -109,10 +109,10 @@ struct Pool {
 }
 
 impl Pool {
-    /// Queues work, and adds a thread where none is idle.
+    /// Queues work, and adds a thread if none is idle.
     ///
     /// # Errors
-    /// Its number where no thread could be added: it waits for one of those that are busy.
+    /// The number of the work if no thread could be added: it waits for a busy one.
     fn push(&mut self, work: Work) -> Result<(), u64> {
         let number = self.next;
         self.next += 1;
@@ -140,7 +140,7 @@ impl Pool {
     }
 }
 
-/// What each thread does.
+/// Main loop of each thread.
 fn serve() {
     let mut pool = locked(&POOL);
     loop {
@@ -161,7 +161,7 @@ fn serve() {
     }
 }
 
-/// Waits for work; whether there was none for [`IDLE_MAX`].
+/// Waits for work; returns whether none arrived for [`IDLE_MAX`].
 fn waited(pool: MutexGuard<'static, Pool>) -> (MutexGuard<'static, Pool>, bool) {
     let (pool, waited) = ADDED
         .wait_timeout(pool, IDLE_MAX)
@@ -177,15 +177,15 @@ static POOL: Mutex<Pool> = Mutex::new(Pool {
 });
 static ADDED: Condvar = Condvar::new();
 
-/// Threads that do not end. Our choice: one may wait for a disk that hangs.
+/// Permanent threads. Our choice: one may wait for a hanging disk.
 pub const THREADS_MIN: usize = 2;
-/// Our choice: the limits of requests keep it far below.
+/// Our choice: request limits keep the number far below.
 const THREADS_MAX: usize = 64;
-/// How long work waits for a thread. Our choice: the shortest read timeouts of clients are above it.
+/// Longest wait of work for a thread. Our choice: shorter than the read timeouts of clients.
 const WAIT_MAX: Duration = Duration::from_secs(2);
-/// How often the system is asked again for a thread. Our choice.
+/// Retry interval for starting a thread. Our choice.
 const TRY_EVERY: Duration = Duration::from_millis(100);
-/// How long a further thread stays without work, as in tokio.
+/// Idle time after which a further thread ends, as in tokio.
 const IDLE_MAX: Duration = Duration::from_secs(10);
 
 #[cfg(test)]
@@ -196,14 +196,14 @@ mod tests {
 
     use super::*;
 
-    /// Becomes another user: the limit of threads does not count for root. Of this thread alone, as the kernel has it.
+    /// Switches to another user, because the thread limit does not apply to root. The kernel does this per thread.
     fn drop_privileges() {
         const OTHER_UID: libc::c_long = 65_534;
         // SAFETY: the call changes the credentials of this thread and no memory.
         let _ = unsafe { libc::syscall(libc::SYS_setresuid, OTHER_UID, OTHER_UID, OTHER_UID) };
     }
 
-    /// One test, because the limit is one of the process.
+    /// A single test, because the limit applies to the process.
     #[test]
     fn work_without_a_thread_is_refused_and_work_behind_a_busy_one_waits() {
         drop_privileges();

@@ -1,9 +1,9 @@
-//! An error and its causes in one line.
+//! Error chains rendered on one line.
 
 use std::error::Error;
 
-/// The error and its causes in one line, the outermost first: `cannot read the model: No such file or directory`. What
-/// others sent may be in it, as long as they like: each of them is cut to `CHARS_MAX`.
+/// The error and its causes on one line, outermost first: `cannot read the model: No such file or directory`. Parts may
+/// come from others at any length: each is truncated to `CHARS_MAX`.
 #[must_use]
 pub fn in_one_line(error: &dyn Error) -> String {
     let mut text = cut(error.to_string());
@@ -23,7 +23,7 @@ fn cut(mut text: String) -> String {
     text
 }
 
-/// Our choice: above every message of ours.
+/// Our choice: longer than every message of ours.
 const CHARS_MAX: usize = 1000;
 
 #[cfg(test)]

@@ -1,6 +1,7 @@
 //! Quantities with units: bytes, tokens, layers, time since the start.
 //!
-//! Nothing here reads the system, but for the size of its pages. Sizes are whole bytes in a `u64` and never pass through a float.
+//! Apart from the page size, nothing here reads the system. Sizes are whole bytes in a `u64` and never pass through a
+//! float.
 
 pub mod causes;
 pub mod lock;
@@ -18,8 +19,8 @@ use serde::{Deserialize, Serialize};
 
 /// A number of bytes.
 ///
-/// Addition and subtraction panic on overflow in every profile, because the book must not wrap; where a
-/// difference may be negative, use [`Bytes::saturating_sub`] or [`Bytes::checked_sub`].
+/// Addition and subtraction panic on overflow in every profile, because the ledger must not wrap; for a possibly
+/// negative difference, use [`Bytes::saturating_sub`] or [`Bytes::checked_sub`].
 ///
 /// ```
 /// use cotenant_units::Bytes;
@@ -34,9 +35,9 @@ use serde::{Deserialize, Serialize};
 pub struct Bytes(u64);
 
 impl Bytes {
-    /// No bytes.
+    /// Zero bytes.
     pub const ZERO: Self = Self(0);
-    /// The largest number that can be written.
+    /// The largest representable number.
     pub const MAX: Self = Self(u64::MAX);
 
     /// A number of bytes as given.
@@ -45,19 +46,19 @@ impl Bytes {
         Self(bytes)
     }
 
-    /// `kib` × 2^10 bytes; the largest number when that does not fit.
+    /// `kib` × 2^10 bytes; saturates.
     #[must_use]
     pub const fn from_kib(kib: u64) -> Self {
         Self(kib.saturating_mul(1 << 10))
     }
 
-    /// `mib` × 2^20 bytes; the largest number when that does not fit.
+    /// `mib` × 2^20 bytes; saturates.
     #[must_use]
     pub const fn from_mib(mib: u64) -> Self {
         Self(mib.saturating_mul(1 << 20))
     }
 
-    /// `gib` × 2^30 bytes; the largest number when that does not fit.
+    /// `gib` × 2^30 bytes; saturates.
     #[must_use]
     pub const fn from_gib(gib: u64) -> Self {
         Self(gib.saturating_mul(1 << 30))
@@ -75,7 +76,7 @@ impl Bytes {
         self.0
     }
 
-    /// As a length in memory; the largest one when it does not fit the address space.
+    /// As a length in memory; saturates at the size of the address space.
     #[must_use]
     pub fn as_len(self) -> usize {
         usize::try_from(self.0).unwrap_or(usize::MAX)
@@ -87,7 +88,7 @@ impl Bytes {
         self.0 >> 20
     }
 
-    /// The sum, or `None` when it does not fit.
+    /// The sum, or `None` on overflow.
     #[must_use]
     pub const fn checked_add(self, other: Self) -> Option<Self> {
         match self.0.checked_add(other.0) {
@@ -105,32 +106,32 @@ impl Bytes {
         }
     }
 
-    /// The sum, or the largest number.
+    /// The saturating sum.
     #[must_use]
     pub const fn saturating_add(self, other: Self) -> Self {
         Self(self.0.saturating_add(other.0))
     }
 
-    /// The difference, or zero.
+    /// The difference, or zero if `other` is larger.
     #[must_use]
     pub const fn saturating_sub(self, other: Self) -> Self {
         Self(self.0.saturating_sub(other.0))
     }
 
-    /// `count` times as much, or the largest number.
+    /// `count` times as much; saturates.
     #[must_use]
     pub const fn saturating_mul(self, count: u64) -> Self {
         Self(self.0.saturating_mul(count))
     }
 
-    /// This part of a thousand, rounded down; computed without loss in 128 bits.
+    /// This many thousandths, rounded down; computed exactly in 128 bits.
     #[must_use]
     pub fn per_mille(self, part: u32) -> Self {
         let exact = u128::from(self.0) * u128::from(part) / 1000;
         Self(u64::try_from(exact).unwrap_or(u64::MAX))
     }
 
-    /// Rounded up to a whole multiple of `unit`; unchanged when `unit` is zero.
+    /// Rounded up to a multiple of `unit`; unchanged if `unit` is zero.
     #[must_use]
     pub const fn round_up(self, unit: Self) -> Self {
         match self.0.checked_next_multiple_of(unit.0) {
@@ -140,8 +141,8 @@ impl Bytes {
     }
 }
 
-/// A page of this kernel, the least that it hands out: 4 KiB on x86-64 and on a Jetson, 16 KiB on a Raspberry Pi 5, up to 64 KiB
-/// on other arm64 machines.
+/// The kernel's page size, its allocation unit: 4 KiB on x86-64 and on a Jetson, 16 KiB on a Raspberry Pi 5, up to 64
+/// KiB on other arm64 machines.
 #[must_use]
 pub fn page() -> Bytes {
     static PAGE: OnceLock<Bytes> = OnceLock::new();
@@ -155,7 +156,7 @@ pub fn page() -> Bytes {
 }
 
 impl fmt::Display for Bytes {
-    /// Up to one decimal in the largest binary unit that leaves a whole part: `1.5 GiB`, `412 MiB`, `17 B`.
+    /// At most one decimal in the largest binary unit with a non-zero integer part: `1.5 GiB`, `412 MiB`, `17 B`.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (unit, name) = match self.0 {
             n if n >= 1 << 30 => (1u64 << 30, "GiB"),
@@ -212,7 +213,7 @@ impl Sum for Bytes {
 pub struct Tokens(u32);
 
 impl Tokens {
-    /// No tokens.
+    /// Zero tokens.
     pub const ZERO: Self = Self(0);
 
     /// A number of tokens as given.
@@ -242,7 +243,7 @@ impl fmt::Display for Tokens {
 pub struct Layers(u32);
 
 impl Layers {
-    /// No layers.
+    /// Zero layers.
     pub const ZERO: Self = Self(0);
 
     /// A number of layers as given.
@@ -266,7 +267,7 @@ impl fmt::Display for Layers {
 
 /// A point in time, as the time since the supervisor started.
 ///
-/// Unlike [`std::time::Instant`] it can be built, printed, and compared across runs. Kept in whole
+/// Unlike [`std::time::Instant`] it can be constructed, printed, and compared across runs. Stored in whole
 /// microseconds, so that a journal read back gives the same value.
 #[derive(
     Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize,
@@ -277,7 +278,7 @@ pub struct Timestamp(u64);
 impl Timestamp {
     /// The start of the supervisor.
     pub const START: Self = Self(0);
-    /// Later than anything that happens.
+    /// Later than any event.
     pub const NEVER: Self = Self(u64::MAX);
 
     /// `micros` µs after the start.
@@ -304,7 +305,7 @@ impl Timestamp {
         Duration::from_micros(self.0)
     }
 
-    /// How much later this is than `earlier`; zero when it is not.
+    /// Time by which this is later than `earlier`; zero if it is not.
     #[must_use]
     pub const fn saturating_since(self, earlier: Self) -> Duration {
         Duration::from_micros(self.0.saturating_sub(earlier.0))
@@ -333,7 +334,7 @@ impl fmt::Display for Timestamp {
     }
 }
 
-/// A duration as messages have it: `250 ms`, `1.5 s`, `10 min`, `1 h 30 min`.
+/// A duration for messages: `250 ms`, `1.5 s`, `10 min`, `1 h 30 min`.
 ///
 /// ```
 /// use cotenant_units::TimeSpan;
@@ -366,7 +367,7 @@ impl fmt::Display for TimeSpan {
     }
 }
 
-/// A number of thousandths of a unit, without zeros at the end.
+/// A number of thousandths of a unit, without trailing zeros.
 fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Result {
     let fraction = format!("{:03}", count % 1000);
     match fraction.trim_end_matches('0') {

@@ -19,7 +19,7 @@ import checks
 from checks import check
 
 
-# The package has no argument for it.
+# The package has no such argument.
 GREEDY = {"temperature": 0}
 
 

@@ -28,7 +28,7 @@ def ask(client, model, words, **settings):
 def main(base_url):
     client = openai.OpenAI(base_url=base_url, api_key="unused", max_retries=0, timeout=300)
     model = client.models.list().data[0].id
-    # As long a prompt as takes some seconds on this machine.
+    # A prompt long enough to take some seconds on this machine.
     words = 500
     while True:
         began = time.monotonic()
@@ -71,7 +71,7 @@ def main(base_url):
             print(f"{name}: refused after {refused:.3f} s of {patience:.2f} s: {error}")
         else:
             raise AssertionError(f"{name} was answered")
-    # The same with enough time, and nothing of the refused ones is in its way.
+    # The same with enough time; the refused requests do not interfere.
     ask(client.with_options(timeout=60 + 10 * took), model, words)
     print("answered with more patience")
 

@@ -142,7 +142,7 @@ def a_lease_is_held_on_a_stream(context):
     )(iter(outgoing.get, None), timeout=20)
     answer = next(stream)
     assert answer.WhichOneof("message") == "renewed" and answer.renewed.name == lease.name
-    # An answer to a target that was never sent changes nothing, and is reported so.
+    # A reply to a target that was never sent changes nothing, and is reported.
     outgoing.put(request(name=lease.name, boot_id=lease.boot_id, generation=lease.generation, nonce=99,
                          target_bytes=1, state=1))
     answer = next(stream)
@@ -207,7 +207,7 @@ def the_short_form_of_the_path_works_too(context):
 
 @check
 def a_relative_path_needs_no_option(context):
-    # grpcio takes the path from the working directory, which must not change under the other checks.
+    # grpcio takes the path from the working directory, which must not change during the other checks.
     code = "import sys, grpc; from grpc_health.v1 import health_pb2 as h, health_pb2_grpc as g; " \
            "g.HealthStub(grpc.insecure_channel('unix:' + sys.argv[1])).Check(h.HealthCheckRequest(), timeout=10)"
     folder, name = os.path.split(context.socket)

@@ -74,7 +74,7 @@ def a_tool_is_called_and_its_outcome_goes_back(context):
         outcome = ToolMessage(set_light.invoke(call["args"]), tool_call_id=call["id"])
         answer = model.bind_tools([set_light], tool_choice="none").invoke([HumanMessage(QUESTION), called, outcome])
         assert answer.text, (name, answer)
-    # without a choice the model decides; what it answers has the tools in its prompt
+    # without a choice the model decides; its prompt contains the tools
     context.models["ollama"].bind_tools([set_light]).invoke(QUESTION)
 
 

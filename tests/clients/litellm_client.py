@@ -124,7 +124,7 @@ def errors_have_their_classes(context):
             pass
         else:
             raise AssertionError(f"{settings} was answered")
-    # Beyond the context, and within the size that a request may have.
+    # Beyond the context, but within the size limit of a request.
     messages = [{"role": "user", "content": "12345 " * OVERFLOW_WORDS}]
     try:
         litellm.completion(model=route, messages=messages, **context.routes[route])

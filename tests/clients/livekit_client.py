@@ -144,7 +144,7 @@ async def a_realtime_session_hears_answers_and_is_interrupted(context):
             session.push_audio(frame)
         assert (await asyncio.wait_for(heard, 60)) == QUESTION, heard.result()
         await replied(await asyncio.wait_for(generations.get(), 60), audio=True)
-        # a second question interrupts, and is answered then
+        # a second question interrupts, and is answered next
         reply = await session.generate_reply(instructions="tell a story")
         session.interrupt()
         async for message in reply.message_stream:

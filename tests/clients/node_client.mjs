@@ -9,7 +9,7 @@
 import assert from "node:assert/strict";
 import { createRequire } from "node:module";
 
-// the packages lie in a folder of their own
+// the packages lie in a separate folder
 const require = createRequire(`${process.env.COTENANT_NODE_CLIENTS}/`);
 const OpenAI = require("openai").default;
 

@@ -30,7 +30,7 @@ QUESTION = [{"role": "user", "content": "turn on the kitchen light"}]
 
 class Context:
     def __init__(self, arguments):
-        # Home Assistant gives a list 5 s; a silent stream gets a line each second. An answer in one piece takes its time.
+        # Home Assistant limits a list to 5 s; a silent stream gets a line each second. A non-streamed answer takes its time.
         self.impatient = ollama.Client(host=arguments.host, timeout=httpx.Timeout(5.0))
         self.host = arguments.host
         self.client = ollama.Client(host=arguments.host)
@@ -64,7 +64,7 @@ def a_stream_with_its_wishes_is_answered(context):
 
 @check(repeated=True)
 def the_grant_is_in_ps(context):
-    # Answered from memory, whatever the engine does.
+    # Answered from memory, regardless of the engine.
     [running] = context.impatient.ps().models
     assert running.model == context.model and running.context_length > 0, running
     assert 0 < running.size_vram <= running.size, running

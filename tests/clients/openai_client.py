@@ -474,7 +474,7 @@ def a_realtime_response_is_cancelled_and_the_next_one_is_given(context):
         until(connection, "response.output_text.delta")
         connection.response.cancel()
         response = until(connection, "response.done")[-1].response
-        # a short answer may have ended before, and then there is nothing to cancel
+        # a short answer may have ended already, and then there is nothing to cancel
         assert response.status in ("cancelled", "completed"), response
         tolerated = ("response_cancel_not_active",) if response.status == "completed" else ()
         connection.response.create(response={"max_output_tokens": 4})

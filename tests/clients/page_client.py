@@ -52,7 +52,7 @@ def reconnect(browser, url):
     print("lost", flush=True)
     expect(page.locator("#lost")).to_be_hidden(timeout=30_000)
     expect(page.locator("#level")).not_to_have_text("no answer")
-    # it goes on
+    # the page continues
     before = page.locator("#run").text_content()
     expect(page.locator("#run")).not_to_have_text(before, timeout=10_000)
 

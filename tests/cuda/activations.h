@@ -1,4 +1,4 @@
-// Copies of activations by the CPU backend's rule, element by element and apart from the kernels.
+// Copies of activations by the CPU backend's rule, element by element, independent of the kernels.
 #pragma once
 #include "harness.h"
 enum { FORMAT_F32 = 1, FORMAT_Q8K = 2, FORMAT_Q8_0 = 4, FORMAT_F16 = 8, FORMAT_BF16 = 16 };
@@ -21,7 +21,7 @@ inline Quants quants(const float* x, int columns, int group) {
 }
 inline uint16_t brain(float v) { uint32_t b; memcpy(&b, &v, 4); uint32_t low = b & 0xffff; b >>= 16; if (low > 0x8000 || (low == 0x8000 && b & 1)) b++; return (uint16_t)b; }
 
-// The bytes of one token's copies, where each begins, and what its values are as the products see them.
+// The bytes of one token's copies, their offsets, and the values as read by products.
 inline std::vector<uint8_t> copies_of(const float* x, int columns, int formats) {
   std::vector<uint8_t> out;
   auto put = [&](const void* p, size_t n) { out.insert(out.end(), (const uint8_t*)p, (const uint8_t*)p + n); };
@@ -37,12 +37,12 @@ inline std::vector<uint8_t> copies_of(const float* x, int columns, int formats) 
   if (formats & FORMAT_BF16) { for (int i = 0; i < columns; i++) { uint16_t h = brain(x[i]); put(&h, 2); } pad(); }
   return out;
 }
-// The same of several tokens, as a kernel takes them.
+// The same for several tokens, in the layout of a kernel.
 inline std::vector<uint8_t> all_copies(const Floats& x, int columns, int formats) {
   std::vector<uint8_t> all;
   for (size_t t = 0; t < x.size() / columns; t++) { auto one = copies_of(&x[t * columns], columns, formats); all.insert(all.end(), one.begin(), one.end()); }
   return all;
 }
 inline uint32_t copies_stride(int columns, int formats) { return (uint32_t)copies_of(Floats(columns, 1.0f).data(), columns, formats).size(); }
-// Where bytes differ from what was expected; padding does not count.
+// Positions of unexpected bytes; padding does not count.
 inline size_t different(const std::vector<uint8_t>& expected, const uint8_t* got) { size_t n = 0; for (size_t i = 0; i < expected.size(); i++) n += expected[i] != 0xff && expected[i] != got[i]; return n; }

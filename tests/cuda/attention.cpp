@@ -11,7 +11,7 @@ struct Join { const float *partial, *gate; Copies to; const uint32_t* position; 
 struct Context {
   int kind, dim, heads, kv_heads, seen, window, gap; bool gated;
   std::vector<uint8_t> cache; Floats query, back, gate; uint32_t row, block_bytes, key_offset, value_offset; int blocks;
-  // Queries for the last `tokens` of `seen` tokens.
+  // Queries of the last `tokens` of `seen` tokens.
   Context(int kind, int dim, int heads, int kv_heads, int seen, int tokens, int window, int gap, bool gated) : kind(kind), dim(dim), heads(heads), kv_heads(kv_heads), seen(seen), window(window), gap(gap), gated(gated) {
     rng.seed(30);
     row = cell_row_bytes(kind, dim); block_bytes = 2 * 2 * kv_heads * 64 * row; key_offset = 2 * kv_heads * 64 * row; value_offset = key_offset + kv_heads * 64 * row;
@@ -24,8 +24,8 @@ struct Context {
     query = numbers((size_t)tokens * heads * dim, -2, 2); back = numbers((size_t)tokens * heads * dim, -2, 2); gate = numbers((size_t)tokens * heads * 2 * dim, -2, 2);
   }
   double cell(int part, int h, int t, int e) const { return load_cell(kind, &cache[(size_t)(t / 64) * block_bytes + (part ? value_offset : key_offset) + (h * 64 + t % 64) * row], e, dim); }
-  // `count` of `tokens` queries from `first` on, in tiles of 16 or 4 rows, and blocks that compute `run` parts, 0: all of them; only
-  // what they see is there.
+  // `count` of `tokens` queries from `first` on, in tiles of 16 or 4 rows, and blocks that compute `run` parts, 0: all of them;
+  // only the memory that they read exists.
   Floats attend(int tokens, int first, int count, bool many, uint32_t run_of, std::vector<uint8_t>* copies = nullptr) {
     const int columns = heads * dim, formats = columns % 256 ? FORMAT_F32 | FORMAT_Q8_0 : FORMAT_F32 | FORMAT_Q8K | FORMAT_Q8_0;
     const uint32_t stride = copies_stride(columns, formats), position = seen - tokens + first;
@@ -40,7 +40,7 @@ struct Context {
     Floats q(&query[(size_t)first * heads * dim], &query[(size_t)first * heads * dim] + (size_t)count * heads * dim), qb(&back[(size_t)first * heads * dim], &back[(size_t)first * heads * dim] + (size_t)count * heads * dim);
     Floats g(&gate[(size_t)first * heads * 2 * dim], &gate[(size_t)first * heads * 2 * dim] + (size_t)count * heads * 2 * dim);
     UPLOAD(bq, q); UPLOAD(bqb, qb); UPLOAD(bg, g); UPLOAD(bt, table); std::vector<uint32_t> at{position}; UPLOAD(bp, at);
-    // Some blocks more than there are parts.
+    // A few more blocks than parts.
     const uint32_t groups = run_of ? (position + count + 64 * run_of - 1) / (64 * run_of) + 2 : 1;
     Buffer partial((size_t)count * heads * groups * (dim + 2) * 4), to((size_t)count * stride);
     const unsigned rows = many ? 16 : 4, tiles = (count * (heads / kv_heads) + rows - 1) / rows, shared = (many ? 320 : 256) * (dim > 128 ? 256 : 128) + (many || dim > 128 ? 0 : 16384);
@@ -166,7 +166,7 @@ struct Layer {
         }
         for (int j = 0; j < D; j++) {
           const double gates = norm[j] * silu(gate[(t * VH + h) * D + j]), want = o[j] / std::sqrt(oo / D + 1e-6) * gates;
-          // The norm divides by the size of all results, whose errors are of the terms of all.
+          // The norm divides by the magnitude of all results, and each error includes terms of all of them.
           most(worst, std::fabs(got[(t * VH + h) * D + j] - want) / (std::sqrt(sizes / oo) * (size[j] / std::sqrt(oo / D) + std::fabs(want / gates)) * std::fabs(gates)));
         }
       }

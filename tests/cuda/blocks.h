@@ -1,4 +1,4 @@
-// GGUF's types by their description, element by element.
+// GGUF's types by their specification, element by element.
 #pragma once
 #include "activations.h"
 struct TypeInfo { const char* name; int number, block, bytes, format; double sectors; };
@@ -37,7 +37,7 @@ inline double element(const TypeInfo& type, const uint8_t* b, int i) {
   if (n == "Q5_K") q |= (b[16 + i % 32] >> j & 1) << 4;
   return half_at(b) * scale * q - half_at(b + 2) * least;
 }
-// Random blocks with scales of the size that models have; rounded up to 16 bytes at the end.
+// Random blocks with scales of realistic size; rounded up to 16 bytes at the end.
 inline std::vector<uint8_t> random_weights(const TypeInfo& type, size_t elements) {
   const size_t count = elements / type.block;
   std::vector<uint8_t> w((count * type.bytes + 15) / 16 * 16);
@@ -63,7 +63,7 @@ inline std::vector<double> widened(const TypeInfo& type, const std::vector<uint8
   for (size_t i = 0; i < elements; i++) v[i] = element(type, &w[i / type.block * type.bytes], (int)(i % type.block));
   return v;
 }
-// What a product of this type takes of activations.
+// Part of the activations read by a product of this type.
 inline std::vector<double> seen(const TypeInfo& type, const float* x, int columns) {
   std::vector<double> v(columns);
   if (type.format == FORMAT_F32) for (int i = 0; i < columns; i++) v[i] = x[i];

@@ -1,4 +1,4 @@
-// Rows of the KV cache by their description, apart from the kernels.
+// Rows of the KV cache by their specification, independent of the kernels.
 #pragma once
 #include "blocks.h"
 inline uint32_t cell_group_bytes(int kind, int count) { return kind == 0 ? 2 * count : 2 + (kind == 1 ? count : (count + 1) / 2); }
@@ -32,7 +32,7 @@ inline double load_cell(int kind, const uint8_t* row, int at, int dim) {
   if (kind == 1) return half_at(g) * (int8_t)g[2 + i];
   return half_at(g) * ((i < low ? g[2 + i] & 15 : g[2 + i - low] >> 4) - 8);
 }
-// How far what is read may be from what was stored: half a step, a whole one at the shorter end of q4, and some rounding.
+// Largest difference between stored and read values: half a step, a whole one at the shorter end of q4, plus rounding.
 inline double cell_step(int kind, const uint8_t* row, int at, int dim) {
   if (kind == 0) return std::fabs(load_cell(0, row, at, dim)) / 1024 + 1e-6;
   return std::fabs(half_at(row + at / 32 * cell_group_bytes(kind, 32))) * (kind == 1 ? 0.52 : 1.02) + 1e-6;

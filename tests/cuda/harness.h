@@ -1,4 +1,4 @@
-// What the tests of kernels share: memory, launches, bounds, and GGUF's blocks by their description.
+// Support shared by the kernel tests: memory, launches, bounds, and GGUF's blocks by their specification.
 #pragma once
 #include "simt/simt_host.h"
 #include <sys/mman.h>
@@ -12,13 +12,13 @@ typedef std::vector<float> Floats;
 inline std::mt19937_64 rng(1);
 inline float uniform(float a, float b) { return std::uniform_real_distribution<float>(a, b)(rng); }
 inline Floats numbers(size_t count, float from, float to) { Floats v(count); for (auto& x : v) x = uniform(from, to); return v; }
-// f16 by arithmetic in double, apart from the shim's.
+// f16 by double arithmetic, independent of the shim's.
 inline double full(uint16_t b) {
   int e = b >> 10 & 31, m = b & 1023;
   double size = e == 31 ? (m ? NAN : INFINITY) : e ? std::ldexp(1024 + m, e - 25) : std::ldexp(m, -24);
   return b & 0x8000 ? -size : size;
 }
-// The nearest f16, of two the even one.
+// The nearest f16, ties to even.
 inline uint16_t half(double v) {
   uint16_t sign = std::signbit(v) ? 0x8000 : 0; v = std::fabs(v);
   if (v >= 65520) return sign | 0x7c00;
@@ -29,7 +29,7 @@ inline uint16_t half(double v) {
   return sign | (uint16_t)((e + 14) << 10 | ((int)steps - 1024));
 }
 
-// Device memory. Its end is the end of a page but for alignment; what was not handed over counts as never written.
+// Device memory. It ends at the end of a page except for alignment; memory that was not passed in counts as uninitialised.
 struct Buffer {
   char* base; size_t mapped; char* p; size_t bytes;
   explicit Buffer(size_t n, const void* from = nullptr, bool counted = false) : bytes(n) {
@@ -68,7 +68,7 @@ template <class... A> bool run(const char* name, unsigned gx, unsigned gy, unsig
   return ok;
 }
 template <class T> bool same(const std::vector<T>& a, const std::vector<T>& b) { return a.size() == b.size() && !memcmp(a.data(), b.data(), a.size() * sizeof(T)); }
-// Counts what a launch fetches: sectors of counted memory, and conflicts of banks.
+// Counts fetches of a launch: sectors of counted memory, and bank conflicts.
 inline void counted(const std::string& what, double sectors_least, double ways_most, const std::function<void()>& launch) {
   simt_sectors(); simt_sites(); simt_count(true);
   launch();

@@ -28,7 +28,7 @@ static void embeddings() {
       double worst = 0;
       for (int n = 0; n < 3; n++) for (int i = 0; i < width; i++) {
         const double want = v[(listed ? tokens[n] : n) * width + i] * 1.5;
-        // Two terms where a type has a minimum: at most 4 in these blocks.
+        // Two terms if a type has a minimum: at most 4 in these blocks.
         most(worst, std::fabs(out.as<float>()[n * width + i] - want) / (std::fabs(want) + (type.block > 1 ? 1.0 : 0.0) + 1e-30));
       }
       expect(worst <= 1e-6, std::string("embedding of ") + type.name, worst, listed ? 1e-6 : 0);
@@ -129,7 +129,7 @@ static void head_norms(bool all) {
             const int place = position + t; uint8_t* to = &expected[(place / 64 == 0 ? block_bytes : 0) + (part ? value_offset : key_offset) + (h * 64 + place % 64) * row];
             const uint8_t* got = &stored[to - expected.data()];
             const std::vector<double> want = part ? std::vector<double>(&v[(t * KV + h) * dim], &v[(t * KV + h) * dim] + dim) : ready(&k[(t * KV + h) * dim], normed ? &kn : nullptr, t);
-            // Values are stored as they came: to the byte. Keys within half a step of what they are.
+            // Values are stored unchanged, byte for byte; keys within half a step.
             Floats exact(want.begin(), want.end()); std::vector<uint8_t> bytes = store_cells(kind, exact.data(), dim);
             if (part) wrong += memcmp(bytes.data(), got, row) != 0;
             else for (int i = 0; i < dim; i++) wrong += std::fabs(load_cell(kind, got, i, dim) - want[i]) > cell_step(kind, bytes.data(), i, dim);
@@ -168,7 +168,7 @@ static void conversions(bool all) {
       for (int r = 0; r < rows; r++) { const Floats x = numbers(dim, -3, 3); const auto one = store_cells(from, x.data(), dim); memcpy(&old[r * had], one.data(), had); }
       for (int r = 0; r < rows; r++) { Floats x; for (int i = 0; i < dim; i++) x.push_back((float)load_cell(from, &old[r * had], i, dim)); const auto one = store_cells(to, x.data(), dim); expected.insert(expected.end(), one.begin(), one.end()); }
       UPLOAD(memory, old);
-      // Waves as the CPU backend has them: what is written is not an old place of a row that is still to come.
+      // Waves as in the CPU backend: no write overlaps the old place of a row that is still needed.
       auto wave = [&](int first, int end) { run("convert", (end - first + 3) / 4, 1, 1, 128, 0, memory.as<uint8_t>(), (uint64_t)first, (uint32_t)(end - first), (uint32_t)dim, (uint32_t)from, (uint32_t)to); };
       if (has <= had) for (int done = 0; done < rows;) { const int end = std::min(rows, std::max(done + 1, (int)(done * had / has))); wave(done, end); done = end; }
       else for (int left = rows; left > 0;) { const int first = std::min(left - 1, (int)((left * had + has - 1) / has)); wave(first, left); left = first; }

@@ -1,4 +1,4 @@
-// Products of every type: against sums in double precision, in five orders of threads, with the same bits for any number of tokens.
+// Products of every type: against double-precision sums, in five thread orders, with identical bits for any number of tokens.
 #include "tests.h"
 #include <memory>
 #include "blocks.h"
@@ -9,7 +9,7 @@ struct Products { const uint64_t* parts; Copies input; Pair pair; uint32_t token
 
 static unsigned rows_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 64 : kernel == "product_narrow" ? 8 : 32; }
 static unsigned tokens_of_block(const std::string& kernel) { return kernel == "product_tiles" ? 32 : kernel == "product_narrow" ? 1 : kernel.back() - '0'; }
-// Shared memory as the backend asks for it (`narrow_bytes` and `tiles_bytes` of parameters.rs).
+// Shared memory as requested by the backend (`narrow_bytes` and `tiles_bytes` of parameters.rs).
 static unsigned shared_bytes(const std::string& kernel, const TypeInfo& type) {
   if (type.block == 1) return 0;
   const bool super = type.block == 256, minimum = type.number == 8 || type.number == 10 || type.number == 11;
@@ -89,7 +89,7 @@ static void each_type() {
     }
     simt_order(0);
     for (int chunk : {1, 2, 3, 8, 63, 64}) {
-      // The last chunk of 65 tokens, and of small ones the second.
+      // The last chunk of 65 tokens, and the second one of small chunks.
       for (int first : {chunk < 9 ? chunk : 0, 65 / chunk * chunk}) {
         const int count = std::min(chunk, 65 - first);
         if (count <= 0) continue;
@@ -155,7 +155,7 @@ static void several() {
   }
 }
 
-// A matrix in three parts, each from where the file's pages have it, as the head's tiles lie, and one behind it.
+// A matrix in three parts, each at its own offset within a page of the file, like the tiles of the head, and one after it.
 static void tiles() {
   const int columns = 256, tile = 37, rows = 2 * tile + 20, behind = 40;
   const TypeInfo& type = type_of("Q6_K");
@@ -183,7 +183,7 @@ static void tiles() {
   expect(same(got, sum), "a matrix in several parts: the same bits");
 }
 
-// Gate and upper projection, activated and quantised by the block that comes last.
+// Gate and up projection, activated and quantised by the last block.
 static void pairs() {
   rng.seed(9);
   const int columns = 256, rows = 512, tokens = 2, formats = FORMAT_F32 | FORMAT_Q8K | FORMAT_Q8_0 | FORMAT_F16 | FORMAT_BF16;
@@ -227,7 +227,7 @@ static void pairs() {
   simt_order(0);
 }
 
-// What quantising makes of rows that are zero, huge, tiny, tied or shorter than a step.
+// Quantisation of rows that are zero, huge, tiny, tied or shorter than a step.
 static void extremes() {
   rng.seed(10);
   for (int columns : {256, 96, 768}) {
@@ -239,7 +239,7 @@ static void extremes() {
     rows[5][17] = -rows[5][40];
     Floats gate, one;
     for (auto& r : rows) gate.insert(gate.end(), r.begin(), r.end());
-    // silu(88) is 88: with an upper projection of x / 88 the result is x but for rounding, which the floats tell.
+    // silu(88) is 88: with an up projection of x / 88 the result is x except for rounding, given by the floats.
     for (auto& v : gate) one.push_back(v / 88.0f);
     const Floats high(gate.size(), 88.0f);
     UPLOAD(a, high); UPLOAD(b, one);
@@ -255,7 +255,7 @@ static void extremes() {
 }
 
 void test_products() { each_type(); several(); tiles(); pairs(); extremes(); }
-// What a planted fault has to be seen by.
+// The tests that must detect a planted fault.
 void probe_products() {
   for (const char* name : {"Q4_K", "Q6_K", "Q8_0"}) {
     Case c(name, 37, 1280, 5);

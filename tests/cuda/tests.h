@@ -1,4 +1,4 @@
-// One pair of functions for each file of tests: all of them, and those that a planted fault has to be seen by.
+// One pair of functions per test file: all tests, and the tests that must detect a planted fault.
 #pragma once
 void test_products();
 void test_layers();

@@ -1,12 +1,12 @@
-//! Ways to damage bytes.
+//! Mutations of bytes.
 
 use rand::{Rng as _, seq::IndexedRandom as _};
 use rand_chacha::ChaCha8Rng;
 
-/// Longest input: enough for every limit that is tested here to be passed.
+/// Longest input: enough to exceed every tested limit.
 const INPUT_MAX: usize = 1 << 20;
 
-/// Numbers at which programs break.
+/// Edge-case numbers.
 const EDGES: [u64; 16] = [
     0,
     1,
@@ -26,7 +26,7 @@ const EDGES: [u64; 16] = [
     0xffff_ffff_ffff_ffff,
 ];
 
-/// Numbers as text at which programs break.
+/// Edge-case numbers as text.
 const EDGE_WORDS: [&str; 12] = [
     "0",
     "-1",
@@ -42,7 +42,7 @@ const EDGE_WORDS: [&str; 12] = [
     "NaN",
 ];
 
-/// One of `examples`, damaged once to several times.
+/// One of `examples`, mutated one or more times.
 pub(crate) fn damaged(examples: &[Vec<u8>], words: &[&str], rng: &mut ChaCha8Rng) -> Vec<u8> {
     let mut bytes = examples.choose(rng).cloned().unwrap_or_default();
     for _ in 0..1 << rng.random_range(0..4) {
@@ -95,7 +95,7 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
             bytes.extend_from_slice(&other[from..]);
         }
         11 => {
-            // The same thing deep inside itself.
+            // The same construct nested in itself.
             let open = *[&b"["[..], b"{\"a\":", b"{a: ", b"- ", b"(", b"\""]
                 .choose(rng)
                 .unwrap_or(&&b"["[..]);
@@ -108,7 +108,7 @@ fn once(bytes: &mut Vec<u8>, examples: &[Vec<u8>], words: &[&str], rng: &mut Cha
     }
 }
 
-/// Puts another number in the place of the next one that is written as text.
+/// Replaces the next number written as text.
 fn digits(bytes: &mut Vec<u8>, from: usize, rng: &mut ChaCha8Rng) {
     let Some(at) = bytes[from..]
         .iter()

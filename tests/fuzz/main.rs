@@ -1,13 +1,13 @@
-//! Bytes from outside, damaged in every way: no panic, no hang, bounded memory.
+//! Fuzzing of external input: no panic, no hang, bounded memory.
 //!
-//! Each target begins with valid examples and a dictionary of its format. An example is damaged (bits, numbers, lengths,
-//! words, splices, repetitions), run, and kept as a new example when it led to an answer that was not seen before; the
-//! answers' texts, with their figures left out, stand in for coverage, so that this needs no instrumented build.
+//! Each target starts with valid examples and a dictionary of its format. An example is mutated (bits, numbers,
+//! lengths, words, splices, repetitions), run, and kept as a new example if it led to a new answer; the texts of the
+//! answers without their figures replace coverage, so that no instrumented build is needed.
 //!
-//! | variable | what it does |
+//! | variable | meaning |
 //! |---|---|
-//! | `COTENANT_FUZZ_SECONDS` | how long each target runs; 1 by default |
-//! | `COTENANT_FUZZ_SEED` | where the damage begins; a failure prints it |
+//! | `COTENANT_FUZZ_SECONDS` | run time per target; 1 by default |
+//! | `COTENANT_FUZZ_SEED` | initial seed; a failure prints it |
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,

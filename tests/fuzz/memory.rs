@@ -1,4 +1,4 @@
-//! What this process has allocated, and the most of it.
+//! Current and peak allocations of this process.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -11,10 +11,10 @@ static COUNTING: Counting = Counting;
 static NOW: AtomicUsize = AtomicUsize::new(0);
 static MOST: AtomicUsize = AtomicUsize::new(0);
 
-/// The system's allocator, counted.
+/// The system's allocator with counters.
 struct Counting;
 
-// SAFETY: every call goes on to the system's allocator as it came; counting touches nothing else.
+// SAFETY: every call is passed unchanged to the system's allocator; counting touches nothing else.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         let now = NOW.fetch_add(layout.size(), Ordering::Relaxed) + layout.size();
@@ -30,14 +30,14 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// Forgets the most so far, and returns what is allocated now.
+/// Resets the peak, and returns the current allocations.
 pub(crate) fn begin() -> usize {
     let now = NOW.load(Ordering::Relaxed);
     MOST.store(now, Ordering::Relaxed);
     now
 }
 
-/// The most that was allocated since [`begin`] returned `before`, beyond that.
+/// The peak of allocations since [`begin`] returned `before`, above that value.
 pub(crate) fn most_since(before: usize) -> usize {
     MOST.load(Ordering::Relaxed).saturating_sub(before)
 }

@@ -1,4 +1,4 @@
-//! Bodies of model files and chat templates: opened and rendered, or refused, within their bounds.
+//! Contents of model files and chat templates: accepted or refused within their bounds.
 
 use std::{
     fs,
@@ -36,15 +36,15 @@ use crate::{
 
 const MIB: usize = 1 << 20;
 
-/// What the plan of a model of a few hundred kilobytes may come to; a larger one does not get that far with a daemon.
+/// Memory limit for the plan of a model of a few hundred kilobytes; a daemon stops earlier for a larger one.
 const BUDGET: Bytes = Bytes::from_mib(64);
 
-/// A whole file, its weights included: inspected, opened with a plan, and one token computed.
+/// A whole file with weights: inspected, opened with a plan, and one token computed.
 #[test]
 fn gguf_bodies() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("model.gguf");
-    // Of one layer, so that the file is shorter than the longest input.
+    // With one layer, so that the file is shorter than the longest input.
     let tiny = |types, seed| {
         Synthetic {
             layers: 1,
@@ -80,7 +80,7 @@ fn gguf_bodies() {
         hang: Duration::from_secs(2),
     };
     fuzz(&target, |bytes| {
-        // A new file, as the reader of the last one may still have that one mapped.
+        // A new file, as the reader of the previous one may still have it mapped.
         let _ = fs::remove_file(&path);
         fs::write(&path, bytes).unwrap();
         opened(&path)
@@ -116,11 +116,11 @@ fn opened(path: &Path) -> String {
     }
 }
 
-/// What a render may have in kB, beside what it shares with the helper: 2 MiB for a vocabulary of this size, as much again
-/// for its text and its stack, and pages of the program that it writes to.
+/// Memory of a rendering in kB, beyond memory shared with the helper: 2 MiB for a vocabulary of this size, as much
+/// again for its text and its stack, and modified pages of the program.
 const RENDER_MAX_KB: u64 = (6 << 10) + 512;
 
-/// Templates put together of fragments, rendered by the helper.
+/// Templates assembled from fragments, rendered by the helper.
 #[test]
 fn chat_templates() {
     let program = PathBuf::from(env!("CARGO_BIN_EXE_cotenant"));
@@ -140,7 +140,7 @@ fn chat_templates() {
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 64 * MIB,
-        // Twice what a render may take of a processor, and the start of a helper.
+        // Twice the CPU time of a rendering, and the start of a helper.
         hang: Duration::from_secs(20),
     };
     fuzz(&target, |bytes| {
@@ -177,7 +177,7 @@ fn chat_templates() {
     assert!(most <= RENDER_MAX_KB, "a job had {most} kB");
 }
 
-/// A header whose tokenizer has a token for each byte.
+/// A header whose tokenizer has a token per byte.
 fn header(template: &str) -> Header {
     let string = |text: &str| Value::String(text.to_owned());
     let mut tokens: Vec<Value> = (0..=u8::MAX)
@@ -238,7 +238,7 @@ const EXPRESSIONS: [&str; 32] = [
     "not x in messages and 'a' < 1",
 ];
 
-/// Pieces of a template as the bytes choose; nothing is left of them at some depth.
+/// Fragments of a template selected by the bytes; empty below some depth.
 fn template_of(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> String {
     let mut text = String::new();
     for _ in 0..4 {

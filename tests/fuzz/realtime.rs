@@ -1,4 +1,4 @@
-//! Events of the Realtime API in any order and of any shape: the session answers the last of them, or has been closed.
+//! Realtime API events in any order and shape: the session replies to the last, or closes.
 
 use std::{net::SocketAddr, time::Duration};
 
@@ -40,7 +40,7 @@ fn realtime_events() {
     stop.cancel();
 }
 
-/// The kinds of the events that came, and how the session ended.
+/// The kinds of the received events, and the end of the session.
 async fn session(address: SocketAddr, bytes: &[u8]) -> String {
     let stream = TcpStream::connect(address).await.unwrap();
     let (mut socket, _response) =
@@ -98,7 +98,7 @@ fn pick<'a>(words: &[&'a str], at: u8) -> &'a str {
     words[usize::from(at) % words.len()]
 }
 
-/// An event by what the bytes choose, one in eight of a wrong shape.
+/// An event selected by the bytes, one in eight of a wrong shape.
 fn message(kind: u8, bytes: &mut impl Iterator<Item = u8>) -> Message {
     let mut next = |most: u8| bytes.next().unwrap_or(0) % most;
     let samples = |loud: bool, count: usize| {
@@ -144,7 +144,7 @@ fn message(kind: u8, bytes: &mut impl Iterator<Item = u8>) -> Message {
         0 => return Message::text(event.to_string().get(1..).unwrap_or_default().to_owned()),
         1 => return Message::binary(vec![next(255); 9]),
         2 => {
-            // One of its fields is something else.
+            // One of its fields is replaced.
             let fields = event.as_object_mut().unwrap();
             let names: Vec<String> = fields.keys().cloned().collect();
             let name = names[usize::from(next(8)) % names.len()].clone();

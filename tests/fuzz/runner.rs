@@ -1,4 +1,4 @@
-//! Runs one target for a while, and says what it came to.
+//! Runner of one fuzzing target.
 
 use std::{
     collections::BTreeSet,
@@ -16,33 +16,33 @@ use rand_chacha::ChaCha8Rng;
 
 use crate::{damage::damaged, memory};
 
-/// One format.
+/// A format.
 pub(crate) struct Target<'a> {
     pub(crate) name: &'static str,
-    /// Valid ones.
+    /// Valid examples.
     pub(crate) examples: Vec<Vec<u8>>,
     /// Words of the format.
     pub(crate) words: &'a [&'a str],
-    /// The most that one input may make the program allocate, in bytes, given its length.
+    /// Limit of allocations in bytes for one input, by its length.
     pub(crate) memory_max: fn(usize) -> usize,
-    /// Longest time for one input.
+    /// Time limit of one input.
     pub(crate) hang: Duration,
 }
 
-/// Examples that are kept; new ones then take the places of old ones.
+/// Examples kept; afterwards new ones replace old ones.
 const KEPT: usize = 512;
 
-/// What runs now and since when, for the thread that watches that it ends.
+/// The running input and its start, for the watchdog thread.
 type Running = Arc<Mutex<Option<(Instant, Vec<u8>)>>>;
 
-/// Damages and runs until the time is over. `run` returns the answer in words.
+/// Mutates and runs until the time is over. `run` returns the answer as text.
 pub(crate) fn fuzz(target: &Target<'_>, mut run: impl FnMut(&[u8]) -> String) {
     let seconds = number("COTENANT_FUZZ_SECONDS").unwrap_or(1);
     let seed = number("COTENANT_FUZZ_SEED").unwrap_or(0x00c0_ffee);
     let mut rng = ChaCha8Rng::seed_from_u64(seed);
     let panics = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&panics);
-    // Also those on other threads, and those that a runtime catches.
+    // Includes panics on other threads, and panics caught by a runtime.
     std::panic::set_hook(Box::new(move |info| {
         counted.fetch_add(1, Ordering::SeqCst);
         eprintln!("{info}");
@@ -100,7 +100,7 @@ pub(crate) fn fuzz(target: &Target<'_>, mut run: impl FnMut(&[u8]) -> String) {
     assert!(answers.len() > valid, "the damage changed nothing");
 }
 
-/// Ends the process, with the input, when one takes too long: a test that hangs says nothing.
+/// Ends the process with the input if one takes too long: a hanging test would report nothing.
 fn watch((name, hang): (&'static str, Duration), seed: u64, running: &Running) {
     let running = Arc::downgrade(running);
     std::thread::spawn(move || {
@@ -117,7 +117,7 @@ fn watch((name, hang): (&'static str, Duration), seed: u64, running: &Running) {
     });
 }
 
-/// An answer without its figures and without what it quotes: what is left tells which way the program took.
+/// An answer without figures and quotations: the rest identifies the code path.
 fn kind_of(answer: &str) -> String {
     let mut quoted = false;
     let mut kind = String::new();

@@ -1,4 +1,4 @@
-//! Schemas of all keywords with extreme values: each is kept or refused within the bounds of its job.
+//! Schemas of all keywords with extreme values: kept or refused within the bounds of a job.
 
 use std::{
     fs,
@@ -19,11 +19,11 @@ use serde_json::{Map, Value, json};
 
 use crate::runner::{Target, fuzz};
 
-/// What a job may have, beside what it shares with the helper: 2 MiB for a vocabulary of this size, 4 bytes for each of its
-/// schema, its stack, and pages of the program that it writes to.
+/// Memory of a job, beyond memory shared with the helper: 2 MiB for a vocabulary of this size, 4 bytes per byte of its
+/// schema, its stack, and modified pages of the program.
 const JOB_MAX_KB: u64 = (2 << 10) + 4 * (SCHEMA_MAX as u64 >> 10) + 512;
 
-/// Longer ones are refused by HTTP.
+/// HTTP refuses longer ones.
 const SCHEMA_MAX: usize = 1 << 20;
 
 #[test]
@@ -52,7 +52,7 @@ fn schemas() {
             .collect(),
         words: &["\u{0}", "\u{1}", "\u{7f}", "abc", "\n\n\n\n"],
         memory_max: |_length| 64 << 20,
-        // What a job may take of a processor, on a machine with others.
+        // The CPU time of a job, on a shared machine.
         hang: std::time::Duration::from_secs(20),
     };
     fuzz(&target, |bytes| {
@@ -79,7 +79,7 @@ fn schemas() {
     assert!(most <= JOB_MAX_KB, "a job had {most} kB");
 }
 
-/// What an answer of that form comes to, when the input chooses among the tokens that are allowed.
+/// An answer of this form, in which the input selects among the allowed tokens.
 fn babble(
     side: &TextSide,
     mut mask: Box<dyn cotenant::engine::sampling::TokenMask>,
@@ -118,7 +118,7 @@ fn babble(
     "good: goes on".to_owned()
 }
 
-/// Watches the private memory of the jobs that run.
+/// Monitors the private memory of running jobs.
 pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread::JoinHandle<()> {
     let own = std::process::id();
     let task = |pid: u32| -> Vec<u32> {
@@ -130,7 +130,7 @@ pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread:
     };
     thread::spawn(move || {
         while !stop.load(Ordering::SeqCst) {
-            // The helper is a child of whatever thread has started it.
+            // The helper is a child of the thread that started it.
             let threads = fs::read_dir(format!("/proc/{own}/task")).unwrap();
             let helpers = threads.flatten().flat_map(|thread| {
                 let text = fs::read_to_string(thread.path().join("children")).unwrap_or_default();
@@ -145,7 +145,7 @@ pub(crate) fn watch_jobs(most: Arc<AtomicU64>, stop: Arc<AtomicBool>) -> thread:
     })
 }
 
-/// What a process has for itself alone, in kB.
+/// Private memory of a process, in kB.
 fn private(pid: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/smaps_rollup")).unwrap_or_default();
     let line = text
@@ -156,7 +156,7 @@ fn private(pid: u32) -> u64 {
     })
 }
 
-/// Numbers at the edges of what the library computes with.
+/// Numbers at the edges of the library's range.
 const NUMBERS: [f64; 20] = [
     0.0,
     1.0,
@@ -208,7 +208,7 @@ const FORMATS: [&str; 8] = [
     "nothing",
 ];
 
-/// A schema by what the bytes choose; nothing is left of them at some depth.
+/// A schema selected by the bytes; empty below some depth.
 fn draw(bytes: &mut impl Iterator<Item = u8>, depth: u32) -> Value {
     let mut next = |most: usize| usize::from(bytes.next().unwrap_or(0)) % most;
     let kind = if depth > 6 { next(4) } else { next(16) };

@@ -1,4 +1,4 @@
-//! The formats that come from outside.
+//! Formats of external input.
 
 use std::{io::Write as _, net::SocketAddr, sync::Arc, time::Duration};
 
@@ -40,10 +40,10 @@ use crate::runner::{Target, fuzz};
 
 const MIB: usize = 1 << 20;
 
-/// Longest time for one input that only this process works on.
+/// Time limit of an input processed only in this process.
 const HANG: Duration = Duration::from_secs(2);
 
-/// The same where a process decodes audio, which has a bound of its own.
+/// The same if a process decodes audio, which has its own bound.
 const DECODER_HANG: Duration = Duration::from_secs(20);
 
 #[test]
@@ -114,7 +114,7 @@ fn wyoming_frames() {
                     match Event::from_frame(*frame) {
                         Ok(event) => {
                             said.push_str(event.kind());
-                            // What was understood can be said.
+                            // Parsed events can be encoded.
                             let _ = event.into_frame().encode();
                         }
                         Err(error) => said.push_str(&in_one_line(&error)),
@@ -166,7 +166,7 @@ fn wav_files() {
             "\u{fe}\u{ff}",
             "\0\0\0\0",
         ],
-        // 16 kHz from 2 kHz, in 8 bits: sixteen bytes for one, twice while it is copied.
+        // 16 kHz from 2 kHz, in 8 bits: sixteen bytes per byte, twice during copying.
         memory_max: |length| 8 * MIB + 64 * length,
         hang: HANG,
     };
@@ -181,7 +181,7 @@ fn wav_files() {
     });
 }
 
-/// The formats whose decoders are not ours: whatever they do, it is done in a process with bounds.
+/// Formats with third-party decoders, which run in a bounded process.
 #[test]
 fn compressed_audio() {
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fixtures/audio");
@@ -438,7 +438,7 @@ fn http_uploads() {
     );
 }
 
-/// Damages bodies of requests; the first byte of an input says which of `cases` it belongs to.
+/// Mutates request bodies; the first byte of an input selects one of `cases`.
 fn fuzz_http(
     (name, hang): (&'static str, Duration),
     cases: &[(&'static str, &'static str, Vec<u8>)],
@@ -507,7 +507,7 @@ async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> Strin
     );
     let mut stream = TcpStream::connect(address).await.unwrap();
     stream.write_all(head.as_bytes()).await.unwrap();
-    // A server that has refused may close before all is sent.
+    // A server that has refused may close before all bytes are sent.
     let _ = stream.write_all(body).await;
     let mut answer = Vec::new();
     let _ = stream.read_to_end(&mut answer).await;
@@ -515,7 +515,7 @@ async fn post(address: SocketAddr, path: &str, kind: &str, body: &[u8]) -> Strin
     assert!(text.starts_with("HTTP/1.1 "), "{text}");
     assert!(!text.starts_with("HTTP/1.1 500"), "{text}");
     let reason = text.split("\"message\":").nth(1).unwrap_or_default();
-    // The figures are left out of the rest, not out of the status.
+    // The rest without figures; the status stays complete.
     let status: String = text[9..12]
         .chars()
         .map(|digit| char::from(digit as u8 + b'A' - b'0'))
@@ -544,7 +544,7 @@ pub(crate) async fn serving() -> (SocketAddr, CancellationToken) {
     (address, stop)
 }
 
-/// Backends that do whatever gets through the API.
+/// Backends that accept every request that passes the API.
 struct Willing;
 
 impl ChatBackend for Willing {

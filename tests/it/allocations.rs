@@ -1,6 +1,6 @@
-//! What the way of a shed takes from the allocator: nothing, for an emergency is no time to ask the kernel for pages.
+//! Allocations on the shed path: none reach the system.
 //!
-//! The system's allocator counts here what reaches it, below the memory that is set aside for sheds.
+//! The system's allocator counts the requests that reach it, below the emergency reserve.
 
 use std::{
     alloc::{GlobalAlloc, Layout, System},
@@ -35,22 +35,22 @@ use cotenant::{
 };
 use tokio::sync::mpsc;
 
-/// The system's allocator, which counts what this thread asks of it.
+/// The system's allocator, counting requests of this thread.
 struct Counting;
 
 thread_local! {
     static ASKED: Cell<(u64, u64)> = const { Cell::new((0, 0)) };
-    /// What this thread has taken and not given back, and the most that this was.
+    /// Memory allocated and not freed by this thread, and its maximum.
     static KEPT: Cell<(i64, i64)> = const { Cell::new((0, 0)) };
 }
 
-/// What threads called `engine` have asked for, in all.
+/// Total requests of threads called `engine`.
 static ASKED_BY_ENGINES: AtomicU64 = AtomicU64::new(0);
 
-/// Whether the kernel knows this thread as `engine`.
+/// Whether this thread is named `engine` in the kernel.
 fn is_engine() -> bool {
     let mut name = [0u8; 16];
-    // SAFETY: the kernel writes at most 16 bytes, the end included.
+    // SAFETY: the kernel writes at most 16 bytes, the terminator included.
     unsafe { libc::prctl(libc::PR_GET_NAME, name.as_mut_ptr()) };
     name.starts_with(b"engine\0")
 }
@@ -59,7 +59,7 @@ fn count(bytes: usize) {
     if is_engine() {
         ASKED_BY_ENGINES.fetch_add(1, Ordering::Relaxed);
     }
-    // A thread that is being taken down has no count any more.
+    // A thread that is being destroyed no longer has a count.
     let _ = ASKED.try_with(|asked| {
         let (times, sum) = asked.get();
         asked.set((times + 1, sum + bytes as u64));
@@ -78,7 +78,7 @@ fn let_go(bytes: usize) {
     keep(-i64::try_from(bytes).unwrap_or(i64::MAX));
 }
 
-// SAFETY: every call is handed to the system's allocator as it came; counting allocates nothing.
+// SAFETY: every call is passed unchanged to the system's allocator; counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size());
@@ -103,7 +103,7 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: EmergencyAllocator<Counting> = EmergencyAllocator::before(Counting);
 
-/// How often, and how many bytes, this thread asks for while it does `work`.
+/// Number and bytes of this thread's allocations during `work`.
 fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
     let (times, bytes) = ASKED.get();
     let done = work();
@@ -111,7 +111,7 @@ fn asked_by<T>(work: impl FnOnce() -> T) -> (T, u64, u64) {
     (done, times_now - times, bytes_now - bytes)
 }
 
-/// What this thread keeps of `work` besides its result, and the most that it had meanwhile.
+/// Memory that this thread keeps from `work` besides its result, and the maximum meanwhile.
 fn kept_by<T>(work: impl FnOnce() -> T) -> (T, i64, i64) {
     let (before, _) = KEPT.get();
     KEPT.set((before, before));
@@ -169,7 +169,7 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
         .write(&path)
         .unwrap();
     let tokenizer = Tokenizer::from_header(&Header::read(&path).unwrap()).unwrap();
-    // Words as long as the library would remember, each of them once.
+    // Words as long as the library would cache, each once.
     let word = |number: u32| {
         let digits = format!("{number:05}");
         let letters: String = digits
@@ -194,7 +194,7 @@ fn a_thread_that_has_encoded_a_prompt_keeps_nothing_of_it() {
             .map(|thread| thread.join().unwrap())
             .sum()
     });
-    // What the book has for the text side of this model is some 50 KiB; the words' tokens were 8 MiB for each thread.
+    // The ledger has some 50 KiB for the text side of this model; the words' tokens were 8 MiB per thread.
     assert!(kept < 64 << 10, "{kept} bytes are kept by four threads");
 }
 
@@ -220,7 +220,7 @@ fn asking_the_engine_for_a_plan_that_is_there_allocates_nothing() {
     engine.join();
 }
 
-/// Of a machine with room, on which so much of the budget is used.
+/// A sample of a machine with free memory, on which this much of the budget is used.
 fn sample(used_mib: u64, taken_at: Timestamp) -> Sample {
     let (mem_total, mem_available) = (Bytes::from_gib(64), Bytes::from_gib(60));
     let memory = MemoryReading {
@@ -262,7 +262,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
         took: Duration::from_millis(1),
     };
     let _ = arbiter.handle(now, applied);
-    // An unmanaged neighbour takes what is left.
+    // An unmanaged neighbour takes the remaining memory.
     let mut shed = None;
     for _ in 0..10 {
         now = now + Duration::from_millis(400);
@@ -284,7 +284,7 @@ fn a_sample_that_leads_to_a_shed_asks_for_little() {
     );
 }
 
-/// A supervisor's arbiter and an engine with a real model, as the daemon puts them together.
+/// A supervisor's arbiter and an engine with a real model, connected as in the daemon.
 struct Shedding {
     arbiter: Arbiter,
     handle: EngineHandle,
@@ -331,7 +331,7 @@ impl Shedding {
             EngineEvent::Ready { breakdown, .. } => breakdown.total,
             other => panic!("{other:?}"),
         };
-        // It measures itself before it takes orders.
+        // It calibrates before it accepts orders.
         while !matches!(
             shedding.events.blocking_recv().unwrap(),
             EngineEvent::Calibrated { .. }
@@ -345,7 +345,7 @@ impl Shedding {
         shedding
     }
 
-    /// Waits until the engine has done what it was asked, and tells the arbiter.
+    /// Waits until the engine has completed its orders, and reports them to the arbiter.
     fn settle(&mut self) {
         while self.arbiter.snapshot().engine.asked.is_some() {
             match self.events.blocking_recv().unwrap() {
@@ -364,7 +364,7 @@ impl Shedding {
         }
     }
 
-    /// A sample, and the orders that follow for the engine; as the loop does it.
+    /// Processes a sample and the resulting orders for the engine, as in the control loop.
     fn sample(&mut self, used_mib: u64) -> bool {
         self.now = self.now + Duration::from_millis(400);
         self.take(Event::Sampled(sample(used_mib, self.now)))
@@ -374,7 +374,7 @@ impl Shedding {
         self.arbiter.snapshot().engine.asked.is_some()
     }
 
-    /// An event, and the orders that follow for the engine; whether there are any.
+    /// Processes an event and the resulting orders for the engine; returns whether there were any.
     fn take(&mut self, event: Event) -> bool {
         let mut ordered = false;
         for action in self.arbiter.handle(self.now, event) {
@@ -415,7 +415,7 @@ fn from_the_sample_to_the_credit_the_system_is_not_asked_for_memory() {
     let engines = ASKED_BY_ENGINES.load(Ordering::Relaxed);
     assert!(engines > 0, "the engine's thread is counted");
     let mut times = 0;
-    // The line is crossed with one of the next samples; the engine takes its order and lets its pages go.
+    // One of the next samples crosses the line; the engine takes its order and releases its pages.
     let ordered = (0..10).any(|_| {
         let (ordered, asked, _) = asked_by(|| emergency::within(|| shedding.sample(590)));
         times += asked;
@@ -475,11 +475,11 @@ fn what_is_set_aside_is_there_again_after_many_sheds() {
     assert_eq!(shedding.arbiter.snapshot().totals.sheds, 8);
     let counts = emergency::counts();
     assert_eq!(counts.missed, 0, "{counts:?}, in use {in_use:?}");
-    // What is kept of a decision is replaced by what is kept of the next one; a channel keeps a few blocks for itself.
+    // Memory kept from a decision is replaced by that of the next one; a channel keeps a few blocks.
     assert!(in_use.iter().all(|bytes| *bytes <= 64 << 10), "{in_use:?}");
 }
 
-/// Bounds of a decision with 32 layers: what it weighs, the plan, and its reason in words; well within what is set aside
-/// for it. There is no buffer that grows with what was asked before.
+/// Bounds of a decision with 32 layers: its candidates, the plan, and its reason as text; well within the reserve. No
+/// buffer grows with the number of earlier requests.
 const TIMES_MAX: u64 = 400;
 const BYTES_MAX: u64 = 256 << 10;

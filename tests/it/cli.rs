@@ -1,4 +1,4 @@
-//! The command line without a supervisor.
+//! Command line without a supervisor.
 
 use std::{
     fs,
@@ -90,7 +90,7 @@ fn a_model_whose_template_no_load_would_take_is_refused_by_the_check() {
 fn a_model_whose_tokenizer_no_load_would_take_is_refused_by_the_check() {
     damaged_demo_is_refused("merge", |model| {
         let key = b"tokenizer.ggml.merges";
-        // Behind the types of the list and of its entries, their number, and the length of the first one.
+        // After the types of the list and of its entries, their number, and the length of the first one.
         let merge = place_of(key, model) + key.len() + 4 + 4 + 8 + 8;
         let space = merge + place_of(b" ", &model[merge..]);
         model[space] = b'x';
@@ -104,7 +104,7 @@ fn place_of(wanted: &[u8], bytes: &[u8]) -> usize {
         .unwrap()
 }
 
-/// Damages the demo model, and has it checked, which says `word`.
+/// Damages the demo model and runs the check, which must print `word`.
 fn damaged_demo_is_refused(word: &str, damage: impl FnOnce(&mut [u8])) {
     let demo = concat!(env!("CARGO_MANIFEST_DIR"), "/deploy/demo-model/demo.gguf");
     let mut model = fs::read(demo).unwrap();
@@ -191,10 +191,10 @@ fn a_taken_address_is_named_with_its_key() {
     }
 }
 
-/// What the program writes to a terminal.
+/// Output of the program on a terminal.
 fn on_a_terminal(command: &mut Command) -> String {
     let (mut master, mut slave) = (0, 0);
-    // SAFETY: opens two descriptors, which are owned below; no name and no settings are asked for.
+    // SAFETY: opens two descriptors, which are owned below; no name and no settings are requested.
     let opened = unsafe {
         libc::openpty(
             &raw mut master,
@@ -205,7 +205,7 @@ fn on_a_terminal(command: &mut Command) -> String {
         )
     };
     assert_eq!(opened, 0);
-    // SAFETY: opened above, and owned by nothing else.
+    // SAFETY: opened above, without another owner.
     let (master, slave) = unsafe { (fs::File::from_raw_fd(master), fs::File::from_raw_fd(slave)) };
     let mut child = command
         .stdin(Stdio::null())
@@ -216,7 +216,7 @@ fn on_a_terminal(command: &mut Command) -> String {
     // The program's own ends of the terminal close with it, and ours with `command`.
     command.stdout(Stdio::null()).stderr(Stdio::null());
     let mut written = Vec::new();
-    // A terminal without another end gives `EIO` in place of its end.
+    // A terminal whose other end is closed returns `EIO` instead of end-of-file.
     let _ended = (&master).read_to_end(&mut written);
     child.wait().unwrap();
     String::from_utf8_lossy(&written).into_owned()
@@ -228,7 +228,7 @@ fn logs_on_a_terminal_are_plain_text() {
     let port = taken.local_addr().unwrap().port();
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().display();
-    // A listener for every network is warned of in the log, and the taken port ends the start.
+    // The log warns of a listener on every network, and the taken port ends the start.
     let text = format!(
         "state_dir: {path}/state\nruntime_dir: {path}/run\ngrpc: {{socket: {path}/c.sock, abstract_name: none}}\n\
          http: {{listen: 127.0.0.1:{port}}}\nwyoming: {{listen: [\"tcp://0.0.0.0:0\"]}}\nlog: {{format: text}}\n"

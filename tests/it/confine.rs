@@ -1,4 +1,4 @@
-//! Limits and walls around real processes, as the kernel enforces them; what this machine lacks is said.
+//! Resource limits and sandboxes of real processes, as enforced by the kernel.
 
 use std::{fs, time::Duration};
 
@@ -15,7 +15,7 @@ use cotenant::{
 
 use crate::support::{Bench, started};
 
-/// Runs a script to its end; it is a worker that only writes something.
+/// Runs a script to completion, as a worker that only prints.
 async fn output_of(bench: &mut Bench, spec: WorkerSpec) -> ExitReport {
     let worker = bench.handle(spec);
     worker.start(None).await.unwrap();
@@ -130,7 +130,7 @@ async fn a_worker_of_another_user_still_ends_with_its_handle() {
     spec.readiness = Readiness::LogLine("up".to_owned());
     let worker = bench.handle(spec);
     let pid = started(&worker).await;
-    // Becoming another user withdraws the request for SIGKILL at the end of the parent; it is made after that.
+    // Changing the user clears the parent-death signal; it is set after that.
     let report = worker.stop_because(None, "").await.unwrap();
     assert_eq!(report.pid, pid);
 }
@@ -319,7 +319,7 @@ async fn what_is_required_and_cannot_be_had_starts_nothing() {
         required: true,
         ..Confinement::default()
     };
-    // No groups are made by this supervisor.
+    // This supervisor creates no groups.
     let error = bench
         .handle(script(&bench, "true", confinement))
         .start(None)
@@ -457,7 +457,8 @@ async fn workers_that_want_ports_get_different_ones_and_a_taken_one_is_named() {
     two.stop_because(Some(Duration::ZERO), "").await.unwrap();
 }
 
-/// Gives this thread an ambient capability, as `AmbientCapabilities=` of a unit does. Returns whether it could.
+/// Raises an ambient capability of this thread, as `AmbientCapabilities=` of a unit does. Returns whether that
+/// succeeded.
 fn raise_ambient() -> bool {
     #[repr(C)]
     struct Head {
@@ -471,7 +472,7 @@ fn raise_ambient() -> bool {
         pid: 0,
     };
     let mut sets = [[0_u32; 3]; 2];
-    // SAFETY: the head says version 3, whose data are two blocks of effective, permitted and inheritable bits.
+    // SAFETY: the header says version 3, whose data are two blocks of effective, permitted and inheritable bits.
     let raised = unsafe {
         libc::syscall(libc::SYS_capget, &raw mut head, sets.as_mut_ptr()) == 0
             && {

@@ -1,4 +1,4 @@
-//! The whole program as a user runs it: a child process on a folder of its own, real models, workers and memory.
+//! The whole program as a user runs it: a child process with real models and workers.
 
 mod absent;
 mod activation;

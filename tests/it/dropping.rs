@@ -1,4 +1,4 @@
-//! Dropping the oldest of a context: what goes on, exactly as if it had never been there, and what does not.
+//! Dropping the oldest context: results that match a sequence without it, and the limits.
 
 use std::path::{Path, PathBuf};
 
@@ -51,7 +51,7 @@ fn text(len: u32) -> Vec<u32> {
     (0..len).map(|at| (at * 37 + at * at % 11) % 300).collect()
 }
 
-/// The largest difference of two rows of scores, in parts of their spread.
+/// The largest difference of two rows of logits, relative to their spread.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     let spread = a.iter().fold(0f32, |most, x| most.max(x.abs()));
     let most = a
@@ -61,13 +61,13 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
     most / spread
 }
 
-/// In a single layer, keys and values know nothing of what was before them: so a sequence that has lost its oldest tokens
-/// is one that never had them, read again.
+/// In a single layer, keys and values do not depend on earlier tokens: a sequence that has lost its oldest tokens
+/// equals one that never had them, recomputed.
 #[test]
 fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     for architecture in Architecture::ALL {
         if architecture == Architecture::Qwen35 {
-            continue; // its recurrent layers remember
+            continue; // its recurrent layers keep earlier tokens in their state
         }
         let bounds = [(KvType::F16, 2e-3), (KvType::Q8, 2e-2), (KvType::Q4, 0.25)];
         let types = if architecture == Architecture::Qwen3 {
@@ -84,7 +84,7 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
             let mut long = open(&path, &plan(0..2, 256, kv_type), 2);
             long.allow_dropping(Some(Tokens::new(4)));
             long.forward(&all[..256], &mut go()).unwrap();
-            // Three of its blocks, one after the other, and then it goes on over the place of the first.
+            // Three of its blocks in succession, and then it continues in the place of the first.
             assert_eq!(
                 long.droppable(),
                 Tokens::new(128),
@@ -102,7 +102,7 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
             let expected = fresh.forward(&rest, &mut go()).unwrap().to_vec();
             let off = distance(&expected, &continued);
             assert!(off < bound, "{architecture:?} {kv_type}: {off}");
-            // It is not as if nothing had been dropped.
+            // The result differs from one without any drop.
             if architecture != Architecture::Qwen3 {
                 continue;
             }
@@ -116,18 +116,18 @@ fn what_goes_on_without_its_oldest_tokens_is_as_if_it_had_never_had_them() {
     }
 }
 
-/// How tokens come to be dropped.
+/// Reasons for dropping tokens.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// The capacity is used up: the place of the oldest becomes that of the next.
+    /// The capacity is used up: the next tokens replace the oldest.
     Full,
-    /// The capacity becomes smaller between two tokens: what lies at the end moves to the place of the oldest.
+    /// The capacity shrinks between two tokens: data at the end moves to the place of the oldest.
     Shrunk,
-    /// The capacity becomes smaller in the middle of a token.
+    /// The capacity shrinks in the middle of a token.
     ShrunkInside,
 }
 
-/// Logits of each token after 128 of 256 were dropped in some way, with the KV type that is put into force afterwards.
+/// Logits of each token after 128 of 256 were dropped in some way, with the KV type in force afterwards.
 fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType) -> Vec<Vec<f32>> {
     let all = text(400);
     let plan = |kv, kv_type| plan(resident.iter().copied(), kv, kv_type);
@@ -156,7 +156,7 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
             );
         }
         Way::ShrunkInside => {
-            // A token that fits the smaller capacity once the oldest are gone: asked for before its first layer.
+            // A token that fits the smaller capacity once the oldest are gone: requested before its first layer.
             model.make_room();
             let mut asked = false;
             let mut checkpoint = || {
@@ -166,7 +166,7 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
                     Flow::Apply(plan(192, KvType::F16))
                 }
             };
-            // 192 tokens are there and one comes: 64 more go.
+            // 192 tokens are present and one arrives: 64 more are dropped.
             rows.push(
                 model
                     .forward(&all[256..257], &mut checkpoint)
@@ -195,10 +195,10 @@ fn history(path: &Path, way: Way, threads: usize, resident: &[u32], then: KvType
         "{held:?}"
     );
     assert!(model.kernel_resident() <= held.used() - held.header);
-    // What is dropped again lies somewhere else by now.
+    // The next tokens to drop lie elsewhere by now.
     assert_eq!(model.make_room(), Tokens::new(64));
     rows.push(model.forward(&all[330..363], &mut go()).unwrap().to_vec());
-    // Another sequence knows nothing of it.
+    // Another sequence is unaffected.
     model.reset();
     if way != Way::Shrunk {
         return rows;
@@ -219,7 +219,7 @@ fn however_tokens_are_dropped_the_answer_has_the_same_bits() {
         (Architecture::Qwen35, KvType::Q8),
         (Architecture::Gemma3, KvType::Q4),
     ] {
-        // Blocks of whole pages, so that what is freed can be counted exactly.
+        // Blocks of whole pages, so that freed memory can be counted exactly.
         let (_folder, path) = written(&Synthetic::tiny(
             architecture,
             TypeMix::All(GgmlDType::Q8_0),
@@ -247,7 +247,7 @@ fn nothing_is_dropped_that_may_not_be() {
     let all = text(256);
     let mut model = open(&path, &plan(0..5, 256, KvType::F16), 2);
     model.forward(&all[..250], &mut go()).unwrap();
-    // It has not been allowed.
+    // It was not allowed.
     assert_eq!(
         (model.make_room(), model.droppable()),
         (Tokens::ZERO, Tokens::ZERO)
@@ -257,7 +257,7 @@ fn nothing_is_dropped_that_may_not_be() {
         (report.dropped, report.plan.kv_capacity),
         (Tokens::ZERO, Tokens::new(256))
     );
-    // What stays is rounded up to blocks, and the last block that is full is no old one.
+    // Kept tokens are rounded up to blocks, and the last full block is not droppable.
     for (sinks, droppable) in [
         (0, 128),
         (1, 64),
@@ -270,7 +270,7 @@ fn nothing_is_dropped_that_may_not_be() {
         assert_eq!(model.droppable(), Tokens::new(droppable), "{sinks}");
     }
     assert_eq!(model.make_room(), Tokens::ZERO);
-    // A plan that asks for more than may be dropped gets what there is.
+    // A plan that requires dropping more than allowed gets the possible part.
     model.allow_dropping(Some(Tokens::new(4)));
     let report = model.apply(&plan(0..5, 64, KvType::F16)).unwrap();
     assert_eq!(
@@ -278,7 +278,7 @@ fn nothing_is_dropped_that_may_not_be() {
         (Tokens::new(64), Tokens::new(192))
     );
     assert_eq!(model.position(), 186);
-    // Allowed no more: what is gone stays gone, and nothing follows it.
+    // No longer allowed: dropped tokens stay dropped, and nothing follows it.
     model.allow_dropping(None);
     assert_eq!(
         (model.droppable(), model.dropped().0),
@@ -288,14 +288,14 @@ fn nothing_is_dropped_that_may_not_be() {
         model.apply(&plan(0..5, 64, KvType::F16)).unwrap().asked,
         Bytes::ZERO
     );
-    // And no prompt goes on from it: what was read after the gap knows of what was in it.
+    // And no prompt continues from it: tokens after the gap depend on the dropped ones.
     let mut fresh = open(&path, &plan(0..5, 192, KvType::F16), 2);
     model.reset();
     let expected = fresh.forward(&all[..80], &mut go()).unwrap().to_vec();
     assert!(model.forward(&all[..80], &mut go()).unwrap()[..] == expected[..]);
 }
 
-/// All layers at once: llama.cpp moves what stays and turns its keys by the length of the gap.
+/// All layers at once: llama.cpp moves the kept cells and rotates their keys by the length of the gap.
 #[test]
 fn what_goes_on_is_what_goes_on_in_llama_cpp() {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/reference-synthetic");
@@ -308,7 +308,7 @@ fn what_goes_on_is_what_goes_on_in_llama_cpp() {
                 | Architecture::Qwen3Vl
                 | Architecture::SmolLm3
         ) {
-            continue; // the fixtures' README says why
+            continue; // see the fixtures' README
         }
         let name = architecture.name();
         let reference = |attention: &str| -> Vec<f32> {

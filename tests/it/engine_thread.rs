@@ -1,4 +1,4 @@
-//! The engine's thread from outside: plans while it works, its end, and the same with models that compute.
+//! The engine's thread from outside: plans during work, its end, and real models.
 #![expect(clippy::panic, reason = "test helpers")]
 
 use std::{
@@ -44,7 +44,7 @@ fn a_plan_is_taken_between_two_layers_of_a_long_prompt() {
     keeper.arrived();
     stage.handle.apply(7, plan(512));
     keeper.go();
-    // The prompt is far from being computed: its next layer has not been let on.
+    // The prompt is far from complete: its next layer has not been released.
     match stage.event() {
         EngineEvent::Applied {
             revision, report, ..
@@ -144,7 +144,7 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
         other => panic!("{other:?}"),
     }
     let answer = collect(&mut stream);
-    // It ends where the capacity ends that is left, and says why; the text so far is its own.
+    // It ends at the end of the remaining capacity, and reports why; the text so far is its own.
     assert_eq!(answer.reason(), FinishReason::KvReclaimed);
     assert_eq!(answer.tokens.len(), 9);
     stage.handle.apply(2, plan(CONTEXT_MAX));
@@ -157,7 +157,7 @@ fn a_plan_below_what_a_running_answer_uses_is_raised_and_the_answer_goes_on() {
     stage.stop();
 }
 
-/// The request, with as much KV capacity as the model can have, where it asks for it.
+/// The request, with permission to grow to the model's maximum KV capacity.
 fn may_grow(request: GenerateRequest) -> GenerateRequest {
     GenerateRequest {
         grows_to: Tokens::new(CONTEXT_MAX),
@@ -306,7 +306,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
         other => panic!("{other:?}"),
     };
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    // A plan while nothing is answered.
+    // A plan while nothing is being answered.
     stage.handle.apply(1, hanging());
     assert_eq!(keeper.arrived(), HANGS.get());
     stage.handle.apply(2, plan(64));
@@ -331,7 +331,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_whatever_else_is_ordered() {
     keeper.arrived();
     keeper.go();
     assert_eq!(collect(&mut stream).reason(), FinishReason::Cancelled);
-    // The end of all.
+    // The end of the thread.
     stage.handle.apply(5, hanging());
     assert_eq!(keeper.arrived(), HANGS.get());
     stage.stop();
@@ -345,7 +345,8 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
     };
     let soon = || Some(Instant::now() + Duration::from_millis(50));
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), babble);
-    // Of the answer that waits for the growth. Where it has passed before the plan came, the growth waits for no answer.
+    // Deadline of the answer that waits for the growth. If it passes before the plan arrives, the growth waits for no
+    // answer.
     let due = GenerateRequest {
         deadline: soon(),
         ..request(1, "a")
@@ -368,7 +369,7 @@ fn a_growth_that_waits_for_a_disk_gives_way_to_a_deadline_that_passes() {
         stage.command_event(),
         EngineEvent::Applied { revision: 2, .. }
     ));
-    // Of one that waits while nothing is answered.
+    // Deadline of one that waits while nothing is being answered.
     stage.handle.apply(3, hanging());
     let due = GenerateRequest {
         deadline: soon(),
@@ -400,7 +401,7 @@ fn what_a_hanging_read_keeps_is_reported_when_the_answer_fails_and_when_the_read
                 .contains("the disk has not answered for 4000 ms"),
             "{error}"
         );
-        // By the time that the end is known.
+        // By the time the end is observed.
         assert_eq!(
             stage.handle.snapshot().held,
             Some(RING.saturating_mul(hung))
@@ -483,7 +484,7 @@ fn a_load_that_hangs_leaves_one_and_another_is_made_when_it_has_returned() {
         (snapshot.held, snapshot.phase),
         (Some(RING), EnginePhase::Empty)
     );
-    // Nothing is asked of a disk that hangs.
+    // A hanging disk is not accessed.
     load("cannot read `what an earlier load has asked for`");
     assert_eq!(
         (opened.load(Ordering::Acquire), handle.snapshot().held),
@@ -581,7 +582,7 @@ fn without_a_model_nothing_is_taken() {
 
 #[test]
 fn a_daemon_that_does_not_listen_holds_up_no_answer() {
-    // 64 places, and two events for each of 40 requests.
+    // 64 slots, and two events for each of 40 requests.
     let stage = Stage::new(Setting::default(), recite(1, "ok"));
     for id in 0..40 {
         assert_eq!(stage.ask(request(id, "a")).text, "ok");
@@ -592,7 +593,7 @@ fn a_daemon_that_does_not_listen_holds_up_no_answer() {
     stage.engine.join();
 }
 
-/// An engine with a model that computes, of random weights.
+/// An engine with a computing model of random weights.
 struct Real {
     engine: Engine,
     handle: EngineHandle,
@@ -690,11 +691,11 @@ fn answers_of_models_that_compute_are_the_same_whatever_plans_arrive() {
                                 report,
                                 breakdown,
                             } if of == revision => {
-                                // The tokenizer's tables included.
+                                // Including the tokenizer's tables.
                                 assert!(breakdown.is_none_or(|held| held.total == report.held));
                                 break;
                             }
-                            // What would grow into the place of a chunk under way has to be asked again.
+                            // Growth into the place of a chunk must be requested again.
                             EngineEvent::ApplyFailed { error, .. } => {
                                 assert!(
                                     error.to_string().contains("tokens is under way"),
@@ -757,7 +758,7 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
             (reason, said, dropped),
         )
     };
-    // 192 tokens are kept; the last token of an answer is reported, and not kept.
+    // 192 tokens are kept; the last token of an answer is reported but not kept.
     let (short, _, end) = ask(1, None, 170);
     assert_eq!(end, (FinishReason::Length, 93, 0));
     let (long, _, end) = ask(2, Some(Sinks::DEFAULT), 170);
@@ -767,10 +768,10 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
         "two blocks, as they were needed"
     );
     assert_eq!(long[..short.len()], short[..]);
-    // What is left of it is the beginning of nothing.
+    // The remainder is not a prefix of anything.
     let (again, cached, _) = ask(3, None, 170);
     assert_eq!((cached, again), (0, short));
-    // One that is cancelled, mostly in the middle of a pass, says what it had lost until then as well.
+    // A cancelled answer, mostly in the middle of a pass, also reports the tokens dropped until then.
     let mut lost = vec![0, 128, 0];
     for id in 11..14 {
         let request = GenerateRequest {
@@ -798,7 +799,7 @@ fn an_answer_that_may_lose_its_oldest_context_goes_on_where_another_one_ends() {
         assert!(usage.dropped_tokens > Tokens::ZERO, "{usage:?}");
         lost.push(usage.dropped_tokens.get());
     }
-    // Where all of the prompt stays, there is nothing to lose that is old.
+    // If the whole prompt stays, nothing old can be dropped.
     let (_, _, end) = ask(4, Some(Sinks::Prompt), 170);
     assert_eq!(end, (FinishReason::Length, 93, 0));
     handle.stop();
@@ -832,7 +833,7 @@ fn a_continued_conversation_has_the_answer_of_one_from_the_start() {
         "{:?}",
         continued.started
     );
-    // Another client has nothing to go on from.
+    // Another client has no cached prefix.
     let afresh = tokens("another", 4, &prompt);
     assert_eq!(afresh.started.unwrap().1, 0);
     assert_eq!(continued.tokens, afresh.tokens);
@@ -855,7 +856,7 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
             };
             collect(&mut handle.generate(request).unwrap())
         };
-        // Both are long at their first request, and have a prompt of the system in common.
+        // Both start with long requests, and share a system prompt.
         let system: Vec<u32> = (0..150).map(|index| index * 7 % 300).collect();
         let mut conversations = [3, 5].map(|step| {
             let own = (0..60).map(|index| index * step % 290 + step);
@@ -881,7 +882,7 @@ fn conversations_that_alternate_go_on_from_what_they_have_in_common() {
             let answer = tokens(&shared.handle, "both", conversation);
             let (read, cached) = answer.started.unwrap();
             assert_eq!(read as usize, conversation.len());
-            // The first two have nothing to go on from; the second of them shows where they part.
+            // The first two have no cached prefix; the second reveals where they diverge.
             assert!(
                 turn < 2 || cached >= 150,
                 "{architecture:?}: {cached} tokens at turn {turn}"
@@ -922,9 +923,9 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             ..GenerateRequest::new(RequestId::new(id), Prompt::Tokens(prompt.to_vec()))
         };
         let prompt: Vec<u32> = (40..112).collect();
-        // Place for the copy of the recurrent state beside the longest answer, however late it is cancelled.
+        // Room for the copy of the recurrent state beside the longest answer, however late it is cancelled.
         handle.apply(1, real_plan(0..5, 2048, 16));
-        // A machine that is slow to cancel it may have the whole answer.
+        // On a machine that cancels it late, the whole answer may be there.
         let interrupt = |ids: std::ops::Range<u64>| {
             let done = ids.clone().any(|id| {
                 collect(&mut handle.generate(request(id, &[1, 2, 3], 2)).unwrap());
@@ -960,7 +961,7 @@ fn a_conversation_goes_on_from_an_answer_that_was_interrupted() {
             (0, &continued.tokens)
         );
 
-        // What is kept for that is the first to be given up.
+        // Memory kept for that is released first.
         interrupt(300..320);
         handle.apply(9, real_plan(0..5, 64, 16));
         let applied = std::iter::from_fn(|| events.blocking_recv()).find_map(|event| match event {
@@ -1017,7 +1018,7 @@ fn a_pass_that_was_broken_off_anywhere_is_gone_on_from_with_the_same_bits() {
             let held = model.breakdown();
             assert!(held.kv_marks + model.untouched() <= held.kv, "{held:?}");
         }
-        // Chunks that were finished stay; of a recurrent state there is the copy at the mark.
+        // Completed chunks stay; of a recurrent state, the copy at the mark.
         let expected = if model.needs_marks() {
             [16, 16, 16]
         } else {
@@ -1109,12 +1110,12 @@ fn the_time_of_an_answer_includes_its_prompt() {
         (answer.reason(), answer.tokens.len()),
         (FinishReason::Length, 0)
     );
-    // What was read of the prompt is not lost, and the next one is answered.
+    // The computed part of the prompt is kept, and the next one is answered.
     assert_eq!(stage.ask(limited(2, &"a".repeat(100), 5)).tokens.len(), 5);
     stage.stop();
 }
 
-/// A form that is never computed to its end.
+/// A form that is never fully computed.
 struct NeverReady;
 
 impl TokenMask for NeverReady {
@@ -1160,7 +1161,7 @@ fn the_time_of_an_answer_includes_the_wait_for_its_form() {
     stage.stop();
 }
 
-/// Some letters come first in any case: all at once, or one at a time.
+/// Some letters are forced: all at once, or one at a time.
 struct Led {
     letters: &'static [u8],
     said: usize,
@@ -1208,7 +1209,7 @@ fn what_a_form_forces_ends_and_goes_on_as_token_by_token() {
     let long: &[u8] = &[b'q'; 200];
     for (letters, most, stop, context) in [
         (b"kitchen".as_slice(), 20, None, 512),
-        // In the middle of what is forced: the most tokens, a stop text, the end of the KV capacity.
+        // Within the forced text: the most tokens, a stop text, the end of the KV capacity.
         (b"kitchen", 3, None, 512),
         (b"kitchen", 20, Some("tc"), 512),
         (long, 300, None, 128),
@@ -1290,7 +1291,7 @@ fn a_long_answer_ends_while_others_as_urgent_wait() {
         assert_eq!(collect(&mut second).tokens.len(), 3);
         stage.stop();
     }
-    // Alone it may take as long as it likes.
+    // Alone it has no time limit.
     let stage = Stage::new(Setting::default(), drone);
     let alone = GenerateRequest {
         time_shared: Some(Duration::ZERO),

@@ -1,5 +1,7 @@
-//! Models beside what llama.cpp says of them: the demo model by `fixtures/reference`, and models of random weights at the shapes
-//! of public ones by `fixtures/reference-shapes`, which have the answers and how they were made.
+//! Models compared with llama.cpp's results: the demo model and synthetic ones.
+//!
+//! The demo model uses `fixtures/reference`, models of random weights at the shapes of public ones use
+//! `fixtures/reference-shapes`; both contain the answers and their origin.
 
 use std::{fs, path::PathBuf, process::Command};
 
@@ -10,7 +12,7 @@ use cotenant::{
 };
 use serde::{Deserialize, de::DeserializeOwned};
 
-/// A margin between the best logits below which another rounding may choose otherwise (see the fixture's README).
+/// A margin between the best logits below which another rounding may choose differently (see the fixture's README).
 const CLOSE_CALL: f32 = 0.2;
 
 #[derive(Deserialize)]
@@ -52,7 +54,7 @@ struct Chunked {
     perplexity: f64,
 }
 
-/// What `developer engine -o json` prints.
+/// Output of `developer engine -o json`.
 #[derive(Deserialize)]
 struct Measured {
     figures: Vec<Value>,
@@ -126,7 +128,7 @@ fn the_demo_model_reads_texts_as_llama_cpp_does() {
     let (_, text) = open([]);
     let texts: Vec<Text> = reference("tokens.json");
     assert_eq!(texts.len(), 66);
-    // Ours composes accents as the publisher's `tokenizer.json` does, llama.cpp does not.
+    // We compose accents as the publisher's `tokenizer.json` does, llama.cpp does not.
     for Text { text: said, tokens } in texts
         .into_iter()
         .filter(|text| !text.text.contains('\u{301}'))
@@ -146,7 +148,7 @@ fn the_demo_model_goes_on_as_llama_cpp_does_for_up_to_256_tokens() {
     let plans = [plan(0..9), plan([])];
     let mut longest = 0;
     let all: Vec<Continuation> = reference("greedy.json");
-    // One that counts and one that talks to itself by lot are as long again; a build without optimisation is slow.
+    // One that counts and one that rambles are as long again; an unoptimised build is slow.
     let shown = all
         .iter()
         .filter(|one| !matches!(&*one.name, "count" | "past_end"));
@@ -204,7 +206,7 @@ fn the_demo_models_logits_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_
     }
 }
 
-/// By a release build: one without optimisation takes minutes for this text.
+/// Requires a release build: an unoptimised one takes minutes for this text.
 #[test]
 fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smaller_context() {
     let Some(developer) = std::env::var_os("COTENANT_DEVELOPER_BIN") else {
@@ -251,7 +253,7 @@ fn the_demo_model_expects_its_held_out_text_as_llama_cpp_does_also_with_a_smalle
     }
 }
 
-/// By a release build, at shapes that are computed in seconds; `COTENANT_TEST_SHAPES=all` takes all that there are.
+/// Requires a release build, at shapes that are computed in seconds; `COTENANT_TEST_SHAPES=all` selects all shapes.
 #[test]
 fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_are_to_each_other() {
     let Some(developer) = std::env::var_os("COTENANT_DEVELOPER_BIN") else {
@@ -284,7 +286,7 @@ fn logits_at_true_shapes_are_as_near_to_llama_cpp_as_its_own_ways_of_computing_a
         );
         let Measured { figures } = serde_json::from_slice(&output.stdout).unwrap();
         let value = |what: &str| Some(figures.iter().find(|value| value.what == what)?.median);
-        // Q8_0 is not repacked on x86-64: there the two have the same bits, and attention makes the difference.
+        // Q8_0 is not repacked on x86-64: there the two have the same bits, and attention accounts for the difference.
         let times = value("ours from plain, over repacked from plain")
             .or_else(|| value("ours from plain, over the widest of its own"))
             .unwrap();

@@ -1,4 +1,4 @@
-//! Requests from outside: how they are answered, refused, ended and followed by the next.
+//! Requests from outside: answers, refusals, ends and successors.
 
 use std::time::{Duration, Instant};
 
@@ -93,7 +93,7 @@ fn of_a_token_with_a_stop_string_in_it_nothing_behind_that_is_reported() {
         ("a", FinishReason::StopText(0))
     );
     stage.stop();
-    // The model itself may end in the middle of a character, and that is reported.
+    // The model itself may end in the middle of a character, which is reported.
     let stage = Stage::new(Setting::default(), |sequence| {
         Act::Say(if sequence.len() == 3 {
             IM_END
@@ -145,7 +145,7 @@ fn max_tokens_ends_the_answer_and_no_half_character_is_reported() {
 #[test]
 fn what_people_say_never_becomes_a_control_token() {
     let stage = Stage::new(Setting::default(), |sequence| {
-        // Says how many control tokens it was given.
+        // Returns the number of control tokens in its prompt.
         let control = sequence.iter().filter(|&&token| token >= 256).count();
         let answered =
             sequence.last() == Some(&(u32::from(b'0') + u32::try_from(control).unwrap()));
@@ -175,7 +175,7 @@ fn what_people_say_never_becomes_a_control_token() {
 fn a_reader_that_goes_away_frees_the_engine() {
     let (mut stage, keeper) = Stage::gated(EngineOptions::default(), drone);
     let mut stream = stage.handle.generate(request(1, "a")).unwrap();
-    // The prompt's token, and two of the answer.
+    // The token of the prompt, and two of the answer.
     for _ in 0..3 * LAYERS {
         keeper.arrived();
         keeper.go();
@@ -245,13 +245,13 @@ fn a_reader_that_never_reads_is_cancelled() {
     };
     let (mut stage, keeper) = Stage::gated(options, drone);
     let mut stuck = stage.handle.generate(request(1, "a")).unwrap();
-    // The start and two deltas fill its places; the third delta finds none.
+    // The start and two deltas fill its slots; the third delta finds none.
     for _ in 0..5 * LAYERS {
         keeper.arrived();
         keeper.go();
     }
     keeper.arrived();
-    std::thread::sleep(Duration::from_millis(21)); // the limit itself, which it must have used up now
+    std::thread::sleep(Duration::from_millis(21)); // the limit itself, which must have passed by now
     keeper.open();
     assert_eq!(stage.finished(1), Ok(FinishReason::Cancelled));
     let answer = collect(&mut stuck);

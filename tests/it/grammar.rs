@@ -1,4 +1,4 @@
-//! Grammars on vocabularies of the sizes that published models have.
+//! Grammars on vocabularies of published sizes.
 
 use std::{
     collections::HashSet,
@@ -117,13 +117,13 @@ fn forms_are_kept(tokens: usize) {
         }
     }
     drop(prepare(&side, AnswerForm::ToolCall { name: None }, &tools(40)).unwrap());
-    // What the helper took at its peak is within what is on the ledger for it.
+    // The helper's peak memory is within its share of the ledger.
     let (peak, most) = (peak_bytes(helper_pid()), TextSide::bytes_max(&header));
     println!("{tokens} tokens: {peak} of {most}");
     assert!(peak <= most, "{peak} of {most}");
 }
 
-/// Functions whose schemas have what schemas of products have, some 1.5 KB each.
+/// Functions with schemas similar to those of products, some 1.5 KB each.
 pub(crate) fn tools(count: usize) -> Vec<Value> {
     let text = "Turns the device on or off, or sets how bright it is, by the name of the room that it is in.";
     let function = |number: usize| {
@@ -176,7 +176,7 @@ fn prepare(
     Ok(side.prepare(&request, Client::PATIENT)?.mask.unwrap())
 }
 
-/// The answer of a model that has no opinion: any token that the form allows, by the seed; `None` when it goes on.
+/// An answer of a model without preferences: any token that the form allows, by the seed; `None` if it does not end.
 fn babble(side: &TextSide, mut mask: Box<dyn TokenMask>, seed: u64, most: usize) -> Option<String> {
     let tokenizer = side.tokenizer();
     let mut sampler = Sampler::new(Sampling {
@@ -213,7 +213,7 @@ fn helper_pid() -> u32 {
     mine.into_iter().find(is_helper).expect("the helper runs")
 }
 
-/// The most anonymous memory that a process had, as far as the kernel tells: its peak without the pages of files.
+/// Peak anonymous memory of a process, as far as the kernel reports it: its peak without file pages.
 fn peak_bytes(pid: u32) -> Bytes {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap();
     let kib = |key: &str| -> u64 {
@@ -226,8 +226,8 @@ fn peak_bytes(pid: u32) -> Bytes {
     Bytes::from_kib(kib("VmHWM:").saturating_sub(kib("RssFile:")))
 }
 
-/// A vocabulary as byte-level BPE makes them: bytes, white space, punctuation of code, numbers, parts of words of several
-/// scripts with and without the space before them, and a few long ones.
+/// A byte-level BPE vocabulary: bytes, white space, code punctuation, numbers, parts of words of several scripts with
+/// and without the space before them, and a few long ones.
 fn header(count: usize) -> Header {
     let mut seen = HashSet::with_capacity(count);
     let mut texts: Vec<Vec<u8>> = Vec::with_capacity(count);
@@ -255,7 +255,7 @@ fn header(count: usize) -> Header {
     for character in ('\u{4e00}'..'\u{5e00}').step_by(3) {
         add(character.to_string().into_bytes());
     }
-    // The first bytes of characters, which vocabularies have as well.
+    // First bytes of characters, which vocabularies contain as well.
     for lead in 0xe4..=0xe9u8 {
         for next in 0x80..0xb0u8 {
             add(vec![lead, next]);

@@ -1,4 +1,4 @@
-//! The helper process: grammars and chat templates stay within their bounds, and leave nothing.
+//! Helper process: grammars and chat templates stay within their bounds, without leaks.
 
 use std::{
     fs,
@@ -57,7 +57,7 @@ fn helper_pid() -> u32 {
     helper.expect("the helper runs")
 }
 
-/// Anonymous memory that a process has, in kB.
+/// Anonymous memory of a process, in kB.
 fn anonymous(pid: u32) -> u64 {
     let text = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
     let line = text.lines().find_map(|line| line.strip_prefix("RssAnon:"));
@@ -72,7 +72,7 @@ fn wait_for_no_jobs(helper: u32) {
     }
 }
 
-/// Each takes seconds and gigabytes, or ends the process, where nothing bounds it.
+/// Without bounds, each takes seconds and gigabytes, or ends the process.
 fn hostile() -> Vec<Value> {
     let mut nested = json!({"type": "string"});
     for _ in 0..120 {
@@ -125,7 +125,7 @@ fn hostile_schemas_are_refused_within_their_bounds_and_leave_nothing() {
     assert_eq!(helper_pid(), helper, "it is the same one");
 }
 
-/// Refused ones keep nothing, also where many are asked for at the same time.
+/// Refused ones keep nothing, even if many are requested at the same time.
 #[test]
 fn fourteen_refused_schemas_at_once_leave_nothing() {
     let side = text_side(None);
@@ -215,7 +215,7 @@ fn a_template_that_takes_all_memory_or_time_is_refused() {
     }
 }
 
-/// Each overflows the stack, or takes seconds and gigabytes, where it is compiled without bounds.
+/// Each overflows the stack, or takes seconds and gigabytes, if compiled without bounds.
 #[test]
 fn templates_that_cannot_be_compiled_within_bounds_are_refused() {
     let long = |text: &str, times: usize| text.repeat(times);
@@ -309,7 +309,7 @@ fn a_job_that_is_stopped_or_killed_is_no_fault_of_the_form() {
             "{sent}: {lost:?}"
         );
         if sent == Signal::SIGSTOP {
-            // It does not notice that its owner has gone.
+            // It does not notice that its owner has disconnected.
             signal(job, Signal::SIGKILL);
         }
         drop(mask);
@@ -317,7 +317,7 @@ fn a_job_that_is_stopped_or_killed_is_no_fault_of_the_form() {
     }
 }
 
-/// What cannot be started again is no fault of the request's.
+/// A helper that cannot be restarted is not the request's fault.
 #[test]
 fn a_helper_that_cannot_be_replaced_is_an_error_of_its_own() {
     use std::os::unix::fs::PermissionsExt as _;
@@ -343,7 +343,7 @@ fn a_helper_that_cannot_be_replaced_is_an_error_of_its_own() {
     drop(prepare(&side, json!({})).unwrap());
 }
 
-/// 62 KB, as an agent with a home and an office has them.
+/// 62 KB, as in an agent for a home and an office.
 #[test]
 fn a_call_of_one_of_40_tools_can_be_required() {
     let tools = super::grammar::tools(40);

@@ -1,4 +1,4 @@
-//! The HTTP APIs over real sockets, with backends that follow a script.
+//! HTTP APIs over real sockets, with scripted backends.
 
 mod access;
 mod audio;

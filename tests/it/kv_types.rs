@@ -1,4 +1,4 @@
-//! KV kept in smaller types: what that changes, and what it does not.
+//! KV in smaller types: changed and unchanged results.
 
 use std::path::Path;
 
@@ -50,7 +50,7 @@ fn text(len: u32) -> Vec<u32> {
     (0..len).map(|at| (at * 37 + at * at % 11) % 300).collect()
 }
 
-/// Logits after each part of a text, each part with the KV type that is put into force before it, or in its middle.
+/// Logits after each part of a text, each with the KV type applied before it, or in its middle.
 fn history(
     path: &Path,
     threads: usize,
@@ -132,7 +132,7 @@ fn the_same_history_of_types_gives_the_same_bits_whatever_else_happens() {
             other[1] != expected[1],
             "{architecture:?}: the type is of no effect"
         );
-        // Where nothing changes in the middle of a chunk, the chunk is of no effect either.
+        // If nothing changes in the middle of a chunk, the chunk size has no effect either.
         let expected = history(&path, 1, &[0, 1, 2, 3, 4], 128, &parts[..6]);
         assert!(
             history(&path, 2, &[0, 2, 4], 7, &parts[..6]) == expected,
@@ -141,7 +141,7 @@ fn the_same_history_of_types_gives_the_same_bits_whatever_else_happens() {
     }
 }
 
-/// The largest difference of two rows of scores, in parts of their spread.
+/// The largest difference of two rows of logits, relative to their spread.
 fn distance(a: &[f32], b: &[f32]) -> f32 {
     let spread = a.iter().fold(0f32, |most, x| most.max(x.abs()));
     let most = a
@@ -166,7 +166,7 @@ fn what_q8_changes_is_small_and_what_q4_changes_is_larger() {
         );
         assert!(q8 > 0.0 && q8 < 0.08, "{architecture:?} q8: {q8}");
         assert!(q4 > q8 && q4 < 0.5, "{architecture:?} q4: {q4}, q8: {q8}");
-        // Converted or stored as such, that is about the same.
+        // Converted or stored directly, the results are close.
         let mut model = open(&path, &plan(0..5, 256, 64, KvType::F16), 2);
         let (all, last) = (text(80), 79);
         model.forward(&all[..last], &mut go()).unwrap();
@@ -202,7 +202,7 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
     let asked = |kind| kv.capacity_bytes(Tokens::new(640), kind);
     let reported = |report: &ApplyReport, from, to| {
         assert_eq!(report.asked, asked(from) - asked(to));
-        // Every byte was in memory or never touched, but for places of the last block that have no token yet.
+        // Every byte was resident or never touched, except for places of the last block without a token.
         assert!(
             report.freed + report.untouched + kv.block_bytes(from) >= report.asked,
             "{report:?}"
@@ -234,7 +234,7 @@ fn a_conversion_gives_memory_back_and_what_is_lost_is_read_again_when_there_is_r
         "what is kept as it is can be gone on from"
     );
 
-    // Up again: the running sequence goes on with what it has, the next one is read again.
+    // Back to the larger type: the running sequence continues with its data, the next one is recomputed.
     let report = model.apply(&plan(0..5, 640, 128, KvType::F16)).unwrap();
     assert_eq!(report.grown, asked(KvType::F16) - asked(KvType::Q4));
     let continued = model.forward(&tokens[130..], &mut go()).unwrap().to_vec();

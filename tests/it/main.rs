@@ -1,4 +1,4 @@
-//! The program from outside: one module per surface.
+//! Integration tests of the program: one module per surface.
 #![expect(
     clippy::unwrap_used,
     clippy::expect_used,

@@ -195,15 +195,15 @@ fn bytes_of(plan: &Value, piece: &str) -> u64 {
         .unwrap_or_else(|| panic!("{piece}: {plan}"))
 }
 
-/// Figures that were published for these models, and ours.
+/// Published figures for these models, and ours.
 #[test]
 fn published_kv_sizes_are_those_of_the_plan() {
     // Keys and values of 32 layers with 8 heads of 128 elements of 2 bytes: 128 KiB per token, 512 MiB for 4096.
     let llama = of_config(LLAMA_3_8B, &["--context", "4096", "--kv-type", "f16"]);
     assert_eq!(llama["model"]["kvBytesPerToken"], 2 * 32 * 8 * 128 * 2);
     assert_eq!(bytes_of(&llama, "kv"), 512 << 20);
-    // The published 109 MiB are 2000 tokens of one byte per element: 2 × 28 × 8 × 128 × 2000. Ours has a scale of 2 bytes for each 32
-    // elements besides, and 2048 tokens: 34 / 32 × 2048 / 2000 as much, 119 MiB, and whole pages.
+    // The published 109 MiB are 2000 tokens of one byte per element: 2 × 28 × 8 × 128 × 2000. Ours has in addition a
+    // scale of 2 bytes per 32 elements, and 2048 tokens: 34 / 32 × 2048 / 2000 as much, 119 MiB, and whole pages.
     let small = of_config(LLAMA_3_2_3B, &["--context", "2048", "--kv-type", "q8"]);
     assert_eq!((2 * 28 * 8 * 128 * 2000) >> 20, 109);
     assert_eq!(
@@ -212,18 +212,19 @@ fn published_kv_sizes_are_those_of_the_plan() {
     );
     let kv = bytes_of(&small, "kv") - 2 * 28 * 8 * 128 * 34 / 32 * 2048;
     assert!(kv < 2 << 20, "{kv}");
-    // 64 KiB per token were published for 8 KV heads; the model's own configuration has 4, and 8 of its 32 layers attend.
+    // 64 KiB per token were published for 8 KV heads; the model's own configuration has 4, and 8 of its 32 layers
+    // attend.
     for (heads, per_token) in [(8, 64 << 10), (4, 32 << 10)] {
         let qwen = of_config(&qwen3_5_4b(heads), &["--kv-type", "f16"]);
         assert_eq!(qwen["model"]["kvBytesPerToken"], per_token);
     }
 }
 
-/// Totals that were published, as far as their parts are known, and ours.
+/// Published totals, as far as their parts are known, and ours.
 #[test]
 fn published_totals_are_explained_by_the_plan() {
-    // 6.8 GB for an 8B model at 4 bits with 4096 tokens on a board, the system included, and 8.5 GB with a margin of a quarter. An
-    // idle board uses 1224 MiB. Ours has no margin: nothing is allocated that is not in the plan.
+    // 6.8 GB for an 8B model at 4 bits with 4096 tokens on a board, the system included, and 8.5 GB with a margin of a
+    // quarter. An idle board uses 1224 MiB. Ours has no margin: every allocation is in the plan.
     let llama = of_config(
         LLAMA_3_8B,
         &[
@@ -241,9 +242,9 @@ fn published_totals_are_explained_by_the_plan() {
         llama["verdict"].as_str().unwrap().split(':').next(),
         Some("fits")
     );
-    // 12.9 GB were in use with Qwen3.5-4B in another engine at 8192 tokens, the system included. Beside it, recognition and speech of
-    // 2271 MiB, 3363 MiB while they start, find no place: 12 947 + 3363 of 15 656 MiB. Beside ours they do, and ours beside that engine
-    // keeps no layer.
+    // 12.9 GB were in use with Qwen3.5-4B in another engine at 8192 tokens, the system included. Recognition and speech
+    // of 2271 MiB, 3363 MiB during their start, do not fit beside it: 12 947 + 3363 of 15 656 MiB. Beside ours they do,
+    // and ours beside that engine keeps no layer.
     let speech = ["--reserve", "1224MiB", "--worker", "speech=3363MiB:2271MiB"];
     let ours = of_config(
         &qwen3_5_4b(4),
@@ -265,8 +266,8 @@ fn published_totals_are_explained_by_the_plan() {
             .contains("keeps 0 of its parts"),
         "{theirs}"
     );
-    // 6113 MB were published for Qwen3.5-4B at 4 bits on an Orin NX 16 GB; with which context and which buffers is not known. Ours: 52 %
-    // of it, most of which are weights.
+    // 6113 MB were published for Qwen3.5-4B at 4 bits on an Orin NX 16 GB; its context and buffers are unknown. Ours:
+    // 52 % of it, mostly weights.
     let (total, weights) = (bytes_of(&ours, "total"), bytes_of(&ours, "layers"));
     assert!(
         total < 6_113_000_000 / 100 * 53 && weights > total * 4 / 5,
@@ -367,7 +368,7 @@ fn a_device_is_audited_from_a_folder_without_a_configuration() {
             .as_u64()
             .unwrap()
     };
-    // Worked out by hand from the capture: 14 250 120 − 245 760 KiB, and what no line has.
+    // Computed by hand from the capture: 14 250 120 − 245 760 KiB, and memory that no line lists.
     assert_eq!(figure("available"), (14_250_120 - 245_760) << 10);
     assert_eq!(figure("residual"), 1_125_520 << 10);
     assert_eq!(figure("nvmap page pool"), 0);
@@ -397,8 +398,9 @@ fn a_folder_that_is_no_device_is_not_audited_as_free_of_faults() {
     );
 }
 
-/// Memory and speed that were published for TensorRT Edge-LLM 0.9 with weights of 4 bits on an Orin NX 16 GB, and what they ask of ours:
-/// memory by the plan, speed by the bytes of a token and the instructions of the kernels. Nothing here was measured on an Orin.
+/// Memory and speed published for TensorRT Edge-LLM 0.9 with weights of 4 bits on an Orin NX 16 GB, and the implied
+/// requirements on ours: memory by the plan, speed by the bytes of a token and the instructions of the kernels. Nothing
+/// here was measured on an Orin.
 #[test]
 fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_bound_of_the_kernels()
  {
@@ -421,7 +423,8 @@ fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_b
             &["--context", "4096", "--kv-type", "q8", "--weights", weights],
         );
         let held = bytes_of(&plan, "total") + CONTEXT_ASSUMED;
-        // All weights are read for a token, the state is read and written, and at the end of the context all of it is read.
+        // Per token all weights are read, the state is read and written, and at the end of the context all of it is
+        // read.
         let a_token =
             bytes_of(&plan, "layers") + 2 * bytes_of(&plan, "state") + bytes_of(&plan, "kv");
         let needed = f64::from(u32::try_from(a_token / 1_000_000).unwrap()) * tokens_per_s / 1e3;
@@ -441,12 +444,12 @@ fn half_of_the_published_memory_is_enough_and_the_published_speed_is_below_the_b
     }
 }
 
-/// What a CUDA context is assumed to take on Orin, where it has not been measured; `cotenant check` does.
+/// Assumed memory of a CUDA context on an Orin, where it has not been measured; `cotenant check` measures it.
 const CONTEXT_ASSUMED: u64 = 256 << 20;
 /// LPDDR5 of 128 bits at 3199 MHz: NVIDIA's data sheet.
 const ORIN_NX_GB_PER_S: f64 = 102.4;
 
-/// What `docs/cuda.md` says that the instructions of the product for one token allow, which `tests/run` reads from the machine code.
+/// Instruction bound of the single-token product in `docs/cuda.md`, which `tests/run` reads from the machine code.
 fn issue_bound(dtype: &str) -> f64 {
     let text = include_str!("../../docs/cuda.md");
     let cells = |start: &str| {

@@ -1,4 +1,4 @@
-//! Readings of whole machines: folders that stand for a board, and the host that runs the test.
+//! Readings of whole machines: folders that represent a board, and the test's own host.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ use cotenant::{
     units::{Bytes, Timestamp},
 };
 
-/// A folder that stands for a machine; files are added by path and taken from the captures of boards.
+/// A folder that represents a machine; files are added by path and taken from captures of boards.
 struct Machine {
     folder: tempfile::TempDir,
     root: ProbeRoot,
@@ -94,7 +94,7 @@ impl Machine {
     }
 }
 
-/// A child that is ended with the test.
+/// A child ended with the test.
 struct Neighbour(Child);
 
 impl Drop for Neighbour {
@@ -153,7 +153,7 @@ fn memory_that_the_gpu_gave_back_shows_in_the_pool_alone() {
     assert_eq!(rise.whole_mib(), 1957);
 }
 
-/// What the GPU holds, how often the kernel refused contiguous memory, zram's store and the largest free block.
+/// GPU memory, failed contiguous allocations, zram's store and the largest free block.
 #[test]
 fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
     let tight = "orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED";
@@ -189,8 +189,8 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
         .gpu
         .gpu_orphaned;
     assert_eq!(orphaned, Some(Bytes::from_kib(15_319_584 - 14_617_792)));
-    // Without root, on a board of which meminfo alone is read: idle, and then with the voice stack. 5241728 − 1125520 KiB more
-    // are accounted for by no process, of which zram's store has grown by 1000 KiB.
+    // Without root, on a board of which only meminfo is read: idle, and then with the voice stack. 5241728 − 1125520
+    // KiB more belong to no process, of which zram's store has grown by 1000 KiB.
     let board = Machine::new()
         .with_capture("etc/nv_tegra_release", "nv_tegra_release/r36.4.7.txt")
         .with_capture(
@@ -212,7 +212,7 @@ fn gpu_memory_is_counted_where_it_can_be_and_inferred_elsewhere() {
         Some(GpuUse::Inferred(expected))
     );
     drop(board);
-    // Older kernels print it. Elsewhere the GPU has memory of its own.
+    // Older kernels print it. Elsewhere the GPU has dedicated memory.
     let old = Machine::new().with_capture("proc/meminfo", "meminfo/tx2-8g_r32.7_4.9.253.txt");
     let printed = read(&mut Sampler::open(&old.root, None).unwrap())
         .gpu
@@ -352,7 +352,7 @@ fn a_limit_of_the_group_around_us_bounds_the_machine() {
         "MemTotal: 4194304 kB\nMemAvailable: 900 kB\n",
     );
     assert_eq!(total(&free), MachineMemory::of(Bytes::from_gib(4)));
-    // A limit above the memory of the machine limits nothing.
+    // A limit above the memory of the machine has no effect.
     let wide = machine.with("sys/fs/cgroup/box/memory.max", "8589934592\n");
     assert_eq!(total(&wide), MachineMemory::of(Bytes::from_gib(4)));
 }
@@ -396,7 +396,7 @@ fn memory_that_this_process_touches_shows_in_its_pss_and_in_its_session() {
 #[test]
 fn a_child_belongs_to_our_tree_until_it_is_reaped() {
     let root = ProbeRoot::default();
-    // Waits for its input to end, which it does not while the test holds the pipe.
+    // Waits for its input to end, which happens when the test closes the pipe.
     let child = Command::new("cat")
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -458,7 +458,7 @@ async fn a_quiet_machine_is_woken_by_the_interval() {
     let mut ticker = Ticker::new(watch);
     assert_eq!(ticker.rung(), rung);
     for _ in 0..3 {
-        // A neighbour on this host may stall meanwhile, which is a wake-up too.
+        // A neighbour on this host may stall meanwhile, which causes a wake-up too.
         let wake = ticker.next(Duration::from_millis(1)).await;
         assert!(matches!(wake, Wake::Interval | Wake::Stall));
     }
@@ -470,7 +470,7 @@ async fn a_quiet_machine_is_woken_by_the_interval() {
     );
 }
 
-/// A group of cgroup version 1 with a limit, removed at the end.
+/// A limited group of cgroup version 1, removed on drop.
 struct LimitedGroup(std::path::PathBuf);
 
 impl LimitedGroup {
@@ -506,13 +506,13 @@ async fn a_real_stall_wakes_the_ticker() {
     let root = ProbeRoot::default();
     let mut watch = PsiWatch::arm(&root);
     assert!(watch.rung >= PsiRung::TriggerTwoSeconds, "{watch:?}");
-    // More sensitive than the daemon's, so that a fast disk will do.
+    // More sensitive than the daemon's, so that a fast disk suffices.
     let pressure = Path::new("/proc/pressure/memory");
     watch.trigger =
         Some(PsiTrigger::arm(pressure, Duration::from_millis(20), Duration::from_secs(2)).unwrap());
     let mut ticker = Ticker::new(watch);
     let before = Sampler::open(&root, None).unwrap().read().unwrap();
-    // Reads the same file round and round in a group that can keep a quarter of it.
+    // Reads the same file repeatedly in a group that can cache a quarter of it.
     let thrash = format!(
         "echo $$ > {}/cgroup.procs; sync {1}; dd of={1} oflag=nocache conv=notrunc,fdatasync count=0 2>/dev/null; \
          while :; do cat {1} > /dev/null; done",
@@ -601,7 +601,7 @@ fn a_sample_file_with_garbage_is_an_error_with_its_line_and_what_is_optional_is_
         let error = sampler.read().unwrap_err();
         assert!(error.to_string().contains("meminfo"), "{error}");
     }
-    // Nothing of it stays.
+    // Nothing of it remains.
     write("meminfo", good);
     assert_eq!(sampler.read().unwrap().meminfo, reading.meminfo);
 }

@@ -1,6 +1,7 @@
-//! Published models beside what llama.cpp says of them: `fixtures/published` has the answers and how they were made.
+//! Published models compared with llama.cpp's results.
 //!
-//! `COTENANT_MODELS` names the folder that `tests/models` fills.
+//! `fixtures/published` contains the answers and their origin. `COTENANT_MODELS` names the folder filled by
+//! `tests/models`.
 
 use std::{
     fs,
@@ -19,8 +20,8 @@ use serde::Deserialize;
 pub(crate) const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
 const GEMMA3: &str = "gemma-3-270m-Q4_K_M.gguf";
 
-/// A margin between the best logits below which another rounding may choose otherwise: the spread of llama.cpp's own two ways is
-/// up to 0.5 with these types of weights.
+/// A margin between the best logits below which another rounding may choose differently: the spread of llama.cpp's own
+/// two ways is up to 0.5 with these types of weights.
 const CLOSE_CALL: f32 = 0.5;
 
 #[derive(Deserialize)]
@@ -63,7 +64,7 @@ struct Logits {
     f32: Vec<Vec<f32>>,
 }
 
-/// The folder with published models; says that a test is left out where there is none.
+/// The folder with published models; prints that a test is skipped if there is none.
 pub(crate) fn models() -> Option<&'static Path> {
     static FOLDER: OnceLock<Option<PathBuf>> = OnceLock::new();
     let folder = FOLDER.get_or_init(|| std::env::var_os("COTENANT_MODELS").map(PathBuf::from));
@@ -180,7 +181,7 @@ fn is_read_as_llama_cpp_does(file: &str, name: &str) {
             .unwrap();
         let mut next = best(&model.forward(&read(prompt), &mut go()).unwrap());
         written += tokens.len();
-        // Small models are often undecided: it goes on with llama.cpp's token, and chooses again after each.
+        // Small models are often undecided: the test continues with llama.cpp's token, and chooses again after each.
         for (count, (&token, &margin)) in tokens.iter().zip(margins).enumerate() {
             assert!(
                 next == token || margin < CLOSE_CALL,
@@ -243,7 +244,7 @@ fn a_published_model_with_sliding_windows_is_read_as_llama_cpp_does_at_every_res
     is_read_as_llama_cpp_does(GEMMA3, "gemma3.json");
 }
 
-/// Perplexity as `llama-perplexity` counts it.
+/// Perplexity as counted by `llama-perplexity`.
 fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], wanted: &Perplexity) -> f64 {
     let window = wanted.window;
     let begins = text
@@ -272,7 +273,7 @@ fn perplexity(model: &mut Model, text: &TextSide, tokens: &[u32], wanted: &Perpl
     (sum / f64::from(count)).exp()
 }
 
-/// Perplexity with caches of each type, beside llama.cpp's with the same type.
+/// Perplexity with caches of each type, compared with llama.cpp's of the same type.
 fn expects_a_text_as_llama_cpp_does(file: &str, name: &str, kv_types: &[KvType]) {
     let Some(folder) = models() else { return };
     let said = fs::read_to_string(fixture("text.txt")).unwrap();
@@ -297,7 +298,7 @@ fn expects_a_text_as_llama_cpp_does(file: &str, name: &str, kv_types: &[KvType])
         let percent = (ours / theirs - 1.0) * 100.0;
         println!("{file}, {kv_type}: {ours:.4}, llama.cpp {theirs}: {percent:+.3} %");
         if kv_type == KvType::Q4 {
-            // Four bits cost most of such small models; another way of rounding may cost twice as much.
+            // Four bits cost such small models most; another way of rounding may cost twice as much.
             let (cost, their_cost) = ((ours / wanted.f16).ln(), (theirs / wanted.f16).ln());
             assert!(cost <= 2.0 * their_cost, "{file}, {kv_type}: {percent} %");
         } else {
@@ -314,6 +315,6 @@ fn a_published_chat_model_expects_a_text_as_llama_cpp_does_with_each_kv_type() {
 
 #[test]
 fn a_published_model_with_sliding_windows_expects_a_text_as_llama_cpp_does() {
-    // One type takes a minute, most of it for the head of 262,144 tokens.
+    // One type takes a minute, mostly for the head of 262,144 tokens.
     expects_a_text_as_llama_cpp_does(GEMMA3, "gemma3.json", &[KvType::F16]);
 }

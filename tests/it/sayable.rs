@@ -1,4 +1,4 @@
-//! A reduced vocabulary: the head has fewer rows, and what it has is what it was.
+//! Reduced vocabulary: a head with fewer rows, each unchanged.
 
 use std::path::Path;
 
@@ -54,7 +54,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
     let folder = tempfile::tempdir().unwrap();
     for (architecture, dtype) in [
         (Architecture::Qwen35, GgmlDType::Q8_0),
-        (Architecture::Llama, GgmlDType::Q4K), // with a head of its own
+        (Architecture::Llama, GgmlDType::Q4K), // with a separate head
         (Architecture::Gemma3, GgmlDType::F32),
     ] {
         let path = folder.path().join("model.gguf");
@@ -74,7 +74,7 @@ fn rows_that_stay_have_the_bits_of_all_rows_and_the_others_take_no_memory() {
         };
         let (few, all) = (head(&shape).get(), head(whole.shape()).get());
         assert!(few <= all * 348 / 1500 + 3 * 4096, "{few} of {all}");
-        // Two that cannot be said are read all the same.
+        // Two tokens outside the vocabulary are still read.
         let tokens = [5, 700, 3, 1400, 299, 42, 320];
         let expected = scores(&mut whole, &tokens);
         for resident in [vec![0, 1, 2, 3, 4], vec![1, 4], vec![0, 2]] {

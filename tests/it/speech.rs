@@ -57,7 +57,7 @@ async fn spoken(tts: &WyomingClient, text: &str) -> MonoAudio {
         .unwrap()
 }
 
-/// Our recogniser and our voice, ready; `None` where the speech libraries are not installed.
+/// Our recogniser and our voice, ready; `None` if the speech libraries are not installed.
 async fn both_workers() -> Option<(Bench, WorkerHandle, WorkerHandle)> {
     if !speech_is_installed() {
         return None;
@@ -76,7 +76,7 @@ async fn twelve_spoken_commands_are_heard_word_for_word() {
     let (ears, mouth) = (client_of(&asr), client_of(&tts));
     let mut wrong = Vec::new();
     for command in COMMANDS {
-        // As a client of HTTP would: 24 kHz in a WAV file, and back.
+        // Like an HTTP client: 24 kHz in a WAV file, and back.
         let wav = spoken(&mouth, command)
             .await
             .resampled(TTS_RATE_HZ)
@@ -215,7 +215,7 @@ async fn a_text_in_pieces_is_spoken_as_it_comes() {
     ] {
         write_frame(&mut writer, &event.into_frame()).await.unwrap();
     }
-    // The first sentence is there before the text has ended.
+    // The first sentence arrives before the text has ended.
     for _ in 0..2 {
         kinds.push(reader.next().await.unwrap().unwrap().kind);
     }
@@ -256,7 +256,7 @@ const HASTY: ClientTimeouts = ClientTimeouts {
     resize: Duration::from_millis(150),
 };
 
-/// A server that writes these bytes on each connection, after which it waits or closes.
+/// A server that writes these bytes on each connection, and then waits or closes.
 async fn server_that_says(bytes: &'static [u8], closes: bool) -> WyomingClient {
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
@@ -397,7 +397,7 @@ async fn garbage_a_closed_connection_and_a_refusal_are_reported_apart() {
 
 // ---- our server and clients that misbehave ----
 
-/// Repeats transcripts, refuses empty ones, and waits for ever on `slow`.
+/// Repeats transcripts, refuses empty ones, and waits forever on `slow`.
 #[derive(Clone)]
 struct Echo {
     slow: Arc<Notify>,
@@ -537,7 +537,7 @@ async fn an_error_is_the_last_thing_on_a_connection() {
         &[b'x'; 1 << 17],
     ] {
         let mut client = served.connect().await;
-        // More than the server reads before it answers.
+        // More than the server reads before it replies.
         let _ = client.writer.write_all(garbage).await;
         let error = client.hear().await.unwrap();
         assert_eq!(
@@ -592,7 +592,7 @@ async fn idle_connections_give_way_to_new_ones_the_longest_idle_first() {
         assert_eq!(used.hear().await.unwrap().kind, "info");
         idle.push(served.connect().await);
     }
-    // Each of these was idle for longer than the one that is used between them.
+    // Each of these was idle for longer than the one used in between.
     for gone in idle.iter_mut().take(37) {
         assert!(
             gone.reader
@@ -732,7 +732,7 @@ async fn espeak_ng_speaks_when_it_is_chosen() {
     let tts = bench.handle(bench.spec("tts", &argv));
     tts.start(None).await.unwrap();
     if !tts.ready().await {
-        // An optional engine: what can be tried without it is what its absence says.
+        // An optional engine: without it, only the message about its absence can be tested.
         let mut bench = bench;
         let report = loop {
             if let WorkerEventKind::Exited(report) = bench.next().await {
@@ -767,7 +767,7 @@ async fn espeak_ng_speaks_when_it_is_chosen() {
     );
 }
 
-/// What the program writes to stderr when a worker cannot run.
+/// Stderr of the program when a worker cannot run.
 fn complaint(arguments: &[&str]) -> String {
     let output = std::process::Command::new(env!("CARGO_BIN_EXE_cotenant"))
         .arg("worker")

@@ -1,4 +1,4 @@
-//! An engine on a stage: a model that does as it is asked, and what it takes to watch it.
+//! An engine with a scripted model, and the means to observe it.
 #![expect(clippy::panic, reason = "a model that breaks down")]
 
 use std::{
@@ -41,22 +41,22 @@ pub(crate) const IM_END: u32 = 258;
 pub(crate) const SPACE_AND_HALF: u32 = 259;
 pub(crate) const VOCABULARY: u32 = 260;
 
-/// What the model does after a sequence.
+/// Action of the model after a sequence.
 pub(crate) enum Act {
     Break,
     NotANumber,
     Say(u32),
-    /// What it may say is this alone, as with a reduced vocabulary.
+    /// Only this token is allowed, as with a reduced vocabulary.
     SayOnly(u32),
-    /// The model's file holds another one.
+    /// The model's file contains another model.
     Replaced,
-    /// The disk does not answer, and what it was to be read to is kept.
+    /// The disk does not respond, and the target of the read is retained.
     Stall,
 }
 
 pub(crate) type Script = Box<dyn Fn(&[u32]) -> Act + Send>;
 
-/// A model that says what its script says, and may wait at each layer for the test.
+/// A model that follows its script, and may wait for the test at each layer.
 pub(crate) struct Scripted {
     shape: ModelShape,
     plan: EnginePlan,
@@ -64,17 +64,17 @@ pub(crate) struct Scripted {
     script: Script,
     gate: Option<Gate>,
     left: Arc<AtomicU64>,
-    /// What a read keeps when the model is given up.
+    /// Memory that a read retains when the model is abandoned.
     kept: Weak<SharedMapping>,
 }
 
-/// The chunk of a plan that waits for a disk which does not answer.
+/// The chunk of a plan that waits for a hanging disk.
 pub(crate) const HANGS: Tokens = Tokens::new(99);
 
-/// What a read that hangs keeps.
+/// Memory retained by a hanging read.
 pub(crate) const RING: Bytes = Bytes::from_mib(1);
 
-/// The model's side: tells that it has come to a layer, and waits to be let on.
+/// The model's side: reports its arrival at a layer, and waits for its release.
 pub(crate) struct Gate {
     arrived: Sender<u32>,
     go: Receiver<()>,
@@ -92,12 +92,12 @@ impl Keeper {
         self.arrived.recv_timeout(PATIENCE).unwrap()
     }
 
-    /// Lets it on by one layer.
+    /// Releases it for one layer.
     pub(crate) fn go(&self) {
         self.go.send(()).unwrap();
     }
 
-    /// Lets it on to the end.
+    /// Releases it to the end.
     pub(crate) fn open(self) {
         drop(self);
     }
@@ -312,7 +312,7 @@ pub(crate) fn plan(kv_capacity: u32) -> EnginePlan {
     }
 }
 
-/// A header whose tokenizer has a token for each byte, and ChatML's control tokens.
+/// A header whose tokenizer has a token per byte, and ChatML's control tokens.
 pub(crate) fn header() -> Header {
     header_with(None)
 }
@@ -323,7 +323,7 @@ pub(crate) fn header_with(template: Option<&str>) -> Header {
     let mut tokens: Vec<Value> = (0..=u8::MAX)
         .map(|byte| string(&byte_symbol(byte).to_string()))
         .collect();
-    // 0x20, 0xf0 and 0x9f, as vocabularies of bytes write them.
+    // 0x20, 0xf0 and 0x9f, as written in byte-level vocabularies.
     tokens.extend(
         [
             "<|endoftext|>",
@@ -363,9 +363,9 @@ pub(crate) struct Setting {
     pub(crate) options: EngineOptions,
     pub(crate) kv_capacity: u32,
     pub(crate) gate: Option<Gate>,
-    /// What reads that hang keep.
+    /// Memory retained by hanging reads.
     pub(crate) left: Arc<AtomicU64>,
-    /// And what one keeps when the model is given up.
+    /// Memory that a read retains when the model is abandoned.
     pub(crate) kept: Weak<SharedMapping>,
 }
 
@@ -434,7 +434,7 @@ impl Stage {
         self.events.blocking_recv().unwrap()
     }
 
-    /// The next event that tells of a plan or of the engine as a whole.
+    /// The next event about a plan or about the engine as a whole.
     pub(crate) fn command_event(&mut self) -> EngineEvent {
         loop {
             match self.event() {
@@ -526,12 +526,12 @@ pub(crate) fn babble(sequence: &[u32]) -> Act {
     Act::Say(u32::from(b'a') + hash % 26)
 }
 
-/// The same letter, for answers without end.
+/// The same letter, for endless answers.
 pub(crate) fn drone(_: &[u32]) -> Act {
     Act::Say(u32::from(b'z'))
 }
 
-/// What is said after a prompt of `prompt` tokens, then the end.
+/// A text after a prompt of `prompt` tokens, then the end.
 pub(crate) fn recite(prompt: usize, text: &'static str) -> impl Fn(&[u32]) -> Act + Send {
     move |sequence| {
         Act::Say(
@@ -542,5 +542,5 @@ pub(crate) fn recite(prompt: usize, text: &'static str) -> impl Fn(&[u32]) -> Ac
     }
 }
 
-/// Longer than anything takes on a busy machine; only there so that a failure ends.
+/// Longer than any operation on a busy machine; it only ends failing tests.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(60);

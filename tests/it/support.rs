@@ -1,4 +1,4 @@
-//! What several surfaces need: real workers in a folder of their own.
+//! Support shared by several surfaces: real workers in a separate folder.
 
 use std::{
     path::{Path, PathBuf},
@@ -18,7 +18,7 @@ use cotenant::{
 };
 use tokio::{sync::mpsc, time::timeout};
 
-/// Longest wait for anything; only a failing test waits for it.
+/// Time limit of every wait; only a failing test reaches it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
 /// A folder for sockets, and the events of the workers in it.
@@ -42,13 +42,13 @@ impl Bench {
         self.dir.path().join(format!("{name}.sock"))
     }
 
-    /// A specification; further settings are the caller's.
+    /// A specification; the caller adds further settings.
     pub(crate) fn spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
         let argv = argv.iter().map(|&word| word.to_owned()).collect();
         WorkerSpec::new(name, argv, Listen::Socket(self.socket(name)))
     }
 
-    /// A worker that is not spoken to.
+    /// A worker without a protocol.
     pub(crate) fn silent_spec(&self, name: &str, argv: &[&str]) -> WorkerSpec {
         WorkerSpec {
             listen: Listen::Nowhere,
@@ -64,7 +64,7 @@ impl Bench {
         )
     }
 
-    /// A worker with a control group of its own, where there can be one.
+    /// A worker with a separate control group, if available.
     pub(crate) fn grouped(&self, spec: WorkerSpec, groups: &Groups) -> WorkerHandle {
         WorkerHandle::new(
             spec,
@@ -74,7 +74,7 @@ impl Bench {
         )
     }
 
-    /// Our recogniser with both of its sizes.
+    /// Our recogniser with both sizes.
     pub(crate) fn asr(&self) -> WorkerHandle {
         let grammar = fixture("home.gram");
         let argv = [
@@ -128,7 +128,7 @@ impl Bench {
     }
 }
 
-/// Starts a worker and waits until it can serve.
+/// Starts a worker and waits until it is ready.
 pub(crate) async fn started(worker: &WorkerHandle) -> u32 {
     let pid = worker.start(None).await.unwrap();
     assert!(worker.ready().await, "{} did not get ready", worker.name());
@@ -141,7 +141,7 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
         .join(name)
 }
 
-/// Samples at 16 kHz that count as speech: a little silence, and then something loud.
+/// Samples at 16 kHz that count as speech: a short silence, and then loud samples.
 pub(crate) fn voiced(samples: usize) -> Vec<i16> {
     (0..samples)
         .map(|at| {
@@ -156,7 +156,7 @@ pub(crate) fn voiced(samples: usize) -> Vec<i16> {
         .collect()
 }
 
-/// Whether the speech libraries are there. Where they must be, their absence fails the test.
+/// Whether the speech libraries are installed. Where they are required, their absence fails the test.
 pub(crate) fn speech_is_installed() -> bool {
     let missing: Vec<&str> = [
         "libpocketsphinx.so.3",
@@ -205,7 +205,7 @@ fn holds(folder: &Path, name: &str, depth: usize) -> bool {
             })
 }
 
-/// Waits until `check` holds; a process that was killed takes the kernel a moment.
+/// Waits until `check` holds; the end of a killed process takes the kernel a moment.
 pub(crate) async fn eventually(what: &str, check: impl Fn() -> bool) {
     let deadline = Instant::now() + PATIENCE;
     while !check() {
@@ -221,7 +221,7 @@ pub(crate) fn children(parent: u32) -> Vec<u32> {
         .filter_map(|entry| entry.ok()?.file_name().to_str()?.parse().ok())
         .filter(|pid: &u32| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-            // The name in parentheses may contain anything.
+            // The name in parentheses may contain any character.
             let rest = stat.rsplit(')').next().unwrap_or_default();
             let mut fields = rest.split_whitespace();
             fields.next() != Some("Z") && fields.next() == Some(&parent.to_string())
@@ -229,7 +229,7 @@ pub(crate) fn children(parent: u32) -> Vec<u32> {
         .collect()
 }
 
-/// Whether a process runs, that is: exists and is not only waiting to be reaped.
+/// Whether a process runs: it exists and is not a zombie.
 pub(crate) fn runs(pid: u32) -> bool {
     std::fs::read_to_string(format!("/proc/{pid}/stat"))
         .ok()
@@ -240,11 +240,11 @@ pub(crate) fn runs(pid: u32) -> bool {
         .unwrap_or(false)
 }
 
-/// A connection that another user opens: a thread that becomes that user, and connects. `None` where we may not.
+/// A connection opened by another user: a thread switches to that user, and connects. `None` without the privilege.
 pub(crate) async fn channel_of(abstract_name: &str, uid: u32) -> Option<tonic::transport::Channel> {
     let name = abstract_name.to_owned();
     let stream = std::thread::spawn(move || {
-        // The raw call changes the calling thread alone, unlike that of the C library.
+        // Unlike the C library's wrapper, the raw call changes only the calling thread.
         // SAFETY: setresuid takes integers and touches no memory; the thread ends with this closure.
         let changed = unsafe { libc::syscall(libc::SYS_setresuid, uid, uid, uid) } == 0;
         changed.then(|| {

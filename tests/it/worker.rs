@@ -1,4 +1,4 @@
-//! Workers as child processes: real programs, real signals, the kernel's own figures.
+//! Workers as child processes: real programs, real signals, the kernel's figures.
 
 use std::{
     error::Error,
@@ -38,7 +38,7 @@ fn pid_of(pid: u32) -> Pid {
     Pid::from_raw(i32::try_from(pid).unwrap())
 }
 
-/// The number behind `word` on a line of a worker's output.
+/// The number after `word` on a line of a worker's output.
 fn number_in(lines: &[String], word: &str) -> u32 {
     let line = lines
         .iter()
@@ -165,7 +165,7 @@ async fn the_children_of_a_worker_end_with_it_wherever_they_hide() {
     bench.next().await;
     bench.next().await;
 
-    // Another process kills the leader alone.
+    // Another process kills only the leader.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let WorkerEventKind::Exited(report) = bench.next().await else {
         panic!("an end")
@@ -305,7 +305,7 @@ async fn a_worker_that_answers_garbage_is_not_ready() {
     let worker = bench.handle(spec);
     worker.start(None).await.unwrap();
     bench.next().await;
-    // The test itself listens where the worker should.
+    // The test itself listens in place of the worker.
     let listener = UnixListener::bind(bench.socket("babbler")).unwrap();
     tokio::spawn(async move {
         while let Ok((mut stream, _)) = listener.accept().await {
@@ -410,7 +410,7 @@ async fn the_memory_of_a_worker_is_that_of_its_whole_tree() {
     let reading = worker.measure().await.unwrap();
     assert_eq!((reading.sum.processes, reading.sum.by_rss), (3, 0));
     assert!(reading.sum.anonymous.unwrap() >= Bytes::from_mib(32));
-    // What two processes of one program share, which may be most of it, counts once.
+    // Memory shared by two processes of one program, possibly most of it, counts once.
     let resident = |pid: i32| {
         let status = procfs::process::Process::new(pid).and_then(|process| process.status());
         Bytes::from_kib(status.unwrap().vmrss.unwrap())
@@ -435,7 +435,7 @@ async fn a_recogniser_grows_and_gives_back_what_it_took() {
     let worker = bench.asr();
     started(&worker).await;
     assert_eq!(worker.variant().as_deref(), Some("grammar"));
-    // Anonymous pages: the proportional part of shared ones depends on who else has the library open.
+    // Anonymous pages: the proportional share of shared ones depends on other users of the library.
     let held = |reading: Option<MemoryReading>| reading.unwrap().sum.anonymous.unwrap();
     let small = held(worker.measure().await);
     assert!(small < Bytes::from_mib(40), "{small}");
@@ -496,7 +496,7 @@ fn no_groups() -> Groups {
 async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_and_ends_with_it() {
     let mut bench = Bench::new();
     let program = env!("CARGO_BIN_EXE_cotenant");
-    // Forks twice, begins a session of its own and forgets its environment; its parent has ended when it begins.
+    // Forks twice, starts a new session and clears its environment; its parent has ended when it starts.
     let hidden = format!("env -i setsid {program} worker ballast 24MiB >/dev/null 2>&1 </dev/null");
     let script = format!("({hidden} &); ({hidden} &); echo all; exec sleep 1000");
     let mut spec = bench.silent_spec("hiding", &["sh", "-c", &script]);
@@ -537,7 +537,7 @@ async fn a_daemonized_child_without_its_environment_is_measured_with_its_worker_
     }
 }
 
-/// Not a test: a supervisor that another test kills.
+/// Not a test: a supervisor killed by another test.
 #[tokio::test]
 #[ignore = "runs as a child of `the_workers_of_a_killed_supervisor_are_ended`"]
 async fn supervisor_to_be_killed() {

@@ -1,4 +1,4 @@
-//! The crates as a graph: which file imports from which, and which `impl` block calls into which file.
+//! Dependency graph of the crates: imports between files, and calls between `impl` blocks.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -17,28 +17,28 @@ struct Source {
     module: Vec<String>,
     words: Words,
     imports: Vec<Import>,
-    /// Names of functions, types and constants that stand here.
+    /// Names of functions, types and constants defined here.
     defined: BTreeSet<String>,
 }
 
-/// A path that a file names.
+/// A path named in a file.
 struct Import {
     line: usize,
     /// From the crate's root.
     path: Vec<String>,
-    /// By which name it is known here, when a `use` brings it in.
+    /// Its local name, if a `use` introduces it.
     name: Option<String>,
-    /// `pub use`: a re-export, which makes the file depend on nothing.
+    /// `pub use`: a re-export, which creates no dependency.
     is_export: bool,
 }
 
-/// The files of a crate and what ties them together.
+/// The files of a crate and their dependencies.
 pub(crate) struct Crate {
     files: Vec<Source>,
     by_module: BTreeMap<Vec<String>, usize>,
 }
 
-/// A set of files in which each leads to each other, with the lines that tie them.
+/// A set of mutually dependent files, with the lines of the dependencies.
 #[derive(Debug)]
 pub(crate) struct Cycle {
     pub(crate) files: Vec<PathBuf>,
@@ -114,10 +114,10 @@ impl Crate {
         self.cycles(&edges, |_| String::new())
     }
 
-    /// Cycles of calls on `self` between files that hold `impl` blocks of one type, and types with `impl` blocks of
-    /// their own in more than `most` files.
+    /// Cycles of calls on `self` between files with `impl` blocks of one type, and types with inherent `impl` blocks in
+    /// more than `most` files.
     pub(crate) fn call_cycles(&self, most: usize) -> (Vec<Cycle>, Vec<String>) {
-        // (file of the definition, name of the type) → file of the block → what is defined and what is called there.
+        // (file of the definition, name of the type) → file of the block → definitions and calls there.
         let mut types: BTreeMap<(usize, String), BTreeMap<usize, Block>> = BTreeMap::new();
         for (at, file) in self.files.iter().enumerate() {
             for found in blocks(&file.words) {
@@ -170,7 +170,7 @@ impl Crate {
         (cycles, spread)
     }
 
-    /// In which file a type is defined that a file names.
+    /// The file that defines a type named in a file.
     fn owner(&self, at: usize, name: &str) -> usize {
         let file = &self.files[at];
         if file.defined.contains(name) {
@@ -185,7 +185,7 @@ impl Crate {
             .unwrap_or(at)
     }
 
-    /// The file in which a path ends, behind re-exports.
+    /// The file at the end of a path, through re-exports.
     fn resolve(&self, path: &[String], depth: usize) -> Option<usize> {
         let (end, at) = (1..=path.len())
             .rev()
@@ -280,7 +280,7 @@ impl Crate {
         found
     }
 
-    /// Structs with more fields or booleans than they may have, below a folder: `src/file: name: figures`.
+    /// Structs below a folder that exceed the limits of fields or booleans: `src/file: name: figures`.
     pub(crate) fn wide_structs(
         &self,
         folder: &str,
@@ -325,7 +325,7 @@ fn module_of(path: &Path) -> Vec<String> {
     module
 }
 
-/// Modules in files of their own that are compiled for tests only.
+/// Modules in separate files that are compiled only for tests.
 fn test_modules(words: &Words) -> Vec<String> {
     let is = |at: usize, wanted: &[&str]| {
         wanted
@@ -339,7 +339,7 @@ fn test_modules(words: &Words) -> Vec<String> {
             continue;
         }
         let mut next = at + 7;
-        // Further attributes stand between it and the module.
+        // Further attributes precede the module.
         while is(next, &["#", "["]) {
             next = (next..words.len())
                 .find(|i| words[*i].1 == "]")
@@ -431,7 +431,7 @@ fn imports(words: &Words, module: &[String], modules: &BTreeSet<Vec<String>>) ->
     found
 }
 
-/// The paths of a tree such as `a::{b, c::{self, d as e}}`; returns what follows it.
+/// The paths of a tree such as `a::{b, c::{self, d as e}}`; returns the position after it.
 fn tree(
     words: &Words,
     at: usize,
@@ -480,7 +480,7 @@ fn tree(
 
 #[derive(Default)]
 struct Block {
-    /// Whether it is not of a trait.
+    /// Whether it is inherent rather than of a trait.
     is_own: bool,
     defined: BTreeSet<String>,
     called: BTreeMap<String, usize>,
@@ -507,7 +507,7 @@ fn blocks(words: &Words) -> Vec<Found> {
             break;
         };
         let close = matching(words, open);
-        // The name is the last word outside angle brackets of what follows `for`, or of all.
+        // The name is the last word outside angle brackets after `for`, or of the whole.
         let (mut level, mut name, mut is_own) = (0i32, String::new(), true);
         for i in at + 1..open {
             match word(i) {
@@ -547,7 +547,7 @@ fn blocks(words: &Words) -> Vec<Found> {
     found
 }
 
-/// Where the bracket that opens here is closed.
+/// Position of the bracket that closes the one at `open`.
 fn matching(words: &Words, open: usize) -> usize {
     let mut depth = 0;
     for (i, (_, word)) in words.iter().enumerate().skip(open) {
@@ -565,7 +565,7 @@ fn matching(words: &Words, open: usize) -> usize {
     words.len()
 }
 
-/// Structs with named fields: line, name, number of fields, how many of them are `bool`.
+/// Structs with named fields: line, name, number of fields, number of `bool` fields.
 fn structs(words: &Words) -> Vec<(usize, String, usize, usize)> {
     let word = |at: usize| words.get(at).map_or("", |(_, word)| word.as_str());
     let mut found = Vec::new();

@@ -1,4 +1,4 @@
-//! Lines of code of each crate, and whether a commit says why one has grown.
+//! Lines of code per crate, checked against the growth allowed by commits.
 
 use std::{
     collections::BTreeMap,
@@ -10,7 +10,7 @@ use std::{
 
 use crate::scan::{blank, without_tests};
 
-/// Lines of code by crate: without blank lines, comments and tests.
+/// Lines of code per crate, without blank lines, comments and tests.
 pub(crate) type Lines = BTreeMap<String, i64>;
 
 /// Counts the files, given as paths below `src` with their texts.
@@ -30,7 +30,7 @@ pub(crate) fn lines(files: impl IntoIterator<Item = (String, String)>) -> Lines 
     lines
 }
 
-/// What commit messages allow: of each line `Grows: CRATE +N because …` the number.
+/// Growth allowed by commit messages: the number of each line `Grows: CRATE +N because …`.
 pub(crate) fn allowed(messages: &str) -> Lines {
     let mut allowed = Lines::new();
     for line in messages.lines() {
@@ -51,7 +51,7 @@ pub(crate) fn allowed(messages: &str) -> Lines {
     allowed
 }
 
-/// Crates that have more lines than before and than was allowed.
+/// Crates that grew beyond their allowance.
 pub(crate) fn grown(before: &Lines, after: &Lines, allowed: &Lines) -> Vec<String> {
     let of = |lines: &Lines, name: &str| lines.get(name).copied().unwrap_or_default();
     let excess = |name: &String| of(after, name) - of(before, name) - of(allowed, name);
@@ -68,7 +68,7 @@ pub(crate) fn grown(before: &Lines, after: &Lines, allowed: &Lines) -> Vec<Strin
         .collect()
 }
 
-/// What git prints; `None` where it fails.
+/// Output of git; `None` on failure.
 fn git(arguments: &[&str], input: &str) -> Option<String> {
     let mut git = Command::new("git");
     git.args(arguments).current_dir(env!("CARGO_MANIFEST_DIR"));
@@ -89,7 +89,7 @@ fn git(arguments: &[&str], input: &str) -> Option<String> {
         .then(|| String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The commit that this work began from: where it left the published branch, or else the one before the last.
+/// The base commit of this work: its merge base with the published branch, or else the second to last commit.
 pub(crate) fn base() -> Option<String> {
     let head = git(&["rev-parse", "HEAD"], "")?;
     let published = git(&["merge-base", "HEAD", "origin/main"], "").filter(|base| *base != head);
@@ -106,7 +106,7 @@ pub(crate) fn messages(base: &str) -> Option<String> {
     git(&["log", "--format=%B", &format!("{base}..HEAD")], "")
 }
 
-/// The sources of a commit; `None` where it had them in another form.
+/// The sources of a commit; `None` if it had another layout.
 pub(crate) fn sources(commit: &str) -> Option<Vec<(String, String)>> {
     let names = git(
         &[

@@ -1,11 +1,11 @@
-//! Rust source as words: comments, strings and test modules blanked, lines kept.
+//! Tokens of Rust source, with comments, strings and test modules blanked.
 
 use std::{
     fs,
     path::{Path, PathBuf},
 };
 
-/// Words, `::` and single signs, with their lines.
+/// Words, `::` and single characters, with their lines.
 pub(crate) fn tokens(code: &str) -> Vec<(usize, String)> {
     let mut tokens: Vec<(usize, String)> = Vec::new();
     let mut line = 1;
@@ -32,7 +32,7 @@ pub(crate) fn tokens(code: &str) -> Vec<(usize, String)> {
     tokens
 }
 
-/// The text with blanks for comments, strings and characters; lines stay where they are.
+/// The text with comments, strings and characters blanked; lines are preserved.
 pub(crate) fn blank(text: &str) -> String {
     let chars: Vec<char> = text.chars().collect();
     let mut out: Vec<char> = chars.clone();
@@ -103,12 +103,12 @@ pub(crate) fn blank(text: &str) -> String {
     out.into_iter().collect()
 }
 
-/// Whether `r`, some `#` and a quote stand here.
+/// Whether a raw string starts here.
 fn raw_string(chars: &[char], at: usize) -> bool {
     chars[at + 1..].iter().find(|c| **c != '#') == Some(&'"')
 }
 
-/// The text with blanks for every block under `#[cfg(test)]`.
+/// The text with every block under `#[cfg(test)]` blanked.
 pub(crate) fn without_tests(code: &str) -> String {
     let mut out = code.to_owned();
     while let Some(start) = out.find("#[cfg(test)]") {

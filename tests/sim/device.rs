@@ -1,4 +1,4 @@
-//! The device that a seed chooses: budget, model, workers.
+//! Device drawn from a seed: budget, model, workers.
 
 use std::time::Duration;
 
@@ -36,13 +36,13 @@ pub(crate) const CLASSES: [Class; 4] = [
     Class::Batch,
 ];
 
-/// What a seed chooses before anything happens.
+/// Draws made before anything happens.
 pub(crate) struct Device {
     pub(crate) params: Params,
     pub(crate) shape: Option<ModelShape>,
-    /// What the OS uses, inside the reserve.
+    /// Use by the OS, inside the reserve.
     pub(crate) os_used: Bytes,
-    /// A worker that can never be started while the engine is there.
+    /// A worker that can never be started while the engine is loaded.
     pub(crate) hopeless: Option<String>,
 }
 
@@ -81,7 +81,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
             shape.plan_bytes(&shape.full_plan(&PlanLimits::new(engine, Tokens::ZERO)))
         });
     let peaks: Bytes = workers.iter().map(largest).sum();
-    // Everything fits once no other holder is there; how much more varies.
+    // Everything fits once no other holder is present; the margin varies.
     let needed = full + peaks + mib(rng.random_range(10..200));
     let budget = Bytes::new(needed.get() * 13 / 10);
     let scope = if rng.random_bool(0.5) {
@@ -93,7 +93,7 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     let mut params = Params::for_budget(budget + reserve, reserve, scope);
     params.pressure = PressureParams {
         dwell: Duration::from_millis(rng.random_range(500..4000)),
-        // Small budgets at the rate of a desktop would be sampled every 10 ms, and nothing else would happen.
+        // Small budgets at a desktop's rate would be sampled every 10 ms, and nothing else would happen.
         fill_rate_mib_per_s: [50, 200, 1000][rng.random_range(0..3)],
         ..PressureParams::scaled_to(budget)
     };
@@ -109,8 +109,8 @@ pub(crate) fn choose(rng: &mut ChaCha8Rng) -> Device {
     }
 }
 
-/// What some workers have besides their sizes: they rest, come after others, or shed when they are notified. Drawn from a
-/// source of its own, so that a seed keeps its device otherwise.
+/// Further properties of some workers: they rest, start after others, or shed on notification. Drawn from a separate
+/// source, so that the rest of a seed's device is unchanged.
 pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HABITS);
     if !rng.random_bool(0.4) {
@@ -137,7 +137,7 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
         }
         before.push(name);
     }
-    // One that comes before the engine cannot come after one that comes after it.
+    // A worker that precedes the engine cannot follow one that follows it.
     if device.params.validate().is_err() {
         for worker in &mut device.params.workers {
             worker.start.before_engine = false;
@@ -145,8 +145,8 @@ pub(crate) fn choose_habits(seed: u64, device: &mut Device) {
     }
 }
 
-/// A worker that was once seen to use all that there is: it can never be started beside the engine, and no holder may be
-/// kept small for it. Drawn from a source of its own, as habits are.
+/// A worker with an old observed use of the whole machine: it can never be started beside the engine, and no holder may
+/// be kept small for it. Drawn from a separate source, like habits.
 pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ HOPELESS);
     let workers = &device.params.workers;
@@ -172,7 +172,7 @@ pub(crate) fn choose_hopeless(seed: u64, device: &mut Device) {
     device.hopeless = Some(name);
 }
 
-/// How soon who waits is served as a more urgent one. Drawn from a source of its own, as habits are.
+/// How soon a waiting request is promoted. Drawn from a separate source, like habits.
 pub(crate) fn choose_ageing(seed: u64, device: &mut Device) {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ AGEING);
     if rng.random_bool(0.5) {
@@ -181,8 +181,8 @@ pub(crate) fn choose_ageing(seed: u64, device: &mut Device) {
     }
 }
 
-/// Workers whose requests take more than their declared peak and give it back, and some that leak. Drawn from a source of its
-/// own, as habits are.
+/// Workers whose requests exceed their declared peak and release the memory, and some that leak. Drawn from a separate
+/// source, like habits.
 pub(crate) fn choose_breathing(seed: u64, device: &mut Device) -> Vec<(String, Breath)> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ BREATHING);
     if !rng.random_bool(0.3) {
@@ -210,8 +210,8 @@ pub(crate) fn choose_breathing(seed: u64, device: &mut Device) -> Vec<(String, B
     of_one_size.map(choose).collect()
 }
 
-/// What the engine measures of itself, now and again: often that reading takes longer than computing, so that prompts are
-/// worth larger chunks. Drawn from a source of its own, as habits are.
+/// The engine's periodic measurements: often, reading takes longer than computing, so that prompts justify larger
+/// chunks. Drawn from a separate source, like habits.
 pub(crate) fn choose_speeds(seed: u64) -> Vec<(Duration, Calibration)> {
     let mut rng = ChaCha8Rng::seed_from_u64(seed ^ SPEEDS);
     let measured = |rng: &mut ChaCha8Rng| {

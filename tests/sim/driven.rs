@@ -1,4 +1,6 @@
-//! The daemon's control loop, driven event by event: its clock is set by hand, and its device notes what reaches it.
+//! The daemon's control loop, driven event by event.
+//!
+//! Its clock is set by hand, and its device records the actions that reach it.
 
 use std::{
     future::{Future, pending},
@@ -23,7 +25,7 @@ pub(crate) struct Driven {
     shared: Shared,
 }
 
-/// What clock and device have between two events.
+/// State of clock and device between two events.
 struct Moment {
     now: Timestamp,
     actions: Vec<Action>,
@@ -36,7 +38,7 @@ struct Shared(Arc<Mutex<Moment>>);
 /// A clock that is set before each event.
 struct HandClock(Shared);
 
-/// A device that carries nothing out.
+/// A device that records actions without performing them.
 struct Notes(Shared);
 
 impl Driven {
@@ -56,14 +58,14 @@ impl Driven {
         Self { control, shared }
     }
 
-    /// Gives the loop an event at `now`; returns what was decided, in order.
+    /// Passes an event to the loop at `now`; returns the decisions, in order.
     pub(crate) fn handle(&mut self, now: Timestamp, event: Event) -> Vec<Action> {
         self.shared.lock().now = now;
         self.control.handle(event);
         mem::take(&mut self.shared.lock().actions)
     }
 
-    /// The state that was published last.
+    /// The last published state.
     pub(crate) fn state(&self) -> Arc<Snapshot> {
         Arc::clone(&self.shared.lock().state)
     }
@@ -104,7 +106,7 @@ impl Clock for HandClock {
 impl Perform for Notes {
     fn record_event(&mut self, _now: Timestamp, _event: &Event, _arbiter: &Arbiter) {}
 
-    /// Answers are among them, which the loop would deliver itself.
+    /// These include answers, which the loop would deliver itself.
     fn record_actions(&mut self, _now: Timestamp, actions: &[Action]) {
         self.0.lock().actions.extend_from_slice(actions);
     }

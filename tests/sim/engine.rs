@@ -1,4 +1,4 @@
-//! The engine of the world: it carries out plans one after the other, and takes its time.
+//! Simulated engine: performs plans in order, with delays.
 
 use std::{collections::VecDeque, time::Duration};
 
@@ -18,26 +18,26 @@ use crate::{device::millis, faults::Faults};
 pub(crate) struct Engine {
     pub(crate) in_force: Option<EnginePlan>,
     pub(crate) kv_used: u32,
-    /// Whether the running request allows that the oldest of its context is dropped, and how much was.
+    /// Whether the running request allows dropping its oldest context, and the number of dropped tokens.
     may_drop: bool,
     kv_dropped: u32,
     pub(crate) requests: u32,
-    /// What comes when the chunk that is under way has ended.
+    /// The chunk to apply after the current one.
     smaller_chunk: Option<Tokens>,
-    /// The plan that was put into force last.
+    /// The last plan in force.
     last: u64,
     commands: VecDeque<(u64, EnginePlan, Timestamp)>,
-    /// Commands of an earlier life are not carried out any more.
+    /// Commands of an earlier life are ignored.
     pub(crate) life: u32,
-    /// What each life holds from its load on and does not use before it has begun so many answers.
+    /// Memory that each life holds unused from its load on, and the number of answers after which it uses it.
     unused: (Bytes, u32),
-    /// How many it has begun, and when it used all that it holds.
+    /// Number of started answers, and the time from which all memory is used.
     begun: u32,
     used_at: Option<Timestamp>,
 }
 
 impl Engine {
-    /// That of a device which `seed` chooses: half of them use all that they hold at once.
+    /// For the device drawn from `seed`: half of the devices use all of their memory at once.
     pub(crate) fn new(seed: u64, shape: Option<&ModelShape>) -> Self {
         let mut rng = ChaCha8Rng::seed_from_u64(seed ^ PROMISES);
         let share = if rng.random_bool(0.5) {
@@ -64,7 +64,7 @@ impl Engine {
         }
     }
 
-    /// What it held and did not use at this instant.
+    /// Held but unused memory at this instant.
     pub(crate) fn unused_at(&self, at: Timestamp) -> Bytes {
         if self.used_at.is_some_and(|used_at| used_at <= at) {
             Bytes::ZERO
@@ -73,12 +73,12 @@ impl Engine {
         }
     }
 
-    /// Whether a model is loaded, or about to be.
+    /// Whether a model is loaded or loading.
     pub(crate) fn lives(&self) -> bool {
         self.in_force.is_some() || !self.commands.is_empty()
     }
 
-    /// Takes a command; returns when it will be carried out.
+    /// Accepts a command; returns the time of its execution.
     pub(crate) fn command(
         &mut self,
         now: Timestamp,
@@ -107,7 +107,7 @@ impl Engine {
         end
     }
 
-    /// Carries out the next command.
+    /// Executes the next command.
     pub(crate) fn carry_out(
         &mut self,
         shape: &ModelShape,
@@ -115,7 +115,7 @@ impl Engine {
         faults: &Faults,
     ) -> Option<Event> {
         let (revision, mut plan, _) = self.commands.pop_front()?;
-        // The chunk that is under way stays; what would grow into its place has to wait.
+        // The current chunk stays; growth into its place must wait.
         let kept = self
             .in_force
             .as_ref()
@@ -137,7 +137,7 @@ impl Engine {
                 && rng.random_bool(0.5)
                 && !no_room
             {
-                // It releases first, then grows, and what was done until it failed stays done.
+                // It releases first, then grows; steps completed before a failure persist.
                 let all = shape.layers.len();
                 let whole = plan.resident.len() == all || in_force.resident.len() == all;
                 in_force
@@ -168,7 +168,8 @@ impl Engine {
         });
         plan.prefill_chunk = kept.unwrap_or(plan.prefill_chunk);
         if self.in_force.is_none() && faults.failing_plans.strikes(rng, 0.3) {
-            // Memory is refused for one of its layers: it is loaded with fewer, unless the ring would take more than those.
+            // Memory is refused for one of its layers: it is loaded with fewer, unless the ring would take more than
+            // those.
             let found = rng.random_range(0..=plan.resident.len());
             let resident = plan.resident.iter().take(found).copied().collect();
             let mut fewer = EnginePlan {
@@ -217,7 +218,7 @@ impl Engine {
         };
     }
 
-    /// The chunk that is under way ends, if a smaller one is to follow.
+    /// Ends the current chunk, if a smaller one is to follow.
     pub(crate) fn end_chunk(
         &mut self,
         shape: &ModelShape,
@@ -243,7 +244,8 @@ impl Engine {
         })
     }
 
-    /// The running sequence grows, asks for more room than there is, or ends and another begins; never while its chunk is to become smaller.
+    /// The running sequence grows, requests more capacity, or ends and another begins; never while its chunk is to
+    /// shrink.
     pub(crate) fn generate(
         &mut self,
         now: Timestamp,
@@ -293,7 +295,7 @@ impl Engine {
     }
 }
 
-/// Gives up as many of the last layers as the ring needs room.
+/// Removes as many of the last layers as the ring needs room.
 fn make_room_for_the_ring(shape: &ModelShape, plan: &mut EnginePlan) {
     let held = |plan: &EnginePlan| {
         plan.resident
@@ -308,8 +310,8 @@ fn make_room_for_the_ring(shape: &ModelShape, plan: &mut EnginePlan) {
     {}
 }
 
-/// What it does not use at once is drawn from a source of its own, as habits are.
+/// The initially unused memory is drawn from a separate source, like habits.
 const PROMISES: u64 = 0x7072_6f6d_6973;
 
-/// Blocks that stay of a context of which the oldest may be dropped: the beginning, the last one, and the one that is written.
+/// Blocks kept when the oldest context is dropped: the beginning, the last one, and the one being written.
 const DROPS_NOT: u32 = 3;

@@ -1,11 +1,11 @@
-//! Every order of a few letters, for a few leases: nothing is drawn, nothing is left out.
+//! Exhaustive search: every order of a few letters, for a few leases, without randomness.
 //!
-//! A book of 100 MiB, up to four tenants, one letter after the other: ask, renew, give back, come down, ask for more
-//! time, refuse, lie, answer a target that is over or was never sent, use little for a while, fill what one may, hear of
-//! the end of a lease, be measured late or in time, die, let time pass, stand still. What has been seen is not entered
-//! again. At every state the promises of the book are checked, and from the last of each order it must come to rest.
+//! A ledger of 100 MiB, up to four tenants, one letter after another: ask, renew, release, come down, ask for more
+//! time, refuse, misreport, answer a past or nonexistent target, use little for a while, fill the allowance, learn of
+//! the end of a lease, be measured late or in time, die, let time pass, stall. Visited states are not entered again.
+//! The promises of the ledger are checked in every state, and the last state of each order must come to rest.
 //!
-//! `COTENANT_EXHAUSTIVE_STEPS` (default 4; 3 beside an engine) is the length of the orders; 6 is the whole of what is claimed.
+//! `COTENANT_EXHAUSTIVE_STEPS` (default 4; 3 beside an engine) is the length of the orders; 6 covers the whole claim.
 
 mod home;
 mod search;
@@ -43,9 +43,10 @@ use crate::{
 const BUDGET: Bytes = mib(100);
 const HOLDERS: usize = 4;
 const TERM: Duration = Duration::from_secs(2);
-/// Longer than an interactive holder has for its target, and not so long that it is ended for that.
+/// Longer than the time of an interactive holder for its target, and shorter than the time after which it is ended for
+/// that.
 const MOMENT: Duration = Duration::from_millis(300);
-/// Used by a holder that uses little.
+/// Use of a holder that uses little.
 const LITTLE: Bytes = mib(5);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,36 +64,36 @@ enum Letter {
     AnswerNone(usize),
     /// It uses little for a while.
     Spare(usize),
-    /// It uses all that it may, as far as it knows.
+    /// It uses all of its allowance, as far as it knows.
     Fill(usize),
-    /// It hears that its lease has ended.
+    /// It learns that its lease has ended.
     Hear(usize),
-    /// Measured now.
+    /// It is measured now.
     Measure(usize),
-    /// A measurement of a second ago arrives, when it used nothing.
+    /// A measurement of a second ago arrives, from when it used nothing.
     MeasureLate(usize),
     Die(usize),
     Sample,
-    /// A sample of a second ago arrives, when nothing was used.
+    /// A sample of a second ago arrives, from when nothing was used.
     SampleLate,
     /// Until the next deadline.
     Tick,
     /// A whole term.
     Wait,
-    /// The machine stands still: nothing is served in it.
+    /// The machine stalls: nothing is served meanwhile.
     Standstill(Duration),
 }
 
 #[derive(Clone, Debug, Default, Hash)]
 struct Holder {
     used: u64,
-    /// What it may use as far as it knows, and until when it relies on that.
+    /// Its allowance as far as it knows, and until when it relies on that.
     may_use: u64,
     term_ends: Timestamp,
-    /// Its lease has ended, and it has not heard of that.
+    /// Its lease has ended, without its knowledge.
     unheard: bool,
     lease: Option<(u64, u64)>,
-    /// Of a lease that has ended, to try to renew it.
+    /// An ended lease that it tries to renew.
     ended: Option<(u64, u64)>,
     target: Option<(u64, u64)>,
     waits: bool,
@@ -108,26 +109,26 @@ struct State {
     tickets: u64,
     open: BTreeMap<Ticket, Option<usize>>,
     ended: Vec<LeaseId>,
-    /// How many of the holders have letters.
+    /// Number of holders with letters.
     acting: usize,
-    /// The arbiter as it was seen last: nothing changes it but what it is given.
+    /// The arbiter's last observed state: only its input changes it.
     seen: Arc<Snapshot>,
 }
 
 impl Holder {
-    /// It hears that its lease has ended.
+    /// It learns that its lease has ended.
     fn hear(&mut self) {
         self.ended = self.lease.take();
         self.target = None;
         self.unheard = false;
-        // Honest ones give back what they have; others keep it.
+        // Honest ones release their memory; others keep it.
         if !self.lied {
             self.used = 0;
         }
     }
 }
 
-/// A pressure that a few MiB make.
+/// Settings under which a few MiB cause pressure.
 fn small_params() -> Params {
     let mut params = Params::for_budget(BUDGET, Bytes::ZERO, Scope::Session);
     params.pressure.dwell = Duration::from_millis(500);
@@ -183,7 +184,7 @@ impl State {
                 .saturating_sub(Duration::from_secs(1))
     }
 
-    /// What can happen now. Tenants begin one after the other, since they are alike but for their class.
+    /// The possible letters. Tenants start in order, since they differ only by their class.
     fn possible(&self) -> Vec<Letter> {
         let mut letters = vec![
             Letter::Sample,
@@ -334,7 +335,7 @@ impl State {
                         )
                     })
                 };
-                // What time brings is not the answer's doing.
+                // Effects of time are not caused by the answer.
                 self.tell(Event::DeadlineReached)?;
                 let before = known(self);
                 self.tell(Event::TargetAnswered {
@@ -423,7 +424,7 @@ impl State {
         }
     }
 
-    /// Lets time pass with every deadline at its instant; where `honest`, each holder that is asked answers and is measured.
+    /// Advances time with every deadline at its instant; if `honest`, each asked holder answers and is measured.
     fn until(&mut self, end: Timestamp, honest: bool) -> Result<(), String> {
         for _ in 0..4000 {
             let due = self.arbiter.next_deadline().filter(|due| *due <= end);
@@ -440,7 +441,7 @@ impl State {
         self.tell(Event::DeadlineReached)
     }
 
-    /// A holder without word from the supervisor for a term ends as if it had been notified.
+    /// A holder without messages from the supervisor for a term ends as if notified.
     fn end_terms(&mut self) {
         let now = self.now;
         for holder in &mut self.holders {
@@ -494,7 +495,7 @@ impl State {
         self.covers(&self.seen, &self.seen)
     }
 
-    /// Whether the book covers every holder that relies on its lease.
+    /// Whether the ledger covers every holder that relies on its lease.
     fn covers(&self, before: &Snapshot, after: &Snapshot) -> Result<(), String> {
         for (index, holder) in self.holders.iter().enumerate() {
             let Some((id, _)) = holder.lease else {
@@ -504,9 +505,9 @@ impl State {
             let held = held.map_or(Bytes::ZERO, |lease| lease.memory.held);
             let was = before.leases.iter().find(|lease| lease.id == LeaseId(id));
             let credited = was.is_some_and(|was| was.memory.held > held);
-            // A non-compliant holder is not covered for what it keeps beyond its end; nothing is ever credited that is in use. Once its
-            // lease has ended a holder is covered for what it may take, as far as it knows: what it has not given back
-            // beyond is unaccounted.
+            // Use that a non-compliant holder keeps beyond its end is not covered; memory in use is never credited.
+            // After the end of its lease a holder is covered for its allowance as far as it knows; unreturned use
+            // beyond that is unaccounted.
             let relies_on = if holder.unheard {
                 holder.used.min(holder.may_use)
             } else {
@@ -534,7 +535,7 @@ impl State {
                     holder.term_ends = lease.expires_at.unwrap();
                 }
                 if let (Some(index), Answer::Lease { lease }) = (holder, answer) {
-                    // It uses at once all that it got.
+                    // It uses its whole grant at once.
                     let holder = &mut self.holders[index];
                     holder.lease = Some((lease.id.0, lease.generation));
                     holder.used = lease.memory.held.get();
@@ -574,7 +575,8 @@ impl State {
             .find(|holder| holder.lease.is_some_and(|(id, _)| id == lease.0))
     }
 
-    /// No letters any more: every holder answers and is measured, non-compliant holders die. All must be answered, and the book empty.
+    /// No further letters: every holder answers and is measured, non-compliant holders die. Every request must be
+    /// answered, and the ledger empty.
     fn comes_to_rest(mut self) -> Result<(), String> {
         for holder in &mut self.holders {
             if holder.lied && (holder.lease.is_none() || holder.unheard) {
@@ -636,7 +638,7 @@ impl Book for State {
     }
 }
 
-/// What is written is hashed, and kept nowhere.
+/// Hashes its input without storing it.
 struct Hashed<'a>(&'a mut DefaultHasher);
 
 impl Write for Hashed<'_> {
@@ -650,7 +652,7 @@ impl Write for Hashed<'_> {
     }
 }
 
-/// From an empty book, and from one in which a holder has been asked to come down a moment ago: what that one does.
+/// From an empty ledger, and from one in which a holder has just been asked to come down: all actions of that holder.
 fn search(search: Search, steps: u64, planted: Option<Planted>) -> Result<Search, String> {
     let mut state = State::new(planted);
     search.run(state.clone(), &[], steps)?;
@@ -706,7 +708,7 @@ fn every_planted_fault_of_the_book_is_found_by_trying_everything() {
     }
 }
 
-/// From a book that an engine and a worker share, and from one in which the engine has been asked to make room.
+/// From a ledger shared by an engine and a worker, and from one in which the engine has been asked to make room.
 fn search_home(search: Search, steps: u64, planted: Option<Planted>) -> Result<Search, String> {
     let home = Home::new(planted);
     search.run(home.clone(), &[], steps)?;

@@ -1,9 +1,9 @@
-//! Which kinds of fault a history has, and how often each strikes.
+//! Kinds of fault in a history, and their rates.
 
 use rand::Rng;
 use rand_chacha::ChaCha8Rng;
 
-/// How often one kind of fault strikes, as a factor of its usual rate; zero where the kind does not exist at all.
+/// Rate of one kind of fault, as a factor of its usual rate; zero if the kind is absent.
 #[derive(Clone, Copy, Debug, Default)]
 pub(crate) struct Fault(f64);
 
@@ -20,7 +20,7 @@ impl Fault {
 
 macro_rules! kinds {
     ($($(#[doc = $doc:literal])? $kind:ident),* $(,)?) => {
-        /// Each kind is there or not; a history with few kinds goes deeper than one with all.
+        /// Each kind is present or absent; a history with few kinds goes deeper than one with all.
         #[derive(Clone, Copy, Debug, Default)]
         pub(crate) struct Faults {
             $($(#[doc = $doc])? pub(crate) $kind: Fault,)*
@@ -39,7 +39,7 @@ macro_rules! kinds {
                 Self { $($kind: one(),)* }
             }
 
-            /// Whether each kind exists, in the order of [`Faults::KINDS`].
+            /// Whether each kind is present, in the order of [`Faults::KINDS`].
             pub(crate) fn existing(&self) -> Vec<bool> {
                 vec![$(self.$kind.exists()),*]
             }
@@ -49,9 +49,9 @@ macro_rules! kinds {
 
 kinds! {
     late_samples,
-    /// A sample that was delivered before is delivered again.
+    /// An earlier sample is delivered again.
     stale_samples,
-    /// The sampler stands still for a while.
+    /// The sampler stalls for a while.
     missing_samples,
     lost_measurements,
     unmeasurable_tenants,
@@ -62,7 +62,7 @@ kinds! {
     greedy_tenants,
     /// Renewals and releases of leases that have ended.
     late_renewals,
-    /// A hold stream breaks; targets do not arrive until it is back.
+    /// A hold stream breaks; targets do not arrive until it is restored.
     lost_streams,
     cancelled_requests,
     strange_requests,
@@ -75,14 +75,14 @@ kinds! {
     crashing_workers,
     workers_never_ready,
     lying_workers,
-    /// The clock that the arbiter is reported goes back for one event.
+    /// The clock reported to the arbiter steps back for one event.
     clock_back,
-    /// The machine stood still: much time has passed at once, and everything is late.
+    /// The machine stalled: time jumps, and everything is late.
     clock_forward,
-    /// The supervisor is killed, and goes on from what it had written.
+    /// The supervisor is killed, and resumes from its checkpoint.
     restarts,
     neighbour,
-    /// The neighbour fills memory in large steps, again and again.
+    /// The neighbour fills memory in large steps, repeatedly.
     storms,
     operators,
 }

@@ -1,4 +1,4 @@
-//! One history: faults, then calm, and the checkers all the way.
+//! One history: faults, then calm, with the checkers throughout.
 
 use std::{collections::BTreeMap, fmt::Write, sync::Arc, time::Duration};
 
@@ -24,7 +24,7 @@ use crate::{
     world::World,
 };
 
-/// What a history did.
+/// Counts of a history.
 #[derive(Debug, Default)]
 pub(crate) struct Outcome {
     pub(crate) steps: u64,
@@ -33,14 +33,14 @@ pub(crate) struct Outcome {
     pub(crate) sheds: u64,
     pub(crate) regrowths: u64,
     pub(crate) larger_chunks: u64,
-    /// That stayed although a smaller one was asked for, and then gave way.
+    /// Chunks that stayed although a smaller one was requested, and were then replaced.
     pub(crate) chunks_kept: u64,
     pub(crate) chunks_ended: u64,
     pub(crate) ended_leases: u64,
     pub(crate) worker_starts: u64,
     pub(crate) level_changes: u64,
     pub(crate) restarts: u64,
-    /// What answers to targets came to count as.
+    /// Verdicts on replies to targets.
     pub(crate) verdicts: BTreeMap<Verdict, u64>,
     /// Steps with each kind of fault.
     pub(crate) faults: Vec<u64>,
@@ -108,7 +108,7 @@ impl Outcome {
     }
 }
 
-/// How long a history is.
+/// Length of a history.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Length {
     /// Many steps with faults, and then calm to the end of [`SETTLE`].
@@ -119,10 +119,10 @@ pub(crate) enum Length {
 
 /// Events with faults in a long history.
 const STORMY_STEPS: u64 = 1500;
-/// Time in which everything must have settled once the faults are over: the longest wait of a request (6 s), terms (5 s),
-/// backoffs (30 s), dwell (4 s) and an operator's round (45 s), one after the other.
-/// Calm before a short history can be over, so that the answers to what was asked arrive.
+/// Least calm at the end of a short history, so that replies to pending requests arrive.
 const REST: Duration = Duration::from_secs(1);
+/// Time in which everything must have settled after the faults: the longest wait of a request (6 s), terms (5 s),
+/// backoffs (30 s), dwell (4 s) and an operator's round (45 s), in succession.
 const SETTLE: Duration = Duration::from_secs(150);
 
 struct History {
@@ -264,7 +264,7 @@ impl History {
         }
     }
 
-    /// Everything is as if nothing had been.
+    /// Whether no trace of the faults is left.
     fn has_settled(&self) -> Result<(), String> {
         let snapshot = &self.before;
         let open = self.tickets.open();
@@ -277,7 +277,7 @@ impl History {
                 snapshot.pressure.level
             ));
         }
-        // A request that can never be satisfied goes on to wait, and keeps no other holder small.
+        // A request that can never be satisfied continues to wait, and keeps no other holder small.
         let hopeless = self.world.device.hopeless.as_deref();
         let awaits = |worker: &WorkerView| {
             Some(worker.name.as_str()) == hopeless && worker.state == WorkerState::AwaitingMemory
@@ -331,12 +331,12 @@ impl History {
     }
 }
 
-/// Goes on from a checkpoint that was written as text and read back, again and again, beside the one that just goes on.
+/// Resumes repeatedly from a checkpoint written and read as text, in parallel with an uninterrupted run.
 pub(crate) fn resume(seed: u64) {
     let mut world = World::new(seed, None);
     let mut again: Option<Arbiter> = None;
     for step in 0..500 {
-        // At every 7th step, so that checkpoints fall into every phase of leases, plans and starts.
+        // At every 7th step, so that checkpoints cover every phase of leases, plans and starts.
         if step % 7 == 0 {
             let taken = world.arbiter.checkpoint();
             let text = serde_json::to_string(&taken).unwrap();
@@ -358,7 +358,7 @@ pub(crate) fn resume(seed: u64) {
     assert_eq!(Checkpoint::of(&again.unwrap()), world.arbiter.checkpoint());
 }
 
-/// Writes the events and actions of a history as JSON lines, reads them back, and compares what the arbiter does.
+/// Writes the events and actions of a history as JSON lines, reads them back, and compares the arbiter's decisions.
 pub(crate) fn replay(seed: u64) {
     let mut world = World::new(seed, None);
     let mut lines = Vec::new();

@@ -1,4 +1,4 @@
-//! Histories through the journal of the daemon: to disk, put aside, dropped, read back and decided again.
+//! Histories through the daemon's journal: written, rotated, dropped, read and replayed.
 
 use std::{
     fs,
@@ -16,7 +16,7 @@ use crate::world::World;
 
 const FILE_MAX: Bytes = Bytes::from_kib(256);
 
-/// A history that is written down as the daemon does it.
+/// A history written in the daemon's way.
 struct Written {
     world: World,
     journal: Journal,
@@ -67,10 +67,10 @@ impl Written {
         self.world.perform(&actions);
     }
 
-    /// Waits until the writer has taken everything that it was given.
+    /// Waits until the writer has processed everything.
     fn catch_up(&self) {
         let last = self.journal.last_sequence();
-        // Dropped lines are never seen, so the last one may be a smaller number.
+        // Dropped lines are never seen, so the last sequence number may be smaller.
         while let Ok(sequence) = self
             .seen
             .recv_timeout(std::time::Duration::from_millis(200))
@@ -82,7 +82,7 @@ impl Written {
     }
 }
 
-/// Sizes of all files of a journal, the newest first.
+/// All files of a journal, newest first.
 fn files(path: &Path) -> Vec<std::path::PathBuf> {
     let aside = |number: u32| path.with_file_name(format!("journal.ndjson.{number}"));
     std::iter::once(path.to_owned())
@@ -119,11 +119,11 @@ fn every_file_that_was_put_aside_replays_alone_and_the_disk_is_bounded() {
         assert_eq!(runs.len(), 1);
         assert_eq!(runs[0].outcome, Outcome::Same);
         assert_eq!(runs[0].skipped, 0, "{:?}", runs[0]);
-        // The one in use may have been begun a moment ago.
+        // The current one may have been started just now.
         assert!(runs[0].events > 20 || *file == path, "{:?}", runs[0]);
         all.extend(contents.entries);
     }
-    // One after the other they are one run, whose state at each seam is the one that was written.
+    // In succession they form one run, whose state at each boundary is the written one.
     let runs = journal::replay(&all);
     assert_eq!((&runs[0].outcome, runs[0].gaps), (&Outcome::Same, 0));
     assert!(
@@ -162,7 +162,7 @@ fn what_a_busy_disk_does_not_take_is_a_gap_and_the_rest_replays() {
     assert!(reported <= dropped && last > 3000);
     let runs = journal::replay(&entries);
     let run = &runs[0];
-    // However many lines the writer missed, none of those that it has is another decision.
+    // However many lines the writer dropped, every decision in the written ones replays identically.
     assert!(
         matches!(run.outcome, Outcome::Same | Outcome::Gap { .. }),
         "{:?}",

@@ -1,13 +1,13 @@
-//! The daemon's control loop with the real arbiter, against a device made of numbers.
+//! Simulation: the daemon's control loop with the real arbiter, on a simulated device.
 //!
-//! A seed chooses the device, the holders, and which kinds of fault exist at all. First the faults are on, and every
-//! checker must be content with every step; then they stop, and everything must settle. The next step is the earliest
-//! of the world's next happening and the arbiter's next deadline; no clock is read and nothing waits. Each event goes
-//! through the loop that the daemon runs.
+//! A seed determines the device, the holders, and the kinds of fault. First the faults are active, and every checker
+//! must accept every step; then they stop, and everything must settle. The next step is the earlier of the world's next
+//! happening and the arbiter's next deadline; no clock is read and nothing sleeps. Each event passes through the
+//! daemon's own loop.
 //!
 //! `COTENANT_SIM_SEED` (default 1) is the seed of the first history and `COTENANT_SIM_STEPS` (default 100 000) the
-//! number of events over all histories. `COTENANT_SIM_HISTORIES` (default 200) is the number of short histories, from the
-//! same first seed; a proof wants 1 000 000.
+//! number of events over all histories. `COTENANT_SIM_HISTORIES` (default 200) is the number of short histories, from
+//! the same first seed; a proof uses 1 000 000.
 #![expect(clippy::unwrap_used, reason = "test helpers")]
 #![expect(
     clippy::indexing_slicing,
@@ -45,7 +45,7 @@ fn setting(name: &str, default: u64) -> u64 {
     env::var(name).map_or(default, |text| text.parse().unwrap())
 }
 
-/// Runs one history; a violation ends the test with the way to see it again.
+/// Runs one history; a violation ends the test with instructions to reproduce it.
 fn run_or_tell(seed: u64, length: Length) -> Outcome {
     let (test, amount) = match length {
         Length::Long => ("no_history", "COTENANT_SIM_STEPS=1"),
@@ -63,7 +63,7 @@ fn run_or_tell(seed: u64, length: Length) -> Outcome {
     }
 }
 
-/// What a simulation lacks that something would have to happen in: without that it proves nothing.
+/// Kinds of events missing from a simulation: without them it proves nothing.
 fn lacks(seen: &Outcome, length: Length) -> Option<String> {
     let mut lacks = None;
     let mut ask = |is_there: bool, what: String| {
@@ -86,8 +86,8 @@ fn lacks(seen: &Outcome, length: Length) -> Option<String> {
             format!("only {count} {what} in {} steps", seen.steps),
         );
     }
-    // An engine has to stream, to have measured slow reading, and to be idle; and then to be asked for less while a prompt is
-    // read, for which short histories are over too soon.
+    // An engine must stream, have measured slow reading, and be idle; and then be asked to shed while a prompt is
+    // computed, for which short histories are too short.
     ask(
         seen.larger_chunks > 0,
         format!("no larger chunk in {} steps", seen.steps),
@@ -102,7 +102,7 @@ fn lacks(seen: &Outcome, length: Length) -> Option<String> {
             format!("only {count} chunks {what} in {} steps", seen.steps),
         );
     }
-    // Rare answers need more histories than CI has time for.
+    // Rare verdicts need more histories than CI has time for.
     let verdicts = [
         Verdict::Applied,
         Verdict::Deferred,
@@ -128,7 +128,7 @@ fn no_history_breaks_a_promise_and_all_of_them_settle() {
     let first = setting("COTENANT_SIM_SEED", 1);
     let wanted = setting("COTENANT_SIM_STEPS", 100_000);
     let (mut histories, mut seen) = (0, Outcome::default());
-    // What is rare does not come with each seed in so many steps: then up to twenty times as many are taken.
+    // Rare events do not occur with every seed in this many steps: up to twenty times as many are then run.
     let asks = wanted >= 50_000;
     let goes_on =
         |seen: &Outcome| asks && seen.steps < 20 * wanted && lacks(seen, Length::Long).is_some();
@@ -158,23 +158,23 @@ fn short_histories_break_no_promise_and_settle() {
     assert_eq!(lacks(&seen, Length::Short).filter(|_| wanted >= 5000), None);
 }
 
-/// Histories that once broke a promise.
+/// Histories that once violated a promise.
 ///
 /// 447403: the ring of the model was larger than all its layers, so the floor took no less than the full plan, and the
-/// engine stayed there.
+/// engine stayed at the floor.
 ///
-/// 310056171: the engine kept more than its plan said, since that was in use, and the next shed, to less than it had kept
-/// and more than that plan, was taken for growth.
+/// 310056171: the engine kept more than its plan because it was in use, and the next shed, to less than it had kept and
+/// more than that plan, was taken for growth.
 ///
-/// 430122165: a shed that the engine had not answered was asked for again, and growth counted the dwell from the first time.
+/// 430122165: an unanswered shed was requested again, and growth counted the dwell from the first request.
 ///
-/// 500020041: a plan to hold all layers failed half way, and left the ring beside what had been read.
+/// 500020041: a plan to hold all layers failed half way, and left the ring beside the loaded layers.
 ///
-/// 540025496: what a second process of a name had kept, and could not be measured, was unaccounted for ever.
+/// 540025496: memory kept by a second process of a name, which could not be measured, stayed unaccounted forever.
 ///
-/// 810035549: a holder that had come down answered at the last moment, and was ended before it was measured.
+/// 810035549: a compliant holder replied at the last moment, and was ended before it was measured.
 ///
-/// 970018291: an engine with a larger prefill chunk, whose KV was to be kept in a smaller type when it had grown, never grew.
+/// 970018291: an engine with a larger prefill chunk and a pending change to a smaller KV type after growth never grew.
 #[test]
 fn histories_that_once_failed_stay_mended() {
     for seed in [
@@ -218,7 +218,7 @@ fn an_arbiter_that_goes_on_from_a_checkpoint_decides_the_same() {
     }
 }
 
-/// Runs histories until one is caught, and says by which checker. The first seed is one that is quick to find it.
+/// Runs histories until a checker finds the fault, and returns its name. The first seed finds it quickly.
 fn caught(fault: Planted, first: u64) -> String {
     (first..first + 300)
         .find_map(|seed| {

@@ -1,6 +1,6 @@
-//! Faults planted around the arbiter, each of which a checker has to find.
+//! Faults injected around the arbiter, each of which a checker must find.
 //!
-//! The loop and the arbiter have none: what it is given, what it returns and what is seen of it are altered on the way.
+//! The loop and the arbiter contain none: their inputs, outputs and observed state are altered in transit.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -25,10 +25,10 @@ use serde::Serialize;
 
 use crate::driven::Driven;
 
-/// What is wrong.
+/// An injected fault.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub(crate) enum Planted {
-    /// What has been requested back counts as released at once: it is reported as answered, applied and measured.
+    /// Reclaimed memory counts as released at once: it is reported as answered, applied and measured.
     FreedOnPaper,
     /// The arbiter hands out more than there is.
     DoubleGrant,
@@ -36,19 +36,19 @@ pub(crate) enum Planted {
     LostDeadline,
     /// A renewal brings an expired lease back.
     ExpiredRenewed,
-    /// An answer is taken for a measurement.
+    /// A reply is taken for a measurement.
     LiarCredited,
-    /// The lowest reading from before an answer is taken for one after it.
+    /// The lowest reading from before a reply is taken for one after it.
     StaleCredited,
-    /// Silence counts as an answer, and as an acknowledgement of the end of a lease.
+    /// Silence counts as a reply, and as an acknowledgement of the end of a lease.
     SilenceCredited,
     /// The engine grows into the space of stopped workers.
     GrownIntoReserved,
-    /// Nothing grows while a worker waits for what can never be had.
+    /// Nothing grows while a worker waits for memory that it can never get.
     HeldSmall,
-    /// What the engine holds and does not use yet is taken for memory that is free.
+    /// Unused memory of the engine counts as free.
     UnusedFree,
-    /// The high water of each life is read as a tenth more than it is.
+    /// The peak use of each life is read a tenth too high.
     HighWaterRaised,
 }
 
@@ -61,16 +61,16 @@ pub(crate) struct Subject {
     notes: Notes,
 }
 
-/// What a fault needs to remember.
+/// State of a fault.
 #[derive(Clone, Debug, Default, Serialize)]
 struct Notes {
     /// The lowest reading of each holder.
     lowest: BTreeMap<String, Bytes>,
-    /// Targets and ends that were answered for their holders.
+    /// Targets and ends answered on behalf of holders.
     answered: BTreeSet<(u64, u64)>,
-    /// Leases that were brought back, and until when.
+    /// Revived leases, and their expiry.
     revived: BTreeMap<u64, Timestamp>,
-    /// What stopped workers would need to come back.
+    /// Restart needs of stopped workers.
     reserved: BTreeMap<String, Bytes>,
 }
 
@@ -90,7 +90,7 @@ impl Subject {
         }
     }
 
-    /// Whether it may be restarted from what was written down: the notes of a fault are not.
+    /// Whether it may be restarted from its checkpoint, which does not contain the notes of a fault.
     pub(crate) fn restarts(&self) -> bool {
         self.planted.is_none()
     }
@@ -176,7 +176,7 @@ impl Subject {
         actions
     }
 
-    /// What is seen of the arbiter.
+    /// The observed state of the arbiter.
     pub(crate) fn snapshot(&self) -> Arc<Snapshot> {
         let mut state = self.control.state();
         if self.planted.is_none() {
@@ -214,7 +214,7 @@ impl Subject {
         state
     }
 
-    /// A reading that was never taken, a moment after now.
+    /// A fabricated reading, slightly after now.
     fn measured(&mut self, now: Timestamp, holder: &str, used: Bytes) -> Vec<Action> {
         let taken_at = now + MOMENT;
         let event = Event::Measured {
@@ -299,7 +299,7 @@ impl Subject {
         }
     }
 
-    /// Answers each target whose deadline is over, and acknowledges each end of a lease.
+    /// Answers each expired target, and acknowledges each end of a lease.
     fn answer_for_the_silent(&mut self, now: Timestamp, seen: &Snapshot) {
         for view in &seen.leases {
             let Some(target) = &view.target else { continue };
@@ -310,7 +310,7 @@ impl Subject {
             if !silent || !self.notes.answered.insert((view.id.0, target.nonce)) {
                 continue;
             }
-            // Its answer to an end would be answered itself: nothing waits for that.
+            // Its reply to an end would be answered itself: nothing waits for that.
             let _ = match view.state {
                 LeaseState::Revoking => self.control.handle(
                     target.deadline,
@@ -338,7 +338,7 @@ impl Subject {
         }
     }
 
-    /// Workers that were stopped to make room are taken for stopped by an operator, so that nothing is kept for them.
+    /// Workers stopped to make room are treated as stopped by an operator, so that nothing is reserved for them.
     fn forget_stopped_workers(&mut self, now: Timestamp) {
         for worker in self.control.state().workers.clone() {
             if worker.rest != Some(Rest::Shed) {
@@ -385,7 +385,7 @@ fn target_of(seen: &Snapshot, lease: LeaseId, nonce: u64) -> Option<(&LeaseView,
     Some((view, target.bytes))
 }
 
-/// What the holder of a lease holds beside it.
+/// Memory of a lease's holder outside that lease.
 fn held_beside(seen: &Snapshot, view: &LeaseView) -> Bytes {
     let others = seen
         .leases

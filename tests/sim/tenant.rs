@@ -1,4 +1,4 @@
-//! Tenants of the world: most are honest, some are not.
+//! Simulated tenants: most are honest, some are not.
 
 use std::collections::BTreeSet;
 
@@ -14,13 +14,13 @@ use crate::faults::Faults;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Manners {
-    /// Uses no more than it holds, and comes down when asked.
+    /// Uses no more than it holds, and shrinks when asked.
     Honest,
-    /// Says that it has come down, and has not.
+    /// Falsely reports compliance.
     Misreporting,
     /// Comes down long after the deadline.
     Slow,
-    /// Does not answer, does not come down, does not renew.
+    /// Does not reply, does not come down, does not renew.
     Silent,
     /// Uses more than it holds.
     Greedy,
@@ -34,22 +34,23 @@ pub(crate) struct Tenant {
     pub(crate) measurable: bool,
     pub(crate) used: Bytes,
     pub(crate) lease: Option<LeaseView>,
-    /// What it may use: the lease, or its target.
+    /// Its allowance: the lease, or its target.
     pub(crate) may_use: Bytes,
-    /// Its process, in histories where several may have one name.
+    /// Its process, in histories where several may share one name.
     pub(crate) pid: Option<u32>,
-    /// Calls again while a call of it waits, and makes its lease smaller while it is asked to come down.
+    /// Whether it calls again while a call of it is pending, and shrinks its lease while it is asked to come down.
     pub(crate) hasty: bool,
-    /// Requests under way.
+    /// Pending requests.
     pub(crate) asking: BTreeSet<Ticket>,
     pub(crate) alive: bool,
-    /// The lease whose target it has not heard of, since its stream is broken: it goes on with what it had.
+    /// The lease with a target that it has not received because its stream is broken: it continues with its previous
+    /// allowance.
     pub(crate) deaf_to: Option<LeaseId>,
-    /// Its lease has ended, and it has not heard of that.
+    /// Whether its lease has ended without its knowledge.
     pub(crate) unheard_end: bool,
-    /// When the term ends that it was granted last: from then on it does not rely on its lease.
+    /// End of the last granted term: from then on it does not rely on its lease.
     pub(crate) term_ends: Timestamp,
-    /// Its hold stream, and for which lease it is.
+    /// Its hold stream, and the lease of the stream.
     stream: (Option<LeaseId>, SentTarget),
     pub(crate) requests: u32,
 }
@@ -87,7 +88,7 @@ impl Tenant {
         }
     }
 
-    /// As whom it calls.
+    /// Its identity as a caller.
     pub(crate) fn peer(&self) -> Peer {
         Peer {
             uid: self.uid,
@@ -96,7 +97,7 @@ impl Tenant {
         }
     }
 
-    /// Whether its use is always covered by what it holds.
+    /// Whether its lease always covers its use.
     pub(crate) fn is_honest(&self) -> bool {
         self.manners == Manners::Honest && self.alive
     }
@@ -106,7 +107,7 @@ impl Tenant {
         self.alive && self.lease.is_some() && now < self.term_ends
     }
 
-    /// Whether it has been notified something that it has not heard.
+    /// Whether a notification has not reached it.
     pub(crate) fn is_deaf(&self) -> bool {
         self.deaf_to.is_some_and(|id| self.is_lease(id))
     }
@@ -115,7 +116,7 @@ impl Tenant {
         self.lease.as_ref().is_some_and(|lease| lease.id == id)
     }
 
-    /// Its hold stream for a lease; a new one knows of no target.
+    /// Its hold stream for a lease; a new one has no target.
     pub(crate) fn stream_of(&mut self, lease: LeaseId) -> &mut SentTarget {
         if self.stream.0 != Some(lease) {
             self.stream = (Some(lease), SentTarget::default());
@@ -123,7 +124,7 @@ impl Tenant {
         &mut self.stream.1
     }
 
-    /// Uses a random part of what it may, or of more.
+    /// Uses a random part of its allowance, or more.
     pub(crate) fn use_memory(&mut self, rng: &mut ChaCha8Rng) {
         let may = self.may_use.get();
         let most = if self.manners == Manners::Greedy {
@@ -140,7 +141,7 @@ impl Tenant {
         self.used = self.used.min(to);
     }
 
-    /// Its process is gone.
+    /// Its process dies.
     pub(crate) fn die(&mut self) {
         self.used = Bytes::ZERO;
         self.may_use = Bytes::ZERO;
@@ -148,7 +149,7 @@ impl Tenant {
         self.alive = false;
     }
 
-    /// Another process of the same name begins.
+    /// Another process of the same name starts.
     pub(crate) fn begin_again(&mut self) {
         self.alive = true;
         self.lease = None;

@@ -1,8 +1,8 @@
-//! Workers of the world.
+//! Simulated workers.
 
 use cotenant::{policy::params::WorkerParams, units::Bytes};
 
-/// How many times its peak one that leaks comes to use, unless it is ended before.
+/// Use of a leaking worker relative to its peak, unless it is ended earlier.
 const LEAKS_TO: u64 = 2;
 
 #[derive(Clone, Debug)]
@@ -10,22 +10,22 @@ pub(crate) struct Worker {
     pub(crate) params: WorkerParams,
     pub(crate) state: State,
     pub(crate) used: Bytes,
-    /// The most that this life has used.
+    /// Peak use of this life.
     pub(crate) high_water: Bytes,
     pub(crate) variant: Option<String>,
     pub(crate) requests: u32,
-    /// Rises with every start, so that what was planned for an earlier process does not reach a later one.
+    /// Incremented at every start, so that events planned for an earlier process do not reach a later one.
     pub(crate) life: u32,
-    /// What it keeps between its requests, where those take memory: its declared sizes are a guess.
+    /// Its use between requests, if those take memory: its declared sizes are a guess.
     pub(crate) breathes: Option<Breath>,
 }
 
 /// A worker whose requests take memory.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Breath {
-    /// What it uses between them.
+    /// Its use between requests.
     pub(crate) rest: Bytes,
-    /// What each of them leaves for ever.
+    /// Memory leaked by each request.
     pub(crate) leak: Bytes,
 }
 
@@ -67,7 +67,7 @@ impl Worker {
         }
     }
 
-    /// It has so many requests; the first takes `more` than what it uses between them.
+    /// Sets its number of requests; the first takes `more` than its use between requests.
     pub(crate) fn works(&mut self, requests: u32, more: Bytes) {
         let begins = self.requests == 0 && requests > 0;
         let ends = self.requests > 0 && requests == 0;

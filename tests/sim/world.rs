@@ -1,4 +1,4 @@
-//! The world around the arbiter: what happens, when, and what it really uses.
+//! World around the arbiter: events, their times, and real memory use.
 
 mod letters;
 mod tenants;
@@ -34,7 +34,7 @@ use crate::{
     worker::{State, Worker},
 };
 
-/// Something that will happen.
+/// A future happening.
 #[derive(Clone, Debug)]
 pub(crate) enum Happening {
     Deliver(Box<Event>),
@@ -60,7 +60,7 @@ pub(crate) enum Happening {
         target: Target,
         lease: LeaseId,
     },
-    /// Its stream is back, or never was away: it hears that its lease has ended.
+    /// Its stream is restored, or was never lost: it learns that its lease has ended.
     TenantHearsEnd {
         index: usize,
         lease: LeaseId,
@@ -103,27 +103,27 @@ pub(crate) struct World {
     pub(crate) workers: BTreeMap<String, Worker>,
     neighbour: Bytes,
     rng: ChaCha8Rng,
-    /// Decides what only some histories have: see [`letters`].
+    /// Source of events that only some histories have: see [`letters`].
     letters: Option<ChaCha8Rng>,
-    /// Chooses what requests of workers take, in some histories.
+    /// Source of memory taken by requests of workers, in some histories.
     breath: Option<ChaCha8Rng>,
-    /// Reads the high water of workers, in some histories.
+    /// Source of readings of workers' peaks, in some histories.
     high_water: Option<ChaCha8Rng>,
-    /// The most that each worker has used in each of its variants, or in what the arbiter takes for its variant.
+    /// The most that each worker has used in each of its variants, or in the variant assumed by the arbiter.
     pub(crate) used_most: BTreeMap<Variant, Bytes>,
     happenings: BTreeMap<(Timestamp, u64), Happening>,
     order: u64,
     tickets: u64,
     next_sample: Option<(Timestamp, u64)>,
     measured_at: Timestamp,
-    /// When time last went on in a step, so that everything is late.
+    /// Time of the last jump, after which everything is late.
     pub(crate) jumped_at: Timestamp,
     pub(crate) restarts: u64,
-    /// What answers to targets came to count as.
+    /// Verdicts on replies to targets.
     pub(crate) verdicts: BTreeMap<Verdict, u64>,
-    /// A sample that may come again.
+    /// A sample that may be repeated.
     old_sample: Option<Sample>,
-    /// Tenants that have been notified that their lease has ended, and that are about to leave.
+    /// Tenants notified of the end of their lease, and about to leave.
     leaving: BTreeSet<usize>,
 }
 
@@ -213,7 +213,7 @@ impl World {
         }
     }
 
-    /// The next event for the arbiter: the world's, or that a deadline has come.
+    /// The next event for the arbiter: one of the world, or a due deadline.
     pub(crate) fn next_event(&mut self) -> Event {
         if self.faults.clock_forward.strikes(&mut self.rng, 0.003) {
             let stood_still = millis(&mut self.rng, 100, 20_000);
@@ -246,7 +246,7 @@ impl World {
         }
     }
 
-    /// What the arbiter is notified that the time is: mostly what it is.
+    /// The time reported to the arbiter: usually the real one.
     pub(crate) fn reported_time(&mut self, event: &Event) -> Timestamp {
         if !matches!(event, Event::DeadlineReached)
             && self.faults.clock_back.strikes(&mut self.rng, 0.02)
@@ -258,8 +258,8 @@ impl World {
         self.now
     }
 
-    /// The supervisor is killed between two events and goes on from its last words: the state survives as text, what was
-    /// on its way to it is late by the time that the start takes.
+    /// The supervisor is killed between two events and resumes from its checkpoint: the state survives as text, events
+    /// in flight are late by the duration of the start.
     fn restart(&mut self) {
         self.restarts += 1;
         self.arbiter.restart();
@@ -268,14 +268,14 @@ impl World {
         self.jumped_at = self.now;
     }
 
-    /// What holders that keep to their word really use, by name.
+    /// Real use of compliant holders, by name.
     pub(crate) fn honest_use(&self) -> BTreeMap<Process, Bytes> {
         let mut used = BTreeMap::new();
         used.insert(
             ("llm".to_owned(), None),
             self.engine.used(self.device.shape.as_ref()),
         );
-        // What requests take is on no book before it is measured.
+        // Memory of requests is in no ledger before it is measured.
         for worker in self
             .workers
             .values()
@@ -291,7 +291,7 @@ impl World {
         used
     }
 
-    /// What holders really use that have not come to use more since they were asked to come down, non-compliant holders included.
+    /// Real use of holders that have not grown since they were asked to come down, non-compliant holders included.
     pub(crate) fn word_use(&self) -> BTreeMap<Process, Bytes> {
         let known = self.tenants.iter().enumerate().filter(|(index, tenant)| {
             matches!(tenant.manners, Manners::Honest | Manners::Misreporting)
@@ -303,8 +303,8 @@ impl World {
             .collect()
     }
 
-    /// What processes use that keep to their word by each of their names. None in a world in which they may hear, be
-    /// measured or be answered too late.
+    /// Use of processes that comply under each of their names. Empty in a world with late notifications, measurements
+    /// or replies.
     pub(crate) fn keeping(&self) -> BTreeMap<u32, Bytes> {
         let faults = &self.faults;
         let late = [
@@ -339,7 +339,7 @@ impl World {
             .collect()
     }
 
-    /// The faults stop: non-compliant holders die, the neighbour leaves, operators put right what has been given up.
+    /// Ends the faults: non-compliant holders die, the neighbour leaves, operators repair abandoned holders.
     pub(crate) fn calm_down(&mut self) {
         self.calm = true;
         self.faults = Faults::default();
@@ -362,7 +362,7 @@ impl World {
         self.after(Duration::from_secs(40), Happening::Operator);
     }
 
-    /// Carries out what the arbiter wants done.
+    /// Performs the arbiter's actions.
     pub(crate) fn perform(&mut self, actions: &[Action]) {
         for action in actions {
             match action {
@@ -591,7 +591,7 @@ impl World {
                 self.after(Duration::ZERO, Happening::Measure(holder));
             }
         }
-        // Whatever becomes of this one, another will be taken.
+        // Another one will be taken regardless of this one.
         self.plan_sample(Duration::from_secs(1));
         if self.faults.missing_samples.strikes(&mut self.rng, 0.01) {
             let silent = millis(&mut self.rng, 500, 4000);
@@ -628,7 +628,7 @@ impl World {
         } else if let Some(worker) = self.workers.get(&tenant) {
             Some(worker.used)
         } else if let Some(pid) = self.process_of(&tenant) {
-            // All that its process uses, whatever it calls itself.
+            // All use by its process, under any name.
             let of_it = || self.tenants.iter().filter(|other| other.pid == Some(pid));
             let measurable = of_it().all(|tenant| tenant.measurable);
             measurable.then(|| of_it().map(|tenant| tenant.used).sum())
@@ -654,8 +654,8 @@ impl World {
         Some(event)
     }
 
-    /// Reads what a worker has used at most: the kernel sums counters that others change meanwhile. Of a hopeless one nothing is
-    /// read, since what was once seen of it is not true and would be forgotten bit by bit.
+    /// Reads a worker's peak use: the kernel sums counters that change concurrently. Of a hopeless worker nothing is
+    /// read, since its old observation is wrong and would gradually be forgotten.
     fn read_high_water(&mut self, name: &str) -> Option<Event> {
         if self.device.hopeless.as_deref() == Some(name) {
             return None;
@@ -699,7 +699,7 @@ impl World {
         let total = self.device.params.budget.total;
         let room = total.saturating_sub(self.used_by_scope()) + self.neighbour;
         if self.faults.storms.exists() && self.rng.random_bool(0.7) {
-            // A quarter of what is left every few ms, and all of it back at once.
+            // A quarter of the remaining memory every few ms, and all of it back at once.
             let grown = self.neighbour + Bytes::new(room.saturating_sub(self.neighbour).get() / 4);
             let over = grown.get() > room.get() / 10 * 9 || self.rng.random_bool(0.05);
             self.neighbour = if over { Bytes::ZERO } else { grown };
@@ -725,7 +725,7 @@ impl World {
         plan: cotenant::policy::residency::EnginePlan,
         loads: bool,
     ) {
-        // A plan for an engine that died a moment ago reaches none.
+        // A plan for an engine that has just died has no recipient.
         if !loads && !self.engine.lives() {
             return;
         }
@@ -800,7 +800,7 @@ impl World {
         self.after(wait, happening);
     }
 
-    /// A worker that is notified that memory is short comes down, unless it lies: it cannot answer.
+    /// A worker notified of a shortage shrinks, unless it misreports: it cannot reply.
     fn tell_worker(&mut self, id: LeaseId, bytes: Bytes) {
         let seen = self.arbiter.snapshot();
         let Some(reported) = seen.leases.iter().find(|lease| lease.id == id) else {
@@ -942,7 +942,7 @@ impl World {
         }
     }
 
-    /// Puts right, once it is calm, what has been given up.
+    /// Repairs abandoned holders once it is calm.
     fn repair(&mut self, ticket: Ticket) -> Option<Event> {
         let snapshot = self.arbiter.snapshot();
         self.after(Duration::from_secs(5), Happening::Operator);
@@ -966,10 +966,10 @@ impl World {
     }
 }
 
-/// A worker by its name, in a variant.
+/// A worker by its name and variant.
 pub(crate) type Variant = (String, Option<String>);
 
-/// A holder by its name and its process.
+/// A holder by its name and process.
 pub(crate) type Process = (String, Option<u32>);
 
 fn note_use(used_most: &mut BTreeMap<Variant, Bytes>, worker: &Worker, variant: Option<String>) {

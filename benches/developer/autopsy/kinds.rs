@@ -1,4 +1,4 @@
-//! The kinds of death that are injected, and what each must be called.
+//! Kinds of injected death, and the expected class of each.
 
 use std::time::Duration;
 
@@ -12,46 +12,46 @@ use cotenant::{
     },
 };
 
-/// One kind.
+/// A kind of death.
 pub(super) struct Kind {
     pub(super) name: &'static str,
     pub(super) class: DeathClass,
     pub(super) spec: WorkerSpec,
     pub(super) hand: Hand,
-    /// What it needs that may not be there.
+    /// Requirements that may be missing.
     pub(super) needs: Need,
 }
 
-/// Who ends it, once it runs.
+/// Agent that ends it once it runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Hand {
-    /// It itself.
+    /// The worker itself.
     Own,
-    /// We, when it is ready.
+    /// The supervisor, once it is ready.
     Stop,
-    /// We, as hung.
+    /// The supervisor, for a hang.
     Hung,
-    /// Another process, by this signal.
+    /// Another process, with this signal.
     OtherProcess(libc::c_int),
-    /// The same, and the kernel's log is not readable.
+    /// As before, with an unreadable kernel log.
     UnseenProcess(libc::c_int),
-    /// The kernel's killer, by the record of a real machine with the id of this process, and SIGKILL.
+    /// The kernel's OOM killer: a real machine's record with the id of this process, and SIGKILL.
     KernelRecord,
 }
 
-/// What a kind needs.
+/// Requirement of a kind.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Need {
     Nothing,
     C,
     Cpp,
-    /// A control group of its own, and C.
+    /// A separate control group, and C.
     Group,
-    /// As many seconds of processor time as runs, and C.
+    /// Seconds of processor time per run, and C.
     Time,
 }
 
-/// The record of an Orin NX 16 GB without memory, in the format of its kernel 5.15.
+/// The OOM record of an Orin NX 16 GB, in the format of its kernel 5.15.
 pub(super) const RECORD: &str = "[ 8012.441203] python3 invoked oom-killer: gfp_mask=0xcc0(GFP_KERNEL), order=0, oom_score_adj=0\n\
     [ 8012.441260]  nvmap_alloc_handle+0x1e8/0x4a0 [nvmap]\n\
     [ 8012.441502] oom-kill:constraint=CONSTRAINT_NONE,nodemask=(null),cpuset=/,mems_allowed=0,global_oom,task_memcg=/user.slice/llama-server.service,task=COMM,pid=PID,uid=1000\n\
@@ -289,20 +289,20 @@ fn spec(argv: &[&str]) -> WorkerSpec {
     spec.readiness = Readiness::Started;
     spec.stop_grace = GRACE;
     spec.oom_score_adj = None;
-    // Core files of them are of no use.
+    // Their core files are useless.
     spec.confinement.resources.insert(Resource::Core, Some(0));
     spec
 }
 
-/// What llama.cpp says on an Orin whose allocator refuses.
+/// Message of llama.cpp on an Orin whose allocator refuses.
 const NVMAP: &str = "echo 'NvMapMemAllocInternalTagged: 1075072515 error 12
 ggml_backend_cuda_buffer_type_alloc_buffer: allocating 4096.00 MiB on device 0: cudaMalloc failed: out of memory
 alloc_tensor_range: failed to allocate CUDA0 buffer of size 4294967296
 llama_model_load_from_file_impl: failed to load model' >&2; exit 1";
 
-/// What a program says whose CUDA runtime is newer than the driver.
+/// Message of a program whose CUDA runtime is newer than the driver.
 const CUDA: &str = "echo 'CUDA error: CUDA driver version is insufficient for CUDA runtime version
   current device: 0, in function ggml_backend_cuda_init' >&2; exit 1";
 
-/// Time between the signals of a stop: long enough for one that listens, under load too.
+/// Time between the signals of a stop: long enough for a responsive process, even under load.
 const GRACE: Duration = Duration::from_millis(400);

@@ -1,7 +1,7 @@
-//! `developer autopsy`: real processes die in many ways, and each must be called by its name.
+//! `developer autopsy`: classification of injected deaths of real processes.
 //!
-//! Every run is a worker under the supervisor that the daemon uses. What counts is the certificate alone: whether its
-//! class is the injected one, whether anything was called out of memory that was not, and how long it took.
+//! Every run is a worker under the daemon's supervisor. Only the certificate counts: whether its class is the injected
+//! one, whether another death was classified as out of memory, and how long it took.
 
 mod kinds;
 mod programs;
@@ -50,27 +50,27 @@ pub(crate) struct AutopsyArgs {
     only: Option<String>,
 }
 
-/// What became of one kind.
+/// Results of one kind.
 struct Tally {
     name: &'static str,
     class: DeathClass,
     got: BTreeMap<DeathClass, u32>,
     least: Confidence,
-    /// From seeing the end to the certificate, µs.
+    /// From observing the end to the certificate, µs.
     took_us: Vec<u64>,
-    /// From the signal of a hand other than its own to the certificate in our hands, µs.
+    /// From an external signal to receiving the certificate, µs.
     since_signal_us: Vec<u64>,
-    /// A sentence that was wrong, or else the last one.
+    /// A wrong sentence, or else the last one.
     sentence: String,
-    /// Why it was left out.
+    /// Reason for skipping it.
     skipped: Option<String>,
 }
 
-/// Runs the measurement; `false` when a death was called by a wrong name or too late.
+/// Runs the measurement; `false` if a death was misclassified or classified too late.
 ///
 /// # Errors
 ///
-/// When the programs cannot be built, or a worker does not die.
+/// The programs cannot be built, or a worker does not die.
 pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliError> {
     let failed = |problem: String| CliError::plain(problem, cotenant::cli::exit::FAILED);
     let programs = Programs::build().map_err(failed)?;
@@ -111,7 +111,7 @@ pub(super) async fn run(args: &AutopsyArgs, format: Output) -> Result<bool, CliE
     Ok(tallies.iter().all(Tally::is_right))
 }
 
-/// What is not there for a kind.
+/// Missing requirement of a kind.
 fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
     match need {
         Need::Nothing => None,
@@ -124,7 +124,7 @@ fn lacks(need: Need, programs: &Programs, groups: &Groups) -> Option<String> {
     }
 }
 
-/// Lets one worker die.
+/// Makes one worker die.
 async fn one(
     kind: &Kind,
     number: u32,
@@ -144,7 +144,7 @@ async fn one(
     }
     let (sender, mut events) = mpsc::channel(EVENTS);
     let mut spec = kind.spec.clone();
-    // The one before may still be on its way out, with its control group.
+    // The previous one may still be exiting, along with its control group.
     spec.name = format!("{}-{number}", spec.name);
     let worker = WorkerHandle::new(spec, roots, groups.clone(), sender);
     let started = worker.start(None).await;
@@ -258,7 +258,7 @@ impl Tally {
     }
 }
 
-/// The value below which 99 of 100 are, in ms.
+/// The 99th percentile, in ms.
 fn percentile_ms(values: &[u64], per_mille: usize) -> Option<f64> {
     let mut sorted = values.to_vec();
     sorted.sort_unstable();
@@ -377,14 +377,14 @@ fn to_json(tallies: &[Tally]) -> Value {
     })
 }
 
-/// Longest wait for one death; the longest takes a second of processor time.
+/// Longest wait for one death; the longest kind takes a second of processor time.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 /// Events of one worker.
 const EVENTS: usize = 64;
 
-/// How late a certificate may come.
+/// Longest delay of a certificate.
 const DELAY_MAX: Duration = Duration::from_millis(200);
 
-/// The kernel killed it for memory.
+/// Classes of kills by the kernel for memory.
 const OUT_OF_MEMORY: [DeathClass; 2] = [DeathClass::GlobalOom, DeathClass::MemcgOom];

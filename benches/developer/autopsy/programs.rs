@@ -1,4 +1,4 @@
-//! Programs that die, each in its own way, built on this machine.
+//! Dying test programs, built on this machine.
 
 use std::{
     fs,
@@ -6,21 +6,21 @@ use std::{
     process::Command,
 };
 
-/// A folder with the programs; removed when this is dropped.
+/// A folder with the programs, removed on drop.
 pub(super) struct Programs {
     folder: PathBuf,
-    /// Whether there is a C compiler, and a C++ one.
+    /// Availability of a C compiler, and of a C++ compiler.
     pub(super) c: bool,
     pub(super) cpp: bool,
     pub(super) python: bool,
 }
 
 impl Programs {
-    /// Builds what can be built.
+    /// Builds as many programs as the compilers allow.
     ///
     /// # Errors
     ///
-    /// When the folder cannot be made, or a compiler that is there fails.
+    /// The folder cannot be created, or an available compiler fails.
     pub(super) fn build() -> Result<Self, String> {
         let folder =
             std::env::temp_dir().join(format!("cotenant-bench-autopsy-{}", std::process::id()));
@@ -49,12 +49,12 @@ impl Programs {
         Ok(programs)
     }
 
-    /// Path of one of them.
+    /// Path of a program.
     pub(super) fn path(&self, name: &str) -> String {
         self.folder.join(name).to_string_lossy().into_owned()
     }
 
-    /// A file of their folder.
+    /// Path of a file in their folder.
     pub(super) fn file(&self, name: &str) -> PathBuf {
         self.folder.join(name)
     }
@@ -83,7 +83,7 @@ impl Programs {
         ))
     }
 
-    /// Two programs whose library is gone: one entirely, one with another version of it beside.
+    /// Two programs with a missing library: one without any version, one with another version present.
     fn libraries(&self) -> Result<(), String> {
         let shared = |name: &str, soname: &str| {
             let soname = format!("-Wl,-soname,{soname}");
@@ -109,7 +109,7 @@ impl Programs {
         self.write("cuda-11/libcudart.so.11.0", "")
     }
 
-    /// An ELF file for a processor that this is not.
+    /// An ELF file for a foreign processor.
     fn foreign(&self) -> Result<(), String> {
         let mut elf = b"\x7fELF\x02\x01\x01".to_vec();
         elf.resize(64, 0);
@@ -150,7 +150,7 @@ fn mode(path: &Path, bits: u32) -> Result<(), String> {
 /// `EM_RISCV` of elf.h.
 const RISC_V: u8 = 243;
 
-/// The ways to die; `argv[1]` chooses.
+/// Ways to die; `argv[1]` selects one.
 const WAYS: &str = r#"
 #define _GNU_SOURCE
 #include <assert.h>
@@ -230,7 +230,7 @@ int main(int argc, char **argv) {
 }
 "#;
 
-/// An allocation that no machine has.
+/// An allocation larger than any machine.
 const BAD_ALLOC: &str = r#"
 #include <new>
 int main(int argc, char **) {

@@ -13,7 +13,7 @@ use cotenant::{
     units::{Bytes, Tokens},
 };
 
-/// The budgets that a model can have: from the floor to all that it wants.
+/// The range of a model's budgets: from the floor to the full plan.
 struct Room {
     limits: PlanLimits,
     floor: Bytes,
@@ -28,8 +28,8 @@ impl Room {
 }
 
 impl Workbench<'_> {
-    /// The plan that the policy makes of a budget, against fixed ways to choose what is resident: budget by budget, and while
-    /// a neighbour comes and goes.
+    /// The policy's plan for a budget, against fixed choices of resident parts: per budget, and while a neighbour comes
+    /// and goes.
     pub(crate) fn choice(&mut self) -> Result<(), String> {
         let room = self.room();
         self.hold(BTreeSet::new())?;
@@ -45,7 +45,7 @@ impl Workbench<'_> {
                 self.hold(resident)?;
                 best = best.max(self.rate()?);
             }
-            // Once more afterwards, for a machine that drifts.
+            // Repeated at the end, to detect drift of the machine.
             self.hold(automatic.resident.clone())?;
             ours = f64::midpoint(ours, self.rate()?);
             self.values
@@ -66,8 +66,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// A neighbour takes what the budget lacks, and gives it back: with a new plan each time, changing included, against the
-    /// best plan that fits all the while.
+    /// A neighbour takes the difference to the budget and returns it: with a new plan each time, including the change,
+    /// against the best plan that fits throughout.
     fn beside_a_neighbour(&mut self, room: &Room) -> Result<(), String> {
         let least = room.budget(NEIGHBOUR.into_iter().min().unwrap_or(0));
         let kept = self.automatic(room, least)?;
@@ -100,8 +100,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// Seconds for the tokens of all budgets, `change` included; the neighbour has its memory before what is changed by it is
-    /// asked to compute, and touches it while it does.
+    /// Seconds for the tokens of all budgets, including `change`; the neighbour allocates its memory before the changed
+    /// plan computes, and touches it meanwhile.
     fn in_turns(
         &mut self,
         room: &Room,
@@ -120,7 +120,7 @@ impl Workbench<'_> {
                 .saturating_sub(budget)
                 .max(cotenant::units::page());
             thread::scope(|scope| {
-                // Its memory goes back when it has been touched and the tokens are done.
+                // Its memory is released after it has been touched and the tokens are done.
                 let neighbour = scope.spawn(move || Mapping::new(taken, Backing::Now));
                 let decoded = self.decode(TURN_TOKENS);
                 seconds += started.elapsed().as_secs_f64();
@@ -153,7 +153,7 @@ impl Workbench<'_> {
         }
     }
 
-    /// What the policy keeps within `budget`.
+    /// The policy's plan for `budget`.
     fn automatic(&self, room: &Room, budget: Bytes) -> Result<EnginePlan, String> {
         self.model
             .shape()
@@ -184,7 +184,7 @@ impl Workbench<'_> {
         .collect()
     }
 
-    /// Tokens per second with what is resident now.
+    /// Tokens per second with the current resident parts.
     fn rate(&mut self) -> Result<f64, String> {
         self.model.reset();
         let first = self.tokens(0, 1);
@@ -196,7 +196,7 @@ impl Workbench<'_> {
 
 /// Budgets between the floor and the full plan, in percent.
 const BUDGETS: [u64; 8] = [5, 20, 40, 60, 75, 85, 92, 98];
-/// What a neighbour that comes and goes leaves of it, one after the other.
+/// Consecutive shares of it left by a varying neighbour.
 const NEIGHBOUR: [u64; 8] = [100, 60, 25, 60, 92, 40, 75, 100];
-/// Tokens beside each of these.
+/// Tokens per share.
 const TURN_TOKENS: u32 = 24;

@@ -11,8 +11,8 @@ use cotenant::{
 use super::Workbench;
 
 impl Workbench<'_> {
-    /// A prompt with nothing resident, in chunks of several sizes: each chunk reads all weights once. Beside each, what of
-    /// its time kernels waited for the disk: where that is little, larger chunks are of no use.
+    /// A prompt with nothing resident, in chunks of several sizes: each chunk reads all weights once. Each figure
+    /// includes the share of time for which kernels waited for the disk: if that is small, larger chunks gain nothing.
     pub(crate) fn chunks(&mut self) -> Result<(), String> {
         let before = self.model.plan().clone();
         let count = CHUNKED_PROMPT.min(before.kv_capacity.get());
@@ -48,7 +48,7 @@ impl Workbench<'_> {
     }
 }
 
-/// Chunks in which a streamed prompt is measured: those that a plan chooses among by default.
+/// Chunk sizes for a streamed prompt: the default choices of a plan.
 const CHUNKS: [u32; 3] = [128, 256, 512];
 /// Tokens of that prompt.
 const CHUNKED_PROMPT: u32 = 1024;

@@ -46,7 +46,7 @@ impl Workbench<'_> {
         let side =
             TextSide::new(model.header(), plan.kv_capacity).map_err(|error| in_one_line(&error))?;
         let tokenizer = side.tokenizer();
-        // The end of a file is not text, as for `llama-perplexity`.
+        // The final line end is not text, as in `llama-perplexity`.
         let text = text.strip_suffix('\n').unwrap_or(&text);
         let tokens = tokenizer
             .encode_rendered(text, None)
@@ -75,7 +75,8 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// What a reduced vocabulary saves of the head, and what of a text cannot be said with it by whole tokens.
+    /// Memory saved in the head by a reduced vocabulary, and the share of a text that it cannot generate as whole
+    /// tokens.
     pub(crate) fn vocabulary(&mut self) -> Result<(), String> {
         let Some((wanted, path)) = self.args.vocabulary.as_ref().zip(self.args.text.as_ref())
         else {
@@ -149,7 +150,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// A cache of its own, all of which is touched: capacity and types that come and go.
+    /// A separate, fully touched cache: changes of capacity and type.
     fn capacities(&mut self) -> Result<(), String> {
         let shape = self.model.shape().kv;
         let wanted = Bytes::from_mib(self.settings.kv_mib);
@@ -175,7 +176,7 @@ impl Workbench<'_> {
         })?;
         self.values
             .add(format!("context capacity grown by {wanted}"), "ms", ms);
-        // Converting all of it up writes all of it.
+        // An upward conversion of the whole cache writes all of it.
         cache
             .convert(&mut backend, KvType::Q8, tokens)
             .map_err(refused)?;
@@ -224,7 +225,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// The next token after capacity went and came, bit by bit that of a sequence that was left alone.
+    /// The next token after capacity shrank and grew, bit-identical to that of an undisturbed sequence.
     fn goes_on(&mut self) -> Result<(), String> {
         let all = self.model.plan().clone();
         let (prompt, next) = (self.tokens(0, PROMPT), self.tokens(PROMPT, 1));
@@ -263,9 +264,9 @@ impl Workbench<'_> {
         }
     }
 
-    /// A second turn, which parts from the first shortly before the end of its prompt, as templates make it.
+    /// A second turn, which diverges from the first shortly before the end of its prompt, as templates cause it.
     pub(crate) fn turns(&mut self) -> Result<(), String> {
-        // Copies of the recurrent state lie in capacity that no token has needed, as they do in a usual context.
+        // Copies of the recurrent state lie in capacity not used by any token, as in a usual context.
         let before = self.model.plan().clone();
         let shape = self.model.shape();
         let per_token = shape.kv.bytes_per_token(before.kv_type).get().max(1);
@@ -300,7 +301,7 @@ impl Workbench<'_> {
             let token = self.tokens(length + place, 1);
             self.forward(&token)?;
         }
-        // The answer as its template writes it into the next prompt, and what is said then.
+        // The answer as its template writes it into the next prompt, followed by the next message.
         let kept = self.model.keep(length - PARTS_BEFORE);
         let mut second = first.get(..kept as usize).unwrap_or_default().to_vec();
         second.extend(
@@ -340,13 +341,14 @@ impl Workbench<'_> {
     }
 }
 
-/// As `llama-perplexity -c 512` cuts its text.
+/// Window of `llama-perplexity -c 512`.
 const WINDOW: u32 = 512;
 /// Tokens before a change of capacity: more than one block.
 const PROMPT: u32 = 100;
-/// Tokens of the first answer, and of what is said after it: a spoken sentence each.
+/// Tokens of the first answer and of the next message: a spoken sentence each.
 const ANSWER: u32 = 16;
 const NEWS: u32 = 16;
-/// As the engine's thread marks prompts: templates part so many tokens before their end, and marks lie at multiples of 64.
+/// As in the engine's thread: templates diverge this many tokens before the end of a prompt, and marks lie at multiples
+/// of 64.
 const PARTS_BEFORE: u32 = 8;
 const MARK_STEP: u32 = 64;

@@ -1,4 +1,4 @@
-//! Price of elasticity: against an engine without it, and beside a busy neighbour.
+//! Cost of elasticity: against an engine without it, and under contention by a neighbour.
 
 use std::{
     sync::{
@@ -19,8 +19,8 @@ use cotenant::{
 use super::Workbench;
 
 impl Workbench<'_> {
-    /// Decoding, all resident, beside the same engine in whole layers that never changed: in turns, this one after its
-    /// parts have been given up and read again.
+    /// Decoding with all layers resident, against the same engine with whole layers that never changed: in turns, the
+    /// former after its parts have been released and reread.
     pub(crate) fn ability(&mut self) -> Result<(), String> {
         let plan = EnginePlan {
             kv_capacity: Tokens::new(256),
@@ -56,7 +56,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// Decoding, with one of the processors that this process may use taken by a thread that never sleeps; the peer too.
+    /// Decoding while a busy thread occupies one of the available processors; the peer too.
     pub(crate) fn neighbour(&mut self) -> Result<(), String> {
         let allowed = allowed_processors();
         let Some(&taken) = allowed.first() else {
@@ -102,7 +102,7 @@ impl Workbench<'_> {
         Ok(())
     }
 
-    /// From opening the file to the first token with nothing resident, against one streamed pass.
+    /// Time from opening the file to the first token with nothing resident, against one streamed pass.
     pub(crate) fn first_token(&mut self) -> Result<(), String> {
         let plan = EnginePlan {
             resident: std::collections::BTreeSet::new(),
@@ -142,7 +142,7 @@ impl Workbench<'_> {
     }
 }
 
-/// Processors that this process may use.
+/// Processors available to this process.
 fn allowed_processors() -> Vec<usize> {
     nix::sched::sched_getaffinity(nix::unistd::Pid::from_raw(0)).map_or_else(
         |_| Vec::new(),
@@ -154,7 +154,7 @@ fn allowed_processors() -> Vec<usize> {
     )
 }
 
-/// Keeps the calling thread on one processor; best effort.
+/// Pins the calling thread to one processor; best effort.
 fn pin(processor: usize) {
     let mut set = nix::sched::CpuSet::new();
     if set.set(processor).is_ok() {

@@ -18,13 +18,13 @@ use cotenant::{
     units::{Bytes, Tokens},
 };
 
-/// A memory control group that is removed when it is dropped.
+/// A memory control group, removed on drop.
 struct Group {
     folder: PathBuf,
 }
 
 impl Group {
-    /// A group that may hold `limit`; `None` where control groups of version 1 are not there or not ours.
+    /// A group limited to `limit`; `None` if control groups of version 1 are missing or not writable.
     fn new(limit: Bytes) -> Option<Self> {
         let folder =
             Path::new(MEMORY_GROUPS).join(format!("cotenant-bench-{}", std::process::id()));
@@ -38,7 +38,7 @@ impl Group {
         Some(group)
     }
 
-    /// Runs a program in the group: what it printed, or how it ended instead.
+    /// Runs a program in the group: its output, or its failure.
     fn run(&self, program: &Path, args: &[String]) -> Result<Vec<u8>, String> {
         let output = Command::new("/bin/sh")
             .args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""])
@@ -62,7 +62,7 @@ impl Group {
 
 impl Drop for Group {
     fn drop(&mut self) {
-        // Empty, since what ran in it has been waited for; what is left is charged to the group above.
+        // Empty, since its program has been waited for; the rest is charged to the parent group.
         fs::remove_dir(&self.folder).ok();
     }
 }
@@ -150,7 +150,7 @@ impl Workbench<'_> {
     }
 }
 
-/// Decodes with no more than `args.hold_mib` held, and prints how fast.
+/// Decodes with at most `args.hold_mib` held, and prints the rate.
 pub(crate) fn held(args: &EngineArgs, path: &Path, hold: Bytes) -> Result<Value, String> {
     let (shape, header) = Model::inspect(path, usize::from(args.settings.threads))
         .map_err(|error| in_one_line(&error))?;
@@ -194,7 +194,7 @@ fn rate(text: &[u8], field: &str) -> Option<f64> {
         .as_f64()
 }
 
-/// Takes the file out of the page cache: pages left from another group are not charged to this one.
+/// Drops the file from the page cache: pages left from another group would not be charged to this one.
 fn forget(path: &Path) {
     if let Ok(file) = fs::File::open(path) {
         file.sync_all().ok();
@@ -204,7 +204,7 @@ fn forget(path: &Path) {
 
 const NO_FIGURE: &str = "no figure";
 const MEMORY_GROUPS: &str = "/sys/fs/cgroup/memory";
-/// What the process has beside the book: its program, stacks, and heap; a good 12 MiB were seen.
+/// Memory of the process outside the ledger: its program, stacks, and heap; somewhat above 12 MiB was observed.
 const PROCESS: Bytes = Bytes::from_mib(24);
 const HELD_CONTEXT: Tokens = Tokens::new(256);
 const HELD_TOKENS: u32 = 100;

@@ -8,12 +8,12 @@ use cotenant::cli::bench::engine::percent;
 
 use super::Workbench;
 
-/// What `tests/fixtures/reference-shapes/shapes.cpp` writes.
+/// Output of `tests/fixtures/reference-shapes/shapes.cpp`.
 #[derive(Deserialize)]
 struct Reference {
-    /// Tokens that are read at once; the others come one by one.
+    /// Tokens computed in one chunk; the others follow one by one.
     prompt: usize,
-    /// Only the logits of each `every`-th token of the vocabulary are there.
+    /// Sampling interval: only the logits of each `every`-th token of the vocabulary are included.
     every: usize,
     vocabulary: u32,
     tokens: Vec<u32>,
@@ -56,7 +56,7 @@ impl Reference {
     }
 }
 
-/// How far two ways of computing are apart.
+/// Distance between two ways of computing.
 #[derive(Clone, Copy, Debug, PartialEq)]
 struct Apart {
     largest: f64,
@@ -81,7 +81,7 @@ impl Apart {
 }
 
 impl Workbench<'_> {
-    /// Logits of the tokens that the reference names.
+    /// Logits of the tokens in the reference.
     pub(crate) fn logits(&mut self) -> Result<(), String> {
         let Some(path) = &self.args.reference else {
             return Err("the section `logits` needs --reference FILE".to_owned());
@@ -164,7 +164,7 @@ impl Workbench<'_> {
     }
 }
 
-/// The place of the highest logit.
+/// Index of the highest logit.
 fn best(row: &[f32]) -> Option<usize> {
     let (place, _) = row
         .iter()

@@ -1,6 +1,6 @@
 //! `developer engine`: the engine on models of random weights, and against references.
 //!
-//! The sections of `cotenant bench engine` are here too, so that both are taken in the same rounds.
+//! It includes the sections of `cotenant bench engine`, so that both are measured in the same rounds.
 
 mod choice;
 mod chunks;
@@ -47,8 +47,8 @@ pub(crate) use self::{
 /// What to measure, and how.
 #[derive(Clone, Debug, clap::Args)]
 pub(crate) struct EngineArgs {
-    /// Shapes of the models that are written, with random weights, into the folder for temporary files (`TMPDIR`), one after the
-    /// other; of several, a table of all ratios to the peer is the end.
+    /// Shapes of the models that are written, with random weights, into the folder for temporary files (`TMPDIR`), one
+    /// after the other; of several, a table of all ratios to the peer is the end.
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [ShapeName::Qwen35Small])]
     shape: Vec<ShapeName>,
     /// Types of their matrices; each shape is measured in each.
@@ -175,7 +175,7 @@ pub(crate) fn run(args: &EngineArgs, output: Output) -> Result<(), CliError> {
 }
 
 impl EngineArgs {
-    /// The models that are written, or one for `--model`.
+    /// The models to write, or one for `--model`.
     fn models(&self) -> Vec<(ShapeName, TypeName)> {
         if self.model.is_some() {
             return vec![self.first()];
@@ -195,7 +195,7 @@ impl EngineArgs {
         (shape, self.types.first().copied().unwrap_or(TypeName::Q4KM))
     }
 
-    /// The file to measure, and the folder that goes with it.
+    /// The file to measure, and its folder.
     fn file(
         &self,
         (shape, types): (ShapeName, TypeName),
@@ -208,7 +208,7 @@ impl EngineArgs {
     }
 }
 
-/// The product's bench with the settings of further sections.
+/// The product's bench with settings for further sections.
 struct Workbench<'args> {
     bench: Bench<'args>,
     args: &'args EngineArgs,

@@ -1,37 +1,37 @@
 //! Perplexity of a model on a text.
 //!
-//! Computed as `llama-perplexity` does, so that the figures can be compared: the text is cut into windows of one length,
-//! each window starts with an empty sequence (and the token that begins one, where the model wants it), and only the
-//! second half of a window counts, where the model has seen enough to go by.
+//! Computed as in `llama-perplexity`, so that figures are comparable: the text is split into windows of one length,
+//! each window starts with an empty sequence (and the begin token, if the model uses one), and only its second half
+//! counts, where the model has enough context.
 
 use cotenant::engine::{Flow, Model, tokenizer::Tokenizer};
 
 use cotenant::cli::bench::engine::in_one_line;
 
-/// The outcome of an evaluation.
+/// Result of an evaluation.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub(super) struct Perplexity {
-    /// Mean negative log-likelihood of the tokens that counted, in nats.
+    /// Mean negative log-likelihood of the counted tokens, in nats.
     pub(super) mean_nll: f64,
     /// Standard error of that mean, taking the tokens as independent.
     pub(super) standard_error: f64,
-    /// Tokens that counted.
+    /// Counted tokens.
     pub(super) tokens: u64,
-    /// Tokens in their place that did not count, since they were left out.
+    /// Tokens excluded by the filter.
     pub(super) left_out: u64,
     /// Windows.
     pub(super) windows: u32,
 }
 
 impl Perplexity {
-    /// The number of equally likely tokens that would be as hard to guess: `exp` of the mean.
+    /// The number of equally likely tokens with the same difficulty: `exp` of the mean.
     pub(super) fn value(&self) -> f64 {
         self.mean_nll.exp()
     }
 }
 
-/// Evaluates `model` on `tokens` in windows of `window` tokens, where only the tokens count that `counts` names. The
-/// model's sequence is lost; its KV capacity must hold a window.
+/// Evaluates `model` on `tokens` in windows of `window` tokens, counting only tokens accepted by `counts`. The model's
+/// sequence is lost; its KV capacity must hold a window.
 pub(super) fn evaluate(
     model: &mut Model,
     tokenizer: &Tokenizer,
@@ -61,7 +61,7 @@ pub(super) fn evaluate(
         }
         model.reset();
         let computed = model.forward_all(&input, &mut || Flow::Continue, &mut |at, logits| {
-            // The scores after a token are about the one behind it.
+            // The logits after a token predict the next one.
             if at >= first
                 && let Some(&next) = text.get(at + 1)
             {
@@ -79,7 +79,7 @@ pub(super) fn evaluate(
     Ok(sums.finish(windows))
 }
 
-/// Negative logarithm of the probability of `token`; infinite when the model does not have it.
+/// Negative logarithm of the probability of `token`; infinite if the model lacks it.
 fn nll(logits: &[f32], token: u32) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits
@@ -125,7 +125,7 @@ impl Sums {
     }
 }
 
-/// The shortest window of which something counts.
+/// The shortest window with counted tokens.
 const WINDOW_MIN: usize = 4;
 
 #[cfg(test)]

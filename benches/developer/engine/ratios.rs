@@ -9,7 +9,7 @@ use cotenant::cli::{
     output::{self, Column, Table},
 };
 
-/// Of each figure that the peer has too, what was measured of each model.
+/// For each figure that the peer has too, the measurements of each model.
 #[derive(Default)]
 pub(super) struct Ratios(Vec<(String, Vec<Row>)>);
 
@@ -42,7 +42,7 @@ impl Ratios {
         }
     }
 
-    /// Writes them where there are several models of a figure.
+    /// Writes them for figures with several models.
     pub(super) fn write(&self, output: Output) -> Result<(), CliError> {
         let several: Vec<_> = self.0.iter().filter(|(_, rows)| rows.len() > 1).collect();
         if several.is_empty() {
@@ -94,13 +94,13 @@ impl Ratios {
     }
 }
 
-/// Of the rows' ratios.
+/// Geometric mean of the rows' ratios.
 fn geometric_mean(rows: &[Row]) -> f64 {
     let logarithms: f64 = rows.iter().map(|row| row.ratio.ln()).sum();
     (logarithms / f64::from(u32::try_from(rows.len()).unwrap_or(u32::MAX))).exp()
 }
 
-/// The name of a value on the command line.
+/// The command-line name of a value.
 fn named(value: &impl clap::ValueEnum) -> String {
     value
         .to_possible_value()

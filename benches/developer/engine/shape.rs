@@ -1,4 +1,4 @@
-//! Models of random weights by name: to be measured, or to be kept in a file.
+//! Models of random weights by name, for measurement or as a file.
 
 use std::{
     fs::{self, File},
@@ -169,10 +169,10 @@ impl ShapeName {
     }
 }
 
-/// Where weights are drawn from unless another seed is asked for: the same on every machine.
+/// Default seed of the weights: identical on every machine.
 pub(crate) const SEED: u64 = 1;
 
-/// Writes a model of a shape into a folder of its own.
+/// Writes a model of a shape into a separate folder.
 pub(crate) fn written_model(
     shape: ShapeName,
     types: TypeName,
@@ -187,7 +187,7 @@ pub(crate) fn written_model(
     Ok((path, folder))
 }
 
-/// Writes the model that `args` name to `path`, and says how large it is. What is there already is left alone.
+/// Writes the model selected by `args` to `path`, and reports its size. An existing file is left unchanged.
 pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<(), CliError> {
     let refused = |error: io::Error| {
         let why = match error.kind() {
@@ -208,7 +208,7 @@ pub(crate) fn write(args: &EngineArgs, path: &Path, output: Output) -> Result<()
     drop(File::create_new(path).map_err(refused)?);
     let (shape, types) = args.first();
     if let Err(error) = shape.write(types, args.seed, path) {
-        // Half a model is of no use to anybody, and the disk may be full of it.
+        // A partial model is useless, and the disk may be full of it.
         let _ = fs::remove_file(path);
         return Err(refused(error));
     }
@@ -233,7 +233,7 @@ fn gemma3_1b(types: TypeMix, seed: u64) -> Synthetic {
         head_dim: 256,
         rotary: 256,
         rotary_base: 1e6,
-        // As the references of llama.cpp were computed.
+        // As in the references of llama.cpp.
         windows: (6, 2),
         recurrent: (0, 0, 0),
         vocabulary: 262_144,

@@ -1,17 +1,18 @@
-//! The device that every policy gets: what memory, loads and tokens cost, in steps of 20 ms.
+//! Device model for every policy: the cost of memory, loads and tokens, in steps of 20 ms.
 //!
 //! * A budget of 15 656 MiB less a baseline (Orin NX 16 GB, `free -m`).
-//! * Loads run at 2.5 GB/s, all together (NVMe on that board: 2 to 3 GB/s claimed); each byte that a holder comes to hold
-//!   after the start is counted as reloaded, KV cache included.
-//! * Memory comes back at 20 GiB/s: 2–3 ms for 125–150 MiB of layers are measured by `developer engine`.
+//! * Loads run at 2.5 GB/s in total (NVMe on that board: 2 to 3 GB/s claimed); each byte that a holder acquires after
+//!   the start counts as reloaded, KV cache included.
+//! * Memory is released at 20 GiB/s: 2–3 ms for 125–150 MiB of layers are measured by `developer engine`.
 //! * A neighbour grows and shrinks at 500 MiB/s.
-//! * A token takes 80 ms when all layers are in memory (4.9 GB of weights at the 60 GB/s that its GPU was measured to read);
-//!   a layer that is not is read for each token, at the rate of loads, beside the computing: the slower of both. Loads do
-//!   not slow tokens.
-//! * A request without room goes on all the same: too much in use is counted as an over-commit, and no program is killed for it. On
-//!   a board it would end in swap or in the OOM killer, so that a policy which over-commits does better here than there.
-//! * An answer has as long as it takes when all is in memory; what is not written by then is lost. A request that waits for
-//!   its model can be served until then; one in the works whose model is unloaded is lost, and counted as aborted.
+//! * A token takes 80 ms with all layers in memory (4.9 GB of weights at the 60 GB/s measured for its GPU); each
+//!   missing layer is read per token, at the rate of loads, in parallel with the computation: the slower of both
+//!   counts. Loads do not slow tokens.
+//! * A request without room proceeds anyway: excess use is counted as an over-commit, and no program is killed for it.
+//!   On a board it would end in swap or in the OOM killer, so a policy that over-commits does better here than there.
+//! * An answer is given the time that it takes with everything in memory; tokens not written by then are lost. A
+//!   request that waits for its model can be served until then; a running request whose model is unloaded is lost, and
+//!   counted as aborted.
 
 use std::time::Duration;
 
@@ -28,31 +29,31 @@ const NEIGHBOUR_PER_STEP: Bytes = Bytes::from_mib(500 * STEP_MS / 1000);
 const LISTEN_DEADLINE_MS: u64 = 300;
 const SAY_DEADLINE_MS: u64 = 1000;
 
-/// How long `bytes` take to load.
+/// Load time of `bytes`.
 pub(super) fn load_time(bytes: Bytes) -> Duration {
     Duration::from_millis(bytes.get() / LOAD_PER_STEP.get() * STEP_MS)
 }
 
-/// What is counted.
+/// Counted results.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub(super) struct Score {
     /// Requests of ASR and TTS.
     pub(super) audio: u64,
-    /// Of these, not begun in time, or cut off.
+    /// Of these, not started in time, or aborted.
     pub(super) missed: u64,
-    /// Of all, those that came when ASR and TTS did not fit beside the neighbour even without the LLM.
+    /// Of all, those that arrived while ASR and TTS did not fit beside the neighbour even without the LLM.
     pub(super) infeasible: u64,
-    /// Times that more than the budget came to be used, and could have been avoided by unloading everything.
+    /// Times that use exceeded the budget, although unloading everything would have avoided it.
     pub(super) over_commits: u64,
-    /// Bytes that came to be held after the start.
+    /// Bytes acquired after the start.
     pub(super) reloaded: Bytes,
-    /// Bytes of layers that were read to be used once.
+    /// Bytes of layers read for single use.
     pub(super) streamed: Bytes,
-    /// Tokens asked for.
+    /// Requested tokens.
     pub(super) tokens: u64,
-    /// Of these, not written in the time that they take with all in memory.
+    /// Of these, not written within the time that they take with everything in memory.
     pub(super) tokens_lost: u64,
-    /// Answers cut off, or without a token.
+    /// Answers aborted, or without a token.
     pub(super) aborted: u64,
 }
 
@@ -70,23 +71,23 @@ impl Score {
     }
 }
 
-/// Memory that comes and goes at a rate.
+/// Memory that grows and shrinks at a rate.
 #[derive(Clone, Debug)]
 pub(super) struct Holder {
     pub(super) model: Model,
     /// In use.
     pub(super) used: Bytes,
-    /// What it will use when it is done.
+    /// Its final use.
     pub(super) target: Bytes,
     pub(super) ready: bool,
-    /// What it holds once it is ready.
+    /// Its use once it is ready.
     pub(super) steady: Bytes,
-    /// Bytes of layers to read for each token.
+    /// Bytes of layers to read per token.
     pub(super) streams: Bytes,
     pub(super) used_at: Timestamp,
 }
 
-/// What a request needs.
+/// Needs of a request.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Work {
     Audio { extra: Bytes, lasts_ms: u64 },
@@ -99,7 +100,7 @@ pub(super) struct Job {
     /// Index of its model.
     pub(super) holder: usize,
     pub(super) work: Work,
-    /// By when it must have begun, or for an answer ended.
+    /// Latest start, or end of an answer.
     pub(super) until: Timestamp,
     pub(super) began: Option<Timestamp>,
 }
@@ -110,7 +111,7 @@ pub(super) struct Device<'a> {
     pub(super) baseline: Bytes,
     pub(super) holders: Vec<Holder>,
     pub(super) jobs: Vec<Job>,
-    /// Models that have died in this step.
+    /// Models that died in this step.
     pub(super) died: Vec<usize>,
     pub(super) score: Score,
     neighbour: (Bytes, Bytes),
@@ -155,13 +156,13 @@ impl<'a> Device<'a> {
         self.total.saturating_sub(self.baseline)
     }
 
-    /// In use on the whole machine.
+    /// Use on the whole machine.
     pub(super) fn used(&self) -> Bytes {
         let holders: Bytes = self.holders.iter().map(|holder| holder.used).sum();
         self.baseline + holders + self.extras() + self.neighbour.0
     }
 
-    /// What requests in the works use besides their models.
+    /// Use by running requests besides their models.
     pub(super) fn extras(&self) -> Bytes {
         self.jobs
             .iter()
@@ -194,7 +195,7 @@ impl<'a> Device<'a> {
         }
     }
 
-    /// Its memory comes back, and what it works at is lost.
+    /// Releases its memory; its running work is lost.
     pub(super) fn unload(&mut self, index: usize) {
         if let Some(holder) = self.holders.get_mut(index) {
             holder.target = Bytes::ZERO;
@@ -203,14 +204,14 @@ impl<'a> Device<'a> {
         self.cut_off(index);
     }
 
-    /// Whether its memory has come to what it will be.
+    /// Whether its memory has reached its target.
     pub(super) fn is_settled(&self, index: usize) -> bool {
         self.holders
             .get(index)
             .is_none_or(|holder| holder.used == holder.target)
     }
 
-    /// Lets one step pass: what happens, then memory, then work, then the count.
+    /// Advances one step: happenings, then memory, then work, then the count.
     pub(super) fn step(&mut self) {
         self.now = self.now + Duration::from_millis(STEP_MS);
         self.died.clear();
@@ -251,7 +252,7 @@ impl<'a> Device<'a> {
                         tokens,
                         millionths: 0,
                     };
-                    // What the steps round is not lost.
+                    // Tolerance for the rounding of steps.
                     self.job(holder, work, tokens * TOKEN_US / 1000 + 2 * STEP_MS);
                 }
             }

@@ -1,6 +1,7 @@
 //! The real arbiter on the device.
 //!
-//! The first model is the engine, the others are workers; what a request of ASR needs beyond them is a lease of its class.
+//! The first model is the engine, the others are workers; memory that an ASR request needs beyond them is a lease of
+//! its class.
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -23,14 +24,14 @@ use cotenant::{
     units::{Bytes, Timestamp, Tokens},
 };
 
-/// The engine's name in the book, and in every trace.
+/// The engine's name in the ledger, and in every trace.
 pub(super) const ENGINE: &str = "llm";
 const LAYERS: u32 = 32;
-/// Prompt and history that a turn holds in the KV cache before it writes.
+/// Prompt and history of a turn in the KV cache before it generates.
 const PROMPT_TOKENS: u32 = 600;
 const MEASURE_EVERY: Duration = Duration::from_millis(500);
 
-/// A model that holds so much in full: 32 layers, every fourth of which attends (Qwen3.5), and 4096 tokens of f16 KV.
+/// A model of this full size: 32 layers, every fourth with attention (Qwen3.5), and 4096 tokens of f16 KV.
 pub(crate) fn shape(full: Bytes) -> ModelShape {
     let (fixed_bytes, state_bytes, workspace) = (
         Bytes::from_mib(400),
@@ -101,14 +102,14 @@ fn params(device: &Device<'_>) -> Params {
     params
 }
 
-/// What a request has asked for, and got.
+/// Memory requested and granted for a request.
 enum Need {
     Asked(Ticket),
     Granted(LeaseView),
     Denied,
 }
 
-/// Revision, plan, and when it was begun with how much in use.
+/// Revision, plan, and its start with the use at that time.
 type Order = (u64, EnginePlan, Option<(Timestamp, Bytes)>);
 
 struct Ours<'a, 'b> {
@@ -116,7 +117,7 @@ struct Ours<'a, 'b> {
     arbiter: Arbiter,
     shape: ModelShape,
     events: VecDeque<Event>,
-    /// Plans that the engine has been given, in order.
+    /// The engine's pending plans, in order.
     plans: VecDeque<Order>,
     kv_used: u32,
     needs: BTreeMap<u64, Need>,
@@ -206,7 +207,7 @@ impl Ours<'_, '_> {
         }
     }
 
-    /// The machine as it is read, and now and then all holders.
+    /// Samples the machine, and periodically all holders.
     fn sample(&mut self) {
         let now = self.device.now;
         if now < self.sample_at {
@@ -259,7 +260,7 @@ impl Ours<'_, '_> {
         });
     }
 
-    /// What has come to hold what it should, says so.
+    /// Reports holders that have reached their target.
     fn settle(&mut self) {
         for index in 0..self.device.holders.len() {
             if self.is_engine(index) || !self.device.is_settled(index) {
@@ -306,7 +307,7 @@ impl Ours<'_, '_> {
             });
         }
         if let Some((_, plan, begun)) = self.plans.front_mut() {
-            // The running sequence keeps what it has written.
+            // The running sequence keeps its tokens.
             let block = self.shape.kv.block_tokens.get();
             let kept = Tokens::new(self.kv_used.next_multiple_of(block));
             plan.kv_capacity = plan.kv_capacity.max(kept);
@@ -362,7 +363,7 @@ impl Ours<'_, '_> {
         }
     }
 
-    /// Requests that are over give back what they were granted.
+    /// Finished requests release their grants.
     fn give_back(&mut self) {
         let alive: BTreeSet<u64> = self.device.jobs.iter().map(|job| job.number).collect();
         let over: Vec<u64> = self
@@ -396,7 +397,7 @@ impl Ours<'_, '_> {
         Ticket(self.tickets)
     }
 
-    /// Requests that wait ask for what they need: their worker, then their lease.
+    /// Waiting requests ask for their memory: their worker, then their lease.
     fn ask(&mut self) {
         let now = self.device.now;
         let waiting: Vec<_> = self
@@ -481,7 +482,7 @@ impl Ours<'_, '_> {
             Action::SampleAfter { wait } => {
                 self.sample_at = self.sample_at.min(self.device.now + wait);
             }
-            // No lease here outlasts its term, workers have no variants, and nothing is kept.
+            // No lease here outlasts its term, workers have no variants, and nothing is persisted.
             Action::SetTarget { .. }
             | Action::EndLease { .. }
             | Action::ResizeWorker { .. }

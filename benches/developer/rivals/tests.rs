@@ -6,7 +6,7 @@ pub(super) fn ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them() {
     let report = compare(1).unwrap();
     println!("{}", table(&report));
     for row in report.results.iter().filter(|row| row.policy == OURS) {
-        // The ratchet takes more than the floor of the LLM leaves, and that is never unloaded.
+        // The ratchet takes more than remains beside the floor of the LLM, which is never unloaded.
         if row.trace != "roboflow-ratchet" {
             assert_eq!(
                 (row.score.missed, row.score.over_commits),
@@ -30,7 +30,7 @@ pub(super) fn ours_keeps_deadlines_and_budget_where_rivals_break_one_of_them() {
             (ours.score.tokens, ours.score.audio)
         );
     }
-    // Beside an unmanaged neighbour, no rival keeps both.
+    // Beside an unmanaged neighbour, no rival achieves both.
     for trace in [
         "neighbour",
         "neighbour-storm",

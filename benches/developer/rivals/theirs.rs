@@ -10,8 +10,8 @@ use cotenant::units::Bytes;
 
 const POLL_US: u64 = 100_000;
 
-/// All rivals, set up for this device as a careful operator would: he knows the models, their peaks and their transients,
-/// and no neighbour.
+/// All rivals, configured for this device as by a careful operator, who knows the models, their peaks and their
+/// transients, but not the neighbour.
 pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
     let sizes: Vec<(String, Bytes)> = device
         .holders
@@ -56,7 +56,7 @@ pub(super) fn all(device: &Device<'_>, extra: Bytes) -> Vec<Box<dyn Rival>> {
 
 /// Runs the rule until the trace ends.
 pub(super) fn run(device: &mut Device<'_>, rival: &mut dyn Rival) {
-    // Every model is asked for once before the first request, the LLM last.
+    // Every model is requested once before the first request, the LLM last.
     let mut preload: Vec<usize> = (0..device.holders.len()).collect();
     while !device.ended() {
         device.step();
@@ -123,7 +123,7 @@ fn make_room(device: &mut Device<'_>, rival: &mut dyn Rival, index: usize) {
         kind: holder.model.kind,
         bytes: holder.steady,
     };
-    // At most every model goes.
+    // At most every model is unloaded.
     for _ in 0..=device.holders.len() {
         match rival.make_room(&view(device), &wanted) {
             Room::Evict(names) => names.iter().for_each(|name| unload(device, name)),

@@ -1,9 +1,9 @@
 //! Trace of a voice device, the same for every policy.
 //!
-//! Eight traces are drawn from a seed, seven follow published incidents (sizes in MiB as `free -m` prints them, 15 656 in
-//! all): co-residency of TensorRT-Edge-LLM on an Orin NX in two runs, the outage and the crash loop of zoe, the ratchet
-//! of roboflow, and callers that alternate between models (Lemonade, llama-swap). Models are in memory before the first
-//! request where the policy lets them.
+//! Eight traces are drawn from a seed, seven follow published incidents (sizes in MiB as `free -m` prints them, 15 656
+//! in all): co-residency of TensorRT-Edge-LLM on an Orin NX in two runs, the outage and the crash loop of zoe, the
+//! ratchet of roboflow, and callers that alternate between models (Lemonade, llama-swap). Models are loaded before the
+//! first request if the policy allows it.
 
 use super::rules::Kind;
 
@@ -17,20 +17,20 @@ pub(super) struct Model {
     pub(super) peak_mib: u64,
 }
 
-/// Something that happens.
+/// An event of a trace.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Happening {
-    /// A user speaks: the recogniser must have begun, with so much more memory than it holds, within 300 ms.
+    /// A user speaks: the recogniser must start within 300 ms, with this much memory in addition.
     Listen { extra_mib: u64, lasts_ms: u64 },
-    /// A sentence is to be said, within 1 s.
+    /// A sentence must be spoken within 1 s.
     Say { lasts_ms: u64 },
-    /// An answer of so many tokens.
+    /// An answer of this many tokens.
     Answer { model: &'static str, tokens: u64 },
-    /// An unmanaged program comes to use so much, at the rate of the device.
+    /// An unmanaged program changes its use to this size, at the rate of the device.
     Neighbour { mib: u64 },
     /// A model's process ends.
     Dies { model: &'static str },
-    /// A model comes to hold more, and keeps it.
+    /// A model grows, and keeps the memory.
     Grows { model: &'static str, mib: u64 },
 }
 
@@ -38,20 +38,20 @@ pub(super) enum Happening {
 #[derive(Clone, Debug)]
 pub(super) struct Trace {
     pub(super) name: &'static str,
-    /// What the OS and everything else uses all the time.
+    /// Constant use by the OS and everything else.
     pub(super) baseline_mib: u64,
-    /// The first is the LLM that ours hosts itself.
+    /// The first is the LLM that our engine hosts.
     pub(super) models: Vec<Model>,
     /// By time, in ms.
     pub(super) happenings: Vec<(u64, Happening)>,
     pub(super) ends_ms: u64,
 }
 
-/// Time of a token of the LLM that is all in memory.
+/// Time per token of the fully resident LLM.
 pub(super) const TOKEN_US: u64 = 80_000;
-/// What the board prints as its total.
+/// The board's reported total.
 pub(super) const TOTAL_MIB: u64 = 15_656;
-/// Everything is loaded before, and has had time to grow: ours waits a minute for that after the last change.
+/// Warm-up after loading, with time to grow: our engine waits a minute after the last change.
 pub(super) const WARM_MS: u64 = 180_000;
 
 const fn model(name: &'static str, kind: Kind, steady_mib: u64, peak_mib: u64) -> Model {
@@ -63,18 +63,18 @@ const fn model(name: &'static str, kind: Kind, steady_mib: u64, peak_mib: u64) -
     }
 }
 
-/// Zoe's board: LLM 6.4 GB, Kokoro 2.2 with a high water of 2.465, Moonshine 1.1 with transients up to 3.16.
+/// Zoe's board: LLM 6.4 GB, Kokoro 2.2 with a peak of 2.465, Moonshine 1.1 with transients up to 3.16.
 const ZOE: [Model; 3] = [
     model("llm", Kind::Llm, 6100, 6100),
     model("tts", Kind::Tts, 2200, 2465),
     model("asr", Kind::Asr, 1100, 1100),
 ];
-/// What Moonshine needs at most above what it holds.
+/// Largest transient of Moonshine above its steady use.
 const ZOE_EXTRA_MIB: u64 = 2060;
-/// In use before anything was loaded, in the second run of the co-residency measurement.
+/// Use before any load, in the second run of the co-residency measurement.
 const BASELINE_MIB: u64 = 3253;
 
-/// `SplitMix64`: small, and the same everywhere.
+/// `SplitMix64`: small, and identical on all platforms.
 struct Draw(u64);
 
 impl Draw {
@@ -104,7 +104,7 @@ impl Trace {
         self.happenings.push((ms, happening));
     }
 
-    /// One turn: a user speaks, the LLM answers, the answer is spoken. Returns when it is over.
+    /// One turn: a user speaks, the LLM answers, the answer is spoken. Returns its end.
     fn turn(&mut self, at: u64, draw: &mut Draw, extra_mib: u64, tokens: u64) -> u64 {
         let heard = at + draw.between(1500, 4000);
         let lasts_ms = heard - at;
@@ -127,7 +127,7 @@ impl Trace {
         heard + tokens * TOKEN_US / 1000
     }
 
-    /// Turns until `until`, with pauses and needs from these ranges.
+    /// Turns until `until`, with pauses and needs drawn from these ranges.
     fn converse(
         &mut self,
         from: u64,
@@ -151,7 +151,7 @@ impl Trace {
     }
 }
 
-/// All traces; those that are drawn, from this seed.
+/// All traces; random ones from this seed.
 pub(super) fn all(seed: u64) -> Vec<Trace> {
     let mut draw = Draw(seed);
     let mut traces = drawn(&mut draw);
@@ -270,7 +270,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     first.baseline_mib = 3422;
     first.converse(WARM_MS, end, draw, (5, 20), (1092, 1092));
 
-    // 3253 → TTS 4088 → LLM 6307 → all at work 9968, peak 11 062: 3661 more are ASR, 1094 above is the peak.
+    // 3253 → TTS 4088 → LLM 6307 → all active 9968, peak 11 062: 3661 more are ASR, 1094 above is the peak.
     let mut second = Trace::new(
         "orin-nx-v080, run 2",
         &[
@@ -281,8 +281,8 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     );
     second.converse(WARM_MS, end, draw, (5, 20), (1094, 1094));
 
-    // The LLM ends, TTS grows to its high water and keeps it, the LLM has to come back beside it. That no single large
-    // allocation could be had is not modelled.
+    // The LLM ends, TTS grows to its peak and keeps the memory, the LLM must be reloaded beside it. Fragmentation,
+    // which prevented a single large allocation, is not modelled.
     let mut outage = Trace::new("zoe-outage", &ZOE);
     outage.converse(WARM_MS, end, draw, (5, 20), (300, 1500));
     outage.at(WARM_MS + MINUTE, Happening::Dies { model: "llm" });
@@ -294,7 +294,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
         },
     );
 
-    // Less than 2 GB are available; a neighbour takes 1.5 GB for a while, and the LLM is killed in the middle of it.
+    // Less than 2 GB are available; a neighbour takes 1.5 GB for a while, during which the LLM is killed.
     let mut crashloop = Trace::new("zoe-crashloop", &ZOE);
     crashloop.baseline_mib = 3253 + 1000;
     crashloop.converse(WARM_MS, end, draw, (5, 20), (200, 600));
@@ -302,7 +302,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     crashloop.at(WARM_MS + MINUTE + 5000, Happening::Dies { model: "llm" });
     crashloop.at(WARM_MS + 3 * MINUTE, Happening::Neighbour { mib: 0 });
 
-    // A process grows from 5 to 13.4 GB, never gives back, and is killed: more than the board has beside its OS.
+    // A process grows from 5 to 13.4 GB, never releases any, and is killed: more than the board has beside its OS.
     let mut ratchet = Trace::new(
         "roboflow-ratchet",
         &[
@@ -322,7 +322,7 @@ fn published(draw: &mut Draw) -> Vec<Trace> {
     }
     ratchet.at(end, Happening::Neighbour { mib: 0 });
 
-    // A B A A C A B C, of which any two fit, one shortly after the other; then again with pauses.
+    // A B A A C A B C, of which any two fit, in quick succession; then again with pauses.
     let mut thrash = Trace::new(
         "ab-thrash",
         &[

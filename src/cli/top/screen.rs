@@ -576,9 +576,23 @@ mod tests {
             kv_tokens: 1200,
             kv_bytes: 133 << 20,
             kv_blocks: 19,
-            waited: None,
+            ..Sequence::default()
         };
-        [running]
+        let kept = Sequence {
+            id: 15,
+            state: SequenceState::Kept.into(),
+            client: "hall".to_owned(),
+            kv_tokens: 1100,
+            kv_bytes: 126 << 20,
+            kv_blocks: 18,
+            shared_bytes: 112 << 20,
+            idle: Some(prost_types::Duration {
+                seconds: 40,
+                nanos: 0,
+            }),
+            ..Sequence::default()
+        };
+        [running, kept]
             .into_iter()
             .chain((18..26).map(|id| waiting(id, "reports")))
             .collect()

@@ -1,4 +1,4 @@
-//! Keywords of JSON Schema by the form of their values.
+//! JSON Schema keywords by the form of their values.
 
 /// Keywords whose value is a schema, or a list or a map of them.
 pub(super) const SCHEMAS: [&str; 11] = [
@@ -15,7 +15,7 @@ pub(super) const SCHEMAS: [&str; 11] = [
     "properties",
 ];
 
-/// Those whose value is a map of schemas.
+/// Keywords whose value is a map of schemas.
 pub(super) const MAPS: [&str; 4] = ["$defs", "definitions", "patternProperties", "properties"];
 
 /// Keywords whose value is a number.

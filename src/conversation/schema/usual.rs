@@ -1,17 +1,17 @@
-//! Schemas in the usual words: what clients write in other ways is written as draft 2020-12 has it.
+//! Normalisation of schemas to draft 2020-12.
 //!
 //! | written as | becomes |
 //! |---|---|
-//! | `"minimum": null` | nothing, as serializers mean it |
+//! | `"minimum": null` | nothing, as intended by serializers |
 //! | `"minimum": 3, "exclusiveMinimum": true` (draft 4) | `"exclusiveMinimum": 3` |
 //! | `"maxItems": "3"`, `"type": "STRING"` (Gemini) | `3`, `"string"` |
 //! | `properties`, or `items`, without a `type` | an object, or a list |
-//! | a list of schemas for items, and nothing of others | exactly these items, as zod and llama.cpp read it |
+//! | a list of schemas for items, without a rule for others | exactly these items, as read by zod and llama.cpp |
 //! | `required` beyond `properties` | a property of any value |
-//! | `propertyNames` with `enum`, `const` or `pattern` | `properties` or `patternProperties` that are all |
-//! | bounds beyond what a number is written with | no bounds |
-//! | `allOf` of objects | one object of all their properties |
-//! | `#/$defs/a~1b`, `#/$defs/a%3Cb%3E`, `#anchor`, `https://…#/$defs/a` of the schema itself | a path as it stands |
+//! | `propertyNames` with `enum`, `const` or `pattern` | closed `properties` or `patternProperties` |
+//! | bounds beyond the range of written numbers | no bounds |
+//! | `allOf` of objects | one object with all their properties |
+//! | `#/$defs/a~1b`, `#/$defs/a%3Cb%3E`, `#anchor`, `https://…#/$defs/a` of the schema itself | a plain path |
 
 use std::collections::BTreeMap;
 
@@ -19,7 +19,7 @@ use serde_json::{Map, Value, json};
 
 use super::keywords::{MAPS, NUMBERS, SCHEMAS};
 
-/// The same schema in the usual words.
+/// The normalised schema.
 pub(super) fn usual(schema: &Value) -> Value {
     let mut anchors = BTreeMap::new();
     collect_anchors(schema, "#", 0, &mut anchors);
@@ -35,7 +35,7 @@ struct Rewriting<'schema> {
     root: &'schema Value,
     /// Paths of schemas by their `$anchor`.
     anchors: BTreeMap<&'schema str, String>,
-    /// How many properties may be written once more.
+    /// Remaining budget of property copies.
     copies_left: usize,
 }
 
@@ -91,7 +91,7 @@ impl Rewriting<'_> {
         }
     }
 
-    /// A reference inside of the schema as a path without escapes.
+    /// A reference within the schema as a path without escapes.
     fn reference(&self, reference: &str) -> String {
         let id = self.root.get("$id").and_then(Value::as_str);
         let inner = id
@@ -104,7 +104,7 @@ impl Rewriting<'_> {
         if let Some(path) = self.anchors.get(path) {
             return path.clone();
         }
-        // One that is there as it stands is left as it is.
+        // An existing plain path is left unchanged.
         if !path.contains(['~', '%']) || self.root.pointer(path).is_some() && !path.contains('~') {
             return inner.to_owned();
         }
@@ -116,7 +116,7 @@ impl Rewriting<'_> {
         format!("#{}", segments.collect::<Vec<_>>().join("/"))
     }
 
-    /// Names of properties that are listed, or that follow a pattern.
+    /// Property names that are listed, or that match a pattern.
     fn names(&mut self, map: &mut Map<String, Value>) {
         let Some(names) = map.get("propertyNames") else {
             return;
@@ -179,7 +179,7 @@ impl Rewriting<'_> {
         map.insert("additionalProperties".to_owned(), Value::Bool(false));
     }
 
-    /// One object instead of several of which all say something.
+    /// Merges several constraining objects into one.
     fn joined(&mut self, map: &mut Map<String, Value>) {
         let Some(all) = map.get("allOf").and_then(Value::as_array) else {
             return;
@@ -252,7 +252,7 @@ impl Rewriting<'_> {
     }
 }
 
-/// Draft 4 says by a truth value whether a bound is one of the values.
+/// Draft 4 states by a boolean whether a bound is exclusive.
 fn exclusive(map: &mut Map<String, Value>, bound: &str, exclusive: &str) {
     if let Some(Value::Bool(excluded)) = map.get(exclusive) {
         let value = if *excluded { map.remove(bound) } else { None };
@@ -278,7 +278,7 @@ fn lower(kind: &Value) -> Value {
     }
 }
 
-/// The type of which a schema speaks without naming it.
+/// The type implied by a schema's keywords.
 fn typed(map: &mut Map<String, Value>) {
     let has = |keywords: &[&str]| keywords.iter().any(|keyword| map.contains_key(*keyword));
     if has(&["type", "enum", "const", "$ref"]) {
@@ -298,7 +298,7 @@ fn typed(map: &mut Map<String, Value>) {
     map.insert("type".to_owned(), kind.into());
 }
 
-/// Bounds so far out that all numbers are between them: those of 64 bits, and of floating-point numbers.
+/// Removes bounds beyond all numbers: those of 64 bits, and of floating-point numbers.
 fn unbounded(map: &mut Map<String, Value>) {
     let beyond = |keyword: &str, sign: f64| {
         let bound = map.get(keyword).and_then(Value::as_f64);
@@ -323,7 +323,7 @@ fn unbounded(map: &mut Map<String, Value>) {
     }
 }
 
-/// Items that are listed one by one are all that there are, where nothing is said of others.
+/// Individually listed items are the only ones, unless others are specified.
 fn tuple(map: &mut Map<String, Value>) {
     let (listed, others) = match (map.get("prefixItems"), map.get("items")) {
         (Some(Value::Array(listed)), None) => (listed.len(), "items"),
@@ -344,7 +344,7 @@ fn tuple(map: &mut Map<String, Value>) {
     }
 }
 
-/// Gives each property that has to be there a schema.
+/// Adds a schema for each required property.
 fn required(map: &mut Map<String, Value>) {
     let says_others = [
         "additionalProperties",
@@ -391,7 +391,7 @@ fn collect_anchors<'schema>(
     }
 }
 
-/// How many values a value consists of.
+/// Number of values in a value.
 fn nodes(value: &Value) -> usize {
     let below: usize = match value {
         Value::Array(list) => list.iter().map(nodes).sum(),
@@ -401,7 +401,7 @@ fn nodes(value: &Value) -> usize {
     below.saturating_add(1)
 }
 
-/// A name of a definition as paths of references can hold it.
+/// A definition name that can occur in paths of references.
 fn without_slash(name: &str) -> String {
     name.replace('/', "\u{2215}")
 }
@@ -426,10 +426,10 @@ const TYPES: [&str; 7] = [
     "array", "boolean", "integer", "null", "number", "object", "string",
 ];
 
-/// Keywords of objects that can be joined.
+/// Keywords of objects that can be merged.
 const OBJECTS: [&str; 3] = ["properties", "required", "type"];
 
-/// Keywords that say nothing of a value.
+/// Keywords that do not constrain a value.
 const ANNOTATIONS: [&str; 10] = [
     "$anchor",
     "$comment",
@@ -443,14 +443,14 @@ const ANNOTATIONS: [&str; 10] = [
     "title",
 ];
 
-/// Up to where each whole number has a floating-point number of its own.
+/// Limit up to which a floating-point number represents every integer exactly.
 const EXACT_MAX: f64 = 9_007_199_254_740_992.0;
 
-/// Values that are written once more where objects are joined or names are listed. Our choice: the memory of a schema stays in
-/// proportion to its text.
+/// Limit of values copied when objects are merged or names are listed. Our choice: the memory of a schema stays
+/// proportional to its text.
 const COPIES_MAX: usize = 2000;
 
-/// How deep definitions lie within definitions.
+/// Depth of nested definitions.
 const ANCHOR_DEPTH_MAX: usize = 4;
 
 #[cfg(test)]
@@ -548,7 +548,7 @@ mod tests {
         ] {
             assert_eq!(usual(&left), left);
         }
-        // As many as there may be copies.
+        // The maximum number of copies.
         let many: Map<String, Value> = (0..COPIES_MAX)
             .map(|at| (at.to_string(), json!({})))
             .collect();
@@ -588,7 +588,7 @@ mod tests {
         }
     }
 
-    /// A schema whose parts would be written a hundred times each.
+    /// A schema whose parts would each be copied a hundred times.
     #[test]
     fn a_schema_that_is_written_in_other_words_grows_in_proportion() {
         let names: Vec<String> = (0..100).map(|at| at.to_string()).collect();

@@ -1,4 +1,4 @@
-//! Calls of tools as models write them, inside and outside of the tags that their templates show.
+//! Parsers of tool calls as models write them, with and without their templates' tags.
 //!
 //! | written as | by |
 //! |---|---|
@@ -16,19 +16,19 @@ use serde_json::{Map, Value};
 use super::literal;
 use cotenant_conversation::AnswerPart;
 
-/// The functions that may be called, by name.
+/// The callable functions, by name.
 #[derive(Clone, Debug, Default)]
 pub(super) struct Functions(BTreeMap<String, Vec<Parameter>>);
 
 #[derive(Clone, Debug)]
 struct Parameter {
     name: String,
-    /// The types that its value may have; `None` where that is open.
+    /// Types that its value may have; `None` if unrestricted.
     types: Option<BTreeSet<&'static str>>,
 }
 
 impl Functions {
-    /// Those of a conversation's tools.
+    /// The functions of a conversation's tools.
     pub(super) fn of(tools: &[Value]) -> Self {
         let functions = tools.iter().filter_map(|tool| tool.get("function"));
         let declared = functions.filter_map(|function| {
@@ -51,12 +51,12 @@ impl Functions {
         self.0.contains_key(name)
     }
 
-    /// Whether `begun` can still become the name of one.
+    /// Whether `begun` is a prefix of a name.
     fn may_become(&self, begun: &str) -> bool {
         self.0.keys().any(|name| name.starts_with(begun))
     }
 
-    /// The longest name with which `text` begins, where it is longer than an identifier.
+    /// The longest function name at the start of `text` that is longer than an identifier.
     fn longest(&self, text: &str) -> Option<&str> {
         let identifier = literal::identifier(text).len();
         self.0
@@ -66,8 +66,8 @@ impl Functions {
             .max_by_key(|name| name.len())
     }
 
-    /// The value that `written` is between the tags of a parameter, which do not tell `"12"` from `12`; `None` where nothing is
-    /// written for one that takes no text.
+    /// The value of the text `written` between the tags of a parameter, in which `"12"` and `12` look the same; `None`
+    /// if it is empty and the parameter takes no text.
     fn value(&self, function: &str, parameter: &str, written: &str) -> Option<Value> {
         let mut parameters = self.0.get(function).into_iter().flatten();
         let known = parameters.find(|known| known.name == parameter);
@@ -85,7 +85,7 @@ impl Functions {
     }
 }
 
-/// The types that a schema in `root` lets a value have; `None` where that is open.
+/// Types that a schema in `root` allows for a value; `None` if unrestricted.
 fn types(root: &Value, schema: &Value, references: &mut u8) -> Option<BTreeSet<&'static str>> {
     if let Some(reference) = schema.get("$ref") {
         let place = reference.as_str()?.strip_prefix('#')?;
@@ -125,29 +125,29 @@ fn kind(value: &Value) -> &'static str {
     }
 }
 
-/// What stands at the beginning of a text.
+/// Content at the beginning of a text.
 #[derive(Debug, PartialEq)]
 pub(super) enum Found {
-    /// Calls, and where they end.
+    /// Calls, and their end.
     Calls(Vec<AnswerPart>, usize),
     /// The beginning of a call.
     More,
-    /// No call.
+    /// Not a call.
     Nothing,
 }
 
-/// Reads calls at the beginning of a text.
+/// Parser of calls at the beginning of a text.
 #[derive(Clone, Copy)]
 pub(super) struct CallParser<'functions> {
     pub(super) functions: &'functions Functions,
-    /// Whether functions that were not declared count as well: between tags, nothing else is meant.
+    /// Whether undeclared functions count as well: between tags, the text is always a call.
     pub(super) any_name: bool,
-    /// Whether nothing follows, so that brackets that are open are closed.
+    /// Whether nothing follows, so that open brackets may be closed.
     pub(super) ended: bool,
 }
 
 impl CallParser<'_> {
-    /// The calls with which `text` begins, white space before them left out.
+    /// The calls at the start of `text`, after leading white space.
     pub(super) fn read(self, text: &str) -> Found {
         let body = text.trim_start();
         let lead = text.len() - body.len();
@@ -169,7 +169,7 @@ impl CallParser<'_> {
         self.any_name || self.functions.has(name)
     }
 
-    /// An object that is a call, or a list of them.
+    /// An object that is a call, or a list of such objects.
     fn json(self, body: &str) -> Found {
         if self.may_be_call(body) {
             self.value(body, |value| self.calls_of(value))
@@ -178,11 +178,11 @@ impl CallParser<'_> {
         }
     }
 
-    /// What `calls` makes of the value with which `body` begins.
+    /// Applies `calls` to the JSON value at the start of `body`.
     fn value(self, body: &str, calls: impl Fn(&Value) -> Option<Vec<AnswerPart>>) -> Found {
         let (whole, end) = match extent(body) {
             Extent::Whole(end) => (body.get(..end).unwrap_or_default().to_owned(), end),
-            // Small models forget the last brackets.
+            // Small models omit the last brackets.
             Extent::Broken { at, open } => (closed(body, at, &open), at),
             Extent::Open {
                 open,
@@ -311,7 +311,7 @@ impl CallParser<'_> {
         }
     }
 
-    /// `name<｜tool▁sep｜>{…}`, or with the type first and the arguments in a code fence.
+    /// `name<｜tool▁sep｜>{…}`, or the type first and the arguments in a code fence.
     fn deepseek(self, body: &str) -> Found {
         let Some((kind, rest)) = body.split_once(DEEPSEEK_SEPARATOR) else {
             let begun = body.len() <= NAME_LENGTH_MAX && !body.contains('\n');
@@ -373,7 +373,7 @@ impl CallParser<'_> {
         }
     }
 
-    /// Whether the first key of an object is one with which calls begin, or can still become it.
+    /// Whether the first key of an object, possibly incomplete, is one with which calls begin.
     fn may_be_call(self, body: &str) -> bool {
         let inner = body.strip_prefix('{').unwrap_or(body).trim_start();
         let Some(quote) = inner.chars().next() else {
@@ -476,7 +476,7 @@ impl CallParser<'_> {
         }
     }
 
-    /// A declared name without what models put around it: `default_api.name`, `name.call`.
+    /// A declared name without the affixes added by models: `default_api.name`, `name.call`.
     fn known(self, written: &str) -> &str {
         if self.functions.has(written) {
             return written;
@@ -499,7 +499,7 @@ impl CallParser<'_> {
             || MODULE.starts_with(written)
     }
 
-    /// Arguments by place get the names of the parameters at these places.
+    /// Names positional arguments by the parameters at their positions.
     fn by_key(
         self,
         name: &str,
@@ -518,7 +518,7 @@ impl CallParser<'_> {
         Some(by_key)
     }
 
-    /// The parameters of a function that stand beside its name.
+    /// Parameters given next to a function's name.
     fn beside(self, name: &str, call: &Value) -> Value {
         let parameters = self.functions.0.get(name).into_iter().flatten();
         let names = parameters.map(|parameter| parameter.name.as_str());
@@ -541,7 +541,7 @@ impl CallParser<'_> {
         }
         let name = NAMES.iter().find_map(|key| value.get(key)?.as_str());
         let Some(name) = name else {
-            // A function's name with its arguments.
+            // A function's name as the key of its arguments.
             let mut fields = value.as_object()?.iter();
             let (name, arguments) = fields.next().filter(|_| fields.next().is_none())?;
             let is_call = self.functions.has(name) && arguments.is_object();
@@ -555,7 +555,7 @@ impl CallParser<'_> {
             Some(Value::String(text)) => {
                 literal::parse(text).filter(|value| self.accepts(name) && value.is_object())
             }
-            // Without arguments an object with a name is a call only of a function that is there.
+            // Without arguments, an object with a name is a call only if the function exists.
             None | Some(Value::Null) => self.functions.has(name).then(|| self.beside(name, value)),
             Some(_) => None,
         };
@@ -563,7 +563,8 @@ impl CallParser<'_> {
     }
 }
 
-/// Calls of which the last is cut off: with its arguments as far as they came, nothing while its name is not complete.
+/// Calls of which the last is truncated: it keeps the arguments received so far, and is dropped if its name is
+/// incomplete.
 pub(super) fn cut(text: &str, parser: CallParser<'_>) -> Vec<AnswerPart> {
     let mut rest = text.trim_start().trim_start_matches('[');
     let mut calls = Vec::new();
@@ -607,7 +608,7 @@ fn cut_json(text: &str) -> Option<AnswerPart> {
         })
         .and_then(|rest| rest.trim_start().strip_prefix(':'))
         .map_or("", str::trim_start);
-    // What closes the call around whole arguments is cut off with it.
+    // The closing syntax of the call is truncated as well.
     let end = match extent(arguments) {
         Extent::Whole(end) => end,
         _ => arguments.len(),
@@ -618,7 +619,7 @@ fn cut_json(text: &str) -> Option<AnswerPart> {
     })
 }
 
-/// Complete parameters, as an object that is not closed.
+/// Complete parameters, as an unclosed object.
 fn cut_function(text: &str, parser: CallParser<'_>) -> Option<AnswerPart> {
     let complete = text
         .rfind(PARAMETER_END)
@@ -660,7 +661,7 @@ fn call(name: &str, arguments: &Value) -> AnswerPart {
     }
 }
 
-/// What follows a name that is not in parentheses; `None` while that is not certain.
+/// The text after a name without parentheses; `None` while it is ambiguous.
 fn arguments_of(rest: &str) -> Option<&str> {
     if let Some(id) = rest.strip_prefix(CALL_ID) {
         return id
@@ -670,17 +671,18 @@ fn arguments_of(rest: &str) -> Option<&str> {
     if let Some(arguments) = rest.strip_prefix(ARGS) {
         return Some(arguments.trim_start());
     }
-    // On a line of its own in some families.
+    // On a separate line in some families.
     let arguments = rest.trim_start();
     (arguments.is_empty() || arguments.starts_with('{')).then_some(arguments)
 }
 
-/// Whether one of the two begins with the other.
+/// Whether one of the two is a prefix of the other.
 fn meets(text: &str, tag: &str) -> bool {
     text.starts_with(tag) || tag.starts_with(text)
 }
 
-/// The value of a parameter, up to its end tag; models forget that tag before the next one. `None` while the end is not certain.
+/// The value of a parameter up to its end tag, which models omit before the next parameter. `None` while the end is
+/// ambiguous.
 fn parameter_value(text: &str, ended: bool) -> Option<(&str, &str)> {
     let follows = |rest: &str| {
         let rest = rest.trim_start();
@@ -702,7 +704,7 @@ fn parameter_value(text: &str, ended: bool) -> Option<(&str, &str)> {
         let rest = text.get(at..)?;
         let before = text.get(..at)?;
         if let Some(after) = rest.strip_prefix(PARAMETER_END) {
-            // The tag inside of a value is followed by more of the value.
+            // A tag inside a value is followed by more of the value.
             if follows(after)? {
                 return Some((before, after));
             }
@@ -715,15 +717,15 @@ fn parameter_value(text: &str, ended: bool) -> Option<(&str, &str)> {
     ended.then_some((text, ""))
 }
 
-/// How far the value with which a text begins reaches.
+/// Extent of the value at the start of a text.
 enum Extent {
     Whole(usize),
-    /// It is not over.
+    /// It is incomplete.
     Open {
         open: Vec<char>,
         in_text: bool,
     },
-    /// The tag behind it, or a bracket that closes another, comes before its end.
+    /// The tag after it, or a mismatched bracket, precedes its end.
     Broken {
         at: usize,
         open: Vec<char>,
@@ -782,28 +784,29 @@ fn closed(text: &str, at: usize, open: &[char]) -> String {
 const TYPES: [&str; 7] = [
     "array", "boolean", "integer", "null", "number", "object", "string",
 ];
-/// References that are followed for the types of one parameter. Our choice: it is open behind them, as where it refers to itself.
+/// Limit of references followed for the types of one parameter; beyond it, the type is unrestricted, for example in a
+/// recursive schema. Our choice.
 const REFERENCES_MAX: u8 = 16;
 const FUNCTION: &str = "<function=";
 const FUNCTION_END: &str = "</function>";
 const PARAMETER: &str = "<parameter=";
 const PARAMETER_END: &str = "</parameter>";
-/// FunctionGemma's.
+/// The prefix of FunctionGemma.
 const CALL: &str = "call:";
 pub(super) const DEEPSEEK: &str = "<｜tool▁call▁begin｜>";
 const DEEPSEEK_SEPARATOR: &str = "<｜tool▁sep｜>";
-/// Longest name with what is in front of it. Our choice: OpenAI's have 64 characters.
+/// Longest name with its prefix. Our choice: OpenAI's names have up to 64 characters.
 const NAME_LENGTH_MAX: usize = 128;
 const ARGS: &str = "[ARGS]";
 const CALL_ID: &str = "[CALL_ID]";
 const NAME_ENDS: [&str; 2] = [ARGS, CALL_ID];
-/// Longest id with its tags that a name is followed by; Mistral's have nine characters.
+/// Longest id after a name, with its tags; Mistral's have nine characters.
 const ID_LENGTH_MAX: usize = 64;
-/// The module that Gemma's examples call functions of.
+/// The module in Gemma's examples of function calls.
 const MODULE: &str = "default_api.";
-/// What stands between calls.
+/// Separators between calls.
 pub(super) const SEPARATORS: [char; 6] = [',', ';', ' ', '\n', '\r', '\t'];
-/// Tags behind a call.
+/// Tags after a call.
 pub(super) const CLOSERS: [&str; 13] = [
     "</tool_call>",
     "</function>",
@@ -819,9 +822,9 @@ pub(super) const CLOSERS: [&str; 13] = [
     "<｜tool▁call▁end｜>",
     "<｜tool▁calls▁end｜>",
 ];
-/// Keys of objects inside of which a call is.
+/// Keys of objects that contain a call.
 const NESTED: [&str; 4] = ["function", "function_call", "tool_call", "tool_calls"];
-/// Keys that hold a function's name, and those that hold its arguments.
+/// Keys of a function's name and of its arguments.
 const NAMES: [&str; 6] = [
     "name",
     "function",

@@ -1,11 +1,11 @@
-//! Parser of literals as models write them: JSON, or Python's way of writing the same values.
+//! Parser of literals as models write them: JSON, or the Python notation of the same values.
 //!
-//! Small models write `True`, single quotes, line breaks inside strings and commas before a closing bracket. Valid JSON is left to
-//! `serde_json`; this parser takes the rest.
+//! Small models write `True`, single quotes, line breaks inside strings and commas before a closing bracket.
+//! `serde_json` parses valid JSON; this parser handles the rest.
 
 use serde_json::{Map, Number, Value};
 
-/// The value of a text that is one literal and nothing else.
+/// The value of a text that consists of one literal.
 pub(super) fn parse(text: &str) -> Option<Value> {
     serde_json::from_str(text).ok().or_else(|| {
         let mut reader = Reader { rest: text.trim() };
@@ -14,7 +14,7 @@ pub(super) fn parse(text: &str) -> Option<Value> {
     })
 }
 
-/// The arguments of a call in parentheses, `1, "b", key=value`: those without a key first.
+/// The arguments of a call in parentheses, `1, "b", key=value`: positional ones first.
 pub(super) fn arguments(text: &str) -> Option<(Vec<Value>, Map<String, Value>)> {
     let mut reader = Reader { rest: text.trim() };
     let (mut by_place, mut by_key) = (Vec::new(), Map::new());
@@ -42,15 +42,15 @@ pub(super) fn arguments(text: &str) -> Option<(Vec<Value>, Map<String, Value>)> 
     Some((by_place, by_key))
 }
 
-/// An object as FunctionGemma writes it, `{key:<escape>text<escape>,other:[1,true]}`, and what follows it; `None` while it is not
-/// whole.
+/// An object in FunctionGemma's notation, `{key:<escape>text<escape>,other:[1,true]}`, and the text after it; `None`
+/// while it is incomplete.
 pub(super) fn escaped_object(text: &str) -> Option<(Map<String, Value>, &str)> {
     let mut reader = Reader { rest: text };
     let object = reader.escaped_object(0)?;
     Some((object, reader.rest))
 }
 
-/// The name with which a text begins.
+/// The name at the start of a text.
 pub(super) fn identifier(text: &str) -> &str {
     let end = text.find(|character: char| {
         !(character.is_alphanumeric() || matches!(character, '_' | '-' | '.'))
@@ -131,7 +131,7 @@ impl Reader<'_> {
                 }
                 Some(Value::Array(values))
             }
-            // Small models forget to escape a text.
+            // Small models omit escapes in a text.
             _ => {
                 let end = self.rest.find([',', '}', ']'])?;
                 let (word, rest) = self.rest.split_at_checked(end)?;
@@ -178,7 +178,7 @@ impl Reader<'_> {
                             .map(|(_, digit)| digit)
                             .collect();
                         let code = u32::from_str_radix(&digits, 16).ok()?;
-                        // Halves of a surrogate pair are rare outside of JSON, which `serde_json` has taken.
+                        // Surrogate halves are rare outside JSON, which `serde_json` has parsed already.
                         text.push(char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER));
                     }
                     other => text.push(other),
@@ -213,10 +213,10 @@ impl Reader<'_> {
     }
 }
 
-/// What stands around a text of FunctionGemma's.
+/// Delimiter of a text in FunctionGemma's notation.
 const ESCAPE: &str = "<escape>";
 
-/// As deep as `serde_json` goes.
+/// The depth limit of `serde_json`.
 const DEPTH_MAX: usize = 127;
 
 #[cfg(test)]

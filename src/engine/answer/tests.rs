@@ -1,4 +1,4 @@
-//! Tests of answers that are read as they come.
+//! Tests of the streaming answer parser.
 
 use proptest::prelude::*;
 
@@ -83,7 +83,7 @@ fn a_call_with_which_thoughts_end_is_one() {
                 [reasoning("It is dark, so <tool_call> is due.\n"), hall()]
             );
         }
-        // What was only thought of is done once, or not at all.
+        // A call inside the thoughts is executed once or not at all.
         let answer = format!("Like {written}?</think>{written}");
         let thought = format!("Like {written}?");
         assert_eq!(read(style, &[&answer]), [reasoning(&thought), hall()]);
@@ -120,7 +120,7 @@ fn thoughts_that_the_prompt_began_are_reported_apart() {
         [reasoning("so"), text("on it ")]
     );
     assert_eq!(read(style, &["never done"]), [reasoning("never done")]);
-    // Thoughts come once; what looks like them later is text.
+    // Thoughts occur once; later look-alikes are text.
     assert_eq!(
         read(style, &["a</think>b<think>c</think>"]),
         [reasoning("a"), text("b<think>c</think>")]
@@ -174,7 +174,7 @@ fn values_between_tags_have_the_types_that_their_schema_allows() {
         ("either", "7 and more", r#"{"either":"7 and more"}"#),
         ("level", "7", r#"{"level":7}"#),
         ("level", "high", r#"{"level":"high"}"#),
-        // Models leave the tags empty where they mean nothing.
+        // Models leave the tags empty to mean no value.
         ("level", "", "{}"),
         ("list", "", "{}"),
         ("list", "['a', None]", r#"{"list":["a",null]}"#),
@@ -232,7 +232,7 @@ fn calls_are_read_however_models_write_them() {
             r#"{"function": "set_light", "parameters": {"room": "hall"}}"#,
             both(hall),
         ),
-        // a bracket too many, a module before the name, arguments beside it
+        // one bracket too many, a module before the name, arguments beside it
         (
             r#"<tool_call>{"name": "set_light", "arguments": {"room": "hall"}}}</tool_call>"#,
             both(hall),
@@ -538,7 +538,7 @@ fn a_call_that_the_length_cuts_is_a_cut_call_and_never_text() {
         [call("f", r#"{"a":"x""#)]
     );
     assert_eq!(cut(ToolFormat::Parameters, "<tool_call>\n<functio"), []);
-    // Whole calls stay whole, and text that is cut stays text.
+    // Complete calls stay complete, and truncated text stays text.
     assert_eq!(
         cut(ToolFormat::Tagged, &format!("<tool_call>{whole}")),
         [call("f", r#"{"a":"x","b":12}"#)]
@@ -575,7 +575,7 @@ fn what_is_no_call_stays_text() {
             assert_eq!(said, answer);
         }
     }
-    // Without tools nothing is looked for.
+    // Without tools, nothing is parsed.
     assert_eq!(
         read(AnswerStyle::default(), &[" <tool_call>"]),
         [text(" <tool_call>")]

@@ -1,4 +1,4 @@
-//! Choice of the device that computes a model.
+//! Selection of the compute device.
 
 use std::sync::Arc;
 
@@ -6,11 +6,11 @@ use super::{Device, cpu::CpuDevice, cuda};
 use crate::error::{LoadErrorKind, Unavailable};
 use cotenant_policy::compute::{Compute, DeviceChoice};
 
-/// The device that is configured; the CPU instead of a GPU that does not compute, where nothing else is asked for.
+/// The configured device; the CPU instead of a GPU that cannot compute, unless the GPU is required.
 ///
 /// # Errors
 ///
-/// When a GPU is asked for, and there is none that computes.
+/// A GPU is required, and none computes.
 pub fn choose(compute: Compute) -> Result<Arc<dyn Device>, LoadErrorKind> {
     let cpu = || Arc::new(CpuDevice(compute.threads));
     match compute.device.choice {
@@ -20,12 +20,12 @@ pub fn choose(compute: Compute) -> Result<Arc<dyn Device>, LoadErrorKind> {
     }
 }
 
-/// Has a GPU that did not compute tried again by the next choice.
+/// Makes the next choice retry a GPU that failed.
 pub fn retry_gpu() {
     cuda::retry();
 }
 
-/// Why the CPU computes where a GPU may.
+/// Why the CPU computes although a GPU is allowed.
 #[must_use]
 pub fn without_gpu(compute: Compute) -> Option<Unavailable> {
     match compute.device.choice {

@@ -1,8 +1,8 @@
-//! Memory of a backend: buffers, views of them, and address space that becomes memory part by part.
+//! Backend memory: buffers, views, and address space backed part by part.
 //!
-//! Outside of a backend these are handles. Only the backend that allocated memory opens it, through an [`Access`] for each
-//! operation, and it executes one operation at a time. A view keeps its buffer: what an operation in flight uses cannot be
-//! released, and a release that comes too early gives nothing back.
+//! Outside a backend these are handles. Only the backend that allocated memory opens it, through one [`Access`] per
+//! operation, and it executes one operation at a time. A view keeps its buffer: memory used by an operation in flight
+//! cannot be released, and a premature release returns nothing.
 
 use std::{
     borrow::Cow,
@@ -21,7 +21,7 @@ use crate::{arena::SharedMapping, reserve::Reserve};
 use cotenant_policy::{kv_type::KvType, residency::KvShape};
 use cotenant_units::Bytes;
 
-/// Identity of a backend, of which there is one value: who has it opens what it has allocated.
+/// Identity of a backend, with a single value: its owner opens the memory that it allocated.
 #[derive(Debug)]
 pub(super) struct Owner(u64);
 
@@ -38,7 +38,7 @@ impl Owner {
         }
     }
 
-    /// Floats of a buffer, as long as nothing else is done with it.
+    /// Floats of a buffer, borrowed exclusively.
     pub(super) fn read<'a>(
         &'a mut self,
         from: &'a Buffer,
@@ -46,7 +46,7 @@ impl Owner {
     ) -> Result<&'a [f32], DeviceError> {
         let view = from.view(floats);
         let read = Access::new(self).read(&view)?;
-        // SAFETY: as there; the buffer is borrowed as well, and the owner is for so long.
+        // SAFETY: as in `Access::read`; the buffer is borrowed as well, and so is the owner.
         Ok(unsafe { std::slice::from_raw_parts(read.as_ptr(), read.len()) })
     }
 
@@ -64,13 +64,13 @@ impl Owner {
         }
     }
 
-    /// Where the device has a view, all of which lies in its buffer.
+    /// Device address of a view that lies inside its buffer.
     pub(super) fn device_address(&self, view: &View) -> Result<u64, DeviceError> {
         self.device_place(view)
             .map(|(start, offset)| start + offset)
     }
 
-    /// The same as where the device has the buffer, and how far behind that the view begins.
+    /// The same as the device address of the buffer, and the view's offset from it.
     pub(super) fn device_place(&self, view: &View) -> Result<(u64, u64), DeviceError> {
         self.is_own(view.owner)?;
         let inside = view.offset.checked_add(view.len);
@@ -84,7 +84,7 @@ impl Owner {
         start.ok_or_else(|| DeviceError::new("memory of the host is used".to_owned()))
     }
 
-    /// Where the device has `len` bytes from `offset` of address space, all of which are open.
+    /// Device address of `len` bytes from `offset` of address space, all of which are open.
     pub(super) fn device_range(
         &self,
         region: &Region,
@@ -100,7 +100,7 @@ impl Owner {
         }
     }
 
-    /// Where the device has bytes, all of which are memory.
+    /// Device address of bytes, all of which are backed by memory.
     pub(super) fn device_span(&self, span: &Span) -> Result<u64, DeviceError> {
         match span {
             Span::Buffer(view) => self.device_address(view),
@@ -119,29 +119,29 @@ impl Owner {
     }
 }
 
-/// Address space of a device of which the first part is memory. Dropping it gives it back.
+/// Device address space with a prefix backed by memory. Dropping it releases it.
 pub(super) trait DeviceSpace: std::fmt::Debug + Send + Sync {
     /// As [`Reserve::set_open`].
     fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes>;
 
-    /// How much of it is memory.
+    /// Length of the backed prefix.
     fn open(&self) -> Bytes;
 
-    /// The same with what was closed and the device has not confirmed to have back.
+    /// The same, including closed memory whose release the device has not confirmed.
     fn resident(&self) -> Bytes;
 
-    /// Where it begins for the device.
+    /// Device address of its start.
     fn address(&self) -> u64;
 }
 
-/// What a region is made of.
+/// Backing of a region.
 #[derive(Debug)]
 enum Space {
     Host(Reserve),
     Device(Box<dyn DeviceSpace>),
 }
 
-/// A piece of memory that is released by itself.
+/// A separately released piece of memory.
 #[derive(Debug)]
 pub struct Buffer {
     memory: Arc<SharedMapping>,
@@ -155,35 +155,35 @@ impl Buffer {
         self.memory.bytes()
     }
 
-    /// The same with what it is staged in.
+    /// Length including its staging memory.
     #[must_use]
     pub fn held(&self) -> Bytes {
         self.memory.held()
     }
 
-    /// How much of it the kernel has in memory.
+    /// Resident size.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         self.memory.resident()
     }
 
-    /// Makes all of it memory, piece by piece, so that other threads may map memory meanwhile.
+    /// Populates all of it in pieces, so that other threads may map memory meanwhile.
     pub fn touch(&self) {
         self.memory.touch(0, self.bytes().as_len());
     }
 
-    /// Has the kernel find memory for all of it in one go; what it does not give now it gives at the first use.
+    /// Populates all of it in one call; pages that are refused now are populated at first use.
     pub fn populate(&self) {
         self.memory.populate().ok();
     }
 
-    /// What readers fill where it lies.
+    /// The mapping that readers fill in place.
     #[must_use]
     pub const fn shared(&self) -> &Arc<SharedMapping> {
         &self.memory
     }
 
-    /// A mark of it, by which it is known whether a read that hangs keeps it.
+    /// A weak reference, which shows whether a hanging read keeps it.
     #[must_use]
     pub fn mark(&self) -> Weak<SharedMapping> {
         Arc::downgrade(&self.memory)
@@ -212,7 +212,7 @@ impl Buffer {
         }
     }
 
-    /// Gives it back; says how much of it had been in memory: nothing as long as something in flight, or a read that hangs, has it.
+    /// Releases it; returns its resident size: zero while an operation in flight or a hanging read holds it.
     #[must_use]
     pub fn release(self) -> Bytes {
         Arc::into_inner(self.memory).map_or(Bytes::ZERO, SharedMapping::release)
@@ -242,19 +242,19 @@ impl View {
         self
     }
 
-    /// Whether it has no bytes.
+    /// Whether it is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// Whether both are the same part of the same buffer.
+    /// Whether both are the same range of the same buffer.
     pub(super) fn is_same(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.memory, &other.memory)
             && (self.offset, self.len) == (other.offset, other.len)
     }
 
-    /// Its address, or `None` when it is not all inside its buffer.
+    /// Its address, or `None` unless it lies inside its buffer.
     #[must_use]
     pub fn range(&self) -> Option<NonNull<u8>> {
         self.memory.range(self.offset, self.len)
@@ -274,7 +274,7 @@ impl View {
     }
 }
 
-/// Address space of which the first part is memory.
+/// Address space with a prefix backed by memory.
 #[derive(Debug)]
 pub struct Region {
     space: Arc<Space>,
@@ -286,7 +286,7 @@ impl Region {
     ///
     /// # Errors
     ///
-    /// As there, and while something in flight uses it.
+    /// As [`Reserve::set_open`], and while an operation in flight uses it.
     pub fn set_open(&mut self, bytes: Bytes) -> io::Result<Bytes> {
         match Arc::get_mut(&mut self.space) {
             Some(Space::Host(space)) => space.set_open(bytes),
@@ -295,7 +295,7 @@ impl Region {
         }
     }
 
-    /// Whether what is open is memory, touched or not.
+    /// Whether its open part is backed by memory before the first touch.
     #[must_use]
     pub fn is_memory_at_once(&self) -> bool {
         matches!(&*self.space, Space::Device(_))
@@ -305,7 +305,7 @@ impl Region {
     ///
     /// # Errors
     ///
-    /// As there.
+    /// As [`Reserve::populate_from`].
     pub fn populate_from(&self, bytes: Bytes) -> io::Result<()> {
         match &*self.space {
             Space::Host(space) => space.populate_from(bytes),
@@ -313,7 +313,7 @@ impl Region {
         }
     }
 
-    /// How much of it the kernel has in memory.
+    /// Resident size.
     #[must_use]
     pub fn resident(&self) -> Bytes {
         match &*self.space {
@@ -322,7 +322,7 @@ impl Region {
         }
     }
 
-    /// As [`Reserve::range`]; memory of a device has no address.
+    /// As [`Reserve::range`]; `None` for memory of a device.
     #[must_use]
     pub fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         match &*self.space {
@@ -331,7 +331,7 @@ impl Region {
         }
     }
 
-    /// The same for an operation.
+    /// A handle for an operation.
     #[must_use]
     pub fn lend(&self) -> Self {
         Self {
@@ -344,14 +344,14 @@ impl Region {
 /// Bytes of a buffer, or of address space.
 #[derive(Debug)]
 pub enum Span {
-    /// Of a buffer.
+    /// A range of a buffer.
     Buffer(View),
-    /// Of address space: which of its bytes.
+    /// A range of address space.
     Region(Region, Range<usize>),
 }
 
 impl Span {
-    /// How many.
+    /// Number of bytes.
     #[must_use]
     pub fn len(&self) -> usize {
         match self {
@@ -360,28 +360,28 @@ impl Span {
         }
     }
 
-    /// Whether there are none.
+    /// Whether it is empty.
     #[must_use]
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 }
 
-/// The cache as an operation needs it: blocks of `[layer][key, value][head][token][element]`, each at a place of its own.
+/// The cache for an operation: blocks of `[layer][key, value][head][token][element]`, each at an independent place.
 #[derive(Debug)]
 pub struct Cells<'a> {
-    /// Where they lie.
+    /// Its memory.
     pub space: Region,
-    /// What they are kept as.
+    /// Its type.
     pub kind: KvType,
-    /// What they are made of.
+    /// Its dimensions.
     pub shape: KvShape,
-    /// The place of each block, counted in blocks; as many as may be used.
+    /// The place of each usable block, in units of blocks.
     pub places: Cow<'a, [usize]>,
 }
 
 impl Cells<'_> {
-    /// The same without what it borrows.
+    /// An owned copy.
     #[must_use]
     pub fn into_owned(self) -> Cells<'static> {
         Cells {
@@ -402,7 +402,7 @@ pub enum Part {
     Value,
 }
 
-/// Index of the first byte of one head's `part` of the attention layer `layer` in every block.
+/// Byte offset of one head's `part` of the attention layer `layer` in every block.
 #[must_use]
 pub fn offset_in_block(
     shape: &KvShape,
@@ -419,13 +419,13 @@ pub fn offset_in_block(
     row * shape.block_tokens.get() as usize * Bytes::new(shape.row_bytes(kind)).as_len()
 }
 
-/// The memory of one operation while a backend executes it: what is written overlaps nothing else.
+/// The memory of one operation during its execution: written ranges overlap no other range.
 pub(super) struct Access<'op> {
     owner: u64,
     /// Start, end, and whether it is written.
     spans: [(usize, usize, bool); SPANS_MAX],
     count: usize,
-    /// Nothing else is opened meanwhile.
+    /// Excludes other accesses for its lifetime.
     exclusive: PhantomData<&'op mut Owner>,
 }
 
@@ -439,16 +439,17 @@ impl<'op> Access<'op> {
         }
     }
 
-    /// Floats to be read.
+    /// Opens floats for reading.
     pub(super) fn read(&mut self, view: &'op View) -> Result<&'op [f32], DeviceError> {
         let start = self.open(view, false)?;
         floats_of(start, view.len)?;
-        // SAFETY: inside a mapping that the view keeps; aligned; the backend that has the owner executes one operation at a time, and
-        // nothing of this one writes to it, which `open` has checked. Readers fill no memory that is in a view.
+        // SAFETY: inside a mapping that the view keeps; aligned; the backend that has the owner executes one operation
+        // at a time, and none of its own writes overlap, as `open` has checked. Readers never fill memory that is in a
+        // view.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr().cast(), view.len / 4) })
     }
 
-    /// The same of what is not always there.
+    /// As [`Self::read`], for an optional view.
     pub(super) fn read_some(
         &mut self,
         view: Option<&'op View>,
@@ -456,7 +457,7 @@ impl<'op> Access<'op> {
         view.map(|view| self.read(view)).transpose()
     }
 
-    /// Bytes to be read.
+    /// Opens bytes for reading.
     pub(super) fn read_bytes(&mut self, view: &'op View) -> Result<&'op [u8], DeviceError> {
         let start = self.open(view, false)?;
         // SAFETY: as in `read`.
@@ -471,11 +472,11 @@ impl<'op> Access<'op> {
                 "a result lies where a weight does".to_owned(),
             ));
         }
-        // SAFETY: as in `read`; what is opened to be written is opened before weights are.
+        // SAFETY: as in `read`; written memory is opened before weights are.
         Ok(unsafe { std::slice::from_raw_parts(start.as_ptr(), view.len) })
     }
 
-    /// Floats to be written.
+    /// Opens floats for writing.
     #[expect(
         clippy::mut_from_ref,
         reason = "`open` has checked that nothing else is opened there"
@@ -483,11 +484,11 @@ impl<'op> Access<'op> {
     pub(super) fn write(&mut self, view: &'op View) -> Result<&'op mut [f32], DeviceError> {
         let start = self.open(view, true)?;
         floats_of(start, view.len)?;
-        // SAFETY: as in `read`, and nothing else of the operation is opened where it lies.
+        // SAFETY: as in `read`, and the operation opens no overlapping range.
         Ok(unsafe { std::slice::from_raw_parts_mut(start.as_ptr().cast(), view.len / 4) })
     }
 
-    /// Bytes to be written.
+    /// Opens bytes for writing.
     #[expect(
         clippy::mut_from_ref,
         reason = "`open` has checked that nothing else is opened there"
@@ -507,7 +508,7 @@ impl<'op> Access<'op> {
         }
     }
 
-    /// Bytes that are copied, or that a copy goes to: the caller takes care that nothing else is there.
+    /// Source or target bytes of a copy: the caller excludes overlaps.
     pub(super) fn span(&self, span: &Span) -> Result<NonNull<u8>, DeviceError> {
         match span {
             Span::Buffer(view) => self.address(view),
@@ -551,7 +552,7 @@ impl<'op> Access<'op> {
         Ok(start)
     }
 
-    /// Whether something else is opened there, of which one of the two is written.
+    /// Whether an overlapping range is open, if one of the two is written.
     fn overlaps(&self, start: NonNull<u8>, len: usize, written: bool) -> bool {
         let (from, to) = (start.addr().get(), start.addr().get() + len);
         self.spans
@@ -571,5 +572,5 @@ fn floats_of(start: NonNull<u8>, len: usize) -> Result<(), DeviceError> {
     }
 }
 
-/// Views of the operation that has the most, attention, and some more.
+/// Most views of an operation, which attention has, with some spare.
 const SPANS_MAX: usize = 24;

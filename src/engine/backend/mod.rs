@@ -1,8 +1,9 @@
 //! Backend trait: memory and arithmetic of one device.
 //!
-//! Operations are queued in order, as data on memory that the backend owns, and each is as coarse as one launch of a device
-//! (a whole attention step, a whole Gated DeltaNet step). The host waits where it reads a result or gives memory up; what else it
-//! writes that operations in flight use, they have copies of, or fences stand before it. The CPU executes at once.
+//! Operations are queued in order, as data on memory owned by the backend, and each is as coarse as one launch of a
+//! device (a whole attention step, a whole Gated DeltaNet step). The host waits when it reads a result or releases
+//! memory; other host writes to data in use are either copied into the operation or ordered by fences. The CPU executes
+//! at once.
 
 use std::{io, ops::Range, sync::Arc};
 
@@ -34,34 +35,34 @@ pub use operation::{
     Product, Residual, Rotate, Row, RowBytes, Types, Widen,
 };
 
-/// What is to compute a model: chosen before its file is opened, since a plan depends on what it needs.
+/// A compute device: chosen before the model's file is opened, since plans depend on its memory.
 pub trait Device: Send + Sync {
     /// Bytes of one token's [`Copies`] for products with weights of `types`.
     fn copies_bytes(&self, types: &[GgmlDType], columns: usize) -> Bytes;
 
-    /// Bytes that attention needs beside its other memory, however many tokens there are.
+    /// Scratch bytes of attention, for any number of tokens.
     fn scratch_bytes(&self, spec: &AttentionSpec) -> Bytes;
 
-    /// Bytes that it takes for itself once it is started, whatever it computes.
+    /// Bytes of its own once started, for any model.
     fn context_bytes(&self, _: &Limits) -> Bytes {
         Bytes::ZERO
     }
 
-    /// Memory that comes and goes part by part does so in pieces of this size at least.
+    /// Minimum unit of memory that grows and shrinks.
     fn granule(&self) -> Bytes {
         page()
     }
 
-    /// What a ring of so many bytes takes, with what it is staged in.
+    /// Bytes of a ring of this length, including its staging memory.
     fn ring_bytes(&self, ring: Bytes) -> Bytes {
         ring
     }
 
-    /// What computes this model instead, where this device cannot.
+    /// The substitute device for a model that this device does not support.
     ///
     /// # Errors
     ///
-    /// When nothing is to.
+    /// There is no substitute.
     fn instead(&self, _: &Spec, _: &KvShape) -> Result<Option<Arc<dyn Device>>, LoadErrorKind> {
         Ok(None)
     }
@@ -70,23 +71,23 @@ pub trait Device: Send + Sync {
     ///
     /// # Errors
     ///
-    /// When it cannot be had.
+    /// It cannot be started.
     fn start(&self, limits: &Limits) -> Result<Box<dyn Backend>, LoadErrorKind>;
 }
 
-/// The most that operations on one model have, so that a device has memory for them before the first.
+/// Upper bounds of operations on one model, so that a device allocates before the first.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Limits {
     /// Tokens of a context.
     pub context: u32,
-    /// Ranges of the head's rows that are said.
+    /// Ranges of the head's used rows.
     pub said: usize,
     /// Parts of the weights.
     pub parts: usize,
 }
 
 impl Limits {
-    /// Those of a model in so many parts, whatever context it is opened with: what it needs is the same when it is inspected.
+    /// Limits of a model in this many parts, for any context: inspection must see the same needs as opening.
     #[must_use]
     pub fn of(spec: &Spec, parts: usize) -> Self {
         Self {
@@ -99,61 +100,62 @@ impl Limits {
 
 /// Memory and arithmetic of one device.
 ///
-/// An error of it is permanent: every later call may return it again, and the engine ends.
+/// Errors are permanent: every later call may return them again, and the engine ends.
 ///
 /// # Safety
 ///
-/// What [`done`](Self::done), [`wait`](Self::wait) and [`read`](Self::read) say to be executed is, and neither reads nor writes
-/// memory any more: readers of files write to it then.
+/// Work reported as executed by [`done`](Self::done), [`wait`](Self::wait) and [`read`](Self::read) has been executed,
+/// and neither reads nor writes memory any more: file readers write to it then.
 pub unsafe trait Backend: Send {
-    /// Name and kernel set, for people: `cpu (avx2)`.
+    /// Name and kernel set, for display: `cpu (avx2)`.
     fn name(&self) -> String;
 
-    /// Memory that this backend computes on.
+    /// Allocates memory for computing.
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// No memory.
     fn allocate(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer>;
 
-    /// Memory of weights, which readers of files fill once, where it lies or through their own.
+    /// Allocates memory for weights, which file readers fill once, in place or through staging.
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// No memory.
     fn part(&self, bytes: Bytes) -> io::Result<Buffer> {
         self.allocate(bytes, Backing::OnTouch)
     }
 
-    /// Memory that readers of files fill again and again, and that this backend computes on.
+    /// Allocates memory that file readers fill repeatedly and that this backend computes on.
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// No memory.
     fn ring(&self, bytes: Bytes, backing: Backing) -> io::Result<Buffer>;
 
-    /// Address space for memory that comes and goes part by part, and that this backend computes on.
+    /// Reserves address space for memory that grows and shrinks and that this backend computes on.
     ///
     /// # Errors
     ///
-    /// When there is none.
+    /// No address space.
     fn reserve(&self, bytes: Bytes, granule: Bytes) -> io::Result<Region>;
 
-    /// Gives back what it keeps for later without a holder: free pages of the allocator, on a device the driver's pools.
-    /// Called when a model has been opened, and not during a shed.
+    /// Releases caches without a holder: free pages of the allocator, on a device the driver's pools. Called after a
+    /// model has been opened, and never during a shed.
     fn trim(&self);
 
-    /// Queues an operation behind all others.
+    /// Queues an operation after all others.
     ///
     /// # Errors
     ///
-    /// When it cannot be executed, or an earlier one could not be.
+    /// It cannot be executed, or an earlier one could not be.
     fn queue(&mut self, operation: Operation<'_>) -> Result<(), DeviceError>;
 
-    /// The end of what is queued by now. What makes a segment is handed on to the device by then.
+    /// The end of the work queued so far. Complete segments have been submitted to the device by then.
     fn mark(&mut self) -> Fence;
 
-    /// Whether something before `fence` is held back, to be handed on together with what follows: a segment, a read and a wait do so.
+    /// Whether work before `fence` is held for a joint submission with later work: the end of a segment, a read or a
+    /// wait submits it.
     fn holds(&self, _: Fence) -> bool {
         false
     }
@@ -162,21 +164,21 @@ pub unsafe trait Backend: Send {
     ///
     /// # Errors
     ///
-    /// When something could not be.
+    /// Some of it could not be executed.
     fn done(&mut self, fence: Fence) -> Result<bool, DeviceError>;
 
     /// Waits until everything before `fence` has been executed.
     ///
     /// # Errors
     ///
-    /// When something could not be.
+    /// Some of it could not be executed.
     fn wait(&mut self, fence: Fence) -> Result<(), DeviceError>;
 
-    /// Waits for everything that is queued, and shows floats to the host.
+    /// Waits for all queued work, and returns floats to the host.
     ///
     /// # Errors
     ///
-    /// When something could not be executed.
+    /// Some of it could not be executed.
     fn read<'a>(
         &'a mut self,
         from: &'a Buffer,
@@ -184,7 +186,7 @@ pub unsafe trait Backend: Send {
     ) -> Result<&'a [f32], DeviceError>;
 }
 
-/// A place in the order of a backend's operations.
+/// A position in the order of a backend's operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Fence(
     /// Operations before it.

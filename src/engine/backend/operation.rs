@@ -1,7 +1,7 @@
-//! Operations of a backend: plain data on views of its memory.
+//! Backend operations: plain data on views of its memory.
 //!
-//! Each covers what one launch of a device covers. What an operation borrows is copied by a backend that executes it later; its
-//! views stay what they are, so that what they lie in is neither released nor written by others before it has been executed.
+//! Each corresponds to one launch of a device. A backend with deferred execution copies borrowed data; the views keep
+//! their buffers, so that these are neither released nor overwritten before the execution.
 
 use std::{borrow::Cow, ops::Range};
 
@@ -14,14 +14,14 @@ use crate::{
 };
 use cotenant_policy::kv_type::KvType;
 
-/// Something to compute.
+/// An operation.
 #[derive(Debug)]
 #[expect(
     clippy::large_enum_variant,
     reason = "a box would be an allocation for each operation"
 )]
 pub enum Operation<'a> {
-    /// The gate of a feed-forward part.
+    /// Gate of a feed-forward part.
     Activate(Activate),
     /// An attention layer.
     Attend(Attend<'a>),
@@ -31,32 +31,32 @@ pub enum Operation<'a> {
     Delta(Delta),
     /// Sets floats.
     Fill {
-        /// Which.
+        /// Target.
         floats: View,
-        /// To what.
+        /// Value.
         value: f32,
     },
     /// Logits from the products with the head.
     Finish(Finish<'a>),
     /// Copies bytes.
     Move {
-        /// Which.
+        /// Source.
         from: Span,
-        /// To where, as many.
+        /// Target of the same length.
         to: Span,
     },
     /// Products with weights.
     Multiply(Multiply<'a>),
-    /// The residual stream, with what a part adds to it, normalised.
+    /// Adds a part's output to the residual stream and normalises it.
     Norm(Norm),
     /// Cosines and sines of a chunk.
     Rotate(Rotate<'a>),
-    /// Rows of the file as `f32`.
+    /// Rows of the file converted to `f32`.
     Widen(Widen<'a>),
 }
 
 impl Operation<'_> {
-    /// The same without what it borrows.
+    /// An owned copy.
     #[must_use]
     pub fn into_owned(self) -> Operation<'static> {
         match self {
@@ -94,7 +94,7 @@ impl Operation<'_> {
     }
 }
 
-/// Types of weights, a bit for each of [`SUPPORTED`].
+/// A set of weight types, one bit per entry of [`SUPPORTED`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Types(u32);
 
@@ -129,35 +129,35 @@ impl FromIterator<GgmlDType> for Types {
 /// Memory for copies of activations in the formats that quantised products need.
 #[derive(Clone, Debug)]
 pub struct Copies {
-    /// Where they are.
+    /// Their memory.
     pub memory: View,
     /// Rows that fit.
     pub rows: usize,
     /// Elements of the longest row that fits.
     pub columns: usize,
-    /// Weight types that may be multiplied with.
+    /// Supported weight types.
     pub types: Types,
 }
 
-/// Copies to be made of an operation's result, for the products that follow.
+/// Copies of an operation's result for subsequent products.
 #[derive(Clone, Debug)]
 pub struct Prepare {
-    /// Where to.
+    /// Target of the copies.
     pub copies: Copies,
-    /// For products with weights of which types.
+    /// Weight types of the products.
     pub types: Types,
-    /// The row of the copies that belongs to the first row of the result.
+    /// Row of the copies that corresponds to the first row of the result.
     pub first: usize,
 }
 
-/// Turns rows of the file's types into `f32`.
+/// Conversion of rows of the file's types to `f32`.
 #[derive(Debug)]
 pub struct Widen<'a> {
     /// The rows.
     pub rows: Cow<'a, [Row<'a>]>,
     /// Their type.
     pub dtype: GgmlDType,
-    /// What every element is multiplied with.
+    /// Factor of every element.
     pub scale: f32,
 }
 
@@ -166,11 +166,11 @@ pub struct Widen<'a> {
 pub struct Row<'a> {
     /// Its bytes.
     pub from: RowBytes<'a>,
-    /// Where it goes, with as many elements.
+    /// Target, of the same number of elements.
     pub to: View,
 }
 
-/// Where the bytes of a row are.
+/// Source of a row's bytes.
 #[derive(Clone, Debug)]
 pub enum RowBytes<'a> {
     /// Read by the host.
@@ -191,18 +191,18 @@ impl Row<'_> {
     }
 }
 
-/// Computes cosines and sines of positions that follow each other.
+/// Cosines and sines of consecutive positions.
 #[derive(Debug)]
 pub struct Rotate<'a> {
-    /// By which angles.
+    /// The rotation.
     pub rotation: Rotation,
-    /// What the angles are divided by.
+    /// Divisors of the angles.
     pub factors: Option<Cow<'a, [f32]>>,
     /// The first position.
     pub position: usize,
-    /// Elements of a head that are rotated.
+    /// Rotated elements of a head.
     pub width: usize,
-    /// A row for each position.
+    /// One row per position.
     pub to: View,
 }
 
@@ -211,9 +211,9 @@ pub struct Rotate<'a> {
 pub struct Norm {
     /// The residual stream; its rows are as long as `weight`.
     pub stream: View,
-    /// What a part has made of it, and the result.
+    /// Output of a part, replaced by the result.
     pub normed: View,
-    /// What happens to the former before it is added; nothing is added when absent.
+    /// Transformation of that output before it is added; nothing is added if absent.
     pub residual: Option<Residual>,
     /// Weights of the norm.
     pub weight: View,
@@ -223,38 +223,38 @@ pub struct Norm {
     pub prepare: Prepare,
 }
 
-/// What happens to the output of a part before it is added to the residual stream, in this order.
+/// Transformation of a part's output before it is added to the residual stream, in this order.
 #[derive(Clone, Debug)]
 pub struct Residual {
-    /// Added to it.
+    /// Bias added to it.
     pub bias: Option<View>,
-    /// It is normalised with these weights.
+    /// Weights of its norm.
     pub norm: Option<View>,
-    /// It is multiplied with this.
+    /// Its factor.
     pub scale: f32,
 }
 
 /// Products of all rows of `input` with weights.
 #[derive(Debug)]
 pub struct Multiply<'a> {
-    /// With which; products that follow each other share a result or have results of their own.
+    /// The products; consecutive ones share a result or have separate ones.
     pub products: Cow<'a, [Product]>,
-    /// What to multiply.
+    /// Rows to multiply.
     pub input: View,
-    /// The same in other formats.
+    /// Copies of these rows in other formats.
     pub copies: Copies,
     /// Rows of the input.
     pub rows: usize,
-    /// What becomes of the two products, of a gate and of what it is multiplied with: a device does it in the same launch.
+    /// Activation of two of the products, a gate and its factor: a device computes it in the same launch.
     pub activate: Option<Activate>,
 }
 
 /// `out[r][first + i] = Σ weight[i][c] · input[r][c]`.
 #[derive(Clone, Debug)]
 pub struct Product {
-    /// Rows of the matrix one after the other, in the file's own format.
+    /// Consecutive rows of the matrix, in the file's own format.
     pub weight: View,
-    /// The number of the model's part that they lie in, where that is resident: what may be kept for when it is multiplied with again.
+    /// Index of the model's part that contains them, if it is resident: the key for cached data of repeated products.
     pub part: Option<usize>,
     /// Their type.
     pub dtype: GgmlDType,
@@ -262,11 +262,11 @@ pub struct Product {
     pub rows: usize,
     /// Elements of a row.
     pub columns: usize,
-    /// Where the result goes.
+    /// Target of the result.
     pub out: View,
     /// Elements of one row of `out`.
     pub stride: usize,
-    /// Element of a row of `out` that belongs to the first row of `weight`.
+    /// Element of a row of `out` that corresponds to the first row of `weight`.
     pub first: usize,
 }
 
@@ -275,21 +275,21 @@ pub struct Product {
 pub struct Attend<'a> {
     /// Constants.
     pub spec: AttentionSpec,
-    /// Tokens that each token sees, itself included, when not all.
+    /// Tokens seen by each token, itself included; `None` for all.
     pub window: Option<usize>,
-    /// Where tokens behind the first ones were dropped.
+    /// Position of dropped tokens after the first ones.
     pub gap: Option<Gap<'a>>,
-    /// Growth of queries with their position; comes before everything else.
+    /// Growth of queries with their position; applied first.
     pub temperature: Option<Temperature>,
-    /// Added to the projected queries, where the architecture has such a bias.
+    /// Bias of the projected queries, if the architecture has one.
     pub query_bias: Option<View>,
-    /// Added to the projected keys.
+    /// Bias of the projected keys.
     pub key_bias: Option<View>,
-    /// Added to the projected values.
+    /// Bias of the projected values.
     pub value_bias: Option<View>,
     /// Added to the mean square in head norms.
     pub epsilon: f32,
-    /// Weights of the query head norm, where the architecture has one.
+    /// Weights of the query head norm, if the architecture has one.
     pub query_norm: Option<View>,
     /// Weights of the key head norm.
     pub key_norm: Option<View>,
@@ -309,52 +309,53 @@ pub struct Attend<'a> {
     pub position: usize,
     /// Tokens to attend.
     pub rows: usize,
-    /// Where the result goes.
+    /// Target of the result.
     pub out: View,
-    /// Memory of [`Device::scratch_bytes`](super::Device::scratch_bytes); what is in it before and after means nothing.
+    /// Memory of [`Device::scratch_bytes`](super::Device::scratch_bytes); its contents are meaningless before and
+    /// after.
     pub scratch: View,
-    /// Set to one where a projected key or value is not finite, since what the cache keeps of it is.
+    /// Set to one if a projected key or value is not finite, because the cache's form of it is finite.
     pub broken: View,
     /// Copies of the result.
     pub prepare: Prepare,
 }
 
-/// Tokens that are not in the cache any more, between some that stay and all others.
+/// Tokens removed from the cache, between some that stay and all others.
 ///
-/// Both kept the positions at which they were read, so that only queries have to be turned: for what stays before the
-/// gap back by its length, as if it were not there.
+/// Both keep their original positions, so that only queries are rotated: for tokens before the gap back by its length,
+/// as if it did not exist.
 #[derive(Debug)]
 pub struct Gap<'a> {
     /// Tokens before it; whole blocks.
     pub after: usize,
-    /// Cosine and sine by which each pair of a query is turned back.
+    /// Cosine and sine that rotate each pair of a query back.
     pub back: Cow<'a, [f32]>,
 }
 
-/// Brings rows of a KV cache to another type where they lie.
+/// In-place conversion of rows of a KV cache to another type.
 #[derive(Debug)]
 pub struct Convert {
-    /// Where they lie, one after the other from its start, and will; open for both.
+    /// Their memory, consecutive from its start; open for both types.
     pub space: Region,
-    /// How many there are: one for each token, head, layer, and for keys and values.
+    /// Number of rows: one per token, head and layer, for keys and for values.
     pub rows: usize,
-    /// Elements of one.
+    /// Elements of a row.
     pub elements: usize,
-    /// What they are kept as.
+    /// Current type.
     pub from: KvType,
-    /// What they are to be kept as.
+    /// New type.
     pub to: KvType,
 }
 
-/// A Gated DeltaNet layer from projections to the input of its output projection, for some rows of a chunk; those before them
-/// have been there.
+/// A Gated DeltaNet layer from projections to the input of its output projection, for some rows of a chunk, after the
+/// rows before them.
 #[derive(Debug)]
 pub struct Delta {
     /// Constants.
     pub spec: RecurrentSpec,
-    /// Added in the norms.
+    /// Epsilon of the norms.
     pub epsilon: f32,
-    /// Projected queries, keys and values of the whole chunk; the results take their place, packed in rows of
+    /// Projected queries, keys and values of the whole chunk; replaced by the results, packed in rows of
     /// [`RecurrentSpec::values`] from its start.
     pub mixed: View,
     /// Projected gate of the output.
@@ -373,11 +374,11 @@ pub struct Delta {
     pub decay: View,
     /// Weights of the output norm.
     pub norm: View,
-    /// State matrices of the layer, each transposed: row j is what value element j remembers.
+    /// State matrices of the layer, each transposed: row j belongs to value element j.
     pub state: View,
     /// The convolution's last inputs, oldest first.
     pub history: View,
-    /// The rows, of the chunk.
+    /// Row range within the chunk.
     pub rows: Range<usize>,
     /// Copies of the result.
     pub prepare: Prepare,
@@ -386,15 +387,15 @@ pub struct Delta {
 /// `gate = activation(gate) · up`.
 #[derive(Debug)]
 pub struct Activate {
-    /// Which activation.
+    /// The activation function.
     pub activation: Activation,
-    /// Projected gate; the result, of which [`Multiply::activate`] makes copies alone.
+    /// Projected gate; replaced by the result, of which [`Multiply::activate`] makes only copies.
     pub gate: View,
-    /// What it is multiplied with.
+    /// Its factor.
     pub up: View,
-    /// Added to each row of the gate first.
+    /// Bias added to each row of the gate first.
     pub gate_bias: Option<View>,
-    /// The same of `up`.
+    /// The same for `up`.
     pub up_bias: Option<View>,
     /// Elements of a row.
     pub width: usize,
@@ -407,15 +408,15 @@ pub struct Activate {
 pub struct Finish<'a> {
     /// One row.
     pub logits: View,
-    /// Which of them were computed.
+    /// Computed rows of the head.
     pub said: Cow<'a, [Range<usize>]>,
-    /// Added to them first.
+    /// Bias added first.
     pub bias: Option<View>,
-    /// What they are divided by then.
+    /// Divisor applied next.
     pub scale: f32,
-    /// And bent to stay below.
+    /// Soft cap applied last.
     pub cap: Option<f32>,
-    /// Three words that are set: the number of the first of the greatest logits, all bits of which are set where it is not looked
-    /// for; its value; and no zero where a logit is not finite.
+    /// Three output words: the index of the first greatest logit, all bits set if not requested; its value; and
+    /// non-zero if a logit is not finite.
     pub found: View,
 }

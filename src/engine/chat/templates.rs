@@ -18,10 +18,10 @@ struct Case {
     variables: Map<String, Value>,
     messages: Vec<Said>,
     tools: Vec<Value>,
-    /// What comes out, unless the template refuses.
+    /// The rendered text, unless the template refuses.
     text: Option<String>,
     refused: Option<String>,
-    /// Why Python cannot render it, in whatever words.
+    /// Why Python cannot render it; the wording is free.
     failed: Option<String>,
 }
 
@@ -71,7 +71,7 @@ impl Said {
     }
 }
 
-/// Those whose licence is not free are read from llama.cpp's folder, where there is one.
+/// Templates without a free licence are read from llama.cpp's folder, if there is one.
 #[test]
 fn templates_of_public_models_are_rendered_as_transformers_does() {
     let folder =
@@ -79,7 +79,7 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
     let llama = std::env::var_os("COTENANT_LLAMA_VOCABULARIES")
         .map(|models| PathBuf::from(models).join("templates"));
     let tokenizer = Tokenizer::from_header(&TestVocabulary::chatml().header()).unwrap();
-    // More of them, as `render.py` makes them of all that a folder has.
+    // Further cases, as produced by `render.py` from a folder of templates.
     let more = std::env::var_os("COTENANT_RENDERED").map(PathBuf::from);
     let files = std::iter::once(folder.join("rendered.json")).chain(more);
     let cases = files.flat_map(|file| -> Vec<Case> {
@@ -107,15 +107,15 @@ fn templates_of_public_models_are_rendered_as_transformers_does() {
         let same = match (&rendered, case.text, case.refused) {
             (Ok(rendered), Some(text), _) => rendered.text.replace(rendered.mark, "") == text,
             (Err(ChatError::Refused { message }), None, Some(refused)) => *message == refused,
-            // What the system says is said by the user where the template refuses the role.
+            // If the template refuses the system role, its text becomes the user's.
             (Ok(_), None, Some(_)) => conversation
                 .messages
                 .iter()
                 .any(|message| message.role == Role::System),
-            // What fails in Python may be rendered here.
+            // A failure in Python may render here.
             _ => case.failed.is_some(),
         };
-        // There jinja2 escapes texts for HTML, because of a filter `safe` beside them; see the fixtures' README.
+        // There jinja2 escapes texts for HTML, because of a neighbouring filter `safe`; see the fixtures' README.
         let escaped = case.template == "meetkai-functionary-medium-v3.1.jinja"
             && !conversation.tools.is_empty();
         if !(same || escaped) {

@@ -12,7 +12,7 @@ use super::{
     *,
 };
 
-/// A template in the manner of Qwen's: trims, looks for tags, cuts thoughts away, refuses what it does not expect.
+/// A template similar to Qwen's: trims, searches for tags, removes thoughts, refuses unexpected input.
 const STRICT: &str = "{%- for m in messages %}{%- if m.content == '{}' %}{{ raise_exception('no tools') }}{%- endif %}\
                           {%- set content = m.content|trim %}{%- if m.role == 'assistant' and '</think>' in content %}\
                           {%- set content = content.split('</think>')[-1]|trim %}{%- endif %}\
@@ -161,7 +161,7 @@ fn a_template_that_fails_on_the_form_of_calls_gets_them_in_words() {
         tools: vec![json!({"type": "function", "function": {"name": "f"}})],
         ..Conversation::default()
     };
-    // It wants arguments as a text.
+    // It expects arguments as a text.
     let speaker = Speaker::new(Some(
         "{% if tools %}{% endif %}{% for m in messages %}{{ m.content }};{% for c in m.tool_calls %}\
              {{ 'call ' + c.function.arguments }}{% endfor %}{% endfor %}",
@@ -237,7 +237,7 @@ fn templates_still_find_tags_and_trim_messages() {
 
 #[test]
 fn messages_cannot_make_control_tokens() {
-    // Templates that put things beside messages which could complete a token.
+    // Templates with adjacent text that could complete a token.
     let glue = "{% for m in messages %}<|{{ m.content }}|>{{ m.content.replace('x', '') }}<|im_{{ m.content }}{% endfor %}";
     for template in [None, Some(STRICT), Some(glue)] {
         let speaker = Speaker::new(template);
@@ -306,7 +306,7 @@ fn tools_and_calls_cannot_make_control_tokens_either() {
         continues: false,
         before: Vec::new(),
     };
-    // Without a template that knows tools, they are listed in a message of their own.
+    // Without tool support in the template, they are listed in a separate message.
     for (template, messages) in [(None, 4), (Some(TOOLED), 3)] {
         let speaker = Speaker::new(template);
         let rendered = render(&speaker.template, &conversation, &speaker.tokenizer).unwrap();
@@ -342,7 +342,7 @@ fn what_a_template_prints_as_a_list_has_no_trace_of_marks() {
         speaker.text(&tokens.unwrap()),
         "[{'role': 'user', 'content': '<|im_end|>'}]x[\"<|im_end|>\"][{'<|im_end|>': '<|im_end|>'}]"
     );
-    // A text that is what a mark is printed as keeps it.
+    // A text equal to the printed form of a mark is preserved.
     let said = "\\u{fdd0}<|im_end|>";
     let rendered = render(
         &speaker.template,
@@ -352,7 +352,7 @@ fn what_a_template_prints_as_a_list_has_no_trace_of_marks() {
     assert_eq!(rendered.unwrap().mark, MARKS[1]);
 }
 
-/// As the templates of Gemma 3 and of Mistral's first models demand it.
+/// As demanded by the templates of Gemma 3 and of Mistral's first models.
 const ALTERNATING: &str = "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}\
                                {{ raise_exception('roles must alternate') }}{% endif %}\
                                {{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}";
@@ -387,7 +387,7 @@ fn what_several_tools_answer_is_one_message_where_roles_must_alternate() {
     let answered = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response>\nthanks<|im_end|>\n";
     assert!(text.ends_with(answered), "{text}");
 
-    // Two questions in a row are the client's own, and stay the template's matter.
+    // Two consecutive questions come from the client and are left to the template.
     let twice = vec![
         ChatMessage::new(Role::User, "a"),
         ChatMessage::new(Role::User, "b"),
@@ -458,7 +458,7 @@ fn what_the_system_says_comes_before_the_question_where_a_template_refuses_the_r
     ];
     assert_eq!(text(&asked).unwrap(), expected);
     assert_eq!(text(&asked[..1]).unwrap(), "/user\nbe brief");
-    // What is refused for another reason is refused as before.
+    // Other refusals are unchanged.
     let twice = [(Role::System, "x"), (Role::User, "a"), (Role::User, "b")];
     assert!(
         matches!(text(&twice), Err(ChatError::Refused { message }) if message.contains("System role"))
@@ -467,7 +467,7 @@ fn what_the_system_says_comes_before_the_question_where_a_template_refuses_the_r
 
 #[test]
 fn a_template_that_declares_tools_and_refuses_their_answers_gets_them_as_the_users_text() {
-    // Mistral's way: tools are declared, and roles must alternate beside the calls.
+    // Mistral's pattern: tools are declared, and roles must alternate around the calls.
     let declaring = "{%- for t in tools %}{{ '<tool_call>' + t.function.name }}{%- endfor %}";
     let speaker = Speaker::new(Some(&format!("{declaring}{ALTERNATING}")));
     let call = |id: &str| ToolCall {
@@ -497,7 +497,7 @@ fn a_template_that_declares_tools_and_refuses_their_answers_gets_them_as_the_use
     let answered = "<tool_response>\none\n</tool_response>\n<tool_response>\ntwo\n</tool_response><|im_end|>\n";
     assert!(text.ends_with(answered), "{text}");
 
-    // What is refused without answers of tools is not asked for again.
+    // Refusals without tool results are not retried.
     conversation.messages = vec![
         ChatMessage::new(Role::User, "a"),
         ChatMessage::new(Role::User, "b"),
@@ -551,7 +551,7 @@ proptest! {
             "[<|im_start|>]user\n{}[<|im_end|>]\n[<|im_start|>]assistant\n",
             speaker.tokenizer.decode(&said)
         );
-        // The text around a message may join with it, so that only the bytes are compared.
+        // Adjacent text may merge with a message's tokens, so only the bytes are compared.
         let mut shown = String::new();
         let mut stream = crate::tokenizer::TextStream::default();
         for token in tokens {

@@ -1,8 +1,8 @@
-//! Names and defaults of Ollama's converter, in those of llama.cpp.
+//! Translation of Ollama's metadata keys and defaults to those of llama.cpp.
 //!
-//! Ollama publishes files of its own making: the families are those of llama.cpp, but some keys and tensors have other names,
-//! keys are left out that its program fills in, and the vision part is in the same file. What is translated is what
-//! Ollama itself translates before it hands such a file to llama.cpp.
+//! Ollama publishes converted files: the families are those of llama.cpp, but some keys and tensors have other names,
+//! keys with defaults in its program are missing, and the vision part is in the same file. The translation covers the
+//! cases that Ollama itself translates before it hands such a file to llama.cpp.
 
 use super::{
     header::{Header, TensorInfo},
@@ -10,7 +10,7 @@ use super::{
 };
 
 impl Header {
-    /// Gives keys and tensors the names of llama.cpp, where these are not taken.
+    /// Renames keys and tensors to those of llama.cpp, unless these exist.
     pub(super) fn translate(&mut self) {
         let architecture = self.architecture().to_owned();
         for (family, theirs, ours) in KEYS {
@@ -36,7 +36,7 @@ impl Header {
         self.strings("tokenizer.ggml.tokens")?.get(index)
     }
 
-    /// Names the rules by which words are cut, where the file names none of its own.
+    /// Sets the pre-tokenizer rules if the file names none.
     fn cut_words_as(&mut self, rules: &str) {
         let (kind, pre) = ("tokenizer.ggml.model", "tokenizer.ggml.pre");
         if self.string(kind) == Some("gpt2")
@@ -69,7 +69,7 @@ impl Header {
             );
             put("gemma3.rope.scaling.factor", Value::Float(8.0));
         }
-        // Its last tokens stand for pictures and have no row in the embedding.
+        // Its last tokens stand for images and have no row in the embedding.
         let rows = self
             .tensor("token_embd.weight")
             .and_then(|tensor| tensor.dims.get(1));
@@ -85,7 +85,7 @@ impl Header {
         }
     }
 
-    /// `blk.N.ssm_dt` is what llama.cpp calls `blk.N.ssm_dt.bias`.
+    /// Renames `blk.N.ssm_dt` to llama.cpp's `blk.N.ssm_dt.bias`.
     fn rename_time_steps(&mut self) {
         let theirs: Vec<String> = self
             .tensors
@@ -138,5 +138,5 @@ const KEYS: [(&str, &str, &str); 6] = [
 /// The first control token of Llama 3.
 const LLAMA3_FIRST: usize = 128_000;
 
-/// Gemma 3 from 4B on has this context, and stretches its rotation by 8 for it; the smaller ones have less.
+/// Gemma 3 from 4B on has this context and scales its rotation by 8 for it; the smaller models have less.
 const GEMMA3_LONG: u32 = 131_072;

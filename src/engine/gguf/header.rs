@@ -20,7 +20,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// What a GGUF file says about itself.
+/// Contents of a GGUF header.
 #[derive(Clone, Debug)]
 pub struct Header {
     pub(super) path: PathBuf,
@@ -30,7 +30,7 @@ pub struct Header {
     pub(super) parts: Vec<Part>,
 }
 
-/// Where a tensor lies and what it is.
+/// Position and type of a tensor.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
     /// Its name in the file.
@@ -39,14 +39,14 @@ pub struct TensorInfo {
     pub dtype: GgmlDType,
     /// Elements along each axis, fastest first (`ne` in llama.cpp).
     pub dims: Vec<u64>,
-    /// First byte, counted from the start of the file, or of the first of several, see [`Part`].
+    /// First byte, counted from the start of the file, or of the first of several; see [`Part`].
     pub offset: u64,
     /// Length in the file.
     pub bytes: Bytes,
 }
 
 impl TensorInfo {
-    /// Whether it has these dimensions; axes of one element at the end change nothing.
+    /// Whether it has these dimensions; trailing axes of one element are ignored.
     pub(crate) fn has_dims(&self, dims: &[u64]) -> bool {
         let axes = self.dims.len().max(dims.len());
         let padded = |dims: &[u64]| -> Vec<u64> {
@@ -61,17 +61,17 @@ impl TensorInfo {
 pub struct Part {
     /// The file.
     pub path: PathBuf,
-    /// The number of its first byte, counted through all parts.
+    /// Offset of its first byte, counted across all parts.
     pub base: u64,
-    /// Its length when it was opened.
+    /// Its length at opening.
     pub bytes: Bytes,
 }
 
-/// A file whose header was read.
+/// A file with its parsed header.
 #[derive(Debug)]
 pub(crate) struct OpenFile {
     pub(crate) file: File,
-    /// As it was before anything was read of it.
+    /// Its metadata before the first read.
     pub(crate) was: Metadata,
     pub(crate) head: Head,
 }
@@ -91,7 +91,7 @@ impl Header {
                 Err(LoadErrorKind::NotAFile)
             }
         };
-        // Before it is opened too: opening a pipe waits for a writer.
+        // Also before it is opened: opening a pipe blocks until a writer arrives.
         ask(&|| fs::metadata(path))?;
         let file = watch.asking_for(&what, || File::open(path));
         let file = file.map_err(LoadErrorKind::Open)?;
@@ -203,19 +203,19 @@ impl Header {
         ))
     }
 
-    /// The file.
+    /// Path of the file.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// The file, or several.
+    /// Its parts: one file, or several.
     #[must_use]
     pub fn parts(&self) -> &[Part] {
         &self.parts
     }
 
-    /// Length of the file when it was opened, of all if there are several.
+    /// Length at opening, of all parts together.
     #[must_use]
     pub const fn file_bytes(&self) -> Bytes {
         self.file_bytes
@@ -242,7 +242,7 @@ impl Header {
         }
     }
 
-    /// The whole number of `key`, when it is not negative and fits.
+    /// The integer of `key`, if it is not negative and fits.
     #[must_use]
     pub fn u32(&self, key: &str) -> Option<u32> {
         self.value(key)?
@@ -256,7 +256,7 @@ impl Header {
         self.value(key)?.as_f32()
     }
 
-    /// The truth value of `key`.
+    /// The boolean of `key`.
     #[must_use]
     pub fn bool(&self, key: &str) -> Option<bool> {
         match self.value(key)? {
@@ -274,7 +274,7 @@ impl Header {
         }
     }
 
-    /// The list of whole numbers of `key`, such as `tokenizer.ggml.token_type`.
+    /// The list of integers of `key`, such as `tokenizer.ggml.token_type`.
     #[must_use]
     pub fn ints(&self, key: &str) -> Option<&[i32]> {
         match self.value(key)? {
@@ -292,7 +292,7 @@ impl Header {
         }
     }
 
-    /// The list of truth values of `key`.
+    /// The list of booleans of `key`.
     #[must_use]
     pub fn bools(&self, key: &str) -> Option<&[bool]> {
         match self.value(key)? {
@@ -330,7 +330,7 @@ impl Header {
         Bytes::of_len(entries + tensors)
     }
 
-    /// Drops the large lists (vocabulary and merges), once a tokenizer has been built from them.
+    /// Drops the large lists (vocabulary and merges) after a tokenizer has been built from them.
     pub fn forget_lists(&mut self) {
         self.metadata.retain(
             |_, value| !matches!(value, Value::Array(array) if array.heap_len() > LIST_BYTES_KEPT),
@@ -338,7 +338,7 @@ impl Header {
     }
 }
 
-/// Checks one tensor entry and turns it into an extent of the file.
+/// Checks one tensor entry and converts it to an extent of the file.
 fn locate(
     name: String,
     dims: Vec<u64>,
@@ -394,7 +394,7 @@ fn locate(
     })
 }
 
-/// Tensors share no byte, as with llama.cpp, which wants one right behind the other.
+/// Refuses overlapping tensors, as llama.cpp does, which demands that they are adjacent.
 fn refuse_overlaps<'all>(
     tensors: impl Iterator<Item = &'all TensorInfo>,
 ) -> Result<(), LoadErrorKind> {
@@ -414,8 +414,8 @@ fn refuse_overlaps<'all>(
     Ok(())
 }
 
-/// The types that the engine computes with, in the order of `Type` in `backend/cuda/kernels/weights.cuh`: kernels are
-/// given a type as its place here.
+/// The supported types, in the order of `Type` in `backend/cuda/kernels/weights.cuh`: kernels receive a type as its
+/// index in this list.
 pub const SUPPORTED: [GgmlDType; 13] = [
     GgmlDType::F32,
     GgmlDType::F16,
@@ -432,14 +432,14 @@ pub const SUPPORTED: [GgmlDType; 13] = [
     GgmlDType::Q6K,
 ];
 
-/// One of them by its number in the file (`enum ggml_type` in `ggml.h`).
+/// A supported type by its number in the file (`enum ggml_type` in `ggml.h`).
 fn dtype_of(kind: u32) -> Option<GgmlDType> {
     SUPPORTED
         .into_iter()
         .find(|&dtype| type_number(dtype) == kind)
 }
 
-/// The number that a type has in the file.
+/// The number of a type in the file.
 #[must_use]
 pub const fn type_number(dtype: GgmlDType) -> u32 {
     match dtype {
@@ -461,39 +461,38 @@ pub const fn type_number(dtype: GgmlDType) -> u32 {
     }
 }
 
-/// The name of a type that the engine computes with, as llama.cpp prints it.
+/// The name of a supported type, as printed by llama.cpp.
 #[must_use]
 pub fn dtype_name(dtype: GgmlDType) -> &'static str {
     type_name(type_number(dtype)).unwrap_or_default()
 }
 
-/// The name of a type by its number in the file, where there is one.
+/// The name of a type by its number in the file, if it exists.
 fn type_name(kind: u32) -> Option<&'static str> {
     NAMES.split(' ').nth(kind as usize)
 }
 
-/// The names of types in the order of their numbers, as llama.cpp prints them; of those that it has given up, as `ggml.h`
-/// remembers them.
+/// The names of types in the order of their numbers, as printed by llama.cpp; for abandoned types, as kept in `ggml.h`.
 const NAMES: &str = "F32 F16 Q4_0 Q4_1 Q4_2 Q4_3 Q5_0 Q5_1 Q8_0 Q8_1 Q2_K Q3_K Q4_K Q5_K Q6_K Q8_K IQ2_XXS IQ2_XS \
     IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ2_S IQ4_XS I8 I16 I32 I64 F64 IQ1_M BF16 Q4_0_4_4 Q4_0_4_8 Q4_0_8_8 \
     TQ1_0 TQ2_0 IQ4_NL_4_4 IQ4_NL_4_8 IQ4_NL_8_8 MXFP4 NVFP4 Q1_0 Q2_0";
 
-/// How a pointer of Git LFS begins: `version https://git-lfs.github.com/spec/v1`.
+/// Start of a Git LFS pointer: `version https://git-lfs.github.com/spec/v1`.
 const LFS_MAGIC: [u8; 4] = *b"vers";
-/// By its specification it is shorter than this.
+/// Length limit by its specification.
 const LFS_BYTES_MAX: u64 = 1024;
 
-/// Tensors are aligned to this where the file names no other (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
+/// Alignment of tensors if the file sets none (`GGUF_DEFAULT_ALIGNMENT` in `gguf.h`).
 const DEFAULT_ALIGNMENT: u64 = 32;
-/// The largest alignment that is believed: a huge page.
+/// The largest plausible alignment: a huge page.
 const ALIGNMENT_MAX: u64 = 1 << 21;
-/// What kernels need to read `f32` elements in place.
+/// Alignment that kernels need to read `f32` elements in place.
 const TENSOR_ALIGNMENT_MIN: u64 = 4;
 /// `GGML_MAX_DIMS` in `ggml.h`.
 const AXES_MAX: u32 = 4;
-/// Qwen3.5-27B has about 900 tensors; mixtures of experts of today stay below 4000.
+/// Qwen3.5-27B has about 900 tensors; current mixtures of experts stay below 4000.
 const TENSORS_MAX: u64 = 1 << 16;
-/// Files of today have 30 to 60 entries.
+/// Current files have 30 to 60 entries.
 const ENTRIES_MAX: u64 = 1 << 16;
 /// `GGML_MAX_NAME` is 64 in `ggml.h`; keys are longer in some files.
 const KEY_BYTES_MAX: u64 = 1 << 16;
@@ -561,7 +560,7 @@ mod tests {
             width: 32,
             ..Synthetic::tiny(Architecture::Qwen3, TypeMix::All(GgmlDType::Q8_0), 1)
         };
-        // Only the header matters here, which is complete whatever the tensors are.
+        // Only the header matters here, which is complete for any tensor contents.
         model.write(&path).unwrap();
         let mut header = Header::read(&path).unwrap();
         let before = header.heap_bytes();
@@ -575,7 +574,7 @@ mod tests {
         assert!(header.string("tokenizer.ggml.pre").is_some());
     }
 
-    /// A file without tensors, with one list: its kind, and its items as the file has them.
+    /// A file without tensors and with one list: its kind, and its encoded items.
     fn with_list(folder: &Path, kind: u32, items: &[Vec<u8>]) -> Result<Header, LoadError> {
         let mut bytes = b"GGUF".to_vec();
         bytes.extend(3u32.to_le_bytes());
@@ -600,7 +599,8 @@ mod tests {
     #[test]
     fn texts_are_the_same_wherever_the_buffer_ends_and_whatever_they_are() {
         let folder = tempfile::tempdir().unwrap();
-        // Of all lengths, so that the ends of the buffer are at all places of a text and of its length; one longer than it.
+        // Texts of all lengths, so that the buffer ends at every position within a text and its length; and one longer
+        // than the buffer.
         let mut wanted: Vec<String> = (0..60_000usize)
             .map(|number| "ä".repeat(number % 23))
             .collect();
@@ -612,7 +612,7 @@ mod tests {
         let table = header.strings("list").unwrap();
         assert!(table.iter().eq(&wanted));
         assert_eq!(table.get(wanted.len()), None);
-        // The last text says that it is longer than the file.
+        // The last text claims a length beyond the file.
         items.push(u64::MAX.to_le_bytes().to_vec());
         assert!(with_list(folder.path(), 8, &items).is_err());
         items.pop();

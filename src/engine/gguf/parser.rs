@@ -6,7 +6,7 @@ use super::values::{Array, StringTable, Value};
 use crate::error::LoadErrorKind;
 use cotenant_units::Bytes;
 
-/// Reads the parts of a header, and believes none of its numbers before it has compared it.
+/// Reads the parts of a header, and validates every number before use.
 pub(super) struct Parser<R> {
     pub(super) input: R,
     pub(super) position: u64,
@@ -45,7 +45,7 @@ impl<R: BufRead> Parser<R> {
         Ok(u64::from_le_bytes(self.array(what)?))
     }
 
-    /// A count of things that each take at least `each` bytes of the rest of the file.
+    /// A count of items that each take at least `each` bytes of the rest of the file.
     pub(super) fn count(
         &mut self,
         what: &str,
@@ -65,7 +65,7 @@ impl<R: BufRead> Parser<R> {
         Ok(count)
     }
 
-    /// Books `bytes` that the header will keep on the heap.
+    /// Reserves `bytes` of the header's heap limit.
     fn keep(&mut self, what: &str, bytes: u64) -> Result<(), LoadErrorKind> {
         self.kept = self.kept.saturating_add(bytes);
         if self.kept > HEADER_BYTES_MAX {
@@ -86,7 +86,7 @@ impl<R: BufRead> Parser<R> {
         while bytes.last() == Some(&0) {
             bytes.pop();
         }
-        // Texts should be UTF-8, but files with others exist; nothing of ours depends on such bytes.
+        // Texts should be UTF-8, but exceptions exist; we depend on none of those bytes.
         Ok(String::from_utf8(bytes)
             .unwrap_or_else(|error| String::from_utf8_lossy(error.as_bytes()).into_owned()))
     }
@@ -153,7 +153,7 @@ impl<R: BufRead> Parser<R> {
             }
         };
         let count = self.count(key, LIST_ITEMS_MAX, each)?;
-        // No item takes more than 8 bytes here, texts apart, which are booked one by one.
+        // Items take at most 8 bytes here, except texts, which are accounted one by one.
         self.keep(key, count * 8)?;
         Ok(match kind {
             6 => Array::Float(
@@ -168,7 +168,7 @@ impl<R: BufRead> Parser<R> {
             ),
             8 => {
                 let mut table = StringTable::default();
-                // One place for those that are not whole in the buffer: a vocabulary and its merges are half a million.
+                // One buffer for all texts that span buffers: a vocabulary and its merges are half a million.
                 let mut bytes = Vec::new();
                 for _ in 0..count {
                     if self.push_buffered(key, &mut table)? {
@@ -211,7 +211,7 @@ impl<R: BufRead> Parser<R> {
         })
     }
 
-    /// A list of whole numbers of 32 bits, as the types of all tokens are.
+    /// A list of 32-bit integers, such as the types of all tokens.
     fn words(&mut self, key: &str, unsigned: bool, count: u64) -> Result<Array, LoadErrorKind> {
         let mut block = [0u8; 4096];
         let mut left = usize::try_from(count).unwrap_or(0) * size_of::<i32>();
@@ -235,7 +235,8 @@ impl<R: BufRead> Parser<R> {
         })
     }
 
-    /// Adds the next text to `table` if all of it is in the buffer, which nearly all are; the first token waits for them.
+    /// Adds the next text to `table` if the buffer contains all of it, which nearly always holds; this is on the path
+    /// to the first token.
     fn push_buffered(&mut self, key: &str, table: &mut StringTable) -> Result<bool, LoadErrorKind> {
         let buffer = self.input.fill_buf().unwrap_or_default();
         let Some((length, rest)) = buffer.split_first_chunk() else {
@@ -260,9 +261,9 @@ impl<R: BufRead> Parser<R> {
     }
 }
 
-/// The longest text, such as a chat template or a licence; templates of today stay below 64 KiB.
+/// The longest text, such as a chat template or a licence; current templates stay below 64 KiB.
 const TEXT_BYTES_MAX: u64 = 1 << 24;
-/// The largest list; vocabularies of today stay below 300 000 tokens.
+/// The longest list; current vocabularies stay below 300 000 tokens.
 const LIST_ITEMS_MAX: u64 = 1 << 24;
-/// The most that a header may keep on the heap; a vocabulary of 248 000 keeps 9 MB.
+/// Heap limit of a header; a vocabulary of 248 000 takes 9 MB.
 const HEADER_BYTES_MAX: u64 = 1 << 28;

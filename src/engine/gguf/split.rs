@@ -1,7 +1,6 @@
-//! Models in several files, as `llama-gguf-split` writes them: `NAME-00001-of-00003.gguf` and so on.
+//! Models in several files as written by `llama-gguf-split`: `NAME-00001-of-00003.gguf` etc.
 //!
-//! The parts are read as if they were one long file with room between them, so that readers and layouts know one number
-//! for each place.
+//! The parts form one address space with gaps between them, so that readers and layouts use a single offset.
 
 use std::path::{Path, PathBuf};
 
@@ -12,22 +11,22 @@ use crate::{
 };
 
 impl Header {
-    /// Reads the header of the file at `path`, and of those that go on from it; no tensor is read.
+    /// Reads the header of the file at `path` and of its further parts; no tensor is read.
     ///
     /// # Errors
-    /// When the file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or
-    /// outside the file.
+    /// The file cannot be read, is not GGUF v2 or v3, contradicts itself, or has a tensor of an unknown type or outside
+    /// the file.
     pub fn read(path: &Path) -> Result<Self, LoadError> {
         let (header, _) = Self::read_watched(path, &DiskWatch::default())?;
         Ok(header)
     }
 
-    /// As [`Self::read`], saying at `watch` what the disk is asked for; with the files, in the order of the
-    /// [parts](Self::parts), as they were when they were opened. Reading weights through these reads them from what had
-    /// the header, whatever has that name by then.
+    /// As [`Self::read`], recording disk accesses in `watch`; with the files, in the order of the [parts](Self::parts),
+    /// and their metadata at opening. Weights read through these files match the header, even after a file is replaced
+    /// under its name.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::read`].
     pub(crate) fn read_watched(
         path: &Path,
         watch: &DiskWatch,
@@ -117,7 +116,7 @@ fn join(
     }
 }
 
-/// The file of part `part`, which is named after the first.
+/// Path of part `part`, derived from the first.
 fn part_path(first: &Path, part: u32, count: u32) -> Result<PathBuf, LoadErrorKind> {
     let suffix = |part: u32| format!("-{part:05}-of-{count:05}.gguf");
     let name = first
@@ -136,7 +135,7 @@ fn part_path(first: &Path, part: u32, count: u32) -> Result<PathBuf, LoadErrorKi
 const KEY_COUNT: &str = "split.count";
 const KEY_NUMBER: &str = "split.no";
 const KEY_TENSORS: &str = "split.tensors.count";
-/// More than any model of today has; a part has a header and a descriptor of its own.
+/// More than any current model; each part has a header and a descriptor of its own.
 const PARTS_MAX: u32 = 512;
-/// Room between parts: more than the gap that layouts read across.
+/// Gap between parts: wider than the gaps that layouts read across.
 const GAP: u64 = 1 << 20;

@@ -1,4 +1,4 @@
-//! Metadata values, kept as compactly as the file has them.
+//! Metadata values in compact form.
 
 use std::fmt;
 
@@ -7,34 +7,34 @@ use std::fmt;
 pub enum Value {
     /// A list of values of one type.
     Array(Array),
-    /// True or false.
+    /// A boolean.
     Bool(bool),
     /// A number with a fraction; `f32` in the file is widened.
     Float(f64),
-    /// A signed whole number of any width.
+    /// A signed integer of any width.
     Int(i64),
     /// A text.
     String(String),
-    /// An unsigned whole number of any width.
+    /// An unsigned integer of any width.
     Uint(u64),
 }
 
-/// A list of metadata values, kept as compactly as the file has it.
+/// A list of metadata values in compact form.
 #[derive(Clone, Debug, PartialEq)]
 pub enum Array {
-    /// True or false.
+    /// Booleans.
     Bool(Vec<bool>),
     /// Numbers with a fraction.
     Float(Vec<f32>),
-    /// Whole numbers of up to 32 bits.
+    /// Integers of up to 32 bits.
     Int(Vec<i32>),
-    /// Whole numbers of 64 bits, and 32-bit ones beyond `i32`.
+    /// 64-bit integers, and 32-bit ones beyond `i32`.
     Long(Vec<i64>),
     /// Texts.
     Strings(StringTable),
 }
 
-/// Many texts in one allocation, in the order of the file.
+/// Texts in one allocation, in the order of the file.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct StringTable {
     text: String,
@@ -42,7 +42,7 @@ pub struct StringTable {
 }
 
 impl Value {
-    /// As a number that is not negative.
+    /// As a non-negative integer.
     #[must_use]
     pub fn as_u64(&self) -> Option<u64> {
         match *self {
@@ -77,7 +77,7 @@ impl Value {
     }
 }
 
-/// As errors show it: a number as it is, a text between backticks, a list by its length.
+/// For error messages: numbers verbatim, texts in backticks, lists by length.
 impl fmt::Display for Value {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -95,7 +95,7 @@ impl fmt::Display for Value {
     }
 }
 
-/// Characters of a text that an error shows.
+/// Characters of a text shown in an error.
 const SHOWN: usize = 64;
 
 impl Array {
@@ -109,7 +109,7 @@ impl Array {
         }
     }
 
-    /// Drops what lies behind the first `count` items.
+    /// Drops all items after the first `count`.
     pub(super) fn truncate(&mut self, count: usize) {
         match self {
             Self::Bool(list) => list.truncate(count),
@@ -137,7 +137,7 @@ impl Array {
 }
 
 impl StringTable {
-    /// Adds `text` at the end.
+    /// Appends `text`.
     pub fn push(&mut self, text: &str) {
         self.text.push_str(text);
         self.ends
@@ -150,7 +150,7 @@ impl StringTable {
         self.ends.len()
     }
 
-    /// Whether there is none.
+    /// Whether it is empty.
     #[must_use]
     pub const fn is_empty(&self) -> bool {
         self.ends.is_empty()

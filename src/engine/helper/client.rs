@@ -1,4 +1,4 @@
-//! The owner's side: starts the helper, and talks to its jobs.
+//! Client of the helper process: starts it and communicates with its jobs.
 
 use std::{
     fmt,
@@ -32,29 +32,29 @@ use super::{
 use cotenant_units::Bytes;
 use cotenant_units::causes::in_one_line;
 
-/// Place for one grammar; given back when it is dropped.
+/// Slot for one grammar; released on drop.
 #[derive(Debug)]
 pub struct FormPlace {
-    /// What the grammar may allocate.
+    /// Allocation limit of the grammar.
     bytes: Bytes,
     _permits: Option<OwnedSemaphorePermit>,
 }
 
 impl FormPlace {
-    /// What the grammar may allocate.
+    /// Allocation limit of the grammar.
     pub(crate) const fn bytes(&self) -> Bytes {
         self.bytes
     }
 }
 
-/// The helper of one model; started when it is first needed, and again when it was ended.
+/// The helper of one model; started on first use, and restarted after it has ended.
 pub(crate) struct Helper {
-    /// What is started with the argument `text-helper`; jobs are threads when absent.
+    /// Program started with the argument `text-helper`; jobs are threads if absent.
     program: Option<PathBuf>,
     running: Mutex<Option<Running>>,
     renders: Mutex<()>,
     forms: Arc<Semaphore>,
-    /// Whether a grammar was asked for since it was started.
+    /// Whether a grammar was requested since its start.
     grammars: AtomicBool,
     words: AtomicUsize,
     text: AtomicUsize,
@@ -72,7 +72,7 @@ struct Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // It has nothing to finish: jobs that are under way end with their streams.
+        // It has nothing to complete: running jobs end with their streams.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
@@ -91,7 +91,7 @@ impl Helper {
         }
     }
 
-    /// What it and its jobs may occupy now.
+    /// Upper bound of its and its jobs' memory now.
     pub(crate) fn held(&self) -> Bytes {
         match (
             self.words.load(Ordering::Relaxed),
@@ -103,9 +103,9 @@ impl Helper {
         }
     }
 
-    /// Waits for place for a grammar that may allocate so much.
+    /// Waits for a slot for a grammar with this allocation limit.
     pub(crate) async fn form_place(&self, bytes: Bytes) -> FormPlace {
-        // It is never closed.
+        // The semaphore is never closed.
         FormPlace {
             bytes,
             _permits: Arc::clone(&self.forms)
@@ -115,7 +115,7 @@ impl Helper {
         }
     }
 
-    /// Starts a grammar that may allocate so much, and waits for its first answer until its owner does not want it any more.
+    /// Starts a grammar with this allocation limit, and waits for its first reply until its owner cancels it.
     pub(crate) fn form(
         &self,
         bytes: Bytes,
@@ -127,7 +127,7 @@ impl Helper {
         self.begin((process::FORM, bytes), (kind, grammar), gone, &setup)
     }
 
-    /// Compiles the template, or renders it with a context in JSON.
+    /// Compiles the template, or renders it for a context in JSON.
     pub(crate) fn template(
         &self,
         kind: Kind,
@@ -144,7 +144,8 @@ impl Helper {
         Ok((kind, body))
     }
 
-    /// Starts a job and waits for its first answer; once more in a new helper, where it was lost for no fault of its own.
+    /// Starts a job and waits for its first reply; retries in a new helper if the job was lost through no fault of its
+    /// own.
     fn begin(
         &self,
         (what, bytes): (u8, Bytes),
@@ -174,7 +175,7 @@ impl Helper {
         }
     }
 
-    /// Ends a job that does not answer, and the helper where that does not run either.
+    /// Ends an unresponsive job, and the helper if that is not running either.
     fn lost(&self, job: &Job) {
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(Running::Process(process)) = &mut *running {
@@ -188,7 +189,7 @@ impl Helper {
         }
     }
 
-    /// Ends it, until it is needed again: what is not used yet holds no memory.
+    /// Ends it until its next use: unused, it should hold no memory.
     pub(crate) fn end(&self) {
         *self.running.lock().unwrap_or_else(PoisonError::into_inner) = None;
         self.grammars.store(false, Ordering::Relaxed);
@@ -198,7 +199,7 @@ impl Helper {
     fn job(&self, kind: u8, bytes: Bytes, setup: &dyn Fn() -> Setup) -> Result<Job, JobError> {
         let (ours, theirs) = UnixStream::pair()?;
         let mut running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        // Twice: a helper that was ended is noticed when it is used.
+        // Twice: the end of a helper is detected on use.
         for _ in 0..2 {
             let helper = match &mut *running {
                 Some(helper) => helper,
@@ -272,7 +273,7 @@ fn units(bytes: Bytes) -> u32 {
 /// The owner's end of a job; dropping it ends the job.
 pub(crate) struct Job {
     stream: UnixStream,
-    /// The process that has it: the helper, until it has begun.
+    /// Its process: the helper, until the job has begun.
     process: Option<u32>,
 }
 
@@ -283,7 +284,7 @@ impl Job {
         Ok(frame::write(&mut self.stream, kind, body)?)
     }
 
-    /// Whether a frame can be received, waiting for it so long at most.
+    /// Whether a frame can be received, waiting up to `wait`.
     pub(crate) fn ready(&self, wait: Duration) -> Result<bool, JobError> {
         let mut fd = libc::pollfd {
             fd: self.stream.as_raw_fd(),
@@ -291,7 +292,7 @@ impl Job {
             revents: 0,
         };
         let millis = wait.as_millis().try_into().unwrap_or(i32::MAX);
-        // SAFETY: one entry, which lives as long as the call.
+        // SAFETY: one entry, which outlives the call.
         match unsafe { libc::poll(&raw mut fd, 1, millis) } {
             0 => Ok(false),
             ready if ready > 0 => Ok(true),
@@ -302,7 +303,7 @@ impl Job {
         }
     }
 
-    /// Its first answer; waits for that until its owner does not want it any more.
+    /// Its first reply; waits until its owner cancels it.
     fn first(&mut self, gone: &dyn Fn() -> bool) -> Result<(Kind, Vec<u8>), JobError> {
         let mut since = Instant::now();
         let mut most = START_WAIT_MAX;
@@ -322,7 +323,7 @@ impl Job {
         Err(JobError::Gone)
     }
 
-    /// Whether it can still answer, after so long.
+    /// Whether a reply can still arrive after this time.
     pub(crate) fn check(&self, waited: Duration, most: Duration) -> Result<(), JobError> {
         if waited >= most {
             return Err(JobError::Late);
@@ -346,7 +347,7 @@ impl Job {
         }
     }
 
-    /// Ends its process, where that does not run.
+    /// Ends its process if that is not running.
     fn end(&self) {
         if let Some(process) = self
             .process
@@ -361,27 +362,27 @@ impl Job {
 /// Whether a process was stopped, by a signal or a debugger.
 fn is_stopped(process: u32) -> bool {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
-    // The name, in brackets, may contain anything.
+    // The name, in brackets, may contain any character.
     stat.rsplit_once(") ")
         .is_some_and(|(_, rest)| rest.starts_with(['T', 't']))
 }
 
-/// Why a job has no answer. All but the first two are faults of the helper's, not of what it was given.
+/// Reason for a missing reply. All but the first two are faults of the helper, not of its input.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum JobError {
-    /// It came to the end of its memory or its time.
+    /// It reached its limit of memory or time.
     #[error("it takes more memory or time than is allowed for it")]
     Bound,
-    /// Its owner does not want it any more.
+    /// Its owner has cancelled it.
     #[error("the client has gone")]
     Gone,
     /// The helper cannot be started or used.
     #[error("the helper process cannot be used")]
     Io(#[source] io::Error),
-    /// No answer came, although it was not at the end of its time.
+    /// No reply arrived, although CPU time remained.
     #[error("the helper process did not answer in time")]
     Late,
-    /// Its process ended before it answered.
+    /// Its process ended before replying.
     #[error("the helper process ended")]
     Lost,
     /// Its process was stopped.
@@ -408,7 +409,7 @@ impl fmt::Debug for Helper {
     }
 }
 
-/// Jobs on threads have no bounds.
+/// Bounds of jobs on threads: none.
 struct Unbounded;
 
 impl Bounds for Unbounded {
@@ -416,19 +417,19 @@ impl Bounds for Unbounded {
     fn given(&self, _bytes: usize) {}
 }
 
-/// How long a job is waited for until it begins: before the first one the helper makes a tree of the vocabulary, which takes 1 s
-/// for 262,144 tokens on a free processor.
+/// Longest wait for the start of a job: before the first one the helper builds a tree of the vocabulary, which takes 1
+/// s for 262,144 tokens on an idle processor.
 const START_WAIT_MAX: Duration = Duration::from_secs(60);
 
-/// How long an answer is waited for, whatever the job takes of a processor: on a machine so busy that it does not come to
-/// run, its timer does not end it.
+/// Longest wall-clock wait for a reply: on an overloaded machine a job may not run, so that its CPU timer does not end
+/// it.
 pub(crate) const ANSWER_WAIT_MAX: Duration = Duration::from_secs(10);
 
-/// How often a wait looks whether the owner is still there.
+/// Interval at which a wait checks for its owner.
 const SLICE: Duration = Duration::from_millis(20);
 
-/// After how long a wait looks whether the process was stopped.
+/// Time after which a wait checks for a stopped process.
 const STOPPED_LOOK: Duration = Duration::from_millis(200);
 
-/// How often a job is started that was lost for no fault of its own.
+/// Attempts to start a job that was lost through no fault of its own.
 const TRIES: u32 = 2;

@@ -2,34 +2,34 @@
 
 use std::io::{self, Read, Write};
 
-/// What a frame is.
+/// Kind of a frame.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     /// To a job: compile this JSON schema.
     Schema,
     /// To a job: compile this grammar in Lark's notation.
     Lark,
-    /// To a job: say whether the template can be compiled.
+    /// To a job: check whether the template can be compiled.
     Compile,
     /// To a job: render the template with this context, in JSON.
     Render,
-    /// To a job: the tokens that were chosen.
+    /// To a job: the chosen tokens.
     Token,
     /// From a job: it has begun, in the process with this number.
     Begun,
-    /// From the helper: a job came to the end of its memory or its time.
+    /// From the helper: a job reached its limit of memory or time.
     Bound,
-    /// From a job: the grammar goes on. A mask follows; behind bytes that come next in any case only when it is asked for.
+    /// From a job: the grammar continues. A mask follows; after forced bytes only on request.
     GoesOn,
     /// From a job: the grammar is complete.
     Complete,
-    /// From a job: which tokens may come next, a bit for each. To a job: say that.
+    /// From a job: the allowed next tokens, one bit each. To a job: request for these.
     Mask,
     /// From a job: the rendered text.
     Text,
-    /// From a job: the template itself refuses.
+    /// From a job: the template itself refused.
     Refused,
-    /// From a job: why it cannot be done.
+    /// From a job: the reason of a failure.
     Failed,
 }
 
@@ -83,7 +83,7 @@ pub(super) fn read_body(stream: &mut impl Read, length: usize) -> io::Result<Vec
     Ok(body)
 }
 
-/// Longer than what clients may send, and than what is rendered of it.
+/// Longer than the largest request of clients and its rendering.
 const BODY_MAX: usize = 64 << 20;
 
 /// Reads one frame.

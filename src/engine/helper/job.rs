@@ -1,4 +1,4 @@
-//! One job: a grammar with its masks, or one rendered text.
+//! A job of the helper: a grammar with its masks, or one rendered text.
 
 use std::{
     io::{self, Read, Write},
@@ -20,7 +20,7 @@ use crate::{
     tokenizer::Pieces,
 };
 
-/// What jobs are done with.
+/// Inputs of jobs.
 #[derive(Debug, Default)]
 pub(crate) struct Setup {
     /// The text of each token.
@@ -85,20 +85,20 @@ fn pull(stream: &mut impl Read) -> io::Result<Vec<u8>> {
     frame::read_body(stream, u32::from_le_bytes(length) as usize)
 }
 
-/// What jobs share.
+/// State shared by jobs.
 pub(super) struct Library {
     template: Option<String>,
     ends: Vec<u32>,
-    /// Until the vocabulary is made of them.
+    /// Kept until the vocabulary is built from them.
     words: Mutex<Option<Pieces>>,
     vocabulary: OnceLock<Option<Vocabulary>>,
 }
 
-/// Bounds of a job, where it runs under any.
+/// Bounds of a job, if it has any.
 pub(super) trait Bounds {
-    /// From now on it may take so much of a processor.
+    /// Sets its remaining CPU time.
     fn time(&self, most: Duration);
-    /// It is about to read what it is given, and may have so many bytes more for that.
+    /// Extends its allocation limit by the bytes of the input that it is about to read.
     fn given(&self, bytes: usize);
 }
 
@@ -117,7 +117,7 @@ impl Library {
         }
     }
 
-    /// The vocabulary, made when the first grammar needs it; `None` where the library cannot use it.
+    /// The vocabulary, built for the first grammar; `None` if the library cannot use it.
     pub(super) fn vocabulary(&self) -> Option<&Vocabulary> {
         let make = || {
             let words = self
@@ -130,8 +130,8 @@ impl Library {
         self.vocabulary.get_or_init(make).as_ref()
     }
 
-    /// The compiled template. Made for each job, within its bounds: the compiler evaluates constants and descends into
-    /// what a file nests.
+    /// The compiled template. Compiled in each job, within its bounds: the compiler evaluates constants and recurses
+    /// into the nesting of the file.
     fn template(&self) -> Result<Template, String> {
         let source = self
             .template
@@ -140,7 +140,7 @@ impl Library {
         Template::new(source).map_err(|error| error.to_string())
     }
 
-    /// Does the job of this stream, until it is done or its owner has gone.
+    /// Runs the job of this stream, until it is done or its owner has disconnected.
     pub(super) fn run(&self, stream: &mut UnixStream, bounds: &impl Bounds) -> io::Result<()> {
         let (kind, length) = frame::read_head(stream)?;
         bounds.given(match kind {
@@ -150,7 +150,7 @@ impl Library {
                     .saturating_mul(OF_CONTEXT)
                     .saturating_add(template.saturating_mul(OF_TEMPLATE))
             }
-            // What a grammar takes by its length is part of its bound.
+            // The memory of a grammar's source is part of its limit.
             _ => 0,
         });
         let body = frame::read_body(stream, length)?;
@@ -199,7 +199,7 @@ impl Library {
         let mut forced = Vec::new();
         loop {
             frame::write(stream, Kind::GoesOn, &forced)?;
-            // What comes next in any case is said without a mask, unless its owner wants one.
+            // Forced bytes are sent without a mask, unless the owner requests one.
             let mut next = None;
             if !forced.is_empty() {
                 next = match frame::read(stream)? {
@@ -245,14 +245,14 @@ impl Library {
     }
 }
 
-/// A grammar, and the answer that follows it so far.
+/// A grammar, and the answer so far.
 struct Followed<'library> {
     library: &'library Library,
     kind: Kind,
     grammar: &'library [u8],
     matcher: Matcher,
     said: Vec<u32>,
-    /// How much was said when the matcher was made.
+    /// Length of the answer when the matcher was built.
     made_at: usize,
 }
 
@@ -273,13 +273,13 @@ impl<'library> Followed<'library> {
         })
     }
 
-    /// Which tokens may come next, a bit for each. States of the lexer add up while masks look ahead, and the library gives
-    /// none back: at their limit the grammar is compiled again, and follows what was said.
+    /// The allowed next tokens, one bit each. Lexer states accumulate while masks look ahead, and the library never
+    /// frees them: at their limit the grammar is recompiled and replays the answer.
     fn mask(&mut self, bounds: &impl Bounds) -> Result<Vec<u8>, String> {
         let mask = match self.matcher.compute_mask_or_eos() {
             Err(_) if self.made_at < self.said.len() => {
                 bounds.time(BUILD_CPU_MAX);
-                // What there was is freed before it is made again.
+                // The old matcher is freed before the new one is built.
                 self.matcher = Matcher::new(Err(io::Error::other("it is compiled again").into()));
                 self.matcher = self.library.compile(self.kind, self.grammar)?;
                 self.matcher
@@ -306,7 +306,7 @@ impl<'library> Followed<'library> {
         Ok(())
     }
 
-    /// The bytes that come next in any case, where they are worth a token.
+    /// The forced bytes, if they are worth a token.
     fn forced(&mut self) -> Vec<u8> {
         let mut forced = self.matcher.compute_ff_bytes();
         forced.truncate(FORCED_MAX);
@@ -317,17 +317,17 @@ impl<'library> Followed<'library> {
     }
 }
 
-/// The most bytes at once: a few hundred tokens, more than are computed in one pass. A value may have as many as a schema.
+/// Most forced bytes at once: a few hundred tokens, more than one pass computes. A value may be as long as a schema.
 const FORCED_MAX: usize = 1024;
 
-/// The fewest bytes worth a word to the owner: the last token of them is left to the model, and most have two bytes or more.
+/// Fewest forced bytes worth a frame: their last token is left to the model, and most tokens have two bytes or more.
 const FORCED_MIN: usize = 4;
 
-/// What a byte of a context takes once it is read: maps of JSON with one short entry each take some 20 times their text, and
-/// the text is made of it.
+/// Memory per byte of a parsed context: JSON maps of one short entry each take some 20 times their text, in addition to
+/// the rendered text.
 const OF_CONTEXT: usize = 32;
 
-/// What a byte of a template takes once it is compiled: some 20 bytes of instruction and of place for each word.
+/// Memory per byte of a compiled template: some 20 bytes of instruction and position per word.
 const OF_TEMPLATE: usize = 32;
 
 #[cfg(test)]

@@ -1,7 +1,7 @@
 //! Helper process for grammars and chat templates, bounded by the kernel.
 //!
-//! Both are computed from what clients and model files contain, by libraries that can be interrupted at no point and whose
-//! use of memory has no bound. So they run in a process of their own: one that holds the vocabulary as a tree, and forks
+//! Both are computed from the content of clients and model files, by libraries that cannot be interrupted and whose
+//! memory use is unbounded. They therefore run in a separate process, which holds the vocabulary as a tree and forks
 //! for each job.
 //!
 //! ```text
@@ -11,7 +11,7 @@
 //!     └──────────────── a stream for each job ─────────────────┘
 //! ```
 //!
-//! Without a program to start (tools and tests, which work on input of their own) jobs are threads of this process.
+//! Without a helper program (tools and tests, which process their own input) jobs are threads of this process.
 
 mod bounds;
 mod client;
@@ -28,5 +28,5 @@ pub(super) use self::{
 };
 pub use self::{client::FormPlace, process::serve_stdin};
 
-/// What this process runs, also after another version was installed in its place.
+/// The executable of this process, even after another version was installed in its place.
 pub const THIS_PROGRAM: &str = "/proc/self/exe";

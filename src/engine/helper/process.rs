@@ -1,4 +1,4 @@
-//! The helper process: waits for streams, and forks a bounded job for each.
+//! Helper process: accepts streams, and forks a bounded job for each.
 
 use std::{
     io::{self, IoSliceMut},
@@ -28,13 +28,13 @@ use super::{
 };
 use cotenant_memory::emergency::end_when_refused;
 
-/// Runs as a helper whose owner is at the other end of standard input; returns when that has gone.
+/// Runs as a helper whose owner is at the other end of standard input; returns when the owner disconnects.
 #[must_use]
 pub fn serve_stdin() -> ExitCode {
     let Ok(control) = io::stdin().as_fd().try_clone_to_owned() else {
         return ExitCode::FAILURE;
     };
-    // SAFETY: nothing else reads standard input, and both refer to the same socket.
+    // SAFETY: standard input has no other reader, and both refer to the same socket.
     unsafe { libc::close(libc::STDIN_FILENO) };
     match serve(UnixStream::from(control)) {
         Ok(()) => ExitCode::SUCCESS,
@@ -43,7 +43,7 @@ pub fn serve_stdin() -> ExitCode {
 }
 
 fn serve(mut control: UnixStream) -> io::Result<()> {
-    // A job that its bounds end leaves no core, and is the first that a machine short of memory ends.
+    // A job ended by its bounds dumps no core, and is the OOM killer's first choice.
     setrlimit(Resource::RLIMIT_CORE, 0, 0)?;
     let _ = std::fs::write("/proc/self/oom_score_adj", OOM_SCORE);
     map_large_blocks();
@@ -66,7 +66,7 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
         if kind == FORM {
             let _ = library.vocabulary();
         }
-        // SAFETY: this process has one thread, so that a child may do whatever it could do.
+        // SAFETY: this process has one thread, so the child may call anything that it could.
         match unsafe { fork() }? {
             ForkResult::Parent { child } => jobs.push(Running {
                 pidfd: pidfd_of(child)?,
@@ -76,23 +76,23 @@ fn serve(mut control: UnixStream) -> io::Result<()> {
             ForkResult::Child => {
                 drop((control, jobs));
                 let done = work(stream, &library, bytes);
-                // SAFETY: ends the process; freeing what it shares with the others would copy it.
+                // SAFETY: ends the process; freeing memory shared with other processes would copy it.
                 unsafe { libc::_exit(done.is_err().into()) }
             }
         }
     }
 }
 
-/// A job that runs.
+/// A running job.
 struct Running {
     pid: Pid,
     pidfd: OwnedFd,
-    /// Kept to report why it ended.
+    /// Kept to report its end.
     stream: UnixStream,
 }
 
 impl Running {
-    /// Whether it has ended; tells its owner where that was for its bounds. What ended it otherwise is no fault of the job's.
+    /// Whether it has ended; notifies its owner if its bounds were the reason. Any other end is not the job's fault.
     fn has_ended(&mut self) -> bool {
         use Signal as S;
         let by_its_bounds = match waitpid(self.pid, Some(WaitPidFlag::WNOHANG)) {
@@ -112,7 +112,7 @@ impl Running {
     }
 }
 
-/// A descriptor that becomes readable when the child has ended.
+/// A descriptor that becomes readable when the child ends.
 fn pidfd_of(child: Pid) -> io::Result<OwnedFd> {
     // SAFETY: makes a descriptor for a child that has not been waited for.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, child.as_raw(), 0) };
@@ -120,11 +120,11 @@ fn pidfd_of(child: Pid) -> io::Result<OwnedFd> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just made it for this process.
+    // SAFETY: the kernel has just created it for this process.
     Ok(unsafe { OwnedFd::from_raw_fd(fd) })
 }
 
-/// Waits until a job is announced or one has ended; whether there is something on `control`.
+/// Waits until a job is announced or one has ended; returns whether `control` is readable.
 fn wait(control: &UnixStream, jobs: &[Running]) -> io::Result<bool> {
     let mut fds = vec![PollFd::new(control.as_fd(), PollFlags::POLLIN)];
     fds.extend(
@@ -138,15 +138,15 @@ fn wait(control: &UnixStream, jobs: &[Running]) -> io::Result<bool> {
     }
 }
 
-/// A job that was announced.
+/// An announced job.
 struct Announced {
     kind: u8,
-    /// What it may allocate.
+    /// Its allocation limit.
     bytes: u64,
     stream: UnixStream,
 }
 
-/// The next job; `None` when the owner has gone.
+/// The next job; `None` after the owner has disconnected.
 fn next_job(control: &UnixStream) -> io::Result<Option<Announced>> {
     let mut head = [0; ANNOUNCED_BYTES];
     let mut space = nix::cmsg_space!([std::os::fd::RawFd; 1]);
@@ -159,7 +159,7 @@ fn next_job(control: &UnixStream) -> io::Result<Option<Announced>> {
     let mut received = Vec::new();
     for part in message.cmsgs()? {
         if let ControlMessageOwned::ScmRights(fds) = part {
-            // SAFETY: the kernel has just made it for this process.
+            // SAFETY: the kernel has just created it for this process.
             received.extend(
                 fds.into_iter()
                     .map(|fd| unsafe { OwnedFd::from_raw_fd(fd) }),
@@ -177,7 +177,7 @@ fn next_job(control: &UnixStream) -> io::Result<Option<Announced>> {
     }))
 }
 
-/// Does one job in this process, under its bounds.
+/// Runs one job in this process, under its bounds.
 fn work(mut stream: UnixStream, library: &Library, bytes: u64) -> io::Result<()> {
     let bounds = OfProcess {
         data_max: data_bytes()?.saturating_add(bytes),
@@ -189,7 +189,7 @@ fn work(mut stream: UnixStream, library: &Library, bytes: u64) -> io::Result<()>
     library.run(&mut stream, &bounds)
 }
 
-/// Ends this process as soon as the other end of the stream is closed, whatever it is doing.
+/// Ends this process as soon as the other end of the stream is closed, regardless of its state.
 fn watch(stream: &UnixStream) -> io::Result<()> {
     let fd = stream.as_raw_fd();
     let wait = move || {
@@ -198,9 +198,9 @@ fn watch(stream: &UnixStream) -> io::Result<()> {
             events: libc::POLLRDHUP,
             revents: 0,
         };
-        // SAFETY: one entry, which lives as long as the call.
+        // SAFETY: one entry, which outlives the call.
         while unsafe { libc::poll(&raw mut gone, 1, -1) } < 0 {}
-        // SAFETY: ends the process; nothing of it is needed any more.
+        // SAFETY: ends the process; none of its state is needed any more.
         unsafe { libc::_exit(0) }
     };
     std::thread::Builder::new()
@@ -209,7 +209,7 @@ fn watch(stream: &UnixStream) -> io::Result<()> {
     Ok(())
 }
 
-/// Bounds that the kernel keeps.
+/// Bounds enforced by the kernel.
 struct OfProcess {
     data_max: u64,
 }
@@ -226,7 +226,7 @@ impl Bounds for OfProcess {
                 tv_usec: most.subsec_micros().into(),
             },
         };
-        // SAFETY: reads one structure. SIGPROF is not handled, so that it ends the process.
+        // SAFETY: reads one structure. SIGPROF is unhandled, so that it ends the process.
         unsafe { libc::setitimer(libc::ITIMER_PROF, &raw const once, std::ptr::null_mut()) };
     }
 
@@ -240,7 +240,7 @@ impl Bounds for OfProcess {
     }
 }
 
-/// What counts towards `RLIMIT_DATA` now.
+/// Memory that counts towards `RLIMIT_DATA` now.
 fn data_bytes() -> io::Result<u64> {
     let text = std::fs::read_to_string("/proc/self/status")?;
     let line = text.lines().find_map(|line| line.strip_prefix("VmData:"));
@@ -249,16 +249,16 @@ fn data_bytes() -> io::Result<u64> {
         .ok_or_else(|| io::Error::other("the kernel does not say how much data there is"))
 }
 
-/// Has the allocator map what is large, whatever it freed before, so that it is given back when it is freed.
+/// Makes the allocator map large blocks regardless of earlier frees, so that freeing returns them to the kernel.
 fn map_large_blocks() {
     #[cfg(target_env = "gnu")]
     {
-        // SAFETY: sets a number of the allocator's.
+        // SAFETY: sets a parameter of the allocator.
         unsafe { libc::mallopt(libc::M_MMAP_THRESHOLD, MAPPED_FROM) };
     }
 }
 
-/// What announces a job: its kind, and the bytes that it may allocate.
+/// Announcement of a job: its kind and its allocation limit.
 pub(super) fn announced(kind: u8, bytes: u64) -> [u8; ANNOUNCED_BYTES] {
     let mut head = [kind; ANNOUNCED_BYTES];
     if let Some(place) = head.get_mut(1..) {
@@ -269,17 +269,17 @@ pub(super) fn announced(kind: u8, bytes: u64) -> [u8; ANNOUNCED_BYTES] {
 
 const ANNOUNCED_BYTES: usize = 9;
 
-/// The allocator's own number, which it raises otherwise.
+/// The allocator's default, which it would raise otherwise.
 #[cfg(target_env = "gnu")]
 const MAPPED_FROM: libc::c_int = 128 << 10;
 
-/// The byte that announces a grammar.
+/// Announces a grammar.
 pub(super) const FORM: u8 = b'f';
-/// The byte that announces a text to render.
+/// Announces a rendering.
 pub(super) const RENDER: u8 = b'r';
 
-/// Our choice: ended before workers and the daemon.
+/// Our choice: killed before workers and the daemon.
 const OOM_SCORE: &str = "800";
 
-/// It calls the kernel, and nothing else; more than the smallest stack that is allowed.
+/// It only makes system calls; more than the smallest allowed stack.
 const WATCH_STACK: usize = 64 << 10;

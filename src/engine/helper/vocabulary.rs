@@ -1,7 +1,8 @@
-//! Vocabulary as grammars use it: one tree of bytes, and the tokens that are plain text of a JSON string.
+//! Vocabulary for grammars: one byte tree, and the tokens that are plain JSON string text.
 //!
-//! llguidance's own computer of masks keeps two copies of the tree for each class of tokens that it recognizes at once, which
-//! are some 80 MiB for 262,144 tokens. Here one tree serves all: a class is a set of tokens, with a small tree of the others.
+//! llguidance's own mask computation keeps two copies of the tree for each class of tokens that it recognises at once,
+//! some 80 MiB for 262,144 tokens. Here all classes share one tree: a class is a set of tokens, with a small tree of
+//! the others.
 
 use std::sync::{Arc, OnceLock};
 
@@ -17,21 +18,21 @@ use llguidance::{
 use crate::tokenizer::Pieces;
 use cotenant_memory::heap;
 
-/// What the grammars of one model share; it depends on no schema.
+/// State shared by the grammars of one model; independent of schemas.
 pub(super) struct Vocabulary {
     factory: ParserFactory,
     masks: Arc<Masks>,
 }
 
 impl Vocabulary {
-    /// `None` where the library cannot use it.
+    /// `None` if the library cannot use it.
     pub(super) fn new(words: &Pieces, ends: &[u32]) -> Option<Self> {
         let tokens = words.len();
         let first = *ends.first()?;
         if ends.iter().any(|&end| end >= tokens) {
             return None;
         }
-        // The factory is made first, before the tree is there for it to copy.
+        // The factory is built first, before the tree exists and would be copied by it.
         let none = TokTrie::from(&TokRxInfo::new(2, 0), &[Vec::new(), b"a".to_vec()]);
         let tree = Arc::new(Tree {
             none,
@@ -59,7 +60,7 @@ impl Vocabulary {
                 .collect();
             let tree = TokTrie::from(&TokRxInfo::new(tokens, first), &texts);
             drop(texts);
-            // A copy, which lies below what was freed, so that the heap can shrink.
+            // A copy below the freed memory, so that the heap can shrink.
             tree.with_eos_tokens(ends)
         };
         let classes = CLASSES
@@ -74,7 +75,7 @@ impl Vocabulary {
         })
     }
 
-    /// A grammar that is ready for its first token.
+    /// A grammar ready for its first token.
     pub(super) fn matcher(&self, grammar: TopLevelGrammar) -> Result<Matcher, String> {
         let mut parser = self
             .factory
@@ -86,7 +87,7 @@ impl Vocabulary {
     }
 }
 
-/// The tree of all tokens, once there is one.
+/// The tree of all tokens, once built.
 struct Tree {
     none: TokTrie,
     full: OnceLock<TokTrie>,
@@ -106,7 +107,7 @@ impl TokenizerEnv for Tree {
     }
 }
 
-/// Computes which tokens may come next.
+/// Computation of the allowed next tokens.
 struct Masks {
     tree: Arc<Tree>,
     classes: Vec<Class>,
@@ -137,10 +138,10 @@ impl BiasComputer for Masks {
     }
 }
 
-/// The tokens that are plain text of a JSON string, of so many characters at most.
+/// The tokens that are plain text of a JSON string, up to this many characters.
 struct Class {
     all: SimpleVob,
-    /// The others, as a tree whose tokens are places in `others`.
+    /// The others, as a tree whose tokens are indices into `others`.
     rest: TokTrie,
     others: Vec<TokenId>,
 }
@@ -171,7 +172,7 @@ impl Class {
         }
     }
 
-    /// Allows all of them, and of the others those that the grammar allows.
+    /// Allows all of its tokens, and the others that the grammar allows.
     fn allow(&self, recognizer: &mut ParserRecognizer<'_>, allowed: &mut SimpleVob) {
         let mut rest = self.rest.alloc_token_set();
         self.rest.add_bias(recognizer, &mut rest, &[]);
@@ -184,7 +185,7 @@ impl Class {
     }
 }
 
-/// Whether `word` is what [`PLAIN`] matches, at most so many times.
+/// Whether `word` matches [`PLAIN`] at most this many times.
 fn is_plain(word: &[u8], chars: usize) -> bool {
     str::from_utf8(word).is_ok_and(|text| {
         !text.is_empty()
@@ -195,21 +196,21 @@ fn is_plain(word: &[u8], chars: usize) -> bool {
     })
 }
 
-/// A character of a JSON string that stands for itself.
+/// An unescaped character of a JSON string.
 const PLAIN: &str = r#"[^"\\\x00-\x1F\x7F]"#;
 
-/// Classes of plain text, the largest first: where a string may have 30 more characters, the rest is 1 % of a vocabulary; where
-/// it may have 10 more, it is 7 % (Gemma 3, SmolLM2).
+/// Classes of plain text, largest first: if a string may have 30 more characters, the rest is 1 % of a vocabulary; if
+/// it may have 10 more, 7 % (Gemma 3, SmolLM2).
 const CLASSES: [usize; 2] = [30, 10];
 
-/// How far the library looks whether a class is allowed as a whole; its own number.
+/// Effort of the library's check whether a class is allowed as a whole; its own value.
 const CLASS_FUEL: u64 = 1000;
 
-/// The longest text of a token that the library takes; longer ones cannot be chosen under a grammar.
+/// The longest token text accepted by the library; longer tokens cannot be chosen under a grammar.
 const WORD_MAX: usize = 1000;
 
-/// Far below the library's own limits, which are meant for a server: a parser of the schemas of one product, not of a
-/// standard's. They end most of what is too large with a reason, before the bounds of the job end it without one.
+/// Far below the library's own limits, which suit a server: parser limits for the schemas of one product, not of a
+/// standard. They reject most oversized schemas with a reason, before the job's bounds end it without one.
 fn limits() -> ParserLimits {
     ParserLimits {
         max_items_in_row: 1000,
@@ -218,7 +219,7 @@ fn limits() -> ParserLimits {
         step_max_items: 50_000,
         max_lexer_states: 5000,
         max_grammar_size: 100_000,
-        // It spends time before the first token to save some later; one answer does not earn it back.
+        // It takes time before the first token to save time later; one answer does not amortise it.
         precompute_large_lexemes: false,
         verbose_errors: false,
     }

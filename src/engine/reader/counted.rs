@@ -1,4 +1,4 @@
-//! Counting of what a load has read.
+//! Progress of a load in bytes read.
 
 use std::{
     ptr::NonNull,
@@ -15,7 +15,7 @@ use super::{
 use crate::error::ReadError;
 use cotenant_units::Bytes;
 
-/// How much of a model has been read; clones share the figures.
+/// Bytes of a model read so far; clones share the figures.
 #[derive(Clone, Debug, Default)]
 pub struct LoadProgress(Arc<Figures>);
 
@@ -26,27 +26,27 @@ struct Figures {
 }
 
 impl LoadProgress {
-    /// Begins with a load that reads so much.
+    /// Starts counting a load of `whole` bytes.
     pub(crate) fn begin(&self, whole: Bytes) {
         self.0.read.store(0, Ordering::Relaxed);
         self.0.whole.store(whole.get(), Ordering::Relaxed);
     }
 
-    /// Nothing is loaded any more.
+    /// Ends counting.
     pub(crate) fn end(&self) {
         self.begin(Bytes::ZERO);
     }
 
-    /// What has been read, and of how much; `None` while nothing is loaded.
+    /// Bytes read, and their total; `None` outside a load.
     #[must_use]
     pub fn figures(&self) -> Option<(Bytes, Bytes)> {
         let whole = self.0.whole.load(Ordering::Relaxed);
-        // What is read ahead for the first token counts too, and belongs to the same file.
+        // Read-ahead for the first token counts too, and belongs to the same file.
         let read = self.0.read.load(Ordering::Relaxed).min(whole);
         (whole > 0).then_some((Bytes::new(read), Bytes::new(whole)))
     }
 
-    /// The same source, whose reads are counted.
+    /// The same source, with its reads counted.
     pub(crate) fn counting(&self, source: Arc<dyn Source>) -> Arc<dyn Source> {
         Arc::new(Counted {
             source,
@@ -67,7 +67,7 @@ impl Source for Counted {
         target: NonNull<u8>,
         progress: &ReadProgress,
     ) -> Result<(), ReadError> {
-        // SAFETY: the caller keeps to what the source asks of it, which is the same here.
+        // SAFETY: the contract of the caller is that of the source.
         unsafe { self.source.read(extent, target, progress) }?;
         self.progress
             .0

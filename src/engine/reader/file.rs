@@ -1,4 +1,4 @@
-//! The model's files: direct reads that leave the page cache clean.
+//! Model files: direct reads that keep the page cache clean.
 
 use std::{
     fs::{File, Metadata, OpenOptions},
@@ -24,25 +24,25 @@ use crate::{
 };
 use cotenant_units::{Bytes, page};
 
-/// A part of the file, and what it is for.
+/// A range of the file with its purpose.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Extent {
     /// Tensor or layer, for messages.
     pub what: Arc<str>,
-    /// First byte of the file that is wanted.
+    /// First wanted byte of the file.
     pub offset: u64,
-    /// Number of bytes that are wanted.
+    /// Number of wanted bytes.
     pub bytes: usize,
 }
 
 impl Extent {
-    /// Where the aligned superset starts in the file.
+    /// Offset of the aligned superset in the file.
     #[must_use]
     pub fn aligned_offset(&self) -> u64 {
         self.offset - self.offset % page().get()
     }
 
-    /// How far the first wanted byte is into the aligned superset.
+    /// Offset of the first wanted byte in the aligned superset.
     #[must_use]
     pub fn lead(&self) -> usize {
         usize::try_from(self.offset - self.aligned_offset()).unwrap_or(0)
@@ -54,7 +54,7 @@ impl Extent {
         (self.lead() + self.bytes).next_multiple_of(page().as_len())
     }
 
-    /// The error of a read of it from the file at `path`, which is empty where the file is not the cause.
+    /// The error of reading it from the file at `path`, which is empty if the file is not the cause.
     pub(crate) fn error(&self, path: &Path, problem: impl Into<String>) -> ReadError {
         ReadError {
             path: path.to_owned(),
@@ -67,18 +67,18 @@ impl Extent {
     }
 }
 
-/// Something that weights can be read from.
+/// Source of weights.
 pub trait Source: Send + Sync {
-    /// Reads the aligned superset of `extent` to `target`, and says so at `progress` whenever something has come. Bytes behind
-    /// the end of the file stay as they are.
+    /// Reads the aligned superset of `extent` to `target`, and notes at `progress` whenever data has arrived. Bytes
+    /// beyond the end of the file are left unchanged.
     ///
     /// # Errors
-    /// When the system refuses, the file ends before the wanted bytes do, it holds another model since it was opened, or it
-    /// was given up at `progress`.
+    /// The system refuses, the file ends before the wanted bytes do, it was replaced by another model since it was
+    /// opened, or `progress` was given up.
     ///
     /// # Safety
     ///
-    /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] that nothing else touches meanwhile.
+    /// `target` is page-aligned, and valid for writes of [`Extent::aligned_bytes`] without concurrent access.
     unsafe fn read(
         &self,
         extent: &Extent,
@@ -89,32 +89,32 @@ pub trait Source: Send + Sync {
     /// Reads a few bytes, such as an embedding row, to the heap; `target` is as long as `extent`.
     ///
     /// # Errors
-    /// When the system refuses, or the file ends before.
+    /// The system refuses, or the file ends too early.
     fn read_small(&self, extent: &Extent, target: &mut [u8]) -> Result<(), ReadError>;
 }
 
-/// The model's file, or files, opened for direct reads.
+/// The model's files, opened for direct reads.
 #[derive(Debug)]
 pub struct WeightFile {
     parts: Vec<PartFile>,
-    /// All parts are taken to be on the same disk.
+    /// Shared by all parts, assumed to be on one disk.
     size: ReadSize,
 }
 
 #[derive(Debug)]
 struct PartFile {
     path: PathBuf,
-    /// The number of its first byte, counted through all parts.
+    /// Offset of its first byte, counted across all parts.
     base: u64,
     buffered: File,
     direct: Option<File>,
-    /// Its length when it was opened.
+    /// Its length at opening.
     bytes: u64,
     contents: Option<Contents>,
     known: Mutex<Known>,
 }
 
-/// What a write to a file changes, and being renamed or linked to does not.
+/// Metadata that changes with each write to a file, but not when it is renamed or linked.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Stamp {
     bytes: u64,
@@ -132,31 +132,31 @@ impl Stamp {
     }
 }
 
-/// What identifies the contents of a file that was written to, copied or touched: hashes of its first bytes and of samples.
+/// Identity of a file's contents after writes, copies or `touch`: hashes of its first bytes and of samples.
 ///
-/// Hashing all of a model's file would take as long as loading it. Another model of the same shape, and a file that is
-/// being written, differ in most of their bytes, and so in the samples.
+/// Hashing the whole file would take as long as loading it. Another model of the same shape, and a file that is being
+/// written, differ in most of their bytes, and so in the samples.
 #[derive(Debug)]
 struct Contents {
-    /// The first of them, see [`Head`].
+    /// Hash of the first bytes, see [`Head`].
     first: (u64, u64),
-    /// [`SAMPLES`] pages; nothing before all of them were read.
+    /// Hash of [`SAMPLES`] pages; unset until all of them were read.
     samples: OnceLock<u64>,
 }
 
-/// Which state of a file is known to hold the model.
+/// State of a file known to hold the model.
 #[derive(Debug)]
 struct Known {
     good: Stamp,
-    /// One that does not, and since when it has been so.
+    /// A state that does not, and since when it has been unchanged.
     other: Option<(Stamp, Instant)>,
 }
 
 impl WeightFile {
-    /// Opens the parts of a model, which are in the order of their places.
+    /// Opens the parts of a model, in the order of their offsets.
     ///
     /// # Errors
-    /// When one cannot be opened at all, or there is none; a refusal of `O_DIRECT` alone is no error.
+    /// A part cannot be opened, or there are none; a refusal of `O_DIRECT` alone is not an error.
     pub fn open(parts: &[Part]) -> io::Result<Self> {
         if parts.is_empty() {
             return Err(io::ErrorKind::InvalidInput.into());
@@ -173,10 +173,10 @@ impl WeightFile {
         })
     }
 
-    /// Of files that were opened to read their headers, each with what it was then.
+    /// From files that were opened to read their headers, each with its metadata at that time.
     ///
     /// # Errors
-    /// When another file has its name by now; a refusal of `O_DIRECT` alone is no error.
+    /// Another file has its name by now; a refusal of `O_DIRECT` alone is not an error.
     pub(crate) fn of(
         parts: &[Part],
         files: Vec<OpenFile>,
@@ -196,7 +196,7 @@ impl WeightFile {
         })
     }
 
-    /// Has the system begin to bring small extents, all at once, for [`Self::read_expected`]; best effort.
+    /// Starts read-ahead of small extents, all at once, for [`Self::read_expected`]; best effort.
     pub fn expect(&self, extents: &[Extent], watch: &DiskWatch) {
         for extent in extents {
             if let Ok((part, place)) = self.place(extent) {
@@ -209,10 +209,10 @@ impl WeightFile {
         }
     }
 
-    /// Reads a few bytes that were expected to the heap, and leaves them in the page cache until [`Self::forget_all`].
+    /// Reads a few expected bytes to the heap, leaving them in the page cache until [`Self::forget_all`].
     ///
     /// # Errors
-    /// When the system refuses, or the file ends before.
+    /// The system refuses, or the file ends too early.
     pub fn read_expected(
         &self,
         extent: &Extent,
@@ -231,11 +231,11 @@ impl WeightFile {
         Ok(())
     }
 
-    /// Checks that the files were not written to, or cut, since they were opened, and takes samples of them by which they
-    /// are recognised when they are written to later.
+    /// Checks that the files were not written or truncated since they were opened, and samples them, so that they can
+    /// be recognised after later writes.
     ///
     /// # Errors
-    /// When they were, or cannot be read.
+    /// They were, or cannot be read.
     pub(crate) fn check_unchanged(&self, watch: &DiskWatch) -> Result<(), LoadErrorKind> {
         for part in &self.parts {
             let samples = watch.asking_for("samples of it", || part.samples());
@@ -258,14 +258,14 @@ impl WeightFile {
         Ok(())
     }
 
-    /// Takes what small reads, and the reading of the header, left out of the page cache; best effort.
+    /// Drops pages left in the page cache by small reads and the header; best effort.
     pub fn forget_all(&self) {
         for part in &self.parts {
             part.forget_all();
         }
     }
 
-    /// The part that has `extent`, and where in it.
+    /// The part that contains `extent`, and its range there.
     fn place(&self, extent: &Extent) -> Result<(&PartFile, Extent), ReadError> {
         let part = self.parts.iter().rfind(|part| part.base <= extent.offset);
         let part = part.ok_or_else(|| extent.error(Path::new(""), "it is in no file"))?;
@@ -284,7 +284,7 @@ impl PartFile {
         contents: Option<Contents>,
         watch: &DiskWatch,
     ) -> Result<Self, LoadErrorKind> {
-        // Small reads want a row, not the megabytes around it; a refusal costs only page cache.
+        // Small reads need one row, not megabytes of read-ahead; a refusal costs only page cache.
         posix_fadvise(
             buffered.as_fd(),
             0,
@@ -332,8 +332,8 @@ impl PartFile {
         self.buffered.metadata().map(|now| Stamp::of(&now))
     }
 
-    /// Reads by `read` what belongs to the model that was opened: the file was not written to meanwhile, and where it was
-    /// written to before, its contents are the same.
+    /// Performs `read` only on the opened model: the file was not written meanwhile, and if it was written before, its
+    /// contents are the same.
     fn read_known(
         &self,
         extent: &Extent,
@@ -356,7 +356,7 @@ impl PartFile {
         ))
     }
 
-    /// Compares the contents of the file, which was written to, with those of the model that was opened.
+    /// Compares the contents of the written file with those of the opened model.
     fn recognise(&self, extent: &Extent, now: Stamp) -> Result<(), ReadError> {
         let mut known = self.known();
         if known.good == now {
@@ -386,7 +386,7 @@ impl PartFile {
         })
     }
 
-    /// Whether the contents are those of the model that was opened.
+    /// Whether the contents equal those of the opened model.
     fn is_same(&self) -> io::Result<bool> {
         let Some(contents) = &self.contents else {
             return Ok(false);
@@ -408,7 +408,7 @@ impl PartFile {
         Ok(head.hash() == hash)
     }
 
-    /// A hash of pages that lie evenly spread in the file.
+    /// A hash of pages evenly spread over the file.
     fn samples(&self) -> io::Result<u64> {
         let (mut hash, mut page) = (DefaultHasher::new(), vec![0; SAMPLE_BYTES]);
         for number in 0..SAMPLES {
@@ -424,9 +424,9 @@ impl PartFile {
         Ok(hash.finish())
     }
 
-    /// Takes all of it out of the page cache; best effort.
+    /// Drops all of it from the page cache; best effort.
     fn forget_all(&self) {
-        // No length is all of it.
+        // Length zero means the whole file.
         posix_fadvise(
             self.buffered.as_fd(),
             0,
@@ -440,7 +440,7 @@ impl PartFile {
         self.advise(extent, PosixFadviseAdvice::POSIX_FADV_DONTNEED);
     }
 
-    /// Tells the system what becomes of an extent in the page cache; best effort.
+    /// Advises the system about an extent in the page cache; best effort.
     fn advise(&self, extent: &Extent, advice: PosixFadviseAdvice) {
         if let (Ok(offset), Ok(bytes)) = (
             libc::off_t::try_from(extent.aligned_offset()),
@@ -476,11 +476,11 @@ impl Source for WeightFile {
 }
 
 impl PartFile {
-    /// As [`Source::read`], with places in this part.
+    /// As [`Source::read`], with offsets in this part.
     ///
     /// # Safety
     ///
-    /// As there.
+    /// As [`Source::read`].
     unsafe fn read(
         &self,
         extent: &Extent,
@@ -489,7 +489,7 @@ impl PartFile {
     ) -> Result<(), ReadError> {
         let start = extent.aligned_offset();
         let wanted = extent.lead() + extent.bytes;
-        // SAFETY: the caller's promise about `target`, passed on.
+        // SAFETY: the caller's promise about `target`.
         let buffer =
             unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), extent.aligned_bytes()) };
         let mut done = 0usize;
@@ -514,7 +514,7 @@ impl PartFile {
                     done += count;
                     size.learn(count, asked.elapsed());
                     progress.note();
-                    // A direct read that stopped inside a page cannot go on as one.
+                    // A direct read that stopped inside a page cannot be continued as one.
                     if direct && !done.is_multiple_of(page().as_len()) {
                         file = &self.buffered;
                         direct = false;
@@ -535,16 +535,16 @@ impl PartFile {
     }
 }
 
-/// How often something is read before a file counts as being written.
+/// Attempts to read a range before the file counts as being written.
 const READS_MAX: usize = 3;
-/// Pages of a file that are sampled: a few ms of reading. Our choice.
+/// Sampled pages of a file: a few ms of reading. Our choice.
 const SAMPLES: u64 = 32;
-/// Bytes of each.
+/// Bytes per sample.
 const SAMPLE_BYTES: usize = 4096;
-/// A file that has not been written to for so long, since it was first found to be another one, is complete. Our choice:
-/// programs that copy and fetch files write to them several times in a second.
+/// A file that has been unchanged for this long after it was first found different is complete. Our choice: programs
+/// that copy and download files write several times per second.
 const WRITTEN_AFTER: Duration = Duration::from_secs(2);
-/// Bytes that are read and hashed at once.
+/// Bytes read and hashed at once.
 const HASHED_AT_ONCE: usize = 1 << 18;
 
 fn describe(error: &io::Error) -> String {
@@ -584,7 +584,7 @@ mod tests {
         let mut second = 0;
         let mut read = |contents: &[u8]| {
             std::fs::write(&path, contents).unwrap();
-            // The kernel's stamps are some milliseconds apart.
+            // The kernel's timestamps have a resolution of some milliseconds.
             second += 1;
             let stamp = std::time::SystemTime::UNIX_EPOCH + Duration::from_secs(second);
             File::options()

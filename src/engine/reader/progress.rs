@@ -1,24 +1,24 @@
-//! Progress and speed of reads while they are under way.
+//! Progress and speed of running reads.
 
 use std::{
     sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering},
     time::{Duration, Instant},
 };
 
-/// Progress of readers, and the sign for them to give up the rest.
+/// Progress of readers, and their signal to stop.
 ///
-/// A read of a few MiB takes seconds on a disk that brings less than that in a second; who waits for it has to know that
-/// disk from one that hangs.
+/// A read of a few MiB takes seconds on a disk slower than that per second; its waiter must distinguish such a disk
+/// from a hanging one.
 #[derive(Debug)]
 pub struct ReadProgress {
     began: Instant,
-    /// When something came last, in microseconds after that.
+    /// Time of the last data, in microseconds after the start.
     last_us: AtomicU64,
     given_up: AtomicBool,
 }
 
 impl ReadProgress {
-    /// Of readers that begin now.
+    /// For readers that start now.
     #[must_use]
     pub fn new() -> Self {
         Self {
@@ -28,30 +28,30 @@ impl ReadProgress {
         }
     }
 
-    /// Something has come.
+    /// Records the arrival of data.
     pub fn note(&self) {
         let now = u64::try_from(self.began.elapsed().as_micros()).unwrap_or(u64::MAX);
         self.last_us.fetch_max(now, Ordering::Relaxed);
     }
 
-    /// For how long nothing has come.
+    /// Time without data.
     #[must_use]
     pub fn idle(&self) -> Duration {
         let last = Duration::from_micros(self.last_us.load(Ordering::Relaxed));
         self.began.elapsed().saturating_sub(last)
     }
 
-    /// What is being read is not wanted any more: a read that has to ask the disk again ends instead.
+    /// Cancels the reads: a read that needs another disk access ends instead.
     pub fn give_up(&self) {
         self.given_up.store(true, Ordering::Release);
     }
 
-    /// What is read from now on is wanted.
+    /// Allows reads again.
     pub fn take_up(&self) {
         self.given_up.store(false, Ordering::Release);
     }
 
-    /// Whether reads under way are to end.
+    /// Whether running reads must end.
     #[must_use]
     pub fn is_given_up(&self) -> bool {
         self.given_up.load(Ordering::Acquire)
@@ -64,7 +64,7 @@ impl Default for ReadProgress {
     }
 }
 
-/// How much a disk is asked for at once, so that it answers several times in a second however slow it is.
+/// Size of one disk request, chosen so that even a slow disk responds several times per second.
 #[derive(Debug)]
 pub(super) struct ReadSize(AtomicUsize);
 
@@ -73,18 +73,18 @@ impl ReadSize {
         Self(AtomicUsize::new(ASK_FIRST))
     }
 
-    /// Bytes to ask for: whole pages.
+    /// Bytes to request: whole pages.
     pub(super) fn bytes(&self) -> usize {
         self.0.load(Ordering::Relaxed)
     }
 
-    /// Learns from a read. Threads that learn at the same time may forget what one of them has seen; the next tells again.
+    /// Learns from a read. Concurrent updates may lose one sample; the next one replaces it.
     pub(super) fn learn(&self, bytes: usize, took: Duration) {
         let asked = self.bytes();
         let fits = bytes as u128 * ANSWER_WITHIN.as_nanos() / took.as_nanos().max(1);
         let fits = usize::try_from(fits).unwrap_or(usize::MAX);
-        // A short read says that less than it fits, and not that no more would; and one that is answered soon all the same
-        // says nothing of a disk that takes some time for each, whatever it brings.
+        // A short read is a lower bound of the fitting size; and a quick reply to it tells nothing about a disk with a
+        // fixed latency per request.
         let says_nothing = fits >= asked || (bytes < ASK_FIRST && took <= ANSWER_WITHIN);
         if bytes < asked && says_nothing {
             return;
@@ -99,17 +99,18 @@ impl ReadSize {
     }
 }
 
-/// Before anything was learned: four threads that ask for so much are all answered within the [`DiskTimeout`](crate::disk::DiskTimeout)
-/// by a disk that brings 256 KiB in a second. A fast one is asked for whole pieces after two of these.
+/// Initial size: four threads requesting this much each get a reply within the
+/// [`DiskTimeout`](crate::disk::DiskTimeout) from a disk of 256 KiB/s. A fast disk reaches whole pieces after two
+/// requests.
 const ASK_FIRST: usize = 256 << 10;
-/// The same for 64 KiB in a second. A multiple of all pages that kernels have.
+/// The same for 64 KiB/s. A multiple of every kernel's page size.
 const ASK_LEAST: usize = 64 << 10;
-/// More than any piece has, so that no read of a fast disk is cut.
+/// Larger than any piece, so that no read of a fast disk is split.
 const ASK_MOST: usize = 16 << 20;
-/// By how many times the next read may be larger. Our choice.
+/// Largest growth factor from one read to the next. Our choice.
 const ASK_GROWS: usize = 4;
-/// Our choice: a sixteenth of the time after which a disk counts as stalled. An SD card that brings 20 MB in a second to four
-/// threads is still asked for a MiB at once, at which it is as fast as it gets.
+/// Our choice: a sixteenth of the time after which a disk counts as stalled. An SD card that delivers 20 MB/s to four
+/// threads still gets requests of 1 MiB, at which it is at its fastest.
 const ANSWER_WITHIN: Duration = Duration::from_millis(250);
 
 #[cfg(test)]
@@ -117,7 +118,7 @@ mod tests {
     use super::*;
     use crate::disk::DiskTimeout;
 
-    /// What is asked for at once of a disk that brings so much in a second to this thread, after some reads.
+    /// Request size after some reads from a disk of this rate per second and thread.
     fn settles_at(per_second: u64) -> usize {
         let size = ReadSize::new();
         let mut longest = Duration::ZERO;
@@ -149,10 +150,10 @@ mod tests {
         size.learn(4096, ANSWER_WITHIN * 2);
         assert_eq!(size.bytes(), ASK_LEAST);
         (0..3).for_each(|_| size.learn(size.bytes(), Duration::from_micros(500)));
-        // The end of an extent says nothing of what more would take.
+        // The end of an extent tells nothing about larger reads.
         size.learn(4096, Duration::from_micros(1));
         assert_eq!(size.bytes(), 4 << 20);
-        // A moment in which it stood still is made up for.
+        // A momentary stall is recovered from.
         size.learn(4 << 20, Duration::from_secs(3));
         assert_eq!(size.bytes(), 320 << 10);
         size.learn(size.bytes(), Duration::from_millis(1));

@@ -1,4 +1,4 @@
-//! Small reads with a time limit, on a thread of their own.
+//! Small reads with a time limit, on a separate thread.
 
 use std::{
     io,
@@ -25,7 +25,7 @@ pub struct RowReader {
 pub struct WantedRows {
     /// The matrix, for messages.
     pub what: Arc<str>,
-    /// Where each begins in the file.
+    /// Offset of each in the file.
     pub offsets: Vec<u64>,
     /// Length of each.
     pub bytes: usize,
@@ -34,22 +34,22 @@ pub struct WantedRows {
 #[derive(Default)]
 struct Shared {
     state: Mutex<State>,
-    /// Rows are wanted, or no more ever.
+    /// Signals a request, or the end.
     asked: Condvar,
-    /// Rows are there, or the thread is free.
+    /// Signals a reply, or an idle thread.
     answered: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     wanted: Option<WantedRows>,
-    /// The matrix that was asked for last, for messages.
+    /// The last requested matrix, for messages.
     what: Arc<str>,
-    /// What was asked for last, counted.
+    /// Number of the last request.
     asked: u64,
-    /// Since when the thread has been reading the row that it reads; `None` when it reads none.
+    /// Start of the current row's read; `None` if idle.
     reading: Option<Instant>,
-    /// The answer to what was asked for last.
+    /// Reply to the last request.
     answer: Option<Result<Vec<u8>, ReadError>>,
     stop: bool,
 }
@@ -58,7 +58,7 @@ impl RowReader {
     /// Starts the thread.
     ///
     /// # Errors
-    /// When there is none to be had.
+    /// No thread can be started.
     pub fn start(source: Arc<dyn Source>) -> io::Result<Self> {
         let shared = Arc::new(Shared::default());
         let theirs = Arc::clone(&shared);
@@ -75,7 +75,7 @@ impl RowReader {
         })
     }
 
-    /// Asks for rows; what was asked for before is not wanted any more.
+    /// Requests rows; replaces an earlier request.
     pub fn ask(&self, wanted: WantedRows) {
         let mut state = self.shared.lock();
         state.asked += 1;
@@ -86,11 +86,11 @@ impl RowReader {
         self.shared.asked.notify_one();
     }
 
-    /// Waits for what was asked for: the rows, one behind the other. `patience` is asked now and then whether to go on
-    /// waiting; who goes on later calls this again.
+    /// Waits for the requested rows, concatenated. `patience` is called periodically and decides whether to keep
+    /// waiting; call this again to resume.
     ///
     /// # Errors
-    /// When it could not be read, the disk does not answer one read within `limit`, or `patience` ran out.
+    /// They could not be read, the disk did not respond to a read within `limit`, or `patience` ran out.
     pub fn wait(
         &self,
         limit: DiskTimeout,
@@ -102,7 +102,7 @@ impl RowReader {
             if let Some(answer) = state.answer.take() {
                 return answer.map_err(Missing::Failed);
             }
-            // A read may hang that was begun for another caller.
+            // A read started for another caller may hang.
             let left = match limit.left(state.reading.unwrap_or(started).elapsed(), &state.what) {
                 Ok(left) => left,
                 Err(stalled) => {
@@ -134,7 +134,7 @@ impl Drop for RowReader {
         let reads = state.reading.is_some();
         drop(state);
         self.shared.asked.notify_one();
-        // One that reads ends by itself when the disk answers.
+        // A reading thread ends by itself when the disk responds.
         if let Some(thread) = self.thread.take().filter(|_| !reads) {
             // It has no way to panic; if it did, there would be nothing to add here.
             thread.join().ok();
@@ -147,7 +147,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The thread.
+    /// Main loop of the thread.
     fn serve(&self, source: &dyn Source) {
         let mut state = self.lock();
         while !state.stop {
@@ -170,7 +170,7 @@ impl Shared {
         }
     }
 
-    /// Reads rows, as long as nothing else is asked for.
+    /// Reads rows, until another request arrives.
     fn read(
         &self,
         source: &dyn Source,
@@ -211,7 +211,7 @@ mod tests {
     use super::*;
     use crate::reader::ReadProgress;
 
-    /// Answers on command, with the place of what is read.
+    /// Replies on command, with the offset read.
     #[derive(Default)]
     struct Gate {
         closed: AtomicBool,
@@ -247,7 +247,7 @@ mod tests {
         }
     }
 
-    /// A reader of which a row is wanted that does not come.
+    /// A reader with a pending row that does not arrive.
     fn hanging() -> (Arc<Gate>, RowReader) {
         let gate = Arc::new(Gate::default());
         gate.closed.store(true, Ordering::Release);
@@ -275,7 +275,7 @@ mod tests {
             reader.wait(LONG, &mut || false),
             Err(Missing::Stopped)
         ));
-        // The same read goes on.
+        // The same read continues.
         assert!(matches!(
             reader.wait(SHORT, &mut || true),
             Err(Missing::Stalled(_))

@@ -1,4 +1,4 @@
-//! Pieces of a file for memory of a device, by way of memory of the host.
+//! File reads into device memory, staged through host memory.
 
 use std::{path::Path, ptr::NonNull, slice, sync::Arc};
 
@@ -8,8 +8,8 @@ use super::{
 };
 use crate::{arena::DeviceMemory, error::ReadError};
 
-/// Reads the aligned superset of `extent` to `target` in memory of a device, through `staging` with its length: in as many reads as
-/// that takes.
+/// Reads the aligned superset of `extent` to `target` in device memory, through `staging` of the given length, in as
+/// many reads as that takes.
 ///
 /// # Errors
 ///
@@ -17,8 +17,8 @@ use crate::{arena::DeviceMemory, error::ReadError};
 ///
 /// # Safety
 ///
-/// `staging` is page-aligned, its length a multiple of pages and not zero, and nothing else touches it meanwhile, nor the place on
-/// the device.
+/// `staging` is page-aligned, its length a non-zero multiple of pages, and neither it nor the range on the device is
+/// accessed concurrently.
 pub(crate) unsafe fn read_staged(
     source: &dyn Source,
     extent: &Extent,
@@ -38,9 +38,9 @@ pub(crate) unsafe fn read_staged(
             bytes,
         };
         let bytes = run.aligned_bytes().min(len);
-        // SAFETY: the caller's; a run within `len` bytes from a page boundary has a superset within them.
+        // SAFETY: the caller's promise; a run within `len` bytes from a page boundary has a superset within them.
         unsafe { source.read(&run, staging, progress) }?;
-        // SAFETY: as above; memory of the host, in which reads have left what they found.
+        // SAFETY: as above; host memory, initialised by reads.
         let read = unsafe { slice::from_raw_parts(staging.as_ptr(), bytes) };
         memory
             .bring(target + at, read)

@@ -1,4 +1,4 @@
-//! A ring that reader threads fill ahead of the kernels.
+//! Read-ahead ring, filled by reader threads ahead of the kernels.
 
 use std::{
     collections::VecDeque,
@@ -23,14 +23,14 @@ use crate::{
 use cotenant_memory::emergency;
 use cotenant_units::Bytes;
 
-/// A ring of memory that threads of its own fill with pieces of the file, in the order in which they will be used.
+/// A memory ring that its own threads fill with pieces of the file, in the order of use.
 ///
 /// ```text
 ///   schedule (cyclic)   p0 p1 p2 p3 p4 p0 p1 …
 ///                          └used┘ └ready┘ └reading┘ └ waits for room
 /// ```
 ///
-/// The order is fixed, so the readers go on across the token boundary by themselves. Several of them keep the disk busy
+/// The order is fixed, so readers continue across the token boundary by themselves. Several readers keep the disk busy
 /// while one of them is not running.
 pub struct Stream {
     shared: Arc<Shared>,
@@ -40,12 +40,12 @@ pub struct Stream {
     limit: DiskTimeout,
 }
 
-/// Why a piece did not come.
+/// Reason for a missing piece.
 #[derive(Debug)]
 pub enum Missing {
     /// It could not be read.
     Failed(ReadError),
-    /// The disk did not answer in time.
+    /// The disk did not respond in time.
     Stalled(Stalled),
     /// The waiter lost patience.
     Stopped,
@@ -54,34 +54,34 @@ pub enum Missing {
 struct Shared {
     state: Mutex<State>,
     progress: ReadProgress,
-    /// A read ended.
+    /// Signals the end of a read.
     filled: Condvar,
-    /// There is room, or something else to do for readers.
+    /// Signals room, or other work for readers.
     room: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     schedule: Arc<[Extent]>,
-    /// Index in the schedule of the piece that is read next.
+    /// Schedule index of the next piece to read.
     next: usize,
-    /// Slots from the first one on whose pieces were acquired and not released.
+    /// Leading slots whose pieces are acquired and not released.
     lent: usize,
-    /// End of the schedule for the time being.
+    /// Current end of the schedule.
     end: usize,
     slots: VecDeque<Slot>,
-    /// Slots made so far: the name of the next one.
+    /// Slots created so far: the id of the next one.
     made: u64,
-    /// Slots that are being read.
+    /// Slots being read.
     reading: usize,
-    /// A read failed: nothing more is read until a restart, for the pass that needs the piece ends there.
+    /// A read failed: nothing more is read until a restart, because the pass that needs the piece ends there.
     failed: bool,
-    /// Where the next slot may start.
+    /// Start of the next slot.
     head: usize,
     capacity: usize,
-    /// What of the ring is in memory, and so may have slots.
+    /// Populated length of the ring, which may have slots.
     usable: usize,
-    /// Memory is being found for the rest.
+    /// The rest is being populated.
     growing: bool,
     stop: bool,
 }
@@ -95,16 +95,16 @@ struct Slot {
 
 enum Status {
     Failed(ReadError),
-    /// Since when.
+    /// Since when it is being read.
     Reading(Instant),
     Ready,
 }
 
 impl Stream {
-    /// Starts to read `schedule`, from `first`, into a ring that is memory.
+    /// Starts to read `schedule`, from `first`, into a populated ring.
     ///
     /// # Errors
-    /// When a thread cannot be started.
+    /// A thread cannot be started.
     pub fn start(
         source: Arc<dyn Source>,
         ring: Buffer,
@@ -116,11 +116,11 @@ impl Stream {
         Ok(stream)
     }
 
-    /// As [`Self::start`], without waiting for the memory of the ring: a thread finds it from the front on, and pieces go
-    /// round in what there is of it. A new page can take longer than reading it full.
+    /// As [`Self::start`], without waiting for the memory of the ring: a thread populates it from the front, and pieces
+    /// cycle through the populated part. Populating a page can take longer than reading it.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::start`].
     pub fn begin(
         source: Arc<dyn Source>,
         ring: Buffer,
@@ -156,7 +156,7 @@ impl Stream {
         }
     }
 
-    /// Waits until all of the ring is in memory, as the book says.
+    /// Waits until the whole ring is populated, as the ledger assumes.
     pub fn settle(&self) {
         let mut state = self.shared.lock();
         while state.growing {
@@ -168,15 +168,15 @@ impl Stream {
         }
     }
 
-    /// Gives up what was read ahead, and starts again with `schedule` from `first`: in a ring of as many bytes from `another`
-    /// if the disk hangs, since a read that hangs keeps the old one until it returns.
+    /// Discards read-ahead data, and starts again with `schedule` from `first`: in a ring of the same length from
+    /// `another` if the disk hangs, since a hanging read keeps the old one until it returns.
     ///
     /// # Errors
-    /// When the disk hangs and there is no other ring, that error; another when a thread cannot be had.
+    /// The disk hangs and there is no other ring; or a thread cannot be started.
     ///
     /// # Panics
     ///
-    /// While pieces are lent.
+    /// While pieces are acquired.
     pub fn restart(
         &mut self,
         schedule: Arc<[Extent]>,
@@ -188,11 +188,11 @@ impl Stream {
             state.lent == 0,
             "the pieces acquired before are still in use"
         );
-        // Nothing of the old schedule is begun any more, nor read to its end by a slow disk.
+        // No read of the old schedule starts any more, nor completes on a slow disk.
         state.failed = true;
         self.shared.progress.give_up();
         state = self.shared.settle(state, self.limit);
-        // Without threads a restart before has failed: nothing would go on with what there is.
+        // Without threads an earlier restart has failed: the existing ring would not be filled.
         if state.reading == 0 && !self.threads.is_empty() {
             state.schedule = schedule;
             state.end = usize::MAX;
@@ -202,7 +202,7 @@ impl Stream {
             self.shared.room.notify_all();
             return Ok(());
         }
-        // A read hangs in the kernel: leave it its ring until it returns, and go on with a new one.
+        // A read hangs in the kernel: leave it its ring until it returns, and continue with a new one.
         state.stop = true;
         let capacity = state.capacity;
         drop(state);
@@ -213,14 +213,14 @@ impl Stream {
         self.spawn()
     }
 
-    /// Waits until the piece `first` is in the ring, and returns it with those behind it that are there as well: at most
-    /// `most` of the schedule's pieces, one after the other. What was read and is skipped by this is given up. They are lent
+    /// Waits until the piece `first` is in the ring, and returns it with the following pieces that are ready too: at
+    /// most `most` consecutive pieces of the schedule. Skipped pieces are discarded. The returned pieces stay acquired
     /// until they are [released](Self::release).
     ///
-    /// `patience` is asked now and then whether to go on waiting.
+    /// `patience` is called periodically and decides whether to keep waiting.
     ///
     /// # Errors
-    /// When it could not be read, the disk does not answer, or `patience` ran out.
+    /// It could not be read, the disk did not respond, or `patience` ran out.
     pub fn acquire(
         &self,
         first: usize,
@@ -241,7 +241,7 @@ impl Stream {
                 if !again {
                     return Err(Missing::Failed(error.clone()));
                 }
-                // It failed when it was read ahead, which may be long ago; the file may be whole by now.
+                // Its read-ahead failed, possibly long ago; the file may be intact by now.
                 if state.reading == 0 {
                     again = false;
                     state.begin(first);
@@ -253,7 +253,7 @@ impl Stream {
                 state.lent += ready.len();
                 return Ok(ready);
             }
-            // A slow disk that brings something does answer.
+            // A slow disk that delivers data is responding.
             let idle = started.elapsed().min(self.shared.progress.idle());
             let left = self
                 .limit
@@ -271,24 +271,24 @@ impl Stream {
         }
     }
 
-    /// Waits until the piece `first` is in the ring, as [`Self::acquire`] does, and gives its room back unused.
+    /// Waits until the piece `first` is in the ring, as [`Self::acquire`] does, and releases it unused.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Self::acquire`].
     pub fn pass(&self, first: usize, patience: &mut dyn FnMut() -> bool) -> Result<(), Missing> {
         let pieces = self.acquire(first, 1, patience)?;
-        // SAFETY: nothing was queued with it.
+        // SAFETY: no work was queued with it.
         unsafe { self.release(pieces.len()) };
         Ok(())
     }
 
-    /// Whether it is `schedule` that it reads.
+    /// Whether `schedule` is its schedule.
     #[must_use]
     pub fn reads(&self, schedule: &[Extent]) -> bool {
         *self.shared.lock().schedule == *schedule
     }
 
-    /// Restarts the schedule at `end`, until the next call or until a piece behind it is asked for.
+    /// Restarts the schedule at `end`, until the next call or until a piece beyond it is requested.
     pub fn set_end(&self, end: usize) {
         let mut state = self.shared.lock();
         if state.end != end {
@@ -298,7 +298,7 @@ impl Stream {
         }
     }
 
-    /// Whether the piece `first` need not be waited for.
+    /// Whether the piece `first` is available without waiting.
     #[must_use]
     pub fn has(&self, first: usize) -> bool {
         self.shared
@@ -308,11 +308,11 @@ impl Stream {
             .is_some()
     }
 
-    /// Gives the room of the first `count` pieces that are lent back to the readers.
+    /// Releases the room of the first `count` acquired pieces to the readers.
     ///
     /// # Safety
     ///
-    /// What was queued with them has been executed.
+    /// All work queued with them has been executed.
     pub unsafe fn release(&self, count: usize) {
         let mut state = self.shared.lock();
         let count = count.min(state.lent);
@@ -322,30 +322,30 @@ impl Stream {
         self.shared.room.notify_all();
     }
 
-    /// A mark of the ring, by which it is known whether a read that hangs keeps it after it was replaced.
+    /// A weak reference to the ring, which shows whether a hanging read keeps it after its replacement.
     #[must_use]
     pub fn ring_mark(&self) -> Weak<SharedMapping> {
         self.ring.mark()
     }
 
-    /// Length of the ring, with what it is staged in.
+    /// Length of the ring, including its staging memory.
     #[must_use]
     pub fn ring_bytes(&self) -> Bytes {
         self.ring.held()
     }
 
-    /// How much of the ring is in memory.
+    /// Resident size of the ring.
     #[must_use]
     pub fn ring_resident(&self) -> Bytes {
         self.ring.resident()
     }
 
-    /// Waits so long for the disk from now on.
+    /// Sets the time limit for the disk.
     pub(crate) const fn set_limit(&mut self, limit: DiskTimeout) {
         self.limit = limit;
     }
 
-    /// Stops the readers and unmaps the ring; says how much of it had been in memory.
+    /// Stops the readers and unmaps the ring; returns its resident size.
     #[must_use]
     pub fn release_ring(mut self) -> Bytes {
         self.finish();
@@ -368,8 +368,8 @@ impl Stream {
             let thread = thread::Builder::new()
                 .name("cotenant-reader".to_owned())
                 .spawn(move || {
-                    // A disk idles as long as its reader waits behind a kernel's slice. A system that refuses makes
-                    // streaming slower, and nothing else.
+                    // The disk idles while its reader waits behind a kernel's slice. A refusal by the system only makes
+                    // streaming slower.
                     emergency::be_prompt().ok();
                     shared.fill(&ring, reader, source.as_ref());
                 })?;
@@ -378,10 +378,10 @@ impl Stream {
         Ok(())
     }
 
-    /// Stops the threads; a read that hangs is left alone.
+    /// Stops the threads; a hanging read is left alone.
     fn finish(&mut self) {
         if self.threads.is_empty() {
-            // They were left with the ring that a hanging read keeps, and others could not be had.
+            // The threads stayed with the ring of a hanging read, and no others could be started.
             return;
         }
         let mut state = self.shared.lock();
@@ -406,7 +406,7 @@ impl Drop for Stream {
     }
 }
 
-/// Waits for `changed`; says whether nothing came within `limit`.
+/// Waits for `changed`; returns whether `limit` passed without data.
 fn wait<'state>(
     changed: &Condvar,
     state: MutexGuard<'state, State>,
@@ -439,7 +439,7 @@ impl Shared {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Waits until no read is under way, or the disk does not answer.
+    /// Waits until no read is running, or the disk does not respond.
     fn settle<'state>(
         &self,
         mut state: MutexGuard<'state, State>,
@@ -455,7 +455,7 @@ impl Shared {
         state
     }
 
-    /// Finds memory for what of the ring has none, from the front on, and lets the readers have it.
+    /// Populates the rest of the ring from the front, and releases it to the readers.
     fn grow(&self, ring: &SharedMapping) {
         let all = ring.bytes().as_len();
         let mut state = self.lock();
@@ -503,7 +503,7 @@ impl Shared {
 }
 
 impl Shared {
-    /// Reads a piece to its slot.
+    /// Reads a piece into its slot.
     fn read(
         &self,
         ring: &SharedMapping,
@@ -516,8 +516,8 @@ impl Shared {
             let target = ring
                 .range(start, extent.aligned_bytes())
                 .ok_or_else(no_place)?;
-            // SAFETY: the slot was placed where no other slot is, and stays until its status changes; slots are
-            // whole pages from the start of a mapping.
+            // SAFETY: the slot overlaps no other slot, and stays until its status changes; slots are whole pages from
+            // the start of a mapping.
             return unsafe { source.read(extent, target, &self.progress) };
         };
         let staging = memory.staging().ok_or_else(no_place)?;
@@ -526,7 +526,7 @@ impl Shared {
             .range(reader * bytes, bytes)
             .filter(|_| bytes > 0)
             .ok_or_else(no_place)?;
-        // SAFETY: as above, and this reader's part of the staging, a multiple of pages.
+        // SAFETY: as above, and this reader's part of the staging memory, a multiple of pages.
         unsafe {
             read_staged(
                 source,
@@ -540,7 +540,7 @@ impl Shared {
 }
 
 impl State {
-    /// Gives up what was read, while no read is under way, to go on with the piece `first`.
+    /// Discards read pieces, while no read is running, to continue with the piece `first`.
     fn begin(&mut self, first: usize) {
         self.next = first;
         self.slots.truncate(self.lent);
@@ -551,7 +551,7 @@ impl State {
         self.failed = false;
     }
 
-    /// Finds room for the next piece and marks it as being read.
+    /// Allocates a slot for the next piece and marks it as being read.
     fn place(&mut self) -> Option<(u64, Extent, usize)> {
         if self.failed {
             return None;
@@ -568,7 +568,7 @@ impl State {
         let start = match self.slots.front().map(|slot| slot.start) {
             None if len <= self.usable || self.usable == self.capacity => Some(0),
             None => None,
-            // Slots lie in [tail, head): room behind the head, or from the start up to the tail.
+            // Slots lie in [tail, head): room after the head, or from the start up to the tail.
             Some(tail) if tail < self.head => {
                 if self.head + len <= self.usable {
                     Some(self.head)
@@ -596,7 +596,7 @@ impl State {
         Some((name, extent, start))
     }
 
-    /// When the oldest of the reads under way began, and the index of its piece.
+    /// Start of the oldest running read, and the index of its piece.
     fn oldest_read(&self) -> Option<(Instant, usize)> {
         let reads = self.slots.iter().filter_map(|slot| match slot.status {
             Status::Reading(since) => Some((since, slot.index)),
@@ -605,15 +605,15 @@ impl State {
         reads.min()
     }
 
-    /// What the piece `index` is, for messages.
+    /// Description of the piece `index`, for messages.
     fn what(&self, index: usize) -> Arc<str> {
         self.schedule
             .get(index)
             .map_or_else(|| "weights".into(), |extent| Arc::clone(&extent.what))
     }
 
-    /// Gives up what lies before the piece `index`; when that is not in the ring, it is read next. Says whether readers may
-    /// have something to do by that.
+    /// Discards everything before the piece `index`; if that is not in the ring, it is read next. Returns whether
+    /// readers may have work now.
     fn skip_to(&mut self, index: usize) -> bool {
         let before = self.slots.len();
         while self
@@ -625,7 +625,7 @@ impl State {
         }
         let popped = self.slots.len() != before;
         if popped {
-            // What failed may have been given up by that.
+            // The failed piece may have been discarded by that.
             self.failed = self
                 .slots
                 .iter()
@@ -646,7 +646,7 @@ impl State {
         true
     }
 
-    /// The pieces from `index` on that are ready, one after the other.
+    /// Consecutive ready pieces from `index` on.
     fn ready_from(&self, index: usize, ring: &Buffer) -> impl Iterator<Item = View> {
         (index..)
             .zip(self.slots.iter().skip(self.lent))
@@ -660,9 +660,9 @@ impl State {
     }
 }
 
-/// Threads that read: with one of them, the disk idles whenever it waits for a processor.
+/// Reader threads: with a single one, the disk idles whenever it waits for a processor.
 pub const READERS: usize = 2;
-/// How often a waiter looks whether it should go on.
+/// Interval at which a waiter checks its patience.
 pub(crate) const PATIENCE_STEP: Duration = Duration::from_millis(20);
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Pieces in order, schedules that change, and disks that fail or hang.
+//! Tests of piece order, changing schedules, and failing or hanging disks.
 
 use std::{
     io::Write,
@@ -50,7 +50,7 @@ fn ring(bytes: Bytes) -> Buffer {
 
 fn bytes_of(piece: &View) -> Vec<u8> {
     let start = piece.range().unwrap();
-    // SAFETY: it is lent, so that no reader writes to it.
+    // SAFETY: it is acquired, so that no reader writes to it.
     unsafe { std::slice::from_raw_parts(start.as_ptr(), piece.len()) }.to_vec()
 }
 
@@ -88,7 +88,7 @@ fn pieces_come_in_order_for_ever_through_a_ring_smaller_than_all_of_them() {
     }
 }
 
-/// What a device has, as far as a host may see it: copies go in, and nothing comes out but in this test.
+/// Device memory as seen by a host: copies go in, and only this test reads them back.
 #[derive(Debug)]
 struct Remote(Mutex<Vec<u8>>);
 
@@ -172,7 +172,7 @@ fn a_stream_that_begins_early_reads_while_memory_is_found_and_has_all_of_it_when
     .unwrap();
     assert!(stream.reads(&schedule) && !stream.reads(&schedule[1..]));
     assert_eq!(piece(&stream, &schedule, 0), bytes[..9000]);
-    // Readers are under way all the while.
+    // Readers are running throughout.
     stream.settle();
     assert_eq!(stream.ring_resident(), ring);
     for turn in 1..2000 {
@@ -203,7 +203,7 @@ fn pieces_that_are_lent_stay_while_others_come_and_go() {
         if turn == 0 {
             assert_eq!(bytes_of(&first[0]), bytes[..9000]);
         }
-        // SAFETY: they were copied; the oldest goes first.
+        // SAFETY: they were copied; the oldest is released first.
         unsafe { stream.release(1) };
     }
 }
@@ -234,14 +234,14 @@ fn pieces_go_round_in_what_of_the_ring_is_in_memory() {
     assert_eq!(placed(16), Some(0));
     assert_eq!(placed(20), Some(12));
     assert_eq!(placed(20), None);
-    // The first is given back, and has no room behind the other; the first part of the ring has.
+    // The first is released, and does not fit after the other; the first part of the ring fits.
     state.slots.pop_front();
     let mut placed = |usable: usize| {
         state.usable = usable << 10;
         state.place().map(|(_, _, start)| start >> 10)
     };
     assert_eq!(placed(24), Some(0));
-    // Wrapped around, with 4 KiB until the other: what is found behind that is of use later.
+    // Wrapped around, with 4 KiB up to the other slot: memory populated after that is used later.
     assert_eq!(placed(64), None);
     state.slots.pop_front();
     state.usable = 64 << 10;
@@ -317,7 +317,7 @@ fn a_file_that_ends_too_soon_is_an_error_of_that_piece_and_a_restart_heals() {
     assert_eq!(piece(&stream, &rest, 0), bytes[35_000..36_000]);
 }
 
-/// Answers on command.
+/// Replies on command.
 struct Gate {
     open: AtomicBool,
 }
@@ -347,7 +347,7 @@ fn another(bytes: Bytes) -> io::Result<Buffer> {
     Cpu::new(1)?.ring(bytes, Backing::Now)
 }
 
-/// A stream whose disk does not answer, and that does not wait long for it.
+/// A stream with a short time limit whose disk does not respond.
 fn gated() -> (Arc<Gate>, Arc<[Extent]>, Stream) {
     let gate = Arc::new(Gate {
         open: AtomicBool::new(false),

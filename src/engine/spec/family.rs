@@ -1,15 +1,15 @@
-//! Families of models, and what their layers consist of.
+//! Model families and the composition of their layers.
 
 use super::rotation::Rotation;
 use crate::gguf::TensorInfo;
 use cotenant_policy::residency::LayerKind;
 
-/// The families that the engine knows.
+/// The supported families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
     /// Gemma 3, its text part.
     Gemma3,
-    /// Granite 3 and 4 dense: Llama with factors of its own.
+    /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
     /// Llama 2 and 3, and early Mistral.
     Llama,
@@ -21,11 +21,11 @@ pub enum Architecture {
     Qwen2,
     /// Qwen3 dense.
     Qwen3,
-    /// Qwen3.5: Gated DeltaNet with an attention layer now and then.
+    /// Qwen3.5: Gated DeltaNet with an attention layer at intervals.
     Qwen35,
-    /// Qwen3-VL dense, its text part, which is Qwen3.
+    /// Qwen3-VL dense: its text part, which is Qwen3.
     Qwen3Vl,
-    /// SmolLM3: Llama with layers that rotate nothing.
+    /// SmolLM3: Llama with some layers without rotation.
     SmolLm3,
 }
 
@@ -62,7 +62,7 @@ impl Architecture {
     }
 }
 
-/// What the gate of a feed-forward part goes through.
+/// Activation function of a feed-forward gate.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Activation {
     /// `x · Φ(x)`, by the hyperbolic tangent.
@@ -80,15 +80,15 @@ pub struct AttentionSpec {
     pub kv_heads: usize,
     /// Elements of one head.
     pub head_dim: usize,
-    /// What products of queries and keys are multiplied with.
+    /// Factor of the products of queries and keys.
     pub scale: f32,
-    /// Elements of a head that are rotated.
+    /// Rotated elements of a head.
     pub rotary: usize,
-    /// By which angles, in layers that see the whole context.
+    /// Rotation in layers that see the whole context.
     pub rotation: Rotation,
-    /// What is different in some layers.
+    /// Differences in some layers.
     pub local: Option<LocalAttention>,
-    /// Which elements make a pair.
+    /// Pairing of rotated elements.
     pub pairing: Pairing,
     /// Whether the query projection also yields a gate for the output.
     pub gated: bool,
@@ -97,14 +97,14 @@ pub struct AttentionSpec {
 /// Growth of queries with their position: by `1 + scale · ln(1 + ⌊position / step⌋)`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Temperature {
-    /// How much.
+    /// Factor of the growth.
     pub scale: f32,
-    /// Tokens after which it grows.
+    /// Tokens per step of growth.
     pub step: usize,
 }
 
 impl Temperature {
-    /// What the query at `position` is multiplied with.
+    /// Factor of the query at `position`.
     #[must_use]
     #[expect(clippy::cast_precision_loss, reason = "whole steps are far below 2^24")]
     pub fn at(&self, position: usize) -> f32 {
@@ -115,13 +115,13 @@ impl Temperature {
 /// Layers that attend differently: to the last tokens only (Gemma 3), or without positions (SmolLM3).
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct LocalAttention {
-    /// Tokens that they see, the present one included; all where there is no limit.
+    /// Tokens seen by them, the current one included; unlimited if absent.
     pub window: Option<usize>,
-    /// Angles of these layers.
+    /// Rotation of these layers.
     pub rotation: Rotation,
 }
 
-/// Which elements of a head are rotated together.
+/// Elements of a head that are rotated together.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pairing {
     /// 2i and 2i+1.
@@ -133,7 +133,7 @@ pub enum Pairing {
 /// Constants of Gated DeltaNet layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RecurrentSpec {
-    /// Key heads, which are the query heads too.
+    /// Key heads, which are also the query heads.
     pub key_heads: usize,
     /// Value heads; head h uses key head h mod `key_heads`.
     pub value_heads: usize,
@@ -162,7 +162,7 @@ impl RecurrentSpec {
         self.value_heads * self.head_dim * self.head_dim
     }
 
-    /// Elements that the convolution remembers in one layer.
+    /// Elements of the convolution's state in one layer.
     #[must_use]
     pub const fn conv_len(&self) -> usize {
         (self.taps - 1) * self.channels()
@@ -176,18 +176,18 @@ pub struct LayerSpec {
     pub kind: LayerKind,
     /// Whether it is one of the attention layers of [`AttentionSpec::local`].
     pub local: bool,
-    /// What is multiplied with, in the order of use. These are what a layer's residency is about.
+    /// Weights of products, in the order of use; the units of a layer's residency.
     pub matrices: Vec<Matrix>,
-    /// Norms, biases and convolutions; small, and resident in every plan.
+    /// Norms, biases and convolutions: small, and resident in every plan.
     pub vectors: Vec<(Vector, TensorInfo)>,
 }
 
-/// A weight that is multiplied with.
+/// A weight of a product.
 #[derive(Clone, Debug)]
 pub struct Matrix {
-    /// What it is for.
+    /// Its purpose.
     pub role: Role,
-    /// Where it lies.
+    /// Its tensor.
     pub tensor: TensorInfo,
     /// Elements of a row: inputs.
     pub columns: usize,
@@ -197,7 +197,7 @@ pub struct Matrix {
     pub row_bytes: usize,
 }
 
-/// What a matrix is for.
+/// Purpose of a matrix.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Role {
     /// Decay of the recurrent state.
@@ -216,7 +216,7 @@ pub enum Role {
     Key,
     /// Mixer output, back to the residual stream.
     Output,
-    /// Attention queries, and their gate where there is one.
+    /// Attention queries, and their gate if present.
     Query,
     /// Queries, keys and values of a recurrent layer.
     QueryKeyValue,
@@ -227,39 +227,39 @@ pub enum Role {
 /// A small tensor that is resident in every plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Vector {
-    /// Convolution taps, four for each channel.
+    /// Convolution taps, four per channel.
     Convolution,
-    /// Logarithmic decay for each value head, negative.
+    /// Logarithmic decay per value head, negative.
     Decay,
-    /// Bias of the decay for each value head.
+    /// Bias of the decay per value head.
     DecayBias,
-    /// Added to what the feed-forward part gives back.
+    /// Bias of the feed-forward output.
     FfnDownBias,
-    /// Added to the gate of the feed-forward part.
+    /// Bias of the feed-forward gate.
     FfnGateBias,
     /// Norm before the feed-forward part.
     FfnNorm,
-    /// Norm of what the feed-forward part adds.
+    /// Norm of the feed-forward output.
     FfnPostNorm,
-    /// Added to the other half of the feed-forward part.
+    /// Bias of the feed-forward up projection.
     FfnUpBias,
-    /// Added to the projected keys.
+    /// Bias of the projected keys.
     KeyBias,
     /// Norm of each key head.
     KeyNorm,
     /// Norm before the mixer.
     MixerNorm,
-    /// Norm of what the mixer adds.
+    /// Norm of the mixer's output.
     MixerPostNorm,
-    /// Added to the mixer's output.
+    /// Bias of the mixer's output.
     OutputBias,
-    /// Added to the projected queries.
+    /// Bias of the projected queries.
     QueryBias,
     /// Norm of each query head.
     QueryNorm,
     /// Norm of each recurrent output head.
     StateNorm,
-    /// Added to the projected values.
+    /// Bias of the projected values.
     ValueBias,
 }
 

@@ -1,4 +1,4 @@
-//! Constants of a model from its metadata.
+//! Model constants from metadata.
 
 use super::{
     family::{Architecture, AttentionSpec, LocalAttention, Pairing, RecurrentSpec, Temperature},
@@ -57,12 +57,12 @@ impl Keys<'_> {
         }
     }
 
-    /// As [`Self::count`], for a number that some writers give for each layer: all must be the same.
+    /// As [`Self::count`], for a number that some writers store per layer: all values must be equal.
     pub(super) fn count_of_layers(&self, key: &str, limit: usize) -> Result<usize, LoadErrorKind> {
         self.positive(key, self.optional_of_layers(key, limit)?)
     }
 
-    /// Zeros are those of layers that have none of it: recurrent ones have no KV heads.
+    /// Zeros belong to layers without it: recurrent layers have no KV heads.
     fn optional_of_layers(&self, key: &str, limit: usize) -> Result<Option<usize>, LoadErrorKind> {
         let Some(list) = self.header.ints(&self.full(key)) else {
             return self.optional(key, limit);
@@ -78,7 +78,7 @@ impl Keys<'_> {
         }
     }
 
-    /// A number with a fraction, or what stands for it where the file has none or 0.
+    /// A fraction; its default if the file has none or 0.
     pub(super) fn factor(&self, key: &str, usual: f32) -> Result<f32, LoadErrorKind> {
         match self.header.f32(&self.full(key)) {
             None => Ok(usual),
@@ -88,7 +88,7 @@ impl Keys<'_> {
         }
     }
 
-    /// The longest context that the model was made for.
+    /// The model's longest context.
     pub(super) fn context(&self) -> Result<u32, LoadErrorKind> {
         let context = self.count("context_length", POSITIONS_MAX as usize)?;
         Ok(u32::try_from(context).unwrap_or(POSITIONS_MAX))
@@ -145,7 +145,7 @@ impl Keys<'_> {
             kv_heads,
             head_dim,
             scale: match architecture {
-                // The 27B model, as llama.cpp knows it: by its depth.
+                // The 27B model, recognised by its depth as in llama.cpp.
                 Architecture::Gemma3 if depth == GEMMA3_27B_LAYERS => 1.0 / root(width / heads),
                 Architecture::Granite => self.factor("attention.scale", 1.0 / root(head_dim))?,
                 _ => 1.0 / root(head_dim),
@@ -164,7 +164,7 @@ impl Keys<'_> {
         })
     }
 
-    /// By which queries grow with their position (`mistral3`), as llama.cpp's `llm_graph_input_attn_temp` has it.
+    /// Growth of queries with their position (`mistral3`), as in llama.cpp's `llm_graph_input_attn_temp`.
     pub(super) fn temperature(&self) -> Result<Option<Temperature>, LoadErrorKind> {
         let scale = self.factor("attention.temperature_scale", 0.0)?;
         if scale == 0.0 {
@@ -227,7 +227,7 @@ impl Keys<'_> {
             return list.get(layer).copied().unwrap_or(false);
         }
         let interval = self.header.u32(&self.full("full_attention_interval"));
-        // Recurrent layers have no KV heads, where a file tells these for each layer.
+        // Recurrent layers have no KV heads, in files that store the number per layer.
         let heads = self.header.ints(&self.full("attention.head_count_kv"));
         match (interval, heads) {
             (None, Some(heads)) if heads.contains(&0) => heads.get(layer) == Some(&0),
@@ -247,7 +247,7 @@ impl Keys<'_> {
         }
     }
 
-    /// Elements of a head that are rotated.
+    /// Rotated elements of a head.
     pub(super) fn rotary(&self, width: usize) -> Result<usize, LoadErrorKind> {
         let head_dim = self.head_dim(width)?;
         let rotary = self
@@ -262,8 +262,8 @@ impl Keys<'_> {
         Ok(rotary)
     }
 
-    /// Refuses sections of rotation that leave pairs of a head without a position: in text all sections have the same one,
-    /// but for the fourth, which has none.
+    /// Refuses rotation sections that leave pairs of a head without a position: in text, all sections have the same
+    /// position except the fourth, which has none.
     pub(super) fn check_sections(&self, rotary: usize) -> Result<(), LoadErrorKind> {
         let key = "rope.dimension_sections";
         let Some(sections) = self.header.ints(&self.full(key)) else {
@@ -285,7 +285,7 @@ impl Keys<'_> {
         }
     }
 
-    /// Whether an attention layer is one of [`AttentionSpec::local`]: by a list, or all but every so-manyth.
+    /// Whether an attention layer is one of [`AttentionSpec::local`]: by a list, or by an interval.
     pub(super) fn is_local(&self, architecture: Architecture, layer: usize) -> bool {
         if architecture == Architecture::SmolLm3 {
             return (layer + 1).is_multiple_of(STILL_INTERVAL);
@@ -306,7 +306,7 @@ impl Keys<'_> {
 const LOCAL_BASE: f32 = 10_000.0;
 /// llama.cpp's default for Gemma 3: every sixth layer sees everything.
 const LOCAL_PATTERN: usize = 6;
-/// llama.cpp's number for SmolLM3: every fourth layer rotates nothing.
+/// llama.cpp's value for SmolLM3: every fourth layer has no rotation.
 const STILL_INTERVAL: usize = 4;
-/// Layers of Gemma 3 27B, the one size that scales by another rule.
+/// Layers of Gemma 3 27B, the only size with another scaling rule.
 const GEMMA3_27B_LAYERS: usize = 62;

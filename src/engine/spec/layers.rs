@@ -1,4 +1,4 @@
-//! Tensors of one layer, checked.
+//! Checked tensors of one layer.
 
 use super::{
     family::{Architecture, AttentionSpec, LayerSpec, Matrix, RecurrentSpec, Role, Vector},
@@ -39,7 +39,7 @@ impl LayerBuilder<'_> {
         ];
         let rows = parts.map(|(_, _, _, rows)| rows);
         let mut matrices = Vec::new();
-        // Some converters put the three projections into one tensor; its rows are theirs, one after the other.
+        // Some converters store the three projections in one tensor, with their rows one after another.
         let fused = self.find("attn_qkv.weight").is_some();
         if fused {
             let [query, key, value] = self.parts("attn_qkv.weight", self.width, rows)?;
@@ -185,7 +185,7 @@ impl LayerBuilder<'_> {
         Ok(())
     }
 
-    /// A bias, where the file has one.
+    /// A bias, if the file has one.
     fn bias(
         &self,
         bias: Vector,
@@ -227,7 +227,7 @@ impl LayerBuilder<'_> {
         self.header.tensor(&format!("{}{name}", self.prefix))
     }
 
-    /// A matrix whose rows are those of several, one after the other.
+    /// Splits a matrix with the rows of several, one after another.
     fn parts<const N: usize>(
         &self,
         name: &str,
@@ -253,7 +253,7 @@ impl LayerBuilder<'_> {
         }))
     }
 
-    /// The same of a bias.
+    /// As [`Self::parts`], for a bias.
     fn bias_parts<const N: usize>(
         &self,
         info: &TensorInfo,

@@ -1,4 +1,4 @@
-//! Limits of what a header may say.
+//! Limits of header values.
 
 #[expect(clippy::cast_precision_loss, reason = "widths are below 2^24")]
 pub(super) fn root(number: usize) -> f32 {
@@ -9,15 +9,15 @@ pub(super) fn len(number: u64) -> usize {
     usize::try_from(number).unwrap_or(usize::MAX)
 }
 
-/// Four times the width of the largest dense models of today.
+/// Four times the width of the largest current dense models.
 pub(super) const WIDTH_MAX: usize = 1 << 18;
 pub(super) const HEADS_MAX: usize = 1024;
 pub(super) const HEAD_DIM_MAX: usize = 1024;
-/// Kernels go through heads in steps of this many elements.
+/// Kernels process heads in steps of this many elements.
 pub(super) const HEAD_DIM_MULTIPLE: usize = 8;
 pub(super) const TAPS_MAX: usize = 16;
-/// Positions are angles by way of `f32`, which tells whole numbers apart up to here. The longest context of today's models
-/// is 10 Mi tokens.
+/// Positions become angles through `f32`, which represents integers exactly up to this value. The longest context of
+/// current models is 10 Mi tokens.
 pub(crate) const POSITIONS_MAX: u32 = 1 << 24;
 /// llama.cpp's default for `full_attention_interval`.
 pub(super) const FULL_ATTENTION_INTERVAL: usize = 4;

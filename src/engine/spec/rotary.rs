@@ -1,8 +1,8 @@
-//! Rotary position embedding, and its scaling to longer contexts.
+//! Rotary position embedding and its scaling to longer contexts.
 //!
-//! The four ways that GGUF files name (`rope.scaling.type`), with the arithmetic of ggml's `ggml_rope_cache_init`, so that
-//! the angles agree: `none`, `linear`, `yarn` (<https://arxiv.org/abs/2309.00071>), `longrope` (a divisor for each pair, one
-//! list for short and one for long contexts). Llama 3.1 says `none` and brings a divisor for each pair.
+//! The four methods of GGUF files (`rope.scaling.type`), with the arithmetic of ggml's `ggml_rope_cache_init`, so that
+//! the angles agree: `none`, `linear`, `yarn` (<https://arxiv.org/abs/2309.00071>), `longrope` (a divisor per pair, one
+//! list for short and one for long contexts). Llama 3.1 uses `none` with a divisor per pair.
 
 use super::{
     family::Architecture,
@@ -17,7 +17,7 @@ use crate::{
 };
 use cotenant_units::Tokens;
 
-/// What a file says about rotation: the rotation of layers that see everything, and the divisors that go with it.
+/// Rotation settings of a file: the rotation of layers that see everything, and its divisors.
 pub(super) struct Rotary {
     pub(super) rotation: Rotation,
     pub(super) factors: Option<TensorInfo>,
@@ -38,7 +38,7 @@ impl Rotary {
         let trained = keys.context()?;
         let key = keys.full("rope.scaling.type");
         let kind = match header.value(&key) {
-            // ggml's default; without a factor it changes nothing.
+            // ggml's default; without a factor it has no effect.
             None => "linear",
             Some(Value::String(kind)) => kind.as_str(),
             Some(other) => {
@@ -75,8 +75,8 @@ impl Rotary {
             "none" => rotation.scale = 1.0,
             "linear" | "longrope" => {}
             "yarn" => {
-                // llama.cpp reads these for two families only, of which this is the one that is known here; with the others
-                // it takes its defaults whatever their files say.
+                // llama.cpp reads these for two families only, of which this is the supported one; for the others it
+                // uses its defaults regardless of the file.
                 let own = |key: &str, default: f32| match header.f32(&keys.full(key)) {
                     Some(value) if header.architecture() == Architecture::Mistral3.name() => value,
                     _ => default,
@@ -91,7 +91,7 @@ impl Rotary {
                         .ceil()
                         .min(yarn_last(rotary)),
                 ));
-                // The magnitude that the paper asks for, and that ggml and its callers arrive at by two factors.
+                // The magnitude of the paper, which ggml and its callers compute from two factors.
                 let stretched = |times: f32| {
                     if factor <= 1.0 {
                         1.0
@@ -110,7 +110,7 @@ impl Rotary {
                 });
             }
         }
-        // Granite's way of saying that it knows no positions.
+        // Granite's notation for a model without positions.
         let finetuned = header.bool(&keys.full("rope.scaling.finetuned"));
         if header.architecture() == Architecture::Granite.name() && finetuned == Some(false) {
             rotation = Rotation::STILL;
@@ -140,7 +140,7 @@ impl Rotary {
     }
 }
 
-/// The pair whose angle comes round `turns` times within `context` positions (`ggml_rope_yarn_corr_dim`).
+/// The pair whose angle completes `turns` revolutions within `context` positions (`ggml_rope_yarn_corr_dim`).
 #[expect(
     clippy::cast_precision_loss,
     reason = "head sizes and contexts are far below 2^24, or need no last bit"
@@ -154,7 +154,7 @@ fn yarn_last(rotary: usize) -> f32 {
     len(rotary as u64).saturating_sub(1) as f32
 }
 
-/// Names of the divisors that Phi-3 has, which are not used together.
+/// Names of Phi-3's divisors, which are mutually exclusive.
 pub(super) const LONG: &str = "rope_factors_long.weight";
 pub(super) const SHORT: &str = "rope_factors_short.weight";
 /// llama.cpp's defaults, which are the paper's.
@@ -209,7 +209,7 @@ mod tests {
         assert!(mixed[3] < plain[3] && mixed[3] > 0.25 * plain[3]);
     }
 
-    /// As llama.cpp: it reads what a file says of YaRN's ramp and magnitude for this family alone.
+    /// As in llama.cpp: YaRN's ramp and magnitude are read from the file for this family only.
     #[test]
     fn what_a_file_says_of_yarn_counts_for_mistral_3_alone() {
         use candle_core::quantized::gguf_file::Value;

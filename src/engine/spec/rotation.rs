@@ -1,21 +1,21 @@
 //! Angles of rotary position embedding.
 
-/// How positions become angles.
+/// Mapping from positions to angles.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Rotation {
     /// Base of the angles: pair i turns by `base^(−2i / rotated elements)` for each position.
     pub base: f32,
-    /// What positions are multiplied with: 1 over the factor by which the context was stretched.
+    /// Factor of positions: the inverse of the context's stretch factor.
     pub scale: f32,
-    /// Pairs that turn fast keep their angle (YaRN): how much of the unscaled angle pair i takes falls from all to nothing
-    /// between these two pairs.
+    /// Fast-turning pairs keep their angle (YaRN): pair i's share of the unscaled angle falls from one to zero between
+    /// these two pairs.
     pub blend: Option<(f32, f32)>,
-    /// What cosines and sines are multiplied with.
+    /// Factor of cosines and sines.
     pub magnitude: f32,
 }
 
 impl Rotation {
-    /// Angles as they are, with `base`.
+    /// Unscaled angles with `base`.
     #[must_use]
     pub const fn plain(base: f32) -> Self {
         Self {
@@ -26,7 +26,7 @@ impl Rotation {
         }
     }
 
-    /// No rotation at all.
+    /// No rotation.
     pub const STILL: Self = Self {
         scale: 0.0,
         ..Self::plain(BASE)
@@ -34,7 +34,7 @@ impl Rotation {
 
     /// Writes the cosine and sine of each pair at `position`; `factors` divides each pair's angle.
     ///
-    /// By the recurrence that ggml uses, so that the angles agree to the last bits.
+    /// Uses ggml's recurrence, so that the angles agree to the last bits.
     #[expect(
         clippy::cast_precision_loss,
         reason = "positions and head sizes are far below 2^24"

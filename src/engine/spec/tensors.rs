@@ -1,4 +1,4 @@
-//! Tensors of a header by name, with the dimensions that they must have.
+//! Tensors of a header by name, with checked dimensions.
 
 use candle_core::quantized::GgmlDType;
 

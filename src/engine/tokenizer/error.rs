@@ -2,30 +2,30 @@
 
 use super::terms::{KEY_MODEL, KEY_PRE, KEY_TOKENS};
 
-/// Why a model file's tokenizer cannot be used.
+/// Reason why a model file's tokenizer cannot be used.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum TokenizerError {
-    /// An entry makes no sense.
+    /// An invalid entry.
     #[error("cannot use the tokenizer: `{key}`: {problem}")]
     Invalid {
         /// Its key.
         key: &'static str,
-        /// What is wrong with it.
+        /// The fault.
         problem: String,
     },
     /// The library refused the tables.
     #[error("cannot use the tokenizer: {message}")]
     Library {
-        /// What it said.
+        /// Message of the library.
         message: String,
     },
-    /// An entry is not there, or of another type.
+    /// A missing entry, or one of another type.
     #[error("cannot use the tokenizer: `{key}` is missing or of another type")]
     Missing {
         /// Its key.
         key: &'static str,
     },
-    /// A text that is longer than what any vocabulary has.
+    /// A text longer than in any known vocabulary.
     #[error(
         "cannot use the tokenizer: token {token} of `{KEY_TOKENS}` has {bytes} bytes, of at most {limit}"
     )]
@@ -34,23 +34,23 @@ pub enum TokenizerError {
         token: u32,
         /// The length of its text in the file.
         bytes: usize,
-        /// The longest that is taken.
+        /// The length limit.
         limit: usize,
     },
-    /// Another way of making tokens.
+    /// An unsupported tokenizer model.
     #[error(
         "cannot use the tokenizer: `{KEY_MODEL}` is `{model}`; supported are `gpt2` and `llama`"
     )]
     UnknownModel {
-        /// What the file says.
+        /// Value in the file.
         model: String,
     },
-    /// Unknown rules; guessing them would give a model that answers badly.
+    /// Unknown pre-tokenizer rules; with guessed ones the model would answer badly.
     #[error("cannot use the tokenizer: `{KEY_PRE}` is `{pre}`; supported are {known}")]
     UnknownPre {
-        /// What the file says.
+        /// Value in the file.
         pre: String,
-        /// Those that are.
+        /// The supported ones.
         known: String,
     },
 }
@@ -77,13 +77,13 @@ impl TokenizerError {
     }
 }
 
-/// Why a text cannot be turned into tokens.
+/// Reason why a text cannot be tokenized.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum EncodeError {
     /// The library failed.
     #[error("the tokenizer failed: {message}")]
     Library {
-        /// What it said.
+        /// Message of the library.
         message: String,
     },
 }

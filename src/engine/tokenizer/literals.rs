@@ -1,8 +1,8 @@
-//! Texts that are always one token.
+//! Texts that always form one token.
 
 use std::collections::BTreeMap;
 
-/// Texts that are one token each wherever they stand.
+/// Texts that form one token each in any position.
 #[derive(Default)]
 pub(crate) struct Literals {
     by_first: BTreeMap<char, Vec<(Box<str>, u32)>>,
@@ -24,7 +24,7 @@ impl Literals {
         }
     }
 
-    /// Longest first, so that the first that fits is the right one.
+    /// Longest first, so that the first match is the right one.
     pub(super) fn sorted(mut self) -> Self {
         for list in self.by_first.values_mut() {
             list.sort_by_key(|(text, _)| std::cmp::Reverse(text.len()));
@@ -39,7 +39,7 @@ impl Literals {
             .find_map(|(literal, token)| (**literal == *text).then_some(*token))
     }
 
-    /// The literal that `text` begins with, the longest if there are several.
+    /// The longest literal at the start of `text`.
     fn at_start(&self, text: &str) -> Option<(usize, u32)> {
         self.by_first
             .get(&text.chars().next()?)?
@@ -68,7 +68,7 @@ impl Literals {
             .map(|(text, token)| (&**text, *token))
     }
 
-    /// The text cut at each literal, from left to right; no fragment is empty.
+    /// The text split at each literal, from left to right; no fragment is empty.
     pub(super) fn split<'text>(&self, text: &'text str) -> Vec<Fragment<'text>> {
         let mut fragments = Vec::new();
         let mut plain_from = 0;

@@ -1,15 +1,15 @@
 //! Tokenizer from the tables of the model file.
 //!
-//! Byte-pair encoding itself is the crate `tokenizers`; here the file's tables are checked and given to it, because its
-//! ready-made reader (`candle_core`) takes GPT-2's rules for every pre-tokenizer it does not know, which gives a model
-//! that answers, but badly. An unknown one is refused here, by its name.
+//! The crate `tokenizers` implements byte-pair encoding; this module checks the file's tables and passes them on. The
+//! existing reader (`candle_core`) falls back to GPT-2's rules for unknown pre-tokenizers, so that the model answers,
+//! but badly. Here an unknown one is an error that names it.
 //!
 //! # Control tokens
 //!
-//! Texts such as `<|im_end|>` steer the model, so they must only come from the chat template and never from what a user
-//! said. Plain encoding ([`Tokenizer::encode`]) hence knows no control tokens: they are not even in the tables that it
-//! works with. [`Tokenizer::encode_rendered`] recognises them, except where a mark in the text forbids it;
-//! [`chat`](super::chat) sets such marks in everything that did not come from the template.
+//! Texts such as `<|im_end|>` steer the model, so they may come only from the chat template and never from user text.
+//! Plain encoding ([`Tokenizer::encode`]) therefore has no control tokens in its tables. [`Tokenizer::encode_rendered`]
+//! recognises them, except where a mark in the text forbids it; [`chat`](super::chat) sets such marks in all text that
+//! is not from the template.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -43,7 +43,7 @@ pub(super) use literals::Literals;
 pub use stream::TextStream;
 pub use terms::byte_symbol;
 
-/// The vocabulary of a model and the rules to use it.
+/// The vocabulary of a model and its rules.
 pub struct Tokenizer {
     bpe: Bpe,
     pieces: Pieces,
@@ -52,19 +52,19 @@ pub struct Tokenizer {
     ends: BTreeSet<u32>,
     bos: Option<u32>,
     add_bos: bool,
-    /// Where long texts may be cut.
+    /// Positions at which long texts may be split.
     cut: Cut,
-    /// Whether a text begins with a space of its own, as in SentencePiece.
+    /// Whether an implicit space precedes a text, as in SentencePiece.
     space_first: bool,
-    /// Tokens that swallow the white space after them.
+    /// Tokens that absorb the white space after them.
     swallowing: BTreeSet<u32>,
 }
 
 impl Tokenizer {
-    /// The tokenizer that a model file describes.
+    /// Builds the tokenizer of a model file.
     ///
     /// # Errors
-    /// When tables are missing or contradict each other, or are of a kind that is not known.
+    /// Tables are missing, contradict each other, or are of an unsupported kind.
     pub fn from_header(header: &Header) -> Result<Self, TokenizerError> {
         let Tables {
             scheme,
@@ -128,10 +128,10 @@ impl Tokenizer {
         })
     }
 
-    /// Refuses tables that no tokenizer can be built of, without building it.
+    /// Rejects tables from which no tokenizer can be built, without building it.
     ///
     /// # Errors
-    /// As [`Self::from_header`], but for what the library refuses.
+    /// As [`Self::from_header`], except for rejections by the library.
     pub fn check(header: &Header) -> Result<(), TokenizerError> {
         let Tables {
             scheme,
@@ -154,8 +154,8 @@ impl Tokenizer {
         }
     }
 
-    /// Memory that the tokenizer of a header occupies on the heap, within a few percent: the library's tables, which are
-    /// hash tables of a power of two, two texts for each token, and the bytes of each token.
+    /// Heap memory of a header's tokenizer, within a few percent: the library's hash tables, whose sizes are powers of
+    /// two, two texts per token, and the bytes of each token.
     #[must_use]
     pub fn heap_bytes(header: &Header) -> Bytes {
         let Some(texts) = header.strings(KEY_TOKENS) else {
@@ -165,7 +165,7 @@ impl Tokenizer {
             Some(merges) => (merges.len(), 0),
             None => (sentence_pieces::merges_of(texts), PAIR_BYTES),
         };
-        // hashbrown: seven eighths of the buckets are used at most, each with a byte of its own.
+        // hashbrown uses at most seven eighths of the buckets, each with one control byte.
         let buckets = |entries: usize| (entries * 8 / 7 + 1).next_power_of_two();
         let by_text = buckets(texts.len()) * (size_of::<(String, u32)>() + 1);
         let by_token = buckets(texts.len()) * (size_of::<(u32, String)>() + 1);
@@ -179,20 +179,20 @@ impl Tokenizer {
         Bytes::of_len(by_text + by_token + by_pair + texts + cuts)
     }
 
-    /// Tokens of a text in which control tokens have no meaning.
+    /// Tokenizes a text in which control tokens have no meaning.
     ///
-    /// Texts that the model file lists as user-defined, such as `<think>`, are single tokens, as for every other user of
-    /// such a file.
+    /// Texts that the model file lists as user-defined, such as `<think>`, are single tokens, as in every other reader
+    /// of such a file.
     ///
     /// # Errors
-    /// When the library fails.
+    /// The library fails.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>, EncodeError> {
         let mut tokens = Vec::new();
         self.encode_plain(text, None, &mut tokens)?;
         Ok(tokens)
     }
 
-    /// Tokens of bytes that come next in a text, as far as none of them may become part of another token with what follows.
+    /// Tokens of forced bytes, up to the first that may merge with following text.
     #[must_use]
     pub(super) fn encode_ahead(&self, bytes: &[u8]) -> Vec<u32> {
         let mut tokens = Vec::new();
@@ -215,11 +215,11 @@ impl Tokenizer {
         tokens
     }
 
-    /// Tokens of a rendered template: control tokens are recognised where `mark` is not among their characters. The
-    /// marks themselves are dropped.
+    /// Tokens of a rendered template: control tokens are recognised unless `mark` is among their characters. The marks
+    /// themselves are dropped.
     ///
     /// # Errors
-    /// When the library fails.
+    /// The library fails.
     pub fn encode_rendered(&self, text: &str, mark: Option<char>) -> Result<Vec<u32>, EncodeError> {
         let mut tokens = Vec::new();
         let mut before = None;
@@ -239,7 +239,7 @@ impl Tokenizer {
         Ok(tokens)
     }
 
-    /// Puts the token that begins each sequence in front, if the model wants one and it is not there.
+    /// Prepends the token that begins each sequence, if the model uses one and it is missing.
     pub fn begin(&self, tokens: &mut Vec<u32>) {
         if let Some(bos) = self.bos
             && self.add_bos
@@ -249,14 +249,14 @@ impl Tokenizer {
         }
     }
 
-    /// The bytes that a token stands for; none for control tokens and unknown ones. A character may be spread over
-    /// several tokens: [`TextStream`] joins them.
+    /// The bytes of a token; empty for control tokens and unknown ones. A character may span several tokens:
+    /// [`TextStream`] joins them.
     #[must_use]
     pub fn bytes(&self, token: u32) -> &[u8] {
         self.pieces.get(token)
     }
 
-    /// Text of tokens that are all there; what is no text becomes `U+FFFD`.
+    /// Text of a complete token sequence; invalid bytes become `U+FFFD`.
     #[must_use]
     pub fn decode(&self, tokens: &[u32]) -> String {
         let mut stream = TextStream::default();
@@ -290,7 +290,7 @@ impl Tokenizer {
         self.pieces.len()
     }
 
-    /// The token that begins a sequence, where the file names one.
+    /// The token that begins a sequence, if the file names one.
     #[must_use]
     pub const fn bos(&self) -> Option<u32> {
         self.bos
@@ -313,7 +313,7 @@ impl Tokenizer {
         &self.control
     }
 
-    /// Tokens of a text behind the control token `before`.
+    /// Tokens of a text after the control token `before`.
     fn encode_plain(
         &self,
         text: &str,
@@ -346,7 +346,7 @@ impl Tokenizer {
         Ok(())
     }
 
-    /// The library needs some 140 bytes for each byte of a text while it works, so it gets a piece at a time.
+    /// The library needs some 140 bytes of working memory per byte of text, so it receives segments.
     fn encode_in_segments(
         &self,
         text: &str,
@@ -370,8 +370,8 @@ impl Tokenizer {
     }
 }
 
-/// Refuses texts that no vocabulary has, and with which the work of a few would grow beyond all bounds. Control tokens may
-/// have any: nothing is made of them.
+/// Refuses texts that occur in no vocabulary, and a few of which would make the work unbounded. Control tokens may have
+/// any length: they are not decomposed.
 const fn check_length(
     scheme: Scheme,
     token: u32,
@@ -389,11 +389,11 @@ const fn check_length(
     })
 }
 
-/// What a header says of its tokens.
+/// Token tables of a header.
 struct Tables<'header> {
     scheme: Scheme,
     texts: &'header StringTable,
-    /// Kinds of the tokens; empty when the header does not tell them.
+    /// Kinds of the tokens; empty if absent from the header.
     types: &'header [i32],
     bos: Option<u32>,
     ends: BTreeSet<u32>,
@@ -431,7 +431,7 @@ impl<'header> Tables<'header> {
     }
 }
 
-/// The library's encoder for a vocabulary of bytes.
+/// The library's encoder for a byte-level vocabulary.
 fn byte_level(
     header: &Header,
     rules: Rules,
@@ -453,8 +453,8 @@ fn byte_level(
     Ok(bpe)
 }
 
-/// Tokens that swallow the white space after them: in Phi-3 all special ones but three, as its publisher's
-/// `tokenizer.json` says and GGUF files do not; llama.cpp knows it by the model's name, too.
+/// Tokens that absorb the white space after them: all but three special tokens of Phi-3, by its publisher's
+/// `tokenizer.json`, which GGUF files omit; llama.cpp also recognises it by the model's name.
 fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> BTreeSet<u32> {
     let name = header
         .string("general.name")
@@ -471,7 +471,7 @@ fn swallowing(header: &Header, control: &Literals, user_defined: &Literals) -> B
         .collect()
 }
 
-/// The merges of the file, without those that end in a token that the plain tables do not have.
+/// The merges of the file, except those whose result is missing from the plain tables.
 fn merges(
     header: &Header,
     vocabulary: &tokenizers::models::bpe::Vocab,
@@ -502,11 +502,11 @@ fn merge_lines(
     }))
 }
 
-/// Texts are encoded in pieces of about this length; the library then works in about 1 MiB.
+/// Length of text segments for encoding, for which the library needs about 1 MiB.
 const SEGMENT_BYTES: usize = 8 << 10;
 
-/// Texts that end an answer whatever the file says of them; files often name only one of several. The part of
-/// llama.cpp's list (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the families we load.
+/// Texts that end an answer regardless of the file; files often name only one of several. The part of llama.cpp's list
+/// (`special_eog_ids` in `src/llama-vocab.cpp`) that occurs in the supported families.
 const END_TEXTS: &[&str] = &[
     "<|eot_id|>",
     "<|eom_id|>",

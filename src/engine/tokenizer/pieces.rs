@@ -1,4 +1,4 @@
-//! Bytes of tokens, one behind the other.
+//! Concatenated bytes of tokens.
 
 /// The bytes of every token, in one allocation.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -8,7 +8,7 @@ pub(crate) struct Pieces {
 }
 
 impl Pieces {
-    /// From the bytes of all tokens, and where each ends.
+    /// From the bytes of all tokens and their end offsets.
     pub(crate) const fn from_parts(bytes: Vec<u8>, ends: Vec<u32>) -> Self {
         Self { bytes, ends }
     }
@@ -41,7 +41,7 @@ impl Pieces {
         &self.bytes
     }
 
-    /// Where the bytes of each end.
+    /// End offset of each token.
     pub(crate) fn ends(&self) -> &[u32] {
         &self.ends
     }

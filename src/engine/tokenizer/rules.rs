@@ -18,17 +18,17 @@ use super::{
 };
 use crate::gguf::Header;
 
-/// How the vocabulary of a file is used.
+/// Encoding scheme of a vocabulary.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Scheme {
-    /// Tokens are bytes, written as characters (GPT-2 and its heirs).
+    /// Tokens are bytes, written as characters (GPT-2 and its descendants).
     ByteLevel(Rules),
-    /// Tokens are text with a mark for spaces, and single bytes for what has no token (Llama 2, Gemma, Phi-3).
+    /// Tokens are text with a mark for spaces, with single bytes for text without tokens (Llama 2, Gemma, Phi-3).
     SentencePieces,
 }
 
 impl Scheme {
-    /// The scheme that a header names.
+    /// The scheme named by a header.
     pub(super) fn of(header: &Header) -> Result<Self, TokenizerError> {
         let kind = header
             .string(KEY_MODEL)
@@ -40,7 +40,7 @@ impl Scheme {
                     .ok_or(TokenizerError::Missing { key: KEY_PRE })?
                     .parse()?,
             )),
-            // Files of this kind say `default` or nothing: there is one way to cut.
+            // Files of this kind contain `default` or nothing: there is only one rule.
             "llama" => Ok(Self::SentencePieces),
             other => Err(TokenizerError::UnknownModel {
                 model: other.to_owned(),
@@ -48,7 +48,7 @@ impl Scheme {
         }
     }
 
-    /// The longest text that a token may have which is no control token.
+    /// Length limit of a token's text, control tokens excepted.
     pub(super) const fn piece_bytes_max(self) -> usize {
         match self {
             Self::ByteLevel(_) => BYTE_LEVEL_PIECE_MAX,
@@ -56,7 +56,7 @@ impl Scheme {
         }
     }
 
-    /// Whether a sequence begins with a token of its own when the file does not say.
+    /// Whether a sequence begins with a special token, unless the file sets it.
     pub(super) const fn adds_bos(self) -> bool {
         match self {
             Self::ByteLevel(rules) => rules.adds_bos(),
@@ -64,7 +64,7 @@ impl Scheme {
         }
     }
 
-    /// The bytes that an ordinary token stands for.
+    /// The bytes of an ordinary token.
     pub(super) fn bytes(
         self,
         text: &str,
@@ -74,7 +74,7 @@ impl Scheme {
         match self {
             Self::SentencePieces => sentence_pieces::bytes(text, kind == Some(TYPE_BYTE)),
             Self::ByteLevel(_) => {
-                // A character outside of the alphabet stands for itself, as in llama.cpp.
+                // A character outside the alphabet represents itself, as in llama.cpp.
                 let mut bytes = Vec::with_capacity(text.len());
                 for character in text.chars() {
                     match alphabet.get(&character) {
@@ -88,25 +88,25 @@ impl Scheme {
     }
 }
 
-/// The rules by which a text is cut before pairs are merged.
+/// Rules that split a text before pairs are merged.
 ///
-/// The expressions are those that the models were published with, in the form that llama.cpp gives them
-/// (`src/llama-vocab.cpp`); spelling them differently changes what a model sees.
+/// The expressions are those of the published models, in llama.cpp's form (`src/llama-vocab.cpp`); another spelling
+/// would change the model's input.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Rules {
-    /// What old files without rules of their own are read with.
+    /// For old files without rules.
     Default,
     Gpt2,
-    /// Words by their capitals; Phi-4-mini.
+    /// Words split by capitals; Phi-4-mini.
     Gpt4o,
     Llama3,
     Qwen2,
     Qwen35,
-    /// GPT-2 after single digits were split off.
+    /// GPT-2 after single digits are split off.
     SmolLm,
     /// As Llama 3, but merges always apply.
     Smaug,
-    /// Mistral's.
+    /// Rules of Mistral.
     Tekken,
 }
 
@@ -125,7 +125,7 @@ impl FromStr for Rules {
     }
 }
 
-/// What `tokenizer.ggml.pre` may say, as llama.cpp has it.
+/// Values of `tokenizer.ggml.pre`, as in llama.cpp.
 const NAMES: &[(&str, Rules)] = &[
     ("command-r", Rules::SmolLm),
     ("dbrx", Rules::Smaug),
@@ -152,7 +152,7 @@ const NAMES: &[(&str, Rules)] = &[
     ("tekken", Rules::Tekken),
 ];
 
-/// The names of all rules, as an error lists them.
+/// The names of all rules, for errors.
 fn known() -> String {
     let names: Vec<_> = NAMES.iter().map(|(name, _)| format!("`{name}`")).collect();
     match names.split_last() {
@@ -202,18 +202,18 @@ impl Rules {
         }
     }
 
-    /// Whether a word that is a token stays whole even when merges lead elsewhere.
+    /// Whether a word that is a token stays whole even if its merges lead elsewhere.
     pub(super) const fn ignores_merges(self) -> bool {
         matches!(self, Self::Llama3 | Self::Tekken)
     }
 
-    /// Whether a sequence begins with a token of its own when the file does not say.
+    /// Whether a sequence begins with a special token, unless the file sets it.
     pub(super) const fn adds_bos(self) -> bool {
         matches!(self, Self::Llama3 | Self::Tekken)
     }
 
-    /// Whether texts are composed (Unicode NFC) first, as the publishers' `tokenizer.json` has it. llama.cpp does not;
-    /// it makes a difference for decomposed accents only.
+    /// Whether texts are first composed (Unicode NFC), by the publishers' `tokenizer.json`. llama.cpp does not; it
+    /// matters for decomposed accents only.
     pub(super) const fn normalises(self) -> bool {
         matches!(self, Self::Qwen2 | Self::Qwen35)
     }
@@ -236,6 +236,6 @@ impl Rules {
     }
 }
 
-/// The grammar library goes down a token byte by byte, each on the stack. GPT-2, Llama 3 and Qwen have texts of up to 256 bytes
-/// in the file, Command R one of 1024 (512 spaces, each written with two bytes).
+/// The grammar library recurses into a token byte by byte. GPT-2, Llama 3 and Qwen have texts of up to 256 bytes in the
+/// file, Command R one of 1024 (512 spaces, each written with two bytes).
 const BYTE_LEVEL_PIECE_MAX: usize = 2048;

@@ -2,32 +2,32 @@
 
 use super::terms::{SPACE, UNBROKEN_BYTES_MAX};
 
-/// A text cut where every known rule cuts it as well, so that the pieces have the tokens of the whole.
+/// A text split at positions where every known rule splits too, so that the segments have the tokens of the whole.
 pub(super) struct Segments<'text> {
     pub(super) rest: &'text str,
-    /// Bytes from which on a place to cut is looked for.
+    /// Length after which a split is searched for.
     pub(super) target: usize,
     pub(super) cut: &'text Cut,
 }
 
-/// Where a text may be cut without changing its tokens.
+/// Positions at which a text may be split without changing its tokens.
 #[derive(Debug)]
 pub(super) enum Cut {
-    /// Where every set of rules for byte-level vocabularies cuts as well.
+    /// Positions at which every set of rules for byte-level vocabularies splits too.
     ByRules,
-    /// Between two characters that no piece has next to each other, in whatever comes before and after them.
+    /// Between two characters that are adjacent in no piece, regardless of the surrounding text.
     BetweenPieces(Pairs),
 }
 
-/// Pairs of characters that stand next to each other in a piece, and some others that hash alike: a place to cut that is
-/// not found costs little, one that is none would change tokens.
+/// Pairs of characters that are adjacent in a piece, and hash collisions: a missed split costs little, a wrong one
+/// would change tokens.
 #[derive(Debug)]
 pub(super) struct Pairs {
     bits: Vec<u64>,
 }
 
 impl Pairs {
-    /// Of these pieces.
+    /// From these pieces.
     pub(super) fn of<'piece>(pieces: impl Iterator<Item = &'piece str>) -> Self {
         let mut pairs = Self {
             bits: vec![0; PAIR_BITS / 64],
@@ -48,7 +48,7 @@ impl Pairs {
         self.bits.get(word).is_some_and(|word| word & bit != 0)
     }
 
-    /// The word and the bit of a pair, by a multiplicative hash.
+    /// The word and bit of a pair, by a multiplicative hash.
     fn place(left: char, right: char) -> (usize, u64) {
         let pair = u64::from(u32::from(left)) << 32 | u64::from(u32::from(right));
         let hash = pair.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> (64 - PAIR_BITS.ilog2());
@@ -56,10 +56,10 @@ impl Pairs {
     }
 }
 
-/// Of Gemma 3's 262 000 pieces 6 in 100 are taken; 256 KiB.
+/// The 262 000 pieces of Gemma 3 set 6 bits in 100; 256 KiB.
 const PAIR_BITS: usize = 1 << 21;
 
-/// What [`Pairs`] hold.
+/// Memory of [`Pairs`].
 pub(super) const PAIR_BYTES: usize = PAIR_BITS / 8;
 
 impl<'text> Iterator for Segments<'text> {
@@ -88,7 +88,7 @@ impl<'text> Iterator for Segments<'text> {
 
 impl Cut {
     fn allows(&self, before: [Option<char>; 2], character: char, after: Option<char>) -> bool {
-        // As the pieces have it.
+        // As written in the pieces.
         let written = |character: char| if character == ' ' { SPACE } else { character };
         match self {
             Self::ByRules => may_cut(before, character, after),
@@ -99,17 +99,18 @@ impl Cut {
     }
 }
 
-/// Whether a text is cut at this length even where a token may go on: in an encoded picture or one sign over and over, such as no
-/// text is. Up to some tokens beside the cut are others than of the whole, and the work grows with the length of a text alone.
+/// Whether a text is split at this length even inside a possible token: in an encoded picture or one character
+/// repeated, which is not natural text. A few tokens next to the split may then differ from those of the whole, and the
+/// work grows linearly with the length.
 const fn must_cut(length: usize) -> bool {
     length >= UNBROKEN_BYTES_MAX - 4
 }
 
-/// Whether no rule joins what ends with `before` and what begins with `character`, nor looks ahead across that place.
+/// Whether no rule joins text ending in `before` with `character`, or looks ahead across that position.
 ///
-/// A single line end is joined with no more than a slash; a single space goes with what follows it; and letters end before
-/// punctuation, of which only such is taken here as is neither a mark nor a number by any table, and no apostrophe, since a
-/// contraction may belong to its word.
+/// A single line end is joined with at most a slash; a single space belongs to the text after it; and letters end
+/// before punctuation, of which only characters count that no table lists as a mark or a number, and not the
+/// apostrophe, since a contraction may belong to its word.
 fn may_cut(before: [Option<char>; 2], character: char, after: Option<char>) -> bool {
     let [Some(second), Some(before)] = before else {
         return false;

@@ -1,8 +1,8 @@
 //! SentencePiece vocabularies (`llama` in GGUF).
 //!
-//! The pair whose piece has the highest score is joined first. As a piece and its score are one, that is byte-pair
-//! encoding with every way to put a piece together from two others as a merge, ordered by the score of the result; so
-//! the library's encoder serves here too (the same turn as in `transformers`' converter).
+//! The pair whose piece has the highest score is joined first. Since a piece determines its score, this equals
+//! byte-pair encoding with every split of a piece into two others as a merge, ordered by the score of the result; so
+//! the library's encoder serves here too (as in `transformers`' converter).
 
 use std::collections::HashSet;
 
@@ -19,7 +19,7 @@ use super::{
 };
 use crate::gguf::{Header, StringTable};
 
-/// The encoder, and where long texts may be cut.
+/// The encoder, and the split positions of long texts.
 pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), TokenizerError> {
     let scores = scores(header)?;
     let mut merges: Vec<(f32, u32, &str, &str)> = Vec::new();
@@ -34,7 +34,7 @@ pub(super) fn build(header: &Header, vocabulary: Vocab) -> Result<(Bpe, Cut), To
         );
     }
     let cut = Cut::BetweenPieces(Pairs::of(vocabulary.keys().map(String::as_str)));
-    // Ties by token and then by the split, so that the order does not hang on that of a hash table.
+    // Ties are broken by token and then by split, so that the order is independent of a hash table.
     merges.sort_unstable_by(|a, b| {
         b.0.total_cmp(&a.0)
             .then_with(|| a.1.cmp(&b.1))
@@ -73,7 +73,7 @@ pub(super) fn scores(header: &Header) -> Result<&[f32], TokenizerError> {
     Ok(scores)
 }
 
-/// How many merges [`build`] would find.
+/// The number of merges that [`build`] would find.
 pub(super) fn merges_of(texts: &StringTable) -> usize {
     let known: HashSet<&str> = texts.iter().collect();
     texts
@@ -83,7 +83,7 @@ pub(super) fn merges_of(texts: &StringTable) -> usize {
         .count()
 }
 
-/// The bytes that a piece stands for: one when it is written as `<0xAB>`.
+/// The bytes of a piece: a single one if it is written as `<0xAB>`.
 pub(super) fn bytes(text: &str, is_byte: bool) -> Vec<u8> {
     let byte = text
         .strip_prefix("<0x")
@@ -96,8 +96,8 @@ pub(super) fn bytes(text: &str, is_byte: bool) -> Vec<u8> {
     }
 }
 
-/// All ways to cut a piece in two; none where it is too long to be one. Each of them is looked up, which takes as long as
-/// the text is.
+/// All splits of a piece in two; none if it is too long for a piece. Each split is looked up, which takes time
+/// proportional to the text.
 fn splits(text: &str) -> impl Iterator<Item = (&str, &str)> {
     let piece = if text.len() <= PIECE_BYTES_MAX {
         text
@@ -214,7 +214,7 @@ mod tests {
         assert_eq!(rendered("other"), ["<s>", "\n", "<|user|>", "\n", "▁he"]);
     }
 
-    /// A text of a line that no token ends within, repeated up to a length.
+    /// A text of one line that no token crosses, repeated up to a length.
     fn long(line: &str, bytes: usize) -> String {
         line.repeat(bytes / line.len() + 1)
     }
@@ -222,7 +222,7 @@ mod tests {
     #[test]
     fn a_long_text_without_spaces_has_the_tokens_of_its_lines() {
         let tokenizer = tokenizer("gemma", false);
-        // Chinese, a table, and JSON without spaces: twice what is encoded as a whole.
+        // Chinese, a table, and JSON without spaces: twice the length that is encoded as a whole.
         for line in [
             "你好，世界。",
             "1,hello,-2.5;he\n",
@@ -244,7 +244,7 @@ mod tests {
         let text = "l".repeat(3 * UNBROKEN_BYTES_MAX + 1);
         let tokens = tokenizer.encode(&text).unwrap();
         assert!(tokenizer.decode(&tokens) == text);
-        // Of two at a time, but for the places where it was cut.
+        // In steps of two, except at the splits.
         let least = text.len() / 2;
         assert!(
             (least..least + 8).contains(&tokens.len()),
@@ -296,12 +296,12 @@ mod tests {
             assert_eq!(Tokenizer::check(&header), Err(expected.clone()));
             assert_eq!(Tokenizer::from_header(&header).err(), Some(expected));
         }
-        // What is looked up: as many bytes as a text has for each way to cut it.
+        // The lookups: each split hashes all bytes of the text.
         let work = |text: &str| sentence_pieces::splits(text).count() * text.len();
         assert_eq!(work(&long), 0);
         let longest = "a".repeat(PIECE_BYTES_MAX);
         assert_eq!(work(&longest), 255 * 256);
-        // Of control tokens nothing is made, so that they may be as long as they like.
+        // Control tokens are not decomposed, so they may have any length.
         let control = with_last("llama", &["a", "aa", &long], 3);
         Tokenizer::check(&control).unwrap();
         let tokenizer = Tokenizer::from_header(&control).unwrap();

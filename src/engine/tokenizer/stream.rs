@@ -1,14 +1,14 @@
 //! Streaming conversion of token bytes to text.
 
-/// Joins the bytes of tokens to text, never giving out part of a character.
+/// Joins the bytes of tokens to text, in whole characters.
 #[derive(Debug, Default)]
 pub struct TextStream {
-    /// The beginning of a character, at most three bytes.
+    /// The start of an incomplete character, at most three bytes.
     pending: Vec<u8>,
 }
 
 impl TextStream {
-    /// The text that is certain once `bytes` are there; what can be no text becomes `U+FFFD`.
+    /// The text completed by `bytes`; invalid bytes become `U+FFFD`.
     pub fn push(&mut self, bytes: &[u8]) -> String {
         self.pending.extend_from_slice(bytes);
         let mut text = String::new();
@@ -28,13 +28,13 @@ impl TextStream {
         text
     }
 
-    /// What is left when nothing follows: `U+FFFD` for the beginning of a character.
+    /// The rest at the end of the stream: `U+FFFD` for an incomplete character.
     pub fn finish(&mut self) -> String {
         String::from_utf8_lossy(&std::mem::take(&mut self.pending)).into_owned()
     }
 }
 
-/// Whether bytes that are no character yet can become one.
+/// Whether incomplete bytes can become a character.
 fn may_become_character(bytes: &[u8]) -> bool {
     std::str::from_utf8(bytes).is_err_and(|error| error.error_len().is_none())
 }

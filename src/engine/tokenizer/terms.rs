@@ -1,4 +1,4 @@
-//! Keys of a file's vocabulary, numbers and types that the parts of the tokenizer share.
+//! Vocabulary keys, limits and types shared by the parts of the tokenizer.
 
 use tokenizers::{
     DecoderWrapper, NormalizerWrapper, PostProcessorWrapper, PreTokenizerWrapper, TokenizerImpl,
@@ -27,11 +27,11 @@ pub(super) const KEY_SCORES: &str = "tokenizer.ggml.scores";
 pub(super) const KEY_SPACE_FIRST: &str = "tokenizer.ggml.add_space_prefix";
 pub(super) const KEY_ADD_BOS: &str = "tokenizer.ggml.add_bos_token";
 
-/// Longest stretch that is encoded as a whole: about 18 MiB for a moment.
+/// Longest text without a split that is encoded as a whole: about 18 MiB temporarily.
 pub(super) const UNBROKEN_BYTES_MAX: usize = 128 << 10;
 
-/// Words whose tokens the library remembers: none. It would do so on each thread that encodes, with 32 bytes for each byte
-/// of a word, for as long as the thread lives, and a prompt is encoded on whatever thread is free.
+/// Size of the library's word cache: disabled. It would cache on every encoding thread, 32 bytes per byte of a word,
+/// for the lifetime of the thread, and prompts are encoded on any free thread.
 pub(super) const WORDS_REMEMBERED: usize = 0;
 
 /// Token types of GGUF (`enum llama_token_type` in `llama.h`).
@@ -40,14 +40,14 @@ pub(super) const TYPE_CONTROL: i32 = 3;
 pub(super) const TYPE_USER_DEFINED: i32 = 4;
 pub(super) const TYPE_BYTE: i32 = 6;
 
-/// The longest piece of a SentencePiece vocabulary. Those of Gemma 3 have up to 93 bytes (31 spaces), those of Llama 2 and
-/// Phi-3 up to 48; what is beyond it is refused, since looking for merges takes time by the square of it.
+/// The longest piece of a SentencePiece vocabulary. The pieces of Gemma 3 have up to 93 bytes (31 spaces), those of
+/// Llama 2 and Phi-3 up to 48; longer ones are refused, since finding merges takes quadratic time.
 pub(super) const PIECE_BYTES_MAX: usize = 256;
 
-/// What stands for a space there (U+2581).
+/// The character that represents a space there (U+2581).
 pub(super) const SPACE: char = '\u{2581}';
 
-/// The character that stands for `byte` in byte-level vocabularies: a printable one for itself, others from U+0100 on
+/// The character that represents `byte` in byte-level vocabularies: printable ones themselves, others from U+0100 on
 /// (GPT-2's `bytes_to_unicode`).
 #[must_use]
 pub fn byte_symbol(byte: u8) -> char {

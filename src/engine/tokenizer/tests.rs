@@ -1,4 +1,4 @@
-//! Tests with small and damaged vocabularies, and with llama.cpp's.
+//! Tests of the tokenizer with small and damaged vocabularies, and with llama.cpp's.
 
 use std::path::PathBuf;
 
@@ -15,7 +15,7 @@ fn tokenizer(vocabulary: &TestVocabulary) -> Tokenizer {
     Tokenizer::from_header(&vocabulary.header()).unwrap()
 }
 
-/// Texts are composed first, as the rules of the Qwen family have it.
+/// Composes texts first, as the rules of the Qwen family do.
 fn composed(text: &str) -> String {
     use tokenizers::{NormalizedString, Normalizer};
     let mut text = NormalizedString::from(text);
@@ -23,7 +23,7 @@ fn composed(text: &str) -> String {
     text.get().to_owned()
 }
 
-/// One tokenizer for each set of rules.
+/// One tokenizer per set of rules.
 static FAMILIES: std::sync::LazyLock<Vec<(&str, Tokenizer)>> = std::sync::LazyLock::new(|| {
     [
         "qwen35",
@@ -45,7 +45,7 @@ static FAMILIES: std::sync::LazyLock<Vec<(&str, Tokenizer)>> = std::sync::LazyLo
     .into()
 });
 
-/// The words that a text is cut into before pairs are merged.
+/// The words of a text before pairs are merged.
 fn words(tokenizer: &Tokenizer, text: &str) -> Vec<String> {
     use tokenizers::{OffsetReferential, OffsetType, PreTokenizedString, PreTokenizer as _};
     let mut cut = PreTokenizedString::from(text);
@@ -155,7 +155,8 @@ fn merges_cannot_make_control_tokens() {
 fn a_stretch_without_a_place_to_cut_is_encoded_in_bounded_pieces() {
     let vocabulary = TestVocabulary::chatml();
     let tokenizer = tokenizer(&vocabulary);
-    // The cost of a piece grows faster than its length, so the number of pieces and the longest of them bound the work.
+    // The cost of a piece grows superlinearly with its length, so the number of pieces and the longest one bound the
+    // work.
     for times in [1, 2, 8] {
         let text = "a".repeat(times * UNBROKEN_BYTES_MAX + 1);
         let pieces: Vec<&str> = Segments {
@@ -268,7 +269,7 @@ fn a_character_over_several_tokens_comes_out_whole() {
 
 proptest! {
     #![proptest_config(ProptestConfig {
-        // Counter-examples are kept beside the other fixtures.
+        // Counter-examples are stored with the other fixtures.
         failure_persistence: Some(Box::new(proptest::test_runner::FileFailurePersistence::Direct(
             "tests/fixtures/proptest/tokenizer.txt",
         ))),

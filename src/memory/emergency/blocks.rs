@@ -1,7 +1,7 @@
 //! Blocks of the emergency reserve: eight sizes with free lists.
 //!
-//! Taking one and giving it back never waits: a list is a number that is compared and swapped, with a count of its
-//! changes beside it, so that one who was held up in between does not take an old list for the present one.
+//! Allocating and freeing a block never blocks: a list is a number updated by compare-and-swap, together with a change
+//! counter against the ABA problem.
 
 use std::{
     alloc::Layout,
@@ -13,20 +13,21 @@ use std::{
 struct Class {
     size: usize,
     count: u32,
-    /// Where they begin in the region.
+    /// Their offset in the region.
     offset: usize,
-    /// The number of the first one in [`LINKS`].
+    /// The index of the first one in [`LINKS`].
     first: u32,
-    /// Changes of the list in the upper half; the number of its first block, from 1, in the lower; 0 is the end.
+    /// Change counter of the list in the upper half; the number of its first block, from 1, in the lower; 0 is the end.
     list: AtomicU64,
-    /// Blocks that were never used begin here.
+    /// Start of the blocks that were never used.
     fresh: AtomicU32,
     used: AtomicU32,
 }
 
-/// Sizes and numbers, 704 KiB in all. A decision over 32 layers asks some 150 times for 125 KB in all, most of it below 512
-/// bytes and never more than a few KiB at once; this is room for several at a time, for the words that wait to be written,
-/// and for what some leases leave that are granted by a shed. Our choice: a daemon without a model is to stay small.
+/// Sizes and counts, 704 KiB in all. A decision over 32 layers allocates some 150 times, 125 KB in all, most of it
+/// below 512 bytes and never more than a few KiB at once; this has room for several decisions at a time, for text that
+/// waits to be written, and for allocations kept by leases granted through a shed. Our choice: a daemon without a model
+/// should stay small.
 const SIZES: [(usize, u32); CLASSES] = [
     (64, 1024),
     (128, 1024),
@@ -43,7 +44,7 @@ const CLASSES: usize = 8;
 #[repr(C, align(4096))]
 struct Region(UnsafeCell<[u8; TOTAL]>);
 
-// SAFETY: its bytes are reached through blocks alone, each of which one owner has at a time.
+// SAFETY: its bytes are reached only through blocks, each of which has one owner at a time.
 unsafe impl Sync for Region {}
 
 static REGION: Region = Region(UnsafeCell::new([0; TOTAL]));
@@ -56,7 +57,7 @@ static CLASS: [Class; CLASSES] = classes();
 const TOTAL: usize = totals().0;
 const BLOCKS: usize = totals().1;
 
-/// Bytes and blocks of all sizes.
+/// Total bytes and blocks of all sizes.
 const fn totals() -> (usize, usize) {
     let (mut bytes, mut blocks) = (0, 0);
     let mut sizes = SIZES.as_slice();
@@ -84,7 +85,7 @@ const fn classes() -> [Class; CLASSES] {
             used: AtomicU32::new(0),
         }
     }; CLASSES];
-    // The large ones first, so that each lies at a multiple of its size.
+    // Large blocks first, so that each lies at a multiple of its size.
     let (mut offset, mut first, mut index) = (0, 0, CLASSES);
     while index > 0 {
         index -= 1;
@@ -99,26 +100,26 @@ const fn classes() -> [Class; CLASSES] {
     classes
 }
 
-/// All of it: where it starts, and its length.
+/// The whole region: its start and length.
 pub(super) fn region() -> (*const u8, usize) {
     (REGION.0.get().cast(), TOTAL)
 }
 
-/// Lets every page be there.
+/// Populates every page.
 ///
 /// # Safety
 /// No block may be in use.
 pub(super) unsafe fn touch() {
     let start = REGION.0.get().cast::<u8>();
     for offset in (0..TOTAL).step_by(PAGE) {
-        // SAFETY: inside the region, which is unused; volatile so that it happens.
+        // SAFETY: inside the region, which is unused; volatile so that the write happens.
         unsafe { start.add(offset).write_volatile(0) };
     }
 }
 
-/// A block for `layout`, if one is left; none starts at a multiple of more than a page.
+/// A block for `layout`, if one is left; none is aligned to more than a page.
 pub(super) fn take(layout: Layout) -> Option<*mut u8> {
-    // Each starts at a multiple of its size or of a page.
+    // Each is aligned to its size or to a page.
     let (size, align) = (layout.size(), layout.align());
     let mut fitting = CLASS.iter().filter(|class| class.size >= size.max(align));
     if align > PAGE {
@@ -128,7 +129,7 @@ pub(super) fn take(layout: Layout) -> Option<*mut u8> {
     }
 }
 
-/// Takes a block back; false if this is none.
+/// Frees a block; false if `start` is not one.
 pub(super) fn give_back(start: *mut u8) -> bool {
     let Some((class, block)) = find(start) else {
         return false;
@@ -137,7 +138,7 @@ pub(super) fn give_back(start: *mut u8) -> bool {
     true
 }
 
-/// How many bytes the block at `start` has, if it is one.
+/// Size of the block at `start`, if it is one.
 pub(super) fn room_of(start: *mut u8) -> Option<usize> {
     find(start).map(|(class, _)| class.size)
 }
@@ -147,7 +148,7 @@ pub(super) fn in_use() -> usize {
     CLASS.iter().map(of).sum()
 }
 
-/// The class of the block at `start`, and its number in it.
+/// The class of the block at `start`, and its index in it.
 fn find(start: *const u8) -> Option<(&'static Class, u32)> {
     let offset = start.addr().checked_sub(region().0.addr())?;
     if offset >= TOTAL {
@@ -202,7 +203,7 @@ impl Class {
         }
     }
 
-    /// Puts `first` at the head of the list, if it is still as it was.
+    /// Sets the head of the list to `first`, if the list is unchanged.
     fn change(&self, list: u64, first: u32) -> Result<(), u64> {
         let changed = ((list >> 32).wrapping_add(1) << 32) | u64::from(first);
         self.list
@@ -285,7 +286,7 @@ mod tests {
                         .filter_map(|_| CLASS[3].take())
                         .collect();
                     for start in &starts {
-                        // SAFETY: the block is ours until it is given back.
+                        // SAFETY: the block is ours until it is freed.
                         unsafe { start.write_bytes(mark, 512) };
                     }
                     for start in starts {

@@ -1,7 +1,7 @@
-//! Memory locking of the reserve, the program's text and stacks.
+//! Locking of the reserve, the program's text and stacks in memory.
 //!
-//! Ranges are named one by one, since the weights and the KV cache of the engine are in the same process and must never
-//! be locked. Text is locked as it is touched (`MLOCK_ONFAULT`), so that nothing becomes resident for it.
+//! Ranges are locked individually, since the weights and the KV cache of the engine are in the same process and must
+//! never be locked. Text is locked on first access (`MLOCK_ONFAULT`), so that locking populates nothing.
 
 use std::{
     env, fmt,
@@ -14,21 +14,21 @@ use procfs::process::{MMPermissions, MMapPath, Process};
 
 use cotenant_units::Bytes;
 
-/// What became of a wish to keep something in memory.
+/// Result of locking memory.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Locked {
     what: &'static str,
     bytes: Bytes,
-    /// Why not all of it is locked.
+    /// Reason why a part is not locked.
     refused: Option<String>,
 }
 
-/// Since when a range is to be there.
+/// Time at which a range must be populated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum When {
-    /// All of it, now.
+    /// All of it, immediately.
     Now,
-    /// Each page once it has been needed.
+    /// Each page at its first access.
     Touched,
 }
 
@@ -39,7 +39,7 @@ impl Locked {
         self.refused.is_none()
     }
 
-    /// Adds what became of another one.
+    /// Adds the result of another range.
     #[must_use]
     pub fn and(mut self, what: &'static str, other: Self) -> Self {
         self.what = what;
@@ -63,13 +63,13 @@ impl fmt::Display for Locked {
     }
 }
 
-/// Keeps `length` bytes from `start` in memory.
+/// Locks `length` bytes from `start`.
 pub(super) fn range(what: &'static str, start: *const u8, length: usize, when: When) -> Locked {
     let flags = match when {
         When::Now => 0,
         When::Touched => libc::MLOCK_ONFAULT,
     };
-    // SAFETY: locking changes no content, and a range that is not mapped is refused.
+    // SAFETY: locking changes no content, and unmapped ranges are refused.
     let result = unsafe { libc::mlock2(start.cast(), length, flags) };
     let bytes = Bytes::new(length as u64);
     let refused = (result != 0).then(|| {
@@ -88,9 +88,9 @@ pub(super) fn range(what: &'static str, start: *const u8, length: usize, when: W
     }
 }
 
-/// Keeps the text, constants and data of this program and of its libraries in memory, as far as they are ever used.
+/// Locks the text, constants and data of this program and of its libraries, as far as they are accessed.
 ///
-/// Only mappings of files that can be executed, and those of the program's own file: never memory of the engine.
+/// Limited to mappings of executable files and of the program's own file, which excludes memory of the engine.
 #[must_use]
 pub fn lock_program() -> Locked {
     let mut sum = Locked {
@@ -127,7 +127,7 @@ pub fn lock_program() -> Locked {
     sum
 }
 
-/// Touches what this thread may need of its stack below the caller, and keeps it in memory; used by [`stacks`].
+/// Populates and locks the expected extent of this thread's stack below the caller; counted by [`stacks`].
 #[inline(never)]
 pub fn lock_stack() {
     let mut below = [0u8; STACK];
@@ -140,7 +140,7 @@ pub fn lock_stack() {
     });
 }
 
-/// What became of the stacks of all threads that asked; `None` if none did.
+/// Result for the stacks of all threads that locked theirs; `None` if none did.
 #[must_use]
 pub fn stacks() -> Option<Locked> {
     STACKS
@@ -153,7 +153,7 @@ static STACKS: Mutex<Option<Locked>> = Mutex::new(None);
 
 const OF_STACKS: &str = "the stacks of who decides";
 
-/// What is kept of a stack (our choice); the pages of deeper calls come when they are needed, as everywhere.
+/// Locked part of a stack (our choice); pages of deeper calls are populated on access as usual.
 const STACK: usize = 32 << 10;
 
 #[cfg(test)]

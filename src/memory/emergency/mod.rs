@@ -1,16 +1,16 @@
-//! Emergency reserve of memory and processor time, so that a shed never has to allocate from the system.
+//! Emergency reserve: memory and processor time with which a shed needs no system allocation.
 //!
-//! A decision makes lists, plans and words. In calm times they come from the system's allocator like everything else.
-//! Inside [`within`] they come from blocks that were taken, touched and locked when the daemon started, so that a shed
-//! needs neither a page, nor a lock whose holder waits for one.
+//! Decisions allocate. Normally that goes to the system allocator. Inside [`within`], blocks that were allocated,
+//! touched and locked at the daemon's start serve them, so that a shed needs neither a page nor a lock whose holder
+//! waits for one.
 //!
 //! ```text
-//!   within(…) ──► a block of the next size that is free ──► used ──► given back, by whatever thread
+//!   within(…) ──► the next larger free block ──► used ──► freed, by any thread
 //!                    │ none is left, or too large
 //!                    └──► the system's allocator; counted, see [`counts`]
 //! ```
 //!
-//! It works in a program whose allocator is [`EmergencyAllocator`], and only after [`prepare`].
+//! It requires [`EmergencyAllocator`] as the program's allocator, and takes effect after [`prepare`].
 
 mod blocks;
 mod lock;
@@ -29,18 +29,18 @@ use std::{
 pub use lock::{Locked, lock_program, lock_stack, stacks};
 pub use prompt::be_prompt;
 
-/// An allocator that has blocks in reserve before the one below it.
+/// An allocator with reserved blocks in front of another allocator.
 #[derive(Clone, Copy, Debug)]
 pub struct EmergencyAllocator<A> {
     below: A,
 }
 
-/// What was asked for inside [`within`], since the start.
+/// Allocations requested inside [`within`], since the start.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Counts {
-    /// Blocks that were in reserve.
+    /// Served by reserved blocks.
     pub served: u64,
-    /// What none was left for, so that the system's allocator was asked.
+    /// Passed on to the system's allocator because no block was left.
     pub missed: u64,
 }
 
@@ -53,33 +53,33 @@ static SERVED: AtomicU64 = AtomicU64::new(0);
 static MISSED: AtomicU64 = AtomicU64::new(0);
 static ENDS: AtomicBool = AtomicBool::new(false);
 
-/// Touches and locks the blocks; from then on [`within`] has them. Returns what was locked.
+/// Touches and locks the blocks, and enables [`within`]. Returns the result of locking.
 pub fn prepare() -> Locked {
     let (start, length) = blocks::region();
     let locked = lock::range("memory for sheds", start, length, lock::When::Now);
     static TOUCHED: Once = Once::new();
     TOUCHED.call_once(|| {
-        // SAFETY: no block is in use yet, since `READY` is set below and never taken back.
+        // SAFETY: no block is in use yet, since `READY` is set below and never reset.
         unsafe { blocks::touch() };
         READY.store(true, Ordering::Release);
     });
     locked
 }
 
-/// Does `work`; what it allocates on this thread comes from the blocks in reserve.
+/// Runs `work`; its allocations on this thread are served by reserved blocks.
 ///
-/// What it leaves behind keeps its block, so this is for work that leaves little.
+/// Memory that outlives the work keeps its block, so this is for work that leaves little.
 pub fn within<T>(work: impl FnOnce() -> T) -> T {
     with(true, work)
 }
 
-/// Does `work` with the system's allocator, inside [`within`] too: for what is large and no part of a shed.
+/// Runs `work` with the system's allocator, even inside [`within`]: for large allocations that are not part of a shed.
 pub fn outside<T>(work: impl FnOnce() -> T) -> T {
     with(false, work)
 }
 
 fn with<T>(within: bool, work: impl FnOnce() -> T) -> T {
-    /// Goes back even when the work panics.
+    /// Restores the previous state, also on a panic.
     struct Before(bool);
     impl Drop for Before {
         fn drop(&mut self) {
@@ -90,27 +90,27 @@ fn with<T>(within: bool, work: impl FnOnce() -> T) -> T {
     work()
 }
 
-/// The same where it is `wanted`; elsewhere, for work that grows or leaves much, everything is as always.
+/// As [`within`] if `wanted`; otherwise, for work that grows or leaves much, allocates normally.
 pub fn within_if<T>(wanted: bool, work: impl FnOnce() -> T) -> T {
     if wanted { within(work) } else { work() }
 }
 
-/// Has this process end at the first memory that the system refuses it: for a process that exists for one job with a bound.
-/// Unwinding and backtraces would ask for more memory, and wait for locks that who asked has.
+/// Makes this process exit at the first failed allocation: for a process that exists for one bounded job. Unwinding and
+/// backtraces would need more memory, and wait for locks held by the allocating thread.
 pub fn end_when_refused() {
     ENDS.store(true, Ordering::Relaxed);
 }
 
-/// What the system has given; a process that [is to end](end_when_refused) does not return without it.
+/// The result of the system's allocator; a process set to [exit](end_when_refused) does not return without it.
 fn granted(start: *mut u8) -> *mut u8 {
     if start.is_null() && ENDS.load(Ordering::Relaxed) {
-        // SAFETY: ends the process; nothing of it is needed any more.
+        // SAFETY: ends the process; none of its state is needed any more.
         unsafe { libc::_exit(1) }
     }
     start
 }
 
-/// How often a block was there, and how often not.
+/// Numbers of served and missed allocations.
 #[must_use]
 pub fn counts() -> Counts {
     Counts {
@@ -119,22 +119,22 @@ pub fn counts() -> Counts {
     }
 }
 
-/// Bytes of all blocks that are in use now, in whole blocks.
+/// Bytes of all blocks in use now, in whole blocks.
 #[must_use]
 pub fn in_use() -> usize {
     blocks::in_use()
 }
 
 impl<A> EmergencyAllocator<A> {
-    /// Blocks in reserve before `below`.
+    /// Reserved blocks in front of `below`.
     pub const fn before(below: A) -> Self {
         Self { below }
     }
 }
 
-/// A block for `layout`, if this thread is to have one.
+/// A block for `layout`, if this thread may use one.
 fn block(layout: Layout) -> Option<*mut u8> {
-    // A thread that is being taken down has nothing to shed.
+    // A thread that is being destroyed has nothing to shed.
     if !WITHIN.try_with(Cell::get).unwrap_or(false) || !READY.load(Ordering::Acquire) {
         return None;
     }
@@ -147,8 +147,8 @@ fn block(layout: Layout) -> Option<*mut u8> {
     block
 }
 
-// SAFETY: a block is as large as asked and as aligned, it has one owner until it is given back, and what is not one of
-// the blocks goes to the allocator below, as it came from there.
+// SAFETY: a block has the requested size and alignment and one owner until it is freed; any other memory goes back to
+// the allocator below, where it came from.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for EmergencyAllocator<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         // SAFETY: as promised by the caller.
@@ -169,7 +169,7 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for EmergencyAllocator<A> {
 
     unsafe fn dealloc(&self, start: *mut u8, layout: Layout) {
         if !blocks::give_back(start) {
-            // SAFETY: as promised by the caller; it is none of the blocks, so it came from below.
+            // SAFETY: as promised by the caller; it is not a block, so it came from below.
             unsafe { self.below.dealloc(start, layout) };
         }
     }
@@ -189,9 +189,9 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for EmergencyAllocator<A> {
         // SAFETY: as promised by the caller.
         let moved = unsafe { self.alloc(larger) };
         if !moved.is_null() {
-            // SAFETY: both are at least as large as what is copied, and the new one is ours alone.
+            // SAFETY: both are at least as large as the copy, and the new one is not shared.
             unsafe { ptr::copy_nonoverlapping(start, moved, layout.size().min(size)) };
-            // SAFETY: as promised by the caller, who does not use it any more.
+            // SAFETY: as promised by the caller, who no longer uses it.
             unsafe { self.dealloc(start, layout) };
         }
         moved

@@ -1,15 +1,15 @@
-//! Short scheduler slices for threads that only answer.
+//! Short scheduler slices for latency-sensitive threads.
 //!
-//! A thread that wakes is put beside whatever runs on its processor, and Linux lets that run on until its slice is over:
-//! 3 ms, or a tick of 4 ms. A thread with a shorter slice of its own goes first (`sched_attr::sched_runtime` of ordinary
-//! threads, `PREEMPT_SHORT`, Linux 6.12); it gets no larger share. An older kernel reads the number and ignores it.
+//! A waking thread is queued behind the running one on its processor, and Linux lets that run until the end of its
+//! slice: 3 ms, or a tick of 4 ms. A thread with a shorter slice of its own preempts it (`sched_attr::sched_runtime` of
+//! ordinary threads, `PREEMPT_SHORT`, Linux 6.12); its share of time is unchanged. An older kernel ignores the value.
 
 use std::io;
 
-/// The slice that is asked for: the shortest that the kernel gives.
+/// The requested slice: the shortest that the kernel supports.
 const SLICE_NS: u64 = 100_000;
 
-/// `SCHED_FLAG_RESET_ON_FORK`: what such a thread starts, threads of the engine and workers, is as any other.
+/// `SCHED_FLAG_RESET_ON_FORK`: threads and workers started by such a thread are scheduled normally.
 const RESET_ON_FORK: u64 = 1;
 
 /// `struct sched_attr` in its first form, 48 bytes (sched_setattr(2)).
@@ -26,19 +26,19 @@ struct Attributes {
     period: u64,
 }
 
-/// Asks for a short slice for this thread, of ordinary priority as it may be, and for nothing that it starts.
+/// Requests a short slice for this thread, at ordinary priority, without inheritance by its children.
 ///
 /// # Errors
-/// What the kernel says; everything is as before then.
+/// The kernel's error; nothing has changed then.
 pub fn be_prompt() -> io::Result<()> {
     let mut wanted = attributes()?;
     if i64::from(wanted.policy) != i64::from(libc::SCHED_OTHER) {
-        // An operator has given the whole daemon another policy, on purpose.
+        // An operator has deliberately given the whole daemon another policy.
         return Ok(());
     }
     wanted.runtime = SLICE_NS;
     wanted.flags |= RESET_ON_FORK;
-    // SAFETY: the structure is as long as its first field says, and the kernel only reads it.
+    // SAFETY: the structure has the length given in its first field, and the kernel only reads it.
     let result = unsafe { libc::syscall(libc::SYS_sched_setattr, 0, &raw const wanted, 0) };
     if result == 0 {
         Ok(())
@@ -47,7 +47,7 @@ pub fn be_prompt() -> io::Result<()> {
     }
 }
 
-/// How this thread is scheduled now.
+/// Current scheduling attributes of this thread.
 fn attributes() -> io::Result<Attributes> {
     let mut found = Attributes::default();
     // SAFETY: the kernel writes at most as many bytes as the size says.
@@ -63,7 +63,7 @@ fn attributes() -> io::Result<Attributes> {
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    // A later kernel may have more to report than there was room for.
+    // A later kernel may report more than there was room for.
     found.size = u32::try_from(size_of::<Attributes>()).unwrap_or(0);
     Ok(found)
 }
@@ -75,7 +75,7 @@ mod tests {
     #[test]
     fn a_prompt_thread_keeps_its_niceness_and_what_it_starts_has_the_usual_policy() {
         std::thread::spawn(|| {
-            // SAFETY: takes numbers alone; lowering one's own priority is always allowed.
+            // SAFETY: takes only numbers; lowering one's own priority is always allowed.
             unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, 3) };
             let before = attributes().unwrap();
             if let Err(error) = be_prompt() {
@@ -90,7 +90,7 @@ mod tests {
                 (child.nice, child.flags & RESET_ON_FORK, child.runtime),
                 (3, 0, before.runtime)
             );
-            // Kernels before 6.12 tell no slice of ordinary threads.
+            // Kernels before 6.12 report no slice of ordinary threads.
             assert!(
                 after.runtime == SLICE_NS || after.runtime == before.runtime,
                 "{after:?}"

@@ -1,4 +1,4 @@
-// Errors of the driver, and what it reads of an image: kernels, the sizes of their parameters, and whether a device runs it.
+// Errors of the driver, and its view of an image: kernels, the sizes of their parameters, and compatible devices.
 #pragma once
 #include <elf.h>
 #include <algorithm>
@@ -36,7 +36,7 @@ struct Entry { std::vector<int> sizes; unsigned shared = 0, threads_max = 1024; 
 struct Target { int architecture; bool tegra; int driver; };
 typedef std::map<std::string, Entry> Entries;
 
-// ISA of PTX that drivers read: PTX ISA, release notes.
+// PTX ISA versions accepted by drivers: PTX ISA, release notes.
 inline int isa_of(int driver) {
   const int known[][2] = {{13000, 90}, {12080, 87}, {12060, 85}, {12040, 84}, {12030, 83}, {12020, 82}, {12010, 81}, {12000, 80}, {11080, 78}, {11040, 74}, {0, 70}};
   for (auto& k : known) if (driver >= k[0]) return k[1];
@@ -69,7 +69,7 @@ inline int read_ptx(const std::string& text, const Target& on, Entries& entries,
   if (entries.empty()) { why = "no kernel"; return INVALID_PTX; }
   return OK;
 }
-// ELF as NVIDIA's compilers write it: attributes of a kernel in .nv.info.NAME (format, attribute, size, value), its shared memory in
+// ELF as written by NVIDIA's compilers: attributes of a kernel in .nv.info.NAME (format, attribute, size, value), its shared memory in
 // .nv.shared.NAME; the architecture in the lowest byte of the flags.
 inline int read_cubin(const char* image, const Target& on, Entries& entries, std::string& why) {
   Elf64_Ehdr h; memcpy(&h, image, sizeof h);

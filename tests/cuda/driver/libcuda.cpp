@@ -2,44 +2,44 @@
 // libcuda.so with the kernels; a program that opens the driver at run time runs on it unmodified. Environment:
 //   FAKE_CUDA_DEVICE=orin|hopper|blackwell|turing   attributes; `orin` shares its memory with the host
 //   FAKE_CUDA_DRIVER=12060          its version: PTX of a newer one is refused
-//   FAKE_CUDA_MEMORY=BYTES          what there is
-//   FAKE_CUDA_CONTEXT=BYTES         what each context takes of it for itself
-//   FAKE_CUDA_MAPPED_MS=N           how much longer a kernel takes while a piece of host memory of 512 KiB to 1 MiB is registered
+//   FAKE_CUDA_MEMORY=BYTES          total memory
+//   FAKE_CUDA_CONTEXT=BYTES         memory taken by each context
+//   FAKE_CUDA_MAPPED_MS=N           additional time of a kernel while 512 KiB to 1 MiB of host memory is registered in one piece
 //   FAKE_CUDA_DEVICE_MS=N           the same while device memory of that size is allocated
-//   FAKE_CUDA_LARGEST=BYTES|N%      the largest single allocation, or so much of what is free (fragmentation)
-//   FAKE_CUDA_ORDER=late|eager|SEED when queued work is done: as late or as early as the program's own waits allow, or at random
+//   FAKE_CUDA_LARGEST=BYTES|N%      the largest single allocation, absolute or relative to free memory (fragmentation)
+//   FAKE_CUDA_ORDER=late|eager|SEED completion of queued work: as late or as early as the program's own waits allow, or random
 //   FAKE_CUDA_FAULTS=NAME@N=CODE[!|!!],...   call N of NAME fails with CODE; with `!` every later call fails too until the context
 //                                   is gone, with `!!` until the process is. NAME may be `memory` (any allocation) or `kernel` (a run)
-//   FAKE_CUDA_WRONG=NAME@N         a bit is flipped of what kernel NAME writes, where the address lies that is N bytes into its parameters
-//   FAKE_CUDA_GRAPH_NODE=BYTES      what each command of a graph takes of the memory
-//   FAKE_CUDA_GRAPHS=cut            a graph leaves out its last command
-//   FAKE_CUDA_BOARD=FOLDER          with `orin`: memory as /proc/meminfo and nvmap show it, below FOLDER; what is freed goes to a pool
-//                                   of up to an eighth of the memory first, where only the next allocation gets it
-//   FAKE_CUDA_LOG=FILE              JSON lines: faults, findings, what a context left when it was destroyed, and counts at exit
+//   FAKE_CUDA_WRONG=NAME@N         flips a bit in the output of kernel NAME at the address stored N bytes into its parameters
+//   FAKE_CUDA_GRAPH_NODE=BYTES      memory taken by each command of a graph
+//   FAKE_CUDA_GRAPHS=cut            a graph omits its last command
+//   FAKE_CUDA_BOARD=FOLDER          with `orin`: memory as shown by /proc/meminfo and nvmap, below FOLDER; freed memory first enters a
+//                                   pool of up to an eighth of the memory, which only the next allocation can use
+//   FAKE_CUDA_LOG=FILE              JSON lines: faults, findings, leftovers of destroyed contexts, and counts at exit
 //
-// What is assumed of the driver, and where from. [api] CUDA driver API reference 12.6, [guide] CUDA C++ programming guide 12.6,
-// [tegra] CUDA for Tegra application note. Where the sources leave it open, the imitation does what forgives least.
-//  1 Streams run in order; a stream that is not CU_STREAM_NON_BLOCKING and the legacy stream wait for each other. [api: stream sync]
-//  2 An event that was never recorded delays no stream; a wait is for the record before it, not for later ones. [api: cuStreamWaitEvent]
-//  3 No call that frees waits for work in flight: of cuMemFree it is said that it "may" [api; kokkos/kokkos#9307], of the others
-//    nothing. Work that finds its memory gone breaks the context: CUDA_ERROR_ILLEGAL_ADDRESS. [api: CUresult]
-//  4 After an error of a kernel every call returns it until the context is destroyed. [api: CUresult; in practice for the driver API]
-//  5 The host has no mapping of device memory, on integrated devices either. [tegra: memory management]
-//  6 Fresh device memory holds anything: here no numbers. Of more than 64 MiB only the first.
-//  7 Registering makes all pages resident and keeps them (get_user_pages: linux-nv-oot, nvmap_alloc.c). What the host maps there
-//    later is not what the device sees: found when it is unregistered.
+// Assumptions about the driver, with sources. [api] CUDA driver API reference 12.6, [guide] CUDA C++ programming guide 12.6,
+// [tegra] CUDA for Tegra application note. Where the sources are silent, the imitation chooses the least forgiving behaviour.
+//  1 Streams run in order; a stream without CU_STREAM_NON_BLOCKING and the legacy stream wait for each other. [api: stream sync]
+//  2 An unrecorded event delays no stream; a wait refers to the record before it, not to later ones. [api: cuStreamWaitEvent]
+//  3 No freeing call waits for work in flight: cuMemFree "may" wait [api; kokkos/kokkos#9307], for the others nothing is
+//    documented. Work on freed memory breaks the context: CUDA_ERROR_ILLEGAL_ADDRESS. [api: CUresult]
+//  4 After a kernel error every call returns it until the context is destroyed. [api: CUresult; in practice for the driver API]
+//  5 The host has no mapping of device memory, not even on integrated devices. [tegra: memory management]
+//  6 Fresh device memory has arbitrary contents: here NaN. Only the first 64 MiB are filled.
+//  7 Registering populates and pins all pages (get_user_pages: linux-nv-oot, nvmap_alloc.c). The device does not see memory
+//    mapped there later by the host: detected at unregistration.
 //  8 Physical memory is in units of 2 MiB, keeps its contents per handle, and lives until released and mapped nowhere.
 //    [api: cuMemRelease] An integrated device reserves no more than 8 GiB of addresses at once. (ggml-org/llama.cpp#29142)
 //  9 Machine code runs on its own major version from its own minor on, of Tegra on that device alone. [guide: binary compatibility]
 //    PTX needs a driver of its ISA's version (CUDA_ERROR_UNSUPPORTED_PTX_VERSION) and a device of its target or newer (INVALID_PTX).
-// 10 A copy from pageable memory has read it when it returns, one to pageable memory has written it; either "may" wait for the stream
-//    before, and does here. [api: API sync behaviour]
+// 10 A copy from pageable memory has read it when it returns, one to pageable memory has written it; either "may" first wait
+//    for the stream, and does here. [api: API sync behaviour]
 // 11 While a stream captures, calls that may synchronise or allocate fail and end the capture, of other threads too unless its mode is
 //    thread-local or relaxed. [api: cuThreadExchangeStreamCaptureMode] Captures that join streams by events are not imitated.
-// 12 A launch of a graph runs behind its last one. [guide: graphs] Parameters are those of the capture.
-// 13 More than 48 KiB of shared memory have to be asked for, function by function. [guide: shared memory]
-// 14 Every thread has a current context of its own, at first none: CUDA_ERROR_INVALID_CONTEXT. [api: context management]
-// Not imitated: time, and that kernels of two streams run at once.
+// 12 A graph launch is ordered after its previous launch. [guide: graphs] Parameters are those of the capture.
+// 13 More than 48 KiB of shared memory must be requested per function. [guide: shared memory]
+// 14 Every thread has its own current context, initially none: CUDA_ERROR_INVALID_CONTEXT. [api: context management]
+// Not imitated: time, and concurrent kernels of two streams.
 #include "../simt/simt_host.h"
 #include "image.h"
 #include <csetjmp>
@@ -92,7 +92,7 @@ const Device DEVICES[] = {
 struct Fault { std::string name; uint64_t at; int code; int lasting; };
 constexpr size_t GRANULE = 2 << 20, PAGE = 4096, RESERVED_MOST = 8ull << 30, POISONED = 64 << 20, POISONED_OF_MORE = 1 << 20, OPT_IN_ABOVE = 48 << 10;
 
-// Of the process, and never destroyed: other threads may still call when it exits.
+// Per process, and never destroyed: other threads may still call at exit.
 struct State {
   std::recursive_mutex mutex;
   const Device* device = &DEVICES[0]; int driver = 12060; uint64_t total = 0, seed = 0, context_bytes = 0, node_bytes = 0, mapped_ms = 0, device_ms = 0; bool eager = false, late = false, cut = false;
@@ -175,7 +175,7 @@ void broken_by(int code, const std::string& why) {
   s.broken = code; finding(why);
 }
 
-// Device memory: addresses that only work may use. Neighbours are one range for the kernel, and addresses are not used again.
+// Device memory: addresses accessible only to queued work. Neighbours form one range for the kernel, and addresses are not reused.
 void protect(int how) {
   for (auto it = s.device_memory.begin(); it != s.device_memory.end();) {
     uintptr_t start = it->first, end = start + it->second;
@@ -204,7 +204,7 @@ void remove_device_memory(CUdeviceptr p, size_t bytes) {
   simt_memory_remove((void*)p); s.device_memory.erase(p);
   mmap((void*)p, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED, -1, 0);
 }
-// Writes what the kernel would show of the board.
+// Writes the kernel's view of the board.
 void show_board() {
   if (s.board.empty() || !s.device->integrated) return;
   uint64_t registered = 0; for (Context* c : s.contexts) for (auto& [p, n] : c->registered) registered += n;
@@ -244,7 +244,7 @@ void on_signal(int number, siginfo_t* info, void* context) {
   if (old.sa_flags & SA_SIGINFO) old.sa_sigaction(number, info, context);
   else { sigaction(number, &old, nullptr); }                          // happens again, without us
 }
-// Runs what touches memory that may not be there, and then returns ILLEGAL_ADDRESS.
+// Runs accesses to possibly missing memory, which then return ILLEGAL_ADDRESS.
 int guarded(const Work& work) {
   struct sigaction mine = {}; mine.sa_sigaction = on_signal; mine.sa_flags = SA_SIGINFO | SA_ONSTACK;
   sigaction(SIGSEGV, &mine, &before[0]); sigaction(SIGBUS, &mine, &before[1]);
@@ -255,7 +255,7 @@ int guarded(const Work& work) {
   sigaction(SIGSEGV, &before[0], nullptr); sigaction(SIGBUS, &before[1], nullptr);
   return code;
 }
-// The same of queued work: what is not there breaks the context.
+// The same for queued work: missing memory breaks the context.
 int guarded(const std::string& what, const Work& work) {
   fault_at = nullptr;
   const int code = guarded(work);
@@ -275,7 +275,7 @@ std::vector<QueueRef> queues() {
   for (Context* c : s.contexts) { all.push_back(c->legacy.queue); for (Stream* t : c->streams) all.push_back(t->queue); }
   return all;
 }
-// Does the work up to a mark, and of other streams only what it waits for.
+// Executes the work up to a mark, and of other streams only its dependencies.
 void drain(const Mark& until) {
   while (!until.reached()) {
     const std::vector<Mark> first = until.queue->ops.front().after;
@@ -283,7 +283,7 @@ void drain(const Mark& until) {
     step(*until.queue);
   }
 }
-// Counted where there is something to wait for.
+// Counted if there is something to wait for.
 int wait(const Mark& until) { if (!until.reached()) { s.waits++; Opened open; drain(until); } return condition(); }
 Mark end_of(const Stream& t) { return {t.queue, t.queue->pushed}; }
 int wait_all(Context& c) {
@@ -301,7 +301,7 @@ void progress() {
   for (uint64_t n = random_number() % 16; n; n--) step(*all[random_number() % all.size()]);
 }
 Stream* legacy() { return &current->legacy; }
-// Null where the stream is not one.
+// Null if it is not a stream.
 Stream* stream_of(Stream* t) { if ((uintptr_t)t <= 2) return legacy(); return current->streams.count(t) ? t : nullptr; }
 int push(Stream& t, Work work, std::vector<Mark> after = {}) {
   if (t.capture.on) { t.capture.nodes.push_back(std::move(work)); return OK; }
@@ -311,7 +311,7 @@ int push(Stream& t, Work work, std::vector<Mark> after = {}) {
   progress();
   return condition();
 }
-// Of calls that a capture does not allow.
+// For calls that a capture does not allow.
 int unsafe_in_capture() {
   bool refused = false;
   for (Stream* t : current->streams) if (t->capture.on && capture_mode != 2 && (t->capture.mode == 0 || (t->capture.mode == 1 && t->capture.by == std::this_thread::get_id()))) refused = t->capture.invalid = true;
@@ -335,7 +335,7 @@ template <class T> bool is(const std::set<T*>& all, T* one) { return all.count(o
 #define API(name, ...) extern "C" __attribute__((visibility("default"))) CUresult name(__VA_ARGS__)
 #define LOCK std::lock_guard<std::recursive_mutex> guard(s.mutex)
 #define TRY(expression) if (int e = (expression)) return e
-// Of calls on the driver; on a context; and of those that give something back, which they do whatever they return.
+// For calls on the driver; on a context; and for releasing calls, which release regardless of their result.
 #define DRIVER(name) LOCK; TRY(planned(#name)); TRY(s.lost)
 #define ENTER(name) LOCK; TRY(planned(#name)); TRY(condition()); TRY(with_context()); progress()
 #define RELEASE(name) LOCK; const int planned_code = planned(#name); TRY(with_context())
@@ -510,7 +510,7 @@ API(cuMemUnmap, CUdeviceptr p, size_t n) {
   RELEASED;
 }
 
-// Copies and fills; the memory has to be there when they are done, and when they are queued.
+// Copies and fills; the memory must exist both when they are queued and when they are executed.
 static int copy(Stream* t, CUdeviceptr to, CUdeviceptr from, size_t n, bool to_device, bool from_device) {
   STREAM(t);
   auto usable = [](CUdeviceptr p, size_t n) { return on_device(p, n) || host_range(p); };
@@ -542,14 +542,14 @@ API(cuMemsetD32_v2, CUdeviceptr p, unsigned v, size_t n) { ENTER(cuMemsetD32_v2)
 static int make_stream(Stream** t, unsigned flags) { if (flags > 1) return INVALID_VALUE; *t = new Stream{std::make_shared<Queue>(), {}}; (*t)->queue->blocking = flags == 0; current->streams.insert(*t); return OK; }
 API(cuStreamCreate, Stream** t, unsigned flags) { ENTER(cuStreamCreate); return make_stream(t, flags); }
 API(cuStreamCreateWithPriority, Stream** t, unsigned flags, int) { ENTER(cuStreamCreateWithPriority); return make_stream(t, flags); }
-// Its work is done all the same.
+// Its work is executed anyway.
 API(cuStreamDestroy_v2, Stream* t) {
   RELEASE(cuStreamDestroy_v2); if (!is(current->streams, t)) return INVALID_HANDLE;
   { Opened open; drain(end_of(*t)); }
   current->streams.erase(t); delete t; RELEASED;
 }
 API(cuStreamSynchronize, Stream* t) { ENTER(cuStreamSynchronize); STREAM(t); if (t_stream.capture.on) { t_stream.capture.invalid = true; return STREAM_CAPTURE_UNSUPPORTED; } return wait(end_of(t_stream)); }
-// Who asks again and again is answered in the end, in order `late` too.
+// Repeated polling eventually succeeds, even in order `late`.
 API(cuStreamQuery, Stream* t) {
   ENTER(cuStreamQuery); STREAM(t); if (t_stream.capture.on) { t_stream.capture.invalid = true; return STREAM_CAPTURE_UNSUPPORTED; }
   if (end_of(t_stream).reached()) return condition();

@@ -1,4 +1,4 @@
-// What the imitated driver promises, by its entry points: each case is a process with an environment of its own.
+// Promises of the imitated driver, by its entry points: each case is a process with its own environment.
 //   test LIBRARY IMAGES [CASE]      IMAGES: folder with compute_80.ptx, sm_87.cubin, sm_90.cubin
 #include "image.h"
 #include <csignal>
@@ -79,7 +79,7 @@ static void contents_belong_to_the_handle() {
   IS(cu("cuMemAddressFree", space, 4 * G), INVALID_VALUE); IS(cu("cuMemUnmap", other, G), OK); IS(cu("cuMemGetInfo_v2", &free, &total), OK); IS(free, total);
   IS(cu("cuMemAddressFree", space, 4 * G), OK);
 }
-// What a copy on another stream reads, with the wait for an event and without.
+// Result of a copy on another stream, with and without the wait for an event.
 static void streams_run_late() {
   context(); Thing a = stream(), b = stream(), e = event(); char* p = host(4096); Address d = memory(4096);
   for (bool waits : {true, false}) {
@@ -90,10 +90,10 @@ static void streams_run_late() {
     IS(cu("cuStreamSynchronize", b), OK); IS(p[0], waits ? 2 : 1);
     IS(cu("cuCtxSynchronize"), OK);
   }
-  // What is written before the wait is what a late copy finds.
+  // A late copy reads data written before the wait.
   p[0] = 3; IS(cu("cuMemcpyHtoDAsync_v2", d, (const void*)p, (size_t)1, a), OK); p[0] = 4; char out = 0; IS(cu("cuStreamSynchronize", a), OK);
   IS(cu("cuMemcpyDtoH_v2", (void*)&out, d, (size_t)1), OK); IS(out, 4);
-  // One who asks is answered in the end.
+  // Polling eventually succeeds.
   IS(cu("cuMemsetD8Async", d, (unsigned char)5, (size_t)1, a), OK); IS(cu("cuEventRecord", e, a), OK); IS(cu("cuEventQuery", e), NOT_READY); IS(cu("cuEventQuery", e), OK);
 }
 static void legacy_stream_waits() {

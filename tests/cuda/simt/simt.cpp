@@ -1,12 +1,12 @@
-// Runs a kernel's threads as fibers of one processor, and watches what they do:
-//   - threads go in an order of choice between two synchronisations, so a result that depends on it shows;
-//   - every access is reported by the compiler (-fsanitize=thread; the functions that it calls are here): outside of memory, at an
-//     odd address, of something that was never written, or unordered with another thread's (a race, by epochs of barriers);
-//   - asynchronous copies arrive when they are waited for, and no earlier;
-//   - blocks of a grid are ordered by fences around atomic additions alone;
-//   - barriers that some threads miss, shuffles of lanes that are not there, different lines of the same barrier;
-//   - sectors of 32 bytes that a block fetches, and banks of shared memory that a warp hits twice.
-// Not seen: what the hardware's caches, clocks and registers do, and races between grids.
+// Runs a kernel's threads as fibers on one processor, and checks them:
+//   - the order of threads between two synchronisations is selectable, which exposes order-dependent results;
+//   - the compiler reports every access (-fsanitize=thread; its callbacks are here): out of bounds, misaligned, uninitialised,
+//     or unordered with another thread's (a race, by epochs of barriers);
+//   - asynchronous copies arrive only when they are waited for;
+//   - blocks of a grid are ordered only by fences around atomic additions;
+//   - barriers missed by some threads, shuffles of inactive lanes, different source lines for the same barrier;
+//   - sectors of 32 bytes fetched by a block, and bank conflicts of a warp in shared memory.
+// Not covered: effects of caches, clocks and registers of the hardware, and races between grids.
 #include "simt_host.h"
 #include "fault.h"
 #include <dlfcn.h>
@@ -24,7 +24,7 @@ extern char __start_simt_shared[] __attribute__((weak)), __stop_simt_shared[] __
 
 namespace {
 constexpr size_t STACK = 64 << 10, DYNAMIC_MAX = 96 << 10;
-// Sectors that a block keeps: 32 KiB, its share of the second-level cache of the smallest device.
+// Sectors cached by a block: 32 KiB, its share of the second-level cache of the smallest device.
 constexpr uint64_t SECTORS_KEPT = 1024;
 enum State { READY, AT_BARRIER, AT_WARP, DONE };
 enum Kind { XOR, DOWN, INDEX, BALLOT, WARP_BARRIER, MMA };
@@ -81,7 +81,7 @@ std::string where(void* pc) {
   snprintf(line, sizeof line, "addr2line -i -e %s %#zx", info.dli_fname, (size_t)((char*)pc - (char*)info.dli_fbase) - 1);
   std::string out = "?";
   if (FILE* f = popen(line, "r")) {
-    // The innermost line that is not the shim's own.
+    // The innermost line outside the shim.
     while (fgets(line, sizeof line, f)) {
       std::string one = line;
       one = one.substr(0, one.find_first_of("\n "));
@@ -135,7 +135,7 @@ void enter() {
 }
 void pause() { simt_switch(&self->sp, main_sp); }
 
-// PTX ISA, mma.m16n8k32 and m16n8k16 with 8-bit types: which element of the matrices a lane's registers hold.
+// PTX ISA, mma.m16n8k32 and m16n8k16 with 8-bit types: matrix elements in the registers of a lane.
 int a_row(int lane, int i) { return lane / 4 + (i / 4 % 2) * 8; }       // byte i % 4 of register i / 4
 int a_col(int lane, int i) { return lane % 4 * 4 + i % 4 + (i / 8) * 16; }
 int b_row(int lane, int i) { return lane % 4 * 4 + i % 4 + (i / 4) * 16; }
@@ -143,7 +143,7 @@ int b_col(int lane, int) { return lane / 4; }
 int c_row(int lane, int i) { return lane / 4 + (i / 2) * 8; }
 int c_col(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
-// Once all lanes of a warp that take part are there: computes what each gets.
+// Once all participating lanes of a warp have arrived: computes the result of each.
 void warp_step(unsigned base) {
   Fiber* lanes = &fibers[base];
   unsigned count = std::min(32u, threads - base);
@@ -188,7 +188,7 @@ void warp_step(unsigned base) {
 }
 
 struct SiteInfo { void* pc; int size; };
-// By site and warp, and by which time the warp comes there: lane and address.
+// By site and warp, and by the number of the warp's visit: lane and address.
 std::unordered_map<uint64_t, std::unordered_map<uint32_t, std::vector<std::pair<unsigned, uint32_t>>>> requests;
 std::unordered_map<uint64_t, uint32_t> occurrences;               // by site and thread
 std::unordered_map<void*, uint32_t> site_numbers;
@@ -207,7 +207,7 @@ void count_end() {
     for (auto& [nth, accesses] : by_nth) {
       std::set<std::pair<unsigned, uint32_t>> in_bank[32];
       for (auto& [lane, address] : accesses)
-        // 8- and 16-byte accesses go by half and quarter warps.
+        // 8- and 16-byte accesses are processed by half and quarter warps.
         for (int b = 0; b < info.size; b += 4) in_bank[(address + b) / 4 % 32].insert({lane / (32 / std::max(1, info.size / 4)), (address + b) / 4});
       uint64_t worst = 1;
       for (auto& bank : in_bank) {
@@ -220,7 +220,7 @@ void count_end() {
   requests.clear(); occurrences.clear();
 }
 
-// Loads and stores apart: what is stored goes to memory again.
+// Loads and stores are separate: stored data goes to memory again.
 void count_sectors(Region& r, char* address, int size, bool write) {
   const size_t at = address - r.start, bytes = write ? r.bytes : 0, sectors = write ? r.bytes / 32 + 2 : 0;
   for (size_t b = bytes + at; b < bytes + at + size; b++) if (r.byte_block[b] != block_id) { r.byte_block[b] = block_id; used_bytes++; }
@@ -256,7 +256,7 @@ void check_shared(uint32_t first, int size, bool write, void* pc) {
   }
 }
 
-// Whether what `cell` tells of has happened before this thread's next access.
+// Whether the access recorded in `cell` happened before this thread's next access.
 bool ordered(uint64_t cell) {
   if (cell >> 48 != (launch & 0xffff)) return true;
   uint64_t block = cell >> 28 & 0xfffff, when = cell >> 10 & 0x3ffff, thread = cell & 1023;
@@ -295,7 +295,7 @@ void check(void* p, int size, bool write, void* pc) {
   for (size_t c = (address - r->start) / 4; c <= (size_t)(address + size - 1 - r->start) / 4; c++) {
     Cell& cell = r->cells[c];
     if (!write && cell.w == 0) report("load of memory that was never written", pc, false);
-    // Bytes of one word may be of several threads, so words are looked at only where all of one is accessed.
+    // Bytes of one word may belong to several threads, so words are checked only if the access covers all of one.
     if (size >= 4 && !ordered(cell.w)) report(write ? "race in global memory: two threads store" : "race in global memory: load of what another thread stores", pc, false);
     if (size >= 4 && write && !ordered(cell.r)) report("race in global memory: store to what another thread loads", pc, false);
     if (write) { cell.w = me; self->fenced = false; } else if (ordered(cell.r)) cell.r = me;
@@ -312,7 +312,7 @@ void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 #define ACCESS(n) void __tsan_read##n(void* p) { check(p, n, false, PC); } void __tsan_write##n(void* p) { check(p, n, true, PC); }
 ACCESS(1) ACCESS(2) ACCESS(4) ACCESS(8) ACCESS(16)
-// The compiler knows that the type asks for less than the size: on the device such an access would be of smaller pieces.
+// The compiler exploits alignments below the size: on the device such an access would be split.
 #define LOOSE(n) void __tsan_unaligned_read##n(void* p) { for (int i = 0; i < n; i += 4) check((char*)p + i, std::min(4, n), false, PC); } \
   void __tsan_unaligned_write##n(void* p) { for (int i = 0; i < n; i += 4) check((char*)p + i, std::min(4, n), true, PC); }
 LOOSE(2) LOOSE(4) LOOSE(8) LOOSE(16)
@@ -433,7 +433,7 @@ static void run_block(void** parameters) {
   for (unsigned i = 0; i < threads; i++) {
     Fiber& f = fibers[i];
     f.index = i; f.tid = {i % block_size.x, i / block_size.x % block_size.y, i / block_size.x / block_size.y};
-    // At different places in their pages: the first-level cache has few places for lines at the same one.
+    // At different offsets within their pages: the first-level cache has few places for lines at the same offset.
     f.stack = stacks[i]; f.sp = first_sp(f.stack + STACK - i % 16 * 256, enter); f.state = READY; f.warp_epoch = 1; f.fenced = false;
     f.open.clear(); f.groups.clear(); f.seen.clear(); f.acquired.clear();
   }

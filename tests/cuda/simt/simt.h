@@ -1,4 +1,4 @@
-// What g++ needs to compile the kernels' subset of CUDA C for a processor. See simt.cpp for what it checks.
+// Definitions for compiling the kernels' subset of CUDA C with g++. See simt.cpp for its checks.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -16,7 +16,7 @@ using std::min;
 #define DEVICE __forceinline__
 #define __restrict__
 #define __launch_bounds__(...)
-// All static shared memory of a block lies in one section: it is reset before each block, and watched.
+// All static shared memory of a block lies in one section, which is reset before each block and checked.
 #define __shared__ static __attribute__((section("simt_shared")))
 #define DYNAMIC_SHARED(name) uint4* name = (uint4*)simt_dynamic_shared()
 
@@ -31,7 +31,7 @@ inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 extern "C" {
-// Constant for a thread, whatever ran meanwhile on its processor.
+// Constant per thread, regardless of other fibers on its processor.
 uint3 simt_thread() __attribute__((const));
 uint3 simt_block() __attribute__((const));
 uint3 simt_block_dim() __attribute__((const));
@@ -46,7 +46,7 @@ void simt_copy_async(void* to, const void* from, int bytes);
 void simt_copies_commit();
 void simt_copies_wait(int left);
 unsigned simt_atomic(uint32_t* p, uint32_t v, int kind);
-// Number of the fault that is planted, by SIMT_FAULT in the environment, or 0.
+// Number of the planted fault, by SIMT_FAULT in the environment, or 0.
 uint32_t simt_fault() __attribute__((const));
 void simt_fence();
 }
@@ -98,7 +98,7 @@ template <int left> inline void copies_wait() { simt_copies_wait(left); }
 inline void load_matrices_at(uint32_t (&r)[4], Shared at, int line) {
   const unsigned lane = simt_thread().x & 31u;
   for (unsigned m = 0; m < 4; m++) {
-    // A place in memory has two words.
+    // An address has two words.
     const uint64_t low = simt_shuffle(0xffffffffu, (uint32_t)at, 2, m * 8 + lane / 4, line), high = simt_shuffle(0xffffffffu, (uint32_t)((uint64_t)at >> 32), 2, m * 8 + lane / 4, line);
     r[m] = *(const uint32_t*)((high << 32 | low) + lane % 4 * 4);
   }
@@ -116,7 +116,7 @@ static const bool simt_watching_on = simt_watching = true;
 #else
 #define PLANTED(name) false
 #endif
-// Kernels are found by name, and know the sizes of their parameters.
+// Kernels are found by name, with the sizes of their parameters.
 typedef void (*simt_thunk)(void** parameters);
 extern "C" void simt_register(const char* name, simt_thunk thunk, const int* sizes, int count);
 namespace simt_detail {

@@ -1,8 +1,8 @@
-//! Addresses that the machine does not have when the daemon starts, as at boot.
+//! Addresses that are missing when the daemon starts, as at boot.
 
 use super::installation::{Installation, ballast, said};
 
-/// For documentation (RFC 5737): no machine has it.
+/// Reserved for documentation (RFC 5737): no machine has it.
 const ABSENT: &str = "192.0.2.7";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

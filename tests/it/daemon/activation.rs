@@ -1,4 +1,4 @@
-//! Sockets that a service manager holds and passes to the daemon.
+//! Socket activation: sockets passed by a service manager.
 
 use std::{
     io::{Read as _, Write as _},
@@ -14,7 +14,7 @@ use super::{
 };
 use crate::{http::client::get, support::PATIENCE};
 
-/// Sends a request without waiting for its answer.
+/// Sends a request without waiting for its response.
 fn asks(address: SocketAddr) -> TcpStream {
     let mut stream = TcpStream::connect(address).unwrap();
     stream.set_read_timeout(Some(PATIENCE)).unwrap();
@@ -53,7 +53,7 @@ async fn a_connection_made_before_the_daemon_runs_is_served_and_a_restart_refuse
         "gRPC is served on its socket"
     );
 
-    // Killed, and ended as it should: whatever connects meanwhile is served by the next one.
+    // Killed, and ended cleanly: the next daemon serves connections made in between.
     daemon.kill();
     let meanwhile = asks(address);
     let daemon = installation.start().await;
@@ -85,7 +85,7 @@ async fn passed_sockets_that_the_configuration_does_not_name_are_reported() {
     );
     let (other_address, unknown_address) =
         (other.local_addr().unwrap(), unknown.local_addr().unwrap());
-    // The configuration wants HTTP on a socket of its own.
+    // The configuration requests HTTP on a socket of its own.
     let own = TcpListener::bind("127.0.0.1:0")
         .unwrap()
         .local_addr()

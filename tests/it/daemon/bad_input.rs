@@ -1,4 +1,4 @@
-//! What a tenant says wrong, to the daemon itself: a clear refusal, and the book as it was.
+//! Invalid requests of a tenant: a clear refusal, and an unchanged ledger.
 
 use std::{io::Read as _, os::unix::net::UnixStream};
 
@@ -51,7 +51,7 @@ fn reason(status: &Status) -> (Code, String) {
     )
 }
 
-/// What is on the book; not how long it may stay there, nor what was measured.
+/// Entries of the ledger, without their expiry and measurements.
 fn book(installation: &Installation) -> Vec<(Value, Value, Value)> {
     let leases = installation.json(&["leases"]);
     let of = |lease: &Value| {
@@ -73,7 +73,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     let before = book(&installation);
     assert_eq!(before.len(), 1);
 
-    // There is no worker of the name here that is refused there.
+    // There is no worker here with the name that is refused there.
     let mut sizes = bad_requests(&good("two"));
     sizes.retain(|(_, request)| request.tenant != "asr");
     sizes.extend([
@@ -113,7 +113,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     }
     assert_eq!(book(&installation), before);
 
-    // The same request again is the same lease; with another content it is refused.
+    // An identical request is the same lease; with another content it is refused.
     let again = granted(&mut client, good("one")).await;
     assert_eq!(
         (again.name, again.generation),
@@ -157,7 +157,7 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     }
     assert_eq!(book(&installation), before);
 
-    // Answers to targets that were never set, or long ago, and again.
+    // Replies to targets that were never set, or set long ago, and repetitions.
     let (say, said) = tokio::sync::mpsc::channel(8);
     let answer = |nonce| HoldLeaseRequest {
         name: lease.name.clone(),
@@ -197,10 +197,10 @@ async fn what_a_tenant_says_wrong_is_refused_with_a_reason_and_the_book_is_untou
     daemon.end().await;
 }
 
-/// One answer counts once, however often it is said while its target is pending; forged ones count never.
+/// A reply counts once, even if repeated while its target is pending; forged ones never count.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn an_answer_that_is_said_again_while_its_target_is_pending_changes_nothing() {
-    // This process is the holder that is measured; nothing ends its lease for being late.
+    // This process is the measured holder; no lease is ended for being late.
     let installation =
         Installation::new(&budget(768).replace("8MiB}", "8MiB, deadlines: {batch: 60s}}"));
     let daemon = installation.start().await;
@@ -315,7 +315,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
     let mut client = daemon.leases();
     let lease = granted(&mut client, good("one")).await;
 
-    // More events than the window of a connection takes, and no client that reads them.
+    // More events than the window of a connection, for clients that do not read.
     for number in 0..300 {
         let asked = CreateLeaseRequest {
             tenant: "t".repeat(63),
@@ -351,7 +351,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
         }
         closed
     });
-    // Meanwhile clients with a connection are served.
+    // Meanwhile, connected clients are served.
     let mut renewals = 0;
     while !crowd.is_finished() {
         let renew = RenewLeaseRequest {
@@ -371,7 +371,7 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
         "closed at once, without a byte"
     );
     assert!(renewals > 0);
-    // Its place is free again once it was given up.
+    // Its slot is free again after it was abandoned.
     let mut operator = daemon.operator();
     let free_again = async {
         while operator
@@ -397,10 +397,11 @@ async fn ten_thousand_connections_and_an_unread_stream_leave_others_served() {
     daemon.end().await;
 }
 
-/// A worker whose memory can never be had is not waited for: every speech listener says so at once, with the figures.
+/// A worker whose memory can never be granted is not awaited: every speech listener reports that at once, with the
+/// figures.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
-    // It fits the budget, and not beside the least that the LLM runs with.
+    // It fits the budget, but not beside the LLM's floor.
     let voice = tts().replace("peak: 16MiB", "peak: 62MiB");
     let installation = Installation::new(&format!(
         "{}{}workers:\n{voice}{LISTENER}",
@@ -438,7 +439,7 @@ async fn speech_that_can_never_be_had_is_refused_at_once_on_every_listener() {
     daemon.end().await;
 }
 
-/// What every listener takes for a number of the right kind and size, and no token could be chosen with, is the caller's mistake.
+/// A value that every listener parses, but with which no token could be chosen, is the caller's error.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_setting_that_no_token_could_be_chosen_with_is_refused_with_its_limits() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));

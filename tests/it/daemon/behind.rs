@@ -1,4 +1,4 @@
-//! What stands behind the listeners and is not as it should be: workers that hang, break off, or have more to tell than ours.
+//! Faulty workers behind the listeners: hangs, aborted replies, foreign protocols.
 
 use std::time::{Duration, Instant};
 
@@ -23,7 +23,7 @@ use crate::{
     support::{PATIENCE, fixture},
 };
 
-/// An installation with one worker that hears and one that speaks, in a few lines of Python.
+/// An installation with a recogniser and a voice, in a few lines of Python.
 fn installation() -> Installation {
     installation_with("500ms")
 }
@@ -64,7 +64,7 @@ fn speaker(name: Option<&str>, speaker: &str) -> Option<Voice> {
     })
 }
 
-/// A tenth of a second, as Wyoming sends it.
+/// A tenth of a second in Wyoming's format.
 fn voice() -> Vec<u8> {
     cotenant::speech::audio::pcm_bytes(&crate::support::voiced(1600))
 }
@@ -76,7 +76,7 @@ fn speech() -> Vec<u8> {
         .unwrap()
 }
 
-/// Waits until the listener says of its workers what they have said to it.
+/// Waits until the listener describes its workers as they described themselves.
 async fn reported(
     client: &mut Client,
     wanted: impl Fn(&serde_json::Map<String, serde_json::Value>) -> bool,
@@ -112,7 +112,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
     let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
 
-    // One request of it stands still: its client is notified, and nothing else is touched.
+    // One of its requests hangs: its client is notified, and nothing else is affected.
     let mut client = Client::connect(&installation).await;
     client.say(speaks("stick", None)).await;
     assert_eq!(client.until("audio-chunk").await[0].kind, "audio-start");
@@ -134,7 +134,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
         "it answers others"
     );
 
-    // All of it stands still: it is ended, and the certificate says why.
+    // All of it hangs: it is ended, and the certificate gives the reason.
     let mut client = Client::connect(&installation).await;
     client.say(speaks("hang", None)).await;
     assert_eq!(client.refusal().await.0, "worker-lost");
@@ -160,7 +160,7 @@ async fn a_worker_that_hangs_in_the_middle_of_its_audio_is_reported_ended_and_st
     daemon.end_after(&["worker does not respond"]).await;
 }
 
-/// One that answers `GET /health`, and nothing else.
+/// A worker that replies only to `GET /health`.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() {
     if !python_is_there() {
@@ -182,7 +182,7 @@ async fn a_worker_over_http_that_answers_no_request_in_a_row_is_ended_as_hung() 
     ));
     let daemon = installation.start().await;
     daemon.until("ready", workers_ready).await;
-    // Two are no proof, with one between that is answered.
+    // Two are no proof, with an answered one in between.
     for text in ["hang", "hello", "hang", "hang"] {
         let answer = daemon.speak(text).await;
         let expected = if text == "hello" { 200 } else { 503 };
@@ -226,7 +226,7 @@ async fn what_a_worker_sends_wrong_is_reported_to_that_client_alone() {
         next.until("audio-stop").await;
         hears(&daemon).await;
     }
-    // And a client that sends half a frame, and goes.
+    // And a client that sends half a frame and disconnects.
     let mut client = Client::connect(&installation).await;
     client
         .writer
@@ -346,7 +346,7 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
         (speaker(Some("choir"), "alto"), 1),
         (speaker(Some("choir"), "bass"), 2),
         (speaker(None, "bass"), 2),
-        // There is no such voice.
+        // This voice does not exist.
         (speaker(Some("alloy"), "bass"), 2),
     ] {
         client.say(speaks("hello", voice)).await;
@@ -376,8 +376,8 @@ async fn a_voice_of_several_people_speaks_as_the_one_who_is_asked_for() {
     daemon.end().await;
 }
 
-/// A WAV file is complete within the client's read timeout, any other format has begun by then; before it is known how long
-/// the voice takes, and after it has rested, every request may try.
+/// A WAV file is complete within the client's read timeout, any other format has started by then; every request is
+/// accepted before the voice's speed is known, and after it has rested.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_once() {
     if !python_is_there() {
@@ -425,7 +425,7 @@ async fn speech_that_cannot_come_within_the_clients_read_timeout_is_refused_at_o
         );
     }
 
-    // It would wait for others, and is taken when they are done.
+    // It would wait for others, and is accepted when they are done.
     let others = join_all((0..12).map(|_| say(short, "pcm", None)));
     let behind = async {
         let deadline = Instant::now() + PATIENCE;

@@ -13,11 +13,11 @@ use tokio::io::{AsyncBufReadExt as _, BufReader};
 use super::installation::{Daemon, Installation, asr, budget, demo_model, said, tts};
 use crate::support::speech_is_installed;
 
-/// Far beyond what a client takes (10 s on an idle machine): only one that hangs is given up.
+/// Far beyond a client's duration (10 s on an idle machine): only a hanging one is abandoned.
 const CLIENT_PATIENCE: Duration = Duration::from_secs(300);
 
-/// Runs a client script to its end, away from the test's own thread; `None` when the environment with the clients is
-/// not there.
+/// Runs a client script to completion, off the test's own thread; `None` if the environment with the clients is
+/// missing.
 pub(super) async fn client(script: &str, arguments: &[String]) -> Option<Output> {
     let Some(venv) = std::env::var_os("COTENANT_CLIENTS_VENV") else {
         println!("left out: COTENANT_CLIENTS_VENV is not set; `tests/run` prepares it");
@@ -50,13 +50,13 @@ async fn run(interpreter: Command, script: &str, arguments: &[String]) -> Output
     output
 }
 
-/// An installation of the release build where there is one: clients ask for many answers.
+/// An installation of the release build if there is one: clients ask for many answers.
 fn installation(workers: &str) -> Installation {
     let mut installation = Installation::new(&format!(
         "{}{}{workers}",
-        // As much as the gRPC client wants to be refused.
+        // The size that the gRPC client expects to be refused.
         budget(1024),
-        // An answer that outgrows the floor may be cut short while memory is taken; those that are asked here do not.
+        // An answer that outgrows the floor may be cut short during a shed; the ones requested here do not.
         demo_model(32_768).replace("kv_floor: 128", "kv_floor: 1024"),
     ));
     installation.prefer_release();
@@ -71,7 +71,7 @@ fn url(daemon: &Daemon<'_>) -> String {
     format!("http://{}/v1", daemon.http)
 }
 
-/// Sheds and lets grow back, again and again.
+/// Sheds and lets grow back, repeatedly.
 async fn shed_until(installation: &Installation, over: &AtomicBool) {
     while !over.load(Ordering::Relaxed) {
         for command in [&["shed", "64MiB"][..], &["regrow"]] {
@@ -187,7 +187,7 @@ async fn what_cannot_begin_while_the_client_waits_is_refused_at_once() {
     daemon.end().await;
 }
 
-/// What `tests/run clients` prepares, and what is run with it.
+/// Environments prepared by `tests/run clients`, and the scripts run in them.
 const FRAMEWORKS: [(&str, &[&str]); 3] = [
     (
         "COTENANT_FRAMEWORKS_VENV",

@@ -1,4 +1,4 @@
-//! What is installed beside the program.
+//! Files installed with the program.
 
 use std::{path::Path, process::Command};
 
@@ -31,8 +31,8 @@ fn the_unit_file_is_understood_by_systemd() {
             return;
         }
     };
-    // The program is not installed where the tests run, which systemd says too. Restarts slow down from systemd 254 on; before,
-    // it leaves these keys out.
+    // The program is not installed where the tests run, which systemd reports too. Restart backoff needs systemd 254;
+    // older versions ignore these keys.
     let known = [
         "is not executable: No such file or directory",
         "Unknown key 'RestartSteps'",
@@ -68,14 +68,14 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
             .map(|line| line.split_whitespace().map(str::to_owned).collect())
             .collect()
     };
-    // Groups of workers with limits of memory, processes and processor time.
+    // Groups of workers with limits of memory, processes and CPU time.
     assert_eq!(of("Delegate"), [["memory", "pids", "cpu"]]);
-    // A group that hands the memory controller down takes no process, also not the next daemon beside living workers.
+    // A group that delegates the memory controller accepts no process, including the next daemon beside living workers.
     assert!(
         unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"),
         "restarts fail in version 2"
     );
-    // Memory that is measured is measured with this setting.
+    // Memory is measured with this setting.
     let (name, value) = cotenant::cli::stage::ALLOCATOR;
     assert_eq!(of("Environment"), [[format!("{name}={value}")]]);
     let container = std::fs::read_to_string(repository("deploy/Containerfile")).unwrap();
@@ -86,7 +86,7 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [["CAP_SYS_RESOURCE", "CAP_SYSLOG"]], "{key}");
     }
-    // Would hide GPU devices, control groups, other processes, or the kernel log.
+    // These would hide GPU devices, control groups, other processes, or the kernel log.
     for key in [
         "PrivateDevices",
         "PrivateUsers",
@@ -229,7 +229,7 @@ fn the_container_makes_each_folder_that_the_daemon_writes_to() {
         before.contains(&format!("-o cotenant -g cotenant {}\n", runtime.display())),
         "{file}"
     );
-    // The state is made by the package, through systemd-tmpfiles.
+    // The package creates the state through systemd-tmpfiles.
     let made = std::fs::read_to_string(repository("deploy/cotenant.tmpfiles")).unwrap();
     let state = cotenant::config::Config::parse("").unwrap().state_dir;
     assert!(

@@ -1,4 +1,4 @@
-//! Bad input and bad luck: each fault is answered in words, and nothing else is disturbed.
+//! Faults from outside: each is answered with a reason, and nothing else is affected.
 
 use std::{fs, net::TcpListener, time::Duration};
 
@@ -101,7 +101,7 @@ async fn a_worker_that_never_gets_ready_is_given_up_and_the_others_serve() {
     assert!(!content(&daemon.ask("hello").await).is_empty());
     let refused = daemon.hear(b"RIFF").await;
     assert!([400, 503].contains(&refused.status), "{}", refused.text());
-    // An operator may try again.
+    // An operator may retry.
     installation.tell(&["start", "mute"]);
     daemon
         .until("it was tried again", |status| {
@@ -148,7 +148,7 @@ async fn a_request_beyond_the_budget_is_denied_with_the_figures() {
     assert_eq!(granted.held_bytes, 16 * MIB);
     assert!(installation.tell(&["leases"]).contains("camera"));
     installation.tell(&["leases", "release", &granted.name]);
-    // Its bytes are off the book as soon as its process has been measured again, which goes on using memory.
+    // Its bytes leave the ledger as soon as its process, which continues to use memory, has been measured again.
     daemon
         .until("the lease is gone", |status| {
             let camera = status.leases.iter().find(|lease| lease.tenant == "camera");
@@ -163,14 +163,14 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(1024)));
     let daemon = installation.start().await;
     daemon.whole().await;
-    // Beyond what the engine ever wants to hold.
+    // Beyond the engine's full plan.
     let endless = daemon.ask(&"turn on the kitchen light ".repeat(400)).await;
     assert_eq!(endless.status, 400, "{}", endless.text());
     assert_eq!(endless.error_code(), "context_length_exceeded");
     assert!(endless.text().contains("1024 tokens"), "{}", endless.text());
     assert_eq!(endless.header("x-should-retry"), "false");
 
-    // Beyond what it holds at the moment. The lease leaves it no more than its floor.
+    // Beyond its current capacity. The lease leaves it only its floor.
     let status = daemon.status().await;
     let floor = status
         .leases
@@ -207,7 +207,7 @@ async fn a_prompt_too_long_for_now_is_not_one_too_long_for_ever() {
     assert_eq!(shed.error_code(), "memory_pressure");
     assert_eq!(shed.header("x-should-retry"), "true");
     assert!(!shed.header("retry-after").is_empty());
-    // A short one is answered all the same.
+    // A short one is still answered.
     assert!(!content(&daemon.ask("hello").await).is_empty());
 
     installation.tell(&["leases", "release", &lease.name]);
@@ -279,7 +279,7 @@ async fn an_answer_without_a_limit_of_its_own_ends_by_those_of_the_configuration
     let short = daemon.chat(story(json!({}))).await;
     assert_eq!(ended(&short), ("length".to_owned(), 7), "{}", short.text());
     daemon.end().await;
-    // Its client's own limit is the larger one, the text has to be long, and time ends it.
+    // Its client's own limit is the larger one, the text must be long, and time ends it.
     installation.configure(&limited("answer_time_max: 1s"));
     let daemon = installation.start().await;
     daemon.whole().await;
@@ -333,7 +333,7 @@ async fn a_long_answer_ends_for_one_that_waits() {
     daemon.end().await;
 }
 
-/// Two hundred bytes that once took gigabytes: by each API it is refused, and by a client that leaves it is given up.
+/// Two hundred bytes that once took gigabytes: refused by each API, and abandoned when the client disconnects.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_schema_that_would_take_all_memory_takes_none() {
     let installation = Installation::new(&format!("{}{}", budget(256), demo_model(1024)));
@@ -359,7 +359,7 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
             json!({"model": "demo", "messages": question, "format": schema}),
         ),
     ];
-    // Once, so that what a first answer and a first form take is there already.
+    // One request first, for the one-time allocations of an answer and a form.
     assert!(!content(&daemon.ask("hello").await).is_empty());
     assert_eq!(
         crate::http::client::post_json(daemon.http, asked[0].0, &asked[0].1)
@@ -372,7 +372,7 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
         let answer = crate::http::client::post_json(daemon.http, path, body).await;
         assert_eq!(answer.status, 400, "{path}: {}", answer.text());
     }
-    // Clients that leave while it is computed.
+    // Clients that disconnect while it is computed.
     let head = [("content-type", "application/json")];
     for (path, body) in &asked {
         let mut connection = Connection::open(daemon.http).await;
@@ -381,7 +381,7 @@ async fn a_schema_that_would_take_all_memory_takes_none() {
             .await;
         drop(connection);
     }
-    // Nothing is in the way of the next one, and nothing is kept: no job of the helper, and no memory.
+    // The next request is unaffected, and nothing remains: no job of the helper, and no memory.
     assert!(!content(&daemon.ask("hello").await).is_empty());
     let helpers = children(daemon.pid());
     assert!(
@@ -401,13 +401,13 @@ async fn what_belongs_to_another_is_not_taken_away() {
     let installation = Installation::new(&budget(64));
     let daemon = installation.start().await;
 
-    // The socket of a daemon that runs.
+    // The socket of a running daemon.
     let (status, text) = installation.refuses_to_start();
     assert_eq!(status.code(), Some(1), "{text}");
     let named = format!("the supervisor with pid {} runs in `", daemon.pid());
     assert!(text.contains(&named) && text.contains("hint: "), "{text}");
 
-    // The port of a program that runs.
+    // The port of a running program.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let other = Installation::new("");
     let address = taken.local_addr().unwrap().to_string();
@@ -425,7 +425,7 @@ async fn what_belongs_to_another_is_not_taken_away() {
     drop(taken);
     other.start().await.end().await;
 
-    // A folder that cannot be made.
+    // A folder that cannot be created.
     let third = Installation::new("");
     fs::write(third.path("run"), "a file").unwrap();
     third.configure(&budget(64));
@@ -433,7 +433,7 @@ async fn what_belongs_to_another_is_not_taken_away() {
     assert_eq!(status.code(), Some(1), "{text}");
     assert!(text.contains("run`") && text.contains("hint: "), "{text}");
 
-    // The first one has not noticed.
+    // The first daemon is unaffected.
     assert!(installation.tell(&["status"]).contains("normal"));
     daemon.end().await;
 }

@@ -1,4 +1,4 @@
-//! gRPC by TLS for other machines: only certificates of the fleet's CA are served, and without leases.
+//! gRPC over TLS for other machines: certificates of the fleet's CA only, without leases.
 
 use std::{
     fs,
@@ -9,7 +9,7 @@ use std::{
 
 use super::installation::{Installation, PROGRAM, budget, said};
 
-/// Certificates of one CA in a folder of their own.
+/// Certificates of one CA in a separate folder.
 pub(super) struct Ca(PathBuf);
 
 pub(super) fn openssl_is_there() -> bool {
@@ -40,7 +40,7 @@ impl Ca {
         Self(folder)
     }
 
-    /// Makes `NAME.pem` and `NAME.key`, valid for so many days.
+    /// Creates `NAME.pem` and `NAME.key`, valid for this many days.
     pub(super) fn issue(&self, name: &str, days: i32) {
         openssl(
             &self.0,
@@ -66,7 +66,7 @@ impl Ca {
     }
 }
 
-/// `cotenant` as another machine runs it; `identity` has the certificate and the CA that it trusts.
+/// `cotenant` as run by another machine; `identity` has the certificate and the CA that it trusts.
 fn cotenant(url: &str, command: &[&str], identity: Option<(&Ca, &str, &Ca)>) -> Output {
     let mut run = Command::new(PROGRAM);
     run.args(["--endpoint", url]);
@@ -102,7 +102,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
             "tcp: {{listen: \"127.0.0.1:0\", cert: {folder}/box.pem, key: {folder}/{key}, client_ca: {folder}/ca.pem, role: watchdog}}"
         )
     };
-    // Files that do not fit, and a key that every user may read, are errors of the start.
+    // Mismatched files, and a key readable by every user, are errors of the start.
     installation.configure_grpc(&budget(64), &tcp("desk.key"));
     let (status, text) = installation.refuses_to_start();
     assert!(
@@ -135,7 +135,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
     let health = cotenant(url, &["health"], Some((&fleet, "desk", &fleet)));
     assert_eq!(health.status.code(), Some(0), "{}", said(&health));
 
-    // The role is that of the setting, and leases are for processes of this machine.
+    // The role is the configured one, and leases are for processes of this machine.
     let regrow = cotenant(url, &["regrow"], Some((&fleet, "desk", &fleet)));
     assert!(
         regrow.status.code() == Some(4) && said(&regrow).contains("not open to this client"),
@@ -163,7 +163,7 @@ async fn only_certificates_of_the_fleet_are_served_over_tcp() {
             [Some(3), Some(4)].contains(&refused.status.code()),
             "{text}"
         );
-        // Where the connection is reset before the alert is read, its reason is lost.
+        // If the connection is reset before the alert is read, its reason is lost.
         let named = text.contains(words) || text.contains("may refuse this client's certificate");
         assert!(named && text.contains("hint: "), "{words}: {text}");
     }

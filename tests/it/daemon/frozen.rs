@@ -1,15 +1,15 @@
-//! Threads of the program that do not run: a fault from outside, without a hook in the program.
+//! Stopped threads of the program: a fault from outside, without a hook in the program.
 
 use std::{fs, sync::mpsc::RecvTimeoutError, time::Duration};
 
-/// A thread of another process that the debugger's interface keeps from running.
+/// A thread of another process stopped through ptrace.
 pub(super) struct Frozen {
     thaw: std::sync::mpsc::Sender<()>,
     tracer: std::thread::JoinHandle<()>,
 }
 
 impl Frozen {
-    /// Stops the thread of this name. The thread that traces has to stay the same, so it is one of its own.
+    /// Stops the thread with this name. The tracer must stay the same thread, so a dedicated one is used.
     pub(super) fn thread(pid: u32, name: &str) -> Self {
         let tid: libc::pid_t = fs::read_dir(format!("/proc/{pid}/task"))
             .unwrap()
@@ -35,7 +35,7 @@ impl Frozen {
                 assert_eq!(libc::waitpid(tid, &raw mut status, libc::__WALL), tid);
             }
             stopped.send(()).unwrap();
-            // A thread whose process ends meanwhile is reaped here: its process cannot be reaped before.
+            // If its process ends meanwhile, the thread is reaped here: the process cannot be reaped before.
             while thawed.recv_timeout(REAP_EVERY) == Err(RecvTimeoutError::Timeout) {
                 // SAFETY: `status` outlives the call.
                 let changed =
@@ -51,12 +51,12 @@ impl Frozen {
         Self { thaw, tracer }
     }
 
-    /// Lets it run again.
+    /// Resumes it.
     pub(super) fn thaw(self) {
         drop(self.thaw);
         self.tracer.join().unwrap();
     }
 }
 
-/// How often a stopped thread is looked at: often enough that the end of its process is not late.
+/// Polling interval for a stopped thread: short enough that the end of its process is noticed promptly.
 const REAP_EVERY: Duration = Duration::from_millis(10);

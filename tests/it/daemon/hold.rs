@@ -1,4 +1,4 @@
-//! `cotenant hold`: a lease for a program that knows nothing of leases.
+//! `cotenant hold`: a lease for a program unaware of leases.
 
 use std::process::Stdio;
 
@@ -54,7 +54,7 @@ async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_superviso
         line.unwrap().unwrap().unwrap()
     };
     assert!(next().await.starts_with("holds 140 MiB as `vision#"));
-    // The program's own output goes through.
+    // The program's own output is passed through.
     let first = tokio::time::timeout(PATIENCE, output.next_line()).await;
     assert!(first.unwrap().unwrap().unwrap().starts_with("holding"));
     let status = daemon
@@ -98,7 +98,7 @@ async fn a_program_under_a_lease_sheds_when_reported_and_ends_when_the_superviso
         "over: the supervisor is away, and the term of 2 s ends"
     );
     assert_eq!(holder.wait().await.unwrap().code(), Some(4));
-    // Where the kernel tells of children, the program is gone with it.
+    // On kernels that list children, the program has ended too.
     if let Some(child) = child.and_then(|text| text.trim().parse::<u32>().ok()) {
         eventually("the program has ended", || !runs(child)).await;
     }
@@ -198,13 +198,13 @@ async fn a_lease_lasts_as_long_as_anything_that_its_program_has_started() {
         .await;
 }
 
-/// A second instance of a program that waits for the memory of the first, or of anything else, is not the first one's to
-/// give back: while it waits its memory belongs to no lease.
+/// A second instance of a program that waits for the memory of the first, or of any other holder, is not measured as
+/// the first: while it waits, its memory belongs to no lease.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
     let installation = Installation::new(&budget(128));
     let daemon = installation.start().await;
-    // It comes down to any target at once: it uses next to nothing.
+    // It shrinks to any target at once: it uses very little.
     let mut holder = Command::new(PROGRAM)
         .args([
             "hold", "vision", "--min", "30MiB", "--max", "110MiB", "--class", "batch",
@@ -246,7 +246,7 @@ async fn who_waits_by_a_name_is_not_measured_as_its_holder() {
             status.waiting_requests == 1
         })
         .await;
-    // What takes half of the first one's lease is granted as soon as that is down.
+    // A request for half of the first one's lease is granted as soon as that has come down.
     installation.tell(&[
         "hold",
         "voice",

@@ -1,4 +1,4 @@
-//! A folder in which the program runs as a child process, and what can be asked of it there.
+//! A folder in which the program runs as a child process, with helpers to query it.
 
 use std::{
     fs,
@@ -40,37 +40,37 @@ use crate::{
 /// The program.
 pub(super) const PROGRAM: &str = env!("CARGO_BIN_EXE_cotenant");
 
-/// Pause between two looks at something that takes its time.
+/// Polling interval for slow conditions.
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(5);
 
-/// A folder with a configuration; daemons run on it, one after the other.
+/// A folder with a configuration; daemons run on it one after another.
 pub(super) struct Installation {
-    /// Daemons that have run here; each led a session of its own, in which its workers are.
+    /// Daemons that have run here; each led a separate session, which contains its workers.
     sessions: Mutex<Vec<u32>>,
     folder: tempfile::TempDir,
     /// The program that runs here.
     pub(super) program: String,
-    /// Whether a neighbour lives in the same session: while a file `come` is there, a process that the daemon does not
-    /// know fills this much memory within a second, keeps it for another, and goes. In MiB.
+    /// Whether a neighbour lives in the same session: while a file `come` exists, a process unknown to the daemon fills
+    /// this many MiB within a second, keeps them for another, and ends.
     pub(super) neighbour: Option<u32>,
-    /// Variables of the environment of daemons that are started from now on.
+    /// Environment variables of daemons started from now on.
     pub(super) environment: Vec<(String, String)>,
-    /// Sockets that daemons get as systemd passes them, with their names.
+    /// Sockets passed to daemons as systemd does, with their names.
     pub(super) passed: Vec<(&'static str, OwnedFd)>,
-    /// `cgroup.procs` of the control group in which daemons and commands run.
+    /// `cgroup.procs` of the control group of daemons and commands.
     pub(super) group: Option<PathBuf>,
 }
 
-/// A daemon that runs.
+/// A running daemon.
 pub(super) struct Daemon<'installation> {
     installation: &'installation Installation,
     child: Guard,
     channel: Channel,
-    /// Where it serves HTTP; the lowest port when there are none.
+    /// Its HTTP address; the lowest port if there is none.
     pub(super) http: SocketAddr,
 }
 
-/// `budget:` and `shedding:` of a small budget that counts nothing but the daemon's own processes.
+/// `budget:` and `shedding:` of a small budget that counts only the daemon's own processes.
 pub(super) fn budget(mib: u32) -> String {
     format!(
         "budget: {{total: {}MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, sample_max: 100ms}}\n\
@@ -79,7 +79,7 @@ pub(super) fn budget(mib: u32) -> String {
     )
 }
 
-/// `llm:` with the demo model, and so many tokens of context, 2 KiB each.
+/// `llm:` with the demo model, and this many tokens of context, 2 KiB each.
 pub(super) fn demo_model(context: u32) -> String {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
     model(&path, context)
@@ -93,15 +93,15 @@ pub(super) fn model(path: &Path, context: u32) -> String {
     )
 }
 
-/// `response_format` of an answer that has thousands of tokens.
+/// `response_format` of an answer with thousands of tokens.
 pub(super) fn long_form() -> Value {
-    // Many texts of one form: what may follow is worked out once for all of them.
+    // Many texts of one form: the allowed next tokens are computed once for all of them.
     let schema =
         json!({"type": "array", "minItems": 160, "items": {"type": "string", "minLength": 60}});
     json!({"type": "json_schema", "json_schema": {"name": "long", "schema": schema}})
 }
 
-/// An entry of `workers:`: our recogniser with both of its sizes.
+/// An entry of `workers:`: our recogniser with both sizes.
 pub(super) fn asr() -> String {
     format!(
         "  - name: asr
@@ -129,8 +129,8 @@ pub(super) fn tts() -> String {
 
 /// An entry of `workers:`: one that needs nothing installed, and holds 2 MiB.
 ///
-/// It is never started again for what it uses: of a debug build's text the kernel maps 4 to 24 MiB, as large as the pieces
-/// are in which the file lies in its cache.
+/// It is never restarted for its use: the kernel maps 4 to 24 MiB of a debug build's text, depending on the size of the
+/// file's folios in the page cache.
 pub(super) fn ballast() -> String {
     "  - name: ballast
     role: other
@@ -143,7 +143,7 @@ pub(super) fn ballast() -> String {
 }
 
 impl Installation {
-    /// A folder with a configuration: `sections`, and those that say where everything is.
+    /// A folder with a configuration: `sections`, plus those that set the paths.
     pub(super) fn new(sections: &str) -> Self {
         let installation = Self {
             sessions: Mutex::default(),
@@ -158,19 +158,19 @@ impl Installation {
         installation
     }
 
-    /// Runs the release build where there is one: for clients that ask for many answers.
+    /// Runs the release build if there is one: for clients that ask for many answers.
     pub(super) fn prefer_release(&mut self) {
         if let Some(release) = std::env::var_os("COTENANT_RELEASE_BIN") {
             self.program = release.into_string().unwrap();
         }
     }
 
-    /// Writes the configuration again; HTTP takes a free port.
+    /// Rewrites the configuration; HTTP takes a free port.
     pub(super) fn configure(&self, sections: &str) {
         self.configure_with_http(sections, "127.0.0.1:0");
     }
 
-    /// Writes the configuration again, with an address for HTTP. `{FOLDER}` in `sections` stands for the folder.
+    /// Rewrites the configuration, with an address for HTTP. `{FOLDER}` in `sections` is replaced by the folder.
     pub(super) fn configure_with_http(&self, sections: &str, listen: &str) {
         let folder = self.folder.path().display();
         let sections = sections.replace("{FOLDER}", &folder.to_string());
@@ -188,7 +188,7 @@ impl Installation {
         fs::write(self.config(), text).unwrap();
     }
 
-    /// Writes the configuration again, with more lines of `grpc:`.
+    /// Rewrites the configuration, with more lines of `grpc:`.
     pub(super) fn configure_grpc(&self, sections: &str, more: &str) {
         self.configure(sections);
         let text = fs::read_to_string(self.config()).unwrap();
@@ -207,7 +207,7 @@ impl Installation {
         self.path("cotenant.yaml")
     }
 
-    /// A name that no other installation has.
+    /// A name unique to this installation.
     pub(super) fn abstract_name(&self) -> String {
         let name = self.folder.path().file_name().unwrap().to_str().unwrap();
         format!("cotenant-it-{}", name.trim_start_matches('.'))
@@ -217,12 +217,12 @@ impl Installation {
         self.path("cotenant.sock")
     }
 
-    /// What the daemons have written to stderr.
+    /// Stderr of the daemons.
     pub(super) fn log(&self) -> String {
         fs::read_to_string(self.path("daemon.log")).unwrap_or_default()
     }
 
-    /// Starts a daemon without waiting for anything.
+    /// Starts a daemon without waiting.
     pub(super) fn spawn(&self) -> Child {
         let log = fs::OpenOptions::new()
             .create(true)
@@ -254,10 +254,10 @@ impl Installation {
             .stdin(Stdio::null())
             .stdout(log.try_clone().unwrap())
             .stderr(log);
-        // Above the numbers that they get in the child.
+        // Above their numbers in the child.
         let above = |fd: &OwnedFd| fcntl(fd, FcntlArg::F_DUPFD_CLOEXEC(100)).unwrap();
         let passed: Vec<OwnedFd> =
-            // SAFETY: `fcntl` has just made this descriptor.
+            // SAFETY: `fcntl` has just created this descriptor.
             self.passed.iter().map(|(_, fd)| unsafe { OwnedFd::from_raw_fd(above(fd)) }).collect();
         if !passed.is_empty() {
             let names: Vec<&str> = self.passed.iter().map(|(name, _)| *name).collect();
@@ -267,7 +267,7 @@ impl Installation {
         }
         // SAFETY: `setsid` and `dup2` are async-signal-safe and touch no memory of the parent.
         unsafe {
-            // A session of its own, so that `scope: session` counts this daemon and its workers alone.
+            // A separate session, so that `scope: session` counts only this daemon and its workers.
             command.pre_exec(move || {
                 for (number, fd) in (3..).zip(&passed) {
                     if libc::dup2(fd.as_raw_fd(), number) < 0 {
@@ -285,7 +285,7 @@ impl Installation {
         child
     }
 
-    /// Starts a daemon that must fail, and returns how it ended and what it said.
+    /// Starts a daemon that must fail, and returns its exit status and output.
     pub(super) fn refuses_to_start(&self) -> (ExitStatus, String) {
         let before = self.log().len();
         let mut child = Guard(self.spawn());
@@ -342,11 +342,11 @@ impl Installation {
         command.output().unwrap()
     }
 
-    /// Has what is started begin in the control group.
+    /// Makes started processes begin in the control group.
     fn join_group(&self, command: &mut Command) {
         let Some(group) = &self.group else { return };
         let procs = fs::OpenOptions::new().write(true).open(group).unwrap();
-        // SAFETY: a system call on a descriptor that stays open; `0` stands for the process that writes.
+        // SAFETY: a system call on a descriptor that stays open; `0` means the writing process.
         unsafe {
             command.pre_exec(move || {
                 match libc::write(procs.as_raw_fd(), c"0".as_ptr().cast(), 1) {
@@ -357,26 +357,26 @@ impl Installation {
         }
     }
 
-    /// The same; it must succeed. Returns what it printed.
+    /// As [`Self::run`]; it must succeed. Returns its output.
     pub(super) fn tell(&self, arguments: &[&str]) -> String {
         let output = self.run(arguments);
         assert!(output.status.success(), "{arguments:?}: {}", said(&output));
         String::from_utf8(output.stdout).unwrap()
     }
 
-    /// The same, as JSON.
+    /// As [`Self::tell`], parsed as JSON.
     pub(super) fn json(&self, arguments: &[&str]) -> Value {
         let mut arguments = arguments.to_vec();
         arguments.extend(["-o", "json"]);
         serde_json::from_str(&self.tell(&arguments)).unwrap()
     }
 
-    /// Lines of `cotenant events`, as people read them.
+    /// Lines of `cotenant events`, in text form.
     pub(super) fn events(&self) -> String {
         self.tell(&["events"])
     }
 
-    /// Replays all that was ever journalled here: every decision has to be the same again.
+    /// Replays the whole journal: every decision must be identical.
     pub(super) fn replay(&self) -> String {
         let output = self.run(&["replay", "journal.ndjson"]);
         assert!(
@@ -395,7 +395,7 @@ impl Installation {
 }
 
 impl Drop for Installation {
-    /// A daemon that was killed, by a test that failed as well, has left its workers.
+    /// A killed daemon, also after a failed test, has left its workers.
     fn drop(&mut self) {
         let sessions = self.sessions.get_mut().unwrap();
         for entry in fs::read_dir("/proc").unwrap().flatten() {
@@ -455,7 +455,7 @@ impl Daemon<'_> {
         }
     }
 
-    /// Waits until the engine has all it wants and every worker serves.
+    /// Waits until the engine has its full plan and every worker serves.
     pub(super) async fn whole(&self) -> GetStatusResponse {
         self.until("whole", |status| whole(status) && workers_ready(status))
             .await
@@ -472,7 +472,7 @@ impl Daemon<'_> {
         post_json(self.http, "/v1/chat/completions", &chat_body(fields)).await
     }
 
-    /// The same from an LLM that may take so long for the whole answer.
+    /// As [`Self::chat`], with a time limit for the whole answer.
     pub(super) async fn chat_within(&self, silence_max: Duration, fields: Value) -> Answer {
         let body = chat_body(fields).to_string();
         let headers = [("content-type", "application/json")];
@@ -520,13 +520,13 @@ impl Daemon<'_> {
         kill(pid_of(self.pid()), signal).unwrap();
     }
 
-    /// Ends it as a service manager does, and looks at what is left: nothing runs, the exit code is 0, no thread
-    /// panicked, and the journal replays.
+    /// Ends it as a service manager does, and checks the result: nothing runs, the exit code is 0, no thread panicked,
+    /// and the journal replays.
     pub(super) async fn end(self) {
         self.end_after(&[]).await;
     }
 
-    /// [`Self::end`] after faults that were planted: errors with these messages are in the log, and no others.
+    /// [`Self::end`] after injected faults: the log contains errors with these messages, and no others.
     pub(super) async fn end_after(mut self, faults: &[&str]) {
         let workers = pids(&self.status().await);
         self.signal(Signal::SIGTERM);
@@ -552,19 +552,19 @@ impl Daemon<'_> {
         self.installation.replay();
     }
 
-    /// Waits for its end, which is not asked for here.
+    /// Waits for its end without requesting it.
     pub(super) fn ends(mut self) -> ExitStatus {
         ended(&mut self.child.0).expect("it does not end")
     }
 
-    /// Kills it, as the kernel does when memory is out; waits until it is gone.
+    /// Kills it, as the OOM killer does; waits until it is gone.
     pub(super) fn kill(mut self) {
         self.child.0.kill().unwrap();
         self.child.0.wait().unwrap();
     }
 }
 
-/// Starts the daemon as this very process, beside neighbours that are not its children.
+/// Starts the daemon as this very process, next to neighbours that are not its children.
 const NEIGHBOURS: &str = r#"
 folder=$1 mib=$2 program=$3
 ( ( while [ -d "$folder" ] && [ ! -e "$folder/over" ]; do
@@ -575,7 +575,7 @@ shift 2
 exec "$@"
 "#;
 
-/// A child that is killed with its value.
+/// A child killed on drop.
 struct Guard(Child);
 
 impl Drop for Guard {
@@ -585,7 +585,7 @@ impl Drop for Guard {
     }
 }
 
-/// Waits for a process to end; `None` when it does not.
+/// Waits for a process to end; `None` on timeout.
 fn ended(child: &mut Child) -> Option<ExitStatus> {
     let deadline = Instant::now() + PATIENCE;
     while Instant::now() < deadline {
@@ -597,7 +597,7 @@ fn ended(child: &mut Child) -> Option<ExitStatus> {
     None
 }
 
-/// The body of a chat request: `fields`, with what makes the answer the same each time.
+/// The body of a chat request: `fields`, with settings that make the answer reproducible.
 pub(super) fn chat_body(mut fields: Value) -> Value {
     let mut body = json!({ "model": "demo", "temperature": 0, "max_tokens": 200 });
     body.as_object_mut()
@@ -615,7 +615,7 @@ pub(super) fn content(answer: &Answer) -> String {
         .to_owned()
 }
 
-/// Whether the engine has all it wants.
+/// Whether the engine has its full plan.
 pub(super) fn whole(status: &GetStatusResponse) -> bool {
     status.engine.as_ref().is_some_and(|engine| {
         engine.layers_total > 0
@@ -655,7 +655,7 @@ pub(super) fn pid_of(pid: u32) -> Pid {
     Pid::from_raw(i32::try_from(pid).unwrap())
 }
 
-/// Everything a command printed.
+/// All output of a command.
 pub(super) fn said(output: &Output) -> String {
     format!(
         "{:?}\n{}{}",
@@ -667,8 +667,8 @@ pub(super) fn said(output: &Output) -> String {
 
 /// Anonymous memory of a process as the kernel counts it, in bytes.
 ///
-/// Not its PSS: the share of the program's own pages changes whenever another process of the same program begins or ends,
-/// and the tests beside this one are such processes.
+/// Not its PSS: the share of the program's own pages changes whenever another process of the same program begins or
+/// ends, and concurrent tests are such processes.
 pub(super) fn anonymous(pid: u32) -> u64 {
     let mut text = String::new();
     fs::File::open(format!("/proc/{pid}/smaps_rollup"))

@@ -1,4 +1,4 @@
-//! How the daemon comes and goes, and what it leaves.
+//! Start and end of the daemon, and the state it leaves.
 
 use std::{
     os::unix::{fs::PermissionsExt as _, net::UnixDatagram},
@@ -66,7 +66,7 @@ async fn a_daemon_without_a_model_manages_workers_and_leases() {
     daemon.end().await;
 }
 
-/// Processes that have `word` among their arguments.
+/// Processes with `word` among their arguments.
 fn all_with(word: &str) -> Vec<u32> {
     let has = |pid: &u32| {
         std::fs::read(format!("/proc/{pid}/cmdline")).is_ok_and(|line| {
@@ -123,7 +123,7 @@ async fn a_daemon_that_is_killed_leaves_its_workers_to_the_next_one_and_an_order
         !hidden.iter().any(|pid| runs(*pid))
     })
     .await;
-    // And once more, after an orderly end.
+    // And once more, after a clean end.
     let daemon = installation.start().await;
     daemon.whole().await;
     daemon.end().await;
@@ -156,7 +156,7 @@ async fn a_signal_ends_it_in_the_middle_of_an_answer() {
         }
         daemon.signal(Signal::SIGTERM);
     });
-    // The answer breaks off with a reason; it does not just stop.
+    // The answer ends with a reason; it does not just stop.
     assert!([200, 503].contains(&answer.status), "{}", answer.text());
     eventually("it ends", || !runs(pid)).await;
     installation.replay();
@@ -233,11 +233,11 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
             .spawn()
             .unwrap();
         daemon.whole().await;
-        // A terminal that closes ends nothing.
+        // Closing the terminal ends nothing.
         daemon.signal(Signal::SIGHUP);
         installation.tell(&["shed", "512KiB"]);
         let pid = daemon.pid();
-        // What was decided has to come before the end does.
+        // The decision must precede the end.
         daemon
             .until("shed", |status| {
                 status
@@ -246,7 +246,7 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
                     .is_some_and(|engine| engine.sheds == 1)
             })
             .await;
-        // Nothing can be reported after a SIGKILL, so the line has to be there before.
+        // Nothing can be reported after a SIGKILL, so the line must already exist.
         let text = || std::fs::read_to_string(printed.path()).unwrap();
         eventually("the decision is reported", || {
             text().contains("an operator asked for 512 KiB")
@@ -264,7 +264,7 @@ async fn a_client_that_follows_the_events_misses_none_and_goes_on_with_the_next_
             "{signal}: {}",
             text()
         );
-        // The next one goes on in the same output.
+        // The next daemon continues in the same output.
         drop(daemon);
         let daemon = installation.start().await;
         eventually("it goes on", || complaint().contains("connected again")).await;
@@ -296,7 +296,7 @@ async fn no_client_is_answered_before_the_machine_was_read() {
                     min_bytes: 1 << 20,
                     ..CreateLeaseRequest::default()
                 };
-                // It is asked as soon as the socket is there, which is before anybody looks at it.
+                // It is queried as soon as the socket exists, which is earlier than any user would.
                 if let Ok(channel) = Endpoint::Path(installation.socket()).connect().await
                     && LeaseServiceClient::new(channel)
                         .create_lease(request)
@@ -325,7 +325,7 @@ async fn no_client_is_answered_before_the_machine_was_read() {
     assert_eq!(asked, RUNS);
 }
 
-/// The messages that systemd has got so far.
+/// The messages received by systemd so far.
 fn notified(socket: &UnixDatagram) -> Vec<String> {
     let mut messages = Vec::new();
     let mut buffer = [0; 4096];
@@ -354,7 +354,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
     assert_eq!(same, "nothing has changed\n");
     notified(&systemd);
 
-    // A file with a fault changes nothing, whatever else is in it.
+    // A file with a fault changes nothing, regardless of its other contents.
     let text = std::fs::read_to_string(installation.config()).unwrap();
     let changed = text
         .replace("dwell: 300ms", "dwell: 450ms")
@@ -415,7 +415,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
             .contains("applied: budget.dwell, workers.ballast.argv, log.filter")
     );
 
-    // The worker runs on, and is another one after its next start.
+    // The worker keeps running, and uses the new settings after its next start.
     let argument = |status: &GetStatusResponse| {
         let pid = worker(status, "ballast").pid.unwrap();
         std::fs::read_to_string(format!("/proc/{pid}/cmdline")).unwrap()
@@ -430,7 +430,7 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         .await;
     assert!(argument(&status).contains("3MiB"));
 
-    // systemd's own way.
+    // systemd's own method.
     std::fs::write(
         installation.config(),
         changed.replace("dwell: 450ms", "dwell: 500ms"),
@@ -548,7 +548,7 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
         let shown = &installation.json(&["status"])["engine"]["sequences"][0];
         assert_eq!(shown["kvTokens"], sequence.kv_tokens);
     }
-    // Another conversation that begins in the same way is kept beside it.
+    // Another conversation with the same beginning is kept beside it.
     let other = format!("{question} and the one in the hall?");
     daemon
         .chat(json!({ "messages": [{"role": "user", "content": other}] }))
@@ -605,7 +605,7 @@ async fn a_journal_is_drawn_by_owner_with_what_was_shed() {
             .tell(&["plot", &journal])
             .contains("budget 128 MiB")
     );
-    // From now, and not from the last line.
+    // From now on, not from the last line.
     let old = std::fs::read_to_string(&journal)
         .unwrap()
         .replace("\"unix_us\":1", "\"unix_us\":");
@@ -675,7 +675,7 @@ async fn api_keys_are_read_again_and_never_shown() {
     );
     assert_eq!(ask("second-key-of-kitchen", body).await.status, 401);
 
-    // A context beyond the KV capacity in force: the event names whose wish it is.
+    // A context beyond the KV capacity in force: the event names its requester.
     installation.tell(&["shed", "1MiB"]);
     let capacity = async || daemon.status().await.engine.unwrap().kv_capacity_tokens;
     let shed = capacity().await;
@@ -695,7 +695,7 @@ async fn api_keys_are_read_again_and_never_shown() {
             .contains("a request of client `kitchen` wants")
     })
     .await;
-    // It is no operator's command: the shed and its dwell stay.
+    // It is not an operator's command: the shed and its dwell stay.
     assert_eq!(capacity().await, shed);
     assert!(
         daemon
@@ -737,7 +737,7 @@ async fn api_keys_are_read_again_and_never_shown() {
     daemon.end_after(&["configuration not reloaded"]).await;
 }
 
-/// Both ends of what the configuration accepts, as far as a daemon can work with all of them at once.
+/// Both ends of the configuration's ranges, as far as one daemon can work with all of them at once.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_daemon_works_at_both_ends_of_what_the_configuration_accepts() {
     let least = "budget: {total: 192MiB, reserve: 64MiB, scope: session, hysteresis: 0B, dwell: 0s, grace: 0s, fill_rate_max: 1MiB, sample_min: 1ms, sample_max: 10ms}

@@ -1,4 +1,4 @@
-//! Limits of the control group that the daemon is in: the budget, and what follows when they change.
+//! Limits of the daemon's control group: the budget, and the effects of changes.
 
 use std::{fs, path::PathBuf};
 
@@ -13,14 +13,14 @@ use cotenant::{
 
 use super::installation::{Installation, demo_model, said};
 
-/// A group with a limit of memory, removed at the end.
+/// A memory-limited group, removed on drop.
 struct Limited {
     folder: PathBuf,
     version: CgroupVersion,
 }
 
 impl Limited {
-    /// A group beside this process's own, where this user may make one.
+    /// A group beside this process's own, if this user may create one.
     fn new(mib: u64) -> Result<Self, String> {
         let own = Cgroup::own(&ProbeRoot::default())
             .ok_or("no group of ours with a memory controller")?;

@@ -1,4 +1,4 @@
-//! Memory that is given up, seen to be back, and grown again, while answers go on unchanged.
+//! Memory that is shed, measured as returned, and regrown while answers continue unchanged.
 
 use std::{fs, path::Path, time::Duration};
 
@@ -11,28 +11,28 @@ use crate::http::client::{Answer, Connection};
 
 const MIB: u64 = 1 << 20;
 
-/// What a tenant holds at rest, in MiB: more than the process of this test uses.
+/// A tenant's lease at rest, in MiB: more than the process of this test uses.
 const SMALL: u64 = 80;
 
-/// What it asks for while the model talks, in MiB: there is no room for it beside the whole engine.
+/// Its request while the model generates, in MiB: it does not fit beside the whole engine.
 const LARGE: u64 = 144;
 
-/// What is answered in a few tokens.
+/// A prompt answered in a few tokens.
 const COMMAND: &str = "turn on the kitchen light";
 
-/// What keeps the model talking.
+/// A prompt with a long answer.
 const STORY: &str = "tell me a story";
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
-    // A dwell that does not end by itself within this test.
+    // A dwell that outlasts this test.
     let installation = Installation::new(
         &format!("{}{}", budget(128), demo_model(32_768)).replace("dwell: 300ms", "dwell: 30m"),
     );
     let daemon = installation.start().await;
     daemon.whole().await;
     let answer = content(&daemon.ask(COMMAND).await);
-    // How prompts are read, and how long the engine took no command: nothing streams, so no chunk is larger.
+    // Chunk size of prompts, and the longest time without commands: nothing streams, so no chunk is larger.
     let engine = &installation.json(&["status"])["engine"];
     assert_eq!(engine["prefillChunkTokens"], 128, "{engine}");
     assert!(
@@ -52,14 +52,14 @@ async fn what_an_operator_sheds_is_back_with_the_kernel_and_grows_again() {
     assert!(said.starts_with("shed "), "{said}");
     let after = anonymous(daemon.pid());
     let status = installation.json(&["status"]);
-    // Neither sampling, nor the decision, nor the engine had to ask the system for memory.
+    // Neither sampling, nor the decision, nor the engine allocated from the system.
     assert!(status["standbyServed"].as_u64().unwrap() > 100, "{status}");
     assert_eq!(status["standbyMissed"], 0, "{status}");
     assert!(!status["locked"].as_array().unwrap().is_empty(), "{status}");
     let engine = &status["engine"];
     let claimed = engine["shedBytes"].as_u64().unwrap();
     assert!(claimed >= 64 * MIB, "{engine}");
-    // Capacity that no token has needed yet is on the book and in no memory.
+    // Unused capacity is in the ledger but not resident.
     let events = installation.json(&["events"]);
     let routine = ["sampled", "measured", "deadline_reached"];
     let shown = |event: &serde_json::Value| routine.iter().any(|name| event["name"] == *name);
@@ -133,7 +133,7 @@ async fn the_text_of_a_daemon_with_an_llm_is_locked_as_it_is_in_memory_and_not_d
         })
         .await;
     let after = resident_text(daemon.pid());
-    // Text that is dropped comes back page by page; a little of what nothing locks may go by itself.
+    // Dropped text is reloaded page by page; a few unlocked pages may be reclaimed.
     assert!(
         after > 0 && after >= before / 10 * 9,
         "{before} became {after}"
@@ -141,7 +141,7 @@ async fn the_text_of_a_daemon_with_an_llm_is_locked_as_it_is_in_memory_and_not_d
     daemon.end().await;
 }
 
-/// Bytes of its program's text that a process has in memory.
+/// Resident bytes of a process's program text.
 fn resident_text(pid: u32) -> u64 {
     let program = fs::read_link(format!("/proc/{pid}/exe")).unwrap();
     let maps = fs::read_to_string(format!("/proc/{pid}/smaps")).unwrap();
@@ -182,13 +182,13 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     ]});
     let second = daemon.chat(next.clone()).await;
     let (all, cached) = count(&second);
-    // A mark lies within 72 tokens of the end of a prompt, whatever the template makes of the answer.
+    // A mark lies within 72 tokens of the end of a prompt, for any rendering of the answer.
     assert!(
         cached + 72 >= read && all > read,
         "{cached} cached of {read}, then {all}"
     );
 
-    // Something else in between: it goes on from there all the same.
+    // Another conversation in between: the first still continues from its mark.
     daemon.ask(STORY).await;
     let again = daemon.chat(next.clone()).await;
     let (_, cached) = count(&again);
@@ -200,7 +200,7 @@ async fn a_second_turn_goes_on_from_the_first_and_says_the_same() {
     assert!(counted.is_some_and(|tokens| tokens >= 200.0), "{counted:?}");
     daemon.end().await;
 
-    // All of it is read again: the answer is the same.
+    // All of it is recomputed: the answer is the same.
     let daemon = installation.start().await;
     daemon.whole().await;
     let third = daemon.chat(next).await;
@@ -265,7 +265,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
                 .into_inner()
                 .lease
                 .unwrap();
-            tokio::time::sleep(Duration::from_millis(50)).await; // a moment of the answer between two changes
+            tokio::time::sleep(Duration::from_millis(50)).await; // some progress of the answer between two changes
             assert!(granted.held_bytes >= mib * MIB, "{granted:?}");
             granted
         };
@@ -290,7 +290,7 @@ async fn a_lease_that_needs_a_shed_is_granted_while_an_answer_goes_on_unchanged(
         "{}",
         installation.events()
     );
-    // The tenant goes; the engine takes back what it had.
+    // The tenant ends; the engine takes its memory back.
     let name = installation
         .json(&["leases"])
         .as_array()
@@ -352,7 +352,7 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     let gone_on = daemon.chat(ask(true)).await;
     let (short, long) = (ended.json(), gone_on.json());
     assert_eq!(short["choices"][0]["finish_reason"], "length", "{short}");
-    // The last token that is chosen has no place any more, and needs none.
+    // The last chosen token has no room any more, and needs none.
     assert_eq!(short["usage"]["total_tokens"], 193, "{short}");
     assert!(
         long["usage"]["total_tokens"].as_u64().unwrap() > 193,
@@ -376,7 +376,8 @@ async fn an_answer_that_may_lose_the_oldest_of_its_context_goes_on_where_others_
     daemon.end().await;
 }
 
-/// The journal's file system stalls when memory is short, as on eMMC: the lines that wait must not take what a shed needs.
+/// The journal's file system stalls when memory is short, as on eMMC: queued lines must not consume the memory needed
+/// by a shed.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(16_384)));
@@ -398,7 +399,7 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
         .lease
         .unwrap();
     let stalled = Frozen::thread(daemon.pid(), "journal");
-    // More events than the reserve has blocks of the size of a line.
+    // More events than the reserve has blocks of a line's size.
     for _ in 0..1500 {
         let renewal = RenewLeaseRequest {
             name: lease.name.clone(),
@@ -414,7 +415,7 @@ async fn a_journal_that_stalls_takes_nothing_of_the_emergency_reserve() {
     daemon.end().await;
 }
 
-/// The body of a request takes the daemon's own memory, and is shown as that: no other holder has it.
+/// The body of a request takes the daemon's own memory and is shown as such: no other holder has it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     let installation = Installation::new(&format!(
@@ -440,7 +441,7 @@ async fn what_the_daemon_itself_uses_is_shown_as_its_own() {
     let before = own(&daemon
         .until("measured", |status| whole(status) && own(status) > 0)
         .await);
-    // Of an upload that never ends.
+    // From an upload that never ends.
     let head = format!(
         "POST /v1/audio/transcriptions HTTP/1.1\r\nhost: localhost\r\ncontent-type: multipart/form-data; boundary=x\r\n\
          content-length: {}\r\n\r\n",

@@ -1,4 +1,4 @@
-//! Model files that cannot be used: each is named with its fault, and nothing else is disturbed.
+//! Unusable model files: each is reported with its fault, and nothing else is affected.
 
 use std::{fs, os::fd::AsRawFd as _, path::Path};
 
@@ -23,7 +23,7 @@ fn write(path: &Path) {
         .unwrap();
 }
 
-/// Where `text` is in `bytes`.
+/// Offset of `text` in `bytes`.
 fn find(bytes: &[u8], text: &[u8]) -> usize {
     bytes
         .windows(text.len())
@@ -31,8 +31,8 @@ fn find(bytes: &[u8], text: &[u8]) -> usize {
         .unwrap()
 }
 
-/// Starts a daemon on a bad model: the status, the APIs, `check` and the events have to name what is wrong with the
-/// file, and the worker and the leases have to work all the same.
+/// Starts a daemon on a bad model: the status, the APIs, `check` and the events must name the fault of the file, and
+/// the worker and the leases must still work.
 async fn is_refused(break_it: impl Fn(&Path), expected: &[&str]) {
     let installation = Installation::new("");
     let path = installation.path("bad.gguf");
@@ -129,19 +129,19 @@ async fn an_unknown_quantisation_is_named() {
     is_refused(retype, &["bad.gguf", "blk.0.attn_q.weight"]).await;
 }
 
-/// A file that no other process can open: one that tries is in the kernel until this is dropped, or for
+/// A file that no other process can open: an opener blocks in the kernel until this is dropped, or for
 /// `/proc/sys/fs/lease-break-time`, 45 s by default.
 struct Shut(fs::File);
 
 impl Shut {
-    /// `None` where the file system knows no such thing.
+    /// `None` if the file system does not support leases.
     fn new(path: &Path) -> Option<Self> {
         let file = fs::OpenOptions::new()
             .read(true)
             .write(true)
             .open(path)
             .unwrap();
-        // The kernel notifies the owner of the lease that a process waits, by a signal that is ignored.
+        // The kernel notifies the owner of the lease of a waiting process by a signal, which is ignored.
         // SAFETY: two calls on a descriptor of our own, with numbers for arguments.
         let taken = unsafe {
             libc::fcntl(file.as_raw_fd(), F_SETSIG, libc::SIGWINCH);
@@ -184,7 +184,7 @@ async fn a_model_on_a_disk_that_hangs_is_reported_and_loaded_when_the_disk_answe
     ] {
         assert!(failure.contains(word), "{failure}");
     }
-    // The daemon lives, and says so.
+    // The daemon lives, and reports it.
     assert_eq!(daemon.ask("hello").await.error_code(), "engine_lost");
     assert!(installation.tell(&["status"]).contains("failed"));
     assert!(
@@ -223,7 +223,7 @@ async fn a_good_model_after_a_bad_one_is_loaded_by_a_new_start() {
     assert_eq!(installation.replay().lines().count(), 2);
 }
 
-/// Starts without the model's file: overall health and chat name the engine's failure, and the worker serves.
+/// Starts without the model's file: overall health and chat report the engine's failure, and the worker serves.
 async fn failed_for_want_of_a_file(installation: &Installation) -> super::installation::Daemon<'_> {
     let daemon = installation.start().await;
     daemon
@@ -251,7 +251,7 @@ async fn failed_for_want_of_a_file(installation: &Installation) -> super::instal
     daemon
 }
 
-/// Puts the model where it is expected, in one step as a download does.
+/// Moves the model into place atomically, as a download does.
 fn put_in_place(path: &Path) {
     let demo = Path::new(env!("CARGO_MANIFEST_DIR")).join("deploy/demo-model/demo.gguf");
     let beside = path.with_extension("part");
@@ -292,7 +292,7 @@ async fn a_model_that_was_missing_is_loaded_by_a_command() {
     daemon.end_after(&["the LLM has failed"]).await;
 }
 
-/// Lines of the log that say that the LLM has failed.
+/// Number of log lines reporting a failure of the LLM.
 fn failures(installation: &Installation) -> usize {
     installation
         .log()
@@ -389,7 +389,7 @@ async fn a_model_that_is_cut_while_it_answers_fails_permanently_and_comes_back_w
 async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
     let installation = Installation::new("");
     let path = installation.path("model.gguf");
-    // A link to itself: opening it fails in a way that says nothing of the file.
+    // A link to itself: the error of opening it says nothing about the file.
     std::os::unix::fs::symlink(&path, &path).unwrap();
     installation.configure(&format!("{}{}", budget(256), model(&path, 1024)));
     let daemon = installation.start().await;
@@ -402,7 +402,7 @@ async fn a_file_that_cannot_be_read_now_is_read_again_until_it_can() {
     let status = daemon.until("failed", failed).await;
     assert!(!status.engine.unwrap().failed_permanently);
     let again = |status: &GetStatusResponse| {
-        // The wait has doubled: it has been read more than once.
+        // The backoff has doubled: it has been read more than once.
         let next = status.engine.as_ref().and_then(|engine| engine.next_try);
         next.is_some_and(|left| left.seconds >= 1)
     };

@@ -1,4 +1,4 @@
-//! A neighbour: a process that the daemon does not know, takes real memory in the same budget, and goes again.
+//! An unmanaged process that takes real memory in the same budget, and ends again.
 
 use std::{
     fs,
@@ -14,14 +14,14 @@ use super::{
 };
 use crate::support::speech_is_installed;
 
-/// A budget in which the neighbour only fits when the engine gives way: all but the reserve is in use without it.
+/// A budget in which the neighbour fits only if the engine sheds: without it, all but the reserve is in use.
 const BUDGET: &str =
     "budget: {total: 380MiB, reserve: 64MiB, scope: session, hysteresis: 4MiB, dwell: 300ms, \
                       sample_max: 100ms, fill_rate_max: 400MiB}
 shedding: {reclaim_min: 8MiB}
 ";
 
-/// What the neighbour takes, in MiB: most of what the engine has beyond its floor.
+/// Use by the neighbour, in MiB: most of the engine's memory beyond its floor.
 const NEIGHBOUR: u32 = 160;
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -57,7 +57,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
             .map(|word| (*word).to_owned())
             .collect::<Vec<_>>()
     };
-    // Its Realtime part included.
+    // Including its Realtime part.
     let openai = words(&[
         &format!("{url}/v1"),
         "--brief",
@@ -83,7 +83,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         let mut slowest = Duration::ZERO;
         while !over.load(Ordering::Relaxed) {
             let began = Instant::now();
-            // Its own limit is the second that Home Assistant gives it.
+            // Its own limit is the one second allowed by Home Assistant.
             client.describe().await.unwrap();
             slowest = slowest.max(began.elapsed());
             tokio::time::sleep(Duration::from_millis(20)).await;
@@ -144,7 +144,7 @@ async fn no_client_misses_anything_while_a_neighbour_takes_memory_again_and_agai
         .metric("cotenant_time_to_first_audio_seconds_count")
         .await;
     assert!(aloud.is_some_and(|count| count >= 4.0), "{aloud:?}");
-    // It leaves and does not return, and everything is as before.
+    // It leaves permanently, and everything is restored.
     fs::remove_file(installation.path("come")).unwrap();
     fs::write(installation.path("over"), "").unwrap();
     daemon.until("grown back", whole).await;

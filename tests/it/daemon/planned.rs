@@ -1,4 +1,4 @@
-//! What `cotenant plan` predicts beside what the kernel counts for the daemon.
+//! Predictions of `cotenant plan` compared with the kernel's figures for the daemon.
 
 use std::path::Path;
 
@@ -91,7 +91,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
             assert_eq!(forecast["rehearsal"]["peak"], json!(predicted));
 
             let daemon = installation.start().await;
-            // KV is memory at once, and a load finds the memory of everything else.
+            // KV is resident at once, and a load populates the rest.
             let status = daemon.until("the whole model", whole).await;
             let held: u64 = status.leases.iter().map(|lease| lease.held_bytes).sum();
             assert_eq!(
@@ -99,7 +99,7 @@ async fn the_predicted_memory_of_a_model_is_within_3_percent_of_what_the_kernel_
                 "{name}, {context} tokens: planned and held"
             );
             let measured = anonymous(daemon.pid()).saturating_sub(own);
-            // What is reserved for a process that starts with the first form of an answer.
+            // Reserved for a process that starts with the first form of an answer.
             let predicted = predicted - helper;
             let off = measured.abs_diff(predicted) * 1000 / predicted;
             println!(

@@ -1,4 +1,4 @@
-//! A program of forty lines with none of our code sheds when it is notified, and one that does not is found out.
+//! A forty-line program that sheds on notification without our code, and one that does not.
 
 use std::{path::Path, process::Command};
 
@@ -8,11 +8,11 @@ use super::installation::{Daemon, Installation, anonymous, budget, worker};
 
 const MIB: u64 = 1 << 20;
 
-/// What the worker keeps, and what it can spare.
+/// Memory kept by the worker, and memory that it can spare.
 const KEPT: u64 = 20;
 const SPARE: u64 = 80;
 
-/// Builds the program; `false` where there is no C compiler.
+/// Builds the program; `false` without a C compiler.
 pub(super) fn compiled(at: &Path) -> bool {
     let source = concat!(
         env!("CARGO_MANIFEST_DIR"),
@@ -36,7 +36,7 @@ pub(super) fn compiled(at: &Path) -> bool {
     }
 }
 
-/// A daemon with the one worker in a budget of 160 MiB; `None` without a C compiler.
+/// A daemon with one worker in a budget of 160 MiB; `None` without a C compiler.
 fn installation(watch: &str, deaf: &str) -> Option<Installation> {
     let installation = Installation::new("");
     let program = installation.path("pressure_worker");
@@ -67,7 +67,7 @@ async fn ready(daemon: &Daemon<'_>) -> u32 {
     worker(&status, "cache").pid()
 }
 
-/// Asks for more than is free.
+/// Requests more than is free.
 async fn ask(daemon: &Daemon<'_>) -> Lease {
     let asked = CreateLeaseRequest {
         request_id: "camera".to_owned(),
@@ -96,7 +96,7 @@ async fn sheds_when_it_is_notified(watch: &str) {
     let pid = ready(&daemon).await;
     assert!(anonymous(pid) >= (KEPT + SPARE) * MIB);
     let lease = ask(&daemon).await;
-    // By the kernel, at the moment of the grant.
+    // Measured by the kernel at the time of the grant.
     assert!(anonymous(pid) < (KEPT + 8) * MIB, "{}", anonymous(pid));
     let status = daemon.status().await;
     assert_eq!(worker(&status, "cache").pid(), pid, "it was not stopped");
@@ -111,7 +111,7 @@ async fn sheds_when_it_is_notified(watch: &str) {
         "{}",
         installation.events()
     );
-    // When its space is there again it may have it again.
+    // Once there is room again, it may reallocate.
     installation.tell(&["leases", "release", &lease.name]);
     daemon
         .until("its space is booked again", |status| {

@@ -1,4 +1,4 @@
-//! What people read, word by word.
+//! Snapshots of output for people.
 
 use crate::weights::Weights as _;
 use candle_core::quantized::GgmlDType;
@@ -9,7 +9,7 @@ use cotenant::engine::{
 
 use super::installation::{Installation, asr, budget, demo_model, model, said, tts};
 
-/// A command with all that it printed and its exit code; what differs between two runs is replaced.
+/// A command with its complete output and exit code; parts that vary between runs are replaced.
 fn shown(installation: &Installation, arguments: &[&str]) -> String {
     let output = installation.run(arguments);
     let folder = installation.path("").display().to_string();
@@ -23,7 +23,7 @@ fn shown(installation: &Installation, arguments: &[&str]) -> String {
     text.replace(folder.trim_end_matches('/'), "FOLDER")
 }
 
-/// `llm:` with a model whose figures do not change when the demo model is trained again.
+/// `llm:` with a model whose figures do not change when the demo model is retrained.
 fn synthetic(installation: &Installation, context: u32) -> String {
     let path = installation.path("model.gguf");
     Synthetic {
@@ -72,7 +72,7 @@ fn a_configuration_that_is_checked() {
         machine.starts_with("this machine\n") && machine.contains("  cuda: "),
         "{machine}"
     );
-    // What this machine has at the moment is another figure each time.
+    // Current figures of this machine vary.
     let rest: String = rest
         .lines()
         .map(|line| {
@@ -91,10 +91,10 @@ fn a_configuration_that_is_checked() {
 fn configurations_that_hardly_or_never_work() {
     let installation = Installation::new("");
     let speech = format!("workers:\n{}{}", tts(), asr());
-    // A worker that can never be granted what it needs.
+    // A worker whose memory can never be granted.
     installation.configure(&format!("{}{speech}", budget(60)));
     let alone = shown(&installation, &["check", "cotenant.yaml"]);
-    // Each one can, and all of them together can less and less.
+    // Each can be granted, and all of them together less and less often.
     let small = |text: String| text.replace("110MiB, peak: 116MiB", "80MiB, peak: 88MiB");
     let twice = format!("{speech}{}", asr().replace("name: asr\n", "name: asr2\n"));
     let verdicts: Vec<String> = [(157, &speech), (127, &twice), (100, &twice)]
@@ -115,8 +115,9 @@ fn configurations_that_hardly_or_never_work() {
     insta::assert_snapshot!(format!("{alone}\n{}", verdicts.join("\n")));
 }
 
-/// Every verb that prints data, except those that measure for a minute (`bench`, `calibrate`, `demo`), those that run until they
-/// are ended (`serve`, `top`, `hold`, `worker`), `why`, whose line has to be a decision, and `talk`, which needs speech workers.
+/// Every verb that prints data, except those that measure for a minute (`bench`, `calibrate`, `demo`), those that run
+/// until they are ended (`serve`, `top`, `hold`, `worker`), `why`, whose line must be a decision, and `talk`, which
+/// needs speech workers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn every_verb_that_prints_data_prints_json() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(192)));
@@ -153,7 +154,7 @@ async fn every_verb_that_prints_data_prints_json() {
                     .collect();
             let values = values
                 .unwrap_or_else(|error| panic!("{verb:?} -o {form}: {error}: {}", said(&output)));
-            // 4: reached and refused, or there is nothing to explain; why is said on stderr.
+            // 4: reached and refused, or nothing to explain; the reason is on stderr.
             let least = match output.status.code() {
                 Some(0) => 1,
                 Some(4) => 0,

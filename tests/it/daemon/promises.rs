@@ -1,4 +1,4 @@
-//! Figures that are promised of the program as it ships.
+//! Promised figures of the program as shipped.
 
 use std::{
     fs,
@@ -10,7 +10,7 @@ use cotenant::engine::synthetic::{Synthetic, TypeMix};
 
 use super::installation::{Installation, PROGRAM, budget, demo_model, said};
 
-/// What a daemon without a model may hold resident, in KiB.
+/// Largest resident set of a daemon without a model, in KiB.
 const RSS_MAX_KIB: u64 = 12 * 1024;
 
 fn rss_kib(pid: u32) -> u64 {
@@ -22,14 +22,15 @@ fn rss_kib(pid: u32) -> u64 {
     line.trim().trim_end_matches("kB").trim().parse().unwrap()
 }
 
-/// What a daemon of `program` with default settings holds at rest, and after it has served its clients for a while, in KiB.
+/// Resident set of a daemon of `program` with default settings, at rest, and after it has served clients for a while,
+/// in KiB.
 async fn resident(program: &str) -> (u64, u64) {
     let mut installation = Installation::new("");
     program.clone_into(&mut installation.program);
     let daemon = installation.start().await;
     installation.tell(&["status"]);
-    // It lets go of what the start needed about four seconds after its listeners have opened, and what its timers need comes
-    // back within a second: the most of what it has from then on counts.
+    // Start-up memory is released about four seconds after its listeners have opened, and memory used by its timers
+    // returns within a second: the maximum from then on counts.
     let started = rss_kib(daemon.pid());
     let deadline = Instant::now() + Duration::from_secs(10);
     while rss_kib(daemon.pid()) + 1024 > started && Instant::now() < deadline {
@@ -66,7 +67,7 @@ fn release() -> Option<String> {
     release
 }
 
-/// The best of some turns: what else the machine does only makes it longer.
+/// The fastest of several turns: other activity of the machine only prolongs a turn.
 fn quickest(turns: u32, mut turn: impl FnMut()) -> Duration {
     let times = (0..turns).map(|_| {
         let began = Instant::now();
@@ -101,7 +102,7 @@ fn a_model_with_a_whole_vocabulary_is_planned_within_100_ms() {
     );
 }
 
-/// Ticks of 10 ms that a process has computed for.
+/// CPU time of a process in ticks of 10 ms.
 fn ticks(pid: u32) -> u64 {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap();
     let (_, fields) = stat.rsplit_once(") ").unwrap();
@@ -121,14 +122,14 @@ async fn an_idle_daemon_takes_a_thousandth_of_a_core() {
     let mut installation = Installation::new("");
     installation.program = release;
     let daemon = installation.start().await;
-    // Past what the start does, and its first trim.
+    // After the work of the start and its first trim.
     tokio::time::sleep(Duration::from_secs(6)).await;
     let before = ticks(daemon.pid());
     tokio::time::sleep(Duration::from_secs(20)).await;
     let used = ticks(daemon.pid()) - before;
     daemon.end().await;
     println!("release build: {used} ticks of 10 ms in 20 s");
-    // 0.1 % of 20 s are 20 ms; one tick more is what their counting may be off by.
+    // 0.1 % of 20 s are 20 ms; one tick more is the counting error.
     assert!(used <= 3, "{used} ticks of 10 ms in 20 s, 2 are promised");
 }
 
@@ -150,7 +151,7 @@ async fn the_status_comes_within_50_ms_while_memory_is_shed() {
             .stdout(std::process::Stdio::null())
             .spawn()
             .unwrap();
-        // From the order to its end, each look.
+        // Every poll from the order to its end.
         while shed.try_wait().unwrap().is_none() {
             longest = longest.max(quickest(3, || drop(installation.tell(&["status"]))));
         }

@@ -1,4 +1,4 @@
-//! The program with a published model: forms, tools and sheds by each API, as clients see them.
+//! A published model in the daemon: forms, tools and sheds through each API.
 
 use cotenant::rpc::v1::ShedRequest;
 use serde_json::{Value, json};
@@ -19,7 +19,7 @@ fn configuration(context: u32) -> Option<String> {
     ))
 }
 
-/// Schemas of the kinds that clients send, and a question that each suits.
+/// Schemas as sent by clients, each with a suitable question.
 fn forms() -> Vec<(&'static str, Value)> {
     vec![
         (
@@ -73,7 +73,7 @@ fn forms() -> Vec<(&'static str, Value)> {
     ]
 }
 
-/// Whether a value keeps one of [`forms`]: the keywords that occur there.
+/// Whether a value satisfies one of [`forms`]: limited to their keywords.
 fn keeps(value: &Value, schema: &Value, root: &Value) -> bool {
     if let Some(name) = schema["$ref"].as_str() {
         return keeps(
@@ -130,7 +130,7 @@ async fn ask(daemon: &Daemon<'_>, path: &str, body: Value) -> Value {
     answer.json()
 }
 
-/// An item of a list whose field `type` is this.
+/// The list item with this `type`.
 fn of_type<'list>(list: &'list Value, kind: &str) -> &'list Value {
     let mut items = list.as_array().unwrap().iter();
     items
@@ -304,7 +304,7 @@ async fn a_published_model_calls_the_tool_that_is_forced_by_each_api() {
             "{call}"
         );
     }
-    // Ollama cannot force a tool: one that is offered leaves the model its choice, and a call comes as a call.
+    // Ollama cannot force a tool: an offered one leaves the model its choice, and a call is returned as a call.
     let ollama = ask(&daemon, "/api/chat", json!({
         "model": "demo", "stream": false, "options": {"temperature": 0, "num_predict": 200}, "messages": messages, "tools": [function],
     }))
@@ -314,7 +314,7 @@ async fn a_published_model_calls_the_tool_that_is_forced_by_each_api() {
     daemon.end().await;
 }
 
-/// Sheds while it answers, and an answer with layers streamed: the same text each time.
+/// Sheds during an answer, and an answer with streamed layers: identical text each time.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_published_model_gives_memory_while_it_answers_and_says_the_same() {
     let Some(configuration) = configuration(4096) else {
@@ -337,7 +337,7 @@ async fn a_published_model_gives_memory_while_it_answers_and_says_the_same() {
     let first = said(&ask(&daemon, "/v1/chat/completions", body.clone()).await);
     assert!(first.len() > 100, "{first}");
     let mut fewest = full.layers_resident;
-    // The second asks for more than the whole KV cache, so that layers go.
+    // The second request exceeds the whole KV cache, so that layers are shed.
     let more_than_kv = (full.kv_capacity_bytes >> 20) + 16;
     for mib in [40, more_than_kv, 40] {
         let request = ShedRequest {
@@ -362,7 +362,7 @@ async fn a_published_model_gives_memory_while_it_answers_and_says_the_same() {
         "{fewest} of {} layers are resident",
         full.layers_total
     );
-    // Streaming what is not resident.
+    // Streaming the layers that are not resident.
     assert_eq!(
         said(&ask(&daemon, "/v1/chat/completions", body).await),
         first

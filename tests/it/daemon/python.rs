@@ -1,4 +1,4 @@
-//! The Python helper of one file, with the example of `docs/clients/leases.md`.
+//! The single-file Python helper, with the example of `docs/clients/leases.md`.
 
 use std::{path::Path, process::Stdio};
 
@@ -16,7 +16,7 @@ const MIB: u64 = 1 << 20;
 const EXAMPLE: &str = include_str!("../../clients/lease_example.py");
 const DOCUMENT: &str = include_str!("../../../docs/clients/leases.md");
 
-/// Refused with its reason; granted, resized, given back.
+/// Refused with its reason; granted, resized, released.
 const SHORT: &str = r#"
 import cotenant
 try:
@@ -29,7 +29,7 @@ with cotenant.lease("small", min="4MiB") as lease:
 print(lease.ended)
 "#;
 
-/// Heard nothing for nearly all of a term, whose third is far away.
+/// Silence for nearly a whole term, whose third is far away.
 const AWAY: &str = r#"
 import queue, time
 import cotenant
@@ -41,7 +41,7 @@ lease._pulse()
 print(lease.ended, say.qsize())
 "#;
 
-/// No server answers: one stream after the other ends at once.
+/// No server replies: one stream after another ends at once.
 const STREAMS: &str = r#"
 import threading, time
 import cotenant
@@ -125,7 +125,7 @@ async fn the_lease_in_python_shrinks_when_reported_and_ends_when_the_supervisor_
             .unwrap()
     };
     assert_eq!(next().await, format!("holds {}", 140 * MIB));
-    // It holds on for more than a term, by its stream.
+    // It holds on for more than a term through its stream.
     daemon
         .until("it is measured", |status| {
             status

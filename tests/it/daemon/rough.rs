@@ -1,4 +1,4 @@
-//! Rough treatment: folders and files of others, few threads, listeners for all users.
+//! Adverse environments: foreign folders and files, few threads, listeners for all users.
 
 use std::{
     fs,

@@ -1,4 +1,4 @@
-//! Wyoming servers of other people as managed workers: started, ready by their own `describe`, measured, ended.
+//! Third-party Wyoming servers as managed workers: started, ready, measured, ended.
 
 use std::{collections::BTreeMap, path::PathBuf};
 
@@ -7,8 +7,8 @@ use cotenant::speech::client::{ClientTimeouts, Endpoint, WyomingClient};
 use super::installation::{Installation, budget, workers_ready};
 use crate::support::fixture;
 
-/// Names of workers with their role and command line; `{DATA}` stands for an empty folder. Each starts without a model
-/// of its own, but for Whisper, which gets one of random weights: `{MODEL}`.
+/// Names of workers with their role and command line; `{DATA}` is replaced by an empty folder. Each starts without a
+/// model of its own, except Whisper, which gets one of random weights: `{MODEL}`.
 const SERVERS: [(&str, &str, &str); 4] = [
     (
         "wyoming-faster-whisper",
@@ -28,7 +28,7 @@ const SERVERS: [(&str, &str, &str); 4] = [
     ("wyoming_porcupine1", "other", "--uri, \"unix://${SOCKET}\""),
 ];
 
-/// `python -m` for those that bring no command.
+/// `python -m` for servers without a command.
 fn command(venv: &str, name: &str) -> Option<String> {
     let bin = PathBuf::from(venv).join("bin");
     if bin.join(name).is_file() {
@@ -43,7 +43,7 @@ fn command(venv: &str, name: &str) -> Option<String> {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn servers_of_other_people_start_and_say_what_they_are() {
-    // They pin different versions of the protocol's package, so that each may need an environment of its own.
+    // They pin different versions of the protocol's package, so each may need a separate environment.
     let Ok(venvs) = std::env::var("COTENANT_WYOMING_SERVERS") else {
         println!(
             "left out: COTENANT_WYOMING_SERVERS is not set (environments with Wyoming servers, separated by colons)"
@@ -112,7 +112,7 @@ async fn servers_of_other_people_start_and_say_what_they_are() {
             program["name"], program["version"], worker.pid
         );
     }
-    // What it hears with random weights is anything; that it hears is what counts.
+    // A transcript by random weights is arbitrary; only its existence matters.
     if commands.contains_key("wyoming-faster-whisper") {
         let silence =
             cotenant::speech::audio::MonoAudio::new(16_000, crate::support::voiced(16_000));

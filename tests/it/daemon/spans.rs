@@ -1,4 +1,4 @@
-//! Spans of requests, as a collector gets them.
+//! Spans of requests, as received by a collector.
 
 use std::{
     collections::BTreeMap,
@@ -37,7 +37,7 @@ use crate::{
     support::{PATIENCE, speech_is_installed},
 };
 
-/// Passes on what it gets.
+/// Forwards its input.
 struct Collector(mpsc::UnboundedSender<ExportTraceServiceRequest>);
 
 #[tonic::async_trait]
@@ -114,7 +114,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
         ("traceparent", parent.as_str()),
     ];
     let mut spans: Vec<Span> = Vec::new();
-    // An answer may be over before the shed is.
+    // An answer may end before the shed does.
     let chat = 'shed: loop {
         let mut connection = Connection::open(daemon.http).await;
         connection
@@ -224,7 +224,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
         shed["cotenant.bytes"].parse::<u64>().unwrap() >= 1 << 16,
         "{shed:?}"
     );
-    // Another client's trace is another one, and what only looks is none.
+    // Another client's trace is separate, and read-only requests have none.
     assert_eq!(daemon.ask("hello").await.status, 200);
     let mut later = Vec::new();
     while !later
@@ -255,7 +255,7 @@ async fn a_chat_is_a_trace_with_the_sheds_that_happen_in_it() {
     serving.abort();
 }
 
-/// As a client with a trace of its own asks for the stages of one turn.
+/// As a client with its own trace requests the stages of one turn.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_stages_of_a_turn_are_spans_of_its_trace() {
     if !speech_is_installed() {
@@ -437,7 +437,7 @@ async fn a_collector_that_hangs_or_refuses_keeps_no_request_waiting() {
     let daemon = installation.start().await;
     daemon.whole().await;
 
-    // It takes the batch and says nothing.
+    // It accepts the batch without a reply.
     assert_eq!(daemon.ask("hello").await.status, 200);
     let (mut hung, _) = timeout(PATIENCE, listener.accept())
         .await

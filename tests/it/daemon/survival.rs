@@ -1,4 +1,4 @@
-//! What a daemon that is killed leaves to the next one.
+//! State that a killed daemon leaves to the next one.
 
 use std::fs;
 
@@ -74,7 +74,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
     daemon.kill();
 
     let daemon = installation.start().await;
-    // From the first answer on: what was promised before is not promised again.
+    // From the first reply on: granted memory is not granted again.
     assert_eq!(
         held(&daemon).await,
         [("kept".to_owned(), 24), ("silent".to_owned(), 8)]
@@ -130,7 +130,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
         .await
         .unwrap_err();
     assert_eq!(refused.code(), Code::FailedPrecondition, "{refused}");
-    // The one that is not renewed ends by its term, and does not come back.
+    // The lease that is not renewed expires by its term, and does not return.
     tokio::time::timeout(PATIENCE, async {
         while held(&daemon).await.len() > 1 {
             tokio::time::sleep(std::time::Duration::from_millis(20)).await;
@@ -143,7 +143,7 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
         .renew_lease(renewal(&silent))
         .await
         .unwrap_err();
-    // The same request again is the same lease, also in the second run after it was granted.
+    // An identical request is the same lease, also in the second run after the grant.
     daemon.kill();
     let daemon = installation.start().await;
     let again = lease(&daemon, "kept", 24, 20).await;
@@ -157,11 +157,11 @@ async fn leases_go_on_for_a_term_and_those_that_have_ended_stay_so() {
         .renew_lease(renewal(&silent))
         .await
         .unwrap_err();
-    // New ones get new numbers.
+    // New leases get new numbers.
     let new = lease(&daemon, "new", 4, 20).await;
     assert!(new.generation > kept.generation && new.name != silent.name);
     daemon.end().await;
-    // An orderly end does not take from a tenant what it holds.
+    // A clean end does not revoke a tenant's lease.
     let daemon = installation.start().await;
     assert_eq!(
         held(&daemon).await,
@@ -193,7 +193,7 @@ async fn a_worker_that_ends_after_it_was_taken_over_is_noticed_and_started_again
         "{}",
         ballast.last_exit
     );
-    // Its certificate is written as soon as that of any other.
+    // Its certificate is written as soon as any other.
     let certificates = installation.json(&["postmortem", "ballast"]);
     let certificate = &certificates[0];
     assert_eq!(certificate["pid"], before[0]);
@@ -232,7 +232,7 @@ async fn a_worker_writes_on_while_its_output_is_not_read_and_the_next_supervisor
     daemon.kill();
     let log = installation.log().len();
     let daemon = installation.start().await;
-    // Ready at once, though its line was read by the supervisor before.
+    // Ready at once, although the previous supervisor had consumed its line.
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
     eventually("it is heard again", || {
         installation.log()[log..].contains("tick")
@@ -252,7 +252,7 @@ async fn a_worker_whose_only_sign_may_have_been_read_before_is_not_ended_for_wan
     let daemon = installation.start().await;
     let before = pids(&daemon.until("ready", workers_ready).await);
     daemon.kill();
-    // Killed after it had read the line and before it had written that down.
+    // Killed after it had read the line and before it had recorded that.
     fs::remove_file(installation.path("run/book")).unwrap();
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), before);
@@ -273,7 +273,7 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     ));
     let daemon = installation.start().await;
     let workers = pids(&daemon.whole().await);
-    // While the engine measures itself, it has given up a part of its layers.
+    // During its calibration, the engine has released a part of its layers.
     daemon
         .until("it has measured itself", |status| {
             let engine = status.engine.as_ref();
@@ -281,13 +281,13 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
         })
         .await;
     let (pid, full) = (daemon.pid(), anonymous(daemon.pid()));
-    // A loop that comes back in time goes on, and grows back what was shed.
+    // A loop that resumes in time continues, and regrows the shed memory.
     let frozen = Frozen::thread(pid, "control");
     eventually("the stall is noticed", || {
         installation.log().contains("has not run for 1.75 s")
     })
     .await;
-    // Its layers; the KV cache has hardly been touched.
+    // Its layers; the KV cache is mostly untouched.
     eventually("the engine has shed without the loop", || {
         anonymous(pid) + (3 << 20) < full
     })
@@ -302,7 +302,7 @@ async fn a_stalled_loop_sheds_and_is_restarted_with_its_workers() {
     })
     .await;
     daemon.whole().await;
-    // One that does not come back ends the daemon, and nothing else.
+    // A loop that does not resume ends the daemon, and nothing else.
     let frozen = Frozen::thread(pid, "control");
     let code = daemon.ends().code();
     frozen.thaw();
@@ -322,7 +322,7 @@ async fn a_worker_of_ours_that_is_never_taken_over_gives_its_memory_back() {
     ));
     let daemon = installation.start().await;
     let workers = pids(&daemon.until("ready", workers_ready).await);
-    // A daemon in between keeps it.
+    // An intermediate daemon keeps it.
     daemon.kill();
     let daemon = installation.start().await;
     assert_eq!(pids(&daemon.until("ready", workers_ready).await), workers);

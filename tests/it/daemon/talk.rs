@@ -32,7 +32,7 @@ async fn a_stream_says_what_the_answer_in_one_piece_says() {
         );
     }
     assert_eq!(text, whole);
-    // And over gRPC, with the command line: its tokens are counted as those over HTTP are.
+    // And over gRPC, with the command line: its tokens are counted like those over HTTP.
     let counted = async || {
         let mut counts = Vec::new();
         for kind in ["prompt", "completion"] {
@@ -57,7 +57,7 @@ async fn an_answer_differs_each_time_and_repeats_with_its_seed() {
     let installation = Installation::new(&format!("{}{}", budget(128), demo_model(4096)));
     let daemon = installation.start().await;
     daemon.whole().await;
-    // The small model is sure of what it was taught; of these letters it is not.
+    // The small model is certain about its training text, but not about these letters.
     let openai = json!({"model": "demo", "prompt": "zq ", "max_tokens": 12});
     let ollama = json!({"model": "demo", "prompt": "zq ", "raw": true, "stream": false, "options": {"num_predict": 12}});
     for (path, body, text, seed) in [
@@ -105,7 +105,7 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     if !speech_is_installed() {
         return;
     }
-    // Room for everything but the large vocabulary beside the whole engine.
+    // Room for everything except the large vocabulary beside the whole engine.
     let installation = Installation::new(&format!(
         "{}{}workers:\n{}{}",
         budget(192),
@@ -122,7 +122,7 @@ async fn speech_in_gives_speech_out_before_and_after_a_change_of_size() {
     assert_eq!(heard.json()["text"], COMMAND, "{}", heard.text());
     let answer = content(&daemon.ask(COMMAND).await);
 
-    // The large vocabulary needs memory of the engine's.
+    // The large vocabulary needs memory of the engine.
     let (resized, disturbed) = tokio::join!(
         async {
             let installation = &installation;

@@ -1,4 +1,4 @@
-//! Workers of a daemon that rest, wake, outgrow their bounds, fail while memory is short, and speak HTTP.
+//! Workers that rest, wake, exceed bounds, fail under memory shortage, and use HTTP.
 
 use std::{
     path::Path,
@@ -27,7 +27,7 @@ fn http_worker(name: &str, role: &str, protocol: &str, further: &str) -> String 
     )
 }
 
-/// An entry of `workers:`: one that takes so much memory, with further keys.
+/// An entry of `workers:`: one that takes this much memory, with further keys.
 fn taker(name: &str, takes_mib: u32, declared: &str, further: &str) -> String {
     format!(
         "  - name: {name}
@@ -100,14 +100,14 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
             (spoken.status, spoken.header("content-type")),
             (200, "audio/wav")
         );
-        // The tone is 0.1 s of 22 050 Hz and comes in the listener's own rate, which is higher; no byte of it is lost.
+        // The tone is 0.1 s of 22 050 Hz and arrives in the listener's higher rate; no byte of it is lost.
         assert!(
             spoken.body.len() > 22_050 / 10 * 2,
             "{} bytes",
             spoken.body.len()
         );
 
-        // What goes wrong with one request is asked to its client, and the next is served.
+        // A failed request is reported to its client, and the next is served.
         for (text, reason) in [
             ("fail", "no memory for that voice"),
             ("garbage", "its audio is not WAV"),
@@ -120,7 +120,7 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
             );
             assert!(answer.text().contains(reason), "{}", answer.text());
         }
-        // Audio that breaks off is not taken for its end.
+        // Truncated audio is not taken for complete.
         let cut = daemon.speak("cut").await;
         assert!(
             cut.status == 503 || !cut.complete,
@@ -133,7 +133,7 @@ async fn workers_that_speak_http_are_reached_through_the_same_listeners() {
     }
 }
 
-/// An installation whose voice sleeps when it has had nothing to do for a second.
+/// An installation whose voice sleeps after a second of idleness.
 fn sleepy_installation() -> Installation {
     let rest = "    idle: {stop_after: 1s}\n    wake_timeout: 30s\n";
     Installation::new(&format!(
@@ -157,7 +157,7 @@ async fn a_worker_sleeps_when_it_has_nothing_to_do_and_a_request_wakes_it() {
     let status = daemon.until("it sleeps", asleep).await;
     assert_eq!(worker(&status, "mouth").failures, 0);
 
-    // Many at once: one start serves them all.
+    // Many at once: a single start serves them all.
     let answers = futures_util::future::join_all((0..4).map(|_| daemon.speak("hello"))).await;
     for answer in answers {
         assert_eq!(answer.status, 200, "{}", answer.text());
@@ -220,7 +220,7 @@ async fn a_worker_that_outgrows_its_bounds_is_started_again() {
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
-    // 120 MiB of budget. The neighbour takes 80 without a lease, so that the reader cannot come back.
+    // 120 MiB of budget. The neighbour takes 80 without a lease, so that the reader cannot restart.
     let installation = Installation::new(&format!(
         "{}workers:\n{}{}",
         budget(120),
@@ -245,7 +245,7 @@ async fn a_crash_while_memory_is_short_is_not_answered_by_a_loop_of_starts() {
             worker(status, "neighbour").state() == WorkerState::Ready
         })
         .await;
-    // It may have been stopped for the pressure already; else it dies now, as by a failed allocation.
+    // It may already have been stopped for the pressure; otherwise it dies now, as after a failed allocation.
     let _ = kill(pid_of(before), Signal::SIGKILL);
     let waits = |status: &GetStatusResponse| {
         let (state, resting) = state_of(status, "reader");
@@ -372,7 +372,7 @@ async fn check_shows_each_worker_as_it_would_be_started() {
     );
     assert!(!Path::new(&socket).exists(), "nothing was started");
 
-    // What cannot be started is reported, with an exit code.
+    // A start failure is reported, with an exit code.
     installation.configure(&format!(
         "{}workers: [{{name: a, argv: [x], memory: {{steady: 1MiB}}, user: no-such-user}}]\n",
         budget(64)
@@ -387,7 +387,7 @@ async fn check_shows_each_worker_as_it_would_be_started() {
     assert!(Path::new(PROGRAM).exists());
 }
 
-/// A lease whose request ends soon when it is not granted.
+/// A lease whose request soon ends if it is not granted.
 fn asks(tenant: &str, class: LeaseClass, mib: u64, seconds: i64) -> CreateLeaseRequest {
     CreateLeaseRequest {
         request_id: format!("{tenant} asks for {mib}"),
@@ -412,7 +412,7 @@ async fn the_memory_of_a_worker_that_sleeps_is_kept_and_it_is_back_in_time() {
     let installation = sleepy_installation();
     let daemon = installation.start().await;
     daemon.until("it sleeps", asleep).await;
-    // 60 MiB are its peak: 100 of 128 would take its way back, and 40 do not.
+    // Its peak is 60 MiB: 100 of 128 would prevent its restart, and 40 do not.
     let mut leases = daemon.leases();
     let denied = leases
         .create_lease(asks("thief", LeaseClass::Batch, 100, 0))
@@ -450,7 +450,7 @@ async fn a_worker_becomes_smaller_before_it_is_stopped() {
     let daemon = installation.start().await;
     let before = daemon.until("ready", workers_ready).await;
     installation.tell(&["resize", "asr", "open", "--wait", "15s", "--timeout", "20s"]);
-    // 116 MiB of 160 are held: 80 come of its vocabulary, and then no more but of its end.
+    // 116 MiB of 160 are held: 80 can be reclaimed from its vocabulary, and more only by ending it.
     let mut leases = daemon.leases();
     leases
         .create_lease(asks("voice", LeaseClass::Interactive, 80, 15))
@@ -523,12 +523,12 @@ async fn a_worker_with_a_lease_of_its_own_is_the_only_one_to_ask_for_it() {
         installation.json(&["leases"])
     );
 
-    // Another process of the same user asks by its name.
+    // Another process of the same user requests its name.
     let denied = denied_the_name(&daemon, "vision").await;
     assert!(denied.contains("it is a worker, process "), "{denied}");
     assert_eq!(held().len(), 1);
 
-    // With it goes its lease; the next one asks again.
+    // Its lease ends with it; the next one requests again.
     kill(pid_of(pid), Signal::SIGKILL).unwrap();
     let status = daemon
         .until("another one is ready", |status| {
@@ -539,7 +539,7 @@ async fn a_worker_with_a_lease_of_its_own_is_the_only_one_to_ask_for_it() {
     daemon.end().await;
 }
 
-/// The figures of a board with 15 656 MiB, in MiB of which a hundred are one here: TTS 238 and 97 more with its first
+/// The figures of a board with 15 656 MiB, one MiB here for a hundred there: TTS 238 and 97 more with its first
 /// sentence, ASR 1936 with a peak of 1092 more.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
@@ -575,7 +575,7 @@ async fn orin_nx_v080_ends_well_in_either_order_of_starts() {
     }
 }
 
-/// The LLM is gone, the voice grows into its place and keeps it, and the LLM has to come back.
+/// The LLM is gone, the voice grows into its place and keeps it, and the LLM must be reloaded.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     let installation = Installation::new("");
@@ -604,7 +604,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
         })
         .await;
     let pid = worker(&status, "tts").pid.unwrap();
-    // No supervisor is there to see it grow.
+    // No supervisor observes its growth.
     daemon.kill();
     crate::support::eventually("it has grown far beyond its lease", || {
         super::installation::anonymous(pid) > 100 << 20
@@ -612,7 +612,7 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     .await;
 
     let daemon = installation.start().await;
-    // Either may be first: the LLM back, or the voice found to be far too large.
+    // In either order: the LLM reloaded, or the voice found to be far too large.
     let status = daemon
         .until(
             "the LLM is whole, beside a voice that was started again",
@@ -635,8 +635,8 @@ async fn zoe_outage_ends_with_the_llm_back_and_the_voice_beside_it() {
     installation.replay();
 }
 
-/// Or its memory would be taken off each sample twice, once with its worker and once with its lease.
-/// Why this process, which is no worker, gets no lease by a worker's name.
+/// Reason why this process, which is not a worker, gets no lease under a worker's name: its memory would be subtracted
+/// twice from each sample, with its worker and with its lease.
 async fn denied_the_name(daemon: &Daemon<'_>, worker: &str) -> String {
     let asked = asks(worker, LeaseClass::Interactive, 10, 0);
     let denied = daemon.leases().create_lease(asked).await.unwrap_err();
@@ -695,9 +695,9 @@ async fn a_process_of_a_worker_has_no_lease_by_another_name_and_no_tenant_has_on
         "{status:?}"
     );
 
-    // It is not ready, and its name is its own all the same.
+    // It is not ready, but its name is already reserved.
     let denied = denied_the_name(&daemon, "vision").await;
-    // Whether its process is there yet or not.
+    // Whether its process exists yet or not.
     assert!(denied.contains("it is a worker, "), "{denied}");
     assert!(denied.ends_with(" is not of it"), "{denied}");
     std::fs::write(installation.path("go"), "").unwrap();

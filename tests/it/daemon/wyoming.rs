@@ -1,4 +1,4 @@
-//! The Wyoming listener of the whole program, with real workers, a real engine, and workers that lie.
+//! The Wyoming listener with real workers, a real engine, and non-compliant workers.
 
 use std::time::{Duration, Instant};
 
@@ -43,7 +43,7 @@ async fn a_new_utterance_ends_the_answer_at_once_and_the_engine_is_free() {
         end_stage: "handle".to_owned(),
     };
     client.say(Event::RunPipeline(wanted)).await;
-    // Should it be reported before it can be interrupted, the next one is.
+    // If it is reported before it can be interrupted, the next one is.
     for _ in 0..20 {
         client.say(asks("tell me a story")).await;
         client.until("handled-chunk").await;
@@ -138,7 +138,7 @@ async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_i
         b"{\"type\":\"error\",\"data\":{\"text\":\"no such thing\",\"code\":\"odd\"}}\n".to_vec(),
         [&start[..], &chunk[..], b"\x01\x00\x02\x00", &stop[..]].concat(),
     ];
-    // The test itself is what listens where the worker should.
+    // The test itself listens in place of the worker.
     let _ = std::fs::remove_file(&socket);
     let listener = UnixListener::bind(&socket).unwrap();
     let (says, answer) = tokio::sync::watch::channel(Vec::new());
@@ -169,7 +169,7 @@ async fn a_worker_that_answers_garbage_is_reported_to_that_client_and_the_next_i
             client.reader.next().await.unwrap().is_none(),
             "it is not closed"
         );
-        // A listener that was lied to is open.
+        // A misinformed listener stays open.
         let listener = WyomingClient::new(
             Endpoint::Unix(wyoming_socket(&installation)),
             ClientTimeouts::default(),
@@ -246,7 +246,7 @@ async fn a_recording_is_said_and_answered_from_the_command_line() {
 async fn idle_connections_by_the_dozen_do_not_delay_describe() {
     let installation = Installation::new(&format!("{}{LISTENER}", budget(64)));
     let daemon = installation.start().await;
-    // More than there are places.
+    // More than there are slots.
     let mut idle = Vec::new();
     for _ in 0..40 {
         idle.push(
@@ -255,7 +255,7 @@ async fn idle_connections_by_the_dozen_do_not_delay_describe() {
                 .unwrap(),
         );
     }
-    // Its own limit is the second that Home Assistant gives it.
+    // Its own limit is the one second allowed by Home Assistant.
     let client = WyomingClient::new(
         Endpoint::Unix(wyoming_socket(&installation)),
         ClientTimeouts::default(),

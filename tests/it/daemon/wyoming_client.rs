@@ -1,4 +1,4 @@
-//! A client of the Wyoming listener that sends what it likes.
+//! A client of the Wyoming listener that sends arbitrary frames.
 
 use std::path::PathBuf;
 
@@ -17,12 +17,12 @@ use crate::support::PATIENCE;
 /// `wyoming:` on a socket in the installation.
 pub(super) const LISTENER: &str = "wyoming: {listen: [\"unix://{FOLDER}/wyoming.sock\"]}\n";
 
-/// Where that is.
+/// Path of that socket.
 pub(super) fn wyoming_socket(installation: &Installation) -> PathBuf {
     installation.path("wyoming.sock")
 }
 
-/// One connection to it.
+/// A connection to it.
 pub(super) struct Client {
     pub(super) reader: FrameReader<OwnedReadHalf>,
     pub(super) writer: OwnedWriteHalf,

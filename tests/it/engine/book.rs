@@ -1,4 +1,4 @@
-//! The book of the engine: what is on it, what the kernel has, what is released and what the page cache keeps.
+//! The engine's ledger compared with kernel figures, releases and the page cache.
 
 use std::{
     fs::OpenOptions,
@@ -71,11 +71,11 @@ fn shed_and_grow(path: &Path, threads: usize) {
     }
 }
 
-/// The book, our own count and the kernel's agree.
+/// The ledger, our own count and the kernel's agree.
 fn check_book(model: &Model, shape: &ModelShape) {
     let held = model.breakdown();
     let planned = shape.plan_bytes(model.plan());
-    // Stated rounding: activation buffers are whole pages, and the header is counted to the byte.
+    // Stated rounding: activation buffers are whole pages, and the header is counted exactly.
     let rounding = Bytes::from_kib(15 * 4);
     assert!(
         held.total <= planned && planned <= held.total + rounding,
@@ -83,7 +83,7 @@ fn check_book(model: &Model, shape: &ModelShape) {
     );
     assert_eq!(held.kv_untouched, model.untouched());
     let resident = model.kernel_resident();
-    // A block whose first tokens are there has pages that they do not reach.
+    // The pages of a partly filled block are not all touched.
     let last = shape.kv.block_bytes(KvType::F16).round_up(shape.kv.granule);
     let used = held.used() - held.header;
     assert!(
@@ -110,11 +110,11 @@ fn a_model_computes_the_same_while_memory_is_found_for_its_ring_and_is_on_the_bo
         assert_eq!(model.forward(&PROMPT, &mut go()).unwrap()[..], expected[..]);
         model.settle();
         check_book(&model, &model.shape().clone());
-        // What is given up at any time is given up as a whole.
+        // Units that are released at any time are released as a whole.
         let mut model = Model::begin(&file.path, &nothing, &options(2)).unwrap();
         let all = plan(0..5, 64, 4);
         model.apply(&all).unwrap();
-        // The state and the workspace are as they were.
+        // The state and the workspace are unchanged.
         model.settle();
         check_book(&model, &model.shape().clone());
         assert_eq!(model.forward(&PROMPT, &mut go()).unwrap()[..], expected[..]);
@@ -177,7 +177,7 @@ fn kv_capacity_is_leased_at_once_touched_by_tokens_and_given_back_in_whole_pages
     );
     assert!(report.freed <= report.asked && report.freed > Bytes::ZERO);
 
-    // What comes back is empty, and counts from the start.
+    // Regrown memory is empty, and counts from the start.
     tokens.truncate(64);
     model.apply(&plan(0..4, 4096, 256)).unwrap();
     model.forward(&tokens, &mut go()).unwrap();
@@ -207,7 +207,7 @@ fn capacity_is_not_shrunk_below_what_the_sequence_uses() {
         matches!(error, ForwardError::KvFull { capacity, needed: 72 } if capacity == Tokens::new(64)),
         "{error}"
     );
-    // Nothing was computed, so the sequence is as it was.
+    // Nothing was computed, so the sequence is unchanged.
     assert_eq!(model.position(), 12);
     model.forward(&[1; 52], &mut go()).unwrap();
 }
@@ -225,13 +225,13 @@ fn the_workspace_does_not_depend_on_the_prompt() {
     );
 }
 
-/// Pages of a file that the kernel keeps.
+/// Cached pages of a file.
 fn cached_pages(path: &Path) -> usize {
     let file = std::fs::File::open(path).unwrap();
     let bytes = usize::try_from(file.metadata().unwrap().len()).unwrap();
     let mut flags = vec![0u8; bytes.div_ceil(4096)];
-    // SAFETY: a new mapping of an open file, whose pages are not touched; `mincore` writes one byte for each page of it;
-    // and it is unmapped with the length that it was mapped with.
+    // SAFETY: a new mapping of an open file, whose pages are not touched; `mincore` writes one byte per page of it; and
+    // it is unmapped with its own length.
     unsafe {
         let map = libc::mmap(
             std::ptr::null_mut(),

@@ -1,4 +1,4 @@
-//! Files of other writers: Ollama's names, lists for each layer, pictures in the same file, axes of one element.
+//! Files of other writers: Ollama's names, per-layer lists, vision parts, unit axes.
 
 use std::{borrow::Cow, collections::BTreeMap, fs, io::BufWriter, path::Path};
 
@@ -18,7 +18,7 @@ use cotenant::engine::{
 
 use super::{File, reference, tiny, write};
 
-/// A file as its entries and tensors, to be written in another way.
+/// A file as entries and tensors, to be rewritten.
 struct Parts {
     entries: BTreeMap<String, Value>,
     tensors: BTreeMap<String, QTensor>,
@@ -157,7 +157,7 @@ fn ollamas_file_of_gemma_3_is_read_as_llama_cpps() {
         .remove("gemma3.attention.layer_norm_rms_epsilon")
         .unwrap();
     parts.add("v.patch_embedding.weight", &[64, 64]);
-    // A token that stands for a picture, without a row in the embedding.
+    // A token that represents an image, without a row in the embedding.
     for (key, item) in [
         ("tokens", Value::String("<image_soft_token>".to_owned())),
         ("token_type", Value::I32(4)),

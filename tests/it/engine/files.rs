@@ -1,4 +1,4 @@
-//! Files that are damaged, foreign, cut short or in several parts, and plans for another model.
+//! Damaged, foreign, truncated and split files, and plans for another model.
 
 use std::{
     fs::OpenOptions,
@@ -30,7 +30,7 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
     let handle = OpenOptions::new().write(true).open(&file.path).unwrap();
     let bytes = std::fs::read(&file.path).unwrap();
     handle.set_len(bytes.len() as u64 / 2).unwrap();
-    // What was read ahead is still there, so an error may take a pass or two.
+    // Read-ahead data is still there, so an error may take a pass or two.
     let error = (0..20)
         .find_map(|_| model.forward(&PROMPT[..1], &mut go()).err())
         .expect("half of the file is gone");
@@ -45,7 +45,7 @@ fn a_file_truncated_while_streaming_fails_that_request_alone() {
         Err(ForwardError::SequenceLost)
     ));
 
-    // The file comes back, with the same contents.
+    // The file is restored, with the same contents.
     std::fs::write(&file.path, &bytes).unwrap();
     model.reset();
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
@@ -68,7 +68,7 @@ fn a_file_that_is_touched_copied_over_or_appended_to_is_read_on() {
                 "cp" => std::fs::write(&file.path, &bytes).unwrap(),
                 _ => (&handle).write_all(b"a line").unwrap(),
             }
-            // The kernel's stamps are some milliseconds apart.
+            // The kernel's timestamps have a resolution of some milliseconds.
             later += std::time::Duration::from_secs(1);
             handle.set_modified(later).unwrap();
             for _ in 0..2 {
@@ -97,7 +97,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     let other = std::fs::read(&other.path).unwrap();
     let bytes = std::fs::read(&file.path).unwrap();
 
-    // Put in its place: what is open is still what it was.
+    // Replaced under its name: the open file is still the original.
     let mut model = open(&file.path, &plan([0, 1], 64, 16), 1);
     let beside = file.path.with_extension("new");
     std::fs::write(&beside, &other).unwrap();
@@ -105,7 +105,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     assert!(model.forward(&PROMPT, &mut go()).unwrap()[..] == expected[0]);
     model.reset();
 
-    // Written where it lies, by a model of the same shape: nothing of that is taken for the model that was opened.
+    // Overwritten in place by a model of the same shape: none of it is taken for the opened model.
     let mut model = open(&file.path, &plan([0, 1], 64, 16), 1);
     let mut whole = open(&file.path, &plan(0..5, 64, 16), 1);
     let mine = whole.forward(&PROMPT, &mut go()).unwrap().to_vec();
@@ -113,7 +113,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
     let handle = OpenOptions::new().write(true).open(&file.path).unwrap();
     let opened = handle.metadata().unwrap().modified().unwrap();
     std::os::unix::fs::FileExt::write_all_at(&handle, &bytes, 0).unwrap();
-    // The kernel's stamps are some milliseconds apart.
+    // The kernel's timestamps have a resolution of some milliseconds.
     handle
         .set_modified(opened + std::time::Duration::from_secs(1))
         .unwrap();
@@ -132,7 +132,7 @@ fn a_file_that_is_written_to_is_no_longer_read_and_one_put_in_its_place_is_anoth
         "{grown}"
     );
 
-    // What is all in memory is the model that was opened, and goes on.
+    // A fully resident model is the opened one, and continues.
     whole.reset();
     assert!(whole.forward(&PROMPT, &mut go()).unwrap()[..] == mine);
 }
@@ -170,7 +170,7 @@ fn damaged_weights_of_every_type_are_found_whatever_the_cache_is_stored_in() {
                 let tensor = header.tensor(name).unwrap();
                 let mut bytes = std::fs::read(&file.path).unwrap();
                 let start = usize::try_from(tensor.offset).unwrap();
-                // All scales are the bits of no number.
+                // All scales are NaN.
                 bytes[start..start + tensor.bytes.as_len()].fill(0xff);
                 std::fs::write(&file.path, bytes).unwrap();
                 let plan = EnginePlan {
@@ -198,7 +198,7 @@ fn an_embedding_without_a_row_for_each_token_is_refused() {
         .windows(name.len())
         .position(|part| part == name)
         .unwrap();
-    // Behind the name the number of dimensions, and the first of them.
+    // The name is followed by the number of dimensions, and the first of them.
     let rows = at + name.len() + 4 + 8;
     assert_eq!(bytes[rows..rows + 8], 320u64.to_le_bytes());
     bytes[rows..rows + 8].copy_from_slice(&319u64.to_le_bytes());
@@ -210,7 +210,7 @@ fn an_embedding_without_a_row_for_each_token_is_refused() {
     );
 }
 
-/// The kinds of error that a damaged copy of a file gives.
+/// The kinds of error that a damaged copy of a file causes.
 fn kind_of(bytes: &[u8]) -> String {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("bad.gguf");
@@ -227,7 +227,7 @@ fn kind_of(bytes: &[u8]) -> String {
     }
 }
 
-/// Both versions lay a file out alike; 3 only says that there are files of another byte order.
+/// Both versions have the same layout; 3 only adds files of another byte order.
 #[test]
 fn a_file_of_version_2_is_read_as_one_of_version_3_is() {
     let file = tiny(Architecture::Qwen35, GgmlDType::Q4K);
@@ -274,7 +274,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
         "{middle}"
     );
 
-    // A header that lies: of tensors, of metadata, of the length of a text.
+    // A header with false numbers of tensors, of metadata, or a false text length.
     let mut lies = good.clone();
     lies[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
     assert!(
@@ -323,7 +323,7 @@ fn bad_files_are_refused_with_what_is_wrong() {
         "{}",
         kind_of(&outside)
     );
-    // Where the tensor behind it in the file lies as well, or a little before its end.
+    // Overlapping the next tensor in the file fully, or slightly before its end.
     let place = |bytes: &[u8], name: &[u8]| {
         let at = find(bytes, name) + name.len() + 4 + 16 + 4;
         (

@@ -1,4 +1,4 @@
-//! Answers have the same bits whatever is shed, grown, kept, cut or cancelled on the way.
+//! Bit-identical answers under any history of sheds, growth, splits and cancellations.
 
 use std::{cell::RefCell, collections::BTreeSet, path::Path};
 
@@ -19,7 +19,7 @@ use super::{
     PROMPT, expected, go, greedy, open, open_long, plan, reference, schedules, tiny, write,
 };
 
-/// What may be changed before a token.
+/// Changes before a token.
 #[derive(Clone, Debug)]
 struct Step {
     resident: BTreeSet<u32>,
@@ -28,7 +28,7 @@ struct Step {
     in_the_pass: bool,
 }
 
-/// Changes for a model of so many layers; its output head is one part more.
+/// Changes for a model of this many layers; its output head is one more part.
 fn step(layers: u32) -> impl Strategy<Value = Step> {
     (
         prop::collection::btree_set(0..=layers, 0..=layers as usize + 1),
@@ -44,11 +44,11 @@ fn step(layers: u32) -> impl Strategy<Value = Step> {
         })
 }
 
-/// A model, and what happens to it.
+/// A model and its history.
 #[derive(Clone, Debug)]
 struct History {
     architecture: Architecture,
-    /// How deep and wide it is decides how long its ring is, and how large the pieces in it are.
+    /// Depth and width determine the length of the ring, and the size of its pieces.
     layers: u32,
     feed_forward: u32,
     seed: u64,
@@ -57,10 +57,10 @@ struct History {
 }
 
 impl History {
-    /// Large models take long without optimisation: a run of few histories has few of them.
+    /// Large models are slow without optimisation: a run of few histories has few of them.
     fn any(few: bool) -> impl Strategy<Value = Self> {
         let small = if few { 8 } else { 4 };
-        // Up to 8 layers the ring of a small model has the least pieces that it may have; beyond it grows with them.
+        // Up to 8 layers the ring of a small model has the minimum number of pieces; beyond that it grows with them.
         let layers = prop_oneof![small => 1u32..9, 1 => 9u32..25];
         let feed_forward = prop_oneof![small / 2 => Just(256u32), 1 => Just(512), 1 => Just(1280)];
         let architecture = prop::sample::select(Architecture::ALL.to_vec());
@@ -109,14 +109,14 @@ impl Checkpoint for Apply {
     fn applied(&mut self, result: Result<ApplyReport, ApplyError>) {
         match result {
             Ok(report) => self.reports.push(report),
-            // What would grow into the place of the chunk under way has to be asked again: nothing was done of it.
+            // Growth into the place of the current chunk must be requested again: nothing was done.
             Err(ApplyError::ChunkUnderWay { .. }) => {}
             Err(error) => panic!("{error}"),
         }
     }
 }
 
-/// Goes through the history; says how long the ring was.
+/// Runs the history; returns the length of the ring.
 fn run(history: &History, dtype: GgmlDType) -> Bytes {
     let file = write(&history.model(dtype));
     let expected = expected(&file.path, history.layers, history.steps.len());
@@ -161,10 +161,10 @@ fn run(history: &History, dtype: GgmlDType) -> Bytes {
     model.shape().ring_bytes
 }
 
-/// Histories of each type in CI.
+/// Histories per type in CI.
 const FEW: u32 = 8;
 
-/// Each of these types has as many histories of its own; a long run asks for more (`COTENANT_TEST_SCHEDULES`).
+/// Each of these types has its own histories; a long run requests more (`COTENANT_TEST_SCHEDULES`).
 #[test]
 fn logits_are_bit_identical_under_any_history_of_residency_and_capacity() {
     for dtype in [GgmlDType::F32, GgmlDType::Q4K, GgmlDType::Q8_0] {
@@ -213,7 +213,7 @@ fn the_chunk_does_not_change_the_answer_and_every_row_can_be_had() {
     }
 }
 
-/// A conversation: prompts that share some beginning with the one before, answers, and changes of capacity between them.
+/// A conversation: prompts that share a beginning with the previous one, answers, and changes of capacity in between.
 #[derive(Clone, Debug)]
 struct Turn {
     shared: usize,
@@ -265,7 +265,7 @@ fn converse(path: &Path, threads: usize, turns: &[Turn]) -> u32 {
         assert!(kept <= common && kept == model.position());
         assert!(model.needs_marks() || kept == common.min(u32::try_from(sequence.len()).unwrap()));
         reused += kept;
-        // Whatever is shed and grown, what was kept is used or read again, and never wrong.
+        // Under any sheds and growth, kept tokens are reused or recomputed, and never wrong.
         let needed = u32::try_from(prompt.len() + turn.answer).unwrap();
         model
             .apply(&plan(
@@ -337,7 +337,7 @@ fn a_second_turn_reads_only_what_is_new_and_marks_go_before_anything_else() {
             "{architecture:?}"
         );
 
-        // A capacity that has no place for the copy takes it first, and says so.
+        // A capacity without room for the copy removes it first, and reports that.
         let report = model.apply(&plan(0..4, 256, 64)).unwrap();
         assert_eq!(report.asked, report.freed + report.untouched);
         // No other page had been touched; the last place of the copy is written in part.
@@ -371,7 +371,7 @@ fn cancelling_between_layers_loses_the_sequence_and_nothing_else() {
         }
     };
     let error = model.forward(&PROMPT, &mut stop).unwrap_err();
-    // Where it stops depends on the disk: a forward pass that waits for a streamed layer asks as well.
+    // The layer at which it stops depends on the disk: a forward pass that waits for a streamed layer polls as well.
     assert!(matches!(error, ForwardError::Cancelled { .. }), "{error}");
     assert!(matches!(
         model.forward(&[1], &mut go()),

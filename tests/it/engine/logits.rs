@@ -1,4 +1,4 @@
-//! Logits of synthetic models beside those of llama.cpp.
+//! Logits of synthetic models compared with llama.cpp's.
 
 use std::path::Path;
 
@@ -24,7 +24,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
         .fold(0.0, f32::max)
 }
 
-/// The types beside the three that every architecture is compared with.
+/// The types besides the three compared for every architecture.
 const OTHER_TYPES: [(GgmlDType, &str); 10] = [
     (GgmlDType::BF16, "bf16"),
     (GgmlDType::F16, "f16"),

@@ -1,4 +1,4 @@
-//! The engine's model side, on synthetic models: exactness under any history, release that the kernel confirms, bad files.
+//! The engine's model side on synthetic models: exactness, release, bad files.
 
 mod book;
 mod families;
@@ -50,8 +50,8 @@ fn plan(resident: impl IntoIterator<Item = u32>, kv: u32, chunk: u32) -> EngineP
     }
 }
 
-/// Kernels of the set in `COTENANT_TEST_INSTRUCTIONS`, where that is set: what holds for the best set of a machine holds within
-/// each of its others.
+/// Kernels of the set in `COTENANT_TEST_INSTRUCTIONS`, if set: the guarantees for the best set of a machine apply to
+/// each of its other sets.
 fn use_instructions_of_environment() {
     if let Ok(name) = std::env::var("COTENANT_TEST_INSTRUCTIONS") {
         backend::cpu::use_instructions(&name).unwrap_or_else(|known| {
@@ -104,8 +104,8 @@ fn greedy(logits: &[f32]) -> u32 {
     u32::try_from(best).unwrap()
 }
 
-/// Logits after the prompt and after each of `steps` greedy tokens, all four layers and the head resident, one thread, one
-/// chunk.
+/// Logits after the prompt and after each of `steps` greedy tokens: all four layers and the head resident, one thread,
+/// one chunk.
 fn reference(path: &Path, steps: usize) -> Vec<Vec<f32>> {
     expected(path, 4, steps)
 }
@@ -121,7 +121,7 @@ fn expected(path: &Path, layers: u32, steps: usize) -> Vec<Vec<f32>> {
     all
 }
 
-/// Random schedules that are tried; a long run asks for more by `COTENANT_TEST_SCHEDULES`.
+/// Number of random schedules; a long run requests more by `COTENANT_TEST_SCHEDULES`.
 fn schedules(few: u32) -> u32 {
     std::env::var("COTENANT_TEST_SCHEDULES").map_or(few, |text| text.parse().unwrap())
 }

@@ -1,4 +1,4 @@
-//! Clients with keys: who is served, in which form others are refused, and behind a proxy.
+//! Clients with keys: accepted ones, the form of refusals, and proxies.
 
 use std::sync::Arc;
 
@@ -194,7 +194,7 @@ async fn a_realtime_session_needs_a_key_in_a_header_or_as_browsers_send_it() {
     }
 }
 
-/// A page of a host that is listed asks from a browser: without a key first, then with it.
+/// A page of a listed host sends requests from a browser: without a key first, then with it.
 #[tokio::test]
 async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
     let open = with_keys(Keyless::default()).await;
@@ -256,7 +256,7 @@ async fn a_page_of_an_allowed_host_is_let_in_by_its_browser() {
     assert_eq!(ask("OPTIONS", &[KEY]).await.status, 405, "of no page");
 }
 
-/// The headers that the example in `docs/operating.md` has nginx send.
+/// The headers that nginx sends in the example of `docs/operating.md`.
 #[tokio::test]
 async fn what_a_proxy_with_tls_sends_is_served_under_its_host_name() {
     let open = with_keys(Keyless::default()).await;

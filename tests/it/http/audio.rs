@@ -1,3 +1,5 @@
+//! Audio routes over HTTP, with scripted backends.
+
 use std::{os::unix::ffi::OsStrExt as _, time::Duration};
 
 use base64::Engine as _;
@@ -145,7 +147,8 @@ async fn uploads_in_compressed_formats_reach_the_recogniser_as_16_khz_mono() {
     }
 }
 
-/// A Vorbis header of 5 KiB whose codebooks would take gigabytes is ended by the kernel, not by the daemon.
+/// The kernel ends the decoder for a Vorbis header of 5 KiB whose codebooks would take gigabytes; the daemon is
+/// unaffected.
 #[tokio::test]
 async fn a_file_whose_decoding_would_take_gigabytes_is_400() {
     let open = open().await;
@@ -253,7 +256,7 @@ async fn memory_for_decoding_is_set_aside_before() {
 #[tokio::test]
 async fn a_decoder_ends_with_its_client() {
     let folder = tempfile::tempdir().unwrap();
-    // A name of its own, to know its process by.
+    // A unique name that identifies its process.
     let program = folder.path().join("decoder");
     std::os::unix::fs::symlink(env!("CARGO_BIN_EXE_cotenant"), &program).unwrap();
     let running = || {
@@ -264,7 +267,7 @@ async fn a_decoder_ends_with_its_client() {
         })
     };
     let decoder = Decoder::new(program.clone());
-    // More samples than the socket between the processes takes.
+    // More samples than the socket between the processes buffers.
     let minutes = wav(48_000, 1, 100 * 48_000);
     let begun = Notify::new();
     let decoded = decoder.decode(&minutes, LONG, |_bytes| {
@@ -459,7 +462,7 @@ async fn mp3_flac_and_opus_are_encoded_as_the_sound_comes() {
             audio.samples.len()
         );
     }
-    // The beginning is sent before the end is there, and a failure in between breaks the connection off.
+    // The beginning is sent before the end exists, and a failure in between aborts the connection.
     *open.script.speech.lock().unwrap() = vec![
         Ok(vec![1000; 16_000]),
         Err(Refusal::WorkerLost {

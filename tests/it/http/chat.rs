@@ -1,3 +1,5 @@
+//! OpenAI's chat completions, with scripted backends.
+
 use std::time::{Duration, Instant};
 
 use cotenant::{

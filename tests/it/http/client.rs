@@ -1,4 +1,4 @@
-//! A client that shows every byte: what SDKs hide is what is tested here.
+//! A client that exposes every byte, including those hidden by SDKs.
 
 use std::{collections::BTreeMap, net::SocketAddr, time::Duration};
 
@@ -9,16 +9,16 @@ use tokio::{
     time::timeout,
 };
 
-/// Longer than any answer takes; only a hang reaches it.
+/// Longer than any answer; only a hang reaches it.
 const HANG: Duration = Duration::from_secs(30);
 
-/// An answer, taken apart.
+/// A parsed response.
 #[derive(Debug)]
 pub(crate) struct Answer {
     pub(crate) status: u16,
     pub(crate) headers: BTreeMap<String, String>,
     pub(crate) body: Vec<u8>,
-    /// Whether the body came to its announced end.
+    /// Whether the body reached its announced end.
     pub(crate) complete: bool,
 }
 
@@ -48,7 +48,7 @@ impl Answer {
         error["code"].as_str().unwrap().to_owned()
     }
 
-    /// Payloads of the events, and how many comments were between them.
+    /// Payloads of the events, and the number of comments between them.
     pub(crate) fn events(&self) -> (Vec<String>, usize) {
         assert_eq!(self.header("content-type"), "text/event-stream");
         let (mut payloads, mut comments) = (Vec::new(), 0);
@@ -68,7 +68,7 @@ impl Answer {
         (payloads, comments)
     }
 
-    /// Events with names, which have to agree with their types.
+    /// Named events, whose names must match their types.
     pub(crate) fn named_events(&self) -> Vec<Value> {
         let named = self
             .text()
@@ -98,7 +98,7 @@ pub(crate) fn with(mut object: Value, more: &Value) -> Value {
     object
 }
 
-/// A connection over which requests are sent one after the other.
+/// A connection for sequential requests.
 pub(crate) struct Connection<T = TcpStream> {
     io: T,
     seen: Vec<u8>,
@@ -120,7 +120,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         }
     }
 
-    /// The same with another limit on the silence of the server.
+    /// The same with another limit on the server's silence.
     pub(crate) fn with_silence_max(self, silence_max: Duration) -> Self {
         Self {
             silence_max,
@@ -132,7 +132,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         self.io.write_all(bytes).await.unwrap();
     }
 
-    /// Sends as much as is taken: a server that has refused may close in the middle.
+    /// Sends as much as is accepted: a server that has refused may close in the middle.
     pub(crate) async fn send_lossy(&mut self, bytes: &[u8]) {
         let _refused = self.io.write_all(bytes).await;
     }
@@ -148,7 +148,7 @@ impl<T: AsyncRead + AsyncWrite + Unpin> Connection<T> {
         }
     }
 
-    /// Whether the server has closed, with nothing more to read.
+    /// Whether the server has closed, without unread data.
     pub(crate) async fn closed(&mut self) -> bool {
         !self.more().await && self.seen.is_empty()
     }
@@ -311,7 +311,7 @@ pub(crate) async fn post_form(
     post(address, path, &[("content-type", FORM)], &form(fields)).await
 }
 
-/// The content type of what [`form`] makes.
+/// Content type of [`form`].
 pub(crate) const FORM: &str = "multipart/form-data; boundary=BOUNDARY";
 
 /// A multipart form with these fields; a field with a file name is a file.

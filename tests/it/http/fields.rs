@@ -1,4 +1,4 @@
-//! Fields that several APIs have: each of them reads them alike.
+//! Fields shared by several APIs, which all read them alike.
 
 use std::time::Duration;
 
@@ -17,7 +17,7 @@ const RESPONSES: &str = "/v1/responses";
 const OLLAMA_CHAT: &str = "/api/chat";
 const OLLAMA_GENERATE: &str = "/api/generate";
 
-/// The least request of an API, with more fields.
+/// The smallest request of an API, with more fields.
 async fn ask(open: &Open, path: &str, more: &Value) -> Answer {
     let messages = json!([{"role": "user", "content": "turn on the light"}]);
     let body = match path {
@@ -159,7 +159,7 @@ async fn a_request_is_held_while_memory_is_short_for_a_moment() {
     )
     .await;
     assert_eq!((answer.status, answer.body.len()), (200, 48_000));
-    // What does not pass by itself is refused at once.
+    // A persistent condition is refused at once.
     open.script.refuse([Refusal::Draining {
         act: "answer".to_owned(),
         retry_after: Duration::from_millis(50),

@@ -1,3 +1,5 @@
+//! Limits of requests, bodies and connections.
+
 use std::{sync::atomic::Ordering, time::Duration};
 
 use cotenant::{

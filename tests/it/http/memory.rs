@@ -1,6 +1,6 @@
-//! Memory that requests take: bounded while they are there, and given back behind them.
+//! Memory of requests: bounded while they run, and returned afterwards.
 //!
-//! `cargo nextest` runs each test in a process of its own, so that what the kernel counts is the test's.
+//! `cargo nextest` runs each test in a separate process, so that the kernel's figures are the test's.
 
 use std::{
     sync::{
@@ -25,7 +25,7 @@ mod shapes;
 
 use shapes::{CHAT, FIELDS, body_of, shapes};
 
-/// The most that this process has had resident since it began to look.
+/// Peak resident set of this process since the start of the observation.
 struct Watched {
     stop: Arc<AtomicBool>,
     most: thread::JoinHandle<Bytes>,
@@ -52,7 +52,7 @@ impl Watched {
     }
 }
 
-/// Sends all bodies, sixteen at once; the script keeps what is asked until all sixteen are answered.
+/// Sends all bodies, sixteen at once; the script holds its requests until all sixteen are answered.
 async fn send_all(open: &Open, bodies: &[(&str, Vec<u8>)]) -> Vec<u16> {
     let mut statuses = Vec::new();
     for together in bodies.chunks(16) {
@@ -67,7 +67,7 @@ async fn send_all(open: &Open, bodies: &[(&str, Vec<u8>)]) -> Vec<u16> {
     statuses
 }
 
-/// Waits until what is resident is back within 8 MiB.
+/// Waits until the resident set is back within 8 MiB.
 async fn back_to(before: Bytes) {
     let deadline = Instant::now() + Duration::from_secs(20);
     let mut now = process_resident();
@@ -96,7 +96,7 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
     let watched = Watched::begin();
     let value_bytes = (1 << 20) - 300;
     for (turn, shape) in shapes(value_bytes).iter().enumerate() {
-        // Each field has a third of the shapes.
+        // Each field gets a third of the shapes.
         let fields: Vec<_> = FIELDS.iter().skip(turn % 3).step_by(3).collect();
         for together in fields.chunks(16) {
             let bodies: Vec<_> = together
@@ -109,7 +109,7 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
         }
     }
     let most = watched.end();
-    // 16 bodies twice, here and there, what may be made of them at once, and the shapes of this test.
+    // 16 bodies twice, at client and server, their parsed forms at once, and the shapes of this test.
     let grown = most.saturating_sub(before);
     assert!(
         grown < Bytes::from_mib(40 + 2 * 16 + 12 + 24),
@@ -118,7 +118,7 @@ async fn bodies_at_their_limit_take_bounded_memory_whatever_field_is_how_large_a
     back_to(before).await;
 }
 
-/// What is just within the limit of one request is not within that of all together.
+/// Requests within their single limit may exceed the common one.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn requests_that_fit_alone_are_bounded_together() {
     heap::return_early();
@@ -137,7 +137,7 @@ async fn requests_that_fit_alone_are_bounded_together() {
     let small = shapes(8 << 10);
     for (place, index) in [(0, 0), (1, 2), (5, 5), (3, 18), (4, 27), (8, 35)] {
         let (path, field) = FIELDS[index];
-        // As large as it may be, but for lists that double.
+        // As large as allowed, except for lists that double.
         let tree = heap::tree_bytes(small[place].as_bytes()).as_len();
         let value = shapes(small[place].len() * (5 << 20) / tree).remove(place);
         assert!(heap::tree_bytes(value.as_bytes()) <= limit);
@@ -152,7 +152,7 @@ async fn requests_that_fit_alone_are_bounded_together() {
         taken > 4 && refused > 16,
         "{taken} taken, {refused} refused"
     );
-    // Their memory, the bodies here and there, and the pages of this program that were not needed before.
+    // Their memory, the bodies at client and server, and newly touched pages of this program.
     assert!(grown < Bytes::from_mib(40 + 56), "{grown} more at most");
     back_to(before).await;
 }
@@ -171,7 +171,7 @@ async fn a_tree_that_does_not_fit_is_refused_with_its_size_and_the_limit() {
         text.contains("take") && text.contains("the limit is 8 MiB"),
         "{text}"
     );
-    // What common tools are has room: a megabyte of them.
+    // Common tools have room: a megabyte of them.
     let tool = r#"{"type":"function","function":{"name":"set_light","description":"Sets the brightness of a light in the house, in percent.","parameters":{"type":"object","properties":{"entity":{"type":"string","description":"The light, as the house names it."},"brightness":{"type":"integer","minimum":0,"maximum":100,"description":"0 switches it off."}},"required":["entity","brightness"]}}}"#;
     let tools = vec![tool; 128].join(",");
     let text = "A sentence of the kind that is said. ".repeat(20_000);
@@ -183,7 +183,7 @@ async fn a_tree_that_does_not_fit_is_refused_with_its_size_and_the_limit() {
     );
 }
 
-/// The measure that all of this rests on.
+/// The estimate that all limits rely on.
 #[test]
 fn a_tree_is_never_larger_than_it_was_measured() {
     for shape in shapes(1 << 20) {
@@ -191,7 +191,7 @@ fn a_tree_is_never_larger_than_it_was_measured() {
         heap::trim();
         let before = process_resident();
         let tree: Value = serde_json::from_str(&shape).unwrap();
-        // What was freed while lists grew is no part of it.
+        // Memory freed while lists grew does not count.
         heap::trim();
         let taken = process_resident().saturating_sub(before);
         drop(tree);
@@ -200,7 +200,7 @@ fn a_tree_is_never_larger_than_it_was_measured() {
             taken <= measured.saturating_add(Bytes::from_mib(4)),
             "{head}: {taken} taken, {measured} measured"
         );
-        // A bound that is far off would refuse what is harmless. Texts that look like arguments are parsed later.
+        // A loose bound would refuse harmless requests. Texts that look like arguments are parsed later.
         let is_text = shape.starts_with('"');
         let loose = measured > taken.saturating_mul(3).saturating_add(Bytes::from_mib(2));
         assert!(

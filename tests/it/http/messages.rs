@@ -142,7 +142,7 @@ async fn thoughts_words_and_calls_are_blocks_of_their_own() {
     );
     assert_eq!(body["stop_reason"], "tool_use");
 
-    // thoughts are reported to those who ask for them
+    // thoughts are reported on request
     let answer = post_json(open.address, PATH, &question(&json!({"stream": true}))).await;
     let events = answer.named_events();
     let blocks: Vec<(&str, &Value)> = events

@@ -254,7 +254,7 @@ async fn a_history_beyond_the_context_loses_its_oldest_messages() {
     open.script.refuse([too_long()]);
     let kept = with(question(&history), &json!({"truncate": false}));
     assert_eq!(post_json(open.address, CHAT, &kept).await.status, 400);
-    // A question that is too long by itself loses its beginning.
+    // A question that alone is too long loses its beginning.
     open.script.refuse([too_long()]);
     assert_eq!(
         post_json(open.address, CHAT, &question(&json!({"stream": false})))

@@ -33,7 +33,7 @@ use super::{
     script::{Open, Step, delta, engine_lost, failed, finished, open, open_with, started},
 };
 
-/// Longer than any event takes; only a hang reaches it.
+/// Longer than any event; only a hang reaches it.
 const HANG: Duration = Duration::from_secs(30);
 
 struct Client {
@@ -48,7 +48,7 @@ impl Client {
         Self { socket }
     }
 
-    /// A session whose creation is read.
+    /// A session after its creation event.
     async fn open(open: &Open) -> Self {
         let mut client = Self::connect(open.address, "?model=tiny").await;
         let created = client.next().await;
@@ -56,7 +56,7 @@ impl Client {
         client
     }
 
-    /// The same, updated by this.
+    /// The same, updated with these settings.
     async fn with(open: &Open, session: Value) -> Self {
         let mut client = Self::open(open).await;
         client
@@ -73,7 +73,7 @@ impl Client {
             .unwrap();
     }
 
-    /// What comes next, but for pings.
+    /// The next message, except pings.
     async fn message(&mut self) -> Option<Message> {
         loop {
             match timeout(HANG, self.socket.next())
@@ -107,7 +107,7 @@ impl Client {
         }
     }
 
-    /// The next event, which is an error with this code about this.
+    /// The next event, which is an error with this code and parameter.
     async fn error(&mut self, code: &str, param: Option<&str>) -> Value {
         let event = self.next().await;
         assert_eq!(event["type"], "error", "{event}");
@@ -137,7 +137,7 @@ impl Client {
         self.send(&json!({"type": "response.create"})).await;
     }
 
-    /// The code with which the server closes.
+    /// The server's close code.
     async fn closed(&mut self) -> u16 {
         match self.message().await {
             Some(Message::Close(Some(frame))) => frame.code.into(),
@@ -190,7 +190,7 @@ fn pressure() -> Refusal {
     }
 }
 
-/// What the messages of a request say.
+/// The contents of a request's messages.
 fn contents(asked: &ChatRequest) -> Vec<&str> {
     let messages = asked.prompt.messages().iter();
     messages.map(|message| message.content.as_str()).collect()
@@ -248,7 +248,7 @@ async fn a_written_conversation_comes_in_order() {
     assert_eq!(usage["input_token_details"]["cached_tokens"], 8);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();
     assert_eq!(asked.max_tokens, Some(Tokens::new(20)));
-    // As OpenAI's sessions had it, and each answer another one.
+    // As in OpenAI's sessions, with different answers.
     assert_eq!(asked.sampling.defaults.temperature, Some(0.8));
     assert!(asked.sampling.asked.seed.is_some());
     let roles: Vec<Role> = asked
@@ -372,7 +372,7 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
         ("It is done.", VoiceWish::Known("kal".to_owned()))
     );
 
-    // what was heard of the answer is what stays of it
+    // the conversation keeps the audible part of the answer
     let id = response["output"][0]["id"].clone();
     let truncate = |end: u64| json!({"type": "conversation.item.truncate", "item_id": id, "content_index": 0, "audio_end_ms": end});
     client.send(&truncate(1001)).await;
@@ -478,7 +478,7 @@ async fn turns_of_the_clients_own_wait_for_the_recogniser() {
     client.error("input_audio_buffer_commit_empty", None).await;
 }
 
-/// The scripted voice has one speed.
+/// The scripted voice has a single speed.
 #[tokio::test]
 async fn a_speed_that_the_voice_does_not_honour_is_named_once() {
     let open = open().await;
@@ -1108,7 +1108,7 @@ async fn what_cannot_be_a_session_is_refused_before_it_is_one() {
     *open.script.snapshot.lock().unwrap() = draining;
     loop {
         match refused(&open, "?model=tiny", &[]).await {
-            // the session that was there is about to end
+            // the previous session is about to end
             (429, _) => tokio::task::yield_now().await,
             other => break assert_eq!(other, (503, "true".to_owned())),
         }
@@ -1156,7 +1156,7 @@ async fn audio_beyond_its_limit_is_an_error_and_what_was_said_stays() {
             .contains("limit of 1 s"),
         "{error}"
     );
-    // and the audio of all sessions together has a limit too
+    // and the audio of all sessions together is limited too
     let mut other = Client::with(&open, session).await;
     other.append(&loud(500)).await;
     other.error("rate_limit_exceeded", None).await;
@@ -1233,7 +1233,7 @@ async fn the_settings_of_sessions_take_bounded_memory() {
         );
         sessions.push(session);
     }
-    // Each of them fits, and not all together.
+    // Each of them fits, but not all together.
     let large = tools(4000);
     let tree = heap::tree_bytes(large.as_bytes());
     assert!(
@@ -1257,7 +1257,7 @@ async fn the_settings_of_sessions_take_bounded_memory() {
     }
     assert_eq!(kinds[0], "updated");
     assert_eq!(kinds[1..], ["rate_limit_exceeded"; 7]);
-    // What is set before stays in force, and less makes room.
+    // Earlier settings stay in force, and smaller ones make room.
     sessions[0]
         .socket
         .send(Message::text(tools(1)))

@@ -1,4 +1,4 @@
-//! OpenAI's Responses and completions, and llama.cpp's tokenization, with scripted backends.
+//! OpenAI's Responses and completions, and llama.cpp's tokenization, on scripted backends.
 
 use cotenant::http::backend::{
     AnswerForm, AnswerPart, ChatEvent, FinishReason, Prompt, Role, Usage,
@@ -16,7 +16,7 @@ fn question(more: &Value) -> Value {
     with(json!({"model": "tiny", "input": "turn on the light"}), more)
 }
 
-/// Events in order: each has its name, and one more as its number.
+/// Events in order: each has its name, and consecutive numbers.
 fn events(answer: &Answer) -> Vec<Value> {
     let events = answer.named_events();
     for (number, event) in events.iter().enumerate() {
@@ -426,7 +426,7 @@ async fn each_prompt_of_a_request_has_its_choice_in_order() {
         (400, json!("prompt[0]"))
     );
 
-    // As OpenAI has it: nothing is generated.
+    // As in OpenAI's API: nothing is generated.
     let none = json!({"model": "tiny", "prompt": "once", "max_tokens": 0});
     assert_eq!(post_json(open.address, path, &none).await.status, 200);
     let asked = open.script.chats.lock().unwrap().pop().unwrap();

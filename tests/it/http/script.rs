@@ -1,4 +1,4 @@
-//! Backends that do what a test says, and tell what was asked of them. For tests only.
+//! Scripted backends that record their requests. For tests only.
 
 use std::{
     net::{Ipv4Addr, SocketAddr},
@@ -39,13 +39,13 @@ use tokio_util::sync::CancellationToken;
 pub(super) enum Step {
     Event(ChatEvent),
     Stall(Duration),
-    /// Waits until the test lets it go on.
+    /// Waits until the test releases it.
     Gate,
-    /// Never goes on.
+    /// Never continues.
     Hang,
 }
 
-/// What the backends are to do.
+/// Script of the backends.
 #[derive(Default)]
 pub(super) struct Script {
     pub(super) refusals: Mutex<Vec<Refusal>>,
@@ -68,7 +68,7 @@ pub(super) struct Script {
 }
 
 impl Script {
-    /// Refuses the next requests with these, the first one first.
+    /// Refuses the next requests with these, in order.
     pub(super) fn refuse(&self, refusals: impl IntoIterator<Item = Refusal>) {
         let mut queue = self.refusals.lock().unwrap();
         queue.extend(refusals);
@@ -83,9 +83,9 @@ impl Script {
         self.refusals.lock().unwrap().pop()
     }
 
-    /// Waits until a request has ended, and says which route had which code.
+    /// Waits until a request has ended, and returns its route and code.
     ///
-    /// A request ends when the last byte of its answer is sent, which its client may see before.
+    /// A request ends when the last byte of its response is sent, which its client may see earlier.
     pub(super) async fn next_ended(&self) -> (String, u16) {
         loop {
             if let Some(ended) = self.ended.lock().unwrap().pop() {
@@ -103,7 +103,7 @@ impl Script {
     }
 }
 
-/// A generation is alive as long as one of these is.
+/// A generation lives as long as one of these.
 struct Live(Arc<Script>);
 
 impl Live {
@@ -197,7 +197,7 @@ impl ChatBackend for Scripted {
     }
 }
 
-/// A token for each byte; 0 begins a sequence.
+/// One token per byte; 0 begins a sequence.
 impl TokenizerBackend for Scripted {
     fn count(&self, prompt: Prompt) -> BoxFuture<'_, Result<Tokens, Refusal>> {
         let bytes: usize = prompt
@@ -226,7 +226,7 @@ impl TokenizerBackend for Scripted {
     }
 }
 
-/// A client in another process says in its prompt what is to happen.
+/// A client in another process puts the script into its prompt.
 fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
     let retry_after = Duration::from_millis(50);
     match prompt.strip_prefix("script: ")? {
@@ -266,7 +266,7 @@ fn said_in_prompt(script: &Script, prompt: &str) -> Option<Vec<Step>> {
 
 impl SpeechBackend for Scripted {
     fn transcribe(&self, request: TranscribeRequest) -> BoxFuture<'_, Result<Transcript, Refusal>> {
-        // As the daemon: where there is no speech, no recogniser is asked.
+        // As in the daemon: without speech, no recogniser is asked.
         let silent = request.audio.samples.iter().all(|&sample| sample == 0);
         self.0.transcriptions.lock().unwrap().push(request);
         let script = Arc::clone(&self.0);
@@ -287,13 +287,13 @@ impl SpeechBackend for Scripted {
     }
 
     fn synthesize(&self, request: SpeechRequest) -> BoxFuture<'_, Result<SpeechStream, Refusal>> {
-        // As a voice that has one speed.
+        // Like a voice with a single speed.
         let ignored: &[_] = if request.speed == 1.0 {
             &[]
         } else {
             &["speed"]
         };
-        // As a worker that announces the voice of `amy`.
+        // Like a worker that announces the voice of `amy`.
         let voice = match request.voice.clone() {
             VoiceWish::Any => None,
             VoiceWish::Known(name) => Some(name),
@@ -397,7 +397,7 @@ impl StatusBackend for ScriptedStatus {
     }
 }
 
-/// APIs that are open as long as this lives.
+/// APIs that are open for the lifetime of the value.
 pub(super) struct Open {
     pub(super) address: SocketAddr,
     pub(super) script: Arc<Script>,
@@ -412,7 +412,7 @@ impl Drop for Open {
     }
 }
 
-/// APIs that refuse at once what is refused.
+/// APIs that refuse immediately, without waiting.
 pub(super) async fn open() -> Open {
     open_with(
         Limits {
@@ -428,7 +428,7 @@ pub(super) async fn open_with(limits: Limits, with_models: bool) -> Open {
     open_to(limits, with_models, Access::default()).await
 }
 
-/// The same for those whom `access` names.
+/// The same for clients in `access`.
 pub(super) async fn open_to(limits: Limits, with_models: bool, access: Access) -> Open {
     let script = Arc::new(Script::default());
     script.answer([started(), delta("It is "), delta("done."), finished()]);

@@ -1,3 +1,5 @@
+//! Models, health, metrics and the status page.
+
 use std::sync::atomic::Ordering;
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};

@@ -1,4 +1,4 @@
-//! Boards made of files, and what the rules of the audit find there.
+//! Boards made of files, and the findings of the audit's rules.
 
 use std::{collections::BTreeSet, fmt::Write as _};
 
@@ -14,7 +14,7 @@ use cotenant::{
 
 use super::Machine;
 
-/// A machine and what the audit finds there.
+/// A machine with the audit's findings.
 trait Audited {
     fn process(self, pid: u32, name: &str, pages: u64) -> Self;
     fn audit(&self) -> Vec<Finding>;
@@ -268,7 +268,7 @@ fn settings_of_the_unit_that_take_something_from_the_daemon_are_named() {
 fn the_unit_of_a_package_is_read_where_etc_has_none() {
     let unit = include_str!("../../../deploy/cotenant.service");
     let packaged = orin_nx().with("usr/lib/systemd/system/cotenant.service", unit);
-    // The folder was not there when the tree was named.
+    // The folder did not exist when the tree was named.
     let packaged = Machine {
         root: ProbeRoot::at(packaged.folder.path()),
         ..packaged
@@ -313,7 +313,7 @@ fn versions_are_shown_beside_those_that_belong_to_the_l4t() {
         ]
     );
     assert_eq!(audit::versions(&Machine::new().root), []);
-    // Without the list of packages nothing is known of them.
+    // Without the list of packages, their versions are unknown.
     let shown: Vec<String> = audit::versions(&orin_nx().root)
         .iter()
         .map(ToString::to_string)
@@ -400,7 +400,7 @@ fn controllers_that_are_missing_are_named_and_rights_of_a_copy_are_not() {
     );
 }
 
-/// One board for each generation, as far as captures go: what each has the audit name, and at what cost.
+/// One board per generation, as far as captures exist: the audit's findings, and their costs.
 #[test]
 fn each_board_has_its_findings() {
     let release = |l4t: &str| {
@@ -414,7 +414,7 @@ fn each_board_has_its_findings() {
             .map(|(name, version)| format!("Package: {name}\nVersion: {version}\n\n"));
         stanzas.collect()
     };
-    // `MemTotal` of boards whose meminfo has not been captured, by their line of tegrastats.
+    // `MemTotal` of boards without a captured meminfo, from their line of tegrastats.
     let memory = |mib: u64| {
         format!(
             "MemTotal: {} kB\nMemAvailable: {} kB\nCmaTotal: 262144 kB\nCmaFree: 200000 kB\n",
@@ -564,7 +564,7 @@ fn what_was_not_copied_is_no_finding_and_neither_is_the_process_that_copied() {
         said.contains("nothing is known of it: psi, vmstat, nvmap"),
         "{said}"
     );
-    // A file that was copied stays as it is: no trigger is written into it.
+    // A copied file is unchanged: no trigger is written into it.
     let counted = "some avg10=0.00 avg60=0.00 avg300=0.00 total=0\n";
     let copied = orin_nx().with("proc/pressure/memory", counted);
     assert!(

@@ -1,7 +1,7 @@
-//! Captures of boards: each has a parser, and the parser's figures are those worked out by hand.
+//! Captures of boards: each has a parser, whose figures match those computed by hand.
 //!
-//! What the product does not read itself (the output of `tegrastats`, `nvpmodel`, `zramctl`, `free`) is compared with what it
-//! reads in place of it.
+//! Sources that the product does not read itself (the output of `tegrastats`, `nvpmodel`, `zramctl`, `free`) are
+//! compared with those that it reads instead.
 
 use std::{
     fs,
@@ -24,7 +24,7 @@ use cotenant::{
 
 use super::Machine;
 
-/// Files whose path begins like this, what reads them, and that it does.
+/// A path prefix of files, the name of their parser, and its check.
 type Parser = (&'static str, &'static str, fn(&Capture));
 
 const PARSERS: [Parser; 27] = [
@@ -74,7 +74,7 @@ const PARSERS: [Parser; 27] = [
 ];
 
 struct Capture {
-    /// Below the folder of captures.
+    /// Path below the folder of captures.
     path: String,
     bytes: Vec<u8>,
 }
@@ -91,7 +91,7 @@ impl Capture {
         std::str::from_utf8(&self.bytes).unwrap()
     }
 
-    /// Rows of a table with tabs, without its head; each has a cell for each heading.
+    /// Rows of a tab-separated table without its header; each has a cell per column.
     fn rows(&self) -> Vec<Vec<&str>> {
         let mut lines = self
             .text()
@@ -126,7 +126,7 @@ fn collect(folder: &Path, top: &Path, found: &mut Vec<String>) {
     }
 }
 
-/// The first row that is for a file.
+/// The first row that matches a file.
 fn parser_of(path: &str) -> Option<&'static Parser> {
     PARSERS.iter().find(|(prefix, ..)| path.starts_with(prefix))
 }
@@ -161,12 +161,12 @@ fn meminfo_of(name: &str) -> Meminfo {
     Meminfo::parse(&Capture::of(&format!("meminfo/{name}.txt")).bytes).unwrap()
 }
 
-/// Available less free CMA, and what no line accounts for.
+/// Available minus free CMA, and memory that no line lists.
 #[test]
 fn figures_of_meminfo_are_those_worked_out_by_hand() {
     for (board, low, residual) in [
-        // Residual: MemTotal − (free + buffers + cached + swap cached + anonymous + slab + page tables + stacks + vmalloc + percpu)
-        // 4059240 − (313692 + 57932 + 362944 + 6036 + 2678648 + 164160 + 20456 + 10672 + 0 + 0)
+        // Residual: MemTotal − (free + buffers + cached + swap cached + anonymous + slab + page tables + stacks +
+        // vmalloc + percpu) 4059240 − (313692 + 57932 + 362944 + 6036 + 2678648 + 164160 + 20456 + 10672 + 0 + 0)
         (
             "nano-4g_r32.7_4.9.253_pressured",
             592_696 - 127_580,
@@ -207,7 +207,7 @@ fn figures_of_meminfo_are_those_worked_out_by_hand() {
         assert_eq!(info.available_low(), kib(low), "{board}");
         assert_eq!(info.residual(), kib(residual), "{board}");
     }
-    // Where the kernel prints what nvmap holds, the residual is that and 199 to 210 MB of drivers' memory.
+    // If the kernel prints nvmap's memory, the residual is that plus 199 to 210 MB of drivers' memory.
     for (board, nvmap, drivers) in [
         ("nano-4g_r32.7_4.9.253_pressured", 244_748 + 1024, 198_928),
         ("tx2-8g_r32.7_4.9.253", 805_068 + 94_784, 208_360),
@@ -220,7 +220,7 @@ fn figures_of_meminfo_are_those_worked_out_by_hand() {
         );
         assert_eq!(info.residual() - kib(nvmap), kib(drivers), "{board}");
     }
-    // Less is available than free: watermarks of zones.
+    // Less is available than free: zone watermarks.
     let tight = meminfo_of("orin-nx-16g_r36.4_voice-stack-tight.RECONSTRUCTED");
     assert!(tight.available < tight.free.unwrap());
 }
@@ -231,7 +231,8 @@ fn figures_of_the_page_pool_are_those_worked_out_by_hand() {
     let pool = Nvmap::find(&machine.root).unwrap().pool().unwrap();
     // 2 012 087 pages of 4 KiB, which is an eighth of the board's 16 096 703.
     assert_eq!(pool.bytes(), Bytes::new(2_012_087 * 4096));
-    // CUDA's free memory fell by 60 375 707 648 − 52 034 760 704 when as much was allocated and freed: the pool, and 94 MiB.
+    // CUDA's free memory fell by 60 375 707 648 − 52 034 760 704 when as much was allocated and freed: the pool, and 94
+    // MiB.
     assert_eq!(8_340_946_944 - pool.bytes().get(), 99_438_592);
     let info = meminfo_of("orin-nx-16g_r36.4_after-gpu-free-pool-full.RECONSTRUCTED");
     let full = PagePool {
@@ -265,7 +266,7 @@ fn clients(capture: &Capture) {
     assert_eq!(found.rows.len(), lines.count(), "{}", capture.path);
     let sum: Bytes = found.rows.iter().map(|row| row.size).sum();
     let total = found.total.unwrap();
-    // One was cut by its author.
+    // One was truncated by its author.
     assert_eq!(
         sum == total,
         !capture.path.contains("vllm"),
@@ -274,7 +275,7 @@ fn clients(capture: &Capture) {
     );
 }
 
-/// The same rows with mappings below them, which are no clients.
+/// The same rows with mappings below them, which are not clients.
 fn maps(capture: &Capture) {
     let found = Clients::parse(&capture.bytes);
     assert_eq!(
@@ -315,7 +316,7 @@ fn total_memory(capture: &Capture) {
     );
 }
 
-/// What is read is what the driver has.
+/// The paths read are those of the driver.
 fn nvmap_paths(capture: &Capture) {
     let known: Vec<&str> = capture.rows().iter().map(|row| row[0]).collect();
     for read in [
@@ -395,7 +396,7 @@ fn swaps(capture: &Capture) {
     assert_eq!(used, kib(11_260_108));
 }
 
-/// A size as `lsblk`, `swapon`, `zramctl` and `free` print it: `635M`, `2.6G`, `7.4Gi`.
+/// A size as printed by `lsblk`, `swapon`, `zramctl` and `free`: `635M`, `2.6G`, `7.4Gi`.
 fn printed(text: &str) -> Option<f64> {
     let text = text.trim_end_matches('i');
     let factor = match text.chars().last()? {
@@ -416,7 +417,7 @@ fn zram(capture: &Capture) {
     match capture.path.strip_prefix("zram/").unwrap() {
         "nvzramconfig_size_line.txt" => assert!(capture.text().contains("/ 2 / \"${NRDEVICES}\"")),
         "orin-nx-16g_measured.tsv" => {
-            // 6.6 GB stored in 3.9 GB, which is what the audit reckons a full stock zram by.
+            // 6.6 GB stored in 3.9 GB: the ratio by which the audit estimates a full stock zram.
             assert_eq!(capture.rows()[0][6], "1.7:1");
             assert!(near(6.6 / 3.9, 1.7, 0.01));
         }
@@ -427,11 +428,11 @@ fn zram(capture: &Capture) {
                 .find(|line| line.starts_with("Mem:"))
                 .unwrap();
             let total = printed(line.split_whitespace().nth(1).unwrap()).unwrap();
-            // Rounded down to two figures.
+            // Rounded down to two digits.
             assert!(near(total, memory_mib, 0.04), "{path}: {total}");
         }
         path => {
-            // Half of the memory, in one device for each core: the stock size that the audit names.
+            // Half of the memory, in one device per core: the stock size named by the audit.
             let devices: Vec<&str> = capture
                 .text()
                 .lines()
@@ -467,7 +468,7 @@ fn rules(machine: &Machine) -> Vec<&'static str> {
         .collect()
 }
 
-/// Rules about releases and packages that find something.
+/// Rules about releases and packages with findings.
 fn misfits(machine: &Machine) -> Vec<&'static str> {
     let about = [
         "l4t_package",
@@ -528,7 +529,7 @@ fn packages(capture: &Capture) {
                 Vec::<&str>::new(),
                 "{path}"
             );
-            // The same on JetPack 5 does not belong together.
+            // The same on JetPack 5 is a mismatch.
             assert!(
                 misfits(&with_packages(board("35.4.1"), &installed)).contains(&"tensorrt_release"),
                 "{path}"
@@ -555,9 +556,9 @@ fn models(capture: &Capture) {
     }
 }
 
-/// The audit has the memory of each module, and names a carve-out by it.
+/// The audit knows the memory of each module, and names a carve-out by it.
 fn modules(capture: &Capture) {
-    // Of the module with 4 GB it has not been published what Linux gets.
+    // Linux's share of the 4 GB module has not been published.
     for row in capture.rows().iter().filter(|row| row[0] != "p3767-0004") {
         let machine = board("36.4.7")
             .with(
@@ -620,7 +621,7 @@ fn release(capture: &Capture) {
     );
 }
 
-/// Whether the audit warns of a mode that is chosen, out of these.
+/// Whether the audit warns of the chosen mode, among these.
 fn warns_of(chosen: &str, modes: &[(String, String)]) -> bool {
     let conf: String = modes
         .iter()
@@ -653,7 +654,7 @@ fn power_modes(capture: &Capture) {
     }
     assert!(!modes.is_empty(), "{}", capture.path);
     for (id, name) in &modes {
-        // Where only one mode was captured, none is known to be higher.
+        // If only one mode was captured, none is known to be higher.
         assert_eq!(
             warns_of(id, &modes),
             modes.len() > 1 && !name.starts_with("MAXN"),
@@ -663,7 +664,7 @@ fn power_modes(capture: &Capture) {
     }
 }
 
-/// What each mode of an Orin NX costs, by the limits that it sets.
+/// Cost of each mode of an Orin NX, by its limits.
 fn mode_limits(capture: &Capture) {
     for (row, gpu_percent) in capture.rows().iter().zip([None, Some(33), Some(55), None]) {
         let mhz: u64 = row[3].parse().unwrap();
@@ -761,7 +762,8 @@ fn tegrastats(capture: &Capture) {
             let (used, total) = pair(swap);
             assert!(used <= total, "{line}");
         }
-        // The board whose meminfo was captured too: 7802736 kB, of which MemTotal − MemFree − Buffers − Cached are used.
+        // The board whose meminfo was captured too: 7802736 kB, of which MemTotal − MemFree − Buffers − Cached are
+        // used.
         if capture.path.contains("orin-nano-8g") {
             let info = meminfo_of("orin-nano-8g_r36.4.x_5.15.148");
             assert_eq!(info.total.get().div_ceil(1 << 20), total);
@@ -775,7 +777,7 @@ fn tegrastats(capture: &Capture) {
 fn table(capture: &Capture) {
     match capture.path.strip_prefix("traces/").unwrap() {
         "jv_mem_worker_init_orin-nx.txt" => {
-            // The first line is the machine of the capture `pagecache-full`.
+            // The first line is from the machine of the capture `pagecache-full`.
             let info = meminfo_of("orin-nx-16g_r36.4_pagecache-full.RECONSTRUCTED");
             let (available, free) = (info.available.whole_mib(), info.free.unwrap().whole_mib());
             let first = capture.text().lines().next().unwrap();

@@ -1,4 +1,4 @@
-//! The command line as a client, and its exit codes.
+//! Command line as a client, and its exit codes.
 
 use std::process::{Command, Output};
 
@@ -212,7 +212,7 @@ async fn a_journal_replays_from_the_command_line_and_a_forged_one_does_not() {
     daemon
         .state(|snapshot| snapshot.leases.iter().any(|view| view.tenant == "camera"))
         .await;
-    // The writer flushes when it has nothing to do; the denial is the last thing that matters here.
+    // The writer flushes when idle; the denial is the last relevant line here.
     let mut text = String::new();
     while !text.contains("exceeds_budget") {
         text = std::fs::read_to_string(&journal).unwrap();
@@ -244,7 +244,7 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         return;
     }
     const OTHER_UID: u32 = 65534;
-    // User `nobody` must be able to run the program: the folders above it may be closed to others.
+    // User `nobody` must be able to run the program: parent folders may be inaccessible to others.
     let reachable = Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
         .args([env!("CARGO_BIN_EXE_cotenant"), "--version"])
@@ -281,7 +281,7 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         .await;
         assert_eq!(code(&reported), release, "{others:?}: {reported:?}");
         if others == Some(Role::Tenant) {
-            // A tenant may release leases, and this one is not its own.
+            // A tenant may release leases, but this one belongs to another.
             assert!(
                 stderr(&reported).contains("it belongs to uid 0"),
                 "{reported:?}"

@@ -1,4 +1,4 @@
-//! A small daemon: the real control loop, journal and server, on a device whose memory is a table of numbers.
+//! A small daemon: the real control loop, journal and server, on a simulated device.
 
 use std::{
     collections::BTreeMap,
@@ -43,22 +43,22 @@ use tonic_types::StatusExt;
 
 /// Memory of the device.
 pub(super) const TOTAL: Bytes = Bytes::from_mib(1152);
-/// Of which this is never handed out; the budget is 1 GiB.
+/// Part of it that is never handed out; the budget is 1 GiB.
 pub(super) const RESERVE: Bytes = Bytes::from_mib(128);
 
-/// How a text ends whose last word is `reclaim`.
+/// End of a text whose last word is `reclaim`.
 const KV_RECLAIMED: fn() -> Refusal = || Refusal::KvReclaimed {
     generated: cotenant::units::Tokens::new(2),
     retry_after: Duration::from_millis(50),
 };
 
-/// How a text ends whose last word is `break`.
+/// End of a text whose last word is `break`.
 const ENGINE_LOST: fn() -> Refusal = || Refusal::EngineLost {
     reason: "it panicked".into(),
     retry_after: Duration::from_millis(50),
 };
 
-/// Says a text word by word, and counts the generations that run.
+/// Returns a text word by word, and counts running generations.
 #[derive(Default)]
 pub(super) struct Parrot {
     pub(super) running: watch::Sender<u32>,
@@ -103,7 +103,7 @@ impl Generator for Parrot {
                         seed: 7,
                     };
                     events.send(started).await.ok()?;
-                    // Asked to talk for ever, it does.
+                    // Generates forever on request.
                     for word in text
                         .split_inclusive(' ')
                         .cycle()
@@ -146,7 +146,7 @@ impl Generator for Parrot {
     }
 }
 
-/// How a daemon is to be.
+/// Settings of a daemon.
 pub(super) struct Settings {
     pub(super) limits: Limits,
     pub(super) roles: Roles,
@@ -170,7 +170,7 @@ pub(super) struct Daemon {
     pub(super) parrot: Arc<Parrot>,
     pub(super) health: Health,
     pub(super) abstract_name: String,
-    /// Bytes that each tenant uses, as a measurement finds them.
+    /// Measured use of each tenant.
     pub(super) uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
     stop: CancellationToken,
     server: tokio::task::JoinHandle<()>,
@@ -268,7 +268,7 @@ impl Daemon {
             .unwrap()
     }
 
-    /// A connection that takes no more than 64 KiB before it is read.
+    /// A connection that buffers at most 64 KiB.
     pub(super) async fn narrow_channel(&self) -> Channel {
         tonic::transport::Endpoint::from_shared(self.endpoint())
             .unwrap()
@@ -290,12 +290,12 @@ impl Daemon {
         LlmServiceClient::new(self.channel().await)
     }
 
-    /// Says what a tenant uses from now on.
+    /// Sets the use of a tenant from now on.
     pub(super) fn set_used(&self, tenant: &str, used: Bytes) {
         self.uses.lock().unwrap().insert(tenant.to_owned(), used);
     }
 
-    /// The state, once `true` of it.
+    /// The state, once `fits` accepts it.
     pub(super) async fn state(&self, fits: impl Fn(&Snapshot) -> bool) -> Arc<Snapshot> {
         let mut snapshots = self.handle.snapshot();
         let waiting = snapshots.wait_for(|snapshot| fits(snapshot));
@@ -306,7 +306,7 @@ impl Daemon {
             .clone()
     }
 
-    /// Waits until the journal has a line behind number `sequence`.
+    /// Waits until the journal has a line after number `sequence`.
     pub(super) async fn written_behind(&self, sequence: u64) {
         let mut last = self.handle.events().last_sequence();
         let written = tokio::time::timeout(PATIENCE, last.wait_for(|last| *last > sequence)).await;
@@ -321,7 +321,7 @@ impl Daemon {
         self.handle.state().memory.held
     }
 
-    /// Ends the server and the loop, and checks that the journal gives the same decisions again.
+    /// Ends the server and the loop, and checks that the journal replays identically.
     pub(super) async fn end(self) {
         let (socket, journal) = (self.socket(), self.folder.path().join("journal.ndjson"));
         self.stop.cancel();
@@ -344,7 +344,7 @@ impl Daemon {
     }
 }
 
-/// How long anything may take that happens at once, on a busy machine.
+/// Time limit for immediate operations on a busy machine.
 pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 
 fn params() -> Params {
@@ -363,7 +363,7 @@ fn params() -> Params {
 fn open_journal(handle: &Arc<ControlHandle>, path: PathBuf) -> Journal {
     let settings = JournalSettings {
         path: Some(path),
-        // Some tests flood the journal, and all compare it.
+        // Some tests flood the journal, and all replay it.
         queue_max: 1 << 20,
         ..JournalSettings::default()
     };
@@ -399,7 +399,7 @@ fn open_journal(handle: &Arc<ControlHandle>, path: PathBuf) -> Journal {
     journal
 }
 
-/// Samples the device as often as the arbiter wants.
+/// Samples the device at the arbiter's interval.
 async fn sample(
     handle: &ControlHandle,
     uses: &Mutex<BTreeMap<String, Bytes>>,
@@ -424,7 +424,7 @@ async fn sample(
     }
 }
 
-/// The device: holders whose use is a table, and workers that start and end at once.
+/// The device: a table of holders' use, and workers that start and end at once.
 struct Device {
     handle: Arc<ControlHandle>,
     uses: Arc<Mutex<BTreeMap<String, Bytes>>>,
@@ -536,7 +536,7 @@ pub(crate) async fn granted(
         .unwrap()
 }
 
-/// The code and the reason of an error that must have both.
+/// The code and the reason of an error that must carry both.
 pub(super) fn reason(status: &Status) -> (Code, String) {
     let info = status
         .get_details_error_info()
@@ -552,7 +552,7 @@ pub(super) fn reason(status: &Status) -> (Code, String) {
     (status.code(), info.reason)
 }
 
-/// Bounds that no test reaches.
+/// Bounds beyond every test.
 pub(super) const WIDE: Bounds = Bounds {
     per_process: 10_000,
     per_user: 10_000,
@@ -560,7 +560,7 @@ pub(super) const WIDE: Bounds = Bounds {
 };
 
 impl Daemon {
-    /// How many events or actions of a name there have been, once the journal shows `after`.
+    /// Number of events or actions with a name, once the journal contains `after`.
     pub(super) async fn count(&self, name: &str, after: &str) -> usize {
         let events = self.handle.events();
         let mut last = events.last_sequence();

@@ -1,4 +1,4 @@
-//! The stream of a holder.
+//! A holder's stream.
 
 use cotenant::{
     rpc::v1::{
@@ -90,7 +90,7 @@ impl Held {
     }
 }
 
-/// A tenant that can shrink holds most of the budget, and an urgent one asks for what it has.
+/// A shrinkable tenant holds most of the budget, and an urgent one requests its memory.
 async fn with_a_target(daemon: &Daemon) -> (Held, v1::Target, tokio::task::JoinHandle<v1::Lease>) {
     let mut client = daemon.leases().await;
     let lease = granted(
@@ -127,7 +127,7 @@ async fn a_target_is_reported_answered_and_credited_once_it_is_measured() {
         "{target:?}"
     );
 
-    // Says so and does nothing: not credited.
+    // Acknowledges without acting: not credited.
     held.answer(
         target.nonce,
         target.target_bytes,
@@ -183,7 +183,7 @@ async fn replayed_stale_and_forged_answers_change_nothing() {
         held.answer(nonce, bytes, state, Bytes::from_mib(700)).await;
         assert_eq!(held.receipt().await.1, expected);
     }
-    // The journal is in order: when it shows the release, it shows all that came before.
+    // The journal is ordered: once it contains the release, it contains everything before.
     let mut client = daemon.leases().await;
     client
         .release_lease(v1::ReleaseLeaseRequest {
@@ -307,7 +307,7 @@ async fn a_stream_keeps_one_lease_and_refuses_what_makes_no_sense() {
         );
         assert!(status.message().starts_with(expected), "{status:?}");
     }
-    // All that did the leases no harm.
+    // None of that affected the leases.
     Held::open(&mut client, two).await;
     daemon.end().await;
 }
@@ -326,7 +326,7 @@ async fn a_holder_that_never_reads_stops_being_heard_and_loses_the_lease_at_its_
     .await;
     let held = Held::open(&mut client, lease).await;
     let flood = async {
-        // The supervisor stops taking messages once its own are not read; then sending waits.
+        // The supervisor stops accepting messages while its own are unread; then sending blocks.
         loop {
             if held.say.send(held.message()).await.is_err() {
                 break;

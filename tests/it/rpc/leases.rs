@@ -1,4 +1,4 @@
-//! The life of a lease over the wire.
+//! Life cycle of a lease over the wire.
 
 use std::{process::Command, time::Duration};
 
@@ -125,7 +125,7 @@ async fn the_same_request_id_books_once() {
     daemon.end().await;
 }
 
-/// What cannot be asked for, with the field that is wrong; `good` is a request that can.
+/// Invalid requests, with the invalid field; `good` is a valid request.
 pub(crate) fn bad_requests(
     good: &v1::CreateLeaseRequest,
 ) -> Vec<(&'static str, v1::CreateLeaseRequest)> {
@@ -144,7 +144,7 @@ pub(crate) fn bad_requests(
                 ..good.clone()
             },
         ),
-        // What a signed -1 looks like.
+        // The representation of a signed -1.
         (
             "max_bytes",
             v1::CreateLeaseRequest {
@@ -352,7 +352,7 @@ async fn leases_that_are_unknown_of_another_run_or_of_an_old_generation_are_repo
             "{name} {boot_id} {generation}"
         );
     }
-    // What the supervisor holds for a worker cannot be released by a client.
+    // A client cannot release a worker's lease held by the supervisor.
     let snapshot = daemon.state(|snapshot| snapshot.leases.len() > 1).await;
     let of_worker = snapshot
         .leases
@@ -543,7 +543,7 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
             .unwrap();
         (state.unwrap().unwrap(), stream)
     };
-    // The journal comes behind the state: with its first line no reader would be behind below.
+    // The journal lags behind the state: with its first line, no reader would lag below.
     daemon.written_behind(1).await;
     let from_the_start = v1::WatchLeasesRequest::default();
     let stream = client
@@ -552,13 +552,13 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
         .unwrap()
         .into_inner();
     let (mut last, mut watch) = first(stream).await;
-    // Until nothing moves: the worker's start and the first measurements change leases too.
+    // Until nothing changes: the worker's start and the first measurements change leases too.
     while let Ok(next) = tokio::time::timeout(Duration::from_millis(500), watch.message()).await {
         last = next.unwrap().unwrap();
     }
     drop(watch);
     assert!(!state.leases.is_empty() && last.sequence > 0);
-    // Of another run: the state, at once.
+    // From another run: the state, at once.
     let foreign = v1::WatchLeasesRequest {
         after_sequence: u64::MAX,
         boot_id: "another".into(),
@@ -572,7 +572,7 @@ async fn a_watch_that_was_lost_goes_on_where_it_was() {
     };
     let stream = client.watch_leases(behind).await.unwrap().into_inner();
     assert_eq!(first(stream).await.0.leases.len(), last.leases.len());
-    // Up to date: nothing until something changes, and then that.
+    // Up to date: nothing until a change, and then the change.
     let current = v1::WatchLeasesRequest {
         after_sequence: daemon.last_sequence(),
         boot_id: last.boot_id.clone(),

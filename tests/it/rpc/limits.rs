@@ -1,4 +1,4 @@
-//! What one peer may take.
+//! Limits per peer.
 
 use std::io::Read;
 
@@ -97,7 +97,7 @@ async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_plac
     })
     .await;
     let mut client = daemon.leases().await;
-    // More events than the window of a connection takes.
+    // More events than the window of a connection.
     for number in 0..300 {
         let asked = v1::CreateLeaseRequest {
             validate_only: true,
@@ -122,7 +122,7 @@ async fn a_watcher_that_never_reads_is_cut_off_with_a_reason_and_leaves_its_plac
         }
     };
     tokio::time::timeout(PATIENCE, free_again).await.unwrap();
-    // Should it read again, it gets what was on its way, and the reason.
+    // If it reads again, it gets the messages in flight, and the reason.
     let mut unread = unread.into_inner();
     let status = loop {
         match tokio::time::timeout(PATIENCE, unread.message())
@@ -155,7 +155,7 @@ async fn ten_thousand_connections_leave_others_served() {
         let mut open = Vec::new();
         let mut closed = 0;
         for _ in 0..10_000 {
-            // When the queue of the socket is full, connecting waits for the supervisor to take one.
+            // When the socket's queue is full, connecting waits for the supervisor to accept.
             let mut stream = std::os::unix::net::UnixStream::connect(&socket).unwrap();
             if open.len() < 7 {
                 open.push(stream);
@@ -199,7 +199,7 @@ async fn one_user_has_so_many_leases() {
         reason(&status),
         (Code::ResourceExhausted, "QUOTA_EXCEEDED".into())
     );
-    // With so many holders to name, a denial still fits into what clients take as trailers.
+    // With this many holders to name, a denial still fits into the trailers that clients accept.
     let status = client
         .create_lease(request("large", "large", 5000))
         .await

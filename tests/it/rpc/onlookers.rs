@@ -1,4 +1,4 @@
-//! Which process holds a lease: the one that asked for it and is measured, whichever process opens its stream.
+//! Holder of a lease: the requesting, measured process, also if another opens its stream.
 
 use std::{
     io::{BufRead as _, BufReader, Read as _},
@@ -23,10 +23,10 @@ use super::{
     hold::Held,
 };
 
-/// The lease that another process holds, for one that is started to look on.
+/// The lease held by another process, for a process started as an onlooker.
 const LEASE: &str = "COTENANT_TEST_LEASE";
 
-/// What a process prints before its lease.
+/// Prefix that a process prints before its lease.
 const MARK: &str = "holds ";
 
 async fn child_client() -> LeaseServiceClient<Channel> {
@@ -56,7 +56,7 @@ fn lease_in(text: &str) -> v1::Lease {
     }
 }
 
-/// A process that has asked for a lease, and goes on until its input is closed.
+/// A process that has requested a lease, and runs until its input is closed.
 struct Holder {
     process: Child,
     lease: v1::Lease,
@@ -69,7 +69,7 @@ impl Holder {
         tokio::task::spawn_blocking(move || {
             let mut process = command.spawn().unwrap();
             let lines = BufReader::new(process.stdout.as_mut().unwrap()).lines();
-            // The harness may print on the same line before.
+            // The harness may print earlier on the same line.
             let said = lines
                 .map(Result::unwrap)
                 .find(|line| line.contains(MARK))
@@ -87,7 +87,7 @@ impl Holder {
     }
 }
 
-/// Whether a lease is listed, and how.
+/// Whether a lease is listed, and its state.
 async fn state_of(daemon: &Daemon, lease: &v1::Lease, fits: impl Fn(Option<LeaseState>) -> bool) {
     daemon
         .state(|snapshot| {
@@ -110,7 +110,7 @@ async fn a_process_that_looks_on_neither_speaks_for_the_holder_nor_ends_its_leas
     let output = tokio::task::spawn_blocking(move || looks_on.output().unwrap());
     let output = output.await.unwrap();
     assert!(output.status.success(), "{output:?}");
-    // Its end is known by that of its own lease.
+    // Its end is observed by the end of its own lease.
     assert_eq!(daemon.count("holder_lost", "holder_lost").await, 1);
     daemon
         .state(|snapshot| {
@@ -140,11 +140,11 @@ async fn child_that_looks_on_and_ends() {
         let holder = format!("process {}", std::os::unix::process::parent_id());
         assert!(status.message().contains(&holder), "{status:?}");
     };
-    // It may see what there is, and what it says of a target is not passed on.
+    // It may read the state, and its replies to a target are not forwarded.
     let mut held = Held::open(&mut client, lease.clone()).await;
     held.answer(7, 1, TargetState::Applied, Bytes::new(1)).await;
     refused(&held.hear.message().await.unwrap_err());
-    // Less is the holder's own wish, and the same request is the holder's own too.
+    // Shrinking is the holder's own decision, and so is an identical request.
     let less = v1::UpdateLeaseRequest {
         name: lease.name.clone(),
         boot_id: lease.boot_id.clone(),
@@ -183,7 +183,7 @@ async fn a_holder_is_watched_beyond_the_end_of_its_lease_whatever_else_is_leased
     daemon.set_used("child", Bytes::from_mib(800));
     let holder = Holder::start(&daemon).await;
     let lease = holder.lease.clone();
-    // It is asked to come down, says nothing, and may take all of it until its term of five minutes is over.
+    // It is asked to come down, does not reply, and may use all of it until its term of five minutes is over.
     let mut urgent_client = client.clone();
     let urgent = tokio::spawn(async move {
         let asks = v1::CreateLeaseRequest {

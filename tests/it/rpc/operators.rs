@@ -1,4 +1,4 @@
-//! What operators see and do.
+//! Views and commands of operators.
 
 use cotenant::{
     policy::event::Event,
@@ -98,7 +98,7 @@ async fn a_reader_that_is_too_slow_is_reported_what_it_missed_and_goes_on() {
         after_sequence: 1,
         ..v1::WatchEventsRequest::default()
     };
-    // Opened, and not read.
+    // Opened, but not read.
     let mut stream = client.watch_events(watch).await.unwrap().into_inner();
     let mut last = daemon.handle.events().last_sequence();
     let begin = *last.borrow();
@@ -142,7 +142,7 @@ async fn a_reader_that_is_too_slow_is_reported_what_it_missed_and_goes_on() {
 async fn operators_shed_regrow_and_command_workers() {
     let daemon = Daemon::start().await;
     let mut client = daemon.operator().await;
-    // There is no engine here, and so nothing to shed: reported, and not an error of ours.
+    // There is no engine here, and so nothing to shed: this is reported, and not an internal error.
     let nothing = client
         .shed(v1::ShedRequest {
             shed_bytes: 1 << 20,
@@ -272,7 +272,7 @@ async fn health_knows_its_parts_and_reflection_names_all_services() {
     ] {
         if let Some(serving) = set {
             daemon.health.set("cotenant.worker.tts", serving);
-            // Of another service nothing comes.
+            // No updates arrive for another service.
             daemon.health.set("cotenant.engine", serving);
         }
         assert_eq!(watched.message().await.unwrap().unwrap().status(), status);

@@ -1,4 +1,4 @@
-//! Who may do what, by the credentials that the kernel keeps of a connection.
+//! Access rights by the kernel's peer credentials.
 
 use cotenant::rpc::{
     Role, Roles,
@@ -26,7 +26,7 @@ fn roles() -> Roles {
     roles
 }
 
-/// What each kind of call says: `ok`, or the reason of its refusal.
+/// Result of each kind of call: `ok`, or the reason of its refusal.
 async fn said(channel: &Channel, uid: u32) -> [String; 6] {
     fn word<T>(result: Result<T, Status>) -> String {
         match result {
@@ -69,7 +69,7 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
     })
     .await;
     let (ok, no) = ("ok", "ROLE_MISSING");
-    // What else a call is refused for, as a shed without a model, is not for who asks.
+    // Other reasons, such as a shed without a model, are independent of the caller.
     for (uid, [status, list, create, generate, shed, regrow]) in [
         (TENANT, [ok, ok, ok, ok, no, no]),
         (VIEWER, [ok, ok, no, no, no, no]),
@@ -90,7 +90,7 @@ async fn each_role_does_what_it_may_and_another_user_nothing() {
             );
         }
     }
-    // A right for all users is one for unmanaged processes as well.
+    // A right for all users extends to unmanaged processes.
     daemon.end().await;
     let mut roles = roles();
     roles.others = Some(Role::Viewer);
@@ -167,7 +167,7 @@ async fn a_tenant_touches_its_own_leases_only() {
         .unwrap()
         .into_inner();
     refused(stream.message().await.unwrap_err());
-    // The same id from another user is another request, and the book shows the one lease that there was.
+    // The same id from another user is another request, and the ledger shows the one existing lease.
     let theirs = granted(&mut thief, request("one", "radio", 5)).await;
     assert_ne!(theirs.name, lease.name);
     thief

@@ -1,4 +1,4 @@
-//! Sockets that are taken, left behind, or something else.
+//! Sockets in use, stale sockets, and other files in their place.
 
 use std::{
     fs,

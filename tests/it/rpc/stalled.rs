@@ -1,4 +1,4 @@
-//! An arbiter that hangs: the services answer all the same, and say so.
+//! A hanging arbiter: the services still respond, and report it.
 
 use std::{
     sync::{
@@ -30,7 +30,7 @@ use tonic::Code;
 
 use super::daemon::{Parrot, reason, request};
 
-/// Takes events and never answers, or takes none.
+/// Accepts events without replying, or accepts none.
 struct Stalled {
     tickets: AtomicU64,
     taken: Mutex<Vec<(Event, Option<oneshot::Sender<Answer>>)>>,

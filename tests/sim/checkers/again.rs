@@ -1,4 +1,6 @@
-//! What the engine could not give up a moment ago is not asked of it again at once: nothing else would be asked meanwhile.
+//! Retry delay: a request that the engine just failed is not repeated at once.
+//!
+//! Repeating it would block all other requests.
 
 use std::{collections::BTreeMap, time::Duration};
 
@@ -16,7 +18,7 @@ use super::{Checker, Step};
 #[derive(Default)]
 pub(crate) struct Again {
     asked: BTreeMap<u64, EnginePlan>,
-    /// A plan that was answered with another one in force.
+    /// A plan that was answered while another one was in force.
     answered: Option<(Timestamp, EnginePlan)>,
 }
 
@@ -33,7 +35,7 @@ impl Checker for Again {
                 self.answered = asked.map(|asked| (step.now, asked));
                 self.asked.retain(|other, _| other > revision);
             }
-            // What it can give up may be another thing now.
+            // Its sheddable memory may have changed.
             Event::EngineActivity { .. }
             | Event::EngineApplyFailed { .. }
             | Event::EngineFailed { .. } => {

@@ -1,4 +1,4 @@
-//! A worker is not ended for its size while it works, nor while free memory has no other claim.
+//! Size limits: no worker is ended while busy, or while free memory is unclaimed.
 
 use cotenant::policy::{
     event::Action, pressure::PressureLevel, reason::StopReason, snapshot::WorkerState,
@@ -27,7 +27,7 @@ impl Checker for Breathing {
             if settings.is_some_and(|settings| settings.rest.recycle_above.is_some()) {
                 continue;
             }
-            // It winds down for some time after memory was wanted, which may be over by then.
+            // It winds down for some time after memory was requested; the request may be over by then.
             let began = step.before.workers.iter().find(|view| view.name == *worker);
             if began.is_none_or(|view| !view.winding_up) {
                 return Err(format!(

@@ -1,4 +1,6 @@
-//! The book covers what holders that keep to their word really use: memory that a holder was asked for is not free before it is released.
+//! Coverage: the ledger covers the real use of compliant holders.
+//!
+//! Reclaimed memory is not free before it is released.
 
 use cotenant::units::Bytes;
 

@@ -1,4 +1,4 @@
-//! Credit only what is measured: a lease that has come down holds what its holder really uses.
+//! Credit follows measurement: a shrunk lease holds what its holder really uses.
 
 use cotenant::{policy::lease::LeaseState, units::Bytes};
 
@@ -6,7 +6,7 @@ use super::{Checker, Step};
 
 pub(crate) struct Credited;
 
-/// Whole pages and readings that crossed: what [`verify_per_mille`] leaves open, and a little.
+/// Tolerance: whole pages, crossing readings, and the margin of [`verify_per_mille`].
 ///
 /// [`verify_per_mille`]: cotenant::policy::params::ShedParams::verify_per_mille
 const SLACK: Bytes = Bytes::from_mib(1);
@@ -41,7 +41,7 @@ impl Checker for Credited {
                 .max(*used)
                 .saturating_sub(target.bytes)
                 .per_mille(leaves_open);
-            // A holder may have other leases: one whose request was given up by its caller, and that runs out.
+            // A holder may have other leases: one whose request was abandoned by its caller, and which expires.
             let held: Bytes = step
                 .after
                 .leases

@@ -1,4 +1,4 @@
-//! Deadlines are served at their instant, and what has ended does not come back.
+//! Deadlines: each is served at its instant, and ended leases do not return.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -15,7 +15,7 @@ use cotenant::{
 
 use super::{Checker, Step};
 
-/// The grace after the deadline of a target, or after the reading that shows what a claim was worth.
+/// Grace after the deadline of a target, or after the reading that verifies a claim.
 const ESCALATED_WITHIN: Duration = Duration::from_millis(250);
 
 #[derive(Default)]
@@ -24,17 +24,17 @@ pub(crate) struct Deadlines {
     claims: BTreeMap<(LeaseId, u64), Claimed>,
 }
 
-/// What the holder of a lease with a target has claimed of it.
+/// A holder's claim about a lease with a target.
 #[derive(Clone, Copy)]
 struct Claimed {
     at: Timestamp,
     applied: bool,
-    /// When a reading newer than the claim has arrived.
+    /// Arrival of a reading newer than the claim.
     read_at: Option<Timestamp>,
 }
 
 impl Deadlines {
-    /// Notes claims of holders and readings that are newer than they are.
+    /// Records claims of holders and newer readings.
     fn note(&mut self, step: &Step<'_>) {
         for (lease, nonce) in step.before.leases.iter().filter_map(pending) {
             let key = (lease.id, nonce);
@@ -64,13 +64,13 @@ impl Deadlines {
             } else if let Event::Measured { tenant, taken_at, .. } = step.event
                 && let Some(known) = known
                 && tenant == lease.holder()
-                // The arbiter takes a reading from ahead of its clock as one of this instant.
+                // The arbiter treats a reading from the future as taken now.
                 && (*taken_at).min(step.now) > known.at
             {
                 known.read_at.get_or_insert(step.now);
             }
         }
-        // A worker cannot answer: it counts as having claimed it when it was asked.
+        // A worker cannot reply: it counts as having claimed compliance when it was asked.
         for (lease, nonce) in step.after.leases.iter().filter_map(pending) {
             if lease.kind == LeaseKind::Worker {
                 self.claims.entry((lease.id, nonce)).or_insert(Claimed {
@@ -82,7 +82,7 @@ impl Deadlines {
         }
     }
 
-    /// By when a lease with this target has to be granted again, or ended.
+    /// Deadline by which a lease with this target must be granted again, or ended.
     fn due(&self, step: &Step<'_>, id: LeaseId, nonce: u64, deadline: Timestamp) -> Timestamp {
         let claimed = self.claims.get(&(id, nonce));
         deadline.max(claimed.map_or(deadline, |claimed| {
@@ -93,7 +93,7 @@ impl Deadlines {
     }
 }
 
-/// A lease whose holder has been asked for less, and the number of its target.
+/// A lease whose holder has a pending target, and the number of the target.
 fn pending(lease: &LeaseView) -> Option<(&LeaseView, u64)> {
     let target = lease
         .target

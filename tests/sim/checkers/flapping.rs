@@ -1,5 +1,7 @@
-//! The level falls at most once per dwell, by the times of the samples, and nothing grows back within the dwell after a shed, but for the KV blocks
-//! without which the running answer would end. What is asked for because it is not known what is in force is no shed.
+//! Hysteresis: the level falls at most once per dwell, and sheds delay growth by a dwell.
+//!
+//! Times are those of the samples. Exempt are the KV blocks without which the running answer would end. A request made
+//! because the plan in force is unknown is not a shed.
 
 use cotenant::{
     policy::{
@@ -20,14 +22,14 @@ pub(crate) struct Flapping {
 impl Checker for Flapping {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String> {
         let dwell = step.params.pressure.dwell;
-        // What an operator wants back is not waited for.
+        // An operator's request does not wait.
         if matches!(
             step.event,
             Event::OperatorRegrow { .. } | Event::OperatorKvType { .. }
         ) {
             self.shed_at = None;
         }
-        // Nor are layers that made room for a larger chunk, which a prompt under way has kept from coming.
+        // Exempt are also layers that made room for a larger chunk, which a running prompt has delayed.
         if let (Event::EngineApplied { in_force, .. }, Some(asked)) =
             (step.event, &step.before.engine.asked)
             && in_force.prefill_chunk < asked.prefill_chunk
@@ -37,7 +39,7 @@ impl Checker for Flapping {
         for action in step.actions {
             match action {
                 Action::LevelChanged { from, to, reason } if to < from => {
-                    // A sample that comes late tells of the time when it was taken.
+                    // A late sample counts at the time when it was taken.
                     let at = if let Event::Sampled(sample) = step.event {
                         sample.taken_at
                     } else {

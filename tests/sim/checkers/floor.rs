@@ -1,5 +1,7 @@
-//! The engine is never asked to go below its floor, nor above what its lease holds; with a larger chunk not above its full plan, but for
-//! the KV blocks without which the running answer would end.
+//! Bounds of the engine's plan: its floor, and its lease.
+//!
+//! With a larger chunk it never exceeds the full plan, except for the KV blocks without which the running answer would
+//! end.
 
 use cotenant::{
     policy::{
@@ -22,7 +24,7 @@ impl Checker for Floor {
             let (Action::ApplyPlan { plan, .. } | Action::LoadEngine { plan, .. }) = action else {
                 continue;
             };
-            // Where memory was refused for layers of the floor, it was loaded with fewer.
+            // It was loaded with fewer layers of the floor after a refused allocation.
             let loaded = [step.before, step.after]
                 .into_iter()
                 .filter_map(|book| book.engine.in_force.as_ref());
@@ -43,7 +45,7 @@ impl Checker for Floor {
             if plan.kv_capacity.get() % shape.kv.block_tokens.get() != 0 {
                 return Err(format!("not whole blocks: {plan:?}"));
             }
-            // Larger chunks take the place of something, and none is left in the full plan, with KV cells as they are kept by then.
+            // Larger chunks replace something, and are absent from the full plan, with the KV type in force then.
             let full = step.after.engine.full.clone();
             let full = full.map(|full| EnginePlan {
                 kv_type: full.kv_type.max(plan.kv_type),
@@ -52,7 +54,7 @@ impl Checker for Floor {
             let most = full
                 .map_or(Bytes::ZERO, |full| shape.plan_bytes(&full))
                 .max(step.engine_goal());
-            // But for the blocks that the running answer needs beyond what it has.
+            // Except for further blocks that the running answer needs.
             let before = step
                 .before
                 .engine
@@ -68,7 +70,7 @@ impl Checker for Floor {
                         .saturating_sub(before.kv_capacity.get());
                     shape.kv.capacity_bytes(Tokens::new(tokens), plan.kv_type)
                 });
-            // An operator's type of cells comes beside a chunk that is under way, with what it takes more.
+            // An operator's KV type is applied during a running chunk, at additional cost.
             let is_ordered = matches!(step.event, Event::OperatorKvType { .. });
             let cells = |plan: &EnginePlan| shape.kv.capacity_bytes(plan.kv_capacity, plan.kv_type);
             let ordered = before
@@ -79,7 +81,7 @@ impl Checker for Floor {
             {
                 return Err(format!("a larger chunk takes more than {most}: {plan:?}"));
             }
-            // A deadline may ask, and the event that follows in the same call says that the engine is gone.
+            // A deadline may request it, and the following event of the same call reports that the engine is gone.
             let gone = matches!(step.event, Event::EngineFailed { .. });
             let book = if gone { step.before } else { step.after };
             let held: Bytes = book

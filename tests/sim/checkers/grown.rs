@@ -1,4 +1,6 @@
-//! The engine grows into what the last sample leaves above the watermark and its hysteresis, once it uses all that it held then.
+//! Growth: the engine uses the last sample's surplus above watermark and hysteresis.
+//!
+//! This applies once it used all of its memory then.
 
 use cotenant::{
     policy::event::{Action, Event},

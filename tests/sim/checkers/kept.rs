@@ -1,5 +1,6 @@
-//! Who keeps to its word keeps its lease: a process that has come down is not ended for a target, by whatever names it has
-//! leases, and whatever others use.
+//! Compliance: a process that has come down is never ended for a target.
+//!
+//! This holds for all names under which it has leases, and for any use by others.
 
 use cotenant::{
     policy::{

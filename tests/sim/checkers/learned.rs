@@ -1,4 +1,4 @@
-//! No variant of a worker is taken to need what only another one has used.
+//! Learned sizes: no variant of a worker inherits the use of another one.
 
 use cotenant::policy::{event::Action, params::ENGINE_TENANT, peaks::LearnedPeak};
 

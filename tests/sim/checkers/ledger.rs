@@ -1,4 +1,4 @@
-//! No over-commit, and the columns add up.
+//! Ledger: no over-commit, and consistent totals.
 
 use cotenant::{policy::lease::LeaseState, units::Bytes};
 

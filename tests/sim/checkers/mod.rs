@@ -1,4 +1,6 @@
-//! What must be true at every step. Each checker is shown everything, and knows the truth of the world.
+//! Invariants of every step.
+//!
+//! Each checker sees everything, including the real state of the world.
 
 mod again;
 mod breathing;
@@ -37,31 +39,32 @@ use crate::{
 
 /// One call of the arbiter.
 pub(crate) struct Step<'a> {
-    /// The time as the arbiter has it.
+    /// The time reported to the arbiter.
     pub(crate) now: Timestamp,
-    /// Time went on in a step a moment ago: what is late is no fault of the policy.
+    /// Whether time jumped recently: delays are then not the policy's fault.
     pub(crate) jumped: bool,
     pub(crate) event: &'a Event,
     pub(crate) actions: &'a [Action],
     pub(crate) before: &'a Snapshot,
     pub(crate) after: &'a Snapshot,
     pub(crate) params: &'a Params,
-    /// What holders that keep to their word really use.
+    /// Real use of compliant holders.
     pub(crate) honest_use: &'a BTreeMap<Process, Bytes>,
-    /// What holders really use that have not come to use more since they were asked to come down, non-compliant holders included.
+    /// Real use of holders that have not grown since they were asked to come down, non-compliant holders included.
     pub(crate) word_use: &'a BTreeMap<Process, Bytes>,
-    /// What processes use that keep to their word by each of their names, where nothing keeps that from being seen in time.
+    /// Use of processes that comply under each of their names, if nothing delays its observation.
     pub(crate) keeping: &'a BTreeMap<u32, Bytes>,
-    /// Workers that have requests in flight, as the arbiter has been notified.
+    /// Workers with requests in flight, as reported to the arbiter.
     pub(crate) busy: &'a [String],
-    /// The engine as it really is.
+    /// The real engine.
     pub(crate) engine: &'a Engine,
-    /// The most that each worker has used in each of its variants, or in what it was taken for.
+    /// The most that each worker has used in each of its variants, or in its assumed variant.
     pub(crate) used_most: &'a BTreeMap<Variant, Bytes>,
 }
 
 impl Step<'_> {
-    /// What the engine was to be at before this step, or has kept of that since it is in use: a plan for less is no growth.
+    /// The engine's target before this step, or the part of it that it has kept because it is in use: a smaller plan is
+    /// not growth.
     fn engine_goal(&self) -> Bytes {
         let Some(shape) = &self.after.engine.shape else {
             return Bytes::ZERO;
@@ -79,7 +82,7 @@ impl Step<'_> {
         sizes.max().unwrap_or(Bytes::ZERO)
     }
 
-    /// Whether a plan has no more KV capacity than the running answer needs, and nothing else that is new can be in it: a
+    /// Whether a plan has no more KV capacity than the running answer needs, and contains nothing else that is new: a
     /// request for capacity never adds layers.
     fn is_for_the_answer(&self, plan: &EnginePlan, shape: &ModelShape) -> bool {
         let block = shape.kv.block_tokens.get();
@@ -95,12 +98,12 @@ impl Step<'_> {
     }
 }
 
-/// Something that must be true at every step.
+/// An invariant of every step.
 pub(crate) trait Checker {
     fn check(&mut self, step: &Step<'_>) -> Result<(), String>;
 }
 
-/// All of them, except the tickets', which is asked at the end as well.
+/// All checkers, except the one of the tickets, which is also evaluated at the end.
 pub(crate) fn all() -> Vec<Box<dyn Checker>> {
     vec![
         Box::new(again::Again::default()),

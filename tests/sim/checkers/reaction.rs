@@ -1,4 +1,4 @@
-//! Under Critical pressure the engine gives way soon, as long as it has something to give.
+//! Reaction: under Critical pressure the engine sheds soon, as long as it can.
 
 use std::time::Duration;
 
@@ -26,9 +26,9 @@ fn gives_something(step: &Step<'_>) -> Option<bool> {
     Some(shape.plan_bytes(&floor) < shape.plan_bytes(in_force))
 }
 
-/// Some settle times, for plans that fail and holders that do not keep their word.
+/// Several settle times, for failing plans and non-compliant holders.
 const SOON: Duration = Duration::from_millis(1500);
-/// Under Critical pressure samples come every 10 ms; after such a pause the sampler has failed.
+/// Under Critical pressure samples arrive every 10 ms; after this pause the sampler has failed.
 const SILENT: Duration = Duration::from_millis(500);
 
 impl Checker for Reaction {
@@ -59,7 +59,7 @@ impl Checker for Reaction {
             .sampled_at
             .is_none_or(|at| step.now.saturating_since(at) > SILENT)
         {
-            // Without a recent sample the policy has nothing to act on.
+            // Without a recent sample the policy cannot act.
             return Ok(());
         }
         let since = *self.waiting_since.get_or_insert(step.now);

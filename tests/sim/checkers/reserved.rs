@@ -1,4 +1,4 @@
-//! What grows back never takes the space that a stopped worker needs to come back.
+//! Reservation: growth never takes the space that a stopped worker needs to restart.
 
 use cotenant::policy::{event::Action, snapshot::EngineState};
 

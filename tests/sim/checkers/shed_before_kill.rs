@@ -1,5 +1,6 @@
-//! A worker is stopped to make room only when that is allowed: a busy one at the last resort, an idle one under Critical
-//! pressure or for a more urgent holder.
+//! Shed before kill: a worker is stopped to make room only when allowed.
+//!
+//! A busy one at the last resort, an idle one under Critical pressure or for a more urgent holder.
 
 use cotenant::policy::{
     event::Action,

@@ -1,4 +1,4 @@
-//! Every ticket is answered exactly once; a cancelled one at most once.
+//! Tickets: each is answered exactly once; a cancelled one at most once.
 
 use std::collections::BTreeMap;
 
@@ -20,7 +20,7 @@ enum State {
 }
 
 impl Tickets {
-    /// Those that still wait.
+    /// Unanswered tickets.
     pub(crate) fn open(&self) -> Vec<Ticket> {
         self.0
             .iter()

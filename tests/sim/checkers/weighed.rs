@@ -1,5 +1,6 @@
-//! No tenant is asked for memory before the journal states the costs that were compared, and what was chosen is enough, or all
-//! there is.
+//! Weighing: the journal states the compared costs before any tenant is asked for memory.
+//!
+//! The choice suffices, or is all that exists.
 
 use cotenant::{policy::event::Action, units::Bytes};
 

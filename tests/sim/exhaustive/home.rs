@@ -1,9 +1,9 @@
-//! An engine and a worker beside a tenant: every order of what they can do.
+//! Exhaustive search of an engine, a worker and a tenant.
 //!
-//! A budget of 100 MiB that an engine and a worker fill, and a tenant that asks for more than is left. The engine
-//! carries out its orders, keeps more than it was asked to since that is in use, says that it came down and did not, fails
-//! at an order, or dies; the worker becomes ready, is at work, sleeps and is woken, ends when it is asked to or by itself.
-//! Both are measured now, or as they were a second ago.
+//! A budget of 100 MiB filled by an engine and a worker, and a tenant that asks for more than is left. The engine
+//! performs its orders, keeps more than requested because it is in use, falsely reports compliance, fails at an order,
+//! or dies; the worker becomes ready, works, sleeps and is woken, ends on request or by itself. Both are measured now,
+//! or as they were a second ago.
 
 use std::{
     collections::{BTreeSet, VecDeque},
@@ -47,11 +47,11 @@ pub(super) enum Letter {
     Release,
     /// The tenant dies.
     Leave,
-    /// The tenant comes down to its target.
+    /// The tenant shrinks to its target.
     Obey,
-    /// The engine carries out its next order.
+    /// The engine performs its next order.
     Apply,
-    /// It says that it has carried out its next order, and has given up nothing.
+    /// It reports its next order as performed without releasing anything.
     Pretend,
     FailOrder,
     EngineDies,
@@ -74,11 +74,11 @@ pub(super) enum Letter {
     Tick,
     /// A whole term.
     Wait,
-    /// The machine stands still: nothing is served in it.
+    /// The machine stalls: nothing is served meanwhile.
     Standstill(Duration),
 }
 
-/// What is really used.
+/// Real use.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 struct Use {
     engine: Bytes,
@@ -113,11 +113,11 @@ pub(super) struct Home {
     shape: ModelShape,
     now: Timestamp,
     used: Use,
-    /// What was used from when on; the last second of it.
+    /// Use by time, over the last second.
     history: VecDeque<(Timestamp, Use)>,
     in_force: Option<EnginePlan>,
     orders: VecDeque<(u64, EnginePlan)>,
-    /// What the running answer has in the context; it is not given up.
+    /// Context of the running answer, which is not released.
     kv_used: u32,
     worker: Life,
     stopping: bool,
@@ -128,7 +128,7 @@ pub(super) struct Home {
     asked: bool,
     tickets: u64,
     open: Vec<Ticket>,
-    /// Who is to be measured.
+    /// Holders due for measurement.
     to_measure: BTreeSet<String>,
 }
 
@@ -163,7 +163,7 @@ fn shape() -> ModelShape {
 }
 
 impl Home {
-    /// The engine with all that it wants, the worker up, every holder measured.
+    /// The engine with its full plan, the worker running, every holder measured.
     pub(super) fn new(planted: Option<Planted>) -> Self {
         let mut params = small_params();
         params.engine = Some(EngineParams {
@@ -228,7 +228,7 @@ impl Home {
         self
     }
 
-    /// The engine holds all that it wants, and the worker is up.
+    /// The engine has its full plan, and the worker is running.
     fn is_whole(&self) -> bool {
         let seen = self.arbiter.snapshot();
         seen.engine.state == EngineState::Ready
@@ -246,7 +246,7 @@ impl Home {
         Timestamp::START + self.now.since_start().saturating_sub(SECOND)
     }
 
-    /// What was used then.
+    /// Use at that time.
     fn used_at(&self, then: Timestamp) -> Use {
         let before = self.history.iter().rev().find(|(from, _)| *from <= then);
         before
@@ -448,7 +448,7 @@ impl Home {
         })
     }
 
-    /// Lets time pass with every deadline at its instant; where `good`, every holder does what it should.
+    /// Advances time with every deadline at its instant; if `good`, every holder complies.
     fn until(&mut self, end: Timestamp, good: bool) -> Result<(), String> {
         for _ in 0..4000 {
             let Some(due) = self.arbiter.next_deadline().filter(|due| *due <= end) else {
@@ -466,7 +466,7 @@ impl Home {
         self.tell(Event::DeadlineReached)
     }
 
-    /// A tenant that has heard nothing for a term gives back what it has.
+    /// A tenant without messages for a term releases its memory.
     fn end_term(&mut self) {
         if self.lease.is_some() && self.term_ends <= self.now {
             (self.lease, self.target, self.used.tenant) = (None, None, Bytes::ZERO);
@@ -474,7 +474,7 @@ impl Home {
         }
     }
 
-    /// Orders are carried out, and every holder is measured.
+    /// Performs all orders, and measures every holder.
     fn be_good(&mut self) -> Result<(), String> {
         while !self.orders.is_empty() {
             self.take(Letter::Apply)?;
@@ -505,7 +505,8 @@ impl Home {
         self.check(&self.arbiter.snapshot())
     }
 
-    /// What is held fits, is what each may really use, and no busy worker is stopped while the engine could give.
+    /// The total fits, each holder's share covers its real use, and no busy worker is stopped while the engine could
+    /// shed.
     fn check(&self, seen: &Snapshot) -> Result<(), String> {
         if seen.memory.held > BUDGET {
             return Err(format!(
@@ -567,7 +568,7 @@ impl Home {
                 if plan.kv_capacity.get() < floor {
                     return Err(format!("the engine is asked below its floor: {plan:?}"));
                 }
-                // A plan for an engine that died a moment ago reaches none.
+                // A plan for an engine that has just died has no recipient.
                 if self.in_force.is_some() || !self.orders.is_empty() {
                     self.orders.push_back((revision, plan));
                 }
@@ -659,8 +660,8 @@ impl Book for Home {
         Ok(())
     }
 
-    /// No client talks or works any more, and every holder does what it should: all must be answered, the engine be back with
-    /// all that it wants, and the worker up once it is asked for.
+    /// No client is active any more, and every holder complies: every request must be answered, the engine back at its
+    /// full plan, and the worker running once it is wanted.
     fn settles(mut self) -> Result<(), String> {
         self.take(Letter::Hush)?;
         if self.works {
@@ -671,7 +672,7 @@ impl Book for Home {
             self.to_measure.extend(HOLDERS.map(str::to_owned));
             self.be_good()?;
             self.take(Letter::Sample)?;
-            // Operators put right what was given up, and clients ask for the worker.
+            // Operators repair abandoned holders, and clients ask for the worker.
             let seen = self.arbiter.snapshot();
             if seen.engine.state == EngineState::Failed && second > PATIENCE_S / 2 {
                 let shape = self.shape.clone();
@@ -748,5 +749,5 @@ impl Book for Home {
     }
 }
 
-/// Longer than the longest wait before something is restarted after a few failures. Our choice.
+/// Longer than the longest backoff after a few failures. Our choice.
 const PATIENCE_S: u32 = 90;

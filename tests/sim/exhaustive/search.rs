@@ -1,4 +1,4 @@
-//! Every order of letters from a few books, by several threads: what one has seen no other enters again.
+//! Parallel search over every order of letters, with shared visited states.
 
 use std::{
     collections::HashMap,
@@ -12,37 +12,37 @@ use std::{
     thread,
 };
 
-/// A book with all around it, to which one letter after the other happens.
+/// A ledger with its environment, to which letters are applied in order.
 pub(super) trait Book: Clone + Send + Sync {
     type Letter: Copy + Debug + Send + Sync;
 
-    /// What can happen now.
+    /// The possible letters.
     fn letters(&self) -> Vec<Self::Letter>;
-    /// One letter; what is wrong after it.
+    /// Applies a letter; returns the violation after it.
     fn take(&mut self, letter: Self::Letter) -> Result<(), String>;
-    /// No letters any more: everything must come to rest.
+    /// No further letters: everything must come to rest.
     fn settles(self) -> Result<(), String>;
-    /// Two books with the same one are the same book.
+    /// Equal fingerprints mean equal states.
     fn fingerprint(&self) -> u64;
 }
 
-/// What a search has seen.
+/// Visited states of a search.
 pub(super) struct Search {
-    /// States and the most letters that were left when they were entered, in parts that are locked alone.
+    /// States and the most letters left when they were entered, in separately locked parts.
     seen: Vec<Mutex<HashMap<u64, u64>>>,
     orders: AtomicU64,
     threads: usize,
 }
 
-/// Where a search begins: a book, and how it came about.
+/// Start of a search: a ledger, and its history.
 struct Root<B: Book> {
     book: B,
     path: Vec<B::Letter>,
 }
 
-/// Parts of what has been seen (our choice: many times the threads).
+/// Parts of the visited states (our choice: many times the threads).
 const PARTS: usize = 64;
-/// Letters after which the books are handed out to the threads: some hundreds of them.
+/// Letters after which the states are distributed to the threads: some hundreds of them.
 const HANDED_OUT_AFTER: u64 = 2;
 
 impl Search {
@@ -54,7 +54,7 @@ impl Search {
         }
     }
 
-    /// As many threads as there are processors, or as `COTENANT_EXHAUSTIVE_THREADS` says.
+    /// As many threads as processors, or as set by `COTENANT_EXHAUSTIVE_THREADS`.
     pub(super) fn with_all_threads() -> Self {
         let processors = thread::available_parallelism().map_or(1, NonZero::get);
         let wanted = env::var("COTENANT_EXHAUSTIVE_THREADS");
@@ -74,7 +74,7 @@ impl Search {
         self.orders.load(Ordering::Relaxed)
     }
 
-    /// Tries all orders of `steps` letters from a book that came about by `path`.
+    /// Tries all orders of `steps` letters from a state with the history `path`.
     pub(super) fn run<B: Book>(
         &self,
         book: B,
@@ -85,7 +85,7 @@ impl Search {
             book,
             path: path.to_vec(),
         }];
-        // The first letters alone, so that there is something to hand out.
+        // The first letters sequentially, so that there is work to distribute.
         let first = steps.min(HANDED_OUT_AFTER);
         for left in (steps - first + 1..=steps).rev() {
             let mut next = Vec::new();
@@ -161,7 +161,7 @@ impl Search {
         })
     }
 
-    /// The book after each letter that can happen to it now.
+    /// The state after each possible letter.
     fn each<B: Book>(
         &self,
         book: &B,

@@ -1,11 +1,13 @@
-//! What only some histories have. Drawn from sources of their own, so that the others stay what they were.
+//! Events that only some histories have.
+//!
+//! Drawn from separate sources, so that the others are unchanged.
 
 use rand::{Rng, SeedableRng};
 use rand_chacha::ChaCha8Rng;
 
 use crate::tenant::{Manners, Tenant};
 
-/// In every third history tenants are processes, of which two may have one name, and some of them are hasty.
+/// In every third history tenants are processes, two of which may share a name, and some of them are hasty.
 pub(super) fn choose_letters(seed: u64, tenants: &mut [Tenant]) -> Option<ChaCha8Rng> {
     if seed % 3 != 2 {
         return None;
@@ -26,8 +28,9 @@ pub(super) fn choose_letters(seed: u64, tenants: &mut [Tenant]) -> Option<ChaCha
 
 const LETTERS: u64 = 0x6c65_7474_6572;
 
-/// In every third of those, processes have leases by two names. A non-compliant holder that has not come down by one name may not have
-/// begun to use what it holds by the other: what it has is covered, and it cannot be distinguished from one that has come down.
+/// In every third of those, processes have leases under two names. A process that has not come down under one name may
+/// not have started to use its lease under the other: its use is then covered, and it cannot be distinguished from a
+/// compliant one.
 pub(super) fn choose_names(seed: u64, tenants: &mut [Tenant]) {
     if seed % 9 != 5 {
         return;
@@ -52,7 +55,7 @@ pub(super) fn choose_names(seed: u64, tenants: &mut [Tenant]) {
 
 const NAMES: u64 = 0x006e_616d_6573;
 
-/// In every fourth history the high water of workers is read, now and then, and not twice alike.
+/// In every fourth history the peaks of workers are read at random times, with varying results.
 pub(super) fn choose_high_water(seed: u64) -> Option<ChaCha8Rng> {
     (seed % 4 == 3).then(|| ChaCha8Rng::seed_from_u64(seed ^ HIGH_WATER))
 }

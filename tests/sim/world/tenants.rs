@@ -1,4 +1,4 @@
-//! What tenants do, and what becomes of what they say.
+//! Actions of tenants, and delivery of their messages.
 
 use std::time::Duration;
 
@@ -34,7 +34,7 @@ impl World {
             tenant.begin_again();
             return None;
         }
-        // Without word from the supervisor for a term it ends as if it had been notified.
+        // Without messages from the supervisor for a term it ends as if notified.
         if tenant.lease.is_some() && !tenant.relies(now) && !self.leaving.contains(&index) {
             self.tenant_hears_end(index);
             return None;
@@ -55,7 +55,7 @@ impl World {
         tenant.use_memory(&mut self.rng);
         let peer = tenant.peer();
         if calm || self.rng.random_bool(0.15) {
-            // Gives the memory back first, as an honest holder does.
+            // Releases the memory first, as an honest holder does.
             if self.tenants[index].manners == Manners::Honest {
                 self.tenants[index].used = Bytes::ZERO;
             }
@@ -81,7 +81,7 @@ impl World {
             let mut max = self.rng.random_range(min..=min * 2);
             let may_use = self.tenants[index].may_use;
             if self.tenants[index].hasty && Bytes::ZERO < may_use && may_use < lease.memory.held {
-                // It has been asked to come down, and wants that or less.
+                // It has been asked to come down, and asks for that or less.
                 max = self.rng.random_range(1..=may_use.get());
                 min = self.rng.random_range(1..=max);
             }
@@ -161,7 +161,7 @@ impl World {
                 wait,
                 Happening::Deliver(Box::new(Event::LeaseRequestCancelled { ticket })),
             );
-            // Its caller is gone: a lease that is granted all the same runs out.
+            // Its caller is gone: a lease granted afterwards expires.
             self.tenants[index].asking.clear();
         }
         Some(Event::LeaseRequested { ticket, request })
@@ -189,7 +189,7 @@ impl World {
                 tenant.term_ends = lease.expires_at.unwrap_or(Timestamp::NEVER);
                 tenant.lease = Some(lease.clone());
             }
-            // What it asked for its lease is refused since that has ended.
+            // Its request for its lease is refused because the lease has ended.
             Answer::Denied {
                 denial: Denial::UnknownLease { .. },
                 ..
@@ -209,7 +209,7 @@ impl World {
             return;
         };
         if self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
-            // The holder hears of its target when its stream is back, and that may be too late.
+            // The holder receives its target when its stream is restored, possibly too late.
             let wait = millis(&mut self.rng, 20, 4000);
             let answers = true;
             self.tenants[index].deaf_to = Some(id);
@@ -259,7 +259,7 @@ impl World {
         );
     }
 
-    /// Comes down as its manners are, and answers over its stream: late, with its own words, or for another target.
+    /// Comes down according to its manners, and replies over its stream: late, in its own words, or for another target.
     pub(super) fn tenant_obeys(
         &mut self,
         index: usize,
@@ -314,7 +314,7 @@ impl World {
             !without_effect || receipt.pass_on.is_none(),
             "{receipt:?} is passed on"
         );
-        // Another stream of the same holder may not know better, and passes on what it is given.
+        // Another stream of the same holder may not know better, and forwards its input.
         let passes = if strange && draw == 5 {
             Some(answer)
         } else {
@@ -328,7 +328,7 @@ impl World {
         })
     }
 
-    /// Says at once that it needs longer.
+    /// Reports at once that it needs longer.
     pub(super) fn tenant_defers(
         &mut self,
         index: usize,
@@ -375,7 +375,7 @@ impl World {
             self.after(wait, Happening::Deliver(Box::new(event)));
         }
         if self.tenants[index].is_deaf() || self.faults.lost_streams.strikes(&mut self.rng, 0.3) {
-            // It hears of it when its stream is back, when a renewal is refused, or goes when its term is over.
+            // It learns of it when its stream is restored, when a renewal is refused, or leaves when its term is over.
             self.tenants[index].unheard_end = true;
             if !self.tenants[index].is_deaf() {
                 let wait = millis(&mut self.rng, 20, 4000);
@@ -396,7 +396,7 @@ impl World {
                     self.after(wait, Happening::TenantLeaves { index });
                 }
             }
-            // Keeps what it has until it dies.
+            // Keeps its memory until it dies.
             Manners::Misreporting | Manners::Silent | Manners::Greedy => {
                 tenant.lease = None;
                 tenant.may_use = Bytes::ZERO;
@@ -407,7 +407,7 @@ impl World {
         }
     }
 
-    /// Gives back what it has, and says so or not.
+    /// Releases its memory, with or without reporting it.
     pub(super) fn tenant_leaves(&mut self, index: usize) -> Option<Event> {
         if !self.leaving.remove(&index) {
             return None;
@@ -426,7 +426,7 @@ impl World {
         })
     }
 
-    /// Its process ends, and with it all that it was.
+    /// Its process ends, with all of its state.
     pub(super) fn kill_tenant(&mut self, index: usize) {
         let process = self.tenants[index].pid;
         for other in 0..self.tenants.len() {

@@ -1,17 +1,17 @@
-//! Keeps so many models, whatever they weigh: the router of llama.cpp.
+//! A maximum number of models regardless of size: the router of llama.cpp.
 
 use super::{Resident, Rival, Room, View, Wanted, least_recent};
 use cotenant::units::Timestamp;
 
-/// `unload_lru()` of llama.cpp `tools/server/server-models.cpp`: above `--models-max` the model whose last request is the
-/// oldest is unloaded, without a look at requests in flight; bytes are not counted.
+/// `unload_lru()` of llama.cpp `tools/server/server-models.cpp`: above `--models-max` the model with the oldest last
+/// request is unloaded, regardless of running requests; bytes are not counted.
 #[derive(Clone, Debug)]
 pub(crate) struct CountLru {
     most: usize,
 }
 
 impl CountLru {
-    /// `--models-max` where nothing is said.
+    /// Default of `--models-max`.
     pub(crate) const DEFAULT: usize = 4;
 
     /// Keeps at most `most` models.

@@ -1,19 +1,19 @@
-//! Declared sets of models that may be in memory together (llama-swap).
+//! Declared sets of co-resident models (llama-swap).
 
 use std::collections::BTreeSet;
 
 use super::{Resident, Rival, Room, View, Wanted};
 use cotenant::units::Timestamp;
 
-/// The matrix of llama-swap `internal/router`: of the declared sets that have the wanted model, the one for which least is
-/// evicted, at `evict_costs` of 1 each. A busy model is not interrupted, the request waits. Knows no bytes.
+/// The matrix of llama-swap `internal/router`: of the declared sets with the wanted model, the one with the fewest
+/// evictions, at `evict_costs` of 1 each. A busy model is not interrupted, the request waits. Bytes are not considered.
 #[derive(Clone, Debug)]
 pub(crate) struct DeclaredSets {
     sets: Vec<BTreeSet<String>>,
 }
 
 impl DeclaredSets {
-    /// With these sets; of equal ones, the first is taken.
+    /// With these sets; among equal ones, the first wins.
     #[must_use]
     pub(crate) const fn new(sets: Vec<BTreeSet<String>>) -> Self {
         Self { sets }

@@ -1,7 +1,7 @@
-//! Rules of other programs, as small baselines.
+//! Rules of other programs as small baselines.
 //!
-//! Each is the rule of a public program with its published constants, and nothing else of it: whole models come and go.
-//! A rival is asked for room before a model is loaded, and polled; it sees what that program can see.
+//! Each is the rule of a public program with its published constants, and nothing more: whole models are loaded and
+//! unloaded. A rival is asked for room before a model is loaded, and polled; it sees what that program can see.
 
 mod count_lru;
 mod declared_sets;
@@ -17,38 +17,38 @@ use std::time::Duration;
 
 use cotenant::units::{Bytes, Timestamp};
 
-/// What a model is for.
+/// Purpose of a model.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) enum Kind {
-    /// Writes answers.
+    /// Generates answers.
     Llm,
-    /// Hears.
+    /// Recognises speech.
     Asr,
-    /// Speaks.
+    /// Synthesises speech.
     Tts,
 }
 
-/// A model that is loaded, or being loaded.
+/// A model that is loaded or loading.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Resident {
     /// Its name.
     pub name: String,
-    /// What it is for.
+    /// Its purpose.
     pub kind: Kind,
-    /// When it last had a request.
+    /// Time of its last request.
     pub used_at: Timestamp,
-    /// Whether it works, or is being loaded for a request.
+    /// Whether it serves a request, or is being loaded for one.
     pub busy: bool,
-    /// How long it takes to load.
+    /// Its load time.
     pub load_time: Duration,
 }
 
-/// What a program can see.
+/// State visible to a program.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct View {
     /// `MemTotal`.
     pub total: Bytes,
-    /// Used on the whole machine.
+    /// Use on the whole machine.
     pub used: Bytes,
     /// The models in memory.
     pub residents: Vec<Resident>,
@@ -59,13 +59,13 @@ pub(crate) struct View {
 pub(crate) struct Wanted {
     /// Its name.
     pub name: String,
-    /// What it is for.
+    /// Its purpose.
     pub kind: Kind,
-    /// What it holds.
+    /// Its size.
     pub bytes: Bytes,
 }
 
-/// What must happen before a model is loaded.
+/// Action required before a load.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Room {
     /// Load it.
@@ -78,17 +78,17 @@ pub(crate) enum Room {
 
 /// The rule of another program.
 pub(crate) trait Rival {
-    /// What it is called in a table.
+    /// Its name in tables.
     fn name(&self) -> &'static str;
-    /// Asked with every step while a request waits for a model that is not in memory.
+    /// Called in every step while a request waits for a model that is not in memory.
     fn make_room(&mut self, view: &View, wanted: &Wanted) -> Room;
-    /// Whom to unload now; asked with every step.
+    /// Models to unload now; called in every step.
     fn poll(&mut self, now: Timestamp, view: &View) -> Vec<String>;
-    /// Whether a load waits until what was unloaded has left memory.
+    /// Whether a load waits until unloaded memory has been released.
     fn waits_for_release(&self) -> bool;
 }
 
-/// The one without work that was not used for longest; of equal ones, the first by name.
+/// The least recently used idle model; among equal ones, the first by name.
 fn least_recent<'a>(residents: impl Iterator<Item = &'a Resident>) -> Option<&'a Resident> {
     residents.min_by_key(|resident| (resident.used_at, &resident.name))
 }

@@ -1,26 +1,26 @@
-//! Unloads whole models while the machine is above a threshold: LocalAI and Lemonade.
+//! Unloading of whole models above a memory threshold: LocalAI and Lemonade.
 
 use std::time::Duration;
 
 use super::{Resident, Rival, Room, View, Wanted, least_recent};
 use cotenant::units::Timestamp;
 
-/// A watch that polls the memory of the machine and stops one idle model at a time. A load does not ask for room.
+/// A watch that polls the memory of the machine and stops one idle model at a time. Loads do not ask for room.
 #[derive(Clone, Debug)]
 pub(crate) struct ThresholdLru {
     name: &'static str,
     every: Duration,
     above_per_mille: u32,
-    /// Unloaded after this time without a request.
+    /// Idle time after which a model is unloaded.
     idle: Option<Duration>,
-    /// Whether cheap loads go first, and each kind of model has one slot.
+    /// Whether cheap loads go first, with one slot per kind of model.
     scored: bool,
     next: Timestamp,
 }
 
 impl ThresholdLru {
     /// LocalAI `pkg/model/watchdog.go` with its memory reclaimer on: polls every 500 ms, and above 0.80 stops the least
-    /// recently used model that has no request.
+    /// recently used idle model.
     #[must_use]
     pub(crate) const fn local_ai() -> Self {
         Self {
@@ -33,8 +33,8 @@ impl ThresholdLru {
         }
     }
 
-    /// Lemonade `eviction_engine.cpp`: every 5 s, evicts what is idle for 300 s, and above 0.90 the highest
-    /// `idle_ms / load_duration_ms`; one slot for each kind of model. The downsizing after 60 s frees no bytes (its issue
+    /// Lemonade `eviction_engine.cpp`: every 5 s, evicts models idle for 300 s, and above 0.90 the one with the highest
+    /// `idle_ms / load_duration_ms`; one slot per kind of model. The downsizing after 60 s frees no bytes (its issue
     /// 2961) and is left out.
     #[must_use]
     pub(crate) const fn lemonade() -> Self {

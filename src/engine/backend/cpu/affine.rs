@@ -1,7 +1,7 @@
 //! Products with Q4_1 and Q5_1 weights (scale and minimum per block).
 //!
-//! ggml multiplies them with activations in Q8_1, which is Q8_0 with the sum of each block beside it. Candle has these
-//! products as a plain loop only; here the sum is taken on the way, so that they need no format of their own.
+//! ggml multiplies them with activations in Q8_1, which is Q8_0 plus the sum of each block. Candle implements these
+//! products only as a plain loop; here the sum is computed along the way, so that no separate format is needed.
 
 use super::{
     float::half_to_float,
@@ -45,7 +45,7 @@ pub(crate) fn dot_q5_1(weight: &[u8], copy: &[u8]) -> f32 {
     total
 }
 
-/// `total` and one block more: `(scale · q + minimum) · (scale' · q')`, summed.
+/// `total` plus one block: `(scale · q + minimum) · (scale' · q')`, summed.
 #[inline(always)]
 fn add_block(total: f32, x: &[u8], quants: &[u8; BLOCK], y: &[u8]) -> f32 {
     let half = |bytes: &[u8]| half_to_float(u16::from_le_bytes([bytes[0], bytes[1]]));

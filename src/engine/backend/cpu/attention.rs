@@ -19,12 +19,12 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Elements that one thread needs for an item: a block's keys, values and scores, and queries that are turned back.
+/// Elements needed by one thread for an item: a block's keys, values and scores, and rotated queries.
 const fn scratch_elements(dim: usize) -> usize {
     Scratch::elements(dim, QUERIES_PER_ITEM) + QUERIES_PER_ITEM * dim
 }
 
-/// Memory that so many threads attend in.
+/// Attention scratch for this many threads.
 pub(super) fn scratch_bytes(spec: &AttentionSpec, threads: usize) -> Bytes {
     Bytes::of_len(threads * scratch_elements(spec.head_dim) * 4)
 }
@@ -71,7 +71,7 @@ pub(crate) fn attend<'op>(
     let scratch = Share::new(access.write(&job.scratch)?);
     let copying = Copying::new(isa, &job.prepare, (rows, heads * dim), access)?;
 
-    // Keys and values of this chunk, and its queries made ready: one item for each row.
+    // Keys and values of this chunk, and preparation of its queries: one item per row.
     pool.run(rows, &|row| {
         let angles = &rotary[row * spec.rotary..(row + 1) * spec.rotary];
         // SAFETY: each row is one item.
@@ -119,8 +119,8 @@ pub(crate) fn attend<'op>(
             ] {
                 let offset = offset(part, head) + (token % block_tokens) * row_bytes;
                 if let Some(target) = block.range(offset, row_bytes) {
-                    // SAFETY: each token has a place of its own in the block, this row's item alone writes it, none
-                    // reads it before all items are done, and one operation is executed at a time.
+                    // SAFETY: each token has its own place in the block, only this row's item writes it, none reads it
+                    // before all items are done, and one operation is executed at a time.
                     let target =
                         unsafe { std::slice::from_raw_parts_mut(target.as_ptr(), row_bytes) };
                     cells::store(isa, kind, source, bias, target);
@@ -129,9 +129,9 @@ pub(crate) fn attend<'op>(
         }
     });
 
-    // Attention: one item for some rows and the query heads of one key head, so that keys and values are widened once for
-    // all of them; when that leaves too few items for the threads, one for each query head. Later rows see more: they are
-    // begun first, so that no thread is left with a long one.
+    // Attention: one item per group of rows and the query heads of one key head, so that keys and values are widened
+    // once for all of them; if that leaves too few items for the threads, one per query head. Later rows see more
+    // tokens and are started first, so that no long item is left at the end.
     let out = Share::new(&mut *made);
     let group = heads / kv_heads;
     let rows_per_item = (QUERIES_PER_ITEM / group).max(1);
@@ -144,7 +144,7 @@ pub(crate) fn attend<'op>(
     let parts = group.div_ceil(together);
     let scratch_of = scratch_elements(dim);
     pool.run_by_thread(tiles * kv_heads * parts, &|thread, item| {
-        // SAFETY: a thread does one item at a time, and no other has its number.
+        // SAFETY: a thread processes one item at a time, and thread numbers are unique.
         let scratch = unsafe { scratch.slice(thread * scratch_of, scratch_of) };
         let (scratch, turned) = scratch.split_at_mut(scratch_of - QUERIES_PER_ITEM * dim);
         let mut scratch = Scratch::new(scratch, dim);
@@ -159,7 +159,7 @@ pub(crate) fn attend<'op>(
         let count = together.min(group - part * together);
         let queries_of = |index: usize| {
             let (row, head) = (first_row + index / count, first_head + index % count);
-            // SAFETY: read only from here on; the writes above are done.
+            // SAFETY: read only from here on; all writes above have completed.
             unsafe { query.view(row * query_row + head * query_step, query_step) }
         };
         let mut walks: Vec<Walk<'_>> = (0..these * count)
@@ -239,7 +239,7 @@ pub(crate) fn attend<'op>(
     Ok(())
 }
 
-/// Blocks of a cache, each at a place of its own.
+/// Blocks of a cache at independent places.
 struct Blocks<'op> {
     space: &'op Reserve,
     places: &'op [usize],
@@ -247,7 +247,7 @@ struct Blocks<'op> {
     len: usize,
 }
 
-/// One of them.
+/// One block.
 #[derive(Clone, Copy)]
 struct Block<'op> {
     space: &'op Reserve,
@@ -266,7 +266,7 @@ impl<'op> Blocks<'op> {
 }
 
 impl<'op> Block<'op> {
-    /// The address of `len` bytes from `offset`, or `None` when they are not all inside.
+    /// The address of `len` bytes from `offset`, or `None` unless all are inside.
     fn range(&self, offset: usize, len: usize) -> Option<NonNull<u8>> {
         if offset.checked_add(len)? > self.len {
             return None;
@@ -274,11 +274,11 @@ impl<'op> Block<'op> {
         self.space.range(self.start.checked_add(offset)?, len)
     }
 
-    /// `len` bytes from `offset`, or `None` when they are not all inside.
+    /// `len` bytes from `offset`, or `None` unless all are inside.
     fn slice(&self, offset: usize, len: usize) -> Option<&'op [u8]> {
         let start = self.range(offset, len)?;
-        // SAFETY: inside the open part, which the operation keeps; initialised, as anonymous memory is zero. What is written
-        // through `range` is written before anything is read.
+        // SAFETY: inside the open part, which the operation keeps; initialised, as anonymous memory is zero. Writes
+        // through `range` precede all reads.
         Some(unsafe { std::slice::from_raw_parts(start.as_ptr(), len) })
     }
 }
@@ -306,5 +306,5 @@ kernel! {
     }
 }
 
-/// Queries of one item: enough that widening and turning a block costs little beside them.
+/// Queries per item: enough to make widening and transposing a block comparatively cheap.
 const QUERIES_PER_ITEM: usize = 64;

@@ -1,18 +1,20 @@
 //! Products with quantised rows for AVX-512.
 //!
-//! This is the form for one token; [`few512`] has the one for a few, and [`tile`](super::tile) the one for many. All agree to the
-//! bit, since all add up each block in whole numbers, then each fourth block as `sum + total · (scale · factor)` in one rounding, then the four sums.
+//! This is the single-token form; [`few512`] has the form for a few tokens, and [`tile`](super::tile) the one for many.
+//! All agree to the bit, since each sums a block in integers, then every fourth block as `sum + total · (scale ·
+//! factor)` in one rounding, then the four sums.
 //!
 //! K-quants share one inner loop: a block of 256 weights is unpacked into four registers of unsigned quants and four of
-//! 16-bit scales. The constant part of the quants (their minimum, or the 32 that Q6_K subtracts) goes through the sums
-//! that Q8_K blocks carry. Four blocks share the last steps of their sums; rows are read one after the other. Q4_K, where
-//! a byte takes the most work, has four rows at once in [`four_rows`](super::four_rows), but for long ones.
+//! 16-bit scales. The constant part of the quants (their minimum, or the 32 that Q6_K subtracts) is applied through the
+//! sums stored in Q8_K blocks. Four blocks share the last steps of their sums; rows are read one after another. Q4_K,
+//! which takes the most work per byte, processes four rows at once in [`four_rows`](super::four_rows), except for long
+//! rows.
 //!
-//! Q8_0, where a byte takes the least work, has four rows at once too, which share what is loaded of the token, so that more
-//! reads from memory are under way at a time; the machine's own prefetch does not see four streams as the one that they are
-//! together, so the rows after them are asked for in the order in which they lie.
+//! Q8_0, which takes the least work per byte, also processes four rows at once, which share the loads of the token, so
+//! that more memory reads are in flight; the hardware prefetcher does not recognise four streams as one contiguous
+//! region, so the rows after them are prefetched explicitly in memory order.
 //!
-//! Reads the file's own block layout, see `block_q4_K` and its kin in ggml's `ggml-common.h`.
+//! Reads the file's own block layout: see `block_q4_K` and related types in ggml's `ggml-common.h`.
 
 use std::arch::x86_64::*;
 
@@ -24,7 +26,7 @@ use super::{
     unpack256,
 };
 
-/// Asks for a block of weights that will be needed soon; the machine's own prefetch stops at pages.
+/// Prefetches a block of weights; the hardware prefetcher stops at page boundaries.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn fetch<const BYTES: usize>(block: *const u8) {
@@ -33,7 +35,7 @@ fn fetch<const BYTES: usize>(block: *const u8) {
     }
 }
 
-/// Asks for `BYTES` of the rows after those that are being computed: next to the core where both fit there, else a level
+/// Prefetches `BYTES` of the rows after the current ones: into the first-level cache if both fit, otherwise one level
 /// further away.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -48,13 +50,14 @@ fn fetch_next<const BYTES: usize>(ahead: *const u8, long: bool) {
     }
 }
 
-/// Bytes of such rows that fit the first-level cache with those after them, and with the token: half of what is usual.
+/// Bytes of such rows that fit the first-level cache together with the rows after them and the token: half of its usual
+/// size.
 const NEAREST_MAX: usize = 16 * 1024;
 
-/// Far enough ahead for memory to answer: some 100 ns of work on one core.
+/// Prefetch distance that hides memory latency: some 100 ns of work on one core.
 const FETCH_AHEAD: usize = 2048;
 
-/// A block of 256 weights, ready for `maddubs` and `dpwssd`.
+/// A block of 256 weights, prepared for `maddubs` and `dpwssd`.
 struct Block {
     quants: [__m512i; 4],
     scales: [__m512i; 4],
@@ -94,7 +97,7 @@ macro_rules! super_rows {
                         weight.wrapping_add(lane * $bytes),
                         copy.wrapping_add(lane * Q8K_BYTES + 4),
                     );
-                    // Where a core is limited by memory alone, asking only gets in the way of the machine's own prefetch.
+                    // On a core limited by memory alone, explicit prefetches only disturb the hardware prefetcher.
                     if $fetch {
                         fetch::<$bytes>(block.wrapping_add(FETCH_AHEAD));
                     }
@@ -103,7 +106,7 @@ macro_rules! super_rows {
                 };
                 let ((a, low_a), (b, low_b), (c, low_c), (d, low_d)) =
                     (part(0), part(1), part(2), part(3));
-                // The last block stands in for those that are not there, whose totals are zero.
+                // The last block substitutes for missing ones, whose totals are zero.
                 let at = |lane: usize| lane.min(count - 1);
                 let at = [0, at(1), at(2), at(3)];
                 // SAFETY: the heads of blocks of this row and of this copy.
@@ -126,7 +129,7 @@ macro_rules! super_rows {
                 }
             }
             if rows.tokens > 1 {
-                // SAFETY: passed on.
+                // SAFETY: the caller's promise.
                 unsafe { few512::super_rows::<unpack256::$kind>(rows) };
                 return;
             }
@@ -134,7 +137,7 @@ macro_rules! super_rows {
                 let (mut block, mut copy) = (weight.as_ptr(), rows.copy(0));
                 let (mut left, mut lanes) = (rows.columns / SUPER, [_mm_setzero_ps(); 2]);
                 while left >= LANES {
-                    // SAFETY: as many blocks are left of the row, and of the copy of the token.
+                    // SAFETY: the row, and the copy of the token, have at least this many blocks left.
                     unsafe { group(block, copy, LANES, &mut lanes) };
                     (block, copy) = (
                         block.wrapping_add(LANES * $bytes),
@@ -165,21 +168,21 @@ super_rows!(rows_q4k, Q4K, 144, unpack_q4k, heads, true, true);
 super_rows!(rows_q5k, Q5K, 176, unpack_q5k, heads, true, true);
 super_rows!(rows_q6k, Q6K, 210, unpack_q6k, heads_q6k, false, false);
 
-/// One block: its total, in sixteen lanes, and that of its minimums, in eight, where they have a scale of their own.
+/// Totals of one block in sixteen lanes, and of its minimums in eight, if these have separate scales.
 ///
 /// # Safety
 ///
-/// `y` are the quants of a Q8_K block, its sums behind them.
+/// `y` are the quants of a Q8_K block, followed by its sums.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn total<const SEPARATE_MINS: bool>(block: &Block, y: *const u8) -> (__m512i, __m256i) {
-    // SAFETY: 32 bytes behind the quants.
+    // SAFETY: 32 bytes after the quants.
     let bsums = unsafe { _mm256_loadu_si256(y.add(SUPER).cast()) };
     let min = _mm256_madd_epi16(block.mins, bsums);
     let mut sum = if SEPARATE_MINS {
         _mm512_setzero_si512()
     } else {
-        // 32 times what Q6_K subtracts from each quant, exactly, since these are whole numbers.
+        // 32 times the value that Q6_K subtracts from each quant, exactly, since these are integers.
         _mm512_zextsi256_si512(_mm256_sub_epi32(
             _mm256_setzero_si256(),
             _mm256_slli_epi32::<5>(min),
@@ -197,12 +200,12 @@ unsafe fn total<const SEPARATE_MINS: bool>(block: &Block, y: *const u8) -> (__m5
     (sum, min)
 }
 
-/// `sum` with the products of neighbours in `a` and `b` added. The intrinsic of this instruction is compiled to a product
-/// and an addition, which takes twice the time where both units are busy.
+/// `sum` plus the products of neighbours in `a` and `b`. The intrinsic of this instruction compiles to a product and an
+/// addition, which takes twice the time when both units are busy.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) fn add_pairs(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
-    // SAFETY: an instruction of the set, on registers alone.
+    // SAFETY: an instruction of the set, on registers only.
     unsafe {
         std::arch::asm!(
             "vpdpwssd {0}, {1}, {2}",
@@ -215,7 +218,7 @@ pub(super) fn add_pairs(mut sum: __m512i, a: __m512i, b: __m512i) -> __m512i {
     sum
 }
 
-/// Scales and scales of minimums of some Q4_K or Q5_K blocks of a row.
+/// Scales and minimum scales of several Q4_K or Q5_K blocks of a row.
 ///
 /// # Safety
 ///
@@ -236,7 +239,7 @@ unsafe fn heads(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128, __
     )
 }
 
-/// Scales of some Q6_K blocks of a row.
+/// Scales of several Q6_K blocks of a row.
 ///
 /// # Safety
 ///
@@ -248,11 +251,11 @@ unsafe fn heads_q6k(row: *const u8, bytes: usize, at: [usize; LANES]) -> (__m128
     (unsafe { halves(row.add(208), bytes, at) }, _mm_setzero_ps())
 }
 
-/// Some halves, `bytes` bytes apart.
+/// `f16` values at intervals of `bytes` bytes.
 ///
 /// # Safety
 ///
-/// There are halves at these indices.
+/// There are `f16` values at these indices.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn halves(start: *const u8, bytes: usize, at: [usize; LANES]) -> __m128 {
@@ -379,7 +382,7 @@ unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
     let (scales, mins) = unsafe { super::rows::six_bit_head(block) };
     let scales = _mm512_castsi128_si512(_mm_cvtepu8_epi16(_mm_set_epi64x(0, scales.cast_signed())));
     let mins = _mm_cvtepu8_epi16(_mm_set_epi64x(0, mins.cast_signed()));
-    // Each minimum twice: sums are of 16, minimums of 32.
+    // Each minimum twice: sums cover 16 columns, minimums 32.
     let mins = _mm256_set_m128i(
         _mm_unpackhi_epi16(mins, mins),
         _mm_unpacklo_epi16(mins, mins),
@@ -404,7 +407,7 @@ unsafe fn with_head(block: *const u8, quants: [__m512i; 4]) -> Block {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn unpack_q6k(block: *const u8) -> Block {
     let (low, six) = (_mm512_set1_epi8(15), _mm512_set1_epi8(63));
-    // Four bits from `quants`, two from `high`: the third truth table takes the second where the first is set.
+    // Four bits from `quants`, two from `high`: the third truth table selects the second where the first is set.
     let join =
         |quants, high| _mm512_and_si512(_mm512_ternarylogic_epi64::<0xca>(low, quants, high), six);
     let mut quants = [_mm512_setzero_si512(); 4];
@@ -416,7 +419,7 @@ unsafe fn unpack_q6k(block: *const u8) -> Block {
                 _mm512_broadcast_i64x4(_mm256_loadu_si256(block.add(128 + 32 * half).cast())),
             )
         };
-        // The high bits of the four runs of 32 lie at 0, 2, 4 and 6, and are wanted at 4.
+        // The high bits of the four runs of 32 lie at 0, 2, 4 and 6; shift them to 4.
         let first = _mm512_sllv_epi64(high, _mm512_set_epi64(2, 2, 2, 2, 4, 4, 4, 4));
         let second = _mm512_srlv_epi64(high, _mm512_set_epi64(2, 2, 2, 2, 0, 0, 0, 0));
         quants[2 * half] = join(both, first);
@@ -447,12 +450,13 @@ macro_rules! small_rows {
         /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
         #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
         pub(super) unsafe fn $name(rows: &Rows<'_>) {
-            /// Adds `count` blocks, at most four, to the lanes of a row. Weights are read as unsigned numbers, 128 too large.
+            /// Adds `count` blocks, at most four, to the lanes of a row. Weights are read as unsigned numbers with an
+            /// offset of 128.
             ///
             /// # Safety
             ///
-            /// As above; there are `count` blocks at `weight`, and in a copy of a token at `copy`, where their factors and
-            /// what makes up for the 128 are at `behind`.
+            /// As above; there are `count` blocks at `weight`, and in a copy of a token at `copy`, whose factors and
+            /// corrections for the offset of 128 are at `behind`.
             #[inline]
             #[target_feature(
                 enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"
@@ -481,12 +485,12 @@ macro_rules! small_rows {
                     )
                 };
                 let (a, b, c, d) = (part(0), part(1), part(2), part(3));
-                // The last block stands in for those that are not there, whose totals are zero.
+                // The last block substitutes for missing ones, whose totals are zero.
                 let at = |lane: usize| lane.min(count - 1);
                 // SAFETY: the heads of blocks of this row.
                 let scales = unsafe { halves(weight, $bytes, [0, at(1), at(2), at(3)]) };
                 let mask = 0b1111_u8 >> (LANES - count);
-                // SAFETY: the mask keeps inside.
+                // SAFETY: the mask stays inside.
                 let (factors, starts) = unsafe {
                     (
                         _mm_maskz_loadu_ps(mask, behind[0].cast()),
@@ -497,7 +501,7 @@ macro_rules! small_rows {
                 *lanes = _mm_fmadd_ps(total, _mm_mul_ps(scales, factors), *lanes);
             }
             if rows.tokens > 1 {
-                // SAFETY: passed on.
+                // SAFETY: the caller's promise.
                 unsafe { few512::small_rows::<unpack256::$kind>(rows) };
                 return;
             }
@@ -514,9 +518,10 @@ macro_rules! small_rows {
                         fetch_next::<{ $together * LANES * $bytes }>(ahead, long);
                         ahead = ahead.wrapping_add($together * LANES * $bytes);
                     }
-                    // By index: what is not inlined here, as of iterators, would be compiled without the instructions.
+                    // Indexed: calls that are not inlined, for example of iterators, would be compiled without these
+                    // instructions.
                     for row in 0..$together {
-                        // SAFETY: as many blocks are left of the row, and of the copy of the token.
+                        // SAFETY: the row, and the copy of the token, have at least this many blocks left.
                         unsafe { group(blocks[row], copy, behind, LANES, &mut lanes[row]) };
                         blocks[row] = blocks[row].wrapping_add(LANES * $bytes);
                     }

@@ -1,7 +1,7 @@
 //! Storage formats of the KV cache: store, load and convert.
 //!
-//! Elements come in groups of 32 that share a scale, in the layouts of GGUF's `Q8_0` and `Q4_0`; a head whose length is no
-//! multiple of 32 has a shorter group at its end. Every element is made by itself once the scale is known, so the bits
+//! Elements form groups of 32 with a common scale, in the layouts of GGUF's `Q8_0` and `Q4_0`; a head whose length is
+//! not a multiple of 32 ends in a shorter group. Given the scale, elements are converted independently, so the bits
 //! depend neither on threads nor on instruction sets.
 
 use super::{
@@ -16,7 +16,7 @@ use crate::{
 };
 use cotenant_policy::kv_type::{KvType, SHARE_A_SCALE};
 
-/// Stores one head's keys or values of one token, plus `bias` where there is one.
+/// Stores one head's keys or values of one token, plus `bias` if present.
 pub(super) fn store(
     isa: Isa,
     kind: KvType,
@@ -41,7 +41,7 @@ pub(super) fn store(
     }
 }
 
-/// Brings rows of `dim` elements to `f32`, one after the other.
+/// Converts consecutive rows of `dim` elements to `f32`.
 pub(super) fn widen(isa: Isa, kind: KvType, dim: usize, bytes: &[u8], floats: &mut [f32]) {
     match kind {
         KvType::F16 => widen_halves(isa, halves(bytes), floats),
@@ -60,7 +60,7 @@ fn widen_halves(isa: Isa, halves: &[u16], floats: &mut [f32]) {
 
 /// The `f16` bits in a part of a block.
 pub(super) fn halves(bytes: &[u8]) -> &[u16] {
-    // SAFETY: every bit pattern is a `u16`; offsets in a block are even, so nothing is cut off.
+    // SAFETY: every bit pattern is a `u16`; offsets in a block are even, so nothing is truncated.
     unsafe { bytes.align_to::<u16>() }.1
 }
 
@@ -106,10 +106,10 @@ kernel! {
     }
 }
 
-/// Converts rows where they lie: their new places begin where their old ones do.
+/// Converts rows in place: the new places begin where the old ones do.
 ///
-/// Rows that become smaller move towards the start, so that the first is converted first; as many at once as their new
-/// places reach to the first old one that is still needed. Rows that become larger go the other way.
+/// Shrinking rows move towards the start, so the first is converted first; concurrently, as many as have new places
+/// before the first old one still needed. Growing rows are converted in the opposite order.
 pub(super) fn convert(
     pool: &mut Pool,
     isa: Isa,
@@ -126,8 +126,8 @@ pub(super) fn convert(
     };
     let start = Address(start.as_ptr());
     let some = |first: usize, count: usize| {
-        // SAFETY: `len` bytes from `start` are open, and one operation is executed at a time; rows of one call and of calls
-        // beside it do not reach into each other's places, as said above.
+        // SAFETY: `len` bytes from `start` are open, and one operation is executed at a time; rows of concurrent calls
+        // do not overlap each other's places, as explained above.
         unsafe { convert_some(isa, (from, to), dim, start.at(), first, count) };
     };
     let mut run = |first: usize, end: usize| {
@@ -144,7 +144,7 @@ pub(super) fn convert(
     if new <= old {
         let mut done = 0;
         while done < job.rows {
-            // What lies before `done` rows of the old size is free; a single row is read before it is written.
+            // Memory before `done` rows of the old size is free; a single row is read before it is written.
             let end = (done * old / new).clamp(done + 1, job.rows);
             run(done, end);
             done = end;
@@ -160,7 +160,7 @@ pub(super) fn convert(
     Ok(())
 }
 
-/// An address that may be used by several threads.
+/// An address shared by threads.
 #[derive(Clone, Copy)]
 struct Address(*mut u8);
 
@@ -170,11 +170,11 @@ impl Address {
     }
 }
 
-// SAFETY: each user says why places do not overlap.
+// SAFETY: each user states why places do not overlap.
 unsafe impl Sync for Address {}
 
 kernel! {
-    /// Converts `count` rows from `first`, of `dim` elements each, where they lie. One row may overlap its own new place.
+    /// Converts `count` rows from `first`, of `dim` elements each, in place. A row may overlap its own new place.
     pub(crate) fn convert_rows(kinds: (KvType, KvType), dim: usize, start: *mut u8, first: usize, count: usize) {
         let (from, to) = kinds;
         let (old, new) = (row_bytes(from, dim), row_bytes(to, dim));
@@ -201,7 +201,7 @@ kernel! {
 
 /// # Safety
 ///
-/// As many rows as are named lie at `start` and no other thread uses them or their new places.
+/// The named rows lie at `start`, and no other thread uses them or their new places.
 unsafe fn convert_some(
     isa: Isa,
     kinds: (KvType, KvType),
@@ -255,7 +255,7 @@ fn read_group(kind: KvType, bytes: &[u8], floats: &mut [f32]) {
     }
 }
 
-/// Writes as many elements of a group, which is filled up with zeros, as `bytes` has place for.
+/// Writes the elements of a zero-padded group that `bytes` has room for.
 #[inline(always)]
 fn write_group(kind: KvType, floats: &Group, elements: usize, bytes: &mut [u8]) {
     match kind {
@@ -275,7 +275,7 @@ fn write_group(kind: KvType, floats: &Group, elements: usize, bytes: &mut [u8]) 
     }
 }
 
-/// Elements that share a scale. Whole groups have loops of a length that is known, which become a few instructions.
+/// Elements with a common scale. Whole groups have loops of constant length, which compile to a few instructions.
 type Group = [f32; SHARE_A_SCALE];
 
 #[inline(always)]
@@ -336,7 +336,7 @@ fn read_q4(bytes: &[u8], floats: &mut [f32]) {
 
 #[inline(always)]
 fn write_q4(floats: &Group, elements: usize, bytes: &mut [u8]) {
-    // The value that is furthest from zero becomes -8 exactly, as in GGUF's quantiser.
+    // The value furthest from zero becomes -8 exactly, as in GGUF's quantiser.
     let (least, most) = ends(floats);
     let furthest = if most >= -least { most } else { least };
     let inverse = write_scale(furthest / -8.0, bytes);
@@ -356,7 +356,7 @@ fn write_q4(floats: &Group, elements: usize, bytes: &mut [u8]) {
     }
 }
 
-/// The least and the largest of a group and zero; what is no number does not count.
+/// The least and greatest of a group and zero, ignoring NaN.
 #[inline(always)]
 fn ends(floats: &Group) -> (f32, f32) {
     const LANES: usize = SHARE_A_SCALE / 2;
@@ -378,7 +378,7 @@ fn ends(floats: &Group) -> (f32, f32) {
     (least[0], most[0])
 }
 
-/// Writes a scale, and returns its inverse as it will be read; zero when it is.
+/// Writes a scale and returns the inverse of its stored value; zero for a zero scale.
 #[inline(always)]
 fn write_scale(scale: f32, bytes: &mut [u8]) -> f32 {
     let bits = to_half(scale);
@@ -387,22 +387,21 @@ fn write_scale(scale: f32, bytes: &mut [u8]) -> f32 {
     if scale == 0.0 { 0.0 } else { 1.0 / scale }
 }
 
-/// The nearest whole number, of two the even one, in its low byte.
+/// The nearest integer, ties to even, in its low byte.
 #[inline(always)]
 fn nearest(x: f32) -> u8 {
-    /// 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits.
+    /// 1.5 · 2^23: adding it rounds to an integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
     let [low, ..] = (x + ROUND).to_bits().to_le_bytes();
     low
 }
 
-/// The nearest `f16` that is finite, of two the even one; what is no number stays none. Without a branch, so that it is done
-/// for many at once.
+/// The nearest finite `f16`, ties to even; NaN stays NaN. Branch-free, so that it vectorises.
 #[inline(always)]
 pub(super) fn to_half(x: f32) -> u16 {
-    /// 0.5: adding it to what becomes a subnormal `f16` leaves its bits at the end.
+    /// 0.5: adding it to a value that becomes a subnormal `f16` leaves its bits at the end.
     const SUBNORMAL: u32 = 126 << 23;
-    /// The least that becomes a normal `f16`: 2^-14.
+    /// The least value that becomes a normal `f16`: 2^-14.
     const NORMAL: u32 = 113 << 23;
     let bits = x.clamp(-HALF_MAX, HALF_MAX).to_bits();
     let magnitude = bits & 0x7fff_ffff;
@@ -421,9 +420,9 @@ pub(super) fn to_half(x: f32) -> u16 {
     u16::from_le_bytes([low, high])
 }
 
-/// The largest `f16`. What the cache holds is finite, so that a weight of zero hides it.
+/// The largest `f16`. The cache holds finite values only, so that a zero weight hides them.
 const HALF_MAX: f32 = 65504.0;
-/// Rows that a thread converts at once: some tens of KiB.
+/// Rows converted per item: some tens of KiB.
 const ROWS_PER_ITEM: usize = 128;
 
 #[cfg(test)]
@@ -478,7 +477,7 @@ mod tests {
                 {
                     let largest = group.iter().fold(0f32, |most, x| most.max(x.abs()));
                     for (x, y) in group.iter().zip(back) {
-                        // Of q4 one end of the range has 7 steps and the other 8.
+                        // In q4, one end of the range has 7 steps and the other 8.
                         let step = largest / steps * if kind == KvType::Q4 { 2.0 } else { 1.02 };
                         assert!((x - y).abs() <= step, "{kind} {dim}: {x} {y} of {largest}");
                     }
@@ -543,7 +542,7 @@ mod tests {
         for kind in KvType::ALL {
             for value in [0.0, 1e-9, 1e9, -1e9, f32::INFINITY, f32::NAN] {
                 if kind == KvType::F16 && value.is_nan() {
-                    continue; // stays one, and is found in the logits, as one in a query is
+                    continue; // stays NaN, and is detected in the logits, like a NaN in a query
                 }
                 let mut source = numbers(64, 5);
                 source[40] = value;
@@ -583,7 +582,7 @@ mod tests {
                         let mut owner = Owner::new();
                         let space = owner.region(space);
                         let start = space.range(0, 1 << 20).unwrap().as_ptr();
-                        // SAFETY: open, and no other thread has it.
+                        // SAFETY: open, and not shared with other threads.
                         unsafe {
                             std::ptr::copy_nonoverlapping(before.as_ptr(), start, before.len());
                         };

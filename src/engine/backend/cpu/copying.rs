@@ -1,4 +1,4 @@
-//! Copies of rows in the formats that products need.
+//! Copies of rows in the formats required by products.
 
 use half::slice::HalfFloatSliceExt;
 
@@ -12,16 +12,16 @@ use super::{
 };
 use crate::backend::{DeviceError, Prepare, memory::Access};
 
-/// Copies of rows in the formats that products need.
+/// Copies of rows in the formats required by products.
 pub(super) struct Copying<'op> {
     isa: Isa,
     memory: Share<'op, u8>,
-    /// Of each format the place of its first row, and how far rows are apart.
+    /// For each format, the place of its first row and the distance between rows.
     places: [Option<(Format, usize, usize)>; Format::COPIES.len()],
 }
 
 impl<'op> Copying<'op> {
-    /// Of `rows` rows of `columns` elements.
+    /// For `rows` rows of `columns` elements.
     pub(super) fn new(
         isa: Isa,
         prepare: &'op Prepare,
@@ -55,7 +55,7 @@ impl<'op> Copying<'op> {
     /// No other thread copies this row.
     pub(super) unsafe fn row(&self, row: usize, input: &[f32]) {
         for &(format, start, step) in self.places.iter().flatten() {
-            // SAFETY: each row has a place of its own in each format.
+            // SAFETY: each row has its own place in each format.
             let copy = unsafe { self.memory.slice(start + row * step, step) };
             match format {
                 Format::F32 => {}
@@ -71,7 +71,7 @@ impl<'op> Copying<'op> {
         }
     }
 
-    /// Copies of all rows of `input`.
+    /// Copies all rows of `input`.
     pub(super) fn all(&self, pool: &mut Pool, input: &[f32], columns: usize) {
         if self.places.iter().any(Option::is_some) {
             pool.run(input.len() / columns.max(1), &|row| {
@@ -82,7 +82,7 @@ impl<'op> Copying<'op> {
     }
 }
 
-/// Rounds through `f16`, many numbers at a time: one by one was a twentieth of a prompt's time.
+/// Rounds through `f16`, vectorised: the scalar form took a twentieth of a prompt's time.
 pub(super) fn round_to_f16(input: &[f32], copy: &mut [u8]) {
     const TOGETHER: usize = 256;
     let (mut halves, mut wide) = ([half::f16::ZERO; TOGETHER], [0f32; TOGETHER]);

@@ -1,9 +1,9 @@
 //! Gated DeltaNet layer: convolution, norms, delta rule, gated output norm.
 //!
-//! The rule stays a recurrence over tokens, but one row's products with key and query need nothing of the other rows: so
-//! some tokens go by while a row stays in registers, and the state goes through the cache once for all of them. The
-//! chunked form of the rule would need no less arithmetic for chunks as short as these, and its bits would depend on where
-//! a chunk begins.
+//! The rule stays a recurrence over tokens, but one row's products with key and query are independent of other rows:
+//! several tokens are therefore applied while a row stays in registers, and the state passes through the cache once for
+//! all of them. The chunked form of the rule would need no less arithmetic for chunks this short, and its bits would
+//! depend on the start of a chunk.
 
 use super::{
     delta_steps::{DIM, Steps, TOKENS_TOGETHER},
@@ -15,7 +15,7 @@ use super::{
 };
 use crate::backend::{Delta, DeviceError, memory::Access};
 
-/// Returns what came of the rows.
+/// Returns the results of the rows.
 pub(crate) fn delta<'op>(
     pool: &mut Pool,
     isa: Isa,
@@ -46,10 +46,10 @@ pub(crate) fn delta<'op>(
                 weights[tap][channel] = *weight;
             }
         }
-        // Row `index` of history and chunk together.
+        // Row `index` of history and chunk combined.
         let source = |index: usize| match index.checked_sub(taps - 1) {
             Some(row) => &inputs[row * channels + from..][..count],
-            // SAFETY: each channel belongs to one item, which writes its history only where it no longer reads.
+            // SAFETY: each channel belongs to one item, which writes its history only after its last read.
             None => unsafe { history.view(index * channels + from, count) },
         };
         for row in 0..rows {
@@ -63,12 +63,12 @@ pub(crate) fn delta<'op>(
         }
         for tap in 0..taps - 1 {
             let newest = source(rows + tap);
-            // SAFETY: each channel belongs to one item; the row that is read is a later one or of the chunk.
+            // SAFETY: each channel belongs to one item; the row read is a later one or from the chunk.
             unsafe { history.slice(tap * channels + from, count) }.copy_from_slice(newest);
         }
     });
 
-    // Queries and keys to unit length, queries scaled by 1/√dim.
+    // Normalise queries and keys to unit length, scale queries by 1/√dim.
     let epsilon = job.epsilon;
     pool.run(rows, &|row| {
         // SAFETY: each row is one item.
@@ -118,7 +118,7 @@ pub(crate) fn delta<'op>(
                 decays: &decayed,
                 strengths: &strengths,
             };
-            // SAFETY: each head of each row is written by one item; the inputs that were here are used up.
+            // SAFETY: each head of each row is written by one item; its inputs there have been consumed.
             apply(isa, state, &steps, |at| unsafe {
                 mixed.slice((from + first + at) * values + head * dim, dim)
             });
@@ -138,7 +138,7 @@ pub(crate) fn delta<'op>(
     Ok(&all[from * values..][..rows * values])
 }
 
-/// The delta rule for some tokens of one head, one after the other for each row of the state.
+/// The delta rule for several tokens of one head, in order, for each row of the state.
 fn apply<'out>(
     isa: Isa,
     state: &mut [f32],
@@ -185,7 +185,7 @@ kernel! {
         }
     }
 
-    /// Key and query heads of one row to unit length, queries scaled.
+    /// Normalises key and query heads of one row to unit length and scales queries.
     pub(crate) fn unit_heads(heads: &mut [f32], dim: usize, queries: usize, epsilon: f32) {
         let scale = 1.0 / (dim as f32).sqrt();
         for (index, head) in heads.chunks_exact_mut(dim).enumerate() {
@@ -219,7 +219,7 @@ kernel! {
         }
     }
 
-    /// Output norm of one head, times the gate.
+    /// Output norm of one head, multiplied by the gate.
     pub(crate) fn gated_norm(out: &mut [f32], norm: &[f32], epsilon: f32, gate: &[f32]) {
         rms_in_place(out, norm, epsilon);
         for (x, g) in out.iter_mut().zip(gate) {
@@ -237,7 +237,7 @@ const TAPS_MAX: usize = 16;
 mod tests {
     use super::{super::test_numbers::numbers, *};
 
-    /// State and outputs after `tokens` tokens, of which `together` are handed over at once.
+    /// State and outputs after `tokens` tokens, passed in groups of `together`.
     fn run(isa: Isa, dim: usize, tokens: usize, together: usize) -> (Vec<f32>, Vec<f32>) {
         let mut state = numbers(dim * dim, 1);
         let (queries, keys, values) = (
@@ -259,7 +259,7 @@ mod tests {
                 strengths: &std::array::from_fn(|at| 0.9 - 0.03 * (first + at) as f32),
             };
             let share = Share::new(&mut out);
-            // SAFETY: one token after the other.
+            // SAFETY: tokens are processed one after another.
             apply(isa, &mut state, &steps, |at| unsafe {
                 share.slice((first + at) * dim, dim)
             });

@@ -1,6 +1,6 @@
 //! Delta rule for AVX-512, with two rows of state in registers.
 //!
-//! Sums have the order of [`dot`](super::float::dot), so that one token and many, and any set of instructions, yield the
+//! Sums have the order of [`dot`](super::float::dot), so that any number of tokens and any instruction set yield the
 //! same bits.
 
 use std::arch::x86_64::*;
@@ -14,7 +14,8 @@ const PARTS: usize = DIM / 16;
 ///
 /// # Safety
 ///
-/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); keys and queries have [`DIM`] elements.
+/// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); keys and queries have [`DIM`]
+/// elements.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 pub(super) unsafe fn apply(
     state: &mut [f32],
@@ -89,7 +90,7 @@ unsafe fn dots(
         a[part % 2] = _mm512_fmadd_ps(first[part], x, a[part % 2]);
         b[part % 2] = _mm512_fmadd_ps(second[part], x, b[part % 2]);
     }
-    // By halves: 32 lanes, 16, 8; then both rows in one register.
+    // Halving: 32 lanes, 16, 8; then both rows in one register.
     let eight = |lanes: [__m512; 2]| {
         let all = _mm512_add_ps(lanes[0], lanes[1]);
         _mm256_add_ps(

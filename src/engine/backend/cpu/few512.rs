@@ -1,10 +1,11 @@
 //! Products of quantised rows with a few tokens for AVX-512.
 //!
-//! As in [`super::tile`], sixteen rows are turned, so that a lane of a register is a row and no sum needs shuffles. Here the
-//! quants of a block stay in registers: storing them would pay for more tokens only. A number of a token that is loaded to all
-//! lanes is multiplied with as many rows as registers allow: such a load takes as long as a product (Ice Lake).
+//! As in [`super::tile`], sixteen rows are transposed, so that a lane of a register is a row and sums need no shuffles.
+//! Here the quants of a block stay in registers: storing them would pay off for more tokens only. A token value
+//! broadcast to all lanes is multiplied with as many rows as registers allow: the broadcast takes as long as a product
+//! (Ice Lake).
 //!
-//! The order of every sum is the one of [`avx512`](super::avx512), so that a token alone and one of many have the same bits.
+//! The order of every sum is that of [`avx512`](super::avx512), so that single tokens and groups yield the same bits.
 
 use std::{arch::x86_64::*, hint, mem::transmute};
 
@@ -16,24 +17,25 @@ use super::{
     unpack256::Avx512,
 };
 
-/// Blocks whose sums are kept apart.
+/// Independent partial sums over blocks.
 const SUMS: usize = 4;
 
 /// The sums of `G` times sixteen rows with `N` tokens.
 type Sums<const N: usize, const G: usize> = [[[__m512; G]; N]; SUMS];
 
-/// `G` times sixteen rows, and `N` tokens that they are multiplied with.
+/// `G` times sixteen rows, and `N` tokens.
 struct Job<'rows, const N: usize, const G: usize> {
     rows: &'rows Rows<'rows>,
     first: usize,
     token: usize,
     blocks: [Sixteen; G],
     copies: [*const u8; N],
-    /// What is asked for: the rows after them. It is asked for once.
+    /// Prefetch address: the rows after them. Each is prefetched once.
     ahead: Option<*const u8>,
 }
 
-/// Calls a function for all rows, up to so many registers of them at a time, and for all tokens, up to so many at a time.
+/// Calls a function for all rows, up to a given number of registers at a time, and for all tokens, up to a given number
+/// at a time.
 macro_rules! for_jobs {
     ($rows:expr, $most:literal, $tokens:literal, |$job:ident| $call:expr) => {{
         let rows: &Rows<'_> = $rows;
@@ -44,7 +46,7 @@ macro_rules! for_jobs {
                 for_jobs!(rows, first, $most, $tokens, |$job| $call);
                 first += $most * LANES;
             } else {
-                // The last sixteen, of which some may be done already.
+                // The last sixteen, which may overlap completed ones.
                 let last = first.min(count - LANES);
                 for_jobs!(rows, last, 1, $tokens, |$job| $call);
                 first += LANES;
@@ -86,7 +88,7 @@ impl<'rows, const N: usize, const G: usize> Job<'rows, N, G> {
         }
     }
 
-    /// Goes on by `bytes` in each row, and asks for as many of the next rows.
+    /// Advances by `bytes` in each row, and prefetches as many of the next rows.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     fn go_on(&mut self, bytes: usize) {
@@ -105,7 +107,7 @@ impl<'rows, const N: usize, const G: usize> Job<'rows, N, G> {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     fn put(&self, token: usize, part: usize, sum: __m512) {
-        // SAFETY: sixteen numbers either way.
+        // SAFETY: sixteen numbers in both types.
         let lanes = unsafe { transmute::<__m512, [f32; LANES]>(sum) };
         let first = self.first + part * LANES;
         self.rows
@@ -113,7 +115,7 @@ impl<'rows, const N: usize, const G: usize> Job<'rows, N, G> {
     }
 }
 
-/// The four sums of a token, added by halves.
+/// The four sums of a token, added pairwise by halves.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn last_sum<const N: usize, const G: usize>(
@@ -132,7 +134,7 @@ fn last_sum<const N: usize, const G: usize>(
 /// The machine has the instructions of [`Isa::Avx512`](super::isa::Isa::Avx512); `rows` is as its fields say.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn small_rows<T: TurnSmall>(rows: &Rows<'_>) {
-    // SAFETY: passed on.
+    // SAFETY: the caller's promise.
     unsafe {
         if rows.weights.len() / rows.row_bytes.max(1) < LANES || rows.tokens < T::TURNED_FROM {
             rows256::small_rows::<Avx512, T>(rows);
@@ -162,7 +164,7 @@ unsafe fn blocks_of_32<T: TurnSmall, const N: usize, const G: usize>(mut job: Jo
         }
         let behind = blocks * Q8_0_BYTES + 4 * index;
         let mut totals = [[zero; G]; N];
-        // SAFETY: a block of each copy, behind all of which come their factors, then -128 times their sums.
+        // SAFETY: a block of each copy, followed after all blocks by their factors, then by -128 times their sums.
         unsafe {
             if !T::MINIMUM {
                 for ahead in 0..N {
@@ -218,7 +220,7 @@ unsafe fn blocks_of_32<T: TurnSmall, const N: usize, const G: usize>(mut job: Jo
 /// As in [`small_rows`].
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn super_rows<T: TurnSuper>(rows: &Rows<'_>) {
-    // SAFETY: passed on.
+    // SAFETY: the caller's promise.
     unsafe {
         if rows.weights.len() / rows.row_bytes.max(1) < LANES || rows.tokens < T::TURNED_FROM {
             rows256::super_rows::<Avx512, T>(rows);
@@ -249,7 +251,7 @@ unsafe fn blocks_of_256<T: TurnSuper, const N: usize>(mut job: Job<'_, N, 1>) {
             *copy = copy.wrapping_add(index * Q8K_BYTES);
         }
         let mut totals = [zero; N];
-        // Not unrolled: that would be more instructions than a core keeps.
+        // Not unrolled: that would exceed the instruction cache of a core.
         for chunk in 0..hint::black_box(T::CHUNKS) {
             let mut parts = [[zero; N]; 4];
             for half in 0..2 {

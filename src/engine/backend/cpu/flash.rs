@@ -1,9 +1,9 @@
 //! Attention of several queries over one block of keys and values.
 //!
-//! Keys are brought to `f32` and turned, so that tokens lie side by side, once for all queries; so are values, unless a few
-//! queries read them as they lie. Scores and weighted values are products of small tiles whose sums stay in registers. Every
-//! score is one sum over the elements in their order, every weighted value one sum over the tokens in theirs, and a token that
-//! a query does not see counts with a weight of zero: so one query has the same bits as many.
+//! Keys are converted to `f32` and transposed, so that tokens are adjacent, once for all queries; so are values, unless
+//! few queries read them in their cache format. Scores and weighted values are products of small tiles whose sums stay
+//! in registers. Every score is one sum over the elements in order, every weighted value one sum over the tokens in
+//! order, and a token not seen by a query has weight zero: so a single query has the same bits as many.
 
 use std::ops::Range;
 
@@ -21,29 +21,29 @@ impl Walk<'_> {
         scale_and_gate(isa, self.sum, 1.0 / self.weight, self.gate);
     }
 
-    /// How many of the tokens from `start` to `start + count` matter, from the first one.
+    /// Number of tokens from `start` to `start + count` that matter, counted from the first.
     fn reach(&self, start: usize, count: usize) -> usize {
         self.seen.end.saturating_sub(start).min(count)
     }
 }
 
-/// What a thread needs for one block.
+/// Scratch memory of a thread for one block.
 pub(crate) struct Scratch<'memory> {
-    /// Keys or values in `f32` as they lie in the cache: the elements of one token side by side.
+    /// Keys or values in `f32` in the order of the cache: the elements of one token adjacent.
     wide: &'memory mut [f32],
-    /// Keys, turned.
+    /// Transposed keys.
     keys: &'memory mut [f32],
-    /// Of each query [`TOKENS_MAX`] scores.
+    /// [`TOKENS_MAX`] scores per query.
     scores: &'memory mut [f32],
 }
 
 impl<'memory> Scratch<'memory> {
-    /// Elements for heads of `dim` and at most `queries` of them at once.
+    /// Elements for heads of `dim` and at most `queries` concurrent queries.
     pub(crate) const fn elements(dim: usize, queries: usize) -> usize {
         TOKENS_MAX * (2 * dim + queries)
     }
 
-    /// In `memory` of that many elements.
+    /// In `memory` of this many elements.
     pub(crate) fn new(memory: &'memory mut [f32], dim: usize) -> Self {
         let (wide, rest) = memory.split_at_mut(TOKENS_MAX * dim);
         let (keys, scores) = rest.split_at_mut(TOKENS_MAX * dim);
@@ -51,18 +51,18 @@ impl<'memory> Scratch<'memory> {
     }
 }
 
-/// Keys and values of some tokens as the cache keeps them, all of a token side by side.
+/// Keys and values of several tokens in their cache format, each token contiguous.
 #[derive(Clone, Copy)]
 pub(crate) struct Cells<'block> {
     pub(crate) kind: KvType,
     pub(crate) dim: usize,
     pub(crate) keys: &'block [u8],
     pub(crate) values: &'block [u8],
-    /// What is attended to next.
+    /// Memory needed next.
     pub(crate) ahead: &'block [u8],
 }
 
-/// One block of at most [`TOKENS_MAX`] tokens, the first of which is `start`, for all queries.
+/// Processes one block of at most [`TOKENS_MAX`] tokens from `start` for all queries.
 pub(crate) fn step(
     scratch: &mut Scratch<'_>,
     isa: Isa,
@@ -111,7 +111,7 @@ pub(crate) fn step(
             scores.fill(0.0);
             continue;
         }
-        // Nothing was seen before the first block, and `exp` does not reach zero.
+        // Nothing was seen before the first block, and `exp` never returns zero.
         let fresh = start <= walk.seen.start;
         soften(
             isa,
@@ -158,12 +158,12 @@ pub(crate) fn step(
     }
 }
 
-/// Asks for what is read soon: blocks lie apart, and the machine's own prefetch neither goes beyond a page nor follows rows that
-/// are turned. A line at a time: a loop over addresses asks for one in each cycle, and most of them are dropped (9 instead of 17
-/// GB/s from one core of Zen 5).
+/// Prefetches memory: blocks are scattered, and the hardware prefetcher neither crosses pages nor follows transposed
+/// rows. One line at a time: a plain loop over addresses would issue one prefetch per cycle, most of which are dropped
+/// (9 instead of 17 GB/s from one core of Zen 5).
 fn ask_for(bytes: &[u8]) {
     for line in bytes.chunks(64) {
-        // SAFETY: an instruction that every machine of the target has, and that needs no memory to be there.
+        // SAFETY: an instruction of every machine of the target, which may refer to unmapped memory.
         unsafe {
             #[cfg(target_arch = "x86_64")]
             std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T1 }>(
@@ -175,8 +175,8 @@ fn ask_for(bytes: &[u8]) {
     }
 }
 
-/// Turns tokens of `dim` elements each, so that they lie as [`place`](super::flash_walk::place) says; the tokens that are not
-/// there, up to a multiple of [`LANES`], become zero.
+/// Transposes tokens of `dim` elements each into the layout of [`place`](super::flash_walk::place); missing tokens, up
+/// to a multiple of [`LANES`], become zero.
 fn turn(isa: Isa, wide: &[f32], dim: usize, turned: &mut [f32]) {
     match Kernels::of(isa).turn {
         // SAFETY: the set is only chosen where the machine has it.
@@ -255,8 +255,8 @@ kernel! {
         }
     }
 
-    /// From scores to weights: those of the tokens from `first` to `end` of a block relative to the largest score so far,
-    /// all others zero. Brings `weight` and `sum` to the new largest score.
+    /// Converts scores to weights: for the tokens from `first` to `end` of a block relative to the largest score so
+    /// far, for all others zero. Rescales `weight` and `sum` to the new largest score.
     pub(crate) fn soften(
         scores: &mut [f32],
         scale: f32,
@@ -273,7 +273,7 @@ kernel! {
         for scores in scores.chunks_exact_mut(LANES) {
             for lane in 0..LANES {
                 scores[lane] *= scale;
-                // Not `max`, which is no single instruction.
+                // Not `max`, which is not a single instruction.
                 largest[lane] = if scores[lane] > largest[lane] { scores[lane] } else { largest[lane] };
             }
         }
@@ -314,7 +314,7 @@ kernel! {
         *weight = weight.mul_add(shrink, totals[0]);
     }
 
-    /// The last step of one head: weights to a sum of one, and the output gate where there is one.
+    /// The last step of one head: normalises weights to a sum of one, and applies the output gate if present.
     pub(crate) fn scale_and_gate(sum: &mut [f32], scale: f32, gate: &[f32]) {
         for value in sum.iter_mut() {
             *value *= scale;
@@ -329,7 +329,7 @@ kernel! {
 mod tests {
     use super::{super::test_numbers::numbers, *};
 
-    /// Rows as the cache keeps them, and what they are read as.
+    /// Rows in their cache format, and the values read from it.
     fn kept(kind: KvType, dim: usize, rows: &[f32]) -> (Vec<u8>, Vec<f32>) {
         let row_bytes = cells::row_bytes(kind, dim);
         let (mut bytes, mut read) = (vec![0; rows.len() / dim * row_bytes], vec![0.0; rows.len()]);
@@ -343,7 +343,7 @@ mod tests {
         (bytes, read)
     }
 
-    /// Attention of the queries whose indices are given, each of which sees the tokens up to its own, at most `window`.
+    /// Attention of the queries with the given indices, each of which sees the tokens up to its own, at most `window`.
     fn attend(
         isa: Isa,
         kind: KvType,

@@ -7,7 +7,7 @@ use super::{
     flash_walk::{LANES, QUERIES_TOGETHER, TOKENS_MAX, Walk, place},
 };
 
-/// Turns tokens of `dim` elements, a multiple of [`LANES`], in squares of sixteen by sixteen.
+/// Transposes tokens of `dim` elements, a multiple of [`LANES`], in squares of sixteen by sixteen.
 ///
 /// # Safety
 ///
@@ -22,7 +22,7 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
         for element in (0..dim).step_by(LANES) {
             let mut rows = [_mm512_setzero_si512(); LANES];
             for (ahead, row) in rows.iter_mut().enumerate().take(count - token) {
-                // SAFETY: sixteen elements of a token that is there.
+                // SAFETY: sixteen elements of an existing token.
                 *row = unsafe {
                     _mm512_loadu_si512(wide.as_ptr().add((token + ahead) * dim + element).cast())
                 };
@@ -38,7 +38,7 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
     }
 }
 
-/// The same of tokens in halves, which become `f32`.
+/// As [`turn`], for `f16` tokens, which become `f32`.
 ///
 /// # Safety
 ///
@@ -53,7 +53,7 @@ pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32])
         for element in (0..dim).step_by(LANES) {
             let mut rows = [_mm256_setzero_si256(); LANES];
             let from = halves.as_ptr().wrapping_add(token * dim + element);
-            // SAFETY: sixteen elements of a token that is there.
+            // SAFETY: sixteen elements of an existing token.
             let load = |ahead: usize| unsafe { _mm256_loadu_si256(from.add(ahead * dim).cast()) };
             if count - token >= LANES {
                 rows = std::array::from_fn(load);
@@ -67,7 +67,7 @@ pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32])
             };
             let eights = half_squares(*first).into_iter().zip(half_squares(*second));
             for (ahead, (first, second)) in eights.enumerate() {
-                // SAFETY: sixteen of the tokens of an element, and of the eighth after it.
+                // SAFETY: sixteen of the tokens of an element, and of the eighth one after it.
                 unsafe {
                     let target = turned.as_mut_ptr().add(place(dim, element + ahead, token));
                     _mm512_storeu_ps(
@@ -82,7 +82,7 @@ pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32])
     }
 }
 
-/// Sixteen rows of sixteen numbers, turned.
+/// Sixteen rows of sixteen numbers, transposed.
 #[inline]
 #[target_feature(enable = "avx512f")]
 pub(super) fn square(rows: [__m512i; 16]) -> [__m512i; 16] {
@@ -120,7 +120,7 @@ pub(super) fn square(rows: [__m512i; 16]) -> [__m512i; 16] {
     columns
 }
 
-/// Products of at most [`QUERIES_TOGETHER`] queries with the first `reach` keys of a turned block.
+/// Products of at most [`QUERIES_TOGETHER`] queries with the first `reach` keys of a transposed block.
 ///
 /// # Safety
 ///
@@ -135,7 +135,7 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
     );
     let (mut at, scores) = (0, scores.as_mut_ptr());
     while at < walks.len() {
-        // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores.
+        // SAFETY: this many queries of `dim` elements each, and as many rows of scores.
         at += unsafe {
             let (walks, scores) = (&walks[at..], scores.add(at * TOKENS_MAX));
             match walks.len() {
@@ -152,7 +152,7 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
 
 /// # Safety
 ///
-/// There are `N` queries of `dim` elements and as many rows of scores, and `keys` are groups of turned tokens.
+/// There are `N` queries of `dim` elements and as many rows of scores, and `keys` are groups of transposed tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn score_tile<const N: usize>(
@@ -166,7 +166,7 @@ unsafe fn score_tile<const N: usize>(
     for (query, walk) in queries.iter_mut().zip(walks) {
         *query = walk.query.as_ptr();
     }
-    // SAFETY: the caller's promise; groups of tokens lie one after the other.
+    // SAFETY: the caller's promise; groups of tokens are consecutive.
     unsafe {
         if groups == 4 {
             score_part::<N, 4>(queries, keys.as_ptr(), dim, scores);
@@ -187,7 +187,7 @@ unsafe fn score_tile<const N: usize>(
 
 /// # Safety
 ///
-/// `queries` have `dim` elements, `keys` are `G` groups of tokens, `scores` as many rows as there are queries.
+/// `queries` have `dim` elements, `keys` are `G` groups of tokens, and `scores` has a row per query.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn score_part<const N: usize, const G: usize>(
@@ -235,7 +235,7 @@ pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], wei
     let mut at = 0;
     while at < walks.len() {
         let weights = &weights[at * TOKENS_MAX..];
-        // SAFETY: as many queries as said, and rows of weights for them.
+        // SAFETY: this many queries, and rows of weights for them.
         at += unsafe {
             let walks = &mut walks[at..];
             match walks.len() {
@@ -269,7 +269,7 @@ unsafe fn weigh_tile<const N: usize, T: Element>(
         let left = dim - from;
         let sums = sums.map(|sum| sum.wrapping_add(from));
         let values = values.as_ptr().wrapping_add(from);
-        // SAFETY: inside the rows, for a part that begins in them; the mask keeps the last one there.
+        // SAFETY: inside the rows, for a part that begins in them; the mask keeps the last part inside.
         from += unsafe {
             if left >= 4 * LANES {
                 weigh_part::<N, 4, T>(sums, values, dim, count, weights.as_ptr(), u16::MAX)
@@ -284,8 +284,8 @@ unsafe fn weigh_tile<const N: usize, T: Element>(
 
 /// # Safety
 ///
-/// `sums` and `values` have `G` groups of elements, of which those in `mask` exist; `values` has `count` rows, `dim` apart;
-/// `weights` a row for each query.
+/// `sums` and `values` have `G` groups of elements, of which those in `mask` exist; `values` has `count` rows, `dim`
+/// apart; `weights` has a row per query.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
 unsafe fn weigh_part<const N: usize, const G: usize, T: Element>(
@@ -327,11 +327,11 @@ unsafe fn weigh_part<const N: usize, const G: usize, T: Element>(
     G * LANES
 }
 
-/// What values are kept as while they are weighed.
+/// Element type of values while they are weighted.
 pub(super) trait Element: Copy {
     /// # Safety
     ///
-    /// There are the elements of `mask` at `from`, and the machine has the instructions of these tiles.
+    /// The elements of `mask` exist at `from`, and the machine has the instructions of these tiles.
     unsafe fn load(mask: u16, from: *const Self) -> __m512;
 }
 
@@ -354,7 +354,7 @@ impl Element for u16 {
     }
 }
 
-/// The `f32` that halves stand for.
+/// Converts `f16` values to `f32`.
 ///
 /// # Safety
 ///
@@ -373,6 +373,6 @@ pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
         };
     }
     let (rest, mask) = (len - len % LANES, !(u16::MAX << (len % LANES)));
-    // SAFETY: as many elements of both as are left.
+    // SAFETY: the remaining elements of both.
     unsafe { _mm512_mask_storeu_ps(to.add(rest), mask, u16::load(mask, from.add(rest))) };
 }

@@ -1,6 +1,6 @@
 //! Attention tiles for AVX2 and NEON: 6 queries by 16 tokens.
 //!
-//! Both are one source, for registers of eight and of four numbers: 12 of 16, or 24 of 32 of them are sums.
+//! One source for both, with registers of eight and of four numbers: sums take 12 of 16, or 24 of 32 of them.
 
 #[cfg(target_arch = "aarch64")]
 use std::arch::aarch64::*;
@@ -26,12 +26,12 @@ const PARTS: usize = LANES / WIDTH;
 /// A group of tokens or elements.
 type Group = [Native; PARTS];
 
-/// Turns tokens of `dim` elements, a multiple of [`LANES`], in squares of a register's width; the tokens that are not there, up
-/// to a multiple of [`LANES`], become zero.
+/// Transposes tokens of `dim` elements, a multiple of [`LANES`], one register width at a time; missing tokens, up to a
+/// multiple of [`LANES`], become zero.
 ///
 /// # Safety
 ///
-/// The machine has the instructions that these tiles are compiled for.
+/// The machine has the instructions for which these tiles are compiled.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
@@ -47,7 +47,7 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
                 .enumerate()
                 .take(count.saturating_sub(token))
             {
-                // SAFETY: elements of a token that is there.
+                // SAFETY: elements of an existing token.
                 *row = unsafe { f32::load(wide.as_ptr().add((token + ahead) * dim + element)) };
             }
             for (ahead, column) in square(rows).into_iter().enumerate() {
@@ -63,11 +63,11 @@ pub(super) unsafe fn turn(wide: &[f32], dim: usize, turned: &mut [f32]) {
     }
 }
 
-/// The same of tokens in halves, which become `f32`.
+/// As [`turn`], for `f16` tokens, which become `f32`.
 ///
 /// # Safety
 ///
-/// The machine has the instructions that these tiles are compiled for.
+/// The machine has the instructions for which these tiles are compiled.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32]) {
@@ -78,7 +78,7 @@ pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32])
     for token in (0..count.next_multiple_of(LANES)).step_by(HALF_ROWS) {
         for element in (0..dim).step_by(HALVES) {
             let tokens = count.saturating_sub(token);
-            // SAFETY: elements of the tokens that are there.
+            // SAFETY: elements of existing tokens.
             let columns =
                 unsafe { half_columns(halves.as_ptr().add(token * dim + element), dim, tokens) };
             for (ahead, column) in columns.iter().enumerate() {
@@ -94,11 +94,11 @@ pub(super) unsafe fn turn_halves(halves: &[u16], dim: usize, turned: &mut [f32])
     }
 }
 
-/// The `f32` that halves stand for.
+/// Converts `f16` values to `f32`.
 ///
 /// # Safety
 ///
-/// The machine has the instructions that these tiles are compiled for.
+/// The machine has the instructions for which these tiles are compiled.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
@@ -115,7 +115,7 @@ pub(super) unsafe fn widen(halves: &[u16], floats: &mut [f32]) {
     }
 }
 
-/// Calls a tile function with as many queries as there are left, at most [`QUERIES_TOGETHER`], until none is.
+/// Calls a tile function for the remaining queries, at most [`QUERIES_TOGETHER`] at a time.
 macro_rules! for_queries {
     ($count:expr, |$at:ident| $function:ident($($argument:expr),* $(,)?)) => {{
         let mut $at = 0;
@@ -142,8 +142,8 @@ macro_rules! for_queries {
     }};
 }
 
-/// Calls a tile function for groups one after the other, for as many at once as give few queries enough sums to keep the
-/// processor busy.
+/// Calls a tile function for consecutive groups, combining enough of them that few queries still have enough
+/// independent sums to keep the processor busy.
 macro_rules! for_groups {
     ($queries:ident, $count:expr, |$at:ident| $function:ident($($argument:expr),* $(,)?)) => {{
         let mut $at = 0;
@@ -166,11 +166,11 @@ macro_rules! for_groups {
     }};
 }
 
-/// Products of some queries with the first `reach` keys of a turned block.
+/// Products of several queries with the first `reach` keys of a transposed block.
 ///
 /// # Safety
 ///
-/// The machine has the instructions that these tiles are compiled for.
+/// The machine has the instructions for which these tiles are compiled.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, scores: &mut [f32]) {
@@ -181,7 +181,7 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
             && walks.iter().all(|walk| walk.query.len() == dim)
     );
     let (keys, scores) = (keys.as_ptr(), scores.as_mut_ptr());
-    // SAFETY: as many queries as said, each of `dim` elements, and as many rows of scores; the groups of tokens are there.
+    // SAFETY: this many queries of `dim` elements each, and as many rows of scores; the groups of tokens exist.
     unsafe {
         for_queries!(walks.len(), |at| score_groups(
             &walks[at..],
@@ -195,7 +195,7 @@ pub(super) unsafe fn score(walks: &[Walk<'_>], keys: &[f32], reach: usize, score
 
 /// # Safety
 ///
-/// There are `N` queries of `dim` elements and as many rows of scores, and so many groups of tokens in `keys`.
+/// There are `N` queries of `dim` elements and as many rows of scores, and this many groups of tokens in `keys`.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 unsafe fn score_groups<const N: usize>(
@@ -222,7 +222,7 @@ unsafe fn score_groups<const N: usize>(
 
 /// # Safety
 ///
-/// `queries` have `dim` elements, `keys` are `G` groups of tokens, and there is a row of scores for each query.
+/// `queries` have `dim` elements, `keys` are `G` groups of tokens, and there is a row of scores per query.
 #[inline]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
@@ -251,18 +251,18 @@ unsafe fn score_tile<const N: usize, const G: usize>(
     }
 }
 
-/// Adds the weighted values, whose elements are a multiple of [`LANES`], to the sums of some queries.
+/// Adds the weighted values, whose elements are a multiple of [`LANES`], to the sums of several queries.
 ///
 /// # Safety
 ///
-/// The machine has the instructions that these tiles are compiled for.
+/// The machine has the instructions for which these tiles are compiled.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], weights: &[f32]) {
     let dim = walks.first().map_or(LANES, |walk| walk.sum.len());
     assert_in_tests!(dim.is_multiple_of(LANES) && weights.len() >= walks.len() * TOKENS_MAX);
     let (values, weights) = ((values.as_ptr(), values.len() / dim), weights.as_ptr());
-    // SAFETY: as many queries as said, and rows of weights for them.
+    // SAFETY: this many queries, and rows of weights for them.
     unsafe {
         for_queries!(walks.len(), |at| weigh_groups(
             &mut walks[at..],
@@ -275,7 +275,8 @@ pub(super) unsafe fn weigh<T: Element>(walks: &mut [Walk<'_>], values: &[T], wei
 
 /// # Safety
 ///
-/// There are `N` queries of `dim` elements and as many rows of weights; `values` are so many tokens of as many elements.
+/// There are `N` queries of `dim` elements and as many rows of weights; `values` are this many tokens of as many
+/// elements.
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
 unsafe fn weigh_groups<const N: usize>(
@@ -301,7 +302,8 @@ unsafe fn weigh_groups<const N: usize>(
 
 /// # Safety
 ///
-/// `sums` are `G` groups of elements, `values` so many times as many, `dim` apart, and there is a row of weights for each query.
+/// `sums` are `G` groups of elements, `values` has as many per token, `dim` apart, and there is a row of weights per
+/// query.
 #[inline]
 #[cfg_attr(target_arch = "aarch64", target_feature(enable = "neon"))]
 #[cfg_attr(target_arch = "x86_64", target_feature(enable = "avx2,fma,f16c"))]
@@ -336,11 +338,11 @@ unsafe fn weigh_tile<const N: usize, const G: usize>(
     }
 }
 
-/// What values are kept as while they are weighed.
+/// Element type of values while they are weighted.
 pub(super) trait Element: Copy {
     /// # Safety
     ///
-    /// There are as many at `from` as a register has numbers, and the machine has the instructions of these tiles.
+    /// A register's worth of elements exists at `from`, and the machine has the instructions of these tiles.
     unsafe fn load(from: *const Self) -> Native;
 }
 
@@ -458,24 +460,24 @@ unsafe fn store(to: *mut f32, register: Native) {
     }
 }
 
-/// Tokens and elements of a square of halves: of eight tokens as many elements as a register of bytes has.
+/// Tokens and elements of a square of `f16`: eight tokens by as many elements as a register has bytes.
 const HALF_ROWS: usize = 8;
 #[cfg(target_arch = "aarch64")]
 const HALVES: usize = 8;
 #[cfg(target_arch = "x86_64")]
 const HALVES: usize = 16;
 
-/// Eight tokens of an element, in halves.
+/// Eight tokens of an element, in `f16`.
 #[cfg(target_arch = "aarch64")]
 type HalfColumn = uint16x8_t;
 #[cfg(target_arch = "x86_64")]
 type HalfColumn = __m128i;
 
-/// Eight rows of halves, `step` apart, turned; of those beyond `tokens` zeros.
+/// Eight rows of `f16`, `step` apart, transposed; rows beyond `tokens` are zero.
 ///
 /// # Safety
 ///
-/// There are as many elements in each of so many rows.
+/// Each of this many rows has as many elements.
 #[cfg(target_arch = "aarch64")]
 #[inline]
 #[target_feature(enable = "neon")]
@@ -504,11 +506,11 @@ unsafe fn half_columns(from: *const u16, step: usize, tokens: usize) -> [HalfCol
     columns
 }
 
-/// Eight rows of halves, `step` apart, turned; of those beyond `tokens` zeros.
+/// Eight rows of `f16`, `step` apart, transposed; rows beyond `tokens` are zero.
 ///
 /// # Safety
 ///
-/// There are as many elements in each of so many rows.
+/// Each of this many rows has as many elements.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -531,7 +533,7 @@ unsafe fn half_columns(from: *const u16, step: usize, tokens: usize) -> [HalfCol
     columns
 }
 
-/// Eight rows of sixteen halves as two squares, each turned: half h of column c is column 8 h + c.
+/// Eight rows of sixteen `f16` as two squares, each transposed: half h of column c is column 8 h + c.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -541,8 +543,8 @@ pub(super) fn half_squares(rows: [__m256i; HALF_ROWS]) -> [__m256i; HALF_ROWS] {
         pairs[at] = _mm256_unpacklo_epi16(rows[2 * at], rows[2 * at + 1]);
         pairs[4 + at] = _mm256_unpackhi_epi16(rows[2 * at], rows[2 * at + 1]);
     }
-    // Of `pairs[4 h + p]`, columns 4 h to 4 h + 3 of rows 2 p and 2 p + 1; of `quads[4 h + 2 q + g]` columns 4 h + 2 q and the
-    // next one of rows 4 g to 4 g + 3.
+    // `pairs[4 h + p]` has columns 4 h to 4 h + 3 of rows 2 p and 2 p + 1; `quads[4 h + 2 q + g]` has columns 4 h + 2 q
+    // and the next one of rows 4 g to 4 g + 3.
     for high in [0, 4] {
         for group in 0..2 {
             let (first, second) = (pairs[high + 2 * group], pairs[high + 2 * group + 1]);
@@ -580,7 +582,7 @@ unsafe fn store_halves(to: *mut f32, column: HalfColumn) {
     }
 }
 
-/// Four rows of four numbers, turned.
+/// Four rows of four numbers, transposed.
 #[cfg(target_arch = "aarch64")]
 #[inline]
 #[target_feature(enable = "neon")]
@@ -596,7 +598,7 @@ fn square([a, b, c, d]: [Native; WIDTH]) -> [Native; WIDTH] {
     ]
 }
 
-/// Eight rows of eight numbers, turned.
+/// Eight rows of eight numbers, transposed.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]

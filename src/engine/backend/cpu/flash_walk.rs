@@ -6,7 +6,7 @@ use std::ops::Range;
 pub(crate) struct Walk<'out> {
     pub(crate) query: &'out [f32],
     pub(super) gate: &'out [f32],
-    /// Tokens that the query sees.
+    /// Tokens seen by the query.
     pub(super) seen: Range<usize>,
     pub(super) max: f32,
     pub(super) weight: f32,
@@ -32,16 +32,16 @@ impl<'out> Walk<'out> {
     }
 }
 
-/// The most tokens of one step; scores of a query are so far apart.
+/// The most tokens per step, and the distance between the scores of two queries.
 pub(crate) const TOKENS_MAX: usize = 64;
-/// Tokens side by side in a register of AVX-512.
+/// Adjacent tokens in a register of AVX-512.
 pub(crate) const LANES: usize = 16;
-/// Queries that go through a turned block together: a tile of 6 queries and 64 tokens fills 24 of 32 registers of AVX-512; of 16
-/// tokens, 24 of 32 of NEON and 12 of 16 of AVX2.
+/// Queries processed together on a transposed block: a tile of 6 queries and 64 tokens fills 24 of 32 registers of
+/// AVX-512; one of 16 tokens, 24 of 32 of NEON and 12 of 16 of AVX2.
 pub(crate) const QUERIES_TOGETHER: usize = 6;
 
-/// Where an element of a token is in keys that are turned: tokens lie side by side in groups of [`LANES`], each of which has all
-/// `dim` elements one after the other.
+/// Index of a token's element in transposed keys: adjacent tokens form groups of [`LANES`], each of which has all `dim`
+/// elements in order.
 #[inline(always)]
 pub(crate) const fn place(dim: usize, element: usize, token: usize) -> usize {
     (token / LANES * dim + element) * LANES + token % LANES

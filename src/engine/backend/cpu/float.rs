@@ -34,8 +34,7 @@ pub(crate) fn sum<const LANES: usize>(lanes: &mut [f32; LANES]) -> f32 {
     lanes[0]
 }
 
-/// The `f32` that an `f16` in `bits` stands for; infinities and NaN, which caches and weights never hold, come out as
-/// large numbers.
+/// The value of an `f16` in `bits`; infinities and NaN, which caches and weights never contain, become large numbers.
 #[inline(always)]
 pub(crate) fn half_to_float(bits: u16) -> f32 {
     /// 2^112: the difference of the two exponent biases.
@@ -68,14 +67,15 @@ fn rms_scale(row: &[f32], epsilon: f32) -> f32 {
     1.0 / (mean + epsilon).sqrt()
 }
 
-/// e^x to about one unit in the last place, in operations that vectorise and give the same bits on every instruction set.
+/// e^x to about one unit in the last place, in operations that vectorise and give the same bits on every instruction
+/// set.
 ///
-/// Below -87 and above 88 it stays at the value there, so that neither end overflows; a NaN stays one.
+/// Clamped below -87 and above 88, so that neither end overflows; NaN stays NaN.
 #[inline(always)]
 pub(crate) fn exp(x: f32) -> f32 {
-    /// 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits.
+    /// 1.5 · 2^23: adding it rounds to an integer in the low bits.
     const ROUND: f32 = 12_582_912.0;
-    /// ln 2 in two parts, the first with zeros at its end (Cody and Waite; the same as in Cephes' `expf`).
+    /// ln 2 in two parts, the first with trailing zeros (Cody and Waite; as in Cephes' `expf`).
     const LN2_HIGH: f32 = 0.693_359_4;
     const LN2_LOW: f32 = -2.121_944_4e-4;
     let x = x.clamp(-87.0, 88.0);
@@ -102,8 +102,8 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
-/// `0.5 · x · (1 + tanh(√(2/π) · x · (1 + 0.044715 · x²)))`, which is `x · σ` of twice the inner part. ggml's CPU path looks
-/// it up in a table of `f16`, so its results are rounded where these are not.
+/// `0.5 · x · (1 + tanh(√(2/π) · x · (1 + 0.044715 · x²)))`, which is `x · σ` of twice the inner part. ggml's CPU path
+/// uses an `f16` lookup table, so its results are rounded more coarsely.
 #[inline(always)]
 pub(crate) fn gelu(x: f32) -> f32 {
     /// 2 · √(2/π).
@@ -117,7 +117,7 @@ pub(crate) fn softplus(x: f32) -> f32 {
     if x > 20.0 { x } else { x.exp().ln_1p() }
 }
 
-/// Whether none is infinite or not a number; in stretches, so that looking at a large vocabulary takes some µs.
+/// Whether all are finite; processed in runs, so that checking a large vocabulary takes some µs.
 pub(crate) fn all_finite(values: &[f32]) -> bool {
     let magnitude = |x: &f32| x.to_bits() & 0x7fff_ffff;
     values
@@ -141,7 +141,7 @@ kernel! {
         }
     }
 
-    /// Normalises a row where it lies.
+    /// Normalises a row in place.
     pub(crate) fn rms_row_in_place(row: &mut [f32], weight: &[f32], epsilon: f32) {
         rms_in_place(row, weight, epsilon);
     }

@@ -1,15 +1,15 @@
-//! Products with rows of `f32`, `f16` and `bf16`, in tiles of some rows by some tokens.
+//! Products with rows of `f32`, `f16` and `bf16`, in tiles of rows by tokens.
 //!
-//! A row is cut into blocks of up to 1024 columns, whose columns go in turn, sixteen by sixteen, to two chains. The products of
-//! a chain are summed in eight lanes, which are added by halves; then the chains of a block are added, one block after the
-//! other. So a row is read as it lies, with two sums under way at once, and a tile sums one chain of many rows and tokens in
-//! registers: with more chains it would add lanes more often. Columns after the last whole turn are a chain of their own. One token and many, and every set of instructions,
-//! yield the same bits as the portable loop.
+//! A row is divided into blocks of up to 1024 columns, assigned alternately, sixteen by sixteen, to two chains. The
+//! products of a chain are summed in eight lanes, which are added by halves; then the chains of a block are added, one
+//! block after another. A row is thus read in memory order with two concurrent sums, and a tile sums one chain of many
+//! rows and tokens in registers: more chains would require more frequent lane additions. Columns after the last whole
+//! turn form a separate chain. Any number of tokens and any instruction set yield the same bits as the portable loop.
 //!
-//! Up to four tokens are multiplied with rows in place, one or two with all chains of a row at once, so that memory is read in its
-//! order, more with fewer chains of some rows. For more, a block of eight rows is widened once, each chain by itself,
-//! and stays in the caches while the tokens go by. A register of AVX-512 has the lanes of two rows there, which are widened next
-//! to each other; a token's columns are loaded into both halves.
+//! Up to four tokens are multiplied with rows in place: one or two with all chains of a row at once, so that memory is
+//! read in order, more with fewer chains of several rows. For more tokens, a block of eight rows is widened once, each
+//! chain separately, and stays in the caches while all tokens are processed. There, a register of AVX-512 has the lanes
+//! of two rows, widened next to each other; a token's columns are loaded into both halves.
 
 use std::{mem::transmute, ops::Range};
 
@@ -26,29 +26,29 @@ const LANES: usize = 8;
 /// Chains of a block.
 const CHAINS: usize = 2;
 
-/// Columns that a chain takes at its turn: a line of the cache in `f32`, so that each chain of a token reads whole lines.
+/// Columns per turn of a chain: a cache line of `f32`, so that each chain of a token reads whole lines.
 const AT_ONCE: usize = 16;
 
 /// Columns of one turn of all chains.
 const TURN: usize = CHAINS * AT_ONCE;
 
-/// Turns of a block, at most.
+/// Most turns of a block.
 const TURNS_MAX: usize = 32;
 
-/// Columns of a chain in a block, at most.
+/// Most columns of a chain in a block.
 const CHAIN_MAX: usize = TURNS_MAX * AT_ONCE;
 
-/// Bytes that are asked for ahead of one row, whose own stream the machine's prefetch ends at each page: by a sixth more from
-/// memory (AMD Zen 5, one token, rows of 2 and 6 KiB) than without; half and twice as far are no better.
+/// Prefetch distance within a row, since the hardware prefetcher stops at page boundaries: a sixth more memory
+/// throughput than without (AMD Zen 5, one token, rows of 2 and 6 KiB); half and twice the distance are no better.
 pub(super) const AHEAD: usize = 4096;
 
-/// Rows that are widened at once.
+/// Rows widened at once.
 const ROWS: usize = 8;
 
-/// Tokens that meet them before the next ones are widened: their part of a block is 512 KiB.
+/// Tokens processed before the next rows are widened: their part of a block is 512 KiB.
 const TOKENS: usize = 128;
 
-/// As they are.
+/// Unchanged `f32`.
 pub(super) const F32: u8 = 0;
 /// Half precision.
 pub(super) const F16: u8 = 1;
@@ -62,7 +62,7 @@ struct Block {
     turns: usize,
 }
 
-/// The blocks of a row, of nearly the same size, and the first column after them.
+/// The blocks of a row, of nearly equal size, and the first column after them.
 fn blocks(columns: usize) -> (impl Iterator<Item = Block> + Clone, usize) {
     let turns = columns / TURN;
     let count = turns.div_ceil(TURNS_MAX);
@@ -113,9 +113,9 @@ fn last<T: Copy>(weight: &[T], input: &[f32], widen: impl Fn(T) -> f32) -> f32 {
     float::sum(&mut sums)
 }
 
-/// Makes the module of a set: its features; its register of at most eight lanes, how many of these make eight, and what it
-/// does with them; its register for many tokens, the rows that this one has lanes of, such registers and tokens of a tile, and
-/// what it does with these.
+/// Defines the module of a set: its features; its register of at most eight lanes, the number of these that make eight,
+/// and the operations on them; its register for many tokens, the number of rows in it, the registers and tokens of a
+/// tile, and the operations on these.
 macro_rules! products {
     (
         $set:ident, $arch:ident, $features:literal,
@@ -133,11 +133,11 @@ macro_rules! products {
             };
             use crate::backend::cpu::rows::Rows;
 
-            /// Registers of the lanes of a row.
+            /// Registers for the lanes of a row.
             const PARTS: usize = $parts;
             /// Columns of a row in a register.
             const WIDTH: usize = LANES / PARTS;
-            /// Rows that a register for many tokens has lanes of.
+            /// Rows whose lanes share a register for many tokens.
             const TOGETHER: usize = $together;
             /// Rows of a tile.
             const HEIGHT: usize = $rows * TOGETHER;
@@ -161,7 +161,7 @@ macro_rules! products {
                 }
             }
 
-            /// Rows of type `KIND` times all `N` tokens, `R` rows and `C` chains at once, as they lie.
+            /// Rows of type `KIND` times all `N` tokens, `R` rows and `C` chains at once, in place.
             ///
             /// # Safety
             ///
@@ -179,9 +179,9 @@ macro_rules! products {
                     for Block { start, turns } in blocks.clone() {
                         for chain in (0..CHAINS).step_by(C) {
                             let column = start + chain * AT_ONCE;
-                            // Several rows side by side are no stream that the machine's own prefetch would follow.
+                            // Several interleaved rows are not a stream for the hardware prefetcher.
                             let ahead = if R > 1 { R * rows.row_bytes } else { AHEAD };
-                            // SAFETY: the columns of these turns are there.
+                            // SAFETY: the columns of these turns exist.
                             let sums = unsafe {
                                 chains::<KIND, N, R, C>(weights, tokens, column, turns, ahead)
                             };
@@ -203,12 +203,12 @@ macro_rules! products {
                 add_last::<KIND>(rows, 0..N, whole);
             }
 
-            /// The sums of `C` chains from the one whose columns start at `column`, of `R` rows of type `KIND` with `N` tokens.
-            /// Prefetches the same columns so many bytes `ahead`.
+            /// The sums of `C` chains from the one whose columns start at `column`, of `R` rows of type `KIND` with `N`
+            /// tokens. Prefetches the same columns at a distance of `ahead` bytes.
             ///
             /// # Safety
             ///
-            /// Each row and each token have the columns of `turns` turns there.
+            /// Each row and each token has the columns of `turns` turns.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn chains<const KIND: u8, const N: usize, const R: usize, const C: usize>(
@@ -256,9 +256,9 @@ macro_rules! products {
             /// As for `rows`.
             #[target_feature(enable = $features)]
             unsafe fn many<const KIND: u8>(rows: &Rows<'_>) {
-                // They are set where they are used.
+                // They are set before use.
                 let mut weights = MaybeUninit::<Widened>::uninit();
-                // SAFETY: a field of a value that is there.
+                // SAFETY: a field of an existing value.
                 let wide: *mut f32 = unsafe { &raw mut (*weights.as_mut_ptr()).0 }.cast();
                 let count = rows.weights.len() / rows.row_bytes;
                 let (blocks, whole) = blocks(rows.columns);
@@ -279,10 +279,10 @@ macro_rules! products {
                                 let group = row / TOGETHER * TOGETHER;
                                 let to =
                                     wide.wrapping_add(group * CHAIN_MAX + (row - group) * LANES);
-                                // SAFETY: the columns of these turns are there, and so is the place of the row's lanes.
+                                // SAFETY: the columns of these turns exist, and so does the place of the row's lanes.
                                 unsafe { widen::<KIND>(weight.as_ptr(), block, to) };
                             }
-                            // SAFETY: all rows have been widened, and the columns of these turns are there.
+                            // SAFETY: all rows have been widened, and the columns of these turns exist.
                             unsafe { meet::<KIND>(rows, wide, (first, from, here), block) };
                         }
                     }
@@ -290,8 +290,8 @@ macro_rules! products {
                 }
             }
 
-            /// Adds to the outputs of `here` tokens from `from` on the products with the rows from `first` on, of which the
-            /// columns of a block are widened.
+            /// Adds to the outputs of `here` tokens from `from` on the products with the rows from `first` on, whose
+            /// columns of one block are widened.
             ///
             /// # Safety
             ///
@@ -304,7 +304,7 @@ macro_rules! products {
                 Block { start, turns }: Block,
             ) {
                 let together = ROWS.min(rows.weights.len() / rows.row_bytes - first);
-                // The rows that are widened next are prefetched meanwhile: they lie in short pieces.
+                // Meanwhile, the rows to be widened next are prefetched: they lie in short pieces.
                 let lines = turns * TURN * bytes_of(KIND) / 64;
                 let at_once = (ROWS * lines).div_ceil(CHAINS * here.div_ceil($tokens));
                 let mut next = rows
@@ -330,7 +330,8 @@ macro_rules! products {
                         }
                         let count = if left < $tokens { left.min(3) } else { $tokens };
                         let (tokens, sums) = ((token, step), (out, stride));
-                        // SAFETY: the caller's promise; the outputs of these rows and tokens, which `many` has found to be there.
+                        // SAFETY: the caller's promise; the outputs of these rows and tokens, whose existence `many`
+                        // has checked.
                         unsafe {
                             match count {
                                 1 => tiles::<1>(weights, tokens, turns, sums, together),
@@ -348,12 +349,13 @@ macro_rules! products {
                 }
             }
 
-            /// Adds to outputs, which are so far apart for each token, the products of up to eight rows, widened, with `N`
-            /// tokens, which are so far apart as well, over the columns of one chain.
+            /// Adds to outputs at the given distance per token the products of up to eight widened rows with `N`
+            /// tokens, also at a given distance, over the columns of one chain.
             ///
             /// # Safety
             ///
-            /// The rows are widened, each token has the columns of `turns` turns, and there are outputs of `together` rows.
+            /// The rows are widened, each token has the columns of `turns` turns, and there are outputs of `together`
+            /// rows.
             #[inline(never)]
             #[target_feature(enable = $features)]
             unsafe fn tiles<const N: usize>(
@@ -388,7 +390,7 @@ macro_rules! products {
                 }
             }
 
-            /// The products of the rows of a tile, widened, with `N` tokens, over the columns of one chain.
+            /// The products of the widened rows of a tile with `N` tokens, over the columns of one chain.
             ///
             /// # Safety
             ///
@@ -400,7 +402,7 @@ macro_rules! products {
                 tokens: [*const f32; N],
                 turns: usize,
             ) -> [[f32; HEIGHT]; N] {
-                // By index: arrays made by functions were written to memory and copied.
+                // Indexed: arrays returned by functions were written to memory and copied.
                 let mut sums = [[[$zeros; PARTS]; $rows]; N];
                 for turn in 0..turns {
                     for at in (0..AT_ONCE).step_by(WIDTH) {
@@ -436,7 +438,7 @@ macro_rules! products {
             ///
             /// # Safety
             ///
-            /// There are so many columns at `from`.
+            /// This many columns exist at `from`.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn register<const KIND: u8>(from: *const u8, column: usize) -> $narrow {
@@ -450,11 +452,12 @@ macro_rules! products {
                 }
             }
 
-            /// The columns of `turns` turns from `start` on, each chain by itself, to every [`TOGETHER`]th eight from `to` on.
+            /// The columns of `turns` turns from `start` on, each chain separately, to every [`TOGETHER`]th eight from
+            /// `to` on.
             ///
             /// # Safety
             ///
-            /// There are these columns at `from`, and place for them at `to`.
+            /// These columns exist at `from`, with room for them at `to`.
             #[inline]
             #[target_feature(enable = $features)]
             unsafe fn widen<const KIND: u8>(
@@ -489,7 +492,7 @@ macro_rules! products {
     };
 }
 
-/// The columns of a token that rows of type `KIND` are multiplied with.
+/// The columns of a token for products with rows of type `KIND`.
 fn token<const KIND: u8>(rows: &Rows<'_>, token: usize) -> *const f32 {
     match KIND {
         F32 => rows.floats[token * rows.columns..].as_ptr(),
@@ -497,7 +500,7 @@ fn token<const KIND: u8>(rows: &Rows<'_>, token: usize) -> *const f32 {
     }
 }
 
-/// How far apart these are, in numbers.
+/// Distance between tokens, in numbers.
 const fn token_step<const KIND: u8>(rows: &Rows<'_>) -> usize {
     match KIND {
         F32 => rows.columns,
@@ -527,7 +530,7 @@ fn add_last<const KIND: u8>(rows: &Rows<'_>, tokens: Range<usize>, whole: usize)
         return;
     }
     for at in tokens {
-        // SAFETY: a token has so many columns.
+        // SAFETY: a token has this many columns.
         let input = unsafe {
             std::slice::from_raw_parts(token::<KIND>(rows, at).add(whole), rows.columns - whole)
         };
@@ -560,7 +563,7 @@ pub(super) unsafe fn round_to_f16(input: &[f32], out: &mut [u8]) {
     let (numbers, rest) = input.as_chunks::<LANES>();
     let (places, behind) = out.as_chunks_mut::<{ LANES * size_of::<f32>() }>();
     for (numbers, place) in numbers.iter().zip(&mut *places) {
-        // SAFETY: eight numbers either way.
+        // SAFETY: eight numbers in both types.
         unsafe {
             let half =
                 _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(_mm256_loadu_ps(numbers.as_ptr()));
@@ -579,7 +582,7 @@ pub(super) unsafe fn round_to_f16(input: &[f32], out: &mut [u8]) {
     }
 }
 
-/// A block of widened rows, one chain after the other, so that no register of them lies in two lines of the cache.
+/// A block of widened rows, one chain after another, aligned so that no register of them spans two cache lines.
 #[repr(align(64))]
 struct Widened([f32; CHAINS * ROWS * CHAIN_MAX]);
 
@@ -588,12 +591,12 @@ const fn bytes_of(kind: u8) -> usize {
     if kind == F32 { 4 } else { 2 }
 }
 
-/// The sums of the lanes of four registers, each by halves.
+/// The lane sums of four registers, each by halves.
 #[cfg(target_arch = "x86_64")]
 #[inline]
 #[target_feature(enable = "avx2")]
 fn four(sums: [__m256; 4]) -> [f32; 4] {
-    // Of two registers each: lanes 0 to 3 plus 4 to 7.
+    // For each of two registers: lanes 0 to 3 plus 4 to 7.
     let [a, b, c, d] = sums;
     let ab = _mm256_add_ps(
         _mm256_permute2f128_ps::<0x20>(a, b),
@@ -614,7 +617,7 @@ fn four(sums: [__m256; 4]) -> [f32; 4] {
         _mm256_extractf128_ps::<1>(sums),
     );
     let abcd = _mm_movelh_ps(_mm_unpacklo_ps(ac, bd), _mm_unpackhi_ps(ac, bd));
-    // SAFETY: four numbers either way.
+    // SAFETY: four numbers in both types.
     unsafe { transmute(abcd) }
 }
 
@@ -640,11 +643,11 @@ fn eight(sums: [__m512; 4]) -> [f32; 8] {
     );
     let sums = _mm512_add_ps(pairs, _mm512_movehdup_ps(pairs));
     let order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 0, 0, 0, 0, 0, 0, 0, 0);
-    // SAFETY: eight numbers either way.
+    // SAFETY: eight numbers in both types.
     unsafe { transmute(_mm512_castps512_ps256(_mm512_permutexvar_ps(order, sums))) }
 }
 
-/// The sums of the lanes of four pairs of registers, each by halves.
+/// The lane sums of four pairs of registers, each by halves.
 #[cfg(target_arch = "aarch64")]
 #[inline]
 #[target_feature(enable = "neon")]
@@ -657,7 +660,7 @@ fn four(sums: &[[float32x4_t; 2]; 4]) -> [f32; 4] {
         )
     };
     let abcd = vpaddq_f32(pairs(lanes(0), lanes(1)), pairs(lanes(2), lanes(3)));
-    // SAFETY: four numbers either way.
+    // SAFETY: four numbers in both types.
     unsafe { transmute(abcd) }
 }
 

@@ -1,14 +1,14 @@
 //! Products of four Q4_K rows at once with one token, for AVX-512.
 //!
-//! In Q4_K every byte is two weights, so that the work for a byte is what limits a core, not its memory: 19 GB/s with one row at
-//! a time where memory gives 28. Four rows share what a block of the token needs: its registers are loaded and brought into the
-//! order of the nibbles once, the heads of four blocks are taken apart together, a lane for each row, and the four totals
-//! leave the last steps as one register. So the four lanes of a row's sum (see [`super::avx512`]) are four registers
-//! here, and need no last sum across lanes. The order of every sum is the same as there.
+//! In Q4_K every byte contains two weights, so that the work per byte, not memory, limits a core: 19 GB/s with one row
+//! at a time where memory provides 28. Four rows share the preparation of the token's block: its registers are loaded
+//! and permuted to the order of the nibbles once, the heads of four blocks are unpacked together, one lane per row, and
+//! the last steps of the four totals are done in one register. The four lanes of a row's sum (see [`super::avx512`])
+//! are therefore four registers here, and need no last sum across lanes. The order of every sum is the same as there.
 //!
-//! Four rows are four streams, which the machine's own prefetch does not see as the one that they are together (10 GB/s):
-//! so the rows after them are asked for in the order in which they lie, as many bytes for each block as it takes. Of long rows
-//! that would be more than the first-level cache holds beside what is being computed: they go one by one.
+//! Four rows are four streams, which the hardware prefetcher does not recognise as one contiguous region (10 GB/s): the
+//! rows after them are prefetched in memory order, one block's bytes per block. For long rows that would exceed the
+//! first-level cache together with the current data: they are processed one by one.
 
 use std::{arch::x86_64::*, mem::transmute};
 
@@ -21,20 +21,20 @@ use super::{
 /// Bytes of a Q4_K block.
 const BYTES: usize = 144;
 
-/// Rows together.
+/// Rows processed together.
 const ROWS: usize = 4;
 
-/// Blocks of a row that is not long: four such rows are 9 KiB, and so are the four that are asked for.
+/// Most blocks of a row that is not long: four such rows are 9 KiB, and so are the four prefetched ones.
 const BLOCKS_MAX: usize = 16;
 
-/// What taking heads and quants apart needs.
+/// Constants for unpacking heads and quants.
 struct Constants {
     low: __m512i,
     six: __m512i,
     two: __m512i,
     /// Shifts of the third word of a head's scales, for scales and for minimums.
     third: __m512i,
-    /// Of each register of quants the scales of its two runs of 32, as 16-bit numbers.
+    /// For each register of quants, the scales of its two runs of 32, as 16-bit numbers.
     scales: [__m512i; 4],
     /// The first number of each 128 bits.
     firsts: __m512i,
@@ -59,13 +59,13 @@ impl Constants {
         }
     }
 
-    /// Scales and minimums of the blocks with these heads, a row in each 128 bits: eight scales as bytes in the upper half,
-    /// and eight minimums as 16-bit numbers.
+    /// Scales and minimums of the blocks with these heads, one row per 128 bits: eight scales as bytes in the upper
+    /// half, and eight minimums as 16-bit numbers.
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     fn scales_and_mins(&self, heads: __m512i) -> (__m512i, __m512i) {
-        // Words 1 and 2 are the first four scales and minimums in six bits each, and above them two bits of the last four,
-        // of which word 3 has the lower four bits.
+        // Words 1 and 2 are the first four scales and minimums in six bits each, with two bits of the last four above
+        // them, whose lower four bits are in word 3.
         let first = _mm512_and_si512(heads, self.six);
         let upper = _mm512_and_si512(_mm512_srli_epi32::<2>(heads), self.two);
         let lower = _mm512_srlv_epi32(_mm512_shuffle_epi32::<0b11_11_11_11>(heads), self.third);
@@ -77,7 +77,7 @@ impl Constants {
         )
     }
 
-    /// The total of one block, in sixteen lanes. `scales` are those of its row in each 128 bits.
+    /// The total of one block, in sixteen lanes. `scales` contains those of its row in each 128 bits.
     ///
     /// # Safety
     ///
@@ -106,7 +106,7 @@ impl Constants {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
     if rows.tokens > 1 || rows.columns / SUPER > BLOCKS_MAX {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { avx512::rows_q4k(rows) };
         return;
     }
@@ -118,18 +118,18 @@ pub(super) unsafe fn rows_q4k(rows: &Rows<'_>) {
         // SAFETY: whole rows, and the copy of the token.
         let products =
             unsafe { products(&constants, four, ahead, rows.copy(0), rows.columns / SUPER) };
-        // SAFETY: four numbers either way.
+        // SAFETY: four numbers in both types.
         rows.put_lanes(0, first, count, unsafe {
             transmute::<__m128, [f32; ROWS]>(products)
         });
     }
 }
 
-/// The products of four rows with a token. The bytes from `ahead` on are asked for.
+/// The products of four rows with a token. Prefetches the bytes from `ahead` on.
 ///
 /// # Safety
 ///
-/// Each row has `blocks` blocks, and so has the copy of the token, with its sums behind them.
+/// Each row has `blocks` blocks, and so has the copy of the token, followed by its sums.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn products(
@@ -151,7 +151,7 @@ unsafe fn products(
         let heads = _mm512_inserti32x4::<1>(_mm512_castsi128_si512(head(0)), head(1));
         let heads = _mm512_inserti32x4::<3>(_mm512_inserti32x4::<2>(heads, head(2)), head(3));
         let (scales, small) = constants.scales_and_mins(heads);
-        // SAFETY: 256 quants behind the factor of the block, and eight sums of 32.
+        // SAFETY: 256 quants after the factor of the block, and eight sums of 32.
         let (factor, token, of_32) = unsafe {
             let quants = |at: usize| _mm512_loadu_si512(y.add(4 + 64 * at).cast());
             (
@@ -180,7 +180,7 @@ unsafe fn products(
         let min = _mm512_add_epi32(min, _mm512_shuffle_epi32::<0b10_11_00_01>(min));
         let min = _mm512_add_epi32(min, _mm512_shuffle_epi32::<0b01_00_11_10>(min));
         let firsts = |of| _mm512_castsi512_si128(_mm512_permutexvar_epi32(constants.firsts, of));
-        // The first word of a head is the scale of its scales and that of its minimums, in halves.
+        // The first word of a head contains the scale of its scales and that of its minimums, in `f16`.
         let both = _mm256_cvtph_ps(firsts(heads));
         let (low, high) = (
             _mm256_castps256_ps128(both),
@@ -200,7 +200,8 @@ unsafe fn products(
         four = four.map(|row| row.wrapping_add(BYTES));
         (y, sums_of_32) = (y.wrapping_add(Q8K_BYTES), sums_of_32.wrapping_add(Q8K_SUMS));
     }
-    // Wherever the turns ended, those of even and those of odd blocks are added first, as the lanes of a row are elsewhere.
+    // Independent of the final turn, the sums of even and of odd blocks are added first, like the lanes of a row
+    // elsewhere.
     let last =
         |sums: [__m128; 4]| _mm_add_ps(_mm_add_ps(sums[0], sums[2]), _mm_add_ps(sums[1], sums[3]));
     _mm_sub_ps(last(sums), last(mins))

@@ -1,16 +1,16 @@
-//! Instruction sets of the machine, and dispatch of kernels to them.
+//! Instruction sets of the machine, and kernel dispatch.
 
 use std::{arch::asm, sync::OnceLock};
 
 /// A set of instructions that kernels are compiled for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Isa {
-    /// What every machine of the target has (on arm64 that includes NEON).
+    /// Guaranteed by the target (on arm64 that includes NEON).
     Baseline,
-    /// Dot products of bytes, which arm64 may have since Armv8.2 (`FEAT_DotProd`).
+    /// Dot products of bytes, optional on arm64 since Armv8.2 (`FEAT_DotProd`).
     #[cfg(target_arch = "aarch64")]
     Dotprod,
-    /// These, and products of matrices of bytes, which it may have since Armv8.6 (`FEAT_I8MM`).
+    /// In addition, products of matrices of bytes, optional since Armv8.6 (`FEAT_I8MM`).
     #[cfg(target_arch = "aarch64")]
     I8mm,
     /// AVX2 with FMA and F16C.
@@ -22,7 +22,7 @@ pub(crate) enum Isa {
     /// AVX-512 F, BW, DQ, VL and VNNI.
     #[cfg(target_arch = "x86_64")]
     Avx512,
-    /// These, and products of pairs of `bf16`.
+    /// In addition, products of pairs of `bf16`.
     #[cfg(target_arch = "x86_64")]
     Avx512Bf16,
 }
@@ -51,14 +51,14 @@ impl Isa {
         Self::available().last().copied().unwrap_or(Self::Baseline)
     }
 
-    /// What backends use: the best set, unless a lesser one was asked for.
+    /// The set used by backends: the best one, unless a lesser one was requested.
     #[must_use]
     pub(crate) fn chosen() -> Self {
         CHOSEN.get().copied().unwrap_or_else(Self::detect)
     }
 
-    /// Lets backends that are made from now on use the set with this name; says whether this machine has it and no
-    /// other was asked for before.
+    /// Makes backends created from now on use the set with this name; returns whether this machine has it and no other
+    /// was requested before.
     pub(crate) fn choose(name: &str) -> bool {
         let found = Self::available().iter().find(|set| set.name() == name);
         found.is_some_and(|set| *CHOSEN.get_or_init(|| *set) == *set)
@@ -69,7 +69,7 @@ impl Isa {
         AVAILABLE.get_or_init(|| Self::usable(Self::is_reported, survives))
     }
 
-    /// The sets that the processor reports and whose instructions `survive`.
+    /// The sets reported by the processor whose instructions `survive`.
     fn usable(is_reported: impl Fn(Self) -> bool, survive: impl Fn(fn()) -> bool) -> Vec<Self> {
         let sets = Self::ALL.iter().copied();
         sets.filter(|set| is_reported(*set) && set.instructions().is_none_or(&survive))
@@ -112,16 +112,17 @@ impl Isa {
         }
     }
 
-    /// Executes an instruction of each extension that a lesser set does not have: a hypervisor can trap each of them alone.
+    /// Executes one instruction of each extension missing from lesser sets: a hypervisor can trap each of them
+    /// separately.
     const fn instructions(self) -> Option<fn()> {
         match self {
             Self::Baseline => None,
             #[cfg(target_arch = "aarch64")]
             Self::Dotprod => Some(|| {
-                // The assembler takes the instruction only where the extension is named.
+                // The assembler accepts the instruction only with the extension named.
                 #[target_feature(enable = "dotprod")]
                 fn sdot() {
-                    // SAFETY: an instruction on registers alone; a machine without it ends the process that tries it.
+                    // SAFETY: an instruction on registers only; a machine without it ends the process that tries it.
                     unsafe {
                         asm!("sdot v0.4s, v0.16b, v0.16b", out("v0") _, options(nomem, nostack))
                     };
@@ -202,14 +203,14 @@ impl Isa {
     }
 }
 
-/// Whether an instruction can be executed on each processor that this process may use. A hypervisor may trap what the processor
-/// reports, and cores of one machine may differ: a child process tries it, and a signal ends that one alone. Where no process
-/// can be started, the processor's report stands.
+/// Whether an instruction can be executed on each processor available to this process. A hypervisor may trap
+/// instructions reported by the processor, and cores of one machine may differ: a child process tries them, so that a
+/// signal ends only the child. If no process can be started, the processor's report counts.
 fn survives(instructions: fn()) -> bool {
     survive_on(instructions, |_| ())
 }
 
-/// The same, where `arrive` is called on each processor before the instructions are.
+/// As [`survives`], with `arrive` called on each processor before the instructions.
 fn survive_on(instructions: fn(), arrive: fn(usize)) -> bool {
     // SAFETY: the child calls functions that are safe after a fork of several threads, and ends.
     let child = unsafe { libc::fork() };
@@ -244,13 +245,13 @@ fn survive_on(instructions: fn(), arrive: fn(usize)) -> bool {
     !libc::WIFSIGNALED(status)
 }
 
-/// The set that was asked for.
+/// The requested set.
 static CHOSEN: OnceLock<Isa> = OnceLock::new();
 
 /// The sets that this machine has, tried once.
 static AVAILABLE: OnceLock<Vec<Isa>> = OnceLock::new();
 
-/// Defines functions whose bodies are compiled once for each instruction set and chosen by their first argument.
+/// Defines functions whose bodies are compiled once per instruction set and selected by their first argument.
 ///
 /// A body is the scalar reference and the source of all versions: sums run in fixed lanes and products are fused, so
 /// every version yields the same bits.
@@ -276,12 +277,12 @@ macro_rules! kernel {
             match isa {
                 $crate::backend::cpu::isa::Isa::Baseline => body($($arg),*),
                 #[cfg(target_arch = "aarch64")]
-                // Nothing in a body gains by them: what products of bytes are for has kernels by hand.
+                // No body profits from them: products of bytes have hand-written kernels.
                 $crate::backend::cpu::isa::Isa::Dotprod | $crate::backend::cpu::isa::Isa::I8mm => {
                     body($($arg),*)
                 }
                 #[cfg(target_arch = "x86_64")]
-                // SAFETY: these sets are only chosen where the machine has them (`Isa::available`).
+                // SAFETY: these sets are only chosen if the machine has them (`Isa::available`).
                 $crate::backend::cpu::isa::Isa::Avx2 | $crate::backend::cpu::isa::Isa::AvxVnni => unsafe {
                     avx2($($arg),*)
                 },
@@ -317,7 +318,7 @@ mod tests {
     #[test]
     fn a_core_whose_instructions_trap_ends_the_set_for_all() {
         assert!(survive_on(|| (), |_| ()));
-        // The first processor that the process may use, which is the one that lacks them.
+        // The first processor available to the process, which is the one that lacks them.
         assert!(!survive_on(|| (), |_| std::process::abort()));
     }
 
@@ -335,7 +336,7 @@ mod tests {
                 .collect();
             assert_eq!(Isa::usable(|set| set != *hidden, |_| true), others);
         }
-        // All of a machine's instructions beyond its base may be trapped.
+        // All instructions beyond a machine's base may be trapped.
         assert_eq!(Isa::usable(|_| true, |_| false), [*first]);
         assert_eq!(Isa::usable(|set| set == *first, |_| true), [*first]);
     }

@@ -1,4 +1,4 @@
-//! Kernels written by hand, in one table for each instruction set.
+//! Hand-written kernels, in one table per instruction set.
 
 use candle_core::quantized::GgmlDType;
 
@@ -19,9 +19,9 @@ use super::{
 #[cfg(target_arch = "aarch64")]
 use super::{floats, neon};
 
-/// The kernels of one instruction set. Where one is absent the portable form is used, which has the same bits.
+/// The kernels of one instruction set. An absent one is replaced by the portable form, which has the same bits.
 ///
-/// The machine has to have the set for each of them; what they compute is said where they are used.
+/// Calling a kernel requires that the machine has the set; its users document its contract.
 pub(super) struct Kernels {
     /// Products of quantised rows.
     products: &'static [(GgmlDType, Product)],
@@ -31,7 +31,7 @@ pub(super) struct Kernels {
     pub(super) turn: Option<Turn>,
     pub(super) turn_halves: Option<TurnHalves>,
     pub(super) score: Option<Score>,
-    /// With what the elements of a head have to be a multiple of.
+    /// With the required divisor of a head's elements.
     pub(super) weigh: Option<(Weigh<f32>, usize)>,
     pub(super) weigh_halves: Option<(Weigh<u16>, usize)>,
     pub(super) delta: Option<Delta>,
@@ -84,7 +84,7 @@ const BASELINE: Kernels = Kernels {
     delta: None,
 };
 
-/// Products of every type on arm64, those of quantised rows with many tokens by products of matrices or not.
+/// Products of every type on arm64, with matrix products for quantised rows with many tokens if available.
 #[cfg(target_arch = "aarch64")]
 macro_rules! products_neon {
     ($matrix:literal) => {
@@ -124,7 +124,7 @@ static I8MM: Kernels = Kernels {
     ..DOTPROD
 };
 
-/// Products of every quantised type in registers of 256 bits, with the instructions of a set.
+/// Products of every quantised type in 256-bit registers, with the instructions of a set.
 #[cfg(target_arch = "x86_64")]
 macro_rules! products256 {
     ($set:ty) => {
@@ -165,7 +165,7 @@ static AVX_VNNI: Kernels = Kernels {
     ..AVX2
 };
 
-/// Products of every type in registers of 512 bits, those of `bf16` by a function of its own.
+/// Products of every type in 512-bit registers, with a separate function for `bf16`.
 #[cfg(target_arch = "x86_64")]
 macro_rules! products512 {
     ($brain:expr) => {

@@ -14,7 +14,7 @@ use super::{
 };
 use crate::backend::{Copies, DeviceError, Product};
 
-/// Where the copy of some format starts in the memory of `copies`, and how far its rows are apart there.
+/// Start of a format's copy in the memory of `copies`, and the distance between its rows.
 pub(crate) fn place(copies: &Copies, format: Format, columns: usize) -> (usize, usize) {
     let mut start = 0;
     for copy in Format::COPIES {
@@ -28,12 +28,12 @@ pub(crate) fn place(copies: &Copies, format: Format, columns: usize) -> (usize, 
     (start, format.row_bytes(columns))
 }
 
-/// Bytes that one row of a copy may take.
+/// Bytes reserved for one row of a copy.
 pub(crate) const fn padded(format: Format, columns: usize) -> usize {
     format.row_bytes(columns).next_multiple_of(64)
 }
 
-/// Makes products of `rows` rows.
+/// Computes products of `rows` rows.
 pub(crate) fn project(pool: &mut Pool, isa: Isa, tasks: &[Task<'_>], rows: usize) {
     let total = tasks.iter().map(Task::items).sum();
     pool.run(total, &|mut item| {
@@ -47,11 +47,11 @@ pub(crate) fn project(pool: &mut Pool, isa: Isa, tasks: &[Task<'_>], rows: usize
     });
 }
 
-/// A product whose memory is open.
+/// A product with opened memory.
 pub(crate) struct Task<'job> {
     dtype: GgmlDType,
     weights: &'job [u8],
-    /// Of the matrix.
+    /// Rows of the matrix.
     rows: usize,
     columns: usize,
     row_bytes: usize,
@@ -65,7 +65,7 @@ pub(crate) struct Task<'job> {
 }
 
 impl<'job> Task<'job> {
-    /// The product of `weights` with `tokens` rows of `floats`, of which `copied` are copies.
+    /// The product of `weights` with `tokens` rows of `floats`, whose copies are `copied`.
     pub(crate) fn new(
         product: &Product,
         weights: &'job [u8],
@@ -132,8 +132,8 @@ impl<'job> Task<'job> {
 impl Rows<'_> {
     fn multiply(&self, isa: Isa, dtype: GgmlDType) {
         if let Some(kernel) = Kernels::of(isa).product(dtype) {
-            // SAFETY: the set is only chosen where the machine has it; `weights` are whole rows by `chunks_exact`, and there
-            // are copies of all tokens, which the maker of this value has checked.
+            // SAFETY: the set is only chosen where the machine has it; `weights` are whole rows by `chunks_exact`, and
+            // copies of all tokens exist, which the creator of this value has checked.
             unsafe { kernel(self) };
             return;
         }
@@ -174,15 +174,15 @@ impl Rows<'_> {
             GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
             GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
             GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
-            // Refused when the header is read.
+            // Rejected when the header is read.
             GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
         }
     }
 }
 
-/// Candle's dot product of two rows of blocks: the portable one where its own for arm64 has an instruction (`sdot`) that the
-/// machine lacks, which candle does not ask for when it runs, and of Q5_0, whose own is the same but for a demand that blocks
-/// come in pairs.
+/// Candle's dot product of two rows of blocks: the portable one if its arm64 version has an instruction (`sdot`) that
+/// the machine lacks, which candle does not check at run time, and for Q5_0, whose arm64 version is identical except
+/// that it requires an even number of blocks.
 fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(
     columns: usize,
     weight: &[u8],
@@ -197,7 +197,7 @@ fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(
     }
 }
 
-/// Plain numbers, or blocks of them, that rows of weights and activations consist of.
+/// Plain numbers, or blocks of them, as contained in rows of weights and activations.
 ///
 /// # Safety
 ///
@@ -221,7 +221,7 @@ plain!(
 ///
 /// # Panics
 ///
-/// When `bytes` is misaligned for them or ends inside one.
+/// If `bytes` is misaligned for them or ends inside one.
 pub(crate) fn cast<T: Plain>(bytes: &[u8]) -> &[T] {
     // SAFETY: every bit pattern is a value of the type.
     let (head, blocks, tail) = unsafe { bytes.align_to::<T>() };
@@ -241,17 +241,17 @@ fn rows_per_item(row_bytes: usize, tokens: usize) -> usize {
     }
 }
 
-/// Weight bytes of one item for a token or a few: some 3 µs of reading, so that no thread waits long for another at the end of
-/// a product. With a quarter of that, reading took a tenth longer, likely since a claim is in one order with all other accesses to
-/// memory, so that few reads are under way around it.
+/// Weight bytes per item for a single token or a few: some 3 µs of reading, so that no thread waits long for another at
+/// the end of a product. With a quarter of that, reading took a tenth longer, probably because a claim is ordered with
+/// all other memory accesses, so that few reads are in flight around it.
 const FEW_TOKENS_BYTES: usize = 64 * 1024;
-/// The same for many tokens, where each byte costs far more.
+/// The same for many tokens, which cost far more per byte.
 const MANY_TOKENS_BYTES: usize = 64 * 1024;
-/// From how many tokens on they are many.
+/// Number of tokens from which they count as many.
 const MANY_TOKENS: usize = 6;
-/// With many tokens, items are whole groups of the rows that kernels take together.
+/// With many tokens, items are whole groups of the rows that kernels process together.
 const ROWS_TOGETHER: usize = 32;
-/// The same for a token or a few. On arm64 a few are for the tile too.
+/// The same for a single token or a few. On arm64, a few tokens use the tile as well.
 #[cfg(not(target_arch = "aarch64"))]
 const FEW_ROWS_TOGETHER: usize = 16;
 #[cfg(target_arch = "aarch64")]
@@ -277,8 +277,8 @@ mod tests {
     };
     use cotenant_units::Bytes;
 
-    /// Products of `rows` rows with `tokens` tokens, by a kernel: near what the portable loops make of them, and for each token
-    /// with the same bits as alone.
+    /// Products of `rows` rows with `tokens` tokens, by a kernel: close to the portable loops, and for each token with
+    /// the same bits as alone.
     fn products(
         isa: Isa,
         dtype: GgmlDType,
@@ -312,7 +312,7 @@ mod tests {
         out.into_iter().map(f32::to_bits).collect()
     }
 
-    /// Products of rows in `bytes` with the tokens of `input`, without what lies beside them.
+    /// Products of rows in `bytes` with the tokens of `input`, checked for stray writes around them.
     fn multiplied(
         isa: Isa,
         dtype: GgmlDType,
@@ -328,9 +328,9 @@ mod tests {
         let memory = Mapping::new(Bytes::of_len(bytes_of_all), Backing::Now).unwrap();
         for (token, input) in input.chunks(columns).enumerate() {
             let start = memory.range(token * step, step).unwrap();
-            // SAFETY: inside the mapping, which is ours alone until the copies are read.
+            // SAFETY: inside the mapping, which is not shared until the copies are read.
             let copy = unsafe { std::slice::from_raw_parts_mut(start.as_ptr(), step) };
-            // Without the set, so that all sets have the same copies.
+            // Independent of the set, so that all sets have the same copies.
             match format {
                 Format::F32 => {}
                 Format::Q8K => quantize_q8k(Isa::Baseline, input, copy),
@@ -367,7 +367,7 @@ mod tests {
             .collect()
     }
 
-    /// Rows as a file has them, with all scales in use.
+    /// Rows in file format, with all scales in use.
     fn stored(dtype: GgmlDType, weights: &[f32], columns: usize) -> Vec<u8> {
         fn blocks<T: GgmlType>(weights: &[f32], columns: usize) -> Vec<u8> {
             let mut blocks = vec![T::zeros(); weights.len() / T::BLCK_SIZE];
@@ -405,8 +405,8 @@ mod tests {
         }
     }
 
-    /// All sets agree with the portable loops, and those of x86-64 to the bit with each other, but for the one that multiplies
-    /// `bf16` in pairs.
+    /// All sets agree with the portable loops, and those of x86-64 to the bit with each other, except the one that
+    /// multiplies `bf16` in pairs.
     fn compare(dtype: GgmlDType, columns: usize, rows: usize, tokens: usize) {
         let mut before = None;
         for &isa in Isa::available().iter().filter(|isa| **isa != Isa::Baseline) {
@@ -438,7 +438,7 @@ mod tests {
     ];
     const FLOATS: [GgmlDType; 3] = [GgmlDType::F16, GgmlDType::BF16, GgmlDType::F32];
 
-    /// Of all sets of the target, whether this machine has them or not.
+    /// For all sets of the target, even if this machine lacks them.
     #[test]
     fn every_supported_type_has_a_kernel_in_each_set() {
         for &isa in Isa::ALL.iter().filter(|isa| **isa != Isa::Baseline) {
@@ -461,7 +461,7 @@ mod tests {
     #[test]
     fn products_agree_with_the_portable_loops_for_any_number_of_tokens_and_have_the_same_bits_in_each_set()
      {
-        // With 128 tokens that go by together, and the rest by fours, twos and ones.
+        // With 128 tokens processed together, and the rest by fours, twos and ones.
         for tokens in [1, 2, 3, 4, 5, 8, 17, 41, 133] {
             for dtype in SUPERS {
                 compare(dtype, 512, 19, tokens);
@@ -503,7 +503,7 @@ mod tests {
             let (block, bytes) = (dtype.block_size(), dtype.type_size());
             for quants in [0xff, 0x00, 0x80, 0x7f] {
                 let mut row = vec![quants; columns / block * bytes];
-                // Scales of one, and of what is least beside them.
+                // Scales of one, and the least others.
                 for block in row.chunks_mut(bytes) {
                     let (at, halves) = match dtype {
                         GgmlDType::Q6K => (208, 1),
@@ -536,7 +536,7 @@ mod tests {
     #[test]
     fn the_portable_loops_multiply_the_numbers_that_weights_stand_for() {
         let (columns, rows) = (512, 3);
-        // Of whole numbers whose furthest from zero in each block of 32 is -127, copies in all formats are exact.
+        // With integers whose furthest from zero in each block of 32 is -127, copies in all formats are exact.
         let mut input: Vec<f32> = numbers(columns, 2)
             .into_iter()
             .map(|x| (126.0 * x).round())

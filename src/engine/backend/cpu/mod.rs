@@ -1,7 +1,7 @@
 //! CPU backend: kernels for several instruction sets on a pool of threads.
 //!
-//! Every output element is one sum in one order, whatever thread computes it and whatever is computed beside it. So logits have
-//! the same bits for any number of threads, any prefill chunk and any residency.
+//! Every output element is one sum in a fixed order, independent of the computing thread and of concurrent work. Logits
+//! therefore have the same bits for any number of threads, any prefill chunk and any residency.
 #![expect(
     clippy::indexing_slicing,
     clippy::cast_precision_loss,
@@ -37,7 +37,7 @@ use crate::{
 use cotenant_memory::heap;
 use cotenant_units::Bytes;
 
-/// An assertion of unit tests and debug builds: unlike `debug_assert`, tests with all optimisation have it too.
+/// An assertion in unit tests and debug builds: unlike `debug_assert`, also in fully optimised tests.
 macro_rules! assert_in_tests {
     ($($condition:tt)*) => {
         if cfg!(any(test, debug_assertions)) {
@@ -97,11 +97,11 @@ mod turned;
 #[cfg(target_arch = "x86_64")]
 mod unpack256;
 
-/// Lets CPU backends that are made from now on use the kernels of this instruction set, to compare sets on one machine.
+/// Makes CPU backends created from now on use the kernels of this instruction set, to compare sets on one machine.
 ///
 /// # Errors
 ///
-/// The names of those that this machine has, when it has none of this name, or another one was asked for before.
+/// The names of this machine's sets, if none has this name or another one was requested before.
 pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
     if Isa::choose(name) {
         Ok(())
@@ -110,7 +110,7 @@ pub fn use_instructions(name: &str) -> Result<(), Vec<&'static str>> {
     }
 }
 
-/// The CPU with so many threads, of which the one that calls is one; at least 1.
+/// The CPU with this many threads, the caller included; at least 1.
 #[derive(Clone, Copy, Debug)]
 pub struct CpuDevice(pub usize);
 
@@ -141,11 +141,11 @@ pub struct Cpu {
 }
 
 impl Cpu {
-    /// The CPU with `threads` threads, of which the calling one is one; at least 1.
+    /// The CPU with `threads` threads, the caller included; at least 1.
     ///
     /// # Errors
     ///
-    /// When a thread cannot be started.
+    /// A thread cannot be started.
     pub fn new(threads: usize) -> io::Result<Self> {
         Ok(Self {
             isa: Isa::chosen(),
@@ -155,7 +155,7 @@ impl Cpu {
     }
 }
 
-// SAFETY: an operation has been executed when it was queued.
+// SAFETY: operations are executed when they are queued.
 unsafe impl Backend for Cpu {
     fn name(&self) -> String {
         format!("cpu ({}, {} threads)", self.isa.name(), self.pool.threads())
@@ -282,7 +282,7 @@ fn multiply<'op>(
     job: &'op Multiply<'_>,
     access: &mut Access<'op>,
 ) -> Result<(), DeviceError> {
-    // First what is written, so that no weight lies there.
+    // Open written memory first, so that no weight overlaps it.
     let mut outs = Vec::with_capacity(job.products.len());
     let mut before: Option<(&View, usize)> = None;
     for product in job.products.iter() {
@@ -375,7 +375,7 @@ fn finish<'op>(
             "there is no room for what is found".to_owned(),
         ));
     };
-    // Who needs it reads all of them where they lie.
+    // The whole row is read in place instead.
     *greatest = f32::from_bits(u32::MAX);
     let bias = access.read_some(job.bias.as_ref())?;
     for rows in job.said.iter() {
@@ -437,12 +437,12 @@ pub(crate) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
         GgmlDType::Q4K => BlockQ4K::to_float(matmul::cast(row), out),
         GgmlDType::Q5K => BlockQ5K::to_float(matmul::cast(row), out),
         GgmlDType::Q6K => BlockQ6K::to_float(matmul::cast(row), out),
-        // Refused when the header is read.
+        // Rejected when the header is read.
         GgmlDType::Q8_1 | GgmlDType::Q8K => out.fill(f32::NAN),
     }
 }
 
-/// Copies bytes to as many others.
+/// Copies bytes to a target of the same length.
 fn move_bytes(from: &Span, to: &Span, access: &Access<'_>) -> Result<(), DeviceError> {
     let len = from.len();
     if to.len() != len {
@@ -472,5 +472,5 @@ fn widen(row: &[u8], out: &mut [f32], convert: impl Fn(u16) -> f32) {
     }
 }
 
-/// Elements of one item of the activation: some µs of exponentials.
+/// Elements per item of the activation: some µs of exponentials.
 const ACTIVATION_ITEM: usize = 1024;

@@ -1,9 +1,11 @@
-//! Products with quantised rows for arm64 with dot products of bytes (`FEAT_DotProd`), in the file's own block layout
-//! (ggml's `ggml-common.h`).
+//! Products with quantised rows for arm64 with byte dot products (`FEAT_DotProd`).
 //!
-//! This is the form for one token: four rows at once, which share what is loaded of the token and the last steps of their sums,
-//! a lane for each row. [`neon_tile`] has the form for more. Both agree to the bit, since both add up each block in whole
-//! numbers, and then the blocks in one order: of 256 one after the other, of 32 each fourth one, and then the four sums.
+//! They read the file's own block layout (ggml's `ggml-common.h`).
+//!
+//! This is the single-token form: four rows at once, which share the loads of the token and the last steps of their
+//! sums, one lane per row. [`neon_tile`] has the form for more tokens. Both agree to the bit, since both sum each block
+//! in integers, and then the blocks in one order: blocks of 256 one after another, of blocks of 32 every fourth, and
+//! then the four sums.
 
 use std::{
     arch::{aarch64::*, asm},
@@ -36,20 +38,20 @@ macro_rules! rows {
         #[target_feature(enable = "neon,dotprod")]
         pub(super) unsafe fn $name<const MATRIX: bool>(rows: &Rows<'_>) {
             if rows.tokens >= TOKENS_MIN {
-                // SAFETY: passed on.
+                // SAFETY: the caller's promise.
                 unsafe { neon_tile::$name::<MATRIX>(rows) };
                 return;
             }
             let count = rows.weights.len() / rows.row_bytes.max(1);
-            // Each of four has a stretch of rows, which the machine's own prefetch follows as one stream; rows side by side would
-            // be streams that jump.
+            // Each of the four has a contiguous range of rows, which the hardware prefetcher follows as one stream;
+            // adjacent rows would be jumping streams.
             let stretch = count.div_ceil(ROWS);
             for first in 0..stretch {
                 let row = |at: usize| at * stretch + first;
-                // The last row stands in for those that are not there.
+                // The last row substitutes for missing ones.
                 let start =
                     |at: usize| rows.weights[row(at).min(count - 1) * rows.row_bytes..].as_ptr();
-                // Hidden from the compiler, which would compute them again for every block.
+                // Hidden from the compiler, which would otherwise recompute them for every block.
                 let four = hint::black_box([start(0), start(1), start(2), start(3)]);
                 // SAFETY: whole rows, and the copy of a token.
                 let products = unsafe { $product(four, rows.copy(0), rows.columns / $block) };
@@ -79,8 +81,8 @@ rows!(rows_q5_1, q5_1, BLOCK);
 rows!(rows_q2k, q2k, SUPER);
 rows!(rows_q3k, q3k, SUPER);
 
-/// A place in a row, for the compiler not known before the products of another row where it is to `WAIT`: of types that are
-/// costly to unpack it would unpack all rows first, and has no registers for that.
+/// An address in a row, which with `WAIT` the compiler cannot know before the products of another row: for types that
+/// are costly to unpack it would otherwise unpack all rows first, and run out of registers.
 #[inline]
 #[target_feature(enable = "neon")]
 fn after<const WAIT: bool>(mut place: *const u8, products: int32x4_t) -> *const u8 {
@@ -115,8 +117,9 @@ unsafe fn columns_of_half(y: *const u8) -> [int8x16_t; 8] {
     columns
 }
 
-/// Scales of eight columns' sums less those of the next ones. The sum over all columns of products times scales is the sum of
-/// `running total · (scale - next scale)`: so products of a row run on in one register, which is never cleared.
+/// Scales of eight columns' sums minus those of the next. The sum over all columns of products times scales equals the
+/// sum of `running total · (scale - next scale)`: so products of a row accumulate in one register, which is never
+/// cleared.
 #[inline]
 #[target_feature(enable = "neon")]
 fn steps(scales: int16x8_t, next: int16x8_t) -> int16x8_t {
@@ -127,11 +130,11 @@ macro_rules! supers {
     ($name:ident, $bytes:expr, $half:ident, $heads:ident, $sub:expr, $scale_at:expr, $less:expr, $wait:expr) => {
         /// # Safety
         ///
-        /// Four rows of so many blocks of this type, and a copy in Q8_K.
+        /// Four rows of this many blocks of this type, and a copy in Q8_K.
         #[inline]
         #[target_feature(enable = "neon,dotprod")]
         unsafe fn $name(mut four: Four, copy: *const u8, blocks: usize) -> float32x4_t {
-            /// Adds half a block to the running total of a row, and that to its products.
+            /// Adds half a block to the running total of a row, and the total to its products.
             ///
             /// # Safety
             ///
@@ -189,7 +192,7 @@ macro_rules! supers {
             let (zero, zeros) = (vdupq_n_s32(0), vdupq_n_s16(0));
             let (mut sums, mut low_sums) = (vdupq_n_f32(0.0), vdupq_n_f32(0.0));
             for index in 0..blocks {
-                // SAFETY: inside rows and copy; behind the copy's blocks lie their sums of 32.
+                // SAFETY: inside rows and copy; the sums of 32 follow the copy's blocks.
                 unsafe {
                     let y = copy.add(index * Q8K_BYTES);
                     let activations = if $sub == 32 {
@@ -302,11 +305,12 @@ macro_rules! small {
     ($name:ident, $bytes:expr, |$block:ident| $quants:expr, $added:expr, $minimum:expr) => {
         /// # Safety
         ///
-        /// Four rows of so many blocks of this type, and a copy in Q8_0.
+        /// Four rows of this many blocks of this type, and a copy in Q8_0.
         #[inline]
         #[target_feature(enable = "neon,dotprod")]
         unsafe fn $name(mut four: Four, copy: *const u8, blocks: usize) -> float32x4_t {
-            /// Adds the block `AT` places on, of four rows and of the token at `y`, whose factors and starts are `behind`.
+            /// Adds the block at distance `AT`, of four rows and of the token at `y`, whose factors and starts are at
+            /// `behind`.
             ///
             /// # Safety
             ///
@@ -319,7 +323,7 @@ macro_rules! small {
                 y: *const u8,
                 behind: [*const u8; 2],
             ) -> float32x4_t {
-                // Quants are unsigned, so larger by this power of two, which sums of activations make up for.
+                // Quants are unsigned, offset by this power of two, which sums of activations correct.
                 let added: Option<i32> = $added;
                 let (four, y) = (moved(four, AT * $bytes), y.wrapping_add(AT * Q8_0_BYTES));
                 // SAFETY: the caller's promise.
@@ -357,7 +361,7 @@ macro_rules! small {
             let mut behind = [factors, factors.wrapping_add(4 * blocks)];
             let mut sums = [vdupq_n_f32(0.0); SUMS];
             for _ in 0..blocks / SUMS {
-                // SAFETY: blocks of each row and of the copy, whose factors and starts lie behind its blocks.
+                // SAFETY: blocks of each row and of the copy, whose factors and starts follow its blocks.
                 unsafe {
                     sums[0] = add_one::<0>(sums[0], four, y, behind);
                     sums[1] = add_one::<1>(sums[1], four, y, behind);
@@ -395,7 +399,7 @@ small!(
 );
 small!(q5_1, 24, |block| quants_q5_1(block), None, true);
 
-/// The sums of the lanes of four rows' products, side by side.
+/// The lane sums of four rows' products, in adjacent lanes.
 #[inline]
 #[target_feature(enable = "neon")]
 fn side_by_side([a, b, c, d]: [int32x4_t; ROWS]) -> int32x4_t {

@@ -1,17 +1,18 @@
-//! Products of quantised rows with many tokens for arm64 with dot products of bytes, and with products of their matrices
-//! where `MATRIX` is set (`FEAT_I8MM`): four rows in the lanes of a register, eight at a time.
+//! Products of quantised rows with many tokens for arm64 with byte dot products.
 //!
-//! A block of eight rows is unpacked once into groups of four columns, four rows side by side, which stay in the first-level
-//! cache while all tokens go through them: one `sdot` by an element then multiplies four columns of four rows with those
-//! of a token, so that sums need no shuffles, and one multiplication scales the sums of four rows. Two registers of rows
-//! and four tokens make a tile of eight running sums, for which twelve loads serve 32 dot products. The unpacked block and the
-//! sums are at most 21 KiB on the stack; nothing is kept.
+//! Four rows in the lanes of a register, eight at a time; with `MATRIX` by byte matrix products (`FEAT_I8MM`).
 //!
-//! With products of matrices a register has eight columns of two rows, and one `smmla` multiplies them with those of two
-//! tokens: half as many instructions. Its sums are of two rows by two tokens, and become lanes of four rows at the end of a
-//! block.
+//! A block of eight rows is unpacked once into groups of four columns, four rows adjacent, which stay in the
+//! first-level cache while all tokens are processed: one `sdot` by element then multiplies four columns of four rows
+//! with those of a token, so that sums need no shuffles, and one multiplication scales the sums of four rows. Two
+//! registers of rows and four tokens form a tile of eight running sums, in which twelve loads serve 32 dot products.
+//! The unpacked block and the sums take at most 21 KiB on the stack; nothing is kept.
 //!
-//! The order of every sum is the one of [`neon`](super::neon), so that a chunk of one token and a chunk of many yield the same
+//! With matrix products a register has eight columns of two rows, and one `smmla` multiplies them with those of two
+//! tokens: half as many instructions. Its sums are two rows by two tokens, and are rearranged to lanes of four rows at
+//! the end of a block.
+//!
+//! The order of every sum is that of [`neon`](super::neon), so that chunks of one token and of many yield the same
 //! bits, with either set.
 
 use std::{
@@ -30,19 +31,19 @@ use super::{
     rows::Rows,
 };
 
-/// One token does not pay for unpacking to memory; two take fewer instructions than each alone.
+/// For one token, unpacking to memory does not pay off; two take fewer instructions than each alone.
 pub(super) const TOKENS_MIN: usize = 2;
 
 /// Rows of a register.
 const LANES: usize = 4;
 
-/// Registers of rows that go through a tile together.
+/// Registers of rows processed together by a tile.
 const PARTS: usize = 2;
 
-/// Rows that go through a tile together.
+/// Rows processed together by a tile.
 pub(super) const ROWS: usize = LANES * PARTS;
 
-/// Tokens that go through an unpacked block together: their quants in a block of 256 are half of a first-level cache of 64 KiB.
+/// Tokens processed on an unpacked block: their quants in a block of 256 are half of a first-level cache of 64 KiB.
 const TOKENS: usize = 128;
 
 /// Tokens of a tile: eight sums of products, eight of blocks, four registers of tokens and two of weights.
@@ -51,19 +52,19 @@ const STEP: usize = 4;
 /// Columns of a register of a token.
 const COLUMNS: usize = 16;
 
-/// Blocks of 32 columns that are unpacked together.
+/// Blocks of 32 columns unpacked together.
 const BLOCKS: usize = 16;
 
-/// Sixteen columns of all rows: of each four rows, of each four columns, a register; with `MATRIX` of each two rows, of each
-/// eight columns.
+/// Sixteen columns of all rows: one register per four rows and four columns; with `MATRIX`, per two rows and eight
+/// columns.
 type Columns = [[int8x16_t; COLUMNS / 4]; PARTS];
 
 /// One block of 256 columns of all rows.
 struct Unpacked {
     quants: [Columns; SUPER / COLUMNS],
-    /// Of each 32 columns, or of each 16 in Q6_K.
+    /// Per 32 columns, or per 16 in Q6_K.
     scales: [[int32x4_t; PARTS]; 16],
-    /// What each sum of 32 activations is multiplied with, or of 16 in Q2_K.
+    /// Factor of each sum of 32 activations, or of 16 in Q2_K.
     mins: [[int16x4_t; PARTS]; 16],
     scale: [float32x4_t; PARTS],
     min_scale: [float32x4_t; PARTS],
@@ -82,7 +83,7 @@ impl Unpacked {
         }
     }
 
-    /// Unpacks scales and minimums of four rows, eight in each register, and what those of a block share.
+    /// Unpacks scales and minimums of four rows, eight per register, and the block-wide factors.
     #[inline]
     #[target_feature(enable = "neon")]
     fn unpack_heads<const N: usize>(
@@ -104,7 +105,7 @@ impl Unpacked {
     }
 }
 
-/// Of eight numbers of each of four rows, those of four rows side by side.
+/// Rearranges eight numbers per row into registers of four rows each.
 #[inline]
 #[target_feature(enable = "neon")]
 fn side_by_side(rows: [int16x8_t; LANES]) -> [int16x4_t; 8] {
@@ -115,7 +116,7 @@ fn side_by_side(rows: [int16x8_t; LANES]) -> [int16x4_t; 8] {
     turned
 }
 
-/// Sixteen columns of each of four rows as [`Columns`] has them.
+/// Rearranges sixteen columns of each of four rows into [`Columns`].
 #[inline]
 #[target_feature(enable = "neon")]
 fn turn<const MATRIX: bool>(rows: [int8x16_t; LANES], turned: &mut [int8x16_t; COLUMNS / 4]) {
@@ -146,7 +147,7 @@ fn eights<const HALF: usize>(a: int8x16_t, b: int8x16_t) -> int8x16_t {
     })
 }
 
-/// Calls a tile function for as many tokens as there are left, at most [`STEP`], until none is.
+/// Calls a tile function for the remaining tokens, at most [`STEP`] at a time.
 macro_rules! for_tokens {
     ($tokens:expr, |$token:ident| $function:ident[$($more:tt),*]($($argument:expr),* $(,)?)) => {{
         let mut $token = 0;
@@ -169,7 +170,7 @@ macro_rules! for_tokens {
     }};
 }
 
-/// Of each four rows the sum of a token so far, and that of the minimums.
+/// For each four rows, the running sum of a token and that of the minimums.
 type SuperSums = [[float32x4_t; 2]; PARTS];
 
 macro_rules! super_tiles {
@@ -228,7 +229,7 @@ macro_rules! super_tiles {
                             unpack::<MATRIX>(&starts.map(|start| start.wrapping_add(index * $bytes)), &mut unpacked);
                         };
                         let place = (index * Q8K_BYTES, blocks * Q8K_BYTES + index * Q8K_SUMS);
-                        // SAFETY: copies of that many tokens, each with this block.
+                        // SAFETY: copies of this many tokens, each with this block.
                         unsafe {
                             for_tokens!(tokens, |token| multiply[$sub, $mins, MATRIX](
                                 &unpacked, rows, from + token, place, &mut sums[token..],
@@ -237,7 +238,7 @@ macro_rules! super_tiles {
                     }
                     for (token, sums) in sums[..tokens].iter().enumerate() {
                         for (part, [sum, low]) in sums.iter().enumerate() {
-                            // SAFETY: four numbers either way.
+                            // SAFETY: four numbers in both types.
                             let lanes = unsafe { transmute::<float32x4_t, [f32; LANES]>(vsubq_f32(*sum, *low)) };
                             rows.put_lanes(from + token, first + part * LANES, count, lanes);
                         }
@@ -254,12 +255,12 @@ super_tiles!(rows_q6k, 210, half_q6k, 32, heads_q6k, 16, false, 208);
 super_tiles!(rows_q2k, 84, half_q2k, 0, heads_q2k, 16, true, 80);
 super_tiles!(rows_q3k, 110, half_q3k, 4, heads_q3k, 16, false, 108);
 
-/// One block of eight rows, times `N` tokens from `token`, whose copies have it and its sums of 32 at `place`; `SUB` columns
-/// share a scale.
+/// One block of eight rows times `N` tokens from `token`, whose copies have it and its sums of 32 at `place`; `SUB`
+/// columns share a scale.
 ///
 /// # Safety
 ///
-/// There are copies of these tokens, and they have such a block.
+/// Copies of these tokens exist and have such a block.
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MATRIX: bool>(
     unpacked: &Unpacked,
@@ -274,12 +275,12 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MAT
     let copies: [_; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
     let zero = vdupq_n_s32(0);
     let mut totals = [[zero; PARTS]; STEP];
-    // A loop that is not unrolled: unrolled, the sums of all its turns would not fit into registers.
+    // Not unrolled: otherwise the sums of all its iterations would exceed the registers.
     for sub in 0..hint::black_box(SUPER / SUB) {
         let mut products = [[zero; PARTS]; STEP];
         for part in 0..SUB / COLUMNS {
             let at = sub * (SUB / COLUMNS) + part;
-            // SAFETY: as many as a block has, and the quants of as many columns of a token.
+            // SAFETY: the lines of a block, and the quants of as many columns of a token.
             unsafe {
                 let columns = unpacked.quants.get_unchecked(at);
                 add_columns::<N, MATRIX>(
@@ -309,7 +310,7 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MAT
     for (ahead, sums) in sums.iter_mut().enumerate() {
         // SAFETY: the block's factor.
         let factor = unsafe { copies[ahead].add(place.0).cast::<f32>().read_unaligned() };
-        // The block's sums: of 16 at its own end, or of 32 behind all blocks.
+        // The block's sums: of 16 at its own end, or of 32 after all blocks.
         let at = if SUB == 16 {
             place.0 + 4 + SUPER
         } else {
@@ -344,16 +345,16 @@ unsafe fn multiply<const N: usize, const SUB: usize, const MINS: bool, const MAT
     }
 }
 
-/// Sums of each four rows and each token in lanes of rows; with `MATRIX` of each two rows and two tokens, and of a pair of
-/// tokens first those of the first two rows.
+/// Sums of each four rows and each token in lanes of rows; with `MATRIX`, of each two rows and two tokens, and within a
+/// pair of tokens those of the first two rows first.
 type Products = [[int32x4_t; PARTS]; STEP];
 
-/// How many registers of each four rows have sums.
+/// Number of registers with sums per four rows.
 const fn registers<const N: usize, const MATRIX: bool>() -> usize {
     if MATRIX { 2 * N.div_ceil(2) } else { N }
 }
 
-/// Sums of two rows by two tokens as lanes of rows of each token.
+/// Rearranges sums of two rows by two tokens to lanes of rows per token.
 #[inline]
 #[target_feature(enable = "neon")]
 fn by_token<const N: usize>(sums: &mut Products) {
@@ -366,16 +367,16 @@ fn by_token<const N: usize>(sums: &mut Products) {
     }
 }
 
-/// Adds the products of eight columns of two rows with those of two tokens: a row of sums for each row. `vmmlaq_s32` is not
+/// Adds the products of eight columns of two rows with those of two tokens: a row of sums per row. `vmmlaq_s32` is not
 /// stable yet.
 ///
 /// # Safety
 ///
-/// The machine has `FEAT_I8MM`, which is named for the assembler alone.
+/// The machine has `FEAT_I8MM`, which is named only for the assembler.
 #[inline]
 #[target_feature(enable = "neon")]
 unsafe fn matrix(mut sum: int32x4_t, rows: int8x16_t, tokens: int8x16_t) -> int32x4_t {
-    // SAFETY: one instruction on registers alone, which the machine has.
+    // SAFETY: one instruction on registers only, supported by the machine.
     unsafe {
         asm!(
             ".arch_extension i8mm",
@@ -389,7 +390,7 @@ unsafe fn matrix(mut sum: int32x4_t, rows: int8x16_t, tokens: int8x16_t) -> int3
     sum
 }
 
-/// Adds the products of sixteen columns with those of `N` tokens, which are at `place` of their copies.
+/// Adds the products of sixteen columns with those of `N` tokens, at `place` of their copies.
 ///
 /// # Safety
 ///
@@ -408,7 +409,7 @@ unsafe fn add_columns<const N: usize, const MATRIX: bool>(
         *y = unsafe { vld1q_s8(copy.add(place).cast()) };
     }
     if MATRIX {
-        // The last token stands in for one that is not there.
+        // The last token substitutes for a missing one.
         for pair in 0..N.div_ceil(2) {
             let (first, second) = (y[2 * pair], y[(2 * pair + 1).min(N - 1)]);
             let tokens = [eights::<0>(first, second), eights::<1>(first, second)];
@@ -447,11 +448,12 @@ fn add_four<const FOUR: usize, const N: usize>(
     }
 }
 
-/// Adds to each lane the products of its four bytes with the four of element `FOUR`. `vdotq_laneq_s32` is not stable yet.
+/// Adds to each lane the products of its four bytes with the four of element `FOUR`. `vdotq_laneq_s32` is not stable
+/// yet.
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 fn dot_by<const FOUR: usize>(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
-    // SAFETY: one instruction of an enabled set, on registers alone.
+    // SAFETY: one instruction of an enabled set, on registers only.
     unsafe {
         asm!(
             "sdot {sum:v}.4s, {a:v}.16b, {b:v}.4b[{four}]",
@@ -465,14 +467,14 @@ fn dot_by<const FOUR: usize>(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> 
     sum
 }
 
-/// Some blocks of 32 columns of all rows.
+/// Several blocks of 32 columns of all rows.
 struct UnpackedSmall {
     quants: [[Columns; BLOCK / COLUMNS]; BLOCKS],
     scales: [[float32x4_t; PARTS]; BLOCKS],
     mins: [[float32x4_t; PARTS]; BLOCKS],
 }
 
-/// Of each four rows the sums of a token so far.
+/// For each four rows, the running sums of a token.
 type SmallSums = [[float32x4_t; PARTS]; SUMS];
 
 macro_rules! small_tiles {
@@ -498,7 +500,7 @@ macro_rules! small_tiles {
                 for at in 0..count {
                     for (part, four) in starts.as_chunks::<LANES>().0.iter().enumerate() {
                         let four = moved(*four, at * $bytes);
-                        // SAFETY: a block of each row, which starts with its scale, behind which may be its minimum.
+                        // SAFETY: a block of each row, which starts with its scale, followed by its minimum if any.
                         let ([a, b, c, d], (scales, mins)) = unsafe {
                             (
                                 [$quants(four[0]), $quants(four[1]), $quants(four[2]), $quants(four[3])],
@@ -528,7 +530,7 @@ macro_rules! small_tiles {
                         let blocks = BLOCKS.min(all - index);
                         let starts = starts.map(|start| start.wrapping_add(index * $bytes));
                         let place = (index * Q8_0_BYTES, all * Q8_0_BYTES + index * 4, all * 4);
-                        // SAFETY: blocks of whole rows, and copies of that many tokens, each with these blocks.
+                        // SAFETY: blocks of whole rows, and copies of this many tokens, each with these blocks.
                         unsafe {
                             unpack::<MATRIX>(&starts, blocks, &mut unpacked);
                             for_tokens!(tokens, |token| multiply_small[$minimum, MATRIX](
@@ -539,7 +541,7 @@ macro_rules! small_tiles {
                     for (token, [a, b, c, d]) in sums[..tokens].iter().enumerate() {
                         for part in 0..PARTS {
                             let total = vaddq_f32(vaddq_f32(a[part], b[part]), vaddq_f32(c[part], d[part]));
-                            // SAFETY: four numbers either way.
+                            // SAFETY: four numbers in both types.
                             let lanes = unsafe { transmute::<float32x4_t, [f32; LANES]>(total) };
                             rows.put_lanes(from + token, first + part * LANES, count, lanes);
                         }
@@ -556,12 +558,12 @@ small_tiles!(rows_q4_1, 20, quants_q4_1, true);
 small_tiles!(rows_q5_0, 22, quants_q5_0, false);
 small_tiles!(rows_q5_1, 24, quants_q5_1, true);
 
-/// Some blocks of eight rows, times `N` tokens from `token`, whose copies have them and their factors at `place`, with what
-/// their sums make so much behind those. The first block's number is a multiple of [`SUMS`].
+/// Several blocks of eight rows times `N` tokens from `token`, whose copies have them, with their factors at `place`
+/// and the correction by their sums at a distance after those. The first block's number is a multiple of [`SUMS`].
 ///
 /// # Safety
 ///
-/// There are copies of these tokens, and they have such blocks.
+/// Copies of these tokens exist and have such blocks.
 #[target_feature(enable = "neon,dotprod")]
 unsafe fn multiply_small<const N: usize, const MINIMUM: bool, const MATRIX: bool>(
     unpacked: &UnpackedSmall,
@@ -575,7 +577,7 @@ unsafe fn multiply_small<const N: usize, const MINIMUM: bool, const MATRIX: bool
         return;
     };
     let copies: [_; N] = std::array::from_fn(|ahead| rows.copy(token + ahead));
-    // Each fourth block, whose sums stay in registers meanwhile.
+    // Every fourth block, whose sums stay in registers meanwhile.
     for number in 0..SUMS {
         let mut running = [[vdupq_n_f32(0.0); PARTS]; N];
         for (running, sums) in running.iter_mut().zip(&*sums) {
@@ -584,7 +586,7 @@ unsafe fn multiply_small<const N: usize, const MINIMUM: bool, const MATRIX: bool
         for at in (number..blocks.min(BLOCKS)).step_by(SUMS) {
             let mut products = [[vdupq_n_s32(0); PARTS]; STEP];
             for (half, columns) in unpacked.quants[at].iter().enumerate() {
-                // SAFETY: the quants of as many columns of a token, behind their scale.
+                // SAFETY: the quants of as many columns of a token, after their scale.
                 unsafe {
                     let place = place.0 + at * Q8_0_BYTES + 2 + COLUMNS * half;
                     add_columns::<N, MATRIX>(columns, &copies, place, &mut products);

@@ -1,5 +1,6 @@
-//! Unpacked blocks of quants for arm64, for products with one token ([`neon`](super::neon)) and with many
-//! ([`neon_tile`](super::neon_tile)).
+//! Unpacked blocks of quants for arm64.
+//!
+//! They serve products with one token ([`neon`](super::neon)) and with many ([`neon_tile`](super::neon_tile)).
 
 use std::arch::{aarch64::*, asm};
 
@@ -8,13 +9,13 @@ use super::rows::six_bit_head;
 /// A block of each of four rows.
 pub(super) type Four = [*const u8; 4];
 
-/// Sums of blocks of 32 that run beside each other: one would wait for itself.
+/// Independent sums over blocks of 32: a single one would stall on its own latency.
 pub(super) const SUMS: usize = 4;
 
-/// Behind a copy's blocks and their factors lies -128 times each block's sum.
+/// After a copy's blocks and their factors lies -128 times each block's sum.
 pub(super) const PER_START: f32 = -1.0 / 128.0;
 
-/// Quants of half a block of 256 in runs of 32, of which each half is a register.
+/// Quants of half a block of 256 in runs of 32, two registers each.
 type Half = [[int8x16_t; 2]; 4];
 
 /// # Safety
@@ -61,7 +62,7 @@ pub(super) unsafe fn half_q5k(block: *const u8, half: usize) -> Half {
     ]
 }
 
-/// Of a Q6_K block, with 32 added, so from 0 to 63.
+/// Half of a Q6_K block, offset by 32, so from 0 to 63.
 ///
 /// # Safety
 ///
@@ -94,11 +95,11 @@ pub(super) unsafe fn half_q6k(block: *const u8, half: usize) -> Half {
     quants
 }
 
-/// `quants` where `mask` is set, else `others`. The compiler makes three instructions of the intrinsic of this one.
+/// `quants` where `mask` is set, else `others`. The compiler translates the intrinsic to three instructions.
 #[inline]
 #[target_feature(enable = "neon")]
 fn select(mask: uint8x16_t, quants: uint8x16_t, mut others: uint8x16_t) -> uint8x16_t {
-    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    // SAFETY: one instruction of every machine of the target, on registers only.
     unsafe {
         asm!(
             "bit {others:v}.16b, {quants:v}.16b, {mask:v}.16b",
@@ -111,7 +112,7 @@ fn select(mask: uint8x16_t, quants: uint8x16_t, mut others: uint8x16_t) -> uint8
     others
 }
 
-/// The upper half of each byte of `quants` as the lower one of `bits`; as above.
+/// Inserts the upper half of each byte of `quants` as the lower half of `bits`; as above.
 #[inline]
 #[target_feature(enable = "neon")]
 fn shift_in(mut bits: uint8x16_t, quants: uint8x16_t) -> uint8x16_t {
@@ -143,7 +144,7 @@ pub(super) unsafe fn half_q2k(block: *const u8, half: usize) -> Half {
     ]
 }
 
-/// Of a Q3_K block, with 4 added, so from 0 to 7.
+/// Half of a Q3_K block, offset by 4, so from 0 to 7.
 ///
 /// # Safety
 ///
@@ -176,7 +177,7 @@ unsafe fn two_bits(from: *const u8) -> [[uint8x16_t; 2]; 4] {
     ]
 }
 
-/// With bit `from` of each byte of `bits` as bit `to`, which is not set.
+/// Sets bit `to`, which is clear, to bit `from` of each byte of `bits`.
 #[inline]
 #[target_feature(enable = "neon")]
 fn join_bit(
@@ -225,13 +226,13 @@ pub(super) unsafe fn heads_of_six_bits(block: *const u8) -> ([int16x8_t; 1], [in
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn heads_q2k(block: *const u8) -> (Sixteen, Sixteen) {
-    // SAFETY: sixteen bytes are the head: of each the lower half is a scale and the upper one a minimum.
+    // SAFETY: sixteen bytes are the head: the lower half of each is a scale and the upper one a minimum.
     let both = unsafe { vld1q_u8(block) };
     let [scales, mins] = signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]);
     (widened_bytes(scales), widened_bytes(mins))
 }
 
-/// Scales, which are the minimums too.
+/// Scales, which also serve as minimums.
 ///
 /// # Safety
 ///
@@ -239,8 +240,8 @@ pub(super) unsafe fn heads_q2k(block: *const u8) -> (Sixteen, Sixteen) {
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn heads_q3k(block: *const u8) -> (Sixteen, Sixteen) {
-    // SAFETY: twelve bytes of scales follow 96 of quants: of eight bytes both halves are the lower bits, the last four have
-    // the upper ones.
+    // SAFETY: twelve bytes of scales follow 96 of quants: both halves of the first eight are the lower bits, the last
+    // four have the upper ones.
     let words = unsafe { block.add(96).cast::<[u32; 3]>().read_unaligned() };
     let [a, b, c] = words.map(u32::from_le);
     let scale = |four: u32, from: u32| (four & 0x0f0f_0f0f) | (((c >> from) & 0x0303_0303) << 4);
@@ -253,7 +254,7 @@ pub(super) unsafe fn heads_q3k(block: *const u8) -> (Sixteen, Sixteen) {
     (scales, scales)
 }
 
-/// Scales, which are the minimums too.
+/// Scales, which also serve as minimums.
 ///
 /// # Safety
 ///
@@ -272,7 +273,7 @@ pub(super) unsafe fn heads_q6k(block: *const u8) -> (Sixteen, Sixteen) {
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn quants_q4_1(block: *const u8) -> [int8x16_t; 2] {
-    // SAFETY: 16 bytes of quants behind scale and minimum.
+    // SAFETY: 16 bytes of quants after scale and minimum.
     unsafe { nibbles(block.add(4)) }
 }
 
@@ -282,7 +283,7 @@ pub(super) unsafe fn quants_q4_1(block: *const u8) -> [int8x16_t; 2] {
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn quants_q5_0(block: *const u8) -> [int8x16_t; 2] {
-    // SAFETY: four bytes of fifth bits and 16 of quants behind the scale.
+    // SAFETY: four bytes of fifth bits and 16 of quants after the scale.
     let quants = unsafe { with_fifth(nibbles(block.add(6)), block.add(2)) };
     [
         vsubq_s8(quants[0], vdupq_n_s8(16)),
@@ -296,7 +297,7 @@ pub(super) unsafe fn quants_q5_0(block: *const u8) -> [int8x16_t; 2] {
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn quants_q5_1(block: *const u8) -> [int8x16_t; 2] {
-    // SAFETY: four bytes of fifth bits and 16 of quants behind scale and minimum.
+    // SAFETY: four bytes of fifth bits and 16 of quants after scale and minimum.
     unsafe { with_fifth(nibbles(block.add(8)), block.add(4)) }
 }
 
@@ -313,7 +314,7 @@ pub(super) unsafe fn nibbles(from: *const u8) -> [int8x16_t; 2] {
     signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)])
 }
 
-/// With 32 bits as the fifth ones.
+/// Adds 32 bits as the fifth bits.
 ///
 /// # Safety
 ///
@@ -326,7 +327,7 @@ pub(super) unsafe fn with_fifth(quants: [int8x16_t; 2], from: *const u8) -> [int
     let bit = vreinterpretq_u8_u64(vdupq_n_u64(0x8040_2010_0804_0201));
     let mut joined = quants;
     for (half, quants) in joined.iter_mut().enumerate() {
-        // Each byte eight times, of which each keeps another bit.
+        // Each byte eight times, each of which keeps a different bit.
         let spread = vcombine_u8(vdup_n_u8(bits[2 * half]), vdup_n_u8(bits[2 * half + 1]));
         let fifth = vandq_u8(vtstq_u8(spread, bit), vdupq_n_u8(16));
         *quants = vorrq_s8(*quants, vreinterpretq_s8_u8(fifth));
@@ -340,7 +341,7 @@ pub(super) unsafe fn with_fifth(quants: [int8x16_t; 2], from: *const u8) -> [int
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn quants_q8_0(block: *const u8) -> [int8x16_t; 2] {
-    // SAFETY: 32 bytes of quants behind the scale.
+    // SAFETY: 32 bytes of quants after the scale.
     signed(unsafe { pair(block.add(2)) })
 }
 
@@ -350,14 +351,14 @@ pub(super) unsafe fn quants_q8_0(block: *const u8) -> [int8x16_t; 2] {
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) unsafe fn quants_q4_0(block: *const u8) -> [int8x16_t; 2] {
-    // SAFETY: 16 bytes of quants behind the scale.
+    // SAFETY: 16 bytes of quants after the scale.
     let both = unsafe { vld1q_u8(block.add(2)) };
     let quants = signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]);
     quants.map(|quants| vsubq_s8(quants, vdupq_n_s8(8)))
 }
 
-/// Adds a product times the scale in lane `LANE`. With the name of this instruction the compiler would spread and widen each
-/// scale by itself, since it sees where they come from.
+/// Adds a product times the scale in lane `LANE`. With the intrinsic, the compiler would broadcast and widen each scale
+/// separately, since it sees their origin.
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) fn add_scaled<const LANE: usize>(
@@ -365,7 +366,7 @@ pub(super) fn add_scaled<const LANE: usize>(
     product: int32x4_t,
     scales: int32x4_t,
 ) -> int32x4_t {
-    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    // SAFETY: one instruction of every machine of the target, on registers only.
     unsafe {
         asm!(
             "mla {sum:v}.4s, {product:v}.4s, {scales:v}.s[{lane}]",
@@ -433,7 +434,7 @@ fn join(a: [uint8x16_t; 2], b: [uint8x16_t; 2]) -> [uint8x16_t; 2] {
 #[inline]
 #[target_feature(enable = "neon,dotprod")]
 pub(super) fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
-    // SAFETY: one instruction of an enabled set, on registers alone.
+    // SAFETY: one instruction of an enabled set, on registers only.
     unsafe {
         asm!(
             "sdot {sum:v}.4s, {a:v}.16b, {b:v}.16b",
@@ -446,8 +447,7 @@ pub(super) fn dot(mut sum: int32x4_t, a: int8x16_t, b: int8x16_t) -> int32x4_t {
     sum
 }
 
-/// What lies `bytes` further on in each row. No closure: one in a function with `sdot` is not inlined into what
-/// calls it.
+/// Addresses `bytes` further in each row. Not a closure: one in a function with `sdot` is not inlined into its callers.
 #[inline]
 pub(super) const fn moved(four: Four, bytes: usize) -> Four {
     [
@@ -458,7 +458,7 @@ pub(super) const fn moved(four: Four, bytes: usize) -> Four {
     ]
 }
 
-/// The halves at four addresses. They are joined outside of the vector units, which are busy.
+/// The `f16` values at four addresses. They are joined outside the vector units, which are busy.
 ///
 /// # Safety
 ///
@@ -475,7 +475,7 @@ pub(super) unsafe fn halves_of_four(four: Four) -> uint16x4_t {
     vcreate_u16((half(0) | (half(1) << 16)) | ((half(2) | (half(3) << 16)) << 32))
 }
 
-/// The two halves at each of four addresses: the first ones, and the second ones.
+/// The two `f16` values at each of four addresses: the first ones, and the second ones.
 ///
 /// # Safety
 ///
@@ -497,18 +497,18 @@ pub(super) unsafe fn pairs_of_four(four: Four) -> (uint16x4_t, uint16x4_t) {
     (vmovn_u32(all), vshrn_n_u32::<16>(all))
 }
 
-/// Four halves as `f32`, in one instruction, which has no stable name yet.
+/// Four `f16` values as `f32`, in one instruction, which has no stable intrinsic yet.
 #[inline]
 #[target_feature(enable = "neon")]
 pub(super) fn widened(halves: uint16x4_t) -> float32x4_t {
     let wide: float32x4_t;
-    // SAFETY: one instruction that every machine of the target has, on registers alone.
+    // SAFETY: one instruction of every machine of the target, on registers only.
     unsafe {
         asm!(
             "fcvtl {wide:v}.4s, {halves:v}.4h",
             wide = lateout(vreg) wide,
             halves = in(vreg) halves,
-            // Not `preserves_flags`: a signalling NaN is reported in FPSR, which is one of them.
+            // Not `preserves_flags`: a signalling NaN is reported in FPSR, which counts as flags.
             options(pure, nomem, nostack)
         );
     }

@@ -1,8 +1,8 @@
-//! Products with rows of `bf16` by the instruction that multiplies them in pairs, `vdpbf16ps`.
+//! Products with rows of `bf16` in pairs, by `vdpbf16ps`.
 //!
-//! Sixteen lanes take the columns of a row two by two, of each pair the second one first, and are added at its end. So one
-//! token and many yield the same bits; other sets sum in another order. For a token or two rows are read in their order, for more
-//! four rows and six tokens meet.
+//! Sixteen lanes take the columns of a row two by two, the second of each pair first, and are added at the end. Any
+//! number of tokens therefore yields the same bits; other sets sum in another order. For one or two tokens rows are
+//! read in memory order; for more, tiles have four rows and six tokens.
 
 use std::{
     arch::x86_64::*,
@@ -18,7 +18,7 @@ const WIDTH: usize = 32;
 /// Rows of a tile.
 const HEIGHT: usize = 4;
 
-/// Tokens that rows are read for one after the other, as they lie in memory.
+/// Most tokens for which rows are read in memory order.
 const IN_ORDER_MAX: usize = 2;
 
 /// All rows times all tokens.
@@ -44,7 +44,7 @@ pub(super) unsafe fn rows(rows: &Rows<'_>) {
     }
 }
 
-/// All rows times `N` tokens from `first` on; returns how many these are.
+/// All rows times `N` tokens from `first` on; returns `N`.
 ///
 /// # Safety
 ///
@@ -52,7 +52,7 @@ pub(super) unsafe fn rows(rows: &Rows<'_>) {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
 unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
     let count = rows.weights.len() / rows.row_bytes;
-    // Behind the widened numbers of a copy lie the same as `bf16`.
+    // The `bf16` form follows the widened numbers of a copy.
     let tokens: [_; N] = from_fn(|at| {
         rows.copy(first + at)
             .wrapping_add(rows.columns * size_of::<f32>())
@@ -60,7 +60,7 @@ unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
     for row in (0..count).step_by(HEIGHT) {
         let weights: [_; HEIGHT] = rows.starts(row);
         let mut sums = [[_mm512_setzero_ps(); HEIGHT]; N];
-        // SAFETY: the columns of these rows and tokens are there.
+        // SAFETY: the columns of these rows and tokens exist.
         unsafe {
             if N > IN_ORDER_MAX {
                 sums = tile(weights, tokens, rows.columns);
@@ -75,7 +75,7 @@ unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
             }
         }
         for token in 0..N {
-            // SAFETY: four numbers either way.
+            // SAFETY: four numbers in both types.
             rows.put_lanes(first + token, row, count, unsafe {
                 transmute::<__m128, [f32; HEIGHT]>(four(sums[token]))
             });
@@ -88,7 +88,7 @@ unsafe fn tiles<const N: usize>(rows: &Rows<'_>, first: usize) -> usize {
 ///
 /// # Safety
 ///
-/// Each row and each token has so many columns.
+/// Each row and each token has this many columns.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma")]
 unsafe fn tile<const R: usize, const N: usize>(
@@ -142,11 +142,11 @@ fn meet<const R: usize, const N: usize>(
     }
 }
 
-/// Thirty-two numbers as the instruction takes them.
+/// Reinterprets thirty-two numbers for the instruction.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bf16")]
 fn pairs(bits: __m512i) -> __m512bh {
-    // SAFETY: thirty-two numbers either way.
+    // SAFETY: thirty-two numbers in both types.
     unsafe { transmute::<__m512i, __m512bh>(bits) }
 }
 

@@ -1,19 +1,19 @@
 //! Thread pool that claims work from a shared counter.
 //!
-//! A static split makes every thread wait for the slowest one, and a spinning barrier waits for a thread that the kernel
-//! has put aside: with one of two cores taken by a neighbour that costs a factor of 30. Here a thread that is put aside
-//! between two items delays no other, since it claims nothing; a thread that finds no work spins for some 50 µs, the gap
-//! between two operations of one token, and then sleeps.
+//! With a static split every thread waits for the slowest one, and a spinning barrier waits for a preempted thread:
+//! with one of two cores taken by another process that costs a factor of 30. Here a thread preempted between two items
+//! delays no other, since it claims nothing; a thread without work spins for some 50 µs, the gap between two operations
+//! of one token, and then sleeps.
 //!
-//! Each thread begins with a stretch of the items of its own, so that what it reads lies side by side, and then takes
-//! items from the ends of the others' stretches.
+//! Each thread starts with its own range of items, so that its reads are contiguous, and then steals items from the
+//! ends of the others' ranges.
 //!
-//! A thread that is put aside within an item holds up all others, for as long as the neighbour's slice of time lasts, which
-//! is some hundred items. So the thread that waits for it fetches it onto the processor that would be idle meanwhile: there it
-//! finishes within microseconds. Then it is left out for some milliseconds, so that it does not compute beside the one that
-//! it made room for, and comes back on another processor. So with a neighbour on one of two processors the other one is
-//! busy all the time, and what the neighbour leaves is used as well. Two threads that find themselves on one processor are
-//! parted in the same way.
+//! A thread preempted within an item delays all others for the competing process's time slice, which equals some
+//! hundred items. A waiting thread therefore migrates it to the processor that would otherwise idle: there it finishes
+//! within microseconds. It is then excluded for some milliseconds, so that it does not share a processor with the
+//! thread that made room for it, and returns on another processor. With a competing process on one of two processors
+//! the other one is thus always busy, and the remaining time of the first is used as well. Two threads on one processor
+//! are separated in the same way.
 
 use std::{
     cell::UnsafeCell,
@@ -31,21 +31,21 @@ use nix::sched::CpuSet;
 
 use super::processors;
 
-/// Threads that compute, the caller included.
+/// Compute threads, the caller included.
 pub(crate) struct Pool {
     shared: Arc<Shared>,
     threads: Vec<thread::JoinHandle<()>>,
-    /// Those that take part in the job, by their numbers.
+    /// Numbers of the threads that take part in the job.
     present: Vec<usize>,
-    /// When threads that are left out come back.
+    /// When excluded threads return.
     apart_until: Option<Instant>,
 }
 
-/// A piece of work: called with the number of the thread, and each index below the total, each exactly once.
+/// A piece of work: called once for each index below the total, with the number of the thread.
 type Work<'work> = dyn Fn(usize, usize) + Sync + 'work;
 
 struct Shared {
-    /// Of each thread the stretch of items that are not claimed: its end (upper half) and its first item (lower half).
+    /// Unclaimed range of each thread: its end (upper half) and its first item (lower half).
     stretches: Box<[Stretch]>,
     /// Number of the current job.
     number: AtomicU32,
@@ -60,25 +60,25 @@ struct Shared {
     sleepers: AtomicU32,
     /// Changes whenever sleepers are woken.
     wake: AtomicU32,
-    /// Changes when threads that are left out come back.
+    /// Changes when excluded threads return.
     rejoin: AtomicU32,
     stop: AtomicBool,
     panicked: AtomicBool,
 }
 
-/// What one thread has to do, in a line of its own, since threads claim side by side.
+/// State of one thread, in its own cache line, since threads claim concurrently.
 #[repr(align(64))]
 struct Stretch {
     items: AtomicU64,
-    /// It has claimed items of the current job that are not counted as finished.
+    /// Whether it has claimed items of the current job that are not counted as finished.
     busy: AtomicBool,
-    /// It is left out.
+    /// Whether it is excluded.
     apart: AtomicBool,
     /// The kernel's number of the thread; 0 before it has run.
     thread: AtomicI32,
-    /// The job in which it last had an item (upper half), and the processor that it was on (lower half).
+    /// The job of its last item (upper half), and the processor it ran on (lower half).
     seen: AtomicU64,
-    /// The processors that it may run on, while it is confined to others.
+    /// Its original affinity while it is confined.
     home: Mutex<Option<CpuSet>>,
 }
 
@@ -94,7 +94,7 @@ impl Stretch {
         }
     }
 
-    /// Notes that it has an item of job `number`, and where.
+    /// Records that it has an item of job `number`, and its processor.
     fn begin(&self, number: u32) {
         let processor = processors::current().unwrap_or(usize::MAX) as u64 & u64::from(u32::MAX);
         self.seen
@@ -102,13 +102,13 @@ impl Stretch {
         self.busy.store(true, Ordering::SeqCst);
     }
 
-    /// Moves the thread by `how`, which returns where it might run before, unless it was moved already.
+    /// Moves the thread by `how`, which returns its previous affinity, unless it was already moved.
     fn relocate(&self, how: impl FnOnce(i32) -> Option<CpuSet>) {
         Self::relocate_locked(&mut self.home(), &self.thread, how);
     }
 
-    /// As [`relocate`](Self::relocate), if the thread has an item. Without one it may have left the job and never come back: nothing
-    /// would restore its processors before it starts other threads, which inherit them.
+    /// As [`relocate`](Self::relocate), if the thread has an item. Without one it may have left the job permanently:
+    /// nothing would then restore its affinity before it starts other threads, which inherit it.
     fn relocate_busy(&self, how: impl FnOnce(i32) -> Option<CpuSet>) {
         let mut home = self.home();
         if self.busy.load(Ordering::SeqCst) {
@@ -131,13 +131,13 @@ impl Stretch {
         self.home.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The processor on which it last had an item.
+    /// The processor of its last item.
     #[expect(clippy::cast_possible_truncation, reason = "the lower half of a word")]
     fn processor(&self) -> usize {
         self.seen.load(Ordering::Relaxed) as u32 as usize
     }
 
-    /// Lets the thread run again where it might before it was moved. Without an item it is not moved until its next job.
+    /// Restores the thread's original affinity. Without an item it is not moved until its next job.
     fn settle(&self) {
         if let Some(home) = self.home().take() {
             processors::allow(self.thread.load(Ordering::Relaxed), &home);
@@ -145,18 +145,18 @@ impl Stretch {
     }
 }
 
-// SAFETY: `job` is written by the caller of `run` alone, while no item of it can be claimed, and read only by a thread that has
-// claimed an item; the stretches order the two.
+// SAFETY: only the caller of `run` writes `job`, while no item of it can be claimed, and only a thread that has claimed
+// an item reads it; the ranges order the two.
 unsafe impl Sync for Shared {}
-// SAFETY: the pointer in `job` is only followed as stated above.
+// SAFETY: the pointer in `job` is only dereferenced as stated above.
 unsafe impl Send for Shared {}
 
 impl Pool {
-    /// A pool of `threads` threads, of which the caller is one; at least 1.
+    /// A pool of `threads` threads, the caller included; at least 1.
     ///
     /// # Errors
     ///
-    /// When a thread cannot be started.
+    /// A thread cannot be started.
     pub(crate) fn new(threads: usize) -> io::Result<Self> {
         let shared = Arc::new(Shared {
             stretches: (0..threads.max(1)).map(|_| Stretch::new()).collect(),
@@ -187,27 +187,26 @@ impl Pool {
         Ok(pool)
     }
 
-    /// Threads that compute, the caller included.
+    /// Compute threads, the caller included.
     #[must_use]
     pub(crate) const fn threads(&self) -> usize {
         self.threads.len() + 1
     }
 
-    /// Calls `work` with each number below `total`, on any thread, and returns when all calls have.
+    /// Calls `work` with each number below `total`, on any thread, and returns after all calls have.
     ///
     /// # Panics
     ///
-    /// When a call panicked on another thread.
+    /// A call panicked on another thread.
     pub(crate) fn run(&mut self, total: usize, work: &(impl Fn(usize) + Sync)) {
         self.run_by_thread(total, &|_, item| work(item));
     }
 
-    /// As [`run`](Self::run), where `work` first gets the number of the thread that it is on, below
-    /// [`threads`](Self::threads).
+    /// As [`run`](Self::run), where `work` first gets the number of its thread, below [`threads`](Self::threads).
     ///
     /// # Panics
     ///
-    /// As there.
+    /// As [`run`](Self::run).
     #[expect(
         clippy::panic,
         reason = "a panic of a kernel must not be lost on a thread that is not joined"
@@ -219,7 +218,7 @@ impl Pool {
         {
             self.come_back();
         }
-        // Asked once: a thread that still looks after the job before may leave itself out at any moment.
+        // Read once: a thread still finishing the previous job may exclude itself at any moment.
         let stretches = self.shared.stretches.iter().enumerate();
         let present = stretches.filter(|(_, stretch)| !stretch.apart.load(Ordering::Relaxed));
         self.present.clear();
@@ -234,10 +233,11 @@ impl Pool {
         let shared = &*self.shared;
         let items = u32::try_from(total).unwrap_or(u32::MAX);
         let pointer: *const Work<'_> = work;
-        // SAFETY: only the lifetime changes. `run` does not return before every item is finished, and no thread follows the
-        // pointer without a claimed item; `&mut self` keeps a second job away.
+        // SAFETY: only the lifetime changes. `run` does not return before every item is finished, and no thread
+        // dereferences the pointer without a claimed item; `&mut self` excludes a second job.
         let pointer: *const Work<'static> = unsafe { std::mem::transmute(pointer) };
-        // SAFETY: no item can be claimed now: those of the last job are finished, and the new stretches are not out yet.
+        // SAFETY: no item can be claimed now: those of the last job are finished, and the new ranges are not published
+        // yet.
         unsafe { *shared.job.get() = Some(pointer) };
         shared.done.store(0, Ordering::Relaxed);
         shared.total.store(items, Ordering::Relaxed);
@@ -275,14 +275,14 @@ impl Pool {
         if self.apart_until.is_none() && shared.stretches.iter().any(is_apart) {
             self.apart_until = Some(Instant::now() + PAUSE);
         }
-        // Indices beyond `u32` do not occur; if they did, they are done here.
+        // Indices beyond `u32` do not occur; any such item would be executed here.
         (usize::try_from(items).unwrap_or(total)..total).for_each(|item| work(0, item));
         if self.shared.panicked.load(Ordering::Acquire) {
             panic!("a kernel panicked on another thread");
         }
     }
 
-    /// Takes back those that were left out, on a processor that none of the others is on.
+    /// Readmits excluded threads, on a processor that no other thread uses.
     fn come_back(&mut self) {
         self.apart_until = None;
         let shared = &*self.shared;
@@ -320,7 +320,7 @@ impl Drop for Pool {
 }
 
 impl Shared {
-    /// Claims one item: the next one of the own stretch, or else the last one of another's.
+    /// Claims one item: the next one of its own range, or else the last one of another's.
     fn claim(&self, own: usize) -> Option<u32> {
         let count = self.stretches.len();
         if self.stretches[own].apart.load(Ordering::Acquire) {
@@ -348,10 +348,10 @@ impl Shared {
         })
     }
 
-    /// Claims items and does them until there is none; says whether there was one.
+    /// Claims and executes items until none are left; returns whether there was one.
     ///
-    /// They are counted as finished together, for a count after each would move the counter's line between processors
-    /// more often than memory takes to bring some items.
+    /// They are counted as finished together: counting each would move the counter's cache line between processors more
+    /// often than memory takes to deliver several items.
     fn claim_and_do(&self, own: usize) -> bool {
         let (mut finished, mut total) = (0, 0);
         while let Some(index) = self.claim(own) {
@@ -359,7 +359,7 @@ impl Shared {
                 self.stretches[own].begin(self.number.load(Ordering::Relaxed));
             }
             total = self.total.load(Ordering::Acquire);
-            // SAFETY: an item is claimed and not yet counted as finished, so the job it belongs to is in place, and stays.
+            // SAFETY: an item is claimed and not yet counted as finished, so its job is in place, and stays.
             if let Some(job) = unsafe { *self.job.get() } {
                 // SAFETY: as above; the caller of `run` keeps the closure alive until the last item is finished.
                 let work = unsafe { &*job };
@@ -379,7 +379,7 @@ impl Shared {
         finished > 0
     }
 
-    /// What each thread of the pool does.
+    /// Main loop of each thread of the pool.
     fn work(&self, own: usize) {
         self.stretches[own]
             .thread
@@ -414,8 +414,9 @@ impl Shared {
         }
     }
 
-    /// Fetches threads that have an item and get no processor to the one of the calling thread, which is about to sleep.
-    /// When the caller of the job waits, they are left out afterwards; when it is fetched, the thread that fetched it is.
+    /// Migrates threads that have an item but no processor to the processor of the calling thread, which is about to
+    /// sleep. If the caller of the job waits, they are excluded afterwards; if the caller is migrated, the migrating
+    /// thread is.
     fn fetch_stalled(&self, own: usize) {
         let Some(here) = processors::current() else {
             return;
@@ -449,7 +450,7 @@ impl Shared {
         }
     }
 
-    /// Leaves out threads that did a part of the job that is finished on the processor of its caller.
+    /// Excludes threads that executed a part of the finished job on the processor of its caller.
     fn part(&self) {
         let Some((own, others)) = self.stretches.split_first() else {
             return;
@@ -469,7 +470,7 @@ impl Shared {
         self.done.load(Ordering::SeqCst) == self.total.load(Ordering::SeqCst)
     }
 
-    /// Sleeps until all items are finished, or some time has passed; says whether they are.
+    /// Sleeps until all items are finished, or some time has passed; returns whether they are.
     fn sleep_until_done(&self) -> bool {
         self.caller_sleeps.store(1, Ordering::SeqCst);
         if !self.finished() {
@@ -510,8 +511,8 @@ fn futex_wait(word: &AtomicU32, seen: u32, limit: Option<Duration>) {
         tv_nsec: libc::c_long::from(limit.subsec_nanos().cast_signed()),
     });
     let limit = limit.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
-    // SAFETY: the word outlives the call, and so does the limit. A failure means that the word changed or the time is over,
-    // and every caller looks again anyway.
+    // SAFETY: the word outlives the call, and so does the limit. A failure means that the word changed or the time is
+    // over, and every caller checks again anyway.
     unsafe {
         libc::syscall(
             libc::SYS_futex,
@@ -536,13 +537,14 @@ fn futex_wake(word: &AtomicU32, count: u32) {
     }
 }
 
-/// Turns of a spinning loop before sleeping: about 50 µs.
+/// Iterations of a spinning loop before sleeping: about 50 µs.
 const SPINS: u32 = 1000;
-/// Without a processor for so long, after the spinning, a thread with an item stalls; a slice of Linux's scheduler is some ms.
+/// Time without a processor, after the spinning, from which a thread with an item is stalled; a time slice of Linux is
+/// some ms.
 const STALL: Duration = Duration::from_micros(20);
-/// How often the caller looks again while it waits for the last items.
+/// Polling interval of the caller while it waits for the last items.
 const AWAKE: Duration = Duration::from_millis(1);
-/// How long a thread is left out: about a slice of the scheduler, in which its processor is not to be had anyway.
+/// Duration of an exclusion: about one time slice, in which its processor is unavailable anyway.
 const PAUSE: Duration = Duration::from_millis(4);
 
 #[cfg(test)]
@@ -581,7 +583,7 @@ mod tests {
         let mut pool = Pool::new(2).unwrap();
         let caller = thread::current().id();
         let others = AtomicU32::new(0);
-        // Another process may take the processors too, so this is tried until it was seen.
+        // Another process may also take the processors, so this is retried until it was observed.
         while pool.apart_until.is_none() {
             pool.run(64, &|_| {
                 if thread::current().id() != caller {
@@ -679,7 +681,7 @@ mod tests {
             }
             sender.send(()).unwrap();
         });
-        // Half a second; for ever where an item is dealt to no thread.
+        // Half a second; forever if an item is assigned to no thread.
         let ended = ended.recv_timeout(Duration::from_secs(120));
         stop.store(true, Ordering::Relaxed);
         wavering.join().unwrap();
@@ -693,10 +695,10 @@ mod tests {
         let helped = AtomicU32::new(0);
         for _ in 0..100 {
             let finished = AtomicU32::new(0);
-            // A thread that was left out, since both were on one processor, could not help the one that is held up here.
+            // An excluded thread, which shared a processor, could not help the delayed one here.
             pool.come_back();
             pool.run(64, &|index| {
-                // It may still leave itself out, where the one that is held up got no processor.
+                // It may still exclude itself, if the delayed one got no processor.
                 while index == 0 && !shared.stretches[1].apart.load(Ordering::Acquire) {
                     if finished.load(Ordering::Acquire) == 63 {
                         helped.fetch_add(1, Ordering::Relaxed);

@@ -1,6 +1,6 @@
 //! Processor of a thread, its CPU time, and its affinity.
 //!
-//! All of it is of threads of this process, which needs no privilege.
+//! Limited to threads of this process, which needs no privilege.
 
 use std::time::Duration;
 
@@ -18,15 +18,15 @@ pub(super) fn this_thread() -> i32 {
     SELF.with(|number| *number)
 }
 
-/// The processor that the calling thread is on; `None` where the system does not say.
+/// The current processor of the calling thread; `None` if unknown.
 pub(super) fn current() -> Option<usize> {
     sched_getcpu().ok()
 }
 
-/// How long a thread has had a processor so far; `None` when it is gone.
+/// CPU time of a thread so far; `None` if it has ended.
 pub(super) fn time_of(thread: i32) -> Option<Duration> {
-    // The kernel's number of a thread's processor clock (`CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED` of its
-    // `include/linux/posix-timers_types.h`), which is what `pthread_getcpuclockid` makes.
+    // The kernel's id of a thread's CPU clock (`CPUCLOCK_PERTHREAD | CPUCLOCK_SCHED` of its
+    // `include/linux/posix-timers_types.h`), as made by `pthread_getcpuclockid`.
     let clock = (!thread << 3) | 6;
     let mut time = libc::timespec {
         tv_sec: 0,
@@ -43,7 +43,7 @@ pub(super) fn time_of(thread: i32) -> Option<Duration> {
     Some(Duration::from_secs(seconds) + Duration::from_nanos(nanoseconds))
 }
 
-/// Lets a thread run on `processor` alone, if it may run there; returns where it might before.
+/// Restricts a thread to `processor`, if its affinity allows that; returns the previous affinity.
 pub(super) fn confine(thread: i32, processor: usize) -> Option<CpuSet> {
     let before = sched_getaffinity(Pid::from_raw(thread)).ok()?;
     if !before.is_set(processor).ok()? {
@@ -54,7 +54,7 @@ pub(super) fn confine(thread: i32, processor: usize) -> Option<CpuSet> {
     allow(thread, &only).then_some(before)
 }
 
-/// Keeps a thread off `processors`, if there is another one for it; returns where it might run before.
+/// Keeps a thread off `processors`, if another one is left for it; returns the previous affinity.
 pub(super) fn keep_off(thread: i32, processors: impl IntoIterator<Item = usize>) -> Option<CpuSet> {
     let before = sched_getaffinity(Pid::from_raw(thread)).ok()?;
     let mut rest = before;
@@ -64,7 +64,7 @@ pub(super) fn keep_off(thread: i32, processors: impl IntoIterator<Item = usize>)
     allow(thread, &rest).then_some(before)
 }
 
-/// Lets a thread run on `processors`; says whether it may.
+/// Sets the affinity of a thread; returns whether that succeeded.
 pub(super) fn allow(thread: i32, processors: &CpuSet) -> bool {
     sched_setaffinity(Pid::from_raw(thread), processors).is_ok()
 }
@@ -101,7 +101,7 @@ mod tests {
         while time_of(own).unwrap() == before {
             hint::spin_loop();
         }
-        // Above what Linux numbers threads with (`PID_MAX_LIMIT`, 2^22).
+        // Above Linux's thread ids (`PID_MAX_LIMIT`, 2^22).
         assert_eq!(time_of(1 << 23), None);
     }
 }

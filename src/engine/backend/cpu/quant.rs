@@ -4,27 +4,28 @@ use candle_core::quantized::GgmlDType;
 
 use super::{float::half_to_float, isa::kernel};
 
-/// A format that activations are brought into.
+/// A format of activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
-    /// `f32` rounded to brain floating point, for weights of that type; behind a row's numbers the same as `bf16`.
+    /// `f32` rounded to brain floating point, for weights of that type; followed by the same row as `bf16`.
     Bf16,
-    /// As they are.
+    /// Unchanged.
     F32,
     /// `f32` rounded to half precision, for weights of that type.
     F16,
-    /// Blocks of 32 `i8` with an `f16` scale; behind a row's blocks the scales again as `f32`, and then, as `i32`, -128 times
-    /// each block's sum, which makes up for weights that are read as unsigned numbers.
+    /// Blocks of 32 `i8` with an `f16` scale; a row's blocks are followed by the scales as `f32`, and then, as `i32`,
+    /// by -128 times each block's sum, which corrects for weights read as unsigned numbers.
     Q8_0,
-    /// Blocks of 256 `i8` with an `f32` scale and sums of 16; behind a row's blocks, of each block, sums of 32 as `i16`.
+    /// Blocks of 256 `i8` with an `f32` scale and sums of 16; a row's blocks are followed by each block's sums of 32 as
+    /// `i16`.
     Q8K,
 }
 
 impl Format {
-    /// All but [`Self::F32`], which needs no copy; in the order in which they lie in memory.
+    /// All except [`Self::F32`], which needs no copy; in memory order.
     pub(crate) const COPIES: [Self; 4] = [Self::Q8_0, Self::Q8K, Self::F16, Self::Bf16];
 
-    /// What products with weights of `dtype` need.
+    /// The format for products with weights of `dtype`.
     pub(crate) const fn of(dtype: GgmlDType) -> Self {
         match dtype {
             GgmlDType::F32 => Self::F32,
@@ -63,7 +64,7 @@ kernel! {
         let (wide, short) = out.split_at_mut(input.len() * 4);
         for ((x, wide), short) in input.iter().zip(wide.chunks_exact_mut(4)).zip(short.chunks_exact_mut(2)) {
             let bits = x.to_bits();
-            // To the nearest, of two to the even one; what is no number stays none.
+            // To the nearest, ties to even; NaN stays NaN.
             let rounded = (bits.wrapping_add(0x7fff + ((bits >> 16) & 1))) >> 16;
             let brain = if x.is_nan() { (bits >> 16) | 0x40 } else { rounded };
             wide.copy_from_slice(&(brain << 16).to_ne_bytes());
@@ -71,7 +72,7 @@ kernel! {
         }
     }
 
-    /// Quantises a row to Q8_0: rounded to even, as ggml does it with AVX2.
+    /// Quantises a row to Q8_0: rounded to even, as in ggml's AVX2 path.
     pub(crate) fn quantize_q8_0(input: &[f32], out: &mut [u8]) {
         let count = input.len() / BLOCK;
         let (blocks, behind) = out.split_at_mut(count * Q8_0_BYTES);
@@ -152,8 +153,8 @@ kernel! {
     }
 }
 
-/// The bits of the absolute value, which are in the order of the values; a NaN is above infinity, and so not lost in a
-/// maximum as it is in one of floats.
+/// The bits of the absolute value, which order like the values; a NaN sorts above infinity, and is therefore not lost
+/// in a maximum as it would be with floats.
 #[inline(always)]
 const fn magnitude(x: f32) -> u32 {
     x.to_bits() & 0x7fff_ffff
@@ -171,24 +172,24 @@ fn largest_of(lanes: &mut [u32; BLOCK]) -> u32 {
     lanes[0]
 }
 
-/// The greater of two numbers, `known` when `other` is none: one instruction, where `f32::max` takes three.
+/// The greater of two numbers, or `known` if `other` is NaN: one instruction, where `f32::max` takes three.
 #[inline(always)]
 fn greater(known: f32, other: f32) -> f32 {
     if other > known { other } else { known }
 }
 
-/// Nearest whole number, the even one of two, from -127 to 127 by construction.
+/// Nearest integer, ties to even, from -127 to 127 by construction.
 #[expect(
     clippy::cast_possible_truncation,
     reason = "the lowest byte is the number"
 )]
 #[inline(always)]
 fn to_byte(x: f32) -> u8 {
-    /// 1.5 · 2^23: adding it rounds to a whole number, which is then in the low bits. A cast would do the same one element
-    /// at a time, since it has to say what infinities and NaN become.
+    /// 1.5 · 2^23: adding it rounds to an integer in the low bits. A cast would not vectorise, since it defines results
+    /// for infinities and NaN.
     const ROUND: f32 = 12_582_912.0;
-    // The caller scales by the largest magnitude, so the value is finite unless the input was not; then the scale is not
-    // finite either, and no product with the block is.
+    // The caller scales by the largest magnitude, so the value is finite unless the input was not; then the scale is
+    // not finite either, and neither is any product with the block.
     (x.clamp(-127.0, 127.0) + ROUND).to_bits() as u8
 }
 
@@ -200,5 +201,5 @@ pub(crate) const Q8_0_BYTES: usize = 34;
 pub(crate) const SUPER: usize = 256;
 /// Bytes of a Q8_K block.
 pub(crate) const Q8K_BYTES: usize = 4 + SUPER + SUPER / 8;
-/// Bytes of the sums of 32 of a Q8_K block, which lie behind a row's blocks.
+/// Bytes of the sums of 32 of a Q8_K block, stored after a row's blocks.
 pub(crate) const Q8K_SUMS: usize = SUPER / 16;

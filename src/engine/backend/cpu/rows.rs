@@ -1,10 +1,10 @@
-//! Weight rows, and the tokens that they are multiplied with.
+//! Weight rows and the tokens multiplied with them.
 
 use super::share::Share;
 
-/// Some weight rows, and the tokens that they are multiplied with.
+/// Weight rows, and the tokens multiplied with them.
 pub(super) struct Rows<'job> {
-    /// The rows, one after the other.
+    /// Consecutive rows.
     pub(super) weights: &'job [u8],
     pub(super) row_bytes: usize,
     pub(super) columns: usize,
@@ -19,7 +19,7 @@ pub(super) struct Rows<'job> {
 }
 
 impl Rows<'_> {
-    /// Where the copy of `token` starts.
+    /// Start of the copy of `token`.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     pub(super) fn copy(&self, token: usize) -> *const u8 {
         self.copies[token * self.copy_step..].as_ptr()
@@ -27,11 +27,11 @@ impl Rows<'_> {
 
     /// Writes the product of weight row `row` with `token`.
     pub(super) fn put(&self, token: usize, row: usize, value: f32) {
-        // SAFETY: each output element belongs to one weight row, and each of those to one item of the pool.
+        // SAFETY: each output element belongs to one weight row, and each row to one item of the pool.
         unsafe { self.out.set(token * self.stride + self.first + row, value) };
     }
 
-    /// Where the rows from `first` start; the last one stands in for those that are not there.
+    /// Starts of the rows from `first`; the last row substitutes for missing ones.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
     pub(super) fn starts<const N: usize>(&self, first: usize) -> [*const u8; N] {
@@ -41,7 +41,7 @@ impl Rows<'_> {
         })
     }
 
-    /// Writes the products of the rows from `first` with `token`, one in each lane, as far as there are `count` rows.
+    /// Writes the products of the rows from `first` with `token`, one per lane, for the first `count` rows.
     #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
     #[inline(always)]
     pub(super) fn put_lanes<const N: usize>(
@@ -60,7 +60,7 @@ impl Rows<'_> {
             self.out
                 .slice(token * self.stride + self.first + first, len)
         };
-        // All at once where they are there, without a loop.
+        // All at once if they exist, without a loop.
         if let Some(out) = out.first_chunk_mut() {
             *out = lanes;
         } else {

@@ -1,14 +1,15 @@
-//! Products of four quantised rows at once with one token or a few, in registers of 256 bits.
+//! Products of four quantised rows at once with one token or a few, in 256-bit registers.
 //!
-//! Bytes of four rows are brought side by side before they are taken apart: a register has eight columns of each. So sums stay in
-//! two lanes of a row, products of eight columns are summed in 16 bits with those of the next eight, the scales of four rows are
-//! one register, and four rows share what is loaded of a token. A block is unpacked once for all tokens.
+//! Bytes of four rows are interleaved before they are unpacked: a register has eight columns of each. Sums therefore
+//! stay in two lanes of a row, products of eight columns are summed in 16 bits with those of the next eight, the scales
+//! of four rows are one register, and four rows share the loads of a token. A block is unpacked once for all tokens.
 //!
-//! Four rows are four streams, which the machine's own prefetch does not see as the one that they are together: the rows after
-//! them are asked for in the order in which they lie.
+//! Four rows are four streams, which the hardware prefetcher does not recognise as one contiguous region: the rows
+//! after them are prefetched in memory order.
 //!
-//! The order of every sum is the one of [`avx512`](super::avx512): each block in whole numbers, each fourth block as
-//! `sum + total · (scale · factor)` in one rounding, then the four sums by halves. So all sets of x86-64 yield the same bits.
+//! The order of every sum is that of [`avx512`](super::avx512): each block in integers, every fourth block as `sum +
+//! total · (scale · factor)` in one rounding, then the four sums by halves. All sets of x86-64 therefore yield the same
+//! bits.
 
 use std::{arch::x86_64::*, hint, mem::transmute};
 
@@ -22,13 +23,13 @@ use super::{
     },
 };
 
-/// Blocks whose sums are kept apart.
+/// Independent partial sums over blocks.
 const SUMS: usize = 4;
 
-/// How far ahead weights are asked for, at least: some 300 ns of work on one core.
+/// Least prefetch distance: some 300 ns of work on one core.
 const AHEAD_MIN: usize = 4608;
 
-/// Calls a function for the tokens of a few, as many at a time as its sums have registers.
+/// Calls a function for a few tokens, as many at a time as its sums have registers.
 macro_rules! for_tokens {
     ($tokens:expr, |$token:ident| $function:ident::<$($kind:ident),*>($($argument:expr),* $(,)?)) => {{
         let mut $token = 0;
@@ -55,10 +56,10 @@ macro_rules! for_tokens {
     }};
 }
 
-/// Four rows, and the tokens that they are multiplied with.
+/// Four rows, and their tokens.
 struct Job<'rows, const N: usize> {
     rows: &'rows Rows<'rows>,
-    /// The first row, and how many there are.
+    /// The first row, and the number of rows.
     first: usize,
     count: usize,
     token: usize,
@@ -76,14 +77,14 @@ impl<'rows, const N: usize> Job<'rows, N> {
         }
     }
 
-    /// What is asked for first: the rows after them, or what memory takes longer to bring. It is asked for once.
+    /// First prefetch address: the rows after them, or further ahead to cover memory latency. Each is prefetched once.
     fn ahead(&self) -> Option<*const u8> {
         let start = self.rows.weights[self.first * self.rows.row_bytes..].as_ptr();
         (self.token == 0).then(|| start.wrapping_add(AHEAD_MIN.max(ROWS * self.rows.row_bytes)))
     }
 }
 
-/// Asks for the next `bytes`.
+/// Prefetches the next `bytes`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn fetch(ahead: &mut Option<*const u8>, bytes: usize) {
@@ -103,12 +104,12 @@ fn fetch(ahead: &mut Option<*const u8>, bytes: usize) {
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
     if rows.tokens >= T::TILE_FROM {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { tile256::super_rows::<S, T>(rows) };
         return;
     }
     for first in (0..rows.weights.len() / rows.row_bytes.max(1)).step_by(ROWS) {
-        // SAFETY: rows, and tokens, that are there.
+        // SAFETY: existing rows and tokens.
         unsafe {
             for_tokens!(rows.tokens, |token| super_four::<S, T>(&Job::new(
                 rows, first, token
@@ -125,7 +126,7 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
 unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
     let zero = _mm256_setzero_si256();
     let (mut four, mut ahead) = (job.rows.starts(job.first), job.ahead());
-    // Hidden from the compiler, which would make two shuffles of one.
+    // Hidden from the compiler, which would split one shuffle in two.
     let places: &Places = hint::black_box(&PLACES);
     let blocks = job.rows.columns / SUPER;
     let mut sums = [[_mm256_setzero_ps(); N]; SUMS];
@@ -136,7 +137,8 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
     for index in 0..blocks {
         fetch(&mut ahead, ROWS * T::BYTES);
         let (mut totals, mut lows) = ([zero; N], [zero; N]);
-        // SAFETY: a block of each row and of each copy, whose sums of 32 lie behind all blocks, and those of 16 at its end.
+        // SAFETY: a block of each row and of each copy, whose sums of 32 follow all blocks, and those of 16 are at its
+        // end.
         let scale = unsafe {
             let heads = T::heads(four);
             add_columns::<S, T, N, 0>(four, &heads, &ys, places, &mut totals);
@@ -182,7 +184,7 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
         } else {
             sum
         };
-        // SAFETY: four numbers either way.
+        // SAFETY: four numbers in both types.
         job.rows
             .put_lanes(job.token + ahead, job.first, job.count, unsafe {
                 transmute::<__m128, [f32; ROWS]>(sum)
@@ -205,7 +207,7 @@ unsafe fn add_columns<S: Set, T: Super, const N: usize, const PART: usize>(
     totals: &mut [__m256i; N],
 ) {
     let runs = runs_of_chunk::<T>();
-    // Two runs of 32, or half of each of four.
+    // Two runs of 32, or one half of each of four.
     let (chunk, half) = (2 * PART / runs, if T::SUB == 16 { PART % 2 } else { 0 });
     let mut quants = [[_mm256_setzero_si256(); 4]; 4];
     for piece in 0..T::SUB / 8 {
@@ -235,7 +237,7 @@ unsafe fn add_columns<S: Set, T: Super, const N: usize, const PART: usize>(
     }
 }
 
-/// Eight bytes, in each 64 bits.
+/// Broadcasts eight bytes to each 64 bits.
 ///
 /// # Safety
 ///
@@ -247,7 +249,7 @@ unsafe fn eight_bytes(at: *const u8) -> __m256i {
     _mm256_set1_epi64x(unsafe { at.cast::<i64>().read_unaligned() })
 }
 
-/// For each of four 16-bit numbers of each row, where it is.
+/// Positions of each of four 16-bit numbers of each row.
 #[repr(align(32))]
 struct Places([[u8; 32]; 4]);
 
@@ -274,12 +276,12 @@ static PLACES: Places = Places({
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
     if rows.tokens >= T::TILE_FROM {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { tile256::small_rows::<S, T>(rows) };
         return;
     }
     for first in (0..rows.weights.len() / rows.row_bytes.max(1)).step_by(ROWS) {
-        // SAFETY: rows, and tokens, that are there.
+        // SAFETY: existing rows and tokens.
         unsafe {
             for_tokens!(rows.tokens, |token| small_four::<S, T>(&Job::new(
                 rows, first, token
@@ -329,7 +331,7 @@ unsafe fn small_four<S: Set, T: Small, const N: usize>(job: &Job<'_, N>) {
         let sum = _mm256_add_ps(sums[0][ahead], sums[1][ahead]);
         let (even, odd) = (_mm256_castps256_ps128(sum), _mm256_extractf128_ps::<1>(sum));
         let sum = _mm_add_ps(_mm_movelh_ps(even, odd), _mm_movehl_ps(odd, even));
-        // SAFETY: four numbers either way.
+        // SAFETY: four numbers in both types.
         job.rows
             .put_lanes(job.token + ahead, job.first, job.count, unsafe {
                 transmute::<__m128, [f32; ROWS]>(sum)
@@ -337,11 +339,12 @@ unsafe fn small_four<S: Set, T: Small, const N: usize>(job: &Job<'_, N>) {
     }
 }
 
-/// Adds two blocks of four rows (the first one's index, and how many a row has), or one when not `BOTH`, to the sums of each token.
+/// Adds two blocks of four rows (the first one's index, and the number of blocks per row), or one if not `BOTH`, to the
+/// sums of each token.
 ///
 /// # Safety
 ///
-/// The machine has the set; there are such blocks at `four`, and of each copy.
+/// The machine has the set; such blocks exist at `four`, and in each copy.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
@@ -362,7 +365,7 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
             totals[ahead][block] = unsafe { small_total::<S, T>(quants, y) };
         }
     }
-    // SAFETY: each block starts with its scale, behind which may be its minimum.
+    // SAFETY: each block starts with its scale, followed by its minimum if any.
     let (scales, mins) = unsafe {
         (
             eight_halves(four, second),
@@ -375,7 +378,7 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
     };
     for ahead in 0..N {
         let behind = copies[ahead].wrapping_add(blocks * Q8_0_BYTES + 4 * index);
-        // SAFETY: behind the blocks come their factors, then -128 times their sums.
+        // SAFETY: the blocks are followed by their factors, then by -128 times their sums.
         let (factors, starts) = unsafe {
             if BOTH {
                 (eight_bytes(behind), eight_bytes(behind.add(4 * blocks)))
@@ -416,7 +419,7 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
     let zero = _mm256_setzero_si256();
     let (mut total, mut words) = (zero, zero);
     for (piece, mut quants) in quants.into_iter().enumerate() {
-        // SAFETY: the caller's promises.
+        // SAFETY: the caller's promise.
         unsafe {
             let y = eight_bytes(y.add(8 * piece));
             if S::DOT != Dot::Pairs {
@@ -425,7 +428,7 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
                 }
                 total = add_bytes::<S>(total, quants, y);
             } else if T::ADDED == 128 {
-                // The sign moves to the other side, since one of the two must be unsigned.
+                // The sign moves to the other factor, since one of the two must be unsigned.
                 total = add_bytes::<S>(total, _mm256_abs_epi8(quants), _mm256_sign_epi8(y, quants));
             } else {
                 words = _mm256_add_epi16(words, _mm256_maddubs_epi16(quants, y));
@@ -439,7 +442,8 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
     total
 }
 
-/// The halves at the start of four rows and `second` bytes further on as `f32`: first those of rows 0 and 1, then of 2 and 3.
+/// The `f16` values at the start of four rows and `second` bytes further, as `f32`: those of rows 0 and 1 first, then
+/// of 2 and 3.
 ///
 /// # Safety
 ///
@@ -489,7 +493,7 @@ mod tests {
 
     type Kernel = unsafe fn(&Rows<'_>);
 
-    /// A type: its name, columns and bytes of a block, where it has halves, and its kernels.
+    /// A type: its name, columns and bytes of a block, positions of its `f16` values, and its kernels.
     type Kind = (&'static str, usize, usize, &'static [usize], Kernel, Kernel);
 
     macro_rules! kinds {
@@ -528,7 +532,7 @@ mod tests {
             stride: count,
             first: 0,
         };
-        // SAFETY: whole rows and copies; the machine has AVX2, and nothing else is executed.
+        // SAFETY: whole rows and copies; the machine has AVX2, and no other operation runs.
         unsafe { kernel(&rows) };
         out.into_iter().map(f32::to_bits).collect()
     }

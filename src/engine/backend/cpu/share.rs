@@ -1,8 +1,8 @@
-//! Slice whose disjoint parts several threads write.
+//! Slice with disjoint parts written by several threads.
 
 use std::{marker::PhantomData, ptr::NonNull};
 
-/// An exclusively borrowed slice, handed to several threads.
+/// An exclusively borrowed slice, shared by threads.
 pub(crate) struct Share<'slice, T> {
     start: NonNull<T>,
     len: usize,
@@ -33,11 +33,11 @@ impl<'slice, T> Share<'slice, T> {
         }
     }
 
-    /// The part of `len` elements from `from`; empty when it is not all inside.
+    /// The part of `len` elements from `from`; empty unless all of it is inside.
     ///
     /// # Safety
     ///
-    /// While the result is in use, no other thread uses a part that overlaps it, unless both only read.
+    /// While the result is in use, no other thread uses an overlapping part, unless both only read.
     #[expect(
         clippy::mut_from_ref,
         reason = "this is what the type is for; the callers promise exclusion"
@@ -51,11 +51,11 @@ impl<'slice, T> Share<'slice, T> {
         unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().add(from), len) }
     }
 
-    /// The part of `len` elements from `from`, to be read; empty when it is not all inside.
+    /// The part of `len` elements from `from`, for reading; empty unless all of it is inside.
     ///
     /// # Safety
     ///
-    /// While the result is in use, no thread writes to a part that overlaps it.
+    /// While the result is in use, no thread writes to an overlapping part.
     pub(crate) unsafe fn view(&self, from: usize, len: usize) -> &[T] {
         if from.checked_add(len).is_none_or(|end| end > self.len) {
             assert_in_tests!(false, "a kernel reaches beyond its slice");
@@ -65,7 +65,7 @@ impl<'slice, T> Share<'slice, T> {
         unsafe { std::slice::from_raw_parts(self.start.as_ptr().add(from), len) }
     }
 
-    /// Where an element lies. Nothing is said of whether there is one.
+    /// Address of an element, which need not exist.
     pub(crate) const fn pointer(&self, at: usize) -> *mut T {
         self.start.as_ptr().wrapping_add(at)
     }
@@ -74,9 +74,9 @@ impl<'slice, T> Share<'slice, T> {
     ///
     /// # Safety
     ///
-    /// No other thread uses the element meanwhile.
+    /// No other thread uses the element concurrently.
     pub(crate) unsafe fn set(&self, at: usize, value: T) {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         if let Some(element) = unsafe { self.slice(at, 1) }.first_mut() {
             *element = value;
         }

@@ -1,12 +1,13 @@
 //! Products of quantised rows with many tokens for AVX-512.
 //!
-//! A block of sixteen rows is turned once into groups of four columns, sixteen rows side by side, which stay in the
-//! first-level cache while all tokens go through them: one `dpbusd` then makes 64 products whose sums need no shuffles,
-//! and the scales of sixteen rows are one register. Two such blocks and six tokens make a tile of twelve running sums, for
-//! which eight loads serve twelve products. The turned blocks are some KiB on the stack; nothing is kept.
+//! A block of sixteen rows is transposed once into groups of four columns, sixteen rows adjacent, which stay in the
+//! first-level cache while all tokens are processed: one `dpbusd` then computes 64 products whose sums need no
+//! shuffles, and the scales of sixteen rows are one register. Two such blocks and six tokens form a tile of twelve
+//! running sums, in which eight loads serve twelve products. The transposed blocks take some KiB on the stack; nothing
+//! is kept.
 //!
-//! The order of every sum is the one of [`avx512`](super::avx512), so that a chunk of one token and a chunk of many
-//! yield the same bits.
+//! The order of every sum is that of [`avx512`](super::avx512), so that chunks of one token and of many yield the same
+//! bits.
 
 use std::{arch::x86_64::*, hint, mem::transmute};
 
@@ -16,13 +17,13 @@ use super::{
     turned::{Block, LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums},
 };
 
-/// Blocks whose sums are brought to one register together, each in a lane of its own; a row's lanes are added at its end.
+/// Blocks whose sums are combined in one register, one lane each; a row's lanes are added at its end.
 pub(super) const BLOCKS: usize = 4;
 
-/// Registers of rows that go through a tile together.
+/// Registers of rows processed together by a tile.
 const PAIR: usize = 2;
 
-/// Tokens that go through a turned block together: fewer would turn it again more often.
+/// Tokens processed on a transposed block: with fewer, it would be transposed again more often.
 const TOKENS: usize = 128;
 
 /// Tokens of a tile: twelve sums of products, twelve of blocks, two registers of weights and one of a token.
@@ -65,7 +66,7 @@ impl Line {
         self.store(_mm512_castps_si512(value));
     }
 
-    /// Adds `total · scale`, to nothing when it is the first.
+    /// Adds `total · scale`; the first one initialises the sum.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn add_product(&mut self, total: __m512, scale: __m512, first: bool) {
@@ -80,12 +81,12 @@ impl Line {
 
 /// One block of 256 columns of sixteen rows.
 struct Turned {
-    /// Unsigned quants: of each group of four columns a line, of each row four bytes.
+    /// Unsigned quants: one line per group of four columns, with four bytes per row.
     quants: [Line; GROUPS],
     /// Scales of sub-blocks.
     scales: [Line; 16],
-    /// For each pair of sums of activations, of 32 where minimums have a scale of their own and else of 16: two 16-bit
-    /// factors in each lane.
+    /// For each pair of sums of activations, of 32 if minimums have separate scales and otherwise of 16: two 16-bit
+    /// factors per lane.
     mins: [Line; 8],
     scale: Line,
     min_scale: Line,
@@ -158,7 +159,7 @@ impl TurnedSmall {
     }
 }
 
-/// Running sums of some tokens, one for each block of four.
+/// Running sums of several tokens, one per block of four.
 type Sums = [[[Line; PAIR]; TOKENS]; BLOCKS];
 
 /// The four sums of a token, added by halves.
@@ -234,7 +235,7 @@ pub(super) unsafe fn super_rows<T: TurnSuper>(rows: &Rows<'_>) {
                 rows.copy(group.from + token)
                     .wrapping_add(index * Q8K_BYTES)
             };
-            // SAFETY: copies of that many tokens, each with this block.
+            // SAFETY: copies of this many tokens, each with this block.
             unsafe {
                 for_tokens!(group.tokens, group.parts, |token| multiply(
                     &turned,
@@ -274,7 +275,7 @@ pub(super) unsafe fn small_rows<T: TurnSmall>(rows: &Rows<'_>) {
                 turned.store(&unsafe { T::turn(group.at(part, index * T::BYTES)) });
             }
             let copy = |token: usize| rows.copy(group.from + token);
-            // SAFETY: copies of that many tokens, each with this block.
+            // SAFETY: copies of this many tokens, each with this block.
             unsafe {
                 for_tokens!(group.tokens, group.parts, |token| multiply_small(
                     &turned,
@@ -289,20 +290,20 @@ pub(super) unsafe fn small_rows<T: TurnSmall>(rows: &Rows<'_>) {
     }
 }
 
-/// Rows and tokens that go through a tile together.
+/// Rows and tokens processed together by a tile.
 struct Group<'rows> {
     rows: &'rows Rows<'rows>,
-    /// The first token, and how many there are.
+    /// The first token, and the number of tokens.
     from: usize,
     tokens: usize,
-    /// The first row of each register, and how many there are.
+    /// The first row of each register, and the number of rows.
     first: [usize; PAIR],
     parts: usize,
     starts: [Sixteen; PAIR],
 }
 
 impl<'rows> Group<'rows> {
-    /// All groups; where fewer than sixteen rows are left, some are computed twice.
+    /// All groups; if fewer than sixteen rows are left, some are computed twice.
     fn all(rows: &'rows Rows<'rows>) -> impl Iterator<Item = Self> {
         let count = rows.weights.len() / rows.row_bytes.max(1);
         (0..rows.tokens).step_by(TOKENS).flat_map(move |from| {
@@ -325,19 +326,19 @@ impl<'rows> Group<'rows> {
         })
     }
 
-    /// Where the bytes at `place` are in each row of a register.
+    /// Addresses of the bytes at `place` in each row of a register.
     #[inline(always)]
     fn at(&self, part: usize, place: usize) -> Sixteen {
         self.starts[part].ahead(place)
     }
 
-    /// Writes the products, which `sum` says by token and register.
+    /// Writes the products, given by `sum` per token and register.
     #[inline]
     #[target_feature(enable = "avx512f")]
     fn put(&self, sum: impl Fn(usize, usize) -> __m512) {
         for token in 0..self.tokens {
             for part in 0..self.parts {
-                // SAFETY: sixteen numbers either way.
+                // SAFETY: sixteen numbers in both types.
                 let lanes = unsafe { transmute::<__m512, [f32; LANES]>(sum(token, part)) };
                 let first = self.first[part];
                 self.rows
@@ -347,11 +348,11 @@ impl<'rows> Group<'rows> {
     }
 }
 
-/// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`.
+/// One block of `G` times sixteen rows (its index, and the number of blocks per row), times `N` tokens from `token`.
 ///
 /// # Safety
 ///
-/// `copy` gives the Q8_K block of each of these tokens.
+/// `copy` returns the Q8_K block of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn multiply<T: TurnSuper, const N: usize, const G: usize>(
@@ -365,7 +366,7 @@ unsafe fn multiply<T: TurnSuper, const N: usize, const G: usize>(
     let zero = _mm512_setzero_si512();
     let copies: [*const u8; N] = std::array::from_fn(|ahead| copy(token + ahead));
     let mut totals = [[zero; G]; N];
-    // Loops that are not unrolled: their products stay in an order in which none waits for another.
+    // Not unrolled: the products then keep an order without stalls on each other.
     let (subs, groups) = (hint::black_box(SUPER / T::SUB), hint::black_box(T::SUB / 4));
     let mut group = 0;
     for sub in 0..subs {
@@ -435,11 +436,11 @@ unsafe fn multiply<T: TurnSuper, const N: usize, const G: usize>(
     }
 }
 
-/// One block of `G` times sixteen rows (its index, and how many a row has), times `N` tokens from `token`.
+/// One block of `G` times sixteen rows (its index, and the number of blocks per row), times `N` tokens from `token`.
 ///
 /// # Safety
 ///
-/// `copy` gives the copy of each of these tokens.
+/// `copy` returns the copy of each of these tokens.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 unsafe fn multiply_small<T: TurnSmall, const N: usize, const G: usize>(
@@ -454,7 +455,7 @@ unsafe fn multiply_small<T: TurnSmall, const N: usize, const G: usize>(
     let mut parts = [[_mm512_setzero_si512(); G]; N];
     if !T::MINIMUM {
         for ahead in 0..N {
-            // SAFETY: behind the blocks come their factors, then what makes up for the 128.
+            // SAFETY: the blocks are followed by their factors, then by the correction for the offset of 128.
             parts[ahead] =
                 [unsafe { everywhere(copies[ahead].wrapping_add(behind + 4 * blocks)) }; G];
         }

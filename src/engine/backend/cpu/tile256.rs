@@ -1,11 +1,12 @@
-//! Products of quantised rows with many tokens, in registers of 256 bits.
+//! Products of quantised rows with many tokens, in 256-bit registers.
 //!
-//! A block of eight rows is turned once into groups of four columns, eight rows side by side, which stay in the first-level
-//! cache while all tokens go through them: sums need no shuffles, and the scales of eight rows are one register. With AVX2
-//! products are summed in 16 bits for as long as they fit (all of a scale's with quants of four bits), so that they are
-//! multiplied with their scale and widened in one instruction. The turned blocks and the sums are some KiB on the stack.
+//! A block of eight rows is transposed once into groups of four columns, eight rows adjacent, which stay in the
+//! first-level cache while all tokens are processed: sums need no shuffles, and the scales of eight rows are one
+//! register. With AVX2, products are summed in 16 bits as long as they fit (all products of a scale with four-bit
+//! quants), so that one instruction multiplies them by their scale and widens them. The transposed blocks and the sums
+//! take some KiB on the stack.
 //!
-//! The order of every sum is the one of [`rows256`](super::rows256).
+//! The order of every sum is that of [`rows256`](super::rows256).
 
 use std::{arch::x86_64::*, hint, mem::transmute};
 
@@ -19,27 +20,27 @@ use super::{
 /// Rows of a register.
 const LANES: usize = 8;
 
-/// Registers of rows that go through a tile together.
+/// Registers of rows processed together by a tile.
 const PAIR: usize = 2;
 
-/// Tokens that go through a turned block together: fewer would turn it again more often.
+/// Tokens processed on a transposed block: with fewer, it would be transposed again more often.
 const TOKENS: usize = 128;
 
-/// Blocks whose sums are kept apart.
+/// Independent partial sums over blocks.
 const SUMS: usize = 4;
 
 /// Groups of four columns in a block of 256.
 const GROUPS: usize = SUPER / 4;
 
-/// Of each of four blocks, of each token, what rows have summed up.
+/// Running sums of rows, per block of four and per token.
 type Sums = [[[__m256; PAIR]; TOKENS]; SUMS];
 
 /// A block of 256 columns of eight rows.
 #[derive(Clone, Copy)]
 struct Turned {
-    /// Of each group of four columns, of each row four bytes.
+    /// Per group of four columns, four bytes per row.
     quants: [__m256i; GROUPS],
-    /// 16-bit scales, each twice; 32-bit ones where four bytes are multiplied at once.
+    /// 16-bit scales, each twice; 32-bit ones if four bytes are multiplied at once.
     scales: [__m256i; 16],
     /// 16-bit factors of two sums of activations each.
     mins: [__m256i; 8],
@@ -55,7 +56,7 @@ struct TurnedSmall {
     mins: [__m256; RUNS],
 }
 
-/// Calls a tile function with as many tokens as there are left, at most four, until none is.
+/// Calls a tile function for the remaining tokens, at most four at a time.
 macro_rules! for_tokens {
     ($tokens:expr, $parts:expr, |$token:ident| $function:ident::<$($kind:ident),*>($($argument:expr),* $(,)?)) => {{
         let mut $token = 0;
@@ -94,7 +95,7 @@ unsafe fn everywhere(address: *const u8) -> __m256i {
     _mm256_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
 
-/// The halves at eight addresses as `f32`.
+/// The `f16` values at eight addresses as `f32`.
 ///
 /// # Safety
 ///
@@ -109,7 +110,7 @@ unsafe fn eight_halves(at: impl Fn(usize) -> *const u8) -> __m256 {
     _mm256_cvtph_ps(unsafe { _mm_loadu_si128(bits.as_ptr().cast()) })
 }
 
-/// Eight registers of eight dwords, turned.
+/// Eight registers of eight dwords, transposed.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 fn square_words(rows: [__m256i; LANES]) -> [__m256i; LANES] {
@@ -153,7 +154,7 @@ unsafe fn put(
             if let Some(lows) = lows {
                 value = _mm256_sub_ps(value, last(lows, token, part));
             }
-            // SAFETY: eight numbers either way.
+            // SAFETY: eight numbers in both types.
             rows.put_lanes(from + token, first, count, unsafe {
                 transmute::<__m256, [f32; LANES]>(value)
             });
@@ -197,7 +198,7 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
                     unsafe { turn::<S, T>(starts, index * T::BYTES, turned) };
                 }
                 let (values, lows) = (&mut values[index % SUMS], &mut lows[index % SUMS]);
-                // SAFETY: copies of that many tokens, each with this block; the machine has the set.
+                // SAFETY: copies of this many tokens, each with this block; the machine has the set.
                 unsafe {
                     for_tokens!(tokens, parts, |token| multiply::<S, T>(
                         &turned,
@@ -223,7 +224,7 @@ pub(super) unsafe fn super_rows<S: Set, T: Super>(rows: &Rows<'_>) {
     }
 }
 
-/// Turns the blocks at `place` of eight rows.
+/// Transposes the blocks at `place` of eight rows.
 ///
 /// # Safety
 ///
@@ -273,17 +274,17 @@ unsafe fn turn<S: Set, T: Super>(starts: &[*const u8; LANES], place: usize, turn
     (turned.scale, turned.min_scale) = (_mm256_castsi256_ps(scale), _mm256_castsi256_ps(min_scale));
 }
 
-/// Of four 16-bit numbers of each of eight rows, as [`Heads`](super::unpack256::Heads) has them, the first two and the last two
-/// of each row side by side.
+/// From four 16-bit numbers per row of eight rows, in the layout of [`Heads`](super::unpack256::Heads), the first two
+/// and the last two of each row in adjacent lanes.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn pairs(left: __m256i, right: __m256i) -> [__m256i; 2] {
-    // Pairs of a row are together there: first those of one kind.
+    // Pairs of a row are adjacent there: first those of one kind.
     let apart = |of| _mm256_shuffle_epi32::<0b11_01_10_00>(of);
     pairs_of_words(apart(left), apart(right))
 }
 
-/// Of two rows' words of one kind and then of another in each half of each register, those of eight rows of each kind.
+/// From two rows' words of one kind and then of another in each half of each register, those of eight rows per kind.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn pairs_of_words(left: __m256i, right: __m256i) -> [__m256i; 2] {
@@ -295,11 +296,11 @@ fn pairs_of_words(left: __m256i, right: __m256i) -> [__m256i; 2] {
     both.map(|both| _mm256_permutevar8x32_epi32(both, order))
 }
 
-/// One block of `G` times eight rows (its index, and how many a row has), times `N` tokens from `token`.
+/// One block of `G` times eight rows (its index, and the number of blocks per row), times `N` tokens from `token`.
 ///
 /// # Safety
 ///
-/// The machine has the set, and there are copies of these tokens, with this block.
+/// The machine has the set, and copies of these tokens exist, with this block.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
     turned: &[Turned; PAIR],
@@ -313,7 +314,7 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
     let copies: [*const u8; N] =
         std::array::from_fn(|ahead| rows.copy(token + ahead).wrapping_add(index * Q8K_BYTES));
     let mut totals = [[zero; G]; N];
-    // Loops that are not unrolled: their sums stay in registers.
+    // Not unrolled: the sums stay in registers.
     for sub in 0..hint::black_box(SUPER / T::SUB) {
         // SAFETY: groups and scales of the block.
         unsafe {
@@ -360,7 +361,7 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
             }
         }
     }
-    // The block's sums: of 32 behind all blocks, or of 16 at its own end.
+    // The block's sums: of 32 after all blocks, or of 16 at its own end.
     let (pairs, place) = if T::SUB == 32 {
         (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
     } else {
@@ -410,7 +411,7 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
 ///
 /// # Safety
 ///
-/// There are such groups at each of `quants` and `ys`.
+/// Such groups exist at each of `quants` and `ys`.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn sums_of_pairs<const N: usize, const G: usize>(
@@ -448,7 +449,7 @@ unsafe fn sums_of_pairs<const N: usize, const G: usize>(
 ///
 /// # Safety
 ///
-/// The machine has the set; there are such groups at each of `quants` and `ys`.
+/// The machine has the set; such groups exist at each of `quants` and `ys`.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn sums_of_fours<S: Set, const N: usize, const G: usize>(
@@ -508,7 +509,7 @@ pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
                     // SAFETY: blocks of whole rows.
                     unsafe { turn_small::<S, T>(starts, (index, blocks), turned) };
                 }
-                // SAFETY: copies of that many tokens, each with these blocks; the machine has the set.
+                // SAFETY: copies of this many tokens, each with these blocks; the machine has the set.
                 unsafe {
                     for_tokens!(tokens, parts, |token| multiply_small::<S, T>(
                         &turned,
@@ -526,7 +527,7 @@ pub(super) unsafe fn small_rows<S: Set, T: Small>(rows: &Rows<'_>) {
     }
 }
 
-/// Turns some blocks (the first one, and how many) of eight rows.
+/// Transposes several blocks (the first one, and their number) of eight rows.
 ///
 /// # Safety
 ///
@@ -560,12 +561,12 @@ unsafe fn turn_small<S: Set, T: Small>(
     }
 }
 
-/// Blocks of `G` times eight rows (the first one, how many, and how many a row has), times `N` tokens from `token`, of which
-/// `number` is the first one's place among the sums.
+/// Blocks of `G` times eight rows (the first one, their number, and the number per row), times `N` tokens from `token`;
+/// `number` is the first one's index among the sums.
 ///
 /// # Safety
 ///
-/// The machine has the set, and there are copies of these tokens, with these blocks.
+/// The machine has the set, and copies of these tokens exist, with these blocks.
 #[target_feature(enable = "avx2,fma,f16c")]
 unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
     turned: &[TurnedSmall; PAIR],
@@ -582,7 +583,7 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
         let mut totals = [[zero; G]; N];
         let mut starts = [zero; N];
         for ahead in 0..N {
-            // SAFETY: behind the blocks come their factors, then -128 times their sums.
+            // SAFETY: the blocks are followed by their factors, then by -128 times their sums.
             starts[ahead] = unsafe {
                 everywhere(copies[ahead].wrapping_add(all * (Q8_0_BYTES + 4) + 4 * index))
             };
@@ -636,7 +637,7 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
     }
 }
 
-/// Adds the products of eight groups of signed quants: the sign moves to the other side, since one must be unsigned.
+/// Adds the products of eight groups of signed quants: the sign moves to the other factor, since one must be unsigned.
 ///
 /// # Safety
 ///

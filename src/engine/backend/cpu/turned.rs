@@ -1,4 +1,6 @@
-//! Blocks of sixteen rows of every quantised type, turned: a register holds four columns of each, so that a lane is a row.
+//! Transposed blocks of sixteen rows, for every quantised type.
+//!
+//! A register holds four columns of each row, so that a lane is a row.
 
 use std::{arch::x86_64::*, hint};
 
@@ -10,25 +12,25 @@ use super::{
 /// Rows of a register.
 pub(super) const LANES: usize = 16;
 
-/// Blocks of sixteen rows, one after the other.
+/// Blocks of sixteen consecutive rows.
 #[derive(Clone, Copy)]
 pub(super) struct Sixteen {
-    /// Those of each fourth row.
+    /// Addresses of every fourth row.
     fours: [*const u8; 4],
-    /// Bytes from a row to the next one, and to the third.
+    /// Bytes from a row to the next, second and third one after it.
     steps: [usize; 4],
 }
 
 impl Sixteen {
     pub(super) fn new(start: *const u8, row_bytes: usize) -> Self {
-        // Hidden from the compiler, which would multiply again for each row that it reads.
+        // Hidden from the compiler, which would otherwise multiply again for each row.
         hint::black_box(Self {
             fours: [0, 4, 8, 12].map(|row| start.wrapping_add(row * row_bytes)),
             steps: [0, 1, 2, 3].map(|row| row * row_bytes),
         })
     }
 
-    /// The same rows, `bytes` further on.
+    /// The same rows, advanced by `bytes`.
     #[inline(always)]
     pub(super) fn ahead(self, bytes: usize) -> Self {
         Self {
@@ -42,7 +44,7 @@ impl Sixteen {
         self.fours[row / 4].wrapping_add(self.steps[row % 4])
     }
 
-    /// Four dwords at `offset` of each row, turned.
+    /// Four dwords at `offset` of each row, transposed.
     ///
     /// # Safety
     ///
@@ -78,26 +80,26 @@ impl Sixteen {
     #[inline]
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
     unsafe fn dword(self, offset: usize) -> __m512i {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { self.dwords(offset)[0] }
     }
 }
 
 /// A block of 32 columns of sixteen rows.
 pub(super) struct Block {
-    /// Unsigned quants: of each group of four columns a register, of each row four bytes. They are 128 too large, but for types
-    /// with a minimum.
+    /// Unsigned quants: one register per group of four columns, with four bytes per row. They have an offset of 128,
+    /// except for types with a minimum.
     pub(super) quants: [__m512i; 8],
     pub(super) scale: __m512,
     pub(super) min: __m512,
 }
 
-/// What a block of 256 columns of sixteen rows has beside quants.
+/// Block-wide data of 256 columns of sixteen rows besides quants.
 pub(super) struct Head {
     /// Scales of its sub-blocks: eight, or sixteen.
     pub(super) scales: [__m512i; 16],
-    /// For each pair of sums of activations, of 32 where minimums have a scale of their own and else of 16: two 16-bit
-    /// factors in each lane.
+    /// For each pair of sums of activations, of 32 if minimums have separate scales and otherwise of 16: two 16-bit
+    /// factors per lane.
     pub(super) mins: [__m512i; 8],
     pub(super) scale: __m512,
     pub(super) min_scale: __m512,
@@ -105,7 +107,7 @@ pub(super) struct Head {
 
 /// A type with blocks of 32 columns.
 pub(super) trait TurnSmall: Small {
-    /// Tokens from which on sixteen turned rows are faster than four that are not (measured on Ice Lake).
+    /// Number of tokens from which sixteen transposed rows are faster than four that are not (measured on Ice Lake).
     const TURNED_FROM: usize;
 
     /// # Safety
@@ -116,7 +118,7 @@ pub(super) trait TurnSmall: Small {
 
 /// A type with blocks of 256 columns.
 pub(super) trait TurnSuper: Super {
-    /// As of [`TurnSmall`].
+    /// As in [`TurnSmall`].
     const TURNED_FROM: usize = 1;
 
     /// # Safety
@@ -124,10 +126,10 @@ pub(super) trait TurnSuper: Super {
     /// The machine has AVX-512 BW; `rows` are blocks of this type.
     unsafe fn head(rows: Sixteen) -> Head;
 
-    /// How often there are runs of 32 columns whose quants share bytes.
+    /// Number of column runs whose quants share bytes.
     const CHUNKS: usize = if Self::SUB == 32 { 4 } else { 2 };
 
-    /// Of each run of 32 columns whose quants share bytes, the unsigned quants of 16 columns that `half` says.
+    /// For each run of 32 columns whose quants share bytes, the unsigned quants of 16 columns selected by `half`.
     ///
     /// # Safety
     ///
@@ -147,8 +149,8 @@ pub(super) unsafe fn everywhere(address: *const u8) -> __m512i {
     _mm512_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
 }
 
-/// How many pairs of sums of activations belong to a block, and where they are behind the block at `index` of a copy: of 32 behind
-/// all blocks, or of 16 at its own end.
+/// Number of pairs of sums of activations per block, and their position relative to the block at `index` of a copy: of
+/// 32 after all blocks, or of 16 at its own end.
 pub(super) const fn pairs_of_sums<T: Super>(index: usize, blocks: usize) -> (usize, usize) {
     if T::SUB == BLOCK {
         (4, (blocks - index) * Q8K_BYTES + index * Q8K_SUMS)
@@ -157,7 +159,7 @@ pub(super) const fn pairs_of_sums<T: Super>(index: usize, blocks: usize) -> (usi
     }
 }
 
-/// The halves in the low parts of sixteen dwords.
+/// The `f16` values in the low halves of sixteen dwords.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn low_halves(dwords: __m512i) -> __m512 {
@@ -188,7 +190,7 @@ fn nibbles(raw: [__m512i; 4]) -> [__m512i; 8] {
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn with_fifth_bits(mut quants: [__m512i; 8], bits: __m512i) -> [__m512i; 8] {
     for pair in 0..4 {
-        // A byte of each row four times, of which each keeps another bit.
+        // A byte of each row four times, each of which keeps a different bit.
         let byte = _mm512_set_epi32(12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0, 12, 8, 4, 0);
         let byte = _mm512_mullo_epi32(
             _mm512_add_epi32(byte, _mm512_set1_epi32(i32::try_from(pair).unwrap_or(0))),
@@ -207,7 +209,7 @@ fn with_fifth_bits(mut quants: [__m512i; 8], bits: __m512i) -> [__m512i; 8] {
     quants
 }
 
-/// What makes signed quants from unsigned ones 128 too large.
+/// Offset that converts unsigned quants, 128 too large, to signed ones.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn add(mut quants: [__m512i; 8], added: i8) -> [__m512i; 8] {
@@ -248,7 +250,7 @@ small!(Q8_0, 2, |rows| (
     low_halves(rows.dword(0)),
     _mm512_setzero_ps()
 ));
-// From 0 to 15 that stand for -8 to 7, to the same plus 128.
+// From 0 to 15, meaning -8 to 7, to the same plus 128.
 small!(Q4_0, 1, |rows| (
     add(nibbles(rows.dwords(2)), 120),
     low_halves(rows.dword(0)),
@@ -259,7 +261,7 @@ small!(Q4_1, 1, |rows| (
     low_halves(rows.dword(0)),
     high_halves(rows.dword(0))
 ));
-// From 0 to 31 that stand for -16 to 15, to the same plus 128.
+// From 0 to 31, meaning -16 to 15, to the same plus 128.
 small!(Q5_0, 2, |rows| (
     add(with_fifth_bits(nibbles(rows.dwords(6)), rows.dword(2)), 112),
     low_halves(rows.dword(0)),
@@ -283,7 +285,7 @@ fn byte(dwords: __m512i, number: usize) -> __m512i {
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn pair(even: __m512i, odd: __m512i) -> __m512i {
-    // The third truth table takes the second where the first is set.
+    // The third truth table selects the second where the first is set.
     _mm512_ternarylogic_epi32::<0xca>(
         _mm512_set1_epi32(0xffff),
         even,
@@ -392,7 +394,7 @@ macro_rules! turn_super {
     };
 }
 
-/// Bits `from` and above of each byte, of which `mask` are kept.
+/// Bits `from` and above of each byte, masked by `mask`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn bits(bytes: [__m512i; 4], from: usize, mask: i8) -> [__m512i; 4] {
@@ -404,7 +406,7 @@ fn bits(bytes: [__m512i; 4], from: usize, mask: i8) -> [__m512i; 4] {
     kept
 }
 
-/// Bit `from` of each byte as its bit `to`.
+/// Moves bit `from` of each byte to bit `to`.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
 fn above(low: [__m512i; 4], high: [__m512i; 4], from: usize, to: usize, mask: i8) -> [__m512i; 4] {
@@ -489,7 +491,7 @@ turn_super!(
 turn_super!(
     Q3K,
     |rows| {
-        // Of the 16 bytes from 94 on the first two are quants, then come twelve of scales and a half.
+        // The first two of the 16 bytes from 94 on are quants, followed by twelve of scales and an `f16`.
         let last = rows.dwords(94);
         let word = |at: usize| {
             _mm512_or_si512(
@@ -497,7 +499,7 @@ turn_super!(
                 _mm512_slli_epi32::<16>(last[at + 1]),
             )
         };
-        // Of eight bytes both halves are the lower bits, the last four have the upper ones.
+        // Both halves of the first eight bytes are the lower bits, the last four have the upper ones.
         let (a, b, c) = (word(0), word(1), word(2));
         let join = |low: __m512i, upper: __m512i| {
             let upper =

@@ -1,40 +1,41 @@
-//! Blocks of every quantised type in registers of 256 bits, as kernels for AVX2, AVX-VNNI and AVX-512 multiply them.
+//! Unpacked blocks of every quantised type in 256-bit registers.
 //!
-//! One unpacking serves products with a few tokens ([`rows256`](super::rows256)) and with many ([`tile256`](super::tile256)).
-//! Quants become unsigned bytes: what a type subtracts from them goes through the sums of activations.
+//! They serve kernels for AVX2, AVX-VNNI and AVX-512: products with a few tokens ([`rows256`](super::rows256)) and with
+//! many ([`tile256`](super::tile256)). Quants become unsigned bytes: the offset subtracted by a type is applied through
+//! the sums of activations.
 
 use std::arch::x86_64::*;
 
 use super::quant::SUPER;
 
-/// How a set multiplies bytes.
+/// Byte multiplication of an instruction set.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Dot {
-    /// To pairs of 16 bits, which are multiplied and summed again (AVX2).
+    /// Into pairs of 16 bits, which are multiplied and summed again (AVX2).
     Pairs,
     /// Four at once, in the encoding of AVX-VNNI.
     Vex,
     /// Four at once, in the encoding of AVX-512.
     Evex,
-    /// What the two before do, by instructions of AVX2.
+    /// Emulation of the previous two by AVX2 instructions.
     #[cfg(test)]
     Emulated,
 }
 
-/// An instruction set with registers of 256 bits. What differs between sets is written as instructions, so that every
-/// kernel is compiled for AVX2.
+/// An instruction set with 256-bit registers. Differences between sets are written as single instructions, so that
+/// every kernel is compiled for AVX2.
 pub(super) trait Set {
     const DOT: Dot;
 }
 
-/// AVX2 alone.
+/// Only AVX2.
 pub(super) struct Avx2;
 /// AVX2 and AVX-VNNI.
 pub(super) struct AvxVnni;
 /// AVX-512 VL and VNNI.
 pub(super) struct Avx512;
 
-/// AVX-VNNI on any machine with AVX2, so that what surrounds its instructions is tested there too.
+/// AVX-VNNI on any machine with AVX2, so that the code around its instructions is tested there too.
 #[cfg(test)]
 pub(super) struct EmulatedVnni;
 
@@ -54,7 +55,7 @@ impl Set for Avx512 {
 
 macro_rules! dot {
     ($vex:literal, $evex:literal, $set:ty, $sum:ident, $a:ident, $b:ident) => {
-        // SAFETY: one instruction of the set, which the machine has, on registers alone.
+        // SAFETY: one instruction of the set, which the machine has, on registers only.
         unsafe {
             match <$set>::DOT {
                 Dot::Vex => std::arch::asm!(
@@ -92,7 +93,7 @@ pub(super) unsafe fn add_words<S: Set>(mut sum: __m256i, a: __m256i, b: __m256i)
     sum
 }
 
-/// Adds the products of four unsigned with four signed bytes, of which no pair exceeds 16 bits.
+/// Adds the products of four unsigned with four signed bytes, no pair of which exceeds 16 bits.
 ///
 /// # Safety
 ///
@@ -140,25 +141,25 @@ fn emulated_bytes(sum: __m256i, unsigned: __m256i, signed: __m256i) -> __m256i {
             _mm256_cvtepi8_epi16(of(signed)),
         )
     };
-    // Pairs of neighbours: the first and third 64 bits are of the lower half.
+    // Pairs of neighbours: the first and third 64 bits are from the lower half.
     let fours = _mm256_hadd_epi32(half(false), half(true));
     _mm256_add_epi32(sum, _mm256_permute4x64_epi64::<0b11_01_10_00>(fours))
 }
 
-/// Rows that are unpacked together.
+/// Rows unpacked together.
 pub(super) const ROWS: usize = 4;
 
 /// A block of each of four rows.
 pub(super) type Four = [*const u8; ROWS];
 
-/// What the blocks of 256 columns of four rows have beside quants. Four 16-bit numbers of a row are 64 bits of a register: rows 0
-/// and 1 in its lower half, 2 and 3 in the upper one.
+/// Block-wide data of 256 columns of four rows besides quants. Four 16-bit numbers of a row are 64 bits of a register:
+/// rows 0 and 1 in its lower half, 2 and 3 in the upper one.
 pub(super) struct Heads {
-    /// Scales: sixteen of each row, or eight where [`Super::SUB`] is 32.
+    /// Scales: sixteen per row, or eight if [`Super::SUB`] is 32.
     pub(super) scales: [__m256i; 4],
     /// As many factors of the sums of activations.
     pub(super) mins: [__m256i; 4],
-    /// The `f32` that scales are multiplied with, and behind the two of each half those of minimums.
+    /// The `f32` factors of scales, followed after the two of each half by those of minimums.
     pub(super) scale: __m256,
 }
 
@@ -166,20 +167,20 @@ pub(super) struct Heads {
 pub(super) trait Super {
     /// Bytes of a block.
     const BYTES: usize;
-    /// Tokens from which on a tile is faster than a few rows with a few tokens at a time, in registers of 256 bits (measured on
-    /// Zen 5) and of 512 (measured on Ice Lake).
+    /// Number of tokens from which a tile is faster than a few rows with a few tokens at a time, in 256-bit registers
+    /// (measured on Zen 5) and in 512-bit ones (measured on Ice Lake).
     const TILE_FROM: usize = 20;
     const TILE512_FROM: usize = 6;
     /// Columns that share a scale: 16 or 32. A 16-bit number holds the sum of their products in four lanes.
     const SUB: usize;
-    /// How many products of two quants a 16-bit sum holds, as a power of two, at most those of a scale.
+    /// Number of products of two quants that fit a 16-bit sum, as a power of two, at most those of a scale.
     const PAIRS: usize;
-    /// Whether there are minimums; if not, quants are lessened by `1 << LESS`, and `mins` are the scales.
+    /// Whether there are minimums; if not, quants are reduced by `1 << LESS`, and `mins` are the scales.
     const MINIMUMS: bool;
     const LESS: i32 = 0;
 
-    /// Of each run of 32 columns whose quants share bytes, 64 columns or 128, the unsigned quants of what `load` brings: of some
-    /// bytes from a place in the block on, of one row or of several side by side.
+    /// For each run of 32 columns whose quants share bytes, 64 columns or 128, the unsigned quants from the bytes
+    /// returned by `load`: several bytes from a position in the block, of one row or of several interleaved ones.
     ///
     /// # Safety
     ///
@@ -246,18 +247,18 @@ unsafe fn even_and_odd(four: Four, at: usize) -> (__m256i, __m256i) {
     )
 }
 
-/// A type with blocks of 32 columns, whose quants follow a half that is their scale.
+/// A type with blocks of 32 columns, whose quants follow an `f16` scale.
 pub(super) trait Small {
     /// Bytes of a block.
     const BYTES: usize;
-    /// As of [`Super`].
+    /// As in [`Super`].
     const TILE_FROM: usize = 20;
     const TILE512_FROM: usize = 9;
-    /// What is added to quants to make them unsigned; with 128 they are signed.
+    /// Offset that makes quants unsigned; with 128 they are signed.
     const ADDED: i32;
-    /// How many products of two quants a 16-bit sum holds.
+    /// Number of products of two quants that fit a 16-bit sum.
     const PAIRS: usize;
-    /// Whether a second half is the block's minimum.
+    /// Whether a second `f16` is the block's minimum.
     const MINIMUM: bool = false;
 
     /// The quants of one row.
@@ -275,7 +276,7 @@ pub(super) trait Small {
     unsafe fn unpack_four(four: Four) -> [__m256i; 4];
 }
 
-/// Types by name, to choose kernels.
+/// Type tags for selecting kernels.
 pub(super) struct Q2K;
 pub(super) struct Q3K;
 pub(super) struct Q4K;
@@ -299,7 +300,7 @@ fn high_nibbles(bytes: __m256i) -> __m256i {
     low_nibbles(_mm256_srli_epi16::<4>(bytes))
 }
 
-/// Bits `from` and above of each byte, of which `mask` are kept.
+/// Bits `from` and above of each byte, masked by `mask`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn bits(bytes: __m256i, from: usize, mask: i8) -> __m256i {
@@ -307,7 +308,7 @@ fn bits(bytes: __m256i, from: usize, mask: i8) -> __m256i {
     _mm256_and_si256(shifted, _mm256_set1_epi8(mask))
 }
 
-/// Bit `from` of each byte as its bit `to`.
+/// Moves bit `from` of each byte to bit `to`.
 #[inline]
 #[target_feature(enable = "avx2")]
 fn bit(bytes: __m256i, from: usize, to: usize) -> __m256i {
@@ -340,8 +341,8 @@ unsafe fn load(at: *const u8) -> __m256i {
 unsafe fn heads_of_six_bits(four: Four) -> Heads {
     // SAFETY: sixteen bytes are the head.
     let (even, odd) = unsafe { even_and_odd(four, 0) };
-    // Words 1 and 2 are the first four scales and minimums in six bits each, and above them two bits of the last four, of which
-    // word 3 has the lower four bits.
+    // Words 1 and 2 are the first four scales and minimums in six bits each, with two bits of the last four above them,
+    // whose lower four bits are in word 3.
     let (low, high) = (
         _mm256_unpacklo_epi32(even, odd),
         _mm256_unpackhi_epi32(even, odd),
@@ -373,7 +374,7 @@ unsafe fn heads_of_six_bits(four: Four) -> Heads {
     }
 }
 
-/// Sixteen bytes of each row as [`pieces`] has them, as 16-bit numbers as [`Heads`] has them.
+/// Sixteen bytes of each row in the layout of [`pieces`], as 16-bit numbers in the layout of [`Heads`].
 #[inline]
 #[target_feature(enable = "avx2")]
 fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
@@ -392,7 +393,7 @@ fn words<const SIGNED: bool>(bytes: [__m256i; 2]) -> [__m256i; 4] {
     words
 }
 
-/// The half at `at` of each block as [`Heads`] has scales.
+/// The `f16` at `at` of each block in the layout of scales in [`Heads`].
 ///
 /// # Safety
 ///
@@ -429,7 +430,7 @@ impl Super for Q4K {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { heads_of_six_bits(four) }
     }
 }
@@ -458,7 +459,7 @@ impl Super for Q5K {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: passed on.
+        // SAFETY: the caller's promise.
         unsafe { heads_of_six_bits(four) }
     }
 }
@@ -488,7 +489,7 @@ impl Super for Q6K {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: 16 scales follow the 192 bytes of quants, and then a half.
+        // SAFETY: 16 scales follow the 192 bytes of quants, then an `f16`.
         let (scales, scale) = unsafe { (words::<true>(pieces(four, 192)), halves(four, 208)) };
         let mins = scales;
         Heads {
@@ -523,7 +524,8 @@ impl Super for Q2K {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: sixteen bytes are the head: of each the lower half is a scale and the upper one a minimum. Two halves are the end.
+        // SAFETY: sixteen bytes are the head: the lower half of each is a scale and the upper one a minimum. Two `f16`
+        // values end the block.
         let (both, pair) = unsafe {
             let pair = |row: usize| four[row].add(80).cast::<i32>().read_unaligned();
             (
@@ -550,7 +552,7 @@ impl Super for Q3K {
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
-        // 32 bytes of third bits are the start, 64 bytes of quants follow.
+        // It starts with 32 bytes of third bits, followed by 64 bytes of quants.
         let (third, four) = (load(0), load(32 + 32 * chunk));
         let join =
             |run: usize| _mm256_or_si256(bits(four, 2 * run, 3), bit(third, 4 * chunk + run, 2));
@@ -560,8 +562,8 @@ impl Super for Q3K {
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
     unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: the last 16 bytes: two of quants, twelve of scales, of which the first eight have the lower bits in both
-        // halves and the last four the upper ones, and a half.
+        // SAFETY: the last 16 bytes: two of quants, twelve of scales, of which the first eight have the lower bits in
+        // both halves and the last four the upper ones, and an `f16`.
         let ((even, odd), scale) = unsafe { (even_and_odd(four, 94), halves(four, 108)) };
         let (even, odd) = (_mm256_srli_si256::<2>(even), _mm256_srli_si256::<2>(odd));
         let low = _mm256_unpacklo_epi32(even, odd);
@@ -615,7 +617,7 @@ unsafe fn nibbles(at: *const u8) -> __m256i {
 unsafe fn fifth_bits(at: *const u8) -> __m256i {
     // SAFETY: the caller's promise.
     let bits = _mm256_set1_epi32(unsafe { at.cast::<i32>().read_unaligned() });
-    // Each byte eight times, of which each keeps another bit.
+    // Each byte eight times, each of which keeps a different bit.
     let spread = _mm256_shuffle_epi8(bits, _mm256_set_epi64x(3 * EIGHT, 2 * EIGHT, EIGHT, 0));
     let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
     let set = _mm256_cmpeq_epi8(_mm256_and_si256(spread, bit), bit);
@@ -640,7 +642,7 @@ unsafe fn nibbles_of_four(four: Four, at: usize) -> [__m256i; 4] {
     ]
 }
 
-/// The same with 32 bits of each row at `bits` as fifth ones.
+/// As [`nibbles_of_four`], with 32 bits of each row at `bits` as fifth ones.
 ///
 /// # Safety
 ///
@@ -657,7 +659,7 @@ unsafe fn with_fifth_bits(four: Four, bits: usize, at: usize) -> [__m256i; 4] {
         )
     };
     let bit = _mm256_set1_epi64x(0x8040_2010_0804_0201_u64.cast_signed());
-    // A byte of each row eight times, of which each keeps another bit.
+    // A byte of each row eight times, each of which keeps a different bit.
     let mut places = _mm256_set_epi64x(EIGHT * 4, 0, EIGHT * 4, 0);
     for quants in &mut quants {
         let set = _mm256_cmpeq_epi8(
@@ -670,14 +672,14 @@ unsafe fn with_fifth_bits(four: Four, bits: usize, at: usize) -> [__m256i; 4] {
     quants
 }
 
-/// A byte eight times.
+/// Repeats a byte eight times.
 const EIGHT: i64 = 0x0101_0101_0101_0101;
 
 /// The 32 bytes of each of four rows at `at`: eight columns of each in a register.
 ///
 /// # Safety
 ///
-/// They can be read.
+/// They are readable.
 #[inline]
 #[target_feature(enable = "avx2")]
 unsafe fn bytes_of_four(four: Four, at: usize) -> [__m256i; 4] {
@@ -757,7 +759,7 @@ small!(
     with_fifth_bits(4, 8)
 );
 
-/// By how many bits -128 times the sum of activations is shifted to make up for what was added to quants, if anything was.
+/// Shift of -128 times the sum of activations that corrects for the offset of quants, if any.
 #[inline]
 pub(super) fn less<S: Set, T: Small>() -> Option<i32> {
     match T::ADDED {

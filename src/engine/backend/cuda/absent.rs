@@ -1,4 +1,4 @@
-//! CUDA, left out when this program was built.
+//! Substitute for CUDA in builds without it.
 
 use std::{path::Path, sync::Arc};
 
@@ -18,16 +18,16 @@ pub fn find(_: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     ))
 }
 
-/// Nothing to keep.
+/// Does nothing.
 pub const fn keep_probe_in(_: &Path) {}
 
-/// Nothing to forget.
+/// Does nothing.
 pub const fn forget_probe() {}
 
-/// Nothing to try again.
+/// Does nothing.
 pub const fn retry() {}
 
-/// That CUDA was left out.
+/// A note that the build has no CUDA.
 #[must_use]
 pub fn describe() -> String {
     "left out of this build: the LLM computes on the CPU".to_owned()

@@ -1,22 +1,22 @@
-//! How a context is divided among the blocks of attention, and the memory that this takes.
+//! Division of a context among attention blocks, and its scratch memory.
 
 use super::parameters::Kernel;
 
 /// Rows that attend in one launch.
 pub(super) struct Slice {
     pub(super) rows: usize,
-    /// Tiles of a key head's rows.
+    /// Tiles of the rows of a key head.
     pub(super) tiles: usize,
-    /// Blocks that a row's context is divided into, and parts that each of them computes; 0: all.
+    /// Number of blocks for a row's context, and parts computed by each; 0: all.
     pub(super) groups: usize,
     pub(super) run: u32,
-    /// In tiles of few rows.
+    /// Whether tiles have few rows.
     pub(super) is_few: bool,
 }
 
 impl Slice {
-    /// Of `left` rows behind `position` others, with so many heads, key heads and elements of a head: so that all processors have
-    /// something to do, as far as there is memory for the results.
+    /// For `left` rows after `position` others, with the given heads, key heads and elements per head: enough blocks to
+    /// occupy all multiprocessors, within the memory for results.
     pub(super) fn of(
         (heads, kv_heads, dim): (usize, usize, usize),
         left: usize,
@@ -36,7 +36,7 @@ impl Slice {
         let (groups, run) = if kv_heads * tiles >= 2 * processors {
             (1, 0)
         } else if parts <= places {
-            // Some more, which do nothing: so the launches of the next tokens are the same.
+            // Padded with idle blocks, so that the launches of the next tokens are identical.
             (parts.next_multiple_of(PARTS_STEP).min(places), 1)
         } else if spans <= places {
             (spans, SPAN)
@@ -53,7 +53,8 @@ impl Slice {
     }
 }
 
-/// The kernel for tiles of few rows or of many, with heads of `dim` elements, and the bytes of shared memory that it takes: see `attention.cu`.
+/// The kernel for tiles of few or many rows, with heads of `dim` elements, and its shared memory in bytes: see
+/// `attention.cu`.
 pub(super) const fn attend_kernel(is_few: bool, dim: usize) -> (Kernel, u32) {
     match (is_few, dim > 128) {
         (true, true) => (Kernel::AttendFew256, 64 << 10),
@@ -63,16 +64,17 @@ pub(super) const fn attend_kernel(is_few: bool, dim: usize) -> (Kernel, u32) {
     }
 }
 
-/// Floats that attention needs beside its other memory: partial results, and behind them queries turned back by a gap.
+/// Scratch floats of attention: partial results, followed by queries rotated back by a gap.
 pub(super) const fn scratch_floats(heads: usize, dim: usize) -> usize {
     SCRATCH_ROWS * heads * (dim + 2 + dim)
 }
 
-/// Rows that attend in one launch at most. The same memory has the parts of one row and 16000 other tokens, or the spans of eight times as many.
+/// Most rows that attend in one launch. The same memory holds the parts of one row and 16000 other tokens, or the spans
+/// of eight times as many.
 pub(super) const SCRATCH_ROWS: usize = 128;
-/// Rows of a key head that attend in tiles of four.
+/// Rows of a key head below which tiles have four rows.
 const FEW_ROWS: usize = 8;
-/// Tokens of a part, and parts of a span: `PART` and `SPAN` of `attention.cu`.
+/// Tokens per part, and parts per span: `PART` and `SPAN` of `attention.cu`.
 const PART_TOKENS: usize = 64;
 const SPAN: u32 = 8;
 const SPAN_PARTS: usize = SPAN as usize;

@@ -1,4 +1,4 @@
-//! The first GPU as a device that may be chosen: whether it can compute, and which models.
+//! The first GPU as a selectable device: its capability, and the models it supports.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -27,28 +27,29 @@ use cotenant_policy::{
 };
 use cotenant_units::Bytes;
 
-/// The GPU, for which a trial has shown that it computes.
+/// The GPU, after a successful trial.
 #[derive(Clone, Debug)]
 struct CudaDevice {
     compute: Compute,
     trial: Trial,
-    /// Of an integrated device, whose weights may lie in either kind of memory, where that was left to the program.
+    /// Present for integrated devices, whose weights may lie in either kind of memory, if the choice is left to the
+    /// program.
     probe: Option<Probe>,
 }
 
-/// What the last trial has shown, or why a GPU that was started since computes no more: until [`retry`].
+/// Result of the last trial, or the reason why a GPU started since has failed: until [`retry`].
 static VERDICT: Mutex<Option<Result<Trial, Unavailable>>> = Mutex::new(None);
 
-/// The first GPU, once a trial has shown that it computes: the first call makes it.
+/// The first GPU, after a successful trial, which the first call performs.
 ///
 /// # Errors
 ///
-/// When there is none, or it does not.
+/// There is none, or it cannot compute.
 pub fn find(compute: Compute) -> Result<Arc<dyn Device>, Unavailable> {
     Ok(Arc::new(CudaDevice::find(compute)?))
 }
 
-/// Has the next [`find`] try a GPU again that did not compute.
+/// Makes the next [`find`] retry a GPU that failed.
 pub fn retry() {
     let mut verdict = VERDICT.lock().unwrap_or_else(PoisonError::into_inner);
     verdict.take_if(|verdict| verdict.is_err());
@@ -74,7 +75,7 @@ impl CudaDevice {
     /// Whether weights lie in mappings that the device reads.
     fn mapped(&self) -> bool {
         match self.compute.device.memory {
-            // What could not be measured, for want of memory, decides nothing.
+            // Measurements that failed for lack of memory decide nothing.
             CudaMemory::Auto => self
                 .probe
                 .as_ref()
@@ -148,7 +149,7 @@ impl Device for CudaDevice {
             Ok(started) => return Ok(Box::new(started)),
             Err(error) => error,
         };
-        // What is chosen from now on is something else.
+        // Later choices select another device.
         *VERDICT.lock().unwrap_or_else(PoisonError::into_inner) = Some(Err(error.clone()));
         Err(match self.compute.device.choice {
             DeviceChoice::Auto => LoadErrorKind::GpuLost(error),
@@ -157,7 +158,7 @@ impl Device for CudaDevice {
     }
 }
 
-/// The first GPU, or why there is none that computes, for people.
+/// The first GPU, or the reason why none computes, for display.
 #[must_use]
 pub fn describe() -> String {
     let driver = match Driver::open() {
@@ -197,7 +198,7 @@ fn is_integrated() -> bool {
     Driver::open().is_ok_and(|driver| driver.integrated)
 }
 
-/// What of a model the kernels do not compute.
+/// Part of a model that the kernels do not support.
 fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     let matrices = spec.layers.iter().flat_map(|layer| &layer.matrices);
     let matrices = matrices.map(|matrix| (&matrix.tensor, matrix.columns));
@@ -256,12 +257,12 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
         .then(|| format!("it has {} recurrent heads", recurrent.value_heads))
 }
 
-/// Whether a type has no quants.
+/// Whether a type is not quantised.
 const fn is_plain(dtype: GgmlDType) -> bool {
     matches!(dtype, GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16)
 }
 
-/// Where kernels read weights of a type: `ALIGN` of `weights.cuh`.
+/// Alignment that kernels need for weights of a type: `ALIGN` of `weights.cuh`.
 const fn alignment(dtype: GgmlDType) -> u64 {
     match dtype {
         GgmlDType::Q4K | GgmlDType::Q5K => 16,

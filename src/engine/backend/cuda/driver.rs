@@ -1,4 +1,4 @@
-//! The CUDA driver: a library that is opened at run time, each call a result with its name.
+//! CUDA driver: a library opened at run time, with named errors for each call.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_ulonglong, c_void},
@@ -16,7 +16,7 @@ pub(super) use sys::{
 
 use crate::error::{DeviceError, Unavailable};
 
-/// A call that the driver refused, with its own name for the reason.
+/// A failed driver call, with the driver's name for the error.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error("{call}: {}", name_of(code))]
 pub(super) struct CudaError {
@@ -64,7 +64,7 @@ impl From<CudaError> for std::io::Error {
 
 macro_rules! functions {
     ($($name:ident($($argument:ident: $type:ty),*);)*) => {
-        /// What is called, and what those calls need to name an error.
+        /// The functions called, and those needed to name an error.
         const SYMBOLS: &[&str] = &["cuGetErrorName", $(stringify!($name)),*];
 
         #[expect(non_snake_case, clippy::too_many_arguments, reason = "the driver's own names and parameters")]
@@ -72,9 +72,9 @@ macro_rules! functions {
             $(
                 /// # Safety
                 ///
-                /// What the driver asks of its callers: pointers and handles are those that it takes.
+                /// The driver's contract: valid pointers and handles.
                 pub(super) unsafe fn $name(self $(, $argument: $type)*) -> Result<(), CudaError> {
-                    // SAFETY: the caller's; the symbol is there.
+                    // SAFETY: the caller's promise; the symbol exists.
                     match unsafe { sys::$name($($argument),*) } {
                         sys::CUresult::CUDA_SUCCESS => Ok(()),
                         code => Err(CudaError { call: stringify!($name), code }),
@@ -85,7 +85,7 @@ macro_rules! functions {
     };
 }
 
-/// That all functions which are called are there: cudarc panics where one is not.
+/// Proof that all functions exist: cudarc panics on a missing one.
 #[derive(Clone, Copy)]
 pub(super) struct Functions(());
 
@@ -143,9 +143,9 @@ functions! {
         block_z: c_uint, shared: c_uint, stream: Stream, parameters: *mut *mut c_void, extra: *mut *mut c_void);
 }
 
-/// Memory that lies on a device.
+/// Properties of device memory.
 pub(super) fn properties_on(device: c_int) -> sys::CUmemAllocationProp {
-    // SAFETY: numbers and a pointer, all of which may be zero.
+    // SAFETY: numbers and a pointer, for all of which zero is valid.
     let mut properties: sys::CUmemAllocationProp = unsafe { std::mem::zeroed() };
     properties.type_ = sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
     properties.location = sys::CUmemLocation {
@@ -155,7 +155,7 @@ pub(super) fn properties_on(device: c_int) -> sys::CUmemAllocationProp {
     properties
 }
 
-/// That the device reads and writes memory.
+/// Read and write access by the device.
 pub(super) const fn access_of(properties: &sys::CUmemAllocationProp) -> sys::CUmemAccessDesc {
     sys::CUmemAccessDesc {
         location: properties.location,
@@ -164,10 +164,10 @@ pub(super) const fn access_of(properties: &sys::CUmemAllocationProp) -> sys::CUm
 }
 
 impl Functions {
-    /// Looks for all of them; says which there is not.
+    /// Looks all of them up; the error is the name of a missing one.
     fn find() -> Result<Self, &'static str> {
         for name in SYMBOLS {
-            // SAFETY: only looks for the symbol; the library is there.
+            // SAFETY: only looks for the symbol; the library is loaded.
             if unsafe { sys::culib().get::<*const c_void>(name.as_bytes()) }.is_err() {
                 return Err(name);
             }
@@ -175,7 +175,7 @@ impl Functions {
         Ok(Self(()))
     }
 
-    /// What a device has of an attribute; nothing when the driver does not know it.
+    /// The value of a device attribute; `None` if the driver does not support it.
     pub(super) fn attribute(self, device: c_int, attribute: sys::CUdevice_attribute) -> c_int {
         let mut value = 0;
         // SAFETY: a place for the number.
@@ -184,7 +184,7 @@ impl Functions {
     }
 }
 
-/// The driver with its first device, as far as they are known without a context.
+/// The driver with its first device, with the properties available without a context.
 pub(super) struct Driver {
     pub(super) functions: Functions,
     pub(super) device: c_int,
@@ -198,7 +198,7 @@ pub(super) struct Driver {
 }
 
 impl Driver {
-    /// Opens it, once for this process; what could not be opened is tried again by the next call.
+    /// Opens it once per process; a failure is retried by the next call.
     pub(super) fn open() -> Result<&'static Self, Unavailable> {
         static DRIVER: OnceLock<Driver> = OnceLock::new();
         match DRIVER.get() {
@@ -208,7 +208,7 @@ impl Driver {
     }
 
     fn opened() -> Result<Self, Unavailable> {
-        // SAFETY: it is the driver by its name, whose initialisers are to be run in any process.
+        // SAFETY: it is the driver by its name, whose initialisers may run in any process.
         if !unsafe { sys::is_culib_present() } {
             return Err(Unavailable::new(
                 "libcuda is not installed",
@@ -227,7 +227,7 @@ impl Driver {
                 "see `dmesg` and the rights of /dev/nv*",
             )
         };
-        // SAFETY: the only flags that there are.
+        // SAFETY: the only defined flags.
         unsafe { functions.cuInit(0) }.map_err(starts)?;
         let (mut version, mut count, mut device) = (0, 0, 0);
         // SAFETY: a place for the number.
@@ -254,9 +254,9 @@ impl Driver {
         // SAFETY: a place for the number.
         unsafe { functions.cuDeviceGet(&raw mut device, 0) }.map_err(starts)?;
         let mut name: [c_char; 128] = [0; 128];
-        // SAFETY: room for so many bytes, the last of which stays zero.
+        // SAFETY: room for this many bytes, the last of which stays zero.
         let named = unsafe { functions.cuDeviceGetName(name.as_mut_ptr(), 127, device) };
-        // SAFETY: ends with a zero.
+        // SAFETY: zero-terminated.
         let text = unsafe { CStr::from_ptr(name.as_ptr()) };
         let mut memory = 0;
         // SAFETY: a place for the number.
@@ -292,5 +292,5 @@ fn version_text(version: c_int) -> String {
     format!("{}.{}", version / 1000, version % 1000 / 10)
 }
 
-/// CUDA 12.2, by which the images are made: JetPack 6.0.
+/// CUDA 12.2, the version of the compiled images: JetPack 6.0.
 const VERSION_LEAST: c_int = 12_020;

@@ -1,4 +1,4 @@
-//! A context on the first GPU: streams, kernels, and calls that bind the thread first.
+//! Context on the first GPU: streams, kernels, and calls that bind the thread first.
 
 use std::{
     ffi::{c_int, c_void},
@@ -19,32 +19,33 @@ use super::{
 };
 use crate::{error::Unavailable, gguf::SUPPORTED};
 
-/// A context, alive as long as anything in it is.
+/// A context, alive as long as any of its resources.
 pub(super) struct Gpu {
     pub(super) driver: &'static Driver,
     context: Context,
     module: Module,
     kernels: [Function; Kernel::NAMES.len()],
-    /// What computes.
+    /// The compute stream.
     stream: Stream,
-    /// What is queued for it, and held back.
+    /// Commands held back from it.
     segments: Mutex<Segments>,
-    /// What graphs are captured on: memory is given up, and waited for, from any thread, which may not meet a capture.
+    /// Stream for captures of graphs: other threads release memory and wait at any time, which a capture would not
+    /// allow.
     captures: Stream,
-    /// What brings weights, from any thread.
+    /// Stream for copies of weights, used by any thread.
     copies: Stream,
-    /// What its kernels were compiled to.
+    /// Target of its compiled kernels.
     pub(super) image: &'static str,
-    /// Bytes of the pieces in which address space becomes memory.
+    /// Size in bytes of the units in which address space is backed by memory.
     pub(super) granule: usize,
 }
 
-// SAFETY: handles of the driver belong to a context, not to a thread; each call binds the thread that makes it.
+// SAFETY: handles of the driver belong to a context, not to a thread; each call binds the calling thread.
 unsafe impl Send for Gpu {}
-// SAFETY: as above; the driver's calls may be made by several threads at once.
+// SAFETY: as above; the driver supports concurrent calls.
 unsafe impl Sync for Gpu {}
 
-/// A context of its own, by which is seen what memory is left while another one is made.
+/// A separate context for observing the free memory while another one is created.
 pub(super) struct Observer {
     driver: &'static Driver,
     context: Context,
@@ -64,10 +65,10 @@ impl Observer {
         Ok(Self { driver, context })
     }
 
-    /// Bytes that may be allocated on the device.
+    /// Bytes free for allocation on the device.
     pub(super) fn free(&self) -> Result<usize, CudaError> {
         let (mut free, mut total) = (0, 0);
-        // SAFETY: a context that is there.
+        // SAFETY: an existing context.
         unsafe { self.driver.functions.cuCtxSetCurrent(self.context) }?;
         // SAFETY: places for the numbers.
         unsafe {
@@ -87,7 +88,7 @@ impl Drop for Observer {
 }
 
 impl Gpu {
-    /// A context with everything that computing needs.
+    /// Opens a context with all resources for computing.
     pub(super) fn open() -> Result<Arc<Self>, Unavailable> {
         let driver = Driver::open()?;
         let (image, name) = images::for_capability(driver.capability)?;
@@ -95,7 +96,7 @@ impl Gpu {
         let mut context = ptr::null_mut();
         // SAFETY: a place for the handle.
         unsafe { calls.cuDevicePrimaryCtxRetain(&raw mut context, driver.device) }.map_err(lost)?;
-        // From here on, dropping it gives back what there is.
+        // From here on, dropping it releases whatever was created.
         let mut gpu = Self {
             driver,
             context,
@@ -118,10 +119,10 @@ impl Gpu {
             // SAFETY: a place for the handle.
             unsafe { calls.cuStreamCreate(stream, NON_BLOCKING) }?;
         }
-        // SAFETY: an image of a format that the driver knows, with a zero behind it.
+        // SAFETY: an image of a format supported by the driver, followed by a zero.
         unsafe { calls.cuModuleLoadData(&raw mut self.module, image.as_ptr().cast()) }?;
         for (name, place) in Kernel::NAMES.iter().zip(&mut self.kernels) {
-            // SAFETY: a place for the handle, and a text that ends with a zero.
+            // SAFETY: a place for the handle, and a zero-terminated text.
             unsafe { calls.cuModuleGetFunction(place, self.module, name.as_ptr()) }?;
         }
         let tiles = SUPPORTED
@@ -158,7 +159,7 @@ impl Gpu {
             .unwrap_or(ptr::null_mut())
     }
 
-    /// Bytes that may be allocated on the device.
+    /// Bytes free for allocation on the device.
     pub(super) fn free(&self) -> Result<usize, CudaError> {
         let (mut free, mut total) = (0, 0);
         // SAFETY: places for the numbers.
@@ -166,10 +167,10 @@ impl Gpu {
         Ok(free)
     }
 
-    /// The driver's calls, for this thread in this context.
+    /// The driver's calls, with this context bound to this thread.
     pub(super) fn calls(&self) -> Result<Functions, CudaError> {
         let calls = self.driver.functions;
-        // SAFETY: retained for as long as this is.
+        // SAFETY: retained for the lifetime of `self`.
         unsafe { calls.cuCtxSetCurrent(self.context) }?;
         Ok(calls)
     }
@@ -178,9 +179,9 @@ impl Gpu {
     ///
     /// # Safety
     ///
-    /// They are there until it has been executed; the thread is bound.
+    /// The words exist until it has been executed; the thread is bound.
     pub(super) unsafe fn set(&self, to: Address, word: u32, count: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { (self.driver.functions).cuMemsetD32Async(to, word, count, self.stream) }
     }
 
@@ -188,13 +189,13 @@ impl Gpu {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Launches what is held back, in the middle of a segment.
+    /// Launches the held commands in the middle of a segment.
     pub(super) fn submit_cut(&self) -> Result<(), CudaError> {
         self.calls()?;
         self.segments().submit_cut(self)
     }
 
-    /// Launches what is held back if it is a whole segment; says whether nothing is any more.
+    /// Launches the held commands if they form a whole segment; returns whether none are left.
     pub(super) fn submit_whole(&self) -> Result<bool, CudaError> {
         self.calls()?;
         let mut segments = self.segments();
@@ -204,14 +205,14 @@ impl Gpu {
         Ok(segments.is_empty())
     }
 
-    /// Has segments captured as graphs from now on, or not.
+    /// Enables or disables capturing segments as graphs.
     pub(super) fn set_graphs(&self, graphs: bool) -> Result<(), CudaError> {
         self.calls()?;
         self.segments().set_graphs(self, graphs);
         Ok(())
     }
 
-    /// Captures as many graphs as there will ever be; says whether that is so.
+    /// Captures the maximum number of graphs; returns whether that succeeded.
     pub(super) fn fill_up(&self) -> Result<bool, CudaError> {
         self.calls()?;
         Ok(self.segments().fill_up(self))
@@ -234,48 +235,48 @@ impl Gpu {
                 let (mut places, none) = (job.places(), ptr::null_mut());
                 let (function, threads) = (self.function(*kernel), kernel.threads());
                 let places = places.as_mut_ptr();
-                // SAFETY: the caller's.
+                // SAFETY: the caller's promise.
                 unsafe {
                     calls.cuLaunchKernel(
                         function, *x, *y, *z, threads, 1, 1, *shared, stream, places, none,
                     )
                 }
             }
-            // SAFETY: the caller's.
+            // SAFETY: the caller's promise.
             Command::Set { to, word, count } => unsafe {
                 calls.cuMemsetD32Async(*to, *word, *count, stream)
             },
-            // SAFETY: the caller's.
+            // SAFETY: the caller's promise.
             Command::Copy { from, to, bytes } => unsafe {
                 calls.cuMemcpyDtoDAsync_v2(*to, *from, *bytes, stream)
             },
         }
     }
 
-    /// Copies floats to the host once everything that is queued has been executed.
+    /// Copies floats to the host after all queued work has been executed.
     ///
     /// # Safety
     ///
-    /// They are there.
+    /// The floats exist.
     pub(super) unsafe fn receive(&self, from: Address, to: &mut [f32]) -> Result<(), CudaError> {
         let calls = self.calls()?;
         self.segments().submit(self)?;
         let bytes = size_of_val(to);
-        // SAFETY: the caller's, and `to` is borrowed until the stream has come to its end.
+        // SAFETY: the caller's promise, and `to` is borrowed until the stream is synchronised.
         let queued =
             unsafe { calls.cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), from, bytes, self.stream) };
-        // Also after a failure: the copy may be under way.
+        // Also after a failure: the copy may be in flight.
         queued.and(self.synchronize())
     }
 
-    /// Brings bytes to the device from any thread, and returns when they are there.
+    /// Copies bytes to the device from any thread, and returns on completion.
     ///
     /// # Safety
     ///
-    /// There is room on the device, and nothing in flight uses it.
+    /// The target is allocated on the device, and nothing in flight uses it.
     pub(super) unsafe fn bring(&self, to: Address, from: &[u8]) -> Result<(), CudaError> {
         let calls = self.calls()?;
-        // SAFETY: the caller's; the source is borrowed until the stream has come to its end.
+        // SAFETY: the caller's promise; the source is borrowed until the stream is synchronised.
         let queued = unsafe {
             calls.cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), self.copies)
         };
@@ -283,14 +284,14 @@ impl Gpu {
         queued.and(unsafe { calls.cuStreamSynchronize(self.copies) })
     }
 
-    /// Waits for all that is queued.
+    /// Waits for all queued work.
     pub(super) fn synchronize(&self) -> Result<(), CudaError> {
         let submitted = self.submit_cut();
         // SAFETY: a stream of this context.
         submitted.and(unsafe { self.calls()?.cuStreamSynchronize(self.stream) })
     }
 
-    /// Waits for all that is queued before memory is given up; once more where that fails, which then has not waited.
+    /// Waits for all queued work before memory is released; retries on failure, which means that it has not waited.
     pub(super) fn drain(&self) {
         if self.synchronize().is_err()
             && let Err(error) = self.synchronize()
@@ -307,27 +308,27 @@ impl Gpu {
         Ok(event)
     }
 
-    /// Records an event behind all that is queued.
+    /// Records an event after all queued work.
     ///
     /// # Safety
     ///
-    /// It is one of this context.
+    /// It belongs to this context.
     pub(super) unsafe fn record(&self, event: Event) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { self.calls()?.cuEventRecord(event, self.stream) }
     }
 }
 
 impl Launches for Gpu {
     unsafe fn issue(&self, command: &Command) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { self.issue_on(self.stream, command) }
     }
 
     fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError> {
         let calls = self.driver.functions;
         let (mut graph, mut made) = (ptr::null_mut(), ptr::null_mut());
-        // SAFETY: a stream of this context, which has nothing else.
+        // SAFETY: a stream of this context, which is otherwise empty.
         unsafe { calls.cuStreamBeginCapture_v2(self.captures, OF_THIS_THREAD) }?;
         // SAFETY: nothing is executed.
         let issued = commands
@@ -335,17 +336,17 @@ impl Launches for Gpu {
             .try_for_each(|command| unsafe { self.issue_on(self.captures, command) });
         // SAFETY: a place for the handle.
         let mut end = || unsafe { calls.cuStreamEndCapture(self.captures, &raw mut graph) };
-        // Once more where that fails, so that the next capture can begin.
+        // Retried on failure, so that the next capture can begin.
         let ended = end().inspect_err(|_| drop(end()));
-        // SAFETY: a place for the handle, and a graph that was captured just now.
+        // SAFETY: a place for the handle, and the graph captured above.
         let captured = issued
             .and(ended)
             .and_then(|()| unsafe { calls.cuGraphInstantiateWithFlags(&raw mut made, graph, 0) });
         if !graph.is_null() {
-            // SAFETY: as above; what was made of it needs it no more.
+            // SAFETY: as above; the instantiated graph does not need it.
             unsafe { calls.cuGraphDestroy(graph) }.ok();
         }
-        // SAFETY: made just now.
+        // SAFETY: instantiated above.
         let uploaded = captured.and_then(|()| unsafe { calls.cuGraphUpload(made, self.stream) });
         if uploaded.is_err() && !made.is_null() {
             self.forget(made);
@@ -354,7 +355,7 @@ impl Launches for Gpu {
     }
 
     unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         let launched = unsafe { self.driver.functions.cuGraphLaunch(graph, self.stream) };
         if launched.is_err() {
             segments::allow_no_graphs();
@@ -368,7 +369,7 @@ impl Launches for Gpu {
     }
 }
 
-/// What may be queued on a context's stream. No memory can be allocated through it, so that an operation needs none.
+/// Queue access to a context's stream. It offers no allocation, so that operations need none.
 #[derive(Clone, Debug)]
 pub(super) struct Commands(Arc<Gpu>);
 
@@ -382,12 +383,12 @@ impl Commands {
         usize::try_from(self.0.driver.processors).unwrap_or(1)
     }
 
-    /// Launches what is held back.
+    /// Launches the held commands.
     pub(super) fn submit(&self) -> Result<(), CudaError> {
         self.0.segments().submit(&*self.0)
     }
 
-    /// Launches what is held back where some of it reads this, which may be written then.
+    /// Launches the held commands if any of them reads this table, which may then be written.
     pub(super) fn before_writing(&self, tables: Tables) -> Result<(), CudaError> {
         let mut segments = self.0.segments();
         if segments.reads(tables) {
@@ -397,7 +398,7 @@ impl Commands {
         }
     }
 
-    /// Queues a command behind those that are held back: one of a segment that reads so many bytes of weights, or one that is launched at once.
+    /// Queues a command after the held ones: as part of a segment, with its bytes of weights, or for immediate launch.
     ///
     /// # Safety
     ///
@@ -409,38 +410,38 @@ impl Commands {
     ) -> Result<(), CudaError> {
         let mut segments = self.0.segments();
         match weights {
-            // SAFETY: the caller's.
+            // SAFETY: the caller's promise.
             Some(weights) => unsafe { segments.hold(&*self.0, *command, weights) },
             None => {
                 segments.submit(&*self.0)?;
-                // SAFETY: the caller's.
+                // SAFETY: the caller's promise.
                 unsafe { self.0.issue(command) }
             }
         }
     }
 
-    /// Queues a copy from page-locked memory of the host, ahead of what is held back.
+    /// Queues a copy from page-locked host memory, before the held commands.
     ///
     /// # Safety
     ///
-    /// Both are there, and the source is not written, until it has been executed; the thread is bound.
+    /// Both ranges exist, and the source is not written, until it has been executed; the thread is bound.
     pub(super) unsafe fn send(
         &self,
         to: Address,
         from: *const c_void,
         bytes: usize,
     ) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { (self.0.driver.functions).cuMemcpyHtoDAsync_v2(to, from, bytes, self.0.stream) }
     }
 
-    /// As [`Gpu::set`], ahead of what is held back.
+    /// As [`Gpu::set`], before the held commands.
     ///
     /// # Safety
     ///
-    /// As there.
+    /// As of [`Gpu::set`].
     pub(super) unsafe fn set(&self, to: Address, word: u32, count: usize) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { self.0.set(to, word, count) }
     }
 
@@ -448,30 +449,30 @@ impl Commands {
     ///
     /// # Safety
     ///
-    /// As there.
+    /// As of [`Gpu::record`].
     pub(super) unsafe fn record(&self, event: Event) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { self.0.record(event) }
     }
 
-    /// Waits until everything in front of a record of an event has been executed.
+    /// Waits until everything before the record of an event has been executed.
     ///
     /// # Safety
     ///
-    /// It is one of this context; the thread is bound.
+    /// It belongs to this context; the thread is bound.
     pub(super) unsafe fn wait(&self, event: Event) -> Result<(), CudaError> {
-        // SAFETY: the caller's.
+        // SAFETY: the caller's promise.
         unsafe { self.0.driver.functions.cuEventSynchronize(event) }
     }
 
-    /// Gives an event back.
+    /// Returns an event.
     ///
     /// # Safety
     ///
-    /// It is one of this context, and not used any more.
+    /// It belongs to this context, and is not used any more.
     pub(super) unsafe fn forget(&self, event: Event) {
         if let Ok(calls) = self.0.calls() {
-            // SAFETY: the caller's.
+            // SAFETY: the caller's promise.
             unsafe { calls.cuEventDestroy_v2(event) }.ok();
         }
     }
@@ -479,10 +480,11 @@ impl Commands {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
-        // What fails here has failed before: there is no caller to report to.
+        // A failure here follows an earlier one: there is no caller to report to.
         if let Ok(calls) = self.calls() {
             self.segments().set_graphs(self, false);
-            // SAFETY: nothing else has them any more, and nothing runs in them: memory that kernels use holds this.
+            // SAFETY: no other owner is left, and nothing runs in them: memory used by kernels holds a reference to
+            // this.
             unsafe {
                 for stream in [self.stream, self.copies, self.captures] {
                     if !stream.is_null() {
@@ -518,15 +520,16 @@ fn lost(error: CudaError) -> Unavailable {
     )
 }
 
-// Of `cuda.h`.
+// From `cuda.h`.
 const NON_BLOCKING: u32 = 1;
 const WITHOUT_TIME: u32 = 2;
-/// Readers bring weights from other threads meanwhile.
+/// Readers copy weights from other threads concurrently.
 const OF_THIS_THREAD: sys::CUstreamCaptureMode =
     sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
 const SHARED_MAX: sys::CUfunction_attribute =
     sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 const GRANULE_LEAST: sys::CUmemAllocationGranularity_flags =
     sys::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM;
-/// Shared memory of attention over heads of 256 elements in `f16`: 16 rows of queries as floats, and a block's keys and values as they lie.
+/// Shared memory of attention over heads of 256 elements in `f16`: 16 rows of queries as floats, and a block's keys and
+/// values in their cache format.
 const ATTEND_SHARED_MAX: c_int = 16 * 256 * 4 + 2 * 64 * 512;

@@ -6,7 +6,7 @@ use flate2::read::GzDecoder;
 
 use crate::error::Unavailable;
 
-/// The kernels for a device with such a capability, as `cuModuleLoadData` takes them, and what they are.
+/// The kernels for a device of this compute capability, in the format of `cuModuleLoadData`, and their target.
 pub(super) fn for_capability(
     capability: (c_int, c_int),
 ) -> Result<(Vec<u8>, &'static str), Unavailable> {
@@ -29,7 +29,7 @@ pub(super) fn for_capability(
     Ok((image, name))
 }
 
-/// An image with a zero behind it, compared with the checksum that was packed with it.
+/// A zero-terminated image, verified by its packed checksum.
 fn unpacked(packed: &[u8]) -> std::io::Result<Vec<u8>> {
     let mut image = Vec::new();
     GzDecoder::new(packed).read_to_end(&mut image)?;

@@ -1,4 +1,4 @@
-//! Memory of the GPU, mappings that it reads where they lie, and address space that becomes memory by granules.
+//! GPU memory: allocations, mappings read in place, and address space backed by granules.
 
 use std::{
     ffi::{c_ulonglong, c_void},
@@ -17,7 +17,7 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Memory of the device. Dropping it waits for all that is queued, and gives it back.
+/// Device memory. Dropping it waits for all queued work, and frees it.
 #[derive(Debug)]
 pub(super) struct Allocation {
     gpu: Arc<Gpu>,
@@ -26,15 +26,15 @@ pub(super) struct Allocation {
 }
 
 impl Allocation {
-    /// Memory that will hold zeros when what is queued from now on is executed.
+    /// Memory that will be zero before any work queued from now on.
     pub(super) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
         let memory = Self::unwritten(gpu, bytes)?;
-        // SAFETY: whole words of memory that was had just now; dropping it waits.
+        // SAFETY: whole words of the memory allocated above; dropping it waits.
         unsafe { gpu.set(memory.address, 0, memory.bytes / 4) }?;
         Ok(memory)
     }
 
-    /// The same with anything in it.
+    /// As [`Self::new`], uninitialised.
     pub(super) fn unwritten(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self, CudaError> {
         let bytes = allocated_bytes(bytes);
         let calls = gpu.calls()?;
@@ -62,7 +62,7 @@ impl DeviceMemory for Allocation {
         if offset.saturating_add(from.len()) > self.bytes {
             return Err(io::ErrorKind::InvalidInput.into());
         }
-        // SAFETY: inside, and no part in flight uses what is still being read.
+        // SAFETY: inside, and nothing in flight uses a part that is still being read.
         Ok(unsafe { self.gpu.bring(self.address + offset as u64, from) }?)
     }
 
@@ -76,7 +76,7 @@ impl DeviceMemory for Allocation {
             return false;
         }
         self.gpu.drain();
-        // SAFETY: had by `new`; what was queued has been executed, or never will be.
+        // SAFETY: allocated by `new`; queued work has been executed, or never will be.
         self.gpu
             .calls()
             .and_then(|calls| unsafe { calls.cuMemFree_v2(address) })
@@ -90,14 +90,14 @@ impl Drop for Allocation {
     }
 }
 
-/// Memory of the device that readers fill again and again, with page-locked memory of the host from which it is brought there.
+/// Device memory that readers fill repeatedly, with page-locked host memory as its staging.
 #[derive(Debug)]
 struct Staged {
     memory: Allocation,
     staging: Option<SharedMapping>,
 }
 
-/// A ring on the far side of a bus, where kernels would read each weight across it as often as they need it.
+/// A ring across a bus, for which kernels would otherwise cross the bus at every use of a weight.
 pub(super) fn staged(gpu: &Arc<Gpu>, bytes: usize) -> io::Result<SharedMapping> {
     let memory = Allocation::unwritten(gpu, bytes)?;
     let staging = staged_bytes(memory.bytes()).saturating_sub(memory.bytes());
@@ -142,7 +142,7 @@ impl DeviceMemory for Staged {
     }
 }
 
-/// A mapping of ours that the device reads where it lies. Dropping it waits for all that is queued.
+/// A host mapping that the device reads in place. Dropping it waits for all queued work.
 #[derive(Debug)]
 struct Registered {
     gpu: Arc<Gpu>,
@@ -151,18 +151,18 @@ struct Registered {
     bytes: usize,
 }
 
-// SAFETY: an address that is handed to the driver, and never read through.
+// SAFETY: an address that is passed to the driver and never dereferenced.
 unsafe impl Send for Registered {}
 // SAFETY: as above.
 unsafe impl Sync for Registered {}
 
-/// Registers all of a mapping, which is memory from now on.
+/// Registers a whole mapping, which populates it.
 pub(super) fn registered(gpu: &Arc<Gpu>, mapping: Mapping) -> io::Result<SharedMapping> {
     let bytes = mapping.bytes().as_len();
     let start = mapping.range(0, bytes).ok_or(io::ErrorKind::InvalidInput)?;
     let start = start.as_ptr().cast::<c_void>();
     let calls = gpu.calls()?;
-    // SAFETY: whole pages of our own mapping, which stays mapped for longer than it is registered.
+    // SAFETY: whole pages of our own mapping, which stays mapped beyond its registration.
     unsafe { calls.cuMemHostRegister_v2(start, bytes, DEVICE_MAP) }?;
     let mut memory = Registered {
         gpu: Arc::clone(gpu),
@@ -170,7 +170,7 @@ pub(super) fn registered(gpu: &Arc<Gpu>, mapping: Mapping) -> io::Result<SharedM
         address: 0,
         bytes,
     };
-    // SAFETY: a place for the address of what was registered just now.
+    // SAFETY: a place for the address of the mapping registered above.
     unsafe { calls.cuMemHostGetDevicePointer_v2(&raw mut memory.address, start, 0) }?;
     Ok(SharedMapping::of_device(Box::new(memory), Some(mapping)))
 }
@@ -185,7 +185,7 @@ impl DeviceMemory for Registered {
     }
 
     fn bring(&self, _: usize, _: &[u8]) -> io::Result<()> {
-        // It is filled where it lies.
+        // It is filled in place.
         Err(io::ErrorKind::Unsupported.into())
     }
 
@@ -199,7 +199,7 @@ impl DeviceMemory for Registered {
             return false;
         }
         self.gpu.drain();
-        // SAFETY: registered once; what was queued has been executed, or never will be.
+        // SAFETY: registered once; queued work has been executed, or never will be.
         self.gpu
             .calls()
             .and_then(|calls| unsafe { calls.cuMemHostUnregister(start) })
@@ -220,7 +220,7 @@ pub(super) struct Space {
     start: Address,
     bytes: usize,
     granules: Vec<c_ulonglong>,
-    /// Granules that were closed without the driver's confirmation that it has them back.
+    /// Granules that were closed without the driver's confirmation.
     lost: usize,
 }
 
@@ -246,7 +246,7 @@ impl Space {
         self.start + (granule * self.gpu.granule) as u64
     }
 
-    /// One granule more.
+    /// Adds one granule.
     fn grow(&mut self) -> Result<(), CudaError> {
         let calls = self.gpu.calls()?;
         let properties = properties_on(self.gpu.driver.device);
@@ -255,17 +255,17 @@ impl Space {
         let mut handle = 0;
         // SAFETY: a place for the handle, and properties of the driver's layout.
         unsafe { calls.cuMemCreate(&raw mut handle, granule, &raw const properties, 0) }?;
-        // SAFETY: a part of our own address space where there is nothing.
+        // SAFETY: an unmapped part of our own address space.
         let mapped = unsafe { calls.cuMemMap(place, granule, 0, handle, 0) };
         if let Err(error) = mapped {
-            // SAFETY: had just now.
+            // SAFETY: created above.
             unsafe { calls.cuMemRelease(handle) }.ok();
             return Err(error);
         }
         self.granules.push(handle);
-        // SAFETY: mapped just now; access of the driver's layout.
+        // SAFETY: mapped above; access of the driver's layout.
         let opened = unsafe { calls.cuMemSetAccess(place, granule, &raw const access, 1) };
-        // SAFETY: whole words of it; giving it back waits.
+        // SAFETY: whole words of it; releasing it waits.
         let opened = opened.and_then(|()| unsafe { self.gpu.set(place, 0, granule / 4) });
         if opened.is_err() {
             self.shrink();
@@ -273,7 +273,7 @@ impl Space {
         opened
     }
 
-    /// Gives the last granule back.
+    /// Releases the last granule.
     fn shrink(&mut self) {
         let Some(handle) = self.granules.pop() else {
             return;
@@ -281,9 +281,9 @@ impl Space {
         self.gpu.drain();
         let place = self.place(self.granules.len());
         let returned = self.gpu.calls().and_then(|calls| {
-            // SAFETY: mapped by `grow`; what was queued has been executed, or never will be.
+            // SAFETY: mapped by `grow`; queued work has been executed, or never will be.
             let unmapped = unsafe { calls.cuMemUnmap(place, self.gpu.granule) };
-            // Also after a failure, so that it is memory no longer than it is mapped.
+            // Also after a failure, so that the memory does not outlive its mapping.
             // SAFETY: as above.
             unmapped.and(unsafe { calls.cuMemRelease(handle) })
         });
@@ -337,8 +337,8 @@ impl Drop for Space {
     }
 }
 
-/// What a ring of so many bytes takes with what it is staged in, for each reader: no more than one read asks for, and of a small
-/// ring a quarter of it.
+/// Memory of a ring of this length with the staging of each reader: at most the size of one read, and for a small ring
+/// a quarter of it.
 pub(super) fn staged_bytes(ring: Bytes) -> Bytes {
     let staging = Bytes::new(ring.get() / 4)
         .min(STAGING_MAX)
@@ -346,7 +346,7 @@ pub(super) fn staged_bytes(ring: Bytes) -> Bytes {
     ring.saturating_add(staging.saturating_mul(READERS as u64))
 }
 
-/// What is allocated for so many bytes.
+/// Bytes allocated for this many bytes.
 pub(super) const fn allocated_bytes(bytes: usize) -> usize {
     if bytes > PAGE {
         bytes.next_multiple_of(PAGE)

@@ -1,6 +1,7 @@
-//! CUDA backend: the first GPU, by the driver alone, with kernels that were compiled before.
+//! CUDA backend: the first GPU, by the driver API alone, with precompiled kernels.
 //!
-//! One stream has all operations in order. What the host writes for them is staged in page-locked slots; memory waits for the stream before it is given up. See `docs/cuda.md`.
+//! One stream executes all operations in order. Data written by the host for them is staged in page-locked slots;
+//! memory waits for the stream before its release. See `docs/cuda.md`.
 
 #[cfg(not(feature = "cuda"))]
 mod absent;

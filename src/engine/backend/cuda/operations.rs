@@ -1,4 +1,4 @@
-//! Operations as launches of kernels.
+//! Translation of operations to kernel launches.
 
 use std::{io, mem, sync::Arc};
 
@@ -28,35 +28,35 @@ use crate::{
 };
 use cotenant_policy::kv_type::KvType;
 
-/// Turns operations into launches.
+/// Translator of operations to launches.
 pub(super) struct Launcher {
     commands: Commands,
     pub(super) staging: Staging,
     pub(super) owner: Owner,
-    /// Products of prompts without tensor cores.
+    /// Whether prompts are multiplied without tensor cores.
     plain: bool,
-    /// The operation under way is one of a token, so that its commands are held back for a segment.
+    /// Whether the current operation belongs to a single token, so that its commands are held for a segment.
     of_token: bool,
-    /// What kernels count in, at places of their own: see the constants below.
+    /// Counters of kernels, at separate places: see the constants below.
     counters: Allocation,
-    /// Where the parts of the weights lie, behind one that lies at zero, so that offsets in it are addresses.
+    /// Addresses of the weights' parts, after one at zero, so that offsets in it are addresses.
     parts: Table<Address>,
     places: Vec<Address>,
-    /// Where the blocks of the cache lie: of layers that see all tokens, and of those with windows.
+    /// Addresses of the cache's blocks: of layers that see all tokens, and of those with windows.
     blocks: [Table<u64>; 2],
-    /// Growth of queries, cosines and sines of a gap, and the rows of the head that are said.
+    /// Growth of queries, cosines and sines of a gap, and the used rows of the head.
     growth: Table<f32>,
     back: Table<f32>,
     said: Table<[u32; 2]>,
-    /// What the word at [`POSITION`] will be.
+    /// Pending value of the word at [`POSITION`].
     position: Option<u32>,
-    /// The copies that were made last, and the memory that they were asked for in, of which they may have the second half.
+    /// The last copies made, and the memory requested for them, of which they may occupy the second half.
     copied: CopiesTo,
     copied_in: Address,
 }
 
 impl Launcher {
-    /// With memory for all operations within `limits`.
+    /// Allocates memory for all operations within `limits`.
     pub(super) fn new(
         gpu: &Arc<Gpu>,
         owner: Owner,
@@ -158,9 +158,9 @@ impl Launcher {
         self.command_with(command, 0)
     }
 
-    /// A command that reads so many bytes of weights.
+    /// A command that reads this many bytes of weights.
     fn command_with(&self, command: &Command, weights: usize) -> Result<(), DeviceError> {
-        // SAFETY: parameters of the kernel, with addresses of buffers, which wait for what is queued before they are given up.
+        // SAFETY: parameters of the kernel, with addresses of buffers, which wait for queued work before their release.
         Ok(unsafe {
             self.commands
                 .queue(command, self.of_token.then_some(weights))
@@ -171,7 +171,7 @@ impl Launcher {
         self.counters.address() + place as u64
     }
 
-    /// Where copies of rows of `columns` elements go, from row `prepare.first` on.
+    /// Destination of copies of rows of `columns` elements, from row `prepare.first` on.
     fn prepare(
         &mut self,
         prepare: &Prepare,
@@ -195,7 +195,7 @@ impl Launcher {
         })
     }
 
-    /// Adds `bias` to each of `rows` rows of as many elements.
+    /// Adds `bias` to each of `rows` rows of the same length.
     fn add_bias(&self, to: Address, rows: usize, bias: Option<&View>) -> Result<(), DeviceError> {
         let Some(bias) = bias else { return Ok(()) };
         let job = NormJob {
@@ -252,8 +252,8 @@ impl Launcher {
         self.activate(activate)
     }
 
-    /// Where the copies of one token's activation go when it is launched with the products that it is made of: beside those of their
-    /// input, which other blocks still read. Nothing where it is launched alone.
+    /// Destination of the copies of one token's activation if it is launched together with its products: next to the
+    /// copies of their input, which other blocks still read. `None` if it is launched alone.
     fn pair_copies(
         &self,
         job: &Multiply<'_>,
@@ -292,7 +292,7 @@ impl Launcher {
         }))
     }
 
-    /// Products, with what becomes of two of them and where its copies go.
+    /// Products, with the activation of two of them and the destination of its copies.
     fn products(
         &mut self,
         job: &Multiply<'_>,
@@ -365,7 +365,8 @@ impl Launcher {
         Ok(())
     }
 
-    /// Adds to a matrix what follows it in other parts, as do tiles of the head, and returns what is left.
+    /// Extends a matrix by its continuation in other parts, such as tiles of the head, and returns the remaining
+    /// products.
     fn add_tiles<'p>(
         &self,
         matrix: &mut Matrix,
@@ -401,7 +402,7 @@ impl Launcher {
         Ok(others)
     }
 
-    /// Matrices with quants for which blocks of 32 rows leave multiprocessors idle.
+    /// Quantised matrices for which blocks of 32 rows leave multiprocessors idle.
     fn is_narrow(&self, job: &Multiply<'_>) -> bool {
         let blocks: usize = job
             .products
@@ -415,7 +416,7 @@ impl Launcher {
                 .all(|product| narrow_bytes(product.dtype) > 0)
     }
 
-    /// The table of parts, with those of these products.
+    /// The table of parts, including those of these products.
     fn parts_of(&mut self, products: &[Product]) -> Result<Address, DeviceError> {
         let mut is_same = true;
         for product in products {
@@ -499,7 +500,7 @@ impl Launcher {
         for (position, angles) in (job.position..).zip(angles.chunks_exact_mut(job.width.max(1))) {
             job.rotation.fill(position, job.factors.as_deref(), angles);
         }
-        // SAFETY: as long as the view, whose buffer waits for what is queued before it is given up.
+        // SAFETY: valid as long as the view, whose buffer waits for queued work before its release.
         Ok(unsafe { self.staging.send(target, &angles) }?)
     }
 
@@ -517,7 +518,7 @@ impl Launcher {
                     let mut floats = vec![0.0f32; elements];
                     dequantize(job.dtype, bytes, &mut floats);
                     floats.iter_mut().for_each(|value| *value *= job.scale);
-                    // SAFETY: as long as the view, whose buffer waits for what is queued before it is given up.
+                    // SAFETY: valid as long as the view, whose buffer waits for queued work before its release.
                     unsafe { self.staging.send(target, &floats) }?;
                 }
                 RowBytes::View(view) => {
@@ -540,7 +541,7 @@ impl Launcher {
         Ok(())
     }
 
-    /// Sets the word that says how many tokens come before.
+    /// Sets the word with the number of preceding tokens.
     fn set_position(&mut self, position: usize) -> Result<Address, DeviceError> {
         let (position, place) = (word(position)?, self.counter(POSITION));
         if self.position != Some(position) {
@@ -753,7 +754,7 @@ impl Launcher {
                 Job::Convert(launched),
             )
         };
-        // In waves that write where rows of later ones have been, and no row of the same wave that another block reads.
+        // In waves that overwrite rows of earlier waves, but no row read by another block of the same wave.
         if has <= had {
             let mut done = 0;
             while done < job.rows {
@@ -835,7 +836,7 @@ impl Launcher {
         if rows == 1 {
             return self.launch(of_one, blocks, 0, Job::Delta(launched));
         }
-        // Until there are copies, what the rule takes for each value head lies in their place.
+        // Until copies exist, their place holds the per-head values of the delta rule.
         if launched.to.stride / DELTA_SCALARS < heads {
             return Err(DeviceError::new(
                 "a layer with a state makes no copies of its result".to_owned(),
@@ -893,7 +894,8 @@ impl Launcher {
     }
 }
 
-/// Whether an operation is one of a single token, on weights that stay where they are: with the next token it will mostly be the same.
+/// Whether an operation is for a single token with weights at fixed addresses: with the next token it will usually be
+/// identical.
 fn is_of_token(operation: &Operation<'_>) -> bool {
     match operation {
         Operation::Activate(job) => job.gate.len() == 4 * job.width,
@@ -912,7 +914,7 @@ fn is_of_token(operation: &Operation<'_>) -> bool {
     }
 }
 
-/// Number of an activation, as kernels have it.
+/// Number of an activation in the kernels.
 const fn number_of(activation: Activation) -> u32 {
     match activation {
         Activation::Silu => 1,
@@ -930,9 +932,10 @@ const POSITION: usize = 64;
 const RESULT: usize = 128;
 const FINISH: usize = 192;
 const DELTA: usize = 256;
-/// Key heads, and 256 results each.
+/// Key heads, with 256 results each.
 pub(super) const DELTA_COUNTERS_MAX: usize = 2048;
-/// Rows of a state that a block has, tokens of a block of inputs and of one of results, and bytes of a head's scalars: see `delta.cu`.
+/// Rows of a state per block, tokens of a block of inputs and of one of results, and bytes of a head's scalars: see
+/// `delta.cu`.
 const DELTA_ROWS: usize = 32;
 const DELTA_TILE: usize = 16;
 const DELTA_WARPS: usize = 4;
@@ -940,11 +943,11 @@ const DELTA_SCALARS: u32 = 16;
 const PARTIAL: usize = DELTA + 4 * DELTA_COUNTERS_MAX;
 const FINISH_BLOCKS_MAX: usize = 4096;
 const PAIR: usize = PARTIAL + 12 * FINISH_BLOCKS_MAX;
-/// One for each [`PAIR_ROWS`] rows of a gate: 262144 of them.
+/// One per [`PAIR_ROWS`] rows of a gate: 262144 of them.
 const PAIR_COUNTERS_MAX: usize = 1024;
 const COUNTERS_BYTES: usize = PAIR + 4 * PAIR_COUNTERS_MAX;
 
-/// Places in the tables of a launcher: of parts, blocks, growth of queries, cosines and sines of a gap, and rows that are said.
+/// Capacities of a launcher's tables: parts, blocks, growth of queries, cosines and sines of a gap, and used rows.
 fn table_places(limits: &Limits) -> [usize; 5] {
     let blocks = usize::try_from(limits.context)
         .unwrap_or(usize::MAX)
@@ -958,7 +961,7 @@ fn table_places(limits: &Limits) -> [usize; 5] {
     ]
 }
 
-/// What a launcher takes for itself: counters, tables, and what is staged for them.
+/// A launcher's own memory: counters, tables, and their staging.
 pub(super) fn own_bytes(limits: &Limits) -> usize {
     let [parts, blocks, growth, back, said] = table_places(limits);
     let pages = [
@@ -975,8 +978,8 @@ pub(super) fn own_bytes(limits: &Limits) -> usize {
 }
 /// Rows of a gate that are activated together: `pair_of` of `products.cu`.
 const PAIR_ROWS: usize = 256;
-/// Tokens of a block of the cache, and elements of a head: at most, of both.
+/// Tokens of a block of the cache, and elements of a head: maxima.
 const BLOCK_TOKENS: usize = 64;
 const HEAD_DIM_MAX: usize = 256;
-/// Where copies may begin: kernels go through them in such pieces.
+/// Alignment of copies, which kernels process in units of this size.
 const COPIES_ALIGN: usize = 16;

@@ -1,4 +1,4 @@
-//! Kernels and their parameters, as `kernels/` declares them.
+//! Kernels and their parameters, as declared in `kernels/`.
 
 use std::{
     ffi::{CStr, c_void},
@@ -11,7 +11,7 @@ use super::driver::Address;
 use crate::{backend::Types, gguf::SUPPORTED};
 use cotenant_policy::kv_type::KvType;
 
-/// Kernels: each by its name in the module, with the threads of a block that it was compiled for.
+/// Kernels: each with its name in the module and the block size it was compiled for.
 macro_rules! kernels {
     ($($kernel:ident $name:literal $threads:literal,)*) => {
         /// A kernel by its name.
@@ -21,10 +21,10 @@ macro_rules! kernels {
         }
 
         impl Kernel {
-            /// Of all, in their order.
+            /// Names of all kernels, in order.
             pub(super) const NAMES: &[&CStr] = &[$($name,)*];
 
-            /// Of a block.
+            /// Threads per block.
             pub(super) const fn threads(self) -> u32 {
                 match self {
                     $(Self::$kernel => $threads,)*
@@ -85,7 +85,7 @@ pub(super) enum Job {
 }
 
 impl Job {
-    /// Where each of the kernel's parameters is; of fewer than six the others are not read.
+    /// Pointers to the kernel's parameters; with fewer than six, the rest are not read.
     pub(super) fn places(&self) -> [*mut c_void; 6] {
         fn at<T>(parameter: &T) -> *mut c_void {
             ptr::from_ref(parameter).cast_mut().cast()
@@ -157,7 +157,7 @@ pub(super) struct CopiesTo {
     pub(super) base: Address,
     pub(super) formats: u32,
     pub(super) columns: u32,
-    /// Bytes from a token to the next one.
+    /// Bytes between tokens.
     pub(super) stride: u32,
     pub(super) unused: u32,
 }
@@ -174,12 +174,12 @@ pub(super) struct Matrix {
     pub(super) rows: u32,
     pub(super) stride: u32,
     pub(super) first_block: u32,
-    /// Rows of each of several parts, and where the next begins.
+    /// Rows of each of several parts, and the start of the next.
     pub(super) tiles: u32,
 }
 
 impl Matrix {
-    /// Parts that its rows lie in, one behind the other from `part` on.
+    /// Number of consecutive parts, from `part` on, that contain its rows.
     pub(super) const fn parts(&self) -> u32 {
         if self.tiles == 0 {
             1
@@ -189,7 +189,7 @@ impl Matrix {
     }
 }
 
-/// Where parts begin in pages of the file counts in a launch: `products.cu`.
+/// Page size in which a launch counts the start of parts: `products.cu`.
 pub(super) const FILE_PAGE: u32 = 4096;
 
 /// `Products` of `products.cu`.
@@ -354,7 +354,8 @@ pub(super) struct FinishJob {
     pub(super) cap: f32,
 }
 
-/// Dynamic shared memory of `product_narrow` for weights of a type: two stages of 32 segments, and what a round of steps adds to eight rows.
+/// Dynamic shared memory of `product_narrow` for weights of a type: two stages of 32 segments, and the contribution of
+/// a round of steps to eight rows.
 pub(super) fn narrow_bytes(dtype: GgmlDType) -> usize {
     let Some(step) = step_bytes(dtype) else {
         return 0;
@@ -373,7 +374,8 @@ pub(super) fn narrow_bytes(dtype: GgmlDType) -> usize {
     2 * 32 * odd_units(together * step) + 4 * together * (8 / together) * 8 * words * 4
 }
 
-/// Dynamic shared memory of `product_tiles` for weights of a type: two stages of 64 rows and 32 tokens, and what is made of one.
+/// Dynamic shared memory of `product_tiles` for weights of a type: two stages of 64 rows and 32 tokens, and the
+/// converted form of one.
 pub(super) fn tiles_bytes(dtype: GgmlDType) -> usize {
     let Some(step) = step_bytes(dtype) else {
         return 0;
@@ -382,7 +384,7 @@ pub(super) fn tiles_bytes(dtype: GgmlDType) -> usize {
     2 * (64 * odd_units(step) + 32 * (272 + 32 + scales)) + 64 * 64 + 32 * 32
 }
 
-/// 256 columns of a row of a type with quants.
+/// Bytes of 256 columns of a row of a quantised type.
 fn step_bytes(dtype: GgmlDType) -> Option<usize> {
     match dtype {
         GgmlDType::F32 | GgmlDType::F16 | GgmlDType::BF16 => None,
@@ -390,13 +392,13 @@ fn step_bytes(dtype: GgmlDType) -> Option<usize> {
     }
 }
 
-/// Bytes with those around them in an odd number of units of 16.
+/// Bytes padded to an odd number of units of 16.
 const fn odd_units(bytes: usize) -> usize {
     (((bytes + 29) / 16) | 1) * 16
 }
 
-/// Number of a weight type among `Type` of `weights.cuh`, whose order is that of [`SUPPORTED`]; none of those that
-/// there is no kernel for.
+/// Number of a weight type among `Type` of `weights.cuh`, whose order is that of [`SUPPORTED`]; `None` for types
+/// without a kernel.
 pub(super) fn kind_of(dtype: GgmlDType) -> Option<u32> {
     SUPPORTED
         .iter()
@@ -404,7 +406,7 @@ pub(super) fn kind_of(dtype: GgmlDType) -> Option<u32> {
         .and_then(|number| u32::try_from(number).ok())
 }
 
-/// The format of activations that a product with weights of a type takes: one of `Format` of `copies.cuh`.
+/// The format of activations for products with weights of a type: one of `Format` of `copies.cuh`.
 pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
     match dtype {
         GgmlDType::F32 => F32,
@@ -420,7 +422,7 @@ pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
     }
 }
 
-/// All formats that products with weights of these types take.
+/// All formats needed by products with weights of these types.
 pub(super) fn formats_of(types: Types) -> u32 {
     FORMATS
         .into_iter()
@@ -428,7 +430,7 @@ pub(super) fn formats_of(types: Types) -> u32 {
         .sum()
 }
 
-/// Bytes of a token's copies in all of `formats`, as `format_bytes` of `copies.cuh` has them.
+/// Bytes of a token's copies in all of `formats`, as computed by `format_bytes` of `copies.cuh`.
 pub(super) fn copies_stride(formats: u32, columns: usize) -> usize {
     let of = |format: u32| match format {
         F32 => 4 * columns,
@@ -440,7 +442,7 @@ pub(super) fn copies_stride(formats: u32, columns: usize) -> usize {
     wanted.map(|format| of(format).next_multiple_of(16)).sum()
 }
 
-/// Number of a type of the cache among `CellKind` of `cells.cuh`.
+/// Number of a cache type among `CellKind` of `cells.cuh`.
 pub(super) const fn cell_kind(kind: KvType) -> u32 {
     match kind {
         KvType::F16 => 0,
@@ -449,7 +451,7 @@ pub(super) const fn cell_kind(kind: KvType) -> u32 {
     }
 }
 
-/// Matrices of a launch.
+/// Most matrices per launch.
 pub(super) const MATRICES_MAX: usize = 8;
 const F32: u32 = 1;
 const Q8K: u32 = 2;

@@ -1,4 +1,4 @@
-//! Probe of an integrated device: measured once for each device, driver and L4T, and kept in a file.
+//! Probe of an integrated device: measured once per device, driver and L4T, kept in a file.
 
 use std::{
     fs, io,
@@ -19,7 +19,7 @@ use super::{
 use crate::{arena::DeviceMemory as _, error::Unavailable};
 use cotenant_units::Bytes;
 
-/// What was measured of a device.
+/// Measurements of a device.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Probe {
@@ -28,32 +28,32 @@ pub(super) struct Probe {
     pub(super) room: Room,
 }
 
-/// What a probe holds for: with another one of these it is made again.
+/// Validity of a probe: a change of any field invalidates it.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 struct Measured {
     device: String,
     memory_bytes: usize,
     driver: i32,
-    /// First line of `/etc/nv_tegra_release`; empty where it is no Jetson.
+    /// First line of `/etc/nv_tegra_release`; empty on other systems than Jetson.
     l4t: String,
 }
 
-/// How much memory may be allocated, of up to half of what is free and of the limits below, and how soon it is free again.
+/// Allocatable memory, up to half of the free memory and the limits below, and the delay until it is free again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "camelCase")]
 pub(super) struct Room {
-    /// In one piece.
+    /// As one allocation.
     pub(super) largest_bytes: usize,
-    /// In several.
+    /// As several allocations.
     pub(super) sum_bytes: usize,
-    /// Until the driver counts it as free.
+    /// Delay until the driver counts it as free.
     pub(super) driver_us: Option<u64>,
-    /// Until the system does; nothing where it has not counted it as used.
+    /// Delay until the system counts it as free; `None` if the system never counted it as used.
     pub(super) system_us: Option<u64>,
 }
 
-/// The last probe of this process, and where probes are kept.
+/// The last probe of this process, and the folder of probes.
 #[derive(Debug)]
 struct Known {
     probe: Option<Probe>,
@@ -65,12 +65,12 @@ static KNOWN: Mutex<Known> = Mutex::new(Known {
     folder: None,
 });
 
-/// Has probes read from a folder and kept there.
+/// Sets the folder in which probes are read and kept.
 pub fn keep_probe_in(folder: &Path) {
     KNOWN.lock().unwrap_or_else(PoisonError::into_inner).folder = Some(folder.to_owned());
 }
 
-/// Has the next choice of a device measure it again.
+/// Makes the next choice of a device measure it again.
 pub fn forget_probe() {
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     known.probe = None;
@@ -80,12 +80,12 @@ pub fn forget_probe() {
 }
 
 impl Probe {
-    /// The probe of this device: of this process, of the file, or a new one, which is kept there. With `graphs` their launches are timed
-    /// as well.
+    /// The probe of this device: from this process, from the file, or a new one, which is written there. With `graphs`,
+    /// their launches are timed too.
     ///
     /// # Errors
     ///
-    /// When a call fails.
+    /// A call fails.
     pub(super) fn of_device(graphs: bool) -> Result<Self, Unavailable> {
         let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(probe) = &known.probe {
@@ -102,7 +102,7 @@ impl Probe {
             None => {
                 let probe = Self::measured(of, graphs)?;
                 if let Some(file) = &file {
-                    // Without a file the next start measures again.
+                    // Without the file, the next start measures again.
                     write(file, &probe).ok();
                 }
                 probe
@@ -162,7 +162,7 @@ impl Room {
         let driver_us = until(freed, || {
             Ok(gpu.free()?.saturating_sub(held) >= most_of(taken))
         })?;
-        // Of a discrete device, or of one whose driver keeps a pool, the system counts nothing.
+        // The system counts nothing on a discrete device, or if the driver keeps a pool.
         let system_us = if taken_available >= sum / 2 && sum > 0 {
             let held = held_available.unwrap_or_default();
             until(freed, || {
@@ -181,7 +181,7 @@ impl Room {
     }
 }
 
-/// The largest piece of at most `most` bytes, but for a step.
+/// The largest allocation of at most `most` bytes, to the precision of a step.
 fn largest(gpu: &Arc<Gpu>, most: usize) -> usize {
     let fits = |bytes: usize| Allocation::unwritten(gpu, bytes).is_ok();
     if most < STEP || fits(most) {
@@ -199,7 +199,7 @@ fn largest(gpu: &Arc<Gpu>, most: usize) -> usize {
     least
 }
 
-/// Microseconds since `began` until something holds; nothing where it does not in time.
+/// Microseconds from `began` until a condition holds; `None` on timeout.
 fn until(began: Instant, mut holds: impl FnMut() -> io::Result<bool>) -> io::Result<Option<u64>> {
     loop {
         if holds()? {
@@ -275,10 +275,11 @@ fn gigabytes(bytes: u64) -> f64 {
 
 /// Name of the file in its folder.
 const FILE: &str = "gpu.json";
-/// No part of a model is larger, and a sum of more takes longer than a start may (our choice).
+/// No part of a model is larger, and a larger sum takes longer than a start may (our choice).
 const LARGEST_MAX: usize = 1 << 30;
 const SUM_MAX: usize = 4 << 30;
-/// How exactly the largest piece is found, and how long pieces are allocated and waited for: with the speed, less than 2 s.
+/// Precision of the largest allocation, and time limits for allocating and waiting: with the speed, less than 2 s in
+/// total.
 const STEP: usize = 16 << 20;
 const ALLOCATING_MAX: Duration = Duration::from_millis(500);
 const FREEING_MAX: Duration = Duration::from_millis(300);

@@ -1,4 +1,4 @@
-//! The GPU as a backend: one stream of launches, and events behind them.
+//! GPU backend: one stream of launches, with events as fences.
 
 use std::{collections::VecDeque, io, ops::Range, sync::Arc};
 
@@ -15,24 +15,24 @@ use crate::{
 use cotenant_memory::heap;
 use cotenant_units::Bytes;
 
-/// A GPU that computes a model.
+/// A GPU as a backend.
 pub(super) struct Cuda {
     name: String,
     gpu: Arc<Gpu>,
     launcher: Launcher,
-    /// Weights lie in mappings that it reads where they are.
+    /// Whether weights lie in mappings that it reads in place.
     mapped: bool,
-    /// Operations that were queued, those of them that are known to be launched, and those that are known to be executed.
+    /// Number of operations queued, of those known to be launched, and of those known to be executed.
     queued: u64,
     launched: u64,
     executed: u64,
-    /// Events behind operations that are not known to be, in order.
+    /// Events after operations that are not known to be executed, in order.
     marks: VecDeque<(u64, Event)>,
-    /// Events to be used again.
+    /// Events for reuse.
     spare: Vec<Event>,
-    /// What was read last, where it was more than fits what is page-locked.
+    /// The last data read, if it exceeded the page-locked room.
     shown: Vec<f32>,
-    /// Why it computes no more.
+    /// The permanent error.
     failed: Option<DeviceError>,
 }
 
@@ -66,13 +66,13 @@ impl Cuda {
         &self.gpu
     }
 
-    /// Memory of the host that the device reads where it lies.
+    /// Host memory that the device reads in place.
     pub(super) fn mapping(&self, bytes: Bytes) -> io::Result<Buffer> {
         let memory = registered(self.gpu(), Mapping::new(bytes, Backing::OnTouch)?)?;
         Ok(self.launcher.owner.buffer(memory))
     }
 
-    /// Keeps an error, which is returned by all later calls.
+    /// Keeps an error, which all later calls return.
     fn keep<T>(&mut self, result: Result<T, DeviceError>) -> Result<T, DeviceError> {
         if let Err(error) = &result {
             self.failed.get_or_insert_with(|| error.clone());
@@ -87,7 +87,7 @@ impl Cuda {
         }
     }
 
-    /// Launches what is held back where that is a whole segment, and marks the end of what is launched.
+    /// Launches the held commands if they form a whole segment, and records the end of the launched work.
     fn end_segment(&mut self) -> Result<(), CudaError> {
         if self.gpu.submit_whole()? {
             self.launched = self.queued;
@@ -109,7 +109,7 @@ impl Cuda {
         unsafe { self.gpu().record(event) }
     }
 
-    /// Looks whether the first mark has been passed, or waits for it.
+    /// Checks whether the first mark has been passed, or waits for it.
     fn pass(&mut self, wait: bool) -> Result<bool, CudaError> {
         let Some(&(at, event)) = self.marks.front() else {
             return Ok(false);
@@ -136,7 +136,7 @@ impl Cuda {
     }
 }
 
-// SAFETY: what a passed event lies behind has been executed, as has everything when the stream was waited for.
+// SAFETY: everything before a passed event has been executed, and everything at all after waiting for the stream.
 unsafe impl Backend for Cuda {
     fn name(&self) -> String {
         self.name.clone()
@@ -153,7 +153,7 @@ unsafe impl Backend for Cuda {
             return self.mapping(bytes);
         }
         let part = self.allocate(bytes, Backing::Now)?;
-        // Readers fill it beside the queue: not before it was set to zero.
+        // Readers fill it concurrently with the queue, so it must have been zeroed before.
         self.gpu().synchronize()?;
         Ok(part)
     }
@@ -238,7 +238,7 @@ unsafe impl Backend for Cuda {
             self.shown.resize(count, 0.0);
             &mut self.shown
         });
-        // SAFETY: inside a buffer that is borrowed.
+        // SAFETY: inside a borrowed buffer.
         let received = unsafe { self.gpu.receive(address, room) };
         self.keep(received.map_err(Into::into))?;
         while let Some((_, event)) = self.marks.pop_front() {

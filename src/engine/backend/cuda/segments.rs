@@ -1,8 +1,8 @@
-//! Segments of a token: what is queued is held back until it makes one, and is launched as one graph where the same was queued before.
+//! Segments of a token: groups of held commands, launched as one graph if repeated.
 //!
-//! A graph stands for exactly the commands that it was captured from: whatever is queued otherwise, since a layer is streamed or a cache is kept as
-//! another type, is launched command by command. Weights are found through a table of where their parts lie, so that a part
-//! that was given up and read again leaves the commands what they were.
+//! A graph represents exactly the commands from which it was captured: any other sequence, for example because a layer
+//! is streamed or the cache has another type, is launched command by command. Weights are addressed through a table of
+//! parts, so that releasing and rereading a part leaves the commands unchanged.
 
 use std::{
     mem,
@@ -14,7 +14,7 @@ use super::{
     parameters::{Job, Kernel},
 };
 
-/// What is queued on a stream.
+/// Commands on a stream.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[expect(clippy::large_enum_variant, reason = "nearly all are launches")]
 pub(super) enum Command {
@@ -24,7 +24,7 @@ pub(super) enum Command {
         shared: u32,
         job: Job,
     },
-    /// Sets so many words.
+    /// Sets words.
     Set {
         to: Address,
         word: u32,
@@ -37,12 +37,12 @@ pub(super) enum Command {
     },
 }
 
-/// What the host writes in tables, and kernels read.
+/// Tables written by the host and read by kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Tables {
-    /// Where a part of the weights lies, by its place in the table.
+    /// Address of a part of the weights, by its index in the table.
     Part(u32),
-    /// What attention needs to know of the cache.
+    /// Attention's description of the cache.
     Cache,
     /// Rows of the head.
     Said,
@@ -70,42 +70,43 @@ impl Command {
     }
 }
 
-/// A context's stream, on which segments are launched; the thread is bound in each call.
+/// A context's stream for launching segments; each call binds the thread.
 pub(super) trait Launches {
     /// Queues a command.
     ///
     /// # Safety
     ///
-    /// The parameters of a launch are those of the kernel, and what the command uses on the device is there until it has been executed.
+    /// The parameters of a launch match the kernel, and device memory used by the command exists until it has been
+    /// executed.
     unsafe fn issue(&self, command: &Command) -> Result<(), CudaError>;
 
-    /// Commands as a graph.
+    /// Captures commands as a graph.
     fn capture(&self, commands: &[Command]) -> Result<GraphExec, CudaError>;
 
     /// Queues a graph.
     ///
     /// # Safety
     ///
-    /// As of each of its commands, for [`issue`](Self::issue).
+    /// As of [`issue`](Self::issue), for each of its commands.
     unsafe fn launch(&self, graph: GraphExec) -> Result<(), CudaError>;
 
-    /// Gives a graph back, which may still be executed.
+    /// Returns a graph, which may still be executing.
     fn forget(&self, graph: GraphExec);
 }
 
-/// What is held back of a context's stream, and the segments that it had before.
+/// Held commands of a context's stream, and its earlier segments.
 #[derive(Debug, Default)]
 pub(super) struct Segments {
     held: Vec<Command>,
-    /// Bytes of the weights that they read.
+    /// Bytes of weights read by the held commands.
     weights: usize,
     known: Vec<Known>,
-    /// Segments so far.
+    /// Number of segments so far.
     clock: u64,
-    /// Graphs are captured, and how often that has failed.
+    /// Whether graphs are captured, and the number of failures.
     graphs: bool,
     failures: u32,
-    /// What was held back could not be launched, which is lost.
+    /// Failure to launch held commands, which are lost.
     failed: Option<CudaError>,
 }
 
@@ -113,13 +114,13 @@ pub(super) struct Segments {
 #[derive(Debug)]
 struct Known {
     commands: Vec<Command>,
-    /// From the second time on.
+    /// Captured at the second launch.
     graph: Option<GraphExec>,
-    /// When it was launched last.
+    /// Time of its last launch.
     used: u64,
 }
 
-/// A graph could not be launched: no context of this process has any from then on.
+/// Set once a graph could not be launched: no context of this process uses graphs from then on.
 static NO_GRAPHS: AtomicBool = AtomicBool::new(false);
 
 pub(super) fn allow_no_graphs() {
@@ -131,26 +132,27 @@ pub(super) fn are_graphs_allowed() -> bool {
 }
 
 impl Segments {
-    /// Whether nothing is held back.
+    /// Whether no commands are held.
     pub(super) const fn is_empty(&self) -> bool {
         self.held.is_empty()
     }
 
-    /// Whether what is held back is a whole one, on an integrated device or another one.
+    /// Whether the held commands form a whole segment, on an integrated device or another one.
     pub(super) const fn is_whole(&self, integrated: bool) -> bool {
         self.held.len() >= SEGMENT || (integrated && self.weights >= WEIGHTS_MAX)
     }
 
-    /// Whether something that is held back reads this.
+    /// Whether a held command reads this table.
     pub(super) fn reads(&self, tables: Tables) -> bool {
         self.held.iter().any(|command| command.reads(tables))
     }
 
-    /// Holds a command back that reads so many bytes of weights.
+    /// Holds a command that reads this many bytes of weights.
     ///
     /// # Safety
     ///
-    /// What it uses is there until [`submit`](Self::submit) has been called and what that launches has been executed; the thread is bound.
+    /// Memory used by it exists until [`submit`](Self::submit) has been called and its launches have been executed; the
+    /// thread is bound.
     pub(super) unsafe fn hold(
         &mut self,
         stream: &impl Launches,
@@ -165,12 +167,12 @@ impl Segments {
         Ok(())
     }
 
-    /// Launches what is held back; the thread is bound. An error is permanent.
+    /// Launches the held commands; the thread is bound. An error is permanent.
     pub(super) fn submit(&mut self, stream: &impl Launches) -> Result<(), CudaError> {
         self.submit_as(stream, true)
     }
 
-    /// The same where a segment does not end, but is cut: it will not come again, and memory may be short.
+    /// As [`Self::submit`] for an incomplete segment: it will not recur, and memory may be short.
     pub(super) fn submit_cut(&mut self, stream: &impl Launches) -> Result<(), CudaError> {
         self.submit_as(stream, false)
     }
@@ -186,7 +188,7 @@ impl Segments {
         launched.inspect_err(|error| self.fail(error.clone()))
     }
 
-    /// Drops what is held back: its memory may go.
+    /// Drops the held commands, whose memory may then be released.
     pub(super) fn fail(&mut self, error: CudaError) {
         self.held.clear();
         self.failed.get_or_insert(error);
@@ -205,7 +207,7 @@ impl Segments {
             None
         };
         match graph {
-            // SAFETY: captured from these commands, whose memory is there by the contract of `hold`.
+            // SAFETY: captured from these commands, whose memory exists by the contract of `hold`.
             Some(graph) => unsafe { stream.launch(graph) },
             // SAFETY: as above.
             None => commands
@@ -214,7 +216,7 @@ impl Segments {
         }
     }
 
-    /// The graph of a segment, which is captured when it comes for the second time.
+    /// The graph of a segment, captured at its second occurrence.
     fn graph_of(&mut self, stream: &impl Launches, commands: &[Command]) -> Option<GraphExec> {
         self.clock += 1;
         let Some(known) = self
@@ -237,13 +239,13 @@ impl Segments {
         let graph = known.graph;
         self.failures += u32::from(graph.is_none());
         if self.failures >= FAILURES_MAX {
-            // What there is of memory is needed otherwise.
+            // The remaining memory is needed elsewhere.
             self.set_graphs(stream, false);
         }
         graph
     }
 
-    /// Forgets those that were not launched for the longest time, until there is room for so many commands.
+    /// Forgets the least recently launched segments until there is room for this many commands.
     fn make_room(&mut self, stream: &impl Launches, commands: usize) {
         while !self.has_room(commands) {
             let oldest = self
@@ -256,13 +258,13 @@ impl Segments {
         }
     }
 
-    /// Whether one more may be known, with so many commands.
+    /// Whether one more segment of this many commands fits.
     fn has_room(&self, commands: usize) -> bool {
         let known: usize = self.known.iter().map(|known| known.commands.len()).sum();
         self.known.len() < KNOWN_MAX && known + commands <= COMMANDS_MAX
     }
 
-    /// Has graphs captured from now on, or never again.
+    /// Enables capturing graphs, or disables it permanently.
     pub(super) fn set_graphs(&mut self, stream: &impl Launches, graphs: bool) {
         (self.graphs, self.failures) = (graphs && are_graphs_allowed(), 0);
         for known in self.known.drain(..) {
@@ -270,7 +272,7 @@ impl Segments {
         }
     }
 
-    /// Captures the last segment again and again, until there are as many graphs as there may be; says whether that is so.
+    /// Captures the last segment repeatedly up to the limit of graphs; returns whether that succeeded.
     pub(super) fn fill_up(&mut self, stream: &impl Launches) -> bool {
         let graphs = |known: &Known| known.graph.is_some();
         let Some(commands) = self
@@ -304,20 +306,20 @@ impl Known {
     }
 }
 
-/// Launches that make a segment: of a 4B model a quarter of a token. With fewer, more of them wait for the host; with more, the device
-/// waits for the first one.
+/// Launches per segment: a quarter of a token of a 4B model. With fewer, more segments wait for the host; with more,
+/// the device waits for the first one.
 const SEGMENT: usize = 64;
-/// Fewer are not worth a graph.
+/// Fewer do not justify a graph.
 const SEGMENT_MIN: usize = 4;
-/// The most that is held back, where no segment's end is asked for.
+/// Most commands held when no end of a segment is requested.
 const HELD_MAX: usize = 2 * SEGMENT;
-/// Weights that an integrated device reads in one: 4 ms at 32 GB/s, since a command waits for what has been launched.
+/// Weights read per segment on an integrated device: 4 ms at 32 GB/s, since a command waits for all launched work.
 const WEIGHTS_MAX: usize = 128 << 20;
-/// Segments that are known, and commands of them all, 0.5 MiB of the host's: a token of a model with 60 layers, each of which is a segment, or
-/// one with 100 layers of which several are.
+/// Limits of known segments and of their commands, 0.5 MiB on the host: a token of a model with 60 layers of one
+/// segment each, or with 100 layers of which some share a segment.
 const KNOWN_MAX: usize = 64;
 const COMMANDS_MAX: usize = 1024;
-/// A capture may fail by what another thread does meanwhile.
+/// Actions of other threads may fail a capture.
 const FAILURES_MAX: u32 = 3;
 
 #[cfg(test)]
@@ -326,7 +328,7 @@ mod tests {
 
     use super::*;
 
-    /// What was done, of which captures fail as long as there are failures left.
+    /// Records calls; captures fail while failures are left.
     #[derive(Default)]
     struct Noted {
         calls: RefCell<Vec<&'static str>>,
@@ -411,7 +413,7 @@ mod tests {
             ["capture", "launch"]
         );
         assert_eq!(submitted(&mut segments, &stream, 0, 4), ["launch"]);
-        // Another one, one that is too short, and one that is cut, as often as they come.
+        // A different segment, a short one, and a cut one, each repeated.
         assert_eq!(submitted(&mut segments, &stream, 1, 4), ["issue"]);
         for _ in 0..3 {
             assert_eq!(submitted(&mut segments, &stream, 0, 3), ["issue"]);

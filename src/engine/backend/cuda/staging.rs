@@ -1,4 +1,4 @@
-//! Staging of what the host writes for kernels: page-locked slots, and tables on the device that are filled through them.
+//! Staging of host data for kernels: page-locked slots, and the device tables they fill.
 
 use std::{ffi::c_void, io, ptr, slice, sync::Arc};
 
@@ -14,20 +14,20 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// Page-locked memory in slots that are filled one behind the other. Copies in the stream read it later, so that a slot is written
-/// again only when the event behind them has passed.
+/// Page-locked memory in slots that are filled in turn. Copies in the stream read them later, so that a slot is
+/// rewritten only after its event has passed.
 ///
-/// From memory that is not page-locked the driver may wait for the whole stream before it copies ("API synchronization behavior").
+/// With pageable memory the driver may wait for the whole stream before it copies ("API synchronization behavior").
 pub(super) struct Staging {
     commands: Commands,
     memory: SharedMapping,
     slots: [Slot; SLOTS],
-    /// The slot that is being filled, and how much of it is.
+    /// The current slot, and its fill level.
     current: usize,
     filled: usize,
 }
 
-/// A slot's last record.
+/// The last record of a slot.
 struct Slot {
     event: Event,
     /// Recorded, and not known to have passed.
@@ -59,11 +59,11 @@ impl Staging {
         Ok(staging)
     }
 
-    /// Queues that memory of the device has these values, ahead of what is held back; they may be given up when this returns.
+    /// Queues a copy of these values to device memory, before the held commands; the values may be dropped on return.
     ///
     /// # Safety
     ///
-    /// There is room on the device until it has been executed, and nothing that is held back uses it; the thread is bound.
+    /// The target exists until it has been executed, and no held command uses it; the thread is bound.
     pub(super) unsafe fn send<T: Copy>(
         &mut self,
         mut to: Address,
@@ -80,13 +80,13 @@ impl Staging {
             else {
                 continue;
             };
-            // SAFETY: a part of our own mapping which no copy in flight reads.
+            // SAFETY: a part of our own mapping that no copy in flight reads.
             unsafe {
                 place
                     .as_ptr()
                     .copy_from_nonoverlapping(values.as_ptr().cast(), bytes);
             };
-            // SAFETY: the caller's; nothing is written there before an event behind the copy has passed.
+            // SAFETY: the caller's promise; the slot is not rewritten before an event after the copy has passed.
             unsafe {
                 self.commands
                     .send(to, place.as_ptr().cast::<c_void>(), bytes)
@@ -97,10 +97,10 @@ impl Staging {
         Ok(())
     }
 
-    /// Goes on to the next slot, once no copy reads it any more.
+    /// Advances to the next slot, once no copy reads it any more.
     fn next(&mut self) -> Result<(), CudaError> {
         if let Some(slot) = self.slots.get_mut(self.current) {
-            // SAFETY: an event of this context; the thread is bound, as it is for what is sent.
+            // SAFETY: an event of this context; the thread is bound, as for sending.
             unsafe { self.commands.record(slot.event) }?;
             slot.in_flight = true;
         }
@@ -114,16 +114,16 @@ impl Staging {
         Ok(())
     }
 
-    /// Room for so many floats that are read once everything that was queued has been executed; nothing where there are more than fit.
+    /// Room for floats that are read after all queued work has been executed; `None` if they do not fit.
     ///
-    /// A copy to memory that is not page-locked goes through the driver's own, piece by piece.
+    /// The driver stages a copy to pageable memory through its own buffer, in pieces.
     pub(super) fn room(&mut self, floats: usize) -> Option<&mut [f32]> {
         let place = self.memory.range(0, floats * size_of::<f32>())?;
-        // SAFETY: whole pages of our own mapping. What is received there is queued behind the copies that read it.
+        // SAFETY: whole pages of our own mapping. Received data is queued after the copies that read it.
         Some(unsafe { slice::from_raw_parts_mut(place.as_ptr().cast(), floats) })
     }
 
-    /// Notes that everything that was queued has been executed.
+    /// Records that all queued work has been executed.
     pub(super) fn passed(&mut self) {
         self.filled = 0;
         for slot in &mut self.slots {
@@ -141,13 +141,13 @@ impl Drop for Staging {
     }
 }
 
-/// A table on the device that the host writes, with room for all that it will ever hold.
+/// A device table written by the host, with a fixed capacity.
 pub(super) struct Table<T> {
     memory: Allocation,
-    /// What may read it while it is written; nothing where that is looked for before.
+    /// Its readers among the held commands; `None` if the caller checks them.
     kind: Option<Tables>,
     places: usize,
-    /// What it will hold.
+    /// Its contents after the queued copies.
     last: Vec<T>,
 }
 
@@ -170,8 +170,8 @@ impl<T: Copy + PartialEq> Table<T> {
         self.memory.address()
     }
 
-    /// Where it lies once it holds `values`, for what is queued from now on: operations before it have had what they need by then,
-    /// since the copy is queued as well.
+    /// Its address, once it holds `values` for work queued from now on: the copy is queued too, so that earlier
+    /// operations still see the old values.
     pub(super) fn put(
         &mut self,
         staging: &mut Staging,
@@ -203,15 +203,15 @@ impl<T: Copy + PartialEq> Table<T> {
             if let Some(kind) = self.kind {
                 staging.commands.before_writing(kind)?;
             }
-            // SAFETY: there is room in it; the thread is bound.
+            // SAFETY: it has room; the thread is bound.
             unsafe { staging.send(self.memory.address(), &self.last) }?;
         }
         Ok(self.memory.address())
     }
 }
 
-/// What it takes of memory that is page-locked: 128 rows of 2560 floats, a chunk of a prompt whose embedding the host has, and as
-/// much again, so that the next chunk is written while that one is copied.
+/// Its page-locked memory: 128 rows of 2560 floats, a prefill chunk whose embedding is on the host, and as much again,
+/// so that the next chunk is written while that one is copied.
 pub(super) const STAGING_BYTES: usize = SLOTS * SLOT_BYTES;
 const SLOTS: usize = 4;
 const SLOT_BYTES: usize = 512 << 10;

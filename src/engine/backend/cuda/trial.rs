@@ -1,4 +1,4 @@
-//! Trial of a GPU before it is chosen: whether it computes, and how fast it reads weights where they may lie.
+//! Trial of a GPU before its choice: correctness, and speed of reading weights.
 
 use std::{
     io,
@@ -25,26 +25,26 @@ use crate::{
 };
 use cotenant_units::Bytes;
 
-/// What a trial has shown.
+/// Result of a trial.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Trial {
-    /// Tensor cores compute the same as other kernels.
+    /// Whether tensor cores give the same results as other kernels.
     pub(super) tensor_cores: bool,
-    /// Captured graphs do the same as their commands one by one.
+    /// Whether captured graphs give the same results as separate commands.
     pub(super) graphs: bool,
-    /// Bytes of the pieces in which the cache comes and goes.
+    /// Size in bytes of the units in which the cache grows and shrinks.
     pub(super) granule: usize,
-    /// Bytes that a context takes with its kernels, and as many graphs as there may be.
+    /// Bytes of a context with its kernels and the maximum number of graphs.
     pub(super) context: usize,
 }
 
 impl Trial {
-    /// Computes products of a prompt with and without tensor cores, in every kind of memory that a model needs, and some of one token
-    /// with and without graphs.
+    /// Computes products of a prompt with and without tensor cores, in every kind of memory that a model needs, and
+    /// some of one token with and without graphs.
     ///
     /// # Errors
     ///
-    /// When a call fails.
+    /// A call fails.
     pub(super) fn run() -> Result<Self, Unavailable> {
         let free = |observer: &Observer| observer.free().map_err(|error| refused(&error));
         let observer = Observer::new()?;
@@ -70,25 +70,25 @@ impl Trial {
     }
 }
 
-/// How fast the kernel for one token goes through weights, in bytes per second.
+/// Rate at which the single-token kernel reads weights, in bytes per second.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Speed {
-    /// In memory of the device.
+    /// From device memory.
     pub(super) device: u64,
-    /// In mappings that it reads where they lie.
+    /// From mappings read in place.
     pub(super) mapped: u64,
-    /// Time of a launch among others, of a kernel that has hardly anything to do.
+    /// Time per launch in a series, of a nearly empty kernel.
     pub(super) launch: Duration,
-    /// The same in a graph, where there are any.
+    /// The same within a graph, if available.
     pub(super) in_graph: Option<Duration>,
 }
 
 impl Speed {
-    /// Measures it, within half a second.
+    /// Measures within half a second.
     ///
     /// # Errors
     ///
-    /// When a call fails.
+    /// A call fails.
     pub(super) fn measure(graphs: bool) -> Result<Self, Unavailable> {
         let gpu = Gpu::open()?;
         let measured = || {
@@ -106,7 +106,7 @@ impl Speed {
         measured().map_err(|error| refused(&error))
     }
 
-    /// Whether weights are read as fast where they are mapped: then the system counts them, and has them back at once.
+    /// Whether mapped weights are read equally fast: mapped, the system accounts for them and gets them back at once.
     pub(super) const fn prefers_mapped(&self) -> bool {
         self.mapped.saturating_mul(100) >= self.device.saturating_mul(MAPPED_PERCENT)
     }
@@ -137,7 +137,7 @@ fn failed(error: DeviceError) -> io::Error {
     io::Error::other(error)
 }
 
-/// Rows of floats with copies, as a norm leaves them for products.
+/// Rows of floats with copies, as prepared by a norm for products.
 struct Input {
     norm: Norm,
     normed: Buffer,
@@ -220,7 +220,7 @@ impl Input {
     }
 }
 
-/// Bits of products of some rows with weights of two types.
+/// Result bits of products of some rows with weights of two types.
 fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
     let input = Input::new(cuda, TOKENS, COLUMNS, TRIED.into_iter().collect())?;
     let each = TOKENS * ROWS;
@@ -247,7 +247,7 @@ fn product(cuda: &mut Cuda) -> io::Result<Vec<u32>> {
     Ok(made.iter().map(|number| number.to_bits()).collect())
 }
 
-/// Weights in memory that the host fills, with scales that are finite.
+/// Weights in host-written memory, with finite scales.
 fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
     let bytes = ROWS * row_bytes(dtype, COLUMNS);
     let memory = cuda.mapping(Bytes::of_len(bytes))?;
@@ -262,7 +262,7 @@ fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
         .shared()
         .range(0, bytes)
         .ok_or(io::ErrorKind::InvalidData)?;
-    // SAFETY: a mapping that was made just now, which nothing else has.
+    // SAFETY: a mapping created above and not shared.
     unsafe {
         place
             .as_ptr()
@@ -271,8 +271,8 @@ fn weights(cuda: &Cuda, dtype: GgmlDType) -> io::Result<Buffer> {
     Ok(memory)
 }
 
-/// Bytes per second of one token's product with weights in memory of the device, or mapped: first with few of them; with many,
-/// beyond any cache, where that takes no time.
+/// Rate of one token's product in bytes per second, with weights in device memory, or mapped: first with few weights;
+/// then, unless that is slow, with more than any cache holds.
 fn reading(gpu: &Arc<Gpu>, mapped: bool) -> io::Result<u64> {
     let mut cuda = cuda(gpu, mapped, true)?;
     let (few, took) = timed_product(&mut cuda, FEW)?;
@@ -283,7 +283,7 @@ fn reading(gpu: &Arc<Gpu>, mapped: bool) -> io::Result<u64> {
     Ok(per_second(many, took))
 }
 
-/// The shortest time of some products of one token with about so many bytes of weights.
+/// The shortest time of several products of one token with about this many bytes of weights.
 fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)> {
     let dtype = GgmlDType::Q8_0;
     let input = Input::new(cuda, 1, WIDE, [dtype].into_iter().collect())?;
@@ -312,7 +312,7 @@ fn timed_product(cuda: &mut Cuda, bytes: usize) -> io::Result<(usize, Duration)>
     Ok((bytes, shortest))
 }
 
-/// Some products of a row with few weights of a resident part, and their results, with room for flags behind them.
+/// Products of a row with few weights of a resident part, and their results, with room for flags after them.
 fn small_products(cuda: &Cuda, count: usize) -> io::Result<(Vec<Product>, Buffer)> {
     let dtype = GgmlDType::Q8_0;
     let out = cuda.allocate(Bytes::of_len((count * FEW_ROWS + FLAGS) * 4), Backing::Now)?;
@@ -330,8 +330,8 @@ fn small_products(cuda: &Cuda, count: usize) -> io::Result<(Vec<Product>, Buffer
     Ok(((0..count).map(product).collect(), out))
 }
 
-/// Whether a segment of a token has the same results when it is captured and when it is launched again. As many graphs are made as
-/// there will ever be, so that it is seen what they take.
+/// Whether a segment of a token has the same results when captured and when launched again. Captures the maximum number
+/// of graphs, to measure their memory.
 fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
     let mut cuda = cuda(gpu, true, true)?;
     let input = Input::new(
@@ -354,7 +354,7 @@ fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
             input.norm(&mut cuda)?;
             input.multiply(&mut cuda, std::slice::from_ref(product))?;
         }
-        // Its result is copied behind them.
+        // Its result is copied after them.
         cuda.queue(Operation::Finish(Finish {
             logits: out.view(0..products.len() * FEW_ROWS),
             said: std::slice::from_ref(&(0..products.len() * FEW_ROWS)).into(),
@@ -374,7 +374,7 @@ fn graphs_compute(gpu: &Arc<Gpu>) -> io::Result<bool> {
     Ok(gpu.fill_up()? && results.windows(2).all(|two| two.first() == two.last()))
 }
 
-/// Time of a launch when several are queued, each of a product with 32 rows.
+/// Time per launch in a queued series of products with 32 rows.
 fn launching(gpu: &Arc<Gpu>, in_graph: bool) -> io::Result<Duration> {
     let mut cuda = cuda(gpu, true, true)?;
     let input = Input::new(
@@ -391,11 +391,11 @@ fn launching(gpu: &Arc<Gpu>, in_graph: bool) -> io::Result<Duration> {
             (0..LAUNCHES).try_for_each(|_| input.multiply(cuda, &product))
         })?);
     }
-    // With the first it is no graph yet, and with the second it is captured.
+    // The first run has no graph yet, and the second captures it.
     Ok(took.into_iter().skip(2).min().unwrap_or_default() / LAUNCHES)
 }
 
-/// Time until what `work` queues has been executed.
+/// Time until the work queued by `work` has been executed.
 fn timed(cuda: &mut Cuda, work: impl FnOnce(&mut Cuda) -> io::Result<()>) -> io::Result<Duration> {
     let before = cuda.mark();
     cuda.wait(before).map_err(failed)?;
@@ -418,27 +418,28 @@ const fn row_bytes(dtype: GgmlDType, columns: usize) -> usize {
     }
 }
 
-/// What is tried: a type of each shape of blocks, more rows than an odd number of tiles has, and more tokens than other kernels take at once.
+/// Types of the trial, one per block shape, an odd number of tiles plus a remainder, and more tokens than other kernels
+/// take at once.
 const TRIED: [GgmlDType; 2] = [GgmlDType::Q4K, GgmlDType::Q8_0];
 const COLUMNS: usize = 256;
 const ROWS: usize = 80;
 const TOKENS: usize = 9;
-/// To what a context's memory is rounded, so that one trial says the same as the next, and the most that counts as its own: on integrated
-/// devices other processes take memory meanwhile. Our choice; a context of CUDA 12 takes 100 to 500 MiB.
+/// Rounding of a context's memory, so that trials agree, and the most that counts as its own: on integrated devices
+/// other processes allocate concurrently. Our choice; a context of CUDA 12 takes 100 to 500 MiB.
 const CONTEXT_STEP: usize = 8 << 20;
 const CONTEXT_MAX: usize = 1 << 30;
-/// Columns of the matrix whose product is timed: those of a model of 4 to 8 billion weights.
+/// Columns of the timed product's matrix: as in a model of 4 to 8 billion weights.
 const WIDE: usize = 4096;
-/// Weights of the product that is timed: with few of them a cache has all, with many none (Orin: 4 MiB); many take 1 ms on Orin.
+/// Weights of the timed product: few fit in a cache, many do not (Orin: 4 MiB); many take 1 ms on Orin.
 const FEW: usize = 1 << 20;
 const MANY: usize = 64 << 20;
-/// A device that takes longer for few is slower than any disk, and is not asked for many.
+/// A device that takes longer for few is slower than any disk, and is not timed with many.
 const FEW_TAKE_MAX: Duration = Duration::from_millis(4);
 const TURNS: u32 = 4;
 const FEW_ROWS: usize = 32;
-/// As many as make a segment.
+/// The number in a segment.
 const LAUNCHES: u32 = 64;
-/// Mapped weights are preferred when they are read as fast but for what two measurements differ by.
+/// Mapped weights are preferred at this share of the device rate, which allows for the noise between two measurements.
 const MAPPED_PERCENT: u64 = 97;
 
 #[cfg(test)]

@@ -15,6 +15,10 @@ fn plan_of(resident: u32, kv: u32, chunk: u32, kv_type: KvType) -> EnginePlan {
     }
 }
 
+fn number_of(tokens: usize) -> u32 {
+    u32::try_from(tokens).unwrap()
+}
+
 /// What happens next.
 #[derive(Clone, Debug)]
 enum Step {
@@ -169,7 +173,7 @@ impl House {
                 };
                 assert_eq!(self.model.resume(&[], lane).unwrap(), tokens);
                 let count = count.min(self.model.answers_max());
-                let draft = text(u32::try_from(tokens.len()).unwrap(), count as u32);
+                let draft = text(number_of(tokens.len()), number_of(count));
                 let span = Span {
                     lane: None,
                     tokens: &draft,
@@ -184,7 +188,7 @@ impl House {
                             let logits = self.model.logits_of(number, at).unwrap().to_vec();
                             assert!(self.expected(&all) == logits, "{number} of a draft");
                         }
-                        self.model.take_back(None, (count - kept) as u32);
+                        self.model.take_back(None, number_of(count - kept));
                         tokens.extend_from_slice(&draft[..kept]);
                     }
                     Err(ForwardError::KvFull { .. }) => {}
@@ -237,7 +241,7 @@ impl House {
                 let (lane, tokens) = self.speakers[*number].as_ref().unwrap();
                 let next = text(
                     u32::try_from(tokens.len()).unwrap() * 13,
-                    more(*number) as u32,
+                    number_of(more(*number)),
                 );
                 // All of them have results where there are as many.
                 let all = some.len() == 1 && own == 0 && next.len() <= self.model.answers_max();
