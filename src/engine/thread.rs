@@ -394,6 +394,9 @@ impl Worker {
         };
         match model.save_conversations(&self.sequence, &path) {
             Ok(Saved {
+                conversations: 0, ..
+            }) => {}
+            Ok(Saved {
                 conversations,
                 bytes,
             }) => tracing::info!(
@@ -417,6 +420,9 @@ impl Worker {
         let shared = &self.engine_loop.shared;
         let mut go_on = || !shared.is_pressed(Instant::now());
         match model.restore_conversations(&path, &mut go_on) {
+            Ok(Saved {
+                conversations: 0, ..
+            }) => {}
             Ok(Saved {
                 conversations,
                 bytes,
