@@ -177,7 +177,7 @@ fn float(tokens: usize) -> f64 {
 const MATCH_MIN: usize = 2;
 /// From this length on a match is taken to be a repetition.
 const MATCH_LONG: usize = 4;
-/// The longest match that is told from longer ones.
+/// Longer matches count as one of this length.
 const MATCH_MAX: usize = 8;
 /// How often a drafted token is taken to be right before any was verified, after a short match and after a long one. Measured:
 /// SmolLM2 135M repeats itself after 2 and 3 equal tokens in about a quarter of all cases, after 4 and more in three of four.

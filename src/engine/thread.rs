@@ -13,6 +13,7 @@
 //! in the snapshot.
 
 mod answers;
+mod output;
 mod passes;
 #[cfg(test)]
 mod tests;
