@@ -484,6 +484,7 @@ async fn conversations_survive_a_restart_where_they_are_kept_on_disk() {
         let question = "the light in the kitchen was on all day long. ".repeat(30);
         let mut messages = vec![json!({"role": "user", "content": question})];
         let daemon = installation.start().await;
+        daemon.whole().await;
         let answer = daemon.chat(json!({ "messages": messages })).await;
         daemon.end().await;
         let file = installation.path("state/conversations");
@@ -491,6 +492,7 @@ async fn conversations_survive_a_restart_where_they_are_kept_on_disk() {
         messages.push(json!({"role": "assistant", "content": content(&answer)}));
         messages.push(json!({"role": "user", "content": "and now?"}));
         let daemon = installation.start().await;
+        daemon.whole().await;
         let answer = daemon.chat(json!({ "messages": messages })).await;
         let usage = answer.json()["usage"].clone();
         let cached = usage["prompt_tokens_details"]["cached_tokens"].as_u64();
@@ -548,8 +550,11 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
         let shown = &installation.json(&["status"])["engine"]["sequences"][0];
         assert_eq!(shown["kvTokens"], sequence.kv_tokens);
     }
-    // Another conversation with the same beginning is kept beside it.
-    let other = format!("{question} and the one in the hall?");
+    // A conversation that differs earlier is kept beside it.
+    let other = format!(
+        "{} and the one in the hall?",
+        &question[..question.len() / 2]
+    );
     daemon
         .chat(json!({ "messages": [{"role": "user", "content": other}] }))
         .await;
@@ -561,13 +566,10 @@ async fn sequences_are_listed_with_their_kv_and_what_they_reused() {
     let [last, beside] = &engine.sequences[..] else {
         panic!("{engine:?}");
     };
-    assert_eq!(last.shared_bytes, 0, "{last:?}");
+    assert_eq!(last.idle, None, "{last:?}");
     assert_eq!(beside.state(), SequenceState::Kept);
-    assert!(beside.kv_tokens > 100, "{beside:?}");
-    assert!(
-        beside.shared_bytes > 0 && beside.shared_bytes < beside.kv_bytes,
-        "{beside:?}"
-    );
+    assert!(beside.kv_tokens > last.kv_tokens, "{beside:?}");
+    assert!(beside.shared_bytes < beside.kv_bytes, "{beside:?}");
     daemon.end().await;
 }
 

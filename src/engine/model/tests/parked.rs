@@ -112,6 +112,11 @@ fn eight_conversations_go_on_where_they_were_and_share_what_they_begin_with() {
     }
     // Seven blocks each, of which five are there once.
     assert_eq!(talk.parked(), 7 * 2);
+    let kept = talk.model.kept_conversations();
+    assert_eq!(kept.len(), 7);
+    for one in kept {
+        assert_eq!((one.tokens.get(), one.shared.get()), (392, 5 * 64));
+    }
     for turn in 0..3u32 {
         for prompt in &mut all {
             let before = u32::try_from(prompt.len()).unwrap();
