@@ -294,7 +294,6 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
         Column::Figure("KV"),
         Column::Figure("SHARED"),
         Column::Figure("TOKENS"),
-        Column::Figure("BLOCKS"),
         Column::Figure("PROMPT"),
         Column::Figure("REUSED"),
         Column::Figure("ANSWER"),
@@ -302,25 +301,30 @@ pub(super) fn sequences_table(sequences: &[v1::Sequence]) -> String {
     ]);
     for sequence in sequences {
         let waits = sequence.state() == v1::SequenceState::Waiting;
-        let figure = |figure: u32| match waits {
-            true => String::new(),
-            false => figure.to_string(),
+        // What the last request took is known of the last conversation only.
+        let is_beside = sequence.idle.is_some();
+        let figure = |is_known: bool, figure: u32| match is_known {
+            true => figure.to_string(),
+            false => String::new(),
         };
         let mut state = word(sequence.state().as_str_name(), "SEQUENCE_STATE_");
         if let Some(since) = sequence.waited.as_ref().or(sequence.idle.as_ref()) {
             state = format!("{state} {}", span(since));
         }
         table.row([
-            sequence.id.to_string(),
+            match sequence.id {
+                0 => String::new(),
+                id => id.to_string(),
+            },
             state,
             optional((!waits).then_some(sequence.kv_bytes)),
             optional((sequence.shared_bytes > 0).then_some(sequence.shared_bytes)),
-            figure(sequence.kv_tokens),
-            figure(sequence.kv_blocks),
-            sequence.prompt_tokens.to_string(),
-            figure(sequence.reused_tokens),
-            figure(sequence.generated_tokens),
+            figure(!waits, sequence.kv_tokens),
+            figure(!is_beside, sequence.prompt_tokens),
+            figure(!waits && !is_beside, sequence.reused_tokens),
+            figure(!waits && !is_beside, sequence.generated_tokens),
             match sequence.client.as_str() {
+                "" if is_beside => String::new(),
                 "" => format!(
                     "({})",
                     word(sequence.lease_class().as_str_name(), "LEASE_CLASS_")
