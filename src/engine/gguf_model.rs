@@ -292,6 +292,10 @@ impl LanguageModel for GgufModel {
         self.model.calibrate(go_on)
     }
 
+    fn can_say(&self, token: u32) -> bool {
+        self.model.can_say(token)
+    }
+
     fn reset(&mut self) {
         self.model.reset();
     }

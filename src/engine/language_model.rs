@@ -203,6 +203,11 @@ pub trait LanguageModel {
         Ok(None)
     }
 
+    /// Whether a token can be said: a reduced vocabulary leaves others out.
+    fn can_say(&self, _token: u32) -> bool {
+        true
+    }
+
     /// Drops the sequence.
     fn reset(&mut self);
 

@@ -145,10 +145,11 @@ impl Worker {
             };
             let left = (answer.max_tokens - answer.generated) as usize;
             let most = left.min(FORCED_MAX.saturating_sub(answer.next.len()));
+            let model = self.model.as_deref();
             let forced = in_form(mask.force(&mut |bytes| {
-                let mut tokens = text.tokenizer().encode_ahead(bytes);
-                tokens.truncate(most);
-                tokens
+                let tokens = text.tokenizer().encode_ahead(bytes);
+                let can_say = |token: &u32| model.is_none_or(|model| model.can_say(*token));
+                tokens.into_iter().take(most).take_while(can_say).collect()
             }))?;
             if forced.is_empty() {
                 return ControlFlow::Continue(());
