@@ -13,8 +13,6 @@
 //! in the snapshot.
 
 mod answers;
-mod output;
-mod passes;
 #[cfg(test)]
 mod tests;
 mod worker;

@@ -9,24 +9,38 @@
 //!            alone       in slices    together  alone
 //! ```
 //!
-//! A prompt that joins is read in slices, each in one pass with the next tokens of those before it.
+//! | answers | a pass computes |
+//! |---|---|
+//! | one | its next token; tokens that its form forces, or that a draft proposes, with it |
+//! | several | the next tokens of each, as many answers as may be together |
+//! | several, and a prompt | the same, and a slice of the prompt |
 
-use std::ops::ControlFlow;
+use std::{
+    ops::ControlFlow,
+    time::{Duration, Instant},
+};
 
-use super::worker::{Answer, Worker, position_of};
+use super::worker::{Answer, ROOM_LOOK, Worker, position_of};
 use crate::{
     answer::answer_tags,
     drafts::Drafter,
-    engine_loop::Outcome,
+    engine_loop::{BetweenLayers, Outcome},
+    error::ForwardError,
     generate::{GenerateError, GenerateRequest, RequestId},
     mailbox::Queued,
-    model::{Asked, Selected},
+    model::{Asked, Selected, Span},
     sampling::Sampler,
     stops::StopStrings,
     text::TextSide,
     tokenizer::TextStream,
 };
-use cotenant_units::Tokens;
+use cotenant_units::{Tokens, causes::in_one_line};
+
+/// A slice of a prompt that is read beside answers.
+struct Slice<'a> {
+    id: RequestId,
+    tokens: &'a [u32],
+}
 
 impl Worker {
     /// A request that may join those that are under way, where their contexts and its own have place.
@@ -185,6 +199,453 @@ impl Worker {
             }
         }
     }
+
+    /// All answers under way go on by a token, where there is place for it.
+    pub(super) fn go_on(&mut self) {
+        self.take_commands();
+        self.end_what_has_ended();
+        self.take_up();
+        let Some(text) = self.text.clone() else {
+            return;
+        };
+        if self.answers.iter().any(|answer| answer.lane.is_some()) {
+            let began = Instant::now();
+            self.go_on_together(&text, None);
+            self.round_takes = began.elapsed();
+        } else if let Some(answer) = self.answers.pop() {
+            self.go_on_alone(&text, answer);
+        }
+    }
+
+    /// Ends the answers that a command point has found to be over.
+    fn end_what_has_ended(&mut self) {
+        for answer in std::mem::take(&mut self.answers) {
+            match self.engine_loop.ended(answer.id).cloned() {
+                Some(outcome) => self.end(answer, outcome),
+                None => self.answers.push(answer),
+            }
+        }
+    }
+
+    fn go_on_alone(&mut self, text: &TextSide, mut answer: Answer) {
+        let began = Instant::now();
+        let said = self.step_alone(text, &mut answer);
+        self.round_takes = began.elapsed();
+        match said {
+            ControlFlow::Continue(()) => self.answers.push(answer),
+            ControlFlow::Break(outcome) => self.end(answer, outcome),
+        }
+    }
+
+    fn step_alone(&mut self, text: &TextSide, answer: &mut Answer) -> ControlFlow<Outcome> {
+        self.find_room(answer.id, text.context_max())?;
+        let end = text.context_max().min(self.capacity()).get();
+        let room = end.saturating_sub(position_of(&self.sequence)).max(1) as usize;
+        self.speed.with_plan(self.engine_loop.state.revision);
+        let draft = self.draft(answer, room - 1);
+        if !draft.is_empty() {
+            return self.verify(text, answer, &draft);
+        }
+        let fits = answer.next.len().min(room);
+        let tokens: Vec<u32> = answer.next.drain(..fits).collect();
+        let began = Instant::now();
+        self.forward(answer.id, &tokens, answer.is_greedy())?;
+        if tokens.len() == 1 {
+            self.speed.took(1, began.elapsed());
+        }
+        if answer.next.is_empty() {
+            self.say(text, answer)?;
+        }
+        ControlFlow::Continue(())
+    }
+
+    /// The tokens that are likely to follow the next one of the answer that is alone, as many as a pass with them is worth.
+    fn draft(&mut self, answer: &mut Answer, room: usize) -> Vec<u32> {
+        let (Some(model), [next]) = (self.model.as_ref(), answer.next.as_slice()) else {
+            return Vec::new();
+        };
+        // What a form allows is known token by token only, and tokens that were dropped are not drafted from.
+        if answer.mask.is_some()
+            || answer.sinks.is_some()
+            || !self.engine_loop.shared.options().drafts
+        {
+            return Vec::new();
+        }
+        let left = answer.max_tokens.saturating_sub(answer.generated + 1) as usize;
+        let results = model.answers_max().saturating_sub(1);
+        let most = results.min(room).min(left);
+        self.sequence.push(*next);
+        let draft = answer.drafter.draft(&self.sequence, most, self.speed);
+        self.sequence.pop();
+        draft
+    }
+
+    /// Computes the next token of the answer that is alone with those of a draft, and says as many as turn out to be its own.
+    fn verify(
+        &mut self,
+        text: &TextSide,
+        answer: &mut Answer,
+        draft: &[u32],
+    ) -> ControlFlow<Outcome> {
+        let rows = [answer.next.as_slice(), draft].concat();
+        let scored = rows.len();
+        let began = Instant::now();
+        let span = Span {
+            lane: None,
+            tokens: &rows,
+            scored,
+        };
+        if let Some(active) = self.engine_loop.of_mut(answer.id) {
+            active.own_passes = false;
+        }
+        if let Err(error) = self.compute(&[span], &[answer.id]) {
+            return self.failed(answer.id, &rows, error);
+        }
+        self.speed.took(scored, began.elapsed());
+        self.sequence.append(&mut answer.next);
+        let mut accepted = 0;
+        let said = loop {
+            let proposed = draft.get(accepted);
+            match self.say_result(text, answer, accepted) {
+                ControlFlow::Continue(())
+                    if proposed.is_some_and(|token| answer.next == [*token]) =>
+                {
+                    self.sequence.append(&mut answer.next);
+                    accepted += 1;
+                }
+                said => break said,
+            }
+        };
+        answer.drafter.verified(accepted, draft.len());
+        self.engine_loop.drafted(draft.len(), accepted);
+        if let Some(model) = self.model.as_mut() {
+            // Nothing is left of a sequence whose results were not finite.
+            let kept = position_of(&self.sequence);
+            model.take_back(None, model.position().saturating_sub(kept));
+        }
+        said
+    }
+
+    /// Says the token that follows by one of the results of the last pass, of the answer that is alone.
+    fn say_result(
+        &mut self,
+        text: &TextSide,
+        answer: &mut Answer,
+        number: usize,
+    ) -> ControlFlow<Outcome> {
+        self.go_on_unless_ended(answer.id)?;
+        match self.scores(answer, number) {
+            Ok(()) => self.say(text, answer),
+            Err(error) => self.failed(answer.id, &[], error),
+        }
+    }
+
+    /// Puts the scores of a result of the last pass where the next token is chosen from.
+    fn scores(&mut self, answer: &Answer, number: usize) -> Result<(), ForwardError> {
+        let Some(model) = self.model.as_mut() else {
+            return Err(ForwardError::SequenceLost);
+        };
+        let held = if answer.lane.is_some() {
+            &answer.tokens
+        } else {
+            &self.sequence
+        };
+        let position = position_of(held).saturating_sub(1);
+        self.greatest = if answer.is_greedy() {
+            model.greatest_of(number, position, &mut self.logits)?
+        } else {
+            model.scores_of(number, position, &mut self.logits)?;
+            None
+        };
+        Ok(())
+    }
+
+    /// The answers that are set aside go on by a token each, and by what their forms force, as many as may be in one pass; the
+    /// first pass reads a slice of a prompt as well. Says how much of it was read.
+    fn go_on_together(
+        &mut self,
+        text: &TextSide,
+        mut slice: Option<Slice<'_>>,
+    ) -> Option<ControlFlow<Outcome, usize>> {
+        let mut waiting = std::mem::take(&mut self.answers);
+        let (mut computed, mut read) = (false, None);
+        while !waiting.is_empty() || slice.is_some() {
+            let (most, rows) = self
+                .model
+                .as_ref()
+                .map_or((1, 1), |model| (model.answers_max(), model.rows_max()));
+            let most = most.saturating_sub(usize::from(slice.is_some()));
+            // Without a slice at least one, so that this ends.
+            let most = most.max(usize::from(slice.is_none()));
+            let rest = waiting.split_off(waiting.len().min(most));
+            let some = std::mem::replace(&mut waiting, rest);
+            let (mut ready, short) = self.with_places(text.context_max(), some);
+            for mut answer in short {
+                match self.ends_short(text.context_max(), &mut answer) {
+                    Some(reason) => self.end(answer, Ok(reason)),
+                    None => self.answers.push(answer),
+                }
+            }
+            let slice = slice.take().map(|slice| Slice {
+                tokens: beginning(slice.tokens, rows.saturating_sub(ready.len()).max(1)),
+                ..slice
+            });
+            let own = slice.as_ref().map_or(0, |slice| slice.tokens.len());
+            self.force(&mut ready, rows.saturating_sub(own));
+            computed |= !ready.is_empty() || slice.is_some();
+            let failed = self.pass(&ready, slice.as_ref()).err();
+            let first = usize::from(slice.is_some());
+            for (number, mut answer) in (first..).zip(ready) {
+                let said = match &failed {
+                    Some(error) => self.failed_together(error),
+                    None => self.say_next(text, number, &mut answer),
+                };
+                match said {
+                    ControlFlow::Continue(()) => self.answers.push(answer),
+                    ControlFlow::Break(outcome) => self.end(answer, outcome),
+                }
+            }
+            if let Some(slice) = slice {
+                read = Some(self.note_read(&slice, failed));
+            }
+        }
+        if !computed {
+            std::thread::sleep(ROOM_LOOK);
+        }
+        read
+    }
+
+    /// How many tokens of each the next pass computes, of `rows`: the next one, and those behind it that its form forces while
+    /// there are rows and places for them.
+    fn force(&mut self, ready: &mut [Answer], rows: usize) {
+        let mut left = rows.saturating_sub(ready.len());
+        for answer in ready {
+            answer.rows = 1;
+            let more = answer.next.len().saturating_sub(1).min(left);
+            let tokens = u32::try_from(more + 1).unwrap_or(1);
+            let places = answer.lane.zip(self.model.as_mut());
+            if more > 0 && places.is_some_and(|(lane, model)| model.make_places(lane, tokens)) {
+                answer.rows += more;
+                left -= more;
+            }
+        }
+    }
+
+    /// Computes the next tokens of some answers, and a slice.
+    fn pass(&mut self, ready: &[Answer], slice: Option<&Slice<'_>>) -> Result<(), ForwardError> {
+        let own = slice.map(|slice| Span {
+            lane: None,
+            tokens: slice.tokens,
+            scored: 1,
+        });
+        let lanes = ready.iter().map(|answer| Span {
+            lane: answer.lane,
+            tokens: beginning(&answer.next, answer.rows),
+            scored: 1,
+        });
+        let spans: Vec<_> = own.into_iter().chain(lanes).collect();
+        let own = slice.map(|slice| slice.id);
+        let requests: Vec<_> = own
+            .into_iter()
+            .chain(ready.iter().map(|answer| answer.id))
+            .collect();
+        if spans.is_empty() {
+            return Ok(());
+        }
+        self.compute(&spans, &requests)
+    }
+
+    /// Computes some spans in one pass, for these requests; plans are put into force between layers.
+    fn compute(&mut self, spans: &[Span<'_>], requests: &[RequestId]) -> Result<(), ForwardError> {
+        self.greatest = None;
+        let Some(model) = self.model.as_mut() else {
+            return Err(ForwardError::SequenceLost);
+        };
+        let mut between = BetweenLayers::new(&mut self.engine_loop, requests);
+        let result = model.forward_together(spans, &mut between);
+        self.note_computed(result.is_err());
+        if let Some(cure) = result.as_ref().err().and_then(ForwardError::cure) {
+            let message = result.as_ref().err().map(|error| in_one_line(error));
+            self.ends = Some((message.unwrap_or_default(), cure));
+        }
+        result
+    }
+
+    /// What becomes of answers whose pass failed: they end, or are tried again.
+    fn failed_together(&self, error: &ForwardError) -> ControlFlow<Outcome> {
+        match error {
+            ForwardError::Cancelled { .. } | ForwardError::KvFull { .. } => {
+                ControlFlow::Continue(())
+            }
+            error => ControlFlow::Break(Err(GenerateError::Model {
+                message: in_one_line(error),
+            })),
+        }
+    }
+
+    /// Says the next token of an answer whose last ones were computed with others, with the result of this number.
+    fn say_next(
+        &mut self,
+        text: &TextSide,
+        number: usize,
+        answer: &mut Answer,
+    ) -> ControlFlow<Outcome> {
+        answer.short = None;
+        answer.tokens.extend(answer.next.drain(..answer.rows));
+        match self.scores(answer, number) {
+            // What its form forces has been chosen already.
+            Ok(()) if !answer.next.is_empty() => ControlFlow::Continue(()),
+            Ok(()) => self.say(text, answer),
+            Err(error) => ControlFlow::Break(Err(unfinished(error))),
+        }
+    }
+
+    /// Notes that a slice was read, or what becomes of its request.
+    fn note_read(
+        &mut self,
+        slice: &Slice<'_>,
+        failed: Option<ForwardError>,
+    ) -> ControlFlow<Outcome, usize> {
+        let read = match failed {
+            Some(error) => Err(error),
+            None => {
+                self.sequence.extend_from_slice(slice.tokens);
+                self.greatest = None;
+                let position = position_of(&self.sequence).saturating_sub(1);
+                let model = self.model.as_mut();
+                model.map_or(Err(ForwardError::SequenceLost), |model| {
+                    model.scores_of(0, position, &mut self.logits)
+                })
+            }
+        };
+        match read {
+            Ok(()) => {
+                self.go_on_unless_ended(slice.id)?;
+                ControlFlow::Continue(slice.tokens.len())
+            }
+            Err(error) => {
+                self.failed(slice.id, slice.tokens, error)?;
+                ControlFlow::Continue(0)
+            }
+        }
+    }
+
+    /// Reads tokens of a prompt; returns how long that took.
+    pub(super) fn read_slices(
+        &mut self,
+        text: &TextSide,
+        fresh: &[u32],
+        answer: &Answer,
+    ) -> ControlFlow<Outcome, Duration> {
+        let began = Instant::now();
+        let (mut at, mut slice) = (0, SLICE_FIRST);
+        for number in 0usize.. {
+            let rest = fresh.get(at..).unwrap_or_default();
+            if rest.is_empty() {
+                break;
+            }
+            if self.answers.is_empty() {
+                self.forward(answer.id, rest, answer.is_greedy())?;
+                break;
+            }
+            if number.is_multiple_of(SLICES_MEASURED) {
+                self.go_on();
+                continue;
+            }
+            let passes = Instant::now();
+            self.take_commands();
+            self.end_what_has_ended();
+            self.go_on_unless_ended(answer.id)?;
+            let tokens = Slice {
+                id: answer.id,
+                tokens: beginning(rest, slice),
+            };
+            let Some(read) = self.go_on_together(text, Some(tokens)) else {
+                break;
+            };
+            let read = read?;
+            at += read;
+            let spent = passes.elapsed().saturating_sub(self.round_takes);
+            slice = slice_for(read, spent, self.round_takes);
+        }
+        ControlFlow::Continue(began.elapsed())
+    }
+
+    /// Appends tokens to the sequence, for a request; plans are put into force between layers. With `greedy`, the token that comes
+    /// next may be found instead of the scores.
+    fn forward(&mut self, id: RequestId, tokens: &[u32], greedy: bool) -> ControlFlow<Outcome> {
+        self.go_on_unless_ended(id)?;
+        let Some(model) = self.model.as_mut() else {
+            return ControlFlow::Break(Err(GenerateError::Stopping));
+        };
+        let requests = [id];
+        let mut between = BetweenLayers::new(&mut self.engine_loop, &requests);
+        let result = if greedy {
+            model.forward_greedy(tokens, &mut between, &mut self.logits)
+        } else {
+            model
+                .forward(tokens, &mut between, &mut self.logits)
+                .map(|()| None)
+        };
+        let broken = result.is_err();
+        let outcome = match result {
+            Ok(greatest) => {
+                self.greatest = greatest;
+                self.sequence.extend_from_slice(tokens);
+                self.go_on_unless_ended(id)
+            }
+            Err(error) => self.failed(id, tokens, error),
+        };
+        self.note_computed(broken);
+        outcome
+    }
+
+    /// What becomes of a request whose pass of the sequence has failed, with these tokens.
+    fn failed(
+        &mut self,
+        id: RequestId,
+        tokens: &[u32],
+        error: ForwardError,
+    ) -> ControlFlow<Outcome> {
+        let ended = self.engine_loop.ended(id).cloned();
+        let Some(model) = self.model.as_mut() else {
+            return ControlFlow::Break(Err(GenerateError::Stopping));
+        };
+        match error {
+            ForwardError::KvFull { capacity, .. } if !self.reads && !self.sequence.is_empty() => {
+                ControlFlow::Break(Ok(self.no_room(id, capacity)))
+            }
+            ForwardError::KvFull { capacity, needed } => {
+                ControlFlow::Break(Err(GenerateError::KvFull {
+                    position: Tokens::new(position_of(&self.sequence)),
+                    tokens: Tokens::new(needed),
+                    capacity,
+                }))
+            }
+            error => {
+                if let Some(cure) = error.cure() {
+                    self.ends = Some((in_one_line(&error), cure));
+                }
+                // Before anything of it is given up.
+                if let Some(active) = self.engine_loop.of_mut(id) {
+                    active.note_kept(&**model, None);
+                    active.noted = true;
+                }
+                if matches!(error, ForwardError::Cancelled { .. }) {
+                    // What was computed before it is as good as ever.
+                    let kept = model.recover() as usize;
+                    let missing = kept.saturating_sub(self.sequence.len());
+                    self.sequence.extend(tokens.iter().take(missing));
+                    self.sequence.truncate(kept);
+                } else {
+                    // Whatever it was, the sequence is lost or worth nothing.
+                    model.reset();
+                    self.sequence.clear();
+                }
+                ControlFlow::Break(ended.unwrap_or_else(|| Err(unfinished(error))))
+            }
+        }
+    }
 }
 
 /// Tokens that the answer to a request is likely to come to.
@@ -211,3 +672,45 @@ const ANSWER_BEGINS: usize = 8;
 /// Marks lie at multiples of this, the length of the pieces in which a recurrent layer can be computed at once, so that a
 /// prompt that goes on from a mark is cut like one that is read from the start.
 const MARK_STEP: usize = 64;
+
+/// How a request ends whose pass failed.
+fn unfinished(error: ForwardError) -> GenerateError {
+    match error {
+        ForwardError::NotFinite { position } => GenerateError::NotFinite { position },
+        error => GenerateError::Model {
+            message: in_one_line(&error),
+        },
+    }
+}
+
+/// The first so many of some tokens.
+fn beginning(tokens: &[u32], most: usize) -> &[u32] {
+    tokens.get(..most).unwrap_or(tokens)
+}
+
+/// Tokens of a prompt by which a pass takes longer than `round` by no more than [`SLICE_SHARE`], where `tokens` took `spent`.
+fn slice_for(tokens: usize, spent: Duration, round: Duration) -> usize {
+    let share = SLICE_SHARE * round.as_secs_f64() / spent.as_secs_f64().max(1e-6);
+    let tokens = u32::try_from(tokens).unwrap_or(u32::MAX);
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "bounded"
+    )]
+    let slice = (f64::from(tokens) * share.min(SLICE_GROWTH)).clamp(0.0, SLICE_MAX) as usize;
+    slice.max(SLICE_MIN)
+}
+
+/// The first slice of a prompt that is read beside answers, before its speed is known.
+const SLICE_FIRST: usize = 4;
+/// The least tokens of one: with fewer, a prompt takes as many passes as an answer.
+const SLICE_MIN: usize = 4;
+/// The most tokens of one.
+const SLICE_MAX: f64 = 4096.0;
+/// What a slice adds to the time of a pass, as a share of it: answers beside a prompt take no more than twice their time, with a
+/// fifth to spare for slices whose time is judged by the one before.
+const SLICE_SHARE: f64 = 0.8;
+/// How many times as long as the one before it a slice may be. Our choice.
+const SLICE_GROWTH: f64 = 2.0;
+/// After so many slices a pass without one is measured. Our choice: a plan may have changed how long it takes.
+const SLICES_MEASURED: usize = 32;
