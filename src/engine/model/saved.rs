@@ -83,10 +83,10 @@ impl SavedConversation {
 
 impl Model {
     /// Writes the conversations that can be gone on from to a file, the sequence with the tokens `held` among them: the last ones,
-    /// as many as fit [`BYTES_MAX`]. There is no file where there is nothing to write.
+    /// as many as fit 256 MiB. There is no file where there is nothing to write.
     ///
     /// # Errors
-    /// When the file cannot be written, or not in [`WRITING_MAX`]; then there is none.
+    /// When the file cannot be written, or not within 4 s; then there is none.
     pub fn save_conversations(&mut self, held: &[u32], path: &Path) -> io::Result<Saved> {
         remove(path)?;
         self.sequence.park_whole(self.backend.as_mut(), held);
