@@ -346,7 +346,7 @@ fn banned(text: &str) -> Vec<(usize, &'static str)> {
             .map(str::to_lowercase)
             .filter(|word| !word.is_empty())
             .collect();
-        // Users mention their doors to an assistant.
+        // Requests to an assistant may contain these.
         let line = format!(" {} ", words.join(" "))
             .replace(" front door ", " ")
             .replace(" garage door ", " ");

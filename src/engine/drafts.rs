@@ -1,29 +1,29 @@
-//! Drafts: tokens that are likely to come next, since they followed the same tokens before.
+//! Speculative decoding by n-gram lookup in prompt and answer.
 //!
 //! ```text
 //!   … turn on the lamp in the hall. … the lamp in ▏
 //!                 └──── match ────┘└─ draft ─┘
 //! ```
 //!
-//! A pass computes a draft with the next token; those that the model would have chosen stay. An answer is the same with drafts
-//! as without. How many are worth it follows from how many were right after matches of the same length, and from how much longer
-//! a pass takes with them: on a processor a quarter of a pass for each, nothing where layers are read from disk.
+//! One pass computes the next token and the draft; the sampler accepts drafted tokens as long as they equal its own choices, so
+//! drafting never changes an answer. The depth follows from the acceptance rate by match length and from the measured cost of
+//! additional tokens in a pass: high when computing is the bottleneck, near zero when layers are read from disk.
 
 use std::time::Duration;
 
-/// How long passes of one answer take, by their tokens.
+/// Measured pass time by number of tokens.
 #[derive(Clone, Copy, Debug, Default)]
 pub(super) struct PassSpeed {
-    /// The plan that was in force.
+    /// Revision of the plan in force during the measurement.
     revision: Option<u64>,
-    /// Seconds of a pass with one token; none while it is not known.
+    /// Seconds of a pass with one token, if measured.
     one: Option<f64>,
-    /// What each further token adds, as a share of that.
+    /// Cost of each additional token, relative to `one`.
     more: Option<f64>,
 }
 
 impl PassSpeed {
-    /// Forgets what was measured with another plan in force.
+    /// Discards measurements of another plan.
     pub(super) fn with_plan(&mut self, revision: Option<u64>) {
         if self.revision != revision {
             *self = Self {
@@ -33,7 +33,7 @@ impl PassSpeed {
         }
     }
 
-    /// Notes how long a pass took.
+    /// Records the time of a pass.
     pub(super) fn took(&mut self, tokens: usize, took: Duration) {
         let took = took.as_secs_f64();
         match (self.one, tokens) {
@@ -46,7 +46,7 @@ impl PassSpeed {
         }
     }
 
-    /// What a pass with so many tokens takes, in passes with one; none while it is not known.
+    /// Cost of a pass with `tokens` tokens relative to one token, if measured.
     fn cost(&self, tokens: usize) -> Option<f64> {
         self.one?;
         let more = self.more.unwrap_or(MORE_UNKNOWN);
@@ -54,14 +54,14 @@ impl PassSpeed {
     }
 }
 
-/// Drafts of one answer.
+/// Draft state of one answer.
 #[derive(Clone, Debug)]
 pub(super) struct Drafter {
-    /// How often a drafted token was right, by the length of the match.
+    /// Acceptance rate by match length.
     right: [f64; MATCH_MAX + 1],
-    /// The match of the draft under way.
+    /// Match length of the pending draft.
     matched: usize,
-    /// Passes since the last one with a draft.
+    /// Passes since the last rejected draft.
     without: u32,
 }
 
@@ -80,10 +80,10 @@ impl Default for Drafter {
 }
 
 impl Drafter {
-    /// What is likely to follow `tokens`, at most `most` of it, and only as much as makes the answer faster.
+    /// Drafts at most `most` tokens to follow `tokens`; none if drafting does not pay.
     pub(super) fn draft(&mut self, tokens: &[u32], most: usize, speed: PassSpeed) -> Vec<u32> {
         self.without = self.without.saturating_add(1);
-        // What a pass takes is measured again now and then.
+        // Measure the pass without a draft periodically.
         if most == 0 || self.without.is_multiple_of(ALONE_EVERY) {
             return Vec::new();
         }
@@ -98,7 +98,7 @@ impl Drafter {
         if count > 0 {
             self.matched = matched;
         }
-        // A draft that reaches the end of the text goes on with itself.
+        // Beyond the end of the text, the draft repeats itself.
         let mut draft: Vec<u32> = Vec::with_capacity(count);
         for number in 0..count {
             let token = tokens.get(start + number).copied();
@@ -108,7 +108,7 @@ impl Drafter {
         draft
     }
 
-    /// Notes how many tokens of the last draft were right.
+    /// Records the outcome of the last draft.
     pub(super) fn verified(&mut self, accepted: usize, drafted: usize) {
         let Some(right) = self.right.get_mut(self.matched) else {
             return;
@@ -125,7 +125,7 @@ impl Drafter {
     }
 }
 
-/// How many drafted tokens make an answer fastest, each of which is right so often once those before it are.
+/// Draft length with the highest tokens per time, given the acceptance rate of each token.
 fn worth(right: f64, most: usize, speed: PassSpeed) -> usize {
     let (mut best, mut count) = (1.0 + GAIN_MIN, 0);
     let (mut said, mut all_right) = (1.0, 1.0);
@@ -142,7 +142,7 @@ fn worth(right: f64, most: usize, speed: PassSpeed) -> usize {
     count
 }
 
-/// Where the longest match of the end of `tokens` ends, of several the last one, and its length.
+/// End and length of the longest earlier match of the end of `tokens`; the last one of equals.
 fn last_match(tokens: &[u32]) -> Option<(usize, usize)> {
     let (last, before) = tokens.split_last()?;
     let mut found: Option<(usize, usize)> = None;
@@ -164,7 +164,7 @@ fn last_match(tokens: &[u32]) -> Option<(usize, usize)> {
     found
 }
 
-/// A mean that forgets: one part in eight is new.
+/// Exponential moving average with a weight of 1/8.
 fn mean(known: Option<f64>, new: f64) -> f64 {
     known.map_or(new, |known| known + (new - known) / 8.0)
 }
@@ -173,23 +173,25 @@ fn float(tokens: usize) -> f64 {
     f64::from(u32::try_from(tokens).unwrap_or(u32::MAX))
 }
 
-/// The shortest match. Our choice: a pair of words is followed by the same one too seldom.
+/// Shortest match. Our choice.
 const MATCH_MIN: usize = 2;
-/// From this length on a match is taken to be a repetition.
+/// Matches of this length start with [`RIGHT_LONG`]. Our choice.
 const MATCH_LONG: usize = 4;
 /// Longer matches count as one of this length.
 const MATCH_MAX: usize = 8;
-/// How often a drafted token is taken to be right before any was verified, after a short match and after a long one. Measured:
-/// SmolLM2 135M repeats itself after 2 and 3 equal tokens in about a quarter of all cases, after 4 and more in three of four.
+/// Acceptance rates assumed before the first verification, for short and for long matches. Our choice; the rates of the answer
+/// replace them.
 const RIGHT_SHORT: f64 = 0.25;
 const RIGHT_LONG: f64 = 0.75;
-/// What a further token is taken to add to a pass before it was measured: two cores with AVX-512, SmolLM2 135M Q4_1.
+/// Cost assumed for each additional token until measured. Two cores of an EPYC with AVX-512, SmolLM2 135M Q4_1: a pass of four
+/// answers takes 1.8 times as long as of one.
 const MORE_UNKNOWN: f64 = 0.25;
-/// The least gain of a draft over none: less than what its time is judged by varies.
+/// Least expected gain. Our choice: estimates vary by more than nothing.
 const GAIN_MIN: f64 = 0.05;
-/// After so many passes without a draft one token is drafted, to learn whether it pays by now: 1 % of the time at most.
+/// Passes after which one token is drafted although drafting does not pay, to update the rate. At the assumed cost, 0.8 % of
+/// the time.
 const TRY_EVERY: u32 = 32;
-/// One pass of so many is computed without a draft, whatever it is worth: what a pass takes changes with the context.
+/// Passes after which one is computed without a draft, since pass time changes with the context. Our choice.
 const ALONE_EVERY: u32 = 32;
 
 #[cfg(test)]
@@ -230,7 +232,7 @@ mod tests {
         assert!(!drafter.draft(&repeats, 7, speed(1.0, 1.1)).is_empty());
         assert!(drafter.draft(&repeats, 7, speed(1.0, 2.0)).is_empty());
         assert!(drafter.draft(&repeats, 0, speed(1.0, 1.0)).is_empty());
-        // Drafts that are wrong become fewer, and are tried now and then.
+        // Rejected drafts become rare.
         let (mut passes, mut drafted) = (0, 0);
         for _ in 0..400 {
             let draft = drafter.draft(&repeats, 7, speed(1.0, 1.25));

@@ -384,33 +384,18 @@ impl Worker {
         }
     }
 
-    /// Writes the conversations that are kept to their file, for the next run.
+    /// Saves kept conversations for the next run.
     fn save_conversations(&mut self) {
         let path = self.engine_loop.shared.options().conversations.clone();
         let model = self.model.as_mut().filter(|_| self.ends.is_none());
         let (Some(path), Some(model)) = (path, model) else {
             return;
         };
-        match model.save_conversations(&self.sequence, &path) {
-            Ok(Saved {
-                conversations: 0, ..
-            }) => {}
-            Ok(Saved {
-                conversations,
-                bytes,
-            }) => tracing::info!(
-                "saved {conversations} conversations ({}) to `{}`",
-                Bytes::new(bytes),
-                path.display()
-            ),
-            Err(error) => tracing::warn!(
-                "cannot save conversations to `{}`: {error}; their prompts are computed again after the next start",
-                path.display()
-            ),
-        }
+        let saved = model.save_conversations(&self.sequence, &path);
+        log_conversations("save", &path, &saved);
     }
 
-    /// Takes over what an earlier run has saved, unless a command is waiting.
+    /// Restores the conversations of an earlier run; aborts if a command is waiting.
     fn restore_conversations(&mut self) {
         let path = self.engine_loop.shared.options().conversations.clone();
         let (Some(path), Some(model)) = (path, self.model.as_mut()) else {
@@ -418,23 +403,8 @@ impl Worker {
         };
         let shared = &self.engine_loop.shared;
         let mut go_on = || !shared.is_pressed(Instant::now());
-        match model.restore_conversations(&path, &mut go_on) {
-            Ok(Saved {
-                conversations: 0, ..
-            }) => {}
-            Ok(Saved {
-                conversations,
-                bytes,
-            }) => tracing::info!(
-                "restored {conversations} conversations ({}) from `{}`",
-                Bytes::new(bytes),
-                path.display()
-            ),
-            Err(error) => tracing::warn!(
-                "cannot restore conversations from `{}`: {error}; their prompts are computed again",
-                path.display()
-            ),
-        }
+        let restored = model.restore_conversations(&path, &mut go_on);
+        log_conversations("restore", &path, &restored);
         self.engine_loop.note_held(&**model);
         self.engine_loop.publish();
     }
@@ -452,6 +422,22 @@ impl Worker {
             None => self.note_left(),
         }
         self.engine_loop.publish();
+    }
+}
+
+/// Logs the conversations that were written to a file, or read from it.
+fn log_conversations(act: &str, path: &Path, outcome: &io::Result<Saved>) {
+    let path = path.display();
+    match outcome {
+        Ok(saved) if saved.conversations == 0 => {}
+        Ok(saved) => tracing::info!(
+            "{act} conversations: {} ({}) in `{path}`",
+            saved.conversations,
+            Bytes::new(saved.bytes)
+        ),
+        Err(error) => tracing::warn!(
+            "cannot {act} conversations in `{path}`: {error}; their prompts are computed again"
+        ),
     }
 }
 

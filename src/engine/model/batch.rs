@@ -1,35 +1,35 @@
-//! Rows of a pass: the conversation of each token, and the tokens whose logits are read.
+//! Batch of a pass: rows of several conversations, and the rows with results.
 //!
 //! ```text
 //!   rows    │ lane a: forced │ the sequence: a slice of its prompt │ lane a │ lane b │
 //!   results │                                                  └─0─┘   1        2
 //! ```
 //!
-//! Rows with results are neighbours, so that the head reads its weights once for all of them.
+//! Rows with results are adjacent: the head reads its weights once for all of them.
 
 use std::ops::Range;
 
 use super::parked::Lane;
 
-/// Tokens of one conversation that are computed in one pass with those of others.
+/// Tokens of one conversation in a pass.
 #[derive(Clone, Copy, Debug)]
 pub struct Span<'a> {
-    /// The conversation, one that was set aside; `None` for the sequence, whose span comes first.
+    /// Conversation that was set aside; `None` for the sequence, whose span is the first.
     pub lane: Option<Lane>,
     /// Its next tokens, at least one.
     pub tokens: &'a [u32],
-    /// How many of the last of them have logits that are read, at least one.
+    /// Number of last tokens whose logits are read, at least one.
     pub scored: usize,
 }
 
 /// Rows of a chunk.
 #[derive(Debug, Default)]
 pub(super) struct Batch {
-    /// Those of the sequence.
+    /// Rows of the sequence.
     own: Range<usize>,
-    /// Those of other conversations, in order: before and behind `own`.
+    /// Rows of other conversations in order, before and after `own`.
     others: Vec<Other>,
-    /// The result that each row belongs to; the first one for all where it is empty.
+    /// Result of each row; empty if all rows share the first one.
     results: Vec<usize>,
     /// Rows whose logits are computed, one result each.
     scored: Range<usize>,
@@ -129,7 +129,7 @@ impl Batch {
         self.others.get(number).copied()
     }
 
-    /// Rows from `first` on that belong to the sequence and to one result; one row of another conversation.
+    /// Number of rows from `first` on with one conversation and one result; 1 outside of the sequence.
     pub(super) fn run(&self, first: usize) -> usize {
         if !self.own.contains(&first) {
             return 1;

@@ -1,4 +1,4 @@
-//! Conversations on disk, from the end of one run to the start of the next.
+//! Kept conversations on disk between two runs.
 //!
 //! ```text
 //!   cotenant-conversations 1 LENGTH CRC
@@ -6,9 +6,8 @@
 //!   block block block …
 //! ```
 //!
-//! The file has the places of the KV cache that conversations and their copies occupy, each once, and how they follow one another.
-//! Whatever differs from what it was made with (the file of the model, the KV type, a byte of it) makes it void. Reading it back is
-//! reading from disk; computing the same takes a pass over each prompt.
+//! The file contains each occupied place of the KV cache once, and the order of places in each conversation and copy. It is
+//! rejected if the model file, the KV type or a checksum differs.
 
 use std::{
     collections::{BTreeMap, BTreeSet},
@@ -32,16 +31,16 @@ use super::{
 };
 use cotenant_policy::kv_type::KvType;
 
-/// What of conversations was written or read.
+/// Outcome of saving or restoring.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Saved {
-    /// How many.
+    /// Number of conversations.
     pub conversations: usize,
     /// Bytes of their places.
     pub bytes: u64,
 }
 
-/// What is written before the places.
+/// Header of the file.
 #[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
 struct Contents {
     /// Length and time of the last change of each file of the model.
@@ -82,11 +81,11 @@ impl SavedConversation {
 }
 
 impl Model {
-    /// Writes the conversations that can be gone on from to a file, the sequence with the tokens `held` among them: the last ones,
-    /// as many as fit 256 MiB. There is no file where there is nothing to write.
+    /// Writes the most recent conversations, among them the sequence with the tokens `held`, to a file of at most 256 MiB. Creates
+    /// no file if there are none.
     ///
     /// # Errors
-    /// When the file cannot be written, or not within 4 s; then there is none.
+    /// When the file cannot be written within 4 s; an incomplete file is removed.
     pub fn save_conversations(&mut self, held: &[u32], path: &Path) -> io::Result<Saved> {
         remove(path)?;
         self.sequence.park_whole(self.backend.as_mut(), held);
@@ -147,8 +146,8 @@ impl Model {
         })
     }
 
-    /// Takes over conversations of such a file, the last ones for which the capacity has places, and removes it. `go_on` is asked
-    /// between places; nothing is taken over when it says no.
+    /// Restores the most recent conversations that fit the capacity, and removes the file. `go_on` is polled between places;
+    /// `false` aborts without restoring any.
     ///
     /// # Errors
     /// When it cannot be read, is damaged, or belongs to another model or KV type.
@@ -163,7 +162,7 @@ impl Model {
             Err(error) => return Err(error),
         };
         let read = self.read(&file, go_on);
-        // Conversations stay on disk no longer than they have to.
+        // Minimise the time that conversations are on disk.
         posix_fadvise(file.as_fd(), 0, 0, PosixFadviseAdvice::POSIX_FADV_DONTNEED).ok();
         remove(path)?;
         read
@@ -318,7 +317,7 @@ impl Contents {
         serde_json::from_slice(&text).map_err(Into::into)
     }
 
-    /// Whether all numbers in it name something, and each conversation has places for its tokens.
+    /// Whether all indices are valid, and each conversation has places for its tokens.
     fn is_whole(&self, vocabulary: u32) -> bool {
         let places = self.checks.len();
         let is_place = |place: &usize| *place < places;
@@ -334,7 +333,7 @@ impl Contents {
             })
     }
 
-    /// Keeps the last conversations, as many as have no more places than `most` together.
+    /// Keeps the most recent conversations that occupy at most `most` places together.
     fn keep_last(&mut self, most: usize) {
         let mut places = BTreeSet::new();
         let mut keep = 0;
@@ -349,7 +348,7 @@ impl Contents {
         }
         let first = self.conversations.len() - keep;
         self.conversations.drain(..first);
-        // Copies of the others go with them.
+        // Drop copies that no conversation refers to.
         let mut copies = Vec::new();
         let mut numbers = BTreeMap::new();
         for one in &mut self.conversations {
@@ -364,7 +363,7 @@ impl Contents {
         self.copies = copies;
     }
 
-    /// Numbers the places that are left from 0 on, in their order, and returns which they were.
+    /// Renumbers the remaining places from 0, and returns their previous numbers.
     fn number_places(&mut self) -> Vec<usize> {
         let conversations = self.conversations.iter_mut();
         let all = conversations.map(|one| &mut one.places);
@@ -399,9 +398,9 @@ const MAGIC: &str = "cotenant-conversations 1";
 const BLOCK: usize = crate::kv::KV_BLOCK_TOKENS.get() as usize;
 /// The first line at most.
 const FIRST_MAX: u64 = 128;
-/// What is written before the places at most. Our choice: 64 conversations of 100 000 tokens in decimal digits.
+/// Largest header. Our choice: 64 conversations of 100,000 tokens in decimal digits.
 const TEXT_MAX: u64 = 64 << 20;
-/// Bytes of places at most. Our choice: some seconds of an SD card, and a hundred turns of a 0.8B model.
+/// Largest total of places. Our choice: 11,650 tokens of SmolLM2 135M in F16.
 const BYTES_MAX: u64 = 256 << 20;
-/// How long writing may take: less than the daemon waits for the engine when it ends.
+/// Time limit for writing: below the 5 s that the daemon waits for the engine when it ends.
 const WRITING_MAX: Duration = Duration::from_secs(4);

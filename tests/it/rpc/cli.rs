@@ -244,7 +244,7 @@ async fn another_user_has_the_role_it_is_given_and_no_more() {
         return;
     }
     const OTHER_UID: u32 = 65534;
-    // User `nobody` must be able to run the program: parent folders may be inaccessible to others.
+    // UID 65534 must be able to run the program: parent folders may be inaccessible to others.
     let reachable = Command::new("setpriv")
         .args(["--reuid=65534", "--regid=65534", "--clear-groups"])
         .args([env!("CARGO_BIN_EXE_cotenant"), "--version"])
