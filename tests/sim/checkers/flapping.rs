@@ -29,6 +29,9 @@ impl Checker for Flapping {
         ) {
             self.shed_at = None;
         }
+        if matches!(step.event, Event::OperatorRegrow { .. }) {
+            self.fell_at = None;
+        }
         // Exempt are also layers that made room for a larger chunk, which a running prompt has delayed.
         if let (Event::EngineApplied { in_force, .. }, Some(asked)) =
             (step.event, &step.before.engine.asked)
