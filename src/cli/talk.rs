@@ -55,7 +55,9 @@ pub(super) async fn run(global: &Global, args: &Talk) -> Result<(), CliError> {
     let failed = |error: ClientError| CliError::failed("cannot talk", error);
     let mut exchange = client.open().await.map_err(failed)?;
     request_pipeline(&mut exchange).await.map_err(failed)?;
-    let spoken = utter(&mut exchange, &recording).await.map_err(failed)?;
+    let spoken = utter(&mut exchange, &recording, Pace::AtOnce)
+        .await
+        .map_err(failed)?;
     if let Some(out) = args
         .out
         .as_ref()
@@ -120,10 +122,20 @@ pub(super) async fn request_pipeline(exchange: &mut Exchange) -> Result<(), Clie
     exchange.send(Event::RunPipeline(pipeline)).await
 }
 
+/// How fast audio is sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Pace {
+    /// As a file.
+    AtOnce,
+    /// As a microphone sends it, with this silence before its end.
+    Live(Duration),
+}
+
 /// Says a recording, and takes the answer to its end.
 pub(super) async fn utter(
     exchange: &mut Exchange,
     recording: &MonoAudio,
+    pace: Pace,
 ) -> Result<Spoken, ClientError> {
     let format = AudioFormat::mono_16_bit(recording.sample_rate_hz);
     let start = AudioStart {
@@ -131,7 +143,16 @@ pub(super) async fn utter(
         timestamp: None,
     };
     exchange.send(Event::AudioStart(start)).await?;
-    for samples in recording.samples.chunks(CHUNK_SAMPLES) {
+    let mut said = recording.clone();
+    if let Pace::Live(silence) = pace {
+        said.pad(Duration::ZERO, silence);
+    }
+    let mut next = tokio::time::Instant::now();
+    for samples in said.samples.chunks(CHUNK_SAMPLES) {
+        if let Pace::Live(_) = pace {
+            next += MonoAudio::new(said.sample_rate_hz, samples.to_vec()).duration();
+            tokio::time::sleep_until(next).await;
+        }
         let chunk = AudioChunk {
             format,
             timestamp: None,

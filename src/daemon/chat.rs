@@ -216,5 +216,6 @@ fn wanted_of(request: &ChatRequest) -> Wanted {
         context: request.context_wanted,
         trace: request.meta.trace,
         tokens: request.context_reported,
+        early: request.meta.early,
     }
 }

@@ -16,6 +16,7 @@ pub mod control_loop;
 mod control_thread;
 mod crash_guard;
 mod device;
+mod early;
 mod engine;
 mod error;
 mod figures;

@@ -12,7 +12,9 @@ use futures_util::{FutureExt as _, future::BoxFuture};
 use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
-use super::{control_handle::ControlHandle, control_loop::Clock as _, engine::CurrentEngine};
+use super::{
+    control_handle::ControlHandle, control_loop::Clock as _, early, engine::CurrentEngine,
+};
 use cotenant_config::LlmConfig;
 use cotenant_conversation::{
     FinishReason, SamplingWish,
@@ -57,6 +59,8 @@ pub(super) struct Wanted {
     pub(super) trace: Option<SpanContext>,
     /// Whether the tokens of the prompt are requested.
     pub(super) tokens: bool,
+    /// Whether it is work ahead of a request.
+    pub(super) early: bool,
 }
 
 /// The one model as the APIs use it.
@@ -198,6 +202,11 @@ impl Llm {
             return Err(draining(ACT));
         }
         let (id, engine) = (request.id, self.0.engine.handle());
+        if wanted.early {
+            let now = engine.snapshot();
+            let idle = now.running.is_empty() && now.queued == 0;
+            early::admit(ACT, &self.0.control.state(), idle)?;
+        }
         let place = match &request.form {
             Some(_) => engine
                 .form_place(&request)

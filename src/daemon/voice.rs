@@ -17,6 +17,7 @@ use tokio::{
 use super::{
     backlog::Backlog,
     control_handle::{AtWork, ControlHandle},
+    early,
     workers::{Speaker, Way},
 };
 use cotenant_config::WorkerProtocol;
@@ -477,6 +478,10 @@ impl Voice {
         span: &Span,
         request: TranscribeRequest,
     ) -> Result<Transcript, Refusal> {
+        if request.meta.early {
+            let idle = self.places.available_permits() == RECORDINGS_AT_ONCE;
+            early::admit(TRANSCRIBE, &self.control.state(), idle)?;
+        }
         let mut queued =
             self.recordings
                 .admit(request.audio.duration(), NO_REST, request.meta.patience)?;

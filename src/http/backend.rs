@@ -57,6 +57,9 @@ pub struct RequestMeta {
     pub client: Option<Arc<Client>>,
     /// The span that this is a part of: at first the caller's, from its header `traceparent`.
     pub trace: Option<SpanContext>,
+    /// Whether the client has not asked yet, and probably will. Done only while memory is ample, by what is idle, and
+    /// refused otherwise.
+    pub early: bool,
 }
 
 /// The LLM.

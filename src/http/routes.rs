@@ -336,6 +336,7 @@ fn request_meta(api: &Api, headers: &HeaderMap) -> RequestMeta {
             .and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()),
         client: None,
         trace: text(&TRACEPARENT).and_then(SpanContext::parse),
+        early: false,
     }
 }
 

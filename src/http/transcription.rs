@@ -211,33 +211,50 @@ impl Hearing {
 
     /// The next report; may be dropped and called again.
     pub(super) async fn next(&mut self) -> Option<Recognised> {
-        loop {
-            if let Some(heard) = self.ready.pop_front() {
-                return Some(heard);
+        while self.ready.is_empty() && self.work.is_some() {
+            self.advance().await;
+        }
+        self.ready.pop_front()
+    }
+
+    /// Waits for the end; the text, and nothing after a failure. [`next`](Self::next) reports everything afterwards. May
+    /// be dropped and called again.
+    pub(super) async fn whole(&mut self) -> Option<&str> {
+        while self.work.is_some() {
+            self.advance().await;
+        }
+        match self.ready.back() {
+            Some(Recognised::Whole(text)) => Some(text),
+            _ => None,
+        }
+    }
+
+    /// Waits for a report.
+    async fn advance(&mut self) {
+        let Some(work) = &mut self.work else {
+            return;
+        };
+        tokio::select! {
+            biased;
+            Some(text) = self.pieces.recv() => {
+                self.heard = true;
+                self.ready.push_back(Recognised::Piece(text));
             }
-            let work = self.work.as_mut()?;
-            tokio::select! {
-                biased;
-                Some(text) = self.pieces.recv() => {
+            done = work => {
+                self.work = None;
+                while let Ok(text) = self.pieces.try_recv() {
                     self.heard = true;
-                    return Some(Recognised::Piece(text));
+                    self.ready.push_back(Recognised::Piece(text));
                 }
-                done = work => {
-                    self.work = None;
-                    while let Ok(text) = self.pieces.try_recv() {
-                        self.heard = true;
-                        self.ready.push_back(Recognised::Piece(text));
-                    }
-                    match done {
-                        Ok(Transcript { text, .. }) => {
-                            // One that reports the whole at once is passed on so.
-                            if !self.heard && !text.is_empty() {
-                                self.ready.push_back(Recognised::Piece(text.clone()));
-                            }
-                            self.ready.push_back(Recognised::Whole(text));
+                match done {
+                    Ok(Transcript { text, .. }) => {
+                        // One that reports the whole at once is passed on so.
+                        if !self.heard && !text.is_empty() {
+                            self.ready.push_back(Recognised::Piece(text.clone()));
                         }
-                        Err(refusal) => self.ready.push_back(Recognised::Failed(refusal)),
+                        self.ready.push_back(Recognised::Whole(text));
                     }
+                    Err(refusal) => self.ready.push_back(Recognised::Failed(refusal)),
                 }
             }
         }

@@ -138,6 +138,35 @@ pub const TEXT_BYTES_MAX: usize = 16 << 10;
 pub struct Reply {
     queue: mpsc::Sender<Outgoing>,
     wanted: CancellationToken,
+    hold: Option<Hold>,
+}
+
+/// Answers that wait until their client has asked.
+#[derive(Clone, Debug)]
+pub struct Hold(Arc<Held>);
+
+#[derive(Debug)]
+struct Held {
+    /// `None` once they have been released.
+    waiting: tokio::sync::Mutex<Option<Vec<Outgoing>>>,
+    released: CancellationToken,
+}
+
+impl Hold {
+    /// Keeps an answer, when there is room for it; gives it back once there is nothing to wait for.
+    async fn keep(&self, outgoing: Outgoing) -> Result<(), Outgoing> {
+        loop {
+            match &mut *self.0.waiting.lock().await {
+                None => return Err(outgoing),
+                Some(waiting) if waiting.len() < FRAMES_HELD => {
+                    waiting.push(outgoing);
+                    return Ok(());
+                }
+                Some(_full) => {}
+            }
+            self.0.released.cancelled().await;
+        }
+    }
 }
 
 impl Reply {
@@ -147,7 +176,17 @@ impl Reply {
     /// # Errors
     /// When the client did not take earlier events in time or has disconnected.
     pub async fn send(&self, event: Event) -> Result<(), FrameError> {
-        let outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
+        let mut outgoing = Outgoing::Frame(event.into_frame(), self.wanted.clone());
+        if let Some(hold) = &self.hold {
+            match hold.keep(outgoing).await {
+                Ok(()) => return Ok(()),
+                Err(released) => outgoing = released,
+            }
+        }
+        self.queue(outgoing).await
+    }
+
+    async fn queue(&self, outgoing: Outgoing) -> Result<(), FrameError> {
         self.queue.send(outgoing).await.map_err(|_| {
             FrameError::Io(io::Error::new(
                 io::ErrorKind::BrokenPipe,
@@ -156,14 +195,42 @@ impl Reply {
         })
     }
 
+    /// A sender whose answers wait until [`Reply::release`] is called with its hold; after some of them it waits as well.
+    /// They are dropped with it.
+    #[must_use]
+    pub fn held(&self) -> (Self, Hold) {
+        let hold = Hold(Arc::new(Held {
+            waiting: tokio::sync::Mutex::new(Some(Vec::new())),
+            released: CancellationToken::new(),
+        }));
+        let reply = Self {
+            hold: Some(hold.clone()),
+            ..self.clone()
+        };
+        (reply, hold)
+    }
+
+    /// Sends what has waited, in its order; later answers do not wait.
+    ///
+    /// # Errors
+    /// As [`send`](Self::send).
+    pub async fn release(&self, hold: &Hold) -> Result<(), FrameError> {
+        let mut waiting = hold.0.waiting.lock().await;
+        for outgoing in waiting.take().unwrap_or_default() {
+            self.queue(outgoing).await?;
+        }
+        hold.0.released.cancel();
+        Ok(())
+    }
+
     /// A sender for cancellable output: when the token is cancelled, nothing more of it is written, including queued
     /// events.
     #[must_use]
     pub fn cancellable(&self) -> (Self, CancellationToken) {
         let wanted = self.wanted.child_token();
         let reply = Self {
-            queue: self.queue.clone(),
             wanted: wanted.clone(),
+            ..self.clone()
         };
         (reply, wanted)
     }
@@ -191,7 +258,12 @@ impl Reply {
             writer
         });
         let wanted = CancellationToken::new();
-        (Self { queue, wanted }, task)
+        let reply = Self {
+            queue,
+            wanted,
+            hold: None,
+        };
+        (reply, task)
     }
 
     /// Lets the writer end after the queued events.
@@ -662,6 +734,9 @@ const REFUSED_AT_ONCE: usize = 8;
 
 /// Messages that wait to be written; then their sender waits.
 const FRAMES_QUEUED: usize = 8;
+
+/// Messages that wait for a client that has not asked yet; then their sender waits. Our choice: some 3 s of sound, 128 KiB.
+const FRAMES_HELD: usize = 64;
 
 /// Pause after an accept that failed.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);

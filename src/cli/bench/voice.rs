@@ -16,7 +16,7 @@ use crate::{
     Output, demo,
     output::{self, Column, Table},
     stage::{Process, Stage, places},
-    talk::{Spoken, request_pipeline, utter},
+    talk::{Pace, Spoken, request_pipeline, utter},
 };
 use cotenant_rpc::v1::{
     GetStatusRequest, GetStatusResponse, operator_service_client::OperatorServiceClient,
@@ -35,6 +35,10 @@ pub struct VoiceArgs {
     /// Utterances in each of the two parts.
     #[arg(long, default_value_t = 60, value_parser = clap::value_parser!(u32).range(1..))]
     pub rounds: u32,
+    /// Send audio as a microphone does, with 500 ms of silence before its end: clients that look for the end of speech
+    /// send as much.
+    #[arg(long)]
+    pub live: bool,
 }
 
 /// Sentences of the grammar that the stage brings.
@@ -58,6 +62,9 @@ const NEIGHBOUR_STAYS: Duration = Duration::from_secs(2);
 
 /// Time between two neighbours, in which the engine grows back.
 const NEIGHBOUR_GONE: Duration = Duration::from_secs(2);
+
+/// Silence before the end of a live utterance: the default of OpenAI's detector of turns.
+const SILENCE: Duration = Duration::from_millis(500);
 
 /// Pause between two `describe` requests.
 const DESCRIBE_EVERY: Duration = Duration::from_millis(20);
@@ -100,7 +107,9 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     let mut said = BTreeMap::new();
     // The first answers touch memory for the first time, and are the reference for later ones.
     for (command, recording) in &recordings {
-        let spoken = one(&mut exchange, recording).await.map_err(&problem)?;
+        let spoken = one(&mut exchange, recording, Pace::AtOnce)
+            .await
+            .map_err(&problem)?;
         if spoken.heard != *command {
             return Err(problem(format!(
                 "`{command}` was heard as `{}`",
@@ -109,6 +118,10 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
         }
         said.insert(*command, spoken.answer);
     }
+    let pace = match args.live {
+        true => Pace::Live(SILENCE),
+        false => Pace::AtOnce,
+    };
     let mut different = Vec::new();
     let mut part = async |different: &mut Vec<String>| {
         let mut part = Part::default();
@@ -117,7 +130,7 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
             let Some((command, recording)) = recordings.get(place) else {
                 break;
             };
-            let spoken = one(&mut exchange, recording).await?;
+            let spoken = one(&mut exchange, recording, pace).await?;
             if spoken.heard != *command || said.get(command) != Some(&spoken.answer) {
                 different.push(format!(
                     "{command}: heard `{}`, answered `{}`",
@@ -161,8 +174,8 @@ pub(super) async fn run(args: &VoiceArgs, format: Output) -> Result<(), String> 
     Ok(())
 }
 
-async fn one(exchange: &mut Exchange, recording: &MonoAudio) -> Result<Spoken, String> {
-    let spoken = utter(exchange, recording)
+async fn one(exchange: &mut Exchange, recording: &MonoAudio, pace: Pace) -> Result<Spoken, String> {
+    let spoken = utter(exchange, recording, pace)
         .await
         .map_err(|error| in_one_line(&error))?;
     match spoken.first_audio_after {

@@ -13,7 +13,7 @@ use std::{
         Arc,
         atomic::{AtomicBool, Ordering},
     },
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use futures_util::StreamExt as _;
@@ -23,7 +23,7 @@ use tokio_util::sync::CancellationToken;
 
 use super::{
     refuse::{error_of, not_handled},
-    shared::{Api, Counted, DONE, NOT_NOW, WRONG},
+    shared::{Api, Asked, Counted, DONE, NOT_NOW, WRONG},
 };
 use cotenant_conversation::{
     refusal::Refusal,
@@ -155,7 +155,7 @@ pub(super) struct Run {
     api: Api,
     reply: Reply,
     unwanted: CancellationToken,
-    began: Instant,
+    asked: Asked,
     span: Span,
 }
 
@@ -202,13 +202,13 @@ struct Spoken {
 }
 
 impl Run {
-    /// A run that answers by `reply`, until it is cancelled by `unwanted`.
-    pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken) -> Self {
+    /// A run that answers by `reply`, until it is cancelled by `unwanted`; ahead of its client if that asks later.
+    pub(super) fn new(api: Api, reply: Reply, unwanted: CancellationToken, asked: Asked) -> Self {
         Self {
             api,
             reply,
             unwanted,
-            began: Instant::now(),
+            asked,
             span: Span::default(),
         }
     }
@@ -217,7 +217,7 @@ impl Run {
     pub(super) async fn run(mut self, begin: Input, last: LastStage) -> Result<(), SessionError> {
         let api = self.api.clone();
         let what = name_of(&begin, last);
-        let counted = Counted::begin(&api.0.metrics, what);
+        let counted = Counted::begin(&api.0.metrics, what, self.asked.clone());
         self.span = api.0.tracer.begin(what, SpanKind::Server, None);
         self.span.set("network.protocol.name", "wyoming");
         let done = match begin {
@@ -236,6 +236,10 @@ impl Run {
             }
             Input::Pieces { written, voice } => self.speak_text(written, voice, true).await,
         };
+        if done.is_ok() && !self.is_asked().await {
+            self.span.event("the user went on");
+            return Ok(());
+        }
         if self.unwanted.is_cancelled() {
             self.span.event("interrupted");
             // The result was not waited for.
@@ -265,8 +269,20 @@ impl Run {
     fn meta(&self) -> RequestMeta {
         RequestMeta {
             trace: self.span.context(),
+            early: !self.asked.already(),
             ..RequestMeta::default()
         }
+    }
+
+    /// Waits until the client has asked; `false` if it goes on instead.
+    async fn is_asked(&self) -> bool {
+        if self.asked.already() {
+            return true;
+        }
+        let mut asked = self.asked.clone();
+        self.unless_unwanted(asked.wait())
+            .await
+            .is_some_and(|asked| asked.is_ok())
     }
 
     async fn hear_and_go_on(
@@ -398,6 +414,12 @@ impl Run {
             // Output that waits to be written is dropped as well.
             dropped.cancel();
         }
+        if !self.is_asked().await {
+            return Ok(());
+        }
+        if let Some(first) = answer.first_after {
+            self.api.0.metrics.first_token(first);
+        }
         self.remember(&text, &answer);
         self.close_answer(done.as_ref().is_some_and(Result::is_ok), &answer)
             .await?;
@@ -429,7 +451,7 @@ impl Run {
             tracing::info!(
                 first_text_ms = answer.first_after.map(millis),
                 first_audio_ms = millis(first),
-                done_ms = millis(self.began.elapsed()),
+                done_ms = millis(self.asked.ago()),
                 interrupted = self.unwanted.is_cancelled(),
                 "answered aloud"
             );
@@ -539,8 +561,7 @@ impl Run {
                 match event {
                     ChatEvent::Part(AnswerPart::Text(piece)) => {
                         if !std::mem::replace(&mut answer.begun, true) {
-                            answer.first_after = Some(self.began.elapsed());
-                            self.api.0.metrics.first_token(self.began.elapsed());
+                            answer.first_after = Some(self.asked.ago());
                             let start = HandledStart {
                                 context: some(answer.context.clone()),
                             };
@@ -695,7 +716,7 @@ impl Run {
             };
             reply.send(Event::AudioChunk(chunk)).await?;
             if spoken.first_after.is_none() {
-                spoken.first_after = Some(self.began.elapsed());
+                spoken.first_after = Some(self.asked.ago());
             }
         }
         Ok(())
@@ -706,10 +727,13 @@ impl Run {
     where
         F: Future<Output = Result<T, Refusal>>,
     {
-        let helps = |refusal: &Refusal, attempts| match Passing::of(refusal) {
-            Passing::Soon => true,
-            Passing::Once => attempts <= 1,
-            Passing::Never => false,
+        let helps = |refusal: &Refusal, attempts| {
+            self.asked.already()
+                && match Passing::of(refusal) {
+                    Passing::Soon => true,
+                    Passing::Once => attempts <= 1,
+                    Passing::Never => false,
+                }
         };
         patiently(self.api.0.settings.wait_max, helps, attempt).await
     }

@@ -1,6 +1,9 @@
 //! One Wyoming connection: its event sequence and its current task.
 
-use std::sync::Arc;
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use tokio::{
     sync::{OwnedSemaphorePermit, mpsc},
@@ -11,20 +14,22 @@ use tokio_util::sync::CancellationToken;
 use super::{
     pipeline::{FirstStage, Input, LastStage, Pipeline, Run, VoiceChoice},
     refuse::error_of,
-    shared::{AUDIO_KIB_MAX, Api},
+    shared::{AUDIO_KIB_MAX, Api, Ask, Asked},
 };
 use crate::voice::is_same_language;
 use cotenant_conversation::refusals::{at_limit, invalid};
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, AudioError, MonoAudio, PcmDecoder},
     resample::Resampler,
-    server::{self, Activity, BAD_REQUEST, NOT_SUPPORTED, Reply, Session, SessionError},
+    server::{self, Activity, BAD_REQUEST, Hold, NOT_SUPPORTED, Reply, Session, SessionError},
+    voice_activity::{VoiceDetector, VoiceEdge},
     wyoming::{
         AudioFormat, Event,
         event::{RunPipeline, Voice},
         info::Model,
     },
 };
+use cotenant_units::lock::locked;
 
 /// One connection.
 pub(crate) struct Connection {
@@ -36,6 +41,15 @@ pub(crate) struct Connection {
     /// Receiver of text that is spoken while it is written.
     text: Option<Text>,
     job: Option<Job>,
+    /// The answer to an utterance that has probably ended.
+    early: Option<Early>,
+}
+
+/// Work ahead of the end of an utterance, whose answers wait for it.
+struct Early {
+    job: Job,
+    ask: Ask,
+    hold: Hold,
 }
 
 /// A text in pieces.
@@ -80,12 +94,13 @@ impl Connection {
             pipeline: None,
             text: None,
             job: None,
+            early: None,
         }
     }
 
     /// Waits for the current task. Requests on one connection are answered in their order.
     async fn settle(&mut self) -> Result<(), SessionError> {
-        self.text = None;
+        (self.text, self.early) = (None, None);
         match self.job.take() {
             Some(mut job) => job.end().await,
             None => Ok(()),
@@ -94,7 +109,7 @@ impl Connection {
 
     /// Cancels the current task: a new utterance has begun.
     async fn barge_in(&mut self) -> Result<(), SessionError> {
-        self.text = None;
+        (self.text, self.early) = (None, None);
         let Some(mut job) = self.job.take() else {
             return Ok(());
         };
@@ -107,10 +122,70 @@ impl Connection {
     }
 
     fn start(&mut self, begin: Input, last: LastStage, reply: &Reply) {
+        self.job = Some(self.run(begin, last, reply.clone(), Asked::now()));
+    }
+
+    fn run(&self, begin: Input, last: LastStage, reply: Reply, asked: Asked) -> Job {
         let unwanted = CancellationToken::new();
-        let run = Run::new(self.api.clone(), reply.clone(), unwanted.clone());
+        let run = Run::new(self.api.clone(), reply, unwanted.clone(), asked);
         let task = tokio::spawn(run.run(begin, last));
-        self.job = Some(Job { task, unwanted });
+        Job { task, unwanted }
+    }
+
+    /// The last stage for an utterance.
+    fn last_stage(&self) -> LastStage {
+        match self.pipeline {
+            Some(Pipeline {
+                from: FirstStage::Audio,
+                to,
+            }) => to,
+            Some(_) | None => LastStage::Text,
+        }
+    }
+
+    /// Works ahead where the utterance has probably ended, and drops that where it goes on.
+    fn look_ahead(&mut self, edges: &[VoiceEdge], reply: &Reply) {
+        for edge in edges {
+            if !matches!(edge, VoiceEdge::Paused(_)) && self.early.take().is_some() {
+                locked(&self.api.0.early_pause).went_on();
+            }
+        }
+        let Some(VoiceEdge::Paused(_)) = edges.last() else {
+            return;
+        };
+        let Some((audio, held)) = self
+            .recording
+            .as_ref()
+            .filter(|_| self.job.is_none())
+            .and_then(|recording| recording.copied(&self.api))
+        else {
+            return;
+        };
+        let begin = Input::Audio {
+            audio,
+            held: Some(held),
+            language: self.language.clone(),
+        };
+        let (reply, hold) = reply.held();
+        let (ask, asked) = Asked::later();
+        let job = self.run(begin, self.last_stage(), reply, asked);
+        self.early = Some(Early { job, ask, hold });
+    }
+
+    /// Takes up the work that was done ahead, if it has not failed.
+    async fn take_early(&mut self, reply: &Reply) -> Result<bool, SessionError> {
+        let Some(early) = self
+            .early
+            .take()
+            .filter(|early| !early.job.task.is_finished())
+        else {
+            return Ok(false);
+        };
+        locked(&self.api.0.early_pause).ended();
+        early.ask.ask();
+        self.job = Some(early.job);
+        reply.release(&early.hold).await?;
+        Ok(true)
     }
 
     async fn begin_recording(&mut self, format: AudioFormat) -> Result<(), SessionError> {
@@ -119,7 +194,8 @@ impl Connection {
         } else {
             self.settle().await?;
         }
-        self.recording = Some(Recording::new(format)?);
+        let pause = locked(&self.api.0.early_pause).get();
+        self.recording = Some(Recording::new(format, pause)?);
         Ok(())
     }
 
@@ -232,31 +308,28 @@ impl Session for Connection {
                     // Clients of old versions of the protocol send no `audio-start`.
                     self.begin_recording(chunk.format).await?;
                 }
-                match &mut self.recording {
-                    Some(recording) => recording.push(chunk.format, &chunk.audio, &self.api),
-                    None => Ok(()),
+                if let Some(recording) = &mut self.recording {
+                    let edges = recording.push(chunk.format, &chunk.audio, &self.api)?;
+                    self.look_ahead(&edges, reply);
                 }
+                Ok(())
             }
             Event::AudioStop(_) => {
                 let recording = self.recording.take();
+                if self.take_early(reply).await? {
+                    return Ok(());
+                }
                 self.settle().await?;
                 let (audio, held) = match recording {
                     Some(recording) => recording.finish()?,
                     None => (MonoAudio::new(ASR_RATE_HZ, Vec::new()), None),
-                };
-                let last = match self.pipeline {
-                    Some(Pipeline {
-                        from: FirstStage::Audio,
-                        to,
-                    }) => to,
-                    Some(_) | None => LastStage::Text,
                 };
                 let begin = Input::Audio {
                     audio,
                     held,
                     language: self.language.clone(),
                 };
-                self.start(begin, last, reply);
+                self.start(begin, self.last_stage(), reply);
                 Ok(())
             }
             Event::Transcript(said) => {
@@ -353,23 +426,36 @@ struct Recording {
     resampler: Option<Resampler>,
     audio: MonoAudio,
     held: Option<OwnedSemaphorePermit>,
+    detector: VoiceDetector,
+    began: Instant,
 }
 
 impl Recording {
-    fn new(format: AudioFormat) -> Result<Self, SessionError> {
+    fn new(format: AudioFormat, pause: Duration) -> Result<Self, SessionError> {
         let resampler = match format.rate {
             ASR_RATE_HZ => None,
             rate => Some(Resampler::new(rate, ASR_RATE_HZ).map_err(|error| bad(&error.into()))?),
         };
+        // The client determines the end.
+        let mut detector = VoiceDetector::new(THRESHOLD, Duration::MAX);
+        detector.set_early_pause(pause);
         Ok(Self {
             decoder: PcmDecoder::new(format).map_err(|error| bad(&error))?,
             resampler,
             audio: MonoAudio::new(ASR_RATE_HZ, Vec::new()),
             held: None,
+            detector,
+            began: Instant::now(),
         })
     }
 
-    fn push(&mut self, format: AudioFormat, bytes: &[u8], api: &Api) -> Result<(), SessionError> {
+    /// Takes a piece and returns where speech begins, pauses and goes on in it.
+    fn push(
+        &mut self,
+        format: AudioFormat,
+        bytes: &[u8],
+        api: &Api,
+    ) -> Result<Vec<VoiceEdge>, SessionError> {
         if format != self.decoder.format() {
             return Err(server::Refusal::new(
                 BAD_REQUEST,
@@ -377,16 +463,13 @@ impl Recording {
             )
             .into());
         }
-        let samples = self.decoder.push(bytes);
-        match &mut self.resampler {
-            None => self.audio.samples.extend(samples),
-            Some(resampler) => {
-                let samples = resampler
-                    .push(&samples)
-                    .map_err(|error| bad(&error.into()))?;
-                self.audio.samples.extend(samples);
-            }
+        let mut samples = self.decoder.push(bytes);
+        if let Some(resampler) = &mut self.resampler {
+            samples = resampler
+                .push(&samples)
+                .map_err(|error| bad(&error.into()))?;
         }
+        self.audio.samples.extend_from_slice(&samples);
         let (duration, limit) = (self.audio.duration(), api.0.settings.audio_max);
         if duration > limit {
             return Err(server::Refusal::new(
@@ -395,12 +478,23 @@ impl Recording {
             )
             .into());
         }
-        self.hold(api)
+        self.hold(api)?;
+        Ok(self.detector.push(&samples))
+    }
+
+    /// A copy of the audio so far, if it comes while it is spoken and there is memory for the copy.
+    fn copied(&self, api: &Api) -> Option<(MonoAudio, OwnedSemaphorePermit)> {
+        if self.audio.duration() > self.began.elapsed() + AHEAD_MAX {
+            return None;
+        }
+        let kib = u32::try_from(kib_of(&self.audio)).ok()?;
+        let held = Arc::clone(&api.0.audio).try_acquire_many_owned(kib).ok()?;
+        Some((self.audio.clone(), held))
     }
 
     /// Takes its share of the memory for audio.
     fn hold(&mut self, api: &Api) -> Result<(), SessionError> {
-        let needed = (2 * self.audio.samples.len()).div_ceil(1024);
+        let needed = kib_of(&self.audio);
         let held = self
             .held
             .as_ref()
@@ -430,6 +524,11 @@ impl Recording {
     }
 }
 
+/// Memory of recorded samples.
+fn kib_of(audio: &MonoAudio) -> usize {
+    (2 * audio.samples.len()).div_ceil(1024)
+}
+
 fn unknown_speaker(speaker: &str, problem: &str) -> SessionError {
     let shown: String = speaker.chars().take(SHOWN_MAX).collect();
     let problem = format!("is not known: {problem}");
@@ -442,6 +541,13 @@ fn bad(error: &AudioError) -> SessionError {
 
 /// Pieces of a text that wait for the voice; then the connection is not read.
 const PIECES_QUEUED: usize = 64;
+
+/// Threshold of the detector that looks for pauses: OpenAI's default for turns.
+const THRESHOLD: f64 = 0.5;
+
+/// How far audio may be ahead of the time: one that comes faster is a file, which ends soon. Our choice: some buffers
+/// of a microphone.
+const AHEAD_MAX: Duration = Duration::from_millis(500);
 
 /// Speakers listed in an error: some voices have hundreds.
 const SPEAKERS_SHOWN: usize = 10;

@@ -4,10 +4,10 @@ use std::{
     collections::BTreeMap,
     path::Path,
     sync::{Arc, Mutex},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
-use tokio::sync::Semaphore;
+use tokio::sync::{Semaphore, watch};
 
 use super::{
     conversations::Conversations,
@@ -15,7 +15,7 @@ use super::{
 };
 use cotenant_config::WyomingConfig;
 use cotenant_http::backend::{ChatBackend, SpeechBackend};
-use cotenant_speech::wyoming::Info;
+use cotenant_speech::{voice_activity::EarlyPause, wyoming::Info};
 use cotenant_telemetry::{Metrics, Tracer};
 use cotenant_worker::handle::WorkerHandle;
 
@@ -47,6 +47,8 @@ pub(super) struct Inner {
     pub(super) conversations: Mutex<Conversations>,
     /// KiB of audio that may still be recorded.
     pub(super) audio: Arc<Semaphore>,
+    /// The pause after which an utterance has probably ended.
+    pub(super) early_pause: Mutex<EarlyPause>,
     pub(super) settings: WyomingConfig,
     /// Names of voices used by clients, and the worker's voice for each.
     pub(super) aliases: BTreeMap<String, String>,
@@ -78,6 +80,7 @@ impl Api {
             cache,
             conversations: Mutex::new(conversations),
             audio: Arc::new(Semaphore::new(AUDIO_KIB_MAX)),
+            early_pause: Mutex::default(),
             settings,
             aliases,
             metrics: backends.metrics,
@@ -87,20 +90,64 @@ impl Api {
     }
 }
 
+/// When the client has asked, which may be after the work has begun.
+#[derive(Clone)]
+pub(super) struct Asked(watch::Receiver<Option<Instant>>);
+
+impl Asked {
+    /// Now.
+    pub(super) fn now() -> Self {
+        Self(watch::channel(Some(Instant::now())).1)
+    }
+
+    /// Later, when [`Ask::ask`] is called, or never.
+    pub(super) fn later() -> (Ask, Self) {
+        let (ask, asked) = watch::channel(None);
+        (Ask(ask), Self(asked))
+    }
+
+    pub(super) fn already(&self) -> bool {
+        self.0.borrow().is_some()
+    }
+
+    /// How long ago; zero before.
+    pub(super) fn ago(&self) -> Duration {
+        let asked = *self.0.borrow();
+        asked.map_or(Duration::ZERO, |asked| asked.elapsed())
+    }
+
+    /// Waits until then.
+    ///
+    /// # Errors
+    /// When it will never be.
+    pub(super) async fn wait(&mut self) -> Result<(), watch::error::RecvError> {
+        self.0.wait_for(Option::is_some).await.map(drop)
+    }
+}
+
+/// Reports that the client has asked.
+pub(super) struct Ask(watch::Sender<Option<Instant>>);
+
+impl Ask {
+    pub(super) fn ask(self) {
+        self.0.send_replace(Some(Instant::now()));
+    }
+}
+
 /// Counts one request when it has ended.
 pub(super) struct Counted<'a> {
     metrics: &'a Metrics,
     what: &'static str,
-    began: Instant,
+    asked: Asked,
     code: u16,
 }
 
 impl<'a> Counted<'a> {
-    pub(super) fn begin(metrics: &'a Metrics, what: &'static str) -> Self {
+    pub(super) fn begin(metrics: &'a Metrics, what: &'static str, asked: Asked) -> Self {
         Self {
             metrics,
             what,
-            began: Instant::now(),
+            asked,
             code: CANCELLED,
         }
     }
@@ -112,8 +159,9 @@ impl<'a> Counted<'a> {
 
 impl Drop for Counted<'_> {
     fn drop(&mut self) {
-        self.metrics
-            .request(self.what, self.code, self.began.elapsed());
+        if self.asked.already() {
+            self.metrics.request(self.what, self.code, self.asked.ago());
+        }
     }
 }
 

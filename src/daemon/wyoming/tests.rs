@@ -10,12 +10,16 @@ use tokio::{io::AsyncWriteExt as _, time::timeout};
 use cotenant_config::WyomingConfig;
 use cotenant_conversation::refusal::Refusal;
 use cotenant_http::backend::VoiceWish;
-use cotenant_speech::wyoming::{
-    AudioFormat, Event, Frame, Voice,
-    event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},
-    write_frame,
+use cotenant_speech::{
+    audio::pcm_bytes,
+    voice_activity::EarlyPause,
+    wyoming::{
+        AudioFormat, Event, Frame, Voice,
+        event::{AudioStop, Synthesize, SynthesizeStart, Text, Transcribe},
+        write_frame,
+    },
 };
-use cotenant_units::Tokens;
+use cotenant_units::{Tokens, lock::locked};
 use stage::*;
 
 #[tokio::test]
@@ -537,6 +541,122 @@ async fn what_waits_to_be_written_is_dropped_with_an_answer_that_is_not_wanted_a
         samples < 2_000_000,
         "{samples} samples of an unwanted answer"
     );
+}
+
+/// Loud and then quiet audio of so many milliseconds.
+async fn sound(client: &mut Client, loud: usize, quiet: usize) {
+    let format = AudioFormat::mono_16_bit(16_000);
+    let period = [0_i16, 6000, 8000, 6000, 0, -6000, -8000, -6000];
+    let loud = period.into_iter().cycle().take(loud * 16);
+    let samples: Vec<i16> = loud.chain(vec![0; quiet * 16]).collect();
+    client.say(chunk(format, pcm_bytes(&samples))).await;
+}
+
+/// Waits until this holds.
+async fn until(holds: impl Fn() -> bool) {
+    timeout(PATIENCE, async {
+        while !holds() {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await
+    .expect("it never holds");
+}
+
+#[tokio::test]
+async fn an_answer_is_begun_in_the_silence_at_the_end_of_an_utterance_and_given_at_its_end() {
+    let served = served(settings()).await;
+    let script = &served.script;
+    let mut client = served.connect().await;
+    client.say(pipeline("asr", "tts")).await;
+    let format = AudioFormat::mono_16_bit(16_000);
+    client.say(audio_start(format)).await;
+    served.hears("turn on the light");
+    served.answers(vec![Step::Say("It is done.")]);
+    sound(&mut client, 250, 200).await;
+    until(|| script.spoken.lock().unwrap().len() == 1).await;
+    assert!(script.heard.lock().unwrap()[0].meta.early);
+    assert!(script.asked.lock().unwrap()[0].meta.early);
+    let early = timeout(Duration::from_millis(100), client.reader.next()).await;
+    assert!(early.is_err(), "the answer is given before the end");
+    sound(&mut client, 0, 300).await;
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    let frames = client.until("audio-stop").await;
+    assert_eq!(
+        kinds(&frames),
+        [
+            "transcript",
+            "handled-start",
+            "handled-chunk",
+            "audio-start",
+            "audio-chunk",
+            "handled",
+            "handled-stop",
+            "audio-stop"
+        ]
+    );
+    let heard = script.heard.lock().unwrap().len();
+    assert_eq!((heard, script.asked.lock().unwrap().len()), (1, 1));
+
+    // A user who goes on has not asked: everything is done again at the end.
+    client.say(audio_start(format)).await;
+    served.hears("turn on the");
+    served.answers(vec![Step::Say("The"), Step::Hang]);
+    sound(&mut client, 250, 200).await;
+    until(|| script.generating.load(Ordering::SeqCst) == 1).await;
+    served.hears("turn on the fan");
+    served.answers(vec![Step::Say("The fan is on.")]);
+    sound(&mut client, 100, 0).await;
+    until(|| script.generating.load(Ordering::SeqCst) == 0).await;
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    let frames = client.until("audio-stop").await;
+    assert_eq!(frames[0].data["text"], "turn on the fan");
+    let asked = script.asked.lock().unwrap();
+    assert_eq!(asked.len(), 3);
+    assert!(!asked[2].meta.early);
+    drop(asked);
+    let pause = locked(&served.api.0.early_pause).get();
+    assert!(pause > EarlyPause::default().get(), "{pause:?}");
+    let metrics = served.metrics.encode();
+    let counted = |code: u16| {
+        format!("cotenant_request_seconds_count{{route=\"wyoming/talk\",code=\"{code}\"}}")
+    };
+    assert!(
+        metrics.contains(&format!("{} 2", counted(200))),
+        "{metrics}"
+    );
+    assert!(!metrics.contains(&counted(499)), "{metrics}");
+}
+
+#[tokio::test]
+async fn what_is_not_done_ahead_is_done_at_the_end() {
+    let served = served(settings()).await;
+    let script = &served.script;
+    let mut client = served.connect().await;
+    let format = AudioFormat::mono_16_bit(16_000);
+    // The recogniser has no time for it.
+    client.say(audio_start(format)).await;
+    let turns = [
+        Turn::Refuse(starting()),
+        Turn::Give("good night".to_owned()),
+    ];
+    script.transcripts.lock().unwrap().extend(turns);
+    sound(&mut client, 250, 200).await;
+    until(|| script.heard.lock().unwrap().len() == 1).await;
+    until(|| script.transcripts.lock().unwrap().len() == 1).await;
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    let transcript = client.until("transcript").await.pop().unwrap();
+    assert_eq!(transcript.data["text"], "good night");
+    // A file comes faster than it was spoken.
+    client.say(audio_start(format)).await;
+    served.hears("good morning");
+    sound(&mut client, 900, 200).await;
+    client.say(Event::AudioStop(AudioStop::default())).await;
+    client.until("transcript").await;
+    let heard = script.heard.lock().unwrap();
+    assert_eq!(heard.len(), 3);
+    assert!(!heard[2].meta.early);
 }
 
 // ---- bad input ----

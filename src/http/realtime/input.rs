@@ -1,6 +1,9 @@
 //! Audio input of a client, and the turns in it.
 
-use std::{mem, time::Duration};
+use std::{
+    mem,
+    time::{Duration, Instant},
+};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use tokio::sync::OwnedSemaphorePermit;
@@ -15,7 +18,7 @@ use super::{
 use cotenant_speech::{
     audio::{ASR_RATE_HZ, TTS_RATE_HZ},
     resample::{ResampleError, Resampler},
-    voice_activity::{VoiceDetector, VoiceEdge},
+    voice_activity::{EarlyPause, VoiceDetector, VoiceEdge},
 };
 
 /// One utterance of a user, 16 kHz mono, with the permit for its memory.
@@ -34,6 +37,10 @@ impl Utterance {
 pub(super) enum Turn {
     /// A user has begun to speak, so many milliseconds after the first audio.
     Started { at_ms: u64 },
+    /// They have paused, and have probably stopped.
+    Paused,
+    /// They went on after a pause.
+    Resumed,
     /// They have stopped.
     Stopped { at_ms: u64, said: Utterance },
 }
@@ -50,6 +57,8 @@ pub(super) struct Input {
     /// Samples before the detector was started.
     detector_start: u64,
     prefix: u64,
+    /// When the first audio came.
+    began: Option<Instant>,
 }
 
 impl Input {
@@ -63,14 +72,35 @@ impl Input {
             detector: None,
             detector_start: 0,
             prefix: 0,
+            began: None,
         }
     }
 
-    /// Detects turns by `turns` from now on; none with `None`.
-    pub(super) fn detect(&mut self, turns: Option<&Turns>) {
+    /// Detects turns by `turns` from now on, none with `None`, and in them pauses of the length `early`.
+    pub(super) fn detect(&mut self, turns: Option<&Turns>, early: EarlyPause) {
         self.detector = turns.map(|turns| VoiceDetector::new(turns.threshold, turns.silence));
+        self.set_early_pause(early);
         self.detector_start = self.end();
         self.prefix = turns.map_or(0, |turns| samples_in(turns.prefix));
+    }
+
+    pub(super) fn set_early_pause(&mut self, early: EarlyPause) {
+        if let Some(detector) = &mut self.detector {
+            detector.set_early_pause(early.get());
+        }
+    }
+
+    /// A copy of the buffer, if audio comes while it is spoken and there is memory for the copy.
+    pub(super) fn copied(&self) -> Option<Utterance> {
+        let spoken = Duration::from_millis(millis(self.end()));
+        if spoken > self.began?.elapsed() + AHEAD_MAX {
+            return None;
+        }
+        let kib = u32::try_from(kib_of(self.samples.len())).ok()?;
+        Some(Utterance {
+            samples: self.samples.clone(),
+            memory: Some(self.api.audio_memory(kib).ok()?),
+        })
     }
 
     /// Adds a piece: base64 of 16-bit samples at [`TTS_RATE_HZ`].
@@ -103,10 +133,15 @@ impl Input {
             }
             return Err(fault);
         }
+        self.began.get_or_insert_with(Instant::now);
         self.samples.extend_from_slice(&piece);
         if let Some(detector) = &mut self.detector {
-            for edge in detector.push(&piece) {
+            let edges = detector.push(&piece);
+            for &edge in &edges {
                 self.turn(edge, turns);
+            }
+            if let Some(VoiceEdge::Paused(_)) = edges.last() {
+                turns.push(Turn::Paused);
             }
         }
         if self
@@ -185,6 +220,8 @@ impl Input {
                     at_ms: millis(from),
                 });
             }
+            VoiceEdge::Paused(_) => {}
+            VoiceEdge::Resumed(_) => turns.push(Turn::Resumed),
             VoiceEdge::Stopped(at) => {
                 let at = self.detector_start + at;
                 let said =
@@ -280,6 +317,8 @@ const fn kib_of(samples: usize) -> usize {
     (samples * 2).div_ceil(1024) + 1
 }
 
+/// How far audio may be ahead of the time: one that comes faster is a file. Our choice: some buffers of a microphone.
+const AHEAD_MAX: Duration = Duration::from_millis(500);
 /// OpenAI's own limit.
 const COMMIT_MIN: Duration = Duration::from_millis(100);
 /// Samples in which the detector may find speech later: five frames.

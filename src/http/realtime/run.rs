@@ -30,6 +30,7 @@ pub(super) enum Step {
 }
 
 /// How an answer is spoken.
+#[derive(Clone, PartialEq)]
 pub(super) struct Voice {
     pub(super) name: VoiceWish,
     pub(super) speed: f64,
@@ -154,13 +155,12 @@ impl Work {
     async fn admitted(&self, request: ChatRequest) -> Result<Generation, Stop> {
         let began = Instant::now();
         let backend = llm(&self.api)?;
-        let events = admitted(
-            &*backend,
-            request,
-            self.api.limits().session_patience,
-            may_pass,
-        )
-        .await?;
+        let limit = self.api.limits().session_patience;
+        let helps = match request.meta.early {
+            true => |_: &Refusal, _| false,
+            false => may_pass,
+        };
+        let events = admitted(&*backend, request, limit, helps).await?;
         Ok(Generation::new(events, began, &self.api))
     }
 

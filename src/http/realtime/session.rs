@@ -1,6 +1,6 @@
 //! Event loop of one session.
 
-use std::{collections::VecDeque, future::pending, sync::Arc, time::Duration};
+use std::{collections::VecDeque, future::pending, time::Duration};
 
 use axum::{
     Error,
@@ -8,22 +8,22 @@ use axum::{
     http::StatusCode,
 };
 use futures_util::{
-    FutureExt as _, StreamExt as _,
+    StreamExt as _,
     stream::{SplitSink, SplitStream},
 };
 use serde_json::{Map, Value, json};
-use tokio::{
-    sync::{OwnedSemaphorePermit, mpsc},
-    time::{Instant, sleep_until, timeout},
-};
+use tokio::time::{Instant, sleep_until, timeout};
 use tokio_util::sync::CancellationToken;
 
+mod hearing;
+
+use self::hearing::{Ahead, Early, Heard, Said};
 use super::{
     super::{
-        api::{Api, Kind},
+        api::Api,
         backend::{
             AnswerForm, AnswerPart, ChatEvent, ChatMessage, ChatRequest, Conversation,
-            FinishReason, Prompt, RequestMeta, Retention, Role, TranscribeRequest, Usage,
+            FinishReason, Prompt, RequestMeta, Retention, Role, Usage,
         },
         body::bounded_tree,
         chat_wire::ToolChoice,
@@ -32,21 +32,18 @@ use super::{
         memory::RequestMemory,
         numbers::Whole,
         sampling::{SamplingDialect, SamplingFields},
-        transcription::{Hearing, PIECES_AHEAD, Recognised},
+        transcription::Recognised,
     },
     event::{self, ClientEvent},
-    input::{Input, Turn, Utterance},
+    input::{Input, Turn},
     items::{self, Items},
     outbox::Outbox,
     output::{End, Output, Place},
-    run::{Run, Step, Voice, patiently},
+    run::{Run, Step, Voice},
     settings::Settings,
 };
-use cotenant_conversation::{
-    refusal::{RETRY_AFTER_DEFAULT, Refusal},
-    refusals::at_limit,
-};
-use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
+use cotenant_conversation::refusal::{RETRY_AFTER_DEFAULT, Refusal};
+use cotenant_speech::voice_activity::EarlyPause;
 use cotenant_telemetry::{Span, SpanKind};
 use cotenant_units::Bytes;
 
@@ -66,31 +63,17 @@ pub(super) struct Session {
     hearing: Option<Heard>,
     /// Utterances to recognise next.
     said: VecDeque<Said>,
+    /// Work on a turn that has probably ended, and the pause after which it has.
+    early: Option<Early>,
+    early_pause: EarlyPause,
+    /// The answer that was begun ahead of the turn that was recognised last.
+    ahead: Option<Ahead>,
     /// The span of the last turn, which the response to it continues.
     turn_span: Option<Span>,
     active: Option<Active>,
     outbox: Outbox,
     shutdown: CancellationToken,
     times: Times,
-}
-
-/// An utterance that waits for the recogniser.
-struct Said {
-    item: String,
-    utterance: Utterance,
-    /// Whether a response follows it.
-    respond: bool,
-}
-
-/// Something that is being recognised.
-struct Heard {
-    item: String,
-    respond: bool,
-    duration: Duration,
-    hearing: Hearing,
-    span: Span,
-    _memory: Option<OwnedSemaphorePermit>,
-    _place: OwnedSemaphorePermit,
 }
 
 /// The response that is given.
@@ -104,6 +87,8 @@ struct Active {
     _memory: RequestMemory,
     /// `None` until the preceding speech is recognised.
     run: Option<Run>,
+    /// What is asked anew if the answer that was begun ahead fails before its first word.
+    again: Option<(ChatRequest, Option<Voice>)>,
     span: Span,
     finished: Option<(FinishReason, Usage)>,
 }
@@ -122,6 +107,8 @@ enum Happening {
     Came(Option<Result<Message, Error>>),
     Step(Option<Step>),
     Recognised(Option<Recognised>),
+    /// The text of a turn that has probably ended; `None` after a failure.
+    Early(Option<String>),
     Shutdown,
     Time,
 }
@@ -145,7 +132,8 @@ impl Session {
     ) -> Self {
         let now = Instant::now();
         let mut input = Input::new(api.clone());
-        input.detect(settings.turns.as_ref());
+        let early_pause = EarlyPause::default();
+        input.detect(settings.turns.as_ref(), early_pause);
         Self {
             id: api.fresh_id("sess_"),
             conversation: api.fresh_id("conv_"),
@@ -155,6 +143,9 @@ impl Session {
             turn: None,
             hearing: None,
             said: VecDeque::new(),
+            early: None,
+            early_pause,
+            ahead: None,
             turn_span: None,
             active: None,
             outbox: Outbox::new(api.clone()),
@@ -199,6 +190,10 @@ impl Session {
                 }
                 Happening::Recognised(text) => {
                     self.recognised(text, closing);
+                    Next::GoOn
+                }
+                Happening::Early(text) => {
+                    self.heard_early(text.as_deref());
                     Next::GoOn
                 }
                 Happening::Shutdown => {
@@ -246,12 +241,14 @@ impl Session {
         let deadline = self.deadline();
         let run = self.active.as_mut().and_then(|active| active.run.as_mut());
         let hearing = self.hearing.as_mut();
+        let early = self.early.as_mut().filter(|early| !early.is_heard);
         tokio::select! {
             sent = self.outbox.send(sink), if !self.outbox.is_sent() => Happening::Sent(sent),
             // a client that does not read is not listened to either
             message = stream.next(), if waiting < WAITING_MAX * 2 && unsent < UNSENT_MAX => Happening::Came(message),
             step = of_any(run, Run::next), if waiting < WAITING_MAX => Happening::Step(step),
             text = of_any(hearing, |heard| heard.hearing.next()) => Happening::Recognised(text),
+            text = of_any(early, Early::heard) => Happening::Early(text),
             () = self.shutdown.cancelled(), if !closing => Happening::Shutdown,
             () = sleep_until(deadline) => Happening::Time,
         }
@@ -352,13 +349,14 @@ impl Session {
             }
             ClientEvent::Clear => {
                 self.input.clear();
-                self.turn = None;
+                (self.turn, self.early) = (None, None);
                 self.outbox.event("input_audio_buffer.cleared", json!({}));
                 Ok(())
             }
             ClientEvent::Commit => {
                 let utterance = self.input.commit()?;
-                self.committed(utterance, false);
+                self.early = None;
+                self.committed(utterance, None, false);
                 Ok(())
             }
             ClientEvent::Create(create) => self.create(create),
@@ -403,7 +401,9 @@ impl Session {
                 self.set_aside(&self.memory, &shown)?;
                 let before = std::mem::replace(&mut self.settings, updated);
                 if before.turns != self.settings.turns {
-                    self.input.detect(self.settings.turns.as_ref());
+                    self.early = None;
+                    self.input
+                        .detect(self.settings.turns.as_ref(), self.early_pause);
                 }
                 self.outbox
                     .event("session.updated", json!({"session": shown}));
@@ -463,6 +463,14 @@ impl Session {
 
     fn turned(&mut self, turn: Turn, closing: bool) {
         match turn {
+            Turn::Paused => self.begin_early(closing),
+            Turn::Resumed => {
+                if let Some(early) = self.early.take() {
+                    early.span.event("the user went on");
+                    self.early_pause.went_on();
+                    self.input.set_early_pause(self.early_pause);
+                }
+            }
             Turn::Started { at_ms } => {
                 let item = self.api.fresh_id("item_");
                 self.outbox.event(
@@ -470,6 +478,7 @@ impl Session {
                     json!({"audio_start_ms": at_ms, "item_id": item}),
                 );
                 self.turn = Some(item);
+                (self.early, self.ahead) = (None, None);
                 if self
                     .settings
                     .turns
@@ -490,99 +499,20 @@ impl Session {
                     "input_audio_buffer.speech_stopped",
                     json!({"audio_end_ms": at_ms, "item_id": item}),
                 );
-                let respond = self
-                    .settings
-                    .turns
-                    .as_ref()
-                    .is_some_and(|turns| turns.respond);
-                self.committed(
-                    said,
-                    respond && !closing && !self.settings.transcription_only,
-                );
-            }
-        }
-    }
-
-    /// Turns an utterance into an item.
-    fn committed(&mut self, utterance: Utterance, respond: bool) {
-        let id = self
-            .turn
-            .take()
-            .unwrap_or_else(|| self.api.fresh_id("item_"));
-        let item = json!({
-            "id": id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user",
-            "content": [{"type": "input_audio", "transcript": null}],
-        });
-        // its id is new
-        let _inserted = self.items.insert(None, &id, item.clone());
-        self.outbox.event(
-            "input_audio_buffer.committed",
-            json!({"previous_item_id": self.items.previous(&id), "item_id": id}),
-        );
-        self.announced(&id, &item);
-        let said = Said {
-            item: id,
-            utterance,
-            respond,
-        };
-        if self.said.len() < SAID_MAX {
-            self.said.push_back(said);
-            self.hear();
-        } else {
-            let what = "the queue of what was said in this session";
-            let refusal = at_limit(HEAR, what, SAID_MAX);
-            self.unheard(&said.item, said.respond, &refusal);
-        }
-    }
-
-    /// Starts recognition of the oldest utterance.
-    fn hear(&mut self) {
-        while self.hearing.is_none()
-            && let Some(said) = self.said.pop_front()
-        {
-            let span = self.turn_begins();
-            match self.heard_by_recogniser(&said.utterance, &span) {
-                Ok((hearing, place)) => {
-                    self.hearing = Some(Heard {
-                        item: said.item,
-                        respond: said.respond,
-                        duration: said.utterance.duration(),
-                        hearing,
-                        span,
-                        _memory: said.utterance.memory,
-                        _place: place,
-                    });
+                let early = self.early.take();
+                if early.is_some() {
+                    self.early_pause.ended();
+                    self.input.set_early_pause(self.early_pause);
                 }
-                Err(refusal) => self.unheard(&said.item, said.respond, &refusal),
+                self.committed(said, early, self.responds() && !closing);
             }
         }
-        self.start();
     }
 
-    fn heard_by_recogniser(
-        &self,
-        utterance: &Utterance,
-        span: &Span,
-    ) -> Result<(Hearing, OwnedSemaphorePermit), Refusal> {
-        let backend = self.api.backends().speech(HEAR, "speech recogniser")?;
-        let place = self.api.place(Kind::Transcription)?;
-        let how = |key: &str| {
-            let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
-            (!value.is_empty()).then(|| value.to_owned())
-        };
-        let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
-        let request = TranscribeRequest {
-            meta: self.part_meta(span),
-            model: how("model").unwrap_or_default(),
-            audio: Arc::new(MonoAudio::new(ASR_RATE_HZ, utterance.samples.clone())),
-            language: how("language"),
-            prompt: how("prompt"),
-            pieces: Some(pieces),
-        };
-        let api = self.api.clone();
-        let work =
-            async move { patiently(&api, || backend.transcribe(request.clone())).await }.boxed();
-        Ok((Hearing::of(work, heard), place))
+    /// Whether the end of a turn requests a response.
+    fn responds(&self) -> bool {
+        let turns = self.settings.turns.as_ref();
+        turns.is_some_and(|turns| turns.respond) && !self.settings.transcription_only
     }
 
     /// Request metadata for a part of the session.
@@ -605,83 +535,6 @@ impl Session {
         span.set("cotenant.request.id", self.meta.id.as_str());
         span.set("gen_ai.conversation.id", self.conversation.as_str());
         span
-    }
-
-    fn recognised(&mut self, recognised: Option<Recognised>, closing: bool) {
-        let wanted = self.settings.transcription.is_some();
-        let Some(heard) = &self.hearing else {
-            return;
-        };
-        let (item, respond) = (heard.item.clone(), heard.respond);
-        match recognised {
-            Some(Recognised::Piece(delta)) => {
-                if wanted {
-                    self.outbox.event(
-                        "conversation.item.input_audio_transcription.delta",
-                        json!({"item_id": item, "content_index": 0, "delta": delta}),
-                    );
-                }
-                return;
-            }
-            Some(Recognised::Whole(text)) => {
-                self.items.transcribed(&item, &text);
-                if wanted {
-                    let seconds = heard.duration.as_secs_f64();
-                    self.outbox.event(
-                        "conversation.item.input_audio_transcription.completed",
-                        json!({
-                            "item_id": item, "content_index": 0, "transcript": text,
-                            "usage": {"type": "duration", "seconds": seconds},
-                        }),
-                    );
-                }
-                self.turn_span = self.hearing.take().map(|heard| heard.span);
-                if let Some(span) = &self.turn_span {
-                    span.pause();
-                }
-                // noise without words needs no response
-                if respond
-                    && !text.trim().is_empty()
-                    && self.active.is_none()
-                    && let Err(fault) = self.announce(Map::new(), closing)
-                {
-                    self.outbox.error(&fault, None);
-                }
-            }
-            Some(Recognised::Failed(refusal)) => {
-                self.hearing = None;
-                self.unheard(&item, respond, &refusal);
-            }
-            None => self.hearing = None,
-        }
-        self.hear();
-    }
-
-    /// Reports a failed recognition in the event that its client expects.
-    fn unheard(&mut self, item: &str, respond: bool, refusal: &Refusal) {
-        let fault = Fault::from(refusal.clone());
-        if self.settings.transcription.is_some() {
-            let error = fault.to_json().get("error").cloned();
-            self.outbox.event(
-                "conversation.item.input_audio_transcription.failed",
-                json!({"item_id": item, "content_index": 0, "error": error}),
-            );
-        }
-        if respond
-            && self.active.is_none()
-            && let Err(fault) = self.announce(Map::new(), false)
-        {
-            self.outbox.error(&fault, None);
-        }
-        if self
-            .active
-            .as_ref()
-            .is_some_and(|active| active.run.is_none())
-        {
-            self.end(End::Failed(fault));
-        } else if self.settings.transcription.is_none() {
-            self.outbox.error(&fault, None);
-        }
     }
 
     /// Announces a response, which begins when all utterances are recognised.
@@ -746,6 +599,7 @@ impl Session {
             input,
             _memory: memory,
             run: None,
+            again: None,
             span: Span::default(),
             finished: None,
         });
@@ -772,20 +626,36 @@ impl Session {
         let Some(active) = &self.active else {
             return;
         };
-        match self.asked(active) {
+        let meta = self.part_meta(&active.span);
+        let items = (active.own, active.input.as_slice());
+        match self.asked(meta, &active.settings, items, None) {
             Ok((request, voice)) => {
-                let run = Run::begin(&self.api, request, voice);
+                let ahead = self
+                    .ahead
+                    .take()
+                    .filter(|ahead| ahead.answers(&request, voice.as_ref()));
+                let (run, again) = match ahead {
+                    Some(ahead) => (ahead.run, Some((request, voice))),
+                    None => (Run::begin(&self.api, request, voice), None),
+                };
                 if let Some(active) = &mut self.active {
-                    active.run = Some(run);
+                    (active.run, active.again) = (Some(run), again);
                 }
             }
             Err(end) => self.end(end),
         }
     }
 
-    fn asked(&self, active: &Active) -> Result<(ChatRequest, Option<Voice>), End> {
-        let Active { settings, .. } = active;
-        let mut messages = self.items.messages(active.own, &active.input)?;
+    /// The request for a response to the conversation, or to `items` only, with words that are not an item yet.
+    fn asked(
+        &self,
+        meta: RequestMeta,
+        settings: &Settings,
+        (own, items): (bool, &[Value]),
+        said: Option<&str>,
+    ) -> Result<(ChatRequest, Option<Voice>), End> {
+        let mut messages = self.items.messages(own, items)?;
+        messages.extend(said.map(|said| ChatMessage::new(Role::User, said)));
         if !settings.instructions.is_empty() {
             messages.insert(
                 0,
@@ -806,7 +676,7 @@ impl Session {
             }
         };
         let request = ChatRequest {
-            meta: self.part_meta(&active.span),
+            meta,
             model: settings.model.clone(),
             prompt: Prompt::Chat(Conversation {
                 messages,
@@ -835,6 +705,15 @@ impl Session {
             outbox: &mut self.outbox,
             items: &mut self.items,
         };
+        if matches!(step, Some(Step::Failed(_)))
+            && let Some((request, voice)) = active.again.take()
+        {
+            active.run = Some(Run::begin(&self.api, request, voice));
+            return;
+        }
+        if !matches!(step, Some(Step::Chat(ChatEvent::Started { .. }))) {
+            active.again = None;
+        }
         match step {
             Some(Step::Chat(ChatEvent::Part(part))) => match part {
                 AnswerPart::Text(text) => active.output.text(&text, place),
@@ -916,8 +795,6 @@ pub(super) fn draining() -> Refusal {
     }
 }
 
-/// As it reads after "cannot".
-const HEAR: &str = "transcribe what was said";
 const NO_WORDS: &str = "cannot give a response: no item of the conversation has words, and there are no instructions \
     (hint: commit audio with speech, or send text by `conversation.item.create`)";
 /// The field that not every voice honours.
@@ -929,8 +806,6 @@ const UNSENT_MAX: Bytes = Bytes::from_kib(256);
 /// JSON trees of settings that exist at once: the session's, those of its response, and those of the request to the
 /// LLM.
 const TREES_MAX: u64 = 3;
-/// Utterances that wait for the recogniser. Our choice.
-const SAID_MAX: usize = 8;
 /// Silence of a client after which it is pinged, and after which it is disconnected. Our choice.
 const PING_AFTER: Duration = Duration::from_secs(20);
 const GONE_AFTER: Duration = Duration::from_secs(60);

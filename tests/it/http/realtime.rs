@@ -4,7 +4,7 @@ use std::{net::SocketAddr, sync::atomic::Ordering, time::Duration};
 
 use base64::{Engine as _, engine::general_purpose::STANDARD as BASE64};
 use cotenant::{
-    conversation::refusal::Refusal,
+    conversation::{refusal::Refusal, refusals::at_limit},
     heap,
     http::{
         Limits,
@@ -386,6 +386,104 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
         client.next().await["item"]["content"][0]["transcript"],
         "It is"
     );
+}
+
+/// Waits until the script has been asked for so many of each.
+async fn worked(open: &Open, transcriptions: usize, chats: usize, speeches: usize) {
+    let script = &open.script;
+    let counts = || {
+        (
+            script.transcriptions.lock().unwrap().len(),
+            script.chats.lock().unwrap().len(),
+            script.speeches.lock().unwrap().len(),
+        )
+    };
+    timeout(HANG, async {
+        while counts() != (transcriptions, chats, speeches) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+    })
+    .await
+    .unwrap_or_else(|_| panic!("{:?}", counts()));
+}
+
+#[tokio::test]
+async fn an_answer_is_begun_in_the_silence_at_the_end_of_a_turn_and_given_at_its_end() {
+    let open = open().await;
+    let script = &open.script;
+    let session =
+        json!({"type": "realtime", "audio": {"input": {"transcription": {"model": "any"}}}});
+    let mut client = Client::with(&open, session).await;
+    client.append(&[loud(200), quiet(200)].concat()).await;
+    client.until("input_audio_buffer.speech_started").await;
+    worked(&open, 1, 1, 1).await;
+    assert!(script.transcriptions.lock().unwrap()[0].meta.early);
+    assert!(script.chats.lock().unwrap()[0].meta.early);
+    let silent = timeout(Duration::from_millis(100), client.socket.next()).await;
+    assert!(silent.is_err(), "{silent:?}");
+    client.append(&quiet(400)).await;
+    let events = client.until("response.done").await;
+    assert_eq!(events[0]["type"], "input_audio_buffer.speech_stopped");
+    let kinds = types(&events);
+    let at = |kind: &str| kinds.iter().position(|found| *found == kind).unwrap();
+    let transcribed = "conversation.item.input_audio_transcription.completed";
+    assert!(at("input_audio_buffer.committed") < at(transcribed));
+    assert!(at(transcribed) < at("response.created"));
+    assert_eq!(
+        events.last().unwrap()["response"]["output"][0]["content"],
+        json!([{"type": "output_audio", "transcript": "It is done."}])
+    );
+    worked(&open, 1, 1, 1).await;
+
+    // Time for the next turn: audio that comes faster than it is spoken is a file.
+    tokio::time::sleep(Duration::from_millis(1000)).await;
+    // A user who goes on has not asked.
+    script.answer([started(), delta("It is "), Step::Hang]);
+    client.append(&[loud(200), quiet(200)].concat()).await;
+    worked(&open, 2, 2, 1).await;
+    client.append(&loud(100)).await;
+    script.all_dropped().await;
+
+    // Neither is an answer given that was begun with other instructions.
+    script.answer([started(), delta("Yes."), finished()]);
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    client.append(&quiet(300)).await;
+    worked(&open, 3, 3, 2).await;
+    let update = json!({"type": "session.update", "session": {"type": "realtime", "instructions": "be kind"}});
+    client.send(&update).await;
+    client.append(&quiet(300)).await;
+    client.until("response.done").await;
+    worked(&open, 3, 4, 3).await;
+    let chats = script.chats.lock().unwrap();
+    let last = chats.last().unwrap();
+    assert_eq!(contents(last)[0], "be kind");
+    assert!(!last.meta.early);
+}
+
+#[tokio::test]
+async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
+    let open = open().await;
+    let mut client = Client::open(&open).await;
+    let busy = || at_limit("answer", "work ahead of a request", 0_u64);
+    // The recogniser.
+    open.script.refuse([busy()]);
+    client.append(&[loud(200), quiet(200)].concat()).await;
+    worked(&open, 1, 0, 0).await;
+    client.append(&quiet(400)).await;
+    let done = client.until("response.done").await.pop().unwrap();
+    assert_eq!(done["response"]["status"], "completed");
+    worked(&open, 2, 1, 1).await;
+
+    // The LLM.
+    tokio::time::sleep(Duration::from_millis(800)).await;
+    open.script.answer([started(), failed(busy())]);
+    client.append(&[loud(200), quiet(200)].concat()).await;
+    worked(&open, 3, 2, 1).await;
+    open.script.answer([started(), delta("Yes."), finished()]);
+    client.append(&quiet(400)).await;
+    let done = client.until("response.done").await.pop().unwrap();
+    assert_eq!(done["response"]["status"], "completed");
+    worked(&open, 3, 3, 2).await;
 }
 
 #[tokio::test]

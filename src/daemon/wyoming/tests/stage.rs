@@ -169,6 +169,7 @@ pub(super) struct Served {
     pub(super) folder: tempfile::TempDir,
     pub(super) script: Arc<Script>,
     pub(super) metrics: Arc<Metrics>,
+    pub(super) api: Api,
     pub(super) stop: CancellationToken,
 }
 
@@ -239,8 +240,9 @@ pub(super) async fn served(settings: WyomingConfig) -> Served {
         .await
         .unwrap();
     let stop = CancellationToken::new();
-    tokio::spawn(server.run(api, stop.clone()));
+    tokio::spawn(server.run(api.clone(), stop.clone()));
     Served {
+        api,
         folder,
         script,
         metrics,

@@ -1,0 +1,318 @@
+//! What a user has said in a session: recognised once their turn has ended, or ahead of that.
+
+use std::{sync::Arc, time::Duration};
+
+use futures_util::FutureExt as _;
+use serde_json::{Map, json};
+use tokio::sync::{OwnedSemaphorePermit, mpsc};
+
+use super::{
+    super::{
+        super::{
+            api::Kind,
+            backend::{ChatRequest, RequestMeta, TranscribeRequest},
+            fault::Fault,
+            transcription::{Hearing, PIECES_AHEAD, Recognised},
+        },
+        input::Utterance,
+        run::{Run, Voice, patiently},
+    },
+    End, Session,
+};
+use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
+use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
+use cotenant_telemetry::Span;
+
+/// An utterance that waits for the recogniser.
+pub(super) struct Said {
+    pub(super) item: String,
+    pub(super) utterance: Utterance,
+    /// What was done of it ahead.
+    pub(super) early: Option<Early>,
+    /// Whether a response follows it.
+    pub(super) respond: bool,
+}
+
+/// Work ahead of the end of a turn. Nobody is told of it before the turn has ended, and it is dropped if the turn goes
+/// on.
+pub(super) struct Early {
+    pub(super) hearing: Hearing,
+    pub(super) is_heard: bool,
+    pub(super) answer: Option<Ahead>,
+    pub(super) span: Span,
+    _memory: Option<OwnedSemaphorePermit>,
+    pub(super) place: OwnedSemaphorePermit,
+}
+
+/// An answer that was begun ahead, and the request that it answers.
+pub(super) struct Ahead {
+    pub(super) request: ChatRequest,
+    pub(super) voice: Option<Voice>,
+    pub(super) run: Run,
+}
+
+/// Something that is being recognised.
+pub(super) struct Heard {
+    pub(super) item: String,
+    pub(super) respond: bool,
+    pub(super) duration: Duration,
+    pub(super) hearing: Hearing,
+    pub(super) ahead: Option<Ahead>,
+    pub(super) span: Span,
+    _memory: Option<OwnedSemaphorePermit>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Session {
+    /// Has a turn recognised that has probably ended.
+    pub(super) fn begin_early(&mut self, closing: bool) {
+        if closing || self.hearing.is_some() || !self.said.is_empty() {
+            return;
+        }
+        let Some(utterance) = self.input.copied() else {
+            return;
+        };
+        let span = self.turn_begins();
+        self.early = match self.heard_by_recogniser(&utterance, &span, true) {
+            Ok((hearing, place)) => Some(Early {
+                hearing,
+                is_heard: false,
+                answer: None,
+                span,
+                _memory: utterance.memory,
+                place,
+            }),
+            Err(_refused) => None,
+        };
+    }
+
+    /// Begins the answer to a turn that has probably ended. It waits for the end once its first words are there.
+    pub(super) fn heard_early(&mut self, text: Option<&str>) {
+        let Some(mut early) = self.early.take() else {
+            return;
+        };
+        let Some(text) = text else {
+            return;
+        };
+        early.is_heard = true;
+        if self.responds() && self.active.is_none() && !text.trim().is_empty() {
+            let meta = RequestMeta {
+                early: true,
+                ..self.part_meta(&early.span)
+            };
+            let settings = self.settings.of_response(Map::new()).ok();
+            let asked = settings
+                .and_then(|settings| self.asked(meta, &settings, (true, &[]), Some(text)).ok());
+            early.answer = asked.map(|(request, voice)| Ahead {
+                run: Run::begin(&self.api, request.clone(), voice.clone()),
+                request,
+                voice,
+            });
+        }
+        self.early = Some(early);
+    }
+
+    /// Turns an utterance into an item.
+    pub(super) fn committed(&mut self, utterance: Utterance, early: Option<Early>, respond: bool) {
+        let id = self
+            .turn
+            .take()
+            .unwrap_or_else(|| self.api.fresh_id("item_"));
+        let item = json!({
+            "id": id, "object": "realtime.item", "type": "message", "status": "completed", "role": "user",
+            "content": [{"type": "input_audio", "transcript": null}],
+        });
+        // its id is new
+        let _inserted = self.items.insert(None, &id, item.clone());
+        self.outbox.event(
+            "input_audio_buffer.committed",
+            json!({"previous_item_id": self.items.previous(&id), "item_id": id}),
+        );
+        self.announced(&id, &item);
+        let said = Said {
+            item: id,
+            utterance,
+            early,
+            respond,
+        };
+        if self.said.len() < SAID_MAX {
+            self.said.push_back(said);
+            self.hear();
+        } else {
+            let what = "the queue of what was said in this session";
+            let refusal = at_limit(HEAR, what, SAID_MAX);
+            self.unheard(&said.item, said.respond, &refusal);
+        }
+    }
+
+    /// Starts recognition of the oldest utterance.
+    pub(super) fn hear(&mut self) {
+        while self.hearing.is_none()
+            && let Some(said) = self.said.pop_front()
+        {
+            let (span, heard, ahead) = match said.early {
+                Some(early) => (early.span, Ok((early.hearing, early.place)), early.answer),
+                None => {
+                    let span = self.turn_begins();
+                    let heard = self.heard_by_recogniser(&said.utterance, &span, false);
+                    (span, heard, None)
+                }
+            };
+            match heard {
+                Ok((hearing, place)) => {
+                    self.hearing = Some(Heard {
+                        item: said.item,
+                        respond: said.respond,
+                        duration: said.utterance.duration(),
+                        hearing,
+                        ahead,
+                        span,
+                        _memory: said.utterance.memory,
+                        _place: place,
+                    });
+                }
+                Err(refusal) => self.unheard(&said.item, said.respond, &refusal),
+            }
+        }
+        self.start();
+    }
+
+    fn heard_by_recogniser(
+        &self,
+        utterance: &Utterance,
+        span: &Span,
+        early: bool,
+    ) -> Result<(Hearing, OwnedSemaphorePermit), Refusal> {
+        let backend = self.api.backends().speech(HEAR, "speech recogniser")?;
+        let place = self.api.place(Kind::Transcription)?;
+        let how = |key: &str| {
+            let value = self.settings.transcription.as_ref()?.get(key)?.as_str()?;
+            (!value.is_empty()).then(|| value.to_owned())
+        };
+        let (pieces, heard) = mpsc::channel(PIECES_AHEAD);
+        let request = TranscribeRequest {
+            meta: RequestMeta {
+                early,
+                ..self.part_meta(span)
+            },
+            model: how("model").unwrap_or_default(),
+            audio: Arc::new(MonoAudio::new(ASR_RATE_HZ, utterance.samples.clone())),
+            language: how("language"),
+            prompt: how("prompt"),
+            pieces: Some(pieces),
+        };
+        let api = self.api.clone();
+        let work = async move {
+            if early {
+                return backend.transcribe(request).await;
+            }
+            patiently(&api, || backend.transcribe(request.clone())).await
+        }
+        .boxed();
+        Ok((Hearing::of(work, heard), place))
+    }
+
+    pub(super) fn recognised(&mut self, recognised: Option<Recognised>, closing: bool) {
+        let wanted = self.settings.transcription.is_some();
+        let Some(heard) = &self.hearing else {
+            return;
+        };
+        let (item, respond) = (heard.item.clone(), heard.respond);
+        match recognised {
+            Some(Recognised::Piece(delta)) => {
+                if wanted {
+                    self.outbox.event(
+                        "conversation.item.input_audio_transcription.delta",
+                        json!({"item_id": item, "content_index": 0, "delta": delta}),
+                    );
+                }
+                return;
+            }
+            Some(Recognised::Whole(text)) => {
+                self.items.transcribed(&item, &text);
+                if wanted {
+                    let seconds = heard.duration.as_secs_f64();
+                    self.outbox.event(
+                        "conversation.item.input_audio_transcription.completed",
+                        json!({
+                            "item_id": item, "content_index": 0, "transcript": text,
+                            "usage": {"type": "duration", "seconds": seconds},
+                        }),
+                    );
+                }
+                let heard = self.hearing.take();
+                (self.turn_span, self.ahead) =
+                    heard.map_or((None, None), |heard| (Some(heard.span), heard.ahead));
+                if let Some(span) = &self.turn_span {
+                    span.pause();
+                }
+                // noise without words needs no response
+                if respond
+                    && !text.trim().is_empty()
+                    && self.active.is_none()
+                    && let Err(fault) = self.announce(Map::new(), closing)
+                {
+                    self.outbox.error(&fault, None);
+                }
+            }
+            Some(Recognised::Failed(refusal)) => {
+                self.hearing = None;
+                self.unheard(&item, respond, &refusal);
+            }
+            None => self.hearing = None,
+        }
+        self.hear();
+    }
+
+    /// Reports a failed recognition in the event that its client expects.
+    pub(super) fn unheard(&mut self, item: &str, respond: bool, refusal: &Refusal) {
+        let fault = Fault::from(refusal.clone());
+        if self.settings.transcription.is_some() {
+            let error = fault.to_json().get("error").cloned();
+            self.outbox.event(
+                "conversation.item.input_audio_transcription.failed",
+                json!({"item_id": item, "content_index": 0, "error": error}),
+            );
+        }
+        if respond
+            && self.active.is_none()
+            && let Err(fault) = self.announce(Map::new(), false)
+        {
+            self.outbox.error(&fault, None);
+        }
+        if self
+            .active
+            .as_ref()
+            .is_some_and(|active| active.run.is_none())
+        {
+            self.end(End::Failed(fault));
+        } else if self.settings.transcription.is_none() {
+            self.outbox.error(&fault, None);
+        }
+    }
+}
+
+impl Early {
+    /// The text of the turn; `None` if it cannot be had. May be dropped and called again.
+    pub(super) async fn heard(&mut self) -> Option<String> {
+        self.hearing.whole().await.map(str::to_owned)
+    }
+}
+
+impl Ahead {
+    /// Whether this is the answer to a request that is made now.
+    pub(super) fn answers(&self, request: &ChatRequest, voice: Option<&Voice>) -> bool {
+        let mut now = ChatRequest {
+            meta: self.request.meta.clone(),
+            ..request.clone()
+        };
+        // A client of this API cannot choose it.
+        now.sampling.asked.seed = self.request.sampling.asked.seed;
+        now == self.request && voice == self.voice.as_ref()
+    }
+}
+
+/// As it reads after "cannot".
+const HEAR: &str = "transcribe what was said";
+/// Utterances that wait for the recogniser. Our choice.
+const SAID_MAX: usize = 8;
