@@ -365,7 +365,10 @@ impl Checker {
             path: path.unwrap_or_default(),
             name: name.unwrap_or_default(),
             threads: self.number("llm.threads", &raw.threads, 1..=256),
-            parallel: self.number("llm.parallel", &raw.parallel, 1..=8),
+            parallel: match raw.parallel.0.as_deref() {
+                Some("auto") => None,
+                _ => self.number("llm.parallel", &raw.parallel, 1..=8),
+            },
             drafts: self.switch("llm.drafts", &raw.drafts).unwrap_or(true),
             keep_conversations: self
                 .switch("llm.keep_conversations", &raw.keep_conversations)

@@ -13,8 +13,8 @@ use cotenant_http::backend::{ModelInfo, ModelKind, StatusBackend, Voice};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
 use cotenant_rpc::json;
-use cotenant_telemetry::{LinesDropped, Metrics, Tracer};
-use cotenant_units::Bytes;
+use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, Tracer};
+use cotenant_units::{Bytes, Tokens};
 
 /// State, metrics and names as HTTP shows them.
 pub(super) struct Status {
@@ -150,6 +150,18 @@ impl StatusBackend for Status {
         if let Some(engine) = &self.engine {
             let snapshot = engine.handle().snapshot();
             self.metrics.set_command_gap(snapshot.command_gap_max);
+            let load = LlmLoad {
+                running: snapshot.running.len(),
+                waiting: snapshot.queued,
+                used: snapshot.position,
+                conversations: snapshot.kept.len(),
+                kept: Tokens::new(snapshot.kept.iter().map(|kept| kept.tokens.get()).sum()),
+                shared: Tokens::new(snapshot.kept.iter().map(|kept| kept.shared.get()).sum()),
+                drafted: snapshot.tokens_drafted,
+                accepted: snapshot.drafts_accepted,
+            };
+            let capacity = snapshot.plan.as_ref().map(|plan| plan.kv_capacity);
+            self.metrics.set_llm(&load, capacity.unwrap_or_default());
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
                 self.metrics
                     .set_kv_used(shape.kv.capacity_bytes(snapshot.position, plan.kv_type));

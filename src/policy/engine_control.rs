@@ -511,9 +511,9 @@ impl EngineControl {
         };
     }
 
-    /// Tokens per second under the plan in force, in thousandths, once it was measured what the engine can do.
-    pub(super) fn milli_tokens_per_s(&self) -> Option<u64> {
-        let (shape, plan) = self.shape.as_ref().zip(self.plans.in_force.as_ref())?;
+    /// Tokens per second under a plan, in thousandths, once it was measured what the engine can do.
+    pub(super) fn milli_tokens_per_s(&self, plan: Option<&EnginePlan>) -> Option<u64> {
+        let (shape, plan) = self.shape.as_ref().zip(plan)?;
         Some(
             self.pace
                 .calibration?

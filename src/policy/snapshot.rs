@@ -51,6 +51,8 @@ pub struct EngineView {
     /// Tokens of an answer per second under the plan in force, in thousandths, as reckoned from what was measured when
     /// it was loaded.
     pub milli_tokens_per_s: Option<u64>,
+    /// The same under the full plan.
+    pub full_milli_tokens_per_s: Option<u64>,
     /// What is in the KV cache.
     pub kv: KvView,
 }

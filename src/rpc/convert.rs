@@ -239,6 +239,7 @@ fn engine(snapshot: &Snapshot, clock: Clock) -> v1::Engine {
         waits,
         failure,
         milli_tokens_per_s,
+        full_milli_tokens_per_s: _,
         kv,
     } = &snapshot.engine;
     let bytes_of = |plan: &Option<EnginePlan>| match (shape, plan) {

@@ -1,12 +1,14 @@
 //! Tracing set-up, metrics table, and spans for a collector.
 
 pub mod build_name;
+mod llm;
 mod log;
 mod metrics;
 pub mod otlp;
 mod resource;
 mod span;
 
+pub use llm::LlmLoad;
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
 pub use metrics::Metrics;
 pub use otlp::{Collector, OtlpProtocol, export};

@@ -32,9 +32,12 @@ use cotenant_policy::{
     reboot::RebootReason,
     snapshot::{EngineState, Snapshot, WorkerState},
 };
-use cotenant_units::Bytes;
+use cotenant_units::{Bytes, Tokens};
 
-use crate::build_name::commit;
+use crate::{
+    build_name::commit,
+    llm::{LlmLoad, LlmMetrics},
+};
 
 /// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
 #[derive(Debug)]
@@ -67,6 +70,7 @@ pub struct Metrics {
     kv_used: Size,
     prefill_chunk: Size,
     command_gap: Gauge<f64, AtomicU64>,
+    llm: LlmMetrics,
     shed_events: Family<Labels<1>, Counter>,
     shed_bytes: Family<Labels<2>, Counter>,
     regrow_bytes: Counter,
@@ -173,6 +177,7 @@ impl Metrics {
                 "llm_command_gap_max_seconds",
                 "Longest time, while it worked, in which the engine could take no command",
             ),
+            llm: LlmMetrics::new(&mut table),
             shed_events: table.add(
                 "shed_events",
                 "Sheds by the pressure level that led to them",
@@ -428,6 +433,11 @@ impl Metrics {
         raise(&self.journal_lost, lines);
     }
 
+    /// Requests and conversations of the LLM, whose KV cache has this capacity.
+    pub fn set_llm(&self, load: &LlmLoad, capacity: Tokens) {
+        self.llm.set(load, capacity);
+    }
+
     /// The longest time in which the engine could take no command.
     pub fn set_command_gap(&self, gap: Duration) {
         self.command_gap.set(gap.as_secs_f64());
@@ -538,6 +548,7 @@ impl Metrics {
 
     fn observe_engine(&self, snapshot: &Snapshot) {
         raise(&self.regrow_bytes, snapshot.totals.regrown_bytes.get());
+        self.llm.observe(&snapshot.engine);
         let (mut resident, mut streamed) = (0, 0);
         let (mut weights, mut capacity) = (Bytes::ZERO, Bytes::ZERO);
         let chunk = snapshot
@@ -611,10 +622,10 @@ impl Default for Metrics {
 }
 
 /// The registry while it is being filled.
-struct Table(Registry);
+pub(crate) struct Table(Registry);
 
 impl Table {
-    fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
+    pub(crate) fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
         self.with(name, help, M::default())
     }
 
@@ -625,13 +636,13 @@ impl Table {
 }
 
 /// A whole number that rises and falls.
-type Size = Gauge<u64, AtomicU64>;
+pub(crate) type Size = Gauge<u64, AtomicU64>;
 
 /// The same, left out while it is unknown: unknown is not zero.
 type Known = Family<Labels<0>, Size>;
 
 /// Labels of a series, in the order in which they are written.
-type Labels<const N: usize> = [(&'static str, String); N];
+pub(crate) type Labels<const N: usize> = [(&'static str, String); N];
 
 /// All states of a worker with their names in metrics.
 const WORKER_STATES: [(WorkerState, &str); 7] = [
@@ -644,7 +655,7 @@ const WORKER_STATES: [(WorkerState, &str); 7] = [
     (WorkerState::Degraded, "degraded"),
 ];
 
-fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
+pub(crate) fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
     labels.map(|(name, value)| (name, value.to_owned()))
 }
 
@@ -662,7 +673,7 @@ fn set(gauge: &Size, bytes: Bytes) {
 }
 
 /// Brings a counter to a total that is counted elsewhere.
-fn raise(counter: &Counter, total: u64) {
+pub(crate) fn raise(counter: &Counter, total: u64) {
     counter.inner().fetch_max(total, Ordering::Relaxed);
 }
 
@@ -771,6 +782,17 @@ mod tests {
         metrics.set_journal_lost(2);
         metrics.set_standby(151, 1);
         metrics.set_command_gap(Duration::from_micros(1500));
+        let load = LlmLoad {
+            running: 2,
+            waiting: 1,
+            used: Tokens::new(512),
+            conversations: 3,
+            kept: Tokens::new(900),
+            shared: Tokens::new(600),
+            drafted: 40,
+            accepted: 30,
+        };
+        metrics.set_llm(&load, Tokens::new(2048));
         // Series of one family come in no order.
         let text = metrics.encode();
         let mut lines: Vec<&str> = text

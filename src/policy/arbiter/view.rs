@@ -83,7 +83,12 @@ pub(super) fn snapshot(state: &State, machine: &Machine, totals: Totals) -> Snap
             full: state.engine.full_plan(),
             waits: growth::engine_waits(state),
             failure: state.engine.failure(),
-            milli_tokens_per_s: state.engine.milli_tokens_per_s(),
+            milli_tokens_per_s: state
+                .engine
+                .milli_tokens_per_s(state.engine.plans.in_force.as_ref()),
+            full_milli_tokens_per_s: state
+                .engine
+                .milli_tokens_per_s(state.engine.full_plan().as_ref()),
             kv: state.engine.kv_view(),
         },
         workers: state
