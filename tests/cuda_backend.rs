@@ -23,12 +23,11 @@ use std::{
 };
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         Asked, Flow, Model, ModelOptions, Scores,
         backend::cuda,
-        gguf::SUPPORTED,
+        gguf::{GgmlDType, SUPPORTED},
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

@@ -9,8 +9,8 @@ use std::{
     path::Path,
 };
 
-use candle_core::quantized::GgmlDType;
 use cotenant_engine::{
+    gguf::GgmlDType,
     spec::Architecture,
     synthetic::{ALIGNMENT, Draw, Entry, Synthetic, Tensor, TypeMix, header_of},
 };
@@ -168,10 +168,6 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                     out.push(random.between(32, 96));
                 }
                 put_half(out, size / (18.5 * 66.0));
-            }
-            GgmlDType::Q8_1 | GgmlDType::Q8K => {
-                // Never written; zeros are valid blocks of both.
-                out.resize(out.len() + tensor.dtype.type_size(), 0);
             }
         }
     }

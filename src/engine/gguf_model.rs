@@ -470,10 +470,9 @@ impl LanguageModel for GgufModel {
 mod tests {
     use std::{fs, os::unix::fs::FileExt as _};
 
-    use candle_core::quantized::GgmlDType;
-
     use super::*;
     use crate::{
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         weights::Weights as _,

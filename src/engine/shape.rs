@@ -2,11 +2,9 @@
 
 use std::{ops::Range, sync::Arc};
 
-use candle_core::quantized::GgmlDType;
-
 use super::{
     arena::HUGE_PAGE,
-    gguf::{Header, TensorInfo},
+    gguf::{GgmlDType, Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
     spec::{LayerSpec, Matrix, Role, Spec, Vector},

@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use candle_core::quantized::GgmlDType;
-
 use self::{
     keys::Keys,
     layers::LayerBuilder,
@@ -14,7 +12,7 @@ use self::{
 use super::{
     disk::DiskWatch,
     error::{LoadError, LoadErrorKind},
-    gguf::{Header, StringTable, TensorInfo},
+    gguf::{GgmlDType, Header, StringTable, TensorInfo},
     sayable::Sayable,
 };
 use cotenant_policy::residency::LayerKind;

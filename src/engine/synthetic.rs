@@ -7,9 +7,11 @@ use std::{
     io::{self, Write},
 };
 
-use candle_core::quantized::GgmlDType;
-
-use super::{gguf::type_number, spec::Architecture, tokenizer::byte_symbol};
+use super::{
+    gguf::{GgmlDType, type_number},
+    spec::Architecture,
+    tokenizer::byte_symbol,
+};
 
 /// A model whose header can be written.
 #[derive(Clone, Debug, PartialEq)]

@@ -10,15 +10,13 @@ use std::{
     time::Duration,
 };
 
-use candle_core::quantized::{
-    GgmlDType,
-    gguf_file::{self, Value},
-};
+use candle_core::quantized::gguf_file::{self, Value};
 use cotenant::{
     causes::in_one_line,
     engine::{
         ChatMessage, Client, Engine, Flow, GenerateRequest, Header, Model, ModelOptions, Prompt,
         RequestId, Role,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,

@@ -13,11 +13,11 @@ use std::{
 };
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     emergency::{self, EmergencyAllocator},
     engine::{
         Engine, EngineEvent, EngineHandle, EngineOptions, Header, LoadError, ModelOptions,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         tokenizer::Tokenizer,

@@ -3,11 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         Flow, Model, ModelOptions,
         arena::Backing,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

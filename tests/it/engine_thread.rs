@@ -12,7 +12,6 @@ use std::{
 };
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     conversation::sinks::Sinks,
     engine::{
@@ -22,6 +21,7 @@ use cotenant::{
         SubmitError,
         arena::{Backing, Mapping, SharedMapping},
         disk::{DiskTimeout, Retained},
+        gguf::GgmlDType,
         sampling::{MaskError, TokenMask},
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},

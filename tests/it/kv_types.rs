@@ -3,10 +3,10 @@
 use std::path::Path;
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         ApplyReport, Flow, Model, ModelOptions,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

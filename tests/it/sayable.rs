@@ -3,12 +3,12 @@
 use std::path::Path;
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         AnswerForm, Engine, EngineEvent, EngineOptions, Flow, GenerateRequest, Model, ModelOptions,
         Prompt, RequestId, Sayable,
         arena::Backing,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
         text::TextSide,

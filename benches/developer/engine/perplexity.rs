@@ -131,10 +131,10 @@ const WINDOW_MIN: usize = 4;
 #[cfg(test)]
 pub(crate) mod tests {
     use crate::weights::Weights as _;
-    use candle_core::quantized::GgmlDType;
     use cotenant::{
         engine::{
             ModelOptions,
+            gguf::GgmlDType,
             spec::Architecture,
             synthetic::{Synthetic, TypeMix},
             text::TextSide,

@@ -6,7 +6,6 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use candle_core::quantized::GgmlDType;
 use clap::ValueEnum;
 use serde_json::json;
 
@@ -21,6 +20,7 @@ use cotenant::{
         stage::{TemporaryFolder, demo_model},
     },
     engine::{
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

@@ -5,8 +5,6 @@ use std::{
     sync::atomic::{AtomicU32, Ordering},
 };
 
-use candle_core::quantized::GgmlDType;
-
 use super::*;
 use crate::{clock::MonotonicClock, control_loop::Inbound};
 use cotenant_dev::samples::sample_with;
@@ -16,6 +14,7 @@ use cotenant_engine::{
     ModelOptions,
     arena::{Backing, Mapping, SharedMapping},
     disk::DiskTimeout,
+    gguf::GgmlDType,
     language_model::Opened,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},

@@ -7,11 +7,10 @@
 
 use std::{io, ops::Range, sync::Arc};
 
-use candle_core::quantized::GgmlDType;
-
 use super::{
     arena::Backing,
     error::LoadErrorKind,
+    gguf::GgmlDType,
     spec::{AttentionSpec, Spec},
 };
 use cotenant_policy::residency::KvShape;

@@ -5,11 +5,9 @@
 
 use std::{borrow::Cow, ops::Range};
 
-use candle_core::quantized::GgmlDType;
-
 use super::memory::{Cells, Region, Span, View};
 use crate::{
-    gguf::SUPPORTED,
+    gguf::{GgmlDType, SUPPORTED},
     spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
 };
 use cotenant_policy::kv_type::KvType;

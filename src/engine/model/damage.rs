@@ -2,14 +2,12 @@
 
 use std::time::{Duration, Instant};
 
-use candle_core::quantized::GgmlDType;
-
 use super::loaded::Model;
 use crate::{
     backend::cpu::dequantize,
     disk::DiskWatch,
     error::{ForwardError, LoadErrorKind, ReadError},
-    gguf::{Header, TensorInfo},
+    gguf::{GgmlDType, Header, TensorInfo},
     preemption::Flow,
     reader::{Extent, WeightFile},
 };

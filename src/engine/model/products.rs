@@ -2,11 +2,10 @@
 
 use std::time::Instant;
 
-use candle_core::quantized::GgmlDType;
-
 use super::weights::{Place, Weights};
 use crate::{
     backend::{Activate, Backend, Buffer, Copies, DeviceError, Multiply, Operation, Product, View},
+    gguf::GgmlDType,
     preemption::{Preempt, Preemption, Work},
     reader::Missing,
     shape::{Layout, PartLayout, Piece, logits_stride},

@@ -7,14 +7,13 @@ use std::{
     time::{Duration, Instant},
 };
 
-use candle_core::quantized::GgmlDType;
-
 use self::refusing::Refusing;
 use super::{opening::Disk, *};
 use crate::{
     arena::Backing,
     backend::{Device, cpu::CpuDevice},
     error::{ApplyError, ApplyReport, ForwardError},
+    gguf::GgmlDType,
     preemption::{Checkpoint, Flow, SliceEstimators},
     sayable::Sayable,
     shape::Layout,

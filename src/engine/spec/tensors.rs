@@ -1,10 +1,8 @@
 //! Tensors of a header by name, with checked dimensions.
 
-use candle_core::quantized::GgmlDType;
-
 use crate::{
     error::LoadErrorKind,
-    gguf::{Header, TensorInfo, dtype_name},
+    gguf::{GgmlDType, Header, TensorInfo, dtype_name},
 };
 
 pub(super) fn tensor<'header>(

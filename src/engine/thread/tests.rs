@@ -1,6 +1,5 @@
 //! Answers that run together, on models that compute.
 
-use candle_core::quantized::GgmlDType;
 use cotenant_conversation::{ChatMessage, Prompt, Role};
 use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
 use cotenant_units::Tokens;
@@ -8,6 +7,7 @@ use cotenant_units::Tokens;
 use super::*;
 use crate::{
     FinishReason, GenerateEvent, GenerateRequest, RequestId, Sampling,
+    gguf::GgmlDType,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
     weights::Weights as _,

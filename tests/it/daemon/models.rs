@@ -3,9 +3,9 @@
 use std::{fs, os::fd::AsRawFd as _, path::Path};
 
 use crate::{http::client::get, weights::Weights as _};
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

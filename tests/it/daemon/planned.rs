@@ -3,9 +3,9 @@
 use std::path::Path;
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::engine::{
     Model,
+    gguf::GgmlDType,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
     text::TextSide,

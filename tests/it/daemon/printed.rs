@@ -1,8 +1,8 @@
 //! Snapshots of output for people.
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::engine::{
+    gguf::GgmlDType,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };

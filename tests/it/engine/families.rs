@@ -6,12 +6,13 @@ use crate::weights::Weights as _;
 use candle_core::{
     Device,
     quantized::{
-        GgmlDType, QStorage, QTensor,
+        self, QStorage, QTensor,
         gguf_file::{self, Content, Value},
     },
 };
 use cotenant::engine::{
     Engine, Model,
+    gguf::GgmlDType,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };
@@ -52,7 +53,7 @@ impl Parts {
         let bytes = dims.iter().product::<usize>() * 4;
         self.tensors.insert(
             name.to_owned(),
-            tensor(vec![0; bytes], GgmlDType::F32, dims),
+            tensor(vec![0; bytes], quantized::GgmlDType::F32, dims),
         );
     }
 
@@ -79,7 +80,7 @@ impl Parts {
     }
 }
 
-fn tensor(bytes: Vec<u8>, dtype: GgmlDType, dims: &[usize]) -> QTensor {
+fn tensor(bytes: Vec<u8>, dtype: quantized::GgmlDType, dims: &[usize]) -> QTensor {
     let storage = QStorage::from_data(Cow::Owned(bytes), &Device::Cpu, dtype).unwrap();
     QTensor::new(storage, dims).unwrap()
 }

@@ -7,12 +7,11 @@ use std::{
 };
 
 use crate::weights::{Random, Weights as _, write_part};
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     causes::in_one_line,
     engine::{
         Engine, ForwardError, Header, LoadErrorKind, Model,
-        gguf::SUPPORTED,
+        gguf::{GgmlDType, SUPPORTED},
         spec::Architecture,
         synthetic::{Entry, Synthetic, TypeMix},
     },

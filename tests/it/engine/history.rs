@@ -3,10 +3,10 @@
 use std::{cell::RefCell, collections::BTreeSet, path::Path};
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         ApplyError, ApplyReport, Checkpoint, Flow, ForwardError,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

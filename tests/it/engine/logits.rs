@@ -3,8 +3,8 @@
 use std::path::Path;
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::engine::{
+    gguf::GgmlDType,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
 };

@@ -9,12 +9,12 @@ mod logits;
 use std::path::{Path, PathBuf};
 
 use crate::weights::Weights as _;
-use candle_core::quantized::GgmlDType;
 use cotenant::{
     engine::{
         Flow, Model, ModelOptions,
         arena::Backing,
         backend,
+        gguf::GgmlDType,
         spec::Architecture,
         synthetic::{Synthetic, TypeMix},
     },

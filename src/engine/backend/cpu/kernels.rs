@@ -1,7 +1,5 @@
 //! Hand-written kernels, in one table per instruction set.
 
-use candle_core::quantized::GgmlDType;
-
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use super::flash_tiles;
 #[cfg(target_arch = "x86_64")]
@@ -18,6 +16,7 @@ use super::{
 };
 #[cfg(target_arch = "aarch64")]
 use super::{floats, neon};
+use crate::gguf::GgmlDType;
 
 /// The kernels of one instruction set. An absent one is replaced by the portable form, which has the same bits.
 ///

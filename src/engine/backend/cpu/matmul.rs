@@ -1,18 +1,18 @@
 //! Products with weight rows in the file's own block layout.
 
-use candle_core::quantized::{
-    GgmlDType,
-    k_quants::{
-        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K,
-        BlockQ6K, BlockQ8_0, BlockQ8_1, BlockQ8K, GgmlType,
-    },
+use candle_core::quantized::k_quants::{
+    BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K,
+    BlockQ8_0, BlockQ8K, GgmlType,
 };
 
 use super::{
     affine, float, floats, isa::Isa, kernels::Kernels, pool::Pool, quant::Format, rows::Rows,
     share::Share,
 };
-use crate::backend::{Copies, DeviceError, Product};
+use crate::{
+    backend::{Copies, DeviceError, Product},
+    gguf::GgmlDType,
+};
 
 /// Start of a format's copy in the memory of `copies`, and the distance between its rows.
 pub(crate) fn place(copies: &Copies, format: Format, columns: usize) -> (usize, usize) {
@@ -174,8 +174,6 @@ impl Rows<'_> {
             GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
             GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
             GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
-            // Rejected when the header is read.
-            GgmlDType::Q8_1 | GgmlDType::Q8K => f32::NAN,
         }
     }
 }
@@ -190,7 +188,7 @@ fn blocks<T: GgmlType<VecDotType: Plain> + Plain>(
 ) -> f32 {
     let len = columns / T::VecDotType::BLCK_SIZE * size_of::<T::VecDotType>();
     let (weight, copy) = (cast::<T>(weight), cast::<T::VecDotType>(&copy[..len]));
-    if T::DTYPE == GgmlDType::Q5_0 || cfg!(target_arch = "aarch64") {
+    if T::DTYPE == candle_core::quantized::GgmlDType::Q5_0 || cfg!(target_arch = "aarch64") {
         T::vec_dot_unopt(columns, weight, copy)
     } else {
         T::vec_dot(columns, weight, copy)
@@ -214,7 +212,7 @@ macro_rules! plain {
 }
 plain!(
     f32, u16, BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K,
-    BlockQ6K, BlockQ8_0, BlockQ8_1, BlockQ8K
+    BlockQ6K, BlockQ8_0, BlockQ8K
 );
 
 /// The blocks or numbers in `bytes`.
@@ -401,7 +399,6 @@ mod tests {
             GgmlDType::Q4K => blocks::<BlockQ4K>(weights, columns),
             GgmlDType::Q5K => blocks::<BlockQ5K>(weights, columns),
             GgmlDType::Q6K => blocks::<BlockQ6K>(weights, columns),
-            GgmlDType::Q8_1 | GgmlDType::Q8K => unreachable!("refused when the header is read"),
         }
     }
 

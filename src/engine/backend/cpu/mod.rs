@@ -14,12 +14,9 @@
 
 use std::{io, ops::Range};
 
-use candle_core::quantized::{
-    GgmlDType,
-    k_quants::{
-        BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K,
-        BlockQ6K, BlockQ8_0, GgmlType,
-    },
+use candle_core::quantized::k_quants::{
+    BlockQ2K, BlockQ3K, BlockQ4_0, BlockQ4_1, BlockQ4K, BlockQ5_0, BlockQ5_1, BlockQ5K, BlockQ6K,
+    BlockQ8_0, GgmlType,
 };
 
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
@@ -31,6 +28,7 @@ use super::{
 use crate::{
     arena::{Backing, Mapping},
     error::LoadErrorKind,
+    gguf::GgmlDType,
     reserve::Reserve,
     spec::{Activation, AttentionSpec},
 };
@@ -437,8 +435,6 @@ pub(crate) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
         GgmlDType::Q4K => BlockQ4K::to_float(matmul::cast(row), out),
         GgmlDType::Q5K => BlockQ5K::to_float(matmul::cast(row), out),
         GgmlDType::Q6K => BlockQ6K::to_float(matmul::cast(row), out),
-        // Rejected when the header is read.
-        GgmlDType::Q8_1 | GgmlDType::Q8K => out.fill(f32::NAN),
     }
 }
 

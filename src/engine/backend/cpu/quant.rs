@@ -1,8 +1,7 @@
 //! Activations in the quantised formats of ggml.
 
-use candle_core::quantized::GgmlDType;
-
 use super::{float::half_to_float, isa::kernel};
+use crate::gguf::GgmlDType;
 
 /// A format of activations.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,14 +34,10 @@ impl Format {
             | GgmlDType::Q4_1
             | GgmlDType::Q5_0
             | GgmlDType::Q5_1
-            | GgmlDType::Q8_0
-            | GgmlDType::Q8_1 => Self::Q8_0,
-            GgmlDType::Q2K
-            | GgmlDType::Q3K
-            | GgmlDType::Q4K
-            | GgmlDType::Q5K
-            | GgmlDType::Q6K
-            | GgmlDType::Q8K => Self::Q8K,
+            | GgmlDType::Q8_0 => Self::Q8_0,
+            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K => {
+                Self::Q8K
+            }
         }
     }
 

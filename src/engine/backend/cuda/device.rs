@@ -2,8 +2,6 @@
 
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::quantized::GgmlDType;
-
 use super::{
     context::scratch_floats,
     driver::Driver,
@@ -19,6 +17,7 @@ use super::{
 use crate::{
     backend::{Backend, Device, Limits, cpu::CpuDevice},
     error::{LoadErrorKind, Unavailable},
+    gguf::GgmlDType,
     spec::{AttentionSpec, Spec},
 };
 use cotenant_policy::{

@@ -5,10 +5,11 @@ use std::{
     ptr,
 };
 
-use candle_core::quantized::GgmlDType;
-
 use super::driver::Address;
-use crate::{backend::Types, gguf::SUPPORTED};
+use crate::{
+    backend::Types,
+    gguf::{GgmlDType, SUPPORTED},
+};
 use cotenant_policy::kv_type::KvType;
 
 /// Kernels: each with its name in the module and the block size it was compiled for.
@@ -412,12 +413,7 @@ pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
         GgmlDType::F32 => F32,
         GgmlDType::F16 => F16,
         GgmlDType::BF16 => BF16,
-        GgmlDType::Q2K
-        | GgmlDType::Q3K
-        | GgmlDType::Q4K
-        | GgmlDType::Q5K
-        | GgmlDType::Q6K
-        | GgmlDType::Q8K => Q8K,
+        GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K => Q8K,
         _ => Q8_0,
     }
 }

@@ -6,7 +6,6 @@ use std::{
     time::{Duration, Instant},
 };
 
-use candle_core::quantized::GgmlDType;
 use serde::{Deserialize, Serialize};
 
 use super::{
@@ -21,6 +20,7 @@ use crate::{
         Prepare, Product, Row, RowBytes, Types, Widen,
     },
     error::Unavailable,
+    gguf::GgmlDType,
     shape::FLAGS,
 };
 use cotenant_units::Bytes;

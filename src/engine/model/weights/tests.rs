@@ -4,13 +4,11 @@ use std::{
     thread,
 };
 
-use candle_core::quantized::GgmlDType;
-
 use super::*;
 use crate::{
     backend::cpu::Cpu,
     error::ReadError,
-    gguf::Header,
+    gguf::{GgmlDType, Header},
     reader::ReadProgress,
     spec::Architecture,
     synthetic::{Synthetic, TypeMix},
