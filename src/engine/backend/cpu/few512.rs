@@ -12,9 +12,10 @@ use std::{arch::x86_64::*, hint, mem::transmute};
 use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, SUPER},
     rows::Rows,
-    rows256, tile,
+    rows256,
+    set256::Avx512,
+    tile,
     turned::{LANES, Sixteen, TurnSmall, TurnSuper, everywhere, pairs_of_sums},
-    unpack256::Avx512,
 };
 
 /// Independent partial sums over blocks.

@@ -6,7 +6,7 @@ use super::flash_tiles;
 use super::{
     avx512, delta512, few512, flash512, floats, four_rows, pairs512,
     rows256::{small_rows, super_rows},
-    unpack256 as u,
+    set256, unpack256 as u,
 };
 use super::{
     delta_steps::{DIM, Steps, TOKENS_TOGETHER},
@@ -147,7 +147,7 @@ macro_rules! products256 {
 
 #[cfg(target_arch = "x86_64")]
 static AVX2: Kernels = Kernels {
-    products: &products256!(u::Avx2),
+    products: &products256!(set256::Avx2),
     widen: Some(flash_tiles::widen),
     round: Some(floats::round_to_f16),
     turn: Some(flash_tiles::turn),
@@ -160,7 +160,7 @@ static AVX2: Kernels = Kernels {
 
 #[cfg(target_arch = "x86_64")]
 static AVX_VNNI: Kernels = Kernels {
-    products: &products256!(u::AvxVnni),
+    products: &products256!(set256::AvxVnni),
     ..AVX2
 };
 

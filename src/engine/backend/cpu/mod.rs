@@ -83,6 +83,8 @@ mod quant;
 mod rows;
 #[cfg(target_arch = "x86_64")]
 mod rows256;
+#[cfg(target_arch = "x86_64")]
+mod set256;
 mod share;
 #[cfg(test)]
 mod test_numbers;

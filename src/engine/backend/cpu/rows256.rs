@@ -16,11 +16,9 @@ use std::{arch::x86_64::*, hint, mem::transmute};
 use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
+    set256::{Dot, Set, add_bytes, add_words},
     tile256,
-    unpack256::{
-        Dot, Four, Heads, ROWS, Set, Small, Super, add_bytes, add_words, less, pieces,
-        runs_of_chunk,
-    },
+    unpack256::{Four, Heads, ROWS, Small, Super, less, pieces, runs_of_chunk},
 };
 
 /// Independent partial sums over blocks.
@@ -484,6 +482,7 @@ mod tests {
         super::{
             isa::Isa,
             quant::{Format, quantize_q8_0, quantize_q8k},
+            set256,
             share::Share,
             test_numbers::numbers,
             unpack256 as u,
@@ -503,8 +502,8 @@ mod tests {
                 $columns,
                 $bytes,
                 const { let halves: &'static [usize] = &$halves; halves },
-                $function::<u::Avx2, u::$name> as Kernel,
-                $function::<u::EmulatedVnni, u::$name> as Kernel,
+                $function::<set256::Avx2, u::$name> as Kernel,
+                $function::<set256::EmulatedVnni, u::$name> as Kernel,
             )),*]
         };
     }

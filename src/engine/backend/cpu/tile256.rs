@@ -14,7 +14,8 @@ use super::{
     flash_tiles::square,
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
-    unpack256::{Dot, RUNS, Set, Small, Super, add_bytes, add_words, less, unpack},
+    set256::{Dot, Set, add_bytes, add_words},
+    unpack256::{RUNS, Small, Super, less, unpack},
 };
 
 /// Rows of a register.
