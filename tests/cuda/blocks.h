@@ -7,9 +7,12 @@ inline const TypeInfo TYPES[] = {
   {"F32", 0, 1, 4, FORMAT_F32, 0.95}, {"F16", 1, 1, 2, FORMAT_F16, 0.95}, {"BF16", 2, 1, 2, FORMAT_BF16, 0.95},
   {"Q4_0", 3, 32, 18, FORMAT_Q8_0, 0.95}, {"Q4_1", 4, 32, 20, FORMAT_Q8_0, 0.95}, {"Q5_0", 5, 32, 22, FORMAT_Q8_0, 0.95}, {"Q5_1", 6, 32, 24, FORMAT_Q8_0, 0.95}, {"Q8_0", 7, 32, 34, FORMAT_Q8_0, 0.95},
   {"Q2_K", 8, 256, 84, FORMAT_Q8K, 0.95}, {"Q3_K", 9, 256, 110, FORMAT_Q8K, 0.95}, {"Q4_K", 10, 256, 144, FORMAT_Q8K, 0.95}, {"Q5_K", 11, 256, 176, FORMAT_Q8K, 0.95}, {"Q6_K", 12, 256, 210, FORMAT_Q8K, 0.95},
+  {"IQ4_NL", 13, 32, 18, FORMAT_Q8_0, 0.95}, {"IQ4_XS", 14, 256, 136, FORMAT_Q8K, 0.95}, {"MXFP4", 15, 32, 17, FORMAT_Q8_0, 0.95},
 };
 inline const TypeInfo& type_of(const char* name) { for (auto& t : TYPES) if (!strcmp(t.name, name)) return t; exit(2); }
 inline double half_at(const uint8_t* p) { uint16_t h; memcpy(&h, p, 2); return full(h); }
+inline const int IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+inline const double E2M1_VALUES[16] = {0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6};
 // Element `i` of a block.
 inline double element(const TypeInfo& type, const uint8_t* b, int i) {
   const std::string n = type.name;
@@ -21,6 +24,12 @@ inline double element(const TypeInfo& type, const uint8_t* b, int i) {
   if (n == "Q4_1") return half_at(b) * (i < 16 ? b[4 + i] & 15 : b[4 + i - 16] >> 4) + half_at(b + 2);
   if (n == "Q5_0") { int four = i < 16 ? b[6 + i] & 15 : b[6 + i - 16] >> 4; return half_at(b) * ((four | (b[2 + i / 8] >> i % 8 & 1) << 4) - 16); }
   if (n == "Q5_1") { int four = i < 16 ? b[8 + i] & 15 : b[8 + i - 16] >> 4; return half_at(b) * (four | (b[4 + i / 8] >> i % 8 & 1) << 4) + half_at(b + 2); }
+  if (n == "IQ4_NL") return half_at(b) * IQ4_VALUES[i < 16 ? b[2 + i] & 15 : b[2 + i - 16] >> 4];
+  if (n == "MXFP4") return ldexp(E2M1_VALUES[i < 16 ? b[1 + i] & 15 : b[1 + i - 16] >> 4], b[0] - 127);
+  if (n == "IQ4_XS") {
+    int run = i / 32, j = i % 32, scale = (b[4 + run / 2] >> run % 2 * 4 & 15) | (b[2 + run / 4] >> run % 4 * 2 & 3) << 4;
+    return half_at(b) * (scale - 32) * IQ4_VALUES[b[8 + run * 16 + j % 16] >> j / 16 * 4 & 15];
+  }
   if (n == "Q2_K") { int q = b[16 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3, s = b[i / 16]; return half_at(b + 80) * (s & 15) * q - half_at(b + 82) * (s >> 4); }
   if (n == "Q3_K") {
     int low = b[32 + i / 128 * 32 + i % 32] >> (i / 32 % 4 * 2) & 3, third = b[i % 32] >> (i / 32) & 1, k = i / 16;
@@ -49,6 +58,7 @@ inline std::vector<uint8_t> random_weights(const TypeInfo& type, size_t elements
     if (n == "F32") { float f = uniform(-1, 1); memcpy(&w[at], &f, 4); }
     else if (n == "F16") put(at, uniform(-1, 1));
     else if (n == "BF16") { uint16_t h = brain(uniform(-1, 1)); memcpy(&w[at], &h, 2); }
+    else if (n == "MXFP4") w[at] = (uint8_t)(117 + w[at] % 6);
     else {
       const size_t d = n == "Q2_K" ? 80 : n == "Q3_K" ? 108 : n == "Q6_K" ? 208 : 0;
       put(at + d, uniform(-0.02f, 0.02f));

@@ -75,6 +75,11 @@ inline int dp2a_of(int a, int b, int c, int from) { for (int i = 0; i < 2; i++) 
 inline int dp2a_lo(int a, int b, int c) { return dp2a_of(a, b, c, 0); }
 inline int dp2a_hi(int a, int b, int c) { return dp2a_of(a, b, c, 2); }
 inline uint32_t funnel(uint32_t low, uint32_t high, uint32_t bits) { return (uint32_t)(((uint64_t)high << 32 | low) >> (bits & 31)); }
+inline uint32_t permuted(uint32_t a, uint32_t b, uint32_t which) {
+  uint32_t d = 0;
+  for (int i = 0; i < 4; i++) { const uint32_t n = which >> 4 * i & 15u, v = (n & 4u ? b : a) >> 8 * (n & 3u) & 255u; d |= (n & 8u ? (v >> 7) * 255u : v) << 8 * i; }
+  return d;
+}
 inline float half_bits(uint32_t b) {
   const uint32_t sign = (b & 0x8000u) << 16, exponent = b >> 10 & 31u, rest = b & 0x3ffu;
   if (exponent == 31u) return simt_value<float>(sign | 0x7f800000u | rest << 13);

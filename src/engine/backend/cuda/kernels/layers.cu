@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(128) embed(const Embed job) {
   switch (job.type) {
 #define OF(type) case TYPE_##type: eight_of<type>(row, chunk, v); break;
     OF(Q4_K) OF(Q6_K) OF(Q5_K) OF(Q3_K) OF(Q2_K) OF(Q8_0) OF(Q4_0) OF(Q4_1) OF(Q5_0) OF(Q5_1)
+    OF(IQ4_NL) OF(IQ4_XS) OF(MXFP4)
 #undef OF
     case TYPE_F16: eight_plain<TYPE_F16>(row, at, v); break;
     case TYPE_BF16: eight_plain<TYPE_BF16>(row, at, v); break;

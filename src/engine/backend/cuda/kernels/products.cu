@@ -123,17 +123,18 @@ template <class T, int N> DEVICE void rows_of(const Products& job, const Matrix&
         uint32_t q[4][4], scale[T::WORDS], least[T::WORDS]; int i1[N], i2[N];
         T::sixteens(step, p, q);
         T::scales(step, p >> 1, scale, least);
-        const int of_sums = (int)T::four_of(T::MINIMUM ? least : scale, p & 1);
+        int of_sums = 0;
+        if constexpr (T::MINIMUM || T::LESS != 0) of_sums = (int)T::four_of(T::MINIMUM ? least : scale, p & 1);
 #pragma unroll
         for (int n = 0; n < N; n++) {
           i1[n] = i2[n] = 0;
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             const uint4 v = load16(bytes + token[n] + k * 256 + j * 32);
-            int products = dp4a_unsigned(q[j][0], (int)v.x, 0);
-            products = dp4a_unsigned(q[j][1], (int)v.y, products);
-            products = dp4a_unsigned(q[j][2], (int)v.z, products);
-            products = dp4a_unsigned(q[j][3], (int)v.w, products);
+            int products = T::dot(q[j][0], v.x, 0);
+            products = T::dot(q[j][1], v.y, products);
+            products = T::dot(q[j][2], v.z, products);
+            products = T::dot(q[j][3], v.w, products);
             i1[n] += T::scale_of(scale, j, p & 1) * (1 << T::up(j)) * products;
           }
           if constexpr (T::MINIMUM || T::LESS != 0) {
@@ -243,7 +244,8 @@ DEVICE void pair_of(const Products& job, uint32_t row, uint32_t rows_of_block, u
 #else
 #define CASE(type) true
 #endif
-#define FOR_EACH_QUANTISED(of) of(Q4_K) of(Q6_K) of(Q5_K) of(Q3_K) of(Q2_K) of(Q8_0) of(Q4_0) of(Q4_1) of(Q5_0) of(Q5_1)
+#define FOR_EACH_QUANTISED(of) of(Q4_K) of(Q6_K) of(Q5_K) of(Q3_K) of(Q2_K) of(Q8_0) of(Q4_0) of(Q4_1) of(Q5_0) of(Q5_1) \
+  of(IQ4_NL) of(IQ4_XS) of(MXFP4)
 
 DEVICE uint32_t matrix_of(const Products& job, uint32_t block) {
   uint32_t at = 0;
@@ -337,10 +339,10 @@ template <class T> DEVICE void one_of(const Products& job, const Matrix& m, uint
 #pragma unroll
           for (int j = 0; j < 4; j++) {
             const uint4 v = load16(bytes + j * 32);
-            int products = dp4a_unsigned(q[j][0], (int)v.x, 0);
-            products = dp4a_unsigned(q[j][1], (int)v.y, products);
-            products = dp4a_unsigned(q[j][2], (int)v.z, products);
-            products = dp4a_unsigned(q[j][3], (int)v.w, products);
+            int products = T::dot(q[j][0], v.x, 0);
+            products = T::dot(q[j][1], v.y, products);
+            products = T::dot(q[j][2], v.z, products);
+            products = T::dot(q[j][3], v.w, products);
             i1 += T::scale_of(scale, j, p & 1) * (1 << T::up(j)) * products;
           }
           if constexpr (T::MINIMUM || T::LESS != 0) {

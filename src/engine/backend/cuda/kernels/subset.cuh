@@ -21,6 +21,8 @@ DEVICE int dp2a_lo(int a, int b, int c) { int d; asm("dp2a.lo.s32.s32 %0, %1, %2
 DEVICE int dp2a_hi(int a, int b, int c) { int d; asm("dp2a.hi.s32.s32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c)); return d; }
 // The lower word of high:low shifted to the right.
 DEVICE uint32_t funnel(uint32_t low, uint32_t high, uint32_t bits) { uint32_t d; asm("shf.r.wrap.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(low), "r"(high), "r"(bits)); return d; }
+// Four of the eight bytes of b:a, by four bits of `which` each: the lower three are a byte's number, the upper one is clear.
+DEVICE uint32_t permuted(uint32_t a, uint32_t b, uint32_t which) { uint32_t d; asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(which)); return d; }
 DEVICE float half_bits(uint32_t b) { float f; asm("{.reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(b & 0xffffu)); return f; }
 DEVICE uint4 load16(const void* p) { return *(const uint4*)p; }
 DEVICE uint2 load8(const void* p) { return *(const uint2*)p; }

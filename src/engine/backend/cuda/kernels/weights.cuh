@@ -2,10 +2,11 @@
 #pragma once
 #include "subset.cuh"
 
-enum Type { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K };
+enum Type { TYPE_F32, TYPE_F16, TYPE_BF16, TYPE_Q4_0, TYPE_Q4_1, TYPE_Q5_0, TYPE_Q5_1, TYPE_Q8_0, TYPE_Q2_K, TYPE_Q3_K, TYPE_Q4_K, TYPE_Q5_K, TYPE_Q6_K,
+  TYPE_IQ4_NL, TYPE_IQ4_XS, TYPE_MXFP4 };
 
 // `W` consecutive words `at` bytes behind an address that is a multiple of `ALIGN`; `at` is one of four. Of an even address they
-// are shifted to the right by less than 16 bits as well. `MORE`: the word behind may be read.
+// are shifted to the right by less than 16 bits as well, of any address by none. `MORE`: the word behind may be read.
 template <int ALIGN, int W, bool MORE = false> DEVICE void words_at(const uint8_t* base, int at, uint32_t (&out)[W], int right = 0) {
   const uint8_t* p = base + at;
   if constexpr (ALIGN >= 16 && W % 4 == 0) {
@@ -14,10 +15,10 @@ template <int ALIGN, int W, bool MORE = false> DEVICE void words_at(const uint8_
   } else if constexpr (ALIGN >= 4) {
 #pragma unroll
     for (int i = 0; i < W; i++) out[i] = *(const uint32_t*)(p + 4 * i);
-  } else if constexpr (W == 1) {
+  } else if constexpr (W == 1 && ALIGN == 2) {
     out[0] = *(const uint16_t*)p | (uint32_t)*(const uint16_t*)(p + 2) << 16;
   } else {
-    const uint32_t odd = (uint32_t)(size_t)base & 2u;
+    const uint32_t odd = (uint32_t)(size_t)base & (ALIGN == 2 ? 2u : 3u);
     const uint32_t* from = (const uint32_t*)(base - odd + at);
     uint32_t raw[W + 1];
 #pragma unroll
@@ -88,6 +89,59 @@ typedef Small<22, 6, 16, false, true> Q5_0;
 typedef Small<24, 8, 0, true, true> Q5_1;
 typedef Small<34, -1, 0, false, false> Q8_0;
 
+// Tables of sixteen signed bytes: of IQ4_NL and IQ4_XS (`kvalues_iq4nl` in ggml's `ggml-common.h`), and of MXFP4 twice the values of E2M1
+// ("OCP Microscaling Formats" 1.0, table 5).
+struct Iq4 { static constexpr uint32_t A = 0xbfad9881u, B = 0xf6eaddcfu, C = 0x26190d01u, D = 0x71594535u; };
+struct E2m1 { static constexpr uint32_t A = 0x03020100u, B = 0x0c080604u, C = 0xfdfeff00u, D = 0xf4f8fafcu; };
+// Of the indices in a word, looked up: those in the lower halves of its bytes, and those in the upper ones.
+template <class V> DEVICE uint2 looked_up(uint32_t word) {
+  // Three bits select among eight values of either half of the table, the fourth the half.
+  const uint32_t at = word & 0x77777777u, half = (word >> 1 & 0x44444444u) | 0x32103210u;
+  const uint32_t a = permuted(permuted(V::A, V::B, at), permuted(V::C, V::D, at), half);
+  const uint32_t b = permuted(permuted(V::A, V::B, at >> 16), permuted(V::C, V::D, at >> 16), half >> 16);
+  return make_uint2(permuted(a, b, 0x6420u), permuted(a, b, 0x7531u));
+}
+
+// Types whose blocks have 32 columns, with indices into a table behind a scale: value = d * quant.
+template <class T, class V, int AT> struct SmallTable {
+  static constexpr bool SUPER = false, MINIMUM = false;
+  static constexpr int STEP = 8 * (AT + 16), LESS = 0;
+  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
+    const uint8_t* indices = step + p * (AT + 16) + AT;
+    constexpr int WORDS = W == 8 ? 4 : W;
+    uint32_t raw[WORDS];
+    words_at<T::ALIGN, WORDS>(indices, 4 * (w & 3), raw);
+#pragma unroll
+    for (int i = 0; i < WORDS; i++) {
+      const uint2 both = looked_up<V>(raw[i]);
+      if constexpr (W == 8) { q[i] = both.x; q[i + 4] = both.y; } else q[i] = w & 4 ? both.y : both.x;
+    }
+  }
+  static DEVICE void dots(const uint8_t* step, int p, const int (&x)[8], int& low, int& high) {
+    uint32_t q[8];
+    quads<8>(step, p, 0, q);
+    low = high = 0;
+#pragma unroll
+    for (int i = 0; i < 4; i++) { low = dp4a((int)q[i], x[i], low); high = dp4a((int)q[i + 4], x[i + 4], high); }
+  }
+  static DEVICE float2 factors(const uint8_t* step, int p) { return make_float2(T::scale(step + p * (AT + 16)), 0.0f); }
+  static DEVICE uint32_t centred(uint32_t q) { return q; }
+};
+struct IQ4_NL : SmallTable<IQ4_NL, Iq4, 2> {
+  static constexpr int ALIGN = 2;
+  static DEVICE float scale(const uint8_t* block) { return half_at(block); }
+};
+struct MXFP4 : SmallTable<MXFP4, E2m1, 1> {
+  static constexpr int ALIGN = 1;
+  // 2^(exponent - 127), halved for the table, to the bit as cpu/table.rs does it: the least power has no bits of exponent, and infinity
+  // less itself is NaN.
+  static DEVICE float scale(const uint8_t* block) {
+    const uint32_t bits = (uint32_t)*block << 23;
+    const float power = as_float(bits == 0u ? 1u << 22 : bits);
+    return fmaf(power, -0.5f, power);
+  }
+};
+
 // Types whose blocks have 256 columns: value = d * scale * (quant - LESS) - dmin * least. `SUB` columns share a scale.
 //
 // Scales and minimums of a half, 128 columns, are signed bytes in the order of columns. Quants lie in planes of bytes, each of
@@ -99,6 +153,8 @@ typedef Small<34, -1, 0, false, false> Q8_0;
 struct Plane { int at; uint32_t mask; int right, left; };
 template <class T> struct Super {
   static constexpr bool SUPER = true;
+  // c + the products of four quants with bytes.
+  static DEVICE int dot(uint32_t quants, uint32_t bytes, int c) { return dp4a_unsigned(quants, (int)bytes, c); }
   // Words `w` and following of sub-block `p`: four unsigned quants each.
   template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
 #pragma unroll
@@ -242,6 +298,44 @@ struct Q6_K : Super16<Q6_K> {
     }
   }
   static DEVICE uint32_t centred(uint32_t q) { return (q + 0x60606060u) ^ 0x80808080u; }
+};
+
+// With a scale for 32 columns, and indices into a table: the values are signed.
+struct IQ4_XS : Super<IQ4_XS> {
+  static constexpr bool MINIMUM = false;
+  static constexpr int STEP = 136, LESS = 0, SUB = 32, WORDS = 1, ALIGN = 8, RAISED = 0;
+  template <int W> static DEVICE void quads(const uint8_t* step, int p, int w, uint32_t (&q)[W]) {
+    words_at<ALIGN, W>(step, 8 + 16 * p + 4 * (w & 3), q);
+#pragma unroll
+    for (int i = 0; i < W; i++) { const uint2 both = looked_up<Iq4>(q[i]); q[i] = w & 4 ? both.y : both.x; }
+  }
+  static DEVICE int dot(uint32_t quants, uint32_t bytes, int c) { return dp4a((int)quants, (int)bytes, c); }
+  static DEVICE float2 factors(const uint8_t* step) { return make_float2(half_at(step), 0.0f); }
+  static DEVICE void scales(const uint8_t* step, int half, uint32_t (&scale)[1], uint32_t (&least)[1]) {
+    // Of eight scales two bits each behind the factor, then four.
+    const uint2 head = load8(step);
+    uint32_t two = head.x >> (16 + 8 * half) & 0xffu, four = head.y >> 16 * half & 0xffffu;
+    two = (two | two << 12) & 0x000f000fu; two = (two | two << 6) & 0x03030303u;
+    four = (four | four << 8) & 0x00ff00ffu; four = (four | four << 4) & 0x0f0f0f0fu;
+    scale[0] = ((four | two << 4) + 0x60606060u) ^ 0x80808080u; least[0] = 0u;    // less 32
+  }
+  static DEVICE int scale_of(const uint32_t (&scales)[1], int j, int) { return signed_byte(scales[0], j); }
+  static DEVICE int up(int) { return 0; }
+  static DEVICE void sixteens(const uint8_t* step, int p, uint32_t (&q)[4][4]) {
+    const int upper = 4 * (p & 1);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      uint32_t raw[4];
+      words_at<ALIGN, 4>(step, 8 + 64 * (p >> 1) + 16 * j, raw);
+      // Halves of two words' bytes, as of one.
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const uint2 both = looked_up<Iq4>(joined(raw[i] >> upper, raw[i + 1] << (4 - upper), 0x0f0f0f0fu, 0xf0f0f0f0u));
+        q[j][i] = both.x; q[j][i + 1] = both.y;
+      }
+    }
+  }
+  static DEVICE uint32_t centred(uint32_t q) { return q; }
 };
 
 // Types without quants: eight columns from an address that is a multiple of 16, or 32 for F32.
