@@ -162,6 +162,26 @@ fn draw(tensor: &Tensor, random: &mut Random, out: &mut Vec<u8>) {
                 out.extend_from_slice(&random.packed_scales());
                 random.fill(out, if five { 160 } else { 128 });
             }
+            GgmlDType::IQ4NL => {
+                put_half(out, size / 67.4);
+                random.fill(out, 16);
+            }
+            GgmlDType::IQ4XS => {
+                // Scales of six bits, less 32.
+                put_half(out, size / (67.4 * 18.5));
+                random.fill(out, 6 + 128);
+            }
+            GgmlDType::MXFP4 => {
+                // The nearest power of two: the spread of its doubled values is 5.9.
+                let exponent = 128.0 + (size / 5.9).log2().round();
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "rows have fewer than 2^100 columns"
+                )]
+                out.push(exponent as u8);
+                random.fill(out, 16);
+            }
             GgmlDType::Q6K => {
                 random.fill(out, 192);
                 for _ in 0..16 {

@@ -469,11 +469,7 @@ fn nearest_type(dtype: &str) -> &'static str {
     match dtype.get(..3) {
         Some("IQ1" | "IQ2" | "TQ1" | "TQ2") => "take the Q2_K file of the same model",
         Some("IQ3") => "take the Q3_K_M file of the same model",
-        // The type of gpt-oss, whose files do not run in any other type either.
-        Some("MXF") => {
-            "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M"
-        }
-        Some("IQ4" | "NVF" | "Q4_") => "take the Q4_K_M file of the same model",
+        Some("NVF" | "Q4_") => "take the Q4_K_M file of the same model",
         _ => "take the Q4_K_M or Q8_0 file of the same model",
     }
 }
@@ -675,8 +671,8 @@ pub struct ApplyReport {
     pub took: Duration,
 }
 
-const KNOWN_TYPES: &str =
-    "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K and Q6_K";
+const KNOWN_TYPES: &str = "F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q2_K, Q3_K, Q4_K, Q5_K, \
+     Q6_K, IQ4_NL, IQ4_XS and MXFP4";
 
 #[cfg(test)]
 mod tests {

@@ -55,7 +55,7 @@ pub struct Synthetic {
 /// Types of a model's matrices.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TypeMix {
-    /// All the same.
+    /// All the same; as in llama.cpp, IQ4_NL replaces IQ4_XS in rows not divisible by 256.
     All(GgmlDType),
     /// As llama.cpp's `Q4_K_M`: Q4_K, with Q6_K for the head and for half of the values and down projections. Rows not
     /// divisible by 256 use Q5_0 and Q8_0 instead.
@@ -68,6 +68,7 @@ impl TypeMix {
         match (self, dtype) {
             (Self::Q4KM, GgmlDType::Q4K) if !columns.is_multiple_of(256) => GgmlDType::Q5_0,
             (Self::Q4KM, GgmlDType::Q6K) if !columns.is_multiple_of(256) => GgmlDType::Q8_0,
+            (_, GgmlDType::IQ4XS) if !columns.is_multiple_of(256) => GgmlDType::IQ4NL,
             _ => dtype,
         }
     }
@@ -78,6 +79,9 @@ impl TypeMix {
         Some(match name {
             "q4_k_m" => Self::Q4KM,
             "q4_0" => Self::All(GgmlDType::Q4_0),
+            "iq4_nl" => Self::All(GgmlDType::IQ4NL),
+            "iq4_xs" => Self::All(GgmlDType::IQ4XS),
+            "mxfp4" => Self::All(GgmlDType::MXFP4),
             "q5_k" => Self::All(GgmlDType::Q5K),
             "q6_k" => Self::All(GgmlDType::Q6K),
             "q8_0" => Self::All(GgmlDType::Q8_0),

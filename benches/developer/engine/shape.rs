@@ -119,6 +119,15 @@ pub(crate) enum TypeName {
     /// All Q6_K.
     #[value(name = "q6_k")]
     Q6K,
+    /// All IQ4_NL.
+    #[value(name = "iq4_nl")]
+    IQ4NL,
+    /// All IQ4_XS.
+    #[value(name = "iq4_xs")]
+    IQ4XS,
+    /// All MXFP4.
+    #[value(name = "mxfp4")]
+    MXFP4,
 }
 
 impl TypeName {
@@ -137,6 +146,9 @@ impl TypeName {
             Self::Q5_1 => GgmlDType::Q5_1,
             Self::Q5K => GgmlDType::Q5K,
             Self::Q6K => GgmlDType::Q6K,
+            Self::IQ4NL => GgmlDType::IQ4NL,
+            Self::IQ4XS => GgmlDType::IQ4XS,
+            Self::MXFP4 => GgmlDType::MXFP4,
             Self::Q8_0 => GgmlDType::Q8_0,
         })
     }

@@ -28,7 +28,7 @@ pub struct CatalogueArgs {
     /// One board, by name or file, in place of all known ones.
     #[arg(long, value_name = "NAME|FILE")]
     device: Option<String>,
-    /// Type of the weights: `q4_k_m`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
+    /// Type of the weights: `q4_k_m`, `iq4_xs`, `iq4_nl`, `mxfp4`, `q4_0`, `q5_k`, `q6_k`, `q8_0`, `f16` or `bf16`.
     #[arg(long, value_name = "TYPE", value_parser = weights, default_value = "q4_k_m")]
     weights: TypeMix,
 }
@@ -107,7 +107,9 @@ pub(crate) fn run(global: &Global, args: &CatalogueArgs) -> Result<(), CliError>
 /// A type of weights by name.
 pub(super) fn weights(text: &str) -> Result<TypeMix, String> {
     TypeMix::named(&text.to_ascii_lowercase()).ok_or_else(|| {
-        "not a type of weights; known are q4_k_m, q4_0, q5_k, q6_k, q8_0, f16 and bf16".to_owned()
+        "not a type of weights; known are q4_k_m, iq4_xs, iq4_nl, mxfp4, q4_0, q5_k, q6_k, q8_0, f16 \
+         and bf16"
+            .to_owned()
     })
 }
 

@@ -19,7 +19,10 @@ pub enum GgmlDType {
     Q4K = 12,
     Q5K = 13,
     Q6K = 14,
+    IQ4NL = 20,
+    IQ4XS = 23,
     BF16 = 30,
+    MXFP4 = 39,
 }
 
 impl GgmlDType {
@@ -38,6 +41,9 @@ impl GgmlDType {
             Self::Q4K => (256, 144),
             Self::Q5K => (256, 176),
             Self::Q6K => (256, 210),
+            Self::IQ4NL => (32, 18),
+            Self::IQ4XS => (256, 136),
+            Self::MXFP4 => (32, 17),
         }
     }
 
@@ -56,7 +62,7 @@ impl GgmlDType {
 
 /// The supported types, in the order of `Type` in `backend/cuda/kernels/weights.cuh`: kernels receive a type as its
 /// index in this list.
-pub const SUPPORTED: [GgmlDType; 13] = [
+pub const SUPPORTED: [GgmlDType; 16] = [
     GgmlDType::F32,
     GgmlDType::F16,
     GgmlDType::BF16,
@@ -70,6 +76,9 @@ pub const SUPPORTED: [GgmlDType; 13] = [
     GgmlDType::Q4K,
     GgmlDType::Q5K,
     GgmlDType::Q6K,
+    GgmlDType::IQ4NL,
+    GgmlDType::IQ4XS,
+    GgmlDType::MXFP4,
 ];
 
 /// A supported type by its number in the file.
@@ -110,7 +119,7 @@ mod tests {
     fn a_refused_type_is_answered_with_all_that_are_supported() {
         let refused = LoadErrorKind::TensorType {
             tensor: "t".to_owned(),
-            dtype: "IQ4_XS".to_owned(),
+            dtype: "IQ3_S".to_owned(),
         }
         .to_string();
         let listed = refused

@@ -111,10 +111,16 @@ impl Checkpoint for Once {
 
 #[test]
 fn groups_of_a_layer_and_tiles_of_the_head_come_and_go_without_a_trace_in_the_logits() {
-    let types = [GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K];
+    let types = [
+        GgmlDType::F32,
+        GgmlDType::Q8_0,
+        GgmlDType::Q4K,
+        GgmlDType::IQ4XS,
+        GgmlDType::MXFP4,
+    ];
     let architectures = Architecture::ALL.into_iter().enumerate();
     for (number, architecture) in architectures {
-        let dtype = types[number % 3];
+        let dtype = types[number % types.len()];
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         Synthetic::tiny(architecture, TypeMix::All(dtype), 7)
@@ -213,11 +219,17 @@ impl Checkpoint for Orders {
 
 #[test]
 fn orders_in_the_middle_of_a_layer_of_a_prompt_leave_no_trace_in_the_logits() {
-    let types = [GgmlDType::Q4K, GgmlDType::F32, GgmlDType::Q8_0];
+    let types = [
+        GgmlDType::Q4K,
+        GgmlDType::F32,
+        GgmlDType::Q8_0,
+        GgmlDType::MXFP4,
+        GgmlDType::IQ4NL,
+    ];
     for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
-        Synthetic::tiny(architecture, TypeMix::All(types[number % 3]), 7)
+        Synthetic::tiny(architecture, TypeMix::All(types[number % types.len()]), 7)
             .write(&path)
             .unwrap();
         let roomy = |resident| EnginePlan {

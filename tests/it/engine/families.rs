@@ -305,14 +305,11 @@ fn a_family_or_type_that_is_not_supported_is_refused_with_the_nearest_that_is() 
         Some("use a dense Qwen3.5, for example 4B Q4_K_M")
     );
     for (number, name, hint) in [
-        (23u32, "IQ4_XS", "take the Q4_K_M file of the same model"),
+        (40u32, "NVFP4", "take the Q4_K_M file of the same model"),
         (18, "IQ3_XXS", "take the Q3_K_M file of the same model"),
         (16, "IQ2_XXS", "take the Q2_K file of the same model"),
-        (
-            39,
-            "MXFP4",
-            "use a dense model of about the same size, for example Qwen3.5 4B or 9B in Q4_K_M",
-        ),
+        (19, "IQ1_S", "take the Q2_K file of the same model"),
+        (29, "IQ1_M", "take the Q2_K file of the same model"),
     ] {
         let mut bytes = fs::read(&file.path).unwrap();
         let tensor = b"blk.2.ffn_up.weight";

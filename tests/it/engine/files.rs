@@ -309,10 +309,10 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let name = b"blk.2.ffn_up.weight";
     let at = find(&good, name) + name.len() + 4 + 16;
     let mut unknown = good.clone();
-    unknown[at..at + 4].copy_from_slice(&23u32.to_le_bytes());
+    unknown[at..at + 4].copy_from_slice(&21u32.to_le_bytes());
     let message = kind_of(&unknown);
     assert!(
-        message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ4_XS; supported are"),
+        message.starts_with("tensor `blk.2.ffn_up.weight` has type IQ3_S; supported are"),
         "{message}"
     );
     let mut outside = good.clone();

@@ -167,7 +167,14 @@ const FEW: u32 = 8;
 /// Each of these types has its own histories; a long run requests more (`COTENANT_TEST_SCHEDULES`).
 #[test]
 fn logits_are_bit_identical_under_any_history_of_residency_and_capacity() {
-    for dtype in [GgmlDType::F32, GgmlDType::Q4K, GgmlDType::Q8_0] {
+    for dtype in [
+        GgmlDType::F32,
+        GgmlDType::Q4K,
+        GgmlDType::Q8_0,
+        GgmlDType::IQ4NL,
+        GgmlDType::IQ4XS,
+        GgmlDType::MXFP4,
+    ] {
         let cases = schedules(FEW);
         let rings = RefCell::new(BTreeSet::new());
         let mut runner = TestRunner::new(ProptestConfig {
@@ -314,7 +321,7 @@ proptest! {
         turns in prop::collection::vec(turn(), 2..5),
         threads in 1usize..4,
         architecture in prop::sample::select(vec![Architecture::Qwen35, Architecture::Qwen3, Architecture::Gemma3]),
-        dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K]),
+        dtype in prop::sample::select(vec![GgmlDType::F32, GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::IQ4XS, GgmlDType::MXFP4]),
     ) {
         let file = tiny(architecture, dtype);
         converse(&file.path, threads, &turns);

@@ -25,7 +25,7 @@ fn distance(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// The types besides the three compared for every architecture.
-const OTHER_TYPES: [(GgmlDType, &str); 10] = [
+const OTHER_TYPES: [(GgmlDType, &str); 13] = [
     (GgmlDType::BF16, "bf16"),
     (GgmlDType::F16, "f16"),
     (GgmlDType::Q2K, "q2k"),
@@ -36,6 +36,9 @@ const OTHER_TYPES: [(GgmlDType, &str); 10] = [
     (GgmlDType::Q5_1, "q5_1"),
     (GgmlDType::Q5K, "q5k"),
     (GgmlDType::Q6K, "q6k"),
+    (GgmlDType::IQ4NL, "iq4_nl"),
+    (GgmlDType::IQ4XS, "iq4_xs"),
+    (GgmlDType::MXFP4, "mxfp4"),
 ];
 
 /// Rows of an odd number of blocks of Q5_0.

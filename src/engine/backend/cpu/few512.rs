@@ -255,17 +255,19 @@ unsafe fn blocks_of_256<T: TurnSuper, const N: usize>(mut job: Job<'_, N, 1>) {
         // Not unrolled: that would exceed the instruction cache of a core.
         for chunk in 0..hint::black_box(T::CHUNKS) {
             let mut parts = [[zero; N]; 4];
-            for half in 0..2 {
+            for step in 0..2 {
                 // SAFETY: a block of each row.
-                let quants = unsafe { T::quants(job.blocks[0], chunk, half) };
-                for run in 0..runs {
+                let quants = unsafe { T::quants(job.blocks[0], chunk, step) };
+                for part in 0..runs {
+                    let (run, half) = T::place(step, part);
                     let parts = &mut parts[run];
                     for group in 0..4 {
                         for ahead in 0..N {
                             let at = 4 + 32 * (runs * chunk + run) + 16 * half + 4 * group;
                             // SAFETY: as many quants of each token as a block has.
                             let y = unsafe { everywhere(copies[ahead].wrapping_add(at)) };
-                            parts[ahead] = _mm512_dpbusd_epi32(parts[ahead], quants[run][group], y);
+                            parts[ahead] =
+                                _mm512_dpbusd_epi32(parts[ahead], quants[part][group], y);
                         }
                     }
                     if half + 1 >= 2 / subs_of_run {

@@ -7,7 +7,7 @@ use candle_core::quantized::k_quants::{
 
 use super::{
     affine, float, floats, isa::Isa, kernels::Kernels, pool::Pool, quant::Format, rows::Rows,
-    share::Share,
+    share::Share, table,
 };
 use crate::{
     backend::{Copies, DeviceError, Product},
@@ -174,6 +174,9 @@ impl Rows<'_> {
             GgmlDType::Q4K => blocks::<BlockQ4K>(columns, weight, copy),
             GgmlDType::Q5K => blocks::<BlockQ5K>(columns, weight, copy),
             GgmlDType::Q6K => blocks::<BlockQ6K>(columns, weight, copy),
+            GgmlDType::IQ4NL => table::IQ4_NL.dot(weight, copy),
+            GgmlDType::IQ4XS => table::dot_iq4_xs(weight, copy),
+            GgmlDType::MXFP4 => table::MXFP4.dot(weight, copy),
         }
     }
 }
@@ -264,6 +267,7 @@ mod tests {
             quant::{
                 Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER, quantize_q8_0, quantize_q8k, round_to_bf16,
             },
+            table::{E2M1, IQ4, Table},
             test_numbers::numbers,
         },
         *,
@@ -271,9 +275,10 @@ mod tests {
     use crate::{
         arena::{Backing, Mapping},
         backend::memory::{Access, Owner},
-        gguf::SUPPORTED,
+        gguf::{SUPPORTED, dtype_name},
     };
     use cotenant_units::Bytes;
+    use std::{fs, path::Path};
 
     /// Products of `rows` rows with `tokens` tokens, by a kernel: close to the portable loops, and for each token with
     /// the same bits as alone.
@@ -399,6 +404,68 @@ mod tests {
             GgmlDType::Q4K => blocks::<BlockQ4K>(weights, columns),
             GgmlDType::Q5K => blocks::<BlockQ5K>(weights, columns),
             GgmlDType::Q6K => blocks::<BlockQ6K>(weights, columns),
+            GgmlDType::IQ4NL | GgmlDType::IQ4XS | GgmlDType::MXFP4 => {
+                let blocks = weights.chunks(dtype.block_size());
+                blocks.flat_map(|block| in_table(dtype, block)).collect()
+            }
+        }
+    }
+
+    /// A block with the nearest values of the type's table.
+    #[expect(
+        clippy::cast_possible_truncation,
+        clippy::cast_sign_loss,
+        reason = "exponents and scales of weights between -1 and 1"
+    )]
+    fn in_table(dtype: GgmlDType, weights: &[f32]) -> Vec<u8> {
+        let runs = || weights.chunks(32);
+        let largest = |run: &[f32]| run.iter().fold(0f32, |all, x| all.max(x.abs()));
+        let nearest = |table: &Table, scale: f32, x: f32| {
+            let distance = |at: &usize| (f32::from(table[*at]) * scale - x).abs();
+            let at = (0..16).min_by(|a, b| distance(a).total_cmp(&distance(b)));
+            u8::try_from(at.unwrap()).unwrap()
+        };
+        let indices = |table: &Table, scale: f32, run: &[f32]| -> Vec<u8> {
+            let (low, high) = run.split_at(16);
+            let both = low.iter().zip(high);
+            both.map(|(x, y)| nearest(table, scale, *x) | nearest(table, scale, *y) << 4)
+                .collect()
+        };
+        let half = |x: f32| half::f16::from_f32(x).to_le_bytes();
+        match dtype {
+            GgmlDType::IQ4NL => {
+                let scale = half(largest(weights) / 113.0);
+                let read = half::f16::from_le_bytes(scale).to_f32();
+                [&scale, indices(&IQ4, read, weights).as_slice()].concat()
+            }
+            GgmlDType::MXFP4 => {
+                let exponent = (largest(weights) / 12.0).log2().ceil();
+                let indices = indices(&E2M1, exponent.exp2(), weights);
+                [&[(128.0 + exponent) as u8], indices.as_slice()].concat()
+            }
+            _ => {
+                let scale = half(largest(weights) / (113.0 * 31.0));
+                let factor = half::f16::from_le_bytes(scale).to_f32();
+                // Every second scale is negative.
+                let scales: Vec<i32> = runs()
+                    .enumerate()
+                    .map(|(at, run)| {
+                        let scale = (largest(run) / (113.0 * factor)).ceil() as i32;
+                        if at % 2 == 0 { scale.min(31) } else { -scale }
+                    })
+                    .collect();
+                let (mut high, mut low) = (0u16, 0u32);
+                for (at, scale) in scales.iter().enumerate() {
+                    let bits = (scale + 32).cast_unsigned();
+                    high |= u16::try_from(bits >> 4).unwrap() << (2 * at);
+                    low |= (bits & 15) << (4 * at);
+                }
+                let runs = runs().zip(&scales);
+                let indices =
+                    runs.flat_map(|(run, scale)| indices(&IQ4, *scale as f32 * factor, run));
+                let head = [scale.as_slice(), &high.to_le_bytes(), &low.to_le_bytes()].concat();
+                head.into_iter().chain(indices).collect()
+            }
         }
     }
 
@@ -419,19 +486,22 @@ mod tests {
         }
     }
 
-    const SUPERS: [GgmlDType; 5] = [
+    const SUPERS: [GgmlDType; 6] = [
         GgmlDType::Q2K,
         GgmlDType::Q3K,
         GgmlDType::Q4K,
         GgmlDType::Q5K,
         GgmlDType::Q6K,
+        GgmlDType::IQ4XS,
     ];
-    const SMALL: [GgmlDType; 5] = [
+    const SMALL: [GgmlDType; 7] = [
         GgmlDType::Q4_0,
         GgmlDType::Q4_1,
         GgmlDType::Q5_0,
         GgmlDType::Q5_1,
         GgmlDType::Q8_0,
+        GgmlDType::IQ4NL,
+        GgmlDType::MXFP4,
     ];
     const FLOATS: [GgmlDType; 3] = [GgmlDType::F16, GgmlDType::BF16, GgmlDType::F32];
 
@@ -503,6 +573,11 @@ mod tests {
                 // Scales of one, and the least others.
                 for block in row.chunks_mut(bytes) {
                     let (at, halves) = match dtype {
+                        // An exponent instead, of 2^0.
+                        GgmlDType::MXFP4 => {
+                            block[0] = 128;
+                            continue;
+                        }
                         GgmlDType::Q6K => (208, 1),
                         GgmlDType::Q3K => (108, 1),
                         GgmlDType::Q2K => (80, 2),
@@ -557,6 +632,26 @@ mod tests {
                     "{dtype:?}: {got} and {expected}"
                 );
             }
+        }
+    }
+
+    #[test]
+    fn blocks_stand_for_the_numbers_that_ggml_reads_from_them() {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR"));
+        let folder = folder.join("../../tests/fixtures/reference-blocks");
+        for dtype in SUPERS.into_iter().chain(SMALL) {
+            let file = |ending: &str| {
+                let name = dtype_name(dtype).to_lowercase().replace("_k", "_K");
+                fs::read(folder.join(format!("{name}.{ending}"))).unwrap()
+            };
+            let (stored, expected) = (file("blocks"), file("f32"));
+            let mut blocks = Mapping::new(Bytes::of_len(stored.len()), Backing::Now).unwrap();
+            let blocks = &mut blocks.bytes_mut()[..stored.len()];
+            blocks.copy_from_slice(&stored);
+            let mut numbers = vec![0.0; stored.len() / dtype.type_size() * dtype.block_size()];
+            dequantize(dtype, blocks, &mut numbers);
+            let numbers: Vec<u8> = numbers.iter().flat_map(|x| x.to_le_bytes()).collect();
+            assert!(numbers == expected, "{dtype:?}");
         }
     }
 

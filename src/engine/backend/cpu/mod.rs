@@ -86,6 +86,7 @@ mod rows256;
 #[cfg(target_arch = "x86_64")]
 mod set256;
 mod share;
+mod table;
 #[cfg(test)]
 mod test_numbers;
 #[cfg(target_arch = "x86_64")]
@@ -437,6 +438,9 @@ pub(crate) fn dequantize(dtype: GgmlDType, row: &[u8], out: &mut [f32]) {
         GgmlDType::Q4K => BlockQ4K::to_float(matmul::cast(row), out),
         GgmlDType::Q5K => BlockQ5K::to_float(matmul::cast(row), out),
         GgmlDType::Q6K => BlockQ6K::to_float(matmul::cast(row), out),
+        GgmlDType::IQ4NL => table::IQ4_NL.to_float(row, out),
+        GgmlDType::IQ4XS => table::iq4_xs_to_float(row, out),
+        GgmlDType::MXFP4 => table::MXFP4.to_float(row, out),
     }
 }
 

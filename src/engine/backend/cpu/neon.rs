@@ -15,10 +15,11 @@ use std::{
 use super::{
     neon_tile::{self, TOKENS_MIN},
     neon_unpack::{
-        Four, PER_START, SUMS, add_scaled, dot, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k,
-        halves_of_four, heads_of_six_bits, heads_q2k, heads_q3k, heads_q6k, moved, nibbles, pair,
-        pairs_of_four, products_of, quants_q4_1, quants_q5_1, quants_q8_0, signed, widened,
-        with_fifth,
+        Four, PER_START, SUMS, add_scaled, dot, half_iq4_xs, half_q2k, half_q3k, half_q4k,
+        half_q5k, half_q6k, half_scales, halves_of_four, heads_iq4_xs, heads_of_six_bits,
+        heads_q2k, heads_q3k, heads_q6k, moved, nibbles, pair, pairs_of_four, power_scales,
+        products_of, quants_iq4_nl, quants_mxfp4, quants_q4_1, quants_q5_1, quants_q8_0, signed,
+        widened, with_fifth,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
@@ -80,6 +81,9 @@ rows!(rows_q5_0, q5_0, BLOCK);
 rows!(rows_q5_1, q5_1, BLOCK);
 rows!(rows_q2k, q2k, SUPER);
 rows!(rows_q3k, q3k, SUPER);
+rows!(rows_iq4_nl, iq4_nl, BLOCK);
+rows!(rows_iq4_xs, iq4_xs, SUPER);
+rows!(rows_mxfp4, mxfp4, BLOCK);
 
 /// An address in a row, which with `WAIT` the compiler cannot know before the products of another row: for types that
 /// are costly to unpack it would otherwise unpack all rows first, and run out of registers.
@@ -300,9 +304,19 @@ supers!(q5k, 176, half_q5k, heads_of_six_bits, 32, 0, None, true);
 supers!(q2k, 84, half_q2k, heads_q2k, 16, 80, None, false);
 supers!(q3k, 110, half_q3k, heads_q3k, 16, 108, Some(2), true);
 supers!(q6k, 210, half_q6k, heads_q6k, 16, 208, Some(5), true);
+supers!(
+    iq4_xs,
+    136,
+    half_iq4_xs,
+    heads_iq4_xs,
+    32,
+    0,
+    Some(0),
+    false
+);
 
 macro_rules! small {
-    ($name:ident, $bytes:expr, |$block:ident| $quants:expr, $added:expr, $minimum:expr) => {
+    ($name:ident, $bytes:expr, |$block:ident| $quants:expr, $added:expr, $minimum:expr, $scales:ident) => {
         /// # Safety
         ///
         /// Four rows of this many blocks of this type, and a copy in Q8_0.
@@ -345,15 +359,11 @@ macro_rules! small {
                         let (scales, mins) = pairs_of_four(four);
                         let y = vdupq_n_f32(start as f32 * PER_START);
                         sums = vfmaq_f32(sums, y, vmulq_n_f32(widened(mins), factor));
-                        scales
+                        widened(scales)
                     } else {
-                        halves_of_four(four)
+                        $scales(four)
                     };
-                    vfmaq_f32(
-                        sums,
-                        vcvtq_f32_s32(total),
-                        vmulq_n_f32(widened(scales), factor),
-                    )
+                    vfmaq_f32(sums, vcvtq_f32_s32(total), vmulq_n_f32(scales, factor))
                 }
             }
             let mut y = copy.wrapping_add(2);
@@ -387,17 +397,62 @@ macro_rules! small {
     };
 }
 
-small!(q8_0, Q8_0_BYTES, |block| quants_q8_0(block), None, false);
-small!(q4_0, 18, |block| nibbles(block.add(2)), Some(3), false);
-small!(q4_1, 20, |block| quants_q4_1(block), None, true);
+small!(
+    q8_0,
+    Q8_0_BYTES,
+    |block| quants_q8_0(block),
+    None,
+    false,
+    half_scales
+);
+small!(
+    q4_0,
+    18,
+    |block| nibbles(block.add(2)),
+    Some(3),
+    false,
+    half_scales
+);
+small!(
+    q4_1,
+    20,
+    |block| quants_q4_1(block),
+    None,
+    true,
+    half_scales
+);
 small!(
     q5_0,
     22,
     |block| with_fifth(nibbles(block.add(6)), block.add(2)),
     Some(4),
-    false
+    false,
+    half_scales
 );
-small!(q5_1, 24, |block| quants_q5_1(block), None, true);
+small!(
+    q5_1,
+    24,
+    |block| quants_q5_1(block),
+    None,
+    true,
+    half_scales
+);
+small!(
+    iq4_nl,
+    18,
+    |block| quants_iq4_nl(block),
+    None,
+    false,
+    half_scales
+);
+small!(
+    mxfp4,
+    17,
+    |block| quants_mxfp4(block),
+    None,
+    false,
+    power_scales
+);
 
 /// The lane sums of four rows' products, in adjacent lanes.
 #[inline]

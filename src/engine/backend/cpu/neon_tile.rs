@@ -23,8 +23,9 @@ use std::{
 
 use super::{
     neon_unpack::{
-        PER_START, SUMS, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k, halves_of_four,
-        heads_of_six_bits, heads_q2k, heads_q3k, heads_q6k, moved, pairs_of_four, quants_q4_0,
+        PER_START, SUMS, half_iq4_xs, half_q2k, half_q3k, half_q4k, half_q5k, half_q6k,
+        half_scales, halves_of_four, heads_iq4_xs, heads_of_six_bits, heads_q2k, heads_q3k,
+        heads_q6k, moved, pairs_of_four, power_scales, quants_iq4_nl, quants_mxfp4, quants_q4_0,
         quants_q4_1, quants_q5_0, quants_q5_1, quants_q8_0, widened,
     },
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
@@ -254,6 +255,7 @@ super_tiles!(rows_q5k, 176, half_q5k, 0, heads_of_six_bits, 32, true, 0);
 super_tiles!(rows_q6k, 210, half_q6k, 32, heads_q6k, 16, false, 208);
 super_tiles!(rows_q2k, 84, half_q2k, 0, heads_q2k, 16, true, 80);
 super_tiles!(rows_q3k, 110, half_q3k, 4, heads_q3k, 16, false, 108);
+super_tiles!(rows_iq4_xs, 136, half_iq4_xs, 0, heads_iq4_xs, 32, false, 0);
 
 /// One block of eight rows times `N` tokens from `token`, whose copies have it and its sums of 32 at `place`; `SUB`
 /// columns share a scale.
@@ -478,7 +480,7 @@ struct UnpackedSmall {
 type SmallSums = [[float32x4_t; PARTS]; SUMS];
 
 macro_rules! small_tiles {
-    ($name:ident, $bytes:expr, $quants:ident, $minimum:expr) => {
+    ($name:ident, $bytes:expr, $quants:ident, $minimum:expr, $scales:ident) => {
         /// All rows of this type times all tokens.
         ///
         /// # Safety
@@ -504,12 +506,17 @@ macro_rules! small_tiles {
                         let ([a, b, c, d], (scales, mins)) = unsafe {
                             (
                                 [$quants(four[0]), $quants(four[1]), $quants(four[2]), $quants(four[3])],
-                                if $minimum { pairs_of_four(four) } else { (halves_of_four(four), vdup_n_u16(0)) },
+                                if $minimum {
+                                    let (scales, mins) = pairs_of_four(four);
+                                    (widened(scales), widened(mins))
+                                } else {
+                                    ($scales(four), vdupq_n_f32(0.0))
+                                },
                             )
                         };
                         turn::<MATRIX>([a[0], b[0], c[0], d[0]], &mut unpacked.quants[at][0][part]);
                         turn::<MATRIX>([a[1], b[1], c[1], d[1]], &mut unpacked.quants[at][1][part]);
-                        (unpacked.scales[at][part], unpacked.mins[at][part]) = (widened(scales), widened(mins));
+                        (unpacked.scales[at][part], unpacked.mins[at][part]) = (scales, mins);
                     }
                 }
             }
@@ -552,11 +559,13 @@ macro_rules! small_tiles {
     };
 }
 
-small_tiles!(rows_q8_0, Q8_0_BYTES, quants_q8_0, false);
-small_tiles!(rows_q4_0, 18, quants_q4_0, false);
-small_tiles!(rows_q4_1, 20, quants_q4_1, true);
-small_tiles!(rows_q5_0, 22, quants_q5_0, false);
-small_tiles!(rows_q5_1, 24, quants_q5_1, true);
+small_tiles!(rows_q8_0, Q8_0_BYTES, quants_q8_0, false, half_scales);
+small_tiles!(rows_q4_0, 18, quants_q4_0, false, half_scales);
+small_tiles!(rows_q4_1, 20, quants_q4_1, true, half_scales);
+small_tiles!(rows_q5_0, 22, quants_q5_0, false, half_scales);
+small_tiles!(rows_q5_1, 24, quants_q5_1, true, half_scales);
+small_tiles!(rows_iq4_nl, 18, quants_iq4_nl, false, half_scales);
+small_tiles!(rows_mxfp4, 17, quants_mxfp4, false, power_scales);
 
 /// Several blocks of eight rows times `N` tokens from `token`, whose copies have them, with their factors at `place`
 /// and the correction by their sums at a distance after those. The first block's number is a multiple of [`SUMS`].

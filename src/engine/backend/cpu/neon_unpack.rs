@@ -4,7 +4,10 @@
 
 use std::arch::{aarch64::*, asm};
 
-use super::rows::six_bit_head;
+use super::{
+    rows::six_bit_head,
+    table::{E2M1, IQ4, LEAST_POWER, Table},
+};
 
 /// A block of each of four rows.
 pub(super) type Four = [*const u8; 4];
@@ -196,6 +199,32 @@ fn join_bit(
     signed(join(quants, placed))
 }
 
+/// Half of an IQ4_XS block.
+///
+/// # Safety
+///
+/// `block` is an IQ4_XS block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn half_iq4_xs(block: *const u8, half: usize) -> Half {
+    // SAFETY: 16 bytes of indices for each run of 32 follow the 8 of the head.
+    let run = |number: usize| unsafe { looked_up(IQ4, block.add(8 + 64 * half + 16 * number)) };
+    [run(0), run(1), run(2), run(3)]
+}
+
+/// The table's entries for sixteen bytes of indices, those in lower halves first.
+///
+/// # Safety
+///
+/// They can be read at `from`.
+#[inline]
+#[target_feature(enable = "neon")]
+unsafe fn looked_up(table: Table, from: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: the caller's promise, and sixteen bytes.
+    let (indices, table) = unsafe { (nibbles(from), vld1q_s8(table.as_ptr())) };
+    indices.map(|indices| vqtbl1q_s8(table, vreinterpretq_u8_s8(indices)))
+}
+
 /// Sixteen numbers.
 type Sixteen = [int16x8_t; 2];
 
@@ -265,6 +294,33 @@ pub(super) unsafe fn heads_q6k(block: *const u8) -> (Sixteen, Sixteen) {
     // SAFETY: 16 scales follow the 192 bytes of quants.
     let scales = widened_bytes(unsafe { vld1q_s8(block.add(192).cast()) });
     (scales, scales)
+}
+
+/// Scales. There are no minimums, and quants are not reduced.
+///
+/// # Safety
+///
+/// `block` is an IQ4_XS block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn heads_iq4_xs(block: *const u8) -> ([int16x8_t; 1], [int16x8_t; 1]) {
+    // SAFETY: the upper two bits of eight scales and their lower four bits follow an `f16`.
+    let (high, low) = unsafe {
+        (
+            block.add(2).cast::<u16>().read_unaligned(),
+            block.add(4).cast::<[u8; 4]>().read_unaligned(),
+        )
+    };
+    let low = vreinterpret_u8_u32(vdup_n_u32(u32::from_le_bytes(low)));
+    let low = vzip1_u8(vand_u8(low, vdup_n_u8(15)), vshr_n_u8::<4>(low));
+    let places = vcombine_s16(
+        vcreate_s16(0xfffa_fffc_fffe_0000),
+        vcreate_s16(0xfff2_fff4_fff6_fff8),
+    );
+    let high = vshlq_u16(vdupq_n_u16(u16::from_le(high)), places);
+    let high = vshlq_n_u16::<4>(vandq_u16(high, vdupq_n_u16(3)));
+    let scales = vreinterpretq_s16_u16(vorrq_u16(vmovl_u8(low), high));
+    ([vsubq_s16(scales, vdupq_n_s16(32))], [vdupq_n_s16(0)])
 }
 
 /// # Safety
@@ -355,6 +411,26 @@ pub(super) unsafe fn quants_q4_0(block: *const u8) -> [int8x16_t; 2] {
     let both = unsafe { vld1q_u8(block.add(2)) };
     let quants = signed([vandq_u8(both, vdupq_n_u8(15)), vshrq_n_u8::<4>(both)]);
     quants.map(|quants| vsubq_s8(quants, vdupq_n_s8(8)))
+}
+
+/// # Safety
+///
+/// `block` is an IQ4_NL block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_iq4_nl(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: 16 bytes of indices after the scale.
+    unsafe { looked_up(IQ4, block.add(2)) }
+}
+
+/// # Safety
+///
+/// `block` is an MXFP4 block.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn quants_mxfp4(block: *const u8) -> [int8x16_t; 2] {
+    // SAFETY: 16 bytes of indices after the exponent.
+    unsafe { looked_up(E2M1, block.add(1)) }
 }
 
 /// Adds a product times the scale in lane `LANE`. With the intrinsic, the compiler would broadcast and widen each scale
@@ -495,6 +571,37 @@ pub(super) unsafe fn pairs_of_four(four: Four) -> (uint16x4_t, uint16x4_t) {
     );
     let all = vreinterpretq_u32_u64(all);
     (vmovn_u32(all), vshrn_n_u32::<16>(all))
+}
+
+/// The `f16` scales of four blocks, with which they start, as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read at each.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn half_scales(four: Four) -> float32x4_t {
+    // SAFETY: the caller's promise.
+    widened(unsafe { halves_of_four(four) })
+}
+
+/// The scales of four blocks that start with an exponent: [`half_of_power`](super::table::half_of_power).
+///
+/// # Safety
+///
+/// A byte can be read at each.
+#[inline]
+#[target_feature(enable = "neon")]
+pub(super) unsafe fn power_scales(four: Four) -> float32x4_t {
+    // SAFETY: the caller's promise.
+    let byte = |row: usize| u64::from(unsafe { four[row].read() });
+    let exponents = vcombine_u64(
+        vcreate_u64(byte(0) | (byte(1) << 32)),
+        vcreate_u64(byte(2) | (byte(3) << 32)),
+    );
+    let bits = vshlq_n_u32::<23>(vreinterpretq_u32_u64(exponents));
+    let power = vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(LEAST_POWER)));
+    vfmsq_f32(power, power, vdupq_n_f32(0.5))
 }
 
 /// Four `f16` values as `f32`, in one instruction, which has no stable intrinsic yet.

@@ -34,10 +34,15 @@ impl Format {
             | GgmlDType::Q4_1
             | GgmlDType::Q5_0
             | GgmlDType::Q5_1
-            | GgmlDType::Q8_0 => Self::Q8_0,
-            GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K => {
-                Self::Q8K
-            }
+            | GgmlDType::Q8_0
+            | GgmlDType::IQ4NL
+            | GgmlDType::MXFP4 => Self::Q8_0,
+            GgmlDType::Q2K
+            | GgmlDType::Q3K
+            | GgmlDType::Q4K
+            | GgmlDType::Q5K
+            | GgmlDType::Q6K
+            | GgmlDType::IQ4XS => Self::Q8K,
         }
     }
 

@@ -18,7 +18,9 @@ use super::{
     rows::Rows,
     set256::{Dot, Set, add_bytes, add_words},
     tile256,
-    unpack256::{Four, Heads, ROWS, Small, Super, less, pieces, runs_of_chunk},
+    unpack256::{
+        Eight, Four, Heads, ROWS, Small, Super, excess, halves_of_eight, less, runs_of_chunk,
+    },
 };
 
 /// Independent partial sums over blocks.
@@ -143,7 +145,8 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
             add_columns::<S, T, N, 1>(four, &heads, &ys, places, &mut totals);
             add_columns::<S, T, N, 2>(four, &heads, &ys, places, &mut totals);
             add_columns::<S, T, N, 3>(four, &heads, &ys, places, &mut totals);
-            for ahead in 0..N {
+            let corrects = T::MINIMUMS || excess::<S, T>().is_some();
+            for ahead in 0..if corrects { N } else { 0 } {
                 let sums = if T::SUB == 32 {
                     sums_of_32[ahead]
                 } else {
@@ -157,12 +160,12 @@ unsafe fn super_four<S: Set, T: Super, const N: usize>(job: &Job<'_, N>) {
             heads.scale
         };
         for ahead in 0..N {
-            let both = if T::MINIMUMS {
-                _mm256_hadd_epi32(totals[ahead], lows[ahead])
-            } else {
-                let less = _mm256_sll_epi32(lows[ahead], _mm_cvtsi32_si128(T::LESS));
-                _mm256_hadd_epi32(_mm256_sub_epi32(totals[ahead], less), zero)
-            };
+            if let Some(excess) = excess::<S, T>() {
+                let excess = _mm256_sll_epi32(lows[ahead], _mm_cvtsi32_si128(excess));
+                totals[ahead] = _mm256_sub_epi32(totals[ahead], excess);
+            }
+            let low = if T::MINIMUMS { lows[ahead] } else { zero };
+            let both = _mm256_hadd_epi32(totals[ahead], low);
             // SAFETY: the factor of the block.
             let factor = _mm256_set1_ps(unsafe { ys[ahead].cast::<f32>().read_unaligned() });
             let sum = &mut sums[index % SUMS][ahead];
@@ -207,15 +210,8 @@ unsafe fn add_columns<S: Set, T: Super, const N: usize, const PART: usize>(
     let runs = runs_of_chunk::<T>();
     // Two runs of 32, or one half of each of four.
     let (chunk, half) = (2 * PART / runs, if T::SUB == 16 { PART % 2 } else { 0 });
-    let mut quants = [[_mm256_setzero_si256(); 4]; 4];
-    for piece in 0..T::SUB / 8 {
-        let (at, number) = (16 * (half + piece / 2), piece % 2);
-        // SAFETY: inside the blocks; this function needs AVX2 too.
-        let columns = unsafe { T::runs(chunk, |from| pieces(four, from + at)[number]) };
-        for run in 0..runs {
-            quants[run][piece] = columns[run];
-        }
-    }
+    // SAFETY: the caller's promise.
+    let quants = unsafe { T::unpack_four(four, chunk, half) };
     for run in 0..runs {
         let column = 32 * (runs * chunk + run) + 16 * half;
         let number = column / T::SUB;
@@ -224,12 +220,28 @@ unsafe fn add_columns<S: Set, T: Super, const N: usize, const PART: usize>(
             let place = _mm256_load_si256(places.0[number % 4].as_ptr().cast());
             let scale = _mm256_shuffle_epi8(heads.scales[number / 4], place);
             for ahead in 0..N {
+                let total = &mut totals[ahead];
                 let mut sum = _mm256_setzero_si256();
                 for piece in 0..T::SUB / 8 {
                     let y = eight_bytes(ys[ahead].add(4 + column + 8 * piece));
-                    sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(quants[run][piece], y));
+                    let quants = quants[run][piece];
+                    if !T::SIGNED {
+                        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(quants, y));
+                    } else if S::DOT == Dot::Pairs {
+                        // The sign moves to the other factor, since one of the two must be unsigned.
+                        let (size, y) = (_mm256_abs_epi8(quants), _mm256_sign_epi8(y, quants));
+                        *total = add_words::<S>(*total, _mm256_maddubs_epi16(size, y), scale);
+                    } else {
+                        let quants = _mm256_xor_si256(quants, _mm256_set1_epi8(i8::MIN));
+                        sum = add_bytes::<S>(sum, quants, y);
+                    }
                 }
-                totals[ahead] = add_words::<S>(totals[ahead], sum, scale);
+                if !T::SIGNED {
+                    *total = add_words::<S>(*total, sum, scale);
+                } else if S::DOT != Dot::Pairs {
+                    let product = _mm256_mullo_epi32(sum, _mm256_srai_epi32::<16>(scale));
+                    *total = _mm256_add_epi32(*total, product);
+                }
             }
         }
     }
@@ -363,12 +375,16 @@ unsafe fn small_pair<S: Set, T: Small, const N: usize, const BOTH: bool>(
             totals[ahead][block] = unsafe { small_total::<S, T>(quants, y) };
         }
     }
-    // SAFETY: each block starts with its scale, followed by its minimum if any.
+    let [a, b, c, d] = four;
+    let further = |row: *const u8| row.wrapping_add(second);
+    // Of rows 0 and 1 first, then of 2 and 3.
+    let eight: Eight = [a, b, further(a), further(b), c, d, further(c), further(d)];
+    // SAFETY: blocks, whose scale is followed by their minimum if any.
     let (scales, mins) = unsafe {
         (
-            eight_halves(four, second),
+            T::scales(eight),
             if T::MINIMUM {
-                eight_halves(four.map(|row| row.wrapping_add(2)), second)
+                halves_of_eight(eight.map(|block| block.wrapping_add(2)))
             } else {
                 _mm256_setzero_ps()
             },
@@ -440,30 +456,6 @@ unsafe fn small_total<S: Set, T: Small>(quants: [__m256i; 4], y: *const u8) -> _
     total
 }
 
-/// The `f16` values at the start of four rows and `second` bytes further, as `f32`: those of rows 0 and 1 first, then
-/// of 2 and 3.
-///
-/// # Safety
-///
-/// They can be read.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn eight_halves(four: Four, second: usize) -> __m256 {
-    let half = |row: usize, at: usize| {
-        // SAFETY: the caller's promise.
-        i64::from(u16::from_le(unsafe {
-            four[row].add(at).cast::<u16>().read_unaligned()
-        }))
-    };
-    let both = |row: usize| {
-        half(row, 0)
-            | (half(row + 1, 0) << 16)
-            | (half(row, second) << 32)
-            | (half(row + 1, second) << 48)
-    };
-    _mm256_cvtph_ps(_mm_set_epi64x(both(2), both(0)))
-}
-
 /// The sum of eight lanes, by halves.
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -492,16 +484,16 @@ mod tests {
 
     type Kernel = unsafe fn(&Rows<'_>);
 
-    /// A type: its name, columns and bytes of a block, positions of its `f16` values, and its kernels.
+    /// A type: its name, columns and bytes of a block, positions of its scales, and its kernels.
     type Kind = (&'static str, usize, usize, &'static [usize], Kernel, Kernel);
 
     macro_rules! kinds {
-        ($function:ident, $columns:expr, $($name:ident $bytes:expr, $halves:expr;)*) => {
+        ($function:ident, $columns:expr, $($name:ident $bytes:expr, $scales:expr;)*) => {
             [$((
                 stringify!($name),
                 $columns,
                 $bytes,
-                const { let halves: &'static [usize] = &$halves; halves },
+                const { let scales: &'static [usize] = &$scales; scales },
                 $function::<set256::Avx2, u::$name> as Kernel,
                 $function::<set256::EmulatedVnni, u::$name> as Kernel,
             )),*]
@@ -543,13 +535,15 @@ mod tests {
         }
         let supers = kinds! { super_rows, SUPER,
             Q4K 144, [0, 2]; Q5K 176, [0, 2]; Q6K 210, [208]; Q2K 84, [80, 82]; Q3K 110, [108];
+            IQ4XS 136, [0];
         };
         let small = kinds! { small_rows, BLOCK,
             Q8_0 34, [0]; Q4_0 18, [0]; Q4_1 20, [0, 2]; Q5_0 22, [0]; Q5_1 24, [0, 2];
+            IQ4NL 18, [0]; MXFP4 17, [0];
         };
         let all: Vec<Kind> = supers.into_iter().chain(small).collect();
         let columns = 2 * SUPER;
-        for (name, block, bytes, halves, pairs, fours) in all {
+        for (name, block, bytes, scales, pairs, fours) in all {
             let row_bytes = columns / block * bytes;
             // All values of a byte, and the least and the largest alone, with scales of one.
             for fill in [None, Some(0xff), Some(0x80), Some(0x7f), Some(0)] {
@@ -557,8 +551,9 @@ mod tests {
                     |at: usize| fill.unwrap_or_else(|| u8::try_from(at * 151 % 256).unwrap());
                 let mut rows: Vec<u8> = (0..5 * row_bytes).map(byte).collect();
                 for block in rows.chunks_mut(bytes) {
-                    for &at in halves {
-                        block[at..at + 2].copy_from_slice(&[0, 0x3c]);
+                    for &at in scales {
+                        let one: &[u8] = if name == "MXFP4" { &[128] } else { &[0, 0x3c] };
+                        block[at..at + one.len()].copy_from_slice(one);
                     }
                 }
                 for tokens in [1, 3, 9, 41] {

@@ -119,10 +119,11 @@ impl Turned {
         }
         let runs = 8 / T::CHUNKS;
         for chunk in 0..T::CHUNKS {
-            for half in 0..2 {
+            for step in 0..2 {
                 // SAFETY: the caller's promise.
-                let quants = unsafe { T::quants(rows, chunk, half) };
-                for (run, quants) in quants.into_iter().enumerate().take(runs) {
+                let quants = unsafe { T::quants(rows, chunk, step) };
+                for (part, quants) in quants.into_iter().enumerate().take(runs) {
+                    let (run, half) = T::place(step, part);
                     let first = 8 * (runs * chunk + run) + 4 * half;
                     for (line, quants) in self.quants[first..].iter_mut().zip(quants) {
                         line.store(quants);

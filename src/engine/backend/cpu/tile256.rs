@@ -15,7 +15,7 @@ use super::{
     quant::{BLOCK, Q8_0_BYTES, Q8K_BYTES, Q8K_SUMS, SUPER},
     rows::Rows,
     set256::{Dot, Set, add_bytes, add_words},
-    unpack256::{RUNS, Small, Super, less, unpack},
+    unpack256::{RUNS, Small, Super, excess, halves_of_eight, less},
 };
 
 /// Rows of a register.
@@ -94,21 +94,6 @@ macro_rules! for_tokens {
 unsafe fn everywhere(address: *const u8) -> __m256i {
     // SAFETY: the caller's promise.
     _mm256_set1_epi32(unsafe { address.cast::<i32>().read_unaligned() })
-}
-
-/// The `f16` values at eight addresses as `f32`.
-///
-/// # Safety
-///
-/// Two bytes can be read at each.
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-unsafe fn eight_halves(at: impl Fn(usize) -> *const u8) -> __m256 {
-    // SAFETY: the caller's promise.
-    let bits: [u16; LANES] =
-        std::array::from_fn(|lane| unsafe { at(lane).cast::<u16>().read_unaligned() });
-    // SAFETY: 16 bytes.
-    _mm256_cvtph_ps(unsafe { _mm_loadu_si128(bits.as_ptr().cast()) })
 }
 
 /// Eight registers of eight dwords, transposed.
@@ -237,9 +222,13 @@ unsafe fn turn<S: Set, T: Super>(starts: &[*const u8; LANES], place: usize, turn
     let blocks = starts.map(|start| start.wrapping_add(place));
     for lane in 0..LANES {
         // SAFETY: the caller's promise.
-        let runs = unsafe { unpack::<T>(blocks[lane]) };
+        let runs = unsafe { T::unpack(blocks[lane]) };
         for run in 0..RUNS {
-            quants[run][lane] = runs[run];
+            quants[run][lane] = if S::DOT != Dot::Pairs && T::SIGNED {
+                _mm256_xor_si256(runs[run], _mm256_set1_epi8(i8::MIN))
+            } else {
+                runs[run]
+            };
         }
     }
     for run in 0..RUNS {
@@ -333,12 +322,16 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
             }
             if S::DOT == Dot::Pairs {
                 let groups = T::SUB / 4;
-                let groups = if T::PAIRS > 2 {
+                let groups = if T::PAIRS != 2 {
                     hint::black_box(groups)
                 } else {
                     groups
                 };
                 for first in (0..groups).step_by(T::PAIRS) {
+                    if T::SIGNED {
+                        add_signed::<S, N, G>(quants, ys, first, scales, &mut totals);
+                        continue;
+                    }
                     let sums = sums_of_pairs::<N, G>(quants, ys, first, T::PAIRS.min(T::SUB / 4));
                     for ahead in 0..N {
                         for part in 0..G {
@@ -369,7 +362,8 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
         (8, 4 + SUPER)
     };
     let mut mins = [[zero; G]; N];
-    for pair in 0..hint::black_box(pairs) {
+    let corrects = T::MINIMUMS || excess::<S, T>().is_some();
+    for pair in 0..if corrects { hint::black_box(pairs) } else { 0 } {
         for ahead in 0..N {
             // SAFETY: inside the copy of a token; the machine has the set.
             unsafe {
@@ -399,9 +393,10 @@ unsafe fn multiply<S: Set, T: Super, const N: usize, const G: usize>(
                     turned[part].min_scale,
                     &mut lows[ahead][part],
                 );
-            } else {
-                let less = _mm256_sll_epi32(mins[ahead][part], _mm_cvtsi32_si128(T::LESS));
-                total = _mm256_sub_epi32(total, less);
+            }
+            if let Some(excess) = excess::<S, T>() {
+                let excess = _mm256_sll_epi32(mins[ahead][part], _mm_cvtsi32_si128(excess));
+                total = _mm256_sub_epi32(total, excess);
             }
             add(total, turned[part].scale, &mut values[ahead][part]);
         }
@@ -554,9 +549,9 @@ unsafe fn turn_small<S: Set, T: Small>(
                 }
             }
             turned.quants[8 * block..8 * block + 8].copy_from_slice(&square_words(quants));
-            turned.scales[block] = eight_halves(at(0));
+            turned.scales[block] = T::scales(std::array::from_fn(at(0)));
             if T::MINIMUM {
-                turned.mins[block] = eight_halves(at(2));
+                turned.mins[block] = halves_of_eight(std::array::from_fn(at(2)));
             }
         }
     }
@@ -600,14 +595,16 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
             let ys = copies.map(|copy| copy.wrapping_add(index * Q8_0_BYTES + 2));
             if S::DOT != Dot::Pairs {
                 sums_of_fours::<S, N, G>(quants, ys, 0, 8, &mut totals);
-            } else if T::ADDED == 128 {
-                sums_of_signed::<N, G>(quants, ys, &mut totals);
             } else {
+                let ones = _mm256_set1_epi16(1);
                 for first in (0..hint::black_box(8)).step_by(T::PAIRS) {
+                    if T::ADDED == 128 {
+                        add_signed::<S, N, G>(quants, ys, first, [ones; G], &mut totals);
+                        continue;
+                    }
                     let sums = sums_of_pairs::<N, G>(quants, ys, first, T::PAIRS);
                     for ahead in 0..N {
                         for part in 0..G {
-                            let ones = _mm256_set1_epi16(1);
                             totals[ahead][part] =
                                 add_words::<S>(totals[ahead][part], sums[ahead][part], ones);
                         }
@@ -638,32 +635,34 @@ unsafe fn multiply_small<S: Set, T: Small, const N: usize, const G: usize>(
     }
 }
 
-/// Adds the products of eight groups of signed quants: the sign moves to the other factor, since one must be unsigned.
+/// Adds the products of a group of signed quants with that of each token, times 16-bit factors: the sign moves to the
+/// other factor, since one must be unsigned.
 ///
 /// # Safety
 ///
-/// There are eight groups at each of `quants` and `ys`.
+/// The machine has the set; such a group exists at each of `quants` and `ys`.
 #[inline]
-#[target_feature(enable = "avx2")]
-unsafe fn sums_of_signed<const N: usize, const G: usize>(
+#[target_feature(enable = "avx2,fma,f16c")]
+unsafe fn add_signed<S: Set, const N: usize, const G: usize>(
     quants: [*const __m256i; G],
     ys: [*const u8; N],
-    sums: &mut [[__m256i; G]; N],
+    group: usize,
+    factors: [__m256i; G],
+    totals: &mut [[__m256i; G]; N],
 ) {
-    for group in 0..hint::black_box(8) {
-        let (mut weights, mut sizes) = ([_mm256_setzero_si256(); G], [_mm256_setzero_si256(); G]);
-        for part in 0..G {
-            // SAFETY: the caller's promise.
-            weights[part] = unsafe { quants[part].add(group).read() };
-            sizes[part] = _mm256_abs_epi8(weights[part]);
-        }
-        for ahead in 0..N {
-            // SAFETY: the caller's promise.
-            let y = unsafe { everywhere(ys[ahead].add(4 * group)) };
+    let (mut weights, mut sizes) = ([_mm256_setzero_si256(); G], [_mm256_setzero_si256(); G]);
+    for part in 0..G {
+        // SAFETY: the caller's promise.
+        weights[part] = unsafe { quants[part].add(group).read() };
+        sizes[part] = _mm256_abs_epi8(weights[part]);
+    }
+    for ahead in 0..N {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let y = everywhere(ys[ahead].add(4 * group));
             for part in 0..G {
                 let pairs = _mm256_maddubs_epi16(sizes[part], _mm256_sign_epi8(y, weights[part]));
-                let fours = _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-                sums[ahead][part] = _mm256_add_epi32(sums[ahead][part], fours);
+                totals[ahead][part] = add_words::<S>(totals[ahead][part], pairs, factors[part]);
             }
         }
     }

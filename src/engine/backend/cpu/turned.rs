@@ -6,7 +6,10 @@ use std::{arch::x86_64::*, hint};
 
 use super::{
     quant::{BLOCK, Q8K_BYTES, Q8K_SUMS, SUPER},
-    unpack256::{Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Small, Super},
+    table::{E2M1, IQ4, LEAST_POWER, Table, raised},
+    unpack256::{
+        IQ4NL, IQ4XS, MXFP4, Q2K, Q3K, Q4_0, Q4_1, Q4K, Q5_0, Q5_1, Q5K, Q6K, Q8_0, Small, Super,
+    },
 };
 
 /// Rows of a register.
@@ -129,12 +132,18 @@ pub(super) trait TurnSuper: Super {
     /// Number of column runs whose quants share bytes.
     const CHUNKS: usize = if Self::SUB == 32 { 4 } else { 2 };
 
-    /// For each run of 32 columns whose quants share bytes, the unsigned quants of 16 columns selected by `half`.
+    /// The unsigned quants of a chunk, in two steps: of as many parts of 16 columns as it has runs of 32.
     ///
     /// # Safety
     ///
     /// As in [`Self::head`].
-    unsafe fn quants(rows: Sixteen, chunk: usize, half: usize) -> [[__m512i; 4]; 4];
+    unsafe fn quants(rows: Sixteen, chunk: usize, step: usize) -> [[__m512i; 4]; 4];
+
+    /// The run that a part of a step is from, and which half of it: bytes are shared by several runs.
+    #[inline]
+    fn place(step: usize, part: usize) -> (usize, usize) {
+        (part, step)
+    }
 }
 
 /// The dword at `address`, in all lanes.
@@ -219,6 +228,28 @@ fn add(mut quants: [__m512i; 8], added: i8) -> [__m512i; 8] {
     quants
 }
 
+/// Entries of a table with these indices.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn looked_up<const N: usize>(table: Table, mut indices: [__m512i; N]) -> [__m512i; N] {
+    // SAFETY: sixteen bytes.
+    let table = _mm512_broadcast_i32x4(unsafe { _mm_loadu_si128(table.as_ptr().cast()) });
+    for indices in &mut indices {
+        *indices = _mm512_shuffle_epi8(table, *indices);
+    }
+    indices
+}
+
+/// The numbers of [`half_of_power`](super::table::half_of_power) for the lowest bytes of sixteen dwords.
+#[inline]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+fn powers(dwords: __m512i) -> __m512 {
+    let bits = _mm512_slli_epi32::<23>(byte(dwords, 0));
+    let least = _mm512_set1_epi32(LEAST_POWER.cast_signed());
+    let power = _mm512_castsi512_ps(_mm512_max_epi32(bits, least));
+    _mm512_fnmadd_ps(power, _mm512_set1_ps(0.5), power)
+}
+
 macro_rules! small {
     ($name:ident, $from:literal, |$rows:ident| ($quants:expr, $scale:expr, $min:expr)) => {
         impl TurnSmall for $name {
@@ -272,6 +303,20 @@ small!(Q5_1, 2, |rows| (
     low_halves(rows.dword(0)),
     high_halves(rows.dword(0))
 ));
+
+small!(IQ4NL, 1, |rows| (
+    looked_up(IQ4_RAISED, nibbles(rows.dwords(2))),
+    low_halves(rows.dword(0)),
+    _mm512_setzero_ps()
+));
+small!(MXFP4, 1, |rows| (
+    looked_up(E2M1_RAISED, nibbles(rows.dwords(1))),
+    powers(rows.dword(0)),
+    _mm512_setzero_ps()
+));
+
+const IQ4_RAISED: Table = raised(IQ4, 128);
+const E2M1_RAISED: Table = raised(E2M1, 128);
 
 /// Byte `number` of each dword.
 #[inline]
@@ -526,3 +571,48 @@ turn_super!(
         ]
     }
 );
+
+impl TurnSuper for IQ4XS {
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn head(rows: Sixteen) -> Head {
+        // SAFETY: eight bytes are the head of a block, which is longer than sixteen.
+        let [both, low, ..] = unsafe { rows.dwords(0) };
+        let high = _mm512_srli_epi32::<16>(both);
+        let bits = |of: __m512i, from: usize, mask: i32| {
+            let count = _mm_set_epi64x(0, i64::try_from(from).unwrap_or(0));
+            _mm512_and_si512(_mm512_srl_epi32(of, count), _mm512_set1_epi32(mask))
+        };
+        let zero = _mm512_setzero_si512();
+        let (mut scales, mut mins) = ([zero; 16], [zero; 8]);
+        for sub in 0..8 {
+            let upper = _mm512_slli_epi32::<4>(bits(high, 2 * sub, 3));
+            let scale = _mm512_or_si512(bits(low, 4 * sub, 15), upper);
+            scales[sub] = _mm512_sub_epi32(scale, _mm512_set1_epi32(32));
+        }
+        for number in 0..4 {
+            mins[number] = pair(scales[2 * number], scales[2 * number + 1]);
+        }
+        Head {
+            scales,
+            mins,
+            scale: low_halves(both),
+            min_scale: _mm512_setzero_ps(),
+        }
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")]
+    unsafe fn quants(rows: Sixteen, chunk: usize, step: usize) -> [[__m512i; 4]; 4] {
+        // SAFETY: 16 bytes of indices for each run follow the 8 of the head.
+        let both = unsafe { rows.dwords(8 + 16 * (2 * chunk + step)) };
+        let half = |from: usize| looked_up(IQ4_RAISED, bits(both, from, 15));
+        [half(0), half(4), both, both]
+    }
+
+    /// Bytes are shared by the halves of a run.
+    #[inline]
+    fn place(step: usize, part: usize) -> (usize, usize) {
+        (step, part)
+    }
+}

@@ -11,6 +11,8 @@ use super::{
     set256::{Dot, Set},
 };
 
+mod table;
+
 /// Rows unpacked together.
 pub(super) const ROWS: usize = 4;
 
@@ -29,7 +31,7 @@ pub(super) struct Heads {
 }
 
 /// A type with blocks of 256 columns.
-pub(super) trait Super {
+pub(super) trait Super: Quants {
     /// Bytes of a block.
     const BYTES: usize;
     /// Number of tokens from which a tile is faster than a few rows with a few tokens at a time, in 256-bit registers
@@ -43,14 +45,8 @@ pub(super) trait Super {
     /// Whether there are minimums; if not, quants are reduced by `1 << LESS`, and `mins` are the scales.
     const MINIMUMS: bool;
     const LESS: i32 = 0;
-
-    /// For each run of 32 columns whose quants share bytes, 64 columns or 128, the unsigned quants from the bytes
-    /// returned by `load`: several bytes from a position in the block, of one row or of several interleaved ones.
-    ///
-    /// # Safety
-    ///
-    /// The machine has AVX2.
-    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4];
+    /// Whether quants are already reduced, thus signed: only then do two products fit 16 bits. [`Self::LESS`] is 7.
+    const SIGNED: bool = false;
 
     /// # Safety
     ///
@@ -58,26 +54,67 @@ pub(super) trait Super {
     unsafe fn heads(four: Four) -> Heads;
 }
 
+/// The quants of blocks of 256 columns.
+pub(super) trait Quants {
+    /// Those of one row in runs of 32.
+    ///
+    /// # Safety
+    ///
+    /// `block` is a block of this type.
+    unsafe fn unpack(block: *const u8) -> [__m256i; RUNS];
+
+    /// Those of four rows, for each run of 32 columns whose quants share bytes: eight columns of each row in a register,
+    /// if sixteen columns share a scale those selected by `half`.
+    ///
+    /// # Safety
+    ///
+    /// `four` are blocks of this type.
+    unsafe fn unpack_four(four: Four, chunk: usize, half: usize) -> [[__m256i; 4]; 4];
+}
+
+/// A type whose bytes contain quants of several runs of 32 columns.
+pub(super) trait Runs: Super {
+    /// For each run whose quants share bytes, 64 columns or 128, the unsigned quants from the bytes returned by `load`:
+    /// several bytes from a position in the block, of one row or of several interleaved ones.
+    ///
+    /// # Safety
+    ///
+    /// The machine has AVX2.
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4];
+}
+
+impl<T: Runs> Quants for T {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn unpack(block: *const u8) -> [__m256i; RUNS] {
+        let mut quants = [_mm256_setzero_si256(); RUNS];
+        for (chunk, quants) in quants.chunks_exact_mut(runs_of_chunk::<T>()).enumerate() {
+            // SAFETY: inside the block; this function needs AVX2 too.
+            let runs = unsafe { T::runs(chunk, |at| load(block.add(at))) };
+            quants.copy_from_slice(&runs[..quants.len()]);
+        }
+        quants
+    }
+
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn unpack_four(four: Four, chunk: usize, half: usize) -> [[__m256i; 4]; 4] {
+        let mut quants = [[_mm256_setzero_si256(); 4]; 4];
+        for piece in 0..T::SUB / 8 {
+            let (at, number) = (16 * (half + piece / 2), piece % 2);
+            // SAFETY: inside the blocks; this function needs AVX2 too.
+            let columns = unsafe { T::runs(chunk, |from| pieces(four, from + at)[number]) };
+            for run in 0..runs_of_chunk::<T>() {
+                quants[run][piece] = columns[run];
+            }
+        }
+        quants
+    }
+}
+
 /// Runs of 32 columns whose quants share bytes.
 pub(super) const fn runs_of_chunk<T: Super>() -> usize {
     if T::SUB == 32 { 2 } else { 4 }
-}
-
-/// The unsigned quants of a block of one row in runs of 32.
-///
-/// # Safety
-///
-/// `block` is a block of the type.
-#[inline]
-#[target_feature(enable = "avx2")]
-pub(super) unsafe fn unpack<T: Super>(block: *const u8) -> [__m256i; RUNS] {
-    let mut quants = [_mm256_setzero_si256(); RUNS];
-    for (chunk, quants) in quants.chunks_exact_mut(runs_of_chunk::<T>()).enumerate() {
-        // SAFETY: inside the block; this function needs AVX2 too.
-        let runs = unsafe { T::runs(chunk, |at| load(block.add(at))) };
-        quants.copy_from_slice(&runs[..quants.len()]);
-    }
-    quants
 }
 
 /// Sixteen bytes of four rows from `at` on: the first eight of each, and the last.
@@ -112,14 +149,14 @@ unsafe fn even_and_odd(four: Four, at: usize) -> (__m256i, __m256i) {
     )
 }
 
-/// A type with blocks of 32 columns, whose quants follow an `f16` scale.
+/// A type with blocks of 32 columns.
 pub(super) trait Small {
     /// Bytes of a block.
     const BYTES: usize;
     /// As in [`Super`].
     const TILE_FROM: usize = 20;
     const TILE512_FROM: usize = 9;
-    /// Offset that makes quants unsigned; with 128 they are signed.
+    /// Offset that makes quants unsigned, a power of two; with 128 they are signed.
     const ADDED: i32;
     /// Number of products of two quants that fit a 16-bit sum.
     const PAIRS: usize;
@@ -139,7 +176,17 @@ pub(super) trait Small {
     ///
     /// `four` are blocks of this type.
     unsafe fn unpack_four(four: Four) -> [__m256i; 4];
+
+    /// The scales of eight blocks.
+    ///
+    /// # Safety
+    ///
+    /// `eight` are blocks of this type.
+    unsafe fn scales(eight: Eight) -> __m256;
 }
+
+/// Eight blocks.
+pub(super) type Eight = [*const u8; 8];
 
 /// Type tags for selecting kernels.
 pub(super) struct Q2K;
@@ -152,6 +199,9 @@ pub(super) struct Q4_1;
 pub(super) struct Q5_0;
 pub(super) struct Q5_1;
 pub(super) struct Q8_0;
+pub(super) struct IQ4NL;
+pub(super) struct IQ4XS;
+pub(super) struct MXFP4;
 
 #[inline]
 #[target_feature(enable = "avx2")]
@@ -285,18 +335,20 @@ impl Super for Q4K {
     const MINIMUMS: bool = true;
 
     #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
+        // SAFETY: the caller's promise.
+        unsafe { heads_of_six_bits(four) }
+    }
+}
+
+impl Runs for Q4K {
+    #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
         // 128 bytes of quants follow the 16 of the head.
         let both = load(16 + 32 * chunk);
         [low_nibbles(both), high_nibbles(both), both, both]
-    }
-
-    #[inline]
-    #[target_feature(enable = "avx2,f16c")]
-    unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: the caller's promise.
-        unsafe { heads_of_six_bits(four) }
     }
 }
 
@@ -306,6 +358,15 @@ impl Super for Q5K {
     const PAIRS: usize = 4;
     const MINIMUMS: bool = true;
 
+    #[inline]
+    #[target_feature(enable = "avx2,f16c")]
+    unsafe fn heads(four: Four) -> Heads {
+        // SAFETY: the caller's promise.
+        unsafe { heads_of_six_bits(four) }
+    }
+}
+
+impl Runs for Q5K {
     #[inline]
     #[target_feature(enable = "avx2")]
     unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
@@ -320,13 +381,6 @@ impl Super for Q5K {
             both,
         ]
     }
-
-    #[inline]
-    #[target_feature(enable = "avx2,f16c")]
-    unsafe fn heads(four: Four) -> Heads {
-        // SAFETY: the caller's promise.
-        unsafe { heads_of_six_bits(four) }
-    }
 }
 
 impl Super for Q6K {
@@ -335,21 +389,6 @@ impl Super for Q6K {
     const PAIRS: usize = 2;
     const MINIMUMS: bool = false;
     const LESS: i32 = 5;
-
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
-        // 128 bytes of low bits, then 64 of high bits.
-        let (first, second) = (load(64 * chunk), load(64 * chunk + 32));
-        let high = load(128 + 32 * chunk);
-        let join = |four, two| _mm256_or_si256(four, _mm256_and_si256(two, _mm256_set1_epi8(0x30)));
-        [
-            join(low_nibbles(first), _mm256_slli_epi16::<4>(high)),
-            join(low_nibbles(second), _mm256_slli_epi16::<2>(high)),
-            join(high_nibbles(first), high),
-            join(high_nibbles(second), _mm256_srli_epi16::<2>(high)),
-        ]
-    }
 
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
@@ -365,6 +404,23 @@ impl Super for Q6K {
     }
 }
 
+impl Runs for Q6K {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 128 bytes of low bits, then 64 of high bits.
+        let (first, second) = (load(64 * chunk), load(64 * chunk + 32));
+        let high = load(128 + 32 * chunk);
+        let join = |four, two| _mm256_or_si256(four, _mm256_and_si256(two, _mm256_set1_epi8(0x30)));
+        [
+            join(low_nibbles(first), _mm256_slli_epi16::<4>(high)),
+            join(low_nibbles(second), _mm256_slli_epi16::<2>(high)),
+            join(high_nibbles(first), high),
+            join(high_nibbles(second), _mm256_srli_epi16::<2>(high)),
+        ]
+    }
+}
+
 impl Super for Q2K {
     const BYTES: usize = 84;
     const TILE_FROM: usize = 40;
@@ -372,19 +428,6 @@ impl Super for Q2K {
     const SUB: usize = 16;
     const PAIRS: usize = 4;
     const MINIMUMS: bool = true;
-
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
-        // 64 bytes of quants follow the 16 of the head.
-        let four = load(16 + 32 * chunk);
-        [
-            bits(four, 0, 3),
-            bits(four, 2, 3),
-            bits(four, 4, 3),
-            bits(four, 6, 3),
-        ]
-    }
 
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
@@ -407,22 +450,27 @@ impl Super for Q2K {
     }
 }
 
+impl Runs for Q2K {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // 64 bytes of quants follow the 16 of the head.
+        let four = load(16 + 32 * chunk);
+        [
+            bits(four, 0, 3),
+            bits(four, 2, 3),
+            bits(four, 4, 3),
+            bits(four, 6, 3),
+        ]
+    }
+}
+
 impl Super for Q3K {
     const BYTES: usize = 110;
     const SUB: usize = 16;
     const PAIRS: usize = 4;
     const MINIMUMS: bool = false;
     const LESS: i32 = 2;
-
-    #[inline]
-    #[target_feature(enable = "avx2")]
-    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
-        // It starts with 32 bytes of third bits, followed by 64 bytes of quants.
-        let (third, four) = (load(0), load(32 + 32 * chunk));
-        let join =
-            |run: usize| _mm256_or_si256(bits(four, 2 * run, 3), bit(third, 4 * chunk + run, 2));
-        [join(0), join(1), join(2), join(3)]
-    }
 
     #[inline]
     #[target_feature(enable = "avx2,f16c")]
@@ -456,6 +504,18 @@ impl Super for Q3K {
             mins,
             scale,
         }
+    }
+}
+
+impl Runs for Q3K {
+    #[inline]
+    #[target_feature(enable = "avx2")]
+    unsafe fn runs(chunk: usize, load: impl Fn(usize) -> __m256i) -> [__m256i; 4] {
+        // It starts with 32 bytes of third bits, followed by 64 bytes of quants.
+        let (third, four) = (load(0), load(32 + 32 * chunk));
+        let join =
+            |run: usize| _mm256_or_si256(bits(four, 2 * run, 3), bit(third, 4 * chunk + run, 2));
+        [join(0), join(1), join(2), join(3)]
     }
 }
 
@@ -553,8 +613,27 @@ unsafe fn bytes_of_four(four: Four, at: usize) -> [__m256i; 4] {
     [a, b, c, d]
 }
 
+/// The `f16` values at eight addresses as `f32`.
+///
+/// # Safety
+///
+/// Two bytes can be read at each.
+#[inline]
+#[target_feature(enable = "avx2,f16c")]
+pub(super) unsafe fn halves_of_eight(eight: Eight) -> __m256 {
+    let half = |at: usize| {
+        // SAFETY: the caller's promise.
+        i64::from(u16::from_le(unsafe {
+            eight[at].cast::<u16>().read_unaligned()
+        }))
+    };
+    let four =
+        |at: usize| half(at) | (half(at + 1) << 16) | (half(at + 2) << 32) | (half(at + 3) << 48);
+    _mm256_cvtph_ps(_mm_set_epi64x(four(4), four(0)))
+}
+
 macro_rules! small {
-    ($name:ident, $bytes:expr, $added:expr, $pairs:expr, $minimum:expr, |$block:ident| $unpack:expr, $four:ident($($at:expr),*)) => {
+    ($name:ident, $bytes:expr, $added:expr, $pairs:expr, $minimum:expr, |$block:ident| $unpack:expr, $four:ident($($at:expr),*), $scales:ident) => {
         impl Small for $name {
             const BYTES: usize = $bytes;
             const ADDED: i32 = $added;
@@ -574,9 +653,18 @@ macro_rules! small {
                 // SAFETY: inside the blocks.
                 unsafe { $four(four, $($at),*) }
             }
+
+            #[inline]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn scales(eight: Eight) -> __m256 {
+                // SAFETY: blocks start with their scales.
+                unsafe { $scales(eight) }
+            }
         }
     };
 }
+
+use small;
 
 small!(
     Q8_0,
@@ -585,7 +673,8 @@ small!(
     1,
     false,
     |block| load(block.add(2)),
-    bytes_of_four(2)
+    bytes_of_four(2),
+    halves_of_eight
 );
 small!(
     Q4_0,
@@ -594,7 +683,8 @@ small!(
     8,
     false,
     |block| nibbles(block.add(2)),
-    nibbles_of_four(2)
+    nibbles_of_four(2),
+    halves_of_eight
 );
 small!(
     Q4_1,
@@ -603,7 +693,8 @@ small!(
     8,
     true,
     |block| nibbles(block.add(4)),
-    nibbles_of_four(4)
+    nibbles_of_four(4),
+    halves_of_eight
 );
 small!(
     Q5_0,
@@ -612,7 +703,8 @@ small!(
     4,
     false,
     |block| _mm256_or_si256(nibbles(block.add(6)), fifth_bits(block.add(2))),
-    with_fifth_bits(2, 6)
+    with_fifth_bits(2, 6),
+    halves_of_eight
 );
 small!(
     Q5_1,
@@ -621,7 +713,8 @@ small!(
     4,
     true,
     |block| _mm256_or_si256(nibbles(block.add(8)), fifth_bits(block.add(4))),
-    with_fifth_bits(4, 8)
+    with_fifth_bits(4, 8),
+    halves_of_eight
 );
 
 /// Shift of -128 times the sum of activations that corrects for the offset of quants, if any.
@@ -632,6 +725,13 @@ pub(super) fn less<S: Set, T: Small>() -> Option<i32> {
         128 if S::DOT == Dot::Pairs => None,
         added => Some(7 - added.ilog2().cast_signed()),
     }
+}
+
+/// Power of two by which quants are larger than what they stand for, if sums of activations correct that.
+#[inline]
+pub(super) fn excess<S: Set, T: Super>() -> Option<i32> {
+    let is_exact = T::MINIMUMS || (T::SIGNED && S::DOT == Dot::Pairs);
+    (!is_exact).then_some(T::LESS)
 }
 
 /// Runs of 32 in a block of 256.

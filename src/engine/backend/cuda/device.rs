@@ -17,7 +17,7 @@ use super::{
 use crate::{
     backend::{Backend, Device, Limits, cpu::CpuDevice},
     error::{LoadErrorKind, Unavailable},
-    gguf::GgmlDType,
+    gguf::{GgmlDType, dtype_name},
     spec::{AttentionSpec, Spec},
 };
 use cotenant_policy::{
@@ -206,7 +206,8 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
     {
         let dtype = tensor.dtype;
         if kind_of(dtype).is_none() {
-            return Some(format!("tensor `{}` has type {dtype:?}", tensor.name));
+            let (name, dtype) = (&tensor.name, dtype_name(dtype));
+            return Some(format!("tensor `{name}` has type {dtype}"));
         }
         let whole = if is_plain(dtype) { 8 } else { 32 };
         if columns % whole != 0 {
@@ -265,7 +266,7 @@ const fn is_plain(dtype: GgmlDType) -> bool {
 const fn alignment(dtype: GgmlDType) -> u64 {
     match dtype {
         GgmlDType::Q4K | GgmlDType::Q5K => 16,
-        GgmlDType::Q5_1 => 8,
+        GgmlDType::Q5_1 | GgmlDType::IQ4XS => 8,
         GgmlDType::Q4_1 | GgmlDType::Q2K => 4,
         _ if is_plain(dtype) => 16,
         _ => 2,

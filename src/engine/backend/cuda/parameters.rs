@@ -369,7 +369,7 @@ pub(super) fn narrow_bytes(dtype: GgmlDType) -> usize {
     };
     let words = match dtype {
         GgmlDType::Q2K | GgmlDType::Q4K | GgmlDType::Q5K => 4,
-        GgmlDType::Q3K | GgmlDType::Q6K => 2,
+        GgmlDType::Q3K | GgmlDType::Q6K | GgmlDType::IQ4XS => 2,
         _ => 1,
     };
     2 * 32 * odd_units(together * step) + 4 * together * (8 / together) * 8 * words * 4
@@ -413,7 +413,7 @@ pub(super) const fn format_of(dtype: GgmlDType) -> u32 {
         GgmlDType::F32 => F32,
         GgmlDType::F16 => F16,
         GgmlDType::BF16 => BF16,
-        GgmlDType::Q2K | GgmlDType::Q3K | GgmlDType::Q4K | GgmlDType::Q5K | GgmlDType::Q6K => Q8K,
+        _ if dtype.block_size() == 256 => Q8K,
         _ => Q8_0,
     }
 }

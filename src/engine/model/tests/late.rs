@@ -250,14 +250,21 @@ fn prompt() -> Vec<u32> {
 
 #[test]
 fn random_sheds_leave_no_trace_in_the_logits_of_a_device_that_executes_late() {
-    let types = [GgmlDType::Q8_0, GgmlDType::Q4K, GgmlDType::F32];
+    let types = [
+        GgmlDType::Q8_0,
+        GgmlDType::Q4K,
+        GgmlDType::F32,
+        GgmlDType::MXFP4,
+        GgmlDType::IQ4XS,
+    ];
     let models: Vec<_> = Architecture::ALL.into_iter().enumerate().collect();
     // 510 schedules of orders and of execution.
     std::thread::scope(|scope| {
         for half in models.chunks(models.len().div_ceil(2)) {
             scope.spawn(move || {
                 for &(number, architecture) in half {
-                    random_sheds_leave_no_trace(architecture, types[number % 3], SCHEDULES);
+                    let dtype = types[number % types.len()];
+                    random_sheds_leave_no_trace(architecture, dtype, SCHEDULES);
                 }
             });
         }
