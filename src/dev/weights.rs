@@ -44,15 +44,18 @@ impl Weights for Synthetic {
             },
             rotary_base: 10_000.0,
             // Few tokens, so that windows matter in short tests.
-            windows: if architecture == Architecture::Gemma3 {
-                (6, 2)
-            } else {
-                (0, 0)
+            windows: match architecture {
+                Architecture::Gemma3 => (6, 2),
+                Architecture::Olmo2 => (6, 4),
+                _ => (0, 0),
             },
             recurrent: (2, 4, 64),
             vocabulary: 320,
             context_max: 4096,
-            tied: !matches!(architecture, Architecture::Llama | Architecture::Mistral3),
+            tied: !matches!(
+                architecture,
+                Architecture::Llama | Architecture::Mistral3 | Architecture::Olmo2
+            ),
             nextn: 0,
             types,
             seed,

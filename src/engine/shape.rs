@@ -7,7 +7,7 @@ use super::{
     gguf::{GgmlDType, Header, TensorInfo},
     kv::KV_BLOCK_TOKENS,
     reader::Extent,
-    spec::{LayerSpec, Matrix, Role, Spec, Vector},
+    spec::{LayerSpec, Matrix, RecurrentSpec, Role, Spec, Vector},
 };
 use cotenant_policy::{
     kv_type::KvType,
@@ -412,22 +412,17 @@ impl Widths {
         let query = attention.heads * attention.head_dim;
         let kv = attention.kv_heads * attention.head_dim;
         let attends = spec.attention_layers() > 0;
-        let (channels, values, heads) = spec.recurrent.map_or((0, 0, 0), |recurrent| {
-            (
-                recurrent.channels(),
-                recurrent.values(),
-                recurrent.value_heads,
-            )
-        });
+        let of = |width: fn(&RecurrentSpec) -> usize| spec.recurrent.as_ref().map_or(0, width);
+        let (values, heads) = (of(RecurrentSpec::values), of(RecurrentSpec::value_heads));
         let projected = if attention.gated { 2 * query } else { query };
         let ff = spec.feed_forward;
         Self {
             stream: spec.width,
-            wide: projected.max(channels).max(ff),
+            wide: projected.max(of(RecurrentSpec::inputs)).max(ff),
             second: kv.max(values).max(ff),
             third: kv.max(heads),
             fourth: heads,
-            mixed: query.max(channels),
+            mixed: query.max(of(RecurrentSpec::scratch)),
             rotary: match (attends, attention.local) {
                 (false, _) => 0,
                 (true, None) => attention.rotary,

@@ -26,9 +26,10 @@ mod rotary;
 mod rotation;
 mod tensors;
 
+pub(super) use family::HeadNorms;
 pub use family::{
-    Activation, Architecture, AttentionSpec, LayerSpec, LocalAttention, Matrix, Pairing,
-    RecurrentSpec, Role, Temperature, Vector,
+    Activation, Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, LayerSpec, LocalAttention,
+    Matrix, Pairing, RecurrentSpec, Role, Temperature, Vector,
 };
 pub(super) use limits::POSITIONS_MAX;
 pub use rotation::Rotation;
@@ -210,7 +211,8 @@ impl Spec {
         let Rotary { rotation, factors } = Rotary::read(header, rotary, context)?;
         let attention = keys.attention(architecture, width, rotation, depth)?;
         let recurrent = match architecture {
-            Architecture::Qwen35 => Some(keys.recurrent()?),
+            Architecture::Lfm2 => Some(RecurrentSpec::Convolution(keys.convolution(width)?)),
+            Architecture::Qwen35 => Some(RecurrentSpec::Delta(keys.delta()?)),
             _ => None,
         };
         let embedding = tensor(header, "token_embd.weight")?;
@@ -235,7 +237,11 @@ impl Spec {
             Some(head) => return Err(bad_shape(head, &format!("[{width}, {vocabulary}]"))),
             None => None,
         };
-        let output_norm = vector(header, "output_norm.weight", &[width])?;
+        let output_norm = match architecture {
+            // llama.cpp's name for it, by a mistake that was kept.
+            Architecture::Lfm2 => vector(header, "token_embd_norm.weight", &[width])?,
+            _ => vector(header, "output_norm.weight", &[width])?,
+        };
         let output_bias = match header.tensor("output.bias") {
             Some(_) => Some(vector(header, "output.bias", &[vocabulary])?),
             None => None,
@@ -250,7 +256,8 @@ impl Spec {
                 attention: &attention,
             };
             let layer = match recurrent.as_ref().filter(|_| keys.is_recurrent(index)) {
-                Some(recurrent) => builder.recurrent(recurrent)?,
+                Some(RecurrentSpec::Convolution(spec)) => builder.convolution(spec)?,
+                Some(RecurrentSpec::Delta(spec)) => builder.delta(spec)?,
                 None => builder.attention(
                     architecture,
                     attention.local.is_some() && keys.is_local(architecture, index),
@@ -394,11 +401,12 @@ fn known() -> String {
     format!("{} and {last}", names.join(", "))
 }
 
-const OUTSIDE_LAYERS: [&str; 7] = [
+const OUTSIDE_LAYERS: [&str; 8] = [
     "output.bias",
     "token_embd.weight",
     "output.weight",
     "output_norm.weight",
+    "token_embd_norm.weight",
     "rope_freqs.weight",
     rotary::LONG,
     rotary::SHORT,

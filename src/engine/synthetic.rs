@@ -9,7 +9,7 @@ use std::{
 
 use super::{
     gguf::{GgmlDType, type_number},
-    spec::Architecture,
+    spec::{Architecture, HeadNorms},
     tokenizer::byte_symbol,
 };
 
@@ -223,7 +223,15 @@ impl Synthetic {
         put("embedding_length", Entry::Uint(self.width));
         put("feed_forward_length", Entry::Uint(self.feed_forward));
         put("attention.head_count", Entry::Uint(self.heads));
-        put("attention.head_count_kv", Entry::Uint(self.kv_heads));
+        let heads = (0..self.layers).map(|layer| match self.is_recurrent(layer) {
+            true => 0,
+            false => self.kv_heads.cast_signed(),
+        });
+        let heads = match self.architecture {
+            Architecture::Lfm2 => Entry::Ints(heads.collect()),
+            _ => Entry::Uint(self.kv_heads),
+        };
+        put("attention.head_count_kv", heads);
         put("attention.key_length", Entry::Uint(self.head_dim));
         put("attention.value_length", Entry::Uint(self.head_dim));
         put("attention.layer_norm_rms_epsilon", Entry::Float(1e-6));
@@ -268,6 +276,10 @@ impl Synthetic {
                 );
                 put("rope.scaling.attn_factor", Entry::Float(1.19));
             }
+            Architecture::Lfm2 => {
+                put("vocab_size", Entry::Uint(self.vocabulary));
+                put("shortconv.l_cache", Entry::Uint(3));
+            }
             Architecture::Qwen2 => {
                 put("rope.scaling.type", Entry::Text("yarn".to_owned()));
                 put("rope.scaling.factor", Entry::Float(4.0));
@@ -276,7 +288,16 @@ impl Synthetic {
                     Entry::Uint(self.context_max / 4),
                 );
             }
-            Architecture::Qwen3 => {}
+            Architecture::Exaone4 | Architecture::Qwen3 => {}
+            Architecture::Olmo2 => {
+                put("attention.sliding_window", Entry::Uint(self.windows.0));
+                put("rope.scaling.type", Entry::Text("yarn".to_owned()));
+                put("rope.scaling.factor", Entry::Float(8.0));
+                put(
+                    "rope.scaling.original_context_length",
+                    Entry::Uint(self.context_max / 8),
+                );
+            }
             Architecture::Qwen3Vl => {
                 let pairs = self.rotary.cast_signed() / 2;
                 let sections = [pairs - 2 * (pairs / 3), pairs / 3, pairs / 3, 0];
@@ -321,12 +342,15 @@ impl Synthetic {
         kinds.extend([3; 3]);
         let pre = match self.architecture {
             Architecture::Llama | Architecture::SmolLm3 => "llama-bpe",
-            Architecture::Gemma3
+            Architecture::Exaone4
+            | Architecture::Gemma3
             | Architecture::Granite
             | Architecture::Mistral3
+            | Architecture::Olmo2
             | Architecture::Phi3 => "gpt-2",
             Architecture::Qwen2 | Architecture::Qwen3 | Architecture::Qwen3Vl => "qwen2",
             Architecture::Qwen35 => "qwen35",
+            Architecture::Lfm2 => "lfm2",
         };
         let mut put = |key: &str, value: Entry| list.push((format!("tokenizer.{key}"), value));
         put("ggml.model", Entry::Text("gpt2".to_owned()));
@@ -372,7 +396,11 @@ impl Synthetic {
                 head,
             ));
         }
-        list.push(Tensor::vector("output_norm.weight", width, Draw::Norm));
+        let output_norm = match self.architecture {
+            Architecture::Lfm2 => "token_embd_norm.weight",
+            _ => "output_norm.weight",
+        };
+        list.push(Tensor::vector(output_norm, width, Draw::Norm));
         match self.architecture {
             Architecture::Llama => {
                 list.push(Tensor::vector(
@@ -404,12 +432,15 @@ impl Synthetic {
                 ));
             };
             let extra = layer >= self.layers;
-            let recurrent =
-                self.architecture == Architecture::Qwen35 && !extra && (layer + 1) % 4 != 0;
+            let recurrent = !extra && self.is_recurrent(layer);
+            let convolution = recurrent && self.architecture == Architecture::Lfm2;
             let (keys, values, dim) = self.recurrent;
             let channels = (2 * keys + values) * dim;
             let query = self.heads * self.head_dim;
-            if recurrent {
+            if convolution {
+                matrix("shortconv.in_proj", width, 3 * width, false);
+                matrix("shortconv.out_proj", width, width, false);
+            } else if recurrent {
                 matrix("attn_qkv", width, channels, true);
                 matrix("attn_gate", width, values * dim, false);
                 matrix("ssm_alpha", width, values, false);
@@ -443,17 +474,20 @@ impl Synthetic {
             let mut vector = |name: &str, len: u32, draw: Draw| {
                 list.push(Tensor::vector(&format!("blk.{layer}.{name}"), len, draw));
             };
-            vector("attn_norm.weight", width, Draw::Norm);
-            if self.architecture == Architecture::Qwen35 {
+            let norms = self.architecture.norms();
+            if norms.before {
+                vector("attn_norm.weight", width, Draw::Norm);
+                if self.architecture == Architecture::Qwen35 {
+                    vector("post_attention_norm.weight", width, Draw::Norm);
+                } else {
+                    vector("ffn_norm.weight", width, Draw::Norm);
+                }
+            }
+            if norms.after {
                 vector("post_attention_norm.weight", width, Draw::Norm);
-            } else {
-                vector("ffn_norm.weight", width, Draw::Norm);
+                vector("post_ffw_norm.weight", width, Draw::Norm);
             }
             match self.architecture {
-                Architecture::Gemma3 => {
-                    vector("post_attention_norm.weight", width, Draw::Norm);
-                    vector("post_ffw_norm.weight", width, Draw::Norm);
-                }
                 Architecture::Granite => {
                     vector("attn_output.bias", width, Draw::Bias);
                     vector("ffn_gate.bias", self.feed_forward, Draw::Bias);
@@ -467,27 +501,31 @@ impl Synthetic {
                 }
                 _ => {}
             }
-            if recurrent {
+            let taps = |name: &str, columns: u32, rows: u32| Tensor {
+                name: format!("blk.{layer}.{name}.weight"),
+                columns,
+                rows,
+                dtype: GgmlDType::F32,
+                draw: Draw::Bias,
+                flat: false,
+            };
+            if convolution {
+                list.push(taps("shortconv.conv", 3, width));
+            } else if recurrent {
                 vector("ssm_dt.bias", values, Draw::Bias);
                 vector("ssm_a", values, Draw::Decay);
                 vector("ssm_norm.weight", dim, Draw::Norm);
-                list.push(Tensor {
-                    name: format!("blk.{layer}.ssm_conv1d.weight"),
-                    columns: 4,
-                    rows: channels,
-                    dtype: GgmlDType::F32,
-                    draw: Draw::Bias,
-                    flat: false,
-                });
-            } else if matches!(
-                self.architecture,
-                Architecture::Gemma3
-                    | Architecture::Qwen3
-                    | Architecture::Qwen35
-                    | Architecture::Qwen3Vl
-            ) {
-                vector("attn_q_norm.weight", self.head_dim, Draw::Norm);
-                vector("attn_k_norm.weight", self.head_dim, Draw::Norm);
+                list.push(taps("ssm_conv1d", 4, channels));
+            } else {
+                let lengths = match norms.heads {
+                    HeadNorms::None => None,
+                    HeadNorms::Each => Some((self.head_dim, self.head_dim)),
+                    HeadNorms::Whole => Some((query, kv)),
+                };
+                if let Some((query, key)) = lengths {
+                    vector("attn_q_norm.weight", query, Draw::Norm);
+                    vector("attn_k_norm.weight", key, Draw::Norm);
+                }
             }
             if extra {
                 let mut vector = |name: &str| {
@@ -506,6 +544,15 @@ impl Synthetic {
             list.push(Tensor::vector("output.bias", self.vocabulary, Draw::Bias));
         }
         list
+    }
+
+    /// Whether a layer is recurrent: three of four, or two of three (`lfm2`).
+    const fn is_recurrent(&self, layer: u32) -> bool {
+        match self.architecture {
+            Architecture::Lfm2 => !(layer + 1).is_multiple_of(3),
+            Architecture::Qwen35 => !(layer + 1).is_multiple_of(4),
+            _ => false,
+        }
     }
 
     /// llama.cpp's `use_more_bits`.

@@ -52,12 +52,19 @@ pub(crate) enum ShapeName {
     Demo,
     /// Four layers, 256 wide, of the family Gemma 3, as tests use it.
     TinyGemma3,
+    /// The same of EXAONE 4.
+    TinyExaone4,
     /// The same of Granite.
     TinyGranite,
+    /// The same of LFM2.
+    #[value(name = "tiny-lfm2")]
+    TinyLfm2,
     /// The same of Llama.
     TinyLlama,
     /// The same of Ministral 3.
     TinyMistral3,
+    /// The same of OLMo 3.
+    TinyOlmo2,
     /// The same of Phi-3.
     TinyPhi3,
     /// The same of Qwen2.
@@ -166,10 +173,13 @@ impl ShapeName {
             Self::Llama => Synthetic::llama_3_2_1b(mix, seed),
             Self::Gemma3 => gemma3_1b(mix, seed),
             Self::Qwen25 => qwen2_5_0_5b(mix, seed),
+            Self::TinyExaone4 => tiny(Architecture::Exaone4),
             Self::TinyGemma3 => tiny(Architecture::Gemma3),
             Self::TinyGranite => tiny(Architecture::Granite),
+            Self::TinyLfm2 => tiny(Architecture::Lfm2),
             Self::TinyLlama => tiny(Architecture::Llama),
             Self::TinyMistral3 => tiny(Architecture::Mistral3),
+            Self::TinyOlmo2 => tiny(Architecture::Olmo2),
             Self::TinyPhi3 => tiny(Architecture::Phi3),
             Self::TinyQwen2 => tiny(Architecture::Qwen2),
             Self::TinyQwen3 => tiny(Architecture::Qwen3),

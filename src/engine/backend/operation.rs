@@ -8,7 +8,7 @@ use std::{borrow::Cow, ops::Range};
 use super::memory::{Cells, Region, Span, View};
 use crate::{
     gguf::{GgmlDType, SUPPORTED},
-    spec::{Activation, AttentionSpec, RecurrentSpec, Rotation, Temperature},
+    spec::{Activation, AttentionSpec, ConvolutionSpec, DeltaSpec, Rotation, Temperature},
 };
 use cotenant_policy::kv_type::KvType;
 
@@ -25,6 +25,8 @@ pub enum Operation<'a> {
     Attend(Attend<'a>),
     /// Changes the type of a KV cache.
     Convert(Convert),
+    /// A short convolution.
+    Convolve(Convolve),
     /// A Gated DeltaNet layer.
     Delta(Delta),
     /// Sets floats.
@@ -68,6 +70,7 @@ impl Operation<'_> {
                 ..job
             }),
             Self::Convert(job) => Operation::Convert(job),
+            Self::Convolve(job) => Operation::Convolve(job),
             Self::Delta(job) => Operation::Delta(job),
             Self::Fill { floats, value } => Operation::Fill { floats, value },
             Self::Finish(job) => Operation::Finish(Finish {
@@ -204,17 +207,19 @@ pub struct Rotate<'a> {
     pub to: View,
 }
 
-/// `stream += normed`, and then `normed = rms(stream) · weight`.
+/// `stream += normed`, and then `normed = rms(stream) · weight`, or `normed = stream` without a norm.
 #[derive(Clone, Debug)]
 pub struct Norm {
-    /// The residual stream; its rows are as long as `weight`.
+    /// The residual stream.
     pub stream: View,
+    /// Elements of its rows.
+    pub width: usize,
     /// Output of a part, replaced by the result.
     pub normed: View,
     /// Transformation of that output before it is added; nothing is added if absent.
     pub residual: Option<Residual>,
-    /// Weights of the norm.
-    pub weight: View,
+    /// Weights of the norm, if there is one.
+    pub weight: Option<View>,
     /// Added to the mean square.
     pub epsilon: f32,
     /// Copies of the result.
@@ -345,16 +350,35 @@ pub struct Convert {
     pub to: KvType,
 }
 
+/// A short convolution from projections to the input of its output projection, for some rows of a chunk, after the rows
+/// before them.
+#[derive(Debug)]
+pub struct Convolve {
+    /// Constants.
+    pub spec: ConvolutionSpec,
+    /// Gate of the input, gate of the output and input for each row of the whole chunk; replaced by the results, packed
+    /// in rows of [`ConvolutionSpec::channels`] from its start.
+    pub mixed: View,
+    /// Convolution taps, oldest first, for each channel.
+    pub convolution: View,
+    /// The convolution's last inputs, oldest first.
+    pub history: View,
+    /// Row range within the chunk.
+    pub rows: Range<usize>,
+    /// Copies of the result.
+    pub prepare: Prepare,
+}
+
 /// A Gated DeltaNet layer from projections to the input of its output projection, for some rows of a chunk, after the
 /// rows before them.
 #[derive(Debug)]
 pub struct Delta {
     /// Constants.
-    pub spec: RecurrentSpec,
+    pub spec: DeltaSpec,
     /// Epsilon of the norms.
     pub epsilon: f32,
     /// Projected queries, keys and values of the whole chunk; replaced by the results, packed in rows of
-    /// [`RecurrentSpec::values`] from its start.
+    /// [`DeltaSpec::values`] from its start.
     pub mixed: View,
     /// Projected gate of the output.
     pub gate: View,

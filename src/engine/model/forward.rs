@@ -12,13 +12,14 @@ use super::{
 };
 use crate::{
     backend::{
-        Activate, Attend, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate, Types, View,
+        Activate, Attend, Convolve, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate,
+        Types, View,
     },
     error::ForwardError,
     preemption::{Preempt, Preemption, Work},
     reader::{Extent, Missing},
     shape::{FLAGS, WINDOW_ROWS, logits_stride},
-    spec::{LayerSpec, RecurrentSpec, Role, Vector},
+    spec::{ConvolutionSpec, DeltaSpec, LayerSpec, RecurrentSpec, Role, Vector},
 };
 use cotenant_policy::residency::LayerKind;
 
@@ -275,7 +276,8 @@ impl Pass<'_, '_> {
             stream: self.model.workspace.stream.view(floats.clone()),
             normed: self.model.workspace.normed.view(floats),
             residual: self.residual.take(),
-            weight: weight.ok_or(Failure::NoMatrix)?,
+            width: self.model.spec.width,
+            weight,
             epsilon: self.model.spec.epsilon,
             prepare: self.prepare(index, roles, 0),
         };
@@ -302,17 +304,12 @@ impl Pass<'_, '_> {
         let kv = attention.kv_heads * attention.head_dim;
         let projected = if attention.gated { 2 * query } else { query };
         let width = self.model.spec.width;
-        self.norm(
-            index,
-            Vector::MixerNorm,
-            &[Role::Query, Role::Key, Role::Value],
-        )?;
         let wants = [
             (Role::Query, Slot::Wide, projected),
             (Role::Key, Slot::Second, kv),
             (Role::Value, Slot::Third, kv),
         ];
-        self.products(index, Slot::Normed, &wants)?;
+        self.mixer_inputs(index, wants)?;
         let mut first = 0;
         while first < self.rows {
             let seen = self.model.sequence.position as usize + self.rows;
@@ -437,18 +434,26 @@ impl Pass<'_, '_> {
     }
 
     fn recurrent(&mut self, index: usize, recurrent: &RecurrentSpec) -> Result<(), Failure> {
-        let width = self.model.spec.width;
-        let (channels, values) = (recurrent.channels(), recurrent.values());
-        let wants = [
-            (Role::QueryKeyValue, Slot::Wide, channels),
-            (Role::Gate, Slot::Second, values),
-            (Role::Alpha, Slot::Third, recurrent.value_heads),
-            (Role::Beta, Slot::Fourth, recurrent.value_heads),
-        ];
-        self.norm(index, Vector::MixerNorm, &wants.map(|(role, ..)| role))?;
-        self.products(index, Slot::Normed, &wants)?;
-        // Each element of a state is decayed, asked, corrected and asked again.
-        let work_of_row = (4 * values * recurrent.head_dim) as u64;
+        let (inputs, values, heads) = (
+            recurrent.inputs(),
+            recurrent.values(),
+            recurrent.value_heads(),
+        );
+        match recurrent {
+            RecurrentSpec::Convolution(_) => {
+                self.mixer_inputs(index, [(Role::Gates, Slot::Wide, inputs)])?;
+            }
+            RecurrentSpec::Delta(_) => {
+                let wants = [
+                    (Role::QueryKeyValue, Slot::Wide, inputs),
+                    (Role::Gate, Slot::Second, values),
+                    (Role::Alpha, Slot::Third, heads),
+                    (Role::Beta, Slot::Fourth, heads),
+                ];
+                self.mixer_inputs(index, wants)?;
+            }
+        }
+        let work_of_row = recurrent.work() as u64;
         let mut first = 0;
         while first < self.rows {
             let rows = self
@@ -458,7 +463,11 @@ impl Pass<'_, '_> {
                 .rows(work_of_row)
                 .min(self.rows - first);
             let began = Instant::now();
-            self.delta(index, recurrent, self.rows, first..first + rows)?;
+            let some = first..first + rows;
+            match recurrent {
+                RecurrentSpec::Convolution(spec) => self.convolve(index, spec, some)?,
+                RecurrentSpec::Delta(spec) => self.delta(index, spec, self.rows, some)?,
+            }
             first += rows;
             if self.rows > 1 {
                 let work = work_of_row * rows as u64;
@@ -469,9 +478,46 @@ impl Pass<'_, '_> {
                 self.preempt(found, place)?;
             }
         }
-        let wants = [(Role::Output, Slot::Normed, width)];
+        let wants = [(Role::Output, Slot::Normed, self.model.spec.width)];
         self.products(index, Slot::Wide, &wants)?;
         self.residual = Some(self.residual(index, Vector::OutputBias, Vector::MixerPostNorm));
+        Ok(())
+    }
+
+    /// Norm before the mixer, and products with these matrices.
+    fn mixer_inputs<const N: usize>(
+        &mut self,
+        index: usize,
+        wants: [(Role, Slot, usize); N],
+    ) -> Result<(), Failure> {
+        self.norm(index, Vector::MixerNorm, &wants.map(|(role, ..)| role))?;
+        self.products(index, Slot::Normed, &wants)
+    }
+
+    /// A short convolution for some rows of a chunk; those before them have been there.
+    fn convolve(
+        &mut self,
+        index: usize,
+        spec: &ConvolutionSpec,
+        rows: Range<usize>,
+    ) -> Result<(), Failure> {
+        let weights = &self.model.weights;
+        let taps = weights.vector(&self.model.layout.fixed, index, Vector::Convolution);
+        let (_, history) = self
+            .model
+            .sequence
+            .state
+            .layer(index)
+            .ok_or(Failure::NoMatrix)?;
+        let mixed = 0..self.rows * 3 * spec.channels;
+        self.model.backend.queue(Operation::Convolve(Convolve {
+            spec: *spec,
+            mixed: self.model.workspace.wide.view(mixed),
+            convolution: taps.ok_or(Failure::NoMatrix)?,
+            history,
+            prepare: self.prepare(index, &[Role::Output], rows.start),
+            rows,
+        }))?;
         Ok(())
     }
 
@@ -479,7 +525,7 @@ impl Pass<'_, '_> {
     fn delta(
         &mut self,
         index: usize,
-        spec: &RecurrentSpec,
+        spec: &DeltaSpec,
         all: usize,
         rows: Range<usize>,
     ) -> Result<(), Failure> {
@@ -579,9 +625,12 @@ impl Pass<'_, '_> {
                 .residual
                 .as_ref()
                 .map(|_| self.residual(last, Vector::FfnDownBias, Vector::FfnPostNorm)),
-            weight: fixed
-                .0
-                .view(fixed.1.output_norm..fixed.1.output_norm + width),
+            width,
+            weight: Some(
+                fixed
+                    .0
+                    .view(fixed.1.output_norm..fixed.1.output_norm + width),
+            ),
             epsilon: self.model.spec.epsilon,
             prepare: Prepare {
                 copies: self.model.workspace.copies(),

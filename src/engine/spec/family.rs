@@ -7,14 +7,20 @@ use cotenant_policy::residency::LayerKind;
 /// The supported families.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Architecture {
+    /// EXAONE 4 without windows.
+    Exaone4,
     /// Gemma 3, its text part.
     Gemma3,
     /// Granite 3 and 4 dense: Llama with scaling factors.
     Granite,
+    /// LFM2 and LFM2.5 dense: short convolutions with an attention layer here and there.
+    Lfm2,
     /// Llama 2 and 3, and early Mistral.
     Llama,
     /// Ministral 3 and Mistral Small 3: Llama whose queries grow with their position.
     Mistral3,
+    /// OLMo 2 and 3.
+    Olmo2,
     /// Phi-3 and Phi-4 dense.
     Phi3,
     /// Qwen2 and Qwen2.5 dense.
@@ -31,11 +37,14 @@ pub enum Architecture {
 
 impl Architecture {
     /// All of them, by name.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 13] = [
+        Self::Exaone4,
         Self::Gemma3,
         Self::Granite,
+        Self::Lfm2,
         Self::Llama,
         Self::Mistral3,
+        Self::Olmo2,
         Self::Phi3,
         Self::Qwen2,
         Self::Qwen3,
@@ -48,16 +57,65 @@ impl Architecture {
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
+            Self::Exaone4 => "exaone4",
             Self::Gemma3 => "gemma3",
             Self::Granite => "granite",
+            Self::Lfm2 => "lfm2",
             Self::Llama => "llama",
             Self::Mistral3 => "mistral3",
+            Self::Olmo2 => "olmo2",
             Self::Phi3 => "phi3",
             Self::Qwen2 => "qwen2",
             Self::Qwen3 => "qwen3",
             Self::Qwen35 => "qwen35",
             Self::Qwen3Vl => "qwen3vl",
             Self::SmolLm3 => "smollm3",
+        }
+    }
+}
+
+/// Norms of a family's layers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Norms {
+    /// Before each part.
+    pub(crate) before: bool,
+    /// Of each part's output.
+    pub(crate) after: bool,
+    /// Of queries and keys.
+    pub(crate) heads: HeadNorms,
+}
+
+/// Norms of queries and keys.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum HeadNorms {
+    None,
+    /// Of each head.
+    Each,
+    /// Of all heads as one.
+    Whole,
+}
+
+impl Architecture {
+    /// Norms of its attention layers.
+    pub(crate) const fn norms(self) -> Norms {
+        let (before, after, heads) = match self {
+            Self::Exaone4 => (false, true, HeadNorms::Each),
+            Self::Gemma3 => (true, true, HeadNorms::Each),
+            Self::Lfm2 | Self::Qwen3 | Self::Qwen35 | Self::Qwen3Vl => {
+                (true, false, HeadNorms::Each)
+            }
+            Self::Olmo2 => (false, true, HeadNorms::Whole),
+            Self::Granite
+            | Self::Llama
+            | Self::Mistral3
+            | Self::Phi3
+            | Self::Qwen2
+            | Self::SmolLm3 => (true, false, HeadNorms::None),
+        };
+        Norms {
+            before,
+            after,
+            heads,
         }
     }
 }
@@ -130,9 +188,93 @@ pub enum Pairing {
     Halves,
 }
 
+/// Constants of recurrent layers, which are all of one kind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum RecurrentSpec {
+    /// Short convolutions (LFM2).
+    Convolution(ConvolutionSpec),
+    /// Gated DeltaNet (Qwen3.5).
+    Delta(DeltaSpec),
+}
+
+impl RecurrentSpec {
+    /// Elements of the projected inputs of one token.
+    #[must_use]
+    pub const fn inputs(&self) -> usize {
+        match self {
+            Self::Convolution(spec) => 3 * spec.channels,
+            Self::Delta(spec) => spec.channels(),
+        }
+    }
+
+    /// Elements of intermediate results of one token.
+    #[must_use]
+    pub const fn scratch(&self) -> usize {
+        match self {
+            Self::Convolution(_) => 0,
+            Self::Delta(spec) => spec.channels(),
+        }
+    }
+
+    /// Elements of the result of one token.
+    #[must_use]
+    pub const fn values(&self) -> usize {
+        match self {
+            Self::Convolution(spec) => spec.channels,
+            Self::Delta(spec) => spec.values(),
+        }
+    }
+
+    /// Heads, each with a decay and an update strength.
+    #[must_use]
+    pub const fn value_heads(&self) -> usize {
+        match self {
+            Self::Convolution(_) => 0,
+            Self::Delta(spec) => spec.value_heads,
+        }
+    }
+
+    /// Operations for one token beside the products with weights.
+    #[must_use]
+    pub const fn work(&self) -> usize {
+        match self {
+            Self::Convolution(spec) => (spec.taps + 2) * spec.channels,
+            // Each element of a state is decayed, asked, corrected and asked again.
+            Self::Delta(spec) => 4 * spec.values() * spec.head_dim,
+        }
+    }
+
+    /// Elements of the state matrices of one layer.
+    #[must_use]
+    pub const fn state_len(&self) -> usize {
+        match self {
+            Self::Convolution(_) => 0,
+            Self::Delta(spec) => spec.state_len(),
+        }
+    }
+
+    /// Elements of the convolution's state in one layer.
+    #[must_use]
+    pub const fn conv_len(&self) -> usize {
+        match self {
+            Self::Convolution(spec) => (spec.taps - 1) * spec.channels,
+            Self::Delta(spec) => spec.conv_len(),
+        }
+    }
+}
+
+/// Constants of short convolutions.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConvolutionSpec {
+    /// Channels: the width of the residual stream.
+    pub channels: usize,
+    /// Taps of the convolution.
+    pub taps: usize,
+}
+
 /// Constants of Gated DeltaNet layers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct RecurrentSpec {
+pub struct DeltaSpec {
     /// Key heads, which are also the query heads.
     pub key_heads: usize,
     /// Value heads; head h uses key head h mod `key_heads`.
@@ -143,7 +285,7 @@ pub struct RecurrentSpec {
     pub taps: usize,
 }
 
-impl RecurrentSpec {
+impl DeltaSpec {
     /// Channels of the convolution: queries, keys, values.
     #[must_use]
     pub const fn channels(&self) -> usize {
@@ -212,6 +354,8 @@ pub enum Role {
     FfnUp,
     /// Gate of the recurrent output.
     Gate,
+    /// Both gates and the input of a short convolution.
+    Gates,
     /// Attention keys.
     Key,
     /// Mixer output, back to the residual stream.
@@ -227,7 +371,7 @@ pub enum Role {
 /// A small tensor that is resident in every plan.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Vector {
-    /// Convolution taps, four per channel.
+    /// Convolution taps of each channel, oldest first.
     Convolution,
     /// Logarithmic decay per value head, negative.
     Decay,
@@ -237,7 +381,7 @@ pub enum Vector {
     FfnDownBias,
     /// Bias of the feed-forward gate.
     FfnGateBias,
-    /// Norm before the feed-forward part.
+    /// Norm before the feed-forward part, if the family has one.
     FfnNorm,
     /// Norm of the feed-forward output.
     FfnPostNorm,
@@ -245,9 +389,9 @@ pub enum Vector {
     FfnUpBias,
     /// Bias of the projected keys.
     KeyBias,
-    /// Norm of each key head.
+    /// Norm of each key head, or of all as one.
     KeyNorm,
-    /// Norm before the mixer.
+    /// Norm before the mixer, if the family has one.
     MixerNorm,
     /// Norm of the mixer's output.
     MixerPostNorm,
@@ -255,7 +399,7 @@ pub enum Vector {
     OutputBias,
     /// Bias of the projected queries.
     QueryBias,
-    /// Norm of each query head.
+    /// Norm of each query head, or of all as one.
     QueryNorm,
     /// Norm of each recurrent output head.
     StateNorm,

@@ -1,7 +1,10 @@
 //! Model constants from metadata.
 
 use super::{
-    family::{Architecture, AttentionSpec, LocalAttention, Pairing, RecurrentSpec, Temperature},
+    family::{
+        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, LocalAttention, Pairing,
+        Temperature,
+    },
     limits::{
         FULL_ATTENTION_INTERVAL, HEAD_DIM_MAX, HEAD_DIM_MULTIPLE, HEADS_MAX, POSITIONS_MAX,
         TAPS_MAX, WIDTH_MAX, len, root,
@@ -110,6 +113,10 @@ impl Keys<'_> {
                 format!("{kv_heads} does not divide {heads} heads"),
             ));
         }
+        if architecture == Architecture::Exaone4 && depth == EXAONE4_32B_LAYERS {
+            let problem = format!("a model of {depth} layers has windows, which are not supported");
+            return Err(self.wrong("block_count", problem));
+        }
         let head_dim = self.head_dim(width)?;
         let value_dim = self
             .optional("attention.value_length", HEAD_DIM_MAX)?
@@ -133,6 +140,14 @@ impl Keys<'_> {
                             .f32(&self.full("rope.freq_base_swa"))
                             .unwrap_or(LOCAL_BASE),
                     ),
+                }),
+            Architecture::Olmo2 => self
+                .optional("attention.sliding_window", u32::MAX as usize)?
+                .filter(|&window| window > 0)
+                .map(|window| LocalAttention {
+                    window: Some(window),
+                    // As in llama.cpp: without the scaling of the other layers, and with their base.
+                    rotation: Rotation::plain(rotation.base),
                 }),
             Architecture::SmolLm3 => Some(LocalAttention {
                 window: None,
@@ -178,14 +193,34 @@ impl Keys<'_> {
         Ok(Some(Temperature { scale, step }))
     }
 
-    pub(super) fn recurrent(&self) -> Result<RecurrentSpec, LoadErrorKind> {
+    pub(super) fn convolution(&self, width: usize) -> Result<ConvolutionSpec, LoadErrorKind> {
+        let taps = self.count("shortconv.l_cache", TAPS_MAX)?;
+        if taps < 2 {
+            return Err(self.wrong("shortconv.l_cache", format!("{taps} is below 2")));
+        }
+        if let Some(window) = self
+            .optional("attention.sliding_window", u32::MAX as usize)?
+            .filter(|&window| window > 0)
+        {
+            return Err(self.wrong(
+                "attention.sliding_window",
+                format!("a window of {window} tokens beside convolutions is not supported"),
+            ));
+        }
+        Ok(ConvolutionSpec {
+            channels: width,
+            taps,
+        })
+    }
+
+    pub(super) fn delta(&self) -> Result<DeltaSpec, LoadErrorKind> {
         if self.header.bool(&self.full("ssm.v_head_reordered")) == Some(false) {
             return Err(self.wrong(
                 "ssm.v_head_reordered",
                 "value heads in the publisher's order are not supported".to_owned(),
             ));
         }
-        let spec = RecurrentSpec {
+        let spec = DeltaSpec {
             key_heads: self.count("ssm.group_count", HEADS_MAX)?,
             value_heads: self.count("ssm.time_step_rank", HEADS_MAX)?,
             head_dim: self.count("ssm.state_size", HEAD_DIM_MAX)?,
@@ -294,10 +329,13 @@ impl Keys<'_> {
         if let Some(list) = self.header.bools(&key) {
             return list.get(layer).copied().unwrap_or(false);
         }
-        let pattern = self
-            .header
-            .u32(&key)
-            .map_or(LOCAL_PATTERN, |pattern| pattern as usize);
+        let pattern = self.header.u32(&key).map_or_else(
+            || match architecture {
+                Architecture::Olmo2 => OLMO3_PATTERN,
+                _ => LOCAL_PATTERN,
+            },
+            |pattern| pattern as usize,
+        );
         pattern == 0 || !(layer + 1).is_multiple_of(pattern)
     }
 }
@@ -306,6 +344,10 @@ impl Keys<'_> {
 const LOCAL_BASE: f32 = 10_000.0;
 /// llama.cpp's default for Gemma 3: every sixth layer sees everything.
 const LOCAL_PATTERN: usize = 6;
+/// llama.cpp's default for OLMo 3: every fourth layer sees everything.
+const OLMO3_PATTERN: usize = 4;
+/// Layers of EXAONE 4 32B, by which llama.cpp recognises the model with windows.
+const EXAONE4_32B_LAYERS: usize = 64;
 /// llama.cpp's value for SmolLM3: every fourth layer has no rotation.
 const STILL_INTERVAL: usize = 4;
 /// Layers of Gemma 3 27B, the only size with another scaling rule.

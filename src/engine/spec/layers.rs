@@ -1,7 +1,10 @@
 //! Checked tensors of one layer.
 
 use super::{
-    family::{Architecture, AttentionSpec, LayerSpec, Matrix, RecurrentSpec, Role, Vector},
+    family::{
+        Architecture, AttentionSpec, ConvolutionSpec, DeltaSpec, HeadNorms, LayerSpec, Matrix,
+        Role, Vector,
+    },
     tensors::{bad_shape, tensor, vector},
 };
 use crate::{
@@ -30,8 +33,11 @@ impl LayerBuilder<'_> {
         let query = spec.heads * spec.head_dim;
         let kv = spec.kv_heads * spec.head_dim;
         let projected = if spec.gated { 2 * query } else { query };
-        let mut vectors =
-            vec![self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?];
+        let norms = architecture.norms();
+        let mut vectors = Vec::new();
+        if norms.before {
+            vectors.push(self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?);
+        }
         let parts = [
             (Role::Query, Vector::QueryBias, "attn_q", projected),
             (Role::Key, Vector::KeyBias, "attn_k", kv),
@@ -70,17 +76,16 @@ impl LayerBuilder<'_> {
             self.width,
             &mut vectors,
         )?;
-        if matches!(
-            architecture,
-            Architecture::Gemma3
-                | Architecture::Qwen3
-                | Architecture::Qwen35
-                | Architecture::Qwen3Vl
-        ) {
-            vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[spec.head_dim])?);
-            vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[spec.head_dim])?);
+        let lengths = match norms.heads {
+            HeadNorms::None => None,
+            HeadNorms::Each => Some((spec.head_dim, spec.head_dim)),
+            HeadNorms::Whole => Some((query, kv)),
+        };
+        if let Some((query, key)) = lengths {
+            vectors.push(self.vector(Vector::QueryNorm, "attn_q_norm.weight", &[query])?);
+            vectors.push(self.vector(Vector::KeyNorm, "attn_k_norm.weight", &[key])?);
         }
-        if architecture == Architecture::Gemma3 {
+        if norms.after {
             vectors.push(self.vector(
                 Vector::MixerPostNorm,
                 "post_attention_norm.weight",
@@ -101,7 +106,40 @@ impl LayerBuilder<'_> {
         })
     }
 
-    pub(super) fn recurrent(&self, spec: &RecurrentSpec) -> Result<LayerSpec, LoadErrorKind> {
+    pub(super) fn convolution(&self, spec: &ConvolutionSpec) -> Result<LayerSpec, LoadErrorKind> {
+        let channels = spec.channels;
+        let mut matrices = vec![
+            self.matrix(
+                Role::Gates,
+                "shortconv.in_proj.weight",
+                self.width,
+                3 * channels,
+            )?,
+            self.matrix(
+                Role::Output,
+                "shortconv.out_proj.weight",
+                channels,
+                self.width,
+            )?,
+        ];
+        let mut vectors = vec![
+            self.vector(Vector::MixerNorm, "attn_norm.weight", &[self.width])?,
+            self.vector(
+                Vector::Convolution,
+                "shortconv.conv.weight",
+                &[spec.taps, channels],
+            )?,
+        ];
+        self.feed_forward(Architecture::Lfm2, &mut matrices, &mut vectors)?;
+        Ok(LayerSpec {
+            kind: LayerKind::Recurrent,
+            local: false,
+            matrices,
+            vectors,
+        })
+    }
+
+    pub(super) fn delta(&self, spec: &DeltaSpec) -> Result<LayerSpec, LoadErrorKind> {
         let mut matrices = vec![
             self.matrix(
                 Role::QueryKeyValue,
@@ -149,7 +187,9 @@ impl LayerBuilder<'_> {
             Architecture::Qwen35 => "post_attention_norm.weight",
             _ => "ffn_norm.weight",
         };
-        vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
+        if architecture.norms().before {
+            vectors.push(self.vector(Vector::FfnNorm, norm, &[self.width])?);
+        }
         if architecture == Architecture::Phi3 && self.find("ffn_gate.weight").is_none() {
             // Gate and up in one tensor, the gate first (`ggml_swiglu`).
             let [gate, up] = self.parts("ffn_up.weight", self.width, [self.feed_forward; 2])?;

@@ -299,8 +299,8 @@ fn bad_files_are_refused_with_what_is_wrong() {
     let renamed = replaced(&good, b"qwen35", b"gemma9");
     assert_eq!(
         kind_of(&renamed),
-        "architecture `gemma9` is not supported; supported are gemma3, granite, llama, mistral3, phi3, qwen2, qwen3, qwen35, \
-         qwen3vl and smollm3"
+        "architecture `gemma9` is not supported; supported are exaone4, gemma3, granite, lfm2, llama, mistral3, olmo2, phi3, qwen2, qwen3, \
+         qwen35, qwen3vl and smollm3"
     );
     let renamed = replaced(&good, b"blk.2.ffn_up.weight", b"blk.2.ffn_ab.weight");
     assert_eq!(kind_of(&renamed), "tensor `blk.2.ffn_up.weight` is missing");

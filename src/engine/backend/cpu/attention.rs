@@ -7,7 +7,7 @@ use super::{
     copying::Copying,
     flash::{self, Cells, Scratch},
     flash_walk::{TOKENS_MAX, Walk},
-    float::{all_finite, rms_in_place},
+    float::{all_finite, rms_in_place, rms_row_in_place},
     isa::{Isa, kernel},
     pool::Pool,
     share::Share,
@@ -29,6 +29,14 @@ pub(super) fn scratch_bytes(spec: &AttentionSpec, threads: usize) -> Bytes {
     Bytes::of_len(threads * scratch_elements(spec.head_dim) * 4)
 }
 
+/// The norm of all heads as one, or of each.
+fn norms(weight: Option<&[f32]>, dim: usize) -> (Option<&[f32]>, Option<&[f32]>) {
+    match weight {
+        Some(weight) if weight.len() > dim => (Some(weight), None),
+        each => (None, each),
+    }
+}
+
 pub(crate) fn attend<'op>(
     pool: &mut Pool,
     isa: Isa,
@@ -42,8 +50,8 @@ pub(crate) fn attend<'op>(
     let query_row = heads * query_step;
     let key_row = kv_heads * dim;
     let (rotary, epsilon) = (access.read(&job.rotary)?, job.epsilon);
-    let query_norm = access.read_some(job.query_norm.as_ref())?;
-    let key_norm = access.read_some(job.key_norm.as_ref())?;
+    let (query_norms, query_norm) = norms(access.read_some(job.query_norm.as_ref())?, dim);
+    let (key_norms, key_norm) = norms(access.read_some(job.key_norm.as_ref())?, dim);
     let query_bias = access.read_some(job.query_bias.as_ref())?;
     let key_bias = access.read_some(job.key_bias.as_ref())?;
     let value_bias = access.read_some(job.value_bias.as_ref())?;
@@ -83,6 +91,9 @@ pub(crate) fn attend<'op>(
             *value *= factor;
         }
         add_bias(queries, query_bias);
+        if let Some(weight) = query_norms {
+            rms_row_in_place(isa, queries, weight, epsilon);
+        }
         for head in queries.chunks_exact_mut(query_step) {
             ready_head(
                 isa,
@@ -96,6 +107,9 @@ pub(crate) fn attend<'op>(
         // SAFETY: each row is one item.
         let keys = unsafe { key.slice(row * key_row, key_row) };
         add_bias(keys, key_bias);
+        if let Some(weight) = key_norms {
+            rms_row_in_place(isa, keys, weight, epsilon);
+        }
         for head in keys.chunks_exact_mut(dim) {
             ready_head(
                 isa,

@@ -36,16 +36,7 @@ pub(crate) fn delta<'op>(
     pool.run(channels.div_ceil(CHANNELS_PER_ITEM), &|item| {
         let from = item * CHANNELS_PER_ITEM;
         let count = CHANNELS_PER_ITEM.min(channels - from);
-        let mut weights = [[0f32; CHANNELS_PER_ITEM]; TAPS_MAX];
-        for (channel, taps) in convolution[from * taps..]
-            .chunks_exact(taps)
-            .take(count)
-            .enumerate()
-        {
-            for (tap, weight) in taps.iter().enumerate() {
-                weights[tap][channel] = *weight;
-            }
-        }
+        let weights = taps_of(convolution, taps, from, count);
         // Row `index` of history and chunk combined.
         let source = |index: usize| match index.checked_sub(taps - 1) {
             Some(row) => &inputs[row * channels + from..][..count],
@@ -136,6 +127,23 @@ pub(crate) fn delta<'op>(
         }
     });
     Ok(&all[from * values..][..rows * values])
+}
+
+/// Weights of each tap for some channels.
+pub(super) fn taps_of(
+    convolution: &[f32],
+    taps: usize,
+    from: usize,
+    count: usize,
+) -> [[f32; CHANNELS_PER_ITEM]; TAPS_MAX] {
+    let mut weights = [[0f32; CHANNELS_PER_ITEM]; TAPS_MAX];
+    let channels = convolution[from * taps..].chunks_exact(taps).take(count);
+    for (channel, taps) in channels.enumerate() {
+        for (tap, weight) in taps.iter().enumerate() {
+            weights[tap][channel] = *weight;
+        }
+    }
+    weights
 }
 
 /// The delta rule for several tokens of one head, in order, for each row of the state.
@@ -229,9 +237,9 @@ kernel! {
 }
 
 /// Channels of one item of the convolution.
-const CHANNELS_PER_ITEM: usize = 256;
+pub(super) const CHANNELS_PER_ITEM: usize = 256;
 /// The longest convolution, see `spec`.
-const TAPS_MAX: usize = 16;
+pub(super) const TAPS_MAX: usize = 16;
 
 #[cfg(test)]
 mod tests {

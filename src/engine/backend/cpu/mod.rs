@@ -21,8 +21,8 @@ use candle_core::quantized::k_quants::{
 
 use self::{copying::Copying, isa::Isa, pool::Pool, quant::Format, share::Share};
 use super::{
-    Activate, Backend, Buffer, Delta, Device, DeviceError, Fence, Finish, Limits, Multiply, Norm,
-    Operation, Region, RowBytes, Span, View, Widen,
+    Activate, Backend, Buffer, Convolve, Delta, Device, DeviceError, Fence, Finish, Limits,
+    Multiply, Norm, Operation, Region, RowBytes, Span, View, Widen,
     memory::{Access, Owner},
 };
 use crate::{
@@ -49,6 +49,7 @@ mod attention;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
 mod cells;
+mod convolution;
 mod copying;
 mod delta;
 #[cfg(target_arch = "x86_64")]
@@ -187,6 +188,7 @@ unsafe impl Backend for Cpu {
             Operation::Convert(job) => {
                 cells::convert(pool, isa, job, Access::new(owner).region(&job.space)?)
             }
+            Operation::Convolve(job) => convolution(pool, isa, job, &mut Access::new(owner)),
             Operation::Delta(job) => delta_layer(pool, isa, job, &mut Access::new(owner)),
             Operation::Fill { floats, value } => {
                 Access::new(owner).write(floats)?.fill(*value);
@@ -241,8 +243,8 @@ fn norm<'op>(
     job: &'op Norm,
     access: &mut Access<'op>,
 ) -> Result<(), DeviceError> {
-    let weight = access.read(&job.weight)?;
-    let width = weight.len().max(1);
+    let weight = access.read_some(job.weight.as_ref())?;
+    let width = job.width.max(1);
     let (stream, normed) = (access.write(&job.stream)?, access.write(&job.normed)?);
     let rows = same_len(stream, normed)? / width;
     let (mut bias, mut post_norm, mut scale) = (None, None, None);
@@ -270,7 +272,10 @@ fn norm<'op>(
             }
             float::add(isa, stream, normed);
         }
-        float::rms_rows(isa, stream, weight, job.epsilon, normed);
+        match weight {
+            Some(weight) => float::rms_rows(isa, stream, weight, job.epsilon, normed),
+            None => normed.copy_from_slice(stream),
+        }
         // SAFETY: as above.
         unsafe { copying.row(row, normed) };
     });
@@ -318,6 +323,19 @@ fn multiply<'op>(
         )?);
     }
     matmul::project(pool, isa, &tasks, job.rows);
+    Ok(())
+}
+
+fn convolution<'op>(
+    pool: &mut Pool,
+    isa: Isa,
+    job: &'op Convolve,
+    access: &mut Access<'op>,
+) -> Result<(), DeviceError> {
+    let made = convolution::convolve(pool, isa, job, access)?;
+    let channels = job.spec.channels;
+    let copying = Copying::new(isa, &job.prepare, (job.rows.len(), channels), access)?;
+    copying.all(pool, made, channels);
     Ok(())
 }
 

@@ -18,7 +18,7 @@ use crate::{
     backend::{Backend, Device, Limits, cpu::CpuDevice},
     error::{LoadErrorKind, Unavailable},
     gguf::{GgmlDType, dtype_name},
-    spec::{AttentionSpec, Spec},
+    spec::{AttentionSpec, RecurrentSpec, Spec},
 };
 use cotenant_policy::{
     compute::{Compute, CudaKernels, CudaMemory, DeviceChoice},
@@ -224,6 +224,11 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
             ));
         }
     }
+    if !spec.architecture.norms().before {
+        return Some(
+            "its layers have no norm before them, for which there is no kernel".to_owned(),
+        );
+    }
     let attention = &spec.attention;
     let dim = attention.head_dim;
     if spec.attention_layers() > 0 {
@@ -239,7 +244,12 @@ fn limit(spec: &Spec, kv: &KvShape) -> Option<String> {
             ));
         }
     }
-    let recurrent = spec.recurrent?;
+    let recurrent = match spec.recurrent? {
+        RecurrentSpec::Convolution(_) => {
+            return Some("it has short convolutions, for which there is no kernel".to_owned());
+        }
+        RecurrentSpec::Delta(delta) => delta,
+    };
     if !matches!(recurrent.head_dim, 32 | 64 | 128) {
         return Some(format!(
             "recurrent heads have {} elements: 32, 64 or 128",

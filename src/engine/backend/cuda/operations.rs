@@ -94,6 +94,9 @@ impl Launcher {
             Operation::Activate(job) => self.activate(job),
             Operation::Attend(job) => self.attend(job),
             Operation::Convert(job) => self.convert(job),
+            Operation::Convolve(_) => Err(DeviceError::new(
+                "there is no kernel for short convolutions".to_owned(),
+            )),
             Operation::Delta(job) => self.delta(job),
             Operation::Fill { floats, value } => {
                 let (to, count) = (self.at(floats)?, floats.len() / 4);
@@ -212,13 +215,16 @@ impl Launcher {
     }
 
     fn norm(&mut self, job: &Norm) -> Result<(), DeviceError> {
-        let width = job.weight.len() / 4;
-        let rows = job.stream.len() / job.weight.len().max(1);
+        let weight = job.weight.as_ref().ok_or_else(|| {
+            DeviceError::new("there is no kernel for parts without a norm".to_owned())
+        })?;
+        let width = job.width;
+        let rows = job.stream.len() / (4 * width).max(1);
         let normed = self.at(&job.normed)?;
         self.fits(&job.normed, job.stream.len())?;
         let mut launched = NormJob {
             stream: self.at(&job.stream)?,
-            weight: self.at(&job.weight)?,
+            weight: self.at(weight)?,
             stride: word(width)?,
             scale: 1.0,
             epsilon: job.epsilon,
@@ -905,8 +911,9 @@ fn is_of_token(operation: &Operation<'_>) -> bool {
         Operation::Multiply(job) => {
             job.rows == 1 && job.products.iter().all(|product| product.part.is_some())
         }
-        Operation::Norm(job) => job.stream.len() == job.weight.len(),
+        Operation::Norm(job) => job.stream.len() == 4 * job.width,
         Operation::Convert(_)
+        | Operation::Convolve(_)
         | Operation::Fill { .. }
         | Operation::Move { .. }
         | Operation::Rotate(_)

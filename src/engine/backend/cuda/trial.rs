@@ -182,9 +182,10 @@ impl Input {
         }
         let norm = Norm {
             stream: stream.view(0..rows * columns),
+            width: columns,
             normed: normed.view(0..rows * columns),
             residual: None,
-            weight: weight.view(0..columns),
+            weight: Some(weight.view(0..columns)),
             epsilon: 1e-6,
             prepare: Prepare {
                 copies: copies.clone(),
