@@ -411,9 +411,32 @@ fn written(folder: &Path, number: usize, architecture: Architecture) -> PathBuf 
     path
 }
 
+/// Families that a GPU does not compute, and why.
+const WITHOUT_KERNELS: [(Architecture, &str); 3] = [
+    (
+        Architecture::Exaone4,
+        "its layers have no norm before them, for which there is no kernel",
+    ),
+    (
+        Architecture::Lfm2,
+        "it has short convolutions, for which there is no kernel",
+    ),
+    (
+        Architecture::Olmo2,
+        "its layers have no norm before them, for which there is no kernel",
+    ),
+];
+
+/// The others, numbered.
+fn families() -> impl Iterator<Item = (usize, Architecture)> {
+    let all = Architecture::ALL.into_iter();
+    all.filter(|family| WITHOUT_KERNELS.iter().all(|(other, _)| other != family))
+        .enumerate()
+}
+
 /// Writes a model of each family, and one of each type of weights, for `tests/cuda/gpu`.
 fn write_models(folder: &Path) -> ExitCode {
-    let families = Architecture::ALL.into_iter().enumerate();
+    let families = families();
     let families =
         families.map(|(number, architecture)| (architecture, TYPES[number % TYPES.len()]));
     let types = SUPPORTED
@@ -527,7 +550,7 @@ const SPREAD_MAX: f32 = 0.02;
 
 fn models_answer_as_on_the_cpu_whenever_the_driver_executes() {
     let (driver, folder) = (driver(), tempfile::tempdir().unwrap());
-    for (number, architecture) in Architecture::ALL.into_iter().enumerate() {
+    for (number, architecture) in families() {
         let path = written(folder.path(), number, architecture);
         let order = ["eager", "late", "5"][number % 3];
         let settings = [
@@ -1103,6 +1126,26 @@ fn a_gpu_that_does_not_compute_is_refused_with_its_reason_or_left_for_the_cpu() 
         assert!(
             reported(&otherwise).starts_with("cpu ("),
             "{reason}: {}",
+            reported(&otherwise)
+        );
+    }
+    for (number, (family, reason)) in WITHOUT_KERNELS.into_iter().enumerate() {
+        let path = written(folder.path(), 1 + number, family);
+        let refused = run(&driver, &[], &[path.to_str().unwrap(), "cuda"]);
+        assert_eq!(refused.status.code(), Some(3), "{}", reported(&refused));
+        assert!(
+            reported(&refused).contains(reason),
+            "{}",
+            reported(&refused)
+        );
+        let otherwise = run(
+            &driver,
+            &[("SHORT", "1")],
+            &[path.to_str().unwrap(), "auto"],
+        );
+        assert!(
+            otherwise.status.success() && reported(&otherwise).starts_with("cpu ("),
+            "{family:?}: {}",
             reported(&otherwise)
         );
     }
