@@ -474,16 +474,28 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
     assert_eq!(done["response"]["status"], "completed");
     worked(&open, 2, 1, 1).await;
 
+    // The recogniser, behind the end.
+    *open.script.transcript_after.lock().unwrap() = Some(Duration::from_millis(100));
+    tokio::time::sleep(Duration::from_millis(800)).await;
+    client.append(&[loud(200), quiet(200)].concat()).await;
+    worked(&open, 3, 1, 1).await;
+    open.script.refuse([busy()]);
+    client.append(&quiet(400)).await;
+    let done = client.until("response.done").await.pop().unwrap();
+    assert_eq!(done["response"]["status"], "completed");
+    worked(&open, 4, 2, 2).await;
+    *open.script.transcript_after.lock().unwrap() = None;
+
     // The LLM.
     tokio::time::sleep(Duration::from_millis(800)).await;
     open.script.answer([started(), failed(busy())]);
     client.append(&[loud(200), quiet(200)].concat()).await;
-    worked(&open, 3, 2, 1).await;
+    worked(&open, 5, 3, 2).await;
     open.script.answer([started(), delta("Yes."), finished()]);
     client.append(&quiet(400)).await;
     let done = client.until("response.done").await.pop().unwrap();
     assert_eq!(done["response"]["status"], "completed");
-    worked(&open, 3, 3, 2).await;
+    worked(&open, 5, 4, 3).await;
 }
 
 #[tokio::test]

@@ -40,7 +40,7 @@ pub(super) struct Early {
     pub(super) is_heard: bool,
     pub(super) answer: Option<Ahead>,
     pub(super) span: Span,
-    _memory: Option<OwnedSemaphorePermit>,
+    memory: Option<OwnedSemaphorePermit>,
     pub(super) place: OwnedSemaphorePermit,
 }
 
@@ -58,6 +58,8 @@ pub(super) struct Heard {
     pub(super) duration: Duration,
     pub(super) hearing: Hearing,
     pub(super) ahead: Option<Ahead>,
+    /// What is recognised anew if the recognition that was begun early fails.
+    again: Option<Utterance>,
     pub(super) span: Span,
     _memory: Option<OwnedSemaphorePermit>,
     _place: OwnedSemaphorePermit,
@@ -79,7 +81,7 @@ impl Session {
                 is_heard: false,
                 answer: None,
                 span,
-                _memory: utterance.memory,
+                memory: utterance.memory,
                 place,
             }),
             Err(_refused) => None,
@@ -150,12 +152,26 @@ impl Session {
         while self.hearing.is_none()
             && let Some(said) = self.said.pop_front()
         {
-            let (span, heard, ahead) = match said.early {
-                Some(early) => (early.span, Ok((early.hearing, early.place)), early.answer),
+            let duration = said.utterance.duration();
+            let (span, heard, ahead, memory, again) = match said.early {
+                Some(Early {
+                    hearing,
+                    answer,
+                    span,
+                    memory,
+                    place,
+                    ..
+                }) => (
+                    span,
+                    Ok((hearing, place)),
+                    answer,
+                    memory,
+                    Some(said.utterance),
+                ),
                 None => {
                     let span = self.turn_begins();
                     let heard = self.heard_by_recogniser(&said.utterance, &span, false);
-                    (span, heard, None)
+                    (span, heard, None, said.utterance.memory, None)
                 }
             };
             match heard {
@@ -163,11 +179,12 @@ impl Session {
                     self.hearing = Some(Heard {
                         item: said.item,
                         respond: said.respond,
-                        duration: said.utterance.duration(),
+                        duration,
                         hearing,
                         ahead,
+                        again,
                         span,
-                        _memory: said.utterance.memory,
+                        _memory: memory,
                         _place: place,
                     });
                 }
@@ -256,8 +273,15 @@ impl Session {
                 }
             }
             Some(Recognised::Failed(refusal)) => {
-                self.hearing = None;
-                self.unheard(&item, respond, &refusal);
+                match self.hearing.take().and_then(|heard| heard.again) {
+                    Some(utterance) => self.said.push_front(Said {
+                        item,
+                        utterance,
+                        early: None,
+                        respond,
+                    }),
+                    None => self.unheard(&item, respond, &refusal),
+                }
             }
             None => self.hearing = None,
         }
