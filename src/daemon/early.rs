@@ -3,7 +3,7 @@
 use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
 use cotenant_policy::{pressure::PressureLevel, snapshot::Snapshot};
 
-/// Admits it if memory is ample and nobody else's work would be slower.
+/// Admits it if memory is ample and no request would be slower.
 ///
 /// # Errors
 /// A refusal that no client sees: the work is done when it is asked for.

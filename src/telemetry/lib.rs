@@ -7,6 +7,7 @@ mod metrics;
 pub mod otlp;
 mod resource;
 mod span;
+mod table;
 
 pub use llm::LlmLoad;
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};

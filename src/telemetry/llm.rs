@@ -7,7 +7,7 @@ use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge}
 use cotenant_policy::{residency::EnginePlan, snapshot::EngineView};
 use cotenant_units::Tokens;
 
-use crate::metrics::{Labels, Size, Table, labels, raise};
+use crate::table::{Labels, Size, Table, labels, raise};
 
 /// What the engine itself reports.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

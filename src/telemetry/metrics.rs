@@ -5,10 +5,7 @@
 
 use std::{
     collections::BTreeSet,
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::{Mutex, PoisonError, atomic::AtomicU64},
     time::Duration,
 };
 
@@ -21,7 +18,7 @@ use prometheus_client::{
         histogram::{Histogram, exponential_buckets},
         info::Info,
     },
-    registry::{Metric, Registry},
+    registry::Registry,
 };
 
 use cotenant_policy::{
@@ -37,6 +34,7 @@ use cotenant_units::{Bytes, Tokens};
 use crate::{
     build_name::commit,
     llm::{LlmLoad, LlmMetrics},
+    table::{Known, Labels, Size, Table, labels, raise},
 };
 
 /// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
@@ -621,29 +619,6 @@ impl Default for Metrics {
     }
 }
 
-/// The registry while it is being filled.
-pub(crate) struct Table(Registry);
-
-impl Table {
-    pub(crate) fn add<M: Metric + Clone + Default>(&mut self, name: &str, help: &str) -> M {
-        self.with(name, help, M::default())
-    }
-
-    fn with<M: Metric + Clone>(&mut self, name: &str, help: &str, metric: M) -> M {
-        self.0.register(name, help, metric.clone());
-        metric
-    }
-}
-
-/// A whole number that rises and falls.
-pub(crate) type Size = Gauge<u64, AtomicU64>;
-
-/// The same, left out while it is unknown: unknown is not zero.
-type Known = Family<Labels<0>, Size>;
-
-/// Labels of a series, in the order in which they are written.
-pub(crate) type Labels<const N: usize> = [(&'static str, String); N];
-
 /// All states of a worker with their names in metrics.
 const WORKER_STATES: [(WorkerState, &str); 7] = [
     (WorkerState::Stopped, "stopped"),
@@ -654,10 +629,6 @@ const WORKER_STATES: [(WorkerState, &str); 7] = [
     (WorkerState::Stopping, "stopping"),
     (WorkerState::Degraded, "degraded"),
 ];
-
-pub(crate) fn labels<const N: usize>(labels: [(&'static str, &str); N]) -> Labels<N> {
-    labels.map(|(name, value)| (name, value.to_owned()))
-}
 
 fn set_known(gauge: &Known, bytes: Option<Bytes>) {
     match bytes {
@@ -670,11 +641,6 @@ fn set_known(gauge: &Known, bytes: Option<Bytes>) {
 
 fn set(gauge: &Size, bytes: Bytes) {
     gauge.set(bytes.get());
-}
-
-/// Brings a counter to a total that is counted elsewhere.
-pub(crate) fn raise(counter: &Counter, total: u64) {
-    counter.inner().fetch_max(total, Ordering::Relaxed);
 }
 
 fn request_histogram() -> Histogram {

@@ -1,6 +1,6 @@
 //! What a user has said in a session: recognised once their turn has ended, or ahead of that.
 
-use std::{sync::Arc, time::Duration};
+use std::sync::Arc;
 
 use futures_util::FutureExt as _;
 use serde_json::{Map, json};
@@ -10,60 +10,19 @@ use super::{
     super::{
         super::{
             api::Kind,
-            backend::{ChatRequest, RequestMeta, TranscribeRequest},
+            backend::{RequestMeta, TranscribeRequest},
             fault::Fault,
             transcription::{Hearing, PIECES_AHEAD, Recognised},
         },
         input::Utterance,
-        run::{Run, Voice, patiently},
+        output::End,
+        run::{Run, patiently},
     },
-    End, Session,
+    state::{Ahead, Early, Heard, Said, Session},
 };
 use cotenant_conversation::{refusal::Refusal, refusals::at_limit};
 use cotenant_speech::audio::{ASR_RATE_HZ, MonoAudio};
 use cotenant_telemetry::Span;
-
-/// An utterance that waits for the recogniser.
-pub(super) struct Said {
-    pub(super) item: String,
-    pub(super) utterance: Utterance,
-    /// What was done of it ahead.
-    pub(super) early: Option<Early>,
-    /// Whether a response follows it.
-    pub(super) respond: bool,
-}
-
-/// Work ahead of the end of a turn. Nobody is told of it before the turn has ended, and it is dropped if the turn goes
-/// on.
-pub(super) struct Early {
-    pub(super) hearing: Hearing,
-    pub(super) is_heard: bool,
-    pub(super) answer: Option<Ahead>,
-    pub(super) span: Span,
-    memory: Option<OwnedSemaphorePermit>,
-    pub(super) place: OwnedSemaphorePermit,
-}
-
-/// An answer that was begun ahead, and the request that it answers.
-pub(super) struct Ahead {
-    pub(super) request: ChatRequest,
-    pub(super) voice: Option<Voice>,
-    pub(super) run: Run,
-}
-
-/// Something that is being recognised.
-pub(super) struct Heard {
-    pub(super) item: String,
-    pub(super) respond: bool,
-    pub(super) duration: Duration,
-    pub(super) hearing: Hearing,
-    pub(super) ahead: Option<Ahead>,
-    /// What is recognised anew if the recognition that was begun early fails.
-    again: Option<Utterance>,
-    pub(super) span: Span,
-    _memory: Option<OwnedSemaphorePermit>,
-    _place: OwnedSemaphorePermit,
-}
 
 impl Session {
     /// Has a turn recognised that has probably ended.
@@ -320,19 +279,6 @@ impl Early {
     /// The text of the turn; `None` if it cannot be had. May be dropped and called again.
     pub(super) async fn heard(&mut self) -> Option<String> {
         self.hearing.whole().await.map(str::to_owned)
-    }
-}
-
-impl Ahead {
-    /// Whether this is the answer to a request that is made now.
-    pub(super) fn answers(&self, request: &ChatRequest, voice: Option<&Voice>) -> bool {
-        let mut now = ChatRequest {
-            meta: self.request.meta.clone(),
-            ..request.clone()
-        };
-        // A client of this API cannot choose it.
-        now.sampling.asked.seed = self.request.sampling.asked.seed;
-        now == self.request && voice == self.voice.as_ref()
     }
 }
 
