@@ -388,6 +388,9 @@ async fn a_spoken_turn_is_heard_answered_and_spoken() {
     );
 }
 
+/// As long as a pause is looked for, with what the resampler keeps.
+const PAUSE_MS: usize = 250;
+
 /// Waits until the script has been asked for so many of each.
 async fn worked(open: &Open, transcriptions: usize, chats: usize, speeches: usize) {
     let script = &open.script;
@@ -414,7 +417,7 @@ async fn an_answer_is_begun_in_the_silence_at_the_end_of_a_turn_and_given_at_its
     let session =
         json!({"type": "realtime", "audio": {"input": {"transcription": {"model": "any"}}}});
     let mut client = Client::with(&open, session).await;
-    client.append(&[loud(200), quiet(200)].concat()).await;
+    client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     client.until("input_audio_buffer.speech_started").await;
     worked(&open, 1, 1, 1).await;
     assert!(script.transcriptions.lock().unwrap()[0].meta.early);
@@ -439,7 +442,7 @@ async fn an_answer_is_begun_in_the_silence_at_the_end_of_a_turn_and_given_at_its
     tokio::time::sleep(Duration::from_millis(1000)).await;
     // A user who goes on has not asked.
     script.answer([started(), delta("It is "), Step::Hang]);
-    client.append(&[loud(200), quiet(200)].concat()).await;
+    client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     worked(&open, 2, 2, 1).await;
     client.append(&loud(100)).await;
     script.all_dropped().await;
@@ -467,7 +470,7 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
     let busy = || at_limit("answer", "work ahead of a request", 0_u64);
     // The recogniser.
     open.script.refuse([busy()]);
-    client.append(&[loud(200), quiet(200)].concat()).await;
+    client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     worked(&open, 1, 0, 0).await;
     client.append(&quiet(400)).await;
     let done = client.until("response.done").await.pop().unwrap();
@@ -476,8 +479,8 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
 
     // The recogniser, behind the end.
     *open.script.transcript_after.lock().unwrap() = Some(Duration::from_millis(100));
-    tokio::time::sleep(Duration::from_millis(800)).await;
-    client.append(&[loud(200), quiet(200)].concat()).await;
+    tokio::time::sleep(Duration::from_millis(900)).await;
+    client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     worked(&open, 3, 1, 1).await;
     open.script.refuse([busy()]);
     client.append(&quiet(400)).await;
@@ -487,9 +490,9 @@ async fn an_answer_that_could_not_be_begun_early_is_begun_at_the_end() {
     *open.script.transcript_after.lock().unwrap() = None;
 
     // The LLM.
-    tokio::time::sleep(Duration::from_millis(800)).await;
+    tokio::time::sleep(Duration::from_millis(900)).await;
     open.script.answer([started(), failed(busy())]);
-    client.append(&[loud(200), quiet(200)].concat()).await;
+    client.append(&[loud(200), quiet(PAUSE_MS)].concat()).await;
     worked(&open, 5, 3, 2).await;
     open.script.answer([started(), delta("Yes."), finished()]);
     client.append(&quiet(400)).await;
