@@ -106,8 +106,9 @@ impl Keys<'_> {
     ) -> Result<AttentionSpec, LoadErrorKind> {
         let heads = self.count_of_layers("attention.head_count", HEADS_MAX)?;
         let kv_heads = self.optional_of_layers("attention.head_count_kv", HEADS_MAX)?;
-        let kv_heads = kv_heads.unwrap_or(heads);
-        if kv_heads == 0 || !heads.is_multiple_of(kv_heads) {
+        // A list has zeros only where no layer attends.
+        let kv_heads = kv_heads.filter(|heads| *heads > 0).unwrap_or(heads);
+        if !heads.is_multiple_of(kv_heads) {
             return Err(self.wrong(
                 "attention.head_count_kv",
                 format!("{kv_heads} does not divide {heads} heads"),

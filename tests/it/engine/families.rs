@@ -17,7 +17,7 @@ use cotenant::engine::{
     synthetic::{Synthetic, TypeMix},
 };
 
-use super::{File, reference, tiny, write};
+use super::{File, PROMPT, go, open, plan, reference, tiny, write};
 
 /// A file as entries and tensors, to be rewritten.
 struct Parts {
@@ -383,5 +383,22 @@ fn biases_change_the_logits_wherever_they_are() {
             parts.tensors.remove(&name).unwrap();
             assert_ne!(reference(&parts.write().path, 0), whole, "{name}");
         }
+    }
+}
+
+#[test]
+fn a_model_of_one_layer_is_computed_in_each_family() {
+    for architecture in Architecture::ALL {
+        let model = Synthetic {
+            layers: 1,
+            ..Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 5)
+        };
+        let file = write(&model);
+        let mut loaded = open(&file.path, &plan(0..1, 64, 16), 1);
+        let logits = loaded.forward(&PROMPT, &mut go()).unwrap();
+        assert!(
+            logits.iter().all(|logit| logit.is_finite()),
+            "{architecture:?}"
+        );
     }
 }
