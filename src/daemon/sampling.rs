@@ -40,7 +40,9 @@ impl Pace {
 
     /// The next sample comes after `interval`.
     pub(super) fn set(&self, interval: Duration) {
-        self.interval.send_replace(interval);
+        // Only another one wakes the sampler.
+        self.interval
+            .send_if_modified(|current| std::mem::replace(current, interval) != interval);
     }
 }
 

@@ -98,7 +98,7 @@ impl Shared {
     fn watch(&self) {
         let mut stall = Stall::default();
         while !self.off.load(Ordering::Relaxed) {
-            std::thread::sleep(LOOK_EVERY);
+            std::thread::sleep(next_look(self.control.since_beat()));
             let reaction = stall.observe(self.control.since_beat());
             if self.off.load(Ordering::Relaxed) {
                 return;
@@ -181,6 +181,11 @@ impl Stall {
     }
 }
 
+/// Time until the next look at a loop that last ran `idle` ago: when it would have stalled, if it does not run before.
+fn next_look(idle: Duration) -> Duration {
+    STALL_MIN.saturating_sub(idle).max(LOOK_EVERY)
+}
+
 /// Writes a line to stderr without the locks that the log and the standard library hold.
 fn say(line: &str) {
     // SAFETY: the text is valid for reads of its length, and `write` keeps no reference to it.
@@ -190,7 +195,7 @@ fn say(line: &str) {
 /// The loop runs at least once a second. Noticed with [`LOOK_EVERY`] within 2 s, as lmkd has it.
 const STALL_MIN: Duration = Duration::from_millis(1750);
 
-/// Between two looks; 8 wake-ups a second cost below 0.1 % of a core.
+/// Between two looks at a loop that has stalled.
 const LOOK_EVERY: Duration = Duration::from_millis(125);
 
 /// A loop that has not run for this long counts as lost (our choice: well below systemd's own 10 s).
@@ -211,6 +216,15 @@ mod tests {
             .iter()
             .map(|millis| stall.observe(Duration::from_millis(*millis)))
             .collect()
+    }
+
+    #[test]
+    fn a_loop_that_runs_is_looked_at_once_it_would_have_stalled() {
+        let next = |millis| next_look(Duration::from_millis(millis)).as_millis();
+        assert_eq!(
+            [0, 750, 1700, 1750, 60_000].map(next),
+            [1750, 1000, 125, 125, 125]
+        );
     }
 
     #[test]

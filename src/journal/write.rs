@@ -216,8 +216,7 @@ impl Drop for Journal {
     }
 }
 
-/// Pause between two polls of the writer (our choice): the queue holds a hundred times the output of a loop that only
-/// writes.
+/// Shortest time between two writes (our choice): the queue holds a hundred times the output of a loop that only writes.
 const REST: Duration = Duration::from_millis(1);
 
 struct Writer<F> {
@@ -235,7 +234,13 @@ const LOSS_LOGGED_EVERY: Duration = Duration::from_secs(60);
 
 impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
     fn run(mut self) {
+        let mut flushed_at: Option<Instant> = None;
         while let Ok(mut entry) = self.lines.recv() {
+            // Lines that arrive meanwhile are taken together: waking this thread for each line costs the loop more than
+            // the line.
+            if flushed_at.is_some_and(|at| at.elapsed() < REST) {
+                std::thread::sleep(REST);
+            }
             // Flushed at a pause, so that a busy loop costs few system calls and a reader sees whole lines soon.
             loop {
                 self.write(&entry);
@@ -246,9 +251,7 @@ impl<F: FnMut(&JournalEntry, &str)> Writer<F> {
             }
             let flushed = self.file.as_mut().map_or(Ok(()), Rotating::flush);
             self.judge(&flushed);
-            // Lines that arrive meanwhile are taken together: waking this thread for each line costs the loop more than
-            // the line.
-            std::thread::sleep(REST);
+            flushed_at = Some(Instant::now());
         }
     }
 

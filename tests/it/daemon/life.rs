@@ -408,7 +408,10 @@ async fn a_reload_takes_over_what_it_can_and_names_what_needs_a_restart() {
         reported.rfind("READY=1"),
     );
     assert!(begun.is_some() && begun < ended, "{reported}");
-    assert!(installation.log().contains("\"level\":\"DEBUG\""));
+    eventually("the log has finer lines", || {
+        installation.log().contains("\"level\":\"DEBUG\"")
+    })
+    .await;
     assert!(
         installation
             .events()
