@@ -312,6 +312,22 @@ impl LanguageModel for GgufModel {
         self.model.answers_max()
     }
 
+    fn aside_takes(&self) -> Tokens {
+        self.model.aside_takes()
+    }
+
+    fn is_lost(&self, lane: Lane) -> bool {
+        self.model.is_lost(lane)
+    }
+
+    fn takes_back(&self) -> bool {
+        !self.model.needs_marks()
+    }
+
+    fn slice_max(&self) -> usize {
+        self.model.slice_max()
+    }
+
     fn save_conversations(&mut self, held: &[u32], path: &Path) -> io::Result<Saved> {
         self.model.save_conversations(held, path)
     }

@@ -196,6 +196,23 @@ impl KvCache {
         Ok(())
     }
 
+    /// Where a copy has some of its bytes, part by part.
+    pub(super) fn parts_of(&self, copy: &Copy, bytes: Range<usize>) -> Vec<Span> {
+        self.whole.parts(copy.id, bytes)
+    }
+
+    /// Tokens of capacity that the copies take.
+    pub(super) fn tokens_of_copies<'a>(&self, copies: impl Iterator<Item = &'a Copy>) -> u32 {
+        let places = copies.map(|copy| self.whole.copy_places(copy.id).len());
+        self.tokens_of(places.sum()).get()
+    }
+
+    /// Tokens of capacity that a copy of a state takes.
+    pub(super) fn tokens_of_copy(&self, state: Option<&Buffer>) -> u32 {
+        let places = self.whole.places_for(self.copy_len(state, 0));
+        self.tokens_of(places.unwrap_or(0)).get()
+    }
+
     /// What a copy is of, and where it has that, part by part.
     fn spans(&self, copy: &Copy, state: Option<&Buffer>) -> Vec<(Span, Span)> {
         let mut all = Vec::new();

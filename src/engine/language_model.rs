@@ -93,6 +93,26 @@ pub trait LanguageModel {
         None
     }
 
+    /// Tokens of capacity that setting a conversation aside takes beside those of its tokens.
+    fn aside_takes(&self) -> Tokens {
+        Tokens::ZERO
+    }
+
+    /// Whether one that was set aside cannot be gone on with.
+    fn is_lost(&self, _lane: Lane) -> bool {
+        false
+    }
+
+    /// Whether [`Self::take_back`] takes back any tokens.
+    fn takes_back(&self) -> bool {
+        true
+    }
+
+    /// How many tokens of the sequence the next pass may have at most.
+    fn slice_max(&self) -> usize {
+        self.rows_max()
+    }
+
     /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, stays as a conversation that may be
     /// gone on with. Returns its tokens.
     fn resume(&mut self, held: &[u32], lane: Lane) -> Option<Vec<u32>> {

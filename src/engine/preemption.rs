@@ -14,7 +14,7 @@ use super::{
     backend::{Backend, DeviceError, Fence},
     error::{ApplyError, ApplyReport},
 };
-use cotenant_policy::residency::EnginePlan;
+use cotenant_policy::{kv_type::KvType, residency::EnginePlan};
 
 /// Response of a checkpoint.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -66,6 +66,10 @@ impl<F: FnMut() -> Flow> Checkpoint for F {
 pub(super) struct Preemption<'pass> {
     checkpoint: &'pass mut dyn Checkpoint,
     pending: Option<EnginePlan>,
+    /// The KV type that stays for the whole pass, where the pass would not survive another.
+    kv_type: Option<KvType>,
+    /// A plan with another one, for the end of the pass.
+    later: Option<EnginePlan>,
     stopped: bool,
     looked: Instant,
     pub(super) estimators: SliceEstimators,
@@ -116,6 +120,8 @@ impl<'pass> Preemption<'pass> {
         Self {
             checkpoint,
             pending: None,
+            kv_type: None,
+            later: None,
             stopped: false,
             looked: Instant::now(),
             estimators,
@@ -194,7 +200,16 @@ impl<'pass> Preemption<'pass> {
             self.looked = Instant::now();
             match question(&mut *self.checkpoint) {
                 Flow::Continue => {}
-                Flow::Apply(plan) => self.pending = Some(plan),
+                Flow::Apply(plan) => {
+                    // The later one is in place of the earlier one.
+                    let waits = self.kv_type.is_some_and(|kind| kind != plan.kv_type);
+                    let (now, later) = if waits {
+                        (None, Some(plan))
+                    } else {
+                        (Some(plan), None)
+                    };
+                    (self.pending, self.later) = (now, later);
+                }
                 Flow::Stop => self.stopped = true,
             }
         }
@@ -205,6 +220,16 @@ impl<'pass> Preemption<'pass> {
         } else {
             Preempt::No
         }
+    }
+
+    /// Leaves plans with another KV type to the end of the pass.
+    pub(super) const fn keep_kv_type(&mut self, kind: KvType) {
+        self.kv_type = Some(kind);
+    }
+
+    /// The plan that was left to the end of the pass.
+    pub(super) const fn take_later(&mut self) -> Option<EnginePlan> {
+        self.later.take()
     }
 
     /// The pending plan.

@@ -192,7 +192,6 @@ impl Layout {
                 resident_bytes: part.arena,
             })
             .collect();
-        let state = state_bytes(spec);
         ModelShape {
             name,
             architecture: header.architecture().to_owned(),
@@ -201,7 +200,7 @@ impl Layout {
                 .fixed
                 .bytes
                 .saturating_add(header.heap_bytes().round_up(page())),
-            state_bytes: state,
+            state_bytes: sequence_state_bytes(spec).saturating_add(layer_state_bytes(spec)),
             kv: kv_shape(spec),
             context_max: Tokens::new(spec.context_max),
             workspace_fixed_bytes: logits_bytes(spec)
@@ -509,12 +508,22 @@ fn blocks_of(shape: &KvShape) -> impl Iterator<Item = Bytes> + use<> {
 
 /// Recurrent and convolution state of one sequence, in whole pages; zero for models without recurrent layers.
 #[must_use]
-pub fn state_bytes(spec: &Spec) -> Bytes {
+pub fn sequence_state_bytes(spec: &Spec) -> Bytes {
     let layers = spec
         .layers
         .iter()
         .filter(|layer| layer.kind == LayerKind::Recurrent)
         .count();
+    state_of_layers(spec, layers)
+}
+
+/// The same of one layer, where one of another conversation is computed in; zero for models that compute one at a time.
+#[must_use]
+pub fn layer_state_bytes(spec: &Spec) -> Bytes {
+    state_of_layers(spec, usize::from(answers_max(spec) > 1))
+}
+
+fn state_of_layers(spec: &Spec, layers: usize) -> Bytes {
     spec.recurrent.map_or(Bytes::ZERO, |recurrent| {
         Bytes::of_len(layers * (recurrent.state_len() + recurrent.conv_len()) * 4).round_up(page())
     })
@@ -579,10 +588,13 @@ pub(super) fn logits_bytes(spec: &Spec) -> Bytes {
     Bytes::of_len(logits_stride(spec) * 4 * answers_max(spec))
 }
 
-/// Number of answers computed together: recurrent state and windows exist once, so further answers need copies.
-pub(super) fn answers_max(spec: &Spec) -> usize {
-    let is_single = spec.recurrent.is_some() || spec.attention.local.is_some();
-    if is_single { 1 } else { ANSWERS_MAX }
+/// Number of answers computed together: windows exist once.
+pub(super) const fn answers_max(spec: &Spec) -> usize {
+    if spec.attention.local.is_some() {
+        1
+    } else {
+        ANSWERS_MAX
+    }
 }
 
 /// Our choice: at this number, some processors take longer to compute a pass than to read the weights, and more answers

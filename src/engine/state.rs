@@ -1,6 +1,6 @@
 //! Fixed-size recurrent state: matrices and the convolution's last inputs.
 
-use std::io;
+use std::{io, ops::Range};
 
 use super::{
     arena::Backing,
@@ -11,10 +11,12 @@ use super::{
 use cotenant_policy::residency::LayerKind;
 use cotenant_units::Bytes;
 
-/// The recurrent state of one sequence.
+/// The recurrent state of one sequence, and of one layer of another.
 #[derive(Debug)]
 pub struct RecurrentState {
     memory: Option<Buffer>,
+    /// A layer of a conversation that was set aside, while it is computed.
+    aside: Option<Buffer>,
     /// Elements per layer: matrices, then convolution.
     layer_len: usize,
     matrices_len: usize,
@@ -28,7 +30,10 @@ impl RecurrentState {
     /// # Errors
     /// No memory.
     pub fn new(backend: &dyn Backend, spec: &Spec) -> io::Result<Self> {
-        let bytes = shape::state_bytes(spec);
+        let allocate = |bytes| {
+            let memory = (bytes > Bytes::ZERO).then(|| backend.allocate(bytes, Backing::OnTouch));
+            memory.transpose()
+        };
         let mut next = 0;
         let index = spec
             .layers
@@ -44,11 +49,8 @@ impl RecurrentState {
             (recurrent.state_len(), recurrent.conv_len())
         });
         Ok(Self {
-            memory: if bytes == Bytes::ZERO {
-                None
-            } else {
-                Some(backend.allocate(bytes, Backing::OnTouch)?)
-            },
+            memory: allocate(shape::sequence_state_bytes(spec))?,
+            aside: allocate(shape::layer_state_bytes(spec))?,
             layer_len: matrices_len + conv_len,
             matrices_len,
             index,
@@ -57,9 +59,7 @@ impl RecurrentState {
 
     /// Populates all of it at the start of a sequence: in pieces, so that other threads may map memory meanwhile.
     pub fn touch(&self) {
-        if let Some(memory) = &self.memory {
-            memory.touch();
-        }
+        self.buffers().for_each(Buffer::touch);
     }
 
     /// Resets to the start of a sequence.
@@ -73,7 +73,7 @@ impl RecurrentState {
         })
     }
 
-    /// Its memory; `None` for a model without recurrent layers.
+    /// Memory of the sequence's own; `None` for a model without recurrent layers.
     #[must_use]
     pub const fn memory(&self) -> Option<&Buffer> {
         self.memory.as_ref()
@@ -83,21 +83,41 @@ impl RecurrentState {
     #[must_use]
     pub fn layer(&self, layer: usize) -> Option<(View, View)> {
         let index = (*self.index.get(layer)?)?;
-        let start = index * self.layer_len;
-        let (middle, end) = (start + self.matrices_len, start + self.layer_len);
-        let memory = self.memory.as_ref()?;
-        Some((memory.view(start..middle), memory.view(middle..end)))
+        Some(self.parts(self.memory.as_ref()?, index * self.layer_len))
     }
 
-    /// Memory of the whole state.
+    /// The same of a conversation that was set aside, whose layer has been moved there.
+    #[must_use]
+    pub fn aside(&self) -> Option<(View, View)> {
+        Some(self.parts(self.aside.as_ref()?, 0))
+    }
+
+    fn parts(&self, memory: &Buffer, start: usize) -> (View, View) {
+        let (middle, end) = (start + self.matrices_len, start + self.layer_len);
+        (memory.view(start..middle), memory.view(middle..end))
+    }
+
+    /// Where layer `layer` lies in a copy of the state, and the memory that it is moved to for being computed.
+    #[must_use]
+    pub fn layer_of_copy(&self, layer: usize) -> Option<(Range<usize>, &Buffer)> {
+        let index = (*self.index.get(layer)?)?;
+        let bytes = self.layer_len * size_of::<f32>();
+        Some((index * bytes..(index + 1) * bytes, self.aside.as_ref()?))
+    }
+
+    fn buffers(&self) -> impl Iterator<Item = &Buffer> {
+        self.memory.iter().chain(&self.aside)
+    }
+
+    /// Memory of all of it.
     #[must_use]
     pub fn bytes(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::bytes)
+        self.buffers().map(Buffer::bytes).sum()
     }
 
     /// Resident size.
     #[must_use]
     pub fn resident(&self) -> Bytes {
-        self.memory.as_ref().map_or(Bytes::ZERO, Buffer::resident)
+        self.buffers().map(Buffer::resident).sum()
     }
 }

@@ -129,6 +129,16 @@ impl Batch {
         self.others.get(number).copied()
     }
 
+    /// The conversation of row `first`, where that is not the sequence, and the number of rows from there on that are its next
+    /// tokens.
+    pub(super) fn conversation(&self, first: usize) -> (Option<Lane>, usize) {
+        let Some(other) = self.other(first) else {
+            return (None, self.own.end.saturating_sub(first).max(1));
+        };
+        let goes_on = |row: &usize| self.other(*row).is_some_and(|next| next.lane == other.lane);
+        (Some(other.lane), (first..).take_while(goes_on).count())
+    }
+
     /// Number of rows from `first` on with one conversation and one result; 1 outside of the sequence.
     pub(super) fn run(&self, first: usize) -> usize {
         if !self.own.contains(&first) {

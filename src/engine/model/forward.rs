@@ -5,6 +5,7 @@ use std::{ops::Range, time::Instant};
 use super::{
     batch::Batch,
     loaded::Model,
+    parked::Lane,
     products::{Failure, Input, Progress, Want},
     residency,
     weights::Place,
@@ -13,7 +14,7 @@ use super::{
 use crate::{
     backend::{
         Activate, Attend, Convolve, Delta, Finish, Norm, Operation, Prepare, Residual, Rotate,
-        Types, View,
+        Span, Types, View,
     },
     error::ForwardError,
     preemption::{Preempt, Preemption, Work},
@@ -97,6 +98,10 @@ impl Pass<'_, '_> {
 
     /// Cosines and sines for the rows of a chunk; behind them those of local layers, where there are any.
     pub(super) fn rotate(&mut self, rows: usize) -> Result<(), ForwardError> {
+        // Where no layer attends, there is no place for them.
+        if self.model.spec.attention_layers() == 0 {
+            return Ok(());
+        }
         let own = self.batch.own().clone();
         if !own.is_empty() {
             // Tokens keep the positions at which they were read, whatever is dropped before them.
@@ -456,17 +461,23 @@ impl Pass<'_, '_> {
         let work_of_row = recurrent.work() as u64;
         let mut first = 0;
         while first < self.rows {
+            let (lane, together) = self.batch.conversation(first);
             let rows = self
                 .preemption
                 .estimators
                 .delta
                 .rows(work_of_row)
+                .min(together)
                 .min(self.rows - first);
             let began = Instant::now();
             let some = first..first + rows;
+            let state = self.state(index, lane)?;
             match recurrent {
-                RecurrentSpec::Convolution(spec) => self.convolve(index, spec, some)?,
-                RecurrentSpec::Delta(spec) => self.delta(index, spec, self.rows, some)?,
+                RecurrentSpec::Convolution(spec) => self.convolve(index, spec, state, some)?,
+                RecurrentSpec::Delta(spec) => self.delta(index, spec, state, some)?,
+            }
+            if let Some(lane) = lane {
+                self.move_state(index, lane, |copy, memory| (memory, copy))?;
             }
             first += rows;
             if self.rows > 1 {
@@ -494,21 +505,42 @@ impl Pass<'_, '_> {
         self.products(index, Slot::Normed, &wants)
     }
 
+    /// The matrices and the convolution's last inputs of a layer, of the sequence or of a conversation that was set aside.
+    fn state(&mut self, index: usize, lane: Option<Lane>) -> Result<(View, View), Failure> {
+        let Some(lane) = lane else {
+            let state = self.model.sequence.state.layer(index);
+            return state.ok_or(Failure::NoMatrix);
+        };
+        self.move_state(index, lane, |copy, memory| (copy, memory))?;
+        let state = self.model.sequence.state.aside();
+        state.ok_or(Failure::NoMatrix)
+    }
+
+    /// Moves a layer of the state of a conversation that was set aside between its copy and where it is computed.
+    fn move_state(
+        &mut self,
+        index: usize,
+        lane: Lane,
+        direction: impl Fn(Span, Span) -> (Span, Span),
+    ) -> Result<(), Failure> {
+        let parts = self.model.sequence.aside_layer(lane, index);
+        for (copy, memory) in parts.ok_or(Failure::NoMatrix)? {
+            let (from, to) = direction(copy, memory);
+            self.model.backend.queue(Operation::Move { from, to })?;
+        }
+        Ok(())
+    }
+
     /// A short convolution for some rows of a chunk; those before them have been there.
     fn convolve(
         &mut self,
         index: usize,
         spec: &ConvolutionSpec,
+        (_, history): (View, View),
         rows: Range<usize>,
     ) -> Result<(), Failure> {
         let weights = &self.model.weights;
         let taps = weights.vector(&self.model.layout.fixed, index, Vector::Convolution);
-        let (_, history) = self
-            .model
-            .sequence
-            .state
-            .layer(index)
-            .ok_or(Failure::NoMatrix)?;
         let mixed = 0..self.rows * 3 * spec.channels;
         self.model.backend.queue(Operation::Convolve(Convolve {
             spec: *spec,
@@ -521,12 +553,12 @@ impl Pass<'_, '_> {
         Ok(())
     }
 
-    /// The delta rule for some rows of a chunk of `all`; those before them have been there.
+    /// The delta rule for some rows of a chunk; those before them have been there.
     fn delta(
         &mut self,
         index: usize,
         spec: &DeltaSpec,
-        all: usize,
+        (state, history): (View, View),
         rows: Range<usize>,
     ) -> Result<(), Failure> {
         let work = &self.model.workspace;
@@ -538,16 +570,10 @@ impl Pass<'_, '_> {
             vector.ok_or(Failure::NoMatrix)
         };
         let of_rows = |width: usize| rows.start * width..rows.end * width;
-        let (state, history) = self
-            .model
-            .sequence
-            .state
-            .layer(index)
-            .ok_or(Failure::NoMatrix)?;
         self.model.backend.queue(Operation::Delta(Delta {
             spec: *spec,
             epsilon: self.model.spec.epsilon,
-            mixed: work.wide.view(0..all * spec.channels()),
+            mixed: work.wide.view(0..self.rows * spec.channels()),
             gate: work.second.view(of_rows(spec.values())),
             alpha: work.third.view(of_rows(spec.value_heads)),
             beta: work.fourth.view(of_rows(spec.value_heads)),

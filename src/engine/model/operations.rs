@@ -208,7 +208,27 @@ impl Model {
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where the
     /// model cannot do that.
     pub fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
-        self.sequence.set_aside(held)
+        self.sequence.set_aside(self.backend.as_mut(), held)
+    }
+
+    /// Tokens of capacity that setting a conversation aside takes beside those of its tokens.
+    #[must_use]
+    pub fn aside_takes(&self) -> Tokens {
+        Tokens::new(self.sequence.aside_takes())
+    }
+
+    /// Whether one that was set aside cannot be gone on with: another KV type, or a pass that did not finish, has taken its state.
+    #[must_use]
+    pub fn is_lost(&self, lane: Lane) -> bool {
+        self.sequence.is_lost(lane)
+    }
+
+    /// How many tokens of the sequence the next pass may have at most.
+    #[must_use]
+    pub fn slice_max(&self) -> usize {
+        let left = self.sequence.until_mark(self.streams());
+        left.map_or(usize::MAX, |left| left.max(1))
+            .min(self.rows_max())
     }
 
     /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, stays as a conversation that may be

@@ -14,6 +14,7 @@
 use std::{sync::Arc, time::Instant};
 
 use super::marks::{Mark, take_spare};
+use crate::kv::Copy as KvCopy;
 use cotenant_policy::kv_type::KvType;
 use cotenant_units::Tokens;
 
@@ -68,6 +69,8 @@ pub(super) struct Parked {
     pub(super) since: Instant,
     /// Whether its answer is under way: it is given up for nothing then.
     pub(super) is_lane: bool,
+    /// Its recurrent state, while its answer is under way; `None` where it was lost, and of models without.
+    pub(super) state: Option<KvCopy>,
 }
 
 /// A conversation that is parked, for those who look.
@@ -130,9 +133,23 @@ impl AllParked {
         nearest.map(|(.., near)| near)
     }
 
-    /// The marks of all.
-    pub(super) fn marks(&self) -> impl Iterator<Item = &Mark> {
-        self.all.iter().flat_map(|one| &one.marks)
+    /// The copies of all.
+    pub(super) fn copies(&self) -> impl Iterator<Item = &KvCopy> {
+        let marks = self.all.iter().flat_map(|one| &one.marks);
+        marks.map(|mark| &mark.copy).chain(self.states())
+    }
+
+    /// The states of those whose answers are under way.
+    pub(super) fn states(&self) -> impl Iterator<Item = &KvCopy> {
+        self.all.iter().filter_map(|one| one.state.as_ref())
+    }
+
+    /// Gives up all copies.
+    pub(super) fn forget_copies(&mut self) {
+        for one in &mut self.all {
+            one.marks.clear();
+            one.state = None;
+        }
     }
 
     /// Gives up a mark of a conversation that has a later one as well, of the one that was parked first; says whether there was

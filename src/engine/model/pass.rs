@@ -86,6 +86,9 @@ pub(super) fn run_together(
             }
         }
     }
+    if has_own {
+        mark_if_wanted(model);
+    }
     let own = u32::try_from(batch.own().len()).unwrap_or(u32::MAX);
     let end = model.sequence.position.saturating_add(own);
     let needed = model.sequence.kept().max(end);
@@ -98,7 +101,16 @@ pub(super) fn run_together(
         let needed = model.sequence.held(0);
         return Err(ForwardError::KvFull { capacity, needed });
     }
-    let preemption = Preemption::new(checkpoint, model.estimators);
+    let mut preemption = Preemption::new(checkpoint, model.estimators);
+    let lanes = || {
+        spans
+            .iter()
+            .filter_map(|span| Some((span.lane?, span.tokens)))
+    };
+    if model.needs_marks() && lanes().next().is_some() {
+        // Their states lie in the KV cache, and not as rows that another type could be made of.
+        preemption.keep_kv_type(model.plan.kv_type);
+    }
     let mut pass = Pass {
         model,
         preemption,
@@ -111,21 +123,29 @@ pub(super) fn run_together(
     let scored = pass.batch.scored();
     let result = pass.chunk(&tokens).and_then(|()| pass.head(scored));
     pass.end_chunk();
-    let estimators = pass.preemption.estimators;
-    model.estimators = estimators;
-    if result.is_err() {
-        // The readers may have been left in the middle of the pass.
+    let Pass {
+        model,
+        mut preemption,
+        ..
+    } = pass;
+    model.estimators = preemption.estimators;
+    if result.is_ok() {
+        model.sequence.position = end;
+        lanes().for_each(|(lane, tokens)| model.sequence.extend(lane, tokens));
+        if has_own {
+            mark_if_wanted(model);
+        }
+    } else {
+        // The readers may have been left in the middle of the pass, and states too.
         model.restart_stream();
         model.sequence.lost |= has_own;
+        lanes().for_each(|(lane, _)| model.sequence.lose(lane));
     }
-    result?;
-    model.sequence.position = end;
-    for span in spans {
-        if let Some(lane) = span.lane {
-            model.sequence.extend(lane, span.tokens);
-        }
+    if let Some(plan) = preemption.take_later() {
+        let applied = residency::apply(model, &plan, &mut || preemption.wanted());
+        preemption.applied(applied);
     }
-    Ok(())
+    result
 }
 
 /// Refuses what cannot be computed before anything is; returns the length of the sequence afterwards.
@@ -159,11 +179,23 @@ fn refuse_unknown(model: &Model, tokens: &[u32]) -> Result<(), ForwardError> {
     })
 }
 
+/// Between two chunks: a plan may have come meanwhile.
+fn mark_if_wanted(model: &mut Model) {
+    let streams = model.streams();
+    let Model {
+        backend,
+        workspace,
+        sequence,
+        ..
+    } = model;
+    sequence.mark_if_wanted(backend.as_mut(), workspace.chunk(), streams);
+}
+
 impl Pass<'_, '_> {
     /// The chunks of a pass, one after the other. Says where the last one begins.
     fn chunks(&mut self, tokens: &[u32], each: &mut Each<'_>) -> Result<u32, ForwardError> {
         let (mut done, mut first) = (0, self.model.sequence.position);
-        self.mark_if_wanted();
+        mark_if_wanted(self.model);
         while done < tokens.len() {
             first = self.model.sequence.position;
             self.end_chunk();
@@ -187,21 +219,9 @@ impl Pass<'_, '_> {
                 return Err(error);
             }
             done = end;
-            self.mark_if_wanted();
+            mark_if_wanted(self.model);
         }
         Ok(first)
-    }
-
-    /// Between two chunks: a plan may have come meanwhile.
-    fn mark_if_wanted(&mut self) {
-        let streams = self.model.streams();
-        let Model {
-            backend,
-            workspace,
-            sequence,
-            ..
-        } = &mut *self.model;
-        sequence.mark_if_wanted(backend.as_mut(), workspace.chunk(), streams);
     }
 
     /// Between two chunks, and behind the last one, however that ended.

@@ -243,6 +243,7 @@ impl Model {
                 turn: 0,
                 since: Instant::now(),
                 is_lane: false,
+                state: None,
             });
         }
     }

@@ -7,19 +7,19 @@
 //! Copies lie in the KV cache, at places that no block has, as do the blocks of conversations that are parked. So they cost no
 //! lease of their own; when tokens or a smaller capacity need the place, those that are missed least are given up.
 
-use std::time::Instant;
+use std::{ops::Range, time::Instant};
 
 use super::{
     dropped::{Dropped, Turn},
-    marks::{Kind, Marks},
+    marks::{Kind, Mark, Marks, take_spare},
     parked::{
         AllParked, Asked, Conversation, Kept, LOST_MIN, Lane, Near, Parked, common_prefix,
         last_within,
     },
 };
 use crate::{
-    backend::{Backend, DeviceError},
-    kv::{KvCache, KvError, Resized},
+    backend::{Backend, DeviceError, Span},
+    kv::{Copy as KvCopy, KvCache, KvError, Resized},
     spec::{AttentionSpec, POSITIONS_MAX},
     state::RecurrentState,
 };
@@ -191,10 +191,11 @@ impl Sequence {
         while let Some(number) = self.parked.within(client.as_ref(), held) {
             self.forget(number);
         }
-        self.push(held, is_superseded, false);
+        self.push(held, is_superseded, None);
     }
 
-    fn push(&mut self, held: &[u32], is_superseded: bool, is_lane: bool) -> Lane {
+    /// `aside` of one whose answer is under way: its state, where the model has one.
+    fn push(&mut self, held: &[u32], is_superseded: bool, aside: Option<Option<KvCopy>>) -> Lane {
         self.cache.park(self.position);
         self.parked.push(Parked {
             conversation: self.conversation.clone(),
@@ -204,7 +205,8 @@ impl Sequence {
             is_superseded,
             turn: 0,
             since: Instant::now(),
-            is_lane,
+            is_lane: aside.is_some(),
+            state: aside.flatten(),
         })
     }
 
@@ -262,8 +264,8 @@ impl Sequence {
 
     /// Gives up the copies that no sequence has.
     fn release_copies(&mut self) {
-        let marks = self.marks.all().iter().chain(self.parked.marks());
-        self.cache.keep_copies(marks.map(|mark| &mark.copy));
+        let marks = self.marks.all().iter().map(|mark| &mark.copy);
+        self.cache.keep_copies(marks.chain(self.parked.copies()));
     }
 
     /// Gives up conversations and copies until the sequence may come to `used` tokens, and makes the block that it ends in its
@@ -316,6 +318,7 @@ impl Sequence {
         if self.has_copies() {
             while self.forget_one() {}
             self.marks.clear();
+            self.parked.forget_copies();
             self.release_copies();
         }
         // What a conversion has lost is read again, as of the sequence itself.
@@ -342,7 +345,8 @@ impl Sequence {
             return used;
         }
         let is_lane = |number| self.parked.is_lane(number);
-        self.cache.tokens_held(used, is_lane).max(used)
+        let tokens = self.cache.tokens_held(used, is_lane).max(used);
+        tokens.saturating_add(self.cache.tokens_of_copies(self.parked.states()))
     }
 
     /// Parks the sequence, which has the tokens `held`, where it can be gone on from.
@@ -382,21 +386,66 @@ impl Sequence {
     }
 
     /// Sets the sequence, which has the tokens `held`, aside, to go on with it beside others; a new one begins. `None` where that
-    /// cannot be done: its model has a state or windows, which are there once, or tokens of it were dropped.
-    pub(super) fn set_aside(&mut self, held: &[u32]) -> Option<Lane> {
+    /// cannot be done: its model has windows, which are there once, tokens of it were dropped, or there is no place for a copy of
+    /// its state.
+    pub(super) fn set_aside(&mut self, backend: &mut dyn Backend, held: &[u32]) -> Option<Lane> {
         let is_whole = !self.lost
             && self.dropped.tokens() == 0
             && held.len() == self.position as usize
-            && !self.has_copies();
+            && !self.cache.has_windows();
         if !is_whole {
             return None;
         }
-        let lane = self.push(held, false, true);
+        let state = if self.needs_marks() {
+            let saved = self.save(backend, 0..0);
+            Some(self.noted(saved)?)
+        } else {
+            None
+        };
+        let lane = self.push(held, false, Some(state));
         self.conversation = Conversation::default();
+        self.marks.clear();
         self.kv_precision = self.cache.kind();
         self.position = 0;
         self.cache.cut(0);
+        let reset = self.state.reset(backend);
+        self.note(reset);
         Some(lane)
+    }
+
+    /// Tokens of capacity that setting a conversation aside takes beside those of its tokens.
+    pub(super) fn aside_takes(&self) -> u32 {
+        self.cache.tokens_of_copy(self.state.memory())
+    }
+
+    /// Whether one that was set aside has lost its state, and cannot be gone on with.
+    pub(super) fn is_lost(&self, lane: Lane) -> bool {
+        let number = self.parked.number_of(lane);
+        let parked = number.and_then(|number| self.parked.get(number));
+        self.needs_marks() && parked.is_some_and(|parked| parked.state.is_none())
+    }
+
+    /// Notes that the state of one that was set aside is worth nothing: a pass with tokens of it did not finish.
+    pub(super) fn lose(&mut self, lane: Lane) {
+        let number = self.parked.number_of(lane);
+        if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
+            parked.state = None;
+        }
+        self.release_copies();
+    }
+
+    /// Where a layer of the state of one that was set aside lies, part by part, and where it is computed in.
+    pub(super) fn aside_layer(&self, lane: Lane, layer: usize) -> Option<Vec<(Span, Span)>> {
+        let parked = self.parked.get(self.parked.number_of(lane)?)?;
+        let (bytes, memory) = self.state.layer_of_copy(layer)?;
+        let mut at = 0;
+        let parts = self.cache.parts_of(parked.state.as_ref()?, bytes);
+        let spans = parts.into_iter().map(|part| {
+            let view = memory.view_bytes(at, part.len());
+            at += part.len();
+            (part, Span::Buffer(view))
+        });
+        Some(spans.collect())
     }
 
     /// One that was set aside becomes the sequence; the one until then, with the tokens `held`, is parked. Returns its tokens.
@@ -409,9 +458,20 @@ impl Sequence {
         if self.position >= LOST_MIN {
             self.park(backend, held, 0);
         }
+        if self.is_lost(lane) {
+            return None;
+        }
         let number = self.parked.number_of(lane)?;
         let parked = self.parked.get_mut(number)?;
         let tokens = std::mem::take(&mut parked.tokens);
+        self.marks.take_up(std::mem::take(&mut parked.marks));
+        if let Some(state) = parked.state.take() {
+            let restored = self.cache.restore(backend, &state, self.state.memory());
+            self.note(restored);
+        }
+        let Some(parked) = self.parked.get_mut(number) else {
+            return None;
+        };
         self.conversation = parked.conversation.clone();
         self.kv_precision = parked.kv_precision;
         self.position = u32::try_from(tokens.len()).unwrap_or(u32::MAX);
@@ -419,24 +479,39 @@ impl Sequence {
         self.dropped.forget();
         self.cache.take_up(number, self.position);
         self.forget(number);
+        self.release_copies();
         self.cache.cut(self.position);
         Some(tokens)
     }
 
-    /// The answer of one that was set aside is over: it is parked as others are.
+    /// The answer of one that was set aside is over: it is parked as others are, where it can be gone on from.
     pub(super) fn leave(&mut self, lane: Lane) {
         let number = self.parked.number_of(lane);
-        if let Some(parked) = number.and_then(|number| self.parked.get_mut(number)) {
-            parked.is_lane = false;
-            parked.since = Instant::now();
+        let Some((number, parked)) =
+            number.and_then(|number| Some((number, self.parked.get_mut(number)?)))
+        else {
+            return;
+        };
+        parked.is_lane = false;
+        parked.since = Instant::now();
+        if let Some(state) = parked.state.take() {
+            let end = u32::try_from(parked.tokens.len()).unwrap_or(u32::MAX);
+            take_spare(&mut parked.marks);
+            parked.marks.push(Mark::end(end, state));
         }
+        if parked.marks.is_empty() && self.needs_marks() {
+            self.forget(number);
+        }
+        self.release_copies();
     }
 
     /// Keeps places for so many tokens of the sequence between two passes, the block that it ends in made its own first; for none
     /// beyond its own once they have been read.
     pub(super) fn expect(&mut self, backend: &mut dyn Backend, tokens: u32) {
         self.expected = tokens;
-        if tokens > 0 {
+        if tokens == 0 {
+            self.marks.forget_wanted();
+        } else {
             // Without a place the first pass says so.
             self.make_place(backend, tokens);
         }
@@ -566,30 +641,46 @@ impl Sequence {
             return;
         }
         self.marks.make_room(kind);
-        let windows = self.first_seen(position)..position;
+        let saved = self.save(backend, self.first_seen(position)..position);
+        // Without place the next prompt is read again.
+        if let Some(copy) = self.noted(saved) {
+            self.marks.put(kind, position, copy);
+        }
+    }
+
+    /// Copies the state and these tokens of layers with windows, giving up others that are missed less; `None` where there is no
+    /// place for it.
+    fn save(
+        &mut self,
+        backend: &mut dyn Backend,
+        windows: Range<u32>,
+    ) -> Result<Option<KvCopy>, DeviceError> {
+        let used = self.needed.max(self.kept());
         let saved = loop {
             self.release_copies();
             self.cache.cut(self.position);
-            let saved = self.cache.save(
-                backend,
-                self.needed.max(self.position),
-                self.state.memory(),
-                windows.clone(),
-            );
+            let (state, windows) = (self.state.memory(), windows.clone());
+            let saved = self.cache.save(backend, used, state, windows);
             if !matches!(saved, Ok(None)) {
                 break saved;
             }
-            // Without place the next prompt is read again.
             if !(self.give_up_one() || self.marks.pop_for_another()) {
                 break saved;
             }
         };
         // The places of blocks to come may be others now.
         self.cache.touch(self.needed);
+        saved
+    }
+
+    /// What was copied, if anything; keeps an error for the next pass.
+    fn noted(&mut self, saved: Result<Option<KvCopy>, DeviceError>) -> Option<KvCopy> {
         match saved {
-            Ok(Some(copy)) => self.marks.put(kind, position, copy),
-            Ok(None) => {}
-            Err(error) => self.note(Err(error)),
+            Ok(copy) => copy,
+            Err(error) => {
+                self.note(Err(error));
+                None
+            }
         }
     }
 

@@ -55,6 +55,7 @@ impl Worker {
         }
         let model = self.model.as_ref()?;
         let capacity = model.plan().kv_capacity.get();
+        let aside = model.aside_takes().get();
         let to_come = self.engine_loop.active.iter().map(|active| {
             let request = &active.queued.request;
             let said = active.usage.completion_tokens.get();
@@ -63,6 +64,7 @@ impl Worker {
         let taken = model.held().get().saturating_add(to_come.sum());
         self.engine_loop.shared.join(|queued| {
             let own = position_of(&queued.prompt).saturating_add(likely(&queued.request));
+            let own = own.saturating_add(aside);
             taken.saturating_add(own) <= capacity
         })
     }
@@ -204,15 +206,18 @@ impl Worker {
     pub(super) fn go_on(&mut self) {
         self.take_commands();
         self.end_what_has_ended();
-        self.take_up();
         let Some(text) = self.text.clone() else {
             return;
         };
-        if self.answers.iter().any(|answer| answer.lane.is_some()) {
+        self.read_again();
+        self.take_up();
+        let goes_on = |answer: &Answer| answer.lane.is_some() && !self.is_lost(answer);
+        if self.answers.iter().any(goes_on) {
             let began = Instant::now();
             self.go_on_together(&text, None);
             self.round_takes = began.elapsed();
-        } else if let Some(answer) = self.answers.pop() {
+        } else if let Some(own) = self.answers.iter().position(|answer| answer.lane.is_none()) {
+            let answer = self.answers.remove(own);
             self.go_on_alone(&text, answer);
         }
     }
@@ -223,6 +228,47 @@ impl Worker {
             match self.engine_loop.ended(answer.id).cloned() {
                 Some(outcome) => self.end(answer, outcome),
                 None => self.answers.push(answer),
+            }
+        }
+    }
+
+    /// Reads what answers were set aside with and have lost, one after the other: another KV type has taken the place of their
+    /// states.
+    fn read_again(&mut self) {
+        while !self.reads
+            && let Some(number) = self.answers.iter().position(|answer| self.is_lost(answer))
+        {
+            self.set_aside();
+            // The one that has the sequence, and cannot be set aside, comes to its end first.
+            if self.answers.iter().any(|answer| answer.lane.is_none()) {
+                return;
+            }
+            let mut answer = self.answers.remove(number);
+            let tokens = std::mem::take(&mut answer.tokens);
+            let Some((model, active)) = self.model.as_mut().zip(self.engine_loop.of_mut(answer.id))
+            else {
+                return;
+            };
+            if let Some(lane) = answer.lane.take() {
+                model.leave(lane);
+            }
+            let asked = Asked {
+                client: active.queued.request.client.as_ref(),
+                prompt: &tokens,
+                request: answer.id.get(),
+            };
+            let Selected { kept, .. } = model.select(&self.sequence, asked);
+            self.sequence.clear();
+            self.sequence.extend(tokens.iter().take(kept as usize));
+            let fresh = tokens.get(kept as usize..).unwrap_or_default();
+            match self.forward(answer.id, fresh, answer.is_greedy()) {
+                ControlFlow::Continue(()) => {
+                    self.answers.push(answer);
+                    if self.answers.len() > 1 {
+                        self.set_aside();
+                    }
+                }
+                ControlFlow::Break(outcome) => self.end(answer, outcome),
             }
         }
     }
@@ -267,6 +313,7 @@ impl Worker {
         // What a form allows is known token by token only, and tokens that were dropped are not drafted from.
         if answer.mask.is_some()
             || answer.sinks.is_some()
+            || !model.takes_back()
             || !self.engine_loop.shared.options().drafts
         {
             return Vec::new();
@@ -370,10 +417,9 @@ impl Worker {
         let mut waiting = std::mem::take(&mut self.answers);
         let (mut computed, mut read) = (false, None);
         while !waiting.is_empty() || slice.is_some() {
-            let (most, rows) = self
-                .model
-                .as_ref()
-                .map_or((1, 1), |model| (model.answers_max(), model.rows_max()));
+            let (most, rows, slice_max) = self.model.as_ref().map_or((1, 1, 1), |model| {
+                (model.answers_max(), model.rows_max(), model.slice_max())
+            });
             let most = most.saturating_sub(usize::from(slice.is_some()));
             // Without a slice at least one, so that this ends.
             let most = most.max(usize::from(slice.is_none()));
@@ -387,7 +433,10 @@ impl Worker {
                 }
             }
             let slice = slice.take().map(|slice| Slice {
-                tokens: beginning(slice.tokens, rows.saturating_sub(ready.len()).max(1)),
+                tokens: beginning(
+                    slice.tokens,
+                    rows.saturating_sub(ready.len()).min(slice_max).max(1),
+                ),
                 ..slice
             });
             let own = slice.as_ref().map_or(0, |slice| slice.tokens.len());

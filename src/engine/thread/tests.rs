@@ -58,7 +58,11 @@ fn collect(stream: &mut mpsc::Receiver<GenerateEvent>) -> (String, FinishReason)
 
 #[test]
 fn answers_that_run_together_are_those_of_each_alone_whatever_plans_arrive() {
-    for architecture in [Architecture::Qwen3, Architecture::Llama] {
+    for architecture in [
+        Architecture::Qwen3,
+        Architecture::Llama,
+        Architecture::Qwen35,
+    ] {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("model.gguf");
         Synthetic::tiny(architecture, TypeMix::All(GgmlDType::Q8_0), 11)

@@ -260,7 +260,8 @@ impl Worker {
         let limit = limit.get();
         let (mut ready, mut short) = (Vec::new(), Vec::new());
         for answer in some {
-            let lane = answer.lane.filter(|_| position_of(&answer.tokens) < limit);
+            let may_go_on = position_of(&answer.tokens) < limit && !self.is_lost(&answer);
+            let lane = answer.lane.filter(|_| may_go_on);
             let has_place = lane.zip(self.model.as_mut());
             if has_place.is_some_and(|(lane, model)| model.make_places(lane, 1)) {
                 ready.push(answer);
@@ -324,6 +325,12 @@ impl Worker {
             model.allow_dropping(None);
             answer.tokens = std::mem::take(&mut self.sequence);
         }
+    }
+
+    /// Whether an answer was set aside and cannot be gone on with as it is.
+    pub(super) fn is_lost(&self, answer: &Answer) -> bool {
+        let lane = answer.lane.zip(self.model.as_ref());
+        lane.is_some_and(|(lane, model)| model.is_lost(lane))
     }
 
     /// The answer that is left alone has the model's sequence again.
