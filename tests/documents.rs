@@ -182,7 +182,9 @@ fn source_files_that_documents_cite_exist() {
 
 #[test]
 fn alerts_and_the_dashboard_name_metrics_that_exist() {
-    let metrics = fs::read_to_string(root().join("src/telemetry/metrics.rs")).unwrap();
+    let metrics = ["metrics.rs", "llm.rs"]
+        .map(|file| fs::read_to_string(root().join("src/telemetry").join(file)).unwrap())
+        .concat();
     for (file, least) in [
         ("deploy/prometheus/cotenant.rules.yml", 8),
         ("deploy/grafana/cotenant.json", 25),

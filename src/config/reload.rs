@@ -110,6 +110,7 @@ impl Merge {
                 log = merged!(self, "log.", old.log, new.log, LogConfig { live: filter; fixed: format; }),
                 telemetry = merged!(self, "telemetry.", old.telemetry, new.telemetry, TelemetryConfig {
                     fixed: otlp, otlp_ca;
+                    live: vllm_names;
                 });
         })
     }

@@ -9,7 +9,7 @@ use cotenant_policy::{
     params::{ClassDeadlines, ResidencyMode, RestartParams, Scope, VariantParams},
     roles::{Bounds, Ids, Role},
 };
-use cotenant_units::{Bytes, Layers, Tokens};
+use cotenant_units::{Bytes, Layers, Tokens, fnv1a};
 
 /// Most bytes of a configuration file that are read; a longer file is refused.
 ///
@@ -45,8 +45,24 @@ pub struct Config {
     pub runtime_dir: PathBuf,
     /// Filter and format of the log.
     pub log: LogConfig,
-    /// Destination of request spans.
+    /// Destination of request spans, and names of metrics.
     pub telemetry: TelemetryConfig,
+}
+
+impl Config {
+    /// Identifies the settings: equal ones have equal hashes on every machine, in one version of this program. Comments,
+    /// the order of keys and defaults that are written out do not change it.
+    ///
+    /// ```
+    /// use cotenant_config::Config;
+    /// let hash = |text: &str| Config::parse(text).unwrap().hash();
+    /// assert_eq!(hash("log: {filter: info, format: json}"), hash("log:\n  format: json  # for a collector\n"));
+    /// assert_ne!(hash("log: {format: json}"), hash("log: {format: text}"));
+    /// ```
+    #[must_use]
+    pub fn hash(&self) -> String {
+        format!("{:016x}", fnv1a(&format!("{self:?}")))
+    }
 }
 
 /// A limit, as bytes or as a part of the budget.
@@ -602,7 +618,7 @@ pub struct LogConfig {
     pub format: LogFormat,
 }
 
-/// Destination of request spans.
+/// Destination of request spans, and names of metrics.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct TelemetryConfig {
     /// The collector; `None` for none. Default.
@@ -610,6 +626,8 @@ pub struct TelemetryConfig {
     /// Certificates of authorities that a collector with TLS is checked with, PEM. Default
     /// `/etc/ssl/certs/ca-certificates.crt`.
     pub otlp_ca: PathBuf,
+    /// Whether the LLM's load is also published under the names that vLLM has for it. Default false.
+    pub vllm_names: bool,
 }
 
 /// A collector of spans.

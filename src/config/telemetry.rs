@@ -1,4 +1,4 @@
-//! Settings of the span exporter.
+//! Settings of spans and metrics.
 
 use std::path::PathBuf;
 
@@ -15,6 +15,9 @@ pub(super) fn check(checker: &mut Checker, raw: &RawTelemetry) -> TelemetryConfi
         otlp_ca: checker
             .directory("telemetry.otlp_ca", &raw.otlp_ca)
             .unwrap_or_else(|| PathBuf::from("/etc/ssl/certs/ca-certificates.crt")),
+        vllm_names: checker
+            .switch("telemetry.vllm_names", &raw.vllm_names)
+            .unwrap_or(false),
     }
 }
 

@@ -144,6 +144,7 @@ impl Llm {
                     metrics: Arc::clone(&self.0.metrics),
                     span,
                     begun: false,
+                    written: 0,
                     prompt,
                 },
                 style,
@@ -463,6 +464,8 @@ pub(super) struct Guarded {
     span: Span,
     /// Whether a token has arrived.
     begun: bool,
+    /// Tokens of the answer that are counted.
+    written: u64,
     /// Tokens of the prompt, where they are wanted.
     pub(super) prompt: Vec<u32>,
 }
@@ -477,24 +480,32 @@ impl Guarded {
         event
     }
 
-    /// Records an event in span and metrics, for any API.
+    /// Records an event in span and metrics, for any API. Tokens count as they are read and written, so that answers
+    /// that fail or are cancelled count too.
     fn note(&mut self, event: &engine::GenerateEvent) {
         let span = &self.span;
         match event {
-            engine::GenerateEvent::Started { .. } => span.event("started"),
-            engine::GenerateEvent::Delta { .. } => {
+            engine::GenerateEvent::Started {
+                prompt_tokens,
+                cached_tokens,
+            } => {
+                self.metrics.tokens("prompt", prompt_tokens.get().into());
+                self.metrics.tokens("cached", cached_tokens.get().into());
+                span.event("started");
+            }
+            engine::GenerateEvent::Delta { tokens, .. } => {
                 if !std::mem::replace(&mut self.begun, true) {
                     span.event("first_token");
                 }
+                let count = u64::try_from(tokens.len()).unwrap_or(u64::MAX);
+                self.written = self.written.saturating_add(count);
+                self.metrics.tokens("completion", count);
             }
             engine::GenerateEvent::Finished { reason, usage } => {
-                for (kind, tokens) in [
-                    ("prompt", usage.prompt_tokens),
-                    ("cached", usage.cached_tokens),
-                    ("completion", usage.completion_tokens),
-                ] {
-                    self.metrics.tokens(kind, u64::from(tokens.get()));
-                }
+                // The last ones have no text of their own.
+                let all = u64::from(usage.completion_tokens.get());
+                let rest = all.saturating_sub(self.written);
+                self.metrics.tokens("completion", rest);
                 span.set("gen_ai.usage.input_tokens", usage.prompt_tokens.get());
                 span.set(
                     "gen_ai.usage.cache_read.input_tokens",

@@ -183,7 +183,7 @@ impl Reloader {
             }
         }
         self.log.set(&next.log.filter)?;
-        self.status.set_names(&next);
+        self.status.reconfigure(&next);
         self.clients.clone_from(&clients);
         let access = access_of(&next, clients, &self.access.borrow());
         self.access.send_replace(Arc::new(access));

@@ -12,8 +12,9 @@ use cotenant_config::{Config, WorkerRole};
 use cotenant_http::backend::{ModelInfo, ModelKind, StatusBackend, Voice};
 use cotenant_memory::emergency;
 use cotenant_policy::snapshot::Snapshot;
+use cotenant_probe::{ProbeRoot, board::Board};
 use cotenant_rpc::json;
-use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, Tracer};
+use cotenant_telemetry::{LinesDropped, LlmLoad, Metrics, NodeInfo, Tracer};
 use cotenant_units::{Bytes, Tokens};
 
 /// State, metrics and names as HTTP shows them.
@@ -25,11 +26,14 @@ pub(super) struct Status {
     tracer: Tracer,
     /// Seconds since 1970 at the start.
     created: u64,
+    board: Board,
     names: RwLock<Names>,
 }
 
 /// Names that clients may use.
 struct Names {
+    /// The LLM's own; empty without one.
+    llm: String,
     models: Vec<ModelInfo>,
     voices: Vec<Voice>,
 }
@@ -47,21 +51,39 @@ impl Status {
         let created = SystemTime::now()
             .duration_since(SystemTime::UNIX_EPOCH)
             .map_or(0, |time| time.as_secs());
-        Self {
+        let status = Self {
             control: Arc::clone(control),
             metrics: Arc::clone(metrics),
             engine,
             dropped,
             tracer,
             created,
+            board: Board::read(&ProbeRoot::default()),
             names: RwLock::new(Names::of(config, created)),
-        }
+        };
+        status.identify(config);
+        status
     }
 
-    /// Takes the names of a changed configuration.
-    pub(super) fn set_names(&self, config: &Config) {
+    /// Takes names and identity of a changed configuration.
+    pub(super) fn reconfigure(&self, config: &Config) {
         *self.names.write().unwrap_or_else(PoisonError::into_inner) =
             Names::of(config, self.created);
+        self.identify(config);
+    }
+
+    /// Publishes which configuration is in force, on which board.
+    fn identify(&self, config: &Config) {
+        self.metrics.show_vllm_names(config.telemetry.vllm_names);
+        self.metrics.set_node(&NodeInfo {
+            board: self.board.model.clone().unwrap_or_default(),
+            l4t: self
+                .board
+                .l4t
+                .map_or_else(String::new, |l4t| l4t.to_string()),
+            model: self.names().llm.clone(),
+            config_hash: config.hash(),
+        });
     }
 
     fn names(&self) -> RwLockReadGuard<'_, Names> {
@@ -121,7 +143,12 @@ impl Names {
         }
         // The first one speaks when none is named, or one that there is not.
         voices.sort_by_key(|voice| !voice.aliases.iter().any(|alias| alias == "default"));
-        Self { models, voices }
+        let llm = config.llm.as_ref();
+        Self {
+            llm: llm.map_or_else(String::new, |llm| llm.name.clone()),
+            models,
+            voices,
+        }
     }
 }
 
@@ -161,7 +188,8 @@ impl StatusBackend for Status {
                 accepted: snapshot.drafts_accepted,
             };
             let capacity = snapshot.plan.as_ref().map(|plan| plan.kv_capacity);
-            self.metrics.set_llm(&load, capacity.unwrap_or_default());
+            self.metrics
+                .set_llm(&self.names().llm, &load, capacity.unwrap_or_default());
             if let (Some(shape), Some(plan)) = (&snapshot.shape, &snapshot.plan) {
                 self.metrics
                     .set_kv_used(shape.kv.capacity_bytes(snapshot.position, plan.kv_type));

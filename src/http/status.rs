@@ -20,7 +20,7 @@ use super::{
 };
 use cotenant_policy::{
     health::Health,
-    snapshot::{EngineState, Snapshot, WorkerState},
+    snapshot::{EngineState, EngineView, Snapshot, WorkerState},
 };
 
 /// `GET /v1/models`.
@@ -70,8 +70,9 @@ fn model_json(model: &ModelInfo, name: &str) -> Value {
     })
 }
 
-/// `GET /health`: 200 when a request would be accepted, otherwise 503; pressure alone never makes it fail. `GET
-/// /health?live`: 200 as long as the program responds, for supervisors that restart it.
+/// `GET /health`: 200 when a request would be accepted, otherwise 503; neither pressure nor an LLM that is slow because it
+/// gave memory back makes it fail. `GET /health?live`: 200 as long as the program responds, for supervisors that
+/// restart it.
 pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) -> Response {
     let asked = query.as_deref().unwrap_or_default();
     if asked
@@ -84,14 +85,29 @@ pub(super) async fn health(State(api): State<Api>, RawQuery(query): RawQuery) ->
     let snapshot = status.snapshot();
     let (code, state) = health_of(&snapshot, status.sample_age());
     let mut body = json!({"status": state, "pressure": snapshot.pressure.level});
-    if let Some(failure) = &snapshot.engine.failure {
-        let llm = json!({
-            "state": snapshot.engine.state, "reason": failure.reason, "permanent": failure.permanent().is_some(),
-            "remedy": failure.permanent().filter(|remedy| !remedy.is_empty()),
-        });
-        body = merged(body, json!({"llm": llm}));
+    if snapshot.engine.state != EngineState::Absent {
+        body = merged(body, json!({"llm": llm_json(&snapshot.engine)}));
     }
     (code, Json(body)).into_response()
+}
+
+/// The LLM for routers: its state; while it answers, its speed as a part of the full one, 0 to 1; why it failed.
+fn llm_json(engine: &EngineView) -> Value {
+    let llm = json!({"state": engine.state});
+    if let Some(failure) = &engine.failure {
+        let failed = json!({
+            "reason": failure.reason, "permanent": failure.permanent().is_some(),
+            "remedy": failure.permanent().filter(|remedy| !remedy.is_empty()),
+        });
+        return merged(llm, failed);
+    }
+    let permille = engine
+        .speed_permille()
+        .and_then(|permille| u32::try_from(permille).ok());
+    match permille.filter(|_| engine.state == EngineState::Ready) {
+        Some(permille) => merged(llm, json!({"speed_ratio": f64::from(permille) / 1000.0})),
+        None => llm,
+    }
 }
 
 fn health_of(snapshot: &Snapshot, sample_age: Option<Duration>) -> (StatusCode, String) {

@@ -57,6 +57,17 @@ pub struct EngineView {
     pub kv: KvView,
 }
 
+impl EngineView {
+    /// Predicted speed under the plan in force as a part of that under the full plan, in thousandths, at most 1000;
+    /// `None` until both are known.
+    #[must_use]
+    pub fn speed_permille(&self) -> Option<u64> {
+        let (now, full) = (self.milli_tokens_per_s?, self.full_milli_tokens_per_s?);
+        let permille = now.saturating_mul(1000).checked_div(full)?;
+        Some(permille.min(1000))
+    }
+}
+
 /// Contents of the KV cache, as the engine last reported them.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct KvView {
@@ -277,6 +288,24 @@ impl fmt::Display for WorkerWait {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn speed_is_a_part_of_the_full_speed_once_both_are_known() {
+        for (now, full, permille) in [
+            (None, Some(8000), None),
+            (Some(8000), None, None),
+            (Some(0), Some(0), None),
+            (Some(3000), Some(8000), Some(375)),
+            (Some(9000), Some(8000), Some(1000)),
+        ] {
+            let engine = EngineView {
+                milli_tokens_per_s: now,
+                full_milli_tokens_per_s: full,
+                ..EngineView::default()
+            };
+            assert_eq!(engine.speed_permille(), permille, "{now:?} of {full:?}");
+        }
+    }
 
     #[test]
     fn groups_are_not_to_be_seen_in_json() {

@@ -11,7 +11,7 @@ mod table;
 
 pub use llm::LlmLoad;
 pub use log::{LinesDropped, LogError, LogFilter, LogFormat, LogGuard, init};
-pub use metrics::Metrics;
+pub use metrics::{Metrics, NodeInfo};
 pub use otlp::{Collector, OtlpProtocol, export};
 pub use resource::resource;
 pub use span::{Attribute, Span, SpanContext, SpanKind, SpanValue, Tracer};

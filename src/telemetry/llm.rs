@@ -1,8 +1,15 @@
 //! Metrics of the LLM's requests, speed, context and conversations.
 
-use std::sync::atomic::AtomicU64;
+use std::{
+    fmt,
+    sync::atomic::{AtomicBool, AtomicU64, Ordering},
+};
 
-use prometheus_client::metrics::{counter::Counter, family::Family, gauge::Gauge};
+use prometheus_client::{
+    encoding::text::encode_registry,
+    metrics::{counter::Counter, family::Family, gauge::Gauge},
+    registry::Registry,
+};
 
 use cotenant_policy::{residency::EnginePlan, snapshot::EngineView};
 use cotenant_units::Tokens;
@@ -35,6 +42,7 @@ pub struct LlmLoad {
 pub(crate) struct LlmMetrics {
     requests: Family<Labels<1>, Size>,
     kv_usage: Family<Labels<0>, Gauge<f64, AtomicU64>>,
+    vllm: VllmNames,
     speed: Family<Labels<1>, Gauge<f64, AtomicU64>>,
     context: Family<Labels<1>, Size>,
     conversations: Size,
@@ -50,6 +58,7 @@ impl LlmMetrics {
                 "llm_kv_usage_ratio",
                 "Used part of the KV capacity that is in force",
             ),
+            vllm: VllmNames::new(),
             speed: table.add(
                 "llm_tokens_per_second",
                 "Tokens of an answer per second under the plan in force and under the full one, as reckoned",
@@ -97,17 +106,45 @@ impl LlmMetrics {
         }
     }
 
-    /// Takes over what the engine reports, with its KV capacity.
-    pub(crate) fn set(&self, load: &LlmLoad, capacity: Tokens) {
+    /// Sets whether [`Self::encode_vllm`] writes anything.
+    pub(crate) fn show_vllm(&self, shown: bool) {
+        self.vllm.shown.store(shown, Ordering::Relaxed);
+    }
+
+    /// Writes the load under vLLM's names, where that is wanted.
+    ///
+    /// # Errors
+    /// Those of the writer.
+    pub(crate) fn encode_vllm(&self, writer: &mut impl fmt::Write) -> fmt::Result {
+        if self.vllm.shown.load(Ordering::Relaxed) {
+            encode_registry(writer, &self.vllm.registry)?;
+        }
+        Ok(())
+    }
+
+    /// Takes over what the engine reports about `model`, with its KV capacity.
+    pub(crate) fn set(&self, model: &str, load: &LlmLoad, capacity: Tokens) {
         let count = |number: usize| u64::try_from(number).unwrap_or(u64::MAX);
-        for (state, number) in [("running", load.running), ("waiting", load.waiting)] {
+        let states = [
+            ("running", load.running, &self.vllm.running),
+            ("waiting", load.waiting, &self.vllm.waiting),
+        ];
+        for (state, number, vllm) in states {
             self.requests
                 .get_or_create(&labels([("state", state)]))
+                .set(count(number));
+            vllm.get_or_create(&labels([(MODEL_NAME, model)]))
                 .set(count(number));
         }
         if capacity > Tokens::ZERO {
             let ratio = f64::from(load.used.get()) / f64::from(capacity.get());
-            self.kv_usage.get_or_create(&[]).set(ratio.min(1.0));
+            let used = [
+                self.kv_usage.get_or_create(&[]),
+                self.vllm.kv.get_or_create(&labels([(MODEL_NAME, model)])),
+            ];
+            for gauge in used {
+                gauge.set(ratio.min(1.0));
+            }
         }
         self.conversations.set(count(load.conversations));
         for (kind, tokens) in [("kept", load.kept), ("shared", load.shared)] {
@@ -122,3 +159,38 @@ impl LlmMetrics {
         }
     }
 }
+
+/// The same load under the names and with the label of vLLM, in a registry without our prefix.
+#[derive(Debug)]
+struct VllmNames {
+    registry: Registry,
+    running: Family<Labels<1>, Size>,
+    waiting: Family<Labels<1>, Size>,
+    kv: Family<Labels<1>, Gauge<f64, AtomicU64>>,
+    shown: AtomicBool,
+}
+
+impl VllmNames {
+    fn new() -> Self {
+        let mut table = Table(Registry::default());
+        Self {
+            running: table.add(
+                "vllm:num_requests_running",
+                "As cotenant_llm_requests{state=\"running\"}",
+            ),
+            waiting: table.add(
+                "vllm:num_requests_waiting",
+                "As cotenant_llm_requests{state=\"waiting\"}",
+            ),
+            kv: table.add(
+                "vllm:kv_cache_usage_perc",
+                "As cotenant_llm_kv_usage_ratio: 0 to 1",
+            ),
+            registry: table.0,
+            shown: AtomicBool::new(false),
+        }
+    }
+}
+
+/// vLLM's label for the model.
+const MODEL_NAME: &str = "model_name";

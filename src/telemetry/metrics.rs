@@ -10,7 +10,7 @@ use std::{
 };
 
 use prometheus_client::{
-    encoding::text::encode,
+    encoding::text::{encode_eof, encode_registry},
     metrics::{
         counter::Counter,
         family::Family,
@@ -37,11 +37,25 @@ use crate::{
     table::{Known, Labels, Size, Table, labels, raise},
 };
 
+/// Identity of a machine and its configuration; an unknown part is empty, which Prometheus takes for an absent label.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct NodeInfo {
+    /// Model of the board, as its device tree names it.
+    pub board: String,
+    /// Release of L4T: `36.4.7`.
+    pub l4t: String,
+    /// Name of the LLM.
+    pub model: String,
+    /// Hash of the configuration in force.
+    pub config_hash: String,
+}
+
 /// All metrics. Setting and encoding exclude each other, so that a scrape sees one state.
 #[derive(Debug)]
 pub struct Metrics {
     registry: Registry,
     whole: Mutex<()>,
+    node: Family<Labels<5>, Size>,
     budget: Size,
     budget_free: Size,
     budget_held: Size,
@@ -106,6 +120,10 @@ impl Metrics {
             Info::new([("version", env!("CARGO_PKG_VERSION")), ("git", commit())]),
         );
         Self {
+            node: table.add(
+                "node_info",
+                "1, with the board, its L4T release, the LLM, the hash of the configuration in force, and the version",
+            ),
             budget: table.add("budget_bytes", "Memory that may be handed out"),
             budget_free: table.add(
                 "budget_free_bytes",
@@ -431,9 +449,29 @@ impl Metrics {
         raise(&self.journal_lost, lines);
     }
 
-    /// Requests and conversations of the LLM, whose KV cache has this capacity.
-    pub fn set_llm(&self, load: &LlmLoad, capacity: Tokens) {
-        self.llm.set(load, capacity);
+    /// Identity of this machine and its configuration.
+    pub fn set_node(&self, node: &NodeInfo) {
+        let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
+        // The labels of before are another series.
+        self.node.clear();
+        let labels = labels([
+            ("board", &node.board),
+            ("l4t", &node.l4t),
+            ("model", &node.model),
+            ("config_hash", &node.config_hash),
+            ("version", env!("CARGO_PKG_VERSION")),
+        ]);
+        self.node.get_or_create(&labels).set(1);
+    }
+
+    /// Sets whether the LLM's load is also published under vLLM's names.
+    pub fn show_vllm_names(&self, shown: bool) {
+        self.llm.show_vllm(shown);
+    }
+
+    /// Requests and conversations of the LLM `model`, whose KV cache has this capacity.
+    pub fn set_llm(&self, model: &str, load: &LlmLoad, capacity: Tokens) {
+        self.llm.set(model, load, capacity);
     }
 
     /// The longest time in which the engine could take no command.
@@ -464,7 +502,9 @@ impl Metrics {
         let _whole = self.whole.lock().unwrap_or_else(PoisonError::into_inner);
         let mut text = String::new();
         // A `String` takes everything, and all labels are strings or numbers: there is nothing that could fail.
-        let _ = encode(&mut text, &self.registry);
+        let _ = encode_registry(&mut text, &self.registry)
+            .and_then(|()| self.llm.encode_vllm(&mut text))
+            .and_then(|()| encode_eof(&mut text));
         text
     }
 
@@ -758,7 +798,13 @@ mod tests {
             drafted: 40,
             accepted: 30,
         };
-        metrics.set_llm(&load, Tokens::new(2048));
+        metrics.set_llm("tiny", &load, Tokens::new(2048));
+        metrics.set_node(&NodeInfo {
+            board: "NVIDIA Jetson Orin Nano".to_owned(),
+            l4t: "36.4.7".to_owned(),
+            model: "tiny".to_owned(),
+            config_hash: "85944171f73967e8".to_owned(),
+        });
         // Series of one family come in no order.
         let text = metrics.encode();
         let mut lines: Vec<&str> = text
@@ -796,6 +842,57 @@ mod tests {
             text.matches("cotenant_worker_deaths_total{").count(),
             DeathClass::ALL.len()
         );
+    }
+
+    #[test]
+    fn the_load_has_vllms_names_where_they_are_wanted() {
+        let metrics = Metrics::new();
+        let load = LlmLoad {
+            running: 2,
+            waiting: 1,
+            used: Tokens::new(512),
+            ..LlmLoad::default()
+        };
+        metrics.set_llm("tiny", &load, Tokens::new(2048));
+        assert!(!metrics.encode().contains("vllm:"), "off by default");
+        metrics.show_vllm_names(true);
+        let text = metrics.encode();
+        for series in [
+            r#"vllm:num_requests_running{model_name="tiny"} 2"#,
+            r#"vllm:num_requests_waiting{model_name="tiny"} 1"#,
+            r#"vllm:kv_cache_usage_perc{model_name="tiny"} 0.25"#,
+            "# EOF",
+        ] {
+            assert_eq!(
+                text.lines().filter(|line| *line == series).count(),
+                1,
+                "{series} in\n{text}"
+            );
+        }
+        assert!(text.ends_with("# EOF\n"));
+        metrics.show_vllm_names(false);
+        assert!(!metrics.encode().contains("vllm:"));
+    }
+
+    #[test]
+    fn a_node_has_one_identity_at_a_time() {
+        let metrics = Metrics::new();
+        for config_hash in ["1", "2"] {
+            metrics.set_node(&NodeInfo {
+                config_hash: config_hash.to_owned(),
+                ..NodeInfo::default()
+            });
+        }
+        let text = metrics.encode();
+        let nodes: Vec<&str> = text
+            .lines()
+            .filter(|line| line.starts_with("cotenant_node_info{"))
+            .collect();
+        let version = env!("CARGO_PKG_VERSION");
+        let expected = format!(
+            r#"cotenant_node_info{{board="",l4t="",model="",config_hash="2",version="{version}"}} 1"#
+        );
+        assert_eq!(nodes, [expected.as_str()]);
     }
 
     #[test]

@@ -376,6 +376,18 @@ fn thousandths(f: &mut fmt::Formatter<'_>, count: u128, unit: &str) -> fmt::Resu
     }
 }
 
+/// FNV-1a of a text in 64 bits (draft-eastlake-fnv): the same on every machine, and no protection against an attacker.
+///
+/// ```
+/// assert_eq!(cotenant_units::fnv1a("foobar"), 0x8594_4171_f739_67e8);
+/// ```
+#[must_use]
+pub fn fnv1a(text: &str) -> u64 {
+    text.bytes().fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -21,6 +21,7 @@ use cotenant_probe::{
     processes::{self, ProcessStat},
 };
 use cotenant_speech::client::Endpoint;
+use cotenant_units::fnv1a;
 
 /// How a worker was started, as it stands in its environment.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
@@ -209,10 +210,8 @@ fn user_id(user: &str) -> Option<u32> {
 
 /// Names a specification: equal ones have equal names, in one version of this program.
 fn specification_of(spec: &WorkerSpec) -> String {
-    // FNV-1a, 64 bits: only a process that could write the configuration as well would gain by a collision.
-    let hash = format!("{spec:?}").bytes().fold(FNV_OFFSET, |hash, byte| {
-        (hash ^ u64::from(byte)).wrapping_mul(FNV_PRIME)
-    });
+    // Only a process that could write the configuration as well would gain by a collision.
+    let hash = fnv1a(&format!("{spec:?}"));
     format!("{}-{hash:016x}", env!("CARGO_PKG_VERSION"))
 }
 
@@ -233,10 +232,6 @@ const VISIBLE_PATIENCE: Duration = Duration::from_millis(100);
 
 /// Between two looks.
 const VISIBLE_LOOK_EVERY: Duration = Duration::from_millis(1);
-
-/// Start and factor of FNV-1a with 64 bits (draft-eastlake-fnv).
-const FNV_OFFSET: u64 = 0xcbf2_9ce4_8422_2325;
-const FNV_PRIME: u64 = 0x0100_0000_01b3;
 
 #[cfg(test)]
 mod tests {

@@ -24,6 +24,7 @@ mod promises;
 mod published;
 mod python;
 mod rough;
+mod routers;
 mod servers;
 mod spans;
 mod survival;

@@ -33,7 +33,7 @@ use serde_json::{Value, json};
 use tonic::transport::Channel;
 
 use crate::{
-    http::client::{Answer, Connection, get, post_form, post_json, request},
+    http::client::{Answer, Connection, get, post_form, post_json, request, with},
     support::{PATIENCE, fixture, runs},
 };
 
@@ -470,6 +470,21 @@ impl Daemon<'_> {
     /// `/v1/chat/completions` with these fields; greedy, unless they say otherwise.
     pub(super) async fn chat(&self, fields: Value) -> Answer {
         post_json(self.http, "/v1/chat/completions", &chat_body(fields)).await
+    }
+
+    /// The connection on which a story is streamed, with these fields.
+    pub(super) async fn tells(&self, fields: Value) -> Connection {
+        let story = json!({
+            "stream": true, "temperature": 2.0, "seed": 3, "messages": [{"role": "user", "content": "tell me a story"}],
+        });
+        let body = chat_body(with(story, &fields)).to_string();
+        let head = [("content-type", "application/json")];
+        let mut connection = Connection::open(self.http).await;
+        let path = "/v1/chat/completions";
+        connection
+            .send(&request("POST", path, &head, body.as_bytes()))
+            .await;
+        connection
     }
 
     /// As [`Self::chat`], with a time limit for the whole answer.

@@ -162,9 +162,14 @@ async fn health_says_whether_a_request_would_be_taken() {
     ] {
         open.script.snapshot.lock().unwrap().engine.state = state;
         let answer = get(open.address, "/health").await;
+        let state = json!({"state": state});
         assert_eq!(
-            (answer.status, answer.json()["status"].as_str().unwrap()),
-            (status, says)
+            (
+                answer.status,
+                answer.json()["status"].as_str().unwrap(),
+                &answer.json()["llm"]
+            ),
+            (status, says, &state)
         );
     }
     let next = NextTry::Never {
@@ -195,6 +200,31 @@ async fn health_says_whether_a_request_would_be_taken() {
         get(open.address, "/health").await.json()["status"],
         "draining"
     );
+}
+
+#[tokio::test]
+async fn health_has_the_speed_as_a_part_of_the_full_one() {
+    let open = open().await;
+    let mut answers = Vec::new();
+    for (state, now) in [
+        (EngineState::Ready, 3000),
+        (EngineState::Ready, 8000),
+        (EngineState::Loading, 3000),
+    ] {
+        {
+            let engine = &mut open.script.snapshot.lock().unwrap().engine;
+            engine.state = state;
+            (engine.milli_tokens_per_s, engine.full_milli_tokens_per_s) = (Some(now), Some(8000));
+        }
+        let answer = get(open.address, "/health").await;
+        answers.push((answer.status, answer.json()["llm"].clone()));
+    }
+    let expected = [
+        (200, json!({"state": "ready", "speed_ratio": 0.375})),
+        (200, json!({"state": "ready", "speed_ratio": 1.0})),
+        (503, json!({"state": "loading"})),
+    ];
+    assert_eq!(answers, expected);
 }
 
 #[tokio::test]
