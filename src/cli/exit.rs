@@ -7,19 +7,20 @@
 //! | 2 | bad arguments | cannot connect |
 //! | 3 | the supervisor cannot be reached | the call failed |
 //! | 4 | reached, and refused or unhealthy | not serving |
+//! | 5 | `drain --wait`: answers still run | |
 //! | 70 | the control loop of `serve` stood still | |
 //! | 78 | bad configuration, also of `reload` | |
 //!
 //! `health` follows `grpc_health_probe`, so that it can replace it.
 
-use std::{borrow::Cow, error::Error, io, process::ExitCode};
+use std::{borrow::Cow, error::Error, io, process::ExitCode, time::Duration};
 
 use serde_json::{Map, Value, json};
 use tonic::{Code, Status};
 use tonic_types::StatusExt;
 
 use cotenant_rpc::{client::ConnectError, json::camel_case};
-use cotenant_units::causes::in_one_line;
+use cotenant_units::{TimeSpan, causes::in_one_line};
 
 /// Done.
 pub const OK: u8 = 0;
@@ -31,6 +32,8 @@ pub const USAGE: u8 = 2;
 pub const UNREACHABLE: u8 = 3;
 /// The supervisor was reached, and refused or is unhealthy.
 pub const REFUSED: u8 = 4;
+/// The time of a drain is over, and answers still run.
+pub const STILL_RUNNING: u8 = 5;
 /// Bad configuration (`EX_CONFIG` of sysexits.h); systemd does not restart after it.
 pub const CONFIG: u8 = 78;
 
@@ -69,6 +72,14 @@ pub enum CliError {
         hint: Option<String>,
         /// The exit code.
         code: u8,
+    },
+    /// The time of a drain is over.
+    #[error("not drained within {}; answers that still run: {answers}", TimeSpan(*.within))]
+    StillRunning {
+        /// How many.
+        answers: u32,
+        /// That time.
+        within: Duration,
     },
     /// The reader of our output has gone away, which is no fault.
     #[error("the reader of the output has gone away")]
@@ -154,6 +165,7 @@ impl CliError {
             Self::Call(status) if reason(status).as_deref() == Some("CONFIG_INVALID") => CONFIG,
             Self::Call(_) => REFUSED,
             Self::Failed { code, .. } => *code,
+            Self::StillRunning { .. } => STILL_RUNNING,
             Self::OutputClosed => OK,
         }
     }
@@ -171,6 +183,7 @@ impl CliError {
             }
             Self::Call(status) => call_hint(status),
             Self::Failed { hint, .. } => hint.clone(),
+            Self::StillRunning { .. } => Some(STILL_RUNNING_HINT.to_owned()),
             Self::OutputClosed => None,
         }
     }
@@ -185,6 +198,7 @@ impl CliError {
         }
         let (reason, figures) = match self {
             Self::Call(status) => (reason(status), figures(status)),
+            Self::StillRunning { answers, .. } => (None, json!({"runningAnswers": answers})),
             _ => (None, Value::Null),
         };
         json!({"error": {
@@ -257,6 +271,8 @@ fn refused_certificate(error: &(dyn Error + 'static)) -> Option<&'static str> {
     }
     None
 }
+
+const STILL_RUNNING_HINT: &str = "wait again, or admit requests again by `cotenant drain --off`";
 
 const CERTIFICATE_HINT: &str = "give one of the fleet's CA that is valid now with --cert and --key";
 

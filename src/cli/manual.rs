@@ -88,6 +88,7 @@ const EXITS: &[(&str, &str)] = &[
     ("2", "bad arguments"),
     ("3", "the supervisor cannot be reached"),
     ("4", "reached, and refused or unhealthy"),
+    ("5", "drain --wait: answers still run"),
     ("70", "the control loop of serve hung"),
     ("78", "bad configuration, or a stack that cannot work"),
 ];
@@ -172,6 +173,7 @@ const EXAMPLES: &[(&str, &str)] = &[
     ("load", "cotenant load"),
     ("reload", "cotenant reload"),
     ("drain", "cotenant drain"),
+    ("drain", "cotenant drain --wait 60s"),
     ("drain", "cotenant drain --off"),
     ("bench", "cotenant bench --help"),
 ];

@@ -212,21 +212,65 @@ pub(super) async fn reload(global: &Global) -> Result<(), CliError> {
 #[derive(Clone, Debug, clap::Args)]
 pub struct Drain {
     /// End a drain: admit requests again.
-    #[arg(long)]
+    #[arg(long, conflicts_with = "wait")]
     off: bool,
+    /// Wait for running answers, at most this long: `60s`. Exit code 5 when some still run. The drain stays in force until `drain --off`
+    /// or a restart, also when the wait is interrupted.
+    #[arg(long, value_name = "DURATION", value_parser = quantity::wait)]
+    wait: Option<Duration>,
 }
 
 pub(super) async fn drain(global: &Global, drain: Drain) -> Result<(), CliError> {
+    let began = Instant::now();
     let mut client = OperatorServiceClient::new(global.connect().await?);
     let done = global
         .call(client.drain(global.request(DrainRequest { off: drain.off })))
         .await?;
-    output::write_done(
-        global.output,
-        &done.message,
-        json!({"draining": !drain.off}),
-    )
+    let Some(wait) = drain.wait else {
+        let known = json!({"draining": !drain.off});
+        return output::write_done(global.output, &done.message, known);
+    };
+    let mut quiet = 0;
+    loop {
+        let request = global.request(GetStatusRequest {});
+        let status = global.call(client.get_status(request)).await?;
+        if !status.draining {
+            let error =
+                "the drain has ended: by another operator, or by a restart of the supervisor";
+            return Err(CliError::plain(error, exit::REFUSED));
+        }
+        let Some(running) = status.running_answers else {
+            let error = "cannot wait for running answers: this version of the supervisor does not count them";
+            return Err(CliError::plain(error, exit::REFUSED));
+        };
+        quiet = if running == 0 { quiet + 1 } else { 0 };
+        if quiet == QUIET_LOOKS {
+            let took = in_tenths(began.elapsed());
+            let message = format!("drained after {}: no answer is running", TimeSpan(took));
+            let known = json!({
+                "draining": true,
+                "runningAnswers": running,
+                "tookMs": u64::try_from(took.as_millis()).unwrap_or(u64::MAX),
+            });
+            return output::write_done(global.output, &message, known);
+        }
+        let left = wait.saturating_sub(began.elapsed());
+        if left.is_zero() && running > 0 {
+            return Err(CliError::StillRunning {
+                answers: running,
+                within: wait,
+            });
+        }
+        tokio::time::sleep(LOOK_AGAIN_AFTER.min(left.max(LOOK_AGAIN_LEAST))).await;
+    }
 }
+
+/// Looks in a row without a running answer after which a drain is over. Our choice: the last bytes of an answer leave the daemon
+/// in the time between two looks.
+const QUIET_LOOKS: u32 = 2;
+
+/// The shortest pause between two looks, near the end of the time.
+const LOOK_AGAIN_LEAST: Duration = Duration::from_millis(10);
 
 pub(super) async fn control(
     global: &Global,

@@ -26,6 +26,18 @@ pub(super) fn duration(text: &str) -> Result<Duration, String> {
     parse_duration(text).map_err(|error| with_hint(&error))
 }
 
+/// The time of a wait, above zero and at most a day.
+pub(super) fn wait(text: &str) -> Result<Duration, String> {
+    match duration(text)? {
+        Duration::ZERO => Err("not above zero".to_owned()),
+        long if long > WAIT_MAX => Err("longer than a day, which is the limit".to_owned()),
+        fits => Ok(fits),
+    }
+}
+
+/// Our choice: longer than any answer may take.
+const WAIT_MAX: Duration = Duration::from_secs(24 * 3600);
+
 /// A type of the KV cache; shells complete it.
 pub(super) fn kv_type() -> impl TypedValueParser<Value = KvType> {
     let of_word = |word: String| KvType::ALL.into_iter().find(|kind| kind.word() == word);

@@ -190,6 +190,10 @@ pub(super) fn status_text(status: &v1::GetStatusResponse, columns: usize) -> Str
             status.standby_missed, status.standby_served
         )));
     }
+    if let Some(answers @ 1..) = status.running_answers {
+        let answers = usize::try_from(answers).unwrap_or(usize::MAX);
+        shown.push_str(&format!("running: {}\n", counted(answers, "answer")));
+    }
     if status.waiting_requests > 0 {
         let waiting = usize::try_from(status.waiting_requests).unwrap_or(usize::MAX);
         shown.push_str(&format!("waiting: {}\n", counted(waiting, "request")));

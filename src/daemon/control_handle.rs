@@ -66,6 +66,8 @@ pub struct ControlHandle {
     log: EventLog,
     deaths: DeathLog,
     work: watch::Sender<BTreeMap<String, u32>>,
+    /// One reference for each answer of the LLM that runs or waits, beside this one.
+    answers: Answering,
     /// When the loop last ran, in microseconds.
     beat: AtomicU64,
     /// Outcome of each request to lock memory.
@@ -108,6 +110,7 @@ impl ControlHandle {
             log: EventLog::new(event_lines),
             deaths: DeathLog::new(DEATHS_PER_WORKER),
             work: watch::Sender::default(),
+            answers: Answering::default(),
             beat: AtomicU64::new(0),
             locked: Mutex::default(),
             listeners: OnceLock::new(),
@@ -228,6 +231,21 @@ impl ControlHandle {
         self.work.subscribe()
     }
 
+    /// Counts one more answer of the LLM, until the returned guard is dropped.
+    pub(super) fn answering(&self) -> Answering {
+        self.answers.clone()
+    }
+
+    /// Answers that run: of the LLM, and requests at workers.
+    fn running_answers(&self) -> u32 {
+        let of_llm = Arc::strong_count(&self.answers.0).saturating_sub(1);
+        let of_llm = u32::try_from(of_llm).unwrap_or(u32::MAX);
+        let at_workers = self.work.borrow();
+        at_workers
+            .values()
+            .fold(of_llm, |sum, count| sum.saturating_add(*count))
+    }
+
     /// Notes that the loop ran at `now`.
     pub(super) fn beat(&self, now: Timestamp) {
         let at = u64::try_from(now.since_start().as_micros()).unwrap_or(u64::MAX);
@@ -258,6 +276,10 @@ impl ControlHandle {
         }
     }
 }
+
+/// An answer of the LLM that runs or waits; the number of clones is their count.
+#[derive(Clone, Debug, Default)]
+pub(super) struct Answering(Arc<()>);
 
 /// A request in flight at a worker.
 #[derive(Debug)]
@@ -378,6 +400,7 @@ impl Supervisor for ControlHandle {
             .map(|(key, address)| format!("{key}: {address}"))
             .collect();
         status.next_shed = locked(&self.next_shed).clone();
+        status.running_answers = Some(self.running_answers());
         let counts = emergency::counts();
         (status.standby_served, status.standby_missed) = (counts.served, counts.missed);
         let handle = locked(&self.engine).clone();

@@ -13,7 +13,10 @@ use tokio::sync::mpsc;
 use tokio_util::sync::CancellationToken;
 
 use super::{
-    control_handle::ControlHandle, control_loop::Clock as _, early, engine::CurrentEngine,
+    control_handle::{Answering, ControlHandle},
+    control_loop::Clock as _,
+    early,
+    engine::CurrentEngine,
 };
 use cotenant_config::LlmConfig;
 use cotenant_conversation::{
@@ -136,8 +139,9 @@ impl Llm {
         let span = self.span_of(&request, wanted);
         let submitted = self.submit_in(&span, request, wanted).await;
         match submitted {
-            Ok((events, engine, id, (style, prompt))) => Ok((
+            Ok((events, engine, id, (style, prompt, answering))) => Ok((
                 Guarded {
+                    _answering: answering,
                     events,
                     engine,
                     id,
@@ -191,7 +195,7 @@ impl Llm {
             mpsc::Receiver<engine::GenerateEvent>,
             EngineHandle,
             RequestId,
-            (AnswerStyle, Vec<u32>),
+            (AnswerStyle, Vec<u32>, Answering),
         ),
         Refusal,
     > {
@@ -199,6 +203,8 @@ impl Llm {
         request.time_max = Some(self.0.answer_time_max);
         request.time_shared = Some(self.0.answer_time_shared);
         request.grows_to = self.0.context;
+        // Counted before the check, so that a drain never ends while an answer that passed the check is not counted yet.
+        let answering = self.0.control.answering();
         if self.0.control.state().draining {
             return Err(draining(ACT));
         }
@@ -243,7 +249,7 @@ impl Llm {
             .submit(request, prepared)
             .map_err(|error| self.refuse(&error))?;
         span.event("queued");
-        Ok((events, engine, id, (style, reported)))
+        Ok((events, engine, id, (style, reported, answering)))
     }
 
     /// Works on text or tokens away from the threads that serve others.
@@ -457,6 +463,7 @@ impl Llm {
 
 /// The events of one request; dropping it cancels the request.
 pub(super) struct Guarded {
+    _answering: Answering,
     events: mpsc::Receiver<engine::GenerateEvent>,
     engine: EngineHandle,
     id: RequestId,

@@ -125,7 +125,7 @@ pub fn status(status: &v1::GetStatusResponse) -> Value {
         engine = status.engine.as_ref().map(engine_json),
         workers = status.workers.iter().map(worker_json).collect::<Value>(),
         leases = status.leases.iter().map(lease).collect::<Value>(),
-        waiting_requests, draining,
+        waiting_requests, running_answers, draining,
         learned_peaks = status.learned_peaks.iter().map(peak_json).collect::<Value>(),
         locked = (!status.locked.is_empty()).then_some(&status.locked),
         standby_served, standby_missed, next_shed,

@@ -71,8 +71,8 @@ pub trait Supervisor: Send + Sync + 'static {
         None
     }
 
-    /// Fills in values outside of the snapshot: locked memory, the counts of the emergency reserve, the next shed, the
-    /// engine's load, sequences and command gap, and the confinement of each worker.
+    /// Fills in values outside of the snapshot: locked memory, the counts of the emergency reserve, the next shed, running
+    /// answers, the engine's load, sequences and command gap, and the confinement of each worker.
     fn complete(&self, _status: &mut v1::GetStatusResponse) {}
 }
 

@@ -6,6 +6,7 @@ mod bad_input;
 mod behind;
 mod clients;
 mod deploy;
+mod drain;
 mod faults;
 mod fleet;
 mod frozen;

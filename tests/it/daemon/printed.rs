@@ -136,6 +136,7 @@ async fn every_verb_that_prints_data_prints_json() {
         vec!["kv-type", "f16"],
         vec!["reload"],
         vec!["drain"],
+        vec!["drain", "--wait", "10s"],
         vec!["drain", "--off"],
         vec!["postmortem"],
         vec!["replay", "journal.ndjson"],
