@@ -17,7 +17,7 @@ use super::{
 use cotenant_policy::event::Event;
 
 /// How long requests in flight may continue when the daemon ends. With [`STOP_GRACE`] after it, well below
-/// `TimeoutStopSec=20s` of the unit.
+/// `TimeoutStopSec=45s` of the unit.
 const DRAIN_MAX: Duration = Duration::from_secs(8);
 
 /// How long the engine, the workers and the listeners may take to end.

@@ -126,7 +126,7 @@ impl Default for Limits {
             admission_timeout: Duration::from_secs(4),
             // A tenth of LiveKit's 10 s between two bytes; clients that wait less get them sooner.
             keepalive: Duration::from_secs(1),
-            // Below `TimeoutStopSec=20s` of the unit.
+            // Below `TimeoutStopSec=45s` of the unit.
             drain_timeout: Duration::from_secs(15),
         }
     }

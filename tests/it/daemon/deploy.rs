@@ -75,6 +75,15 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
         unit.contains("\nExecStopPost=-") && unit.contains("echo -memory >"),
         "restarts fail in version 2"
     );
+    // Answers may finish before SIGTERM; systemd waits for that, and without it the wait would be a timeout.
+    let seconds = |text: &str| -> u32 { text.strip_suffix('s').unwrap().parse().unwrap() };
+    let stop = &of("ExecStop")[0];
+    assert_eq!(
+        stop[..3],
+        ["-/usr/local/bin/cotenant", "drain", "--wait"],
+        "{stop:?}"
+    );
+    assert!(seconds(&stop[3]) + 10 <= seconds(&of("TimeoutStopSec")[0][0]));
     // Memory is measured with this setting.
     let (name, value) = cotenant::cli::stage::ALLOCATOR;
     assert_eq!(of("Environment"), [[format!("{name}={value}")]]);
@@ -82,6 +91,10 @@ fn the_unit_file_gives_what_workers_need_and_no_more() {
     assert!(
         container.contains(&format!("\nENV {name}={value}\n")),
         "{container}"
+    );
+    assert!(
+        container.contains("\nHEALTHCHECK CMD [\"cotenant\", \"health\", \"--service\", \"cotenant.v1.OperatorService\"]\n"),
+        "a container that drains or loads is not to be restarted"
     );
     for key in ["AmbientCapabilities", "CapabilityBoundingSet"] {
         assert_eq!(of(key), [["CAP_SYS_RESOURCE", "CAP_SYSLOG"]], "{key}");
@@ -303,6 +316,12 @@ fn the_package_has_everything_that_a_service_needs_and_scripts_that_a_shell_unde
     assert!(
         prerm.contains("[ \"$1\" = remove ] || exit 0"),
         "an upgrade leaves daemon and workers running"
+    );
+    let postinst = std::fs::read_to_string(control.join("postinst")).unwrap();
+    let drains = postinst.find("cotenant drain --wait 60s ||").unwrap();
+    assert!(
+        drains < postinst.find("systemctl kill --signal=KILL").unwrap(),
+        "an upgrade cuts running answers"
     );
     let conffiles = std::fs::read_to_string(control.join("conffiles")).unwrap();
     assert_eq!(conffiles, "/etc/cotenant/cotenant.yaml\n");
